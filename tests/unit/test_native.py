@@ -1,0 +1,94 @@
+"""Each C kernel against its numpy twin."""
+
+import sys
+import threading
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from allred import arrays, native
+from allred.native import twins
+
+KERNELS = [
+    pytest.param(twins, id="numpy"),
+    pytest.param(native, id="C", marks=pytest.mark.skipif(not native.available, reason=native.reason)),
+]
+LENGTHS = [[], [0], [1], [3, 0, 5], [1, 2, 3, 4], [1009, 64, 1]]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("dtype", [np.uint8, np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+@pytest.mark.parametrize("misaligned", [0, 1])
+def test_pack_and_unpack_are_inverse_and_exact(kernels, lengths, dtype, misaligned):
+    rng = np.random.default_rng(0)
+    dtype = np.dtype(dtype)
+    tensors = [np.frombuffer(rng.bytes(n * dtype.itemsize), np.uint8).view(dtype) for n in lengths]  # NaNs included
+    total = sum(tensor.nbytes for tensor in tensors)
+    memory = np.full(total + 16, 0xAB, np.uint8)
+    buffer = memory[misaligned : misaligned + total]
+    kernels.pack([arrays.as_buffer(tensor) for tensor in tensors], buffer)
+    assert buffer.tobytes() == b"".join(tensor.tobytes() for tensor in tensors)
+    assert (memory[misaligned + total :] == 0xAB).all()
+    again = [np.zeros_like(tensor) for tensor in tensors]
+    kernels.unpack([arrays.as_buffer(tensor) for tensor in again], buffer)
+    assert [tensor.tobytes() for tensor in again] == [tensor.tobytes() for tensor in tensors]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_buffer_that_is_too_small_is_an_error_and_not_written(kernels):
+    buffer = np.zeros(2, np.float32)
+    with pytest.raises(ValueError, match="the tensors take 12 bytes but the fusion buffer has 8"):
+        kernels.pack([np.ones(3, np.float32)], buffer)
+    with pytest.raises(ValueError, match="the tensors take 12 bytes but the fusion buffer has 8"):
+        kernels.unpack([np.ones(3, np.float32)], buffer)
+    assert (buffer == 0).all()
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_read_only_targets_are_refused(kernels):
+    locked = np.zeros(3)
+    locked.flags.writeable = False
+    with pytest.raises((BufferError, ValueError), match=r"(?i)read-?only|not writable"):
+        kernels.unpack([locked], np.ones(3))
+    with pytest.raises((BufferError, ValueError), match=r"(?i)read-?only|not writable"):
+        kernels.pack([np.ones(3)], locked)
+    kernels.pack([locked], np.ones(3))
+
+
+@pytest.mark.skipif(not native.available, reason=native.reason)
+def test_c_refuses_what_is_not_contiguous_or_no_list():
+    with pytest.raises((BufferError, ValueError), match=r"(?i)contiguous"):
+        native.pack([np.zeros((4, 4))[:, ::2]], np.zeros(8))
+    with pytest.raises(TypeError, match="list of contiguous buffers"):
+        native.pack((np.zeros(1),), np.zeros(1))
+    with pytest.raises(TypeError, match="bytes-like"):
+        native.pack([3], np.zeros(1))
+
+
+@pytest.mark.skipif(not native.available, reason=native.reason)
+def test_the_gil_is_released_while_c_copies():
+    """A thread that waits for the GIL gets it during a copy; without a release it could not before the copy's end."""
+    source, target = np.ones(2**26, np.uint8), np.empty(2**26, np.uint8)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60)  # nobody is made to give the GIL away: only who releases it
+    try:
+        assert any(_runs_during(lambda: native.pack([source], target)) for _ in range(100))
+        assert not any(_runs_during(lambda: sum(range(10**6))) for _ in range(10))  # the test can fail
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def _runs_during(call):
+    """Whether a thread that is ready to run did so before `call` returned."""
+    go, ran = threading.Event(), []
+    thread = threading.Thread(target=lambda: (go.wait(), ran.append(1)))
+    thread.start()
+    time.sleep(0.001)  # the thread is in go.wait() now
+    go.set()
+    call()
+    result = bool(ran)
+    thread.join()
+    return result
