@@ -1,0 +1,99 @@
+"""What an array is to allred: which dtypes it moves and how they are named in headers and messages.
+
+Host arrays are numpy's. bfloat16 is ml_dtypes' type, known by name so that ml_dtypes is needed only by who uses it.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from allred.errors import InputError
+
+Array = NDArray[Any]
+
+# The position in this tuple is the dtype's code on the wire; append only.
+DTYPES = (
+    *("bool", "uint8", "int8", "int16", "int32", "int64"),
+    *("float16", "bfloat16", "float32", "float64"),
+)
+_CODES = {name: code for code, name in enumerate(DTYPES)}
+_FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+_HALVES = frozenset({"float16", "bfloat16"})
+
+
+def dtype_code(dtype: np.dtype[Any]) -> int:
+    """The dtype's number in headers. Raises InputError for a dtype that allred does not move."""
+    code = _CODES.get(dtype.name)
+    if code is None:
+        raise InputError(f"dtype {dtype.name} is not supported; use one of {', '.join(DTYPES)}")
+    if not dtype.isnative:
+        raise InputError(
+            f"dtype {dtype.str} is byte-swapped; convert it with array.astype(array.dtype.newbyteorder('='))"
+        )
+    return code
+
+
+def is_float(dtype: np.dtype[Any]) -> bool:
+    """Whether the dtype is one of float16, bfloat16, float32, float64."""
+    return dtype.name in _FLOATS
+
+
+def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype that sums of `dtype` are formed in: float32 for the 16-bit floats, else itself."""
+    return np.dtype(np.float32) if dtype.name in _HALVES else dtype
+
+
+def as_host_array(value: Any) -> Array:
+    """`value` as a numpy array, without a copy where it is one. Raises InputError for what lives on a device."""
+    if isinstance(value, np.ndarray):
+        return value
+    if hasattr(value, "__cuda_array_interface__"):
+        raise InputError(
+            f"{type(value).__module__}.{type(value).__name__} lives on a GPU, and this version of allred has no GPU "
+            "backend yet; pass a host array, for example cupy.asnumpy(x)"
+        )
+    if type(value).__module__.partition(".")[0] == "torch":
+        raise InputError(
+            "torch tensors are not taken as they are yet; pass tensor.detach().numpy(), which shares its memory"
+        )
+    array = np.asarray(value)
+    if array.dtype == object:
+        raise InputError(f"expected an array or a number, got {type(value).__name__}")
+    return array
+
+
+def flat(array: Array) -> Array:
+    """The elements in C order: a view where the array is contiguous, else a copy."""
+    return np.ascontiguousarray(array).reshape(-1)
+
+
+def as_bytes(array: Array) -> NDArray[np.uint8]:
+    """The memory of a contiguous array, or of a contiguous copy of another, as flat bytes."""
+    return flat(array).view(np.uint8)
+
+
+def as_buffer(array: Array) -> Array:
+    """A view that has the buffer protocol, which ml_dtypes' bfloat16 lacks."""
+    return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
+
+
+def describe(shape: tuple[int, ...], dtype: np.dtype[Any]) -> str:
+    """How errors write a tensor: `float32 (64, 10)`."""
+    return f"{dtype.name} {shape}"
+
+
+def size_of(shape: tuple[int, ...]) -> int:
+    """Elements of a shape; 1 for the empty shape of a 0-d array."""
+    return math.prod(shape)
+
+
+def split_sizes(total: int, parts: int) -> list[int]:
+    """`total` items over `parts` ranks, within one of each other; the first take one more, as in numpy.array_split.
+
+    >>> split_sizes(10, 4)
+    [3, 3, 2, 2]
+    """
+    base, extra = divmod(total, parts)
+    return [base + (part < extra) for part in range(parts)]

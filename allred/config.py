@@ -1,0 +1,122 @@
+"""Every setting of allred, once: name, type, default, unit and meaning. Sources, strongest first: an argument of
+`init()`, the environment variable `ALLRED_<NAME>`, the default. The chief's settings hold for all ranks (world.py).
+"""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from allred.errors import ConfigError
+
+_PREFIX = "ALLRED_"
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def _setting(default: Any, meaning: str, **extra: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"meaning": meaning, **extra})
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The settings in force. One record for the whole job: it is the same on every rank."""
+
+    mode: str = _setting("sync", "how ranks train together", choices=("sync",), later=("ps", "local"))
+    backend: str = _setting("auto", "who moves the arrays", choices=("auto", "single", "mpi"), later=("shm", "nccl"))
+    bucket_bytes: int = _setting(
+        2**20, "gradients smaller than this travel together, up to this many bytes (512KiB, 4MiB, ...)", minimum=1
+    )
+    timeout_s: float = _setting(
+        1800.0, "longest wait in one collective, in seconds, before it is an error", minimum=0.0
+    )
+    banner: bool = _setting(True, "whether the chief prints what runs where (1 or 0)")
+
+
+_FIELDS = {field.name: field for field in dataclasses.fields(Config)}
+
+
+def explicit_settings(environ: Mapping[str, str], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What was set on purpose on this rank, parsed and checked: variables, overridden by non-None arguments.
+
+    Raises ConfigError for an unknown `ALLRED_*` variable or a value that cannot be used.
+    """
+    found: dict[str, Any] = {}
+    for variable in sorted(environ):
+        if variable.startswith(_PREFIX):
+            name = variable.removeprefix(_PREFIX).lower()
+            if name not in _FIELDS or variable != variable.upper():
+                raise ConfigError(f"unknown variable {variable}; {_suggest(variable)}")
+            found[name] = _parse(name, environ[variable], f"{variable}={environ[variable]!r}")
+    for name, value in arguments.items():
+        if value is not None:
+            found[name] = _parse(name, value, f"init({name}={value!r})")
+    return found
+
+
+def _suggest(variable: str) -> str:
+    known = [_PREFIX + name.upper() for name in _FIELDS]
+    close = difflib.get_close_matches(variable.upper(), known, n=1)
+    return f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+
+
+def _parse(name: str, value: Any, where: str) -> Any:
+    field = _FIELDS[name]
+    expected = {str: "a word", int: "a size such as 4MiB", float: "a number", bool: "1 or 0"}[type(field.default)]
+    choices, later = field.metadata.get("choices"), field.metadata.get("later", ())
+    try:
+        parsed = _convert(type(field.default), value)
+    except (ValueError, TypeError, KeyError):
+        raise ConfigError(f"{where} is not {expected}") from None
+    if choices and parsed not in choices:
+        coming = f" ({', '.join(later)}: planned, not in this version)" if later else ""
+        raise ConfigError(f"{where} is not available; choose one of {', '.join(choices)}{coming}")
+    minimum = field.metadata.get("minimum")
+    if minimum is not None and not parsed >= minimum:
+        raise ConfigError(f"{where} is too small; it must be at least {minimum}")
+    return parsed
+
+
+def _convert(kind: type, value: Any) -> Any:
+    if kind is bool:
+        return {"1": True, "0": False, "true": True, "false": False}[str(value).lower()]
+    if kind is int:
+        return parse_bytes(value)
+    if kind is str and not isinstance(value, str):
+        raise TypeError
+    return kind(value)
+
+
+def parse_bytes(value: int | str) -> int:
+    """A size in bytes from `4096`, `"4096"`, `"64KiB"` or `"1.5MB"`. GiB is 2**30, GB is 10**9. Raises ValueError.
+
+    >>> parse_bytes("64KiB")
+    65536
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(value).lower())
+    if not match or match[2] not in _UNITS or isinstance(value, bool):
+        raise ValueError(f"{value!r} is not a size; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def settle(found: list[dict[str, Any] | str]) -> Config:
+    """The job's settings, from what was set on each rank (or the words for why that cannot be used), chief first.
+
+    A pure function of what all ranks know: it gives or raises the same everywhere. Raises ConfigError if a rank's
+    settings cannot be used, or differ from the chief's; what a rank has not set, it takes from the chief.
+    """
+    problems = {rank: settings for rank, settings in enumerate(found) if isinstance(settings, str)}
+    if problems:
+        rank, problem = next(iter(problems.items()))
+        raise ConfigError(problem if len(problems) == len(found) else f"rank {rank}: {problem}")
+    every = [settings for settings in found if isinstance(settings, dict)]
+    config = Config(**every[0])
+    for rank, settings in enumerate(every):
+        for name, value in settings.items():
+            if value != (chief := getattr(config, name)):
+                variable = _PREFIX + name.upper()
+                raise ConfigError(
+                    f"{name} is {chief!r} on rank 0 but {value!r} on rank {rank}; set it alike on all ranks, for "
+                    f"example: mpirun -genv {variable} {chief} ... (MPICH), mpirun -x {variable}={chief} ... (Open MPI)"
+                )
+    return config

@@ -1,0 +1,25 @@
+"""The exceptions of allred. All derive from AllredError, and each also from the built-in it is a kind of."""
+
+
+class AllredError(Exception):
+    """Base of every error that allred raises on purpose."""
+
+
+class NotInitializedError(AllredError, RuntimeError):
+    """Something needs the ranks, and `allred.init()` has not been called."""
+
+
+class ConfigError(AllredError, ValueError):
+    """A setting (an `ALLRED_*` variable or an argument of `init`) is unknown, malformed or differs between ranks."""
+
+
+class InputError(AllredError, ValueError):
+    """An argument that cannot be used: a dtype, a shape, a read-only array. Collectives raise it on every rank."""
+
+
+class MismatchError(AllredError, ValueError):
+    """The ranks called different operations, or the same one with different tensors. Same text on every rank."""
+
+
+class CollectiveTimeout(AllredError, TimeoutError):  # noqa: N818  (the field's word)
+    """An operation waited longer than its limit. The communicator cannot be used afterwards."""

@@ -1,0 +1,68 @@
+"""Nests: parameters and gradients as users hold them, a single array, or lists, tuples and dicts of nests.
+
+A leaf is anything that is not a list, a tuple or a dict. Leaves are named by their path ("fc1.weight", "layers.0.bias")
+and visited in one order on every rank: sequences by index, dicts by sorted key.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from allred import arrays
+
+Leaf = tuple[str, Any]
+
+
+def leaves(tree: Any, path: str = "") -> list[Leaf]:
+    """Name and value of every leaf of `tree`, in the order every rank agrees on.
+
+    >>> leaves({"b": [1.0, None], "a": 2.0})
+    [('a', 2.0), ('b.0', 1.0), ('b.1', None)]
+    """
+    return list(_walk(tree, path))
+
+
+def _walk(tree: Any, path: str) -> Iterator[Leaf]:
+    if isinstance(tree, dict):
+        for key in sorted(tree, key=str):
+            yield from _walk(tree[key], f"{path}.{key}" if path else str(key))
+    elif isinstance(tree, (list, tuple)):
+        for index, value in enumerate(tree):
+            yield from _walk(value, f"{path}.{index}" if path else str(index))
+    else:
+        yield path, tree
+
+
+def rebuild(tree: Any, values: list[Any]) -> Any:
+    """A nest of the same structure as `tree` whose leaves are `values`, in the order of `leaves(tree)`.
+
+    >>> rebuild({"b": [1.0, None], "a": 2.0}, [10, 20, 30])
+    {'b': [20, 30], 'a': 10}
+    """
+    remaining = iter(values)
+    return _rebuild(tree, lambda: next(remaining))
+
+
+def _rebuild(tree: Any, take: Callable[[], Any]) -> Any:
+    if isinstance(tree, dict):
+        filled = {key: _rebuild(tree[key], take) for key in sorted(tree, key=str)}
+        return {key: filled[key] for key in tree}  # as the user ordered it
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):  # a namedtuple takes its fields one by one
+        return type(tree)(*(_rebuild(value, take) for value in tree))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)([_rebuild(value, take) for value in tree])
+    return take()
+
+
+def digest(tree: Any) -> str:
+    """A hash of all names, shapes, dtypes and bytes of a nest: 12 hex digits, equal for what is equal bit for bit.
+
+    >>> digest({"w": [1.0, 2.0]}) == digest({"w": (1.0, 2.0)})
+    True
+    """
+    total = hashlib.blake2b(digest_size=6)
+    for name, leaf in leaves(tree):
+        array = arrays.as_host_array(leaf)
+        total.update(f"{name} {arrays.describe(array.shape, array.dtype)}\n".encode())
+        total.update(arrays.as_bytes(array).data)
+    return total.hexdigest()

@@ -1,0 +1,84 @@
+import dataclasses
+
+import pytest
+
+from allred.config import Config, explicit_settings, parse_bytes, settle
+from allred.errors import ConfigError
+
+
+def test_nothing_set_is_the_defaults():
+    assert explicit_settings({"HOME": "/"}, {"mode": None}) == {}
+    assert settle([{}, {}]) == Config()
+
+
+def test_arguments_override_variables():
+    environ = {"ALLRED_BUCKET_BYTES": "64KiB", "ALLRED_TIMEOUT_S": "2.5", "ALLRED_BANNER": "0"}
+    assert explicit_settings(environ, {"bucket_bytes": 4096}) == {
+        "bucket_bytes": 4096,
+        "timeout_s": 2.5,
+        "banner": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("ALLRED_BUCKETBYTES", "1", "unknown variable ALLRED_BUCKETBYTES; did you mean ALLRED_BUCKET_BYTES?"),
+        ("ALLRED_mode", "sync", "unknown variable ALLRED_mode; did you mean ALLRED_MODE?"),
+        ("ALLRED_QQQQ_WWWW", "1", "unknown variable ALLRED_QQQQ_WWWW; known are ALLRED_MODE, ALLRED_BACKEND"),
+        ("ALLRED_MODE", "ps", r"ALLRED_MODE='ps' is not available; choose one of sync \(ps, local: planned"),
+        ("ALLRED_MODE", "fast", "ALLRED_MODE='fast' is not available; choose one of sync"),
+        ("ALLRED_BACKEND", "shm", "choose one of auto, single, mpi"),
+        ("ALLRED_BUCKET_BYTES", "many", "ALLRED_BUCKET_BYTES='many' is not a size such as 4MiB"),
+        ("ALLRED_BUCKET_BYTES", "0", "too small; it must be at least 1"),
+        ("ALLRED_TIMEOUT_S", "nan", "too small"),
+        ("ALLRED_TIMEOUT_S", "soon", "ALLRED_TIMEOUT_S='soon' is not a number"),
+        ("ALLRED_BANNER", "maybe", "ALLRED_BANNER='maybe' is not 1 or 0"),
+    ],
+)
+def test_what_cannot_be_used_is_named(variable, value, message):
+    with pytest.raises(ConfigError, match=message):
+        explicit_settings({variable: value}, {})
+
+
+def test_arguments_are_checked_too():
+    with pytest.raises(ConfigError, match=r"init\(mode=3\) is not a word"):
+        explicit_settings({}, {"mode": 3})
+    with pytest.raises(ConfigError, match=r"init\(bucket_bytes=True\)"):
+        explicit_settings({}, {"bucket_bytes": True})
+
+
+def test_a_rank_without_settings_takes_the_chiefs():
+    assert settle([{"timeout_s": 5.0}, {}, {"timeout_s": 5.0}]).timeout_s == 5.0
+
+
+def test_a_rank_that_differs_from_the_chief_is_named():
+    with pytest.raises(
+        ConfigError, match=r"timeout_s is 1800.0 on rank 0 but 5.0 on rank 1; set it alike .*-x ALLRED_TIMEOUT_S=1800.0"
+    ):
+        settle([{}, {"timeout_s": 5.0}])
+
+
+def test_a_problem_on_one_rank_is_told_with_its_rank_and_on_all_without():
+    with pytest.raises(ConfigError, match=r"^rank 1: bad"):
+        settle([{}, "bad"])
+    with pytest.raises(ConfigError, match=r"^bad$"):
+        settle(["bad", "bad"])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("4096", 4096), (7, 7), ("64KiB", 65536), ("1 MB", 10**6), ("1.5 MiB", 3 * 2**19), ("2gb", 2 * 10**9), ("3b", 3)],
+)
+def test_sizes(text, expected):
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1TB", "KiB", "1e6", None, True])
+def test_what_is_no_size(text):
+    with pytest.raises(ValueError, match="is not a size"):
+        parse_bytes(text)
+
+
+def test_every_setting_says_what_it_means():
+    assert all(field.metadata["meaning"] for field in dataclasses.fields(Config))
