@@ -1,0 +1,40 @@
+"""Optimizers, learning-rate schedules and gradient clipping for nests of numpy or cupy arrays.
+
+Nothing here knows a communicator: an optimizer turns gradients into new parameters on one rank, and
+`allred.distributed` makes it a distributed one. Formulas and names of hyper-parameters are those of torch.optim.
+
+>>> import numpy as np
+>>> params = {"w": np.array([1.0, 2.0]), "b": np.array(0.0)}
+>>> SGD(lr=0.5).step(params, {"w": np.array([0.2, -0.2]), "b": 1.0})
+>>> print(params)
+{'w': array([0.9, 2.1]), 'b': array(-0.5)}
+"""
+
+from allred.optim.adagrad import Adagrad
+from allred.optim.adam import Adam, AdamW
+from allred.optim.base import Optimizer
+from allred.optim.clip import clip_by_global_norm_, clip_by_value_, global_norm
+from allred.optim.rmsprop import RMSProp
+from allred.optim.schedules import Schedule, constant, cosine, exponential_decay, linear_warmup, step_decay
+from allred.optim.sgd import SGD
+
+__all__ = [  # noqa: RUF022  (grouped by what they are, not sorted)
+    # optimizers
+    "Optimizer",
+    "SGD",
+    "Adagrad",
+    "RMSProp",
+    "Adam",
+    "AdamW",
+    # learning-rate schedules
+    "Schedule",
+    "constant",
+    "exponential_decay",
+    "step_decay",
+    "cosine",
+    "linear_warmup",
+    # gradient clipping
+    "clip_by_value_",
+    "clip_by_global_norm_",
+    "global_norm",
+]

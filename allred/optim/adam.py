@@ -1,0 +1,116 @@
+"""Adam, and AdamW, which decays the weights apart from the gradient."""
+
+import math
+
+import numpy as np
+
+from allred.errors import InputError
+from allred.optim.base import Optimizer
+from allred.optim.hyper import fraction, non_negative
+from allred.optim.schedules import Schedule
+from allred.optim.state import Slots
+from allred.optim.tensors import Array, compute_dtype, decayed_gradient, fold_in
+
+
+class Adam(Optimizer):
+    """Adam, as torch.optim.Adam.
+
+        g = grad + weight_decay * param
+        m = beta1 * m + (1 - beta1) * g         (m and v start at 0)
+        v = beta2 * v + (1 - beta2) * g^2
+        param = param - lr * m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
+
+    t is the optimizer's step, 1 at the first update, for all tensors alike, as in TensorFlow and optax. torch counts
+    for each tensor the steps in which it had a gradient; the two differ only where gradients are None in some steps.
+
+    Arguments:
+        lr: learning rate, a number >= 0 or a schedule.
+        betas: (beta1, beta2), each in [0, 1).
+        eps: >= 0, keeps the division defined; outside the square root, after the bias correction.
+        weight_decay: >= 0, the L2 penalty's factor.
+
+    Slots: "exp_avg" (m) and "exp_avg_sq" (v), of the parameter's shape.
+
+    Raises:
+        InputError: a hyper-parameter out of its range.
+
+    >>> params = [np.array([1.0, 2.0])]
+    >>> optimizer = Adam(lr=0.1)
+    >>> optimizer.step(params, [np.array([3.0, -0.5])])
+    >>> print(np.round(params[0], 6))
+    [0.9 2.1]
+
+    D. P. Kingma, J. Ba: Adam: a method for stochastic optimization. ICLR 2015.
+    """
+
+    elementwise = True
+
+    def __init__(
+        self,
+        lr: float | Schedule = 0.001,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(lr)
+        who = type(self).__name__
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise InputError(f"{who}: betas must be two numbers, but is {betas!r}; pass for example (0.9, 0.999)")
+        self.betas = fraction(who, "betas[0]", betas[0]), fraction(who, "betas[1]", betas[1])
+        self.eps = non_negative(who, "eps", eps)
+        self.weight_decay = non_negative(who, "weight_decay", weight_decay)
+
+    def slots(self, param: Array) -> Slots:
+        return {name: np.zeros_like(param, dtype=compute_dtype(param)) for name in ("exp_avg", "exp_avg_sq")}
+
+    def update(self, param: Array, grad: Array, slots: Slots, lr: float, step: int) -> None:
+        grad = decayed_gradient(param, grad, self.weight_decay)
+        np.subtract(param, self._change(grad, slots, lr, step), out=param)
+
+    def _change(self, grad: Array, slots: Slots, lr: float, step: int) -> Array:
+        """Fold `grad` into both averages and return what they take off the parameter."""
+        beta1, beta2 = self.betas
+        mean, square = slots["exp_avg"], slots["exp_avg_sq"]
+        change = np.empty_like(grad)
+        fold_in(mean, grad, beta1, scratch=change)
+        np.multiply(grad, grad, out=change)
+        fold_in(square, change, beta2, scratch=change)
+        np.sqrt(square, out=change)
+        np.divide(change, math.sqrt(1.0 - beta2**step), out=change)
+        np.add(change, self.eps, out=change)
+        np.divide(mean, change, out=change)
+        np.multiply(change, lr / (1.0 - beta1**step), out=change)
+        return change
+
+
+class AdamW(Adam):
+    """AdamW, as torch.optim.AdamW: Adam whose weight decay does not pass through the averages.
+
+        param = param - lr * weight_decay * param - (Adam's change without weight decay)
+
+    Arguments, slots and errors are Adam's; `weight_decay` is 0.01 unless given.
+
+    >>> params = [np.array([1.0, 2.0])]
+    >>> optimizer = AdamW(lr=0.1, weight_decay=0.5)
+    >>> optimizer.step(params, [np.array([3.0, -0.5])])
+    >>> print(np.round(params[0], 6))
+    [0.85 2.  ]
+
+    I. Loshchilov, F. Hutter: Decoupled weight decay regularization. ICLR 2019.
+    """
+
+    def __init__(
+        self,
+        lr: float | Schedule = 0.001,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        super().__init__(lr, betas, eps, weight_decay)
+
+    def update(self, param: Array, grad: Array, slots: Slots, lr: float, step: int) -> None:
+        change = self._change(grad, slots, lr, step)
+        shrink = np.empty_like(change)
+        np.multiply(param, lr * self.weight_decay, out=shrink, dtype=shrink.dtype)
+        np.add(change, shrink, out=change)  # one sum, so that a 16-bit parameter is rounded once
+        np.subtract(param, change, out=param)

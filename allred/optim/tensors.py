@@ -1,0 +1,93 @@
+"""What optimizers and clipping ask of one tensor, and the pieces of arithmetic that several of them share.
+
+A tensor is a numpy or cupy array. It is touched only through NumPy's ufuncs with `out=` and through functions that
+dispatch on their argument (`np.zeros_like`, `np.asarray(..., like=)`), so the same lines run on either kind.
+
+16-bit tensors are updated in float32: Adam's eps = 1e-8 and (1 - beta2) g^2 do not exist in float16, and 0/0 would
+follow. Only the result is rounded to the parameter's dtype; its slots are float32.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from allred.errors import InputError
+
+Array = NDArray[Any]
+
+
+def compute_dtype(tensor: Array) -> np.dtype[Any]:
+    """The dtype of a tensor's slots and of the arithmetic of its update: its own, but at least float32.
+
+    >>> compute_dtype(np.zeros(3, np.float16)), compute_dtype(np.zeros(3))
+    (dtype('float32'), dtype('float64'))
+    """
+    return np.promote_types(tensor.dtype, np.float32)
+
+
+def is_float_tensor(value: Any) -> bool:
+    """Whether `value` is a numpy or cupy array of floats, bfloat16 (a user dtype to NumPy) included."""
+    if not (hasattr(value, "__array_ufunc__") and hasattr(value, "shape")):  # numpy's scalars lack the first
+        return False
+    return bool(value.dtype.kind == "f" or value.dtype.name == "bfloat16")
+
+
+def describe(value: Any) -> str:
+    """What an error message calls `value`.
+
+    >>> describe(np.zeros((2, 3), np.float32)), describe([1.0])
+    ('a float32 ndarray of shape (2, 3)', 'a list')
+    """
+    kind = type(value).__name__
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"a {value.dtype} {kind} of shape {tuple(value.shape)}"
+    return f"a {kind}"
+
+
+def check_writable(who: str, what: str, value: Any) -> None:
+    """Raise InputError unless `value` is a float array that can be changed in place; `what` is its name in the text."""
+    if not is_float_tensor(value):
+        raise InputError(
+            f"{who}: {what} must be a numpy or cupy array of floats, which is changed in place, "
+            f"but is {describe(value)}; pass such an array"
+        )
+    if not getattr(value.flags, "writeable", True):  # cupy arrays have no such flag, and are always writable
+        raise InputError(f"{who}: {what} must be writable, but is read-only; pass a copy that owns its memory")
+
+
+def check_gradient(who: str, name: str, param: Array, grad: Any) -> None:
+    """Raise InputError unless `grad` can be the gradient of `param`."""
+    number = isinstance(grad, (float, int, np.floating))
+    if not number and not is_float_tensor(grad):
+        raise InputError(
+            f"{who}: the gradient of {name!r} must be an array of floats, but is {describe(grad)}; convert it first"
+        )
+    shape = () if number else tuple(grad.shape)
+    if shape != tuple(param.shape):
+        raise InputError(
+            f"{who}: the gradient of {name!r} must have its parameter's shape {tuple(param.shape)}, but has {shape}; "
+            "reduce or reshape it first"
+        )
+    if not number and isinstance(grad, np.ndarray) != isinstance(param, np.ndarray):
+        raise InputError(
+            f"{who}: parameter {name!r} is {describe(param)} but its gradient {describe(grad)}; "
+            "bring both to the same device first"
+        )
+
+
+def decayed_gradient(param: Array, grad: Array, weight_decay: float) -> Array:
+    """grad + weight_decay * param, in the dtype of `grad`; `grad` itself where the decay is 0."""
+    if weight_decay == 0.0:
+        return grad
+    decayed = np.empty_like(grad)
+    np.multiply(param, weight_decay, out=decayed, dtype=decayed.dtype)
+    np.add(decayed, grad, out=decayed)
+    return decayed
+
+
+def fold_in(average: Array, value: Array, decay: float, scratch: Array) -> None:
+    """average = decay * average + (1 - decay) * value, in place. `scratch` is overwritten and may be `value`."""
+    np.multiply(value, 1.0 - decay, out=scratch)
+    np.multiply(average, decay, out=average)
+    np.add(average, scratch, out=average)
