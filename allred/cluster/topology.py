@@ -1,0 +1,116 @@
+"""Who is where: the numbers of every rank, from which node each of them runs on.
+
+rank, size               the workers (in sync mode: all ranks); data shards and learning rates go by these
+local_rank, local_size   among the ranks of this node
+cross_rank, cross_size   among the ranks that have this local rank on their nodes
+world_rank, world_size   the MPI world, servers included
+"""
+
+import dataclasses
+from typing import Any
+
+from allred.errors import NotInitializedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """One rank's numbers, and the shape of the whole."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    world_rank: int
+    world_size: int
+    nodes: int
+
+
+def number(nodes: list[int], rank: int) -> Topology:
+    """The numbers of `rank`, where nodes[r] names the node of rank r; any number may name a node.
+
+    >>> t = number([7, 7, 3], rank=2)
+    >>> (t.local_rank, t.local_size, t.cross_rank, t.cross_size, t.nodes)
+    (0, 1, 1, 2, 2)
+    """
+    local_ranks = [nodes[:r].count(node) for r, node in enumerate(nodes)]
+    same_node = [r for r, node in enumerate(nodes) if node == nodes[rank]]
+    same_local = [r for r, local in enumerate(local_ranks) if local == local_ranks[rank]]
+    return Topology(
+        rank=rank,
+        size=len(nodes),
+        local_rank=local_ranks[rank],
+        local_size=len(same_node),
+        cross_rank=same_local.index(rank),
+        cross_size=len(same_local),
+        world_rank=rank,
+        world_size=len(nodes),
+        nodes=len(set(nodes)),
+    )
+
+
+def node_id(comm: Any) -> int:
+    """The node of this rank, named by the lowest rank there. Collective over the mpi4py communicator `comm`."""
+    from mpi4py import MPI
+
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)  # MPI has no nonblocking form of it
+    lowest = node.allreduce(comm.Get_rank(), op=MPI.MIN)
+    node.Free()
+    return int(lowest)
+
+
+_current: Topology | None = None
+
+
+def install(topology: Topology | None) -> None:
+    """Make `topology` the one that `current` gives; None to take it away. For allred.init and allred.shutdown."""
+    global _current
+    _current = topology
+
+
+def current() -> Topology:
+    """The topology of the running world. Raises NotInitializedError before allred.init()."""
+    if _current is None:
+        raise NotInitializedError("allred.init() has not been called; call it once, before anything else of allred")
+    return _current
+
+
+def rank() -> int:
+    """This worker's number, 0 to size() - 1; worker 0 is the chief."""
+    return current().rank
+
+
+def size() -> int:
+    """How many workers train together."""
+    return current().size
+
+
+def local_rank() -> int:
+    """This rank's number on its node."""
+    return current().local_rank
+
+
+def local_size() -> int:
+    """How many ranks run on this node."""
+    return current().local_size
+
+
+def cross_rank() -> int:
+    """This rank's number among those with its local rank on other nodes."""
+    return current().cross_rank
+
+
+def cross_size() -> int:
+    """How many nodes have a rank with this local rank."""
+    return current().cross_size
+
+
+def world_rank() -> int:
+    """This process's number in the MPI world."""
+    return current().world_rank
+
+
+def world_size() -> int:
+    """How many processes the MPI world has."""
+    return current().world_size

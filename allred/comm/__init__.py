@@ -1,0 +1,1 @@
+"""Communicators: the contract (base), its backends (single, mpi), and the collectives as functions."""

@@ -1,0 +1,292 @@
+"""The contract of a backend: what every communicator offers, and the few primitives a backend has to supply.
+
+Every collective starts the same way on every backend: the ranks show each other a header (header.py); if they
+disagree, or one of them has unusable arguments, all raise the same error and nothing has been moved. Arguments are
+checked here, once, so a check that fails on one rank never leaves the others waiting.
+
+Each method starts an operation and returns its Work; `.wait()` gives the result. Operations complete in the order they
+were started, and an array belongs to the operation until then. Order of GPU work: an operation on device arrays begins
+after what the caller's current stream holds, and `wait` makes the current stream wait for it, not the host.
+
+Results are the same on every rank, bit for bit. Whether they are the same from run to run is the backend's to say.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from allred import arrays
+from allred.arrays import Array
+from allred.comm import header, ops
+from allred.comm.header import Call
+from allred.comm.objects import gather_objects
+from allred.comm.ops import ReduceOp
+from allred.comm.work import Steps, Work, WorkQueue
+from allred.errors import InputError
+
+T = TypeVar("T")
+
+
+class Communicator(ABC):
+    """A group of `size` ranks that move arrays. `name` is the backend's."""
+
+    name: str
+
+    def __init__(self, rank: int, size: int, timeout_s: float) -> None:
+        self.rank = rank
+        self.size = size
+        self.queue = WorkQueue(timeout_s)
+        self._sequence = 0
+
+    # What a backend supplies. All arrays are flat and contiguous; counts are elements (bytes where the array is bytes).
+
+    @abstractmethod
+    def _exchange(self, record: bytes) -> Steps[list[bytes]]:
+        """Every rank's record of header.BYTES bytes, in rank order."""
+
+    @abstractmethod
+    def _allreduce(self, flat: Array, op: ReduceOp) -> Steps[None]:
+        """Reduce in place."""
+
+    @abstractmethod
+    def _broadcast(self, data: Array, root: int) -> Steps[None]:
+        """Bytes of the root into everyone's `data`."""
+
+    @abstractmethod
+    def _allgather(self, send: Array, recv: Array, counts: list[int]) -> Steps[None]:
+        """Bytes of all ranks, one after the other, into `recv`; counts[r] from rank r."""
+
+    @abstractmethod
+    def _alltoall(self, send: Array, recv: Array, counts: Array) -> Steps[None]:
+        """Bytes to each rank in order, from each in order; counts[i, j] go from rank i to rank j."""
+
+    @abstractmethod
+    def _reducescatter(self, flat: Array, out: Array, counts: list[int], op: ReduceOp) -> Steps[None]:
+        """Reduce; rank r gets the r-th part, of counts[r] elements, in `out`."""
+
+    def allocate(self, count: int, dtype: np.dtype[Any]) -> Array:
+        """Memory that lives as long as the communicator, and from which it may reduce without a copy."""
+        return np.zeros(count, dtype)
+
+    def close(self) -> None:
+        """Give back what the backend holds. Not collective; the communicator cannot be used afterwards."""
+        self.queue.poison("it was shut down")
+
+    # The collectives.
+
+    def allreduce(self, value: Any, op: ReduceOp = ReduceOp.AVERAGE, name: str = "") -> Work[Array]:
+        """The reduction over all ranks of `value` (an array or a number): a new array of the same shape and dtype."""
+        return self._start("allreduce", name, self._reduce_one(value, op, name, in_place=False))
+
+    def allreduce_(self, array: Array, op: ReduceOp = ReduceOp.AVERAGE, name: str = "") -> Work[Array]:
+        """The same, in place; the result is `array`, which must be writable."""
+        return self._start("allreduce", name, self._reduce_one(array, op, name, in_place=True))
+
+    def _reduce_one(self, value: Any, op: ReduceOp, name: str, in_place: bool) -> Steps[Array]:
+        target = _target(value, in_place)
+        yield from self._agree(_array_call("allreduce", target, name, op))
+        flat = arrays.flat(target)
+        yield from self._allreduce(flat, op)
+        return _put_back(target, flat)
+
+    def grouped_allreduce(
+        self, group: Sequence[Any], op: ReduceOp = ReduceOp.AVERAGE, name: str = ""
+    ) -> Work[list[Array]]:
+        """allreduce of several arrays as one operation; new arrays."""
+        return self._start("grouped_allreduce", name, self._reduce_group(group, op, name, in_place=False))
+
+    def grouped_allreduce_(
+        self, group: Sequence[Array], op: ReduceOp = ReduceOp.AVERAGE, name: str = ""
+    ) -> Work[list[Array]]:
+        """The same, in place."""
+        return self._start("grouped_allreduce", name, self._reduce_group(group, op, name, in_place=True))
+
+    def _reduce_group(self, group: Sequence[Any], op: ReduceOp, name: str, in_place: bool) -> Steps[list[Array]]:
+        targets = [_target(value, in_place) for value in group]
+        calls = [_array_call("grouped_allreduce", target, name, op) for target in targets]
+        lines = tuple(arrays.describe(target.shape, target.dtype) for target in targets)
+        title = f"grouped_allreduce({op.value}){_quoted(name)} of {len(calls)} tensors"
+        yield from self._agree(Call("grouped_allreduce", name, title, lines, op=ops.CODES[op]))
+        flats = [arrays.flat(target) for target in targets]
+        for flat in flats:
+            yield from self._allreduce(flat, op)
+        return [_put_back(target, flat) for target, flat in zip(targets, flats, strict=True)]
+
+    def broadcast(self, value: Any, root: int = 0, name: str = "") -> Work[Array]:
+        """The root's `value` as a new array on every rank; shape and dtype must be the same everywhere."""
+        return self._start("broadcast", name, self._cast(value, root, name, in_place=False))
+
+    def broadcast_(self, array: Array, root: int = 0, name: str = "") -> Work[Array]:
+        """The same, in place."""
+        return self._start("broadcast", name, self._cast(array, root, name, in_place=True))
+
+    def _cast(self, value: Any, root: int, name: str, in_place: bool) -> Steps[Array]:
+        target = _target(value, in_place)
+        if not (isinstance(root, int) and 0 <= root < self.size):
+            raise InputError(f"root={root!r} is not a rank; expected 0 to {self.size - 1}")
+        yield from self._agree(_array_call("broadcast", target, name, root=root))
+        flat = arrays.flat(target)
+        yield from self._broadcast(arrays.as_bytes(flat), root)
+        return _put_back(target, flat)
+
+    def allgather(self, value: Any, name: str = "") -> Work[Array]:
+        """All ranks' arrays, joined along the first dimension in rank order; a new array on every rank.
+
+        Ranks may differ in the first dimension. A 0-d value counts as one of shape (1,).
+        """
+
+        def steps() -> Steps[Array]:
+            source = np.atleast_1d(arrays.as_host_array(value))
+            rest = source.shape[1:]
+            call = _array_call("allgather", source, name, shape=("any", *rest), rows=len(source))
+            headers = yield from self._agree(call)
+            rows = [header.rows_and_note(record)[0] for record in headers]
+            result = np.empty((sum(rows), *rest), source.dtype)
+            row_bytes = arrays.size_of(rest) * source.itemsize
+            send, recv = arrays.as_bytes(source), arrays.as_bytes(result)
+            yield from self._allgather(send, recv, [count * row_bytes for count in rows])
+            return result
+
+        return self._start("allgather", name, steps())
+
+    def reducescatter(self, value: Any, op: ReduceOp = ReduceOp.AVERAGE, name: str = "") -> Work[Array]:
+        """This rank's part of the reduction, split along the first dimension; a new array.
+
+        Where the rows do not divide, the first ranks get one more.
+        """
+
+        def steps() -> Steps[Array]:
+            source = arrays.as_host_array(value)
+            call = _array_call("reducescatter", source, name, op)
+            if source.ndim == 0:
+                raise InputError("a 0-d array has no first dimension to split; use allreduce")
+            yield from self._agree(call)
+            rest = source.shape[1:]
+            rows = arrays.split_sizes(len(source), self.size)
+            result = np.empty((rows[self.rank], *rest), source.dtype)
+            counts = [count * arrays.size_of(rest) for count in rows]
+            yield from self._reducescatter(arrays.flat(source), result.reshape(-1), counts, op)
+            return result
+
+        return self._start("reducescatter", name, steps())
+
+    def alltoall(self, value: Any, splits: Sequence[int] | None = None, name: str = "") -> Work[tuple[Array, Array]]:
+        """Rows to every rank, rows from every rank in rank order: (new array, int64 array of the rows received).
+
+        `splits[r]` rows go to rank r; without it the rows must divide evenly.
+        """
+
+        def steps() -> Steps[tuple[Array, Array]]:
+            source = np.atleast_1d(arrays.as_host_array(value))
+            rest = source.shape[1:]
+            sent = _splits(len(source), splits, self.size)
+            yield from self._agree(_array_call("alltoall", source, name, shape=("any", *rest)))
+            matrix = np.empty((self.size, self.size), np.int64)
+            yield from self._allgather(arrays.as_bytes(sent), arrays.as_bytes(matrix), [sent.nbytes] * self.size)
+            received = matrix[:, self.rank].copy()
+            result = np.empty((int(received.sum()), *rest), source.dtype)
+            row_bytes = arrays.size_of(rest) * source.itemsize
+            yield from self._alltoall(arrays.as_bytes(source), arrays.as_bytes(result), matrix * row_bytes)
+            return result, received
+
+        return self._start("alltoall", name, steps())
+
+    def barrier(self) -> Work[None]:
+        """Complete once every rank has started it: the exchange of headers is all it takes."""
+
+        def steps() -> Steps[None]:
+            yield from self._agree(Call("barrier", title="barrier()"))
+
+        return self._start("barrier", "", steps())
+
+    def check(
+        self, kind: str, title: str, tensors: Sequence[str] = (), note: int = 0, problem: str = ""
+    ) -> Work[list[int]]:
+        """That all ranks bring the same `title` and `tensors` (one line each). The result is every rank's `note`.
+
+        A note is 0 to 2**64 - 1. A `problem` on any rank, in words, is an InputError on all.
+        """
+
+        def steps() -> Steps[list[int]]:
+            headers = yield from self._agree(Call(kind, "", title, tuple(tensors), note=note, problem=problem))
+            return [header.rows_and_note(record)[1] for record in headers]
+
+        return self._start(kind, "", steps())
+
+    def _start(self, kind: str, name: str, body: Steps[T]) -> Work[T]:
+        """Start an operation. If its arguments cannot be used here, the other ranks are told in place of its header."""
+
+        def steps() -> Steps[T]:
+            before = self._sequence
+            try:
+                return (yield from body)
+            except (InputError, TypeError, ValueError) as error:
+                if self._sequence != before:  # past the headers: the ranks know
+                    raise
+                problem = str(error)
+            yield from self._agree(Call(kind, name, f"{kind}{_quoted(name)}", problem=problem))
+            raise AssertionError("a header with a problem never agrees")
+
+        return self.queue.start(f"{kind}{_quoted(name)}", steps())
+
+    def _agree(self, call: Call) -> Steps[list[bytes]]:
+        """All ranks' headers, once they are found to agree; else the error that every rank raises."""
+        sequence, self._sequence = self._sequence, self._sequence + 1
+        headers = yield from self._exchange(call.pack(sequence))
+        if not header.agree(headers):
+            raise header.verdict((yield from gather_objects(self, call)))
+        return headers
+
+
+def _target(value: Any, in_place: bool) -> Array:
+    """The array that an operation works on: the caller's, or a contiguous copy of what the caller gave."""
+    if not in_place:
+        return np.array(arrays.as_host_array(value), copy=True, order="C")
+    if not isinstance(value, np.ndarray):
+        arrays.as_host_array(value)  # for its own words about devices and torch
+        kind = type(value).__name__
+        raise InputError(f"in place needs a numpy array, got {kind}; use the form without the underscore")
+    if not value.flags.writeable:
+        raise InputError("the array is read-only; use the form without the underscore, or pass a writable copy")
+    return value
+
+
+def _put_back(target: Array, flat: Array) -> Array:
+    if not np.shares_memory(target, flat):
+        target[...] = flat.reshape(target.shape)
+    return target
+
+
+def _splits(rows: int, splits: Sequence[int] | None, size: int) -> Array:
+    if splits is None:
+        if rows % size:
+            raise InputError(f"{rows} rows do not divide over {size} ranks; give splits, the rows for each rank")
+        return np.full(size, rows // size, np.int64)
+    sent = np.asarray(splits)
+    if sent.shape != (size,) or sent.dtype.kind not in "iu" or (sent < 0).any() or sent.sum() != rows:
+        raise InputError(f"splits={splits!r} must be {size} whole numbers, one a rank, that add up to {rows} rows")
+    return sent.astype(np.int64)
+
+
+def _array_call(
+    kind: str,
+    array: Array,
+    name: str,
+    op: ReduceOp | None = None,
+    root: int = -1,
+    shape: tuple[Any, ...] | None = None,
+    rows: int = 0,
+) -> Call:
+    code = arrays.dtype_code(array.dtype)
+    if op is not None and (problem := ops.refusal(op, array.dtype)):
+        raise InputError(problem)
+    how = op.value if op is not None else f"root={root}" if root >= 0 else ""
+    tensor = arrays.describe(array.shape if shape is None else shape, array.dtype)
+    op_code = ops.CODES[op] if op is not None else 0
+    return Call(kind, name, f"{kind}({how}){_quoted(name)} {tensor}", op=op_code, dtype=code, root=root, rows=rows)
+
+
+def _quoted(name: str) -> str:
+    return f" '{name}'" if name else ""

@@ -1,0 +1,111 @@
+"""The collectives as functions over the ranks that allred.init() joined. Blocking; in the same order on every rank.
+
+Arrays may be of any layout; numbers and lists count as arrays except in place. Results are the same on every rank, bit
+for bit. `name` is for error messages. All raise, on every rank and with the same text: InputError if a rank's argument
+cannot be used, MismatchError if the ranks' calls differ; and on a rank that waits too long, CollectiveTimeout.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from allred.arrays import Array
+from allred.cluster import topology
+from allred.comm import objects
+from allred.comm.base import Communicator
+from allred.comm.ops import ReduceOp
+from allred.config import Config
+
+_communicator: Communicator | None = None
+_config = Config()
+_reason = ""
+
+
+def install(communicator: Communicator | None, config: Config | None = None, reason: str = "") -> None:
+    """What init() made, for everything that comes after; None takes it away."""
+    global _communicator, _config, _reason
+    _communicator, _config, _reason = communicator, config or Config(), reason
+
+
+def installed() -> bool:
+    """Whether there is a communicator."""
+    return _communicator is not None
+
+
+def current() -> Communicator:
+    """The communicator of the running world. Raises NotInitializedError before allred.init()."""
+    topology.current()  # raises
+    assert _communicator is not None
+    return _communicator
+
+
+def config() -> Config:
+    """The settings in force; the defaults before allred.init()."""
+    return _config
+
+
+def reason() -> str:
+    """Why this backend serves."""
+    return _reason
+
+
+def allreduce(value: Any, op: ReduceOp = ReduceOp.AVERAGE, name: str = "") -> Array:
+    """The reduction of every rank's `value` with `op`: a new array of the same shape and dtype."""
+    return current().allreduce(value, op, name).wait()
+
+
+def allreduce_(array: Array, op: ReduceOp = ReduceOp.AVERAGE, name: str = "") -> Array:
+    """The same in place: `array` is overwritten, and returned."""
+    return current().allreduce_(array, op, name).wait()
+
+
+def grouped_allreduce(group: Sequence[Any], op: ReduceOp = ReduceOp.AVERAGE, name: str = "") -> list[Array]:
+    """allreduce of several arrays as one operation: new arrays."""
+    return current().grouped_allreduce(group, op, name).wait()
+
+
+def grouped_allreduce_(group: Sequence[Array], op: ReduceOp = ReduceOp.AVERAGE, name: str = "") -> list[Array]:
+    """The same in place."""
+    return current().grouped_allreduce_(group, op, name).wait()
+
+
+def broadcast(value: Any, root: int = 0, name: str = "") -> Array:
+    """The root's `value`, as a new array; every rank passes one of the same shape and dtype."""
+    return current().broadcast(value, root, name).wait()
+
+
+def broadcast_(array: Array, root: int = 0, name: str = "") -> Array:
+    """The same in place."""
+    return current().broadcast_(array, root, name).wait()
+
+
+def allgather(value: Any, name: str = "") -> Array:
+    """All ranks' arrays joined along the first dimension, in which they may differ: a new array. 0-d counts as (1,)."""
+    return current().allgather(value, name).wait()
+
+
+def reducescatter(value: Any, op: ReduceOp = ReduceOp.AVERAGE, name: str = "") -> Array:
+    """This rank's rows of the reduction: a new array. The first ranks get one row more where they do not divide."""
+    return current().reducescatter(value, op, name).wait()
+
+
+def alltoall(value: Any, splits: Sequence[int] | None = None, name: str = "") -> tuple[Array, Array]:
+    """splits[r] rows to each rank r, and theirs to this one: (new array, int64 array of the rows each rank sent).
+
+    Without `splits` the rows must divide evenly by the number of ranks.
+    """
+    return current().alltoall(value, splits, name).wait()
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    current().barrier().wait()
+
+
+def broadcast_object(value: Any, root: int = 0, name: str = "") -> Any:
+    """The root's picklable object; other ranks' `value` is ignored."""
+    return objects.broadcast_object(current(), value, root, name)
+
+
+def allgather_object(value: Any, name: str = "") -> list[Any]:
+    """Every rank's picklable object, in rank order."""
+    return objects.allgather_object(current(), value, name)

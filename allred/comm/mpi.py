@@ -1,0 +1,181 @@
+"""The backend of plain mpi4py: the readable reference, and the fallback where nothing faster serves.
+
+Arrays pass in chunks through a staging buffer that this communicator owns: an MPI operation cannot be withdrawn, so
+after a time limit or Ctrl-C MPI may go on writing, and it must not write into the user's arrays. Chunks that stay in
+cache and a buffer that is never given back also make large reductions faster than one MPI call, and no count ever
+comes near 2**31.
+
+16-bit floats are reduced in float32 and rounded once. On one rank count and MPI, sums come in the order that MPI
+chooses for the chunk's size: the same on all ranks in both MPIs' algorithms, and from run to run in practice, though
+the MPI standard only recommends it.
+"""
+
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from allred import arrays
+from allred.arrays import Array
+from allred.comm import header
+from allred.comm.base import Communicator
+from allred.comm.ops import ReduceOp
+from allred.comm.work import Steps
+
+CHUNK_BYTES = 2**20
+
+_MPI_OPS = {
+    ReduceOp.AVERAGE: MPI.SUM,
+    ReduceOp.SUM: MPI.SUM,
+    ReduceOp.MIN: MPI.MIN,
+    ReduceOp.MAX: MPI.MAX,
+    ReduceOp.PRODUCT: MPI.PROD,
+}
+
+
+class _Request:
+    """An MPI request as something to wait for."""
+
+    def __init__(self, request: MPI.Request, peers: bool = False) -> None:
+        self.peers = peers
+        self._request = request
+
+    def done(self) -> bool:
+        return self._request.Test()
+
+
+class MpiCommunicator(Communicator):
+    """All ranks of an mpi4py communicator, which becomes this object's own: nobody else may use it."""
+
+    name = "mpi"
+
+    def __init__(self, comm: MPI.Intracomm, timeout_s: float) -> None:
+        super().__init__(comm.Get_rank(), comm.Get_size(), timeout_s)
+        self._comm = comm
+        self._owned: list[tuple[int, int]] = []  # address ranges that MPI may read and write at any time
+        self._kept: list[Array] = []  # and what keeps them alive
+        self._stage = self.allocate(CHUNK_BYTES, np.dtype(np.uint8))
+        self._back_stage = self.allocate(CHUNK_BYTES, np.dtype(np.uint8))
+        self._records = self.allocate(self.size * header.BYTES, np.dtype(np.uint8))
+        self._record = self.allocate(header.BYTES, np.dtype(np.uint8))
+        self._nan_ops: dict[tuple[ReduceOp, str], MPI.Op] = {}
+
+    def allocate(self, count: int, dtype: np.dtype[Any]) -> Array:
+        array = np.zeros(count, dtype)
+        self._owned.append((array.ctypes.data, array.ctypes.data + array.nbytes))
+        self._kept.append(array)
+        return array
+
+    def close(self) -> None:
+        if not self.queue.poisoned:
+            self._comm.Free()
+            for op in self._nan_ops.values():
+                op.Free()
+        super().close()
+
+    def _exchange(self, record: bytes) -> Steps[list[bytes]]:
+        self._record[:] = np.frombuffer(record, np.uint8)
+        yield _Request(self._comm.Iallgather(self._record, self._records), peers=True)
+        data = self._records.tobytes()
+        return [data[start : start + header.BYTES] for start in range(0, len(data), header.BYTES)]
+
+    def _allreduce(self, flat: Array, op: ReduceOp) -> Steps[None]:
+        wire, chunk = self._wire(flat.dtype)
+        mpi_op = self._mpi_op(op, wire)
+        for start in range(0, flat.size, chunk):
+            part = flat[start : start + chunk]
+            stage = part if wire == flat.dtype and self._owns(part) else self._stage.view(wire)[: part.size]
+            if stage is not part:
+                stage[:] = part
+            yield _Request(self._comm.Iallreduce(MPI.IN_PLACE, stage, mpi_op))
+            self._finish(stage, op, part)
+
+    def _reducescatter(self, flat: Array, out: Array, counts: list[int], op: ReduceOp) -> Steps[None]:
+        wire, chunk = self._wire(flat.dtype)
+        mpi_op = self._mpi_op(op, wire)
+        chunk = max(1, chunk // self.size)
+        starts = np.cumsum([0, *counts])
+        for start in range(0, max(counts), chunk):
+            stage = self._stage.view(wire)[: self.size * chunk].reshape(self.size, chunk)
+            stage[:] = 0  # the parts' ends do not coincide
+            for rank, count in enumerate(counts):
+                part = flat[starts[rank] + start : starts[rank] + min(start + chunk, count)]
+                stage[rank, : part.size] = part
+            mine = self._back_stage.view(wire)[:chunk]
+            yield _Request(self._comm.Ireduce_scatter_block(stage, mine, mpi_op))
+            part = out[start : start + chunk]
+            self._finish(mine[: part.size], op, part)
+
+    def _broadcast(self, data: Array, root: int) -> Steps[None]:
+        for start in range(0, data.size, CHUNK_BYTES):
+            part = data[start : start + CHUNK_BYTES]
+            stage = self._stage[: part.size]
+            if self.rank == root:
+                stage[:] = part
+            yield _Request(self._comm.Ibcast(stage, root))
+            if self.rank != root:
+                part[:] = stage
+
+    def _allgather(self, send: Array, recv: Array, counts: list[int]) -> Steps[None]:
+        # One round moves up to `chunk` bytes of every rank.
+        chunk = max(1, CHUNK_BYTES // self.size)
+        starts = np.cumsum([0, *counts])
+        for start in range(0, max(counts), chunk):
+            mine = send[start : start + chunk]
+            self._stage[: mine.size] = mine
+            now = [min(max(count - start, 0), chunk) for count in counts]
+            where = [rank * chunk for rank in range(self.size)]
+            yield _Request(self._comm.Iallgatherv(self._stage[: mine.size], [self._back_stage, now, where, MPI.BYTE]))
+            for rank, count in enumerate(now):
+                to = starts[rank] + start
+                recv[to : to + count] = self._back_stage[where[rank] : where[rank] + count]
+
+    def _alltoall(self, send: Array, recv: Array, counts: Array) -> Steps[None]:
+        # One round moves up to `chunk` bytes between every pair of ranks.
+        chunk = max(1, CHUNK_BYTES // self.size)
+        to, come = counts[self.rank], counts[:, self.rank]
+        send_starts, recv_starts = np.cumsum([0, *to]), np.cumsum([0, *come])
+        where = [rank * chunk for rank in range(self.size)]
+        for start in range(0, int(counts.max()), chunk):
+            out, back = (np.clip(side - start, 0, chunk).tolist() for side in (to, come))
+            for rank, count in enumerate(out):
+                part = send_starts[rank] + start
+                self._stage[where[rank] : where[rank] + count] = send[part : part + count]
+            yield _Request(
+                self._comm.Ialltoallv([self._stage, out, where, MPI.BYTE], [self._back_stage, back, where, MPI.BYTE])
+            )
+            for rank, count in enumerate(back):
+                part = recv_starts[rank] + start
+                recv[part : part + count] = self._back_stage[where[rank] : where[rank] + count]
+
+    def _wire(self, dtype: np.dtype[Any]) -> tuple[np.dtype[Any], int]:
+        """The dtype that MPI reduces, and how many of it fill a chunk."""
+        wire = np.dtype(np.uint8) if dtype.name == "bool" else arrays.accumulator(dtype)
+        return wire, CHUNK_BYTES // wire.itemsize
+
+    def _owns(self, array: Array) -> bool:
+        start, stop = array.ctypes.data, array.ctypes.data + array.nbytes
+        return any(low <= start and stop <= high for low, high in self._owned)
+
+    def _finish(self, reduced: Array, op: ReduceOp, target: Array) -> None:
+        """Divide where it is an average, and put the result where it belongs."""
+        if op is ReduceOp.AVERAGE:
+            np.divide(reduced, self.size, out=reduced)
+        if reduced is not target:
+            with np.errstate(over="ignore"):  # float32 to float16 may give inf, as float16 arithmetic does
+                target[...] = reduced
+
+    def _mpi_op(self, op: ReduceOp, wire: np.dtype[Any]) -> MPI.Op:
+        """MPI's own operator, but numpy's for the minimum and maximum of floats: MPI leaves NaN open."""
+        if op not in (ReduceOp.MIN, ReduceOp.MAX) or not arrays.is_float(wire):
+            return _MPI_OPS[op]
+        key = op, wire.name
+        if key not in self._nan_ops:
+            function = np.minimum if op is ReduceOp.MIN else np.maximum
+
+            def reduce(incoming: Any, both: Any, _: MPI.Datatype) -> None:
+                out = np.frombuffer(both, wire)
+                function(np.frombuffer(incoming, wire), out, out=out)
+
+            self._nan_ops[key] = MPI.Op.Create(reduce, commute=True)
+        return self._nan_ops[key]

@@ -1,0 +1,37 @@
+"""The backend of a world of one: nothing moves, everything else (checks, results, errors) is as with many ranks."""
+
+from allred.arrays import Array
+from allred.comm.base import Communicator
+from allred.comm.ops import ReduceOp
+from allred.comm.work import Steps
+
+
+class SingleCommunicator(Communicator):
+    """One rank alone. Every operation is complete when it is started."""
+
+    name = "single"
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(rank=0, size=1, timeout_s=timeout_s)
+
+    def _exchange(self, record: bytes) -> Steps[list[bytes]]:
+        yield from ()
+        return [record]
+
+    def _allreduce(self, flat: Array, op: ReduceOp) -> Steps[None]:
+        yield from ()
+
+    def _broadcast(self, data: Array, root: int) -> Steps[None]:
+        yield from ()
+
+    def _allgather(self, send: Array, recv: Array, counts: list[int]) -> Steps[None]:
+        yield from ()
+        recv[:] = send
+
+    def _alltoall(self, send: Array, recv: Array, counts: Array) -> Steps[None]:
+        yield from ()
+        recv[:] = send
+
+    def _reducescatter(self, flat: Array, out: Array, counts: list[int], op: ReduceOp) -> Steps[None]:
+        yield from ()
+        out[:] = flat

@@ -1,0 +1,114 @@
+"""init and shutdown: the one place where a process becomes a rank.
+
+    MPI -> settings of all ranks, compared -> topology -> backend -> banner
+
+A setting that cannot be used, or that differs from the chief's, is known to every rank before anyone raises, so no
+rank is left waiting. A rank on which nothing was set takes what the chief has: launchers over ssh do not forward
+variables.
+"""
+
+import os
+import socket
+from typing import Any
+
+from allred import native
+from allred.cluster import mpi, report, topology
+from allred.comm import collectives, objects, registry
+from allred.config import Config, explicit_settings, settle
+from allred.errors import AllredError, ConfigError, InputError
+from allred.watch import exit as exit_protocol
+
+
+def init(
+    comm: Any = None,
+    *,
+    mode: str | None = None,
+    backend: str | None = None,
+    bucket_bytes: int | str | None = None,
+    timeout_s: float | None = None,
+    banner: bool | None = None,
+) -> None:
+    """Join the other ranks. Call it once, on every rank, before anything else of allred; it is collective.
+
+    Without mpirun the world is this process alone, and everything works all the same.
+
+    comm: an mpi4py intracommunicator, of which a duplicate is used instead of one of COMM_WORLD.
+    The other arguments override the variables ALLRED_MODE, ALLRED_BACKEND and so on; `allred.config.Config` has them.
+
+    Raises ConfigError, with the same text on every rank, if a setting is unknown, cannot be used, or differs between
+    ranks; AllredError if it was called already.
+    """
+    if is_initialized():
+        raise AllredError("allred.init() was called already; drop the second call, or call allred.shutdown() before it")
+    arguments = {k: v for k, v in locals().items() if k != "comm"}
+    duplicate, library = _join(comm)
+    control = registry.BACKENDS["single" if duplicate is None else "mpi"](duplicate, Config.timeout_s)
+    settings: dict[str, Any] | str
+    try:
+        settings = explicit_settings(os.environ, arguments)
+    except ConfigError as error:
+        settings = str(error)
+    node = 0 if duplicate is None else topology.node_id(duplicate)
+    gathered = objects.allgather_object(control, (settings, node))
+    try:
+        config = settle([settings for settings, _ in gathered])
+        name, reason = registry.choose(config.backend, control.size, has_mpi=duplicate is not None)
+    except ConfigError:
+        control.close()
+        raise
+    communicator = control
+    if name != control.name:
+        communicator = registry.BACKENDS[name](duplicate, config.timeout_s)
+    communicator.queue.timeout_s = config.timeout_s
+    topology.install(topology.number([node for _, node in gathered], control.rank))
+    collectives.install(communicator, config, reason)
+    report.speak(control.rank == 0 and config.banner)
+    report.say(_banner(library))
+
+
+def _join(comm: Any) -> tuple[Any, str]:
+    """A communicator for allred alone, or None where there is no MPI; and the MPI in words."""
+    MPI, ours = mpi.load()  # noqa: N806  (mpi4py's spelling)
+    if MPI is None:
+        return None, "no MPI"
+    if comm is not None and not isinstance(comm, MPI.Intracomm):
+        raise InputError(f"init(comm=...) takes an mpi4py intracommunicator, got {type(comm).__name__}")
+    library = mpi.library_name(MPI.Get_library_version())
+    if comm is None:
+        mpi.check_world(MPI.COMM_WORLD.Get_size(), library)
+    exit_protocol.own(MPI, finalizes=ours)
+    duplicate, request = (comm or MPI.COMM_WORLD).Idup()
+    while not request.Test():
+        os.sched_yield()
+    return duplicate, library
+
+
+def _banner(library: str) -> str:
+    from allred import __version__
+
+    world, config, reason = topology.current(), collectives.config(), collectives.reason()
+    ranks = f"{world.size} rank{'s' * (world.size > 1)}"
+    nodes = f"{world.nodes} nodes, chief on {socket.gethostname()}" if world.nodes > 1 else socket.gethostname()
+    extension = "C extension" if native.available else f"no C extension ({native.reason})"
+    return (
+        f"{__version__}: {ranks} on {nodes}; mode {config.mode}; backend {collectives.current().name} ({reason}); "
+        f"{library}; {extension}"
+    )
+
+
+def is_initialized() -> bool:
+    """Whether this process is a rank: after init(), before shutdown()."""
+    return collectives.installed()
+
+
+def shutdown() -> None:
+    """Leave the other ranks; collective. Then init() may be called again. At the end of a script it is not needed.
+
+    Raises NotInitializedError before init().
+    """
+    communicator = collectives.current()
+    communicator.check("shutdown", "shutdown()").wait()
+    communicator.close()
+    collectives.install(None)
+    topology.install(None)
+    report.speak(False)

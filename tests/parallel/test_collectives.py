@@ -1,0 +1,361 @@
+"""The contract of a communicator, the same for every backend. Expected values are closed forms of rank and size."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import allred
+from allred.errors import InputError, MismatchError
+
+FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
+INTS = [np.int8, np.int16, np.int32, np.int64, np.uint8]
+ALL = [np.dtype(t) for t in (*FLOATS, *INTS, np.bool_)]
+REDUCED = [np.dtype(t) for t in (*FLOATS, *INTS)]
+CHUNK = 2**20  # bytes of a chunk of the mpi backend
+SHAPES = [(), (0,), (0, 3), (1,), (7,), (2, 3), (1009,), (3, CHUNK // 8 + 5)]
+
+pytestmark = pytest.mark.mpi
+
+
+def data(rank, shape, dtype):
+    """Small whole numbers, different on every rank and in every place: exact in all dtypes, sums too."""
+    count = int(np.prod(shape, dtype=np.int64))
+    return ((np.arange(count) + 3 * rank) % 5).reshape(shape).astype(dtype)
+
+
+def expected(op, size, shape, dtype):
+    ranks = [data(r, shape, np.float64) for r in range(size)]
+    if op is allred.Average:
+        return np.asarray(sum(ranks) / size, np.float64 if dtype == np.float64 else np.float32).astype(dtype)
+    reduce = {allred.Sum: np.add, allred.Min: np.minimum, allred.Max: np.maximum, allred.Product: np.multiply}[
+        op
+    ].reduce
+    return reduce(np.stack(ranks), axis=0).astype(dtype)
+
+
+def twice(function):
+    """Each check runs twice: a protocol's second use is not its first."""
+    for _ in range(2):
+        function()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", REDUCED, ids=str)
+def test_allreduce_sum(comm, dtype, shape):
+    def check():
+        x = data(comm.rank, shape, dtype)
+        y = comm.allreduce(x, allred.Sum).wait()
+        assert y.dtype == dtype
+        assert y.shape == shape
+        np.testing.assert_array_equal(y, expected(allred.Sum, comm.size, shape, dtype))
+        np.testing.assert_array_equal(x, data(comm.rank, shape, dtype))
+        assert not np.shares_memory(x, y)
+
+    twice(check)
+
+
+@pytest.mark.parametrize("op", [allred.Min, allred.Max, allred.Product])
+@pytest.mark.parametrize("dtype", REDUCED, ids=str)
+def test_every_op_on_every_dtype_in_place(comm, op, dtype):
+    check_in_place(comm, op, dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_average_in_place(comm, dtype):
+    check_in_place(comm, allred.Average, np.dtype(dtype))
+
+
+def check_in_place(comm, op, dtype):
+    def check():
+        x = data(comm.rank, (1009,), dtype)
+        y = comm.allreduce_(x, op).wait()
+        assert y is x
+        np.testing.assert_array_equal(x, expected(op, comm.size, (1009,), dtype))
+
+    twice(check)
+
+
+def test_bool_is_any_and_all(comm):
+    one = np.array([True, comm.rank == 0, False])
+    np.testing.assert_array_equal(comm.allreduce(one, allred.Max).wait(), [True, True, False])
+    np.testing.assert_array_equal(comm.allreduce(one, allred.Min).wait(), [True, comm.size == 1, False])
+    np.testing.assert_array_equal(comm.allreduce(one, allred.Product).wait(), [True, comm.size == 1, False])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_nan_and_infinity(comm, dtype):
+    """A NaN on any rank, whichever, makes the element NaN; zero and infinities compare as usual."""
+    last = comm.size - 1
+    x = np.array([np.nan if comm.rank == last else 1, np.nan if comm.rank == 0 else 1, np.inf, -np.inf], dtype)
+    for op in (allred.Min, allred.Max, allred.Sum, allred.Product, allred.Average):
+        y = comm.allreduce(x, op).wait().astype(np.float64)
+        assert np.isnan(y[:2]).all(), op
+    np.testing.assert_array_equal(comm.allreduce(x, allred.Min).wait().astype(np.float64)[2:], [np.inf, -np.inf])
+    np.testing.assert_array_equal(comm.allreduce(x, allred.Max).wait().astype(np.float64)[2:], [np.inf, -np.inf])
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_16_bit_sums_are_formed_in_float32(comm, dtype):
+    """2048 + 1 + 1 ... is 2048 in float16 and 256 + 1 ... is 256 in bfloat16, unless the sum has more digits."""
+    start = 2048 if dtype is np.float16 else 256
+    x = np.full(3, start if comm.rank == 0 else 1, dtype)
+    total = np.float32(start + comm.size - 1).astype(dtype)
+    np.testing.assert_array_equal(comm.allreduce(x, allred.Sum).wait(), np.full(3, total))
+
+
+def test_integers_wrap_around(comm):
+    x = np.full(3, 127 if comm.rank == 0 else 1, np.int8)
+    assert comm.allreduce(x, allred.Sum).wait().tolist() == [(127 + comm.size - 1 + 128) % 256 - 128] * 3
+
+
+def layouts(x):
+    """The same 2-d values in other layouts."""
+    wide = np.zeros((x.shape[0], 2 * x.shape[1]), x.dtype)
+    wide[:, ::2] = x
+    return [np.asfortranarray(x), wide[:, ::2], x[::-1, ::-1].copy()[::-1, ::-1]]
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_any_layout(comm, which):
+    shape = (5, 7)
+    result = expected(allred.Sum, comm.size, shape, np.float32)
+    x = layouts(data(comm.rank, shape, np.float32))[which]
+    assert not x.flags.c_contiguous
+    np.testing.assert_array_equal(comm.allreduce(x, allred.Sum).wait(), result)
+    np.testing.assert_array_equal(comm.allreduce_(x, allred.Sum).wait(), result)
+    np.testing.assert_array_equal(x, result)
+    y = layouts(data(comm.rank, shape, np.float32))[which]
+    np.testing.assert_array_equal(comm.broadcast_(y, comm.size - 1).wait(), data(comm.size - 1, shape, np.float32))
+    z = layouts(data(comm.rank, shape, np.float32))[which]
+    gathered = np.concatenate([data(r, shape, np.float32) for r in range(comm.size)])
+    np.testing.assert_array_equal(comm.allgather(z).wait(), gathered)
+    np.testing.assert_array_equal(
+        comm.alltoall(z, [5] + [0] * (comm.size - 1)).wait()[0], gathered[: 5 * comm.size if comm.rank == 0 else 0]
+    )
+
+
+def test_read_only_and_numbers_are_inputs_but_no_targets(comm):
+    locked = np.full(3, comm.rank, np.float64)
+    locked.flags.writeable = False
+    total = sum(range(comm.size))
+    assert comm.allreduce(locked, allred.Sum).wait().tolist() == [total] * 3
+    assert comm.allreduce(float(comm.rank), allred.Sum).wait() == total
+    assert comm.allreduce([comm.rank, 1.0], allred.Sum).wait().tolist() == [total, comm.size]
+    with pytest.raises(InputError, match="the array is read-only; use the form without the underscore"):
+        comm.allreduce_(locked).wait()
+    with pytest.raises(InputError, match="in place needs a numpy array, got float"):
+        comm.allreduce_(1.0).wait()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_grouped_allreduce(comm, in_place):
+    shapes = [(3,), (), (0,), (1009,), (2, 2)]
+    dtypes = [np.float32, np.float64, np.float32, np.float16, np.int32]
+
+    def check():
+        group = [data(comm.rank, s, d) for s, d in zip(shapes, dtypes, strict=True)]
+        operation = comm.grouped_allreduce_ if in_place else comm.grouped_allreduce
+        results = operation(group, allred.Sum).wait()
+        for x, y, s, d in zip(group, results, shapes, dtypes, strict=True):
+            np.testing.assert_array_equal(y, expected(allred.Sum, comm.size, s, d))
+            assert (x is y) == in_place
+        assert comm.grouped_allreduce([], allred.Sum).wait() == []
+
+    twice(check)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+def test_broadcast_from_every_root(comm, dtype, shape):
+    for root in range(comm.size):
+        x = data(comm.rank, shape, dtype)
+        y = comm.broadcast(x, root).wait()
+        np.testing.assert_array_equal(y, data(root, shape, dtype))
+        np.testing.assert_array_equal(x, data(comm.rank, shape, dtype))
+        assert comm.broadcast_(x, root).wait() is x
+        np.testing.assert_array_equal(x, data(root, shape, dtype))
+
+
+@pytest.mark.parametrize("rest", [(), (3,), (0,), (CHUNK // 16,)], ids=str)
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+def test_allgather_with_other_first_dimensions(comm, dtype, rest):
+    def rows(r):
+        return (2 * r + 1) % 4 if r else 0  # none on rank 0
+
+    def check():
+        y = comm.allgather(data(comm.rank, (rows(comm.rank), *rest), dtype)).wait()
+        np.testing.assert_array_equal(y, np.concatenate([data(r, (rows(r), *rest), dtype) for r in range(comm.size)]))
+
+    twice(check)
+
+
+def test_allgather_of_numbers(comm):
+    assert comm.allgather(np.float32(comm.rank)).wait().tolist() == list(range(comm.size))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 6, 7, CHUNK // 4 + 3])
+@pytest.mark.parametrize("dtype", REDUCED, ids=str)
+def test_reducescatter(comm, dtype, rows):
+    shape = (rows, 2)
+
+    def check():
+        y = comm.reducescatter(data(comm.rank, shape, dtype), allred.Sum).wait()
+        np.testing.assert_array_equal(
+            y, np.array_split(expected(allred.Sum, comm.size, shape, dtype), comm.size)[comm.rank]
+        )
+
+    twice(check)
+
+
+@pytest.mark.parametrize("op", [allred.Average, allred.Min, allred.Max, allred.Product])
+def test_reducescatter_ops(comm, op):
+    y = comm.reducescatter(data(comm.rank, (11,), np.float32), op).wait()
+    np.testing.assert_array_equal(y, np.array_split(expected(op, comm.size, (11,), np.float32), comm.size)[comm.rank])
+
+
+@pytest.mark.parametrize("rest", [(), (3,), (CHUNK // 8,)], ids=str)
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+def test_alltoall_with_splits(comm, dtype, rest):
+    size, me = comm.size, comm.rank
+
+    def rows(source, target):
+        return (source + 2 * target) % 3
+
+    def sent(source):
+        return data(source, (sum(rows(source, t) for t in range(size)), *rest), dtype)
+
+    def check():
+        y, received = comm.alltoall(sent(me), [rows(me, t) for t in range(size)]).wait()
+        parts = []
+        for source in range(size):
+            start = sum(rows(source, t) for t in range(me))
+            parts.append(sent(source)[start : start + rows(source, me)])
+        np.testing.assert_array_equal(y, np.concatenate(parts))
+        assert received.tolist() == [rows(source, me) for source in range(size)]
+
+    twice(check)
+
+
+def test_alltoall_in_equal_parts(comm):
+    y, received = comm.alltoall(np.arange(2 * comm.size) + 100 * comm.rank).wait()
+    assert y.tolist() == [100 * r + 2 * comm.rank + i for r in range(comm.size) for i in range(2)]
+    assert received.tolist() == [2] * comm.size
+
+
+def test_barrier_holds_everyone_until_the_last_is_there(comm):
+    for last in range(comm.size):
+        if comm.rank != last:
+            works = comm.barrier()
+            early = works.done() and comm.size > 1
+            comm_last = works
+        else:
+            early, comm_last = False, None
+        # Rank `last` has not started its barrier before everyone else has looked: the report comes before it.
+        seen = allred.allgather_object(early)
+        if comm_last is None:
+            comm_last = comm.barrier()
+        comm_last.wait()
+        assert not any(seen)
+
+
+def test_work_started_together_completes_in_order(comm):
+    works = [comm.allreduce(np.full(CHUNK // 4 + i, 1.0), allred.Sum) for i in range(4)]
+    last = works[3].wait()
+    assert all(work.done() for work in works)
+    assert last.shape == (CHUNK // 4 + 3,)
+    assert all((work.wait() == comm.size).all() for work in works)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_results_are_bitwise_equal_on_all_ranks_and_from_run_to_run(comm, dtype):
+    x = np.random.default_rng(comm.rank).normal(size=300_001).astype(dtype)
+    first = comm.allreduce(x, allred.Average).wait()
+    second = comm.allreduce(x, allred.Average).wait()
+    assert first.tobytes() == second.tobytes()
+    assert len(set(allred.allgather_object(allred.digest(first)))) == 1
+
+
+def test_memory_of_the_communicator_reduces_without_a_copy_and_lasts(comm):
+    mine = comm.allocate(1000, np.dtype(np.float32))
+    mine[:] = comm.rank + 1
+    comm.allreduce_(mine, allred.Sum).wait()
+    comm.allreduce_(mine[100:200], allred.Sum).wait()
+    total = comm.size * (comm.size + 1) / 2
+    assert set(mine[:100]) == {total}
+    assert set(mine[100:200]) == {total * comm.size}
+
+
+@pytest.mark.parametrize(
+    ("operation", "message"),
+    [
+        (lambda c: c.allreduce(np.ones(3, int)), "Average of int64 is not defined"),
+        (lambda c: c.allreduce(np.ones(3, bool), allred.Sum), "Sum of bool is not defined; use allred.Max for 'any'"),
+        (lambda c: c.allreduce(np.ones(3), "sum"), "op='sum' is not a reduction; use allred.Average"),
+        (lambda c: c.allreduce(np.ones(3, complex)), "dtype complex128 is not supported"),
+        (lambda c: c.allreduce(None), "expected an array or a number, got NoneType"),
+        (lambda c: c.broadcast(np.ones(3), c.size), r"root=\d is not a rank; expected 0 to"),
+        (lambda c: c.broadcast(np.ones(3), "chief"), "root='chief' is not a rank"),
+        (lambda c: c.alltoall(np.ones(3), [1] * (c.size + 1)), "splits=.* must be"),
+        (lambda c: c.alltoall(np.ones(3), [-1] * c.size), "must be .* whole numbers"),
+        (lambda c: c.reducescatter(np.float64(3)), "a 0-d array has no first dimension"),
+        (lambda c: c.grouped_allreduce([np.ones(3), "x"]), "dtype str"),
+        (lambda c: c.grouped_allreduce(3), "not iterable"),
+    ],
+)
+def test_bad_input_on_all_ranks_and_on_one(comm, operation, message):
+    """The same error everywhere, although only the last rank is at fault; and the communicator goes on."""
+    with pytest.raises(InputError, match=message) as everywhere:
+        operation(comm).wait()
+    assert "rank " not in str(everywhere.value).split(":")[1] or "is not a rank" in str(everywhere.value)
+    if comm.size > 1:
+        with pytest.raises(InputError, match=rf"rank {comm.size - 1}: .*{message}") as one:
+            (operation(comm) if comm.rank == comm.size - 1 else comm.allreduce(np.ones(3))).wait()
+        assert len(set(allred.allgather_object(str(one.value)))) == 1
+    assert comm.allreduce(np.ones(3), allred.Sum).wait().tolist() == [comm.size] * 3
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda c: c.allreduce(np.ones(4), name="w"),
+        lambda c: c.allreduce(np.ones((3, 1)), name="w"),
+        lambda c: c.allreduce(np.ones(3, np.float32), name="w"),
+        lambda c: c.allreduce(np.ones(3), allred.Max, name="w"),
+        lambda c: c.allreduce(np.ones(3), name="v"),
+        lambda c: c.broadcast(np.ones(3), 0, name="w"),
+        lambda c: c.allgather(np.ones(3), name="w"),
+        lambda c: c.reducescatter(np.ones(3), name="w"),
+        lambda c: c.grouped_allreduce([np.ones(3)], name="w"),
+        lambda c: c.barrier(),
+    ],
+)
+def test_ranks_that_differ_raise_the_same_error(comm, other):
+    if comm.size == 1:
+        pytest.skip("one rank cannot differ")
+    odd = comm.size - 1
+    with pytest.raises(
+        MismatchError, match=rf"allreduce\(Average\) 'w' float64 \(3,\) on ranks? .* on rank {odd};"
+    ) as error:
+        (other(comm) if comm.rank == odd else comm.allreduce(np.ones(3), name="w")).wait()
+    assert len(set(allred.allgather_object(str(error.value)))) == 1
+    assert comm.allreduce(np.ones(3), allred.Sum).wait().tolist() == [comm.size] * 3
+
+
+def test_in_place_is_untouched_by_an_operation_that_fails(comm):
+    x = np.full(3, comm.rank)
+    with pytest.raises(InputError):
+        comm.allreduce_(x).wait()
+    assert x.tolist() == [comm.rank] * 3
+
+
+@pytest.mark.limit(240)
+def test_more_than_2_to_the_31_elements(comm):
+    if comm.size != 2:
+        pytest.skip("2 ranks are enough for 2 GiB each")
+    count = 2**31 + 11
+    x = np.ones(count, np.int8)
+    x[-1] = comm.rank
+    comm.allreduce_(x, allred.Sum).wait()
+    assert x[0] == x[2**31] == 2
+    assert x[-1] == 1
+    assert int(np.count_nonzero(x == 2)) == count - 1

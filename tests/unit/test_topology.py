@@ -1,0 +1,76 @@
+import os
+import re
+
+import pytest
+
+from allred.cluster import mpi, topology
+from allred.errors import ConfigError, NotInitializedError
+
+
+def columns(nodes, *names):
+    return [tuple(getattr(topology.number(nodes, rank), name) for name in names) for rank in range(len(nodes))]
+
+
+def test_one_node():
+    assert columns([0, 0, 0], "local_rank", "local_size", "cross_rank", "cross_size", "nodes") == [
+        (0, 3, 0, 1, 1),
+        (1, 3, 0, 1, 1),
+        (2, 3, 0, 1, 1),
+    ]
+
+
+def test_ranks_dealt_out_over_two_nodes():
+    assert columns([0, 1, 0, 1], "local_rank", "local_size", "cross_rank", "cross_size") == [
+        (0, 2, 0, 2),
+        (0, 2, 1, 2),
+        (1, 2, 0, 2),
+        (1, 2, 1, 2),
+    ]
+
+
+def test_uneven_nodes():
+    assert columns([5, 5, 5, 9], "local_rank", "local_size", "cross_rank", "cross_size", "nodes") == [
+        (0, 3, 0, 2, 2),
+        (1, 3, 0, 1, 2),
+        (2, 3, 0, 1, 2),
+        (0, 1, 1, 2, 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "world_rank", "world_size"]
+)
+def test_numbers_before_init_say_what_to_do(name):
+    with pytest.raises(NotInitializedError, match=re.escape("allred.init() has not been called; call it once")):
+        getattr(topology, name)()
+
+
+@pytest.mark.parametrize("variable", ["PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_a_world_of_one_under_a_launcher_of_four_is_an_error(variable):
+    with pytest.raises(ConfigError, match="started 4 processes, but MPICH 5 sees a world of one"):
+        mpi.check_world(1, "MPICH 5", {variable: "4"})
+    mpi.check_world(4, "MPICH 5", {variable: "4"})
+    mpi.check_world(1, "MPICH 5", {variable: "1"})
+    mpi.check_world(1, "MPICH 5", {variable: "several"})
+
+
+def test_mpi_settings_are_made_only_where_they_cannot_hurt():
+    one_node = {"PMIX_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    assert mpi.settings({}) == {"OMPI_MCA_btl": "self"}
+    assert mpi.settings(one_node) == {"OMPI_MCA_btl": "^ofi"}
+    assert mpi.settings(one_node | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}) == {}
+    assert mpi.settings({"PMIX_RANK": "0"}) == {}
+    assert mpi.settings(one_node | {"OMPI_MCA_btl": "tcp,self"}) == {}
+    assert "OMPI_MCA_btl" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("MPICH Version:\t5.0.2\nMPICH Release date: ...", "MPICH 5.0.2"),
+        ("Open MPI v5.0.11, package: Open MPI root@x Distribution, ident: 5.0.11\0", "Open MPI 5.0.11"),
+        ("Intel(R) MPI Library 2021.19 for Linux* OS\n", "Intel(R) MPI Library 2021.19 for Linux* OS"),
+    ],
+)
+def test_library_names(text, name):
+    assert mpi.library_name(text) == name

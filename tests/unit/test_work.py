@@ -1,0 +1,101 @@
+"""The queue of started operations, with something to wait for that the test controls."""
+
+import time
+
+import pytest
+
+from allred.comm.work import WorkQueue
+from allred.errors import AllredError, CollectiveTimeout, InputError
+
+
+class Gate:
+    """Opens when told, or after some tests."""
+
+    def __init__(self, tests=None, peers=False):
+        self.tests, self.peers, self.open = tests, peers, False
+
+    def done(self):
+        if self.tests is not None:
+            self.tests -= 1
+        return self.open or (self.tests is not None and self.tests < 0)
+
+
+def operation(log, name, *gates):
+    for gate in gates:
+        log.append(f"{name} waits")
+        yield gate
+    log.append(f"{name} ends")
+    return name
+
+
+@pytest.fixture
+def queue():
+    return WorkQueue(timeout_s=30.0)
+
+
+def test_operations_complete_in_the_order_they_were_started(queue):
+    log, gate = [], Gate()
+    first = queue.start("a", operation(log, "a", gate))
+    second = queue.start("b", operation(log, "b"))
+    assert not second.done()
+    assert log == ["a waits"]  # b does not begin before a is complete
+    gate.open = True
+    assert second.wait() == "b"
+    assert first.done()
+    assert first.wait() == "a"
+    assert log == ["a waits", "a ends", "b ends"]
+
+
+def test_wait_drives_what_came_before(queue):
+    log = []
+    queue.start("a", operation(log, "a", Gate(tests=100), Gate(tests=100)))
+    assert queue.start("b", operation(log, "b", Gate(tests=100))).wait() == "b"
+
+
+def test_an_error_is_raised_by_its_own_wait_and_the_next_goes_on(queue):
+    def fails():
+        yield Gate(tests=3)
+        raise InputError("all ranks know")
+
+    bad, good = queue.start("bad", fails()), queue.start("good", operation([], "good"))
+    assert good.wait() == "good"
+    for _ in range(2):
+        with pytest.raises(InputError, match="all ranks know"):
+            bad.wait()
+
+
+def test_any_other_error_poisons(queue):
+    def breaks():
+        yield Gate(tests=3)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        queue.start("x", breaks()).wait()
+    with pytest.raises(AllredError, match="cannot be used any more: x was cut short by ZeroDivisionError"):
+        queue.start("y", operation([], "y"))
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.05])
+def test_a_time_limit_names_the_operation_and_poisons(queue, limit):
+    work = queue.start("allreduce 'w'", operation([], "w", Gate()))
+    with pytest.raises(CollectiveTimeout, match=rf"allreduce 'w': not complete after {limit:g} s"):
+        work.wait(timeout_s=limit)
+    with pytest.raises(AllredError, match="cannot be used any more: allreduce 'w' timed out"):
+        queue.start("next", operation([], "next"))
+
+
+def test_waiting_for_peers_is_told_from_moving_bytes(queue):
+    queue.start("a", operation([], "a", Gate(tests=2000, peers=True))).wait()
+    assert 0 < queue.waited_for_peers_s <= queue.waited_s
+    before = queue.waited_for_peers_s
+    queue.start("b", operation([], "b", Gate(tests=2000))).wait()
+    assert queue.waited_for_peers_s == before
+
+
+def test_a_long_wait_does_not_burn_the_core(queue, monkeypatch):
+    monkeypatch.setattr("allred.comm.work._YIELD_S", 0.01)
+    work = queue.start("a", operation([], "a", Gate()))
+    cpu = time.process_time()
+    with pytest.raises(CollectiveTimeout):
+        work.wait(timeout_s=0.5)
+    assert time.process_time() - cpu < 0.25  # spinning would take 0.5
