@@ -1,0 +1,91 @@
+"""allred: data-parallel training over MPI. Importing it starts neither MPI nor CUDA; allred.init() does."""
+
+from allred import data, optim
+from allred.cluster.topology import (
+    cross_rank,
+    cross_size,
+    local_rank,
+    local_size,
+    rank,
+    size,
+    world_rank,
+    world_size,
+)
+from allred.comm.collectives import (
+    allgather,
+    allgather_object,
+    allreduce,
+    allreduce_,
+    alltoall,
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_object,
+    grouped_allreduce,
+    grouped_allreduce_,
+    reducescatter,
+)
+from allred.comm.ops import ReduceOp
+from allred.errors import (
+    AllredError,
+    CollectiveTimeout,
+    ConfigError,
+    InputError,
+    MismatchError,
+    NotInitializedError,
+)
+from allred.modes.decorator import distributed
+from allred.modes.sync import DistributedOptimizer
+from allred.nest import digest
+from allred.world import init, is_initialized, shutdown
+
+__version__ = "0.1.0"
+
+Average = ReduceOp.AVERAGE
+Sum = ReduceOp.SUM
+Min = ReduceOp.MIN
+Max = ReduceOp.MAX
+Product = ReduceOp.PRODUCT
+
+__all__ = [
+    "AllredError",
+    "Average",
+    "CollectiveTimeout",
+    "ConfigError",
+    "DistributedOptimizer",
+    "InputError",
+    "Max",
+    "Min",
+    "MismatchError",
+    "NotInitializedError",
+    "Product",
+    "ReduceOp",
+    "Sum",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_object",
+    "cross_rank",
+    "cross_size",
+    "data",
+    "digest",
+    "distributed",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "optim",
+    "rank",
+    "reducescatter",
+    "shutdown",
+    "size",
+    "world_rank",
+    "world_size",
+]

@@ -1,0 +1,5 @@
+"""Data for every rank: its share of each global batch."""
+
+from allred.data.batches import Batches, batches
+
+__all__ = ["Batches", "batches"]

@@ -1,0 +1,87 @@
+"""The bucket planner: which gradients are reduced together. A pure function of names, shapes and dtypes.
+
+A bucket holds tensors of one dtype, in their order, up to `bucket_bytes`. A tensor of half that or more gets a bucket
+of its own and is reduced where it lies: copying it into a fusion buffer would cost more than the call it saves.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from allred import arrays
+
+
+class Tensor(NamedTuple):
+    """What a plan has to know of a tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def elements(self) -> int:
+        """Numbers in it; 1 for a 0-d tensor."""
+        return arrays.size_of(self.shape)
+
+    def __str__(self) -> str:
+        return f"'{self.name}' {arrays.describe(self.shape, self.dtype)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Tensors reduced together: their positions in the list that was planned, and their elements in all."""
+
+    dtype: np.dtype[Any]
+    indices: tuple[int, ...]
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """All buckets, in the order in which they are reduced."""
+
+    tensors: tuple[Tensor, ...]
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(bucket.count * bucket.dtype.itemsize for bucket in self.buckets)
+
+    @functools.cached_property
+    def fingerprint(self) -> tuple[str, ...]:
+        """A line a tensor: ranks with equal lines, and equal bucket_bytes, have equal plans."""
+        return tuple(map(str, self.tensors))
+
+
+def plan(tensors: Sequence[Tensor], bucket_bytes: int) -> Plan:
+    """The buckets for `tensors`; every non-empty tensor is in exactly one.
+
+    >>> small, large = Tensor("b", (4,), np.dtype("f4")), Tensor("w", (1024,), np.dtype("f4"))
+    >>> [bucket.indices for bucket in plan([small, large, small], bucket_bytes=4096).buckets]
+    [(1,), (0, 2)]
+    """
+    done: list[Bucket] = []
+    open_buckets: dict[np.dtype[Any], list[int]] = {}
+
+    def close(dtype: np.dtype[Any]) -> None:
+        indices = tuple(open_buckets.pop(dtype))
+        done.append(Bucket(dtype, indices, sum(tensors[i].elements for i in indices)))
+
+    for index, tensor in enumerate(tensors):
+        nbytes = tensor.elements * tensor.dtype.itemsize
+        if nbytes == 0:
+            continue
+        if 2 * nbytes >= bucket_bytes:
+            done.append(Bucket(tensor.dtype, (index,), tensor.elements))
+            continue
+        waiting = open_buckets.get(tensor.dtype, [])
+        if (sum(tensors[i].elements for i in waiting) + tensor.elements) * tensor.dtype.itemsize > bucket_bytes:
+            close(tensor.dtype)
+        open_buckets.setdefault(tensor.dtype, []).append(index)
+    for dtype in list(open_buckets):
+        close(dtype)
+    return Plan(tuple(tensors), tuple(done))

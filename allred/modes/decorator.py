@@ -1,0 +1,145 @@
+"""`allred.distributed`: what it makes of what it is given, in one table (`_FORMS`, below).
+
+Wrapping is explicit delegation: the wrapped object keeps its class and its behaviour, the wrapper has `step`,
+`broadcast`, `state_dict`, `load_state_dict` and `summary`, and nothing is forwarded by magic.
+"""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+from allred import nest
+from allred.comm.ops import ReduceOp
+from allred.data.batches import current_share
+from allred.errors import InputError
+from allred.modes.sync import DistributedOptimizer, Reduction
+from allred.reducer import tensor_of
+
+
+class _Distributed:
+    """Make an optimizer average gradients over all ranks.
+
+        opt = allred.distributed(allred.optim.SGD(lr=0.1))      # an object with step(params, grads)
+
+        @allred.distributed                                     # a class with such a step: its instances are wrapped
+        class Mine: ...
+
+        @allred.distributed(op=allred.Sum, accumulate=4)        # the same with arguments
+        class Mine: ...
+
+        @allred.distributed.gradients                           # a function that returns grads, or (..., grads)
+        def loss_and_grads(params, x, y): ...
+
+    op: allred.Average (default) or allred.Sum.
+    accumulate: micro-steps of a step; only the last one communicates.
+    bucket_bytes: gradients travel together up to this size; default: the setting of that name.
+    name: how errors call it.
+
+    Raises TypeError for anything else.
+    """
+
+    def __call__(
+        self,
+        target: Any = None,
+        *,
+        op: ReduceOp = ReduceOp.AVERAGE,
+        accumulate: int = 1,
+        bucket_bytes: int | str | None = None,
+        name: str = "opt",
+    ) -> Any:
+        options = {"op": op, "accumulate": accumulate, "bucket_bytes": bucket_bytes, "name": name}
+        if target is None:
+            return lambda later: _wrap(later, options)
+        return _wrap(target, options)
+
+    def gradients(
+        self,
+        function: Callable[..., Any] | None = None,
+        *,
+        op: ReduceOp = ReduceOp.AVERAGE,
+        bucket_bytes: int | str | None = None,
+        name: str = "",
+    ) -> Any:
+        """Make a function that returns gradients return their mean over all ranks. Collective when called.
+
+        It returns a nest of gradients, or a tuple whose last element is that nest (so gradients that are themselves a
+        tuple must be returned as a list, or as `(grads,)`). Arrays are overwritten with the mean; what comes before
+        the gradients (a loss, say) stays this rank's own. Ranks with more samples in their `allred.data.batches` share
+        count for more. Use it on the function or wrap the optimizer, not both.
+        """
+        if function is None:
+            return lambda later: self.gradients(later, op=op, bucket_bytes=bucket_bytes, name=name)
+        if not isinstance(function, (types.FunctionType, types.MethodType)):
+            raise TypeError(f"allred.distributed.gradients takes a function, got {function!r}")
+        reduction = Reduction(op, bucket_bytes, f"{name or function.__name__}()")
+
+        @functools.wraps(function)
+        def averaged(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            *others, grads = result if isinstance(result, tuple) else (result,)
+            mean = _reduce(reduction, grads)
+            return (*others, mean) if isinstance(result, tuple) else mean
+
+        return averaged
+
+
+def _reduce(reduction: Reduction, grads: Any) -> Any:
+    named, problem = nest.leaves(grads), ""
+    try:
+        tensors = [tensor_of(leaf_name, value) for leaf_name, value in named]
+    except InputError as error:
+        tensors, problem = [], str(error)
+    values = reduction.reducer().reduce(tensors, [value for _, value in named], current_share(), problem)
+    return nest.rebuild(grads, values)
+
+
+def _steps(target: Any) -> bool:
+    """Whether it has a method step(params, grads)."""
+    step = getattr(target, "step", None)
+    if not callable(step):
+        return False
+    receiver = (None,) if inspect.isclass(target) and not isinstance(step, types.MethodType) else ()
+    try:
+        inspect.signature(step).bind(*receiver, "params", "grads")
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _wrap_class(target: type, options: dict[str, Any]) -> type[DistributedOptimizer]:
+    class Distributed(DistributedOptimizer):
+        __wrapped__ = target
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(target(*args, **kwargs), **options)
+
+    for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
+        setattr(Distributed, attribute, getattr(target, attribute))
+    return Distributed
+
+
+# What `distributed` takes: a test, in order, what to do, and the words for it.
+_FORMS: list[tuple[Callable[[Any], bool], Callable[[Any, dict[str, Any]], Any], str]] = [
+    (lambda t: not inspect.isclass(t) and _steps(t), lambda t, options: DistributedOptimizer(t, **options),
+     "an object with step(params, grads)"),
+    (lambda t: inspect.isclass(t) and _steps(t), _wrap_class, "a class with such a step"),
+]  # fmt: skip
+
+
+def _wrap(target: Any, options: dict[str, Any]) -> Any:
+    if isinstance(target, DistributedOptimizer):
+        raise TypeError("this optimizer is distributed already; wrapping it twice would average twice")
+    for fits, wrap, _ in _FORMS:
+        if fits(target):
+            return wrap(target, options)
+    torch = type(target).__module__.startswith("torch.")
+    raise TypeError(
+        f"allred.distributed cannot wrap {target!r}: it takes {'; '.join(words for *_, words in _FORMS)}; "
+        "and for a function that returns gradients there is @allred.distributed.gradients"
+        + (". An adapter for torch optimizers comes in a later version" if torch else "")
+    )
+
+
+distributed = _Distributed()

@@ -1,0 +1,50 @@
+"""Where the time of a training loop goes, on this rank: measured always, told at the end."""
+
+import time
+
+from allred.comm.base import Communicator
+
+
+class Meter:
+    """Clocks of the steps of one optimizer. A step lasts from the end of the one before to its own end."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.samples = 0  # over all ranks
+        self.seconds = 0.0
+        self.communicating_s = 0.0  # moving gradients
+        self.waiting_s = 0.0  # for other ranks to arrive
+        self._start = 0.0
+        self._before = (0.0, 0.0)
+
+    def begin(self, communicator: Communicator) -> None:
+        """A reduction starts. The first step is timed from here: what came before was not training."""
+        self._start = self._start or time.perf_counter()
+        queue = communicator.queue
+        self._before = queue.waited_s, queue.waited_for_peers_s
+
+    def end(self, communicator: Communicator, samples: int) -> None:
+        """The update is done."""
+        queue, now = communicator.queue, time.perf_counter()
+        waited_s, peers_s = queue.waited_s - self._before[0], queue.waited_for_peers_s - self._before[1]
+        self.steps += 1
+        self.samples += samples
+        self.seconds += now - self._start
+        self.communicating_s += waited_s - peers_s
+        self.waiting_s += peers_s
+        self._start = now
+
+    def text(self) -> str:
+        """`80 steps in 0.52 s: 28000 examples/s; of a step 12 % communicating, 8 % waiting for other ranks`."""
+        if not self.seconds:
+            return "no steps yet"
+        rate = (
+            f"{self.samples / self.seconds:.0f} examples/s"
+            if self.samples
+            else f"{self.steps / self.seconds:.1f} steps/s"
+        )
+        shares = [100 * part / self.seconds for part in (self.communicating_s, self.waiting_s)]
+        return (
+            f"{self.steps} steps in {self.seconds:.2f} s: {rate} over all ranks; of a step "
+            f"{shares[0]:.0f} % communicating, {shares[1]:.0f} % waiting for other ranks"
+        )

@@ -1,0 +1,177 @@
+"""Synchronous SGD: every rank averages its gradients with all others, then updates its own copy of the parameters.
+
+The parameters start equal (`broadcast`) and every rank applies the same mean with the same optimizer, so they stay
+equal, bit for bit, without being sent again.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from allred import arrays, nest
+from allred.cluster import report, topology
+from allred.comm import collectives, objects
+from allred.comm.ops import ReduceOp
+from allred.config import parse_bytes
+from allred.data.batches import current_share
+from allred.errors import InputError
+from allred.fusion.plan import Tensor
+from allred.modes.accumulate import Accumulator
+from allred.modes.meter import Meter
+from allred.reducer import Reducer, tensor_of
+
+
+class DistributedOptimizer:
+    """What `allred.distributed` makes of an optimizer: the same `step`, with the mean gradient of all ranks.
+
+    `optimizer` is the wrapped one. See `allred.distributed` for the arguments.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        op: ReduceOp = ReduceOp.AVERAGE,
+        accumulate: int = 1,
+        bucket_bytes: int | str | None = None,
+        name: str = "opt",
+    ) -> None:
+        if not (isinstance(accumulate, int) and accumulate >= 1):
+            raise InputError(f"accumulate={accumulate!r} must be a whole number of micro-steps, at least 1")
+        self.optimizer = optimizer
+        self.name = name
+        self._accumulator = Accumulator(accumulate) if accumulate > 1 else None
+        self._meter = Meter()
+        self._reduction = Reduction(op, bucket_bytes, f"{name}.step()")
+
+    def step(self, params: Any, grads: Any, samples: int | None = None) -> None:
+        """Average the gradients over all ranks, then let the optimizer update the parameters in place. Collective.
+
+        params: a nest of arrays. grads: the same nest of gradients, which are overwritten with the mean; numbers and
+        read-only arrays are passed on as new arrays; None counts as zeros if another rank has that gradient.
+        samples: how many samples the gradients are the mean of; known by itself inside `allred.data.batches`. Ranks
+        with more count for more; if no rank says, all count alike.
+
+        With accumulate=k only every k-th call reduces and updates, with the mean over the samples of k calls (over the
+        calls, where samples are not counted); in between, the gradients are added up here.
+
+        Raises InputError or MismatchError, with the same text on every rank, before anything has been changed.
+        """
+        samples = current_share() if samples is None else samples
+        tensors, values, problem = _pair(params, grads)
+        if self._accumulator and not problem:
+            if not self._accumulator.add(values, samples):
+                return
+            values, samples = self._accumulator.take()
+        reducer = self._reduction.reducer()
+        self._meter.begin(reducer.communicator)
+        values = reducer.reduce(tensors, values, samples, problem)
+        if not self._meter.steps:
+            report.say(_first_step(self.optimizer, reducer, tensors, self._reduction.op))
+        self.optimizer.step(params, nest.rebuild(grads, values))
+        self._meter.end(reducer.communicator, reducer.samples)
+
+    def broadcast(self, params: Any, root: int = 0) -> None:
+        """Give every rank the root's parameters, in place, and the state of its optimizer. Collective.
+
+        Raises MismatchError on every rank, naming ranks and tensor, if their parameters differ in name, shape or dtype.
+        """
+        communicator = collectives.current()
+        try:
+            problem, tensors = "", [_parameter(name, leaf) for name, leaf in nest.leaves(params)]
+        except InputError as error:
+            problem, tensors = str(error), []
+        communicator.check("parameters", f"{self.name}.broadcast()", [str(t) for t in tensors], problem=problem).wait()
+        for name, leaf in nest.leaves(params):
+            communicator.broadcast_(leaf, root, name).wait()
+        if _has_state(self.optimizer):
+            state = objects.broadcast_object(communicator, self.optimizer.state_dict(), root, f"{self.name}'s state")
+            if communicator.rank != root:
+                self.optimizer.load_state_dict(state)
+
+    def state_dict(self) -> Any:
+        """The optimizer's own state, as it is without allred. Gradients waiting in `accumulate` are not in it."""
+        self._needs_state()
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restore what state_dict gave, on this rank."""
+        self._needs_state()
+        self.optimizer.load_state_dict(state)
+
+    def _needs_state(self) -> None:
+        if not _has_state(self.optimizer):
+            raise InputError(f"{type(self.optimizer).__name__} has no state_dict and load_state_dict; add both to it")
+
+    def summary(self) -> str:
+        """World, backend and why, speed, and where the time of a step went on this rank; one line a topic."""
+        world, config = topology.current(), collectives.config()
+        return (
+            f"world: {world.size} rank{'s' * (world.size > 1)} on {world.nodes} node{'s' * (world.nodes > 1)}, "
+            f"mode {config.mode}\n"
+            f"backend: {collectives.current().name} ({collectives.reason()})\n"
+            f"speed: {self._meter.text()}"
+        )
+
+
+class Reduction:
+    """A reducer for the world that is running: made at first use, since decorators run before allred.init()."""
+
+    def __init__(self, op: ReduceOp, bucket_bytes: int | str | None, title: str) -> None:
+        if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+            raise InputError(f"op={op!r} cannot combine gradients; use allred.Average or allred.Sum")
+        self.op = op
+        self._bucket_bytes, self._title = None if bucket_bytes is None else parse_bytes(bucket_bytes), title
+        if self._bucket_bytes == 0:
+            raise InputError("bucket_bytes=0 is too small; it must be at least 1")
+        self._reducer: Reducer | None = None
+
+    def reducer(self) -> Reducer:
+        """The reducer. Raises NotInitializedError before allred.init()."""
+        communicator = collectives.current()
+        if self._reducer is None or self._reducer.communicator is not communicator:
+            bucket_bytes = self._bucket_bytes or collectives.config().bucket_bytes
+            self._reducer = Reducer(communicator, self.op, bucket_bytes, self._title)
+        return self._reducer
+
+
+def _pair(params: Any, grads: Any) -> tuple[list[Tensor], list[Any], str]:
+    """What a plan knows of each gradient, the gradients, and the words for what is wrong with them, if anything."""
+    named, given = nest.leaves(params), nest.leaves(grads)
+    names, given_names = [name for name, _ in named], [name for name, _ in given]
+    if names != given_names:
+        odd = sorted(set(names) ^ set(given_names))[:5]
+        return [], [], f"params and grads differ in structure, in {', '.join(map(repr, odd)) or 'their order'}"
+    tensors = []
+    try:
+        for (name, param), (_, grad) in zip(named, given, strict=True):
+            expected = _parameter(name, param)
+            tensors.append(expected if grad is None else tensor_of(name, grad))
+            if tensors[-1].shape != expected.shape:
+                return [], [], f"the gradient of {expected} has shape {tensors[-1].shape}"
+    except InputError as error:
+        return [], [], str(error)
+    return tensors, [grad for _, grad in given], ""
+
+
+def _parameter(name: str, leaf: Any) -> Tensor:
+    if not isinstance(leaf, np.ndarray) or not leaf.flags.writeable:
+        arrays.as_host_array(leaf)  # for its own words about devices and torch
+        what = "a read-only array" if isinstance(leaf, np.ndarray) else type(leaf).__name__
+        raise InputError(f"parameter '{name}' is {what}; it is updated in place, so it must be a writable array")
+    return tensor_of(name, leaf)
+
+
+def _has_state(optimizer: Any) -> bool:
+    return hasattr(optimizer, "state_dict") and hasattr(optimizer, "load_state_dict")
+
+
+def _first_step(optimizer: Any, reducer: Reducer, tensors: list[Tensor], op: ReduceOp) -> str:
+    """What this job does at each step, in a line; said once."""
+    plan, size = reducer.plan(tensors), topology.size()
+    batch = f"; global batch {reducer.samples} over {size} rank{'s' * (size > 1)}" if reducer.samples else ""
+    rate = getattr(optimizer, "learning_rate", None) or getattr(optimizer, "lr", None)
+    lr = f"; learning rate {rate:g}, not scaled by the number of ranks" if isinstance(rate, float) else ""
+    return (
+        f"{op.value} of {len(tensors)} gradients ({plan.nbytes / 1e6:.2f} MB) "
+        f"in {len(plan.buckets)} bucket{'s' * (len(plan.buckets) != 1)}{batch}{lr}"
+    )

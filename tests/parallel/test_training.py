@@ -1,0 +1,219 @@
+"""The decorator over many ranks: what it computes is what one rank computes from the global batch."""
+
+import numpy as np
+import pytest
+
+import allred
+from allred import optim
+from allred.errors import InputError, MismatchError
+
+pytestmark = pytest.mark.mpi
+
+ROWS, FEATURES = 1437, 16
+
+
+def problem(dtype=np.float64):
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(ROWS, FEATURES)).astype(dtype)
+    return x, (x @ rng.normal(size=FEATURES) + 0.1 * rng.normal(size=ROWS)).astype(dtype)
+
+
+def start(dtype=np.float64):
+    return {"w": np.zeros(FEATURES, dtype), "deep": [np.zeros((), dtype), np.zeros((0, 2), dtype)]}
+
+
+def grads_of(params, x, y):
+    error = x @ params["w"] + params["deep"][0] - y
+    n = max(len(x), 1)
+    return {"w": x.T @ error / n, "deep": [np.asarray(error.sum() / n, x.dtype), np.zeros((0, 2), x.dtype)]}
+
+
+def train(opt, batch_size, dtype=np.float64, **options):
+    params = start(dtype)
+    for x, y in allred.data.batches(*problem(dtype), batch_size=batch_size, epochs=3, seed=7, **options):
+        opt.step(params, grads_of(params, x, y))
+    return params
+
+
+MAKERS = {
+    "SGD": lambda: optim.SGD(lr=0.05),
+    "momentum": lambda: optim.SGD(lr=0.02, momentum=0.9, nesterov=True),
+    "Adagrad": lambda: optim.Adagrad(lr=0.1),
+    "RMSProp": lambda: optim.RMSProp(lr=0.01),
+    "Adam": lambda: optim.Adam(lr=optim.cosine(0.02, 30)),
+    "AdamW": lambda: optim.AdamW(lr=0.02),
+}
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("batch_size", [200, 17, 479])
+def test_any_number_of_ranks_gives_the_result_of_one(maker, batch_size):
+    """1437 rows: no batch size here divides them, and few of the batches divide evenly over 2, 3 or 4 ranks."""
+    together = train(allred.distributed(MAKERS[maker]()), batch_size)
+    alone = train(MAKERS[maker](), batch_size, rank=0, size=1)
+    np.testing.assert_allclose(together["w"], alone["w"], rtol=1e-9)
+    np.testing.assert_allclose(together["deep"][0], alone["deep"][0], rtol=1e-9)
+    assert len(set(allred.allgather_object(allred.digest(together)))) == 1
+
+
+def test_single_precision_stays_within_its_tolerance():
+    together = train(allred.distributed(optim.SGD(lr=0.05)), 100, np.float32)
+    alone = train(optim.SGD(lr=0.05), 100, np.float32, rank=0, size=1)
+    assert together["w"].dtype == np.float32
+    np.testing.assert_allclose(together["w"], alone["w"], rtol=1e-4, atol=1e-6)
+
+
+def test_a_last_batch_smaller_than_the_number_of_ranks(size):
+    """Ranks without a sample contribute nothing, even if their gradients are NaN."""
+    x = np.arange(5.0 * size + 1)
+    params, opt = [np.zeros(1)], allred.distributed(optim.SGD(lr=1.0))
+    batches = allred.data.batches(x, batch_size=5 * size, seed=None)
+    seen = []
+    for mine in batches:
+        before = params[0].copy()
+        with np.errstate(invalid="ignore"):
+            opt.step(params, [np.array([mine.sum() / np.float64(len(mine))])])
+        seen.append(before - params[0])
+    assert np.allclose(seen[0], x[: 5 * size].mean())
+    assert np.allclose(seen[1], x[-1])
+
+
+def test_the_sum_is_not_weighted(size):
+    params, opt = [np.zeros(2)], allred.distributed(optim.SGD(lr=1.0), op=allred.Sum)
+    opt.step(params, [np.ones(2)], samples=allred.rank() + 1)
+    assert params[0].tolist() == [-size] * 2
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 64, 1000, "1MiB"])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_buckets_of_any_size_give_the_same_mean(rank, size, bucket_bytes, dtype):
+    shapes = [(3,), (), (50,), (0,), (4, 5), (7,), (200,)]
+    rng = np.random.default_rng(0)
+    base = [rng.integers(-8, 8, size=s) for s in shapes]
+    params, grads = [np.zeros(s, dtype) for s in shapes], [np.asarray(b * (rank + 1), dtype) for b in base]
+    allred.distributed(optim.SGD(lr=1.0), bucket_bytes=bucket_bytes).step(params, grads)
+    for b, grad, param in zip(base, grads, params, strict=True):
+        mean = np.asarray(b * np.float32((size + 1) / 2), np.float32).astype(dtype)
+        np.testing.assert_array_equal(grad, mean)  # overwritten with the mean
+        np.testing.assert_array_equal(param, -mean)
+
+
+def test_mixed_dtypes_and_layouts(rank, size):
+    params = [np.zeros((4, 6), np.float32, order="F"), np.zeros((3, 8), np.float64)[:, ::2], np.zeros(5, np.float16)]
+    grads = [np.full_like(p, rank) for p in params]
+    grads[0] = np.asfortranarray(grads[0])
+    allred.distributed(optim.SGD(lr=1.0)).step(params, grads)
+    for param in params:
+        np.testing.assert_array_equal(param, np.full_like(param, -(size - 1) / 2))
+
+
+def test_missing_gradients_count_as_zeros_if_another_rank_has_them(rank, size):
+    params = [np.zeros(3), np.zeros(2), np.zeros(())]
+    grads = [np.ones(3) if rank == 0 else None, None, 2.0]
+    optimizer = optim.SGD(lr=1.0)
+    allred.distributed(optimizer).step(params, grads)
+    np.testing.assert_allclose(params[0], -1 / size)
+    assert params[1].tolist() == [0, 0]
+    assert params[2] == -2
+
+
+@pytest.mark.parametrize("micro", [2, 3])
+def test_accumulated_micro_steps_are_one_step_of_their_union(micro):
+    params, opt = start(), allred.distributed(optim.SGD(lr=0.1), accumulate=micro)
+    x, y = problem()
+    rows = allred.data.batches(np.arange(ROWS), batch_size=100, seed=1)
+    for step, mine in enumerate(rows, start=1):
+        opt.step(params, grads_of(params, x[mine], y[mine]))
+        if step == micro:
+            break
+    union = rows.order(0)[: 100 * micro]
+    alone = start()
+    optim.SGD(lr=0.1).step(alone, grads_of(alone, x[union], y[union]))
+    np.testing.assert_allclose(params["w"], alone["w"], rtol=1e-12)
+
+
+def test_gradient_functions_average_their_last_result(rank, size):
+    @allred.distributed.gradients
+    def loss_and_grads(value):
+        return value, {"w": np.full(3, value), "b": value}
+
+    loss, grads = loss_and_grads(float(rank))
+    mean = (size - 1) / 2
+    assert loss == rank
+    assert grads["w"].tolist() == [mean] * 3
+    assert grads["b"] == mean
+
+
+def test_broadcast_gives_everyone_the_roots_parameters_and_state(rank, size):
+    for root in {0, size - 1}:
+        opt = allred.distributed(optim.Adam(lr=0.1))
+        params = {"w": np.full(3, float(rank)), "f": np.full((2, 3), rank, np.float32, order="F")}
+        opt.optimizer.step(params, {"w": np.full(3, rank + 1.0), "f": np.ones((2, 3), np.float32)})
+        if rank == root:
+            opt.optimizer.global_step = 41
+        opt.broadcast(params, root)
+        assert opt.optimizer.global_step == 41
+        assert len({allred.digest(params)} | set(allred.allgather_object(allred.digest(params)))) == 1
+        assert len(set(allred.allgather_object(allred.digest(opt.state_dict()["slots"])))) == 1
+
+
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        ({"w": np.zeros((3, 5))}, r"tensor 0 of 1 differs: 'w' float64 \(3, 4\) on .*; 'w' float64 \(3, 5\) on rank"),
+        ({"w": np.zeros((3, 4), np.float32)}, r"'w' float64 \(3, 4\) on .*; 'w' float32 \(3, 4\) on rank"),
+        ({"v": np.zeros((3, 4))}, r"'w' float64 .* on .*; 'v' float64 \(3, 4\) on rank"),
+        (
+            {"w": np.zeros((3, 4)), "z": np.zeros(1)},
+            r"tensor 1 of 2 differs: no such tensor on .*; 'z' float64 \(1,\) on rank",
+        ),
+    ],
+)
+def test_different_parameters_are_the_same_error_on_every_rank(rank, size, odd, message):
+    if size == 1:
+        pytest.skip("one rank cannot differ")
+    params = odd if rank == size - 1 else {"w": np.zeros((3, 4))}
+    grads = {name: np.ones_like(value) for name, value in params.items()}
+    before = allred.digest([params, grads])
+    opt = allred.distributed(optim.SGD(lr=1.0))
+    for call in (lambda: opt.broadcast(params), lambda: opt.step(params, grads)):
+        with pytest.raises(MismatchError, match=message) as error:
+            call()
+        assert f"rank {size - 1}" in str(error.value)
+        assert "every rank must build the same parameters" in str(error.value)
+        assert len(set(allred.allgather_object(str(error.value)))) == 1
+    assert allred.digest([params, grads]) == before
+
+
+def test_unusable_gradients_on_one_rank_are_an_error_on_all(rank, size):
+    if size == 1:
+        pytest.skip("one rank cannot differ")
+    params = [np.zeros(3)]
+    bad = [np.ones(4)] if rank == size - 1 else [np.ones(3)]
+    opt = allred.distributed(optim.SGD(lr=1.0))
+    with pytest.raises(InputError, match=rf"rank {size - 1}: the gradient of '0' float64 \(3,\) has shape \(4,\)"):
+        opt.step(params, bad)
+    with pytest.raises(InputError, match=r"ranks \[0\] do not say how many samples they have"):
+        opt.step(params, [np.ones(3)], samples=None if rank == 0 else 5)
+    with pytest.raises(MismatchError, match="different operations"):
+        opt.step(params, [np.ones(3)]) if rank == 0 else allred.barrier()
+    assert params[0].tolist() == [0, 0, 0]
+    opt.step(params, [np.ones(3)])
+    assert params[0].tolist() == [-1, -1, -1]
+
+
+def test_an_optimizer_outlives_shutdown_and_init(size):
+    opt, params = allred.distributed(optim.SGD(lr=1.0)), [np.zeros(2)]
+    opt.step(params, [np.ones(2)])
+    allred.shutdown()
+    allred.init(banner=False)
+    opt.step(params, [np.ones(2)])
+    assert params[0].tolist() == [-2, -2]
+
+
+def test_the_summary_counts_all_ranks_samples(size):
+    opt, params = allred.distributed(optim.SGD(lr=1.0)), [np.zeros(2)]
+    for _ in range(3):
+        opt.step(params, [np.ones(2)], samples=10)
+    assert opt._meter.samples == 30 * size
+    assert f"world: {size} rank" in opt.summary()

@@ -1,0 +1,181 @@
+"""allred.distributed in a world of one: what it takes, what it gives back, what it refuses."""
+
+import numpy as np
+import pytest
+
+import allred
+from allred.errors import InputError, NotInitializedError
+
+
+class Descent:
+    """The smallest optimizer: an object with step(params, grads)."""
+
+    def __init__(self, lr=1.0):
+        self.lr = lr
+
+    def step(self, params, grads):
+        for param, grad in zip(params, grads, strict=True):
+            param -= self.lr * grad
+
+
+@pytest.fixture
+def world():
+    allred.init(banner=False)
+    yield
+    allred.shutdown()
+
+
+def test_an_object_a_class_and_a_class_with_arguments(world):
+    made = [
+        allred.distributed(Descent(lr=0.5)),
+        allred.distributed(Descent)(lr=0.5),
+        allred.distributed(op=allred.Sum, name="mine")(Descent)(0.5),
+    ]
+    for opt in made:
+        params = [np.ones(3), np.ones(())]
+        opt.step(params, [np.full(3, 2.0), np.array(4.0)])
+        assert params[0].tolist() == [0, 0, 0]
+        assert params[1] == -1
+        assert isinstance(opt, allred.DistributedOptimizer)
+        assert isinstance(opt.optimizer, Descent)
+
+
+def test_a_decorated_class_keeps_its_name_and_is_a_class():
+    made = allred.distributed(Descent)
+    assert isinstance(made, type)
+    assert (made.__name__, made.__doc__, made.__wrapped__) == ("Descent", Descent.__doc__, Descent)
+    assert isinstance(made(0.1), made)
+
+
+def test_wrapping_needs_no_init_but_stepping_does():
+    opt = allred.distributed(Descent())
+    for call in (lambda: opt.step([np.ones(1)], [np.ones(1)]), lambda: opt.broadcast([np.ones(1)]), opt.summary):
+        with pytest.raises(NotInitializedError, match=r"allred.init\(\) has not been called"):
+            call()
+
+
+class TorchLike:
+    def step(self, closure=None): ...
+
+
+@pytest.mark.parametrize("target", [3, "sgd", TorchLike(), TorchLike, Descent.step, len, [Descent()]])
+def test_anything_else_is_a_type_error_that_lists_the_forms(target):
+    with pytest.raises(
+        TypeError, match=r"object with step\(params, grads\); a class with such a step.*distributed.gradients"
+    ):
+        allred.distributed(target)
+
+
+def test_wrapping_twice_is_refused():
+    with pytest.raises(TypeError, match="distributed already"):
+        allred.distributed(allred.distributed(Descent()))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"accumulate": 0}, "accumulate=0 must be a whole number"),
+        ({"accumulate": 1.5}, "accumulate=1.5 must be"),
+        ({"op": allred.Max}, "op=allred.Max cannot combine gradients"),
+        ({"op": "mean"}, "op='mean' cannot combine gradients"),
+        ({"bucket_bytes": 0}, "bucket_bytes=0 is too small"),
+        ({"bucket_bytes": -1}, "-1 is not a size"),
+    ],
+)
+def test_options_are_checked_when_wrapping(options, message):
+    with pytest.raises(ValueError, match=message):
+        allred.distributed(Descent(), **options)
+
+
+def test_gradient_functions(world):
+    @allred.distributed.gradients
+    def alone(x):
+        """Doc."""
+        return {"w": x}
+
+    @allred.distributed.gradients(op=allred.Sum)
+    def with_loss(x):
+        return 0.5, "aux", [x, 3.0]
+
+    x = np.ones(2)
+    assert alone(x)["w"] is x
+    assert alone.__doc__ == "Doc."
+    loss, aux, grads = with_loss(x)
+    assert (loss, aux, grads[1]) == (0.5, "aux", 3.0)
+    with pytest.raises(TypeError, match="takes a function"):
+        allred.distributed.gradients(Descent())
+
+
+def test_numbers_and_read_only_gradients_arrive_as_new_arrays(world):
+    locked = np.ones(2)
+    locked.flags.writeable = False
+    seen = []
+
+    class Spy:
+        def step(self, params, grads):
+            seen.append(grads)
+
+    mine = np.ones(2)
+    allred.distributed(Spy()).step([np.ones(2), np.ones(()), np.ones(2), np.ones(1)], [locked, 2.0, mine, None])
+    assert seen[0][0] is not locked
+    assert seen[0][1] == 2.0
+    assert seen[0][2] is mine
+    assert seen[0][3] is None
+
+
+@pytest.mark.parametrize(
+    ("params", "grads", "message"),
+    [
+        ({"w": np.ones(2)}, {"v": np.ones(2)}, "params and grads differ in structure, in 'v', 'w'"),
+        ([np.ones(2)], [np.ones(3)], r"the gradient of '0' float64 \(2,\) has shape \(3,\)"),
+        ([2.0], [1.0], "parameter '0' is float; it is updated in place, so it must be a writable array"),
+        ([np.ones(2)], [np.ones(2, complex)], "'0': dtype complex128 is not supported"),
+        ([np.ones(2, int)], [np.ones(2, int)], r"Average of int64 is not defined"),
+        ([np.ones(2)], ["hello"], "'0': dtype str"),
+    ],
+)
+def test_unusable_gradients_are_named_and_nothing_is_changed(world, params, grads, message):
+    opt = allred.distributed(Descent(), name="sgd")
+    before = allred.digest([np.asarray(value) for _, value in allred.nest.leaves(params)])
+    with pytest.raises(InputError, match=rf"^sgd.step\(\): {message}"):
+        opt.step(params, grads)
+    assert allred.digest([np.asarray(value) for _, value in allred.nest.leaves(params)]) == before
+
+
+def test_accumulate_gives_the_mean_over_samples(world):
+    opt, params = allred.distributed(Descent(), accumulate=3), [np.zeros(1, np.float32)]
+    for value, samples in ((1.0, 2), (5.0, 4), (100.0, 0)):
+        assert params[0] == 0
+        opt.step(params, [np.full(1, value, np.float32)], samples=samples)
+    assert np.isclose(params[0], -(1 * 2 + 5 * 4) / 6)
+    for value in (1.0, 2.0, 6.0):
+        opt.step(params, [np.full(1, value, np.float32)])
+    assert np.isclose(params[0], -(22 / 6) - 3)
+
+
+def test_accumulate_keeps_missing_gradients_missing_and_mixed_counts_out(world):
+    opt, params = allred.distributed(Descent(), accumulate=2), [np.zeros(1)]
+    opt.step(params, [np.ones(1)], samples=1)
+    with pytest.raises(InputError, match="known for some micro-steps"):
+        opt.step(params, [np.ones(1)])
+
+
+def test_state_is_the_optimizers_own(world):
+    opt = allred.distributed(allred.optim.SGD(lr=0.1, momentum=0.9))
+    opt.step([np.ones(2)], [np.ones(2)])
+    assert opt.state_dict()["global_step"] == 1
+    opt.load_state_dict({"global_step": 7, "slots": {}})
+    assert opt.optimizer.global_step == 7
+    with pytest.raises(InputError, match="Descent has no state_dict and load_state_dict"):
+        allred.distributed(Descent()).state_dict()
+
+
+def test_summary_says_where_the_time_went(world):
+    opt = allred.distributed(Descent())
+    assert "no steps yet" in opt.summary()
+    for _ in range(3):
+        opt.step([np.ones(2)], [np.ones(2)], samples=10)
+    assert opt.summary().startswith(
+        "world: 1 rank on 1 node, mode sync\nbackend: single (one rank)\nspeed: 3 steps in "
+    )
+    assert "examples/s over all ranks" in opt.summary()

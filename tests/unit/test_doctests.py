@@ -1,0 +1,18 @@
+"""The examples in docstrings say what really happens."""
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+import allred
+
+MODULES = [
+    m.name for m in pkgutil.walk_packages(allred.__path__, "allred.") if not m.name.endswith(("__main__", "._kernels"))
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples(name):
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
