@@ -8,6 +8,10 @@
 
 #ifdef __GLIBC__
 
+/* Launchers pass on what ranks print through pipes, and MPICH's drops what is still in them when a rank aborts: without
+ * a pause a few tracebacks of a hundred were lost. */
+#define DRAIN_US 200000
+
 /* The one process-wide state of the extension: libc's exit() is process-wide too. */
 static struct {
   allred_finalize_fn finalize;
@@ -27,6 +31,7 @@ static void at_exit(int status, void *unused) {
   }
   dprintf(STDERR_FILENO, "allred: rank %d on %s left with exit code %d; ending the job\n", armed.rank, armed.host,
           status & 0xff);
+  usleep(DRAIN_US);
   armed.abort(armed.comm, status & 0xff);
 }
 

@@ -11,11 +11,13 @@ import atexit
 import os
 import socket
 import sys
+import time
 import types
 from typing import Any
 
 from allred import native
 
+_DRAIN_S = 0.2  # as in csrc/exit.c
 _status = 0
 _pid = 0
 
@@ -73,6 +75,7 @@ def _leave(MPI: Any, rank: int, finalizes: bool) -> None:  # noqa: N803
         sys.stdout.flush()
         where = f"rank {rank} on {socket.gethostname()}"
         print(f"allred: {where} left with exit code {_status}; ending the job", file=sys.stderr, flush=True)
+        time.sleep(_DRAIN_S)
         MPI.COMM_WORLD.Abort(_status)
     elif finalizes:
         MPI.Finalize()

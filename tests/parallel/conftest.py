@@ -10,6 +10,7 @@ too long, with the stacks of all its threads.
 
 import faulthandler
 import os
+import signal
 import time
 
 import numpy as np
@@ -22,6 +23,7 @@ from allred.comm import registry
 LIMIT_S = 60  # for one test; a test that needs more has @pytest.mark.limit(seconds)
 GRACE_S = 5  # for the others to report, once this rank has failed
 
+_STDERR = pytest.StashKey()  # the real one: pytest captures the other
 _world = MPI.COMM_WORLD.Dup()  # for these reports alone
 
 
@@ -29,16 +31,21 @@ _world = MPI.COMM_WORLD.Dup()  # for these reports alone
 def pytest_configure(config):
     config.addinivalue_line("markers", "limit(seconds): the time limit of a slow test")
     if _world.Get_rank():  # one rank speaks; what the others have to say comes through it
-        config.pluginmanager.get_plugin("terminalreporter")._tw._file = _silence
+        config.pluginmanager.get_plugin("terminalreporter")._tw._file = open(os.devnull, "w")  # noqa: SIM115
+    with config.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
+        config.stash[_STDERR] = os.fdopen(os.dup(2), "w")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     marker = item.get_closest_marker("limit")
-    faulthandler.dump_traceback_later(marker.args[0] if marker else LIMIT_S, exit=True, file=_stderr)
+    limit_s = marker.args[0] if marker else LIMIT_S
+    faulthandler.dump_traceback_later(limit_s, file=item.config.stash[_STDERR])  # on every rank that is still in it
+    signal.alarm(limit_s + 2)  # its default action ends the process, whatever that is doing, and so the job
     try:
         return (yield)
     finally:
+        signal.alarm(0)
         faulthandler.cancel_dump_traceback_later()
 
 
@@ -46,11 +53,11 @@ def pytest_runtest_protocol(item):
 def pytest_runtest_makereport(item, call):
     report = yield
     if call.when == "call":
-        _share(report)
+        _share(report, item.config.stash[_STDERR])
     return report
 
 
-def _share(report):
+def _share(report, stderr):
     """Make the outcome of this phase the same on all ranks."""
     mine = str(report.longrepr) if report.failed else ""
     lengths = np.zeros(_world.Get_size(), np.int64)
@@ -61,7 +68,7 @@ def _share(report):
         if mine and time.monotonic() > deadline:
             print(
                 f"\nrank {_world.Get_rank()} failed while others wait in {report.nodeid}:\n{mine}",
-                file=_stderr,
+                file=stderr,
                 flush=True,
             )
             _world.Abort(1)
@@ -69,10 +76,6 @@ def _share(report):
         texts = _world.allgather(mine)
         report.outcome = "failed"
         report.longrepr = "\n".join(f"--- rank {rank}\n{text}" for rank, text in enumerate(texts) if text)
-
-
-_silence = open(os.devnull, "w")  # noqa: SIM115
-_stderr = os.fdopen(os.dup(2), "w")  # pytest captures the other one
 
 
 @pytest.fixture(scope="session", autouse=True)

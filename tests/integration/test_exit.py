@@ -1,0 +1,140 @@
+"""A rank that fails ends the job: soon, non-zero, with its traceback shown once."""
+
+import pytest
+from harness import mpirun
+
+MPIS = ["mpich", "openmpi"]
+
+PROGRAM = """
+import os, signal, sys, time
+{before}
+import numpy as np
+import allred
+
+def fail():
+    {failure}
+
+allred.init({init})
+allred.barrier()
+peers = {peers!r}
+if allred.rank() == {culprit}:
+    time.sleep(0.2)  # the others are where they are meant to be
+    fail()
+elif peers == "collective":
+    allred.allreduce(np.ones(10))
+elif peers == "python":
+    sum(range(10**10))
+elif peers == "asleep":
+    time.sleep(600)
+print("never")
+"""
+
+FAILURES = {
+    "raise": ("raise ValueError('boom')", 1, "ValueError: boom"),
+    "sys.exit": ("sys.exit(3)", 3, ""),
+    "raise SystemExit": ("raise SystemExit(3)", 3, ""),
+    "exit with words": ("sys.exit('no such file')", 1, "no such file"),
+    "interrupt": ("os.kill(os.getpid(), signal.SIGINT); time.sleep(60)", None, "KeyboardInterrupt"),
+}
+
+WITHOUT_EXTENSION = "sys.modules['allred.native._kernels'] = None"
+MPI_FIRST = "from mpi4py import MPI"
+
+
+def program(failure="raise", peers="collective", culprit=1, before="", init="banner=False"):
+    return PROGRAM.format(before=before, failure=FAILURES[failure][0], peers=peers, culprit=culprit, init=init)
+
+
+def check(result, failure, culprit=1):
+    _, code, words = FAILURES[failure]
+    assert result.code == code if code else result.code != 0, result.text
+    assert result.seconds < 5, result.text
+    assert "never" not in result.out, result.text
+    if words:
+        assert result.err.count(words) == 1, result.text
+    assert result.err.count("Traceback (most recent call last)") == (failure in ("raise", "interrupt")), result.text
+    if failure != "interrupt":
+        assert result.err.count(f"allred: rank {culprit} on ") == 1, result.text
+        assert f"left with exit code {code}; ending the job" in result.err, result.text
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize(("ranks", "culprit"), [(2, 1), (3, 0)])
+def test_while_the_others_wait_in_a_collective(mpi, failure, ranks, culprit):
+    check(mpirun(ranks, "-c", program(failure, culprit=culprit), mpi=mpi, timeout_s=20), failure, culprit)
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("peers", ["python", "asleep"])
+def test_while_the_others_do_something_else(mpi, peers):
+    check(mpirun(2, "-c", program(peers=peers), mpi=mpi, timeout_s=20), "raise")
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("failure", ["raise", "sys.exit"])
+@pytest.mark.parametrize("before", [WITHOUT_EXTENSION, MPI_FIRST, f"{MPI_FIRST}; {WITHOUT_EXTENSION}"])
+def test_without_the_extension_and_where_mpi_was_imported_first(mpi, failure, before):
+    check(mpirun(2, "-c", program(failure, before=before), mpi=mpi, timeout_s=20), failure)
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_in_the_middle_of_training(mpi, tmp_path):
+    """The optimizer of one rank raises between two collectives."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import numpy as np, allred\n"
+        "allred.init()\n"
+        "class Fragile:\n"
+        "    steps = 0\n"
+        "    def step(self, params, grads):\n"
+        "        self.steps += 1\n"
+        "        if self.steps == 5 and allred.rank() == 1: raise RuntimeError('step five')\n"
+        "opt, params = allred.distributed(Fragile()), [np.zeros(100)]\n"
+        "try:\n"
+        "    while True: opt.step(params, [np.ones(100)])\n"
+        "finally:\n"
+        "    print('finally on', allred.rank(), flush=True)\n"
+    )
+    result = mpirun(3, script, mpi=mpi, timeout_s=20)
+    assert result.code == 1, result.text
+    assert result.seconds < 5, result.text
+    assert result.err.count("RuntimeError: step five") == result.err.count("Traceback") == 1, result.text
+    assert "finally on 1" in result.out, result.text
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("before", ["", WITHOUT_EXTENSION, MPI_FIRST])
+@pytest.mark.parametrize("end", ["", "allred.shutdown()", "sys.exit(0)", "sys.exit()"])
+def test_a_good_end_is_quiet_even_if_one_rank_leaves_early(mpi, before, end):
+    code = (
+        f"import sys, time\n{before}\nimport allred\nallred.init(banner=False)\n"
+        "if allred.rank() == 1: time.sleep(1)\n"
+        f"print('done', flush=True)\n{end}\n"
+    )
+    result = mpirun(2, "-c", code, mpi=mpi, timeout_s=20)
+    assert result.code == 0, result.text
+    assert result.out.count("done") == 2, result.text
+    assert result.err == "", result.text
+
+
+@pytest.mark.parametrize("before", ["", WITHOUT_EXTENSION])
+@pytest.mark.parametrize("mpi", MPIS)
+def test_a_forked_child_that_fails_does_not_end_the_job(mpi, before):
+    code = (
+        f"import os, sys\n{before}\nimport allred\nallred.init(banner=False)\n"
+        "child = os.fork()\n"
+        "if child == 0: sys.exit(7)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7\n"
+        "assert allred.allreduce(1.0, allred.Sum) == 2\nprint('alive')\n"
+    )
+    result = mpirun(2, "-c", code, mpi=mpi, timeout_s=20)
+    assert result.code == 0, result.text
+    assert result.out.count("alive") == 2, result.text
+
+
+def test_a_world_of_one_just_fails():
+    result = mpirun(1, "-c", "import allred; allred.init(banner=False); raise ValueError('boom')", timeout_s=20)
+    assert result.code == 1
+    assert result.err.count("ValueError: boom") == 1
+    assert "allred:" not in result.err

@@ -1,0 +1,56 @@
+"""The safety net of tests/parallel: a rank that fails or hangs ends the run, with that rank's traceback."""
+
+import shutil
+
+import pytest
+from harness import BIN, ROOT, run
+
+MPIS = ["mpich", "openmpi"]
+
+
+def pytest_under_mpirun(mpi, tmp_path, test, limit_s=3):
+    conftest = (ROOT / "tests/parallel/conftest.py").read_text()
+    (tmp_path / "conftest.py").write_text(conftest.replace("LIMIT_S = 60", f"LIMIT_S = {limit_s}"))
+    (tmp_path / "test_it.py").write_text(f"import pytest, allred, time\npytestmark = pytest.mark.mpi\n{test}")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    command = [
+        BIN[mpi] / "mpirun",
+        "-np",
+        3,
+        BIN[mpi] / "python",
+        "-m",
+        "pytest",
+        "--with-mpi",
+        "--color=no",
+        "test_it.py",
+    ]
+    return run(command, timeout_s=40, cwd=tmp_path)
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_a_rank_that_fails_alone(mpi, tmp_path):
+    result = pytest_under_mpirun(
+        mpi, tmp_path, "def test_x(rank):\n    assert rank != 2, 'odd one'\ndef test_y(): pass\n"
+    )
+    assert result.code == 1, result.text
+    assert "--- rank 2" in result.out, result.text
+    assert "AssertionError: odd one" in result.out, result.text
+    assert "1 failed, 1 passed" in result.out, result.text
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_a_rank_that_fails_while_the_others_wait_for_it(mpi, tmp_path):
+    test = "def test_x(rank):\n    assert rank != 1, 'odd one'\n    allred.barrier()\n"
+    result = pytest_under_mpirun(mpi, tmp_path, test, limit_s=30)
+    assert result.code != 0, result.text
+    assert "rank 1 failed while others wait" in result.err, result.text
+    assert "odd one" in result.err, result.text
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_a_rank_that_hangs(mpi, tmp_path):
+    test = "def test_x(rank):\n    while rank == 1: time.sleep(0.1)\n    allred.barrier()\n"
+    result = pytest_under_mpirun(mpi, tmp_path, test)
+    assert result.code != 0, result.text
+    assert "Timeout" in result.err, result.text
+    assert 'test_it.py", line 4 in test_x' in result.err, result.text
