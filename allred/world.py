@@ -89,7 +89,7 @@ def _banner(library: str) -> str:
     world, config, reason = topology.current(), collectives.config(), collectives.reason()
     ranks = f"{world.size} rank{'s' * (world.size > 1)}"
     nodes = f"{world.nodes} nodes, chief on {socket.gethostname()}" if world.nodes > 1 else socket.gethostname()
-    extension = "C extension" if native.available else f"no C extension ({native.reason})"
+    extension = "C extension" if native.available else "no C extension (python -m allred.native says why)"
     return (
         f"{__version__}: {ranks} on {nodes}; mode {config.mode}; backend {collectives.current().name} ({reason}); "
         f"{library}; {extension}"
