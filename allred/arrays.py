@@ -3,6 +3,7 @@
 Host arrays are numpy's. bfloat16 is ml_dtypes' type, known by name so that ml_dtypes is needed only by who uses it.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -23,9 +24,15 @@ _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 _HALVES = frozenset({"float16", "bfloat16"})
 
 
+@functools.cache
+def name_of(dtype: np.dtype[Any]) -> str:
+    """dtype.name, which numpy puts together anew each time, in microseconds."""
+    return dtype.name
+
+
 def dtype_code(dtype: np.dtype[Any]) -> int:
     """The dtype's number in headers. Raises InputError for a dtype that allred does not move."""
-    code = _CODES.get(dtype.name)
+    code = _CODES.get(name_of(dtype))
     if code is None:
         raise InputError(f"dtype {dtype.name} is not supported; use one of {', '.join(DTYPES)}")
     if not dtype.isnative:
@@ -37,12 +44,12 @@ def dtype_code(dtype: np.dtype[Any]) -> int:
 
 def is_float(dtype: np.dtype[Any]) -> bool:
     """Whether the dtype is one of float16, bfloat16, float32, float64."""
-    return dtype.name in _FLOATS
+    return name_of(dtype) in _FLOATS
 
 
 def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The dtype that sums of `dtype` are formed in: float32 for the 16-bit floats, else itself."""
-    return np.dtype(np.float32) if dtype.name in _HALVES else dtype
+    return np.dtype(np.float32) if name_of(dtype) in _HALVES else dtype
 
 
 def as_host_array(value: Any) -> Array:
@@ -76,12 +83,12 @@ def as_bytes(array: Array) -> NDArray[np.uint8]:
 
 def as_buffer(array: Array) -> Array:
     """A view that has the buffer protocol, which ml_dtypes' bfloat16 lacks."""
-    return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
+    return array.view(np.uint16) if name_of(array.dtype) == "bfloat16" else array
 
 
 def describe(shape: tuple[int, ...], dtype: np.dtype[Any]) -> str:
     """How errors write a tensor: `float32 (64, 10)`."""
-    return f"{dtype.name} {shape}"
+    return f"{name_of(dtype)} {shape}"
 
 
 def size_of(shape: tuple[int, ...]) -> int:

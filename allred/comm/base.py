@@ -11,6 +11,7 @@ after what the caller's current stream holds, and `wait` makes the current strea
 Results are the same on every rank, bit for bit. Whether they are the same from run to run is the backend's to say.
 """
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -104,6 +105,8 @@ class Communicator(ABC):
         return self._start("grouped_allreduce", name, self._reduce_group(group, op, name, in_place=True))
 
     def _reduce_group(self, group: Sequence[Any], op: ReduceOp, name: str, in_place: bool) -> Steps[list[Array]]:
+        if problem := ops.refusal(op, np.dtype(np.float32)):
+            raise InputError(problem)
         targets = [_target(value, in_place) for value in group]
         calls = [_array_call("grouped_allreduce", target, name, op) for target in targets]
         lines = tuple(arrays.describe(target.shape, target.dtype) for target in targets)
@@ -222,11 +225,11 @@ class Communicator(ABC):
             before = self._sequence
             try:
                 return (yield from body)
-            except (InputError, TypeError, ValueError) as error:
+            except Exception as error:
                 if self._sequence != before:  # past the headers: the ranks know
                     raise
-                problem = str(error)
-            yield from self._agree(Call(kind, name, f"{kind}{_quoted(name)}", problem=problem))
+                problem = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+            yield from self._agree(Call(kind, str(name), f"{kind}{_quoted(name)}", problem=problem))
             raise AssertionError("a header with a problem never agrees")
 
         return self.queue.start(f"{kind}{_quoted(name)}", steps())
@@ -279,13 +282,22 @@ def _array_call(
     shape: tuple[Any, ...] | None = None,
     rows: int = 0,
 ) -> Call:
-    code = arrays.dtype_code(array.dtype)
+    if not isinstance(name, str):
+        raise InputError(f"name={name!r} must be a string")
+    arrays.dtype_code(array.dtype)  # raises
     if op is not None and (problem := ops.refusal(op, array.dtype)):
         raise InputError(problem)
+    return _call(kind, array.shape if shape is None else shape, array.dtype, name, op, root, rows)
+
+
+@functools.lru_cache(maxsize=4096)  # training calls the same operations over and over
+def _call(
+    kind: str, shape: tuple[Any, ...], dtype: np.dtype[Any], name: str, op: ReduceOp | None, root: int, rows: int
+) -> Call:
     how = op.value if op is not None else f"root={root}" if root >= 0 else ""
-    tensor = arrays.describe(array.shape if shape is None else shape, array.dtype)
+    tensor = arrays.describe(shape, dtype)
     op_code = ops.CODES[op] if op is not None else 0
-    return Call(kind, name, f"{kind}({how}){_quoted(name)} {tensor}", op=op_code, dtype=code, root=root, rows=rows)
+    return Call(kind, name, f"{kind}({how}){_quoted(name)} {tensor}", op=op_code, dtype=arrays.dtype_code(dtype), root=root, rows=rows)
 
 
 def _quoted(name: str) -> str:

@@ -16,6 +16,7 @@ their full descriptions and `verdict` turns these into one error, the same text 
 """
 
 import dataclasses
+import functools
 import hashlib
 import struct
 
@@ -56,11 +57,14 @@ class Call:
             self.dtype,
             bool(self.problem),
             self.root,
-            _hash(self.name),
-            _hash("\n".join((self.title, *self.tensors))),
+            *self._hashes,
             self.rows,
             self.note,
         )
+
+    @functools.cached_property
+    def _hashes(self) -> tuple[bytes, bytes]:
+        return _hash(self.name), _hash("\n".join((self.title, *self.tensors)))
 
 
 def _hash(text: str) -> bytes:

@@ -150,7 +150,7 @@ class MpiCommunicator(Communicator):
 
     def _wire(self, dtype: np.dtype[Any]) -> tuple[np.dtype[Any], int]:
         """The dtype that MPI reduces, and how many of it fill a chunk."""
-        wire = np.dtype(np.uint8) if dtype.name == "bool" else arrays.accumulator(dtype)
+        wire = np.dtype(np.uint8) if arrays.name_of(dtype) == "bool" else arrays.accumulator(dtype)
         return wire, CHUNK_BYTES // wire.itemsize
 
     def _owns(self, array: Array) -> bool:
@@ -169,7 +169,7 @@ class MpiCommunicator(Communicator):
         """MPI's own operator, but numpy's for the minimum and maximum of floats: MPI leaves NaN open."""
         if op not in (ReduceOp.MIN, ReduceOp.MAX) or not arrays.is_float(wire):
             return _MPI_OPS[op]
-        key = op, wire.name
+        key = op, arrays.name_of(wire)
         if key not in self._nan_ops:
             function = np.minimum if op is ReduceOp.MIN else np.maximum
 

@@ -36,7 +36,7 @@ def refusal(op: Any, dtype: np.dtype[Any]) -> str | None:
     """Why `op` cannot reduce `dtype`, as a sentence that says what to do; None if it can."""
     if not isinstance(op, ReduceOp):
         return f"op={op!r} is not a reduction; use allred.Average, Sum, Min, Max or Product"
-    if dtype.name == "bool" and op in (ReduceOp.SUM, ReduceOp.AVERAGE):
+    if arrays.name_of(dtype) == "bool" and op in (ReduceOp.SUM, ReduceOp.AVERAGE):
         return f"{op.value} of bool is not defined; use allred.Max for 'any', allred.Min for 'all', or cast to int32"
     if op is ReduceOp.AVERAGE and not arrays.is_float(dtype):
         return f"Average of {dtype.name} is not defined (it would round); use op=allred.Sum, or cast to float32"

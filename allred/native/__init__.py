@@ -17,7 +17,7 @@ try:
     from allred.native import _kernels
 except ImportError as error:
     available = False
-    reason = "not built: it needs gcc and the Python headers (Debian: apt-get install gcc python3-dev); then install again"
+    reason = "not built: it needs gcc and the Python headers (apt-get install gcc python3-dev), then install again"
     if "_kernels" not in str(error):  # built, but it cannot be loaded
         reason = str(error)
     pack, unpack, arm_exit = twins.pack, twins.unpack, None

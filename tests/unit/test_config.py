@@ -1,4 +1,6 @@
 import dataclasses
+import pathlib
+import re
 
 import pytest
 
@@ -82,3 +84,10 @@ def test_what_is_no_size(text):
 
 def test_every_setting_says_what_it_means():
     assert all(field.metadata["meaning"] for field in dataclasses.fields(Config))
+
+
+def test_the_readme_lists_every_setting_with_its_default():
+    readme = (pathlib.Path(__file__).parents[2] / "README.md").read_text()
+    rows = dict(re.findall(r"^\| `ALLRED_(\w+)` \| `([^`]+)` \|", readme, flags=re.MULTILINE))
+    assert {name.lower() for name in rows} == {field.name for field in dataclasses.fields(Config)}
+    assert settle([explicit_settings({f"ALLRED_{name}": value for name, value in rows.items()}, {})]) == Config()
