@@ -296,8 +296,9 @@ def _call(
 ) -> Call:
     how = op.value if op is not None else f"root={root}" if root >= 0 else ""
     tensor = arrays.describe(shape, dtype)
-    op_code = ops.CODES[op] if op is not None else 0
-    return Call(kind, name, f"{kind}({how}){_quoted(name)} {tensor}", op=op_code, dtype=arrays.dtype_code(dtype), root=root, rows=rows)
+    title = f"{kind}({how}){_quoted(name)} {tensor}"
+    codes = {"op": ops.CODES[op] if op is not None else 0, "dtype": arrays.dtype_code(dtype)}
+    return Call(kind, name, title, **codes, root=root, rows=rows)
 
 
 def _quoted(name: str) -> str:
