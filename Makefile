@@ -17,6 +17,10 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
+ifeq ($(VENV_$(MPI)),)
+$(error MPI=$(MPI) is not one of mpich, openmpi)
+endif
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-unit test-parallel test-integration test-torch test-slurm lint types format clean
 

@@ -76,6 +76,12 @@ def flat(array: Array) -> Array:
     return np.ascontiguousarray(array).reshape(-1)
 
 
+def put_back(target: Array, flat: Array) -> None:
+    """Give an array the elements of what `flat` made of it, where that was a copy."""
+    if not np.shares_memory(target, flat):
+        target[...] = flat.reshape(target.shape)
+
+
 def as_bytes(array: Array) -> NDArray[np.uint8]:
     """The memory of a contiguous array, or of a contiguous copy of another, as flat bytes."""
     return flat(array).view(np.uint8)

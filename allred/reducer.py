@@ -2,8 +2,9 @@
 
     check: all ranks bring the same tensors -> plan -> weight -> pack -> allreduce -> unpack, bucket by bucket
 
-Before the first byte moves, the ranks compare their plans and tell each other how many samples their gradients stand
-for, in one header (comm/header.py); a rank whose gradients cannot be used says so there, and all raise the same error.
+Before the first byte moves, the ranks compare their plans and settings and tell each other how many samples their
+gradients stand for, in one header (comm/header.py); a rank whose gradients cannot be used says so there, and all raise
+the same error.
 """
 
 from collections.abc import Sequence
@@ -13,11 +14,11 @@ import numpy as np
 
 from allred import arrays
 from allred.arrays import Array
-from allred.comm import ops
-from allred.comm.base import Communicator
+from allred.comm import collectives, ops
 from allred.comm.ops import ReduceOp
+from allred.config import parse_bytes
 from allred.errors import InputError
-from allred.fusion.buffer import FusionBuffer
+from allred.fusion.buffer import buffer_of
 from allred.fusion.plan import Plan, Tensor, plan
 
 # The note in a header: samples in the low bits, and two flags.
@@ -27,16 +28,19 @@ _MISSING = 2**63  # this rank lacks a gradient
 
 
 class Reducer:
-    """Averages (or sums) lists of gradients over the ranks of a communicator. `title` is what errors begin with."""
+    """Averages (or sums) lists of gradients over the ranks of the running world.
 
-    def __init__(self, communicator: Communicator, op: ReduceOp, bucket_bytes: int, title: str) -> None:
+    `title` is what errors begin with. `settings`: what else must be the same on all ranks, in words.
+    """
+
+    def __init__(self, op: ReduceOp, bucket_bytes: int | str | None, title: str, settings: str = "") -> None:
         if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-            raise InputError(f"gradients are combined with allred.Average or allred.Sum, not with op={op!r}")
-        self.communicator = communicator
+            raise InputError(f"op={op!r} cannot combine gradients; use allred.Average or allred.Sum")
+        self.op = op
         self.samples = 0  # of all ranks, in the last reduction; 0 if they were not counted
-        self._op, self._bucket_bytes, self._title = op, bucket_bytes, title
-        self._buffer = FusionBuffer(communicator, bucket_bytes)
-        self._plans: dict[tuple[Tensor, ...], Plan] = {}
+        self._bucket_bytes = _size(bucket_bytes)
+        self._title, self._settings = title, settings
+        self._plans: dict[tuple[int, tuple[Tensor, ...]], Plan] = {}
 
     def reduce(
         self, tensors: Sequence[Tensor], values: Sequence[Any], samples: int | None, problem: str = ""
@@ -49,74 +53,101 @@ class Reducer:
 
         Raises InputError or MismatchError, the same on every rank, before anything has been changed.
         """
-        ready = [_writable(value) for value in values] if not problem else []
+        communicator, whole = collectives.current(), self.plan(tensors)
+        problem = problem or next((p for b in whole.buckets if (p := ops.refusal(self.op, b.dtype))), "")
+        ready = [] if problem else _writable(tensors, values)
         note = _UNCOUNTED if samples is None else min(samples, _SAMPLES)
         note |= _MISSING if any(value is None for value in ready) else 0
-        whole = self.plan(tensors)
-        problem = problem or next((p for b in whole.buckets if (p := ops.refusal(self._op, b.dtype))), "")
-        notes = self.communicator.check("step", self._title, whole.fingerprint, note, problem).wait()
+        settings = f"op={self.op.value} bucket_bytes={self.bucket_bytes} {self._settings}".strip()
+        notes = communicator.check("step", self._title, whole.lines, settings, note, problem).wait()
+        weight = self._weight(notes)
         if any(each & _MISSING for each in notes):
             ready = self._fill_missing(tensors, ready)
-        factor = self._factor(notes)
         present = [i for i, value in enumerate(ready) if value is not None]
-        self._run(self.plan([tensors[i] for i in present]), [ready[i] for i in present], factor)
+        self._run(self.plan([tensors[i] for i in present]), [ready[i] for i in present], weight)
         return ready
+
+    @property
+    def bucket_bytes(self) -> int:
+        """The limit of a bucket: this reducer's own, else the setting."""
+        return self._bucket_bytes or collectives.config().bucket_bytes
 
     def plan(self, tensors: Sequence[Tensor]) -> Plan:
         """The buckets in which `tensors` are reduced."""
-        key = tuple(tensors)
+        key = self.bucket_bytes, tuple(tensors)
         if key not in self._plans:
             if len(self._plans) >= 16:  # gradients of ever changing shape: do not keep them all
                 self._plans.clear()
-            self._plans[key] = plan(key, self._bucket_bytes)
+            self._plans[key] = plan(key[1], self.bucket_bytes)
         return self._plans[key]
 
     def _fill_missing(self, tensors: Sequence[Tensor], values: list[Any]) -> list[Any]:
         """Zeros where this rank lacks a gradient that another one has."""
         here = np.array([value is not None for value in values], np.uint8)
-        anywhere = self.communicator.allreduce_(here, ReduceOp.MAX, f"{self._title}: who has which gradient").wait()
+        anywhere = collectives.allreduce_(here, ReduceOp.MAX, f"{self._title}: who has which gradient")
         return [
             np.zeros(tensor.shape, tensor.dtype) if value is None and some else value
             for tensor, value, some in zip(tensors, values, anywhere, strict=True)
         ]
 
-    def _factor(self, notes: list[int]) -> float:
-        """By how much this rank's gradients count: 1 where all ranks have equally many samples."""
+    def _weight(self, notes: list[int]) -> float | None:
+        """By how much this rank's gradients count in the average; None where all ranks' count alike."""
         counted = [not note & _UNCOUNTED for note in notes]
         if any(counted) and not all(counted):
             ranks = [rank for rank, known in enumerate(counted) if not known]
             raise InputError(f"{self._title}: ranks {ranks} do not say how many samples they have, the others do")
         samples = [note & _SAMPLES for note in notes]
         self.samples = sum(samples) if all(counted) else 0
-        if self._op is ReduceOp.SUM or len(set(samples)) == 1:
-            return 1.0
-        return samples[self.communicator.rank] * len(samples) / sum(samples)
+        if all(counted) and not self.samples:
+            raise InputError(f"{self._title}: no rank has any samples, so there is nothing to average")
+        if self.op is ReduceOp.SUM or len(set(samples)) == 1:
+            return None
+        return samples[collectives.current().rank] * len(samples) / sum(samples)
 
-    def _run(self, plan: Plan, values: list[Array], factor: float) -> None:
+    def _run(self, plan: Plan, values: list[Array], weight: float | None) -> None:
+        buffer = buffer_of(collectives.current())
         for number, bucket in enumerate(plan.buckets):
             targets = [values[i] for i in bucket.indices]
+            if len(targets) == 1:
+                self._reduce(targets[0], weight, plan.tensors[bucket.indices[0]].name)
+                continue
             parts = [arrays.flat(target) for target in targets]
-            if fused := len(parts) > 1:
-                flat, name = self._buffer.pack(parts), f"bucket {number} of {len(plan.buckets)}"
-            else:
-                flat, name = parts[0], plan.tensors[bucket.indices[0]].name
-            if factor == 0.0:
-                flat[:] = 0  # even if they are NaN: the mean over no samples
-            elif factor != 1.0:
-                np.multiply(flat, factor, out=flat)
-            self.communicator.allreduce_(flat, self._op, name).wait()
-            if fused:
-                self._buffer.unpack(parts)
+            packed = buffer.pack(parts, plan.largest(bucket.dtype))
+            self._reduce(packed, weight, f"bucket {number} of {len(plan.buckets)}")
+            buffer.unpack(parts)
             for target, part in zip(targets, parts, strict=True):
-                if not np.shares_memory(target, part):
-                    target[...] = part.reshape(target.shape)
+                arrays.put_back(target, part)
+
+    def _reduce(self, array: Array, weight: float | None, name: str) -> None:
+        """Reduce in place. 16-bit floats are weighted in float32, as they are summed, and rounded once."""
+        if weight is None:
+            collectives.allreduce_(array, self.op, name)
+            return
+        weighted = np.zeros_like(array, arrays.accumulator(array.dtype))
+        if weight:  # else zeros even where the gradient is NaN: the mean over no samples
+            np.multiply(array, weight, out=weighted, dtype=weighted.dtype)
+        array[...] = collectives.allreduce_(weighted, self.op, name).astype(array.dtype, copy=False)
 
 
-def _writable(value: Any) -> Any:
-    """The array to reduce in: the caller's own, where it can be written; a copy of numbers and read-only arrays."""
-    if value is None or (isinstance(value, np.ndarray) and value.flags.writeable):
-        return value
-    return np.array(arrays.as_host_array(value))
+def _size(bucket_bytes: int | str | None) -> int | None:
+    try:
+        size = None if bucket_bytes is None else parse_bytes(bucket_bytes)
+    except ValueError as error:
+        raise InputError(f"bucket_bytes: {error}") from None
+    if size == 0:
+        raise InputError("bucket_bytes=0 is too small; it must be at least 1")
+    return size
+
+
+def _writable(tensors: Sequence[Tensor], values: Sequence[Any]) -> list[Any]:
+    """The arrays to reduce in: the caller's own; copies of numbers, read-only arrays and arrays that come twice."""
+    seen: set[int] = set()
+    ready: list[Any] = []
+    for tensor, value in zip(tensors, values, strict=True):
+        own = isinstance(value, np.ndarray) and value.flags.writeable and id(value) not in seen
+        seen.add(id(value))
+        ready.append(value if own or value is None else np.array(value, tensor.dtype))
+    return ready
 
 
 def tensor_of(name: str, value: Any) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 
 from allred import native
 from allred.cluster import mpi, report, topology
-from allred.comm import collectives, objects, registry
+from allred.comm import collectives, registry
 from allred.config import Config, explicit_settings, settle
 from allred.errors import AllredError, ConfigError, InputError
 from allred.watch import exit as exit_protocol
@@ -40,7 +40,9 @@ def init(
     """
     if is_initialized():
         raise AllredError("allred.init() was called already; drop the second call, or call allred.shutdown() before it")
-    arguments = {k: v for k, v in locals().items() if k != "comm"}
+    arguments = {
+        "mode": mode, "backend": backend, "bucket_bytes": bucket_bytes, "timeout_s": timeout_s, "banner": banner
+    }  # fmt: skip
     duplicate, library = _join(comm)
     control = registry.BACKENDS["single" if duplicate is None else "mpi"](duplicate, Config.timeout_s)
     settings: dict[str, Any] | str
@@ -49,7 +51,7 @@ def init(
     except ConfigError as error:
         settings = str(error)
     node = 0 if duplicate is None else topology.node_id(duplicate)
-    gathered = objects.allgather_object(control, (settings, node))
+    gathered = control.allgather_object((settings, node)).wait()
     try:
         config = settle([settings for settings, _ in gathered])
         name, reason = registry.choose(config.backend, control.size, has_mpi=duplicate is not None)
@@ -57,8 +59,9 @@ def init(
         control.close()
         raise
     communicator = control
-    if name != control.name:
-        communicator = registry.BACKENDS[name](duplicate, config.timeout_s)
+    if name != control.name:  # one rank with an MPI: it needs none of it
+        control.close()
+        communicator = registry.BACKENDS[name](None, config.timeout_s)
     communicator.queue.timeout_s = config.timeout_s
     topology.install(topology.number([node for _, node in gathered], control.rank))
     collectives.install(communicator, config, reason)
@@ -71,13 +74,13 @@ def _join(comm: Any) -> tuple[Any, str]:
     MPI, ours = mpi.load()  # noqa: N806  (mpi4py's spelling)
     if MPI is None:
         return None, "no MPI"
-    if comm is not None and not isinstance(comm, MPI.Intracomm):
-        raise InputError(f"init(comm=...) takes an mpi4py intracommunicator, got {type(comm).__name__}")
+    if comm is not None and (not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL):
+        raise InputError(f"init(comm=...) takes an mpi4py intracommunicator, got {comm!r}")
     library = mpi.library_name(MPI.Get_library_version())
     if comm is None:
         mpi.check_world(MPI.COMM_WORLD.Get_size(), library)
     exit_protocol.own(MPI, finalizes=ours)
-    duplicate, request = (comm or MPI.COMM_WORLD).Idup()
+    duplicate, request = (MPI.COMM_WORLD if comm is None else comm).Idup()
     while not request.Test():
         os.sched_yield()
     return duplicate, library
@@ -107,7 +110,8 @@ def shutdown() -> None:
     Raises NotInitializedError before init().
     """
     communicator = collectives.current()
-    communicator.check("shutdown", "shutdown()").wait()
+    if not communicator.queue.poisoned:
+        communicator.check("shutdown", "shutdown()").wait()
     communicator.close()
     collectives.install(None)
     topology.install(None)

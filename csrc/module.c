@@ -90,19 +90,22 @@ static PyObject *unpack(PyObject *self, PyObject *args) {
 
 static PyObject *arm_exit(PyObject *self, PyObject *args) {
   (void)self;
-  Py_ssize_t finalize, abort, comm;
-  int rank;
+  Py_ssize_t finalized, finalize, abort, comm;
+  int rank, stuck;
   const char *host;
-  if (!PyArg_ParseTuple(args, "nnnis:arm_exit", &finalize, &abort, &comm, &rank, &host)) return NULL;
-  return PyBool_FromLong(
-      allred_exit_arm((allred_finalize_fn)finalize, (allred_abort_fn)abort, (intptr_t)comm, rank, host) == 0);
+  if (!PyArg_ParseTuple(args, "nnnnisp:arm_exit", &finalized, &finalize, &abort, &comm, &rank, &host, &stuck))
+    return NULL;
+  const allred_exit_mpi mpi = {(int (*)(int *))finalized, (int (*)(void))finalize, (int (*)(intptr_t, int))abort,
+                               (intptr_t)comm};
+  return PyBool_FromLong(allred_exit_arm(mpi, rank, host, stuck) == 0);
 }
 
 static PyMethodDef methods[] = {
     {"pack", pack, METH_VARARGS, "pack(tensors, buffer): copy the tensors' bytes, in order, to the buffer."},
     {"unpack", unpack, METH_VARARGS, "unpack(tensors, buffer): fill the tensors, in order, from the buffer."},
     {"arm_exit", arm_exit, METH_VARARGS,
-     "arm_exit(finalize, abort, comm, rank, host): what this process does last; False where libc cannot."},
+     "arm_exit(finalized, finalize, abort, comm, rank, host, stuck): what this process does last; False where libc "
+     "cannot."},
     {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef definition = {.m_base = PyModuleDef_HEAD_INIT,

@@ -43,14 +43,15 @@ def load() -> tuple[Any, bool]:
 
 
 def settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Settings for MPI's start that cannot hurt and save a second; the user's own are left alone.
+    """Settings for MPI's start, which save a second; the user's own are left alone.
 
     Open MPI probes for libfabric, which ranks of one node never use. Without a launcher it also leaves a file in
-    /dev/shm on every exit, unless it is told that it talks to nobody but itself.
+    /dev/shm on every exit, unless it is told that it talks to nobody but itself. (A program that has no launcher and
+    spawns others with MPI sets OMPI_MCA_btl itself.)
     """
     if "OMPI_MCA_btl" in environ:
         return {}
-    if "PMIX_RANK" not in environ:
+    if "PMIX_RANK" not in environ and _launched_size(environ) == 1:
         return {"OMPI_MCA_btl": "self"}
     if environ.get("OMPI_COMM_WORLD_SIZE") == environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "several nodes, perhaps"):
         return {"OMPI_MCA_btl": "^ofi"}

@@ -8,10 +8,12 @@ Each method starts an operation and returns its Work; `.wait()` gives the result
 were started, and an array belongs to the operation until then. Order of GPU work: an operation on device arrays begins
 after what the caller's current stream holds, and `wait` makes the current stream wait for it, not the host.
 
-Results are the same on every rank, bit for bit. Whether they are the same from run to run is the backend's to say.
+Results are the same on every rank, bit for bit (but for the payload of a NaN). Whether they are the same from run to
+run is the backend's to say.
 """
 
 import functools
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -20,9 +22,8 @@ import numpy as np
 
 from allred import arrays
 from allred.arrays import Array
-from allred.comm import header, ops
+from allred.comm import header, objects, ops
 from allred.comm.header import Call
-from allred.comm.objects import gather_objects
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Steps, Work, WorkQueue
 from allred.errors import InputError
@@ -72,7 +73,7 @@ class Communicator(ABC):
         return np.zeros(count, dtype)
 
     def close(self) -> None:
-        """Give back what the backend holds. Not collective; the communicator cannot be used afterwards."""
+        """Give back what the backend holds; on all ranks. The communicator cannot be used afterwards."""
         self.queue.poison("it was shut down")
 
     # The collectives.
@@ -90,7 +91,8 @@ class Communicator(ABC):
         yield from self._agree(_array_call("allreduce", target, name, op))
         flat = arrays.flat(target)
         yield from self._allreduce(flat, op)
-        return _put_back(target, flat)
+        arrays.put_back(target, flat)
+        return target
 
     def grouped_allreduce(
         self, group: Sequence[Any], op: ReduceOp = ReduceOp.AVERAGE, name: str = ""
@@ -108,6 +110,8 @@ class Communicator(ABC):
         if problem := ops.refusal(op, np.dtype(np.float32)):
             raise InputError(problem)
         targets = [_target(value, in_place) for value in group]
+        if len({id(target) for target in targets}) < len(targets):
+            raise InputError("the same array is in the group twice, and would be reduced twice")
         calls = [_array_call("grouped_allreduce", target, name, op) for target in targets]
         lines = tuple(arrays.describe(target.shape, target.dtype) for target in targets)
         title = f"grouped_allreduce({op.value}){_quoted(name)} of {len(calls)} tensors"
@@ -115,7 +119,9 @@ class Communicator(ABC):
         flats = [arrays.flat(target) for target in targets]
         for flat in flats:
             yield from self._allreduce(flat, op)
-        return [_put_back(target, flat) for target, flat in zip(targets, flats, strict=True)]
+        for target, flat in zip(targets, flats, strict=True):
+            arrays.put_back(target, flat)
+        return targets
 
     def broadcast(self, value: Any, root: int = 0, name: str = "") -> Work[Array]:
         """The root's `value` as a new array on every rank; shape and dtype must be the same everywhere."""
@@ -127,12 +133,12 @@ class Communicator(ABC):
 
     def _cast(self, value: Any, root: int, name: str, in_place: bool) -> Steps[Array]:
         target = _target(value, in_place)
-        if not (isinstance(root, int) and 0 <= root < self.size):
-            raise InputError(f"root={root!r} is not a rank; expected 0 to {self.size - 1}")
+        root = _root(root, self.size)
         yield from self._agree(_array_call("broadcast", target, name, root=root))
         flat = arrays.flat(target)
         yield from self._broadcast(arrays.as_bytes(flat), root)
-        return _put_back(target, flat)
+        arrays.put_back(target, flat)
+        return target
 
     def allgather(self, value: Any, name: str = "") -> Work[Array]:
         """All ranks' arrays, joined along the first dimension in rank order; a new array on every rank.
@@ -196,6 +202,29 @@ class Communicator(ABC):
 
         return self._start("alltoall", name, steps())
 
+    def allgather_object(self, value: Any, name: str = "") -> Work[list[Any]]:
+        """Every rank's picklable object, in rank order."""
+
+        def steps() -> Steps[list[Any]]:
+            data = objects.dumps(value)
+            yield from self._agree(Call("allgather_object", name, f"allgather_object(){_quoted(name)}"))
+            return (yield from objects.gather(self, data))
+
+        return self._start("allgather_object", name, steps())
+
+    def broadcast_object(self, value: Any, root: int = 0, name: str = "") -> Work[Any]:
+        """The root's picklable object, on the others a copy of it."""
+
+        def steps() -> Steps[Any]:
+            source = _root(root, self.size)
+            data = objects.dumps(value if self.rank == source else None)
+            title = f"broadcast_object(root={source}){_quoted(name)}"
+            yield from self._agree(Call("broadcast_object", name, title, root=source))
+            received = yield from objects.cast(self, data, source)
+            return value if self.rank == source else received
+
+        return self._start("broadcast_object", name, steps())
+
     def barrier(self) -> Work[None]:
         """Complete once every rank has started it: the exchange of headers is all it takes."""
 
@@ -205,21 +234,24 @@ class Communicator(ABC):
         return self._start("barrier", "", steps())
 
     def check(
-        self, kind: str, title: str, tensors: Sequence[str] = (), note: int = 0, problem: str = ""
+        self, kind: str, title: str, tensors: Sequence[str] = (), settings: str = "", note: int = 0, problem: str = ""
     ) -> Work[list[int]]:
-        """That all ranks bring the same `title` and `tensors` (one line each). The result is every rank's `note`.
+        """That all ranks bring the same title, tensors (a line each) and settings. The result is every rank's `note`.
 
         A note is 0 to 2**64 - 1. A `problem` on any rank, in words, is an InputError on all.
         """
 
         def steps() -> Steps[list[int]]:
-            headers = yield from self._agree(Call(kind, "", title, tuple(tensors), note=note, problem=problem))
+            call = Call(kind, "", title, tuple(tensors), settings, note=note, problem=problem)
+            headers = yield from self._agree(call)
             return [header.rows_and_note(record)[1] for record in headers]
 
         return self._start(kind, "", steps())
 
     def _start(self, kind: str, name: str, body: Steps[T]) -> Work[T]:
         """Start an operation. If its arguments cannot be used here, the other ranks are told in place of its header."""
+
+        title = f"{kind}{_quoted(name)}".encode(errors="backslashreplace").decode()
 
         def steps() -> Steps[T]:
             before = self._sequence
@@ -229,17 +261,18 @@ class Communicator(ABC):
                 if self._sequence != before:  # past the headers: the ranks know
                     raise
                 problem = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
-            yield from self._agree(Call(kind, str(name), f"{kind}{_quoted(name)}", problem=problem))
+            yield from self._agree(Call(kind, title=title, problem=problem))
             raise AssertionError("a header with a problem never agrees")
 
-        return self.queue.start(f"{kind}{_quoted(name)}", steps())
+        return self.queue.start(title, steps())
 
     def _agree(self, call: Call) -> Steps[list[bytes]]:
         """All ranks' headers, once they are found to agree; else the error that every rank raises."""
-        sequence, self._sequence = self._sequence, self._sequence + 1
-        headers = yield from self._exchange(call.pack(sequence))
+        record = call.pack(self._sequence)
+        self._sequence += 1  # from here on the other ranks know of this call
+        headers = yield from self._exchange(record)
         if not header.agree(headers):
-            raise header.verdict((yield from gather_objects(self, call)))
+            raise header.verdict((yield from objects.gather(self, objects.dumps(call))))
         return headers
 
 
@@ -256,10 +289,14 @@ def _target(value: Any, in_place: bool) -> Array:
     return value
 
 
-def _put_back(target: Array, flat: Array) -> Array:
-    if not np.shares_memory(target, flat):
-        target[...] = flat.reshape(target.shape)
-    return target
+def _root(root: Any, size: int) -> int:
+    try:
+        number = operator.index(root)
+    except TypeError:
+        number = -1
+    if not 0 <= number < size:
+        raise InputError(f"root={root!r} is not a rank; expected 0 to {size - 1}")
+    return number
 
 
 def _splits(rows: int, splits: Sequence[int] | None, size: int) -> Array:
@@ -297,8 +334,8 @@ def _call(
     how = op.value if op is not None else f"root={root}" if root >= 0 else ""
     tensor = arrays.describe(shape, dtype)
     title = f"{kind}({how}){_quoted(name)} {tensor}"
-    codes = {"op": ops.CODES[op] if op is not None else 0, "dtype": arrays.dtype_code(dtype)}
-    return Call(kind, name, title, **codes, root=root, rows=rows)
+    op_code = ops.CODES[op] if op is not None else 0
+    return Call(kind, name, title, op=op_code, dtype=arrays.dtype_code(dtype), root=root, rows=rows)
 
 
 def _quoted(name: str) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 
 from allred.arrays import Array
 from allred.cluster import topology
-from allred.comm import objects
 from allred.comm.base import Communicator
 from allred.comm.ops import ReduceOp
 from allred.config import Config
@@ -103,9 +102,9 @@ def barrier() -> None:
 
 def broadcast_object(value: Any, root: int = 0, name: str = "") -> Any:
     """The root's picklable object; other ranks' `value` is ignored."""
-    return objects.broadcast_object(current(), value, root, name)
+    return current().broadcast_object(value, root, name).wait()
 
 
 def allgather_object(value: Any, name: str = "") -> list[Any]:
     """Every rank's picklable object, in rank order."""
-    return objects.allgather_object(current(), value, name)
+    return current().allgather_object(value, name).wait()

@@ -10,7 +10,7 @@ their full descriptions and `verdict` turns these into one error, the same text 
     11  problem    u8    1: this rank's arguments cannot be used; nobody moves anything
     12  root       i32   -1 if none
     16  name       16s   hash of the tensor's name
-    32  tensors    16s   hash of the operation in words: names, shapes and dtypes as far as they must agree
+    32  words      16s   hash of the operation in words: names, shapes, dtypes, settings, as far as they must agree
     48  rows       u64   this rank's first dimension (allgather), own
     56  note       u64   whatever the operation tells its peers, own
 """
@@ -27,7 +27,7 @@ BYTES = 64
 AGREED = slice(0, 48)
 KINDS = (
     *("allreduce", "grouped_allreduce", "broadcast", "allgather", "reducescatter", "alltoall"),
-    *("barrier", "parameters", "step", "shutdown"),
+    *("barrier", "parameters", "step", "shutdown", "allgather_object", "broadcast_object"),
 )
 _LAYOUT = struct.Struct("<QBBBBi16s16sQQ")
 _OWN = struct.Struct("<QQ")
@@ -41,6 +41,7 @@ class Call:
     name: str = ""
     title: str = ""  # how messages call it: "allreduce(Sum) 'fc1.weight' float32 (64, 10)"
     tensors: tuple[str, ...] = ()  # one line a tensor, where there are several
+    settings: str = ""  # what else must agree, told only where it does not
     op: int = 0
     dtype: int = 255
     root: int = -1
@@ -64,7 +65,7 @@ class Call:
 
     @functools.cached_property
     def _hashes(self) -> tuple[bytes, bytes]:
-        return _hash(self.name), _hash("\n".join((self.title, *self.tensors)))
+        return _hash(self.name), _hash("\n".join((self.title, self.settings, *self.tensors)))
 
 
 def _hash(text: str) -> bytes:
@@ -112,7 +113,7 @@ def verdict(calls: list[Call]) -> AllredError:
                 f"{titles[0]}: tensor {index} of {longest} differs: {_by_rank(lines)}; "
                 "every rank must build the same parameters in the same order"
             )
-    return MismatchError(f"{titles[0]}: ranks are at different operations: {_by_rank([str(call) for call in calls])}")
+    return MismatchError(f"{titles[0]}: ranks differ: {_by_rank([call.settings for call in calls])}")
 
 
 def _by_rank(texts: list[str]) -> str:

@@ -93,7 +93,7 @@ class MpiCommunicator(Communicator):
     def _reducescatter(self, flat: Array, out: Array, counts: list[int], op: ReduceOp) -> Steps[None]:
         wire, chunk = self._wire(flat.dtype)
         mpi_op = self._mpi_op(op, wire)
-        chunk = max(1, chunk // self.size)
+        chunk = max(1, min(chunk // self.size, max(counts)))
         starts = np.cumsum([0, *counts])
         for start in range(0, max(counts), chunk):
             stage = self._stage.view(wire)[: self.size * chunk].reshape(self.size, chunk)
@@ -161,6 +161,8 @@ class MpiCommunicator(Communicator):
         """Divide where it is an average, and put the result where it belongs."""
         if op is ReduceOp.AVERAGE:
             np.divide(reduced, self.size, out=reduced)
+        elif op in (ReduceOp.MIN, ReduceOp.MAX) and arrays.is_float(reduced.dtype):
+            np.add(reduced, 0.0, out=reduced)  # -0.0 and 0.0 are equal: which of them wins depends on the order
         if reduced is not target:
             with np.errstate(over="ignore"):  # float32 to float16 may give inf, as float16 arithmetic does
                 target[...] = reduced

@@ -1,4 +1,4 @@
-"""Picklable objects over a communicator: broadcast_object, allgather_object. For settings and state, not for speed.
+"""Picklable objects as bytes that a communicator can move. For settings, state and error messages, not for speed.
 
 Pickle runs code when it loads: the ranks of one job trust each other, as everywhere in MPI.
 """
@@ -8,41 +8,37 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from allred import arrays
+from allred.arrays import Array, as_bytes
 from allred.comm.work import Steps
+from allred.errors import InputError
 
 if TYPE_CHECKING:
     from allred.comm.base import Communicator
 
 
-def gather_objects(comm: "Communicator", value: Any) -> Steps[list[Any]]:
-    """Every rank's object, in rank order: for use inside an operation, without a header of its own."""
-    data = _dumps(value)
+def dumps(value: Any) -> Array:
+    """An object's bytes. Raises InputError if it cannot be pickled."""
+    try:
+        return np.frombuffer(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), np.uint8)
+    except Exception as error:
+        raise InputError(f"a {type(value).__name__} cannot be pickled ({error})") from error
+
+
+def gather(comm: "Communicator", data: Array) -> Steps[list[Any]]:
+    """The objects of all ranks, from this one's bytes, in rank order."""
     length = np.array([data.nbytes], np.int64)
     lengths = np.empty(comm.size, np.int64)
-    yield from comm._allgather(arrays.as_bytes(length), arrays.as_bytes(lengths), [length.nbytes] * comm.size)
+    yield from comm._allgather(as_bytes(length), as_bytes(lengths), [length.nbytes] * comm.size)
     everything = np.empty(int(lengths.sum()), np.uint8)
     yield from comm._allgather(data, everything, lengths.tolist())
     return [pickle.loads(part.data) for part in np.split(everything, np.cumsum(lengths)[:-1])]
 
 
-def allgather_object(comm: "Communicator", value: Any, name: str = "") -> list[Any]:
-    """Every rank's object, in rank order."""
-    data = _dumps(value)
-    lengths = comm.allgather(np.array([data.nbytes], np.int64), name).wait()
-    everything = comm.allgather(data, name).wait()
-    return [pickle.loads(part.data) for part in np.split(everything, np.cumsum(lengths)[:-1])]
-
-
-def broadcast_object(comm: "Communicator", value: Any, root: int = 0, name: str = "") -> Any:
-    """The root's object, on every rank; on the root, the object itself."""
-    data = _dumps(value) if comm.rank == root else np.empty(0, np.uint8)
-    length = comm.broadcast(np.array([data.nbytes], np.int64), root, name).wait()
+def cast(comm: "Communicator", data: Array, root: int) -> Steps[Any]:
+    """The root's object, from its bytes; those of the others do not matter."""
+    length = np.array([data.nbytes], np.int64)
+    yield from comm._broadcast(as_bytes(length), root)
     if comm.rank != root:
         data = np.empty(int(length[0]), np.uint8)
-    received = comm.broadcast(data, root, name).wait()
-    return value if comm.rank == root else pickle.loads(received.data)
-
-
-def _dumps(value: Any) -> arrays.Array:
-    return np.frombuffer(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), np.uint8)
+    yield from comm._broadcast(data, root)
+    return pickle.loads(data.data)

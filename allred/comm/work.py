@@ -13,6 +13,7 @@ from collections.abc import Generator
 from typing import Any, Generic, Protocol, TypeVar
 
 from allred.errors import AllredError, CollectiveTimeout
+from allred.watch import exit as exit_protocol
 
 T = TypeVar("T")
 
@@ -123,6 +124,7 @@ class WorkQueue:
                     self.waited_for_peers_s += now - before
                 if now - start > limit_s:
                     self.poison(f"{self._works[0].title} timed out after {limit_s:g} s")
+                    exit_protocol.stuck()
                     raise CollectiveTimeout(
                         f"{self._works[0].title}: not complete after {limit_s:g} s; a rank is late, stopped or gone, "
                         "or does not call this operation. If so long a wait is meant, raise ALLRED_TIMEOUT_S"

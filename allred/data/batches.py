@@ -16,12 +16,13 @@ from allred.arrays import Array
 from allred.cluster import topology
 from allred.errors import InputError
 
-_share: int | None = None
+# Samples in the batch that each running iterator has given out, by the iterator; the one that moved last is last.
+_shares: dict[object, int] = {}
 
 
 def current_share() -> int | None:
-    """Samples in the batch that this rank is working on; None outside `batches`."""
-    return _share
+    """Samples in the batch that this rank got last, from an iterator that still runs; None outside `batches`."""
+    return next(reversed(_shares.values()), None)
 
 
 class Batches:
@@ -52,19 +53,19 @@ class Batches:
         return np.random.default_rng([self._seed, epoch]).permutation(self.rows)
 
     def __iter__(self) -> Iterator[Any]:
-        global _share
-        outer = _share  # batches may be nested: evaluation inside training
+        me = object()
         try:
             for epoch in range(self.epochs):
                 order = self.order(epoch)
                 for step in range(self.steps_per_epoch):
                     rows = order[step * self.batch_size : (step + 1) * self.batch_size]
                     mine = _part(rows, self.rank, self.size)
-                    _share = len(mine)
+                    _shares.pop(me, None)
+                    _shares[me] = len(mine)
                     picked = tuple(column[mine] for column in self._columns)
                     yield picked if len(picked) > 1 else picked[0]
         finally:
-            _share = outer
+            _shares.pop(me, None)
 
 
 def batches(
@@ -83,7 +84,8 @@ def batches(
     than there are ranks, some ranks get none in it (their gradients count for nothing). rank, size: whose share,
     instead of this rank's; `rank=0, size=1` gives whole batches.
 
-    Yields tuples of arrays (the array itself if there is one), copies of shape (share, ...).
+    Yields tuples of arrays (the array itself if there is one), copies of shape (share, ...). An optimizer takes the
+    share from the batch that came last: if batches are fetched ahead, give it `opt.step(..., samples=len(x))`.
     Raises InputError for arrays of different lengths and for a batch too small for every rank to have a part.
 
     >>> for x, y in batches([1, 2, 3, 4, 5], [10, 20, 30, 40, 50], batch_size=4, seed=None, rank=1, size=2):
@@ -103,6 +105,8 @@ def batches(
         if not isinstance(value, (int, np.integer)) or value < least:
             why = " (batch_size counts the samples of all ranks)" if name == "batch_size" else ""
             raise InputError(f"{name}={value!r} must be a whole number of at least {least}{why}")
+    if drop_last and batch_size > lengths[0]:
+        raise InputError(f"drop_last leaves nothing: {lengths[0]} rows do not fill one batch of {batch_size}")
     if not 0 <= rank < size:
         raise InputError(f"rank={rank} is not one of {size} ranks")
     return Batches(hosts, int(batch_size), int(epochs), seed, drop_last, rank, size)

@@ -51,8 +51,12 @@ class Plan:
         """Bytes of all tensors."""
         return sum(bucket.count * bucket.dtype.itemsize for bucket in self.buckets)
 
+    def largest(self, dtype: np.dtype[Any]) -> int:
+        """Elements of the largest bucket of a dtype."""
+        return max(bucket.count for bucket in self.buckets if bucket.dtype == dtype)
+
     @functools.cached_property
-    def fingerprint(self) -> tuple[str, ...]:
+    def lines(self) -> tuple[str, ...]:
         """A line a tensor: ranks with equal lines, and equal bucket_bytes, have equal plans."""
         return tuple(map(str, self.tensors))
 

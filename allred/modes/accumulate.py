@@ -5,35 +5,53 @@ from typing import Any
 
 import numpy as np
 
+from allred import arrays
 from allred.errors import InputError
+from allred.fusion.plan import Tensor
 
 
 class Accumulator:
-    """Adds up the gradients of several micro-steps, each weighted by its samples."""
+    """Adds up the gradients of several micro-steps, each weighted by its samples; 16-bit floats in float32."""
 
     def __init__(self, micro_steps: int) -> None:
-        self._micro_steps = micro_steps
+        if not (isinstance(micro_steps, int) and micro_steps >= 1):
+            raise InputError(f"accumulate={micro_steps!r} must be a whole number of micro-steps, at least 1")
+        self.micro_steps = micro_steps
+        self.clear()
+
+    def clear(self) -> None:
+        """Start anew."""
+        self._tensors: list[Tensor] = []
         self._sums: list[Any] = []
         self._samples: list[int | None] = []  # of each call so far
 
-    def add(self, values: Sequence[Any], samples: int | None) -> bool:
-        """Take the gradients of one call; True if it is the last of a step."""
+    def add(self, tensors: Sequence[Tensor], values: Sequence[Any], samples: int | None) -> bool:
+        """Take the gradients of one call; True if it is the last of a step.
+
+        Raises InputError if they do not fit those of the calls before.
+        """
+        if not self._samples:
+            self._tensors, self._sums = list(tensors), [None] * len(values)
+        if list(tensors) != self._tensors:
+            raise InputError("the gradients of this micro-step have other names, shapes or dtypes than those before it")
         if self._samples and (samples is None) != (self._samples[0] is None):
             raise InputError("samples are known for some micro-steps of this step and not for others; give all or none")
-        if not self._samples:
-            self._sums = [None] * len(values)
         self._samples.append(samples)
         weight = 1 if samples is None else samples
-        for index, value in enumerate(values):
+        for index, (tensor, value) in enumerate(zip(tensors, values, strict=True)):
             if value is not None and weight:
-                added = np.multiply(value, weight)
-                self._sums[index] = added if self._sums[index] is None else self._sums[index] + added
-        return len(self._samples) == self._micro_steps
+                wide = arrays.accumulator(tensor.dtype)
+                added = np.multiply(value, weight, dtype=wide)
+                self._sums[index] = added if self._sums[index] is None else np.add(self._sums[index], added, dtype=wide)
+        return len(self._samples) == self.micro_steps
 
     def take(self) -> tuple[list[Any], int | None]:
-        """The mean of what was added, and its number of samples; starts anew."""
+        """The means of what was added, as new arrays of the tensors' dtypes, and the number of samples; starts anew."""
         counts = [count for count in self._samples if count is not None]
         total = sum(counts) if counts else len(self._samples)
-        means = [None if added is None else np.asarray(added / max(total, 1), added.dtype) for added in self._sums]
-        self._sums, self._samples = [], []
+        means = [
+            None if added is None else np.asarray(added / max(total, 1)).astype(tensor.dtype)
+            for tensor, added in zip(self._tensors, self._sums, strict=True)
+        ]
+        self.clear()
         return means, sum(counts) if counts else None

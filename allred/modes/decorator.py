@@ -14,8 +14,10 @@ from allred import nest
 from allred.comm.ops import ReduceOp
 from allred.data.batches import current_share
 from allred.errors import InputError
-from allred.modes.sync import DistributedOptimizer, Reduction
-from allred.reducer import tensor_of
+from allred.modes.sync import DistributedOptimizer
+from allred.reducer import Reducer, tensor_of
+
+_NOTHING = object()  # None is something that somebody may pass by mistake
 
 
 class _Distributed:
@@ -42,7 +44,7 @@ class _Distributed:
 
     def __call__(
         self,
-        target: Any = None,
+        target: Any = _NOTHING,
         *,
         op: ReduceOp = ReduceOp.AVERAGE,
         accumulate: int = 1,
@@ -50,7 +52,7 @@ class _Distributed:
         name: str = "opt",
     ) -> Any:
         options = {"op": op, "accumulate": accumulate, "bucket_bytes": bucket_bytes, "name": name}
-        if target is None:
+        if target is _NOTHING:
             return lambda later: _wrap(later, options)
         return _wrap(target, options)
 
@@ -73,25 +75,25 @@ class _Distributed:
             return lambda later: self.gradients(later, op=op, bucket_bytes=bucket_bytes, name=name)
         if not isinstance(function, (types.FunctionType, types.MethodType)):
             raise TypeError(f"allred.distributed.gradients takes a function, got {function!r}")
-        reduction = Reduction(op, bucket_bytes, f"{name or function.__name__}()")
+        reducer = Reducer(op, bucket_bytes, f"{name or function.__name__}()")
 
         @functools.wraps(function)
         def averaged(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
             *others, grads = result if isinstance(result, tuple) else (result,)
-            mean = _reduce(reduction, grads)
+            mean = _reduce(reducer, grads)
             return (*others, mean) if isinstance(result, tuple) else mean
 
         return averaged
 
 
-def _reduce(reduction: Reduction, grads: Any) -> Any:
+def _reduce(reducer: Reducer, grads: Any) -> Any:
     named, problem = nest.leaves(grads), ""
     try:
         tensors = [tensor_of(leaf_name, value) for leaf_name, value in named]
     except InputError as error:
         tensors, problem = [], str(error)
-    values = reduction.reducer().reduce(tensors, [value for _, value in named], current_share(), problem)
+    values = reducer.reduce(tensors, [value for _, value in named], current_share(), problem)
     return nest.rebuild(grads, values)
 
 
@@ -129,6 +131,7 @@ _FORMS: list[tuple[Callable[[Any], bool], Callable[[Any, dict[str, Any]], Any], 
 
 
 def _wrap(target: Any, options: dict[str, Any]) -> Any:
+    DistributedOptimizer(None, **options)  # a wrong option is an error here, not when a class is first used
     if isinstance(target, DistributedOptimizer):
         raise TypeError("this optimizer is distributed already; wrapping it twice would average twice")
     for fits, wrap, _ in _FORMS:

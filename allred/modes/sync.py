@@ -4,15 +4,15 @@ The parameters start equal (`broadcast`) and every rank applies the same mean wi
 equal, bit for bit, without being sent again.
 """
 
+import operator
 from typing import Any
 
 import numpy as np
 
 from allred import arrays, nest
 from allred.cluster import report, topology
-from allred.comm import collectives, objects
+from allred.comm import collectives
 from allred.comm.ops import ReduceOp
-from allred.config import parse_bytes
 from allred.data.batches import current_share
 from allred.errors import InputError
 from allred.fusion.plan import Tensor
@@ -35,13 +35,11 @@ class DistributedOptimizer:
         bucket_bytes: int | str | None = None,
         name: str = "opt",
     ) -> None:
-        if not (isinstance(accumulate, int) and accumulate >= 1):
-            raise InputError(f"accumulate={accumulate!r} must be a whole number of micro-steps, at least 1")
         self.optimizer = optimizer
         self.name = name
-        self._accumulator = Accumulator(accumulate) if accumulate > 1 else None
+        self._accumulator = Accumulator(accumulate)
+        self._reducer = Reducer(op, bucket_bytes, f"{name}.step()", f"accumulate={accumulate}")
         self._meter = Meter()
-        self._reduction = Reduction(op, bucket_bytes, f"{name}.step()")
 
     def step(self, params: Any, grads: Any, samples: int | None = None) -> None:
         """Average the gradients over all ranks, then let the optimizer update the parameters in place. Collective.
@@ -52,23 +50,29 @@ class DistributedOptimizer:
         with more count for more; if no rank says, all count alike.
 
         With accumulate=k only every k-th call reduces and updates, with the mean over the samples of k calls (over the
-        calls, where samples are not counted); in between, the gradients are added up here.
+        calls, where samples are not counted); the gradients are added up here and not overwritten.
 
         Raises InputError or MismatchError, with the same text on every rank, before anything has been changed.
         """
-        samples = current_share() if samples is None else samples
+        communicator = collectives.current()
         tensors, values, problem = _pair(params, grads)
-        if self._accumulator and not problem:
-            if not self._accumulator.add(values, samples):
-                return
-            values, samples = self._accumulator.take()
-        reducer = self._reduction.reducer()
-        self._meter.begin(reducer.communicator)
-        values = reducer.reduce(tensors, values, samples, problem)
+        try:
+            samples = _whole(current_share() if samples is None else samples)
+            if self._accumulator.micro_steps > 1 and not problem:
+                if not self._accumulator.add(tensors, values, samples):
+                    return
+                values, samples = self._accumulator.take()
+        except InputError as error:
+            problem = str(error)
+        if problem:  # the others hear of it when they reduce
+            tensors, values, samples = [], [], None
+            self._accumulator.clear()
+        self._meter.begin(communicator)
+        values = self._reducer.reduce(tensors, values, samples, problem)
         if not self._meter.steps:
-            report.say(_first_step(self.optimizer, reducer, tensors, self._reduction.op))
+            report.say(_first_step(self.optimizer, self._reducer, tensors))
         self.optimizer.step(params, nest.rebuild(grads, values))
-        self._meter.end(reducer.communicator, reducer.samples)
+        self._meter.end(communicator, self._reducer.samples)
 
     def broadcast(self, params: Any, root: int = 0) -> None:
         """Give every rank the root's parameters, in place, and the state of its optimizer. Collective.
@@ -84,7 +88,8 @@ class DistributedOptimizer:
         for name, leaf in nest.leaves(params):
             communicator.broadcast_(leaf, root, name).wait()
         if _has_state(self.optimizer):
-            state = objects.broadcast_object(communicator, self.optimizer.state_dict(), root, f"{self.name}'s state")
+            state = self.optimizer.state_dict() if communicator.rank == root else None
+            state = communicator.broadcast_object(state, root, f"state of {self.name}").wait()
             if communicator.rank != root:
                 self.optimizer.load_state_dict(state)
 
@@ -113,27 +118,6 @@ class DistributedOptimizer:
         )
 
 
-class Reduction:
-    """A reducer for the world that is running: made at first use, since decorators run before allred.init()."""
-
-    def __init__(self, op: ReduceOp, bucket_bytes: int | str | None, title: str) -> None:
-        if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-            raise InputError(f"op={op!r} cannot combine gradients; use allred.Average or allred.Sum")
-        self.op = op
-        self._bucket_bytes, self._title = None if bucket_bytes is None else parse_bytes(bucket_bytes), title
-        if self._bucket_bytes == 0:
-            raise InputError("bucket_bytes=0 is too small; it must be at least 1")
-        self._reducer: Reducer | None = None
-
-    def reducer(self) -> Reducer:
-        """The reducer. Raises NotInitializedError before allred.init()."""
-        communicator = collectives.current()
-        if self._reducer is None or self._reducer.communicator is not communicator:
-            bucket_bytes = self._bucket_bytes or collectives.config().bucket_bytes
-            self._reducer = Reducer(communicator, self.op, bucket_bytes, self._title)
-        return self._reducer
-
-
 def _pair(params: Any, grads: Any) -> tuple[list[Tensor], list[Any], str]:
     """What a plan knows of each gradient, the gradients, and the words for what is wrong with them, if anything."""
     named, given = nest.leaves(params), nest.leaves(grads)
@@ -145,9 +129,10 @@ def _pair(params: Any, grads: Any) -> tuple[list[Tensor], list[Any], str]:
     try:
         for (name, param), (_, grad) in zip(named, given, strict=True):
             expected = _parameter(name, param)
-            tensors.append(expected if grad is None else tensor_of(name, grad))
-            if tensors[-1].shape != expected.shape:
-                return [], [], f"the gradient of {expected} has shape {tensors[-1].shape}"
+            got = expected if grad is None else tensor_of(name, grad)
+            if got.shape != expected.shape:
+                return [], [], f"the gradient of {expected} has shape {got.shape}"
+            tensors.append(expected if isinstance(grad, (int, float)) else got)  # Python's numbers have no dtype
     except InputError as error:
         return [], [], str(error)
     return tensors, [grad for _, grad in given], ""
@@ -161,17 +146,26 @@ def _parameter(name: str, leaf: Any) -> Tensor:
     return tensor_of(name, leaf)
 
 
+def _whole(samples: Any) -> int | None:
+    try:
+        number = None if samples is None else operator.index(samples)
+    except TypeError:
+        number = -1
+    if number is not None and number < 0:
+        raise InputError(f"samples={samples!r} must be a whole number of at least 0")
+    return number
+
+
 def _has_state(optimizer: Any) -> bool:
     return hasattr(optimizer, "state_dict") and hasattr(optimizer, "load_state_dict")
 
 
-def _first_step(optimizer: Any, reducer: Reducer, tensors: list[Tensor], op: ReduceOp) -> str:
+def _first_step(optimizer: Any, reducer: Reducer, tensors: list[Tensor]) -> str:
     """What this job does at each step, in a line; said once."""
-    plan, size = reducer.plan(tensors), topology.size()
+    plan, size, rate = reducer.plan(tensors), topology.size(), getattr(optimizer, "lr", None)
     batch = f"; global batch {reducer.samples} over {size} rank{'s' * (size > 1)}" if reducer.samples else ""
-    rate = getattr(optimizer, "learning_rate", None) or getattr(optimizer, "lr", None)
     lr = f"; learning rate {rate:g}, not scaled by the number of ranks" if isinstance(rate, float) else ""
     return (
-        f"{op.value} of {len(tensors)} gradients ({plan.nbytes / 1e6:.2f} MB) "
+        f"{reducer.op.value} of {len(tensors)} gradients ({plan.nbytes / 1e6:.2f} MB) "
         f"in {len(plan.buckets)} bucket{'s' * (len(plan.buckets) != 1)}{batch}{lr}"
     )

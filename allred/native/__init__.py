@@ -11,15 +11,15 @@ from allred.native import twins
 
 pack: Callable[[list[Any], Any], None]
 unpack: Callable[[list[Any], Any], None]
-arm_exit: Callable[[int, int, int, int, str], bool] | None
+arm_exit: Callable[[int, int, int, int, int, str, bool], bool] | None
 
 try:
-    from allred.native import _kernels
+    import allred.native._kernels as _kernels
 except ImportError as error:
     available = False
     reason = "not built: it needs gcc and the Python headers (apt-get install gcc python3-dev), then install again"
-    if "_kernels" not in str(error):  # built, but it cannot be loaded
-        reason = str(error)
+    if not isinstance(error, ModuleNotFoundError):
+        reason = f"built, but it cannot be loaded: {error}"
     pack, unpack, arm_exit = twins.pack, twins.unpack, None
 else:
     available, reason = True, "built"

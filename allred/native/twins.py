@@ -1,11 +1,9 @@
 """The numpy twins of the C kernels: slow, obvious, and the oracle their tests compare with."""
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[Any]
+from allred.arrays import Array
 
 
 def pack(tensors: list[Array], buffer: Array) -> None:

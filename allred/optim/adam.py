@@ -4,12 +4,13 @@ import math
 
 import numpy as np
 
+from allred.arrays import Array
 from allred.errors import InputError
 from allred.optim.base import Optimizer
 from allred.optim.hyper import fraction, non_negative
 from allred.optim.schedules import Schedule
 from allred.optim.state import Slots
-from allred.optim.tensors import Array, compute_dtype, decayed_gradient, fold_in
+from allred.optim.tensors import compute_dtype, decayed_gradient, fold_in
 
 
 class Adam(Optimizer):

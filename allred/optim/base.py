@@ -12,12 +12,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from allred.arrays import Array
 from allred.errors import InputError
 from allred.nest import Leaf, leaves
 from allred.optim.hyper import non_negative
 from allred.optim.schedules import Schedule
 from allred.optim.state import Slots, check_state, copy_slots, fit_slots
-from allred.optim.tensors import Array, check_gradient, check_writable, compute_dtype
+from allred.optim.tensors import check_gradient, check_writable, compute_dtype
 
 
 class Optimizer(ABC):

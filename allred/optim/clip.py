@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from allred.arrays import Array
 from allred.errors import InputError
 from allred.nest import leaves
 from allred.optim.hyper import positive
-from allred.optim.tensors import Array, check_writable, compute_dtype, describe, is_float_tensor
+from allred.optim.tensors import check_writable, compute_dtype, describe, is_float_tensor
 
 
 def clip_by_value_(grads: Any, limit: float) -> None:

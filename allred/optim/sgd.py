@@ -2,12 +2,13 @@
 
 import numpy as np
 
+from allred.arrays import Array
 from allred.errors import InputError
 from allred.optim.base import Optimizer
 from allred.optim.hyper import fraction, non_negative
 from allred.optim.schedules import Schedule
 from allred.optim.state import Slots
-from allred.optim.tensors import Array, compute_dtype, decayed_gradient
+from allred.optim.tensors import compute_dtype, decayed_gradient
 
 
 class SGD(Optimizer):

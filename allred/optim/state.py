@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from allred.arrays import Array
 from allred.errors import InputError
-from allred.optim.tensors import Array, describe
+from allred.optim.tensors import describe
 
 Slots = dict[str, Array]
 

@@ -10,11 +10,9 @@ follow. Only the result is rounded to the parameter's dtype; its slots are float
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from allred.arrays import Array
 from allred.errors import InputError
-
-Array = NDArray[Any]
 
 
 def compute_dtype(tensor: Array) -> np.dtype[Any]:

@@ -63,6 +63,18 @@ def test_the_share_is_known_while_a_batch_is_out_and_restored_after():
     assert current_share() is None
 
 
+def test_shares_of_iterators_that_end_in_any_order():
+    first, second = (iter(allred.data.batches(ROWS, batch_size=b, rank=0, size=1)) for b in (10, 20))
+    next(first), next(second)
+    assert current_share() == 20
+    next(first)
+    assert current_share() == 10  # the batch that came last
+    first.close()
+    assert current_share() == 20
+    second.close()
+    assert current_share() is None
+
+
 @pytest.mark.parametrize(
     ("columns", "options", "message"),
     [
@@ -71,6 +83,7 @@ def test_the_share_is_known_while_a_batch_is_out_and_restored_after():
         ((ROWS[:0],), {"batch_size": 2}, "non-zero length"),
         ((ROWS,), {"batch_size": 2}, r"batch_size=2 must be a whole number of at least 3 \(batch_size counts"),
         ((ROWS,), {"batch_size": 2.5}, "batch_size=2.5 must be"),
+        ((ROWS,), {"batch_size": 38, "drop_last": True}, "37 rows do not fill one batch of 38"),
         ((ROWS,), {"batch_size": 3, "epochs": -1}, "epochs=-1 must be"),
         ((ROWS,), {"batch_size": 3, "rank": 3}, "rank=3 is not one of 3 ranks"),
     ],

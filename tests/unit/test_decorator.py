@@ -1,5 +1,6 @@
 """allred.distributed in a world of one: what it takes, what it gives back, what it refuses."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -58,7 +59,7 @@ class TorchLike:
     def step(self, closure=None): ...
 
 
-@pytest.mark.parametrize("target", [3, "sgd", TorchLike(), TorchLike, Descent.step, len, [Descent()]])
+@pytest.mark.parametrize("target", [None, 3, "sgd", TorchLike(), TorchLike, Descent.step, len, [Descent()]])
 def test_anything_else_is_a_type_error_that_lists_the_forms(target):
     with pytest.raises(
         TypeError, match=r"object with step\(params, grads\); a class with such a step.*distributed.gradients"
@@ -79,12 +80,14 @@ def test_wrapping_twice_is_refused():
         ({"op": allred.Max}, "op=allred.Max cannot combine gradients"),
         ({"op": "mean"}, "op='mean' cannot combine gradients"),
         ({"bucket_bytes": 0}, "bucket_bytes=0 is too small"),
-        ({"bucket_bytes": -1}, "-1 is not a size"),
+        ({"bucket_bytes": -1}, "bucket_bytes: -1 is not a size"),
+        ({"bucket_bytes": "lots"}, "bucket_bytes: 'lots' is not a size"),
     ],
 )
-def test_options_are_checked_when_wrapping(options, message):
-    with pytest.raises(ValueError, match=message):
-        allred.distributed(Descent(), **options)
+@pytest.mark.parametrize("target", [Descent(), Descent])
+def test_options_are_checked_when_wrapping(target, options, message):
+    with pytest.raises(InputError, match=message):
+        allred.distributed(target, **options)
 
 
 def test_gradient_functions(world):
@@ -153,11 +156,54 @@ def test_accumulate_gives_the_mean_over_samples(world):
     assert np.isclose(params[0], -(22 / 6) - 3)
 
 
-def test_accumulate_keeps_missing_gradients_missing_and_mixed_counts_out(world):
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
+def test_accumulate_adds_up_in_float32_and_keeps_the_dtype(world, dtype):
+    """float16 overflows at 65504 and bfloat16 stops counting at 256; and no number of samples widens float32."""
+    opt, params = allred.distributed(Descent(), accumulate=300), [np.zeros(3, dtype)]
+    for _ in range(300):
+        opt.step(params, [np.full(3, 100, dtype)], samples=np.int64(1000))
+    assert params[0].dtype == dtype
+    np.testing.assert_array_equal(params[0], np.full(3, -100, dtype))
+
+
+def test_accumulate_with_gradients_that_are_sometimes_missing_or_numbers(world):
+    opt, params = allred.distributed(Descent(), accumulate=4), [np.zeros((), np.float32), np.zeros(2)]
+    for grad in (3.0, None, 1.0, None):
+        opt.step(params, [grad, None if grad else np.ones(2)])
+    assert params[0] == -1
+    assert params[0].dtype == np.float32
+    assert params[1].tolist() == [-0.5, -0.5]
+
+
+def test_micro_steps_that_do_not_fit_are_an_error_and_the_next_step_starts_anew(world):
     opt, params = allred.distributed(Descent(), accumulate=2), [np.zeros(1)]
-    opt.step(params, [np.ones(1)], samples=1)
-    with pytest.raises(InputError, match="known for some micro-steps"):
-        opt.step(params, [np.ones(1)])
+    for bad, samples, message in [
+        ([np.ones(1)], None, "known for some micro-steps"),
+        ([np.ones(1, np.float32)], 1, "this micro-step have other names, shapes or dtypes"),
+        ([np.ones(2)], 1, "has shape"),
+    ]:
+        opt.step(params, [np.ones(1)], samples=1)
+        with pytest.raises(InputError, match=message):
+            opt.step(params, bad, samples=samples)
+    assert params[0] == 0
+    opt.step(params, [np.ones(1)])
+    opt.step(params, [np.ones(1)])
+    assert params[0] == -1
+
+
+@pytest.mark.parametrize("samples", [-1, 2.5, "many"])
+def test_samples_are_whole_numbers(world, samples):
+    with pytest.raises(InputError, match=r"^opt.step\(\): samples=.* must be a whole number of at least 0"):
+        allred.distributed(Descent()).step([np.ones(1)], [np.ones(1)], samples=samples)
+    with pytest.raises(InputError, match="no rank has any samples"):
+        allred.distributed(Descent()).step([np.ones(1)], [np.ones(1)], samples=0)
+
+
+def test_a_gradient_that_comes_twice_is_reduced_once(world):
+    """Tied weights: in place, the second time would reduce what the first has reduced already."""
+    shared, params = np.ones(100_000), [np.zeros(100_000), np.zeros(100_000)]
+    allred.distributed(Descent()).step(params, [shared, shared])
+    assert params[0][0] == params[1][0] == -1
 
 
 def test_state_is_the_optimizers_own(world):

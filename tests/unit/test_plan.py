@@ -43,6 +43,6 @@ def test_buckets_are_filled(seed):
     assert all(count + first > 100 for count, first in zip(counts, firsts[1:], strict=False))
 
 
-def test_the_fingerprint_names_what_must_agree():
+def test_the_lines_name_what_must_agree():
     tensor = Tensor("fc1.weight", (64, 10), np.dtype("float32"))
-    assert plan([tensor], 100).fingerprint == ("'fc1.weight' float32 (64, 10)",)
+    assert plan([tensor], 100).lines == ("'fc1.weight' float32 (64, 10)",)
