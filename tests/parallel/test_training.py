@@ -1,5 +1,6 @@
 """The decorator over many ranks: what it computes is what one rank computes from the global batch."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -200,6 +201,79 @@ def test_unusable_gradients_on_one_rank_are_an_error_on_all(rank, size):
     assert params[0].tolist() == [0, 0, 0]
     opt.step(params, [np.ones(3)])
     assert params[0].tolist() == [-1, -1, -1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"accumulate": 2}, r"accumulate=1 on .*; .*accumulate=2 on rank"),
+        ({"op": allred.Sum}, r"op=Average .* on .*; op=Sum .* on rank"),
+        ({"bucket_bytes": 64}, r"bucket_bytes=1048576 .* on .*; .*bucket_bytes=64 .* on rank"),
+    ],
+)
+def test_different_arguments_of_the_decorator_are_the_same_error_on_every_rank(rank, size, options, message):
+    if size == 1:
+        pytest.skip("one rank cannot differ")
+    opt = allred.distributed(optim.SGD(lr=1.0), **(options if rank == size - 1 else {}))
+    params, grads = [np.zeros(3)], [np.full(3, float(rank))]
+    if rank == size - 1 and "accumulate" in options:
+        opt.step(params, grads)
+    with pytest.raises(MismatchError, match=rf"^opt.step\(\): ranks differ: .*{message} {size - 1}$"):
+        opt.step(params, grads, samples=None)
+    assert grads[0].tolist() == [rank] * 3
+
+
+def test_samples_that_cannot_be_used_on_one_rank_are_an_error_on_all(rank, size):
+    if size == 1:
+        pytest.skip("one rank cannot differ")
+    opt, params = allred.distributed(optim.SGD(lr=1.0)), [np.zeros(3)]
+    with pytest.raises(InputError, match=rf"rank {size - 1}: samples=-1 must be a whole number"):
+        opt.step(params, [np.ones(3)], samples=-1 if rank == size - 1 else 5)
+    opt.step(params, [np.ones(3) if rank else None], samples=np.int64(3))
+    np.testing.assert_allclose(params[0], -(size - 1) / size)
+
+
+def test_a_micro_step_that_fails_on_one_rank_is_an_error_on_all_at_the_end_of_the_step(rank, size):
+    if size == 1:
+        pytest.skip("one rank cannot differ")
+    opt, params = allred.distributed(optim.SGD(lr=1.0), accumulate=3), [np.zeros(3)]
+    bad = [np.ones(4 if rank == size - 1 else 3)]
+    for _ in range(2 if rank < size - 1 else 0):
+        opt.step(params, bad)
+    with pytest.raises(InputError, match=rf"rank {size - 1}: the gradient of '0'"):
+        opt.step(params, bad)
+    assert params[0].tolist() == [0, 0, 0]
+    for _ in range(3):
+        opt.step(params, [np.ones(3)])
+    assert params[0].tolist() == [-1, -1, -1]
+
+
+def test_numbers_and_missing_ones_for_the_same_parameter(rank, size):
+    params = [np.zeros((), np.float32)]
+    allred.distributed(optim.SGD(lr=1.0)).step(params, [3.0 if rank == 0 else None])
+    assert params[0] == np.float32(-3 / size)
+
+
+def test_tied_gradients_are_reduced_once(size):
+    shared, params = np.ones(200_000), [np.zeros(200_000), np.zeros(200_000), np.zeros(3)]
+    small = np.ones(3)
+    opt = allred.distributed(optim.SGD(lr=1.0), op=allred.Sum)
+    opt.step([*params, np.zeros(3)], [shared, shared, small, small])
+    assert params[0][0] == params[1][0] == params[2][0] == -size
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("count", [5, 300_000])
+def test_uneven_shares_of_16_bit_gradients_are_rounded_once(rank, size, dtype, count):
+    def grad(r):
+        return (np.random.default_rng(r).normal(size=count)).astype(dtype)
+
+    samples = [2 * r + 1 for r in range(size)]
+    params, mine = [np.zeros(count, dtype), np.zeros(2, dtype)], [grad(rank), np.zeros(2, dtype)]
+    allred.distributed(optim.SGD(lr=1.0)).step(params, mine, samples=samples[rank])
+    exact = sum(grad(r).astype(np.float64) * samples[r] for r in range(size)) / sum(samples)
+    ulp = np.maximum(np.abs(exact), 1e-2) * float(ml_dtypes.finfo(dtype).eps)
+    assert (np.abs(mine[0].astype(np.float64) - exact) <= 0.501 * ulp).all()
 
 
 def test_an_optimizer_outlives_shutdown_and_init(size):
