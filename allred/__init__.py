@@ -37,6 +37,7 @@ from allred.errors import (
 from allred.modes.decorator import distributed
 from allred.modes.sync import DistributedOptimizer
 from allred.nest import digest
+from allred.watch import exit as _exit_protocol
 from allred.world import init, is_initialized, shutdown
 
 __version__ = "0.1.0"
@@ -46,6 +47,8 @@ Sum = ReduceOp.SUM
 Min = ReduceOp.MIN
 Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
+
+_exit_protocol.before_init()
 
 __all__ = [
     "AllredError",

@@ -54,6 +54,8 @@ def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 def as_host_array(value: Any) -> Array:
     """`value` as a numpy array, without a copy where it is one. Raises InputError for what lives on a device."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise InputError("a masked array would lose its mask; pass array.filled(value)")
     if isinstance(value, np.ndarray):
         return value
     if hasattr(value, "__cuda_array_interface__"):

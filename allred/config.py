@@ -28,7 +28,7 @@ class Config:
         2**20, "gradients smaller than this travel together, up to this many bytes (512KiB, 4MiB, ...)", minimum=1
     )
     timeout_s: float = _setting(
-        1800.0, "longest wait in one collective, in seconds, before it is an error", minimum=0.0
+        1800.0, "longest wait in one collective, in seconds, before it is an error", minimum=0.001
     )
     banner: bool = _setting(True, "whether the chief prints what runs where (1 or 0)")
 
@@ -66,7 +66,7 @@ def _parse(name: str, value: Any, where: str) -> Any:
     choices, later = field.metadata.get("choices"), field.metadata.get("later", ())
     try:
         parsed = _convert(type(field.default), value)
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError):
         raise ConfigError(f"{where} is not {expected}") from None
     if choices and parsed not in choices:
         coming = f" ({', '.join(later)}: planned, not in this version)" if later else ""
@@ -96,7 +96,10 @@ def parse_bytes(value: int | str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(value).lower())
     if not match or match[2] not in _UNITS or isinstance(value, bool):
         raise ValueError(f"{value!r} is not a size; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    size = float(match[1]) * _UNITS[match[2]]
+    if not size.is_integer():
+        raise ValueError(f"{value!r} is not a whole number of bytes")
+    return int(size)
 
 
 def settle(found: list[dict[str, Any] | str]) -> Config:

@@ -4,6 +4,7 @@ A leaf is anything that is not a list, a tuple or a dict. Leaves are named by th
 and visited in one order on every rank: sequences by index, dicts by sorted key.
 """
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -45,8 +46,10 @@ def rebuild(tree: Any, values: list[Any]) -> Any:
 
 def _rebuild(tree: Any, take: Callable[[], Any]) -> Any:
     if isinstance(tree, dict):
-        filled = {key: _rebuild(tree[key], take) for key in sorted(tree, key=str)}
-        return {key: filled[key] for key in tree}  # as the user ordered it
+        filled = copy.copy(tree)  # keeps its kind, and the order that the user gave it
+        for key in sorted(tree, key=str):
+            filled[key] = _rebuild(tree[key], take)
+        return filled
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):  # a namedtuple takes its fields one by one
         return type(tree)(*(_rebuild(value, take) for value in tree))
     if isinstance(tree, (list, tuple)):

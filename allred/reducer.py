@@ -91,7 +91,7 @@ class Reducer:
         ]
 
     def _weight(self, notes: list[int]) -> float | None:
-        """By how much this rank's gradients count in the average; None where all ranks' count alike."""
+        """By how much this rank's gradients count; None where all ranks' count alike. Without samples: not at all."""
         counted = [not note & _UNCOUNTED for note in notes]
         if any(counted) and not all(counted):
             ranks = [rank for rank, known in enumerate(counted) if not known]
@@ -100,7 +100,9 @@ class Reducer:
         self.samples = sum(samples) if all(counted) else 0
         if all(counted) and not self.samples:
             raise InputError(f"{self._title}: no rank has any samples, so there is nothing to average")
-        if self.op is ReduceOp.SUM or len(set(samples)) == 1:
+        if self.op is ReduceOp.SUM:
+            return None if all(samples) or not any(counted) else float(bool(samples[collectives.current().rank]))
+        if len(set(samples)) == 1:
             return None
         return samples[collectives.current().rank] * len(samples) / sum(samples)
 

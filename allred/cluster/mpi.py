@@ -7,8 +7,9 @@ from typing import Any
 
 from allred.errors import ConfigError
 
-# What launchers tell each process about how many they start.
-_LAUNCHED_SIZE = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+# What launchers tell each process about how many they start. The first that is set counts: an mpirun inside a Slurm job
+# starts its ranks through a step of other size.
+_LAUNCHED_SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def load() -> tuple[Any, bool]:
@@ -59,7 +60,7 @@ def settings(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _launched_size(environ: Mapping[str, str]) -> int:
-    return max((int(environ[name]) for name in _LAUNCHED_SIZE if environ.get(name, "").isdigit()), default=1)
+    return next((int(environ[name]) for name in _LAUNCHED_SIZE if environ.get(name, "").isdigit()), 1)
 
 
 def check_world(size: int, library: str, environ: Mapping[str, str] = os.environ) -> None:

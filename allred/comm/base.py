@@ -30,6 +30,8 @@ from allred.errors import InputError
 
 T = TypeVar("T")
 
+_NO_OP = object()  # of an operation that does not reduce; None is something that somebody may pass
+
 
 class Communicator(ABC):
     """A group of `size` ranks that move arrays. `name` is the backend's."""
@@ -280,8 +282,8 @@ def _target(value: Any, in_place: bool) -> Array:
     """The array that an operation works on: the caller's, or a contiguous copy of what the caller gave."""
     if not in_place:
         return np.array(arrays.as_host_array(value), copy=True, order="C")
+    arrays.as_host_array(value)  # raises its own words about devices, torch and masks
     if not isinstance(value, np.ndarray):
-        arrays.as_host_array(value)  # for its own words about devices and torch
         kind = type(value).__name__
         raise InputError(f"in place needs a numpy array, got {kind}; use the form without the underscore")
     if not value.flags.writeable:
@@ -314,7 +316,7 @@ def _array_call(
     kind: str,
     array: Array,
     name: str,
-    op: ReduceOp | None = None,
+    op: Any = _NO_OP,
     root: int = -1,
     shape: tuple[Any, ...] | None = None,
     rows: int = 0,
@@ -322,9 +324,10 @@ def _array_call(
     if not isinstance(name, str):
         raise InputError(f"name={name!r} must be a string")
     arrays.dtype_code(array.dtype)  # raises
-    if op is not None and (problem := ops.refusal(op, array.dtype)):
+    if op is not _NO_OP and (problem := ops.refusal(op, array.dtype)):
         raise InputError(problem)
-    return _call(kind, array.shape if shape is None else shape, array.dtype, name, op, root, rows)
+    reduction = op if op is not _NO_OP else None
+    return _call(kind, array.shape if shape is None else shape, array.dtype, name, reduction, root, rows)
 
 
 @functools.lru_cache(maxsize=4096)  # training calls the same operations over and over

@@ -32,6 +32,13 @@ _MPI_OPS = {
     ReduceOp.PRODUCT: MPI.PROD,
 }
 
+_NUMPY_OPS: dict[ReduceOp, Any] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.PRODUCT: np.multiply,
+}
+
 
 class _Request:
     """An MPI request as something to wait for."""
@@ -58,7 +65,7 @@ class MpiCommunicator(Communicator):
         self._back_stage = self.allocate(CHUNK_BYTES, np.dtype(np.uint8))
         self._records = self.allocate(self.size * header.BYTES, np.dtype(np.uint8))
         self._record = self.allocate(header.BYTES, np.dtype(np.uint8))
-        self._nan_ops: dict[tuple[ReduceOp, str], MPI.Op] = {}
+        self._numpy_ops: dict[tuple[ReduceOp, str], MPI.Op] = {}
 
     def allocate(self, count: int, dtype: np.dtype[Any]) -> Array:
         array = np.zeros(count, dtype)
@@ -69,7 +76,7 @@ class MpiCommunicator(Communicator):
     def close(self) -> None:
         if not self.queue.poisoned:
             self._comm.Free()
-            for op in self._nan_ops.values():
+            for op in self._numpy_ops.values():
                 op.Free()
         super().close()
 
@@ -168,16 +175,17 @@ class MpiCommunicator(Communicator):
                 target[...] = reduced
 
     def _mpi_op(self, op: ReduceOp, wire: np.dtype[Any]) -> MPI.Op:
-        """MPI's own operator, but numpy's for the minimum and maximum of floats: MPI leaves NaN open."""
-        if op not in (ReduceOp.MIN, ReduceOp.MAX) or not arrays.is_float(wire):
+        """MPI's own operator; numpy's where MPI leaves NaN open, or Open MPI saturates integers instead of wrapping."""
+        small_integer = wire.kind in "iu" and wire.itemsize <= 2
+        if not (op in (ReduceOp.MIN, ReduceOp.MAX) and arrays.is_float(wire)) and not small_integer:
             return _MPI_OPS[op]
         key = op, arrays.name_of(wire)
-        if key not in self._nan_ops:
-            function = np.minimum if op is ReduceOp.MIN else np.maximum
+        if key not in self._numpy_ops:
+            function = _NUMPY_OPS[op]
 
             def reduce(incoming: Any, both: Any, _: MPI.Datatype) -> None:
                 out = np.frombuffer(both, wire)
                 function(np.frombuffer(incoming, wire), out, out=out)
 
-            self._nan_ops[key] = MPI.Op.Create(reduce, commute=True)
-        return self._nan_ops[key]
+            self._numpy_ops[key] = MPI.Op.Create(reduce, commute=True)
+        return self._numpy_ops[key]

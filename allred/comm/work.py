@@ -7,6 +7,7 @@ Ctrl-C works and a missing peer ends in an error.
 """
 
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Generator
@@ -89,6 +90,8 @@ class WorkQueue:
         self.waited_s = 0.0  # in all, the former included
         self.poisoned = ""
         self._works: deque[Work[Any]] = deque()
+        self._pid = os.getpid()
+        self._thread = 0  # the one that is making progress
 
     def start(self, title: str, steps: Steps[T]) -> Work[T]:
         """Begin an operation, after all those before it."""
@@ -101,8 +104,12 @@ class WorkQueue:
     def progress(self, work: Work[Any]) -> bool:
         """Drive the queue up to `work` as far as it goes without waiting; True once `work` is complete."""
         self._check()
-        while not work._finished and self._works[0]._advance():
-            self._works.popleft()
+        self._thread = threading.get_ident()
+        try:
+            while not work._finished and self._works[0]._advance():
+                self._works.popleft()
+        finally:
+            self._thread = 0
         return work._finished
 
     def wait(self, work: Work[Any], timeout_s: float | None) -> None:
@@ -137,6 +144,10 @@ class WorkQueue:
         self.poisoned = self.poisoned or reason
 
     def _check(self) -> None:
+        if self._thread and self._thread != threading.get_ident():
+            raise AllredError("two threads use allred at once; the order of operations must be the same on all ranks")
+        if os.getpid() != self._pid:
+            raise AllredError("this process was forked from a rank after allred.init(); only the rank itself is one")
         if self.poisoned:
             raise AllredError(
                 f"this communicator cannot be used any more: {self.poisoned}; end the job and start again"

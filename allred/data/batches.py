@@ -14,15 +14,8 @@ import numpy as np
 from allred import arrays
 from allred.arrays import Array
 from allred.cluster import topology
+from allred.data.share import Source
 from allred.errors import InputError
-
-# Samples in the batch that each running iterator has given out, by the iterator; the one that moved last is last.
-_shares: dict[object, int] = {}
-
-
-def current_share() -> int | None:
-    """Samples in the batch that this rank got last, from an iterator that still runs; None outside `batches`."""
-    return next(reversed(_shares.values()), None)
 
 
 class Batches:
@@ -53,19 +46,18 @@ class Batches:
         return np.random.default_rng([self._seed, epoch]).permutation(self.rows)
 
     def __iter__(self) -> Iterator[Any]:
-        me = object()
+        source = Source(self.size)
         try:
             for epoch in range(self.epochs):
                 order = self.order(epoch)
                 for step in range(self.steps_per_epoch):
                     rows = order[step * self.batch_size : (step + 1) * self.batch_size]
                     mine = _part(rows, self.rank, self.size)
-                    _shares.pop(me, None)
-                    _shares[me] = len(mine)
+                    source.give(len(mine), len(rows))
                     picked = tuple(column[mine] for column in self._columns)
                     yield picked if len(picked) > 1 else picked[0]
         finally:
-            _shares.pop(me, None)
+            source.end()
 
 
 def batches(
@@ -84,8 +76,8 @@ def batches(
     than there are ranks, some ranks get none in it (their gradients count for nothing). rank, size: whose share,
     instead of this rank's; `rank=0, size=1` gives whole batches.
 
-    Yields tuples of arrays (the array itself if there is one), copies of shape (share, ...). An optimizer takes the
-    share from the batch that came last: if batches are fetched ahead, give it `opt.step(..., samples=len(x))`.
+    Yields tuples of arrays (the array itself if there is one), copies of shape (share, ...). The next step takes its
+    weight from the batch that came last; if batches are fetched ahead, give it: `opt.step(..., samples=len(x))`.
     Raises InputError for arrays of different lengths and for a batch too small for every rank to have a part.
 
     >>> for x, y in batches([1, 2, 3, 4, 5], [10, 20, 30, 40, 50], batch_size=4, seed=None, rank=1, size=2):
@@ -101,7 +93,10 @@ def batches(
     lengths = [len(host) if host.ndim else 0 for host in hosts]
     if len(set(lengths)) > 1 or not lengths[0]:
         raise InputError(f"batches() needs arrays of equal, non-zero length, got lengths {lengths}")
-    for name, value, least in (("batch_size", batch_size, size), ("epochs", epochs, 0), ("size", size, 1)):
+    if seed is not None and not (isinstance(seed, (int, np.integer)) and seed >= 0):
+        raise InputError(f"seed={seed!r} must be a whole number of at least 0, or None to keep the order")
+    limits = (("size", size, 1), ("rank", rank, 0), ("batch_size", batch_size, size), ("epochs", epochs, 0))
+    for name, value, least in limits:
         if not isinstance(value, (int, np.integer)) or value < least:
             why = " (batch_size counts the samples of all ranks)" if name == "batch_size" else ""
             raise InputError(f"{name}={value!r} must be a whole number of at least {least}{why}")

@@ -1,5 +1,6 @@
 """Gradient accumulation: several micro-steps make one step, so that a large batch fits into little memory."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,9 +15,12 @@ class Accumulator:
     """Adds up the gradients of several micro-steps, each weighted by its samples; 16-bit floats in float32."""
 
     def __init__(self, micro_steps: int) -> None:
-        if not (isinstance(micro_steps, int) and micro_steps >= 1):
+        try:
+            self.micro_steps = operator.index(micro_steps)
+        except TypeError:
+            self.micro_steps = 0
+        if self.micro_steps < 1:
             raise InputError(f"accumulate={micro_steps!r} must be a whole number of micro-steps, at least 1")
-        self.micro_steps = micro_steps
         self.clear()
 
     def clear(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from allred import nest
 from allred.comm.ops import ReduceOp
-from allred.data.batches import current_share
+from allred.data.share import claim
 from allred.errors import InputError
 from allred.modes.sync import DistributedOptimizer
 from allred.reducer import Reducer, tensor_of
@@ -66,10 +66,11 @@ class _Distributed:
     ) -> Any:
         """Make a function that returns gradients return their mean over all ranks. Collective when called.
 
-        It returns a nest of gradients, or a tuple whose last element is that nest (so gradients that are themselves a
-        tuple must be returned as a list, or as `(grads,)`). Arrays are overwritten with the mean; what comes before
-        the gradients (a loss, say) stays this rank's own. Ranks with more samples in their `allred.data.batches` share
-        count for more. Use it on the function or wrap the optimizer, not both.
+        It returns a nest of gradients (arrays and numbers; without its parameter None has no shape), or a tuple whose
+        last element is that nest; so gradients that are themselves a tuple must be returned as a list, or as
+        `(grads,)`. Arrays are overwritten with the mean; what comes before the gradients (a loss, say) stays this
+        rank's own. Ranks with more samples in their `allred.data.batches` share count for more. Use it on the
+        function or wrap the optimizer, not both.
         """
         if function is None:
             return lambda later: self.gradients(later, op=op, bucket_bytes=bucket_bytes, name=name)
@@ -80,20 +81,21 @@ class _Distributed:
         @functools.wraps(function)
         def averaged(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
-            *others, grads = result if isinstance(result, tuple) else (result,)
+            *others, grads = result if isinstance(result, tuple) and result else (result,)
             mean = _reduce(reducer, grads)
-            return (*others, mean) if isinstance(result, tuple) else mean
+            return (*others, mean) if isinstance(result, tuple) and result else mean
 
         return averaged
 
 
 def _reduce(reducer: Reducer, grads: Any) -> Any:
-    named, problem = nest.leaves(grads), ""
+    named, problem, samples = nest.leaves(grads), "", None
     try:
         tensors = [tensor_of(leaf_name, value) for leaf_name, value in named]
+        samples = claim()
     except InputError as error:
         tensors, problem = [], str(error)
-    values = reducer.reduce(tensors, [value for _, value in named], current_share(), problem)
+    values = reducer.reduce(tensors, [value for _, value in named], samples, problem)
     return nest.rebuild(grads, values)
 
 
@@ -132,7 +134,7 @@ _FORMS: list[tuple[Callable[[Any], bool], Callable[[Any, dict[str, Any]], Any], 
 
 def _wrap(target: Any, options: dict[str, Any]) -> Any:
     DistributedOptimizer(None, **options)  # a wrong option is an error here, not when a class is first used
-    if isinstance(target, DistributedOptimizer):
+    if issubclass(target if isinstance(target, type) else type(target), DistributedOptimizer):
         raise TypeError("this optimizer is distributed already; wrapping it twice would average twice")
     for fits, wrap, _ in _FORMS:
         if fits(target):

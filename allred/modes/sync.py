@@ -13,7 +13,7 @@ from allred import arrays, nest
 from allred.cluster import report, topology
 from allred.comm import collectives
 from allred.comm.ops import ReduceOp
-from allred.data.batches import current_share
+from allred.data.share import claim
 from allred.errors import InputError
 from allred.fusion.plan import Tensor
 from allred.modes.accumulate import Accumulator
@@ -57,7 +57,7 @@ class DistributedOptimizer:
         communicator = collectives.current()
         tensors, values, problem = _pair(params, grads)
         try:
-            samples = _whole(current_share() if samples is None else samples)
+            samples = claim() if samples is None else _whole(samples)
             if self._accumulator.micro_steps > 1 and not problem:
                 if not self._accumulator.add(tensors, values, samples):
                     return
@@ -84,7 +84,8 @@ class DistributedOptimizer:
             problem, tensors = "", [_parameter(name, leaf) for name, leaf in nest.leaves(params)]
         except InputError as error:
             problem, tensors = str(error), []
-        communicator.check("parameters", f"{self.name}.broadcast()", [str(t) for t in tensors], problem=problem).wait()
+        title, settings = f"{self.name}.broadcast()", f"optimizer has a state: {_has_state(self.optimizer)}"
+        communicator.check("parameters", title, [str(t) for t in tensors], settings, problem=problem).wait()
         for name, leaf in nest.leaves(params):
             communicator.broadcast_(leaf, root, name).wait()
         if _has_state(self.optimizer):
@@ -122,6 +123,9 @@ def _pair(params: Any, grads: Any) -> tuple[list[Tensor], list[Any], str]:
     """What a plan knows of each gradient, the gradients, and the words for what is wrong with them, if anything."""
     named, given = nest.leaves(params), nest.leaves(grads)
     names, given_names = [name for name, _ in named], [name for name, _ in given]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        return [], [], f"two parameters are named '{twice}': dict keys must differ as text"
     if names != given_names:
         odd = sorted(set(names) ^ set(given_names))[:5]
         return [], [], f"params and grads differ in structure, in {', '.join(map(repr, odd)) or 'their order'}"
@@ -139,19 +143,19 @@ def _pair(params: Any, grads: Any) -> tuple[list[Tensor], list[Any], str]:
 
 
 def _parameter(name: str, leaf: Any) -> Tensor:
+    arrays.as_host_array(leaf)  # raises its own words about devices, torch and masks
     if not isinstance(leaf, np.ndarray) or not leaf.flags.writeable:
-        arrays.as_host_array(leaf)  # for its own words about devices and torch
         what = "a read-only array" if isinstance(leaf, np.ndarray) else type(leaf).__name__
         raise InputError(f"parameter '{name}' is {what}; it is updated in place, so it must be a writable array")
     return tensor_of(name, leaf)
 
 
-def _whole(samples: Any) -> int | None:
+def _whole(samples: Any) -> int:
     try:
-        number = None if samples is None else operator.index(samples)
+        number = operator.index(samples)
     except TypeError:
         number = -1
-    if number is not None and number < 0:
+    if number < 0:
         raise InputError(f"samples={samples!r} must be a whole number of at least 0")
     return number
 

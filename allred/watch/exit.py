@@ -5,6 +5,10 @@ job, any other finalizes.
 With the C extension that decision is made inside libc's exit(), which knows the status (csrc/exit.h). Where the
 extension is missing, or where MPI was imported before allred.init() and so mpi4py finalizes it first, it is made from
 what Python can see: an uncaught exception, Ctrl-C, sys.exit(n). Only a `raise SystemExit(n)` by hand goes unseen then.
+
+Two more cases rest on what Python sees. A rank that fails while threads of its own still run is ended after GRACE_S.
+And one that fails before allred.init(), under MPICH's mpirun, which takes such an end for a good one while the other
+ranks wait in MPI's start: that rank tells mpirun itself.
 """
 
 import atexit
@@ -12,7 +16,9 @@ import ctypes
 import functools
 import os
 import socket
+import stat
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable
@@ -20,29 +26,46 @@ from typing import Any
 
 from allred import native
 
+GRACE_S = 3.0  # from failing to leaving
 _DRAIN_S = 0.2  # as in csrc/exit.c
 
-_pid = 0  # of the process whose exit is owned: not that of its forks
+_pid = 0  # of the process whose exit is watched or owned: not that of its forks
+_mpi: Any = None  # mpi4py.MPI, once the exit is owned
 _arm: Callable[[bool], bool] | None = None  # tells the C extension whether MPI is stuck, where that decides
-_watching = False  # whether Python does
+_watching = False
 _status = 0  # what Python knows of the exit
+_pmi: tuple[int, int] | None = None  # descriptor and inode of the socket to MPICH's mpirun, before MPI starts
+
+
+def before_init() -> None:
+    """Watch for a failure before MPI starts, where the launcher does not: under MPICH's mpirun, with several ranks."""
+    global _pid, _pmi
+    try:
+        descriptor = int(os.environ.get("PMI_FD", ""))
+        status = os.fstat(descriptor)
+    except (ValueError, OSError):  # another launcher; or a child process, which has the variable but not the socket
+        return
+    if stat.S_ISSOCK(status.st_mode) and os.environ.get("PMI_SIZE", "1") != "1" and "mpi4py.MPI" not in sys.modules:
+        _pid, _pmi = os.getpid(), (descriptor, status.st_ino)
+        _watch_python()
+        atexit.register(_leave, False)
 
 
 def own(MPI: Any, finalizes: bool) -> None:  # noqa: N803  (mpi4py's spelling)
     """Take over the exit of this process, once. `finalizes`: whether MPI is ours to finalize."""
-    global _pid, _arm
-    if _pid == os.getpid():
+    global _pid, _mpi, _arm, _pmi
+    if _mpi is not None and _pid == os.getpid():
         return
-    _pid = os.getpid()
-    rank = MPI.COMM_WORLD.Get_rank()
+    _pid, _mpi, _pmi = os.getpid(), MPI, None
+    atexit.unregister(_leave)
     if MPI.COMM_WORLD.Get_size() > 1:
+        _watch_python()
         if finalizes and native.arm_exit is not None:
-            _arm = functools.partial(native.arm_exit, *_mpi_functions(MPI), rank, socket.gethostname())
+            _arm = functools.partial(native.arm_exit, *_functions(MPI), MPI.COMM_WORLD.Get_rank(), socket.gethostname())
             if _arm(False):
                 return
-        _arm = None
-        _watch_python()
-    atexit.register(_leave, MPI, rank, finalizes)
+            _arm = None
+    atexit.register(_leave, finalizes)
 
 
 def stuck() -> None:
@@ -53,33 +76,17 @@ def stuck() -> None:
         _note(1)
 
 
-def _mpi_functions(MPI: Any) -> tuple[int, int, int, int]:  # noqa: N803
+def _functions(MPI: Any) -> tuple[int, int, int, int]:  # noqa: N803
     library = ctypes.CDLL(MPI.__file__)  # mpi4py's module is linked with the MPI that runs
     functions = (library.MPI_Finalized, library.MPI_Finalize, library.MPI_Abort)
     finalized, finalize, abort = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
     return finalized, finalize, abort, MPI._handleof(MPI.COMM_WORLD)
 
 
-def _note(status: int) -> None:
-    global _status
-    _status = status
-
-
-class _Exit(SystemExit):
-    """What sys.exit raises here: one that notes its status when it ends the process, not when somebody catches it."""
-
-    @property
-    def code(self) -> Any:  # type: ignore[override]
-        value = self.args[0] if self.args else None
-        try:
-            sys._getframe(1)  # read by Python code
-        except ValueError:  # read by the interpreter itself, which is leaving
-            _note(0 if value is None else value & 0xFF if isinstance(value, int) else 1)
-        return value
-
-
 def _watch_python() -> None:
     global _watching
+    if _watching:
+        return
     _watching = True
     original_hook = sys.excepthook
 
@@ -95,14 +102,56 @@ def _watch_python() -> None:
     sys.exit = leave  # type: ignore[assignment]
 
 
-def _leave(MPI: Any, rank: int, finalizes: bool) -> None:  # noqa: N803
-    if os.getpid() != _pid or MPI.Is_finalized():
+class _Exit(SystemExit):
+    """What sys.exit raises here: one that notes its status when it ends the process, not when somebody catches it."""
+
+    @property
+    def code(self) -> Any:  # type: ignore[override]
+        value = self.args[0] if self.args else None
+        try:
+            sys._getframe(1)  # read by Python code
+        except ValueError:  # read by the interpreter itself, which is leaving
+            _note(0 if value is None else value & 0xFF if isinstance(value, int) else 1)
+        return value
+
+
+def _note(status: int) -> None:
+    """This process is about to end with `status`."""
+    global _status
+    _status = status
+    if status and os.getpid() == _pid:
+        threading.Thread(target=_end_after_grace, name="allred-exit", daemon=True).start()
+
+
+def _end_after_grace() -> None:
+    time.sleep(GRACE_S)
+    _end_job(f"has failed with exit code {_status} but not left after {GRACE_S:g} s, since threads of it still run")
+
+
+def _leave(finalizes: bool) -> None:
+    """At exit, where C does not decide."""
+    if os.getpid() != _pid or _arm is not None or (_mpi is not None and _mpi.Is_finalized()):
         return
     if _status:
-        sys.stdout.flush()
-        where = f"rank {rank} on {socket.gethostname()}"
-        print(f"allred: {where} left with exit code {_status}; ending the job", file=sys.stderr, flush=True)
-        time.sleep(_DRAIN_S)
-        MPI.COMM_WORLD.Abort(_status)
+        _end_job(f"left with exit code {_status}")
     elif finalizes:
-        MPI.Finalize()
+        _mpi.Finalize()
+
+
+def _end_job(what: str) -> None:
+    if _mpi is None and not _still_before_mpi():
+        return
+    rank = os.environ.get("PMI_RANK", "?") if _mpi is None else _mpi.COMM_WORLD.Get_rank()
+    print(f"allred: rank {rank} on {socket.gethostname()} {what}; ending the job", file=sys.stderr, flush=True)
+    time.sleep(_DRAIN_S)
+    if _mpi is not None:
+        _mpi.COMM_WORLD.Abort(_status)
+    elif _pmi is not None:
+        os.write(_pmi[0], b"cmd=abort exitcode=%d\n" % _status)  # PMI-1, which mpirun speaks on this socket
+
+
+def _still_before_mpi() -> bool:
+    try:
+        return _pmi is not None and "mpi4py.MPI" not in sys.modules and os.fstat(_pmi[0]).st_ino == _pmi[1]
+    except OSError:
+        return False

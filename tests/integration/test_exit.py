@@ -103,9 +103,14 @@ def test_in_the_middle_of_training(mpi, tmp_path):
     assert "finally on 1" in result.out, result.text
 
 
+CAUGHT = "\ntry: sys.exit(2)\nexcept SystemExit as error: assert error.code == 2"
+FINALIZED = "allred.shutdown()\nfrom mpi4py import MPI\nMPI.Finalize()"
+GOOD = ["", "allred.shutdown()", "sys.exit(0)", "sys.exit()", "sys.exit(256)", CAUGHT, FINALIZED]
+
+
 @pytest.mark.parametrize("mpi", MPIS)
-@pytest.mark.parametrize("before", ["", WITHOUT_EXTENSION, MPI_FIRST])
-@pytest.mark.parametrize("end", ["", "allred.shutdown()", "sys.exit(0)", "sys.exit()"])
+@pytest.mark.parametrize("before", ["", WITHOUT_EXTENSION, MPI_FIRST], ids=["plain", "no extension", "MPI first"])
+@pytest.mark.parametrize("end", GOOD, ids=["end", "shutdown", "exit(0)", "exit()", "exit(256)", "caught", "finalized"])
 def test_a_good_end_is_quiet_even_if_one_rank_leaves_early(mpi, before, end):
     code = (
         f"import sys, time\n{before}\nimport allred\nallred.init(banner=False)\n"
@@ -138,3 +143,68 @@ def test_a_world_of_one_just_fails():
     assert result.code == 1
     assert result.err.count("ValueError: boom") == 1
     assert "allred:" not in result.err
+
+
+@pytest.mark.parametrize("before", ["", WITHOUT_EXTENSION], ids=["plain", "no extension"])
+@pytest.mark.parametrize("mpi", MPIS)
+def test_after_a_time_limit_the_job_ends_and_not_well(mpi, before):
+    """Even if the script goes on and ends with 0: MPI cannot be finalized with an operation that never completes."""
+    code = (
+        f"import sys, time\n{before}\nimport allred\nallred.init(banner=False)\n"
+        "if allred.rank() == 1: time.sleep(600)\n"
+        "try: allred.comm.collectives.current().barrier().wait(timeout_s=0.3)\n"
+        "except allred.CollectiveTimeout as error: print(error, flush=True)\n"
+        "allred.shutdown()\n"
+        "assert not allred.is_initialized()\n"
+    )
+    result = mpirun(2, "-c", code, mpi=mpi, timeout_s=20)
+    assert result.code == 1, result.text
+    assert result.seconds < 5, result.text
+    assert "barrier: not complete after 0.3 s" in result.out, result.text
+    assert "allred: rank 0 on " in result.err, result.text
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [
+        ("raise ValueError('boom')", 1),
+        ("sys.exit(3)", 3),
+        ("allred.init(no_such_setting=1)", 1),
+        ("open('/no/file')", 1),
+    ],
+)
+def test_before_init_while_the_others_wait_in_it(mpi, failure, code):
+    program = (
+        "import os, sys\nimport allred\n"
+        "rank = int(os.environ.get('PMI_RANK') or os.environ['OMPI_COMM_WORLD_RANK'])\n"
+        f"if rank == 1: {failure}\n"
+        "allred.init()\n"
+    )
+    result = mpirun(3, "-c", program, mpi=mpi, timeout_s=20)
+    assert result.code == code, result.text
+    assert result.seconds < 5, result.text
+    assert result.err.count("Traceback") == (code == 1), result.text
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("failure", ["raise", "sys.exit"])
+@pytest.mark.parametrize("before", ["", WITHOUT_EXTENSION], ids=["plain", "no extension"])
+def test_a_rank_whose_threads_go_on_is_ended_too(mpi, failure, before):
+    threads = f"{before}\nimport threading; threading.Thread(target=threading.Event().wait).start()"
+    result = mpirun(2, "-c", program(failure, before=threads), mpi=mpi, timeout_s=20)
+    assert result.code == FAILURES[failure][1], result.text
+    assert result.seconds < 6, result.text
+    assert result.err.count("not left after 3 s, since threads of it still run; ending the job") == 1, result.text
+
+
+def test_a_program_that_a_rank_starts_is_no_rank():
+    """It inherits mpirun's variables, but it ends as it likes."""
+    child = "import allred, sys; sys.exit(3)"
+    program = (
+        f"import subprocess, sys, allred\nallred.init(banner=False)\n"
+        f"assert subprocess.run([sys.executable, '-c', {child!r}]).returncode == 3\n"
+        "allred.barrier()\nprint('alive', flush=True)\n"
+    )
+    result = mpirun(2, "-c", program, timeout_s=20)
+    assert (result.code, result.out.count("alive"), result.err) == (0, 2, ""), result.text

@@ -1,7 +1,5 @@
 """init() in the surroundings that users have: variables, launchers, nodes."""
 
-import os
-
 import pytest
 from harness import BIN, mpirun, python, run
 
@@ -131,6 +129,24 @@ def test_a_rank_that_waits_too_long_says_for_what(mpi):
 
 @pytest.mark.parametrize("mpi", MPIS)
 def test_nothing_is_left_in_dev_shm_by_a_world_of_one(mpi):
-    before = set(os.listdir("/dev/shm"))
-    run([BIN[mpi] / "python", "-c", INIT], timeout_s=20)
-    assert set(os.listdir("/dev/shm")) <= before
+    """In a /dev/shm of its own, where nobody else's files come and go."""
+    shell = 'mount -t tmpfs none /dev/shm && "$0" -c "$1" && ls -A /dev/shm'
+    alone = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
+    if run([*alone, "mount -t tmpfs none /dev/shm"]).code:
+        pytest.skip("unshare cannot make a mount namespace here")
+    result = run([*alone, shell, BIN[mpi] / "python", INIT], timeout_s=20)
+    assert (result.code, result.out) == (0, "0 of 1\n"), result.text
+
+
+def test_worlds_can_be_made_and_left_any_number_of_times():
+    """MPICH has 2048 communicators, and each init() takes one."""
+    code = (
+        "import allred\n"
+        "for _ in range(2100):\n"
+        "    allred.init(banner=False)\n"
+        "    allred.shutdown()\n"
+        "print('left', flush=True)\n"
+    )
+    assert python("-c", code).out == "left\n"
+    two = mpirun(2, "-c", code, timeout_s=50)
+    assert two.out.count("left") == 2, two.text

@@ -3,28 +3,21 @@
 import shutil
 
 import pytest
-from harness import BIN, ROOT, run
+from harness import ROOT, mpirun
 
 MPIS = ["mpich", "openmpi"]
 
 
 def pytest_under_mpirun(mpi, tmp_path, test, limit_s=3):
-    conftest = (ROOT / "tests/parallel/conftest.py").read_text()
-    (tmp_path / "conftest.py").write_text(conftest.replace("LIMIT_S = 60", f"LIMIT_S = {limit_s}"))
-    (tmp_path / "test_it.py").write_text(f"import pytest, allred, time\npytestmark = pytest.mark.mpi\n{test}")
+    limits = (ROOT / "tests/conftest.py").read_text()
+    (tmp_path / "conftest.py").write_text(limits.replace("LIMIT_S = 60", f"LIMIT_S = {limit_s}"))
+    (tmp_path / "parallel").mkdir()
+    shutil.copy(ROOT / "tests/parallel/conftest.py", tmp_path / "parallel")
+    beginning = "import pytest, allred, time\npytestmark = pytest.mark.mpi\n"
+    (tmp_path / "parallel/test_it.py").write_text(beginning + test)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    command = [
-        BIN[mpi] / "mpirun",
-        "-np",
-        3,
-        BIN[mpi] / "python",
-        "-m",
-        "pytest",
-        "--with-mpi",
-        "--color=no",
-        "test_it.py",
-    ]
-    return run(command, timeout_s=40, cwd=tmp_path)
+    pytest_ = ["-m", "pytest", "--with-mpi", "--color=no", "parallel"]
+    return mpirun(3, *pytest_, mpi=mpi, timeout_s=40, cwd=tmp_path)
 
 
 @pytest.mark.parametrize("mpi", MPIS)
@@ -36,6 +29,18 @@ def test_a_rank_that_fails_alone(mpi, tmp_path):
     assert "--- rank 2" in result.out, result.text
     assert "AssertionError: odd one" in result.out, result.text
     assert "1 failed, 1 passed" in result.out, result.text
+
+
+@pytest.mark.parametrize("phase", ["setup", "teardown"])
+def test_a_rank_that_fails_in_a_fixture(phase, tmp_path):
+    odd = "assert rank != 1, 'odd one'"
+    before, after = (odd, "") if phase == "setup" else ("", odd)
+    fixture = f"@pytest.fixture\ndef odd(rank):\n    {before}\n    yield\n    {after}\n"
+    test = f"{fixture}def test_x(odd): allred.barrier()\ndef test_y(): pass\n"
+    result = pytest_under_mpirun("mpich", tmp_path, test, limit_s=30)
+    assert result.code != 0, result.text
+    assert "odd one" in result.text, result.text
+    assert "rank 1" in result.text, result.text
 
 
 @pytest.mark.parametrize("mpi", MPIS)

@@ -4,13 +4,12 @@
 
 After every test the ranks tell each other how it went, before any goes on to the next: a failure on one rank is a
 failure on all, shown once, with that rank's traceback. A rank that fails while the others wait for it inside the test
-would leave them there: after a grace period it prints its traceback and ends the job. So does a rank whose test takes
-too long, with the stacks of all its threads.
+would leave them there: after a grace period it prints its traceback and ends the job. A rank that hangs meets the
+time limit of tests/conftest.py.
 """
 
-import faulthandler
 import os
-import signal
+import sys
 import time
 
 import numpy as np
@@ -19,46 +18,23 @@ from mpi4py import MPI
 
 import allred
 from allred.comm import registry
+from allred.errors import ConfigError
 
-LIMIT_S = 60  # for one test; a test that needs more has @pytest.mark.limit(seconds)
 GRACE_S = 5  # for the others to report, once this rank has failed
 
-_STDERR = pytest.StashKey()  # the real one: pytest captures the other
 _world = MPI.COMM_WORLD.Dup()  # for these reports alone
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
-    config.addinivalue_line("markers", "limit(seconds): the time limit of a slow test")
     if _world.Get_rank():  # one rank speaks; what the others have to say comes through it
         config.pluginmanager.get_plugin("terminalreporter")._tw._file = open(os.devnull, "w")  # noqa: SIM115
-    with config.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
-        config.stash[_STDERR] = os.fdopen(os.dup(2), "w")
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item):
-    marker = item.get_closest_marker("limit")
-    limit_s = marker.args[0] if marker else LIMIT_S
-    faulthandler.dump_traceback_later(limit_s, file=item.config.stash[_STDERR])  # on every rank that is still in it
-    signal.alarm(limit_s + 2)  # its default action ends the process, whatever that is doing, and so the job
-    try:
-        return (yield)
-    finally:
-        signal.alarm(0)
-        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport(item, call):
+    """Make the outcome of each phase (setup, call, teardown) the same on all ranks."""
     report = yield
-    if call.when == "call":
-        _share(report, item.config.stash[_STDERR])
-    return report
-
-
-def _share(report, stderr):
-    """Make the outcome of this phase the same on all ranks."""
     mine = str(report.longrepr) if report.failed else ""
     lengths = np.zeros(_world.Get_size(), np.int64)
     request = _world.Iallgather(np.array([len(mine)], np.int64), lengths)
@@ -66,16 +42,16 @@ def _share(report, stderr):
     while not request.Test():
         time.sleep(0.0005)
         if mine and time.monotonic() > deadline:
-            print(
-                f"\nrank {_world.Get_rank()} failed while others wait in {report.nodeid}:\n{mine}",
-                file=stderr,
-                flush=True,
-            )
-            _world.Abort(1)
+            text = f"\nrank {_world.Get_rank()} failed while others wait in {report.nodeid}:\n{mine}"
+            with item.config.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
+                print(text, file=sys.stderr, flush=True)
+                time.sleep(0.2)
+                _world.Abort(1)
     if lengths.any():
         texts = _world.allgather(mine)
         report.outcome = "failed"
         report.longrepr = "\n".join(f"--- rank {rank}\n{text}" for rank, text in enumerate(texts) if text)
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -95,7 +71,15 @@ def size():
     return allred.size()
 
 
-@pytest.fixture(params=sorted(registry.BACKENDS) if _world.Get_size() == 1 else ["mpi"])
+def _serves(backend):
+    try:
+        registry.choose(backend, _world.Get_size(), has_mpi=True)
+    except ConfigError:
+        return False
+    return True
+
+
+@pytest.fixture(params=[backend for backend in sorted(registry.BACKENDS) if _serves(backend)])
 def comm(request):
     """A communicator of each backend that can serve this world."""
     communicator = registry.BACKENDS[request.param](MPI.COMM_WORLD.Dup(), 30.0)

@@ -103,9 +103,16 @@ def test_16_bit_sums_are_formed_in_float32(comm, dtype):
     np.testing.assert_array_equal(comm.allreduce(x, allred.Sum).wait(), np.full(3, total))
 
 
-def test_integers_wrap_around(comm):
-    x = np.full(3, 127 if comm.rank == 0 else 1, np.int8)
-    assert comm.allreduce(x, allred.Sum).wait().tolist() == [(127 + comm.size - 1 + 128) % 256 - 128] * 3
+@pytest.mark.parametrize("dtype", INTS)
+@pytest.mark.parametrize("op", [allred.Sum, allred.Product])
+def test_integers_wrap_around(comm, dtype, op):
+    """As numpy's do; 31 elements, since Open MPI's vector and scalar code differ."""
+    largest = np.iinfo(dtype).max
+    result, one = np.array([1 if op is allred.Product else 0], dtype), np.array([largest], dtype)
+    for _ in range(comm.size):
+        result = result * one if op is allred.Product else result + one
+    assert comm.allreduce(np.full(31, largest, dtype), op).wait().tolist() == [int(result[0])] * 31
+    assert comm.reducescatter(np.full(comm.size, largest, dtype), op).wait().tolist() == [int(result[0])]
 
 
 def layouts(x):
@@ -288,6 +295,7 @@ def test_memory_of_the_communicator_reduces_without_a_copy_and_lasts(comm):
 BAD = [
     (lambda c: c.allreduce(np.ones(3, int)), "allreduce: Average of int64 is not defined"),
     (lambda c: c.allreduce(np.ones(3, bool), allred.Sum), "allreduce: Sum of bool is not defined; use allred.Max for"),
+    (lambda c: c.allreduce(np.ones(3), None), "allreduce: op=None is not a reduction"),
     (lambda c: c.allreduce(np.ones(3), "sum"), "allreduce: op='sum' is not a reduction; use allred.Average"),
     (lambda c: c.allreduce(np.ones(3), ["sum"]), r"allreduce: op=\['sum'\] is not a reduction"),
     (lambda c: c.allreduce(np.ones(3), name=7), "allreduce '7': name=7 must be a string"),

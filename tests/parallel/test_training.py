@@ -79,6 +79,12 @@ def test_a_last_batch_smaller_than_the_number_of_ranks(size):
     assert np.allclose(seen[1], x[-1])
 
 
+def test_a_rank_without_samples_adds_nothing_to_a_sum(rank, size):
+    params, opt = [np.zeros(2)], allred.distributed(optim.SGD(lr=1.0), op=allred.Sum)
+    opt.step(params, [np.full(2, np.nan) if rank == 0 and size > 1 else np.ones(2)], samples=rank if size > 1 else 1)
+    assert params[0].tolist() == [-max(size - 1, 1)] * 2
+
+
 def test_the_sum_is_not_weighted(size):
     params, opt = [np.zeros(2)], allred.distributed(optim.SGD(lr=1.0), op=allred.Sum)
     opt.step(params, [np.ones(2)], samples=allred.rank() + 1)
@@ -231,6 +237,18 @@ def test_samples_that_cannot_be_used_on_one_rank_are_an_error_on_all(rank, size)
         opt.step(params, [np.ones(3)], samples=-1 if rank == size - 1 else 5)
     opt.step(params, [np.ones(3) if rank else None], samples=np.int64(3))
     np.testing.assert_allclose(params[0], -(size - 1) / size)
+
+
+def test_a_state_on_some_ranks_only_is_an_error_on_all(rank, size):
+    if size == 1:
+        pytest.skip("one rank cannot differ")
+
+    class Stateless:
+        def step(self, params, grads): ...
+
+    opt = allred.distributed(Stateless() if rank == 0 else optim.SGD())
+    with pytest.raises(MismatchError, match="ranks differ: optimizer has a state: False on rank 0; "):
+        opt.broadcast([np.zeros(2)])
 
 
 def test_a_micro_step_that_fails_on_one_rank_is_an_error_on_all_at_the_end_of_the_step(rank, size):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import allred
-from allred.data.batches import current_share
+from allred.data import share
 from allred.errors import InputError, NotInitializedError
 
 ROWS = np.arange(37)
@@ -52,27 +52,63 @@ def test_len_and_iterating_again():
     assert len(batches) == len(list(batches)) == len(list(batches)) == 8
 
 
-def test_the_share_is_known_while_a_batch_is_out_and_restored_after():
-    outer = iter(allred.data.batches(ROWS, batch_size=10, rank=0, size=3))
-    next(outer)
-    assert current_share() == 4
-    for _ in allred.data.batches(ROWS, batch_size=20, rank=0, size=1):
+@pytest.fixture(autouse=True)
+def no_memory_of_other_tests(monkeypatch):
+    monkeypatch.setattr(share, "_running", {})
+    monkeypatch.setattr(share, "_uneven_left", False)
+
+
+def running(batch_size, size=1, rows=ROWS):
+    return iter(allred.data.batches(rows, batch_size=batch_size, rank=0, size=size))
+
+
+def test_a_step_takes_the_share_of_the_batch_before_it():
+    assert share.claim() is None
+    assert [(share.claim(), len(batch)) for batch in running(10, size=3)] == [(4, 4), (4, 4), (4, 4), (3, 3)]
+    assert share.claim() is None
+
+
+def test_evaluation_inside_training_and_two_steps_for_a_batch():
+    training = running(10, size=3)
+    next(training)
+    for _ in running(20):
         pass
-    assert current_share() == 4  # evaluation inside training
-    outer.close()
-    assert current_share() is None
+    assert (share.claim(), share.claim()) == (4, 4)
+    next(training)
+    assert share.claim() == 4
 
 
-def test_shares_of_iterators_that_end_in_any_order():
-    first, second = (iter(allred.data.batches(ROWS, batch_size=b, rank=0, size=1)) for b in (10, 20))
-    next(first), next(second)
-    assert current_share() == 20
-    next(first)
-    assert current_share() == 10  # the batch that came last
-    first.close()
-    assert current_share() == 20
-    second.close()
-    assert current_share() is None
+def test_batches_fetched_ahead_are_fine_while_they_are_alike():
+    training = running(10, size=3)
+    for _ in range(3):
+        next(training)
+    assert share.claim() == 4
+    next(training)  # the last one, of 7
+    assert share.claim() == 3
+    two = zip(running(10), running(10), strict=True)
+    next(two)
+    assert share.claim() == 10
+
+
+def test_where_it_is_not_known_which_batch_a_step_is_for_it_is_an_error():
+    training = running(10, size=3)
+    for _ in range(4):
+        next(training)
+    with pytest.raises(InputError, match=r"not known which of them this step is for; say so with step"):
+        share.claim()
+    held, other = running(10), running(20)
+    next(held)
+    next(other)
+    with pytest.raises(InputError, match="not known"):
+        share.claim()
+
+
+def test_a_list_of_batches_is_an_error_where_their_shares_are_uneven():
+    list(allred.data.batches(ROWS[:36], batch_size=12, rank=0, size=3))
+    assert share.claim() is None  # all ranks have equally many: no weights are needed
+    list(allred.data.batches(ROWS, batch_size=12, rank=0, size=3))
+    with pytest.raises(InputError, match="not known"):
+        share.claim()
 
 
 @pytest.mark.parametrize(
@@ -84,6 +120,9 @@ def test_shares_of_iterators_that_end_in_any_order():
         ((ROWS,), {"batch_size": 2}, r"batch_size=2 must be a whole number of at least 3 \(batch_size counts"),
         ((ROWS,), {"batch_size": 2.5}, "batch_size=2.5 must be"),
         ((ROWS,), {"batch_size": 38, "drop_last": True}, "37 rows do not fill one batch of 38"),
+        ((ROWS,), {"batch_size": 3, "seed": -1}, "seed=-1 must be a whole number"),
+        ((ROWS,), {"batch_size": 3, "seed": "a"}, "seed='a' must be"),
+        ((ROWS,), {"batch_size": 3, "rank": "0"}, "rank='0' must be a whole number"),
         ((ROWS,), {"batch_size": 3, "epochs": -1}, "epochs=-1 must be"),
         ((ROWS,), {"batch_size": 3, "rank": 3}, "rank=3 is not one of 3 ranks"),
     ],

@@ -34,6 +34,7 @@ def test_arguments_override_variables():
         ("ALLRED_BUCKET_BYTES", "many", "ALLRED_BUCKET_BYTES='many' is not a size such as 4MiB"),
         ("ALLRED_BUCKET_BYTES", "0", "too small; it must be at least 1"),
         ("ALLRED_TIMEOUT_S", "nan", "too small"),
+        ("ALLRED_TIMEOUT_S", "0", "too small; it must be at least 0.001"),
         ("ALLRED_TIMEOUT_S", "soon", "ALLRED_TIMEOUT_S='soon' is not a number"),
         ("ALLRED_BANNER", "maybe", "ALLRED_BANNER='maybe' is not 1 or 0"),
     ],
@@ -76,9 +77,9 @@ def test_sizes(text, expected):
     assert parse_bytes(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "-1", "1TB", "KiB", "1e6", None, True])
+@pytest.mark.parametrize("text", ["", "-1", "1TB", "KiB", "1e6", None, True, 1.5])
 def test_what_is_no_size(text):
-    with pytest.raises(ValueError, match="is not a size"):
+    with pytest.raises(ValueError, match=r"is not a (size|whole number of bytes)"):
         parse_bytes(text)
 
 

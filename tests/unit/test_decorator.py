@@ -69,6 +69,8 @@ def test_anything_else_is_a_type_error_that_lists_the_forms(target):
 
 def test_wrapping_twice_is_refused():
     with pytest.raises(TypeError, match="distributed already"):
+        allred.distributed(allred.distributed(Descent))
+    with pytest.raises(TypeError, match="distributed already"):
         allred.distributed(allred.distributed(Descent()))
 
 
@@ -135,6 +137,8 @@ def test_numbers_and_read_only_gradients_arrive_as_new_arrays(world):
         ([np.ones(2)], [np.ones(2, complex)], "'0': dtype complex128 is not supported"),
         ([np.ones(2, int)], [np.ones(2, int)], r"Average of int64 is not defined"),
         ([np.ones(2)], ["hello"], "'0': dtype str"),
+        ({1: np.ones(2), "1": np.ones(2)}, {1: np.ones(2), "1": np.ones(2)}, "two parameters are named '1'"),
+        ([np.ones(2)], [np.ma.masked_array(np.ones(2), [True, False])], "'0': a masked array would lose its mask"),
     ],
 )
 def test_unusable_gradients_are_named_and_nothing_is_changed(world, params, grads, message):

@@ -16,6 +16,7 @@ Pair = collections.namedtuple("Pair", "first second")
         (1, [2, {"x": 3}]),
         {"b": 1, "a": {"d": 2, "c": 3}},
         Pair(1, [2, 3]),
+        collections.OrderedDict(b=1, a=2),
         [],
         {},
         {"k": None},

@@ -54,6 +54,11 @@ def test_a_world_of_one_under_a_launcher_of_four_is_an_error(variable):
     mpi.check_world(1, "MPICH 5", {variable: "several"})
 
 
+def test_the_launcher_nearest_to_the_rank_counts():
+    mpi.check_world(1, "Open MPI 5", {"OMPI_COMM_WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "2"})
+    mpi.check_world(1, "MPICH 5", {"PMI_SIZE": "1", "SLURM_STEP_NUM_TASKS": "2"})
+
+
 def test_mpi_settings_are_made_only_where_they_cannot_hurt():
     one_node = {"PMIX_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
     assert mpi.settings({}) == {"OMPI_MCA_btl": "self"}

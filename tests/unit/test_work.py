@@ -1,5 +1,7 @@
 """The queue of started operations, with something to wait for that the test controls."""
 
+import os
+import threading
 import time
 
 import pytest
@@ -99,3 +101,32 @@ def test_a_long_wait_does_not_burn_the_core(queue, monkeypatch):
     with pytest.raises(CollectiveTimeout):
         work.wait(timeout_s=0.5)
     assert time.process_time() - cpu < 0.25  # spinning would take 0.5
+
+
+def test_a_forked_process_is_no_rank(queue):
+    child = os.fork()
+    if child == 0:
+        try:
+            queue.start("x", operation([], "x"))
+        except AllredError as error:
+            os._exit(7 if "forked from a rank after allred.init()" in str(error) else 8)
+        os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_two_threads_at_once_are_an_error_and_the_first_goes_on(queue):
+    inside, go = threading.Event(), threading.Event()
+
+    def slow():
+        inside.set()
+        go.wait()
+        yield from ()
+
+    thread = threading.Thread(target=lambda: queue.start("slow", slow()))
+    thread.start()
+    inside.wait()
+    with pytest.raises(AllredError, match="two threads use allred at once"):
+        queue.start("mine", operation([], "mine"))
+    go.set()
+    thread.join()
+    assert queue.start("mine", operation([], "mine")).wait() == "mine"

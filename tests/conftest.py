@@ -1,0 +1,30 @@
+"""Every test ends: after its time limit it shows the stacks of all threads, and then its process is killed."""
+
+import faulthandler
+import os
+import signal
+
+import pytest
+
+LIMIT_S = 60  # for one test; a test that needs more has @pytest.mark.limit(seconds)
+
+STDERR = pytest.StashKey()  # the real one: pytest captures the other
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "limit(seconds): the time limit of a slow test")
+    with config.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
+        config.stash[STDERR] = os.fdopen(os.dup(2), "w")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    marker = item.get_closest_marker("limit")
+    limit_s = marker.args[0] if marker else LIMIT_S
+    faulthandler.dump_traceback_later(limit_s, file=item.config.stash[STDERR])
+    signal.alarm(limit_s + 2)  # its default action ends the process whatever that is doing, and a job of ranks with it
+    try:
+        return (yield)
+    finally:
+        signal.alarm(0)
+        faulthandler.cancel_dump_traceback_later()
