@@ -368,7 +368,7 @@ def test_ranks_that_differ_raise_the_same_error(comm, which):
     if comm.size == 1:
         pytest.skip("one rank cannot differ")
     odd = comm.size - 1
-    with pytest.raises(MismatchError, match=rf" on (rank 0|ranks 0 .*); .* on rank {odd};") as error:
+    with pytest.raises(MismatchError, match=rf" on ranks? 0.*; .* on rank {odd};") as error:
         DIFFERENT[which][comm.rank == odd](comm).wait()
     assert len(set(allred.allgather_object(str(error.value)))) == 1
     assert comm.allreduce(np.ones(3), allred.Sum).wait().tolist() == [comm.size] * 3
