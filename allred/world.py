@@ -74,12 +74,12 @@ def _join(comm: Any) -> tuple[Any, str]:
     MPI, ours = mpi.load()  # noqa: N806  (mpi4py's spelling)
     if MPI is None:
         return None, "no MPI"
+    exit_protocol.own(MPI, finalizes=ours)
     if comm is not None and (not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL):
         raise InputError(f"init(comm=...) takes an mpi4py intracommunicator, got {comm!r}")
     library = mpi.library_name(MPI.Get_library_version())
     if comm is None:
         mpi.check_world(MPI.COMM_WORLD.Get_size(), library)
-    exit_protocol.own(MPI, finalizes=ours)
     duplicate, request = (MPI.COMM_WORLD if comm is None else comm).Idup()
     while not request.Test():
         os.sched_yield()
