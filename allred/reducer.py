@@ -126,7 +126,9 @@ class Reducer:
             collectives.allreduce_(array, self.op, name)
             return
         weighted = np.zeros_like(array, arrays.accumulator(array.dtype))
-        if weight:  # else zeros even where the gradient is NaN: the mean over no samples
+        if weight == 1:
+            weighted[...] = array
+        elif weight:  # else zeros even where the gradient is NaN: the mean over no samples
             np.multiply(array, weight, out=weighted, dtype=weighted.dtype)
         array[...] = collectives.allreduce_(weighted, self.op, name).astype(array.dtype, copy=False)
 
@@ -142,13 +144,17 @@ def _size(bucket_bytes: int | str | None) -> int | None:
 
 
 def _writable(tensors: Sequence[Tensor], values: Sequence[Any]) -> list[Any]:
-    """The arrays to reduce in: the caller's own; copies of numbers, read-only arrays and arrays that come twice."""
+    """The arrays to reduce in: the caller's own; copies of numbers, read-only arrays and memory that comes twice."""
     seen: set[int] = set()
     ready: list[Any] = []
     for tensor, value in zip(tensors, values, strict=True):
-        own = isinstance(value, np.ndarray) and value.flags.writeable and id(value) not in seen
-        seen.add(id(value))
-        ready.append(value if own or value is None else np.array(value, tensor.dtype))
+        if isinstance(value, np.ndarray) and value.flags.writeable:
+            address = value.__array_interface__["data"][0]
+            if address not in seen:
+                seen.add(address)
+                ready.append(value)
+                continue
+        ready.append(None if value is None else np.array(value, tensor.dtype))
     return ready
 
 

@@ -69,7 +69,7 @@ class Call:
 
 
 def _hash(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+    return hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=16).digest()
 
 
 def rows_and_note(header: bytes) -> tuple[int, int]:

@@ -10,6 +10,7 @@ chooses for the chunk's size: the same on all ranks in both MPIs' algorithms, an
 the MPI standard only recommends it.
 """
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,6 @@ class MpiCommunicator(Communicator):
         self._back_stage = self.allocate(CHUNK_BYTES, np.dtype(np.uint8))
         self._records = self.allocate(self.size * header.BYTES, np.dtype(np.uint8))
         self._record = self.allocate(header.BYTES, np.dtype(np.uint8))
-        self._numpy_ops: dict[tuple[ReduceOp, str], MPI.Op] = {}
 
     def allocate(self, count: int, dtype: np.dtype[Any]) -> Array:
         array = np.zeros(count, dtype)
@@ -76,8 +76,6 @@ class MpiCommunicator(Communicator):
     def close(self) -> None:
         if not self.queue.poisoned:
             self._comm.Free()
-            for op in self._numpy_ops.values():
-                op.Free()
         super().close()
 
     def _exchange(self, record: bytes) -> Steps[list[bytes]]:
@@ -179,13 +177,15 @@ class MpiCommunicator(Communicator):
         small_integer = wire.kind in "iu" and wire.itemsize <= 2
         if not (op in (ReduceOp.MIN, ReduceOp.MAX) and arrays.is_float(wire)) and not small_integer:
             return _MPI_OPS[op]
-        key = op, arrays.name_of(wire)
-        if key not in self._numpy_ops:
-            function = _NUMPY_OPS[op]
+        return _numpy_op(op, wire)
 
-            def reduce(incoming: Any, both: Any, _: MPI.Datatype) -> None:
-                out = np.frombuffer(both, wire)
-                function(np.frombuffer(incoming, wire), out, out=out)
 
-            self._numpy_ops[key] = MPI.Op.Create(reduce, commute=True)
-        return self._numpy_ops[key]
+@functools.cache  # for good and for all communicators: mpi4py has room for 32 in a process
+def _numpy_op(op: ReduceOp, wire: np.dtype[Any]) -> MPI.Op:
+    function = _NUMPY_OPS[op]
+
+    def reduce(incoming: Any, both: Any, _: MPI.Datatype) -> None:
+        out = np.frombuffer(both, wire)
+        function(np.frombuffer(incoming, wire), out, out=out)
+
+    return MPI.Op.Create(reduce, commute=True)

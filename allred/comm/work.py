@@ -6,11 +6,12 @@ waits for one drives those before it. Nothing here blocks in C: every wait is a 
 Ctrl-C works and a missing peer ends in an error.
 """
 
+import contextlib
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 from allred.errors import AllredError, CollectiveTimeout
@@ -91,34 +92,37 @@ class WorkQueue:
         self.poisoned = ""
         self._works: deque[Work[Any]] = deque()
         self._pid = os.getpid()
-        self._thread = 0  # the one that is making progress
+        self._lock = threading.Lock()  # never waited for
 
     def start(self, title: str, steps: Steps[T]) -> Work[T]:
         """Begin an operation, after all those before it."""
-        self._check()
-        work = Work(self, title, steps)
-        self._works.append(work)
-        self.progress(work)
+        with self._alone():
+            work = Work(self, title, steps)
+            self._works.append(work)
+            self._progress(work)
         return work
 
     def progress(self, work: Work[Any]) -> bool:
         """Drive the queue up to `work` as far as it goes without waiting; True once `work` is complete."""
-        self._check()
-        self._thread = threading.get_ident()
-        try:
-            while not work._finished and self._works[0]._advance():
-                self._works.popleft()
-        finally:
-            self._thread = 0
+        with self._alone():
+            return self._progress(work)
+
+    def _progress(self, work: Work[Any]) -> bool:
+        while not work._finished and self._works[0]._advance():
+            self._works.popleft()
         return work._finished
 
     def wait(self, work: Work[Any], timeout_s: float | None) -> None:
         """Drive the queue until `work` is complete."""
+        with self._alone():
+            self._wait(work, timeout_s)
+
+    def _wait(self, work: Work[Any], timeout_s: float | None) -> None:
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         start = last_progress = now = time.perf_counter()
         tests, taken = 0, self.steps_taken
         try:
-            while not self.progress(work):
+            while not self._progress(work):
                 if self.steps_taken != taken:
                     tests, taken, last_progress = 0, self.steps_taken, now
                 tests += 1
@@ -143,12 +147,18 @@ class WorkQueue:
         """Refuse everything from now on: an MPI operation cannot be taken back, and the ranks no longer match."""
         self.poisoned = self.poisoned or reason
 
-    def _check(self) -> None:
-        if self._thread and self._thread != threading.get_ident():
-            raise AllredError("two threads use allred at once; the order of operations must be the same on all ranks")
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """For one thread of the rank's own process at a time, and only while the communicator is sound."""
         if os.getpid() != self._pid:
             raise AllredError("this process was forked from a rank after allred.init(); only the rank itself is one")
-        if self.poisoned:
-            raise AllredError(
-                f"this communicator cannot be used any more: {self.poisoned}; end the job and start again"
-            )
+        if not self._lock.acquire(blocking=False):
+            raise AllredError("two threads use allred at once; the order of operations must be the same on all ranks")
+        try:
+            if self.poisoned:
+                raise AllredError(
+                    f"this communicator cannot be used any more: {self.poisoned}; end the job and start again"
+                )
+            yield
+        finally:
+            self._lock.release()

@@ -1,7 +1,7 @@
 """How many samples a step's gradients stand for, when nobody says: the share of the batch that came before it.
 
-A step follows its batch, as a rule. Where batches were fetched ahead or skipped in between it is not known which of
-them a step belongs to. That does not matter as long as they are alike; where they differ it is an error, since wrong
+A step follows its batch, as a rule. Where batches were fetched ahead or skipped it is not known which of them a step
+belongs to. That does not matter as long as their shares are alike; where they are not it is an error, since wrong
 weights would show nowhere.
 """
 
@@ -9,42 +9,61 @@ from allred.errors import InputError
 
 
 class Source:
-    """One running iteration over batches: what it has given out since the last step."""
+    """One running iteration over batches."""
 
     def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+        self.ranks = ranks
         self.share = 0  # of the batch it gave out last: samples of this rank
-        self.totals: set[int] = set()  # samples over all ranks, of the batches that no step has taken yet
+        self.ahead = 0  # batches given out that no step has followed yet
+        self.totals: set[int] = set()  # their sizes, samples over all ranks
 
     def give(self, share: int, total: int) -> None:
         """A batch is given out."""
         self.share = share
+        self.ahead += 1
         self.totals.add(total)
         _running.pop(self, None)  # the one that gave last stands last
         _running[self] = None
+
+    def follow(self, steps: int) -> None:
+        """So many steps have followed."""
+        self.ahead = max(self.ahead - steps, 0)
+        if not self.ahead:
+            self.totals.clear()
+
+    def uneven(self) -> bool:
+        """Whether ranks had different shares of one of these batches."""
+        return any(total % self.ranks for total in self.totals)
 
     def end(self) -> None:
         """The iteration is over."""
         global _uneven_left
         _running.pop(self, None)
-        _uneven_left = _uneven_left or any(total % self._ranks for total in self.totals)
+        _uneven_left = _uneven_left or self.uneven()
 
 
 _running: dict[Source, None] = {}
-_uneven_left = False  # batches of uneven shares were given out by iterations that ended before a step took them
+_uneven_left = False  # uneven batches were iterated over to the end, and no step followed them
 
 
-def claim() -> int | None:
-    """The share that the step which is about to run belongs to; None where no batches are in use.
+def claim(samples: int | None = None) -> int | None:
+    """The samples of the step that is about to run: as given, else the share of its batch; None without batches.
 
-    Raises InputError where that cannot be known: batches that differ were fetched ahead.
+    Raises InputError where it is not known which batch that is, and their shares differ.
     """
-    totals = set().union(*(source.totals for source in _running))
+    global _uneven_left
+    sizes = set().union(*(source.totals for source in _running))
+    unknown = len(sizes) > 1 and any(source.uneven() for source in _running)
+    unknown = unknown or (_uneven_left and not _running)
+    known = samples is not None or unknown
+    _uneven_left = False
     for source in _running:
-        source.totals.clear()
-    if len(totals) > 1 or (not _running and _uneven_left):
+        source.follow(source.ahead if known else 1)
+    if samples is not None:
+        return samples
+    if unknown:
         raise InputError(
-            "batches of different sizes were taken since the last step, so it is not known which of them this step is "
-            "for; say so with step(..., samples=len(x))"
+            "batches with uneven shares were iterated without a step for each (fetched ahead, skipped or evaluated), "
+            "so it is not known how many samples this step is for; say so with step(..., samples=len(x))"
         )
     return next(reversed(_running)).share if _running else None

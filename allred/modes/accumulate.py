@@ -34,6 +34,8 @@ class Accumulator:
 
         Raises InputError if they do not fit those of the calls before.
         """
+        if odd := next((tensor for tensor in tensors if not arrays.is_float(tensor.dtype)), None):
+            raise InputError(f"the gradient of {odd} cannot be accumulated: its mean would be rounded; cast it")
         if not self._samples:
             self._tensors, self._sums = list(tensors), [None] * len(values)
         if list(tensors) != self._tensors:

@@ -46,6 +46,7 @@ class DistributedOptimizer:
 
         params: a nest of arrays. grads: the same nest of gradients, which are overwritten with the mean; numbers and
         read-only arrays are passed on as new arrays; None counts as zeros if another rank has that gradient.
+        None takes the parameter's dtype, a Python number too.
         samples: how many samples the gradients are the mean of; known by itself inside `allred.data.batches`. Ranks
         with more count for more; if no rank says, all count alike.
 
@@ -57,7 +58,7 @@ class DistributedOptimizer:
         communicator = collectives.current()
         tensors, values, problem = _pair(params, grads)
         try:
-            samples = claim() if samples is None else _whole(samples)
+            samples = claim(None if samples is None else _whole(samples))
             if self._accumulator.micro_steps > 1 and not problem:
                 if not self._accumulator.add(tensors, values, samples):
                     return

@@ -12,6 +12,7 @@ ranks wait in MPI's start: that rank tells mpirun itself.
 """
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import os
@@ -28,11 +29,13 @@ from allred import native
 
 GRACE_S = 3.0  # from failing to leaving
 _DRAIN_S = 0.2  # as in csrc/exit.c
+_UNCAUGHT: dict[Any, int] = {KeyboardInterrupt: 130}  # status by exception; 1 for any other
 
 _pid = 0  # of the process whose exit is watched or owned: not that of its forks
 _mpi: Any = None  # mpi4py.MPI, once the exit is owned
 _arm: Callable[[bool], bool] | None = None  # tells the C extension whether MPI is stuck, where that decides
 _watching = False
+_stuck = False
 _status = 0  # what Python knows of the exit
 _pmi: tuple[int, int] | None = None  # descriptor and inode of the socket to MPICH's mpirun, before MPI starts
 
@@ -46,6 +49,7 @@ def before_init() -> None:
     except (ValueError, OSError):  # another launcher; or a child process, which has the variable but not the socket
         return
     if stat.S_ISSOCK(status.st_mode) and os.environ.get("PMI_SIZE", "1") != "1" and "mpi4py.MPI" not in sys.modules:
+        os.set_inheritable(descriptor, False)  # a program that this one starts is no rank
         _pid, _pmi = os.getpid(), (descriptor, status.st_ino)
         _watch_python()
         atexit.register(_leave, False)
@@ -70,10 +74,10 @@ def own(MPI: Any, finalizes: bool) -> None:  # noqa: N803  (mpi4py's spelling)
 
 def stuck() -> None:
     """An MPI operation of this process will never complete: it can only end by ending the job."""
+    global _stuck
+    _stuck = _watching
     if _arm is not None:
         _arm(True)
-    elif _watching:
-        _note(1)
 
 
 def _functions(MPI: Any) -> tuple[int, int, int, int]:  # noqa: N803
@@ -91,12 +95,16 @@ def _watch_python() -> None:
     original_hook = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        original_hook(kind, error, trace)
-        if not hasattr(sys, "ps1"):  # at a prompt an exception ends nothing
-            _note(130 if issubclass(kind, KeyboardInterrupt) else 1)
+        try:
+            original_hook(kind, error, trace)
+        finally:
+            if _called_by_the_interpreter() and not hasattr(sys, "ps1"):  # at a prompt an exception ends nothing
+                _note(_UNCAUGHT.get(kind, 1))
 
     def leave(status: Any = None, /) -> None:
-        raise _Exit(status)
+        if isinstance(status, SystemExit):
+            raise status
+        raise (_Exit if threading.current_thread() is threading.main_thread() else SystemExit)(status)
 
     sys.excepthook = hook
     sys.exit = leave  # type: ignore[assignment]
@@ -105,14 +113,28 @@ def _watch_python() -> None:
 class _Exit(SystemExit):
     """What sys.exit raises here: one that notes its status when it ends the process, not when somebody catches it."""
 
+    def __init__(self, status: Any) -> None:
+        super().__init__(status)
+        self._code = status
+
     @property
-    def code(self) -> Any:  # type: ignore[override]
-        value = self.args[0] if self.args else None
-        try:
-            sys._getframe(1)  # read by Python code
-        except ValueError:  # read by the interpreter itself, which is leaving
-            _note(0 if value is None else value & 0xFF if isinstance(value, int) else 1)
-        return value
+    def code(self) -> Any:
+        if _called_by_the_interpreter():
+            _note(0 if self._code is None else self._code & 0xFF if isinstance(self._code, int) else 1)
+        return self._code
+
+    @code.setter
+    def code(self, status: Any) -> None:
+        self._code = status
+
+
+def _called_by_the_interpreter() -> bool:
+    """Whether the function that asks was called by no Python code: the interpreter is leaving."""
+    try:
+        sys._getframe(2)
+    except ValueError:
+        return True
+    return False
 
 
 def _note(status: int) -> None:
@@ -125,15 +147,19 @@ def _note(status: int) -> None:
 
 def _end_after_grace() -> None:
     time.sleep(GRACE_S)
-    _end_job(f"has failed with exit code {_status} but not left after {GRACE_S:g} s, since threads of it still run")
+    _end_job(f"failed with exit code {_status} but has not left after {GRACE_S:g} s: threads or atexit functions run")
 
 
 def _leave(finalizes: bool) -> None:
     """At exit, where C does not decide."""
     if os.getpid() != _pid or _arm is not None or (_mpi is not None and _mpi.Is_finalized()):
         return
-    if _status:
-        _end_job(f"left with exit code {_status}")
+    global _status
+    error = getattr(sys, "last_type", None)  # set where an exception ended the main program, whatever the hooks did
+    if _watching and error is not None:
+        _status = _status or _UNCAUGHT.get(error, 1)
+    if _status or _stuck:
+        _end_job(f"left with exit code {_status}{' and an operation that never completed' * _stuck}")
     elif finalizes:
         _mpi.Finalize()
 
@@ -142,10 +168,13 @@ def _end_job(what: str) -> None:
     if _mpi is None and not _still_before_mpi():
         return
     rank = os.environ.get("PMI_RANK", "?") if _mpi is None else _mpi.COMM_WORLD.Get_rank()
-    print(f"allred: rank {rank} on {socket.gethostname()} {what}; ending the job", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, AttributeError, ValueError):  # a stream that is closed or gone
+        sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        os.write(2, f"allred: rank {rank} on {socket.gethostname()} {what}; ending the job\n".encode())
     time.sleep(_DRAIN_S)
     if _mpi is not None:
-        _mpi.COMM_WORLD.Abort(_status)
+        _mpi.COMM_WORLD.Abort(_status or 1)
     elif _pmi is not None:
         os.write(_pmi[0], b"cmd=abort exitcode=%d\n" % _status)  # PMI-1, which mpirun speaks on this socket
 

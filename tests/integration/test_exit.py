@@ -104,18 +104,31 @@ def test_in_the_middle_of_training(mpi, tmp_path):
 
 
 CAUGHT = "\ntry: sys.exit(2)\nexcept SystemExit as error: assert error.code == 2"
+AGAIN = "\ntry: sys.exit(0)\nexcept SystemExit as error: sys.exit(error)"
+THREAD = "\nimport threading\nthread = threading.Thread(target=sys.exit, args=(3,)); thread.start(); thread.join()"
 FINALIZED = "allred.shutdown()\nfrom mpi4py import MPI\nMPI.Finalize()"
-GOOD = ["", "allred.shutdown()", "sys.exit(0)", "sys.exit()", "sys.exit(256)", CAUGHT, FINALIZED]
+GOOD = {
+    "end": "",
+    "shutdown": "allred.shutdown()",
+    "exit(0)": "sys.exit(0)",
+    "exit()": "sys.exit()",
+    "exit(256)": "sys.exit(256)",
+    "caught": CAUGHT,
+    "raised again": AGAIN,
+    "in a thread": THREAD,
+    "finalized": FINALIZED,
+}
+BEFORE = {"plain": "", "no extension": WITHOUT_EXTENSION, "MPI first": MPI_FIRST}
 
 
 @pytest.mark.parametrize("mpi", MPIS)
-@pytest.mark.parametrize("before", ["", WITHOUT_EXTENSION, MPI_FIRST], ids=["plain", "no extension", "MPI first"])
-@pytest.mark.parametrize("end", GOOD, ids=["end", "shutdown", "exit(0)", "exit()", "exit(256)", "caught", "finalized"])
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("end", GOOD)
 def test_a_good_end_is_quiet_even_if_one_rank_leaves_early(mpi, before, end):
     code = (
-        f"import sys, time\n{before}\nimport allred\nallred.init(banner=False)\n"
-        "if allred.rank() == 1: time.sleep(1)\n"
-        f"print('done', flush=True)\n{end}\n"
+        f"import sys, time\n{BEFORE[before]}\nimport allred\nallred.init(banner=False)\n"
+        "if allred.rank() == 1: time.sleep(0.3)\n"
+        f"print('done', flush=True)\n{GOOD[end]}\n"
     )
     result = mpirun(2, "-c", code, mpi=mpi, timeout_s=20)
     assert result.code == 0, result.text
@@ -147,7 +160,8 @@ def test_a_world_of_one_just_fails():
 
 @pytest.mark.parametrize("before", ["", WITHOUT_EXTENSION], ids=["plain", "no extension"])
 @pytest.mark.parametrize("mpi", MPIS)
-def test_after_a_time_limit_the_job_ends_and_not_well(mpi, before):
+@pytest.mark.parametrize("end", ["", "sys.exit(0)"])
+def test_after_a_time_limit_the_job_ends_and_not_well(mpi, end, before):
     """Even if the script goes on and ends with 0: MPI cannot be finalized with an operation that never completes."""
     code = (
         f"import sys, time\n{before}\nimport allred\nallred.init(banner=False)\n"
@@ -157,7 +171,7 @@ def test_after_a_time_limit_the_job_ends_and_not_well(mpi, before):
         "allred.shutdown()\n"
         "assert not allred.is_initialized()\n"
     )
-    result = mpirun(2, "-c", code, mpi=mpi, timeout_s=20)
+    result = mpirun(2, "-c", code + end, mpi=mpi, timeout_s=20)
     assert result.code == 1, result.text
     assert result.seconds < 5, result.text
     assert "barrier: not complete after 0.3 s" in result.out, result.text
@@ -195,16 +209,57 @@ def test_a_rank_whose_threads_go_on_is_ended_too(mpi, failure, before):
     result = mpirun(2, "-c", program(failure, before=threads), mpi=mpi, timeout_s=20)
     assert result.code == FAILURES[failure][1], result.text
     assert result.seconds < 6, result.text
-    assert result.err.count("not left after 3 s, since threads of it still run; ending the job") == 1, result.text
+    assert result.err.count("not left after 3 s: threads or atexit functions run; ending the job") == 1, result.text
 
 
-def test_a_program_that_a_rank_starts_is_no_rank():
-    """It inherits mpirun's variables, but it ends as it likes."""
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_program_that_a_rank_starts_is_no_rank(when):
+    """It inherits mpirun's variables, and with os.system all descriptors that may be inherited; it ends as it likes."""
     child = "import allred, sys; sys.exit(3)"
+    run = f"assert os.system(sys.executable + ' -c ' + shlex.quote({child!r})) == 3 << 8"
+    before, after = (run, "") if when == "before" else ("", run)
     program = (
-        f"import subprocess, sys, allred\nallred.init(banner=False)\n"
-        f"assert subprocess.run([sys.executable, '-c', {child!r}]).returncode == 3\n"
+        f"import os, shlex, subprocess, sys, allred\n{before}\nallred.init(banner=False)\n{after}\n"
+        f"assert subprocess.run([sys.executable, '-c', {child!r}], close_fds=False).returncode == 3\n"
         "allred.barrier()\nprint('alive', flush=True)\n"
     )
     result = mpirun(2, "-c", program, timeout_s=20)
     assert (result.code, result.out.count("alive"), result.err) == (0, 2, ""), result.text
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("hook", ["lambda *_: 1 / 0", "lambda *_: None"], ids=["that fails", "that is silent"])
+@pytest.mark.parametrize("before", ["", WITHOUT_EXTENSION], ids=["plain", "no extension"])
+def test_whatever_the_users_excepthook_does(mpi, before, hook):
+    for place in ("before", "after"):
+        first, second = (f"sys.excepthook = {hook}", "") if place == "before" else ("", f"sys.excepthook = {hook}")
+        code = (
+            f"import sys\n{before}\n{first}\nimport allred\nallred.init(banner=False)\n{second}\n"
+            "if allred.rank() == 1: raise ValueError('boom')\nallred.barrier()\n"
+        )
+        result = mpirun(2, "-c", code, mpi=mpi, timeout_s=20)
+        assert result.code == 1, result.text
+        assert result.seconds < 5, result.text
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_a_hook_that_is_called_by_hand_or_by_a_thread_ends_nothing(mpi):
+    code = (
+        "import sys, threading, time, allred\nallred.init(banner=False)\n"
+        "threading.excepthook = lambda args: sys.excepthook(args.exc_type, args.exc_value, args.exc_traceback)\n"
+        "thread = threading.Thread(target=lambda: 1 / 0); thread.start(); thread.join()\n"
+        "time.sleep(3.5)\nassert allred.allreduce(1.0, allred.Sum) == 2\nprint('alive', flush=True)\n"
+    )
+    result = mpirun(2, "-c", code, mpi=mpi, timeout_s=20)
+    assert (result.code, result.out.count("alive")) == (0, 2), result.text
+
+
+def test_output_that_is_closed_does_not_keep_the_job_alive():
+    code = (
+        f"import os, sys\n{WITHOUT_EXTENSION}\nimport allred\nallred.init(banner=False)\n"
+        "if allred.rank() == 1:\n    sys.stdout.close(); sys.stderr.close(); os.close(1); os.close(2); sys.exit(3)\n"
+        "allred.barrier()\n"
+    )
+    result = mpirun(2, "-c", code, timeout_s=20)
+    assert result.code == 3, result.text
+    assert result.seconds < 5, result.text

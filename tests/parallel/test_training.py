@@ -85,6 +85,20 @@ def test_a_rank_without_samples_adds_nothing_to_a_sum(rank, size):
     assert params[0].tolist() == [-max(size - 1, 1)] * 2
 
 
+def test_integers_and_a_rank_without_samples(rank, size):
+    params, opt = [np.zeros(2, int)], allred.distributed(optim_sum_of_integers(), op=allred.Sum)
+    opt.step(params, [np.full(2, 3)], samples=rank if size > 1 else 1)
+    assert params[0].tolist() == [3 * max(size - 1, 1)] * 2
+
+
+def optim_sum_of_integers():
+    class Add:
+        def step(self, params, grads):
+            params[0] += grads[0]
+
+    return Add()
+
+
 def test_the_sum_is_not_weighted(size):
     params, opt = [np.zeros(2)], allred.distributed(optim.SGD(lr=1.0), op=allred.Sum)
     opt.step(params, [np.ones(2)], samples=allred.rank() + 1)
@@ -278,6 +292,9 @@ def test_tied_gradients_are_reduced_once(size):
     opt = allred.distributed(optim.SGD(lr=1.0), op=allred.Sum)
     opt.step([*params, np.zeros(3)], [shared, shared, small, small])
     assert params[0][0] == params[1][0] == params[2][0] == -size
+    square, both = np.ones((300, 300)), [np.zeros((300, 300)), np.zeros((300, 300))]
+    opt.step(both, [square, square.T])
+    assert both[0][0, 0] == both[1][0, 0] == -size
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])

@@ -78,29 +78,38 @@ def test_evaluation_inside_training_and_two_steps_for_a_batch():
     assert share.claim() == 4
 
 
-def test_batches_fetched_ahead_are_fine_while_they_are_alike():
+def test_batches_fetched_ahead_are_fine_while_they_are_alike_and_an_error_where_they_are_not():
     training = running(10, size=3)
-    for _ in range(3):
-        next(training)
-    assert share.claim() == 4
-    next(training)  # the last one, of 7
-    assert share.claim() == 3
-    two = zip(running(10), running(10), strict=True)
-    next(two)
-    assert share.claim() == 10
-
-
-def test_where_it_is_not_known_which_batch_a_step_is_for_it_is_an_error():
-    training = running(10, size=3)
-    for _ in range(4):
-        next(training)
-    with pytest.raises(InputError, match=r"not known which of them this step is for; say so with step"):
+    next(training)
+    for _ in range(2):
+        next(training)  # one ahead of the step, as a prefetcher
+        assert share.claim() == 4
+    next(training)  # the last one, of 7: is the step for it, or still for the one of 10?
+    with pytest.raises(InputError, match=r"not known how many samples this step is for; say so with step"):
         share.claim()
-    held, other = running(10), running(20)
-    next(held)
-    next(other)
+    assert share.claim(samples=3) == 3
+
+
+def test_two_sources_at_once():
+    alike = zip(running(10), running(10), strict=True)
+    next(alike)
+    assert share.claim() == 10
+    even = zip(running(12, size=3), running(6, size=3), strict=False)
+    next(even)
+    assert share.claim() == 2  # sizes differ, but in both all ranks have equally many
+    uneven = zip(running(10, size=3), running(20, size=3), strict=False)
+    next(uneven)
     with pytest.raises(InputError, match="not known"):
         share.claim()
+
+
+def test_given_samples_settle_it():
+    list(running(10, size=3))
+    held = running(20, size=3)
+    next(held)
+    assert share.claim(samples=5) == 5
+    held.close()
+    assert share.claim() is None
 
 
 def test_a_list_of_batches_is_an_error_where_their_shares_are_uneven():

@@ -195,6 +195,12 @@ def test_micro_steps_that_do_not_fit_are_an_error_and_the_next_step_starts_anew(
     assert params[0] == -1
 
 
+def test_integers_are_not_accumulated(world):
+    opt = allred.distributed(Descent(), op=allred.Sum, accumulate=2)
+    with pytest.raises(InputError, match=r"the gradient of '0' int64 \(2,\) cannot be accumulated"):
+        opt.step([np.ones(2, int)], [np.ones(2, int)])
+
+
 @pytest.mark.parametrize("samples", [-1, 2.5, "many"])
 def test_samples_are_whole_numbers(world, samples):
     with pytest.raises(InputError, match=r"^opt.step\(\): samples=.* must be a whole number of at least 0"):
