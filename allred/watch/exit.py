@@ -152,9 +152,9 @@ def _end_after_grace() -> None:
 
 def _leave(finalizes: bool) -> None:
     """At exit, where C does not decide."""
+    global _status
     if os.getpid() != _pid or _arm is not None or (_mpi is not None and _mpi.Is_finalized()):
         return
-    global _status
     error = getattr(sys, "last_type", None)  # set where an exception ended the main program, whatever the hooks did
     if _watching and error is not None:
         _status = _status or _UNCAUGHT.get(error, 1)
