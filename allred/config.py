@@ -25,7 +25,9 @@ class Config:
     mode: str = _setting("sync", "how ranks train together", choices=("sync",), later=("ps", "local"))
     backend: str = _setting("auto", "who moves the arrays", choices=("auto", "single", "mpi"), later=("shm", "nccl"))
     bucket_bytes: int = _setting(
-        2**20, "gradients smaller than this travel together, up to this many bytes (512KiB, 4MiB, ...)", minimum=1
+        2**20,
+        "gradients smaller than half of this travel together, up to this many bytes (512KiB, 4MiB, ...)",
+        minimum=1,
     )
     timeout_s: float = _setting(
         1800.0, "longest wait in one collective, in seconds, before it is an error", minimum=0.001

@@ -1,13 +1,12 @@
 """The backend of plain mpi4py: the readable reference, and the fallback where nothing faster serves.
 
 Arrays pass in chunks through a staging buffer that this communicator owns: an MPI operation cannot be withdrawn, so
-after a time limit or Ctrl-C MPI may go on writing, and it must not write into the user's arrays. Chunks that stay in
-cache and a buffer that is never given back also make large reductions faster than one MPI call, and no count ever
-comes near 2**31.
+after a time limit or Ctrl-C MPI may go on writing, and it must not write into the user's arrays. The buffer is small
+and kept for good, and no count ever comes near 2**31.
 
-16-bit floats are reduced in float32 and rounded once. On one rank count and MPI, sums come in the order that MPI
-chooses for the chunk's size: the same on all ranks in both MPIs' algorithms, and from run to run in practice, though
-the MPI standard only recommends it.
+16-bit floats are reduced in float32 and rounded once. Sums come in the order that MPI chooses for a chunk of this size
+on this number of ranks: the same on all ranks in both MPIs' algorithms, and from run to run in the tests, though the
+MPI standard only recommends it.
 """
 
 import functools
