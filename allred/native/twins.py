@@ -1,9 +1,21 @@
 """The numpy twins of the C kernels: slow, obvious, and the oracle their tests compare with."""
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
-from allred.arrays import Array
+from allred.arrays import DTYPES, Array
+
+# The operators by their codes (allred/comm/ops.py).
+_AVERAGE, _SUM, _MIN, _MAX, _PRODUCT = range(1, 6)
+_FUNCTIONS: dict[int, Any] = {
+    _AVERAGE: np.add,
+    _SUM: np.add,
+    _MIN: np.minimum,
+    _MAX: np.maximum,
+    _PRODUCT: np.multiply,
+}
 
 
 def pack(tensors: list[Array], buffer: Array) -> None:
@@ -22,6 +34,59 @@ def unpack(tensors: list[Array], buffer: Array) -> None:
     for tensor in tensors:
         _bytes(tensor)[:] = source[offset : offset + tensor.nbytes]
         offset += tensor.nbytes
+
+
+def reduce(sources: list[Array], out: Array, dtype_code: int, op_code: int, divisor: int, variant: str = "") -> None:
+    """out = sources[0] op sources[1] op ..., in this order; an Average is divided by `divisor`. See csrc/reduce.h.
+
+    The codes are those of headers. `out` may be one of the sources. `variant` means something only to the C kernels.
+    """
+    _check_reduction(sources, out, dtype_code, op_code, divisor)
+    dtype = DTYPES[dtype_code]
+    with np.errstate(all="ignore"):
+        result = _widened(sources[0], dtype)
+        for source in sources[1:]:
+            result = _FUNCTIONS[op_code](result, _widened(source, dtype))
+        if op_code == _AVERAGE:
+            result = result / result.dtype.type(divisor)
+        elif op_code in (_MIN, _MAX) and "float" in dtype:
+            result = result + result.dtype.type(0)  # -0.0 becomes 0.0
+        _bytes(out)[:] = _narrowed(result, dtype).view(np.uint8)
+
+
+def _widened(array: Array, dtype: str) -> Array:
+    """A copy of the elements in the type that they are computed in."""
+    memory = _bytes(array)
+    if dtype == "bfloat16":  # the upper half of a float32
+        return (memory.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return memory.view(dtype).astype(np.float32 if dtype == "float16" else dtype)
+
+
+def _narrowed(result: Array, dtype: str) -> Array:
+    if dtype != "bfloat16":
+        return result.astype(dtype)
+    bits = result.view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16  # to nearest, ties to even
+    return np.where(np.isnan(result), 0x7FC0, rounded).astype(np.uint16)
+
+
+def _check_reduction(sources: list[Array], out: Array, dtype_code: int, op_code: int, divisor: int) -> None:
+    dtype = DTYPES[dtype_code] if 0 <= dtype_code < len(DTYPES) else ""
+    refused = (dtype == "bool" and op_code == _SUM) or ("float" not in dtype and op_code == _AVERAGE)
+    if not dtype or op_code not in _FUNCTIONS or refused:
+        raise ValueError(f"operator {op_code} is not defined for dtype {dtype_code}")
+    if not 1 <= divisor <= 2**24:
+        raise ValueError(f"the divisor must be from 1 to 2**24, got {divisor}")
+    if not sources:
+        raise ValueError("there is no source to reduce")
+    element = 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+    if out.nbytes % element:
+        raise ValueError(f"out has {out.nbytes} bytes, not a multiple of its elements' {element}")
+    for i, source in enumerate(sources):
+        if source.nbytes != out.nbytes:
+            raise ValueError(f"source {i} has {source.nbytes} bytes but out has {out.nbytes}")
+        if np.may_share_memory(source, out) and source.ctypes.data != out.ctypes.data:
+            raise ValueError(f"out overlaps source {i}; it must be that source's memory or none of it")
 
 
 def _bytes(array: Array) -> NDArray[np.uint8]:
