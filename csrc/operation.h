@@ -1,0 +1,97 @@
+/*
+ * An operation of the ranks of one node, as steps that never wait.
+ *
+ * Data passes in rounds of one chunk. All ranks take the same rounds, in lockstep; a round of operation `o`:
+ *
+ *   1  fill    write what this round brings to this rank's slot
+ *   2          publish it: in round 0 with the header (of operation o), later as tick 2*round of `stage`
+ *   3  meet    wait until every rank has come to 2; in round 0 compare the headers, and end here if they differ
+ *   4  meld    only where ranks reduce for each other: reduce this rank's part of all slots into its own slot,
+ *              publish it as tick 2*round + 1, and wait until every rank has
+ *   5  drain   read the slots of all ranks into this rank's memory
+ *
+ * Why no slot is written while somebody reads it: slots come in turn, so the slot of round r was used before in round
+ * r - 2. A rank that fills it has met all ranks in round r - 1, and these had drained r - 2 before they came there. The
+ * same with headed slots and operations. Round 1 follows the meeting of round 0, which nobody enters before it has
+ * drained the last round of the operation before. tests/csrc/model.c goes through all orders in which that can happen.
+ */
+#ifndef ALLRED_OPERATION_H
+#define ALLRED_OPERATION_H
+
+#include "reduce.h"
+#include "segment.h"
+
+/* A tensor to reduce: `bytes` bytes of one of reduce.h's dtypes. `out` may be `in`. */
+typedef struct {
+  const char *in;
+  char *out;
+  size_t bytes;
+  int dtype;
+} allred_tensor;
+
+typedef struct {
+  size_t tensor, offset;
+} allred_cursor;
+
+enum { ALLRED_DONE, ALLRED_PENDING, ALLRED_MOVED, ALLRED_DIFFER };
+
+typedef struct allred_operation allred_operation;
+
+/* What one kind of operation does in the steps of a round. `meld` may be NULL. */
+typedef struct {
+  void (*fill)(allred_operation *, char *slot);
+  void (*meld)(allred_operation *, char *slot);
+  void (*drain)(allred_operation *);
+} allred_transfer;
+
+struct allred_operation {
+  const allred_segment *segment;
+  const allred_transfer *transfer;
+  allred_header header;
+  uint64_t number, round, rounds;
+  uint64_t moves; /* steps taken: whoever waits sees by it that there was progress */
+  int phase, met, status;
+  /* of a reduction */
+  int variant, op, divisor;
+  size_t tensor_count;
+  const allred_tensor *tensors;
+  allred_cursor filled, drained;
+  size_t chunk_bytes; /* of the round */
+  int chunk_dtype;
+  /* of an exchange: what goes to and comes from each rank, from these offsets on */
+  const char *send;
+  char *receive;
+  const uint64_t *send_starts, *receive_starts;
+  size_t part_bytes;
+};
+
+/*
+ * Begin an operation; one at a time on a segment. The header is copied, everything else must stay until the end.
+ *
+ * exchange       nothing but the headers: a barrier
+ * allreduce      tensors reduced over all ranks; one table of tensors is the fusion: they pass as one stream
+ * allgather      starts[r] to starts[r + 1] of everyone's `receive` from rank r's `send`, which may be that stretch of
+ *                its own `receive`. A broadcast is an allgather to which the root alone gives something
+ * alltoall       send_starts[r] to send_starts[r + 1] of `send` go to rank r; receive_starts likewise;
+ *                largest: most bytes that any rank sends to any
+ * reducescatter  starts[r] to starts[r + 1] of `send`, reduced over all ranks, into rank r's `receive`
+ *
+ * Offsets are in bytes, ranks + 1 of them. divisor: what an average divides by.
+ */
+void allred_begin_exchange(allred_operation *, allred_segment *, const allred_header *);
+void allred_begin_allreduce(allred_operation *, allred_segment *, const allred_header *, const allred_tensor *, size_t,
+                            int variant, int op, int divisor);
+void allred_begin_allgather(allred_operation *, allred_segment *, const allred_header *, const char *send,
+                            char *receive, const uint64_t *starts);
+void allred_begin_alltoall(allred_operation *, allred_segment *, const allred_header *, const char *send, char *receive,
+                           const uint64_t *send_starts, const uint64_t *receive_starts, size_t largest);
+void allred_begin_reducescatter(allred_operation *, allred_segment *, const allred_header *, const char *send,
+                                char *receive, const uint64_t *starts, int dtype, int variant, int op, int divisor);
+
+/* Take one step. MOVED; PENDING if it must wait for a rank; DONE; or DIFFER: the headers do not agree. */
+int allred_step(allred_operation *);
+
+/* Take steps for as long as there is progress, and for up to `patience_ns` without any: spin, then yield the core. */
+int allred_run(allred_operation *, int64_t patience_ns);
+
+#endif
