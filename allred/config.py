@@ -23,7 +23,7 @@ class Config:
     """The settings in force. One record for the whole job: it is the same on every rank."""
 
     mode: str = _setting("sync", "how ranks train together", choices=("sync",), later=("ps", "local"))
-    backend: str = _setting("auto", "who moves the arrays", choices=("auto", "single", "mpi"), later=("shm", "nccl"))
+    backend: str = _setting("auto", "who moves the arrays", choices=("auto", "single", "shm", "mpi"), later=("nccl",))
     bucket_bytes: int = _setting(
         2**20,
         "gradients smaller than half of this travel together, up to this many bytes (512KiB, 4MiB, ...)",
@@ -31,6 +31,9 @@ class Config:
     )
     timeout_s: float = _setting(
         1800.0, "longest wait in one collective, in seconds, before it is an error", minimum=0.001
+    )
+    pretend_nodes: str = _setting(
+        "none", "for tests: the ranks of pretended nodes, in rank order (2,2 makes two nodes of four ranks)"
     )
     banner: bool = _setting(True, "whether the chief prints what runs where (1 or 0)")
 

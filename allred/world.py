@@ -44,26 +44,31 @@ def init(
         "mode": mode, "backend": backend, "bucket_bytes": bucket_bytes, "timeout_s": timeout_s, "banner": banner
     }  # fmt: skip
     duplicate, library = _join(comm)
-    control = registry.BACKENDS["single" if duplicate is None else "mpi"](duplicate, Config.timeout_s)
+    control = registry.BACKENDS["single" if duplicate is None else "mpi"](duplicate, Config.timeout_s, [])
     settings: dict[str, Any] | str
     try:
         settings = explicit_settings(os.environ, arguments)
     except ConfigError as error:
         settings = str(error)
     node = 0 if duplicate is None else topology.node_id(duplicate)
-    gathered = control.allgather_object((settings, node)).wait()
+    gathered = control.allgather_object((settings, node, native.available)).wait()
     try:
-        config = settle([settings for settings, _ in gathered])
-        name, reason = registry.choose(config.backend, control.size, has_mpi=duplicate is not None)
+        config = settle([settings for settings, _, _ in gathered])
+        nodes = topology.pretend(config.pretend_nodes, control.size) or [node for _, node, _ in gathered]
+        kernels = [available for _, _, available in gathered]
+        name, reason = registry.choose(config.backend, nodes, duplicate is not None, kernels)
     except ConfigError:
         control.close()
         raise
     communicator = control
-    if name != control.name:  # one rank with an MPI: it needs none of it
+    if name != control.name:
+        own = duplicate.Dup() if name == "shm" else None
+        communicator = registry.BACKENDS[name](own, config.timeout_s, nodes)
         control.close()
-        communicator = registry.BACKENDS[name](None, config.timeout_s)
+    if communicator.name != name:
+        reason = "the ranks of a node cannot share memory: no /proc or socket leads from one to another"
     communicator.queue.timeout_s = config.timeout_s
-    topology.install(topology.number([node for _, node in gathered], control.rank))
+    topology.install(topology.number(nodes, communicator.rank))
     collectives.install(communicator, config, reason)
     report.speak(control.rank == 0 and config.banner)
     report.say(_banner(library))

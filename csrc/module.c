@@ -1,11 +1,16 @@
 /*
- * The Python binding, the only file that includes Python.h. Limited API of 3.11: one build serves every later Python.
- * Arguments are checked here, completely, before the GIL is released; the C below it trusts them.
+ * The Python binding; it and segment_type.c alone include Python.h. Limited API of 3.11: one build serves every later
+ * Python. Arguments are checked here, completely, before the GIL is released; the C below it trusts them.
  */
 #include <Python.h>
 
+#include <string.h>
+
 #include "exit.h"
 #include "fuse.h"
+#include "reduce.h"
+#include "segment.h"
+#include "segment_type.h"
 
 /* Buffers of a list of tensors, held while C works on them. */
 typedef struct {
@@ -88,6 +93,97 @@ static PyObject *unpack(PyObject *self, PyObject *args) {
   return copy(args, 0);
 }
 
+static allred_reduce find_kernel(int dtype, int op, const char *name) {
+  int variant = allred_variants() - 1;
+  if (*name)
+    while (variant >= 0 && strcmp(name, allred_variant_name(variant)) != 0) variant--;
+  allred_reduce kernel = NULL;
+  if (variant < 0)
+    PyErr_Format(PyExc_ValueError, "this CPU has no kernels named '%s'; see native.variants", name);
+  else if (dtype < 0 || dtype >= ALLRED_DTYPES || op < 0 || op >= ALLRED_OPS ||
+           !(kernel = allred_reduce_kernel(variant, dtype, op)))
+    PyErr_Format(PyExc_ValueError, "operator %d is not defined for dtype %d", op, dtype);
+  return kernel;
+}
+
+static int check_sources(const tensor_list *sources, const Py_buffer *out, size_t element) {
+  if (sources->count == 0) {
+    PyErr_SetString(PyExc_ValueError, "there is no source to reduce");
+    return -1;
+  }
+  if ((size_t)out->len % element) {
+    PyErr_Format(PyExc_ValueError, "out has %zd bytes, not a multiple of its elements' %zu", out->len, element);
+    return -1;
+  }
+  for (Py_ssize_t i = 0; i < sources->count; i++) {
+    const Py_buffer *source = &sources->views[i];
+    const uintptr_t a = (uintptr_t)source->buf, b = (uintptr_t)out->buf;
+    if (source->len != out->len) {
+      PyErr_Format(PyExc_ValueError, "source %zd has %zd bytes but out has %zd", i, source->len, out->len);
+      return -1;
+    }
+    if (a != b && a < b + (size_t)out->len && b < a + (size_t)out->len) {
+      PyErr_Format(PyExc_ValueError, "out overlaps source %zd; it must be that source's memory or none of it", i);
+      return -1;
+    }
+  }
+  return 0;
+}
+
+static PyObject *reduce(PyObject *self, PyObject *args) {
+  (void)self;
+  PyObject *list, *target;
+  int dtype, op, divisor;
+  const char *variant = "";
+  Py_buffer out;
+  tensor_list sources;
+  if (!PyArg_ParseTuple(args, "OOiii|s:reduce", &list, &target, &dtype, &op, &divisor, &variant)) return NULL;
+  const allred_reduce kernel = find_kernel(dtype, op, variant);
+  if (!kernel) return NULL;
+  if (divisor < 1 || divisor > 1 << 24)
+    return PyErr_Format(PyExc_ValueError, "the divisor must be from 1 to 2**24, got %d", divisor);
+  if (PyObject_GetBuffer(target, &out, PyBUF_CONTIG) < 0) return NULL;
+  if (acquire_tensors(list, PyBUF_CONTIG_RO, &sources) < 0) {
+    PyBuffer_Release(&out);
+    return NULL;
+  }
+  const size_t element = allred_dtype_bytes(dtype);
+  const void **addresses = PyMem_Calloc((size_t)sources.count + 1, sizeof *addresses);
+  int status = check_sources(&sources, &out, element);
+  if (!addresses) PyErr_NoMemory(), status = -1;
+  if (status == 0) {
+    for (Py_ssize_t i = 0; i < sources.count; i++) addresses[i] = sources.views[i].buf;
+    Py_BEGIN_ALLOW_THREADS;
+    kernel(out.buf, addresses, (int)sources.count, (size_t)out.len / element, divisor);
+    Py_END_ALLOW_THREADS;
+  }
+  PyMem_Free(addresses);
+  release_tensors(&sources);
+  PyBuffer_Release(&out);
+  if (status < 0) return NULL;
+  Py_RETURN_NONE;
+}
+
+static PyObject *variants(PyObject *self, PyObject *unused) {
+  (void)self, (void)unused;
+  const int count = allred_variants();
+  PyObject *names = PyTuple_New(count);
+  for (int i = 0; names && i < count; i++) {
+    PyObject *name = PyUnicode_FromString(allred_variant_name(i));
+    if (!name || PyTuple_SetItem(names, i, name) < 0) Py_CLEAR(names);
+  }
+  return names;
+}
+
+static PyObject *segment_bytes(PyObject *self, PyObject *args) {
+  (void)self;
+  int ranks;
+  Py_ssize_t slot_bytes;
+  if (!PyArg_ParseTuple(args, "in:segment_bytes", &ranks, &slot_bytes)) return NULL;
+  if (ranks < 1 || slot_bytes < 1) return PyErr_Format(PyExc_ValueError, "ranks and slot_bytes must be positive");
+  return PyLong_FromSize_t(allred_segment_bytes(ranks, (size_t)slot_bytes));
+}
+
 static PyObject *arm_exit(PyObject *self, PyObject *args) {
   (void)self;
   Py_ssize_t finalized, finalize, abort, comm;
@@ -103,15 +199,22 @@ static PyObject *arm_exit(PyObject *self, PyObject *args) {
 static PyMethodDef methods[] = {
     {"pack", pack, METH_VARARGS, "pack(tensors, buffer): copy the tensors' bytes, in order, to the buffer."},
     {"unpack", unpack, METH_VARARGS, "unpack(tensors, buffer): fill the tensors, in order, from the buffer."},
+    {"reduce", reduce, METH_VARARGS,
+     "reduce(sources, out, dtype_code, op_code, divisor, variant=''): see reduce.h; '' is the CPU's best variant."},
+    {"variants", variants, METH_NOARGS, "variants(): the names of the kernels that this CPU runs, the best last."},
+    {"segment_bytes", segment_bytes, METH_VARARGS, "segment_bytes(ranks, slot_bytes): what a Segment needs."},
     {"arm_exit", arm_exit, METH_VARARGS,
      "arm_exit(finalized, finalize, abort, comm, rank, host, stuck): what this process does last; False where libc "
      "cannot."},
     {NULL, NULL, 0, NULL}};
 
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, allred_add_segment_type}, {0, NULL}};
+
 static struct PyModuleDef definition = {.m_base = PyModuleDef_HEAD_INIT,
                                         .m_name = "allred.native._kernels",
                                         .m_doc = "The compiled kernels of allred (csrc/).",
                                         .m_size = 0,
-                                        .m_methods = methods};
+                                        .m_methods = methods,
+                                        .m_slots = slots};
 
 PyMODINIT_FUNC PyInit__kernels(void) { return PyModuleDef_Init(&definition); }

@@ -9,7 +9,7 @@ world_rank, world_size   the MPI world, servers included
 import dataclasses
 from typing import Any
 
-from allred.errors import NotInitializedError
+from allred.errors import ConfigError, NotInitializedError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +48,19 @@ def number(nodes: list[int], rank: int) -> Topology:
         world_size=len(nodes),
         nodes=len(set(nodes)),
     )
+
+
+def pretend(sizes: str, ranks: int) -> list[int]:
+    """The nodes of the setting `pretend_nodes`; empty if it is "none". Raises ConfigError if it is not what it should be.
+
+    >>> pretend("3,1", ranks=4)
+    [0, 0, 0, 1]
+    """
+    words = [] if sizes == "none" else [word.strip() for word in sizes.split(",")]
+    nodes = [node for node, word in enumerate(words) if word.isdecimal() for _ in range(int(word))]
+    if words and (len(nodes) != ranks or not all(word.isdecimal() and int(word) for word in words)):
+        raise ConfigError(f"pretend_nodes={sizes!r} must be numbers of ranks, such as 2,2, that add up to {ranks}")
+    return nodes
 
 
 def node_id(comm: Any) -> int:

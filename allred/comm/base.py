@@ -25,7 +25,7 @@ from allred.arrays import Array
 from allred.comm import header, objects, ops
 from allred.comm.header import Call
 from allred.comm.ops import ReduceOp
-from allred.comm.work import Steps, Work, WorkQueue
+from allred.comm.work import Lock, Steps, Work, WorkQueue
 from allred.errors import InputError
 
 T = TypeVar("T")
@@ -38,10 +38,10 @@ class Communicator(ABC):
 
     name: str
 
-    def __init__(self, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(self, rank: int, size: int, timeout_s: float, lock: Lock | None = None) -> None:
         self.rank = rank
         self.size = size
-        self.queue = WorkQueue(timeout_s)
+        self.queue = WorkQueue(timeout_s, lock)
         self._sequence = 0
 
     # What a backend supplies. All arrays are flat and contiguous; counts are elements (bytes where the array is bytes).
@@ -74,6 +74,8 @@ class Communicator(ABC):
         """Memory that lives as long as the communicator, and from which it may reduce without a copy."""
         return np.zeros(count, dtype)
 
+    fuses = False  # whether a group passes as one stream, without a fusion buffer
+
     def close(self) -> None:
         """Give back what the backend holds; on all ranks. The communicator cannot be used afterwards."""
         self.queue.poison("it was shut down")
@@ -88,12 +90,14 @@ class Communicator(ABC):
         """The same, in place; the result is `array`, which must be writable."""
         return self._start("allreduce", name, self._reduce_one(array, op, name, in_place=True))
 
+    def allreduce_now(self, value: Any, in_place: bool, op: ReduceOp, name: str) -> Array:
+        """allreduce or allreduce_, started and waited for. A backend may have a shorter way to the same result."""
+        start = self.allreduce_ if in_place else self.allreduce
+        return start(value, op, name).wait()
+
     def _reduce_one(self, value: Any, op: ReduceOp, name: str, in_place: bool) -> Steps[Array]:
-        target = _target(value, in_place)
-        yield from self._agree(_array_call("allreduce", target, name, op))
-        flat = arrays.flat(target)
-        yield from self._allreduce(flat, op)
-        arrays.put_back(target, flat)
+        source, target = _source_and_target(value, in_place)
+        yield from self._reduce(array_call("allreduce", source, name, op), [source], [target], op)
         return target
 
     def grouped_allreduce(
@@ -108,22 +112,28 @@ class Communicator(ABC):
         """The same, in place."""
         return self._start("grouped_allreduce", name, self._reduce_group(group, op, name, in_place=True))
 
+    def grouped_allreduce_now(self, group: Sequence[Any], in_place: bool, op: ReduceOp, name: str) -> list[Array]:
+        """grouped_allreduce or grouped_allreduce_, started and waited for; see `allreduce_now`."""
+        start = self.grouped_allreduce_ if in_place else self.grouped_allreduce
+        return start(group, op, name).wait()
+
     def _reduce_group(self, group: Sequence[Any], op: ReduceOp, name: str, in_place: bool) -> Steps[list[Array]]:
-        if problem := ops.refusal(op, np.dtype(np.float32)):
-            raise InputError(problem)
-        targets = [_target(value, in_place) for value in group]
-        if len({id(target) for target in targets}) < len(targets):
+        pairs = [_source_and_target(value, in_place) for value in group]
+        sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
+        if in_place and len({id(target) for target in targets}) < len(targets):
             raise InputError("the same array is in the group twice, and would be reduced twice")
-        calls = [_array_call("grouped_allreduce", target, name, op) for target in targets]
-        lines = tuple(arrays.describe(target.shape, target.dtype) for target in targets)
-        title = f"grouped_allreduce({op.value}){_quoted(name)} of {len(calls)} tensors"
-        yield from self._agree(Call("grouped_allreduce", name, title, lines, op=ops.CODES[op]))
-        flats = [arrays.flat(target) for target in targets]
-        for flat in flats:
-            yield from self._allreduce(flat, op)
-        for target, flat in zip(targets, flats, strict=True):
-            arrays.put_back(target, flat)
+        yield from self._reduce(group_call(sources, name, op), sources, targets, op)
         return targets
+
+    def _reduce(self, call: Call, sources: list[Array], targets: list[Array], op: ReduceOp) -> Steps[None]:
+        """Agree on the call, then reduce each source into its target, which is it, or a new contiguous array."""
+        yield from self._agree(call)
+        for source, target in zip(sources, targets, strict=True):
+            if source is not target:
+                target[...] = source
+            flat = arrays.flat(target)
+            yield from self._allreduce(flat, op)
+            arrays.put_back(target, flat)
 
     def broadcast(self, value: Any, root: int = 0, name: str = "") -> Work[Array]:
         """The root's `value` as a new array on every rank; shape and dtype must be the same everywhere."""
@@ -136,7 +146,7 @@ class Communicator(ABC):
     def _cast(self, value: Any, root: int, name: str, in_place: bool) -> Steps[Array]:
         target = _target(value, in_place)
         root = _root(root, self.size)
-        yield from self._agree(_array_call("broadcast", target, name, root=root))
+        yield from self._agree(array_call("broadcast", target, name, root=root))
         flat = arrays.flat(target)
         yield from self._broadcast(arrays.as_bytes(flat), root)
         arrays.put_back(target, flat)
@@ -151,7 +161,7 @@ class Communicator(ABC):
         def steps() -> Steps[Array]:
             source = np.atleast_1d(arrays.as_host_array(value))
             rest = source.shape[1:]
-            call = _array_call("allgather", source, name, shape=("any", *rest), rows=len(source))
+            call = array_call("allgather", source, name, shape=("any", *rest), rows=len(source))
             headers = yield from self._agree(call)
             rows = [header.rows_and_note(record)[0] for record in headers]
             result = np.empty((sum(rows), *rest), source.dtype)
@@ -170,7 +180,7 @@ class Communicator(ABC):
 
         def steps() -> Steps[Array]:
             source = arrays.as_host_array(value)
-            call = _array_call("reducescatter", source, name, op)
+            call = array_call("reducescatter", source, name, op)
             if source.ndim == 0:
                 raise InputError("a 0-d array has no first dimension to split; use allreduce")
             yield from self._agree(call)
@@ -193,7 +203,7 @@ class Communicator(ABC):
             source = np.atleast_1d(arrays.as_host_array(value))
             rest = source.shape[1:]
             sent = _splits(len(source), splits, self.size)
-            yield from self._agree(_array_call("alltoall", source, name, shape=("any", *rest)))
+            yield from self._agree(array_call("alltoall", source, name, shape=("any", *rest)))
             matrix = np.empty((self.size, self.size), np.int64)
             yield from self._allgather(arrays.as_bytes(sent), arrays.as_bytes(matrix), [sent.nbytes] * self.size)
             received = matrix[:, self.rank].copy()
@@ -278,6 +288,15 @@ class Communicator(ABC):
         return headers
 
 
+def _source_and_target(value: Any, in_place: bool) -> tuple[Array, Array]:
+    """What to reduce and where to put it: the caller's array twice, or a new contiguous array for the result."""
+    if in_place:
+        target = _target(value, in_place)
+        return target, target
+    source = arrays.as_host_array(value)
+    return source, np.empty(source.shape, source.dtype)
+
+
 def _target(value: Any, in_place: bool) -> Array:
     """The array that an operation works on: the caller's, or a contiguous copy of what the caller gave."""
     if not in_place:
@@ -312,7 +331,7 @@ def _splits(rows: int, splits: Sequence[int] | None, size: int) -> Array:
     return sent.astype(np.int64)
 
 
-def _array_call(
+def array_call(
     kind: str,
     array: Array,
     name: str,
@@ -321,6 +340,7 @@ def _array_call(
     shape: tuple[Any, ...] | None = None,
     rows: int = 0,
 ) -> Call:
+    """The call of an operation on one array. Raises InputError if its arguments cannot be used."""
     if not isinstance(name, str):
         raise InputError(f"name={name!r} must be a string")
     arrays.dtype_code(array.dtype)  # raises
@@ -338,7 +358,21 @@ def _call(
     tensor = arrays.describe(shape, dtype)
     title = f"{kind}({how}){_quoted(name)} {tensor}"
     op_code = ops.CODES[op] if op is not None else 0
-    return Call(kind, name, title, op=op_code, dtype=arrays.dtype_code(dtype), root=root, rows=rows)
+    code = arrays.dtype_code(dtype)
+    hashed = ((code, shape),) if kind == "allreduce" else None
+    return Call(kind, name, title, arrays=hashed, op=op_code, dtype=code, root=root, rows=rows)
+
+
+def group_call(group: list[Array], name: str, op: Any) -> Call:
+    """The call of a grouped allreduce; likewise."""
+    if problem := ops.refusal(op, np.dtype(np.float32)):
+        raise InputError(problem)
+    for array in group:
+        array_call("grouped_allreduce", array, name, op)  # raises
+    lines = tuple(arrays.describe(array.shape, array.dtype) for array in group)
+    title = f"grouped_allreduce({op.value}){_quoted(name)} of {len(group)} tensors"
+    hashed = tuple((arrays.dtype_code(array.dtype), array.shape) for array in group)
+    return Call("grouped_allreduce", name, title, lines, arrays=hashed, op=ops.CODES[op])
 
 
 def _quoted(name: str) -> str:

@@ -32,7 +32,8 @@ def installed() -> bool:
 
 def current() -> Communicator:
     """The communicator of the running world. Raises NotInitializedError before allred.init()."""
-    topology.current()  # raises
+    if _communicator is None:
+        topology.current()  # raises
     assert _communicator is not None
     return _communicator
 
@@ -49,22 +50,22 @@ def reason() -> str:
 
 def allreduce(value: Any, op: ReduceOp = ReduceOp.AVERAGE, name: str = "") -> Array:
     """The reduction of every rank's `value` with `op`: a new array of the same shape and dtype."""
-    return current().allreduce(value, op, name).wait()
+    return current().allreduce_now(value, False, op, name)
 
 
 def allreduce_(array: Array, op: ReduceOp = ReduceOp.AVERAGE, name: str = "") -> Array:
     """The same in place: `array` is overwritten, and returned."""
-    return current().allreduce_(array, op, name).wait()
+    return current().allreduce_now(array, True, op, name)
 
 
 def grouped_allreduce(group: Sequence[Any], op: ReduceOp = ReduceOp.AVERAGE, name: str = "") -> list[Array]:
     """allreduce of several arrays as one operation: new arrays."""
-    return current().grouped_allreduce(group, op, name).wait()
+    return current().grouped_allreduce_now(group, False, op, name)
 
 
 def grouped_allreduce_(group: Sequence[Array], op: ReduceOp = ReduceOp.AVERAGE, name: str = "") -> list[Array]:
     """The same in place."""
-    return current().grouped_allreduce_(group, op, name).wait()
+    return current().grouped_allreduce_now(group, True, op, name)
 
 
 def broadcast(value: Any, root: int = 0, name: str = "") -> Array:

@@ -9,15 +9,20 @@ their full descriptions and `verdict` turns these into one error, the same text 
     10  dtype      u8    arrays.DTYPES, 255 if none
     11  problem    u8    1: this rank's arguments cannot be used; nobody moves anything
     12  root       i32   -1 if none
-    16  name       16s   hash of the tensor's name
-    32  words      16s   hash of the operation in words: names, shapes, dtypes, settings, as far as they must agree
+    16  name       u64   hash of the tensor's name
+    24  words      u64   hash of what else must agree: of an allreduce the dtypes and shapes, else everything, in words
+    32  count      u64   elements, of an allreduce
+    40  -          u64   0
     48  rows       u64   this rank's first dimension (allgather), own
     56  note       u64   whatever the operation tells its peers, own
+
+The shared-memory backend makes the headers of its short way in C (csrc/header.h): the same bytes.
 """
 
 import dataclasses
 import functools
 import hashlib
+import math
 import struct
 
 from allred.arrays import DTYPES
@@ -29,7 +34,7 @@ KINDS = (
     *("allreduce", "grouped_allreduce", "broadcast", "allgather", "reducescatter", "alltoall"),
     *("barrier", "parameters", "step", "shutdown", "allgather_object", "broadcast_object"),
 )
-_LAYOUT = struct.Struct("<QBBBBi16s16sQQ")
+_LAYOUT = struct.Struct("<QBBBBiQQQQQQ")
 _OWN = struct.Struct("<QQ")
 
 
@@ -42,6 +47,7 @@ class Call:
     title: str = ""  # how messages call it: "allreduce(Sum) 'fc1.weight' float32 (64, 10)"
     tensors: tuple[str, ...] = ()  # one line a tensor, where there are several
     settings: str = ""  # what else must agree, told only where it does not
+    arrays: tuple[tuple[int, tuple[int, ...]], ...] | None = None  # dtype code and shape of each, in an allreduce
     op: int = 0
     dtype: int = 255
     root: int = -1
@@ -59,17 +65,42 @@ class Call:
             bool(self.problem),
             self.root,
             *self._hashes,
+            self._count,
+            0,
             self.rows,
             self.note,
         )
 
     @functools.cached_property
-    def _hashes(self) -> tuple[bytes, bytes]:
-        return _hash(self.name), _hash("\n".join((self.title, self.settings, *self.tensors)))
+    def _hashes(self) -> tuple[int, int]:
+        name = hash_text(self.name)
+        if self.arrays is not None:
+            return name, hash_arrays(self.arrays)
+        text = "\n".join((self.title, self.settings, *self.tensors)).encode(errors="backslashreplace")
+        return name, int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+    @functools.cached_property
+    def _count(self) -> int:
+        return sum(math.prod(shape) for _, shape in self.arrays or ())
 
 
-def _hash(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=16).digest()
+def mix(value: int, word: int) -> int:
+    """Continue a 64-bit hash by a word."""
+    product = (value ^ word) * 0x9E3779B97F4A7C15 % 2**64
+    return product ^ product >> 29
+
+
+def hash_text(text: str) -> int:
+    """The hash of a name."""
+    data = text.encode(errors="backslashreplace")
+    words = (int.from_bytes(data[start : start + 8], "little") for start in range(0, len(data), 8))
+    return functools.reduce(mix, words, mix(0, len(data)))
+
+
+def hash_arrays(arrays: tuple[tuple[int, tuple[int, ...]], ...]) -> int:
+    """The hash of dtypes, by code, and shapes."""
+    words = (word for code, shape in arrays for word in (code << 8 | len(shape), *shape))
+    return functools.reduce(mix, words, mix(0, len(arrays)))
 
 
 def rows_and_note(header: bytes) -> tuple[int, int]:
@@ -85,10 +116,13 @@ def agree(headers: list[bytes]) -> bool:
 
 def decode(header: bytes) -> str:
     """A header in words, for who has nothing but its bytes (a debugger, a post-mortem)."""
-    sequence, kind, op, dtype, problem, root, _, _, rows, note = _LAYOUT.unpack(header)
+    sequence, kind, op, dtype, problem, root, _, _, count, _, rows, note = _LAYOUT.unpack(header)
     kind_name = KINDS[kind] if kind < len(KINDS) else f"kind {kind}"
     dtype_name = DTYPES[dtype] if dtype < len(DTYPES) else "none"
-    return f"#{sequence} {kind_name} op={op} dtype={dtype_name} root={root} rows={rows} note={note} problem={problem}"
+    return (
+        f"#{sequence} {kind_name} op={op} dtype={dtype_name} count={count} root={root} rows={rows} note={note} "
+        f"problem={problem}"
+    )
 
 
 def verdict(calls: list[Call]) -> AllredError:

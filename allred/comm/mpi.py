@@ -20,7 +20,7 @@ from allred.arrays import Array
 from allred.comm import header
 from allred.comm.base import Communicator
 from allred.comm.ops import ReduceOp
-from allred.comm.work import Steps
+from allred.comm.work import Steps, linger
 
 CHUNK_BYTES = 2**20
 
@@ -43,12 +43,17 @@ _NUMPY_OPS: dict[ReduceOp, Any] = {
 class _Request:
     """An MPI request as something to wait for."""
 
+    moves = 0
+
     def __init__(self, request: MPI.Request, peers: bool = False) -> None:
         self.peers = peers
         self._request = request
 
     def done(self) -> bool:
         return self._request.Test()
+
+    def linger(self) -> bool:
+        return linger(self.done)
 
 
 class MpiCommunicator(Communicator):
@@ -167,6 +172,9 @@ class MpiCommunicator(Communicator):
             np.divide(reduced, self.size, out=reduced)
         elif op in (ReduceOp.MIN, ReduceOp.MAX) and arrays.is_float(reduced.dtype):
             np.add(reduced, 0.0, out=reduced)  # -0.0 and 0.0 are equal: which of them wins depends on the order
+        self._put(reduced, target)
+
+    def _put(self, reduced: Array, target: Array) -> None:
         if reduced is not target:
             with np.errstate(over="ignore"):  # float32 to float16 may give inf, as float16 arithmetic does
                 target[...] = reduced

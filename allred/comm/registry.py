@@ -8,31 +8,50 @@ from allred.comm.single import SingleCommunicator
 from allred.errors import ConfigError
 
 
-def _single(_: Any, timeout_s: float) -> Communicator:
+def _single(_: Any, timeout_s: float, nodes: list[int]) -> Communicator:
     return SingleCommunicator(timeout_s)
 
 
-def _mpi(comm: Any, timeout_s: float) -> Communicator:
+def _mpi(comm: Any, timeout_s: float, nodes: list[int]) -> Communicator:
     from allred.comm.mpi import MpiCommunicator  # imports MPI
 
     return MpiCommunicator(comm, timeout_s)
 
 
-# From an mpi4py communicator (None where there is no MPI) and the time limit.
-BACKENDS: dict[str, Callable[[Any, float], Communicator]] = {"single": _single, "mpi": _mpi}
+def _shm(comm: Any, timeout_s: float, nodes: list[int]) -> Communicator:
+    from allred.comm.nodes import connect  # imports MPI, and the C extension
+
+    return connect(comm, timeout_s, nodes)
 
 
-def choose(wanted: str, size: int, has_mpi: bool) -> tuple[str, str]:
-    """The backend to use and the reason, in words, given the setting `backend` and what there is.
+# From an mpi4py communicator (None where there is no MPI), the time limit, and the name of every rank's node.
+BACKENDS: dict[str, Callable[[Any, float, list[int]], Communicator]] = {"single": _single, "mpi": _mpi, "shm": _shm}
+
+
+def choose(wanted: str, nodes: list[int], has_mpi: bool, kernels: list[bool]) -> tuple[str, str]:
+    """The backend to use and the reason, in words.
+
+    wanted: the setting `backend`. nodes, kernels: of every rank the name of its node, and whether it has the C
+    extension.
 
     Raises ConfigError if what was asked for cannot serve.
     """
+    size = len(nodes)
     if wanted == "single" and size > 1:
-        raise ConfigError(f"backend 'single' is for one rank, and there are {size}; use auto or mpi")
-    if wanted == "mpi" and not has_mpi:
-        raise ConfigError("backend 'mpi' needs an MPI, and none could be loaded; pip install 'allred[mpich]'")
+        raise ConfigError(f"backend 'single' is for one rank, and there are {size}; use auto, shm or mpi")
+    if wanted in ("mpi", "shm") and not has_mpi:
+        raise ConfigError(f"backend '{wanted}' needs an MPI, and none could be loaded; pip install 'allred[mpich]'")
+    if wanted == "shm" and not all(kernels):
+        raise ConfigError(
+            f"backend 'shm' needs the C extension, and rank {kernels.index(False)} has none (python -m allred.native "
+            "says why there); or use backend mpi"
+        )
     if wanted != "auto":
         return wanted, "as asked"
     if size == 1:
         return "single", "one rank"
-    return "mpi", "plain MPI on host arrays"
+    if len(set(nodes)) == size:
+        return "mpi", "every rank is on a node of its own"
+    if not all(kernels):
+        return "mpi", f"rank {kernels.index(False)} lacks the C extension, which shared memory needs"
+    return "shm", "ranks share a node"

@@ -2,8 +2,8 @@
 
 A collective is written as a generator that yields whenever it has to wait and returns its result: `Steps`. The queue
 of a communicator runs them strictly in the order they were started, because MPI matches collectives by order; whoever
-waits for one drives those before it. Nothing here blocks in C: every wait is a loop of tests with a time limit, so
-Ctrl-C works and a missing peer ends in an error.
+waits for one drives those before it. Nothing blocks in C for more than a millisecond: every wait is a loop with a time
+limit, so Ctrl-C works and a missing peer ends in an error.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 from allred.errors import AllredError, CollectiveTimeout
@@ -20,16 +20,48 @@ from allred.watch import exit as exit_protocol
 T = TypeVar("T")
 
 _SPINS = 50  # tests in a row before the core is offered to others; about 20 us
-_YIELD_S = 1.0  # how long to go on yielding (0.5 us each) without any progress, before sleeping
-_SLEEP_S = 0.001
+LINGER_S = 0.001
+_AWAKE_S = 0.1  # how long to go on looking without any progress, before sleeping
+_SLEEP_SHARE = 0.01  # then sleep for this part of the time since the last progress: a wait is not much prolonged by it
+_LONGEST_SLEEP_S = 0.01
 
 
 class Pending(Protocol):
-    """Something under way. `peers` says whether it waits for the other ranks to arrive rather than for bytes."""
+    """Something under way."""
 
-    peers: bool
+    @property
+    def peers(self) -> bool:
+        """Whether it waits for the other ranks to arrive rather than for bytes."""
 
-    def done(self) -> bool: ...
+    @property
+    def moves(self) -> int:
+        """Grows while bytes move."""
+
+    def done(self) -> bool:
+        """Whether it is complete; does not wait."""
+
+    def linger(self) -> bool:
+        """The same, waiting for a millisecond at most: spinning first, then offering the core to others."""
+
+
+def linger(done: Callable[[], bool]) -> bool:
+    """`Pending.linger` for what can only be tested."""
+    tests, until = 0, time.perf_counter() + LINGER_S
+    while not done():
+        tests += 1
+        if tests > _SPINS:
+            os.sched_yield()
+            if time.perf_counter() > until:
+                return False
+    return True
+
+
+class Lock(Protocol):
+    """What a queue needs of a lock."""
+
+    def acquire(self, blocking: bool) -> bool: ...
+
+    def release(self) -> object: ...
 
 
 Steps = Generator[Pending, None, T]
@@ -82,23 +114,28 @@ class Work(Generic[T]):
 
 
 class WorkQueue:
-    """The operations of one communicator that are not complete yet, oldest first. Used by one thread at a time."""
+    """The operations of one communicator that are not complete yet, oldest first. Used by one thread at a time.
 
-    def __init__(self, timeout_s: float) -> None:
+    `idle` says that there are none, and that one may be started. `lock` is never waited for.
+    """
+
+    def __init__(self, timeout_s: float, lock: Lock | None = None) -> None:
         self.timeout_s = timeout_s
         self.steps_taken = 0
         self.waited_for_peers_s = 0.0
         self.waited_s = 0.0  # in all, the former included
         self.poisoned = ""
+        self.idle = True
         self._works: deque[Work[Any]] = deque()
         self._pid = os.getpid()
-        self._lock = threading.Lock()  # never waited for
+        self._lock = lock or threading.Lock()
 
     def start(self, title: str, steps: Steps[T]) -> Work[T]:
         """Begin an operation, after all those before it."""
         with self._alone():
             work = Work(self, title, steps)
             self._works.append(work)
+            self.idle = False
             self._progress(work)
         return work
 
@@ -110,6 +147,7 @@ class WorkQueue:
     def _progress(self, work: Work[Any]) -> bool:
         while not work._finished and self._works[0]._advance():
             self._works.popleft()
+            self.idle = not self._works and not self.poisoned
         return work._finished
 
     def wait(self, work: Work[Any], timeout_s: float | None) -> None:
@@ -120,18 +158,20 @@ class WorkQueue:
     def _wait(self, work: Work[Any], timeout_s: float | None) -> None:
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         start = last_progress = now = time.perf_counter()
-        tests, taken = 0, self.steps_taken
+        taken = (self.steps_taken, 0)
         try:
             while not self._progress(work):
-                if self.steps_taken != taken:
-                    tests, taken, last_progress = 0, self.steps_taken, now
-                tests += 1
-                if now - last_progress > _YIELD_S:
-                    time.sleep(_SLEEP_S)
-                elif tests > _SPINS:
-                    os.sched_yield()
+                pending = self._works[0]._pending
+                assert pending is not None
+                if (self.steps_taken, pending.moves) != taken:
+                    taken, last_progress = (self.steps_taken, pending.moves), now
+                peers = pending.peers
+                if now - last_progress > _AWAKE_S:
+                    time.sleep(min(_SLEEP_SHARE * (now - last_progress), _LONGEST_SLEEP_S))
+                else:
+                    pending.linger()
                 before, now = now, time.perf_counter()
-                if self._works[0]._pending is not None and self._works[0]._pending.peers:
+                if peers:
                     self.waited_for_peers_s += now - before
                 if now - start > limit_s:
                     self.poison(f"{self._works[0].title} timed out after {limit_s:g} s")
@@ -146,13 +186,14 @@ class WorkQueue:
     def poison(self, reason: str) -> None:
         """Refuse everything from now on: an MPI operation cannot be taken back, and the ranks no longer match."""
         self.poisoned = self.poisoned or reason
+        self.idle = False
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """For one thread of the rank's own process at a time, and only while the communicator is sound."""
         if os.getpid() != self._pid:
             raise AllredError("this process was forked from a rank after allred.init(); only the rank itself is one")
-        if not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(False):
             raise AllredError("two threads use allred at once; the order of operations must be the same on all ranks")
         try:
             if self.poisoned:

@@ -1,7 +1,8 @@
 """The compiled kernels (csrc/), or their numpy twins where the extension was not built.
 
-`available` says which, `reason` why; allred.init() prints it in the banner. Arrays must be C-contiguous and of a type
-that has the buffer protocol (bfloat16 has not: pass a view as uint16).
+`available` says which, `reason` why; allred.init() prints it in the banner. `variants` are the instruction sets that
+`reduce` was compiled for and this CPU has, the best last; () where it is numpy's. Arrays must be C-contiguous and of a
+type that has the buffer protocol (bfloat16 has not: pass a view as uint16).
 """
 
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from allred.native import twins
 
 pack: Callable[[list[Any], Any], None]
 unpack: Callable[[list[Any], Any], None]
+reduce: Callable[..., None]  # twins.reduce is its signature
+variants: tuple[str, ...]
 arm_exit: Callable[[int, int, int, int, int, str, bool], bool] | None
 
 try:
@@ -20,9 +23,11 @@ except ImportError as error:
     reason = "not built: it needs gcc and the Python headers (apt-get install gcc python3-dev), then install again"
     if not isinstance(error, ModuleNotFoundError):
         reason = f"built, but it cannot be loaded: {error}"
-    pack, unpack, arm_exit = twins.pack, twins.unpack, None
+    pack, unpack, reduce, arm_exit = twins.pack, twins.unpack, twins.reduce, None
+    variants = ()
 else:
     available, reason = True, "built"
-    pack, unpack, arm_exit = _kernels.pack, _kernels.unpack, _kernels.arm_exit
+    pack, unpack, reduce, arm_exit = _kernels.pack, _kernels.unpack, _kernels.reduce, _kernels.arm_exit
+    variants = _kernels.variants()
 
-__all__ = ["arm_exit", "available", "pack", "reason", "unpack"]
+__all__ = ["arm_exit", "available", "pack", "reason", "reduce", "unpack", "variants"]

@@ -17,9 +17,11 @@ import pytest
 from mpi4py import MPI
 
 import allred
+from allred import native
 from allred.comm import registry
 from allred.errors import ConfigError
 
+NODES = {2: [[0, 1]], 3: [[0, 0, 1]], 4: [[0, 0, 1, 1], [0, 1, 0, 0], [0, 1, 1, 0]]}  # the node of each rank
 GRACE_S = 5  # for the others to report, once this rank has failed
 
 _world = MPI.COMM_WORLD.Dup()  # for these reports alone
@@ -71,18 +73,25 @@ def size():
     return allred.size()
 
 
-def _serves(backend):
-    try:
-        registry.choose(backend, _world.Get_size(), has_mpi=True)
-    except ConfigError:
-        return False
-    return True
+def _worlds():
+    """Each backend that can serve this world, on one node, and on pretended nodes where that makes a difference."""
+    size = _world.Get_size()
+    for backend in sorted(registry.BACKENDS):
+        try:
+            registry.choose(backend, [0] * size, has_mpi=True, kernels=[native.available] * size)
+        except ConfigError:
+            continue
+        yield pytest.param((backend, [0] * size), id=backend)
+        if backend == "shm":
+            for nodes in NODES.get(size, []):
+                yield pytest.param((backend, nodes), id=f"shm-{''.join(map(str, nodes))}")
 
 
-@pytest.fixture(params=[backend for backend in sorted(registry.BACKENDS) if _serves(backend)])
+@pytest.fixture(params=_worlds())
 def comm(request):
     """A communicator of each backend that can serve this world."""
-    communicator = registry.BACKENDS[request.param](MPI.COMM_WORLD.Dup(), 30.0)
+    backend, nodes = request.param
+    communicator = registry.BACKENDS[backend](MPI.COMM_WORLD.Dup(), 30.0, nodes)
     yield communicator
     communicator.barrier().wait()
     communicator.close()

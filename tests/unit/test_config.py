@@ -30,7 +30,7 @@ def test_arguments_override_variables():
         ("ALLRED_QQQQ_WWWW", "1", "unknown variable ALLRED_QQQQ_WWWW; known are ALLRED_MODE, ALLRED_BACKEND"),
         ("ALLRED_MODE", "ps", r"ALLRED_MODE='ps' is not available; choose one of sync \(ps, local: planned"),
         ("ALLRED_MODE", "fast", "ALLRED_MODE='fast' is not available; choose one of sync"),
-        ("ALLRED_BACKEND", "shm", "choose one of auto, single, mpi"),
+        ("ALLRED_BACKEND", "nccl", r"choose one of auto, single, shm, mpi \(nccl: planned"),
         ("ALLRED_BUCKET_BYTES", "many", "ALLRED_BUCKET_BYTES='many' is not a size such as 4MiB"),
         ("ALLRED_BUCKET_BYTES", "0", "too small; it must be at least 1"),
         ("ALLRED_TIMEOUT_S", "nan", "too small"),

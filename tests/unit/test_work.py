@@ -6,12 +6,14 @@ import time
 
 import pytest
 
-from allred.comm.work import WorkQueue
+from allred.comm.work import WorkQueue, linger
 from allred.errors import AllredError, CollectiveTimeout, InputError
 
 
 class Gate:
     """Opens when told, or after some tests."""
+
+    moves = 0
 
     def __init__(self, tests=None, peers=False):
         self.tests, self.peers, self.open = tests, peers, False
@@ -20,6 +22,9 @@ class Gate:
         if self.tests is not None:
             self.tests -= 1
         return self.open or (self.tests is not None and self.tests < 0)
+
+    def linger(self):
+        return linger(self.done)
 
 
 def operation(log, name, *gates):
@@ -95,7 +100,7 @@ def test_waiting_for_peers_is_told_from_moving_bytes(queue):
 
 
 def test_a_long_wait_does_not_burn_the_core(queue, monkeypatch):
-    monkeypatch.setattr("allred.comm.work._YIELD_S", 0.01)
+    monkeypatch.setattr("allred.comm.work._AWAKE_S", 0.01)
     work = queue.start("a", operation([], "a", Gate()))
     cpu = time.process_time()
     with pytest.raises(CollectiveTimeout):

@@ -1,0 +1,152 @@
+"""The backend of one node: arrays pass through memory that its ranks share, in C (csrc/operation.h says how).
+
+Results are the same on all ranks and from run to run, bit for bit: every element is reduced in rank order. A group of
+arrays passes as one stream of chunks, straight from and into the arrays: that is the fusion, without a fusion buffer.
+
+Contiguous numpy arrays take a short way: one call into C checks them, exchanges headers and moves the bytes. All else
+(other layouts, bfloat16, errors, a wait of more than a millisecond) goes the way of all backends. Each rank goes its
+own: the headers and the bytes are the same.
+"""
+
+import mmap
+from typing import Any, TypeVar
+
+import numpy as np
+
+from allred import arrays
+from allred.arrays import Array
+from allred.comm import header, objects, ops
+from allred.comm.base import Communicator, array_call, group_call
+from allred.comm.header import Call
+from allred.comm.ops import ReduceOp
+from allred.comm.shared_memory import share
+from allred.comm.work import Steps
+from allred.native._kernels import Segment, segment_bytes
+
+T = TypeVar("T")
+
+SLOT_BYTES = 2**17  # of four a rank; 32 to 512 KiB are about equal
+
+_DTYPES = tuple(None if name == "bfloat16" else np.dtype(name) for name in arrays.DTYPES)
+_OPS = (None, *ops.CODES)
+_NO_HEADER = bytes(header.BYTES)
+_DONE, _STARTED, _NOT_TAKEN = 0, 1, 2
+
+
+def segment_memory(comm: Any) -> mmap.mmap | None:
+    """Memory for a ShmCommunicator of the ranks of an mpi4py communicator; None if they cannot have it. Collective."""
+    slot_bytes = _slot_bytes(comm.Get_size())
+    return share(comm, segment_bytes(comm.Get_size(), slot_bytes))
+
+
+def _slot_bytes(ranks: int) -> int:
+    return max(SLOT_BYTES, 64 * ranks)
+
+
+class ShmCommunicator(Communicator):
+    """The `size` ranks that share `memory`, which becomes this object's own."""
+
+    name = "shm"
+    fuses = True
+
+    def __init__(self, rank: int, size: int, memory: mmap.mmap, timeout_s: float) -> None:
+        self._memory = memory
+        self._segment = Segment(memory, rank, size, _slot_bytes(size), np.ndarray, _DTYPES, _OPS)
+        super().__init__(rank, size, timeout_s, lock=self._segment)
+
+    def close(self) -> None:
+        super().close()
+        self._segment.close()
+        self._memory.close()
+
+    def allreduce_now(self, value: Any, in_place: bool, op: ReduceOp, name: str) -> Array:
+        if self.queue.idle and type(value) is np.ndarray:
+            target = value if in_place else np.empty(value.shape, value.dtype)
+            try:
+                way = self._segment.allreduce(value, target, op, name)
+                if way == _DONE:
+                    return target
+                if way == _STARTED:
+                    return self._finish(array_call("allreduce", value, name, op), target)
+            except BaseException as error:
+                self._cut_short(error)
+                raise
+        return super().allreduce_now(value, in_place, op, name)
+
+    def grouped_allreduce_now(self, group: Any, in_place: bool, op: ReduceOp, name: str) -> list[Array]:
+        if self.queue.idle and type(group) is list and all(type(value) is np.ndarray for value in group):
+            targets = group if in_place else [np.empty(value.shape, value.dtype) for value in group]
+            try:
+                way = self._segment.grouped_allreduce(group, targets, op, name)
+                if way == _DONE:
+                    return targets
+                if way == _STARTED:
+                    return self._finish(group_call(group, name, op), targets)
+            except BaseException as error:
+                self._cut_short(error)
+                raise
+        return super().grouped_allreduce_now(group, in_place, op, name)
+
+    def _finish(self, call: Call, result: T) -> T:
+        """Wait for what the short way has begun, or tell why it ended there."""
+
+        def steps() -> Steps[T]:
+            yield self._segment
+            if not self._segment.agreed:
+                raise header.verdict((yield from objects.gather(self, objects.dumps(call))))
+            return result
+
+        return self.queue.start(call.title, steps()).wait()
+
+    def _cut_short(self, error: BaseException) -> None:
+        if self._segment.pending:
+            self.queue.poison(f"an allreduce was cut short by {type(error).__name__}")
+
+    def _reduce(self, call: Call, sources: list[Array], targets: list[Array], op: ReduceOp) -> Steps[None]:
+        flats = [arrays.flat(target) for target in targets]
+        origins = [
+            flat if source is target else arrays.flat(source)
+            for source, target, flat in zip(sources, targets, flats, strict=True)
+        ]
+        self._begin_reduce(call.pack(self._sequence), origins, flats, op)
+        self._sequence += 1
+        yield self._segment
+        if not self._segment.agreed:
+            raise header.verdict((yield from objects.gather(self, objects.dumps(call))))
+        for target, flat in zip(targets, flats, strict=True):
+            arrays.put_back(target, flat)
+
+    def _begin_reduce(self, record: bytes, sources: list[Array], targets: list[Array], op: ReduceOp) -> None:
+        codes = [arrays.dtype_code(source.dtype) for source in sources]
+        from_buffers, to_buffers = ([arrays.as_buffer(array) for array in side] for side in (sources, targets))
+        self._segment.begin_allreduce(record, from_buffers, to_buffers, codes, ops.CODES[op])
+
+    def _exchange(self, record: bytes) -> Steps[list[bytes]]:
+        self._segment.begin_exchange(record)
+        yield self._segment
+        return self._segment.headers()
+
+    def _allreduce(self, flat: Array, op: ReduceOp) -> Steps[None]:
+        self._begin_reduce(_NO_HEADER, [flat], [flat], op)
+        yield self._segment
+
+    def _broadcast(self, data: Array, root: int) -> Steps[None]:
+        self._segment.begin_broadcast(_NO_HEADER, data, root)
+        yield self._segment
+
+    def _allgather(self, send: Array, recv: Array, counts: list[int]) -> Steps[None]:
+        self._segment.begin_allgather(_NO_HEADER, send, recv, counts)
+        yield self._segment
+
+    def _alltoall(self, send: Array, recv: Array, counts: Array) -> Steps[None]:
+        to, come = counts[self.rank].tolist(), counts[:, self.rank].tolist()
+        self._segment.begin_alltoall(_NO_HEADER, send, recv, to, come, int(counts.max()))
+        yield self._segment
+
+    def _reducescatter(self, flat: Array, out: Array, counts: list[int], op: ReduceOp) -> Steps[None]:
+        sizes = [count * flat.itemsize for count in counts]
+        code = arrays.dtype_code(flat.dtype)
+        self._segment.begin_reducescatter(
+            _NO_HEADER, arrays.as_buffer(flat), arrays.as_buffer(out), sizes, code, ops.CODES[op]
+        )
+        yield self._segment

@@ -1,0 +1,158 @@
+"""The C type under the shared-memory backend, with one rank alone: its headers, and what it refuses."""
+
+import numpy as np
+import pytest
+
+from allred import arrays, native
+from allred.comm import header, ops
+from allred.comm.base import array_call, group_call
+from allred.comm.ops import ReduceOp
+
+if not native.available:
+    pytest.skip(f"C extension: {native.reason}", allow_module_level=True)
+
+from allred.comm.shm import _DTYPES, _OPS
+from allred.native._kernels import Segment, segment_bytes
+
+SLOT = 4096
+DONE, NOT_TAKEN = 0, 2
+
+
+@pytest.fixture
+def segment():
+    alone = Segment(bytearray(segment_bytes(1, SLOT)), 0, 1, SLOT, np.ndarray, _DTYPES, _OPS)
+    yield alone
+    alone.close()
+
+
+NAMES = ["", "w", "fc1.weight", "exactly8", "größe", "a name that is longer than a word or two"]
+ARRAYS = [
+    np.ones(shape, dtype) for shape in [(), (0,), (3,), (2, 0, 5), (64, 10)] for dtype in ("f4", "i8", "f2", "u1")
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("array", ARRAYS, ids=lambda a: f"{a.dtype}{a.shape}")
+def test_the_short_way_makes_pythons_header(segment, array, name):
+    for sequence in (1, 2):
+        assert segment.allreduce(array, array, ReduceOp.SUM, name) == DONE
+        assert segment.headers() == [array_call("allreduce", array, name, ReduceOp.SUM).pack(sequence)]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 30])
+def test_of_groups_too(segment, count):
+    group = [np.ones((i, 3), _DTYPES[i % 5]) for i in range(count)]
+    assert segment.grouped_allreduce(group, group, ReduceOp.MAX, "g") == DONE
+    assert segment.headers() == [group_call(group, "g", ReduceOp.MAX).pack(1)]
+    assert header.decode(segment.headers()[0]).startswith("#1 grouped_allreduce")
+
+
+def read_only():
+    array = np.ones(3)
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize(
+    ("array", "op", "name"),
+    [
+        (np.ones((4, 4))[:, ::2], ReduceOp.SUM, ""),
+        (np.asfortranarray(np.ones((4, 4))), ReduceOp.SUM, ""),
+        (np.ones(3, ">f4"), ReduceOp.SUM, ""),
+        (np.ones(3, "c8"), ReduceOp.SUM, ""),
+        (np.ones(3, "i4"), ReduceOp.AVERAGE, ""),
+        (np.ones(3, "?"), ReduceOp.SUM, ""),
+        (np.ma.ones(3), ReduceOp.SUM, ""),
+        (np.ones(3).view(np.matrix), ReduceOp.SUM, ""),
+        (read_only(), ReduceOp.SUM, ""),
+        ([1.0], ReduceOp.SUM, ""),
+        (np.ones(3), "sum", ""),
+        (np.ones(3), None, ""),
+        (np.ones(3), ReduceOp.SUM, 7),
+        (np.ones(3), ReduceOp.SUM, "\ud800"),
+    ],
+)
+def test_what_must_go_the_long_way_is_left_alone(segment, array, op, name):
+    assert segment.allreduce(array, array, op, name) == NOT_TAKEN
+    assert segment.grouped_allreduce([np.ones(3), array], [np.ones(3), array], op, name) == NOT_TAKEN
+    good = np.ones(3)
+    assert segment.allreduce(good, good, ReduceOp.SUM, "") == DONE  # and nothing is held or counted
+    assert header.decode(segment.headers()[0]).startswith("#1 ")
+
+
+def test_the_same_memory_twice_is_left_to_the_long_way(segment):
+    array = np.ones(3)
+    assert segment.grouped_allreduce([array, array], [array, array], ReduceOp.SUM, "") == NOT_TAKEN
+
+
+def test_a_target_of_another_size_is_not_taken(segment):
+    assert segment.allreduce(np.ones(3), np.ones(4), ReduceOp.SUM, "") == NOT_TAKEN
+
+
+def test_no_short_way_while_somebody_else_is_at_it(segment):
+    array = np.ones(3)
+    assert segment.acquire(False)
+    assert not segment.acquire(False)
+    assert segment.allreduce(array, array, ReduceOp.SUM, "") == NOT_TAKEN
+    segment.release()
+    assert segment.allreduce(array, array, ReduceOp.SUM, "") == DONE
+
+
+def test_buffers_are_given_back(segment):
+    array = np.ones(3)
+    segment.allreduce(array, array, ReduceOp.SUM, "")
+    segment.begin_exchange(bytes(64))
+    assert segment.done()
+    array.resize(5, refcheck=False)  # numpy refuses while anybody holds the memory
+
+
+RECORD = bytes(64)
+EIGHT = np.zeros(8, np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda s: s.begin_exchange(b"short"), "a header has 64 bytes, not 5"),
+        (lambda s: s.begin_allreduce(RECORD, [EIGHT], [EIGHT[:4]], [1], 2), "8 bytes cannot be reduced into 4"),
+        (lambda s: s.begin_allreduce(RECORD, [EIGHT[:7]], [EIGHT[:7]], [8], 2), "7 bytes cannot be reduced into 7"),
+        (lambda s: s.begin_allreduce(RECORD, [EIGHT], [EIGHT], [0], 2), "operator 2 is not defined for dtype 0"),
+        (lambda s: s.begin_allreduce(RECORD, [EIGHT], [EIGHT], [77], 2), "operator 2 is not defined for dtype 77"),
+        (lambda s: s.begin_allgather(RECORD, EIGHT, EIGHT, [4]), "send has 8 bytes, and the counts say 4"),
+        (lambda s: s.begin_allgather(RECORD, EIGHT, EIGHT, [4, 4]), "a list of 1 numbers"),
+        (lambda s: s.begin_allgather(RECORD, EIGHT, EIGHT, [-1]), "-1 is not a count"),
+        (lambda s: s.begin_broadcast(RECORD, EIGHT, 1), "root 1 is not a rank"),
+        (lambda s: s.begin_alltoall(RECORD, EIGHT, EIGHT, [8], [4], 8), "receive has 8 bytes, and the counts say 4"),
+        (lambda s: s.begin_reducescatter(RECORD, EIGHT[:6], EIGHT[:6], [6], 8, 2), "counts must be whole elements"),
+        (lambda s: s.done(), "no operation was begun"),
+        (lambda s: s.headers(), "no operation is complete"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_moves(segment, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(segment)
+    segment.begin_exchange(RECORD)
+    assert segment.done()
+    assert segment.agreed
+
+
+@pytest.mark.parametrize(("rank", "ranks", "slot"), [(1, 1, 64), (-1, 1, 64), (0, 0, 64), (0, 2, 64), (0, 1, 65)])
+def test_impossible_segments_are_refused(rank, ranks, slot):
+    with pytest.raises(ValueError, match="no such rank"):
+        Segment(bytearray(10**6), rank, ranks, slot, np.ndarray, _DTYPES, _OPS)
+    with pytest.raises(ValueError, match="the memory has 64 bytes"):
+        Segment(bytearray(64), 0, 1, 64, np.ndarray, _DTYPES, _OPS)
+
+
+def test_a_closed_segment_says_so(segment):
+    segment.close()
+    segment.close()
+    array = np.ones(3)
+    assert segment.allreduce(array, array, ReduceOp.SUM, "") == NOT_TAKEN
+    with pytest.raises(ValueError, match="closed"):
+        segment.begin_exchange(RECORD)
+
+
+def test_codes_are_the_same_in_c_and_python():
+    assert len(_DTYPES) == len(arrays.DTYPES) == 10
+    assert list(ops.CODES.values()) == [1, 2, 3, 4, 5]
