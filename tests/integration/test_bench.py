@@ -1,0 +1,143 @@
+"""`python -m allred bench` under mpirun: the lines it prints, restarting itself, wrong arguments and wrong sums."""
+
+import json
+import math
+
+import pytest
+from harness import mpirun, python
+
+KEYS = [
+    "ranks",
+    "dtype",
+    "backend",
+    "p50_us",
+    "p99_us",
+    "algbw_GBps",
+    "busbw_GBps",
+    "against",
+    "against_p50_us",
+    "speedup",
+]
+TINY = ("--seconds", "0", "--json")
+
+
+def bench(ranks, *arguments, **options):
+    result = mpirun(ranks, "-m", "allred", "bench", *arguments, **options)
+    assert result.code == 0, result.text
+    return result
+
+
+def lines_of(result, ranks, against=True):
+    lines = [json.loads(line) for line in result.out.splitlines()]
+    for line in lines:
+        assert [key for key in line if key in KEYS] == KEYS, result.text
+        assert line["ranks"] == ranks
+        assert 0 < line["p50_us"] <= line["p99_us"]
+        assert math.isclose(line["algbw_GBps"], line["bytes"] / line["p50_us"] / 1e3, rel_tol=0.01)
+        assert math.isclose(line["busbw_GBps"], line["algbw_GBps"] * 2 * (ranks - 1) / ranks, rel_tol=0.01)
+        if against:
+            assert math.isclose(line["speedup"], line["against_p50_us"] / line["p50_us"], rel_tol=0.01)
+        assert line["samples"] >= 10
+        assert len(line["binding"]) == ranks
+        assert line["thread_level"] == "multiple"
+    return lines
+
+
+@pytest.mark.parametrize(("mpi", "ranks"), [("mpich", 2), ("openmpi", 2), ("mpich", 3), ("openmpi", 3)])
+def test_allreduce_against_mpi(mpi, ranks):
+    result = bench(ranks, "allreduce", "--sizes", "4,1KiB,1.5MiB", "--against", "mpi", *TINY, mpi=mpi)
+    lines = lines_of(result, ranks)
+    assert [(line["bench"], line["bytes"], line["against"]) for line in lines] == [
+        ("allreduce", size, "mpi") for size in (4, 1024, 1572864)
+    ]
+    first = lines[0]
+    assert first["mpi"].startswith({"mpich": "MPICH ", "openmpi": "Open MPI "}[mpi])
+    assert first["command"].startswith(
+        f"mpirun -np {ranks} python -m allred bench allreduce --sizes 4,1KiB,1.5MiB --ag"
+    )
+    yields = mpi == "openmpi" and ranks > first["cores"]
+    assert (first["mpi_settings"].get("OMPI_MCA_mpi_yield_when_idle") == "1") == yields
+    assert not first["tuned"]
+
+
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+def test_fused_against_mpi(mpi):
+    result = bench(2, "fused", "--set", "small", "--against", "mpi", *TINY, mpi=mpi)
+    lines = lines_of(result, 2)
+    assert [(line["bench"], line["set"], line["tensors"], line["bytes"]) for line in lines] == [
+        ("fused", "small", 1000, 1024000)
+    ] * 2
+    assert [line["against"] for line in lines] == ["mpi per tensor", "mpi concatenate + split"]
+    assert lines[0]["p50_us"] == lines[1]["p50_us"]
+
+
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+def test_malloc_tuned_starts_itself_again(mpi):
+    result = bench(2, "allreduce", "--sizes", "4MiB", "--against", "mpi", "--malloc-tuned", *TINY, mpi=mpi)
+    (line,) = lines_of(result, 2)
+    assert line["tuned"]
+    assert "glibc.malloc.hugetlb=1:" in line["glibc_tunables"]
+    assert line["command"].endswith("--malloc-tuned --seconds 0 --json")
+
+
+def test_backend_and_dtype():
+    result = bench(2, "allreduce", "--sizes", "64", "--backend", "mpi", "--dtype", "bfloat16", *TINY)
+    (line,) = lines_of(result, 2, against=False)
+    assert (line["backend"], line["dtype"]) == ("mpi", "bfloat16")
+    assert line["against"] is line["against_p50_us"] is line["speedup"] is None
+
+
+def test_one_rank_without_mpirun():
+    result = python("-m", "allred", "bench", "allreduce", "--sizes", "4", "--against", "mpi", *TINY)
+    (line,) = lines_of(result, 1)
+    assert (line["backend"], line["busbw_GBps"]) == ("single", 0)
+    assert line["command"].startswith("python -m allred bench allreduce")
+
+
+def test_table_for_people():
+    result = bench(2, "fused", "--set", "small", "--against", "mpi", "--seconds", "0", mpi="openmpi")
+    assert result.out.startswith("fused: float32, Sum, in place, blocking; 2 ranks, backend "), result.text
+    assert "thread level multiple; settings: OMPI_MCA_btl=^ofi" in result.out, result.text
+    assert "allred:" not in result.err, result.text  # no banner
+    assert result.out.count(" small ") == 2
+    assert "mpi concatenate + split " in result.out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "python -m allred: which command?"),
+        (("benhc",), "python -m allred: unknown command 'benhc'"),
+        (("bench", "fused", "--set", "resnet"), "unknown set 'resnet'"),
+        (("bench", "allreduce", "--backend", "magic"), "init(backend='magic') is not available"),
+    ],
+)
+def test_wrong_arguments(mpi, arguments, message):
+    result = mpirun(2, "-m", "allred", *arguments, mpi=mpi)
+    assert result.code == 2, result.text
+    assert result.err.count(message) == 1, result.text
+    assert "Traceback" not in result.err, result.text
+    assert result.out == ""
+
+
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+def test_help_is_printed_once(mpi):
+    assert bench(2, "--help", mpi=mpi).out.count("usage:") == 1
+
+
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+def test_wrong_sums_are_an_error_on_all_ranks(mpi):
+    code = (
+        "import sys, allred; from allred.bench import command; right = allred.allreduce_\n"
+        "def wrong(array, op):\n"
+        "    right(array, op)\n"
+        "    array[5] += allred.rank()\n"
+        "allred.allreduce_ = wrong\n"
+        "sys.exit(command.main(['allreduce', '--sizes', '64', '--against', 'mpi', '--json']))"
+    )
+    result = mpirun(2, "-c", code, mpi=mpi)
+    assert result.code == 1, result.text
+    message = "allreduce 64 by allred is wrong on rank 1: element 5 is 12.0, and should be 11.0"
+    assert result.err.count(message) == 1, result.text
+    assert result.out == ""

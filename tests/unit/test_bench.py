@@ -1,0 +1,261 @@
+"""The pure parts of the benchmark: tensor sets, known values, plans of measuring, arguments, settings, the report."""
+
+import importlib.util
+import itertools
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import allred
+from allred.bench import arguments, command, measure, sets, setting, table, verify
+
+REPORT = pathlib.Path(allred.__file__).parents[1] / "benchmarks/report.py"
+NUMBERS = {"p50_us", "p99_us", "algbw_GBps", "busbw_GBps", "against", "against_p50_us", "speedup"}
+
+
+class OneRank:
+    """As much of an mpi4py communicator as measuring needs."""
+
+    barriers = 0
+
+    def Get_rank(self):  # noqa: N802
+        return 0
+
+    def Get_size(self):  # noqa: N802
+        return 1
+
+    def Barrier(self):  # noqa: N802
+        self.barriers += 1
+
+    def allgather(self, value):
+        return [value]
+
+    def bcast(self, value):
+        return value
+
+
+# ---- sets
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "elements", "largest"),
+    [
+        ("resnet50", 161, 25_557_032, (512, 512, 3, 3)),
+        ("transformer", 199, 109_482_240, (30522, 768)),
+        ("small", 1000, 256_000, (256,)),
+    ],
+)
+def test_sets_have_the_models_sizes(name, tensors, elements, largest):
+    shapes = sets.SETS[name]()
+    assert len(shapes) == tensors
+    assert sum(map(math.prod, shapes)) == elements
+    assert max(shapes, key=math.prod) == largest
+
+
+def test_resnet50_in_the_order_of_construction():
+    shapes = sets.resnet50()
+    assert shapes[:6] == [(64, 3, 7, 7), (64,), (64,), (64, 64, 1, 1), (64,), (64,)]
+    assert shapes[12:15] == [(256, 64, 1, 1), (256,), (256,)]  # the first block's downsample comes last in it
+    assert shapes[15] == (64, 256, 1, 1)
+    assert shapes[-2:] == [(1000, 2048), (1000,)]
+
+
+# ---- verification
+
+
+@pytest.mark.parametrize("size", range(1, 10))
+@pytest.mark.parametrize("dtype", ["int8", "float16", "float32", "int64"])
+def test_expected_values_are_the_sums(size, dtype):
+    shapes = [(100,), (3, 5), (), (verify._BLOCK + 7,)]
+    groups = [[np.empty(shape, dtype) for shape in shapes] for _ in range(size)]
+    for rank, group in enumerate(groups):
+        verify.fill(group, rank)
+    sums = [np.sum([group[i] for group in groups], axis=0, dtype=dtype) for i in range(len(shapes))]
+    assert verify.wrong([np.asarray(array) for array in sums], size) == ""
+    if size > 1:
+        assert verify.wrong(groups[0], size).startswith("element ")
+
+
+def test_swapped_chunks_are_wrong():
+    group = [np.empty(4096, np.float32)]
+    verify.fill(group, 0)
+    group[0][:2048], group[0][2048:] = group[0][2048:].copy(), group[0][:2048].copy()
+    assert verify.wrong(group, 1) == "element 0 is 35.0, and should be 0.0"
+
+
+def test_check_raises_and_else_leaves_zeros():
+    group = [np.empty(100, np.float32)]
+    verify.check("sum", lambda: None, group, OneRank())
+    assert not group[0].any()
+    verify.check_zeros("sum", group, OneRank())
+    with pytest.raises(verify.WrongResultError, match=r"sum is wrong on rank 0: element 3 is 0.0, and should be 3.0"):
+        verify.check("sum", lambda: group[0][3:].fill(0), group, OneRank())
+    group[0][99] = 1e-45
+    with pytest.raises(verify.WrongResultError, match="not zero after timing"):
+        verify.check_zeros("sum", group, OneRank())
+
+
+# ---- measuring
+
+
+@pytest.mark.parametrize("ours", [1e-7, 1e-6, 40e-6, 1e-3, 0.5])
+@pytest.mark.parametrize("theirs", [1e-6, 1e-3, 0.5])
+def test_plans_are_bounded(ours, theirs):
+    batch, turn = measure.plan([ours, theirs])
+    assert 1 <= batch <= measure.MAX_BATCH
+    assert 2 <= turn <= measure.MAX_TURN
+    assert turn == 2 or batch * turn * max(ours, theirs) < 2 * measure.TURN_S
+
+
+def test_ways_take_turns_with_the_same_number_of_calls():
+    calls = []
+    comm = OneRank()
+    ways = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
+    found = measure.measure(ways, comm, seconds=0)
+    assert len(found["a"].seconds) == len(found["b"].seconds) >= 2 * measure.MIN_ROUNDS
+    assert found["a"].batch == found["b"].batch
+    turns = [name for name, _ in itertools.groupby(calls)]
+    assert turns == ["a", "b"] * (1 + measure.MIN_ROUNDS)  # the first of them finds out how long a call takes
+    assert comm.barriers >= 2 * len(found["a"].seconds)
+
+
+def test_a_sample_is_the_slowest_ranks():
+    class TwoRanks(OneRank):
+        def allgather(self, value):
+            return [value, [3.0, 1.0]]
+
+    assert measure.slowest([2.0, 2.0], TwoRanks()).tolist() == [3.0, 2.0]
+
+
+def test_numbers():
+    ours = measure.Samples(np.array([1e-3, 2e-3, 3e-3]), batch=1)
+    theirs = measure.Samples(np.array([4e-3, 8e-3, 5e-3]), batch=1)
+    found = table.numbers(ours, "mpi", theirs, nbytes=8_000_000, size=4)
+    assert found.keys() >= NUMBERS
+    assert (found["p50_us"], found["p99_us"], found["against_p50_us"], found["speedup"]) == (2000, 2980, 5000, 2.5)
+    assert (found["algbw_GBps"], found["busbw_GBps"]) == (4, 6)
+    alone = table.numbers(ours, None, None, nbytes=4, size=1)
+    assert alone.keys() == found.keys()
+    assert alone["against"] is alone["against_p50_us"] is alone["speedup"] is None
+
+
+# ---- arguments
+
+
+def test_defaults():
+    options = arguments.parse(["allreduce"])
+    assert options.items == [4 * 1024**0, 2**10, 2**14, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26, 2**28]
+    assert (options.dtype, options.against, options.json) == (np.float32, None, False)
+    assert arguments.parse(["allreduce", "--dtype", "float64"]).items[0] == 8
+    assert arguments.parse(["fused"]).items == ["resnet50", "transformer", "small"]
+    assert arguments.parse(["fused", "--set", "small"]).items == ["small"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("allreduce --sizes 4,huge", "'huge' is not a size"),
+        ("allreduce --sizes 6", "6 bytes are no whole number of float32; take a multiple of 4"),
+        ("allreduce --sizes 0", "0 bytes are no whole number"),
+        ("allreduce --dtype bool", "unknown dtype 'bool'; choose one of uint8, "),
+        ("allreduce --dtype bfloat16 --against mpi", "MPI has no bfloat16"),
+        ("allreduce --seconds -1", "--seconds -1 is not a time"),
+        ("allreduce --seconds nan", "--seconds nan is not a time"),
+        ("allreduce --against nccl", "invalid choice: 'nccl'"),
+        ("fused --set resnet", "unknown set 'resnet'; choose from resnet50, transformer, small"),
+        ("", "the following arguments are required: allreduce|fused"),
+    ],
+)
+def test_wrong_arguments_are_one_line_and_exit_code_2(words, message, capsys):
+    assert command.main(words.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_other_ranks_are_silent(monkeypatch, capfd):
+    monkeypatch.setenv("PMI_RANK", "1")
+    monkeypatch.setattr(setting, "_BEHIND_S", 0)
+    assert command.main(["--help"]) == 0
+    assert command.main(["allreduce", "--sizes", "?"]) == 2
+    assert capfd.readouterr() == ("", "")
+
+
+def test_importing_allred_does_not_load_the_benchmark():
+    code = "import sys, allred; print([m for m in sys.modules if m.startswith(('allred.bench', 'argparse'))])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+# ---- settings
+
+
+def test_malloc_is_tuned_once(monkeypatch):
+    restarts = []
+    monkeypatch.setattr(setting, "_restart", restarts.append)
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=1")
+    monkeypatch.delenv("PMI_FD", raising=False)
+    setting.tune_malloc()
+    assert restarts[0]["GLIBC_TUNABLES"] == f"glibc.malloc.arena_max=1:{setting.TUNABLES}"
+    monkeypatch.setenv("GLIBC_TUNABLES", restarts[0]["GLIBC_TUNABLES"])
+    assert setting.tuned()
+    setting.tune_malloc()
+    assert len(restarts) == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "against", "user", "expected"),
+    [("4", True, None, "1"), ("4", True, "0", "0"), ("4", False, None, None), ("2", True, None, None)],
+)
+def test_raw_mpi_yields_where_ranks_share_cores(ranks, against, user, expected, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    for variable in [variable for variable in os.environ if variable.startswith("OMPI_")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", ranks)
+    monkeypatch.setenv("OMPI_MCA_initial_wdir", "the launcher's")
+    name = "OMPI_MCA_mpi_yield_when_idle"
+    monkeypatch.setenv(name, user or "")
+    if user is None:
+        monkeypatch.delenv(name)
+    found = setting.before_mpi(against)
+    assert found.get(name) == os.environ.get(name) == expected
+    assert "OMPI_MCA_initial_wdir" not in found
+
+
+# ---- the report
+
+
+def test_report(tmp_path):
+    spec = importlib.util.spec_from_file_location("report", REPORT)
+    report = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(report)
+    setting_of = {
+        "ranks": 2, "dtype": "float32", "backend": "shm", "op": "Sum", "mpi": "MPICH 5.0.2", "allred": "0.1.0",
+        "thread_level": "multiple", "mpi_settings": {"OMPI_MCA_btl": "^ofi"}, "binding": ["0-1", "0-1"],
+        "glibc_tunables": "", "tuned": False, "p50_us": 12.346, "p99_us": 1234.5, "algbw_GBps": 5.3, "busbw_GBps": 5.3,
+        "against_p50_us": 98.7, "speedup": 7.994, "samples": 60, "calls_per_sample": 4,
+    }  # fmt: skip
+    one = {**setting_of, "bench": "allreduce", "bytes": 65536, "against": "mpi", "command": "mpirun ... allreduce"}
+    two = {**setting_of, "bench": "fused", "set": "small", "tensors": 1000, "against": "mpi per tensor", "command": "b"}
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("".join(json.dumps(line) + "\n" for line in (one, {**one, "bytes": 4}, two)))
+    target = tmp_path / "RESULTS.md"
+    result = subprocess.run(
+        [sys.executable, REPORT, lines, target], capture_output=True, text=True, timeout=60, check=True
+    )
+    page = target.read_text()
+    assert result.stdout == page
+    assert page.count("\n## ") == 2
+    assert "## MPICH 5.0.2: allreduce\n\n`mpirun ... allreduce`\n" in page
+    assert "| 64 KiB | 12.3 | 1,234 | 5.3 | 5.3 | 98.7 | 7.99 | 60 of 4 |\n| 4 B |" in page
+    assert "| small: 1000 tensors | 12.3 | 1,234 | 5.3 | 5.3 | raw MPI, per tensor | 98.7 | 7.99 |" in page
+    assert "cores 0-1 for each rank; settings: `OMPI_MCA_btl=^ofi`." in page
+    assert f"{os.cpu_count()} cores" in page
+    assert str(pathlib.Path.cwd()) not in page
