@@ -24,7 +24,7 @@ $(error MPI=$(MPI) is not one of mpich, openmpi)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-unit test-parallel test-integration test-torch test-slurm bench lint types format clean
+.PHONY: help demo test test-unit test-parallel test-integration test-torch test-slurm sanitize loops bench lint types format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -53,6 +53,12 @@ test-slurm: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## the batch script in a r
 	bash tests/slurm/install.sh
 	$(VENV_mpich)/bin/python -m pytest tests/slurm $(T)
 
+sanitize: ## the C core under sanitizers, and every order in which ranks can take its steps
+	$(MAKE) -f tests/csrc/Makefile sanitize
+
+loops: ## the C core's allreduce against a loop written by hand, two processes
+	$(MAKE) -f tests/csrc/Makefile loops
+
 # mpirun as a user would call it: Open MPI's is not told to oversubscribe, so it binds each rank to a core.
 LINES := build/bench/lines.jsonl
 
@@ -68,7 +74,7 @@ bench: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## measure against raw MPI with
 lint: $(VENV_mpich)/.dev ## ruff and clang-format, changing nothing
 	$(VENV_mpich)/bin/ruff check .
 	$(VENV_mpich)/bin/ruff format --check .
-	$(VENV_mpich)/bin/clang-format --dry-run --Werror csrc/*.c csrc/*.h
+	$(VENV_mpich)/bin/clang-format --dry-run --Werror csrc/*.c csrc/*.h tests/csrc/*.c tests/csrc/*.h
 
 types: $(VENV_mpich)/.dev ## mypy, strict
 	$(VENV_mpich)/bin/mypy
@@ -76,7 +82,7 @@ types: $(VENV_mpich)/.dev ## mypy, strict
 format: $(VENV_mpich)/.dev ## let ruff and clang-format rewrite the sources
 	$(VENV_mpich)/bin/ruff check --fix .
 	$(VENV_mpich)/bin/ruff format .
-	$(VENV_mpich)/bin/clang-format -i csrc/*.c csrc/*.h
+	$(VENV_mpich)/bin/clang-format -i csrc/*.c csrc/*.h tests/csrc/*.c tests/csrc/*.h
 
 clean: ## remove the environments and what was built
 	rm -rf $(VENV_mpich) $(VENV_openmpi) build *.egg-info allred/native/*.so .pytest_cache .mypy_cache .ruff_cache

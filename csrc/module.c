@@ -178,10 +178,10 @@ static PyObject *variants(PyObject *self, PyObject *unused) {
 static PyObject *segment_bytes(PyObject *self, PyObject *args) {
   (void)self;
   int ranks;
-  Py_ssize_t slot_bytes;
-  if (!PyArg_ParseTuple(args, "in:segment_bytes", &ranks, &slot_bytes)) return NULL;
-  if (ranks < 1 || slot_bytes < 1) return PyErr_Format(PyExc_ValueError, "ranks and slot_bytes must be positive");
-  return PyLong_FromSize_t(allred_segment_bytes(ranks, (size_t)slot_bytes));
+  Py_ssize_t chunk_bytes;
+  if (!PyArg_ParseTuple(args, "in:segment_bytes", &ranks, &chunk_bytes)) return NULL;
+  if (ranks < 1 || chunk_bytes < 1) return PyErr_Format(PyExc_ValueError, "ranks and chunk_bytes must be positive");
+  return PyLong_FromSize_t(allred_segment_bytes(ranks, (size_t)chunk_bytes));
 }
 
 static PyObject *arm_exit(PyObject *self, PyObject *args) {
@@ -202,7 +202,7 @@ static PyMethodDef methods[] = {
     {"reduce", reduce, METH_VARARGS,
      "reduce(sources, out, dtype_code, op_code, divisor, variant=''): see reduce.h; '' is the CPU's best variant."},
     {"variants", variants, METH_NOARGS, "variants(): the names of the kernels that this CPU runs, the best last."},
-    {"segment_bytes", segment_bytes, METH_VARARGS, "segment_bytes(ranks, slot_bytes): what a Segment needs."},
+    {"segment_bytes", segment_bytes, METH_VARARGS, "segment_bytes(ranks, chunk_bytes): what a Segment needs."},
     {"arm_exit", arm_exit, METH_VARARGS,
      "arm_exit(finalized, finalize, abort, comm, rank, host, stuck): what this process does last; False where libc "
      "cannot."},

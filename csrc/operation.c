@@ -16,6 +16,7 @@ void allred_begin_exchange(allred_operation *op, allred_segment *segment, const 
                            .header = *header,
                            .number = ++segment->operation,
                            .rounds = 1,
+                           .on_card = 1,
                            .status = ALLRED_PENDING};
   op->header.sequence = op->number;
 }
@@ -42,9 +43,12 @@ static int headers_agree(const allred_operation *op) {
   return 1;
 }
 
-static char *own_slot(const allred_operation *op) {
-  return allred_segment_slot(op->segment, op->segment->rank, op->number, op->round);
+char *allred_operation_chunk(const allred_operation *op, int rank) {
+  if (op->on_card) return allred_segment_card(op->segment, rank, op->number);
+  return allred_segment_chunk(op->segment, rank, allred_segment_place(op->segment));
 }
+
+static char *own_chunk(const allred_operation *op) { return allred_operation_chunk(op, op->segment->rank); }
 
 static int end(allred_operation *op, int status) {
   op->status = status;
@@ -56,9 +60,9 @@ int allred_step(allred_operation *op) {
   const allred_transfer *transfer = op->transfer;
   switch (op->phase) {
   case FILL:
-    if (transfer->fill) transfer->fill(op, own_slot(op));
+    if (transfer->fill) transfer->fill(op, own_chunk(op));
     if (op->round == 0)
-      allred_segment_publish_header(op->segment, &op->header, op->number);
+      allred_segment_publish_header(op->segment, &op->header);
     else
       allred_segment_publish(op->segment, op->number, 2 * op->round);
     op->phase = MEET;
@@ -69,7 +73,7 @@ int allred_step(allred_operation *op) {
     op->phase = transfer->meld ? MELD : DRAIN;
     break;
   case MELD:
-    transfer->meld(op, own_slot(op));
+    transfer->meld(op, own_chunk(op));
     allred_segment_publish(op->segment, op->number, 2 * op->round + 1);
     op->phase = MEET_MELDED;
     break;
@@ -79,6 +83,7 @@ int allred_step(allred_operation *op) {
     break;
   case DRAIN:
     if (transfer->drain) transfer->drain(op);
+    if (!op->on_card) allred_segment_advance(op->segment, op->chunk_bytes);
     if (++op->round == op->rounds) return end(op, ALLRED_DONE);
     op->phase = FILL;
   }

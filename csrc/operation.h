@@ -3,17 +3,18 @@
  *
  * Data passes in rounds of one chunk. All ranks take the same rounds, in lockstep; a round of operation `o`:
  *
- *   1  fill    write what this round brings to this rank's slot
- *   2          publish it: in round 0 with the header (of operation o), later as tick 2*round of `stage`
+ *   1  fill    write what this round brings to this rank's ring, or to its card if that is all there is and small
+ *   2          publish it: in round 0 with the header of operation o, later as tick 2*round of `stage`
  *   3  meet    wait until every rank has come to 2; in round 0 compare the headers, and end here if they differ
- *   4  meld    only where ranks reduce for each other: reduce this rank's part of all slots into its own slot,
+ *   4  meld    only where ranks reduce for each other: reduce this rank's part of all chunks into its own chunk,
  *              publish it as tick 2*round + 1, and wait until every rank has
- *   5  drain   read the slots of all ranks into this rank's memory
+ *   5  drain   read the chunks of all ranks into this rank's memory
  *
- * Why no slot is written while somebody reads it: slots come in turn, so the slot of round r was used before in round
- * r - 2. A rank that fills it has met all ranks in round r - 1, and these had drained r - 2 before they came there. The
- * same with headed slots and operations. Round 1 follows the meeting of round 0, which nobody enters before it has
- * drained the last round of the operation before. tests/csrc/model.c goes through all orders in which that can happen.
+ * Why nothing is written where somebody reads. A rank that fills a round has met all ranks in the round before, and
+ * these had drained the one before that before they came there: so only the last chunk may still be read, and the ring
+ * holds more than two. Cards likewise, from operation to operation: a rank that begins one has met all ranks in the
+ * last one, and these were done with the one before that, which had the same card. All ranks agree on places, since
+ * these depend only on operations that all have found to agree. tests/csrc/model.c goes through all orders of steps.
  */
 #ifndef ALLRED_OPERATION_H
 #define ALLRED_OPERATION_H
@@ -39,16 +40,17 @@ typedef struct allred_operation allred_operation;
 
 /* What one kind of operation does in the steps of a round. `meld` may be NULL. */
 typedef struct {
-  void (*fill)(allred_operation *, char *slot);
-  void (*meld)(allred_operation *, char *slot);
+  void (*fill)(allred_operation *, char *chunk);
+  void (*meld)(allred_operation *, char *chunk);
   void (*drain)(allred_operation *);
 } allred_transfer;
 
 struct allred_operation {
-  const allred_segment *segment;
+  allred_segment *segment;
   const allred_transfer *transfer;
   allred_header header;
   uint64_t number, round, rounds;
+  int on_card;
   uint64_t moves; /* steps taken: whoever waits sees by it that there was progress */
   int phase, met, status;
   /* of a reduction */
@@ -87,6 +89,9 @@ void allred_begin_alltoall(allred_operation *, allred_segment *, const allred_he
                            const uint64_t *send_starts, const uint64_t *receive_starts, size_t largest);
 void allred_begin_reducescatter(allred_operation *, allred_segment *, const allred_header *, const char *send,
                                 char *receive, const uint64_t *starts, int dtype, int variant, int op, int divisor);
+
+/* A rank's chunk of the present round. */
+char *allred_operation_chunk(const allred_operation *, int rank);
 
 /* Take one step. MOVED; PENDING if it must wait for a rank; DONE; or DIFFER: the headers do not agree. */
 int allred_step(allred_operation *);

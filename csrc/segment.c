@@ -5,46 +5,61 @@
 
 #define TICK_BITS 24
 #define PAGE 4096
-/* The header and the first bytes of its chunk lie in one aligned pair of lines, which processors fetch together. */
+/* Processors fetch lines in aligned pairs: a header and the first bytes behind it are one. */
 #define PAIR ((size_t)2 * ALLRED_LINE)
 
-static size_t headed_bytes(size_t slot_bytes) { return slot_bytes + PAIR; }
+static size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-static size_t area_bytes(size_t slot_bytes) {
-  const size_t bytes = PAIR + 2 * headed_bytes(slot_bytes) + 2 * slot_bytes;
-  return (bytes + PAGE - 1) / PAGE * PAGE;
+static size_t card_bytes(void) { return round_up(sizeof(allred_header) + ALLRED_CARD_BYTES, PAIR); }
+
+static size_t ring_bytes(size_t chunk_bytes) { return ALLRED_RING_CHUNKS * chunk_bytes; }
+
+static size_t area_bytes(size_t chunk_bytes) {
+  return round_up(PAIR + 2 * card_bytes() + ring_bytes(chunk_bytes), PAGE);
 }
 
-size_t allred_segment_bytes(int ranks, size_t slot_bytes) { return (size_t)ranks * area_bytes(slot_bytes); }
+size_t allred_segment_bytes(int ranks, size_t chunk_bytes) { return (size_t)ranks * area_bytes(chunk_bytes); }
 
 static char *area(const allred_segment *segment, int rank) {
-  return segment->memory + (size_t)rank * area_bytes(segment->slot_bytes);
+  return segment->memory + (size_t)rank * area_bytes(segment->chunk_bytes);
 }
 
 static _Atomic uint64_t *stage(const allred_segment *segment, int rank) {
   return (_Atomic uint64_t *)(void *)area(segment, rank);
 }
 
-static char *headed(const allred_segment *segment, int rank, uint64_t operation) {
-  return area(segment, rank) + PAIR + (operation & 1) * headed_bytes(segment->slot_bytes);
+static char *card(const allred_segment *segment, int rank, uint64_t operation) {
+  return area(segment, rank) + PAIR + (operation & 1) * card_bytes();
 }
 
 allred_header *allred_segment_header(const allred_segment *segment, int rank, uint64_t operation) {
-  return (allred_header *)(void *)headed(segment, rank, operation);
+  return (allred_header *)(void *)card(segment, rank, operation);
 }
 
-char *allred_segment_slot(const allred_segment *segment, int rank, uint64_t operation, uint64_t round) {
-  if (round == 0) return headed(segment, rank, operation) + sizeof(allred_header);
-  return area(segment, rank) + PAIR + 2 * headed_bytes(segment->slot_bytes) + (round & 1) * segment->slot_bytes;
+char *allred_segment_card(const allred_segment *segment, int rank, uint64_t operation) {
+  return card(segment, rank, operation) + sizeof(allred_header);
+}
+
+char *allred_segment_chunk(const allred_segment *segment, int rank, size_t place) {
+  return area(segment, rank) + PAIR + 2 * card_bytes() + place;
+}
+
+size_t allred_segment_place(const allred_segment *segment) {
+  return segment->place + segment->chunk_bytes <= ring_bytes(segment->chunk_bytes) ? segment->place : 0;
+}
+
+void allred_segment_advance(allred_segment *segment, size_t bytes) {
+  segment->place = allred_segment_place(segment) + round_up(bytes, PAIR);
 }
 
 static _Atomic uint64_t *sequence(const allred_segment *segment, int rank, uint64_t operation) {
-  return (_Atomic uint64_t *)(void *)headed(segment, rank, operation);
+  return (_Atomic uint64_t *)(void *)card(segment, rank, operation);
 }
 
-void allred_segment_publish_header(const allred_segment *segment, const allred_header *header, uint64_t operation) {
+void allred_segment_publish_header(const allred_segment *segment, const allred_header *header) {
   const size_t flag = sizeof header->sequence;
-  char *shown = headed(segment, segment->rank, operation);
+  const uint64_t operation = header->sequence;
+  char *shown = card(segment, segment->rank, operation);
   memcpy(shown + flag, (const char *)header + flag, sizeof *header - flag);
   atomic_store_explicit(sequence(segment, segment->rank, operation), operation, memory_order_release);
 }

@@ -468,17 +468,17 @@ static int construct(Segment *self, PyObject *args, PyObject *unused) {
   (void)unused;
   PyObject *memory;
   int rank, ranks;
-  Py_ssize_t slot_bytes;
+  Py_ssize_t chunk_bytes;
   if (self->open) return PyErr_SetString(PyExc_TypeError, "it is constructed already"), -1;
-  if (!PyArg_ParseTuple(args, "OiinOOO:Segment", &memory, &rank, &ranks, &slot_bytes, &self->array_type, &self->dtypes,
+  if (!PyArg_ParseTuple(args, "OiinOOO:Segment", &memory, &rank, &ranks, &chunk_bytes, &self->array_type, &self->dtypes,
                         &self->ops))
     return -1;
   Py_INCREF(self->array_type), Py_INCREF(self->dtypes), Py_INCREF(self->ops);
-  if (ranks < 1 || ranks > ALLRED_MAX_RANKS || rank < 0 || rank >= ranks || slot_bytes < ranks * ALLRED_LINE ||
-      slot_bytes % ALLRED_LINE || !PyTuple_Check(self->dtypes) || PyTuple_Size(self->dtypes) > ALLRED_DTYPES ||
+  if (ranks < 1 || ranks > ALLRED_MAX_RANKS || rank < 0 || rank >= ranks || chunk_bytes < ranks * ALLRED_LINE ||
+      chunk_bytes % ALLRED_LINE || !PyTuple_Check(self->dtypes) || PyTuple_Size(self->dtypes) > ALLRED_DTYPES ||
       !PyTuple_Check(self->ops) || PyTuple_Size(self->ops) > ALLRED_OPS)
-    return PyErr_SetString(PyExc_ValueError, "no such rank, ranks or slot_bytes"), -1;
-  const size_t needed = allred_segment_bytes(ranks, (size_t)slot_bytes);
+    return PyErr_SetString(PyExc_ValueError, "no such rank, ranks or chunk_bytes"), -1;
+  const size_t needed = allred_segment_bytes(ranks, (size_t)chunk_bytes);
   self->send_starts = PyMem_Calloc((size_t)ranks + 1, sizeof *self->send_starts);
   self->receive_starts = PyMem_Calloc((size_t)ranks + 1, sizeof *self->receive_starts);
   self->dtype_name = PyUnicode_InternFromString("dtype");
@@ -491,7 +491,7 @@ static int construct(Segment *self, PyObject *args, PyObject *unused) {
   }
   self->variant = allred_variants() - 1;
   self->own_process = own_process_page();
-  self->segment = (allred_segment){self->memory.buf, rank, ranks, (size_t)slot_bytes, 0};
+  self->segment = (allred_segment){self->memory.buf, rank, ranks, (size_t)chunk_bytes, 0, 0};
   return 0;
 }
 
@@ -553,7 +553,7 @@ static PyGetSetDef attributes[] = {
     {NULL, NULL, NULL, NULL, NULL}};
 
 static PyType_Slot slots[] = {
-    {Py_tp_doc, "Segment(memory, rank, ranks, slot_bytes, array_type, dtypes, ops): a rank's view of shared memory."},
+    {Py_tp_doc, "Segment(memory, rank, ranks, chunk_bytes, array_type, dtypes, ops): a rank's view of shared memory."},
     {Py_tp_init, construct},
     {Py_tp_dealloc, destruct},
     {Py_tp_methods, methods},

@@ -9,15 +9,11 @@ static size_t round_up(size_t bytes) { return (bytes + ALLRED_LINE - 1) / ALLRED
 
 static uint64_t rounds_for(size_t bytes, size_t chunk) { return bytes ? (bytes + chunk - 1) / chunk : 1; }
 
-static const char *slot_of(const allred_operation *op, int rank) {
-  return allred_segment_slot(op->segment, rank, op->number, op->round);
-}
-
 /*
- * allreduce. A chunk holds consecutive tensors, or parts of them, of one dtype: the fusion buffer is one slot long.
+ * allreduce. A chunk holds consecutive tensors, or parts of them, of one dtype: the fusion buffer is one chunk long.
  *
- * Few bytes, or two ranks: every rank reads all slots and reduces for itself. More: each reduces one part of the chunk
- * for all, in place in its slot, and everyone copies the parts; that is one meeting more, and less to read.
+ * Few bytes, or two ranks: every rank reads all chunks and reduces for itself. More: each reduces one part of the chunk
+ * for all, in place in its chunk, and everyone copies the parts; that is one meeting more, and less to read.
  * The order of the sum is that of the ranks either way, so both give the same bits.
  */
 
@@ -35,29 +31,38 @@ static size_t stretch(const allred_operation *op, allred_cursor *cursor, size_t 
   return bytes;
 }
 
-static void gather(allred_operation *op, char *slot) {
-  const allred_tensor *tensor;
-  size_t offset, room = op->segment->slot_bytes;
-  op->chunk_dtype = op->filled.tensor < op->tensor_count ? op->tensors[op->filled.tensor].dtype : 0;
-  while (room && op->filled.tensor < op->tensor_count && op->tensors[op->filled.tensor].dtype == op->chunk_dtype) {
-    const size_t bytes = stretch(op, &op->filled, room, &tensor, &offset);
-    memcpy(slot, tensor->in + offset, bytes);
-    slot += bytes;
-    room -= bytes;
-  }
-  op->chunk_bytes = op->segment->slot_bytes - room;
+/* Whether more of the tensors goes into this chunk. An empty one always does: it is not counted in the rounds. */
+static int takes_more(const allred_operation *op, size_t room) {
+  if (op->filled.tensor == op->tensor_count) return 0;
+  const allred_tensor *next = &op->tensors[op->filled.tensor];
+  return next->dtype == op->chunk_dtype && (room || !next->bytes);
 }
 
-/* This rank's own numbers are read where they come from: the same bits as in its slot, and in a nearer cache. */
+static void gather(allred_operation *op, char *chunk) {
+  const allred_tensor *tensor;
+  size_t offset, room = op->segment->chunk_bytes;
+  op->chunk_dtype = op->filled.tensor < op->tensor_count ? op->tensors[op->filled.tensor].dtype : 0;
+  while (takes_more(op, room)) {
+    const size_t bytes = stretch(op, &op->filled, room, &tensor, &offset);
+    memcpy(chunk, tensor->in + offset, bytes);
+    chunk += bytes;
+    room -= bytes;
+  }
+  op->chunk_bytes = op->segment->chunk_bytes - room;
+}
+
+/* This rank's own numbers are read where they come from: the same bits as in its chunk, and in a nearer cache. */
 static void reduce_all(allred_operation *op) {
   const allred_reduce reduce = allred_reduce_kernel(op->variant, op->chunk_dtype, op->op);
   const size_t item = allred_dtype_bytes(op->chunk_dtype);
+  const char *chunks[ALLRED_MAX_RANKS];
   const void *sources[ALLRED_MAX_RANKS];
   const allred_tensor *tensor;
   size_t offset;
+  for (int rank = 0; rank < op->segment->ranks; rank++) chunks[rank] = allred_operation_chunk(op, rank);
   for (size_t at = 0, bytes; at < op->chunk_bytes; at += bytes) {
     bytes = stretch(op, &op->drained, op->chunk_bytes - at, &tensor, &offset);
-    for (int rank = 0; rank < op->segment->ranks; rank++) sources[rank] = slot_of(op, rank) + at;
+    for (int rank = 0; rank < op->segment->ranks; rank++) sources[rank] = chunks[rank] + at;
     sources[op->segment->rank] = tensor->in + offset;
     reduce(tensor->out + offset, sources, op->segment->ranks, bytes / item, op->divisor);
   }
@@ -67,12 +72,12 @@ static size_t part_of(const allred_operation *op) {
   return round_up((op->chunk_bytes + (size_t)op->segment->ranks - 1) / (size_t)op->segment->ranks);
 }
 
-static void reduce_part(allred_operation *op, char *slot) {
+static void reduce_part(allred_operation *op, char *chunk) {
   const size_t part = part_of(op), start = smaller(part * (size_t)op->segment->rank, op->chunk_bytes);
   const size_t bytes = smaller(part, op->chunk_bytes - start);
   const void *sources[ALLRED_MAX_RANKS];
-  for (int rank = 0; rank < op->segment->ranks; rank++) sources[rank] = slot_of(op, rank) + start;
-  allred_reduce_kernel(op->variant, op->chunk_dtype, op->op)(slot + start, sources, op->segment->ranks,
+  for (int rank = 0; rank < op->segment->ranks; rank++) sources[rank] = allred_operation_chunk(op, rank) + start;
+  allred_reduce_kernel(op->variant, op->chunk_dtype, op->op)(chunk + start, sources, op->segment->ranks,
                                                              bytes / allred_dtype_bytes(op->chunk_dtype), op->divisor);
 }
 
@@ -82,7 +87,7 @@ static void scatter_parts(allred_operation *op) {
   size_t offset;
   for (size_t at = 0, bytes; at < op->chunk_bytes; at += bytes) {
     bytes = stretch(op, &op->drained, smaller(op->chunk_bytes - at, part - at % part), &tensor, &offset);
-    memcpy(tensor->out + offset, slot_of(op, (int)(at / part)) + at, bytes);
+    memcpy(tensor->out + offset, allred_operation_chunk(op, (int)(at / part)) + at, bytes);
   }
 }
 
@@ -103,22 +108,23 @@ void allred_begin_allreduce(allred_operation *op, allred_segment *segment, const
     bytes += tensors[i].bytes;
     run += tensors[i].bytes;
     if (i + 1 < count && tensors[i + 1].dtype == tensors[i].dtype) continue;
-    op->rounds += rounds_for(run, segment->slot_bytes);
+    op->rounds += rounds_for(run, segment->chunk_bytes);
     run = 0;
   }
   if (op->rounds == 0) op->rounds = 1;
+  op->on_card = op->rounds == 1 && bytes <= ALLRED_CARD_BYTES;
   op->transfer = segment->ranks == 2 || bytes * (size_t)segment->ranks <= DIRECT_BYTES ? &direct : &shared_out;
 }
 
 /*
- * allgather: each rank's slot holds the next chunk of what it gives, and all read it. A broadcast is an allgather to
+ * allgather: each rank's chunk is the next one of what it gives, and all read it. A broadcast is an allgather to
  * which one rank alone gives something.
  */
 
-/* What is left of a stretch of memory in this round, if it passes `chunk` bytes a round. */
-static size_t left(const allred_operation *op, const uint64_t *starts, int rank, size_t chunk) {
-  const size_t bytes = starts[rank + 1] - starts[rank], passed = op->round * chunk;
-  return passed < bytes ? smaller(bytes - passed, chunk) : 0;
+/* What this round moves of a rank's stretch of memory, if `part` bytes of it pass in a round. */
+static size_t left(const allred_operation *op, const uint64_t *starts, int rank, size_t part) {
+  const size_t bytes = starts[rank + 1] - starts[rank], passed = op->round * part;
+  return passed < bytes ? smaller(bytes - passed, part) : 0;
 }
 
 static size_t largest_stretch(const uint64_t *starts, int ranks) {
@@ -128,17 +134,17 @@ static size_t largest_stretch(const uint64_t *starts, int ranks) {
   return largest;
 }
 
-static void give(allred_operation *op, char *slot) {
-  const size_t chunk = op->part_bytes;
-  memcpy(slot, op->send + op->round * chunk, left(op, op->receive_starts, op->segment->rank, chunk));
+static void give(allred_operation *op, char *chunk) {
+  const size_t part = op->part_bytes;
+  memcpy(chunk, op->send + op->round * part, left(op, op->receive_starts, op->segment->rank, part));
 }
 
 static void take_all(allred_operation *op) {
-  const size_t chunk = op->part_bytes, passed = op->round * chunk;
+  const size_t part = op->part_bytes, passed = op->round * part;
   for (int rank = 0; rank < op->segment->ranks; rank++) {
     char *to = op->receive + op->receive_starts[rank] + passed;
     if (rank == op->segment->rank && to == op->send + passed) continue; /* in place */
-    memcpy(to, slot_of(op, rank), left(op, op->receive_starts, rank, chunk));
+    memcpy(to, allred_operation_chunk(op, rank), left(op, op->receive_starts, rank, part));
   }
 }
 
@@ -151,30 +157,32 @@ void allred_begin_allgather(allred_operation *op, allred_segment *segment, const
   op->send = send;
   op->receive = receive;
   op->receive_starts = starts;
-  op->part_bytes = segment->slot_bytes;
-  op->rounds = rounds_for(largest_stretch(starts, segment->ranks), op->part_bytes);
+  const size_t largest = largest_stretch(starts, segment->ranks);
+  op->part_bytes = op->chunk_bytes = smaller(largest, segment->chunk_bytes);
+  op->rounds = rounds_for(largest, segment->chunk_bytes);
+  op->on_card = op->rounds == 1 && largest <= ALLRED_CARD_BYTES;
 }
 
 /*
- * alltoall and reducescatter: a slot has a part for each rank. It reads its part of all slots, and puts them one
+ * alltoall and reducescatter: a chunk has a part for each rank. It reads its part of all chunks, and puts them one
  * behind the other, or reduces them.
  */
 
 static size_t part_for_each(const allred_segment *segment) {
-  return segment->slot_bytes / (size_t)segment->ranks / ALLRED_LINE * ALLRED_LINE;
+  return segment->chunk_bytes / (size_t)segment->ranks / ALLRED_LINE * ALLRED_LINE;
 }
 
-static void deal(allred_operation *op, char *slot) {
+static void deal(allred_operation *op, char *chunk) {
   const size_t part = op->part_bytes;
   for (int rank = 0; rank < op->segment->ranks; rank++)
-    memcpy(slot + (size_t)rank * part, op->send + op->send_starts[rank] + op->round * part,
+    memcpy(chunk + (size_t)rank * part, op->send + op->send_starts[rank] + op->round * part,
            left(op, op->send_starts, rank, part));
 }
 
 static void collect(allred_operation *op) {
   const size_t part = op->part_bytes, mine = part * (size_t)op->segment->rank;
   for (int rank = 0; rank < op->segment->ranks; rank++)
-    memcpy(op->receive + op->receive_starts[rank] + op->round * part, slot_of(op, rank) + mine,
+    memcpy(op->receive + op->receive_starts[rank] + op->round * part, allred_operation_chunk(op, rank) + mine,
            left(op, op->receive_starts, rank, part));
 }
 
@@ -188,14 +196,16 @@ void allred_begin_alltoall(allred_operation *op, allred_segment *segment, const 
   op->receive = receive;
   op->send_starts = send_starts;
   op->receive_starts = receive_starts;
+  op->chunk_bytes = segment->chunk_bytes;
   op->part_bytes = part_for_each(segment);
+  op->on_card = 0;
   op->rounds = rounds_for(largest, op->part_bytes);
 }
 
 static void reduce_collected(allred_operation *op) {
   const size_t part = op->part_bytes, mine = part * (size_t)op->segment->rank;
   const void *sources[ALLRED_MAX_RANKS];
-  for (int rank = 0; rank < op->segment->ranks; rank++) sources[rank] = slot_of(op, rank) + mine;
+  for (int rank = 0; rank < op->segment->ranks; rank++) sources[rank] = allred_operation_chunk(op, rank) + mine;
   allred_reduce_kernel(op->variant, op->chunk_dtype, op->op)(
       op->receive + op->round * part, sources, op->segment->ranks,
       left(op, op->send_starts, op->segment->rank, part) / allred_dtype_bytes(op->chunk_dtype), op->divisor);
@@ -215,6 +225,8 @@ void allred_begin_reducescatter(allred_operation *op, allred_segment *segment, c
   op->variant = variant;
   op->op = reduction;
   op->divisor = divisor;
+  op->chunk_bytes = segment->chunk_bytes;
   op->part_bytes = part_for_each(segment);
+  op->on_card = 0;
   op->rounds = rounds_for(largest_stretch(starts, segment->ranks), op->part_bytes);
 }

@@ -51,7 +51,7 @@ def number(nodes: list[int], rank: int) -> Topology:
 
 
 def pretend(sizes: str, ranks: int) -> list[int]:
-    """The nodes of the setting `pretend_nodes`; empty if it is "none". Raises ConfigError if it is not what it should be.
+    """The nodes of the setting `pretend_nodes`; empty if it is "none". Raises ConfigError for what makes no sense.
 
     >>> pretend("3,1", ranks=4)
     [0, 0, 0, 1]

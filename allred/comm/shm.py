@@ -25,7 +25,7 @@ from allred.native._kernels import Segment, segment_bytes
 
 T = TypeVar("T")
 
-SLOT_BYTES = 2**17  # of four a rank; 32 to 512 KiB are about equal
+CHUNK_BYTES = 2**17  # of four a rank; 32 to 512 KiB are about equal
 
 _DTYPES = tuple(None if name == "bfloat16" else np.dtype(name) for name in arrays.DTYPES)
 _OPS = (None, *ops.CODES)
@@ -35,12 +35,12 @@ _DONE, _STARTED, _NOT_TAKEN = 0, 1, 2
 
 def segment_memory(comm: Any) -> mmap.mmap | None:
     """Memory for a ShmCommunicator of the ranks of an mpi4py communicator; None if they cannot have it. Collective."""
-    slot_bytes = _slot_bytes(comm.Get_size())
-    return share(comm, segment_bytes(comm.Get_size(), slot_bytes))
+    chunk_bytes = _chunk_bytes(comm.Get_size())
+    return share(comm, segment_bytes(comm.Get_size(), chunk_bytes))
 
 
-def _slot_bytes(ranks: int) -> int:
-    return max(SLOT_BYTES, 64 * ranks)
+def _chunk_bytes(ranks: int) -> int:
+    return max(CHUNK_BYTES, 64 * ranks)
 
 
 class ShmCommunicator(Communicator):
@@ -51,7 +51,7 @@ class ShmCommunicator(Communicator):
 
     def __init__(self, rank: int, size: int, memory: mmap.mmap, timeout_s: float) -> None:
         self._memory = memory
-        self._segment = Segment(memory, rank, size, _slot_bytes(size), np.ndarray, _DTYPES, _OPS)
+        self._segment = Segment(memory, rank, size, _chunk_bytes(size), np.ndarray, _DTYPES, _OPS)
         super().__init__(rank, size, timeout_s, lock=self._segment)
 
     def close(self) -> None:

@@ -136,10 +136,10 @@ def test_wrong_arguments_are_refused_before_anything_moves(segment, call, messag
     assert segment.agreed
 
 
-@pytest.mark.parametrize(("rank", "ranks", "slot"), [(1, 1, 64), (-1, 1, 64), (0, 0, 64), (0, 2, 64), (0, 1, 65)])
-def test_impossible_segments_are_refused(rank, ranks, slot):
+@pytest.mark.parametrize(("rank", "ranks", "chunk"), [(1, 1, 64), (-1, 1, 64), (0, 0, 64), (0, 2, 64), (0, 1, 65)])
+def test_impossible_segments_are_refused(rank, ranks, chunk):
     with pytest.raises(ValueError, match="no such rank"):
-        Segment(bytearray(10**6), rank, ranks, slot, np.ndarray, _DTYPES, _OPS)
+        Segment(bytearray(10**6), rank, ranks, chunk, np.ndarray, _DTYPES, _OPS)
     with pytest.raises(ValueError, match="the memory has 64 bytes"):
         Segment(bytearray(64), 0, 1, 64, np.ndarray, _DTYPES, _OPS)
 

@@ -1,0 +1,133 @@
+/*
+ * What an operation of driver.c is, what each rank gives to it and what must come out: closed forms of its seed, the
+ * rank, and the position of an element.
+ */
+#ifndef PLAN_H
+#define PLAN_H
+
+#include <string.h>
+
+#include "operation.h"
+
+enum { EXCHANGE, ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER, KINDS };
+static const char *const kind_names[] = {"exchange",  "allreduce", "allgather",
+                                         "broadcast", "alltoall",  "reducescatter"};
+
+#define MOST_RANKS 8
+#define MOST_TENSORS 40
+#define LARGE_BYTES 40000 /* given by all ranks together: an allreduce then has them reduce for each other */
+
+typedef struct {
+  int ranks, operations;
+  size_t chunk_bytes;
+  uint64_t seed;
+  char *memory;
+} scene;
+
+static uint64_t draw(uint64_t seed, uint64_t a, uint64_t b) {
+  return allred_mix(allred_mix(allred_mix(0, seed), a), b);
+}
+
+typedef struct {
+  uint64_t seed;
+  int kind, op, in_place, root, odd; /* odd: the rank whose header differs, or -1 */
+  size_t tensors, counts[MOST_TENSORS];
+  int dtypes[MOST_TENSORS];
+} plan;
+
+static size_t some_count(uint64_t dice, size_t chunk, int ranks) {
+  const uint64_t rest = dice / 16;
+  switch (dice % 16) {
+  case 0:
+    return 0;
+  case 1:
+    return 1;
+  case 2:
+  case 3:
+    return chunk;
+  case 4:
+    return chunk + 1;
+  case 5:
+    return 2 * chunk + rest % (3 * chunk);
+  case 6:
+    return rest % 4 ? 7 : (size_t)(LARGE_BYTES / ranks);
+  default:
+    return rest % 40;
+  }
+}
+
+static plan make_plan(const scene *scene, uint64_t seed) {
+  plan p = {.seed = seed, .kind = (int)(draw(seed, 1, 0) % (KINDS + 3)), .in_place = (int)(draw(seed, 2, 0) & 1)};
+  if (p.kind >= KINDS) p.kind = ALLREDUCE;
+  p.root = (int)(draw(seed, 3, 0) % (uint64_t)scene->ranks);
+  p.odd = draw(seed, 4, 0) % 12 ? -1 : (int)(draw(seed, 5, 0) % (uint64_t)scene->ranks);
+  p.tensors = draw(seed, 6, 0) % (draw(seed, 6, 1) % 4 ? 4 : MOST_TENSORS + 1);
+  uint64_t dice = seed;
+  p.op = 1 + (int)(draw(seed, 7, 0) % (ALLRED_OPS - 1));
+  int dtypes[2];
+  for (int i = 0; i < 2;) {
+    dtypes[i] = (int)((dice = allred_mix(dice, 2)) % ALLRED_DTYPES);
+    i += allred_reduce_kernel(0, dtypes[i], p.op) != NULL;
+  }
+  p.dtypes[0] = dtypes[0]; /* of a reducescatter */
+  for (size_t t = 0; t < p.tensors; t++) {
+    p.dtypes[t] = dtypes[draw(seed, 8, t) % 4 == 0];
+    const size_t item = allred_dtype_bytes(p.dtypes[t]);
+    p.counts[t] = some_count(draw(seed, 9, t), scene->chunk_bytes / item, scene->ranks);
+  }
+  return p;
+}
+
+/* What a rank gives. Sums are exact in every dtype, even in bfloat16's 8 bits; the average of all is a whole number. */
+static int64_t given(const plan *p, int dtype, size_t tensor, size_t i, int rank) {
+  const int64_t base = (int64_t)(draw(p->seed, 100 + tensor, i) % 13);
+  if (dtype == ALLRED_BOOL) return base < 4 ? 0 : base > 8 ? 1 : (base + rank) & 1;
+  if (p->op == ALLRED_PRODUCT) return 1 + ((base + rank) & 1);
+  return base + 2 * rank - (dtype == ALLRED_UINT8 ? 0 : 6);
+}
+
+static int64_t reduced(const plan *p, int ranks, int dtype, size_t tensor, size_t i) {
+  int64_t all = given(p, dtype, tensor, i, 0);
+  for (int rank = 1; rank < ranks; rank++) {
+    const int64_t next = given(p, dtype, tensor, i, rank);
+    if (p->op == ALLRED_MIN)
+      all = next < all ? next : all;
+    else if (p->op == ALLRED_MAX)
+      all = next > all ? next : all;
+    else if (p->op == ALLRED_PRODUCT)
+      all *= next;
+    else
+      all += next;
+  }
+  return p->op == ALLRED_AVERAGE ? all / ranks : all;
+}
+
+/* A small whole number as an element; integers wrap around. */
+static void encode(int64_t value, int dtype, char *to) {
+  const double wide = (double)value;
+  const float single = (float)value;
+  uint64_t bits = (uint64_t)value;
+  if (dtype == ALLRED_FLOAT64) memcpy(&bits, &wide, sizeof wide);
+  if (dtype == ALLRED_FLOAT32 || dtype == ALLRED_BFLOAT16 || dtype == ALLRED_FLOAT16) {
+    bits = 0;
+    memcpy(&bits, &single, sizeof single);
+  }
+  if (dtype == ALLRED_BFLOAT16) bits >>= 16;
+  if (dtype == ALLRED_FLOAT16 && value) /* 5 bits of exponent for 8, biased by 15 instead of 127 */
+    bits = (bits >> 16 & 0x8000) | ((bits & 0x7fffffff) - ((127 - 15) << 23)) >> 13;
+  memcpy(to, &bits, allred_dtype_bytes(dtype));
+}
+
+/* Numbers of a reduction: what `rank` gives, or what all must get if it is negative. */
+static void write_numbers(const scene *scene, const plan *p, int rank, size_t tensor, int dtype, size_t from,
+                          size_t count, char *to) {
+  for (size_t i = 0; i < count; i++)
+    encode(rank < 0 ? reduced(p, scene->ranks, dtype, tensor, from + i) : given(p, dtype, tensor, from + i, rank),
+           dtype, to + i * allred_dtype_bytes(dtype));
+}
+
+static void write_bytes(const plan *p, int from, int to, size_t count, char *into) {
+  for (size_t i = 0; i < count; i++) into[i] = (char)draw(p->seed, 1000 + (uint64_t)(from * MOST_RANKS + to), i);
+}
+
+#endif
