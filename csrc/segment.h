@@ -24,6 +24,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "copy.h"
 #include "header.h"
 
 #define ALLRED_MAX_RANKS 1024  /* of one node */
@@ -36,7 +37,8 @@ typedef struct {
   int rank, ranks;
   size_t chunk_bytes; /* at most; a multiple of ALLRED_LINE */
   uint64_t operation; /* the number of the last one that this rank began */
-  size_t place;       /* in the ring, where the next chunk goes: the same on all ranks */
+  allred_pace pace;
+  size_t place; /* in the ring, where the next chunk goes: the same on all ranks */
 } allred_segment;
 
 /* Bytes that a segment takes for so many ranks. */

@@ -491,7 +491,8 @@ static int construct(Segment *self, PyObject *args, PyObject *unused) {
   }
   self->variant = allred_variants() - 1;
   self->own_process = own_process_page();
-  self->segment = (allred_segment){self->memory.buf, rank, ranks, (size_t)chunk_bytes, 0, 0};
+  self->segment =
+      (allred_segment){.memory = self->memory.buf, .rank = rank, .ranks = ranks, .chunk_bytes = (size_t)chunk_bytes};
   return 0;
 }
 

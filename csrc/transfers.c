@@ -41,14 +41,16 @@ static int takes_more(const allred_operation *op, size_t room) {
 static void gather(allred_operation *op, char *chunk) {
   const allred_tensor *tensor;
   size_t offset, room = op->segment->chunk_bytes;
+  const uint64_t begun = allred_copy_begin();
   op->chunk_dtype = op->filled.tensor < op->tensor_count ? op->tensors[op->filled.tensor].dtype : 0;
   while (takes_more(op, room)) {
     const size_t bytes = stretch(op, &op->filled, room, &tensor, &offset);
-    memcpy(chunk, tensor->in + offset, bytes);
+    allred_copy(&op->segment->pace, chunk, tensor->in + offset, bytes);
     chunk += bytes;
     room -= bytes;
   }
   op->chunk_bytes = op->segment->chunk_bytes - room;
+  allred_copy_end(&op->segment->pace, begun, op->chunk_bytes);
 }
 
 /* This rank's own numbers are read where they come from: the same bits as in its chunk, and in a nearer cache. */
@@ -135,8 +137,10 @@ static size_t largest_stretch(const uint64_t *starts, int ranks) {
 }
 
 static void give(allred_operation *op, char *chunk) {
-  const size_t part = op->part_bytes;
-  memcpy(chunk, op->send + op->round * part, left(op, op->receive_starts, op->segment->rank, part));
+  const size_t part = op->part_bytes, bytes = left(op, op->receive_starts, op->segment->rank, part);
+  const uint64_t begun = allred_copy_begin();
+  allred_copy(&op->segment->pace, chunk, op->send + op->round * part, bytes);
+  allred_copy_end(&op->segment->pace, begun, bytes);
 }
 
 static void take_all(allred_operation *op) {
@@ -174,9 +178,15 @@ static size_t part_for_each(const allred_segment *segment) {
 
 static void deal(allred_operation *op, char *chunk) {
   const size_t part = op->part_bytes;
-  for (int rank = 0; rank < op->segment->ranks; rank++)
-    memcpy(chunk + (size_t)rank * part, op->send + op->send_starts[rank] + op->round * part,
-           left(op, op->send_starts, rank, part));
+  const uint64_t begun = allred_copy_begin();
+  size_t all = 0;
+  for (int rank = 0; rank < op->segment->ranks; rank++) {
+    const size_t bytes = left(op, op->send_starts, rank, part);
+    const char *from = op->send + op->send_starts[rank] + op->round * part;
+    allred_copy(&op->segment->pace, chunk + (size_t)rank * part, from, bytes);
+    all += bytes;
+  }
+  allred_copy_end(&op->segment->pace, begun, all);
 }
 
 static void collect(allred_operation *op) {

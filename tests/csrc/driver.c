@@ -226,6 +226,7 @@ static void operate(player *me, uint64_t seed) {
   const plan *p = me->plan = rank == agreed.odd && seed & 1 ? &other : &agreed;
   const allred_header header = make_header(me, rank == agreed.odd);
   int status;
+  me->segment.pace.around = seed % 3 ? 0 : 4; /* both ways to copy */
   rest(me);
   switch (p->kind) {
   case ALLREDUCE:
