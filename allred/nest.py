@@ -6,7 +6,7 @@ and visited in one order on every rank: sequences by index, dicts by sorted key.
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from allred import arrays
@@ -20,18 +20,21 @@ def leaves(tree: Any, path: str = "") -> list[Leaf]:
     >>> leaves({"b": [1.0, None], "a": 2.0})
     [('a', 2.0), ('b.0', 1.0), ('b.1', None)]
     """
-    return list(_walk(tree, path))
+    found: list[Leaf] = []
+    _walk(tree, path, found)
+    return found
 
 
-def _walk(tree: Any, path: str) -> Iterator[Leaf]:
+def _walk(tree: Any, path: str, found: list[Leaf]) -> None:
     if isinstance(tree, dict):
-        for key in sorted(tree, key=str):
-            yield from _walk(tree[key], f"{path}.{key}" if path else str(key))
+        children: Iterable[Leaf] = ((str(key), tree[key]) for key in sorted(tree, key=str))
     elif isinstance(tree, (list, tuple)):
-        for index, value in enumerate(tree):
-            yield from _walk(value, f"{path}.{index}" if path else str(index))
+        children = ((str(index), value) for index, value in enumerate(tree))
     else:
-        yield path, tree
+        found.append((path, tree))
+        return
+    for name, value in children:
+        _walk(value, f"{path}.{name}" if path else name, found)
 
 
 def rebuild(tree: Any, values: list[Any]) -> Any:

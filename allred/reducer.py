@@ -2,11 +2,14 @@
 
     check: all ranks bring the same tensors -> plan -> weight -> pack -> allreduce -> unpack, bucket by bucket
 
+A communicator that fuses by itself (`fuses`) takes all gradients as one group instead of buckets.
+
 Before the first byte moves, the ranks compare their plans and settings and tell each other how many samples their
 gradients stand for, in one header (comm/header.py); a rank whose gradients cannot be used says so there, and all raise
 the same error.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -107,6 +110,10 @@ class Reducer:
         return samples[collectives.current().rank] * len(samples) / sum(samples)
 
     def _run(self, plan: Plan, values: list[Array], weight: float | None) -> None:
+        if collectives.current().fuses and weight is None:
+            whole = [values[i] for bucket in plan.buckets for i in bucket.indices]
+            collectives.grouped_allreduce_(whole, self.op, self._title)
+            return
         buffer = buffer_of(collectives.current())
         for number, bucket in enumerate(plan.buckets):
             targets = [values[i] for i in bucket.indices]
@@ -145,24 +152,29 @@ def _size(bucket_bytes: int | str | None) -> int | None:
 
 def _writable(tensors: Sequence[Tensor], values: Sequence[Any]) -> list[Any]:
     """The arrays to reduce in: the caller's own; copies of numbers, read-only arrays and memory that comes twice."""
+    writable = [isinstance(value, np.ndarray) and value.flags.writeable for value in values]
+    memory = iter(arrays.memory_of([value for value, good in zip(values, writable, strict=True) if good]))
     seen: set[int] = set()
     ready: list[Any] = []
-    for tensor, value in zip(tensors, values, strict=True):
-        if isinstance(value, np.ndarray) and value.flags.writeable:
-            address = value.__array_interface__["data"][0]
-            if address not in seen:
-                seen.add(address)
-                ready.append(value)
-                continue
-        ready.append(None if value is None else np.array(value, tensor.dtype))
+    for tensor, value, good in zip(tensors, values, writable, strict=True):
+        if good and (address := next(memory)) not in seen:
+            seen.add(address)
+            ready.append(value)
+        else:
+            ready.append(None if value is None else np.array(value, tensor.dtype))
     return ready
 
 
 def tensor_of(name: str, value: Any) -> Tensor:
     """What a plan has to know of an array or a number. Raises InputError if it is not one, or of unusable dtype."""
     try:
-        array = arrays.as_host_array(value)
-        arrays.dtype_code(array.dtype)
+        array = value if type(value) is np.ndarray else arrays.as_host_array(value)
+        return _tensor(name, array.shape, array.dtype)
     except InputError as error:
         raise InputError(f"'{name}': {error}") from None
-    return Tensor(name, array.shape, array.dtype)
+
+
+@functools.lru_cache(maxsize=2**16)  # every gradient of every step
+def _tensor(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Tensor:
+    arrays.dtype_code(dtype)  # raises
+    return Tensor(name, shape, dtype)

@@ -32,6 +32,8 @@ typedef struct {
   Py_ssize_t tensor_room;
   uint64_t *send_starts, *receive_starts;
   PyObject *array_type, *dtypes, *ops, *dtype_name;
+  PyObject *last_dtype; /* most arrays are of the dtype of the one before */
+  int last_code;
 } Segment;
 
 static void release_views(Segment *self) {
@@ -105,8 +107,12 @@ static int take(Segment *self, PyObject *source, PyObject *target, int op, uint6
   if ((PyObject *)Py_TYPE(source) != self->array_type || (PyObject *)Py_TYPE(target) != self->array_type) return 0;
   PyObject *dtype = PyObject_GetAttr(source, self->dtype_name);
   if (!dtype) return 0;
-  const int code = position(self->dtypes, dtype);
-  Py_DECREF(dtype); /* the tuple keeps it */
+  if (dtype != self->last_dtype) {
+    self->last_code = position(self->dtypes, dtype);
+    self->last_dtype = self->last_code < 0 ? NULL : dtype; /* the tuple keeps it */
+  }
+  const int code = self->last_code;
+  Py_DECREF(dtype);
   if (code < 0 || !allred_reduce_kernel(self->variant, code, op)) return 0;
   const Py_buffer *in = hold(self, source, source == target ? PyBUF_CONTIG : PyBUF_CONTIG_RO), *out = in;
   if (!in || (source != target && !(out = hold(self, target, PyBUF_CONTIG))) || in->len != out->len) return 0;
@@ -183,6 +189,9 @@ static int has_twice(const allred_tensor *tensors, Py_ssize_t count) {
 
 /* The non-empty tensors, those of one dtype together, each in their order: chunks are of one dtype. */
 static Py_ssize_t by_dtype(allred_tensor *tensors, Py_ssize_t count) {
+  Py_ssize_t alike = 0;
+  while (alike < count && tensors[alike].bytes && tensors[alike].dtype == tensors->dtype) alike++;
+  if (alike == count) return count;
   allred_tensor *sorted = PyMem_Malloc((size_t)(count ? count : 1) * sizeof *sorted);
   Py_ssize_t kept = 0;
   if (!sorted) return PyErr_NoMemory(), -1;

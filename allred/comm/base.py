@@ -120,8 +120,9 @@ class Communicator(ABC):
     def _reduce_group(self, group: Sequence[Any], op: ReduceOp, name: str, in_place: bool) -> Steps[list[Array]]:
         pairs = [_source_and_target(value, in_place) for value in group]
         sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
-        if in_place and len({id(target) for target in targets}) < len(targets):
-            raise InputError("the same array is in the group twice, and would be reduced twice")
+        addresses = arrays.memory_of([target for target in targets if target.size])
+        if in_place and len(set(addresses)) < len(addresses):
+            raise InputError("the same memory is in the group twice, and would be reduced twice")
         yield from self._reduce(group_call(sources, name, op), sources, targets, op)
         return targets
 
@@ -219,7 +220,7 @@ class Communicator(ABC):
 
         def steps() -> Steps[list[Any]]:
             data = objects.dumps(value)
-            yield from self._agree(Call("allgather_object", name, f"allgather_object(){_quoted(name)}"))
+            yield from self._agree(Call("allgather_object", name, f"allgather_object(){quoted(name)}"))
             return (yield from objects.gather(self, data))
 
         return self._start("allgather_object", name, steps())
@@ -230,7 +231,7 @@ class Communicator(ABC):
         def steps() -> Steps[Any]:
             source = _root(root, self.size)
             data = objects.dumps(value if self.rank == source else None)
-            title = f"broadcast_object(root={source}){_quoted(name)}"
+            title = f"broadcast_object(root={source}){quoted(name)}"
             yield from self._agree(Call("broadcast_object", name, title, root=source))
             received = yield from objects.cast(self, data, source)
             return value if self.rank == source else received
@@ -263,7 +264,7 @@ class Communicator(ABC):
     def _start(self, kind: str, name: str, body: Steps[T]) -> Work[T]:
         """Start an operation. If its arguments cannot be used here, the other ranks are told in place of its header."""
 
-        title = f"{kind}{_quoted(name)}".encode(errors="backslashreplace").decode()
+        title = f"{kind}{quoted(name)}".encode(errors="backslashreplace").decode()
 
         def steps() -> Steps[T]:
             before = self._sequence
@@ -356,7 +357,7 @@ def _call(
 ) -> Call:
     how = op.value if op is not None else f"root={root}" if root >= 0 else ""
     tensor = arrays.describe(shape, dtype)
-    title = f"{kind}({how}){_quoted(name)} {tensor}"
+    title = f"{kind}({how}){quoted(name)} {tensor}"
     op_code = ops.CODES[op] if op is not None else 0
     code = arrays.dtype_code(dtype)
     hashed = ((code, shape),) if kind == "allreduce" else None
@@ -370,10 +371,11 @@ def group_call(group: list[Array], name: str, op: Any) -> Call:
     for array in group:
         array_call("grouped_allreduce", array, name, op)  # raises
     lines = tuple(arrays.describe(array.shape, array.dtype) for array in group)
-    title = f"grouped_allreduce({op.value}){_quoted(name)} of {len(group)} tensors"
+    title = f"grouped_allreduce({op.value}){quoted(name)} of {len(group)} tensors"
     hashed = tuple((arrays.dtype_code(array.dtype), array.shape) for array in group)
     return Call("grouped_allreduce", name, title, lines, arrays=hashed, op=ops.CODES[op])
 
 
-def _quoted(name: str) -> str:
+def quoted(name: str) -> str:
+    """A tensor's name as titles have it."""
     return f" '{name}'" if name else ""

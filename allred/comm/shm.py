@@ -9,21 +9,20 @@ own: the headers and the bytes are the same.
 """
 
 import mmap
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from allred import arrays
 from allred.arrays import Array
 from allred.comm import header, objects, ops
-from allred.comm.base import Communicator, array_call, group_call
+from allred.comm.base import Communicator, array_call, group_call, quoted
 from allred.comm.header import Call
 from allred.comm.ops import ReduceOp
 from allred.comm.shared_memory import share
 from allred.comm.work import Steps
 from allred.native._kernels import Segment, segment_bytes
-
-T = TypeVar("T")
 
 CHUNK_BYTES = 2**17  # of four a rank; 32 to 512 KiB are about equal
 
@@ -67,36 +66,37 @@ class ShmCommunicator(Communicator):
                 if way == _DONE:
                     return target
                 if way == _STARTED:
-                    return self._finish(array_call("allreduce", value, name, op), target)
+                    self._finish("allreduce", name, lambda: array_call("allreduce", value, name, op))
+                    return target
             except BaseException as error:
                 self._cut_short(error)
                 raise
         return super().allreduce_now(value, in_place, op, name)
 
     def grouped_allreduce_now(self, group: Any, in_place: bool, op: ReduceOp, name: str) -> list[Array]:
-        if self.queue.idle and type(group) is list and all(type(value) is np.ndarray for value in group):
+        if self.queue.idle and type(group) is list and (in_place or all(type(value) is np.ndarray for value in group)):
             targets = group if in_place else [np.empty(value.shape, value.dtype) for value in group]
             try:
                 way = self._segment.grouped_allreduce(group, targets, op, name)
                 if way == _DONE:
                     return targets
                 if way == _STARTED:
-                    return self._finish(group_call(group, name, op), targets)
+                    self._finish("grouped_allreduce", name, lambda: group_call(group, name, op))
+                    return targets
             except BaseException as error:
                 self._cut_short(error)
                 raise
         return super().grouped_allreduce_now(group, in_place, op, name)
 
-    def _finish(self, call: Call, result: T) -> T:
+    def _finish(self, kind: str, name: str, call: Callable[[], Call]) -> None:
         """Wait for what the short way has begun, or tell why it ended there."""
+        self.queue.start(f"{kind}{quoted(name)}", self._settle(call)).wait()
 
-        def steps() -> Steps[T]:
-            yield self._segment
-            if not self._segment.agreed:
-                raise header.verdict((yield from objects.gather(self, objects.dumps(call))))
-            return result
-
-        return self.queue.start(call.title, steps()).wait()
+    def _settle(self, call: Callable[[], Call]) -> Steps[None]:
+        """Wait for an operation with a header; raise what all ranks raise if the headers differ."""
+        yield self._segment
+        if not self._segment.agreed:
+            raise header.verdict((yield from objects.gather(self, objects.dumps(call()))))
 
     def _cut_short(self, error: BaseException) -> None:
         if self._segment.pending:
@@ -110,9 +110,7 @@ class ShmCommunicator(Communicator):
         ]
         self._begin_reduce(call.pack(self._sequence), origins, flats, op)
         self._sequence += 1
-        yield self._segment
-        if not self._segment.agreed:
-            raise header.verdict((yield from objects.gather(self, objects.dumps(call))))
+        yield from self._settle(lambda: call)
         for target, flat in zip(targets, flats, strict=True):
             arrays.put_back(target, flat)
 

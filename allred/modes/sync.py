@@ -144,6 +144,8 @@ def _pair(params: Any, grads: Any) -> tuple[list[Tensor], list[Any], str]:
 
 
 def _parameter(name: str, leaf: Any) -> Tensor:
+    if type(leaf) is np.ndarray and leaf.flags.writeable:
+        return tensor_of(name, leaf)
     arrays.as_host_array(leaf)  # raises its own words about devices, torch and masks
     if not isinstance(leaf, np.ndarray) or not leaf.flags.writeable:
         what = "a read-only array" if isinstance(leaf, np.ndarray) else type(leaf).__name__

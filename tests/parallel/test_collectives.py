@@ -300,7 +300,7 @@ BAD = [
     (lambda c: c.allreduce(np.ones(3), ["sum"]), r"allreduce: op=\['sum'\] is not a reduction"),
     (lambda c: c.allreduce(np.ones(3), name=7), "allreduce '7': name=7 must be a string"),
     (lambda c: c.grouped_allreduce([], "sum"), "grouped_allreduce: op='sum' is not a reduction"),
-    (lambda c: c.grouped_allreduce_([np.zeros(3)] * 2), "grouped_allreduce: the same array is in the group twice"),
+    (lambda c: c.grouped_allreduce_([np.zeros(3)] * 2), "grouped_allreduce: the same memory is in the group twice"),
     (lambda c: c.allreduce(np.ones(3, complex)), "allreduce: dtype complex128 is not supported"),
     (lambda c: c.allreduce(None), "allreduce: expected an array or a number, got NoneType"),
     (lambda c: c.broadcast(np.ones(3), c.size), r"broadcast: root=\d is not a rank; expected 0 to"),
