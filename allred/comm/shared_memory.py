@@ -112,7 +112,7 @@ def _over_socket(comm: Any, fd: int) -> int:
                 mine.connect(name)
                 ready = True
         connected = sum(comm.allgather(ready))
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, IndexError):  # the latter: the first rank closed without sending it
             if fd >= 0:
                 _serve(mine, fd, connected)
                 return os.dup(fd)

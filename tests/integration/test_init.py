@@ -13,7 +13,7 @@ INIT = "import allred; allred.init(); print(allred.rank(), 'of', allred.size(), 
     [
         ("ALLRED_BUCKETS", "1", "unknown variable ALLRED_BUCKETS; did you mean ALLRED_BUCKET_BYTES?"),
         ("ALLRED_MODE", "ps", "ALLRED_MODE='ps' is not available; choose one of sync"),
-        ("ALLRED_BACKEND", "single", "backend 'single' is for one rank, and there are 2; use auto or mpi"),
+        ("ALLRED_BACKEND", "single", "backend 'single' is for one rank, and there are 2; use auto, shm or mpi"),
     ],
 )
 def test_a_bad_variable_is_one_clear_error(mpi, variable, value, message):
@@ -91,7 +91,7 @@ def test_without_mpirun_it_is_a_world_of_one(mpi):
 def test_the_banner_says_what_runs_where_and_can_be_silenced():
     result = mpirun(3, "-c", INIT, timeout_s=20)
     assert result.err.count("allred: ") == 1, result.text
-    for words in ("3 ranks on ", "mode sync", "backend mpi (plain MPI on host arrays)", "MPICH ", "C extension"):
+    for words in ("3 ranks on ", "mode sync", "backend shm (ranks share a node)", "MPICH ", "C extension"):
         assert words in result.err
     assert mpirun(3, "-c", INIT, timeout_s=20, env={"ALLRED_BANNER": "0"}).err == ""
 
