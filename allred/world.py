@@ -66,7 +66,7 @@ def init(
         communicator = registry.BACKENDS[name](own, config.timeout_s, nodes)
         control.close()
     if communicator.name != name:
-        reason = "the ranks of a node cannot share memory: no /proc or socket leads from one to another"
+        reason = "the ranks of a node could not share memory through /proc or a Unix socket"
     communicator.queue.timeout_s = config.timeout_s
     topology.install(topology.number(nodes, communicator.rank))
     collectives.install(communicator, config, reason)

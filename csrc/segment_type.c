@@ -25,6 +25,7 @@ typedef struct {
   allred_segment segment;
   allred_operation operation;
   int open, taken, variant;
+  unsigned long finisher;           /* the thread that has to finish what its short way began; 0 if there is none */
   const volatile char *own_process; /* a page that reads 0 in a forked child */
   Py_buffer *views;                 /* of the present operation */
   Py_ssize_t view_count, view_room;
@@ -144,6 +145,7 @@ static int short_way(Segment *self, const allred_header *header, Py_ssize_t coun
     self->taken = 0;
   }
   if (status != ALLRED_PENDING) release_views(self);
+  self->finisher = status == ALLRED_DONE ? 0 : PyThread_get_thread_ident();
   return status == ALLRED_DONE ? ALREADY_DONE : STARTED;
 }
 
@@ -154,7 +156,7 @@ static int not_taken(Segment *self) {
 }
 
 static int can_take(const Segment *self) {
-  return self->open && !self->taken && self->own_process && *self->own_process && !pending(self);
+  return self->open && !self->taken && !self->finisher && self->own_process && *self->own_process && !pending(self);
 }
 
 static PyObject *allreduce(Segment *self, PyObject *const *args, Py_ssize_t count) {
@@ -448,8 +450,8 @@ static PyObject *get_moves(Segment *self, void *unused) {
 
 static PyObject *acquire(Segment *self, PyObject *unused) {
   (void)unused;
-  const int free = !self->taken;
-  self->taken = 1;
+  const int free = !self->taken && (!self->finisher || self->finisher == PyThread_get_thread_ident());
+  if (free) self->taken = 1, self->finisher = 0;
   return PyBool_FromLong(free);
 }
 

@@ -1,0 +1,342 @@
+"""The shm backend in whole programs: ranks that are killed, stopped, interrupted or kept apart, and several nodes."""
+
+import contextlib
+import os
+import pathlib
+import signal
+import time
+import uuid
+
+import pytest
+from harness import BIN, ROOT, mpirun, run
+
+MPIS = ["mpich", "openmpi"]
+DIGITS = ROOT / "examples/digits_sync.py"
+NOT_OURS = ("mpich_", "sm_segment", "vader", "ucx_", "ompi", "osc_", "pmix", "sem.")  # MPI's, and other programs'
+
+START = """
+import os, signal, sys, threading, time
+import numpy as np
+RANK = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
+{before}
+import allred
+from allred.comm import collectives, shared_memory
+{patch}
+allred.init()
+rank, size = allred.rank(), allred.size()
+"""
+
+# Every collective once, small and large; then what serves.
+CHECK = """
+total = size * (size - 1) // 2
+for count in (1, 600, 40_000, 300_000):
+    ramp = np.arange(count) % 7
+    for dtype in (np.float32, np.int64):
+        assert (allred.allreduce((ramp + rank).astype(dtype), allred.Sum) == size * ramp + total).all(), count
+    assert (allred.broadcast(ramp + rank, root=size - 1) == ramp + size - 1).all()
+for mean in allred.grouped_allreduce([np.full(5, rank, "f4"), np.full((2, 50_000), rank, "f8"), np.zeros(0)]):
+    assert (mean == total / size).all()
+assert allred.allgather(np.full(rank + 1, rank)).tolist() == [r for r in range(size) for _ in range(r + 1)]
+assert allred.reducescatter(np.arange(2 * size), allred.Sum).tolist() == [2 * rank * size, (2 * rank + 1) * size]
+assert allred.alltoall(np.full(size, rank))[0].tolist() == list(range(size))
+assert allred.allgather_object("x" * rank * 10_000) == ["x" * r * 10_000 for r in range(size)]
+allred.barrier()
+print(f"right by {collectives.current().name}\\n", end="", flush=True)
+"""
+
+
+def program(after=CHECK, before="", patch=""):
+    return START.format(before=before, patch=patch) + after
+
+
+@pytest.fixture
+def mark():
+    """A variable for a program's environment, by which to find its processes; whatever is left of it is killed."""
+    variable = {"SHM_TEST": uuid.uuid4().hex}
+    yield variable
+    for pid in processes(variable):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def processes(variable):
+    words, found = f"SHM_TEST={variable['SHM_TEST']}".encode(), []
+    for entry in pathlib.Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdecimal() and words in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
+def assert_nothing_left(variable, before, result):
+    deadline = time.monotonic() + 5
+    while processes(variable) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not processes(variable), result.text  # so nobody holds the memory either: it has no name
+    left = set(os.listdir("/dev/shm")) - before
+    assert not [name for name in left if not name.startswith(NOT_OURS)], result.text
+
+
+# ---- ranks that are killed, stopped, interrupted
+
+KILLED = """
+x = np.ones(2**22, np.float32)
+allred.barrier()
+assert "memfd:allred" in open("/proc/self/maps").read()
+if rank in {whom}:
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+print("begun", flush=True)
+while True:
+    allred.allreduce_(x)
+"""
+
+
+@pytest.mark.parametrize("whom", [(1,), (0, 1, 2)], ids=["one", "all"])
+@pytest.mark.parametrize("mpi", MPIS)
+def test_nothing_is_left_of_killed_ranks(mpi, whom, mark):
+    before = set(os.listdir("/dev/shm"))
+    result = mpirun(3, "-c", program(KILLED.format(whom=whom)), mpi=mpi, timeout_s=20, env=mark)
+    assert result.code != 0, result.text
+    assert result.out.count("begun") == 3, result.text
+    assert_nothing_left(mark, before, result)
+
+
+# Rank 0 stops rank 1, wakes it {after} s later, and looks how much CPU time its own wait takes in the last second.
+STOPPED = """
+pids = allred.allgather_object(os.getpid())
+spent = []
+def measure():
+    time.sleep({after} - 1)
+    start = time.process_time()
+    time.sleep(1)
+    spent.append(time.process_time() - start)
+    os.kill(pids[1], signal.SIGCONT)
+if rank == 0:
+    os.kill(pids[1], signal.SIGSTOP)
+    thread = threading.Thread(target=measure, daemon=True)
+    thread.start()
+start = time.monotonic()
+y = allred.allreduce(np.full({count}, rank), allred.Sum)
+assert (y == size * (size - 1) // 2).all()
+if rank == 0:
+    assert time.monotonic() - start > {after} - 0.1
+    thread.join()
+    print("share of a core:", spent[0])
+"""
+
+
+@pytest.mark.parametrize(("mpi", "count"), [("mpich", 10**6), ("openmpi", 3)])
+def test_a_stopped_rank_is_waited_for_without_burning_a_core(mpi, count, mark):
+    result = mpirun(3, "-c", program(STOPPED.format(after=3, count=count) + CHECK), mpi=mpi, timeout_s=20, env=mark)
+    assert (result.code, result.out.count("right by shm")) == (0, 3), result.text
+    assert float(result.out.split("share of a core:")[1].split()[0]) < 0.3, result.text
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_a_rank_that_stays_stopped_is_a_timeout_on_the_others(mpi, mark):
+    before = set(os.listdir("/dev/shm"))
+    environment = {**mark, "ALLRED_TIMEOUT_S": "2"}
+    code = program(STOPPED.format(after=30, count=10**6))
+    result = mpirun(3, "-c", code, mpi=mpi, timeout_s=25, env=environment)
+    assert result.code != 0, result.text
+    assert "CollectiveTimeout: allreduce: not complete after 2 s; a rank is late" in result.err, result.text
+    assert result.seconds < 15, result.text
+    assert_nothing_left(mark, before, result)
+
+
+INTERRUPTED = """
+pids = allred.allgather_object(os.getpid())
+if rank == 0:
+    time.sleep(0.5)
+    os.kill(pids[1], signal.SIGINT)
+    time.sleep(60)
+try:
+    allred.allreduce_(np.ones({count}))
+finally:
+    if rank == 1:
+        print("left by", sys.exc_info()[0].__name__, flush=True)
+"""
+
+
+@pytest.mark.parametrize(("mpi", "count"), [("mpich", 3), ("openmpi", 10**6)])
+def test_an_interrupt_ends_a_wait(mpi, count, mark):
+    before = set(os.listdir("/dev/shm"))
+    result = mpirun(3, "-c", program(INTERRUPTED.format(count=count)), mpi=mpi, timeout_s=20, env=mark)
+    assert result.code != 0, result.text
+    assert "left by KeyboardInterrupt" in result.out, result.text
+    assert result.seconds < 8, result.text
+    assert_nothing_left(mark, before, result)
+
+
+@pytest.mark.limit(160)
+@pytest.mark.parametrize("mpi", MPIS)
+def test_more_ranks_than_cores(mpi):
+    result = mpirun(8, DIGITS, mpi=mpi, timeout_s=150)
+    assert_good_digits(result)
+    assert "8 ranks on " in result.err, result.text
+    assert "backend shm" in result.err, result.text
+
+
+def assert_good_digits(result):
+    equal, same, accuracy = result.out.strip().split("\n")[-3:]
+    assert result.code == 0, result.text
+    assert equal.startswith("parameters equal on all ranks: yes"), result.text
+    assert same.startswith("same as one rank on the global batch: yes"), result.text
+    assert float(accuracy.removeprefix("test accuracy: ")) > 0.9, result.text
+
+
+# ---- memory that cannot be shared, or not in this way
+
+REFUSE = """
+def refuse(way):
+    def refused(comm, fd):
+        got = way(comm, fd)
+        if RANK != {odd}: return got
+        if got >= 0: os.close(got)
+        return {instead}
+    return refused
+"""
+NO_PROC = "shared_memory._through_proc = refuse(shared_memory._through_proc)\n"
+NO_SOCKET = "shared_memory._over_socket = refuse(shared_memory._over_socket)\n"
+NO_MEMFD = "def fail(*_): raise OSError(28, 'No space left on device')\nif RANK == 0: os.{function} = fail\n"
+ANOTHER_USER = "shared_memory.SOCKET_S = 0.5\nif RANK == 0: os.geteuid = lambda: 12345\n"
+WAYS = {
+    "no /proc": (REFUSE.format(odd=2, instead=-1) + NO_PROC, "shm"),
+    "no /proc for the first": (REFUSE.format(odd=0, instead=-1) + NO_PROC, "shm"),
+    "no /proc, no socket": (REFUSE.format(odd=1, instead=-1) + NO_PROC + NO_SOCKET, "mpi"),
+    "refused as another user's": (REFUSE.format(odd=2, instead=-1) + NO_PROC + ANOTHER_USER, "mpi"),
+    "no memfd": (NO_MEMFD.format(function="memfd_create"), "mpi"),
+    "no room": (NO_MEMFD.format(function="posix_fallocate"), "mpi"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mpi", MPIS)
+def test_ranks_agree_on_another_way(mpi, way, mark):
+    patch, backend = WAYS[way]
+    result = mpirun(3, "-c", program(patch=patch), mpi=mpi, timeout_s=20, env=mark)
+    assert (result.code, result.out.count(f"right by {backend}")) == (0, 3), result.text
+    reason = "ranks share a node" if backend == "shm" else "the ranks of a node cannot share memory"
+    assert f"backend {backend} ({reason}" in result.err, result.text
+
+
+# Rank 2 is led to a memfd of its own: of the same size, and in the worst case with the same first bytes.
+WRONG = """
+true_map = shared_memory._map
+def wrong(fd, nbytes, identity):
+    if RANK == 2 and not led:
+        led.append(os.memfd_create("other"))
+        os.ftruncate(led[0], nbytes)
+        os.pwrite(led[0], {nonce}, 0)
+        os.close(fd)
+        fd = os.dup(led[0])
+    return true_map(fd, nbytes, identity)
+led = []
+shared_memory._map = wrong
+"""
+WRONG_CHECK = """
+maps = open("/proc/self/maps").read()
+assert maps.count("memfd:allred") == 1 and "memfd:other" not in maps
+assert rank < 2 or led
+"""
+
+
+@pytest.mark.parametrize("nonce", ["bytes(16)", "identity.nonce"])
+def test_another_processs_file_is_not_taken_for_the_memory(nonce, mark):
+    code = program(WRONG_CHECK + CHECK, patch=WRONG.format(nonce=nonce))
+    result = mpirun(3, "-c", code, timeout_s=20, env=mark)
+    assert (result.code, result.out.count("right by shm")) == (0, 3), result.text
+
+
+NAMESPACES = {
+    "pid": (["--pid"], {}, "shm", "ranks share a node"),
+    # MPICH's own copies between processes go by pid (CMA), and without this it reads from the wrong one [ran].
+    "pid and net": (
+        ["--pid", "--net"],
+        {"MPIR_CVAR_CH4_CMA_ENABLE": "0"},
+        "mpi",
+        "the ranks of a node cannot share memory: no /proc or socket leads from one to another",
+    ),
+}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="namespaces take root")
+@pytest.mark.parametrize("kinds", NAMESPACES)
+def test_ranks_in_namespaces_of_their_own(kinds, mark):
+    """As in a container each. With Open MPI no two such ranks can speak to each other, allred or not."""
+    options, environment, backend, reason = NAMESPACES[kinds]
+    unshare = ["unshare", *options, "--fork", "--kill-child", "--mount-proc"]
+    if run([*unshare, "true"]).code:
+        pytest.skip("unshare cannot make namespaces here")
+    # Whatever the number of the first rank's descriptor, the others find one in /proc/1/fd: of their own.
+    led = "if RANK: [os.ftruncate(os.memfd_create('other'), 2**26) for _ in range(100)]"
+    own = "assert os.getpid() == 1 and 'memfd:other' not in open('/proc/self/maps').read()\n"
+    launcher = [BIN["mpich"] / "mpirun", "-np", 3, *unshare, BIN["mpich"] / "python"]
+    result = run([*launcher, "-c", program(own + CHECK, before=led)], timeout_s=20, env={**mark, **environment})
+    assert (result.code, result.out.count(f"right by {backend}")) == (0, 3), result.text
+    assert f"backend {backend} ({reason})" in result.err, result.text
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_without_the_extension_on_one_rank(mpi):
+    before = "if RANK == 1: sys.modules['allred.native._kernels'] = None"
+    result = mpirun(3, "-c", program(before=before), mpi=mpi, timeout_s=20)
+    assert (result.code, result.out.count("right by mpi")) == (0, 3), result.text
+    assert "backend mpi (rank 1 lacks the C extension, which shared memory needs)" in result.err, result.text
+
+
+# ---- several nodes
+
+NUMBERS = (
+    "print(rank, allred.local_rank(), allred.local_size(), allred.cross_rank(), allred.cross_size(), flush=True)\n"
+)
+NODES = {
+    "2,2": ["0 0 2 0 2", "1 1 2 0 2", "2 0 2 1 2", "3 1 2 1 2"],
+    "3,1": ["0 0 3 0 2", "1 1 3 0 1", "2 2 3 0 1", "3 0 1 1 2"],
+    "1,1,1": ["0 0 1 0 3", "1 0 1 1 3", "2 0 1 2 3"],
+}
+
+
+@pytest.mark.parametrize("sizes", NODES)
+@pytest.mark.parametrize("mpi", MPIS)
+def test_pretended_nodes(mpi, sizes):
+    numbers = NODES[sizes]
+    code = program(CHECK + f"time.sleep(0.1 * rank)\n{NUMBERS}")
+    result = mpirun(len(numbers), "-c", code, mpi=mpi, timeout_s=20, env={"ALLRED_PRETEND_NODES": sizes})
+    alone = sizes == "1,1,1"
+    lines = result.out.split("\n")
+    assert (result.code, lines.count(f"right by {'mpi' if alone else 'shm'}")) == (0, len(numbers)), result.text
+    assert [line for line in lines if line[:1].isdecimal()] == numbers, result.text
+    assert f"{len(numbers)} ranks on {len(sizes.split(','))} nodes, chief on " in result.err, result.text
+    reason = "backend mpi (every rank is on a node of its own)" if alone else "backend shm (ranks share a node)"
+    assert reason in result.err, result.text
+
+
+@pytest.mark.parametrize("sizes", ["2,2", "3,0", "3,x", "-1,4", ""])
+def test_pretended_nodes_that_make_no_sense_are_one_clear_error(sizes):
+    code = program(CHECK, patch="import atexit").replace(
+        "allred.init()", "try: allred.init()\nexcept allred.ConfigError as error: sys.exit(print(error))"
+    )
+    result = mpirun(3, "-c", code, timeout_s=20, env={"ALLRED_PRETEND_NODES": sizes})
+    words = f"pretend_nodes={sizes!r} must be numbers of ranks, such as 2,2, that add up to 3"
+    assert result.out.count(words) == 3, result.text
+    assert "right" not in result.out, result.text
+
+
+def on_hosts(hosts, *arguments):
+    launcher = [BIN["mpich"] / "mpiexec", "-launcher", "fork", "-hosts", hosts, "-n", 3, BIN["mpich"] / "python"]
+    return run([*launcher, *arguments], timeout_s=40)
+
+
+def test_ranks_on_two_hosts():
+    result = on_hosts("nodea:2,nodeb:1", "-c", program())
+    assert (result.code, result.out.count("right by shm")) == (0, 3), result.text
+    assert "3 ranks on 2 nodes" in result.err, result.text
+    assert "backend shm" in result.err, result.text
+
+
+def test_training_on_two_hosts_gives_the_result_of_one():
+    two, one = on_hosts("nodea:2,nodeb:1", DIGITS), mpirun(3, DIGITS)
+    assert_good_digits(two)
+    assert "backend shm" in two.err, two.text
+    assert two.out.strip().split("\n")[-1] == one.out.strip().split("\n")[-1], two.text
