@@ -255,7 +255,7 @@ NAMESPACES = {
         ["--pid", "--net"],
         {"MPIR_CVAR_CH4_CMA_ENABLE": "0"},
         "mpi",
-        "the ranks of a node cannot share memory: no /proc or socket leads from one to another",
+        "the ranks of a node could not share memory through /proc or a Unix socket",
     ),
 }
 
