@@ -4,6 +4,7 @@ Host arrays are numpy's. bfloat16 is ml_dtypes' type, known by name so that ml_d
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -87,9 +88,21 @@ def put_back(target: Array, flat: Array) -> None:
 
 def memory_of(group: Sequence[Array]) -> list[int]:
     """A number for each array, the same for those that begin at the same memory."""
-    if all(array.base is None for array in group):  # then each has memory of its own, and numpy's address takes 1 us
+    if all(array.flags.owndata for array in group):  # numpy's address takes 1 us
         return [id(array) for array in group]
     return [array.__array_interface__["data"][0] for array in group]
+
+
+def overlap(group: Sequence[Array]) -> bool:
+    """Whether two of the contiguous arrays in the group share memory, or any two begin at the same."""
+    if len(set(memory_of(group))) < len(group):
+        return True
+    whole = [array for array in group if array.flags.c_contiguous]
+    if all(array.flags.owndata for array in whole):
+        return False
+    starts = memory_of(whole) if len(whole) > 1 else []
+    stretches = sorted((start, start + array.nbytes) for start, array in zip(starts, whole, strict=False))
+    return any(end > start for (_, end), (start, _) in itertools.pairwise(stretches))
 
 
 def as_bytes(array: Array) -> NDArray[np.uint8]:

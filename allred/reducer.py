@@ -10,6 +10,7 @@ the same error.
 """
 
 import functools
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -112,7 +113,10 @@ class Reducer:
     def _run(self, plan: Plan, values: list[Array], weight: float | None) -> None:
         if collectives.current().fuses and weight is None:
             whole = [values[i] for bucket in plan.buckets for i in bucket.indices]
+            queue, start = collectives.current().queue, time.perf_counter()
+            before = queue.waited_s
             collectives.grouped_allreduce_(whole, self.op, self._title)
+            queue.waited_s = before + time.perf_counter() - start  # all of it, not only what the queue saw
             return
         buffer = buffer_of(collectives.current())
         for number, bucket in enumerate(plan.buckets):

@@ -66,7 +66,7 @@ def init(
         communicator = registry.BACKENDS[name](own, config.timeout_s, nodes)
         control.close()
     if communicator.name != name:
-        reason = "the ranks of a node could not share memory through /proc or a Unix socket"
+        reason = "no two ranks could share memory; on one node that takes /proc or a Unix socket between them"
     communicator.queue.timeout_s = config.timeout_s
     topology.install(topology.number(nodes, communicator.rank))
     collectives.install(communicator, config, reason)

@@ -4,7 +4,9 @@
  * Between cores that share no cache a line that another core holds can be slow to write: 30 ns were measured, 2 GB/s,
  * for as long as the ring fits into the caches. Stores that go around the caches took a sixth of that then; but twice
  * the time of plain ones where the cores are near each other, or between most that are not. What a machine is like is
- * seen by how fast a plain copy is, and may change while it runs (virtual machines move).
+ * seen by how fast a plain copy is, and may change while it runs (virtual machines move). This is a rule of thumb:
+ * where plain copies are slow for another reason (the first touch of the memory, a slow DRAM), some go around the
+ * caches too.
  */
 #ifndef ALLRED_COPY_H
 #define ALLRED_COPY_H

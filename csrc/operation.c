@@ -9,12 +9,17 @@ enum { FILL, MEET, MELD, MEET_MELDED, DRAIN };
 /* A spin takes 30 to 70 ns (a pause, and a look at a flag in this core's cache); a yield, 500. */
 #define SPINS 40
 
+/* An operation may take seconds, and the caller wants to look at signals and time limits in between. */
+#define LONGEST_NS 20000000
+#define MOVES_A_LOOK 64
+
 void allred_begin_exchange(allred_operation *op, allred_segment *segment, const allred_header *header) {
   static const allred_transfer nothing = {NULL, NULL, NULL};
   *op = (allred_operation){.segment = segment,
                            .transfer = &nothing,
                            .header = *header,
                            .number = ++segment->operation,
+                           .first_tick = segment->ticks,
                            .rounds = 1,
                            .on_card = 1,
                            .status = ALLRED_PENDING};
@@ -23,8 +28,8 @@ void allred_begin_exchange(allred_operation *op, allred_segment *segment, const 
 
 static int arrived(const allred_operation *op, int rank) {
   const allred_segment *segment = op->segment;
-  if (op->phase == MEET_MELDED) return allred_segment_has(segment, rank, op->number, 2 * op->round + 1);
-  if (op->round > 0) return allred_segment_has(segment, rank, op->number, 2 * op->round);
+  if (op->phase == MEET_MELDED) return allred_segment_has(segment, rank, op->first_tick, 2 * op->round + 1);
+  if (op->round > 0) return allred_segment_has(segment, rank, op->first_tick, 2 * op->round);
   return allred_segment_has_header(segment, rank, op->number);
 }
 
@@ -37,7 +42,6 @@ static int met(allred_operation *op) {
 }
 
 static int headers_agree(const allred_operation *op) {
-  if (op->header.problem) return 0;
   for (int rank = 0; rank < op->segment->ranks; rank++)
     if (!allred_headers_agree(&op->header, allred_segment_header(op->segment, rank, op->number))) return 0;
   return 1;
@@ -51,6 +55,7 @@ char *allred_operation_chunk(const allred_operation *op, int rank) {
 static char *own_chunk(const allred_operation *op) { return allred_operation_chunk(op, op->segment->rank); }
 
 static int end(allred_operation *op, int status) {
+  op->segment->ticks += 2 * (status == ALLRED_DONE ? op->rounds : 1); /* the same where ranks differ in their rounds */
   op->status = status;
   return status;
 }
@@ -64,7 +69,7 @@ int allred_step(allred_operation *op) {
     if (op->round == 0)
       allred_segment_publish_header(op->segment, &op->header);
     else
-      allred_segment_publish(op->segment, op->number, 2 * op->round);
+      allred_segment_publish(op->segment, op->first_tick, 2 * op->round);
     op->phase = MEET;
     break;
   case MEET:
@@ -74,7 +79,7 @@ int allred_step(allred_operation *op) {
     break;
   case MELD:
     transfer->meld(op, own_chunk(op));
-    allred_segment_publish(op->segment, op->number, 2 * op->round + 1);
+    allred_segment_publish(op->segment, op->first_tick, 2 * op->round + 1);
     op->phase = MEET_MELDED;
     break;
   case MEET_MELDED:
@@ -106,10 +111,15 @@ static int64_t now_ns(void) {
 }
 
 int allred_run(allred_operation *op, int64_t patience_ns) {
-  int64_t since = 0;
+  int64_t begun = 0, since = 0;
   for (int spins = 0;; spins++) {
     int status, moved = 0;
-    while ((status = allred_step(op)) == ALLRED_MOVED) moved = 1;
+    while ((status = allred_step(op)) == ALLRED_MOVED) {
+      moved = 1;
+      if (op->moves % MOVES_A_LOOK) continue;
+      if (!begun) begun = now_ns();
+      if (now_ns() - begun > LONGEST_NS) return ALLRED_PENDING;
+    }
     if (status != ALLRED_PENDING) return status;
     if (moved) spins = 0, since = 0;
     if (spins < SPINS) {

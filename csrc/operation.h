@@ -11,10 +11,12 @@
  *   5  drain   read the chunks of all ranks into this rank's memory
  *
  * Why nothing is written where somebody reads. A rank that fills a round has met all ranks in the round before, and
- * these had drained the one before that before they came there: so only the last chunk may still be read, and the ring
- * holds more than two. Cards likewise, from operation to operation: a rank that begins one has met all ranks in the
- * last one, and these were done with the one before that, which had the same card. All ranks agree on places, since
- * these depend only on operations that all have found to agree. tests/csrc/model.c goes through all orders of steps.
+ * these had drained the one before that before they came there: so only the last chunk may still be read. The next one
+ * does not touch it: it lies behind it, or at the start of a ring that has room for three. (With room for two, a short
+ * chunk and a long one behind it would reach back to the start.) Cards likewise, from operation to operation: a rank
+ * that begins one has met all ranks in the last one, and these were done with the one before that, which had the same
+ * card. All ranks agree on places, since these depend only on operations that all have found to agree; where headers
+ * differ nobody reads on, and no place is used up. tests/csrc/model.c goes through all orders of steps.
  */
 #ifndef ALLRED_OPERATION_H
 #define ALLRED_OPERATION_H
@@ -50,6 +52,7 @@ struct allred_operation {
   const allred_transfer *transfer;
   allred_header header;
   uint64_t number, round, rounds;
+  uint64_t first_tick;
   int on_card;
   uint64_t moves; /* steps taken: whoever waits sees by it that there was progress */
   int phase, met, status;
@@ -96,7 +99,8 @@ char *allred_operation_chunk(const allred_operation *, int rank);
 /* Take one step. MOVED; PENDING if it must wait for a rank; DONE; or DIFFER: the headers do not agree. */
 int allred_step(allred_operation *);
 
-/* Take steps for as long as there is progress, and for up to `patience_ns` without any: spin, then yield the core. */
+/* Take steps for as long as there is progress, but 20 ms at most, and for up to `patience_ns` without any: spin, then
+ * yield the core. */
 int allred_run(allred_operation *, int64_t patience_ns);
 
 #endif

@@ -3,7 +3,6 @@
 #include <stdatomic.h>
 #include <string.h>
 
-#define TICK_BITS 24
 #define PAGE 4096
 /* Processors fetch lines in aligned pairs: a header and the first bytes behind it are one. */
 #define PAIR ((size_t)2 * ALLRED_LINE)
@@ -68,12 +67,10 @@ int allred_segment_has_header(const allred_segment *segment, int rank, uint64_t 
   return atomic_load_explicit(sequence(segment, rank, operation), memory_order_acquire) == operation;
 }
 
-void allred_segment_publish(const allred_segment *segment, uint64_t operation, uint64_t tick) {
-  const uint64_t value = (operation << TICK_BITS) + tick;
-  atomic_store_explicit(stage(segment, segment->rank), value, memory_order_release);
+void allred_segment_publish(const allred_segment *segment, uint64_t first, uint64_t tick) {
+  atomic_store_explicit(stage(segment, segment->rank), first + tick, memory_order_release);
 }
 
-int allred_segment_has(const allred_segment *segment, int rank, uint64_t operation, uint64_t tick) {
-  const uint64_t value = (operation << TICK_BITS) + tick;
-  return atomic_load_explicit(stage(segment, rank), memory_order_acquire) >= value;
+int allred_segment_has(const allred_segment *segment, int rank, uint64_t first, uint64_t tick) {
+  return atomic_load_explicit(stage(segment, rank), memory_order_acquire) >= first + tick;
 }

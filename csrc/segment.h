@@ -9,12 +9,12 @@
  * and loaded with acquire before that is read. Flags only grow, so none is ever reset:
  *
  *   a header's `sequence` is the number of the operation, from 1 on: "my header and first chunk are there";
- *   `stage` is operation * 2^24 + tick: "I have come to this tick of this operation".
+ *   `stage` counts ticks, two for every round there was: "I have come to this one".
  *
- * Why the ring is so long, when room for two chunks would do (operation.h): a line that another core has read is slow
+ * Why the ring is so long, when room for three chunks would do (operation.h): a line that another core has read is slow
  * to write as long as it is in that core's caches. With 2 MiB instead of 256 KiB to go through, 16 KiB to 4 MiB passed
- * two to three times as fast between cores that do not share an L3, and as fast as before between cores that do. What
- * is small stays in two places: there it is the fewer lines that count.
+ * two to three times as fast between cores that seemed to share no L3; between cores that did, it cost up to a sixth.
+ * What is small stays in two places: there it is the fewer lines that count.
  *
  * No Python, no globals, no allocation: every function works on what it is given, so threads can play the ranks.
  */
@@ -30,13 +30,14 @@
 #define ALLRED_MAX_RANKS 1024  /* of one node */
 #define ALLRED_LINE 64         /* bytes of a cache line; chunks are a multiple of it */
 #define ALLRED_CARD_BYTES 2048 /* what a card takes */
-#define ALLRED_RING_CHUNKS 16
+#define ALLRED_RING_CHUNKS 16  /* at least 3 */
 
 typedef struct {
   char *memory; /* of all ranks, zeros at first, aligned to a page */
   int rank, ranks;
   size_t chunk_bytes; /* at most; a multiple of ALLRED_LINE */
   uint64_t operation; /* the number of the last one that this rank began */
+  uint64_t ticks;     /* of all operations before that: the same on all ranks */
   allred_pace pace;
   size_t place; /* in the ring, where the next chunk goes: the same on all ranks */
 } allred_segment;
@@ -57,8 +58,9 @@ void allred_segment_advance(allred_segment *segment, size_t bytes);
 void allred_segment_publish_header(const allred_segment *segment, const allred_header *header);
 int allred_segment_has_header(const allred_segment *segment, int rank, uint64_t operation);
 
-/* Publish what this rank has written as of `tick`; whether a rank has come to it. */
-void allred_segment_publish(const allred_segment *segment, uint64_t operation, uint64_t tick);
-int allred_segment_has(const allred_segment *segment, int rank, uint64_t operation, uint64_t tick);
+/* Publish what this rank has written as of a tick, counted from the first of the operation; whether a
+ * rank has come to it. */
+void allred_segment_publish(const allred_segment *segment, uint64_t first, uint64_t tick);
+int allred_segment_has(const allred_segment *segment, int rank, uint64_t first, uint64_t tick);
 
 #endif

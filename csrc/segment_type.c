@@ -9,6 +9,7 @@
 #define _GNU_SOURCE /* mmap, madvise */
 #include "segment_type.h"
 
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 
@@ -19,6 +20,7 @@ enum { ALREADY_DONE = 0, STARTED = 1, NOT_TAKEN = 2 };
 /* Up to so many bytes the first look is taken without giving the GIL away: that alone takes 50 ns. */
 #define BRIEF_BYTES 32768
 #define PATIENCE_NS 1000000
+#define MOST_CHUNK_BYTES (1 << 30)
 
 typedef struct {
   PyObject_HEAD Py_buffer memory;
@@ -127,7 +129,7 @@ static int name_and_op(Segment *self, PyObject *op, PyObject *name, allred_heade
   Py_ssize_t length;
   const char *text = PyUnicode_Check(name) ? PyUnicode_AsUTF8AndSize(name, &length) : NULL;
   const int code = position(self->ops, op);
-  if (!text || code < 0) return -1;
+  if (!text || code <= 0) return -1; /* 0 is the place of none */
   header->op = (uint8_t)code;
   header->name = allred_hash_text(text, (size_t)length);
   return code;
@@ -172,21 +174,26 @@ static PyObject *allreduce(Segment *self, PyObject *const *args, Py_ssize_t coun
   return PyLong_FromLong(short_way(self, &header, bytes > 0, bytes));
 }
 
-/* Whether some memory is in the table twice, and would be reduced twice. */
-static int has_twice(const allred_tensor *tensors, Py_ssize_t count) {
-  size_t room = 2;
-  while (room < 2 * (size_t)count) room *= 2;
-  uintptr_t *seen = PyMem_Calloc(room, sizeof *seen);
-  int twice = !seen;
-  for (Py_ssize_t i = 0; i < count && !twice; i++) {
-    const uintptr_t address = (uintptr_t)tensors[i].out;
-    size_t at = allred_mix(0, address) & (room - 1);
-    while (seen[at] && seen[at] != address) at = (at + 1) & (room - 1);
-    twice = seen[at] == address;
-    seen[at] = address;
-  }
-  PyMem_Free(seen);
-  return twice;
+static int by_address(const void *a, const void *b) {
+  const uintptr_t first = (uintptr_t)((const allred_tensor *)a)->out,
+                  second = (uintptr_t)((const allred_tensor *)b)->out;
+  return first < second ? -1 : first > second;
+}
+
+/* Whether two tensors of the table write to the same memory; -1 without memory to find out. */
+static int overlap(const allred_tensor *tensors, Py_ssize_t count) {
+  Py_ssize_t ascending = 1;
+  while (ascending < count && tensors[ascending].out >= tensors[ascending - 1].out + tensors[ascending - 1].bytes)
+    ascending++;
+  if (ascending >= count) return 0;
+  allred_tensor *sorted = PyMem_Malloc((size_t)count * sizeof *sorted);
+  if (!sorted) return -1;
+  memcpy(sorted, tensors, (size_t)count * sizeof *sorted);
+  qsort(sorted, (size_t)count, sizeof *sorted, by_address);
+  int found = 0;
+  for (Py_ssize_t i = 1; i < count && !found; i++) found = sorted[i].out < sorted[i - 1].out + sorted[i - 1].bytes;
+  PyMem_Free(sorted);
+  return found;
 }
 
 /* The non-empty tensors, those of one dtype together, each in their order: chunks are of one dtype. */
@@ -215,17 +222,17 @@ static PyObject *grouped_allreduce(Segment *self, PyObject *const *args, Py_ssiz
   allred_header header = {
       .kind = ALLRED_KIND_GROUPED_ALLREDUCE, .dtype = 255, .root = -1, .words = allred_mix(0, (uint64_t)tensors)};
   const int op = name_and_op(self, args[2], args[3], &header);
+  if (op < 0) return PyLong_FromLong(not_taken(self));
   size_t bytes = 0;
   for (Py_ssize_t i = 0; i < tensors; i++) {
     PyObject *source = PyList_GetItem(args[0], i), *target = PyList_GetItem(args[1], i);
-    if (op < 0 || !take(self, source, target, op, &header.words, &self->tensors[i]))
-      return PyLong_FromLong(not_taken(self));
+    if (!take(self, source, target, op, &header.words, &self->tensors[i])) return PyLong_FromLong(not_taken(self));
     header.count += self->tensors[i].bytes / allred_dtype_bytes(self->tensors[i].dtype);
     bytes += self->tensors[i].bytes;
   }
   const Py_ssize_t kept = by_dtype(self->tensors, tensors);
   if (kept < 0) return release_views(self), NULL;
-  if (has_twice(self->tensors, kept)) return PyLong_FromLong(not_taken(self));
+  if (overlap(self->tensors, kept)) return PyLong_FromLong(not_taken(self));
   return PyLong_FromLong(short_way(self, &header, kept, bytes));
 }
 
@@ -269,6 +276,7 @@ static PyObject *begin_allreduce(Segment *self, PyObject *args) {
   if (count < 0 || !PyList_Check(targets) || !PyList_Check(dtypes) || PyList_Size(targets) != count ||
       PyList_Size(dtypes) != count)
     return PyErr_Format(PyExc_TypeError, "sources, targets and dtypes must be lists of one length");
+  if (op <= 0 || op >= ALLRED_OPS) return PyErr_Format(PyExc_ValueError, "operator %d does not exist", op);
   if (make_room(self, count ? count : 1) < 0) return NULL;
   Py_ssize_t kept = 0;
   for (Py_ssize_t i = 0; i < count && kept == 0; i++) {
@@ -361,7 +369,10 @@ static PyObject *begin_alltoall(Segment *self, PyObject *args) {
   if (received < 0 || !(from = hold(self, send, PyBUF_CONTIG_RO)) || !(to = hold(self, receive, PyBUF_CONTIG)) ||
       check_length("send", from, (uint64_t)sent) < 0 || check_length("receive", to, (uint64_t)received) < 0)
     return begun(self, -1);
-  if (largest < 0) return PyErr_Format(PyExc_ValueError, "%zd is not a count", largest), begun(self, -1);
+  for (int rank = 0; rank < self->segment.ranks; rank++)
+    if (largest < 0 || self->send_starts[rank + 1] - self->send_starts[rank] > (uint64_t)largest ||
+        self->receive_starts[rank + 1] - self->receive_starts[rank] > (uint64_t)largest)
+      return PyErr_Format(PyExc_ValueError, "a count is larger than largest=%zd", largest), begun(self, -1);
   allred_begin_alltoall(&self->operation, &self->segment, &header, from->buf, to->buf, self->send_starts,
                         self->receive_starts, (size_t)largest);
   return begun(self, 0);
@@ -486,8 +497,8 @@ static int construct(Segment *self, PyObject *args, PyObject *unused) {
     return -1;
   Py_INCREF(self->array_type), Py_INCREF(self->dtypes), Py_INCREF(self->ops);
   if (ranks < 1 || ranks > ALLRED_MAX_RANKS || rank < 0 || rank >= ranks || chunk_bytes < ranks * ALLRED_LINE ||
-      chunk_bytes % ALLRED_LINE || !PyTuple_Check(self->dtypes) || PyTuple_Size(self->dtypes) > ALLRED_DTYPES ||
-      !PyTuple_Check(self->ops) || PyTuple_Size(self->ops) > ALLRED_OPS)
+      chunk_bytes > MOST_CHUNK_BYTES || chunk_bytes % ALLRED_LINE || !PyTuple_Check(self->dtypes) ||
+      PyTuple_Size(self->dtypes) > ALLRED_DTYPES || !PyTuple_Check(self->ops) || PyTuple_Size(self->ops) > ALLRED_OPS)
     return PyErr_SetString(PyExc_ValueError, "no such rank, ranks or chunk_bytes"), -1;
   const size_t needed = allred_segment_bytes(ranks, (size_t)chunk_bytes);
   self->send_starts = PyMem_Calloc((size_t)ranks + 1, sizeof *self->send_starts);
@@ -510,6 +521,7 @@ static int construct(Segment *self, PyObject *args, PyObject *unused) {
 static PyObject *close_segment(Segment *self, PyObject *unused) {
   (void)unused;
   if (!self->open) Py_RETURN_NONE;
+  if (self->taken) return PyErr_Format(PyExc_ValueError, "another thread is in an operation on this segment");
   self->open = 0;
   self->operation = (allred_operation){0};
   release_views(self);
@@ -521,6 +533,7 @@ static PyObject *close_segment(Segment *self, PyObject *unused) {
 
 static void destruct(Segment *self) {
   PyTypeObject *type = Py_TYPE((PyObject *)self);
+  self->taken = 0; /* who is inside holds a reference */
   Py_XDECREF(close_segment(self, NULL));
   PyMem_Free(self->views);
   PyMem_Free(self->tensors);

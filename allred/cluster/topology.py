@@ -57,10 +57,10 @@ def pretend(sizes: str, ranks: int) -> list[int]:
     [0, 0, 0, 1]
     """
     words = [] if sizes == "none" else [word.strip() for word in sizes.split(",")]
-    nodes = [node for node, word in enumerate(words) if word.isdecimal() for _ in range(int(word))]
-    if words and (len(nodes) != ranks or not all(word.isdecimal() and int(word) for word in words)):
+    numbers = [int(word) if word.isdecimal() else 0 for word in words]
+    if words and (sum(numbers) != ranks or not all(numbers)):
         raise ConfigError(f"pretend_nodes={sizes!r} must be numbers of ranks, such as 2,2, that add up to {ranks}")
-    return nodes
+    return [node for node, count in enumerate(numbers) for _ in range(count)]
 
 
 def node_id(comm: Any) -> int:

@@ -120,8 +120,7 @@ class Communicator(ABC):
     def _reduce_group(self, group: Sequence[Any], op: ReduceOp, name: str, in_place: bool) -> Steps[list[Array]]:
         pairs = [_source_and_target(value, in_place) for value in group]
         sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
-        addresses = arrays.memory_of([target for target in targets if target.size])
-        if in_place and len(set(addresses)) < len(addresses):
+        if in_place and arrays.overlap([target for target in targets if target.size]):
             raise InputError("the same memory is in the group twice, and would be reduced twice")
         yield from self._reduce(group_call(sources, name, op), sources, targets, op)
         return targets
@@ -327,7 +326,7 @@ def _splits(rows: int, splits: Sequence[int] | None, size: int) -> Array:
             raise InputError(f"{rows} rows do not divide over {size} ranks; give splits, the rows for each rank")
         return np.full(size, rows // size, np.int64)
     sent = np.asarray(splits)
-    if sent.shape != (size,) or sent.dtype.kind not in "iu" or (sent < 0).any() or sent.sum() != rows:
+    if sent.shape != (size,) or sent.dtype.kind not in "iu" or (sent < 0).any() or sum(sent.tolist()) != rows:
         raise InputError(f"splits={splits!r} must be {size} whole numbers, one a rank, that add up to {rows} rows")
     return sent.astype(np.int64)
 
@@ -368,6 +367,8 @@ def group_call(group: list[Array], name: str, op: Any) -> Call:
     """The call of a grouped allreduce; likewise."""
     if problem := ops.refusal(op, np.dtype(np.float32)):
         raise InputError(problem)
+    if not isinstance(name, str):
+        raise InputError(f"name={name!r} must be a string")
     for array in group:
         array_call("grouped_allreduce", array, name, op)  # raises
     lines = tuple(arrays.describe(array.shape, array.dtype) for array in group)

@@ -3,7 +3,7 @@
 The first 48 bytes must agree on all ranks; the last 16 are each rank's own. When they disagree, the ranks exchange
 their full descriptions and `verdict` turns these into one error, the same text everywhere.
 
-    0   sequence   u64   operations started on this communicator before
+    0   sequence   u64   the number of the operation on this communicator; shared memory has its own count
     8   kind       u8    see KINDS
     9   op         u8    reduction, 0 if none
     10  dtype      u8    arrays.DTYPES, 255 if none

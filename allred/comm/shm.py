@@ -22,24 +22,20 @@ from allred.comm.header import Call
 from allred.comm.ops import ReduceOp
 from allred.comm.shared_memory import share
 from allred.comm.work import Steps
+from allred.errors import AllredError
 from allred.native._kernels import Segment, segment_bytes
 
-CHUNK_BYTES = 2**17  # of four a rank; 32 to 512 KiB are about equal
+CHUNK_BYTES = 2**17  # 32 to 512 KiB are about equal
 
 _DTYPES = tuple(None if name == "bfloat16" else np.dtype(name) for name in arrays.DTYPES)
 _OPS = (None, *ops.CODES)
 _NO_HEADER = bytes(header.BYTES)
-_DONE, _STARTED, _NOT_TAKEN = 0, 1, 2
+_DONE, _STARTED = 0, 1  # else it has to go the long way
 
 
 def segment_memory(comm: Any) -> mmap.mmap | None:
     """Memory for a ShmCommunicator of the ranks of an mpi4py communicator; None if they cannot have it. Collective."""
-    chunk_bytes = _chunk_bytes(comm.Get_size())
-    return share(comm, segment_bytes(comm.Get_size(), chunk_bytes))
-
-
-def _chunk_bytes(ranks: int) -> int:
-    return max(CHUNK_BYTES, 64 * ranks)
+    return share(comm, segment_bytes(comm.Get_size(), CHUNK_BYTES))
 
 
 class ShmCommunicator(Communicator):
@@ -50,7 +46,7 @@ class ShmCommunicator(Communicator):
 
     def __init__(self, rank: int, size: int, memory: mmap.mmap, timeout_s: float) -> None:
         self._memory = memory
-        self._segment = Segment(memory, rank, size, _chunk_bytes(size), np.ndarray, _DTYPES, _OPS)
+        self._segment = Segment(memory, rank, size, CHUNK_BYTES, np.ndarray, _DTYPES, _OPS)
         super().__init__(rank, size, timeout_s, lock=self._segment)
 
     def close(self) -> None:
@@ -60,8 +56,8 @@ class ShmCommunicator(Communicator):
 
     def allreduce_now(self, value: Any, in_place: bool, op: ReduceOp, name: str) -> Array:
         if self.queue.idle and type(value) is np.ndarray:
-            target = value if in_place else np.empty(value.shape, value.dtype)
             try:
+                target = value if in_place else np.empty(value.shape, value.dtype)
                 way = self._segment.allreduce(value, target, op, name)
                 if way == _DONE:
                     return target
@@ -69,14 +65,13 @@ class ShmCommunicator(Communicator):
                     self._finish("allreduce", name, lambda: array_call("allreduce", value, name, op))
                     return target
             except BaseException as error:
-                self._cut_short(error)
-                raise
+                self._ends_here(error)
         return super().allreduce_now(value, in_place, op, name)
 
     def grouped_allreduce_now(self, group: Any, in_place: bool, op: ReduceOp, name: str) -> list[Array]:
         if self.queue.idle and type(group) is list and (in_place or all(type(value) is np.ndarray for value in group)):
-            targets = group if in_place else [np.empty(value.shape, value.dtype) for value in group]
             try:
+                targets = group if in_place else [np.empty(value.shape, value.dtype) for value in group]
                 way = self._segment.grouped_allreduce(group, targets, op, name)
                 if way == _DONE:
                     return targets
@@ -84,8 +79,7 @@ class ShmCommunicator(Communicator):
                     self._finish("grouped_allreduce", name, lambda: group_call(group, name, op))
                     return targets
             except BaseException as error:
-                self._cut_short(error)
-                raise
+                self._ends_here(error)
         return super().grouped_allreduce_now(group, in_place, op, name)
 
     def _finish(self, kind: str, name: str, call: Callable[[], Call]) -> None:
@@ -98,9 +92,13 @@ class ShmCommunicator(Communicator):
         if not self._segment.agreed:
             raise header.verdict((yield from objects.gather(self, objects.dumps(call()))))
 
-    def _cut_short(self, error: BaseException) -> None:
-        if self._segment.pending:
+    def _ends_here(self, error: BaseException) -> None:
+        """Raise what ended the short way; but no memory for the result is for the long way to tell the others."""
+        if isinstance(error, MemoryError):
+            return
+        if not isinstance(error, AllredError) and (self._segment.pending or not self._segment.agreed):
             self.queue.poison(f"an allreduce was cut short by {type(error).__name__}")
+        raise error
 
     def _reduce(self, call: Call, sources: list[Array], targets: list[Array], op: ReduceOp) -> Steps[None]:
         flats = [arrays.flat(target) for target in targets]
@@ -119,6 +117,12 @@ class ShmCommunicator(Communicator):
         from_buffers, to_buffers = ([arrays.as_buffer(array) for array in side] for side in (sources, targets))
         self._segment.begin_allreduce(record, from_buffers, to_buffers, codes, ops.CODES[op])
 
+    def _moved(self) -> Steps[None]:
+        """Wait for an operation without a header: one that some rank is not in would be a mistake of ours."""
+        yield self._segment
+        if not self._segment.agreed:
+            raise RuntimeError("the ranks are in different operations")
+
     def _exchange(self, record: bytes) -> Steps[list[bytes]]:
         self._segment.begin_exchange(record)
         yield self._segment
@@ -126,20 +130,20 @@ class ShmCommunicator(Communicator):
 
     def _allreduce(self, flat: Array, op: ReduceOp) -> Steps[None]:
         self._begin_reduce(_NO_HEADER, [flat], [flat], op)
-        yield self._segment
+        yield from self._moved()
 
     def _broadcast(self, data: Array, root: int) -> Steps[None]:
         self._segment.begin_broadcast(_NO_HEADER, data, root)
-        yield self._segment
+        yield from self._moved()
 
     def _allgather(self, send: Array, recv: Array, counts: list[int]) -> Steps[None]:
         self._segment.begin_allgather(_NO_HEADER, send, recv, counts)
-        yield self._segment
+        yield from self._moved()
 
     def _alltoall(self, send: Array, recv: Array, counts: Array) -> Steps[None]:
         to, come = counts[self.rank].tolist(), counts[:, self.rank].tolist()
         self._segment.begin_alltoall(_NO_HEADER, send, recv, to, come, int(counts.max()))
-        yield self._segment
+        yield from self._moved()
 
     def _reducescatter(self, flat: Array, out: Array, counts: list[int], op: ReduceOp) -> Steps[None]:
         sizes = [count * flat.itemsize for count in counts]
@@ -147,4 +151,4 @@ class ShmCommunicator(Communicator):
         self._segment.begin_reducescatter(
             _NO_HEADER, arrays.as_buffer(flat), arrays.as_buffer(out), sizes, code, ops.CODES[op]
         )
-        yield self._segment
+        yield from self._moved()

@@ -2,8 +2,9 @@
 
 A collective is written as a generator that yields whenever it has to wait and returns its result: `Steps`. The queue
 of a communicator runs them strictly in the order they were started, because MPI matches collectives by order; whoever
-waits for one drives those before it. Nothing blocks in C for more than a millisecond: every wait is a loop with a time
-limit, so Ctrl-C works and a missing peer ends in an error.
+waits for one drives those before it. Nothing blocks in C for more than 20 ms, or a
+millisecond without progress: every wait is a loop with a time limit, so Ctrl-C works and a missing peer ends in an
+error.
 """
 
 import contextlib

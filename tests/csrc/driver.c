@@ -104,8 +104,9 @@ static int advance(player *me) {
   int status;
   switch (throw(me) % 3) {
   case 0:
-    status = allred_run(&me->operation, (int64_t)PATIENCE_S * 1000000000);
-    if (status == ALLRED_PENDING) wrong(me, "no progress", 0, 0);
+    for (uint64_t moves = -1; (status = allred_run(&me->operation, (int64_t)PATIENCE_S * 1000000000)) == ALLRED_PENDING;
+         moves = me->operation.moves)
+      if (moves == me->operation.moves) wrong(me, "no progress", 0, 0);
     return status;
   case 1:
     while ((status = allred_run(&me->operation, 0)) == ALLRED_PENDING) rest(me);

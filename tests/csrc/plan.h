@@ -51,6 +51,12 @@ static size_t some_count(uint64_t dice, size_t chunk, int ranks) {
     return 2 * chunk + rest % (3 * chunk);
   case 6:
     return rest % 4 ? 7 : (size_t)(LARGE_BYTES / ranks);
+  case 7:
+    return ALLRED_CARD_BYTES;
+  case 8:
+    return ALLRED_CARD_BYTES + 1;
+  case 9:
+    return ALLRED_CARD_BYTES / 8 + rest % 2; /* a card, of the widest elements */
   default:
     return rest % 40;
   }

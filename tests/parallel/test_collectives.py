@@ -292,6 +292,11 @@ def test_memory_of_the_communicator_reduces_without_a_copy_and_lasts(comm):
     assert set(mine[100:200]) == {total * comm.size}
 
 
+def halves(array):
+    """Two views that share some elements."""
+    return [array[: len(array) // 2 + 1], array[len(array) // 2 :]]
+
+
 BAD = [
     (lambda c: c.allreduce(np.ones(3, int)), "allreduce: Average of int64 is not defined"),
     (lambda c: c.allreduce(np.ones(3, bool), allred.Sum), "allreduce: Sum of bool is not defined; use allred.Max for"),
@@ -301,6 +306,15 @@ BAD = [
     (lambda c: c.allreduce(np.ones(3), name=7), "allreduce '7': name=7 must be a string"),
     (lambda c: c.grouped_allreduce([], "sum"), "grouped_allreduce: op='sum' is not a reduction"),
     (lambda c: c.grouped_allreduce_([np.zeros(3)] * 2), "grouped_allreduce: the same memory is in the group twice"),
+    (lambda c: c.grouped_allreduce_(halves(np.zeros(9))), "grouped_allreduce: the same memory is in the group twice"),
+    (lambda c: c.grouped_allreduce_now([], True, "Sum", ""), "grouped_allreduce: op='Sum' is not a reduction"),
+    (lambda c: c.grouped_allreduce_now([], True, None, ""), "grouped_allreduce: op=None is not a reduction"),
+    (lambda c: c.grouped_allreduce_now([], True, allred.Sum, 7), "grouped_allreduce '7': name=7 must be a string"),
+    (
+        lambda c: c.grouped_allreduce_now(halves(np.zeros(9)), True, allred.Sum, ""),
+        "grouped_allreduce: the same memory",
+    ),
+    (lambda c: c.alltoall(np.zeros(4), np.full(c.size, 2**63, np.uint64)), "alltoall: .* must be .* whole numbers"),
     (lambda c: c.allreduce(np.ones(3, complex)), "allreduce: dtype complex128 is not supported"),
     (lambda c: c.allreduce(None), "allreduce: expected an array or a number, got NoneType"),
     (lambda c: c.broadcast(np.ones(3), c.size), r"broadcast: root=\d is not a rank; expected 0 to"),
