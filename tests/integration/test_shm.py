@@ -255,7 +255,7 @@ NAMESPACES = {
         ["--pid", "--net"],
         {"MPIR_CVAR_CH4_CMA_ENABLE": "0"},
         "mpi",
-        "no two ranks could share memory",
+        "no two ranks could share memory; on one node that takes /proc or a Unix socket between them",
     ),
 }
 

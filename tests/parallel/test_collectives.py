@@ -314,7 +314,7 @@ BAD = [
         lambda c: c.grouped_allreduce_now(halves(np.zeros(9)), True, allred.Sum, ""),
         "grouped_allreduce: the same memory",
     ),
-    (lambda c: c.alltoall(np.zeros(4), np.full(c.size, 2**63, np.uint64)), "alltoall: .* must be .* whole numbers"),
+    (lambda c: c.alltoall(np.zeros(4), [2**63] * c.size), "alltoall: .* must be .* whole numbers"),
     (lambda c: c.allreduce(np.ones(3, complex)), "allreduce: dtype complex128 is not supported"),
     (lambda c: c.allreduce(None), "allreduce: expected an array or a number, got NoneType"),
     (lambda c: c.broadcast(np.ones(3), c.size), r"broadcast: root=\d is not a rank; expected 0 to"),
