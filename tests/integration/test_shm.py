@@ -115,6 +115,8 @@ if rank == 0:
     os.kill(pids[1], signal.SIGSTOP)
     thread = threading.Thread(target=measure, daemon=True)
     thread.start()
+else:
+    time.sleep(0.3)  # not ahead of being stopped, with its part of a small operation shown already
 start = time.monotonic()
 y = allred.allreduce(np.full({count}, rank), allred.Sum)
 assert (y == size * (size - 1) // 2).all()
