@@ -20,10 +20,10 @@ INTRODUCTION = """\
 {date}, {machine}.
 
 Times are medians over samples; a sample is the mean of a batch of calls (of one call where it takes long), on the
-slowest rank. allred and raw MPI, called through mpi4py, take turns of some milliseconds in the same processes, on the same arrays, in place,
-blocking; results are verified before. algbw = bytes / p50, busbw = algbw * 2 (n - 1) / n, GB = 10^9 bytes; "times
-faster" is MPI's p50 / allred's. `allred/bench/measure.py` has the details. Absolute times drift on a shared machine;
-ratios less.
+slowest rank. allred and raw MPI, called through mpi4py, take turns of some milliseconds in the same processes, on the
+same arrays, in place, blocking; results are verified before. algbw = bytes / p50, busbw = algbw * 2 (n - 1) / n,
+GB = 10^9 bytes; "times faster" is MPI's p50 / allred's. `allred/bench/measure.py` has the details. Absolute times drift
+on a shared machine; ratios less.
 
 "Concatenate + split" copies into a flat array that is allocated once, reduces it with one call, and copies back.
 "Tuned" means that glibc keeps freed memory and uses huge pages, for allred and for MPI alike.
