@@ -2,9 +2,9 @@
  * The Python type `Segment`: one rank's view of a node's shared memory, and the operation that it is in. Limited API.
  *
  * There are two ways in. The begin_... methods take flat contiguous buffers and a header made in Python, and return at
- * once; done() and run() then take steps. allreduce() and grouped_allreduce() are the short way for arrays that can be
- * taken as they are: they check and hash them here, make the very same header, and usually come back complete. Ranks of
- * one operation may take different ways.
+ * once; done() and linger() then take steps. allreduce() and grouped_allreduce() are the short way for arrays that can
+ * be taken as they are: they check and hash them here, make the very same header, and usually come back complete. Ranks
+ * of one operation may take different ways.
  */
 #define _GNU_SOURCE /* mmap, madvise */
 #include "segment_type.h"
@@ -218,7 +218,7 @@ static PyObject *grouped_allreduce(Segment *self, PyObject *const *args, Py_ssiz
   if (!can_take(self)) return PyLong_FromLong(NOT_TAKEN);
   const Py_ssize_t tensors = PyList_Size(args[0]);
   if (PyList_Size(args[1]) != tensors) return PyErr_Format(PyExc_ValueError, "as many targets as sources");
-  if (make_room(self, tensors ? tensors : 1) < 0) return NULL;
+  if (make_room(self, tensors ? tensors : 1) < 0) return PyLong_FromLong(not_taken(self));
   allred_header header = {
       .kind = ALLRED_KIND_GROUPED_ALLREDUCE, .dtype = 255, .root = -1, .words = allred_mix(0, (uint64_t)tensors)};
   const int op = name_and_op(self, args[2], args[3], &header);
@@ -231,8 +231,7 @@ static PyObject *grouped_allreduce(Segment *self, PyObject *const *args, Py_ssiz
     bytes += self->tensors[i].bytes;
   }
   const Py_ssize_t kept = by_dtype(self->tensors, tensors);
-  if (kept < 0) return release_views(self), NULL;
-  if (overlap(self->tensors, kept)) return PyLong_FromLong(not_taken(self));
+  if (kept < 0 || overlap(self->tensors, kept)) return PyLong_FromLong(not_taken(self));
   return PyLong_FromLong(short_way(self, &header, kept, bytes));
 }
 

@@ -172,10 +172,6 @@ void allred_begin_allgather(allred_operation *op, allred_segment *segment, const
  * behind the other, or reduces them.
  */
 
-static size_t part_for_each(const allred_segment *segment) {
-  return segment->chunk_bytes / (size_t)segment->ranks / ALLRED_LINE * ALLRED_LINE;
-}
-
 static void deal(allred_operation *op, char *chunk) {
   const size_t part = op->part_bytes;
   const uint64_t begun = allred_copy_begin();
@@ -196,20 +192,26 @@ static void collect(allred_operation *op) {
            left(op, op->receive_starts, rank, part));
 }
 
+static void begin_dealt(allred_operation *op, allred_segment *segment, const allred_header *header,
+                        const allred_transfer *transfer, const char *send, char *receive, const uint64_t *send_starts,
+                        size_t largest) {
+  allred_begin_exchange(op, segment, header);
+  op->transfer = transfer;
+  op->send = send;
+  op->receive = receive;
+  op->send_starts = send_starts;
+  op->chunk_bytes = segment->chunk_bytes;
+  op->part_bytes = segment->chunk_bytes / (size_t)segment->ranks / ALLRED_LINE * ALLRED_LINE;
+  op->on_card = 0;
+  op->rounds = rounds_for(largest, op->part_bytes);
+}
+
 static const allred_transfer alltoall = {deal, NULL, collect};
 
 void allred_begin_alltoall(allred_operation *op, allred_segment *segment, const allred_header *header, const char *send,
                            char *receive, const uint64_t *send_starts, const uint64_t *receive_starts, size_t largest) {
-  allred_begin_exchange(op, segment, header);
-  op->transfer = &alltoall;
-  op->send = send;
-  op->receive = receive;
-  op->send_starts = send_starts;
+  begin_dealt(op, segment, header, &alltoall, send, receive, send_starts, largest);
   op->receive_starts = receive_starts;
-  op->chunk_bytes = segment->chunk_bytes;
-  op->part_bytes = part_for_each(segment);
-  op->on_card = 0;
-  op->rounds = rounds_for(largest, op->part_bytes);
 }
 
 static void reduce_collected(allred_operation *op) {
@@ -226,17 +228,9 @@ static const allred_transfer reducescatter = {deal, NULL, reduce_collected};
 void allred_begin_reducescatter(allred_operation *op, allred_segment *segment, const allred_header *header,
                                 const char *send, char *receive, const uint64_t *starts, int dtype, int variant,
                                 int reduction, int divisor) {
-  allred_begin_exchange(op, segment, header);
-  op->transfer = &reducescatter;
-  op->send = send;
-  op->receive = receive;
-  op->send_starts = starts;
+  begin_dealt(op, segment, header, &reducescatter, send, receive, starts, largest_stretch(starts, segment->ranks));
   op->chunk_dtype = dtype;
   op->variant = variant;
   op->op = reduction;
   op->divisor = divisor;
-  op->chunk_bytes = segment->chunk_bytes;
-  op->part_bytes = part_for_each(segment);
-  op->on_card = 0;
-  op->rounds = rounds_for(largest_stretch(starts, segment->ranks), op->part_bytes);
 }

@@ -55,9 +55,11 @@ class ShmCommunicator(Communicator):
         self._memory.close()
 
     def allreduce_now(self, value: Any, in_place: bool, op: ReduceOp, name: str) -> Array:
+        target = None
         if self.queue.idle and type(value) is np.ndarray:
+            target = value if in_place else _empty(value)
+        if target is not None:
             try:
-                target = value if in_place else np.empty(value.shape, value.dtype)
                 way = self._segment.allreduce(value, target, op, name)
                 if way == _DONE:
                     return target
@@ -65,13 +67,16 @@ class ShmCommunicator(Communicator):
                     self._finish("allreduce", name, lambda: array_call("allreduce", value, name, op))
                     return target
             except BaseException as error:
-                self._ends_here(error)
+                self._cut_short(error)
+                raise
         return super().allreduce_now(value, in_place, op, name)
 
     def grouped_allreduce_now(self, group: Any, in_place: bool, op: ReduceOp, name: str) -> list[Array]:
-        if self.queue.idle and type(group) is list and (in_place or all(type(value) is np.ndarray for value in group)):
+        targets: list[Any] | None = None
+        if self.queue.idle and type(group) is list:
+            targets = group if in_place else [_empty(value) for value in group if type(value) is np.ndarray]
+        if targets is not None and len(targets) == len(group):
             try:
-                targets = group if in_place else [np.empty(value.shape, value.dtype) for value in group]
                 way = self._segment.grouped_allreduce(group, targets, op, name)
                 if way == _DONE:
                     return targets
@@ -79,7 +84,8 @@ class ShmCommunicator(Communicator):
                     self._finish("grouped_allreduce", name, lambda: group_call(group, name, op))
                     return targets
             except BaseException as error:
-                self._ends_here(error)
+                self._cut_short(error)
+                raise
         return super().grouped_allreduce_now(group, in_place, op, name)
 
     def _finish(self, kind: str, name: str, call: Callable[[], Call]) -> None:
@@ -92,13 +98,10 @@ class ShmCommunicator(Communicator):
         if not self._segment.agreed:
             raise header.verdict((yield from objects.gather(self, objects.dumps(call()))))
 
-    def _ends_here(self, error: BaseException) -> None:
-        """Raise what ended the short way; but no memory for the result is for the long way to tell the others."""
-        if isinstance(error, MemoryError):
-            return
+    def _cut_short(self, error: BaseException) -> None:
+        """What ended the short way, other than what all ranks raise, may have left the others in an operation."""
         if not isinstance(error, AllredError) and (self._segment.pending or not self._segment.agreed):
             self.queue.poison(f"an allreduce was cut short by {type(error).__name__}")
-        raise error
 
     def _reduce(self, call: Call, sources: list[Array], targets: list[Array], op: ReduceOp) -> Steps[None]:
         flats = [arrays.flat(target) for target in targets]
@@ -152,3 +155,11 @@ class ShmCommunicator(Communicator):
             _NO_HEADER, arrays.as_buffer(flat), arrays.as_buffer(out), sizes, code, ops.CODES[op]
         )
         yield from self._moved()
+
+
+def _empty(value: Array) -> Array | None:
+    """A new array for the result; None without memory for it, which the long way tells the other ranks."""
+    try:
+        return np.empty(value.shape, value.dtype)
+    except MemoryError:
+        return None

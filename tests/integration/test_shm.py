@@ -314,7 +314,7 @@ def test_pretended_nodes(mpi, sizes):
     assert reason in result.err, result.text
 
 
-@pytest.mark.parametrize("sizes", ["2,2", "3,0", "3,x", "-1,4", ""])
+@pytest.mark.parametrize("sizes", ["2,2", "3,0", "3,x", "-1,4", "", "9" * 20 + ",1"])
 def test_pretended_nodes_that_make_no_sense_are_one_clear_error(sizes):
     code = program(CHECK, patch="import atexit").replace(
         "allred.init()", "try: allred.init()\nexcept allred.ConfigError as error: sys.exit(print(error))"

@@ -153,6 +153,13 @@ def test_a_closed_segment_says_so(segment):
         segment.begin_exchange(RECORD)
 
 
+def test_it_is_not_closed_under_an_operation(segment):
+    assert segment.acquire(False)
+    with pytest.raises(ValueError, match="another thread is in an operation"):
+        segment.close()
+    segment.release()
+
+
 def test_codes_are_the_same_in_c_and_python():
     assert len(_DTYPES) == len(arrays.DTYPES) == 10
     assert list(ops.CODES.values()) == [1, 2, 3, 4, 5]
