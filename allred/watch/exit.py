@@ -111,7 +111,7 @@ def _leave(finalizes: bool) -> None:
         elif watcher.failed and not watcher.is_anothers():
             owed = _AWAIT
         elif watcher.verdict is not None:
-            owed, code, words = _AWAIT, watcher.verdict.code, watcher.verdict.text.partition("\n")[0]
+            owed, code, words = _AWAIT, watcher.verdict.code, watcher.verdict.brief
             watcher.tell("unwound")
     if _arm is not None and not uncaught.interrupted():  # after Ctrl-C Python ends by a signal, not by exit()
         _arm(words, code, -1 if watcher is None else watcher.duplicate(), owed)

@@ -22,16 +22,20 @@ The first failure is the job's verdict; there is one at most, and every rank hea
 """
 
 import dataclasses
+import signal
 from typing import Any
 
 GRACE_S = 2.0  # for the others to unwind
 ABORT_S = 8.0  # from the release to the end; then the watchers end the ranks
 GONE_S = 1.0  # from the end of the one that was to abort the job, to the same
+DEATH_S = 0.05  # on several nodes: by then the first death is known, if the launcher has caused the one in hand
 LEFT_S = 2.0  # how long to wait for a rank that has left before that is a failure: it may have answered just before
 LOOK_S = 1.0  # for the watchers of other nodes to answer
 WARN_FACTOR = 4  # a stall is told again when it has lasted so many times as long
 
 Event = dict[str, Any]
+
+_LAUNCHERS_CODES = (128 + signal.SIGKILL, 128 + signal.SIGTERM)  # of ranks that are ended since another one has died
 
 
 @dataclasses.dataclass
@@ -60,6 +64,7 @@ class Job:
         self._states: list[dict[int, str]] = []
         self._look_until = 0.0
         self._warned: tuple[int, str] | None = None  # who told of which operation
+        self._death: tuple[int, Event, float] | None = None
         self._clock: float | None = None  # when the first rank began to linger
         self._released: int | None = None
         self._released_at = 0.0
@@ -76,6 +81,8 @@ class Job:
     def tick(self, now: float) -> list[tuple[int | None, Event]]:
         """What is due by now."""
         self._now = now
+        if self.verdict is None:
+            self._check_death()
         if self.verdict is None:
             self._check_left()
             self._check_stalls()
@@ -125,8 +132,18 @@ class Job:
         before = self._ranks[rank].end
         self._end(rank, "dead")
         if self.verdict is None and before != "left":
-            self._pass(rank, event["how"], event["code"])
-            self._out.append((None, {"kind": "speak", "rank": rank, "text": self._verdict_line(rank, event["how"])}))
+            if self._nodes > 1 and event["code"] in _LAUNCHERS_CODES:
+                self._death = self._death or (rank, event, self._now)
+            else:
+                self._pass_death(rank, event)
+
+    def _check_death(self) -> None:
+        if self._death is not None and self._now >= self._death[2] + DEATH_S:
+            self._pass_death(*self._death[:2])
+
+    def _pass_death(self, rank: int, event: Event) -> None:
+        self._pass(rank, event["how"], event["code"], brief=f"rank {rank} is gone")
+        self._out.append((None, {"kind": "speak", "rank": rank, "text": self._verdict_line(rank, event["how"])}))
 
     def _end(self, rank: int, how: str) -> None:
         record = self._ranks[rank]
@@ -139,12 +156,14 @@ class Job:
     def _verdict_line(self, rank: int, how: str) -> str:
         return f"rank {rank} on {self._ranks[rank].host} {how}"
 
-    def _pass(self, rank: int, how: str, code: int, traceback: str = "", timeout: bool = False) -> None:
+    def _pass(
+        self, rank: int, how: str, code: int, traceback: str = "", timeout: bool = False, brief: str = ""
+    ) -> None:
         self._look = None
         text = how if timeout else self._verdict_line(rank, how)
         self.verdict = {
             "kind": "verdict", "timeout": timeout, "rank": rank, "host": self._ranks[rank].host, "code": code,
-            "text": text, "traceback": traceback,
+            "text": text, "traceback": traceback, "brief": brief or text.partition("\n")[0],
         }  # fmt: skip
         self._out.extend((other, self.verdict) for other in self._ranks)
 

@@ -35,6 +35,7 @@ class Verdict:
     host: str
     code: int
     text: str
+    brief: str  # for the last line of the one that ends the job
     traceback: str
     timeout: bool
 
@@ -62,7 +63,8 @@ class Line:
         self.lingered = False  # for the others to unwind
         self.waits = False  # in allred: then the waiting loop raises, not the handler
         self._host, self._speaks, self._pid = hello["host"], speaks, os.getpid()
-        self._raised = self._ending = False
+        self._raised = False
+        self.hushed = False  # the program is at its end: nothing is to be raised in it
         self._pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._wake, self._stack = _free_signals()
         with contextlib.suppress(ValueError):
@@ -88,6 +90,9 @@ class Line:
     def _signal_what_comes(self) -> None:
         with contextlib.suppress(ValueError):  # in another thread than the main one: then only waits are interrupted
             signal.signal(self._wake, self._on_signal)
+            if "PMI_FD" in os.environ and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
+                # MPICH's mpirun -disable-auto-cleanup sends it to the survivors, and it would kill them.
+                signal.signal(signal.SIGUSR1, lambda *_: None)
             fd = self._socket.fileno()
             fcntl.fcntl(fd, fcntl.F_SETOWN, self._pid)
             fcntl.fcntl(fd, fcntl.F_SETSIG, self._wake)
@@ -96,7 +101,7 @@ class Line:
 
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
         self.read()
-        if self.verdict is not None and not (self._raised or self.waits or self._ending):
+        if self.verdict is not None and not (self._raised or self.waits or self.hushed):
             raise self.error()
 
     def error(self) -> AllredError:
@@ -133,7 +138,7 @@ class Line:
 
     def _lost(self) -> None:
         self.close()
-        if self._speaks and not self._ending:
+        if self._speaks and not self.hushed:
             _print(
                 f"the watcher process on {self._host} is gone; training goes on, but a rank that stalls is now noticed "
                 "by the time limit only, and one that fails ends the others at once"
@@ -150,7 +155,7 @@ class Line:
 
     def begin_to_fail(self, code: int, words: str, traceback: str = "") -> None:
         """Tell that this rank is about to end with that exit code."""
-        self._ending = self.failed = True
+        self.hushed = self.failed = True
         self.tell("failed", code=code, words=words[:1000], traceback=traceback[-_TRACEBACK_CHARS:])
 
     def fail(self, code: int, words: str, traceback: str) -> None:
@@ -165,7 +170,7 @@ class Line:
 
     def linger(self) -> None:
         """The program of the rank that brought the verdict about has ended: linger until it is its turn."""
-        self._ending = True
+        self.hushed = True
         self.tell("unwound")
         self.await_release()
         self.lingered = True
@@ -188,7 +193,7 @@ class Line:
 
     def ending(self) -> None:
         """Python is about to end, and with it the handlers: by default these signals would kill the process."""
-        self._ending = True
+        self.hushed = True
         self.read()
         self._quiet()
 

@@ -25,6 +25,7 @@ from allred.watch.speak import speak
 
 TICK_S = 0.1
 LONELY_S = 60.0  # to wait for the first ranks
+STAY_S = 0.5
 
 
 class Watcher:
@@ -40,6 +41,7 @@ class Watcher:
         self._up: Link | None = None
         self._job = Job(settings["size"], settings["nodes"], settings["warn_s"]) if settings["chief"] else None
         self._give_up_at = time.monotonic() + LONELY_S
+        self._last_death = 0.0
         unix = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         unix.bind("")  # Linux chooses a name, which is not a file
         self.name = unix.getsockname().decode("latin-1")
@@ -63,8 +65,12 @@ class Watcher:
                 self._send(self._job.tick(time.monotonic()))
 
     def _over(self) -> bool:
-        complete = len(self._ranks) == self._settings["ranks"] or time.monotonic() > self._give_up_at
-        return complete and all(rank.dead for rank in self._ranks.values())
+        now = time.monotonic()
+        complete = len(self._ranks) == self._settings["ranks"] or now > self._give_up_at
+        if not complete or not all(rank.dead for rank in self._ranks.values()):
+            return False
+        untold = self._up is not None and not all(rank.left for rank in self._ranks.values())
+        return not untold or now > self._last_death + STAY_S  # the chief's watcher may have this one tell of a death
 
     # Ranks of this node.
 
@@ -104,6 +110,7 @@ class Watcher:
             pass
         self._selector.unregister(rank.pidfd)
         rank.dead, code = state.how_it_ended(rank.pidfd, rank.pid)
+        self._last_death = time.monotonic()
         self._tell({"event": "died", "rank": rank.number, "how": rank.dead, "code": code})
 
     # Watchers of other nodes.
@@ -129,6 +136,8 @@ class Watcher:
         here = [rank for rank in self._ranks.values() if not rank.dead]
         for rank in here:
             self._tell({"event": "joined", "rank": rank.number, "host": rank.host})
+            if rank.left:
+                self._tell({"event": "left", "rank": rank.number})
         if here and not any(rank.ending for rank in here):
             text = f"the watcher of {here[0].host} {why}; it goes on for the ranks of its own node"
             here[0].send({"kind": "say", "text": text})
@@ -192,8 +201,7 @@ class Watcher:
             for each in living:
                 signal.pidfd_send_signal(each.pidfd, signal.SIGKILL)
         elif message["kind"] == "speak" and message["rank"] in self._ranks:
-            parents = list({each.parent for each in self._ranks.values()})
-            speak(f"allred: {message['text']}\n", parents, [each.pid for each in living])
+            speak(f"allred: {message['text']}\n", self._ranks[message["rank"]].launcher, [each.pid for each in living])
 
     def _look(self) -> dict[int, str]:
         """What each rank of this node is doing."""

@@ -22,12 +22,12 @@ class Rank:
     def __init__(self, connection: socket.socket, hello: Event, pidfd: int, pipe: int) -> None:
         self.connection, self.pidfd, self.pipe = connection, pidfd, pipe
         self.number, self.host, self.stack_signal = hello["rank"], hello["host"], hello["stack_signal"]
-        self.waits_in, self.since, self.ending, self.dead = "", 0.0, "", ""
+        self.waits_in, self.since, self.ending, self.dead, self.left = "", 0.0, "", "", False
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         self.pid, user, _ = struct.unpack("3i", credentials)
         if user != os.geteuid():
             raise ValueError
-        self.parent = state.parent(self.pid)
+        self.launcher = state.launcher(self.pid)
         os.set_blocking(pipe, False)
 
     def send(self, message: Event) -> None:
@@ -58,6 +58,7 @@ class Rank:
             self.waits_in, self.since = event["what"], time.monotonic() - event["limit_s"]
         else:
             self.waits_in = ""
+        self.left = self.left or event["event"] == "left"
         self.ending = _ENDS.get(event["event"], self.ending)
 
     def doing(self) -> str:

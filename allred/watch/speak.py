@@ -7,16 +7,17 @@ import stat
 _NULL = os.makedev(1, 3)
 
 
-def speak(line: str, parents: list[int], ranks: list[int]) -> bool:
-    """Write the line once: to the stderr of a rank's parent if that leads on (a pipe, a terminal), else to a rank's.
+def speak(line: str, launcher: list[int], ranks: list[int]) -> bool:
+    """Write the line once: to the stderr of the launcher's process if that leads on (a pipe, a terminal), else to that
+    of a rank.
 
-    The parent is the launcher's helper, and lives longer than the ranks; but where its stderr is a plain file, it may
-    write over what we add. Whether it was written.
+    The launcher lives longer than the ranks; but where its stderr is a plain file, it may write over what we add.
+    Whether it was written.
     """
-    places = [(pid, _kind(pid)) for pid in (*parents, *ranks)]
-    best = [pid for pid, kind in places[: len(parents)] if kind == "stream"]
-    rest = [pid for pid, kind in places if kind and pid not in best]
-    return any(_write(pid, line) for pid in (*best, *sorted(rest, key=parents.__contains__)))
+    kinds = {pid: _kind(pid) for pid in (*launcher, *ranks)}
+    best = [pid for pid in launcher if kinds[pid] == "stream"]
+    files = [pid for pid in launcher if kinds[pid] == "file"]
+    return any(_write(pid, line) for pid in (*best, *(pid for pid in ranks if kinds[pid]), *files))
 
 
 def _kind(pid: int) -> str:

@@ -20,6 +20,7 @@ _PIDFD_INFO_EXIT = 1 << 3  # Linux 6.15
 _EXIT_CODE_AT = 60
 _STATUS_EXIT_CODE = 49
 _TRIES = 20
+_LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "prterun", "orterun", "srun")
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 
 
@@ -58,9 +59,14 @@ def _signal_name(number: int) -> str:
         return "a real-time signal"
 
 
-def parent(pid: int) -> int:
-    """The process that started it; 0 if that cannot be known."""
-    return int(_status(pid)[1])
+def launcher(pid: int) -> list[int]:
+    """The processes by which mpirun has started it: its parent, and what is above that, if it is mpirun's too."""
+    found = [int(_status(pid)[1])]
+    above = int(_status(found[0])[1])
+    with contextlib.suppress(OSError), open(f"/proc/{above}/comm") as file:
+        if file.read().strip() in _LAUNCHERS:
+            found.append(above)
+    return found
 
 
 def _status(pid: int) -> list[str]:

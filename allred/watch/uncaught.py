@@ -29,6 +29,8 @@ def watch(end_soon: Callable[[int], None]) -> None:
     original_hook = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        if line.current is not None:
+            line.current.hushed = True
         ends = _called_by_the_interpreter() and not hasattr(sys, "ps1")  # at a prompt an exception ends nothing
         shown = not ends
         try:
@@ -38,6 +40,8 @@ def watch(end_soon: Callable[[int], None]) -> None:
                 if shown:
                     original_hook(kind, error, trace)
             finally:
+                if line.current is not None:
+                    line.current.hushed = ends
                 if ends:
                     _note(_STATUS.get(kind, 1))
 

@@ -44,7 +44,9 @@ def test_the_first_failure_is_everybodys_verdict():
     fail(script, 2, code=4)
     verdicts = script.take("verdict")
     assert sorted(rank for rank, _ in verdicts) == [0, 1, 2]
-    assert {(v["rank"], v["host"], v["code"], v["traceback"]) for _, v in verdicts} == {(1, "host1", 3, "Traceback ...")}
+    assert {(v["rank"], v["host"], v["code"], v["traceback"]) for _, v in verdicts} == {
+        (1, "host1", 3, "Traceback ...")
+    }
     assert verdicts[0][1]["text"] == "rank 1 on host1 failed with exit code 3: ValueError: boom"
 
 
@@ -155,9 +157,7 @@ def test_a_stall_is_told_once_then_again_after_four_times_as_long_and_so_is_its_
     assert "not heard from" in script.take("say")[0][1]["text"]
     script.hear("going", 2, 50.0)
     script.hear("going", 1, 50.0)
-    assert script.take("say") == [
-        (1, {"kind": "say", "text": "rank 1 waits no more in barrier() #5, after 50 s"})
-    ]
+    assert script.take("say") == [(1, {"kind": "say", "text": "rank 1 waits no more in barrier() #5, after 50 s"})]
 
 
 def test_a_wait_that_is_meant_to_be_long_is_not_told():
@@ -181,7 +181,7 @@ def test_a_time_limit_is_everybodys_verdict_with_the_same_table():
     assert verdicts[0][1]["timeout"]
     assert verdicts[0][1]["rank"] == 2
     lines = [line.split() for line in verdicts[0][1]["text"].splitlines()]
-    assert lines[0] == "barrier() #5: not complete after 5 s".split()
+    assert lines[0] == ["barrier()", "#5:", "not", "complete", "after", "5", "s"]
     assert lines[1:] == [["rank", str(rank), f"host{rank}", what] for rank, what in enumerate("abc")]
 
 
@@ -241,7 +241,7 @@ def test_a_stopped_process():
         os.kill(child.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, child.pid, os.WSTOPPED)
         assert state.halted(child.pid) == f"stopped (kill -CONT {child.pid} lets it go on)"
-        assert state.parent(child.pid) == os.getpid()
+        assert state.launcher(child.pid)[0] == os.getpid()
         child.kill()
     assert state.halted(child.pid) == ""
 
@@ -316,3 +316,14 @@ def test_own_addresses_are_no_loopback():
     found = link.own_addresses()
     assert found[0] == socket.gethostname()
     assert not any(address.startswith("127.") for address in found)
+
+
+def test_the_launcher_ends_other_nodes_ranks_before_the_first_death_is_heard_of():
+    script = Script(nodes=2)
+    script.hear("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137)
+    script.hear("died", 2, 1.01, how="ended with exit code 0", code=1)
+    assert [message["rank"] for _, message in script.take("speak")] == [2]
+    script = Script(nodes=2)
+    script.hear("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137)
+    script.tick(1.0 + job.DEATH_S)
+    assert [message["rank"] for _, message in script.take("speak")] == [0]
