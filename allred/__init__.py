@@ -23,6 +23,7 @@ from allred.comm.collectives import (
     broadcast_object,
     grouped_allreduce,
     grouped_allreduce_,
+    patience,
     reducescatter,
 )
 from allred.comm.ops import ReduceOp
@@ -33,6 +34,7 @@ from allred.errors import (
     InputError,
     MismatchError,
     NotInitializedError,
+    RemoteRankError,
 )
 from allred.modes.decorator import distributed
 from allred.modes.sync import DistributedOptimizer
@@ -63,6 +65,7 @@ __all__ = [
     "NotInitializedError",
     "Product",
     "ReduceOp",
+    "RemoteRankError",
     "Sum",
     "allgather",
     "allgather_object",
@@ -85,6 +88,7 @@ __all__ = [
     "local_rank",
     "local_size",
     "optim",
+    "patience",
     "rank",
     "reducescatter",
     "shutdown",

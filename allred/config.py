@@ -32,6 +32,12 @@ class Config:
     timeout_s: float = _setting(
         1800.0, "longest wait in one collective, in seconds, before it is an error", minimum=0.001
     )
+    watcher: bool = _setting(
+        True, "whether a process on each node watches the ranks: who stalls and where, who died, who failed (1 or 0)"
+    )
+    stall_warning_s: float = _setting(
+        30.0, "how long a rank waits in an operation before a warning says what all ranks do, in seconds", minimum=0.1
+    )
     pretend_nodes: str = _setting(
         "none", "for tests: the ranks of pretended nodes, in rank order (2,2 makes two nodes of four ranks)"
     )

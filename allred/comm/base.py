@@ -15,7 +15,7 @@ run is the backend's to say.
 import functools
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -278,10 +278,20 @@ class Communicator(ABC):
 
         return self.queue.start(title, steps())
 
+    def _under_way(self, call: Callable[[], Call]) -> None:
+        """Remember what is being waited for, for the words about it, which are rarely needed."""
+        self.queue.describe = lambda: call().describe(self._number)
+
+    @property
+    def _number(self) -> int:
+        """Of the operation under way, the same on all ranks."""
+        return self._sequence
+
     def _agree(self, call: Call) -> Steps[list[bytes]]:
         """All ranks' headers, once they are found to agree; else the error that every rank raises."""
         record = call.pack(self._sequence)
         self._sequence += 1  # from here on the other ranks know of this call
+        self._under_way(lambda: call)
         headers = yield from self._exchange(record)
         if not header.agree(headers):
             raise header.verdict((yield from objects.gather(self, objects.dumps(call))))

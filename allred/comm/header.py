@@ -71,6 +71,15 @@ class Call:
             self.note,
         )
 
+    def describe(self, number: int) -> str:
+        """It, as the `number`-th operation.
+
+        >>> Call("allreduce", title="allreduce(Sum) 'w' float32 (2,)").describe(7)
+        "allreduce(Sum) #7 'w' float32 (2,)"
+        """
+        head, space, rest = (self.title or self.kind).partition(" ")
+        return f"{head} #{number}{space}{rest}"
+
     @functools.cached_property
     def _hashes(self) -> tuple[int, int]:
         name = hash_text(self.name)

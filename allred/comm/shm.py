@@ -94,9 +94,14 @@ class ShmCommunicator(Communicator):
 
     def _settle(self, call: Callable[[], Call]) -> Steps[None]:
         """Wait for an operation with a header; raise what all ranks raise if the headers differ."""
+        self._under_way(call)
         yield self._segment
         if not self._segment.agreed:
             raise header.verdict((yield from objects.gather(self, objects.dumps(call()))))
+
+    @property
+    def _number(self) -> int:
+        return self._segment.number
 
     def _cut_short(self, error: BaseException) -> None:
         """What ended the short way, other than what all ranks raise, may have left the others in an operation."""

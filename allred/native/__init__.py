@@ -14,7 +14,7 @@ pack: Callable[[list[Any], Any], None]
 unpack: Callable[[list[Any], Any], None]
 reduce: Callable[..., None]  # twins.reduce is its signature
 variants: tuple[str, ...]
-arm_exit: Callable[[int, int, int, int, int, str, bool], bool] | None
+arm_exit: Callable[..., bool] | None  # see csrc/exit.h
 
 try:
     import allred.native._kernels as _kernels
