@@ -21,7 +21,7 @@ TIMEOUT_S = "3"
 class Promise:
     """How a job has to end. Texts are patterns, in which {rank}, {code} and {seed} are those of the fault.
 
-    code: mpirun's exit code; "not 0" for any other. once, some: on stderr exactly once, at least once.
+    code: mpirun's exit code; "not 0" for any other, "any". once, some: on stderr exactly once, at least once.
     peers: what every other rank says that it met. watched: on stderr once. limited: runs with a small time limit.
     only_watched: nothing of it is promised without the watcher.
     """
@@ -36,6 +36,8 @@ class Promise:
     only_watched: bool = False
 
 
+SILENT = r"allred: rank {rank} on \S+ ended with exit code 0 without a word"
+
 PROMISES = {
     "raise": Promise(
         code="1",
@@ -45,8 +47,7 @@ PROMISES = {
     "sys.exit": Promise(code="{code}", peers="RemoteRankError of rank {rank} code {code}"),
     "SystemExit": Promise(code="{code}", peers="RemoteRankError of rank {rank} code {code}"),
     "interrupt": Promise(once=("KeyboardInterrupt",), peers="RemoteRankError of rank {rank}"),
-    # Without the watcher it is a time limit of the others, and under MPICH's launcher a good end.
-    "_exit": Promise(peers="RemoteRankError of rank {rank}", limited=True, only_watched=True),
+    "_exit": Promise(watched=(SILENT,), peers="RemoteRankError of rank {rank}", limited=True, only_watched=True),
     "kill": Promise(watched=(r"allred: rank {rank} on \S+ was killed by signal 9 \(SIGKILL\)",)),
     "stop": Promise(
         some=("CollectiveTimeout",),
@@ -55,13 +56,22 @@ PROMISES = {
         limited=True,
     ),
 }
+# MPICH's launcher takes it for a good end, kills the other ranks at once, and ends with 0 or 9: promised is who it was.
+SILENT_UNDER_MPICH = Promise(code="any", watched=(SILENT,), limited=True, only_watched=True)
 UNCAUGHT = Promise(code="1")  # a wrong call that the program does not catch: every rank raises the same
+
+
+def promise_of(job: Job) -> Promise:
+    """The row of the table for a job with a fault other than a wrong call."""
+    if (job.fault.kind, job.mpi) == ("_exit", "mpich"):
+        return SILENT_UNDER_MPICH
+    return PROMISES[job.fault.kind]
 
 
 def environment(job: Job) -> dict[str, str]:
     """The settings of a job."""
     settings = {"ALLRED_BANNER": "0", "ALLRED_BACKEND": job.backend, "ALLRED_PRETEND_NODES": job.nodes}
-    if job.fault.kind in PROMISES and PROMISES[job.fault.kind].limited:
+    if job.fault.kind in PROMISES and promise_of(job).limited:
         settings["ALLRED_TIMEOUT_S"] = TIMEOUT_S
         if hasattr(Config, "stall_warning_s"):
             settings["ALLRED_STALL_WARNING_S"] = "1"
@@ -78,7 +88,7 @@ def broken(job: Job, result: Result) -> list[str]:
     if job.fault.kind == "wrong":
         error = "InputError" if job.fault.change == "unusable" else "MismatchError"
         return found + _not_kept(job, result, UNCAUGHT) + _not_met(range(job.ranks), error, result)
-    promise = PROMISES[job.fault.kind]
+    promise = promise_of(job)
     if promise.only_watched and not WATCHED:
         return found
     found += _not_kept(job, result, promise)
@@ -101,7 +111,7 @@ def _not_good(job: Job, result: Result) -> list[str]:
 
 def _not_kept(job: Job, result: Result, promise: Promise) -> list[str]:
     code = _filled(promise.code, job)
-    good = result.code != 0 if code == "not 0" else str(result.code) == code
+    good = {"not 0": result.code != 0, "any": True}.get(code, str(result.code) == code)
     found = [] if good else [f"exit code {result.code}, promised is {code}"]
     if re.search(r"^rank \d+ done", result.out, re.MULTILINE):
         found.append("a rank came to the end of its program")

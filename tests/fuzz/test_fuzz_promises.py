@@ -11,7 +11,7 @@ from promises import broken
 
 from allred.testing import Result
 
-JOB = dataclasses.replace(job_of(1), seed=7, ranks=3, fault=Fault())
+JOB = dataclasses.replace(job_of(1), seed=7, ranks=3, mpi="openmpi", fault=Fault())
 GOOD = "rank 0 done ab12\nrank 2 done ab12\nrank 1 done ab12\n"
 
 
@@ -54,7 +54,10 @@ KEPT = {
     "sys.exit": (9, peers("RemoteRankError of rank 1 code 9 without its traceback"), ""),
     "SystemExit": (9, peers("RemoteRankError of rank 1 code 9 without its traceback"), ""),
     "interrupt": (130, peers("RemoteRankError of rank 1 code 130 without its traceback"), "KeyboardInterrupt\n"),
-    "_exit": (1, peers("RemoteRankError of rank 1 code 0 without its traceback"), ""),
+    "_exit": (
+        *(1, peers("RemoteRankError of rank 1 code 0 without its traceback")),
+        "allred: rank 1 on host ended with exit code 0 without a word (os._exit, MPI_Abort?)\n",
+    ),
     "kill": (137, "", "allred: rank 1 on host was killed by signal 9 (SIGKILL)\n"),
     "stop": (1, peers("CollectiveTimeout"), "allred.CollectiveTimeout: ...\n  rank 1  stopped since 3 s\n"),
 }
@@ -76,6 +79,18 @@ def test_each_fault(kind, watched):
         assert any(words.startswith("0 times on stderr") for words in broken(job, ended(code, out)))
         if kind != "stop":
             assert any(words.startswith("2 times on stderr") for words in broken(job, ended(code, out, err + err)))
+
+
+def test_an_exit_that_says_nothing_under_mpich(watched):
+    job = dataclasses.replace(of("_exit"), mpi="mpich")
+    for code in (0, 9):
+        assert broken(job, ended(code, "", KEPT["_exit"][2])) == []
+        assert broken(job, ended(code)) == [f"0 times on stderr: {promises._filled(promises.SILENT, job)}"] * watched
+    assert (
+        broken(job, ended(0, left=["17 python"]))
+        == ["a process was left: 17 python"]
+        + [f"0 times on stderr: {promises._filled(promises.SILENT, job)}"] * watched
+    )
 
 
 def test_a_wrong_call_that_is_not_caught(watched):
