@@ -32,6 +32,11 @@ class Config:
     timeout_s: float = _setting(
         1800.0, "longest wait in one collective, in seconds, before it is an error", minimum=0.001
     )
+    check: str = _setting(
+        "basic",
+        "what must agree in every operation: basic, or full: also the line of the program that calls it",
+        choices=("basic", "full"),
+    )
     watcher: bool = _setting(
         True, "whether a process on each node watches the ranks: who stalls and where, who died, who failed (1 or 0)"
     )

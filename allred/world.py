@@ -69,6 +69,7 @@ def init(
     if communicator.name != name:
         reason = "no two ranks could share memory; on one node that takes /proc or a Unix socket between them"
     communicator.queue.timeout_s = config.timeout_s
+    communicator.checks_places = config.check == "full"
     world = topology.number(nodes, communicator.rank)
     topology.install(world)
     collectives.install(communicator, config, reason)

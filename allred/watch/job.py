@@ -26,6 +26,7 @@ from typing import Any
 
 GRACE_S = 2.0  # for the others to unwind
 ABORT_S = 8.0  # from the release to the end; then the watchers end the ranks
+GONE_S = 1.0  # from the end of the one that was to abort the job, to the same
 LEFT_S = 2.0  # how long to wait for a rank that has left before that is a failure: it may have answered just before
 LOOK_S = 1.0  # for the watchers of other nodes to answer
 WARN_FACTOR = 4  # a stall is told again when it has lasted so many times as long
@@ -60,7 +61,8 @@ class Job:
         self._look_until = 0.0
         self._warned: tuple[int, str] | None = None  # who told of which operation
         self._clock: float | None = None  # when the first rank began to linger
-        self._released_at: float | None = None
+        self._released: int | None = None
+        self._released_at = 0.0
 
     def hear(self, event: Event, now: float) -> list[tuple[int | None, Event]]:
         """What to send: (rank, message) to a rank, (None, message) to all watchers."""
@@ -121,7 +123,7 @@ class Job:
 
     def _died(self, rank: int, event: Event) -> None:
         before = self._ranks[rank].end
-        self._ranks[rank].end = "dead"
+        self._end(rank, "dead")
         if self.verdict is None and before != "left":
             self._pass(rank, event["how"], event["code"])
             self._out.append((None, {"kind": "speak", "rank": rank, "text": self._verdict_line(rank, event["how"])}))
@@ -155,10 +157,13 @@ class Job:
 
     def _check_release(self) -> None:
         assert self.verdict is not None
-        if self._released_at is not None:
-            if self._now >= self._released_at + ABORT_S:
-                self._released_at = float("inf")
+        if self._released is not None:
+            last = self._ranks[self._released]
+            gone = last.end == "dead" and self._now >= last.end_at + GONE_S  # and the launcher lets the others be
+            if gone or self._now >= self._released_at + ABORT_S:
                 self._out.append((None, {"kind": "kill"}))
+                self._released_at = float("inf")
+                last.end_at = float("inf")
             return
         lingering = sorted(rank for rank, record in self._ranks.items() if record.end == "unwound")
         if not lingering:
@@ -168,7 +173,7 @@ class Job:
         still = sorted(rank for rank, record in self._ranks.items() if not record.end)
         assert self._clock is not None
         if not still or self._now >= self._clock + GRACE_S:
-            self._released_at = self._now
+            self._released, self._released_at = chosen, self._now
             self._out.append((chosen, {"kind": "release", "still": still}))
 
     # Stalls.

@@ -54,11 +54,11 @@ def proof(secret: str, nonce: bytes) -> bytes:
 def connect(addresses: Iterable[str], port: int, secret: str) -> Link | None:
     """A link to the watcher that has the secret, at the first of the addresses where it is; None if at none."""
     for address in addresses:
-        with contextlib.suppress(OSError):
-            connection = socket.create_connection((address, port), CONNECT_S)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            connection = stack.enter_context(socket.create_connection((address, port), CONNECT_S))
             if _authenticate(connection, secret):
+                stack.pop_all()
                 return Link(connection)
-            connection.close()
     return None
 
 
