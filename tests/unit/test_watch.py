@@ -44,9 +44,7 @@ def test_the_first_failure_is_everybodys_verdict():
     fail(script, 2, code=4)
     verdicts = script.take("verdict")
     assert sorted(rank for rank, _ in verdicts) == [0, 1, 2]
-    assert {(v["rank"], v["host"], v["code"], v["traceback"]) for _, v in verdicts} == {
-        (1, "host1", 3, "Traceback ...")
-    }
+    assert {(v["rank"], v["host"], v["code"], v["traceback"]) for _, v in verdicts} == {(1, "host1", 3, "Traceback ...")}
     assert verdicts[0][1]["text"] == "rank 1 on host1 failed with exit code 3: ValueError: boom"
 
 
@@ -157,7 +155,9 @@ def test_a_stall_is_told_once_then_again_after_four_times_as_long_and_so_is_its_
     assert "not heard from" in script.take("say")[0][1]["text"]
     script.hear("going", 2, 50.0)
     script.hear("going", 1, 50.0)
-    assert script.take("say") == [(1, {"kind": "say", "text": "rank 1 waits no more in barrier() #5, after 50 s"})]
+    assert script.take("say") == [
+        (1, {"kind": "say", "text": "rank 1 waits no more in barrier() #5, after 50 s"})
+    ]
 
 
 def test_a_wait_that_is_meant_to_be_long_is_not_told():
