@@ -1,0 +1,40 @@
+"""The phases in which ranks wait for each other in C, and what the guard is to say if one does not come to an end."""
+
+import os
+import socket
+from contextlib import AbstractContextManager
+from typing import Any
+
+from allred.cluster import mpi
+from allred.doctor import launch, library, start
+from allred.doctor.guard import Guard
+from allred.doctor.line import FAIL, Line, summary
+from allred.doctor.printer import Printer
+from allred.doctor.ranks import Rank
+from allred.doctor.topics import judge
+
+
+def starting(guard: Guard, printer: Printer, seen: dict[str, Any], limit_s: float) -> AbstractContextManager[None]:
+    """The phase of MPI's start; what this rank has seen so far is printed where it does not come to an end."""
+    host, launched = socket.gethostname(), mpi.launched_size(os.environ)
+    fitting = seen["launcher"] if isinstance(seen["launcher"], launch.Launch) else None
+    loaded = seen["MPI library"].name if isinstance(seen["MPI library"], library.Library) else ""
+    remedy = start.remedy(start.World(0, 0, host, launched), fitting, loaded)
+    local = judge([Rank(0, host, seen)])
+
+    def text(found: str) -> str:
+        lines = [*local, Line(FAIL, "world", found, remedy)]
+        return printer.text(lines) + ("" if printer.as_json else f"\n{summary(lines)}")
+
+    others = f"{launched} ranks were started, and one has not come or the launcher is of another MPI"
+    late = f"MPI has not started within {limit_s:g} s: {others}"
+    gone = "MPI ended this process while it started, with words on stderr; often the launcher is of another MPI"
+    return guard.phase(limit_s, text(late), text(gone))
+
+
+def waiting(guard: Guard, printer: Printer, title: str, limit_s: float) -> AbstractContextManager[None]:
+    """A phase in which ranks wait for each other."""
+    remedy = "see the lines above; look with top or py-spy for the rank that hangs; --limit-s 120 if it is only slow"
+    late = Line(FAIL, title, f"not complete after {limit_s:g} s", remedy)
+    gone = Line(FAIL, title, "a rank ended in it; its last words stand on stderr", remedy)
+    return guard.phase(limit_s, printer.text([late]), printer.text([gone]))
