@@ -53,8 +53,10 @@ def examine(printer: Printer, limit_s: float) -> int:
         printer.speaks = world.rank == 0 and (world.size > 1 or setting.first_rank())
         rank = Rank(world.rank, world.host, {**seen, "world": world})
         code = _examine(guard, printer, comm, rank, limit_s)
+        if comm is not None and allred.is_initialized() and collectives.current().queue.poisoned:
+            comm.Abort(1)  # an operation of MPI's is under way for ever
         with phases.waiting(guard, printer, "MPI's end", limit_s):
-            _finish(MPI, comm)
+            _finish(MPI)
     finally:
         guard.close()
     if code and not printer.speaks and world.worlds_of_one:
@@ -64,14 +66,16 @@ def examine(printer: Printer, limit_s: float) -> int:
 
 def _examine(guard: Guard, printer: Printer, comm: Any, rank: Rank, limit_s: float) -> int:
     """Judge and try, with all ranks of the world; the exit code, on all of them."""
-    found = gather.to_first(comm, rank, limit_s)
+    with phases.waiting(guard, printer, "ranks", 2 * limit_s):
+        found = gather.to_first(comm, rank, limit_s)
     printer.add(topics.judge(list(found.values())))
     _require_all(printer, comm, found, limit_s)
     if not gather.from_first(comm, exit_code(printer.lines) == 0, _PATIENCE * limit_s):
         printer.add([Line(NOTE, "allreduce", "not tried: first put right what fails")])
     else:
         tried = Rank(rank.rank, rank.host, _tried(guard, printer, comm, limit_s))
-        found = gather.to_first(comm, tried, 2 * limit_s)
+        with phases.waiting(guard, printer, "ranks", 3 * limit_s):
+            found = gather.to_first(comm, tried, 2 * limit_s)
         printer.add(trials.judge(list(found.values())))
         _require_all(printer, comm, found, 2 * limit_s)
     return int(gather.from_first(comm, printer.end(), _PATIENCE * limit_s))
@@ -109,11 +113,9 @@ def _require_all(printer: Printer, comm: Any, found: dict[int, Any], limit_s: fl
         comm.Abort(1)
 
 
-def _finish(MPI: Any, comm: Any) -> None:  # noqa: N803
+def _finish(MPI: Any) -> None:  # noqa: N803
     """Leave the world, so that the exit code is what the launcher gets."""
     if allred.is_initialized():
-        if collectives.current().queue.poisoned:  # an operation of MPI's is under way for ever
-            comm.Abort(1)
         allred.shutdown()
     if MPI is not None and not MPI.Is_finalized():
         MPI.Finalize()

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-_BEHIND_S = 2.0  # by which the guards of ranks that are not to speak come later, so that the one that speaks is heard
+_BEHIND = 4.0  # times later the guards of ranks that do not speak come: the one that speaks is to be heard first
 
 
 class Guard:
@@ -56,7 +56,7 @@ def watch(pid: int, speaks: bool) -> None:
     unread = b""
     while True:
         limit_s = phase.get("limit_s")
-        wait_s = float(str(limit_s)) + (not speaks) * _BEHIND_S if limit_s is not None else None
+        wait_s = float(str(limit_s)) * (1 if speaks else _BEHIND) if limit_s is not None else None
         ready, _, _ = select.select([0], [], [], wait_s)
         received = os.read(0, 65536) if ready else b""
         if not received:

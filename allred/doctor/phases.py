@@ -19,17 +19,20 @@ def starting(guard: Guard, printer: Printer, seen: dict[str, Any], limit_s: floa
     host, launched = socket.gethostname(), mpi.launched_size(os.environ)
     fitting = seen["launcher"] if isinstance(seen["launcher"], launch.Launch) else None
     loaded = seen["MPI library"].name if isinstance(seen["MPI library"], library.Library) else ""
-    remedy = start.remedy(start.World(0, 0, host, launched), fitting, loaded)
+    typed = start.remedy(start.World(0, 0, host, launched), fitting, loaded)
     local = judge([Rank(0, host, seen)])
 
-    def text(found: str) -> str:
+    def text(found: str, remedy: str) -> str:
         lines = [*local, Line(FAIL, "world", found, remedy)]
         return printer.text(lines) + ("" if printer.as_json else f"\n{summary(lines)}")
 
-    others = f"{launched} ranks were started, and one has not come or the launcher is of another MPI"
-    late = f"MPI has not started within {limit_s:g} s: {others}"
-    gone = "MPI ended this process while it started, with words on stderr; often the launcher is of another MPI"
-    return guard.phase(limit_s, text(late), text(gone))
+    late = f"MPI has not started within {limit_s:g} s, {launched} rank{'s' * (launched > 1)} of it: one has not come"
+    look = "look with top or py-spy for it, and for a firewall between hosts; --limit-s 120 if it is only slow"
+    gone = "this process, or another rank, ended while MPI started; its last words stand on stderr"
+    if fitting and loaded and start.strangers(fitting.launcher, loaded):
+        why = f"{fitting.launcher} does not start ranks of {loaded}"
+        late, gone, look = f"{late}; {why}", f"{gone}; {why}", typed
+    return guard.phase(limit_s, text(late, look), text(gone, typed))
 
 
 def waiting(guard: Guard, printer: Printer, title: str, limit_s: float) -> AbstractContextManager[None]:

@@ -74,6 +74,16 @@ def remedy(world: World, launch: Launch | None, library: str) -> str:
     return "the mpirun of the MPI that mpi4py loads, or pip install 'allred[mpich]', which brings one"
 
 
+def strangers(launcher: str, library: str) -> bool:
+    """Whether a launcher cannot start ranks of that MPI, as far as their names tell.
+
+    >>> strangers("MPICH's mpirun", "Open MPI 5.0.11"), strangers("srun with PMI", "MPICH 5.0.2")
+    (True, False)
+    """
+    families = {"MPICH's mpirun": False, "Open MPI's mpirun": True, "srun with PMI": False}
+    return launcher in families and families[launcher] != library.startswith("Open MPI")
+
+
 def _threads(ranks: list[Seen[World]]) -> Line:
     found = compared(ranks, lambda facts: facts.thread_level)
     if all(rank.facts.thread_level == "multiple" for rank in ranks):

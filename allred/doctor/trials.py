@@ -94,14 +94,17 @@ def _batch_s(array: Any, calls: int) -> float:
 def judge(ranks: list[Rank]) -> list[Line]:
     """The lines about the trials that were made: topics `sharing`, `init` and `allreduce` of every rank."""
     lines: list[Line] = []
-    for name, judge_one in (("sharing", judge_sharing), ("init", judge_init), ("allreduce", judge_times)):
+    for name, title, judge_one in (
+        ("sharing", "shared memory", judge_sharing),
+        ("init", "allred.init()", judge_init),
+        ("allreduce", "allreduce", judge_times),
+    ):
         seen: list[Seen[Any]] = [Seen(rank.rank, rank.host, rank.topics[name]) for rank in ranks if name in rank.topics]
         ended = [rank for rank in seen if isinstance(rank.facts, Unseen)]
-        if ended:
-            found = f"{ended[0].facts.error} ({who(ended)})"
-            lines.append(Line(FAIL, name, found, "see the lines above; --limit-s 120 if the machine is only slow"))
-        elif seen:
-            lines += judge_one(seen)
+        for error in dict.fromkeys(rank.facts.error for rank in ended):
+            found = f"{error} ({who([rank for rank in ended if rank.facts.error == error])})"
+            lines.append(Line(FAIL, title, found, "see the lines above; --limit-s 120 if the machine is only slow"))
+        lines += judge_one(seen) if seen and not ended else []
     return lines
 
 
