@@ -22,6 +22,7 @@ from allred.doctor.line import FAIL, NOTE, Line, exit_code, words
 from allred.doctor.printer import Printer
 from allred.doctor.ranks import Rank, Unseen
 
+_LOOKING = 3  # limits, for what a rank looks at by itself: each probe that could take long has a limit of its own
 _PATIENCE = 4  # limits, for rank 0's answer: it may be waiting for others
 _GUARD_S = 10.0  # after which the guard ends what should have ended by its own limit
 _BEHIND_S = 1.0  # by which ranks that say nothing leave later, where each is a world of its own
@@ -44,9 +45,10 @@ def main(arguments: list[str]) -> int:
 
 def examine(printer: Printer, limit_s: float) -> int:
     """Look, start MPI, judge, try; the exit code."""
-    seen = ranks.look(topics.TOPICS)
     guard = Guard(printer.speaks)
     try:
+        with phases.waiting(guard, printer, "ranks", _LOOKING * limit_s):
+            seen = ranks.look(topics.TOPICS)
         with phases.starting(guard, printer, seen, limit_s):
             MPI, world = start.start()  # noqa: N806  (mpi4py's spelling)
             comm = MPI.COMM_WORLD.Dup() if MPI is not None else None

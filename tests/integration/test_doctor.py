@@ -248,7 +248,7 @@ def test_a_rank_that_hangs_does_not_make_the_doctor_hang(mpi, change, topic, fou
 def test_a_rank_that_dies_while_mpi_starts(mpi):
     result = mpirun(3, "-c", changed("if RANK == 1: replace('network', lambda: os._exit(3))", start_s=5), mpi=mpi)
     assert result.code != 0, result.text
-    assert failing(result) == ["world"], result.text
+    assert failing(result) in (["world"], ["ranks"]), result.text  # the latter where rank 0 still looks for itself
 
 
 def test_a_trial_that_raises_on_one_rank_is_told_with_its_error():
