@@ -22,6 +22,8 @@ from allred.doctor.line import FAIL, NOTE, Line, exit_code, words
 from allred.doctor.printer import Printer
 from allred.doctor.ranks import Rank, Unseen
 
+Trial = tuple[str, str, Callable[[], Any]]  # its topic in what is gathered, its title in the report, and what to call
+
 _LOOKING = 3  # limits, for what a rank looks at by itself: each probe that could take long has a limit of its own
 _PATIENCE = 4  # limits, for rank 0's answer: it may be waiting for others
 _GUARD_S = 10.0  # after which the guard ends what should have ended by its own limit
@@ -49,6 +51,7 @@ def examine(printer: Printer, limit_s: float) -> int:
     try:
         with phases.waiting(guard, printer, "ranks", _LOOKING * limit_s):
             seen = ranks.look(topics.TOPICS)
+            printer.add(phases.warning(seen))
         with phases.starting(guard, printer, seen, limit_s):
             MPI, world = start.start()  # noqa: N806  (mpi4py's spelling)
             comm = MPI.COMM_WORLD.Dup() if MPI is not None else None
@@ -75,23 +78,30 @@ def _examine(guard: Guard, printer: Printer, comm: Any, rank: Rank, limit_s: flo
     if not gather.from_first(comm, exit_code(printer.lines) == 0, _PATIENCE * limit_s):
         printer.add([Line(NOTE, "allreduce", "not tried: first put right what fails")])
     else:
-        tried = Rank(rank.rank, rank.host, _tried(guard, printer, comm, limit_s))
-        with phases.waiting(guard, printer, "ranks", 3 * limit_s):
-            found = gather.to_first(comm, tried, 2 * limit_s)
-        printer.add(trials.judge(list(found.values())))
-        _require_all(printer, comm, found, 2 * limit_s)
+        for made in _rounds(comm, limit_s):
+            tried = Rank(rank.rank, rank.host, _tried(guard, printer, made, limit_s))
+            with phases.waiting(guard, printer, "ranks", 3 * limit_s):
+                found = gather.to_first(comm, tried, 2 * limit_s)
+            printer.add(trials.judge(list(found.values())))
+            _require_all(printer, comm, found, 2 * limit_s)
     return int(gather.from_first(comm, printer.end(), _PATIENCE * limit_s))
 
 
-def _tried(guard: Guard, printer: Printer, comm: Any, limit_s: float) -> dict[str, Any]:
-    """What came of the trials on this rank; an Unseen for one that raised."""
-    tried: dict[str, Any] = {}
-    made: list[tuple[str, str, Callable[[], Any]]] = [
+def _rounds(comm: Any, limit_s: float) -> list[list[Trial]]:
+    """The trials. MPI's own sums come last, when the rest is printed: an error in them ends the process in MPICH."""
+    alone: list[Trial] = [
         ("init", "allred.init()", lambda: trials.init(limit_s)),
         ("allreduce", "allreduce", lambda: [trials.time_allreduce(nbytes) for nbytes in trials.SIZES]),
     ]
-    if comm is not None and comm.Get_size() > 1:
-        made.insert(0, ("sharing", "shared memory", lambda: trials.share(comm)))
+    if comm is None or comm.Get_size() == 1:
+        return [alone]
+    together: Trial = ("sharing", "shared memory", lambda: trials.share(comm))
+    return [[together, *alone], [("mpi", trials.MPI_SUMS, lambda: trials.mpi_sums(comm))]]
+
+
+def _tried(guard: Guard, printer: Printer, made: list[Trial], limit_s: float) -> dict[str, Any]:
+    """What came of the trials on this rank; an Unseen for one that raised."""
+    tried: dict[str, Any] = {}
     for name, title, trial in made:
         if name == "allreduce" and not allred.is_initialized():
             break

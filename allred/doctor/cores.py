@@ -122,7 +122,7 @@ def _blas(ranks: list[Seen[Cores]]) -> list[Line]:
         threads = sum(rank.facts.blas_threads for rank in there)
         squeezed = [rank for rank in there if rank.facts.blas_threads > len(rank.facts.allowed)]
         remedy = f"export OMP_NUM_THREADS={_each(there)} before mpirun"
-        if threads > usable(there):
+        if threads > max(usable(there), len(there)):  # with one thread each it is the ranks that are too many
             text = f"{found}; together {threads} on {usable(there)} core{'s' * (usable(there) > 1)} of {host}"
             return [*lines, Line(WARN, "BLAS threads", text, remedy)]
         if squeezed:

@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from allred.cluster import mpi
-from allred.doctor import launch, library, start
+from allred.doctor import launch, library, start, trials
 from allred.doctor.guard import Guard
-from allred.doctor.line import FAIL, Line, summary
+from allred.doctor.line import FAIL, WARN, Line, summary
 from allred.doctor.printer import Printer
 from allred.doctor.ranks import Rank
 from allred.doctor.topics import judge
@@ -35,9 +35,22 @@ def starting(guard: Guard, printer: Printer, seen: dict[str, Any], limit_s: floa
     return guard.phase(limit_s, text(late, look), text(gone, typed))
 
 
+def warning(seen: dict[str, Any]) -> list[Line]:
+    """What has to be said before MPI starts: MPICH ends ranks of Open MPI's mpirun, whose output may be lost then."""
+    fitting, loaded = seen["launcher"], seen["MPI library"]
+    if not isinstance(fitting, launch.Launch) or not isinstance(loaded, library.Library) or loaded.error:
+        return []
+    if not fitting.launcher.startswith("Open MPI") or not start.strangers(fitting.launcher, loaded.name):
+        return []
+    found = f"{fitting.launcher} starts ranks of {loaded.name} only if that was built with PMIx"
+    world = start.World(0, 0, socket.gethostname(), mpi.launched_size(os.environ))
+    return [Line(WARN, "launcher", found, start.remedy(world, fitting, loaded.name))]
+
+
 def waiting(guard: Guard, printer: Printer, title: str, limit_s: float) -> AbstractContextManager[None]:
     """A phase in which ranks wait for each other."""
     remedy = "see the lines above; look with top or py-spy for the rank that hangs; --limit-s 120 if it is only slow"
     late = Line(FAIL, title, f"not complete after {limit_s:g} s", remedy)
-    gone = Line(FAIL, title, "a rank ended in it; its last words stand on stderr", remedy)
+    typed = trials.NO_CMA if title == trials.MPI_SUMS else remedy
+    gone = Line(FAIL, title, "a rank ended in it; its last words stand on stderr", typed)
     return guard.phase(limit_s, printer.text([late]), printer.text([gone]))

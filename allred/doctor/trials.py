@@ -20,6 +20,8 @@ from allred.errors import AllredError
 SIZES = (4, 64 * 2**10, 4 * 2**20)  # bytes
 _SIZE_S = 0.3  # for each of them
 _BATCHES = 5
+MPI_SUMS = "MPI's sums"
+NO_CMA = "MPICH, ranks in containers of their own: export MPIR_CVAR_CH4_CMA_ENABLE=0"  # README, honest limits
 _SLOW_US = 500.0  # a small allreduce within one host: 1 to 10 us where each rank has a core
 
 
@@ -61,6 +63,19 @@ def share(comm: Any) -> Sharing:
         node.Free()
 
 
+def mpi_sums(comm: Any) -> str:
+    """What is wrong with MPI's own sums, in words, or "": allred uses them wherever ranks share no memory."""
+    from mpi4py import MPI
+
+    for nbytes in SIZES:
+        array = np.empty(nbytes // 4, np.float32)
+        verify.fill([array], comm.Get_rank())
+        comm.Allreduce(MPI.IN_PLACE, array, MPI.SUM)
+        if wrong := verify.wrong([array], comm.Get_size()):
+            return f"{table.size_name(nbytes)}: {wrong}"
+    return ""
+
+
 def init(limit_s: float) -> Init:
     """allred.init(); its errors are the same on all ranks. Collective."""
     try:
@@ -92,18 +107,20 @@ def _batch_s(array: Any, calls: int) -> float:
 
 
 def judge(ranks: list[Rank]) -> list[Line]:
-    """The lines about the trials that were made: topics `sharing`, `init` and `allreduce` of every rank."""
+    """The lines about the trials that were made: topics `sharing`, `init`, `allreduce` and `mpi` of every rank."""
     lines: list[Line] = []
     for name, title, judge_one in (
         ("sharing", "shared memory", judge_sharing),
         ("init", "allred.init()", judge_init),
         ("allreduce", "allreduce", judge_times),
+        ("mpi", MPI_SUMS, judge_mpi),
     ):
         seen: list[Seen[Any]] = [Seen(rank.rank, rank.host, rank.topics[name]) for rank in ranks if name in rank.topics]
         ended = [rank for rank in seen if isinstance(rank.facts, Unseen)]
         for error in dict.fromkeys(rank.facts.error for rank in ended):
             found = f"{error} ({who([rank for rank in ended if rank.facts.error == error])})"
-            lines.append(Line(FAIL, title, found, "see the lines above; --limit-s 120 if the machine is only slow"))
+            remedy = NO_CMA if name == "mpi" else "see the lines above; --limit-s 120 if the machine is only slow"
+            lines.append(Line(FAIL, title, found, remedy))
         lines += judge_one(seen) if seen and not ended else []
     return lines
 
@@ -119,6 +136,15 @@ def judge_sharing(ranks: list[Seen[Sharing]]) -> list[Line]:
         remedy = "docker run --pid=host --cap-add=SYS_PTRACE ..., or all ranks in one container and as one user"
         return [Line(WARN, "shared memory", f"{who(without)} cannot share memory with others of the host", remedy)]
     return [Line(OK, "shared memory", found)]
+
+
+def judge_mpi(ranks: list[Seen[str]]) -> list[Line]:
+    """Whether MPI itself sums right."""
+    wrong = [rank for rank in ranks if rank.facts]
+    if wrong:
+        found = f"wrong on {who(wrong)}; {wrong[0].facts}"
+        return [Line(FAIL, MPI_SUMS, found, f"{NO_CMA}; else another MPI, or another release of it")]
+    return [Line(OK, MPI_SUMS, "right")]
 
 
 def judge_init(ranks: list[Seen[Init]]) -> list[Line]:
@@ -139,8 +165,7 @@ def judge_times(ranks: list[Seen[list[Timed]]]) -> list[Line]:
         for timed in rank.facts:
             if timed.wrong:
                 found = f"{table.size_name(timed.nbytes)}: wrong on {who([rank])}, {timed.wrong}"
-                remedy = "MPICH in containers: export MPIR_CVAR_CH4_CMA_ENABLE=0; and ALLRED_BACKEND=mpi to compare"
-                return [Line(FAIL, "allreduce", found, remedy)]
+                return [Line(FAIL, "allreduce", found, f"{NO_CMA}; ALLRED_BACKEND=mpi or shm, to compare")]
     if len(ranks) == 1:
         return [Line(OK, "allreduce", "one rank: nothing to send; sums are right")]
     found = "; ".join(_timed(timed) for timed in ranks[0].facts) + "; sums are right"
@@ -155,7 +180,7 @@ def _timed(timed: Timed) -> str:
     """In words; bandwidth as nccl-tests' algbw, GB = 10**9 bytes.
 
     >>> _timed(Timed(65536, 32.0, ""))
-    '64 KiB 32 us, 2.05 GB/s'
+    '64 KiB 32 us, 2.048 GB/s'
     """
-    algbw = f", {measure.algbw(timed.nbytes, timed.us):.3g} GB/s" if timed.nbytes > 4 else ""
-    return f"{table.size_name(timed.nbytes)} {timed.us:.3g} us{algbw}"
+    algbw = f", {table.number(measure.algbw(timed.nbytes, timed.us))} GB/s" if timed.nbytes > 4 else ""
+    return f"{table.size_name(timed.nbytes)} {table.number(timed.us)} us{algbw}"

