@@ -5,6 +5,8 @@ import sys
 USAGE = """\
 usage: python -m allred COMMAND ...
 
+  doctor  what is good here, what is not, and what to type; alone or under mpirun
+  info    versions, paths, backend; with --config all settings
   bench   how fast the collectives are here, and against raw MPI
 """
 
@@ -16,6 +18,14 @@ def main(arguments: list[str]) -> int:
         from allred.bench import command as bench
 
         return bench.main(rest)
+    if command == "doctor":
+        from allred.doctor import command as doctor
+
+        return doctor.main(rest)
+    if command == "info":
+        from allred.doctor import info
+
+        return info.main(rest)
     if command in ("-h", "--help"):
         print(USAGE, end="")
         return 0

@@ -12,11 +12,15 @@ from allred.errors import ConfigError
 _LAUNCHED_SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
+_given: dict[str, str] | None = None  # what MPI was started with; None where it was not allred that started it
+
+
 def load() -> tuple[Any, bool]:
     """The module mpi4py.MPI with MPI started, and whether it was this call that started it.
 
     The module is None where no MPI can be loaded and no launcher started this process. Raises ConfigError if one did.
     """
+    global _given
     import mpi4py
 
     ours = "mpi4py.MPI" not in sys.modules
@@ -27,7 +31,7 @@ def load() -> tuple[Any, bool]:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        launched = _launched_size(os.environ)
+        launched = launched_size(os.environ)
         if launched == 1:
             return None, False
         raise ConfigError(
@@ -37,10 +41,27 @@ def load() -> tuple[Any, bool]:
     finally:
         for name in passing:  # not for programs that this one starts
             os.environ.pop(name, None)
+    if ours:
+        _given = passing
     if not MPI.Is_initialized():
         MPI.Init_thread()
         ours = True
     return MPI, ours
+
+
+def given() -> str:
+    """Which settings of allred's MPI was started with, in words."""
+    if "mpi4py.MPI" not in sys.modules:
+        return "MPI has not been started"
+    from mpi4py import MPI
+
+    meant = settings(os.environ) if _given is None else _given
+    words = " ".join(f"{name}={value}" for name, value in meant.items())
+    if not words or not MPI.Get_library_version().startswith("Open MPI"):
+        return "none needed"
+    if _given is None:
+        return f"too late for {words}: MPI was started before allred.init(); call that before importing mpi4py.MPI"
+    return f"{words}, given at its start"
 
 
 def settings(environ: Mapping[str, str]) -> dict[str, str]:
@@ -52,20 +73,21 @@ def settings(environ: Mapping[str, str]) -> dict[str, str]:
     """
     if "OMPI_MCA_btl" in environ:
         return {}
-    if "PMIX_RANK" not in environ and _launched_size(environ) == 1:
+    if "PMIX_RANK" not in environ and launched_size(environ) == 1:
         return {"OMPI_MCA_btl": "self"}
     if environ.get("OMPI_COMM_WORLD_SIZE") == environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "several nodes, perhaps"):
         return {"OMPI_MCA_btl": "^ofi"}
     return {}
 
 
-def _launched_size(environ: Mapping[str, str]) -> int:
+def launched_size(environ: Mapping[str, str]) -> int:
+    """How many processes the launcher says that it has started; 1 without a launcher."""
     return next((int(environ[name]) for name in _LAUNCHED_SIZE if environ.get(name, "").isdigit()), 1)
 
 
 def check_world(size: int, library: str, environ: Mapping[str, str] = os.environ) -> None:
     """Raise ConfigError if the launcher started more processes than this MPI sees: N worlds of one, silently wrong."""
-    launched = _launched_size(environ)
+    launched = launched_size(environ)
     if size == 1 and launched > 1:
         raise ConfigError(
             f"the launcher started {launched} processes, but {library} sees a world of one: the launcher belongs to "

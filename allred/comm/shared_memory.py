@@ -17,6 +17,7 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 NONCE_BYTES = 16
@@ -32,10 +33,10 @@ class _Identity:
     nonce: bytes
 
 
-def share(comm: Any, nbytes: int) -> mmap.mmap | None:
+def share(comm: Any, nbytes: int, ways: Sequence[Callable[[Any, int], int]] = ()) -> mmap.mmap | None:
     """`nbytes` bytes of zeros, the same on all ranks of an mpi4py communicator; None if they cannot share memory.
 
-    Collective and blocking. The ranks have to be on one node.
+    Collective and blocking. The ranks have to be on one node. ways: other than the two below, in turn.
     """
     fd, identity = -1, None
     if comm.Get_rank() == 0:
@@ -45,7 +46,7 @@ def share(comm: Any, nbytes: int) -> mmap.mmap | None:
     if identity is None:
         return None
     try:
-        for way in (_through_proc, _over_socket):
+        for way in ways or (_through_proc, _over_socket):
             memory = _map(way(comm, fd), nbytes, identity)
             if all(comm.allgather(memory is not None)):
                 assert memory is not None
@@ -58,6 +59,16 @@ def share(comm: Any, nbytes: int) -> mmap.mmap | None:
     finally:
         if fd >= 0:
             os.close(fd)
+
+
+def way(comm: Any) -> str:
+    """Which way the ranks of an mpi4py communicator take, in words; "" if they have none. Collective and blocking."""
+    for words, one in (("memfd through /proc", _through_proc), ("memfd over a Unix socket", _over_socket)):
+        memory = share(comm, mmap.PAGESIZE, [one])
+        if memory is not None:
+            memory.close()
+            return words
+    return ""
 
 
 def _create(nbytes: int) -> tuple[int, _Identity]:

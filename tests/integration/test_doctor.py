@@ -1,0 +1,345 @@
+"""`python -m allred doctor` and `info`: alone, under two MPIs, in wrong surroundings, and with ranks that hang."""
+
+import json
+
+import pytest
+from harness import BIN, mpirun, python, run
+
+MPIS = ["mpich", "openmpi"]
+NO_MPI = {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}
+
+# In the order of the report.
+TOPICS = ["software", "C extension", "settings", "MPI library", "ABI", "launcher", "mpirun", "binding", "cores"]
+TOPICS += ["BLAS threads", "/dev/shm", "locked memory", "memory", "network", "GPU", "world", "thread level"]
+TRIED = ["shared memory", "backend", "allreduce", "MPI's sums"]
+
+# A doctor in which rank 1 is changed before it begins, or all are.
+CHANGED = """
+import os, signal, sys, time
+RANK = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK", 0))
+from allred.doctor import command, gather, phases, ranks, topics, trials
+starting = phases.starting
+phases.starting = lambda guard, printer, seen, limit_s: starting(guard, printer, seen, {start_s})
+def replace(name, look):
+    topics.TOPICS[:] = [ranks.Topic(t.name, look, t.judge) if t.name == name else t for t in topics.TOPICS]
+{change}
+sys.exit(command.main(["--json", "--limit-s", "{limit_s}"]))
+"""
+
+
+def changed(change, limit_s=30, start_s=50):
+    return CHANGED.format(change=change, limit_s=limit_s, start_s=start_s)
+
+
+def lines_of(result):
+    """The report as a list of lines; every line of stdout has to be one, but for what a launcher says."""
+    found = [json.loads(line) for line in result.out.splitlines() if line.startswith("{")]
+    for line in found:
+        assert list(line) == ["verdict", "topic", "found", "remedy"], result.text
+        assert line["verdict"] in ("ok", "note", "warn", "FAIL"), result.text
+        assert line["found"], result.text
+        assert line["verdict"] in ("ok", "note") or line["remedy"], result.text
+    return found
+
+
+def line_about(result, topic, containing=""):
+    (line,) = [line for line in lines_of(result) if line["topic"] == topic and containing in line["found"]]
+    return line
+
+
+def failing(result):
+    return [line["topic"] for line in lines_of(result) if line["verdict"] == "FAIL"]
+
+
+def doctor(ranks=1, mpi="mpich", **options):
+    arguments = ("-m", "allred", "doctor", "--json")
+    return mpirun(ranks, *arguments, mpi=mpi, **options) if ranks > 1 else python(*arguments, **options)
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_alone(mpi):
+    result = run([BIN[mpi] / "python", "-m", "allred", "doctor", "--json"])
+    assert result.code == 0, result.text
+    topics = [line["topic"] for line in lines_of(result)]
+    assert [topic for topic in topics if topic in TOPICS] == TOPICS, result.text
+    name = {"mpich": "MPICH ", "openmpi": "Open MPI "}[mpi]
+    library = line_about(result, "MPI library")["found"]
+    assert library.startswith(name), result.text
+    assert f"from {BIN[mpi].parent}/lib" in library, result.text
+    assert line_about(result, "ABI")["found"].endswith(f"built for the ABI {mpi}"), result.text
+    assert line_about(result, "launcher")["found"].startswith("nobody"), result.text
+    assert line_about(result, "backend")["found"] == "single (one rank)", result.text
+    assert result.err == "", result.text
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_make_one_report(mpi, ranks):
+    result = doctor(ranks, mpi)
+    assert result.code == 0, result.text
+    topics = [line["topic"] for line in lines_of(result)]
+    assert topics == [*TOPICS, *TRIED], result.text
+    assert line_about(result, "launcher")["found"] == {"mpich": "MPICH's mpirun", "openmpi": "Open MPI's mpirun"}[mpi]
+    assert line_about(result, "world")["found"].startswith(f"{ranks} ranks: {ranks} on "), result.text
+    assert line_about(result, "thread level")["found"] == "multiple", result.text
+    assert line_about(result, "shared memory")["found"] == "memfd through /proc", result.text
+    assert line_about(result, "backend")["found"] == "shm (ranks share a node)", result.text
+    measured = line_about(result, "allreduce")["found"]
+    assert "4 MiB" in measured, result.text
+    assert "GB/s; sums are right" in measured, result.text
+
+
+def test_report_for_people():
+    result = mpirun(2, "-m", "allred", "doctor", env={"OMP_NUM_THREADS": "8", "OPENBLAS_NUM_THREADS": "2"})
+    assert result.code == 0, result.text
+    assert result.out.startswith("ok    software      allred "), result.text
+    assert result.out.count("ok    world ") == 1, result.text
+    assert result.out.rstrip().endswith(" 0 FAIL"), result.text
+    assert result.err == "", result.text  # no banner
+
+
+# ---- ranks that differ
+
+
+def mixed(*environments, tail=("-m", "allred", "doctor", "--json")):
+    """One rank of MPICH for each environment."""
+    command = [BIN["mpich"] / "mpirun"]
+    for variables in environments:
+        command += ["-np", "1"]
+        for name, value in variables.items():
+            command += ["-env", name, value]
+        command += [BIN["mpich"] / "python", *tail, ":"]
+    return run(command[:-1])
+
+
+def test_the_rank_that_differs_is_named():
+    result = mixed(*[{"OPENBLAS_NUM_THREADS": "1"}] * 2, {"OPENBLAS_NUM_THREADS": "2"})
+    assert result.code == 0, result.text
+    line = line_about(result, "BLAS threads")
+    assert line["verdict"] == "warn", result.text
+    assert line["found"].startswith("rank 2 on "), result.text
+    assert ": 2 threads (openblas); the others: 1 thread (openblas)" in line["found"], result.text
+    assert "OMP_NUM_THREADS=" in line["remedy"], result.text
+
+
+def test_settings_that_differ_fail_with_the_words_of_init():
+    result = mixed({"ALLRED_TIMEOUT_S": "5"}, {"ALLRED_TIMEOUT_S": "6"})
+    assert result.code == 1, result.text
+    assert failing(result) == ["settings"], result.text
+    assert "timeout_s is 5.0 on rank 0 but 6.0 on rank 1" in line_about(result, "settings")["found"]
+    assert line_about(result, "allreduce")["found"].startswith("not tried"), result.text
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_unknown_setting_fails(ranks):
+    result = doctor(ranks, env={"ALLRED_BUCKETS": "1"})
+    assert result.code == 1, result.text
+    assert failing(result) == ["settings"], result.text
+    assert "did you mean ALLRED_BUCKET_BYTES?" in line_about(result, "settings")["found"], result.text
+
+
+# ---- surroundings that are wrong
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_without_any_mpi(ranks):
+    result = doctor(ranks, env=NO_MPI)
+    assert failing(result) == ["MPI library"], result.text
+    line = line_about(result, "MPI library")
+    assert "RuntimeError: cannot load MPI library; /nonexistent/libmpi.so: cannot open" in line["found"], result.text
+    assert line["remedy"].startswith("unset MPI4PY_LIBMPI"), result.text
+    assert "Traceback" not in result.text
+    assert result.code == 1 or ranks > 1, result.text  # MPICH's mpirun does not know that these are ranks
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_without_the_extension(mpi):
+    result = mpirun(2, "-c", "import sys; sys.modules['allred.native._kernels'] = None" + changed(""), mpi=mpi)
+    assert result.code == 0, result.text
+    line = line_about(result, "C extension")
+    assert (line["verdict"], "python -m allred.native" in line["remedy"]) == ("warn", True), result.text
+    backend = line_about(result, "backend")
+    assert backend["verdict"] == "warn", result.text
+    assert "mpi (rank 0 lacks the C extension" in backend["found"], result.text
+    assert "sums are right" in line_about(result, "allreduce")["found"], result.text
+
+
+def test_worlds_of_one_under_the_launcher_of_another_mpi():
+    result = run([BIN["mpich"] / "mpirun", "-np", 2, BIN["openmpi"] / "python", "-m", "allred", "doctor", "--json"])
+    assert result.code == 1, result.text
+    assert failing(result) == ["world"], result.text
+    line = line_about(result, "world")
+    assert "2 processes were started, but Open MPI 5" in line["found"], result.text
+    assert "sees 2 worlds of one rank" in line["found"], result.text
+    assert line["remedy"] == f"{BIN['openmpi'] / 'mpirun'} -np 2 python ...", result.text
+
+
+def test_an_mpi_that_ends_the_process_while_it_starts():
+    """Open MPI's mpirun may drop what comes after a rank's end, so the warning comes before."""
+    result = run([BIN["openmpi"] / "mpirun", "-np", 2, BIN["mpich"] / "python", "-m", "allred", "doctor", "--json"])
+    assert result.code != 0, result.text
+    line = line_about(result, "launcher", "Open MPI's mpirun starts ranks of MPICH ")
+    assert line["verdict"] == "warn", result.text
+    assert line["remedy"] == f"{BIN['mpich'] / 'mpirun'} -np 2 python ...", result.text
+    assert failing(result) in (["world"], []), result.text
+
+
+def test_another_mpirun_first_on_the_path():
+    result = doctor(env={"PATH": f"{BIN['openmpi']}:/usr/bin:/bin"})
+    line = line_about(result, "mpirun")
+    assert line["verdict"] == "warn", result.text
+    assert f"the first on PATH is {BIN['openmpi'] / 'mpirun'} of Open MPI" in line["found"], result.text
+    assert line["remedy"].startswith(f"export PATH={BIN['mpich']}:$PATH"), result.text
+    assert line_about(doctor(env={"PATH": f"{BIN['mpich']}:/usr/bin:/bin"}), "mpirun")["verdict"] == "ok"
+
+
+def test_ranks_that_cannot_share_memory():
+    result = mpirun(2, "-c", changed("trials.shared_memory.share = lambda *_: None\n" + NO_SEGMENT))
+    assert result.code == 0, result.text
+    assert line_about(result, "shared memory")["found"].startswith("ranks 0-1 on "), result.text
+    backend = line_about(result, "backend")
+    assert (backend["verdict"], "no two ranks could share memory" in backend["found"]) == ("warn", True), result.text
+
+
+NO_SEGMENT = "from allred.comm import shm; shm.share = lambda *_: None"
+
+
+# ---- probes that fail and ranks that hang
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_a_probe_that_raises_is_a_line_and_the_others_go_on(mpi):
+    change = "if RANK == 1: replace('network', lambda: open('/nonexistent'))"
+    result = mpirun(2, "-c", changed(change), mpi=mpi)
+    assert result.code == 0, result.text
+    line = line_about(result, "network", "could not be looked at: FileNotFoundError")
+    assert line["verdict"] == "note", result.text
+    assert "(rank 1 on " in line["found"], result.text
+    assert line_about(result, "allreduce")["verdict"] in ("ok", "warn"), result.text
+
+
+def test_a_judgement_that_raises_is_a_line():
+    result = python("-c", changed("replace('network', lambda: 'no facts')"))
+    assert result.code == 0, result.text
+    assert line_about(result, "network")["found"].startswith("could not be looked at: AttributeError"), result.text
+
+
+HANGS = [
+    ("mpich", "replace('network', lambda: time.sleep(60))", "world", "MPI has not started within 2 s"),
+    ("openmpi", "replace('network', lambda: time.sleep(60))", "world", "MPI has not started within 2 s"),
+    ("openmpi", "gather.to_first = lambda *_: time.sleep(60)", "ranks", "no answer from rank 1 of 3 within 3 s"),
+    ("mpich", "trials.share = lambda _: os.kill(os.getpid(), signal.SIGSTOP)", "shared memory", "not complete after "),
+    ("openmpi", "trials.init = lambda _: time.sleep(60)", "allred.init()", "not complete after "),
+    ("mpich", "trials.time_allreduce = lambda _: time.sleep(60)", "allreduce", "CollectiveTimeout: "),
+]
+
+
+@pytest.mark.parametrize(("mpi", "change", "topic", "found"), HANGS)
+def test_a_rank_that_hangs_does_not_make_the_doctor_hang(mpi, change, topic, found):
+    code = changed(f"command._GUARD_S = 1.0\nif RANK == 1: {change}", limit_s=3, start_s=2 if topic == "world" else 50)
+    result = mpirun(3, "-c", code, mpi=mpi)
+    assert result.code != 0, result.text
+    assert found in line_about(result, topic)["found"], result.text
+    assert failing(result)[0] == topic, result.text
+    assert line_about(result, "memory")["verdict"] in ("ok", "note"), result.text  # the report is there all the same
+
+
+def test_a_rank_that_dies_while_mpi_starts():
+    """MPICH's mpirun only: Open MPI's kills the others within milliseconds, and may drop what their guards say."""
+    result = mpirun(3, "-c", changed("if RANK == 1: replace('network', lambda: os._exit(3))", start_s=5))
+    assert result.code != 0, result.text
+    assert failing(result) in (["world"], ["ranks"]), result.text  # the latter where rank 0 still looks for itself
+
+
+def test_a_trial_that_raises_on_one_rank_is_told_with_its_error():
+    change = "if RANK == 1: trials.time_allreduce = lambda _: 1 / 0"
+    result = mpirun(2, "-c", changed(change, limit_s=3))
+    assert result.code != 0, result.text
+    line = line_about(result, "allreduce", "ZeroDivisionError: division by zero (rank 1 on ")
+    assert line["verdict"] == "FAIL", result.text
+    assert line_about(result, "allreduce", "CollectiveTimeout")["verdict"] == "FAIL", result.text
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_wrong_sums_fail(mpi):
+    change = (
+        "import allred; right = allred.allreduce_\n"
+        "def wrong(array, op):\n"
+        "    right(array, op)\n"
+        "    array[0] += allred.rank()\n"
+        "allred.allreduce_ = wrong"
+    )
+    result = mpirun(2, "-c", changed(change), mpi=mpi)
+    assert result.code == 1, result.text
+    assert failing(result) == ["allreduce"], result.text
+    assert "4 B: wrong on rank 1 on " in line_about(result, "allreduce")["found"], result.text
+
+
+def test_wrong_sums_of_mpi_itself_fail():
+    change = (
+        "mpi_sums, fill = trials.mpi_sums, trials.verify.fill\n"
+        "def wrong(comm):\n"
+        "    trials.verify.fill = lambda group, rank: fill(group, 0)\n"
+        "    return mpi_sums(comm)\n"
+        "trials.mpi_sums = wrong"
+    )
+    result = mpirun(2, "-c", changed(change))
+    assert result.code == 1, result.text
+    assert failing(result) == ["MPI's sums"], result.text
+    assert line_about(result, "MPI's sums")["found"].startswith("wrong on ranks 0-1 on "), result.text
+
+
+# ---- info
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_info(mpi):
+    result = mpirun(2, "-m", "allred", "info", mpi=mpi)
+    assert result.code == 0, result.text
+    found = {line[:18].strip(): line[19:] for line in result.out.splitlines()}
+    assert found["MPI"].startswith({"mpich": "MPICH ", "openmpi": "Open MPI "}[mpi]), result.text
+    assert found["MPI's settings"] == {"mpich": "none needed", "openmpi": "OMPI_MCA_btl=^ofi, given at its start"}[mpi]
+    assert found["backend"] == "shm (ranks share a node)", result.text
+    assert result.out.count("numpy") == 1, result.text
+    assert result.err == "", result.text
+
+
+def test_info_of_a_program_that_had_started_mpi_before():
+    code = "from mpi4py import MPI; import allred; from allred.doctor import info; print(*info.lines(), sep='\\n')"
+    result = run([BIN["openmpi"] / "python", "-c", code])
+    assert result.code == 0, result.text
+    assert "too late for OMPI_MCA_btl=self: MPI was started before allred.init()" in result.out, result.text
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_info_where_init_fails(ranks):
+    arguments = ("-m", "allred", "info")
+    env = {"ALLRED_BUCKETS": "1"}
+    result = mpirun(ranks, *arguments, env=env) if ranks > 1 else python(*arguments, env=env)
+    assert result.code == 0, result.text
+    assert result.out.count("ConfigError: unknown variable ALLRED_BUCKETS") == 1, result.text
+
+
+def test_info_without_any_mpi():
+    result = python("-m", "allred", "info", "--json", env=NO_MPI)
+    assert result.code == 0, result.text
+    found = {record["name"]: record["value"] for record in map(json.loads, result.out.splitlines())}
+    assert (found["MPI"], found["backend"]) == ("none", "single (one rank)"), result.text
+    assert "cannot load MPI library" in found["mpi4py"], result.text
+
+
+def test_info_config_needs_no_mpi():
+    result = python("-m", "allred", "info", "--config", env={**NO_MPI, "ALLRED_TIMEOUT_S": "5", "ALLRED_X": "1"})
+    assert result.code == 0, result.text
+    assert "ALLRED_TIMEOUT_S: 5.0 (variable)\n    float, default 1800.0; longest wait" in result.out, result.text
+    assert "ALLRED_MODE: sync (default)" in result.out, result.text
+    assert "ALLRED_X: 1 (unknown variable)\n    no setting of this version" in result.out, result.text
+
+
+@pytest.mark.parametrize("command", ["doctor", "info"])
+def test_arguments(command):
+    wrong = mpirun(2, "-m", "allred", command, "--jsno")
+    assert wrong.code == 2, wrong.text
+    assert wrong.err.count("unrecognized arguments: --jsno") == 1, wrong.text
+    helped = mpirun(2, "-m", "allred", command, "--help")
+    assert (helped.code, helped.out.count("usage:")) == (0, 1), helped.text
