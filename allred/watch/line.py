@@ -91,8 +91,7 @@ class Line:
         with contextlib.suppress(ValueError):  # in another thread than the main one: then only waits are interrupted
             signal.signal(self._wake, self._on_signal)
             if "PMI_FD" in os.environ and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
-                # MPICH's mpirun -disable-auto-cleanup sends it to the survivors, and it would kill them.
-                signal.signal(signal.SIGUSR1, lambda *_: None)
+                signal.signal(signal.SIGUSR1, _nothing)
             fd = self._socket.fileno()
             fcntl.fcntl(fd, fcntl.F_SETOWN, self._pid)
             fcntl.fcntl(fd, fcntl.F_SETSIG, self._wake)
@@ -201,6 +200,8 @@ class Line:
         faulthandler.unregister(self._stack)
         with contextlib.suppress(ValueError):
             signal.signal(self._wake, signal.SIG_IGN)
+            if signal.getsignal(signal.SIGUSR1) is _nothing:
+                signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     def close(self) -> None:
         """Hang up."""
@@ -209,6 +210,11 @@ class Line:
             self._quiet()
             for end in self._pipe:
                 os.close(end)
+
+
+def _nothing(number: int, frame: types.FrameType | None) -> None:
+    """For SIGUSR1, which MPICH's mpirun -disable-auto-cleanup sends to those that survive a rank; it would kill them.
+    Not SIG_IGN while the program runs: programs that it starts would inherit that."""
 
 
 def _free_signals() -> tuple[int, int]:

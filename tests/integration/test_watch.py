@@ -224,20 +224,24 @@ def test_one_line_says_which_rank_died_by_which_signal(mpi, number, mark):
     assert gone(mark)
 
 
-LETS_LIVE = {"mpich": ["-disable-auto-cleanup"], "openmpi": ["--with-ft", "ulfm"]}
+# MPICH's launcher kills the survivors all the same in about every second run, also of programs without allred [ran].
+LETS_LIVE = {"mpich": (["-disable-auto-cleanup"], 10), "openmpi": (["--with-ft", "ulfm"], 1)}
 
 
 @pytest.mark.parametrize("mpi", MPIS)
 @pytest.mark.parametrize("busy", BUSY)
 def test_survivors_raise_where_the_launcher_lets_them_live(mpi, busy, mark):
+    options, attempts = LETS_LIVE[mpi]
     code = program("os.kill(os.getpid(), 9)", BUSY[busy])
-    command = [BIN[mpi] / "mpirun", *LETS_LIVE[mpi], "-np", 3, BIN[mpi] / "python", "-c", code]
-    result = run(command, timeout_s=30, env=mark)
+    for _ in range(attempts):
+        result = run([BIN[mpi] / "mpirun", *options, "-np", 3, BIN[mpi] / "python", "-c", code], timeout_s=30, env=mark)
+        assert gone(mark, within_s=5)
+        for words in heard(result).values():
+            assert re.fullmatch(r"1 137 rank 1 on \S+ was killed by signal 9 \(SIGKILL\).*", words), result.text
+        if set(heard(result)) == {0, 2}:
+            break
     assert set(heard(result)) == {0, 2}, result.text
-    for words in heard(result).values():
-        assert re.fullmatch(r"1 137 rank 1 on \S+ was killed by signal 9 \(SIGKILL\).*", words), result.text
     assert {"finally on 0", "finally on 2"} <= set(result.out.splitlines()), result.text
-    assert gone(mark, within_s=5)
 
 
 @pytest.mark.parametrize("mpi", MPIS)
