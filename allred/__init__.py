@@ -30,8 +30,10 @@ from allred.errors import (
     AllredError,
     CollectiveTimeout,
     ConfigError,
+    DriftError,
     InputError,
     MismatchError,
+    NonFiniteError,
     NotInitializedError,
 )
 from allred.modes.decorator import distributed
@@ -56,10 +58,12 @@ __all__ = [
     "CollectiveTimeout",
     "ConfigError",
     "DistributedOptimizer",
+    "DriftError",
     "InputError",
     "Max",
     "Min",
     "MismatchError",
+    "NonFiniteError",
     "NotInitializedError",
     "Product",
     "ReduceOp",
