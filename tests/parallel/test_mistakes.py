@@ -271,8 +271,14 @@ def test_memory_that_is_used_again_is_no_mistake(rank, size):
     params, others, grads = [np.ones(3)], [np.ones(3)], [np.empty(3)]
     for _ in range(4):
         for opt, target in ((first, params), (second, others)):
-            grads[0][:] = rank
+            grads[0][:] = rank + 1
             opt.step(target, grads)
+
+
+def test_a_wrapper_may_see_its_own_result_again(rank, size):
+    opt, params, grads = allred.distributed(Descent()), [np.ones(3)], [np.full(3, rank + 1.0)]
+    for _ in range(4):
+        opt.step(params, grads)
 
 
 def test_one_optimizer_in_two_wrappers_is_told(rank, size, capfd):
@@ -288,8 +294,10 @@ def test_one_optimizer_in_two_wrappers_is_told(rank, size, capfd):
 
 def test_a_wrapper_that_is_gone_is_no_second_one(rank, size, capfd):
     inner = optim.SGD(lr=0.1)
+    another = allred.distributed(inner)
     for _ in range(3):
         run(allred.distributed(inner), [np.ones(3)], 2, rank)
+    run(another, [np.ones(3)], 2, rank)
     assert "wrapped twice" not in capfd.readouterr().err
 
 
