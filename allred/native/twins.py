@@ -7,10 +7,10 @@ from numpy.typing import NDArray
 
 from allred.arrays import DTYPES, Array
 
-# The constants of hashes (csrc/scan.h), and the bytes that are hashed at once, to keep what numpy needs for it small.
+# The constants of hashes (csrc/scan.h), and the bytes that are read at once: what numpy needs for them stays in cache.
 _HASH_A, _HASH_B = np.uint32(0x9E3779B1), np.uint32(0x85EBCA77)
 _HASH_LENGTH = 0xC2B2AE3D27D4EB4F
-_HASH_CHUNK = 2**20
+_AT_ONCE_BYTES = 2**18
 
 # The operators by their codes (allred/comm/ops.py).
 _AVERAGE, _SUM, _MIN, _MAX, _PRODUCT = range(1, 6)
@@ -66,8 +66,8 @@ def hashes(tensors: list[Array]) -> list[int]:
 
 def _hash(memory: NDArray[np.uint8]) -> int:
     total = memory.nbytes * _HASH_LENGTH
-    for start in range(0, memory.nbytes, _HASH_CHUNK):
-        chunk = memory[start : start + _HASH_CHUNK]
+    for start in range(0, memory.nbytes, _AT_ONCE_BYTES):
+        chunk = memory[start : start + _AT_ONCE_BYTES]
         words = np.concatenate([chunk, np.zeros(-len(chunk) % 8, np.uint8)]).view(np.uint64)
         j = np.arange(start // 8, start // 8 + len(words)).astype(np.uint32)
         a, b = words.astype(np.uint32) + j * _HASH_A, (words >> 32).astype(np.uint32) + j * _HASH_B
@@ -82,10 +82,12 @@ def exceeds(tensors: list[Array], element_bytes: int, limit: int) -> bool:
     if limit > (np.iinfo(np.int16).max if element_bytes == 2 else np.iinfo(np.int32).max):
         raise ValueError(f"the limit {limit} has the sign's bit or more")
     for tensor in tensors:
-        bits = _bytes(tensor.T if tensor.flags.f_contiguous else tensor).view(f"u{element_bytes}")
-        magnitude = bits >> 32 & 0x7FFFFFFF if element_bytes == 8 else bits & (2 ** (8 * element_bytes - 1) - 1)
-        if (magnitude > limit).any():
-            return True
+        memory = _bytes(tensor.T if tensor.flags.f_contiguous else tensor)
+        for start in range(0, memory.nbytes, _AT_ONCE_BYTES):
+            bits = memory[start : start + _AT_ONCE_BYTES].view(f"u{element_bytes}")
+            magnitude = bits >> 32 & 0x7FFFFFFF if element_bytes == 8 else bits & (2 ** (8 * element_bytes - 1) - 1)
+            if (magnitude > limit).any():
+                return True
     return False
 
 

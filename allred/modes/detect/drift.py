@@ -4,6 +4,7 @@ A hash of everything is compared at a check; only where it differs do the ranks 
 Parameters that no rank has a gradient for are left out: nothing says that they are alike (running statistics are not).
 """
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from allred.arrays import Array
 from allred.comm.header import by_rank, hash_text, mix, rank_list
 from allred.optim.base import Optimizer
 
+_hash_name = functools.lru_cache(maxsize=2**16)(hash_text)
 _NAMED = 3  # differences in an error; the rest are counted
 _NUMBERS = (int, float, np.number)
 _COMPARABLE = (*_NUMBERS, np.ndarray)
@@ -54,7 +56,7 @@ def fingerprint(parts: Sequence[Part]) -> int:
     """A 64-bit hash of all parts, with their names."""
     total = len(parts)
     for part, found in zip(parts, native.hashes([arrays.as_bytes(part.value) for part in parts]), strict=True):
-        total = mix(mix(total, hash_text(part.name)), found)
+        total = mix(mix(total, _hash_name(part.name)), found)
     return total
 
 
