@@ -42,8 +42,8 @@ uint64_t allred_hash(const void *data, size_t bytes) {
   return bytes * ALLRED_HASH_LENGTH + terms(data, pairs) + (bytes % 8 ? term(rest, pairs) : 0);
 }
 
-#define BLOCK ((size_t)1024) /* elements between looks at whether one was found; a loop without an exit is vectorized  \
-                              */
+/* Elements between looks at whether one was found: a loop without an exit is vectorized. */
+#define BLOCK ((size_t)1024)
 
 #define EXCEEDS(name, T, MAGNITUDE)                                                                                    \
   static int name(const void *data, size_t count, T limit) {                                                           \

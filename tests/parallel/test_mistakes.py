@@ -7,6 +7,7 @@ import pytest
 
 import allred
 from allred import optim
+from allred.cluster import report
 from allred.comm import collectives
 from allred.errors import DriftError, InputError
 
@@ -17,6 +18,11 @@ pytestmark = [pytest.mark.mpi]
 def several(size):
     if size == 1:
         pytest.skip("one rank agrees with itself")
+
+
+@pytest.fixture(autouse=True)
+def chief_speaks(rank):
+    report.speak(rank == 0)  # whatever tests before this one did
 
 
 @pytest.fixture
