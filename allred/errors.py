@@ -31,3 +31,18 @@ class NonFiniteError(AllredError, ArithmeticError):
 
 class CollectiveTimeout(AllredError, TimeoutError):  # noqa: N818  (the field's word)
     """An operation waited longer than its limit. The communicator cannot be used afterwards."""
+
+
+class RemoteRankError(AllredError, RuntimeError):
+    """Another rank has failed, died, or left while this one waits for it: the job is over.
+
+    rank, host: which one, and where. code: the exit code with which the job ends. traceback: that rank's, as text;
+    empty where there is none. The communicator cannot be used afterwards.
+    """
+
+    def __init__(self, text: str, rank: int, host: str, code: int, traceback: str = "") -> None:
+        super().__init__(f"{text}\n{traceback}".rstrip())
+        self.rank = rank
+        self.host = host
+        self.code = code
+        self.traceback = traceback

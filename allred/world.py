@@ -18,6 +18,7 @@ from allred.config import Config, explicit_settings, settle
 from allred.errors import AllredError, ConfigError, InputError
 from allred.modes.detect import outside
 from allred.watch import exit as exit_protocol
+from allred.watch import start as watch
 
 
 def init(
@@ -72,9 +73,13 @@ def init(
     if communicator.name != name:
         reason = "no two ranks could share memory; on one node that takes /proc or a Unix socket between them"
     communicator.queue.timeout_s = config.timeout_s
-    topology.install(topology.number(nodes, communicator.rank))
+    communicator.checks_places = config.check == "full"
+    world = topology.number(nodes, communicator.rank)
+    topology.install(world)
     collectives.install(communicator, config, reason)
     report.speak(control.rank == 0 and config.banner)
+    hosts = len({node for _, node, _ in gathered})
+    watch.start(communicator, world, config, "network" if hosts > 1 else "host" if world.nodes > 1 else "")
     report.say(_banner(library))
 
 
@@ -122,6 +127,7 @@ def shutdown() -> None:
     if not communicator.queue.poisoned:
         communicator.check("shutdown", "shutdown()").wait()
     outside.say_unused()
+    watch.stop()
     communicator.close()
     collectives.install(None)
     topology.install(None)

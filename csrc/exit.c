@@ -1,8 +1,12 @@
 #define _DEFAULT_SOURCE /* on_exit, dprintf, usleep */
 #include "exit.h"
 
+#include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <time.h>
 #include <unistd.h>
 
 #ifdef __GLIBC__
@@ -11,45 +15,76 @@
  * a pause a few tracebacks of a hundred were lost. */
 #define DRAIN_US 200000
 
+/* Longer than the watcher's grace, and long enough for the exit handlers of the rank that failed. */
+#define PATIENCE_MS 10000
+
 /* The one process-wide state of the extension: libc's exit() is process-wide too. */
 static struct {
-  allred_exit_mpi mpi;
-  char host[64];
-  int rank, stuck;
+  allred_exit_plan plan;
+  char who[128], words[1024];
   pid_t pid;
 } armed;
 
-static void at_exit(int status, void *unused) {
-  (void)unused;
-  int over = 0;
-  if (getpid() != armed.pid) return;
-  armed.mpi.finalized(&over);
-  if (over) return;
-  status &= 0xff; /* all that a parent sees of it */
-  if (status == 0 && !armed.stuck) {
-    armed.mpi.finalize();
-    return;
-  }
-  dprintf(STDERR_FILENO, "allred: rank %d on %s left with exit code %d%s; ending the job\n", armed.rank, armed.host,
-          status, armed.stuck ? " and an operation that never completed" : "");
-  usleep(DRAIN_US);
-  armed.mpi.abort(armed.mpi.comm, status ? status : 1);
+static void tell(const char *event, int status) {
+  char text[128];
+  const int length = snprintf(text, sizeof text,
+                              "{\"event\": \"%s\", \"code\": %d, \"words\": \"\", \"traceback\": \"\"}", event, status);
+  if (armed.plan.line >= 0) (void)!send(armed.plan.line, text, (size_t)length, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
-int allred_exit_arm(allred_exit_mpi mpi, int rank, const char *host, int stuck) {
+static long now_ms(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
+
+/* Until the watcher says that it is this rank's turn to end the job. It may rather end with another's. */
+static void await_release(void) {
+  const long until = now_ms() + PATIENCE_MS;
+  struct pollfd watcher = {.fd = armed.plan.line, .events = POLLIN};
+  for (long left; armed.plan.line >= 0 && (left = until - now_ms()) > 0;) {
+    char letter;
+    if (poll(&watcher, 1, (int)left) <= 0) continue;
+    if (recv(armed.plan.line, &letter, 1, MSG_DONTWAIT) <= 0 || letter == 'r') return; /* gone, or "release" */
+  }
+}
+
+static void at_exit(int status, void *unused) {
+  (void)unused;
+  const allred_exit_plan *plan = &armed.plan;
+  int over = 0;
+  if (getpid() != armed.pid) return;
+  plan->mpi.finalized(&over);
+  status &= 0xff; /* all that a parent sees of it */
+  if (plan->owed == ALLRED_EXIT_TELL) tell(status || plan->stuck ? "failed" : "left", status ? status : 1);
+  if (over) return;
+  if (status == 0 && !plan->stuck && plan->owed == ALLRED_EXIT_TELL) {
+    plan->mpi.finalize();
+    return;
+  }
+  if (plan->owed != ALLRED_EXIT_RELEASED) await_release();
+  if (plan->code)
+    dprintf(STDERR_FILENO, "allred: %s ends the job: %s\n", armed.who, armed.words);
+  else
+    dprintf(STDERR_FILENO, "allred: %s left with exit code %d%s; ending the job\n", armed.who, status,
+            plan->stuck ? " and an operation that never completed" : "");
+  usleep(DRAIN_US);
+  plan->mpi.abort(plan->mpi.comm, plan->code ? plan->code : status ? status : 1);
+}
+
+int allred_exit_arm(const allred_exit_plan *plan) {
   const int first = armed.pid != getpid();
-  armed.mpi = mpi;
-  armed.rank = rank;
-  armed.stuck = stuck;
-  snprintf(armed.host, sizeof armed.host, "%s", host);
+  armed.plan = *plan;
+  snprintf(armed.who, sizeof armed.who, "%s", plan->who);
+  snprintf(armed.words, sizeof armed.words, "%s", plan->words);
   armed.pid = getpid();
   return first ? on_exit(at_exit, NULL) : 0;
 }
 
 #else
 
-int allred_exit_arm(allred_exit_mpi mpi, int rank, const char *host, int stuck) {
-  (void)mpi, (void)rank, (void)host, (void)stuck;
+int allred_exit_arm(const allred_exit_plan *plan) {
+  (void)plan;
   return -1;
 }
 

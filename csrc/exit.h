@@ -13,18 +13,36 @@ typedef struct {
   intptr_t comm;
 } allred_exit_mpi;
 
+/* What is left to do with the watcher before the job is aborted. */
+enum {
+  ALLRED_EXIT_TELL,    /* say "left" if this is a good end; else say "failed", and await the release */
+  ALLRED_EXIT_AWAIT,   /* it has been said: await the release, however well this process ends */
+  ALLRED_EXIT_RELEASED /* nothing */
+};
+
+typedef struct {
+  allred_exit_mpi mpi;
+  const char *who;   /* "rank 3 on host" */
+  const char *words; /* what has ended the job, if it was not this process */
+  int code;          /* the exit code to end the job with; 0: this process's own */
+  int stuck;         /* an MPI operation of this process will never complete, so MPI cannot be finalized */
+  int line;          /* the socket to the watcher; -1: there is none */
+  int owed;
+} allred_exit_plan;
+
 /*
  * Arm the handler for this process, or change what is armed. It runs inside libc's exit(), after Python has shut down:
  *
- *   1. MPI is finalized already: nothing is left to do;
- *   2. status 0 and nothing is stuck: finalize(), which waits for the other ranks as MPI does;
- *   3. else: a line on stderr that names `rank` and `host`, then abort(comm, status), which ends the other ranks too.
+ *   1  MPI is finalized already: tell the watcher, and nothing else is left to do;
+ *   2  status 0, nothing stuck, and no verdict: tell it, and finalize(), which waits for the other ranks as MPI does;
+ *   3  else: do what is owed, print a line that says who, and abort(comm, code), which ends the other ranks too.
  *      Finalizing would wait for them for ever, since they wait for this rank in a collective.
  *
- * `stuck` says that an MPI operation of this process will never complete, so that MPI cannot be finalized.
+ * A launcher ends the job when its first rank goes: so a rank that has heard the verdict lingers, for the others to
+ * unwind and for the one that failed to be the last to speak (allred/watch/job.py).
  * A forked child inherits the handler; it does nothing there. Python alone cannot do this: its atexit functions are not
  * told the exit status. Returns 0, or -1 where libc has no on_exit().
  */
-int allred_exit_arm(allred_exit_mpi mpi, int rank, const char *host, int stuck);
+int allred_exit_arm(const allred_exit_plan *plan);
 
 #endif

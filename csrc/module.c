@@ -228,13 +228,13 @@ static PyObject *segment_bytes(PyObject *self, PyObject *args) {
 static PyObject *arm_exit(PyObject *self, PyObject *args) {
   (void)self;
   Py_ssize_t finalized, finalize, abort, comm;
-  int rank, stuck;
-  const char *host;
-  if (!PyArg_ParseTuple(args, "nnnnisp:arm_exit", &finalized, &finalize, &abort, &comm, &rank, &host, &stuck))
+  allred_exit_plan plan;
+  if (!PyArg_ParseTuple(args, "(nnnn)ssipii:arm_exit", &finalized, &finalize, &abort, &comm, &plan.who, &plan.words,
+                        &plan.code, &plan.stuck, &plan.line, &plan.owed))
     return NULL;
-  const allred_exit_mpi mpi = {(int (*)(int *))finalized, (int (*)(void))finalize, (int (*)(intptr_t, int))abort,
+  plan.mpi = (allred_exit_mpi){(int (*)(int *))finalized, (int (*)(void))finalize, (int (*)(intptr_t, int))abort,
                                (intptr_t)comm};
-  return PyBool_FromLong(allred_exit_arm(mpi, rank, host, stuck) == 0);
+  return PyBool_FromLong(allred_exit_arm(&plan) == 0);
 }
 
 static PyMethodDef methods[] = {
@@ -248,8 +248,8 @@ static PyMethodDef methods[] = {
     {"variants", variants, METH_NOARGS, "variants(): the names of the kernels that this CPU runs, the best last."},
     {"segment_bytes", segment_bytes, METH_VARARGS, "segment_bytes(ranks, chunk_bytes): what a Segment needs."},
     {"arm_exit", arm_exit, METH_VARARGS,
-     "arm_exit(finalized, finalize, abort, comm, rank, host, stuck): what this process does last; False where libc "
-     "cannot."},
+     "arm_exit((finalized, finalize, abort, comm), who, words, code, stuck, line, owed): what this process does last "
+     "(exit.h); False where libc cannot."},
     {NULL, NULL, 0, NULL}};
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, allred_add_segment_type}, {0, NULL}};

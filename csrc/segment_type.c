@@ -446,6 +446,11 @@ static PyObject *get_peers(Segment *self, void *unused) {
   return PyBool_FromLong(pending(self) && self->operation.round == 0);
 }
 
+static PyObject *get_number(Segment *self, void *unused) {
+  (void)unused;
+  return PyLong_FromUnsignedLongLong(self->segment.operation);
+}
+
 static PyObject *get_pending(Segment *self, void *unused) {
   (void)unused;
   return PyBool_FromLong(pending(self));
@@ -571,6 +576,7 @@ static PyMethodDef methods[] = {
 
 static PyGetSetDef attributes[] = {
     {"agreed", (getter)get_agreed, NULL, "whether the headers of the last operation agreed", NULL},
+    {"number", (getter)get_number, NULL, "of the last operation that was begun, counted from 1", NULL},
     {"pending", (getter)get_pending, NULL, "whether an operation is under way", NULL},
     {"moves", (getter)get_moves, NULL, "steps taken in this operation", NULL},
     {"peers", (getter)get_peers, NULL, "whether it waits for ranks that have not begun the operation", NULL},

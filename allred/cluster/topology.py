@@ -4,6 +4,7 @@ rank, size               the workers (in sync mode: all ranks); data shards and 
 local_rank, local_size   among the ranks of this node
 cross_rank, cross_size   among the ranks that have this local rank on their nodes
 world_rank, world_size   the MPI world, servers included
+leader                   the lowest rank of this node
 """
 
 import dataclasses
@@ -25,6 +26,7 @@ class Topology:
     world_rank: int
     world_size: int
     nodes: int
+    leader: int
 
 
 def number(nodes: list[int], rank: int) -> Topology:
@@ -47,6 +49,7 @@ def number(nodes: list[int], rank: int) -> Topology:
         world_rank=rank,
         world_size=len(nodes),
         nodes=len(set(nodes)),
+        leader=same_node[0],
     )
 
 

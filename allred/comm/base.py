@@ -12,10 +12,11 @@ Results are the same on every rank, bit for bit (but for the payload of a NaN). 
 run is the backend's to say.
 """
 
+import dataclasses
 import functools
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,7 +27,7 @@ from allred.comm import header, objects, ops
 from allred.comm.header import Call
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Lock, Steps, Work, WorkQueue
-from allred.errors import InputError
+from allred.errors import AllredError, InputError
 
 T = TypeVar("T")
 
@@ -42,6 +43,7 @@ class Communicator(ABC):
         self.rank = rank
         self.size = size
         self.queue = WorkQueue(timeout_s, lock)
+        self.checks_places = False  # whether all ranks must call an operation at the same line of the program
         self._sequence = 0
 
     # What a backend supplies. All arrays are flat and contiguous; counts are elements (bytes where the array is bytes).
@@ -278,14 +280,35 @@ class Communicator(ABC):
 
         return self.queue.start(title, steps())
 
+    def _under_way(self, call: Callable[[], Call]) -> None:
+        """Remember what is being waited for, for the words about it, which are rarely needed."""
+        self.queue.describe = lambda: call().describe(self._number)
+
+    @property
+    def _number(self) -> int:
+        """Of the operation under way, the same on all ranks."""
+        return self._sequence
+
     def _agree(self, call: Call) -> Steps[list[bytes]]:
         """All ranks' headers, once they are found to agree; else the error that every rank raises."""
-        record = call.pack(self._sequence)
-        self._sequence += 1  # from here on the other ranks know of this call
-        headers = yield from self._exchange(record)
+        headers = yield from self._exchange(self._announce(call))
         if not header.agree(headers):
-            raise header.verdict((yield from objects.gather(self, objects.dumps(call))))
+            raise (yield from self._verdict(call))
         return headers
+
+    def _announce(self, call: Call) -> bytes:
+        """The header of the call. From here on the other ranks know of it."""
+        if self.checks_places:
+            call = dataclasses.replace(call, place=header.call_site())
+        self._under_way(lambda: call)
+        record = call.pack(self._sequence)
+        self._sequence += 1
+        return record
+
+    def _verdict(self, call: Call) -> Steps[AllredError]:
+        """The error for headers that differ."""
+        found = dataclasses.replace(call, found_at=header.call_site())
+        return header.verdict((yield from objects.gather(self, objects.dumps(found))))
 
 
 def _source_and_target(value: Any, in_place: bool) -> tuple[Array, Array]:

@@ -5,7 +5,8 @@ for bit. `name` is for error messages. All raise, on every rank and with the sam
 cannot be used, MismatchError if the ranks' calls differ; and on a rank that waits too long, CollectiveTimeout.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from allred.arrays import Array
@@ -13,6 +14,7 @@ from allred.cluster import topology
 from allred.comm.base import Communicator
 from allred.comm.ops import ReduceOp
 from allred.config import Config
+from allred.errors import InputError
 
 _communicator: Communicator | None = None
 _config = Config()
@@ -46,6 +48,26 @@ def config() -> Config:
 def reason() -> str:
     """Why this backend serves."""
     return _reason
+
+
+@contextlib.contextmanager
+def patience(timeout_s: float) -> Iterator[None]:
+    """Inside this block an operation may wait for `timeout_s` seconds on this rank, and nobody is warned of it.
+
+        with allred.patience(3600):
+            allred.barrier()            # the chief writes a large file meanwhile
+
+    Raises InputError if it is not a positive number.
+    """
+    if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
+        raise InputError(f"patience({timeout_s!r}) must be a positive number of seconds")
+    queue = current().queue
+    before = queue.timeout_s, queue.quiet
+    queue.timeout_s, queue.quiet = float(timeout_s), True
+    try:
+        yield
+    finally:
+        queue.timeout_s, queue.quiet = before
 
 
 def allreduce(value: Any, op: ReduceOp = ReduceOp.AVERAGE, name: str = "") -> Array:

@@ -12,7 +12,7 @@ their full descriptions and `verdict` turns these into one error, the same text 
     16  name       u64   hash of the tensor's name
     24  words      u64   hash of what else must agree: of an allreduce the dtypes and shapes, else everything, in words
     32  count      u64   elements, of an allreduce
-    40  -          u64   0
+    40  place      u64   hash of where in the program the call stands, if that is compared (ALLRED_CHECK=full), else 0
     48  rows       u64   this rank's first dimension (allgather), own
     56  note       u64   whatever the operation tells its peers, own
 
@@ -23,12 +23,16 @@ import dataclasses
 import functools
 import hashlib
 import math
+import os
 import struct
+import sys
+import types
 
 from allred.arrays import DTYPES
 from allred.errors import AllredError, InputError, MismatchError
 
 BYTES = 64
+_NOT_THE_PROGRAM = ("allred", "contextlib")
 AGREED = slice(0, 48)
 KINDS = (
     *("allreduce", "grouped_allreduce", "broadcast", "allgather", "reducescatter", "alltoall"),
@@ -54,6 +58,8 @@ class Call:
     rows: int = 0
     note: int = 0
     problem: str = ""
+    place: str = ""  # where in the program the call stands, "train.py:87", if that must agree
+    found_at: str = ""  # the same, looked up once the ranks disagree
 
     def pack(self, sequence: int) -> bytes:
         """The header's 64 bytes."""
@@ -66,10 +72,19 @@ class Call:
             self.root,
             *self._hashes,
             self._count,
-            0,
+            hash_text(self.place) if self.place else 0,
             self.rows,
             self.note,
         )
+
+    def describe(self, number: int) -> str:
+        """It, as the `number`-th operation.
+
+        >>> Call("allreduce", title="allreduce(Sum) 'w' float32 (2,)").describe(7)
+        "allreduce(Sum) #7 'w' float32 (2,)"
+        """
+        head, space, rest = (self.title or self.kind).partition(" ")
+        return f"{head} #{number}{space}{rest}"
 
     @functools.cached_property
     def _hashes(self) -> tuple[int, int]:
@@ -125,8 +140,23 @@ def decode(header: bytes) -> str:
     )
 
 
+def call_site() -> str:
+    """Where the caller's program is: the innermost line outside allred, as "train.py:87"."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_PROGRAM:
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""
+
+
 def verdict(calls: list[Call]) -> AllredError:
     """The error that all ranks raise, given every rank's call: a pure function, so its text is the same everywhere."""
+    error = _verdict(calls)
+    if isinstance(error, MismatchError) and any(call.found_at for call in calls):
+        return MismatchError(f"{error}\n  called at {by_rank([call.found_at or '?' for call in calls])}")
+    return error
+
+
+def _verdict(calls: list[Call]) -> AllredError:
     problems = {rank: call.problem for rank, call in enumerate(calls) if call.problem}
     if problems:
         rank = min(problems)
@@ -147,6 +177,10 @@ def verdict(calls: list[Call]) -> AllredError:
                 f"{titles[0]}: tensor {index} of {longest} differs: {by_rank(lines)}; "
                 "every rank must build the same parameters in the same order"
             )
+    if len({call.settings for call in calls}) == 1:
+        return MismatchError(
+            f"{titles[0]}: ranks call it in different places, which ALLRED_CHECK=full takes for a mistake"
+        )
     return MismatchError(f"{titles[0]}: ranks differ: {by_rank([call.settings for call in calls])}")
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from allred import arrays
 from allred.arrays import Array
-from allred.comm import header, objects, ops
+from allred.comm import header, ops
 from allred.comm.base import Communicator, array_call, group_call, quoted
 from allred.comm.header import Call
 from allred.comm.ops import ReduceOp
@@ -54,9 +54,14 @@ class ShmCommunicator(Communicator):
         self._segment.close()
         self._memory.close()
 
+    @property
+    def _short(self) -> bool:
+        """Whether the short way is open: it looks at arrays only, and at nothing that is under way."""
+        return self.queue.idle and not self.checks_places
+
     def allreduce_now(self, value: Any, in_place: bool, op: ReduceOp, name: str) -> Array:
         target = None
-        if self.queue.idle and type(value) is np.ndarray:
+        if self._short and type(value) is np.ndarray:
             target = value if in_place else _empty(value)
         if target is not None:
             try:
@@ -73,7 +78,7 @@ class ShmCommunicator(Communicator):
 
     def grouped_allreduce_now(self, group: Any, in_place: bool, op: ReduceOp, name: str) -> list[Array]:
         targets: list[Any] | None = None
-        if self.queue.idle and type(group) is list:
+        if self._short and type(group) is list:
             targets = group if in_place else [_empty(value) for value in group if type(value) is np.ndarray]
         if targets is not None and len(targets) == len(group):
             try:
@@ -94,9 +99,14 @@ class ShmCommunicator(Communicator):
 
     def _settle(self, call: Callable[[], Call]) -> Steps[None]:
         """Wait for an operation with a header; raise what all ranks raise if the headers differ."""
+        self._under_way(call)
         yield self._segment
         if not self._segment.agreed:
-            raise header.verdict((yield from objects.gather(self, objects.dumps(call()))))
+            raise (yield from self._verdict(call()))
+
+    @property
+    def _number(self) -> int:
+        return self._segment.number
 
     def _cut_short(self, error: BaseException) -> None:
         """What ended the short way, other than what all ranks raise, may have left the others in an operation."""
@@ -109,8 +119,7 @@ class ShmCommunicator(Communicator):
             flat if source is target else arrays.flat(source)
             for source, target, flat in zip(sources, targets, flats, strict=True)
         ]
-        self._begin_reduce(call.pack(self._sequence), origins, flats, op)
-        self._sequence += 1
+        self._begin_reduce(self._announce(call), origins, flats, op)
         yield from self._settle(lambda: call)
         for target, flat in zip(targets, flats, strict=True):
             arrays.put_back(target, flat)

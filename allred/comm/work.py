@@ -15,8 +15,10 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
-from allred.errors import AllredError, CollectiveTimeout
+from allred.errors import AllredError
 from allred.watch import exit as exit_protocol
+from allred.watch import line
+from allred.watch.wait import Wait
 
 T = TypeVar("T")
 
@@ -127,6 +129,8 @@ class WorkQueue:
         self.waited_s = 0.0  # in all, the former included
         self.poisoned = ""
         self.idle = True
+        self.quiet = False  # whether a long wait is meant
+        self.describe: Callable[[], str] = lambda: self._works[0].title  # the operation under way, in words
         self._works: deque[Work[Any]] = deque()
         self._pid = os.getpid()
         self._lock = lock or threading.Lock()
@@ -160,6 +164,7 @@ class WorkQueue:
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         start = last_progress = now = time.perf_counter()
         taken = (self.steps_taken, 0)
+        told: Wait | None = None
         try:
             while not self._progress(work):
                 pending = self._works[0]._pending
@@ -168,6 +173,8 @@ class WorkQueue:
                     taken, last_progress = (self.steps_taken, pending.moves), now
                 peers = pending.peers
                 if now - last_progress > _AWAKE_S:
+                    told = told or Wait(self.describe(), self.quiet)
+                    told.go_on(now - start)
                     time.sleep(min(_SLEEP_SHARE * (now - last_progress), _LONGEST_SLEEP_S))
                 else:
                     pending.linger()
@@ -177,12 +184,18 @@ class WorkQueue:
                 if now - start > limit_s:
                     self.poison(f"{self._works[0].title} timed out after {limit_s:g} s")
                     exit_protocol.stuck()
-                    raise CollectiveTimeout(
-                        f"{self._works[0].title}: not complete after {limit_s:g} s; a rank is late, stopped or gone, "
-                        "or does not call this operation. If so long a wait is meant, raise ALLRED_TIMEOUT_S"
-                    )
+                    raise Wait(self.describe(), self.quiet).limit(limit_s)
+                if line.current is not None and line.current.verdict is not None:
+                    raise self._over(line.current.error())
         finally:
+            if told is not None:
+                told.end()
             self.waited_s += time.perf_counter() - start
+
+    def _over(self, error: AllredError) -> AllredError:
+        self.poison(str(error).partition("\n")[0])
+        exit_protocol.stuck()
+        return error
 
     def poison(self, reason: str) -> None:
         """Refuse everything from now on: an MPI operation cannot be taken back, and the ranks no longer match."""
@@ -198,6 +211,8 @@ class WorkQueue:
             raise AllredError("two threads use allred at once; the order of operations must be the same on all ranks")
         try:
             if self.poisoned:
+                if line.current is not None and line.current.verdict is not None:
+                    raise line.current.error()
                 raise AllredError(
                     f"this communicator cannot be used any more: {self.poisoned}; end the job and start again"
                 )

@@ -16,7 +16,7 @@ reduce: Callable[..., None]  # twins.reduce is its signature
 hashes: Callable[[list[Any]], list[int]]
 exceeds: Callable[[list[Any], int, int], bool]
 variants: tuple[str, ...]
-arm_exit: Callable[[int, int, int, int, int, str, bool], bool] | None
+arm_exit: Callable[..., bool] | None  # see csrc/exit.h
 
 try:
     import allred.native._kernels as _kernels

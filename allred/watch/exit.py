@@ -1,6 +1,7 @@
 """How a rank leaves. mpi4py would finalize MPI at exit, which waits for the other ranks; a rank that failed would wait
 for ever for peers that wait for it. So allred owns the exit: a rank that ends with a status other than 0 aborts the
-job, any other finalizes.
+job, any other finalizes. Before that it tells its watcher, so that the other ranks hear why, unwind and leave first
+(job.py has the protocol); without a watcher the job just ends.
 
 With the C extension that decision is made inside libc's exit(), which knows the status (csrc/exit.h). Where the
 extension is missing, or where MPI was imported before allred.init() and so mpi4py finalizes it first, it is made from
@@ -14,29 +15,27 @@ ranks wait in MPI's start: that rank tells mpirun itself.
 import atexit
 import contextlib
 import ctypes
-import functools
 import os
 import socket
 import stat
 import sys
 import threading
 import time
-import types
 from collections.abc import Callable
 from typing import Any
 
 from allred import native
+from allred.watch import line, uncaught
 
 GRACE_S = 3.0  # from failing to leaving
+FOLLOWER_S = 10.0  # the same where another rank has failed before; as in csrc/exit.c
 _DRAIN_S = 0.2  # as in csrc/exit.c
-_UNCAUGHT: dict[Any, int] = {KeyboardInterrupt: 130}  # status by exception; 1 for any other
+_TELL, _AWAIT, _RELEASED = range(3)  # as in csrc/exit.h
 
 _pid = 0  # of the process whose exit is watched or owned: not that of its forks
 _mpi: Any = None  # mpi4py.MPI, once the exit is owned
-_arm: Callable[[bool], bool] | None = None  # tells the C extension whether MPI is stuck, where that decides
-_watching = False
+_arm: Callable[..., bool] | None = None  # the C extension's, where that decides
 _stuck = False
-_status = 0  # what Python knows of the exit
 _pmi: tuple[int, int] | None = None  # descriptor and inode of the socket to MPICH's mpirun, before MPI starts
 
 
@@ -51,7 +50,7 @@ def before_init() -> None:
     if stat.S_ISSOCK(status.st_mode) and os.environ.get("PMI_SIZE", "1") != "1" and "mpi4py.MPI" not in sys.modules:
         os.set_inheritable(descriptor, False)  # a program that this one starts is no rank
         _pid, _pmi = os.getpid(), (descriptor, status.st_ino)
-        _watch_python()
+        uncaught.watch(_end_soon)
         atexit.register(_leave, False)
 
 
@@ -63,21 +62,19 @@ def own(MPI: Any, finalizes: bool) -> None:  # noqa: N803  (mpi4py's spelling)
     _pid, _mpi, _pmi = os.getpid(), MPI, None
     atexit.unregister(_leave)
     if MPI.COMM_WORLD.Get_size() > 1:
-        _watch_python()
+        uncaught.watch(_end_soon)
         if finalizes and native.arm_exit is not None:
-            _arm = functools.partial(native.arm_exit, *_functions(MPI), MPI.COMM_WORLD.Get_rank(), socket.gethostname())
-            if _arm(False):
-                return
-            _arm = None
+            functions, arm, who = _functions(MPI), native.arm_exit, _who()
+            _arm = lambda words, code, fd, owed: arm(functions, who, words, code, _stuck, fd, owed)  # noqa: E731
+            if not _arm("", 0, -1, _TELL):
+                _arm = None
     atexit.register(_leave, finalizes)
 
 
 def stuck() -> None:
     """An MPI operation of this process will never complete: it can only end by ending the job."""
     global _stuck
-    _stuck = _watching
-    if _arm is not None:
-        _arm(True)
+    _stuck = _mpi is not None and _mpi.COMM_WORLD.Get_size() > 1
 
 
 def _functions(MPI: Any) -> tuple[int, int, int, int]:  # noqa: N803
@@ -87,96 +84,78 @@ def _functions(MPI: Any) -> tuple[int, int, int, int]:  # noqa: N803
     return finalized, finalize, abort, MPI._handleof(MPI.COMM_WORLD)
 
 
-def _watch_python() -> None:
-    global _watching
-    if _watching:
-        return
-    _watching = True
-    original_hook = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        try:
-            original_hook(kind, error, trace)
-        finally:
-            if _called_by_the_interpreter() and not hasattr(sys, "ps1"):  # at a prompt an exception ends nothing
-                _note(_UNCAUGHT.get(kind, 1))
-
-    def leave(status: Any = None, /) -> None:
-        if isinstance(status, SystemExit):
-            raise status
-        raise (_Exit if threading.current_thread() is threading.main_thread() else SystemExit)(status)
-
-    sys.excepthook = hook
-    sys.exit = leave  # type: ignore[assignment]
-
-
-class _Exit(SystemExit):
-    """What sys.exit raises here: one that notes its status when it ends the process, not when somebody catches it."""
-
-    def __init__(self, status: Any) -> None:
-        super().__init__(status)
-        self._code = status
-
-    @property
-    def code(self) -> Any:
-        if _called_by_the_interpreter():
-            _note(0 if self._code is None else self._code & 0xFF if isinstance(self._code, int) else 1)
-        return self._code
-
-    @code.setter
-    def code(self, status: Any) -> None:
-        self._code = status
-
-
-def _called_by_the_interpreter() -> bool:
-    """Whether the function that asks was called by no Python code: the interpreter is leaving."""
-    try:
-        sys._getframe(2)
-    except ValueError:
-        return True
-    return False
-
-
-def _note(status: int) -> None:
-    """This process is about to end with `status`."""
-    global _status
-    _status = status
+def _end_soon(status: int) -> None:
+    """This process is about to end with `status`. If it is not 0, see to it that it does."""
     if status and os.getpid() == _pid:
-        threading.Thread(target=_end_after_grace, name="allred-exit", daemon=True).start()
+        threading.Thread(target=_end_after_grace, args=(status,), name="allred-exit", daemon=True).start()
 
 
-def _end_after_grace() -> None:
+def _end_after_grace(status: int) -> None:
     time.sleep(GRACE_S)
-    _end_job(f"failed with exit code {_status} but has not left after {GRACE_S:g} s: threads or atexit functions run")
+    if line.current is not None and line.current.is_anothers():
+        time.sleep(FOLLOWER_S - GRACE_S)  # that rank ends the job
+    what = f"failed with exit code {status} but has not left after {GRACE_S:g} s: threads or atexit functions run"
+    _end_job(f"{what}; ending the job", status)
 
 
 def _leave(finalizes: bool) -> None:
-    """At exit, where C does not decide."""
-    global _status
-    if os.getpid() != _pid or _arm is not None or (_mpi is not None and _mpi.Is_finalized()):
+    """At the end of Python. The C extension, where it decides, is told what is left to do."""
+    if os.getpid() != _pid:
         return
-    error = getattr(sys, "last_type", None)  # set where an exception ended the main program, whatever the hooks did
-    if _watching and error is not None:
-        _status = _status or _UNCAUGHT.get(error, 1)
-    if _status or _stuck:
-        _end_job(f"left with exit code {_status}{' and an operation that never completed' * _stuck}")
-    elif finalizes:
-        _mpi.Finalize()
+    status, watcher = uncaught.status_at_exit(), line.current
+    owed, code, words = _TELL, 0, ""
+    if watcher is not None:
+        watcher.ending()
+        if watcher.released is not None or watcher.lingered:
+            owed = _RELEASED
+        elif watcher.failed and not watcher.is_anothers():
+            owed = _AWAIT
+        elif watcher.verdict is not None:
+            owed, code, words = _AWAIT, watcher.verdict.code, watcher.verdict.brief
+            watcher.tell("unwound")
+    if _arm is not None and not uncaught.interrupted():  # after Ctrl-C Python ends by a signal, not by exit()
+        _arm(words, code, -1 if watcher is None else watcher.duplicate(), owed)
+    else:
+        _leave_without_c(finalizes, status, owed, code, words)
 
 
-def _end_job(what: str) -> None:
+def _leave_without_c(finalizes: bool, status: int, owed: int, code: int, words: str) -> None:
+    """What csrc/exit.c does, as far as Python knows the status."""
+    watcher = line.current
+    bad = status or _stuck or code
+    if watcher is not None and owed == _TELL:
+        watcher.tell("failed" if bad else "left", code=status or 1, words="", traceback="")
+    if _mpi is not None and _mpi.Is_finalized():
+        return
+    if not bad and owed == _TELL:
+        if finalizes:
+            _mpi.Finalize()
+        return
+    if watcher is not None and owed != _RELEASED:
+        watcher.await_release()
+    never = " and an operation that never completed" * _stuck
+    _end_job(
+        f"ends the job: {words}" if code else f"left with exit code {status}{never}; ending the job", code or status
+    )
+
+
+def _who() -> str:
+    rank = os.environ.get("PMI_RANK", "?") if _mpi is None else _mpi.COMM_WORLD.Get_rank()
+    return f"rank {rank} on {socket.gethostname()}"
+
+
+def _end_job(what: str, status: int) -> None:
     if _mpi is None and not _still_before_mpi():
         return
-    rank = os.environ.get("PMI_RANK", "?") if _mpi is None else _mpi.COMM_WORLD.Get_rank()
     with contextlib.suppress(OSError, AttributeError, ValueError):  # a stream that is closed or gone
         sys.stdout.flush()
     with contextlib.suppress(OSError):
-        os.write(2, f"allred: rank {rank} on {socket.gethostname()} {what}; ending the job\n".encode())
+        os.write(2, f"allred: {_who()} {what}\n".encode())
     time.sleep(_DRAIN_S)
     if _mpi is not None:
-        _mpi.COMM_WORLD.Abort(_status or 1)
+        _mpi.COMM_WORLD.Abort(status or 1)
     elif _pmi is not None:
-        os.write(_pmi[0], b"cmd=abort exitcode=%d\n" % _status)  # PMI-1, which mpirun speaks on this socket
+        os.write(_pmi[0], b"cmd=abort exitcode=%d\n" % status)  # PMI-1, which mpirun speaks on this socket
 
 
 def _still_before_mpi() -> bool:

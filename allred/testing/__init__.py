@@ -1,0 +1,30 @@
+"""For tests of training programs: an mpirun that ends for certain, and faults at a chosen rank and step.
+
+    # train.py
+    import numpy as np
+    import allred
+    from allred import testing
+
+    allred.init(banner=False)
+    fault = testing.fail_at(rank=1, step=3, error=OSError("disk full"))
+    opt = allred.distributed(fault.into(allred.optim.SGD(lr=0.1)))
+    params = [np.zeros(4)]
+    for _ in range(5):
+        opt.step(params, [np.ones(4)])
+
+    # test_train.py
+    from allred import testing
+
+    def test_a_rank_that_fails_ends_the_job():
+        result = testing.mpirun(2, "train.py", timeout_s=30)
+        assert result.code == 1, result.text
+        assert "OSError: disk full" in result.err, result.text
+        assert result.left == [], result.text
+
+Both run under any test runner; pytest is not needed. Importing this starts no MPI.
+"""
+
+from allred.testing.faults import Fault, exit_at, fail_at, kill_at, slow, stop_at
+from allred.testing.launch import Result, mpirun, run
+
+__all__ = ["Fault", "Result", "exit_at", "fail_at", "kill_at", "mpirun", "run", "slow", "stop_at"]

@@ -1,0 +1,151 @@
+"""Whole programs under a real mpirun: started in a session of their own, ended for certain, their output kept apart.
+
+A test of what happens when ranks hang or die must not itself hang, nor leave processes behind. All that a command
+starts inherits a variable with a word of its own, and is found by it in /proc: also what left the session, is stopped,
+or has lost its mpirun. mpirun is asked first, since it cleans up its ranks; then what is left is killed.
+"""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_MARK = "TESTING_RUN"
+_LAUNCHERS = ("PMI", "OMPI_COMM", "PRTE_LAUNCHED", "HYDI_")  # of a test that is itself a rank
+_TERMINATE_S = 10.0  # for mpirun to clean up
+_LEAVE_S = 5.0  # for what is still there when the command has ended
+
+# Open MPI's mpirun, about once in a thousand starts, after some milliseconds and before any rank is started.
+_LAUNCHER_FAILED = "The PMIx server's listener thread failed to start."
+
+Word = str | int | os.PathLike[str]
+
+
+@dataclasses.dataclass
+class Result:
+    """How a program ended. `left` are the processes of it that had to be killed, a line each."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+    left: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """All of it, for the message of a failing assertion."""
+        left = "".join(f"\n--- still there, killed: {line}" for line in self.left)
+        return f"exit code {self.code} after {self.seconds:.1f} s{left}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
+
+
+def mpirun(
+    ranks: int,
+    *arguments: Word,
+    timeout_s: float = 60,
+    env: Mapping[str, str | None] | None = None,
+    mpirun: Word | Sequence[Word] | None = None,
+    python: Word = sys.executable,
+    **options: Any,
+) -> Result:
+    """`mpirun -np ranks python arguments...`, and how it ended.
+
+    mpirun: the launcher, or a list of it and its options, such as ["mpirun", "--oversubscribe"]; by default the one
+    next to this Python, which is that of an MPI from its wheel, else the one on PATH.
+    The rest as in `run`. Raises FileNotFoundError without any mpirun, TimeoutError with all output if it is late.
+    """
+    command = [*_words(mpirun or _default_mpirun()), "-np", ranks, python, *arguments]
+    result = run(command, timeout_s, env, **options)
+    if _LAUNCHER_FAILED in result.err:
+        result = run(command, timeout_s, env, **options)
+    return result
+
+
+def _words(launcher: Word | Sequence[Word]) -> list[Word]:
+    return [launcher] if isinstance(launcher, (str, int, os.PathLike)) else [*launcher]
+
+
+def _default_mpirun() -> str:
+    beside = pathlib.Path(sys.executable).parent / "mpirun"
+    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    if found is None:
+        raise FileNotFoundError(
+            f"there is no mpirun in {beside.parent} nor on PATH; pip install 'allred[mpich]', or give mpirun=..."
+        )
+    return found
+
+
+def run(
+    command: Sequence[Word], timeout_s: float = 60, env: Mapping[str, str | None] | None = None, **options: Any
+) -> Result:
+    """Run a command in a session of its own, with nothing to read, and wait until it ends.
+
+    env: variables to add to those of this process; None takes one away.
+    options: as in subprocess.Popen, for example cwd.
+    Raises TimeoutError with all output if it does not end within `timeout_s` seconds; it has been ended then.
+    """
+    mark, start = uuid.uuid4().hex, time.monotonic()
+    process = subprocess.Popen(
+        [str(word) for word in command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+        start_new_session=True,
+        env=_environment({**(env or {}), _MARK: mark}),
+        **options,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+        return Result(process.returncode, out, err, time.monotonic() - start, _kill(mark, _LEAVE_S))
+    except subprocess.TimeoutExpired:
+        ended = process.poll() is not None
+        out, err, left = _end(process, mark)
+        result = Result(process.returncode, out, err, time.monotonic() - start, left)
+        what = "ended, but processes of it kept its output open" if ended else "did not end"
+        raise TimeoutError(f"{' '.join(map(str, command))}: {what} after {timeout_s:g} s: {result.text}") from None
+    except BaseException:  # Ctrl-C: the command, in its session, has not heard of it
+        _end(process, mark)
+        raise
+
+
+def _environment(changes: Mapping[str, str | None]) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
+    return {name: value for name, value in {**kept, **changes}.items() if value is not None}
+
+
+def _end(process: subprocess.Popen[str], mark: str) -> tuple[str, str, list[str]]:
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return *process.communicate(timeout=_TERMINATE_S), _kill(mark, _LEAVE_S)
+    left = _kill(mark, 0)
+    return *process.communicate(), left
+
+
+def _kill(mark: str, patience_s: float) -> list[str]:
+    """Kill what has not left by itself after some patience; a line for each such process."""
+    deadline = time.monotonic() + patience_s
+    while (found := _marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    return [f"{pid} {words}" for pid, words in found.items()]
+
+
+def _marked(mark: str) -> dict[int, str]:
+    """Number and command of every living process that inherited the mark."""
+    found, words = {}, f"{_MARK}={mark}".encode()
+    for entry in pathlib.Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it has just left, or is somebody else's
+            if entry.name.isdecimal() and words in (entry / "environ").read_bytes().split(b"\0"):
+                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return found

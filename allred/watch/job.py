@@ -1,0 +1,262 @@
+"""What the watchers make of what they hear: a state machine without clock, socket or process.
+
+The watcher of the chief's node has the `Job`; the others send it their events. An event is a dict: `event` names it,
+`rank` is whom it is about.
+
+    joined host                  the rank is watched from now on
+    waiting what, since_s, quiet it has waited in an operation for so many seconds; quiet: it is meant to take long
+    going                        it waits no more
+    limit what, limit_s          its wait has reached the time limit
+    failed code, words, traceback    it is about to end with that exit code, and lingers for the others
+    unwound                      it has heard the verdict, its program has ended, and it lingers
+    left                         it ends well, and takes part in nothing more
+    died how, code               its process has ended, by a signal or without a word
+    looked node, states          what the ranks of a node are doing, as asked for
+
+The first failure is the job's verdict; there is one at most, and every rank hears it:
+
+    1  a rank fails, dies, leaves the others waiting, or waits until its time limit: the verdict goes to all ranks
+    2  they raise it, unwind, and say so; each lingers, for a launcher ends a job when the first of its ranks goes
+    3  when all have, or GRACE_S after the first, one of them is released: the rank that failed, if it can
+    4  it prints its traceback, so that this comes last, and aborts the job with its exit code
+"""
+
+import dataclasses
+import signal
+from typing import Any
+
+GRACE_S = 2.0  # for the others to unwind
+ABORT_S = 8.0  # from the release to the end; then the watchers end the ranks
+GONE_S = 1.0  # from the end of the one that was to abort the job, to the same
+DEATH_S = 0.05  # on several nodes: by then the first death is known, if the launcher has caused the one in hand
+LEFT_S = 2.0  # how long to wait for a rank that has left before that is a failure: it may have answered just before
+LOOK_S = 1.0  # for the watchers of other nodes to answer
+WARN_FACTOR = 4  # a stall is told again when it has lasted so many times as long
+
+Event = dict[str, Any]
+
+_LAUNCHERS_CODES = (128 + signal.SIGKILL, 128 + signal.SIGTERM)  # of ranks that are ended since another one has died
+
+
+@dataclasses.dataclass
+class _Rank:
+    host: str
+    waits_in: str = ""
+    since: float = 0.0
+    warn_at: float = 0.0
+    end: str = ""  # unwound, left or dead
+    end_at: float = 0.0
+
+
+class Job:
+    """The ranks of a job, `size` of them on `nodes` nodes. `warn_s`: when a wait is told of, in seconds."""
+
+    def __init__(self, size: int, nodes: int, warn_s: float) -> None:
+        self.verdict: Event | None = None
+        self._size = size
+        self._nodes = nodes
+        self._warn_s = warn_s
+        self._ranks: dict[int, _Rank] = {}
+        self._now = 0.0
+        self._out: list[tuple[int | None, Event]] = []
+        self._look: Event | None = None  # what the look under way is for
+        self._looks = 0
+        self._states: list[dict[int, str]] = []
+        self._look_until = 0.0
+        self._warned: tuple[int, str] | None = None  # who told of which operation
+        self._death: tuple[int, Event, float] | None = None
+        self._clock: float | None = None  # when the first rank began to linger
+        self._released: int | None = None
+        self._released_at = 0.0
+
+    def hear(self, event: Event, now: float) -> list[tuple[int | None, Event]]:
+        """What to send: (rank, message) to a rank, (None, message) to all watchers."""
+        self._now = now
+        if event["event"] == "looked":
+            self._take_states(event["look"], {int(rank): state for rank, state in event["states"].items()})
+        elif event["event"] == "joined" or event["rank"] in self._ranks:
+            getattr(self, f"_{event['event']}")(event["rank"], event)
+        return self.tick(now)
+
+    def tick(self, now: float) -> list[tuple[int | None, Event]]:
+        """What is due by now."""
+        self._now = now
+        if self.verdict is None:
+            self._check_death()
+        if self.verdict is None:
+            self._check_left()
+            self._check_stalls()
+        else:
+            self._check_release()
+        if self._look is not None and now >= self._look_until:
+            self._finish_look()
+        out, self._out = self._out, []
+        return out
+
+    # What is heard.
+
+    def _joined(self, rank: int, event: Event) -> None:
+        self._ranks[rank] = _Rank(event["host"])
+        if self.verdict is not None:
+            self._out.append((rank, self.verdict))
+
+    def _waiting(self, rank: int, event: Event) -> None:
+        record = self._ranks[rank]
+        record.waits_in, record.since = event["what"], self._now - event["since_s"]
+        record.warn_at = float("inf") if event["quiet"] else record.since + self._warn_s
+
+    def _going(self, rank: int, event: Event) -> None:
+        record = self._ranks[rank]
+        if self._warned == (rank, record.waits_in) and self.verdict is None:
+            self._say(rank, f"rank {rank} waits no more in {record.waits_in}, after {self._now - record.since:.0f} s")
+            self._warned = None
+        record.waits_in = ""
+
+    def _limit(self, rank: int, event: Event) -> None:
+        if self.verdict is None and (self._look is None or self._look["event"] != "limit"):
+            self._begin_look(event)
+
+    def _failed(self, rank: int, event: Event) -> None:
+        if self.verdict is None:
+            words = f": {event['words']}" if event["words"] else ""
+            self._pass(rank, f"failed with exit code {event['code']}{words}", event["code"], event["traceback"])
+        self._end(rank, "unwound")
+
+    def _unwound(self, rank: int, event: Event) -> None:
+        self._end(rank, "unwound")
+
+    def _left(self, rank: int, event: Event) -> None:
+        self._end(rank, "left")
+
+    def _died(self, rank: int, event: Event) -> None:
+        before = self._ranks[rank].end
+        self._end(rank, "dead")
+        if self.verdict is None and before != "left":
+            if self._nodes > 1 and event["code"] in _LAUNCHERS_CODES:
+                self._death = self._death or (rank, event, self._now)
+            else:
+                self._pass_death(rank, event)
+
+    def _check_death(self) -> None:
+        if self._death is not None and self._now >= self._death[2] + DEATH_S:
+            self._pass_death(*self._death[:2])
+
+    def _pass_death(self, rank: int, event: Event) -> None:
+        self._pass(rank, event["how"], event["code"], brief=f"rank {rank} is gone")
+        self._out.append((None, {"kind": "speak", "rank": rank, "text": self._verdict_line(rank, event["how"])}))
+
+    def _end(self, rank: int, how: str) -> None:
+        record = self._ranks[rank]
+        record.end, record.end_at, record.waits_in = how, self._now, ""
+        if how == "unwound" and self._clock is None:
+            self._clock = self._now
+
+    # Verdicts.
+
+    def _verdict_line(self, rank: int, how: str) -> str:
+        return f"rank {rank} on {self._ranks[rank].host} {how}"
+
+    def _pass(
+        self, rank: int, how: str, code: int, traceback: str = "", timeout: bool = False, brief: str = ""
+    ) -> None:
+        self._look = None
+        text = how if timeout else self._verdict_line(rank, how)
+        self.verdict = {
+            "kind": "verdict", "timeout": timeout, "rank": rank, "host": self._ranks[rank].host, "code": code,
+            "text": text, "traceback": traceback, "brief": brief or text.partition("\n")[0],
+        }  # fmt: skip
+        self._out.extend((other, self.verdict) for other in self._ranks)
+
+    def _check_left(self) -> None:
+        left = [r for r, record in self._ranks.items() if record.end == "left" and self._now >= record.end_at + LEFT_S]
+        waiting = [r for r, record in self._ranks.items() if record.waits_in and self._now >= record.since + LEFT_S]
+        if left and waiting:
+            what = self._ranks[min(waiting)].waits_in
+            self._pass(min(left), f"has ended, and will never call {what}, in which rank {min(waiting)} waits", 1)
+
+    def _check_release(self) -> None:
+        assert self.verdict is not None
+        if self._released is not None:
+            last = self._ranks[self._released]
+            gone = last.end == "dead" and self._now >= last.end_at + GONE_S  # and the launcher lets the others be
+            if gone or self._now >= self._released_at + ABORT_S:
+                self._out.append((None, {"kind": "kill"}))
+                self._released_at = float("inf")
+                last.end_at = float("inf")
+            return
+        lingering = sorted(rank for rank, record in self._ranks.items() if record.end == "unwound")
+        if not lingering:
+            return
+        culprit = self.verdict["rank"]
+        chosen = culprit if culprit in lingering else lingering[0]
+        still = sorted(rank for rank, record in self._ranks.items() if not record.end)
+        assert self._clock is not None
+        if not still or self._now >= self._clock + GRACE_S:
+            self._released, self._released_at = chosen, self._now
+            self._out.append((chosen, {"kind": "release", "still": still}))
+
+    # Stalls.
+
+    def _check_stalls(self) -> None:
+        waiting = [rank for rank, record in self._ranks.items() if record.waits_in]
+        due = [rank for rank in waiting if self._now >= self._ranks[rank].warn_at]
+        if due and self._look is None:
+            rank = min(due)
+            self._begin_look({"event": "warn", "rank": rank, "what": self._ranks[rank].waits_in})
+            for other in waiting:
+                record = self._ranks[other]
+                if record.warn_at < float("inf"):
+                    record.warn_at = self._now + (WARN_FACTOR - 1) * (self._now - record.since)
+
+    def _begin_look(self, purpose: Event) -> None:
+        self._look, self._look_until, self._states = purpose, self._now + LOOK_S, []
+        self._looks += 1
+        self._out.append((None, {"kind": "look", "look": self._looks}))
+
+    def _take_states(self, look: int, states: dict[int, str]) -> None:
+        if self._look is not None and look == self._looks:  # else it comes too late
+            self._states.append(states)
+            if len(self._states) == self._nodes:
+                self._finish_look()
+
+    def _finish_look(self) -> None:
+        purpose = self._look
+        assert purpose is not None
+        states = {rank: state for some in self._states for rank, state in some.items()}
+        self._look = None
+        rank, what = purpose["rank"], purpose["what"]
+        table = self._table(states)
+        if purpose["event"] == "limit":
+            self._pass(rank, f"{what}: not complete after {purpose['limit_s']:g} s\n{table}", 1, timeout=True)
+        elif self._ranks[rank].waits_in == what:
+            self._warned = (rank, what)
+            waited = self._now - self._ranks[rank].since
+            self._say(rank, f"rank {rank} has waited for {waited:.0f} s in {what}\n{table}")
+
+    def _say(self, rank: int, text: str) -> None:
+        self._out.append((rank, {"kind": "say", "text": text}))
+
+    def _table(self, states: dict[int, str]) -> str:
+        """A line for each rank, or for ranks that do the same."""
+        alike: dict[tuple[str, str], list[int]] = {}
+        for rank in range(self._size):
+            record = self._ranks.get(rank)
+            host = record.host if record else "?"
+            alike.setdefault((host, states.get(rank, "not heard from")), []).append(rank)
+        return "\n".join(f"  {ranks_text(ranks):<10} {host:<12} {state}" for (host, state), ranks in alike.items())
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """Ranks in short.
+
+    >>> ranks_text([0, 1, 2, 5])
+    'ranks 0-2,5'
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank{'s' * (len(ranks) > 1)} {text}"

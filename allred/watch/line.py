@@ -1,0 +1,228 @@
+"""A rank's end of the line to the watcher of its node; the one of this process, if there is one.
+
+The rank says how it is, in JSON; what the watcher has to say comes as a letter and JSON. The kernel signals its coming,
+so it is heard while the rank computes or sleeps: the handler, which Python runs between two bytecodes of the main
+thread, raises the verdict there. A rank that waits in allred sees it in its loop.
+"""
+
+import contextlib
+import dataclasses
+import faulthandler
+import fcntl
+import json
+import os
+import select
+import signal
+import socket
+import time
+import types
+from typing import Any
+
+from allred.errors import AllredError, CollectiveTimeout, RemoteRankError
+
+WELCOME_S = 10.0
+RELEASE_S = 3.0  # more than Job.GRACE_S
+ANSWER_S = 2.0  # for the table of a time limit; more than job.LOOK_S
+_LARGEST = 2**17
+_TRACEBACK_CHARS = 20_000  # of the end, of a traceback that is sent around
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What has ended the job; the same on all ranks."""
+
+    rank: int
+    host: str
+    code: int
+    text: str
+    brief: str  # for the last line of the one that ends the job
+    traceback: str
+    timeout: bool
+
+    def error(self) -> AllredError:
+        """The exception that a rank raises for it."""
+        if self.timeout:
+            return CollectiveTimeout(self.text)
+        return RemoteRankError(self.text, self.rank, self.host, self.code, self.traceback)
+
+
+current: "Line | None" = None  # of this process
+
+
+class Line:
+    """The rank's connection, and what has come over it."""
+
+    def __init__(self, name: str, hello: dict[str, Any], speaks: bool, warn_s: float) -> None:
+        """Connect. `speaks`: whether this rank tells the user if the watcher dies. `warn_s`: when the watcher warns of
+        a wait, in seconds. Raises OSError if there is no connection."""
+        self.rank: int = hello["rank"]
+        self.warn_s = warn_s
+        self.verdict: Verdict | None = None
+        self.released: dict[str, Any] | None = None
+        self.failed = False  # and has said so
+        self.lingered = False  # for the others to unwind
+        self.waits = False  # in allred: then the waiting loop raises, not the handler
+        self._host, self._speaks, self._pid = hello["host"], speaks, os.getpid()
+        self._raised = False
+        self.hushed = False  # the program is at its end: nothing is to be raised in it
+        self._pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._wake, self._stack = _free_signals()
+        with contextlib.suppress(ValueError):
+            signal.signal(self._stack, signal.SIG_IGN)  # what faulthandler puts back
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(WELCOME_S)
+        self._socket.connect(name.encode("latin-1"))
+        pidfd = os.pidfd_open(self._pid)
+        hello = {**hello, "stack_signal": self._stack}
+        faulthandler.register(self._stack, self._pipe[1], all_threads=False)
+        try:
+            socket.send_fds(self._socket, [json.dumps(hello).encode()], [pidfd, self._pipe[0]])
+            if not self._socket.recv(_LARGEST):
+                raise ConnectionError("it did not accept this rank")
+        except OSError:
+            self.close()
+            raise
+        finally:
+            os.close(pidfd)
+        self._socket.setblocking(False)
+        self._signal_what_comes()
+
+    def _signal_what_comes(self) -> None:
+        with contextlib.suppress(ValueError):  # in another thread than the main one: then only waits are interrupted
+            signal.signal(self._wake, self._on_signal)
+            if "PMI_FD" in os.environ and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
+                # MPICH's mpirun -disable-auto-cleanup sends it to the survivors, and it would kill them.
+                signal.signal(signal.SIGUSR1, lambda *_: None)
+            fd = self._socket.fileno()
+            fcntl.fcntl(fd, fcntl.F_SETOWN, self._pid)
+            fcntl.fcntl(fd, fcntl.F_SETSIG, self._wake)
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
+            self.read()  # what came before
+
+    def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
+        self.read()
+        if self.verdict is not None and not (self._raised or self.waits or self.hushed):
+            raise self.error()
+
+    def error(self) -> AllredError:
+        """The verdict's exception, to be raised; by the handler only if it was not raised before."""
+        assert self.verdict is not None
+        self._raised = True
+        return self.verdict.error()
+
+    def duplicate(self) -> int:
+        """A descriptor of the socket that outlives this object; -1 without a watcher."""
+        return os.dup(self._socket.fileno()) if self._alive() else -1
+
+    def read(self) -> None:
+        """Take what has come."""
+        while self._alive():
+            try:
+                data = self._socket.recv(_LARGEST)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                return self._lost()
+            self._take(json.loads(data[1:]))
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if message["kind"] == "say":
+            _print(message["text"])
+        elif message["kind"] == "release":
+            self.released = message
+        elif message["kind"] == "verdict" and self.verdict is None:
+            fields = {field.name: message[field.name] for field in dataclasses.fields(Verdict)}
+            self.verdict = Verdict(**fields)
+
+    def _lost(self) -> None:
+        self.close()
+        if self._speaks and not self.hushed:
+            _print(
+                f"the watcher process on {self._host} is gone; training goes on, but a rank that stalls is now noticed "
+                "by the time limit only, and one that fails ends the others at once"
+            )
+
+    def _alive(self) -> bool:
+        return self._socket.fileno() >= 0 and os.getpid() == self._pid
+
+    def tell(self, event: str, **what: Any) -> None:
+        """Send an event (job.py lists them)."""
+        if self._alive():
+            with contextlib.suppress(OSError):
+                self._socket.send(json.dumps({"event": event, **what}).encode(), socket.MSG_DONTWAIT)
+
+    def begin_to_fail(self, code: int, words: str, traceback: str = "") -> None:
+        """Tell that this rank is about to end with that exit code."""
+        self.hushed = self.failed = True
+        self.tell("failed", code=code, words=words[:1000], traceback=traceback[-_TRACEBACK_CHARS:])
+
+    def fail(self, code: int, words: str, traceback: str) -> None:
+        """The same, and linger until it is this rank's turn to end the job, or another's failure came first."""
+        self.begin_to_fail(code, words, traceback)
+        self._await(RELEASE_S, lambda: self.released is not None or self.is_anothers())
+        self.lingered = not self.is_anothers()
+
+    def is_anothers(self) -> bool:
+        """Whether another rank has brought the verdict about."""
+        return self.verdict is not None and self.verdict.rank != self.rank
+
+    def linger(self) -> None:
+        """The program of the rank that brought the verdict about has ended: linger until it is its turn."""
+        self.hushed = True
+        self.tell("unwound")
+        self.await_release()
+        self.lingered = True
+
+    def await_release(self) -> None:
+        """Until it is this rank's turn to end the job."""
+        self._await(RELEASE_S, lambda: self.released is not None)
+
+    def limit(self, what: str, limit_s: float) -> None:
+        """A wait has reached its limit: ask for the verdict."""
+        self.tell("limit", what=what, limit_s=limit_s)
+        self._await(ANSWER_S, lambda: self.verdict is not None)
+
+    def _await(self, seconds: float, come: Any) -> None:
+        deadline = time.monotonic() + seconds
+        self.read()
+        while not come() and self._alive() and (left := deadline - time.monotonic()) > 0:
+            select.select([self._socket], [], [], left)
+            self.read()
+
+    def ending(self) -> None:
+        """Python is about to end, and with it the handlers: by default these signals would kill the process."""
+        self.hushed = True
+        self.read()
+        self._quiet()
+
+    def _quiet(self) -> None:
+        faulthandler.unregister(self._stack)
+        with contextlib.suppress(ValueError):
+            signal.signal(self._wake, signal.SIG_IGN)
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._socket.fileno() >= 0:
+            self._socket.close()
+            self._quiet()
+            for end in self._pipe:
+                os.close(end)
+
+
+def _free_signals() -> tuple[int, int]:
+    """Two real-time signals that this program does not use."""
+    free = [number for number in range(signal.SIGRTMAX - 1, signal.SIGRTMIN, -1) if _is_free(number)]
+    if len(free) < 2:
+        raise OSError("no real-time signal is free")
+    return free[0], free[1]
+
+
+def _is_free(number: int) -> bool:
+    return signal.getsignal(number) in (signal.SIG_DFL, signal.SIG_IGN)
+
+
+def _print(text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"allred: {text}\n".encode())

@@ -1,0 +1,225 @@
+"""The watcher: a process of its own on every node, so that it can answer while ranks hold the GIL, sit in MPI, are
+stopped, or are dead. It imports nothing of allred but its own room.
+
+    rank     -- Unix socket -->  watcher of its node  -- TCP -->  watcher of the chief's node, which has the Job
+
+It holds no file of the launcher's, or mpirun would wait for it, and it is gone when its ranks are. A watcher that loses
+the one of the chief's node goes on for its own node.
+"""
+
+import hmac
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+
+from allred.watch import state
+from allred.watch.job import Event, Job
+from allred.watch.link import Guest, Link, connect
+from allred.watch.rank import HELLO_S, LARGEST, Rank
+from allred.watch.speak import speak
+
+TICK_S = 0.1
+LONELY_S = 60.0  # to wait for the first ranks
+STAY_S = 0.5
+
+
+class Watcher:
+    """One node's. The settings: token, ranks (of this node), size and nodes (of the job), warn_s, chief (whether it is
+    the chief's), reach ("" if there is no other node, "host" or "network")."""
+
+    def __init__(self, settings: Event) -> None:
+        self._settings = settings
+        self._selector = selectors.DefaultSelector()
+        self._ranks: dict[int, Rank] = {}
+        self._links: list[Link] = []
+        self._places: dict[int, Link] = {}  # of ranks of other nodes
+        self._up: Link | None = None
+        self._job = Job(settings["size"], settings["nodes"], settings["warn_s"]) if settings["chief"] else None
+        self._give_up_at = time.monotonic() + LONELY_S
+        self._last_death = 0.0
+        unix = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        unix.bind("")  # Linux chooses a name, which is not a file
+        self.name = unix.getsockname().decode("latin-1")
+        self._listen(unix, self._accept_rank)
+        self.port = 0
+        if settings["chief"] and settings["reach"]:
+            tcp = socket.create_server(("" if settings["reach"] == "network" else "127.0.0.1", 0))
+            self.port = tcp.getsockname()[1]
+            self._listen(tcp, self._accept_watcher)
+
+    def _listen(self, listener: socket.socket, accept: Callable[[socket.socket], None]) -> None:
+        listener.listen(1024)
+        self._selector.register(listener, selectors.EVENT_READ, lambda: accept(listener.accept()[0]))
+
+    def run(self) -> None:
+        """Until the last rank of this node is gone."""
+        while not self._over():
+            for key, _ in self._selector.select(TICK_S):
+                key.data()
+            if self._job is not None:
+                self._send(self._job.tick(time.monotonic()))
+
+    def _over(self) -> bool:
+        now = time.monotonic()
+        complete = len(self._ranks) == self._settings["ranks"] or now > self._give_up_at
+        if not complete or not all(rank.dead for rank in self._ranks.values()):
+            return False
+        untold = self._up is not None and not all(rank.left for rank in self._ranks.values())
+        return not untold or now > self._last_death + STAY_S  # the chief's watcher may have this one tell of a death
+
+    # Ranks of this node.
+
+    def _accept_rank(self, connection: socket.socket) -> None:
+        try:
+            connection.settimeout(HELLO_S)
+            data, files, _, _ = socket.recv_fds(connection, LARGEST, 2)
+            hello = json.loads(data)
+            if not hmac.compare_digest(hello["token"], self._settings["token"]):
+                raise ValueError
+            rank = Rank(connection, hello, *files)
+        except (OSError, ValueError, KeyError, TypeError):
+            connection.close()
+            return
+        self._ranks[rank.number] = rank
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear(rank))
+        self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda: self._bury(rank))
+        rank.send({"kind": "welcome"})
+        if len(self._ranks) == 1 and self._job is None:
+            self._join(hello["chief"])
+        self._tell({"event": "joined", "rank": rank.number, "host": rank.host})
+
+    def _hear(self, rank: Rank) -> bool:
+        """Take one message of a rank, if there is one."""
+        event = rank.receive()
+        if event is None:
+            return False
+        if not event:
+            self._selector.unregister(rank.connection)
+            rank.connection.close()
+            return False
+        self._tell(event | {"rank": rank.number})
+        return True
+
+    def _bury(self, rank: Rank) -> None:
+        while self._hear(rank):  # its last words
+            pass
+        self._selector.unregister(rank.pidfd)
+        rank.dead, code = state.how_it_ended(rank.pidfd, rank.pid)
+        self._last_death = time.monotonic()
+        self._tell({"event": "died", "rank": rank.number, "how": rank.dead, "code": code})
+
+    # Watchers of other nodes.
+
+    def _join(self, chief: Event) -> None:
+        self._up = connect(chief["addresses"], chief["port"], chief["token"])
+        if self._up is None:
+            return self._go_on_alone(f"cannot reach that of the chief's node at {', '.join(chief['addresses'])}")
+        self._selector.register(self._up.connection, selectors.EVENT_READ, self._hear_chief)
+
+    def _hear_chief(self) -> None:
+        assert self._up is not None
+        messages = self._up.receive()
+        if messages is None:
+            self._selector.unregister(self._up.connection)
+            self._up.connection.close()
+            return self._go_on_alone("has lost that of the chief's node")
+        for rank, message in messages:
+            self._deliver(rank, message)
+
+    def _go_on_alone(self, why: str) -> None:
+        self._up, self._job = None, Job(self._settings["size"], 1, self._settings["warn_s"])
+        here = [rank for rank in self._ranks.values() if not rank.dead]
+        for rank in here:
+            self._tell({"event": "joined", "rank": rank.number, "host": rank.host})
+            if rank.left:
+                self._tell({"event": "left", "rank": rank.number})
+        if here and not any(rank.ending for rank in here):
+            text = f"the watcher of {here[0].host} {why}; it goes on for the ranks of its own node"
+            here[0].send({"kind": "say", "text": text})
+
+    def _accept_watcher(self, connection: socket.socket) -> None:
+        try:
+            guest = Guest(connection, self._settings["token"])
+        except OSError:
+            return connection.close()
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._admit(guest))
+
+    def _admit(self, guest: Guest) -> None:
+        try:
+            known = guest.admit()
+        except OSError:
+            known = False
+        if known is None:
+            return
+        self._selector.unregister(guest.connection)
+        if not known:
+            return guest.connection.close()
+        link = Link(guest.connection)
+        self._links.append(link)
+        self._selector.register(link.connection, selectors.EVENT_READ, lambda: self._hear_watcher(link))
+
+    def _hear_watcher(self, link: Link) -> None:
+        messages = link.receive()
+        if messages is None:
+            self._selector.unregister(link.connection)
+            link.connection.close()
+            self._links.remove(link)
+            return
+        for event in messages:
+            if event["event"] == "joined":
+                self._places[event["rank"]] = link
+            self._tell(event)
+
+    # Events up, messages down.
+
+    def _tell(self, event: Event) -> None:
+        if self._job is not None:
+            self._send(self._job.hear(event, time.monotonic()))
+        elif self._up is not None:
+            self._up.send(event)
+
+    def _send(self, messages: list[tuple[int | None, Event]]) -> None:
+        for rank, message in messages:
+            for link in self._links if rank is None else filter(None, [self._places.get(rank)]):
+                link.send((rank, message))
+            self._deliver(rank, message)
+
+    def _deliver(self, rank: int | None, message: Event) -> None:
+        """Do what concerns this node."""
+        living = [each for each in self._ranks.values() if not each.dead]
+        if rank is not None:
+            if rank in self._ranks:
+                self._ranks[rank].send(message)
+        elif message["kind"] == "look":
+            self._tell({"event": "looked", "look": message["look"], "states": self._look()})
+        elif message["kind"] == "kill":
+            for each in living:
+                signal.pidfd_send_signal(each.pidfd, signal.SIGKILL)
+        elif message["kind"] == "speak" and message["rank"] in self._ranks:
+            speak(f"allred: {message['text']}\n", self._ranks[message["rank"]].launcher, [each.pid for each in living])
+
+    def _look(self) -> dict[int, str]:
+        """What each rank of this node is doing."""
+        states = {rank.number: rank.doing() for rank in self._ranks.values()}
+        silent = [rank for rank in self._ranks.values() if not states[rank.number]]
+        return states | state.stacks({r.number: (r.pidfd, r.stack_signal, r.pipe) for r in silent})
+
+
+def main() -> None:
+    """Read the settings from stdin, tell on stdout where this watcher is, and leave the work to a process that is
+    nobody's child."""
+    settings = json.loads(sys.stdin.read())
+    watcher = Watcher(settings)
+    print(json.dumps({"name": watcher.name, "port": watcher.port}), flush=True)
+    if os.fork():
+        os._exit(0)
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(null, number)
+    watcher.run()
+    os._exit(0)

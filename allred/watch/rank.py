@@ -1,0 +1,69 @@
+"""A rank as its node's watcher has it: a socket, a process, and what it has said of itself."""
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import time
+
+from allred.watch import state
+from allred.watch.job import Event
+
+HELLO_S = 3.0
+LARGEST = 2**17  # bytes of a message
+
+_ENDS = {"failed": "at its end", "unwound": "at its end", "left": "has ended", "ending": "in its exit handlers"}
+
+
+class Rank:
+    """`hello`: rank, host, stack_signal. The files are a descriptor of its process, and a pipe for its stack."""
+
+    def __init__(self, connection: socket.socket, hello: Event, pidfd: int, pipe: int) -> None:
+        self.connection, self.pidfd, self.pipe = connection, pidfd, pipe
+        self.number, self.host, self.stack_signal = hello["rank"], hello["host"], hello["stack_signal"]
+        self.waits_in, self.since, self.ending, self.dead, self.left = "", 0.0, "", "", False
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        self.pid, user, _ = struct.unpack("3i", credentials)
+        if user != os.geteuid():
+            raise ValueError
+        self.launcher = state.launcher(self.pid)
+        os.set_blocking(pipe, False)
+
+    def send(self, message: Event) -> None:
+        """The first letter says what it is. A rank that does not read is no reason to wait."""
+        with contextlib.suppress(OSError):
+            self.connection.send(f"{message['kind'][0]}{json.dumps(message)}".encode(), socket.MSG_DONTWAIT)
+
+    def receive(self) -> Event | None:
+        """One message; empty at the end, None if there is none now."""
+        if self.connection.fileno() < 0:
+            return None
+        try:
+            data = self.connection.recv(LARGEST, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return {}
+        if not data:
+            return {}
+        event: Event = json.loads(data)
+        self._note(event)
+        return event
+
+    def _note(self, event: Event) -> None:
+        if event["event"] == "waiting":
+            self.waits_in, self.since = event["what"], time.monotonic() - event["since_s"]
+        elif event["event"] == "limit":
+            self.waits_in, self.since = event["what"], time.monotonic() - event["limit_s"]
+        else:
+            self.waits_in = ""
+        self.left = self.left or event["event"] == "left"
+        self.ending = _ENDS.get(event["event"], self.ending)
+
+    def doing(self) -> str:
+        """In words, as far as it is known without asking it."""
+        if self.dead:
+            return self.dead
+        waits = f"in {self.waits_in} since {time.monotonic() - self.since:.0f} s" if self.waits_in else self.ending
+        return ", ".join(text for text in (state.halted(self.pid), waits) if text)

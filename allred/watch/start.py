@@ -1,0 +1,87 @@
+"""Starting the watchers, one on every node, and connecting each rank to its node's. Collective, in init()."""
+
+import json
+import secrets
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from allred.cluster import report
+from allred.cluster.topology import Topology
+from allred.config import Config
+from allred.watch import line
+from allred.watch.line import Line
+from allred.watch.link import own_addresses
+
+START_S = 20.0
+
+# The package without its __init__, which would load numpy: a watcher takes 10 MB and starts in a moment.
+_PROGRAM = """
+import sys, types
+package = types.ModuleType("allred")
+package.__path__ = [sys.argv[1]]
+sys.modules["allred"] = package
+from allred.watch import process
+process.main()
+"""
+
+
+def start(communicator: Any, world: Topology, config: Config, reach: str) -> None:
+    """Have all ranks of `communicator` watched. `reach`: how the watchers reach each other, see `process.Watcher`.
+
+    Where that cannot be, a line says so, and the job goes on without.
+    """
+    if world.size == 1 or not config.watcher:
+        return
+    mine = _spawn(world, config, reach) if world.local_rank == 0 else None
+    found = communicator.allgather_object(mine).wait()
+    here = found[world.leader]
+    problem = here["problem"]
+    if not problem:
+        chief = {key: found[0][key] for key in ("addresses", "port", "token")}
+        hello = {"rank": world.rank, "host": socket.gethostname(), "token": here["token"], "chief": chief}
+        try:
+            line.current = Line(here["name"], hello, world.local_rank == 0, config.stall_warning_s)
+        except OSError as error:
+            problem = f"{error.strerror or error}"
+    problems = communicator.allgather_object(problem).wait()
+    bad = {rank: text for rank, text in enumerate(problems) if text}
+    if bad:
+        rank, text = next(iter(bad.items()))
+        report.say(
+            f"no watcher for {len(bad)} of {world.size} ranks (rank {rank}: {text}); there a rank that stalls is "
+            "noticed by the time limit only"
+        )
+
+
+def _spawn(world: Topology, config: Config, reach: str) -> dict[str, Any]:
+    """Where this node's watcher is: name, port, addresses, token; or the problem, in words."""
+    token = secrets.token_hex(16)
+    settings = {
+        "token": token, "ranks": world.local_size, "size": world.size, "nodes": world.nodes,
+        "warn_s": config.stall_warning_s, "chief": world.rank == 0, "reach": reach,
+    }  # fmt: skip
+    addresses = own_addresses() if reach == "network" else ["127.0.0.1"]
+    found = {"token": token, "addresses": addresses, "name": "", "port": 0, "problem": ""}
+    command = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(Path(__file__).parents[1])]
+    try:
+        process = subprocess.run(
+            command, input=json.dumps(settings), capture_output=True, text=True, timeout=START_S,
+            start_new_session=True, cwd="/", check=False,
+        )  # fmt: skip
+        found |= json.loads(process.stdout)
+    except (OSError, subprocess.SubprocessError) as error:
+        found["problem"] = f"{type(error).__name__}: {error}"
+    except ValueError:
+        found["problem"] = process.stderr.strip().rpartition("\n")[2] or f"it ended with code {process.returncode}"
+    return found
+
+
+def stop() -> None:
+    """This process is no rank any more."""
+    if line.current is not None and line.current.verdict is None:
+        line.current.tell("left")
+        line.current.close()
+        line.current = None

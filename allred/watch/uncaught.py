@@ -1,0 +1,119 @@
+"""What Python shows of how a program ends: an uncaught exception, Ctrl-C, sys.exit(n). A `raise SystemExit(n)` by hand
+goes unseen here; libc's exit() sees it (csrc/exit.h).
+
+A rank that fails shows its traceback last: it tells its watcher first, and the other ranks unwind meanwhile. On these
+the traceback of the verdict that they raised would only repeat it, and is not printed.
+"""
+
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Callable
+from typing import Any
+
+from allred.watch import line
+
+_STATUS: dict[Any, int] = {KeyboardInterrupt: 130}  # by exception; 1 for any other
+
+_end_soon: Callable[[int], None] | None = None
+_status = 0
+
+
+def watch(end_soon: Callable[[int], None]) -> None:
+    """From now on call `end_soon` with the status when the program is about to end, as far as Python shows it."""
+    global _end_soon
+    first, _end_soon = _end_soon is None, end_soon
+    if not first:
+        return
+    original_hook = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        if line.current is not None:
+            line.current.hushed = True
+        ends = _called_by_the_interpreter() and not hasattr(sys, "ps1")  # at a prompt an exception ends nothing
+        shown = not ends
+        try:
+            shown = shown or _tell(kind, error, trace)
+        finally:
+            try:
+                if shown:
+                    original_hook(kind, error, trace)
+            finally:
+                if line.current is not None:
+                    line.current.hushed = ends
+                if ends:
+                    _note(_STATUS.get(kind, 1))
+
+    def leave(status: Any = None, /) -> None:
+        if isinstance(status, SystemExit):
+            raise status
+        raise (_Exit if threading.current_thread() is threading.main_thread() else SystemExit)(status)
+
+    sys.excepthook = hook
+    sys.exit = leave  # type: ignore[assignment]
+
+
+def status_at_exit() -> int:
+    """The status with which Python ends, as far as it shows."""
+    error = getattr(sys, "last_type", None)  # set where an exception ended the main program, whatever the hooks did
+    return _status or (_STATUS.get(error, 1) if error is not None and _end_soon is not None else 0)
+
+
+def interrupted() -> bool:
+    """Whether Ctrl-C ends the program."""
+    return getattr(sys, "last_type", None) is KeyboardInterrupt
+
+
+def _tell(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> bool:
+    """Tell the watcher, and linger; whether the traceback is to be shown."""
+    watcher = line.current
+    if watcher is None:
+        return True
+    text = "".join(traceback.format_exception(kind, error, trace))
+    if watcher.verdict is None:
+        words = traceback.format_exception_only(kind, error)[-1].strip()
+        watcher.fail(_STATUS.get(kind, 1), words, text)
+    elif watcher.verdict.rank == watcher.rank:
+        watcher.linger()
+    verdict = watcher.verdict
+    if verdict is None or verdict.rank == watcher.rank:
+        return True
+    return str(error) != str(verdict.error()) and text != verdict.traceback
+
+
+class _Exit(SystemExit):
+    """What sys.exit raises here: one that notes its status when it ends the process, not when somebody catches it."""
+
+    def __init__(self, status: Any) -> None:
+        super().__init__(status)
+        self._code = status
+
+    @property
+    def code(self) -> Any:
+        if _called_by_the_interpreter():
+            status = 0 if self._code is None else self._code & 0xFF if isinstance(self._code, int) else 1
+            if status and line.current is not None:
+                line.current.begin_to_fail(status, f"sys.exit({self._code!r})")
+            _note(status)
+        return self._code
+
+    @code.setter
+    def code(self, status: Any) -> None:
+        self._code = status
+
+
+def _called_by_the_interpreter() -> bool:
+    """Whether the function that asks was called by no Python code: the interpreter is leaving."""
+    try:
+        sys._getframe(2)
+    except ValueError:
+        return True
+    return False
+
+
+def _note(status: int) -> None:
+    global _status
+    _status = status
+    if _end_soon is not None:
+        _end_soon(status)

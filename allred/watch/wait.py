@@ -1,0 +1,41 @@
+"""A wait in allred that has become long: what this rank's watcher hears of it, and how it ends."""
+
+from allred.errors import CollectiveTimeout
+from allred.watch import line
+
+TELL_S = 1.0  # most waits are shorter, and nobody needs to hear of them
+
+
+class Wait:
+    """`what`: the operation, in words. `quiet`: it is meant to take long, so nobody is to be warned."""
+
+    def __init__(self, what: str, quiet: bool) -> None:
+        self._what, self._quiet, self._told = what, quiet, False
+
+    def go_on(self, waited_s: float) -> None:
+        """It has lasted so long."""
+        if line.current is None:
+            return
+        line.current.waits = True
+        line.current.read()
+        if waited_s > min(TELL_S, line.current.warn_s / 2) and not self._told:
+            line.current.tell("waiting", what=self._what, since_s=waited_s, quiet=self._quiet)
+            self._told = True
+
+    def end(self) -> None:
+        """It is over."""
+        if line.current is not None:
+            line.current.waits = False
+            if self._told:
+                line.current.tell("going")
+
+    def limit(self, limit_s: float) -> Exception:
+        """The error for a wait that has reached its limit: with what all ranks are doing, where there are watchers."""
+        if line.current is not None:
+            line.current.limit(self._what, limit_s)
+            if line.current.verdict is not None:
+                return line.current.error()
+        return CollectiveTimeout(
+            f"{self._what}: not complete after {limit_s:g} s; a rank is late, stopped or gone, or does not call this "
+            "operation. If so long a wait is meant, raise ALLRED_TIMEOUT_S, or wait inside allred.patience(seconds)"
+        )

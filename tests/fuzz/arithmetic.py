@@ -1,0 +1,130 @@
+"""What every operation of a plan is given and what it has to give, in numpy alone; and how close is close enough.
+
+Every rank can make every rank's arrays from the seed, so it checks its results by itself.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from plan import FLOATS, Job, Operation
+
+FUNCTIONS = {"Min": np.minimum, "Max": np.maximum, "Product": np.multiply, "Sum": np.add, "Average": np.add}
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def inputs(job: Job, index: int, operation: Operation, rank: int) -> list[np.ndarray]:
+    """The arrays that a rank brings to the operation at this place, contiguous."""
+    rng = np.random.default_rng([job.seed, index, rank])
+    rows = (sum(operation.rows[rank]),) if operation.rows else ()
+    pairs = zip(operation.dtypes, operation.shapes, strict=True)
+    return [random_array(rng, dtype, (*rows, *shape), operation.specials) for dtype, shape in pairs]
+
+
+def random_array(rng: np.random.Generator, name: str, shape: tuple[int, ...], specials: bool) -> np.ndarray:
+    """Integers of the whole range, so that sums wrap around; normal floats, a few of them special."""
+    dtype, count = dtype_of(name), math.prod(shape)
+    if name == "bool":
+        values = rng.integers(0, 2, count).astype(dtype)
+    elif name not in FLOATS:
+        info = np.iinfo(dtype)
+        values = rng.integers(info.min, info.max, count, dtype, endpoint=True)
+    else:
+        values = rng.standard_normal(count, np.float32).astype(dtype)
+        if specials and count:
+            where = rng.integers(0, count, 3)
+            values[where] = np.array([np.nan, np.inf, -np.inf]).astype(dtype)
+    return values.reshape(shape)
+
+
+@dataclasses.dataclass
+class Expected:
+    """A result: the array in rank order, and by how much each element may differ from it where the order is free."""
+
+    array: np.ndarray
+    tolerance: np.ndarray | None = None  # None: exact
+    everywhere: bool = True  # the same on all ranks
+
+
+def reduced(parts: list[np.ndarray], op: str) -> Expected:
+    """The reduction in rank order: 16-bit floats in float32, rounded once."""
+    dtype, size = parts[0].dtype, len(parts)
+    floating = dtype.name in FLOATS
+    wide = np.dtype(np.float32) if floating and dtype.itemsize == 2 else dtype
+    with np.errstate(all="ignore"):
+        result = functools.reduce(FUNCTIONS[op], [part.astype(wide) for part in parts])
+        result = result / wide.type(size) if op == "Average" else result
+        array = np.asarray(result).astype(dtype)
+        if not floating or op in ("Min", "Max"):
+            return Expected(array)
+        exact = [part.astype(np.float64) for part in parts]
+        scale = np.abs(np.prod(exact, axis=0)) if op == "Product" else np.sum(np.abs(exact), axis=0)
+        rounding = ml_dtypes.finfo(dtype).eps * np.abs(array.astype(np.float64)) if wide != dtype else 0
+        smallest = float(ml_dtypes.finfo(dtype).smallest_subnormal)
+        return Expected(array, 2 * size * float(np.finfo(wide).eps) * scale + rounding + smallest)
+
+
+def expected(job: Job, index: int, operation: Operation, rank: int) -> list[Expected]:
+    """What the operation has to give on a rank."""
+    everyone = [inputs(job, index, operation, r) for r in range(job.ranks)]
+    kind = operation.kind
+    if kind in ("allreduce", "grouped_allreduce", "step"):
+        return [reduced([*parts], operation.op) for parts in zip(*everyone, strict=True)]
+    if kind == "reducescatter":
+        return [_part(reduced([arrays[0] for arrays in everyone], operation.op), rank, job.ranks)]
+    if kind in ("broadcast", "broadcast_object"):
+        return [Expected(everyone[operation.root][0])]
+    if kind == "allgather":
+        return [Expected(np.concatenate([arrays[0] for arrays in everyone]))]
+    if kind == "allgather_object":
+        return [Expected(arrays[0]) for arrays in everyone]
+    if kind == "alltoall":
+        return _dealt(operation, everyone, rank)
+    return []  # a barrier
+
+
+def _part(whole: Expected, rank: int, size: int) -> Expected:
+    tolerance = None if whole.tolerance is None else np.array_split(whole.tolerance, size)[rank]
+    return Expected(np.array_split(whole.array, size)[rank], tolerance, everywhere=False)
+
+
+def _dealt(operation: Operation, everyone: list[list[np.ndarray]], rank: int) -> list[Expected]:
+    starts = [sum(rows[:rank]) for rows in operation.rows]
+    come = [rows[rank] for rows in operation.rows]
+    pairs = zip(everyone, starts, come, strict=True)
+    parts = [arrays[0][start : start + count] for arrays, start, count in pairs]
+    return [Expected(np.concatenate(parts), everywhere=False), Expected(np.array(come), everywhere=False)]
+
+
+def difference(got: Any, wanted: Expected, exactly: bool) -> str:
+    """In words, how a result differs from what it has to be; nothing if it does not."""
+    array = np.asarray(got)
+    if (array.dtype, array.shape) != (wanted.array.dtype, wanted.array.shape):
+        return f"is {array.dtype} {array.shape}, not {wanted.array.dtype} {wanted.array.shape}"
+    floating = array.dtype.name in FLOATS
+    good = array == wanted.array
+    if floating:
+        a, b = array.astype(np.float64), wanted.array.astype(np.float64)
+        good |= np.isnan(a) & np.isnan(b)
+        if wanted.tolerance is not None and not exactly:
+            with np.errstate(invalid="ignore"):
+                good |= np.abs(a - b) <= wanted.tolerance
+    if np.all(good):
+        return ""
+    where = tuple(int(axis[0]) for axis in np.nonzero(np.atleast_1d(~good)))
+    got_there, wanted_there = np.atleast_1d(array)[where], np.atleast_1d(wanted.array)[where]
+    return f"differs in {np.sum(~good)} of {array.size} elements; at {where} {got_there!r}, not {wanted_there!r}"
+
+
+def without_nan_payload(array: Any) -> bytes:
+    """An array's bytes, all NaN alike: how NaN are coded is the one thing that may differ between ranks."""
+    array = np.array(array)
+    if array.dtype.name in FLOATS:
+        array[np.isnan(array.astype(np.float32))] = np.nan
+    return array.tobytes()

@@ -1,0 +1,67 @@
+"""Random jobs under both MPIs, for a while: `python tests/fuzz/fuzz.py --seconds 60`.
+
+Each job follows from a number, its seed (plan.py says how), which is printed before it starts; `--seed N` repeats one.
+Its ranks check their results with numpy (rank_program.py), and this program checks how the job ended (promises.py).
+"""
+
+import argparse
+import collections
+import os
+import pathlib
+import sys
+import time
+
+HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "integration"))
+
+from harness import mpirun  # noqa: E402
+from plan import FAULTS, Job, job_of  # noqa: E402
+from promises import broken, environment  # noqa: E402
+
+HANG_S = 40  # for what takes some seconds at most, on a machine that is busy with something else
+
+
+def main() -> int:
+    arguments = _arguments()
+    counts: collections.Counter[str] = collections.Counter()
+    operations, failed, seed, start = 0, [], arguments.seed, time.monotonic()
+    while True:
+        job = job_of(seed)
+        if job.fault.kind in arguments.faults:
+            print(job, flush=True)
+            counts[job.fault.kind] += 1
+            operations += len(job.operations)
+            failed += [seed] * (not play(job))
+        seed += 1
+        if time.monotonic() - start > arguments.seconds and (counts or arguments.seconds):
+            break
+    faults = ", ".join(f"{kind} {counts[kind]}" for kind in FAULTS if counts[kind])
+    print(f"{counts.total()} jobs, {operations} operations; faults: {faults}; {len(failed)} failures {failed or ''}")
+    return bool(failed)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=0, help="how long to go on; by default it is one job")
+    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4)), help="of the first job")
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS), help="only jobs with these")
+    return parser.parse_args()
+
+
+def play(job: Job) -> bool:
+    """Run a job; whether it kept all promises. If not, say which, and how to repeat it."""
+    try:
+        result = mpirun(
+            job.ranks, HERE / "rank_program.py", job.seed, mpi=job.mpi, timeout_s=HANG_S, env=environment(job)
+        )
+        found, text = broken(job, result), result.text
+    except TimeoutError as error:
+        found, text = ["it hung"], str(error)
+    if found:
+        again = f".venv/bin/python tests/fuzz/fuzz.py --seed {job.seed}"
+        print(f"FAILED {job}\n  " + "\n  ".join(found) + f"\n  once more: {again}\n{text}", flush=True)
+    return not found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""What allred promises for each fault, in one table; and whether a job kept it.
+
+Some of it holds only once the watcher is there (allred.watch): `peers` and `watched` are looked at when it is, which
+this module sees by allred.RemoteRankError.
+"""
+
+import dataclasses
+import re
+
+from plan import Job
+
+import allred
+from allred.config import Config
+from allred.testing import Result
+
+WATCHED = hasattr(allred, "RemoteRankError")
+TIMEOUT_S = "3"
+
+
+@dataclasses.dataclass(frozen=True)
+class Promise:
+    """How a job has to end. Texts are patterns, in which {rank}, {code} and {seed} are those of the fault.
+
+    code: mpirun's exit code; "not 0" for any other, "any". once, some: on stderr exactly once, at least once.
+    peers: what every other rank says that it met. watched: on stderr once. limited: runs with a small time limit.
+    only_watched: nothing of it is promised without the watcher.
+    """
+
+    code: str = "not 0"
+    once: tuple[str, ...] = ()
+    some: tuple[str, ...] = ()
+    peers: str = ""
+    watched: tuple[str, ...] = ()
+    watched_some: tuple[str, ...] = ()
+    limited: bool = False
+    only_watched: bool = False
+
+
+SILENT = r"allred: rank {rank} on \S+ ended with exit code 0 without a word"
+
+PROMISES = {
+    "raise": Promise(
+        code="1",
+        once=(r"ValueError: the fault of seed {seed}\b",),
+        peers="RemoteRankError of rank {rank} code 1 with its traceback",
+    ),
+    "sys.exit": Promise(code="{code}", peers="RemoteRankError of rank {rank} code {code}"),
+    "SystemExit": Promise(code="{code}", peers="RemoteRankError of rank {rank} code {code}"),
+    "interrupt": Promise(once=("KeyboardInterrupt",), peers="RemoteRankError of rank {rank}"),
+    "_exit": Promise(watched=(SILENT,), peers="RemoteRankError of rank {rank}", limited=True, only_watched=True),
+    "kill": Promise(watched=(r"allred: rank {rank} on \S+ was killed by signal 9 \(SIGKILL\)",)),
+    "stop": Promise(
+        some=("CollectiveTimeout",),
+        peers="CollectiveTimeout",
+        watched_some=(r"rank {rank}\b.*stopped",),
+        limited=True,
+    ),
+}
+# MPICH's launcher takes it for a good end, kills the other ranks at once, and ends with 0 or 9: promised is who it was.
+SILENT_UNDER_MPICH = Promise(code="any", watched=(SILENT,), limited=True, only_watched=True)
+UNCAUGHT = Promise(code="1")  # a wrong call that the program does not catch: every rank raises the same
+
+
+def promise_of(job: Job) -> Promise:
+    """The row of the table for a job with a fault other than a wrong call."""
+    if (job.fault.kind, job.mpi) == ("_exit", "mpich"):
+        return SILENT_UNDER_MPICH
+    return PROMISES[job.fault.kind]
+
+
+def environment(job: Job) -> dict[str, str]:
+    """The settings of a job."""
+    settings = {"ALLRED_BANNER": "0", "ALLRED_BACKEND": job.backend, "ALLRED_PRETEND_NODES": job.nodes}
+    if job.fault.kind in PROMISES and promise_of(job).limited:
+        settings["ALLRED_TIMEOUT_S"] = TIMEOUT_S
+        if hasattr(Config, "stall_warning_s"):
+            settings["ALLRED_STALL_WARNING_S"] = "1"
+    return settings
+
+
+def broken(job: Job, result: Result) -> list[str]:
+    """The promises that were not kept, in words."""
+    found = [f"a process was left: {line}" for line in result.left]
+    if "Wrong: " in result.err or "AssertionError" in result.err:
+        found.append("a rank found a wrong result")
+    if job.fault.kind == "none" or (job.fault.kind == "wrong" and job.fault.caught):
+        return found + _not_good(job, result)
+    if job.fault.kind == "wrong":
+        error = "InputError" if job.fault.change == "unusable" else "MismatchError"
+        return found + _not_kept(job, result, UNCAUGHT) + _not_met(range(job.ranks), error, result)
+    promise = promise_of(job)
+    if promise.only_watched and not WATCHED:
+        return found
+    found += _not_kept(job, result, promise)
+    if WATCHED:
+        peers = [rank for rank in range(job.ranks) if rank != job.fault.rank]
+        found += _not_met(peers, _filled(promise.peers, job), result) if promise.peers else []
+    return found
+
+
+def _not_good(job: Job, result: Result) -> list[str]:
+    """A good end: code 0, every rank's digest, all the same, and nothing on stderr."""
+    digests = dict(re.findall(r"^rank (\d+) done (\w+)$", result.out, re.MULTILINE))
+    found = [f"exit code {result.code}, not 0"] if result.code else []
+    if sorted(map(int, digests)) != list(range(job.ranks)):
+        found.append(f"ranks {sorted(digests)} of {job.ranks} told a digest")
+    if len(set(digests.values())) > 1:
+        found.append(f"results differ between ranks: {digests}")
+    return found + ["something on stderr"] * bool(result.err)
+
+
+def _not_kept(job: Job, result: Result, promise: Promise) -> list[str]:
+    code = _filled(promise.code, job)
+    good = {"not 0": result.code != 0, "any": True}.get(code, str(result.code) == code)
+    found = [] if good else [f"exit code {result.code}, promised is {code}"]
+    if re.search(r"^rank \d+ done", result.out, re.MULTILINE):
+        found.append("a rank came to the end of its program")
+    once, some = promise.once, promise.some
+    if WATCHED:
+        once, some = once + promise.watched, some + promise.watched_some
+    for pattern in (*once, *some):
+        count = len(re.findall(_filled(pattern, job), result.err))
+        if count == 0 or (pattern in once and count > 1):
+            found.append(f"{count} times on stderr: {_filled(pattern, job)}")
+    return found
+
+
+def _not_met(ranks: object, error: str, result: Result) -> list[str]:
+    lines = result.out.splitlines()
+    missing = [rank for rank in ranks if not any(line.startswith(f"rank {rank} met {error}") for line in lines)]
+    return [f"ranks {missing} did not meet {error}"] if missing else []
+
+
+def _filled(text: str, job: Job) -> str:
+    for name, value in (("rank", job.fault.rank), ("code", job.fault.code), ("seed", job.seed)):
+        text = text.replace(f"{{{name}}}", str(value))
+    return text

@@ -1,0 +1,145 @@
+"""One rank of a fuzz job: `mpirun -np N python rank_program.py SEED`.
+
+It goes through the plan's operations and checks each result. At the end it prints one line with a digest of all that
+must be the same on all ranks, error texts included. Whatever ends it early it tells in a line, for the driver.
+"""
+
+import hashlib
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+from arithmetic import difference, expected, inputs, without_nan_payload
+from calls import Call
+from plan import Fault, Job, called, job_of
+
+import allred
+from allred import testing
+
+
+class Wrong(Exception):  # noqa: N818  (not an error of allred's: the verdict on it)
+    """allred gave something else than it promises."""
+
+
+def say(words: str) -> None:
+    """A line on stdout, whole."""
+    os.write(1, f"rank {allred.rank()} {words}\n".encode())
+
+
+def fault_of(job: Job) -> testing.Fault:
+    """The job's fault as something to call once an operation."""
+    fault, step = job.fault, job.fault.operation + 1
+    error = ValueError(f"the fault of seed {job.seed}")
+    if fault.kind in ("none", "wrong"):
+        return testing.slow(0, 0.0)
+    if fault.kind == "raise":
+        return testing.fail_at(fault.rank, step, error)
+    if fault.kind == "sys.exit":
+        return testing.exit_at(fault.rank, step, fault.code)
+    if fault.kind == "SystemExit":
+        return testing.fail_at(fault.rank, step, SystemExit(fault.code))
+    if fault.kind == "interrupt":
+        return testing.Fault("interrupt", fault.rank, step, lambda: signal.raise_signal(signal.SIGINT))
+    if fault.kind == "_exit":
+        return testing.Fault("_exit", fault.rank, step, lambda: os._exit(0))
+    number = signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP
+    return testing.Fault(fault.kind, fault.rank, step, lambda: _signal(number, fault.midway_s))
+
+
+def _signal(number: int, midway_s: float) -> None:
+    if midway_s:
+        threading.Timer(midway_s, os.kill, (os.getpid(), number)).start()
+    else:
+        os.kill(os.getpid(), number)
+
+
+def is_wrong(fault: Fault, index: int) -> bool:
+    """Whether some rank calls something else than the others here."""
+    return fault.kind == "wrong" and fault.operation == index
+
+
+def run(job: Job, digest: Any) -> None:
+    """All operations of the plan."""
+    rank, fault = allred.rank(), fault_of(job)
+    for index, operation in enumerate(job.operations):
+        time.sleep(operation.delays[rank])
+        fault()
+        if is_wrong(job.fault, index):
+            text = run_wrong(job, index)
+            digest.update(text.encode())
+            continue
+        call = Call(operation, inputs(job, index, operation, rank), rank, job.ranks, rng_of(job, index))
+        results = call.run()
+        check(job, index, call, results, digest)
+        if job.fault.midway_s and (job.fault.rank, job.fault.operation) == (rank, index):
+            time.sleep(60)  # the signal comes
+
+
+def rng_of(job: Job, index: int) -> random.Random:
+    return random.Random(f"{job.seed} {index} {allred.rank()}")
+
+
+def check(job: Job, index: int, call: Call, results: list[Any], digest: Any) -> None:
+    """Compare with numpy; take what must be equal on all ranks into the digest."""
+    operation = call.operation
+    wanted = expected(job, index, operation, call.rank)
+    where = f"seed {job.seed}, operation {index}, {operation}, rank {call.rank}"
+    if len(results) != len(wanted):
+        raise Wrong(f"{where}: {len(results)} results, not {len(wanted)}")
+    for number, (got, want) in enumerate(zip(results, wanted, strict=True)):
+        if words := difference(got, want, exactly=job.rank_order):
+            raise Wrong(f"{where}: result {number} {words}")
+        if want.everywhere:
+            digest.update(without_nan_payload(got))
+    if not call.right_memory(results):
+        raise Wrong(f"{where}: {'not in place' if call.in_place else 'the argument was changed'}")
+
+
+def run_wrong(job: Job, index: int) -> str:
+    """The operation that one rank calls wrongly: all must get the same error, and nothing may be changed."""
+    rank, where = allred.rank(), f"seed {job.seed}, operation {index}"
+    operation = called(job, rank, index)
+    place = index + (operation is not job.operations[index] and job.fault.change == "next")
+    call = Call(operation, inputs(job, place, operation, rank), rank, job.ranks, rng_of(job, place))
+    try:
+        results = call.run()
+    except (allred.MismatchError, allred.InputError) as error:
+        unusable = job.fault.change == "unusable"
+        if type(error) is not (allred.InputError if unusable else allred.MismatchError):
+            raise Wrong(f"{where}: the wrong kind of error") from error
+        if not call.untouched():
+            raise Wrong(f"{where}: an operation that gave an error has changed its arguments") from error
+        if not job.fault.caught:
+            raise
+        return f"{type(error).__name__}: {error}"
+    raise Wrong(f"{where}: called wrongly ({job.fault.change}) on rank {job.fault.rank}, and gave {results!r:.200}")
+
+
+def words_of(error: allred.AllredError, job: Job) -> str:
+    """What ended this rank. A RemoteRankError also says who failed, how, and whether it has that rank's traceback."""
+    if type(error).__name__ != "RemoteRankError":
+        return f"met {type(error).__name__}"
+    shown = "with" if f"the fault of seed {job.seed}" in error.traceback else "without"
+    return f"met RemoteRankError of rank {error.rank} code {error.code} {shown} its traceback"
+
+
+def main() -> None:
+    job, digest = job_of(int(sys.argv[1])), hashlib.blake2b(digest_size=6)
+    allred.init()
+    try:
+        run(job, digest)
+        allred.barrier()
+    except allred.AllredError as error:
+        say(words_of(error, job))
+        raise
+    assert np.array_equal(allred.allgather(allred.rank()), np.arange(job.ranks))
+    say(f"done {digest.hexdigest()}")
+
+
+if __name__ == "__main__":
+    main()

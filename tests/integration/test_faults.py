@@ -1,0 +1,108 @@
+"""allred.testing as a user's tests use it: the example of its docstring, and every fault under both MPIs."""
+
+import re
+import sys
+import textwrap
+
+import pytest
+from harness import BIN, OPENMPI, ROOT, mpirun, run
+
+from allred import testing
+
+MPIS = ["mpich", "openmpi"]
+
+TRAIN = """
+import sys, numpy as np, allred
+from allred import testing
+allred.init(banner=False)
+opt = allred.distributed({inside}allred.optim.SGD(lr=0.1){end})
+opt = {outside}opt{close}
+params = [np.zeros(4)]
+for step in range(1, 6):
+    opt.step(params, [np.ones(4)])
+    if allred.rank() == 0: print("step", step, flush=True)
+"""
+
+
+def train(fault, place):
+    words = dict.fromkeys(("inside", "end", "outside", "close"), "")
+    words |= {"inside": f"{fault}.into(", "end": ")"} if place == "inside" else {}
+    words |= {"outside": f"{fault}.into(", "close": ")"} if place == "outside" else {}
+    return TRAIN.format(**words)
+
+
+def example():
+    """The two programs in the docstring of allred.testing."""
+    _, programs = testing.__doc__.split("# train.py\n")
+    train, rest = programs.split("    # test_train.py\n")
+    return textwrap.dedent(train), textwrap.dedent(rest.split("\nBoth run")[0])
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_the_example_of_the_docstring(mpi, tmp_path):
+    train, test = example()
+    (tmp_path / "train.py").write_text(train)
+    (tmp_path / "test_train.py").write_text(test)
+    result = run([BIN[mpi] / "python", "-m", "pytest", "--color=no", "test_train.py"], cwd=tmp_path)
+    assert "1 passed" in result.out, result.text
+    (tmp_path / "train.py").write_text(train.replace("step=3", "step=6"))
+    result = run([BIN[mpi] / "python", "-m", "pytest", "--color=no", "test_train.py"], cwd=tmp_path)
+    assert "1 failed" in result.out, result.text
+    assert "exit code 0 after" in result.out, result.text
+
+
+def test_readme_has_the_test_of_the_docstring():
+    readme = (ROOT / "README.md").read_text()
+    assert example()[1].strip().partition("\n\n")[2].strip() in readme
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("place", ["inside", "outside"])
+@pytest.mark.parametrize(
+    ("fault", "code", "words"),
+    [
+        ("testing.fail_at(1, 3)", 1, r"RuntimeError: allred.testing.fail_at\(rank=1, step=3\)"),
+        ("testing.fail_at(0, 3, OSError('full'))", 1, "OSError: full"),
+        ("testing.exit_at(1, 3, 7)", 7, ""),
+        ("testing.kill_at(1, 3)", None, ""),
+        ("testing.kill_at(1, 3, 15)", None, ""),
+    ],
+)
+def test_a_fault_ends_the_job(mpi, place, fault, code, words):
+    result = mpirun(2, "-c", train(fault, place), mpi=mpi, timeout_s=20)
+    assert result.code == code if code else result.code != 0, result.text
+    assert "step 1" in result.out, result.text
+    assert "step 4" not in result.out, result.text
+    assert len(re.findall(words, result.err)) == 1 or not words, result.text
+    assert result.left == [], result.text
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_a_stopped_rank_is_a_timeout_of_the_others(mpi):
+    result = mpirun(
+        3, "-c", train("testing.stop_at(1, 3)", "outside"), mpi=mpi, timeout_s=30, env={"ALLRED_TIMEOUT_S": "2"}
+    )
+    assert result.code != 0, result.text
+    assert "CollectiveTimeout: " in result.err, result.text
+    assert result.left == [], result.text
+
+
+def test_a_slow_rank_changes_nothing_else():
+    result = mpirun(2, "-c", train("testing.slow(1, 0.2)", "outside"), timeout_s=30)
+    assert (result.code, result.out.count("step")) == (0, 5), result.text
+    assert result.seconds > 1, result.text
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_ranks_that_hang_are_ended_even_if_stopped(mpi):
+    hang = "import os, signal, allred\nallred.init(banner=False)\nos.kill(os.getpid(), signal.SIGSTOP)"
+    with pytest.raises(TimeoutError, match="did not end after 3 s") as error:
+        mpirun(2, "-c", hang, mpi=mpi, timeout_s=3)
+    assert "TESTING_RUN" not in str(error.value)
+
+
+def test_the_default_mpirun_is_the_one_next_to_this_python():
+    code = "import allred; allred.init(banner=False); print(f'{allred.size()}\\n', end='', flush=True)"
+    result = testing.mpirun(2, "-c", code, env=OPENMPI)
+    assert result.out.split() == ["2", "2"], result.text
+    assert sys.executable.startswith(str(BIN["mpich"]))

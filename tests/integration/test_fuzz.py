@@ -1,0 +1,104 @@
+"""Random jobs: a minute of new ones, and those that once failed. `make fuzz T=3600` goes on for an hour."""
+
+import importlib
+import os
+
+import pytest
+from harness import ROOT, mpirun, python
+
+FUZZ = ROOT / "tests/fuzz/fuzz.py"
+SECONDS = 60
+FAILED_ONCE = {  # seeds, and what the bug was
+    200021: "a rank that ended well was said to have ended without a word, once the chief's watcher had left before",
+    200032: "a silent exit under MPICH's launcher",
+    300016: "of a rank alone on its node it was not told that it had died, but that one the launcher killed later had",
+    400071: "of a rank alone on its node it was not told that it was killed",
+}
+
+
+@pytest.mark.limit(SECONDS + 120)
+def test_a_minute_of_random_jobs(capsys):
+    seed = int.from_bytes(os.urandom(4))
+    with capsys.disabled():
+        print(f"\nfuzz from seed {seed}: ", end="")
+    result = python(FUZZ, "--seconds", SECONDS, "--seed", seed, timeout_s=SECONDS + 100)
+    last = (result.out.strip().splitlines() or ["no output"])[-1]
+    with capsys.disabled():
+        print(last, end=" ")
+    assert (result.code, result.err) == (0, ""), result.text
+    assert last.endswith(" 0 failures"), result.text
+
+
+@pytest.mark.parametrize("seed", FAILED_ONCE, ids=str)
+def test_a_job_that_once_failed(seed):
+    result = python(FUZZ, "--seed", seed)
+    assert (result.code, result.err) == (0, ""), result.text
+
+
+# ---- an allred that is broken on purpose, in every rank of a real job
+
+PROGRAM = """
+import os, runpy, subprocess, sys
+sys.path.insert(0, {fuzz!r})
+import numpy as np, allred, plan
+plan.job_of = lambda seed: eval({job!r}, vars(plan))
+right = allred.{function}
+def defective(*arguments, **options):
+    {before}
+    result = right(*arguments, **options)
+    if allred.rank() == 1: {after}
+    return result
+allred.{function} = defective
+runpy.run_path({fuzz!r} + "/rank_program.py", run_name="__main__")
+"""
+CHILD = "subprocess.Popen(['sleep', '60'], start_new_session=True, stdout=-3, stderr=-3)"
+DEFECTS = {  # the function; what it does before and, on rank 1, after; what the driver says
+    "a wrong sum": ("reducescatter", "pass", "result += 1", "a rank found a wrong result"),
+    "a byte": ("allgather", "pass", "result.view(np.uint8)[-1:] ^= 64", "a rank found a wrong result"),
+    "a copy": ("allreduce_", "pass", "result = result.copy()", "a rank found a wrong result"),
+    "an argument": ("allreduce", "pass", "arguments[0][...] = 0", "a rank found a wrong result"),
+    "other rows": ("alltoall", "pass", "result = (result[0], result[1] + 1)", "a rank found a wrong result"),
+    "words": ("barrier", "pass", "print('oh', file=sys.stderr)", "something on stderr"),
+    "a child": ("barrier", "pass", CHILD, "a process was left: "),
+    "a hang": ("barrier", "while allred.rank() == 0: pass", "pass", "it hung"),
+    "an end": ("barrier", "if allred.rank() == 0: os._exit(0)", "pass", "ranks [] of 2 told a digest"),
+    "an error": ("broadcast_object", "pass", "raise allred.MismatchError('none')", "exit code 1, not 0"),
+}
+
+
+def one_job(plan, function):
+    """Two ranks that do little else than call the function."""
+    kind = function.strip("_")
+    rows = {"allgather": ((4,), (5,)), "alltoall": ((4, 3), (2, 1))}.get(kind, ())
+    arrays = {} if kind == "barrier" else {"shapes": (() if rows else (50,),), "dtypes": ("float32",)}
+    op = "Sum" if "reduce" in kind else ""
+    operation = plan.Operation(kind, op=op, rows=rows, delays=(0.0, 0.0), **arrays)
+    return plan.Job(11, 2, "mpich", "auto", "none", (operation,) * 12, plan.Fault())
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_defect_is_found_and_told_with_how_to_repeat_it(defect, monkeypatch, capsys):
+    function, before, after, words = DEFECTS[defect]
+    monkeypatch.syspath_prepend(FUZZ.parent)
+    fuzz, plan = importlib.import_module("fuzz"), importlib.import_module("plan")
+    job = one_job(plan, function)
+    code = PROGRAM.format(fuzz=str(FUZZ.parent), job=repr(job), function=function, before=before, after=after)
+    monkeypatch.setattr(fuzz, "mpirun", lambda ranks, _, seed, **options: mpirun(ranks, "-c", code, seed, **options))
+    monkeypatch.setattr(fuzz, "HANG_S", 4)
+    assert not fuzz.play(job)
+    told = capsys.readouterr().out
+    assert told.startswith("FAILED seed 11: 2 ranks, mpich, backend auto"), told
+    assert words in told, told
+    assert "once more: .venv/bin/python tests/fuzz/fuzz.py --seed 11" in told, told
+
+
+def test_without_a_defect_the_same_jobs_are_good(monkeypatch):
+    monkeypatch.syspath_prepend(FUZZ.parent)
+    fuzz, plan = importlib.import_module("fuzz"), importlib.import_module("plan")
+    for function in sorted({function for function, *_ in DEFECTS.values()}):
+        job = one_job(plan, function)
+        nothing = {"function": function, "before": "pass", "after": "pass"}
+        code = PROGRAM.format(fuzz=str(FUZZ.parent), job=repr(job), **nothing)
+        with monkeypatch.context() as patch:
+            patch.setattr(fuzz, "mpirun", lambda ranks, _, seed, code=code, **o: mpirun(ranks, "-c", code, seed, **o))
+            assert fuzz.play(job)

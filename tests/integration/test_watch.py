@@ -1,0 +1,519 @@
+"""Whole jobs in which a rank fails, dies, stalls or leaves: what the others hear, and how the job ends."""
+
+import contextlib
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import time
+import uuid
+
+import pytest
+from harness import BIN, mpirun, run
+from hosts import hosts
+
+MPIS = ["mpich", "openmpi"]
+
+PROGRAM = """
+import os, signal, sys, threading, time
+import numpy as np
+import allred
+
+allred.init(banner=False)
+rank, size = allred.rank(), allred.size()
+allred.barrier()
+
+def culprit():
+    {culprit}
+
+def peers():
+    {peers}
+
+try:
+    if rank == {who}:
+        time.sleep(0.2)  # the others are where they are meant to be
+        culprit()
+    else:
+        peers()
+    {after}
+except (allred.RemoteRankError, allred.CollectiveTimeout) as error:
+    words = str(error).split("\\n")[0]
+    print(f"rank {{rank}} heard:", getattr(error, "rank", "-"), getattr(error, "code", "-"), words, flush=True)
+    raise
+finally:
+    print(f"finally on {{rank}}", flush=True)
+print("never")
+"""
+
+COLLECTIVES = {
+    "allreduce": "allred.allreduce(np.ones((512, 128), 'f4'), name='fc1.weight')",
+    "allreduce_": "allred.allreduce_(np.ones(3), allred.Sum, 'w')",
+    "grouped_allreduce": "allred.grouped_allreduce([np.ones(3), np.ones((2, 2), 'f4')], name='w')",
+    "broadcast": "allred.broadcast(np.ones(3), root=1, name='w')",
+    "allgather": "allred.allgather(np.ones(3), name='w')",
+    "reducescatter": "allred.reducescatter(np.ones(3), name='w')",
+    "alltoall": "allred.alltoall(np.ones(size), name='w')",
+    "barrier": "allred.barrier()",
+    "allgather_object": "allred.allgather_object({})",
+    "broadcast_object": "allred.broadcast_object({}, root=1)",
+}
+STALLS = {  # what the culprit does, and how the others are told of it
+    "sleeps": ("time.sleep(60)", r"in Python at <string>:11 \(culprit\)"),
+    "loops": ("while True: pass", r"in Python at <string>:11 \(culprit\)"),
+    "holds the GIL": ("sum(range(10**11))", r"in Python at <string>:11 \(culprit\)"),
+    "is stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", r"stopped \(kill -CONT \d+ lets it go on\)"),
+}
+LIMITS = {"ALLRED_TIMEOUT_S": "2", "ALLRED_STALL_WARNING_S": "1"}
+
+
+def program(culprit, peers=COLLECTIVES["allreduce"], who=1, after="allred.barrier()"):
+    return PROGRAM.format(culprit=culprit, peers=peers, who=who, after=after)
+
+
+@pytest.fixture
+def mark():
+    """A variable for a program's environment, by which to find its processes; whatever is left of it is killed."""
+    variable = {"WATCH_TEST": uuid.uuid4().hex}
+    yield variable
+    for pid in processes(variable):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def processes(mark, words=""):
+    """The processes that have the mark in their environment, and the words in their command line."""
+    [(name, value)] = mark.items()
+    found = []
+    for entry in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            marked = f"{name}={value}".encode() in (entry / "environ").read_bytes().split(b"\0")
+            if marked and words.encode() in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
+def gone(mark, within_s=2.0):
+    """Whether no process is left of it."""
+    deadline = time.monotonic() + within_s
+    while (left := processes(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not left
+
+
+def heard(result):
+    """What each rank but the culprit printed of the verdict."""
+    return {int(r): words for r, words in re.findall(r"rank (\d) heard: (.*)", result.out)}
+
+
+# ---- a rank that fails
+
+FAILURES = {
+    "raise": ("raise ValueError('boom')", 1, "failed with exit code 1: ValueError: boom"),
+    "sys.exit": ("sys.exit(3)", 3, "failed with exit code 3: sys.exit(3)"),
+    "raise SystemExit": ("raise SystemExit(3)", 3, "failed with exit code 3"),
+    "interrupt": ("os.kill(os.getpid(), signal.SIGINT); time.sleep(9)", 130, "exit code 130: KeyboardInterrupt"),
+}
+BUSY = {
+    "waits": COLLECTIVES["allreduce"],
+    "sleeps": "time.sleep(60)",
+    "loops": "while True: np.linalg.norm(np.ones((100, 100)))",
+    "waits for a lock": "threading.Event().wait()",
+}
+
+
+def check_failure(result, failure, size, culprit=1):
+    _, code, words = FAILURES[failure]
+    others = set(range(size)) - {culprit}
+    assert result.code == code, result.text
+    assert result.seconds < 15, result.text
+    assert set(heard(result)) == others, result.text
+    assert all(text.startswith(f"{culprit} {code} rank {culprit} on ") for text in heard(result).values()), result.text
+    assert all(text.endswith(words) for text in heard(result).values()), result.text
+    assert {f"finally on {rank}" for rank in range(size)} <= set(result.out.splitlines()), result.text
+    assert "never" not in result.out, result.text
+    tracebacks = failure in ("raise", "interrupt")
+    assert result.err.count("Traceback (most recent call last)") == tracebacks, result.text
+    assert result.err.count(f"allred: rank {culprit} on ") == 1, result.text
+    if tracebacks:
+        last = result.err.index("Traceback (most recent call last)")
+        assert "allred:" not in result.err[:last], result.text
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("failure", FAILURES)
+def test_the_others_hear_of_a_failure_and_unwind(mpi, failure):
+    check_failure(mpirun(2, "-c", program(FAILURES[failure][0]), mpi=mpi, timeout_s=20), failure, 2)
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("busy", BUSY)
+def test_whatever_they_are_doing(mpi, busy):
+    check_failure(mpirun(3, "-c", program(FAILURES["raise"][0], BUSY[busy]), mpi=mpi, timeout_s=20), "raise", 3)
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize(("nodes", "busy"), [("2,2", "waits"), ("1,3", "sleeps"), ("1,1,1,1", "waits")])
+def test_on_several_nodes(mpi, nodes, busy):
+    code = program(FAILURES["raise"][0], BUSY[busy], who=3)
+    result = mpirun(4, "-c", code, mpi=mpi, timeout_s=20, env={"ALLRED_PRETEND_NODES": nodes})
+    check_failure(result, "raise", 4, culprit=3)
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_an_interrupt_inside_a_collective(mpi):
+    """Rank 1 waits in a barrier that the others never enter."""
+    after = "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start(); allred.barrier()"
+    result = mpirun(3, "-c", program(after, "time.sleep(60)"), mpi=mpi, timeout_s=20)
+    check_failure(result, "interrupt", 3)
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_a_rank_that_cannot_unwind_is_ended_after_the_grace(mpi):
+    result = mpirun(3, "-c", program("raise ValueError('boom')", "sum(range(10**11))"), mpi=mpi, timeout_s=20)
+    assert result.code == 1, result.text
+    assert result.seconds < 10, result.text
+    assert result.err.count("ValueError: boom") == 1, result.text
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_all_ranks_fail_at_once(mpi):
+    code = "import allred\nallred.init(banner=False)\nraise ValueError('boom')"
+    result = mpirun(3, "-c", code, mpi=mpi, timeout_s=20)
+    assert result.code == 1, result.text
+    assert result.err.count("ValueError: boom") == 1, result.text
+
+
+def test_failures_of_different_kinds_are_all_shown():
+    code = "import allred\nallred.init(banner=False)\nraise ValueError(f'boom {allred.rank()}')"
+    result = mpirun(3, "-c", code, timeout_s=20)
+    assert result.code == 1, result.text
+    for rank in range(3):
+        assert result.err.count(f"ValueError: boom {rank}") == 1, result.text
+
+
+def test_who_catches_the_verdict_can_do_no_more_collectives_but_end_in_peace():
+    code = (
+        "import sys, time, allred\nallred.init(banner=False)\nallred.barrier()\n"
+        "if allred.rank() == 1: time.sleep(0.2); raise ValueError('boom')\n"
+        "try: allred.barrier()\n"
+        "except allred.RemoteRankError as error: first = str(error)\n"
+        "try: allred.barrier()\n"
+        "except allred.RemoteRankError as error: print('again', str(error) == first, flush=True)\n"
+    )
+    result = mpirun(3, "-c", code, timeout_s=20)
+    assert result.code == 1, result.text
+    assert result.out.count("again True") == 2, result.text
+    assert result.err.count("Traceback") == 1, result.text
+
+
+# ---- a rank that is killed
+
+KILLS = {9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("number", KILLS)
+def test_one_line_says_which_rank_died_by_which_signal(mpi, number, mark):
+    code = program(f"os.kill(os.getpid(), {number})", who=2)
+    result = mpirun(3, "-c", code, mpi=mpi, timeout_s=20, env=mark)
+    assert result.code != 0, result.text
+    lines = re.findall(rf"^allred: rank 2 on \S+ was killed by signal {number} \((\w+)\)", result.err, re.M)
+    assert lines == [KILLS[number]], result.text
+    assert result.err.count("was killed by") == 1, result.text
+    assert gone(mark)
+
+
+LETS_LIVE = {"mpich": ["-disable-auto-cleanup"], "openmpi": ["--with-ft", "ulfm"]}
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("busy", BUSY)
+def test_survivors_raise_where_the_launcher_lets_them_live(mpi, busy, mark):
+    code = program("os.kill(os.getpid(), 9)", BUSY[busy])
+    command = [BIN[mpi] / "mpirun", *LETS_LIVE[mpi], "-np", 3, BIN[mpi] / "python", "-c", code]
+    result = run(command, timeout_s=30, env=mark)
+    assert set(heard(result)) == {0, 2}, result.text
+    for words in heard(result).values():
+        assert re.fullmatch(r"1 137 rank 1 on \S+ was killed by signal 9 \(SIGKILL\).*", words), result.text
+    assert {"finally on 0", "finally on 2"} <= set(result.out.splitlines()), result.text
+    assert gone(mark, within_s=5)
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_every_rank_killed_leaves_no_watcher(mpi, mark):
+    code = program("os.kill(os.getpid(), 9)", "time.sleep(0.2); os.kill(os.getpid(), 9)")
+    mpirun(3, "-c", code, mpi=mpi, timeout_s=20, env=mark)
+    assert gone(mark)
+
+
+# ---- a rank that leaves early
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("end", ["sys.exit(0)", "allred.shutdown(); time.sleep(60)"])
+def test_a_rank_that_ends_well_while_the_others_wait_for_it(mpi, end):
+    end = end.replace("allred.shutdown()", "sys.exit(0)")
+    result = mpirun(3, "-c", program(end), mpi=mpi, timeout_s=20)
+    assert result.code == 1, result.text
+    assert set(heard(result)) == {0, 2}, result.text
+    assert "has ended, and will never call allreduce(Average) #" in heard(result)[0], result.text
+
+
+# ---- a rank that stalls
+
+
+def check_stall(result, collective, words, size=3):
+    name = {"allreduce_": "allreduce"}.get(collective, collective)
+    assert result.code == 1, result.text
+    assert result.seconds < 15, result.text
+    told = re.findall(r"allred: rank (\d) has waited for \d s in (.*)\n((?:  rank.*\n)+)", result.err)
+    assert len(told) == 1, result.text
+    assert told[0][1].startswith(f"{name}("), result.text
+    assert re.search(words, told[0][2]), result.text
+    pattern = r"- - \w+\(.* #\d+.*: not complete after 2 s"
+    ends = [text for text in heard(result).values() if re.fullmatch(pattern, text)]
+    assert len(ends) >= size - 1, result.text  # all but, perhaps, the culprit
+    assert result.err.count("CollectiveTimeout: ") == 1, result.text
+    assert re.search(words, result.err[result.err.index("CollectiveTimeout: ") :]), result.text
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("stall", STALLS)
+def test_a_stalled_rank_is_told_of_and_ends_the_job(mpi, stall, mark):
+    does, words = STALLS[stall]
+    result = mpirun(3, "-c", program(does), mpi=mpi, timeout_s=30, env=LIMITS | mark)
+    check_stall(result, "allreduce", words)
+    operation = r"in allreduce\(Average\) #\d+ 'fc1.weight' float32 \(512, 128\) since \d s"
+    assert re.search(operation, result.err), result.text
+    assert gone(mark)
+
+
+@pytest.mark.parametrize("backend", ["shm", "mpi"])
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_in_every_collective(backend, collective):
+    does, words = list(STALLS.values())[list(COLLECTIVES).index(collective) % len(STALLS)]
+    code = program(does, COLLECTIVES[collective])
+    result = mpirun(3, "-c", code, timeout_s=30, env=LIMITS | {"ALLRED_BACKEND": backend})
+    check_stall(result, collective, words)
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_a_stall_across_nodes(mpi):
+    code = program(STALLS["is stopped"][0], who=3)
+    result = mpirun(4, "-c", code, mpi=mpi, timeout_s=30, env=LIMITS | {"ALLRED_PRETEND_NODES": "2,2"})
+    check_stall(result, "allreduce", STALLS["is stopped"][1], 4)
+
+
+def test_a_stall_that_passes_is_told_too():
+    code = program("time.sleep(2)", after="sys.exit(0)")
+    result = mpirun(3, "-c", code, timeout_s=20, env={"ALLRED_STALL_WARNING_S": "1"})
+    assert result.code != 0 or "never" not in result.out, result.text
+    assert len(re.findall(r"allred: rank 0 has waited for 1 s in allreduce", result.err)) == 1, result.text
+
+
+def test_patience():
+    code = (
+        "import time, allred\nallred.init(banner=False)\n"
+        "if allred.rank(): time.sleep(3)\n"
+        "with allred.patience(30): allred.barrier()\n"
+        "print('there', flush=True)\n"
+        "if allred.rank(): time.sleep(60)\n"
+        "with allred.patience(1.5): allred.barrier()\n"
+    )
+    result = mpirun(2, "-c", code, timeout_s=30, env=LIMITS)
+    assert result.code == 1, result.text
+    assert result.out.count("there") == 2, result.text
+    assert "has waited" not in result.err, result.text
+    assert "not complete after 1.5 s" in result.err, result.text
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "'x'", "None"])
+def test_patience_is_a_positive_number(value):
+    code = f"import allred\nallred.init(banner=False)\nwith allred.patience({value}): pass"
+    result = mpirun(1, "-c", code, timeout_s=20)
+    assert "must be a positive number of seconds" in result.err, result.text
+
+
+# ---- the watcher itself
+
+KILL_IT = """
+import os, signal, time
+import numpy as np
+import allred
+allred.init(banner=False)
+allred.barrier()
+if allred.rank() == 0:
+    print("ready", flush=True)
+    input()
+allred.barrier()
+for step in range(300):
+    assert allred.allreduce(step, allred.Sum) == step * allred.size()
+{end}
+print("done", flush=True)
+"""
+
+
+def with_watcher(action, mark, end="", mpi="mpich"):
+    """Run the program; once it is ready do something to its watcher. (exit code, stdout, stderr)"""
+    command = [BIN[mpi] / "mpirun", "-np", "3", BIN[mpi] / "python", "-c", KILL_IT.format(end=end)]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("ALLRED_", "PMI", "OMPI_COMM", "MAKE"))}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**environment, **mark}, start_new_session=True,
+    ) as job:  # fmt: skip
+        try:
+            assert job.stdout.readline() == "ready\n"
+            [watcher] = processes(mark, "allred.watch")
+            os.kill(watcher, action)
+            time.sleep(0.3)
+            out, err = job.communicate("go\n", timeout=20)
+        finally:
+            job.kill()
+    return job.returncode, out, err
+
+
+def test_a_watcher_that_is_killed_is_told_of_once_and_training_goes_on(mark):
+    code, out, err = with_watcher(signal.SIGKILL, mark)
+    assert code == 0, err
+    assert out.count("done") == 3
+    assert err.count("allred:") == err.count("the watcher process on") == 1, err
+
+
+def test_without_its_watcher_a_rank_that_fails_still_ends_the_job(mark):
+    end = "if allred.rank() == 1: raise ValueError('boom')\nallred.barrier()"
+    code, out, err = with_watcher(signal.SIGKILL, mark, end)
+    assert code == 1, err
+    assert "done" not in out
+    assert err.count("ValueError: boom") == 1, err
+
+
+def test_a_watcher_that_is_stopped_keeps_nobody(mark):
+    code, out, err = with_watcher(signal.SIGSTOP, mark)
+    assert code == 0, err
+    assert out.count("done") == 3
+    assert err == ""
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_it_leaves_with_its_ranks(mpi, mark):
+    result = mpirun(3, "-c", "import allred\nallred.init(banner=False)", mpi=mpi, timeout_s=20, env=mark)
+    assert (result.code, result.err) == (0, ""), result.text
+    assert gone(mark, within_s=1.0)
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_without_watchers(mpi):
+    environment = LIMITS | {"ALLRED_WATCHER": "0"}
+    result = mpirun(3, "-c", program("raise ValueError('boom')"), mpi=mpi, timeout_s=20, env=environment)
+    assert result.code == 1, result.text
+    assert result.err.count("ValueError: boom") == 1, result.text
+    result = mpirun(3, "-c", program("time.sleep(60)"), mpi=mpi, timeout_s=20, env=environment)
+    assert result.code == 1, result.text
+    assert "not complete after 2 s; a rank is late, stopped or gone" in result.err, result.text
+
+
+def test_init_in_another_thread_than_the_main_one():
+    code = (
+        "import threading, allred\nthread = threading.Thread(target=allred.init); thread.start(); thread.join()\n"
+        "assert allred.allreduce(1.0, allred.Sum) == 2\n"
+        "if allred.rank() == 1: raise ValueError('boom')\nallred.barrier()\n"
+    )
+    result = mpirun(2, "-c", code, timeout_s=20)
+    assert result.code == 1, result.text
+    assert result.err.count("ValueError: boom") == 1, result.text
+
+
+# ---- forks
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_a_pool_of_forked_workers(mpi):
+    """As a DataLoader has them: they compute while the ranks train, and end as they like."""
+    code = (
+        "import multiprocessing, os, time\nimport numpy as np\nimport allred\nallred.init(banner=False)\n"
+        "def load(number):\n"
+        "    try: allred.allreduce(1.0)\n"
+        "    except allred.AllredError as error: assert 'forked from a rank' in str(error), error\n"
+        "    else: raise AssertionError\n"
+        "    return np.full(1000, number)\n"
+        "context = multiprocessing.get_context('fork')\n"
+        "for epoch in range(2):\n"
+        "    with context.Pool(2) as pool:\n"
+        "        for batch in pool.imap(load, range(20)):\n"
+        "            assert allred.allreduce(batch, allred.Sum)[0] == batch[0] * allred.size()\n"
+        "child = context.Process(target=os._exit, args=(7,)); child.start(); child.join()\n"
+        "allred.barrier()\nprint('done', flush=True)\n"
+    )
+    result = mpirun(2, "-c", code, mpi=mpi, timeout_s=40)
+    assert (result.code, result.out.count("done"), result.err) == (0, 2, ""), result.text
+
+
+# ---- several hosts
+
+
+@pytest.fixture(scope="module")
+def two_hosts(tmp_path_factory):
+    if os.geteuid() != 0:
+        pytest.skip("namespaces take root")
+    with contextlib.ExitStack() as stack:
+        try:
+            made = stack.enter_context(hosts(2, tmp_path_factory.mktemp("hosts")))
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        yield made
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("busy", ["waits", "sleeps"])
+def test_a_failure_on_another_host(two_hosts, mpi, busy):
+    result = two_hosts.run(mpi, [2, 1], "-c", program(FAILURES["raise"][0], BUSY[busy], who=2), timeout_s=30)
+    check_failure(result, "raise", 3, culprit=2)
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("stall", ["is stopped", "holds the GIL"])
+def test_a_stall_on_another_host(two_hosts, mpi, stall):
+    does, words = STALLS[stall]
+    result = two_hosts.run(mpi, [1, 2], "-c", program(does, who=2), timeout_s=30, env=LIMITS)
+    check_stall(result, "allreduce", words)
+    assert re.search(rf"rank 2 +{two_hosts.names[1]} +", result.err), result.text
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_a_death_on_another_host(two_hosts, mpi):
+    result = two_hosts.run(mpi, [1, 2], "-c", program("os.kill(os.getpid(), 9)", who=2), timeout_s=30)
+    assert result.code != 0, result.text
+    assert re.search(rf"allred: rank 2 on {two_hosts.names[1]} was killed by signal 9 ", result.err), result.text
+
+
+# ---- ranks that differ
+
+
+@pytest.mark.parametrize("backend", ["shm", "mpi"])
+@pytest.mark.parametrize("check", ["basic", "full"])
+def test_a_mismatch_says_where_each_rank_called(backend, check):
+    code = (
+        "import numpy as np\nimport allred\nallred.init(banner=False)\nrank = allred.rank()\n"
+        "def one(): return allred.allreduce(np.ones(4), name='g')\n"
+        "def two(): return allred.allreduce(np.ones(4), name='g')\n"
+        "texts = []\n"
+        "for calls in [(one, allred.barrier), (one, two), (one, one)]:\n"
+        "    try: calls[rank > 0]()\n"
+        "    except allred.MismatchError as error: texts.append(str(error))\n"
+        "    else: texts.append('agreed')\n"
+        "assert len(set(allred.allgather_object(tuple(texts)))) == 1\n"
+        "if rank == 0: print('\\n'.join(texts), flush=True)\n"
+    )
+    result = mpirun(3, "-c", code, timeout_s=20, env={"ALLRED_BACKEND": backend, "ALLRED_CHECK": check})
+    assert result.code == 0, result.text
+    lines = result.out.splitlines()
+    assert lines[0].startswith("ranks called different operations: allreduce(Average) 'g' float64 (4,) on rank 0;"), (
+        lines
+    )
+    assert lines[1] == "  called at <string>:5 on rank 0; <string>:9 on ranks 1 and 2"
+    if check == "basic":
+        assert lines[2:] == ["agreed", "agreed"]
+    else:
+        assert lines[2].startswith("allreduce(Average) 'g' float64 (4,): ranks call it in different places")
+        assert lines[3:] == ["  called at <string>:5 on rank 0; <string>:6 on ranks 1 and 2", "agreed"]

@@ -1,0 +1,329 @@
+"""The watchers' decisions, without processes: events in, messages out, with the time given."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from allred.watch import job, link, state
+from allred.watch.job import Job
+
+
+class Script:
+    """A job of `size` ranks that have joined; `messages` are those since the last look, without the time."""
+
+    def __init__(self, size=3, nodes=1, warn_s=30.0):
+        self.job, self.messages = Job(size, nodes, warn_s), []
+        for rank in range(size):
+            self.hear("joined", rank, host=f"host{rank}")
+
+    def hear(self, event, rank=None, now=0.0, **rest):
+        self.messages += self.job.hear({"event": event, "rank": rank, **rest}, now)
+
+    def tick(self, now):
+        self.messages += self.job.tick(now)
+
+    def take(self, kind):
+        found = [(rank, message) for rank, message in self.messages if message["kind"] == kind]
+        self.messages = []
+        return found
+
+
+def fail(script, rank=1, now=0.0, code=3, words="ValueError: boom"):
+    script.hear("failed", rank, now, code=code, words=words, traceback="Traceback ...")
+
+
+def test_the_first_failure_is_everybodys_verdict():
+    script = Script()
+    fail(script, 1)
+    fail(script, 2, code=4)
+    verdicts = script.take("verdict")
+    assert sorted(rank for rank, _ in verdicts) == [0, 1, 2]
+    assert {(v["rank"], v["host"], v["code"], v["traceback"]) for _, v in verdicts} == {
+        (1, "host1", 3, "Traceback ...")
+    }
+    assert verdicts[0][1]["text"] == "rank 1 on host1 failed with exit code 3: ValueError: boom"
+
+
+def test_the_one_that_failed_is_released_when_all_others_have_unwound():
+    script = Script()
+    fail(script, 1)
+    script.hear("unwound", 0, 0.1)
+    assert not script.take("release")
+    script.hear("unwound", 2, 0.2)
+    assert script.take("release") == [(1, {"kind": "release", "still": []})]
+    script.tick(0.5)
+    assert not script.take("release")
+
+
+@pytest.mark.parametrize("end", ["left", "died"])
+def test_who_is_gone_need_not_unwind(end):
+    script = Script()
+    fail(script, 1)
+    script.hear(end, 2, how="ended", code=1)
+    script.messages = []
+    script.hear("unwound", 0, 0.1)
+    assert script.take("release") == [(1, {"kind": "release", "still": []})]
+
+
+def test_after_the_grace_it_is_released_anyway_and_told_who_is_still_there():
+    script = Script()
+    fail(script, 1)
+    script.hear("unwound", 0, 0.1)
+    script.tick(job.GRACE_S - 0.01)
+    assert not script.take("release")
+    script.tick(job.GRACE_S)
+    assert script.take("release") == [(1, {"kind": "release", "still": [2]})]
+
+
+@pytest.mark.parametrize(("dies", "at"), [(True, 1.0 + job.GONE_S), (False, job.ABORT_S)])
+def test_ranks_that_outlive_the_abort_are_killed(dies, at):
+    script = Script(size=2)
+    fail(script, 1)
+    script.hear("unwound", 0)
+    if dies:
+        script.hear("died", 1, 1.0, how="ended with exit code 3", code=3)
+    script.tick(at - 0.01)
+    assert not script.take("kill")
+    script.tick(at)
+    assert script.take("kill") == [(None, {"kind": "kill"})]
+    script.tick(at + 100)
+    assert not script.take("kill")
+
+
+def test_a_rank_that_dies_is_told_of_and_the_lowest_survivor_ends_the_job():
+    script = Script()
+    script.hear("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137)
+    spoken = [message for _, message in script.messages if message["kind"] == "speak"]
+    assert spoken == [{"kind": "speak", "rank": 0, "text": "rank 0 on host0 was killed by signal 9 (SIGKILL)"}]
+    assert script.job.verdict["code"] == 137
+    script.hear("unwound", 2, 1.1)
+    script.hear("unwound", 1, 1.2)
+    assert script.take("release") == [(1, {"kind": "release", "still": []})]
+
+
+def test_deaths_after_a_verdict_or_a_good_end_are_not_told():
+    script = Script()
+    script.hear("left", 0)
+    script.hear("died", 0, how="ended with exit code 0", code=1)
+    assert script.messages == []
+    fail(script, 1)
+    script.messages = []
+    script.hear("died", 2, how="was killed by signal 15 (SIGTERM)", code=143)
+    assert not script.take("speak")
+
+
+def test_a_rank_that_has_left_while_others_wait_for_it():
+    script = Script()
+    script.hear("left", 2, 0.0)
+    script.hear("waiting", 0, 10.0, what="barrier() #5", since_s=1.0, quiet=False)
+    assert not script.messages
+    script.hear("going", 0, 10.5)
+    script.tick(20.0)
+    assert not script.messages
+    script.hear("waiting", 0, 30.0, what="barrier() #6", since_s=1.0, quiet=False)
+    script.tick(31.0)
+    text = script.take("verdict")[0][1]["text"]
+    assert text == "rank 2 on host2 has ended, and will never call barrier() #6, in which rank 0 waits"
+
+
+def look(script, states, now):
+    request = next(message for _, message in script.messages if message["kind"] == "look")
+    script.messages = []
+    script.hear("looked", None, now, look=request["look"], states={str(rank): text for rank, text in states.items()})
+
+
+def test_a_stall_is_told_once_then_again_after_four_times_as_long_and_so_is_its_end():
+    script = Script(warn_s=10)
+    script.hear("waiting", 1, 1.0, what="barrier() #5", since_s=1.0, quiet=False)
+    script.hear("waiting", 2, 1.0, what="barrier() #5", since_s=1.0, quiet=False)
+    script.tick(9.9)
+    assert not script.messages
+    script.tick(10.0)
+    look(script, {0: "stopped", 1: "in barrier() #5", 2: "in barrier() #5"}, 10.1)
+    [(rank, message)] = script.take("say")
+    assert rank == 1
+    assert message["text"].splitlines()[0] == "rank 1 has waited for 10 s in barrier() #5"
+    assert len(message["text"].splitlines()) == 4
+    script.tick(39.9)
+    assert not script.messages
+    script.tick(40.1)
+    look(script, {0: "stopped"}, 40.2)
+    assert "not heard from" in script.take("say")[0][1]["text"]
+    script.hear("going", 2, 50.0)
+    script.hear("going", 1, 50.0)
+    assert script.take("say") == [(1, {"kind": "say", "text": "rank 1 waits no more in barrier() #5, after 50 s"})]
+
+
+def test_a_wait_that_is_meant_to_be_long_is_not_told():
+    script = Script(warn_s=10)
+    script.hear("waiting", 1, 1.0, what="barrier() #5", since_s=1.0, quiet=True)
+    script.tick(1000.0)
+    assert not script.messages
+
+
+def test_a_time_limit_is_everybodys_verdict_with_the_same_table():
+    script = Script(nodes=2)
+    script.hear("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
+    script.hear("limit", 0, 5.0, what="barrier() #5", limit_s=5.0)
+    looks = [message["look"] for _, message in script.take("look")]
+    assert len(looks) == 1
+    script.hear("looked", None, 5.1, look=looks[0], states={"0": "a", "1": "b"})
+    assert not script.messages
+    script.hear("looked", None, 5.2, look=looks[0], states={"2": "c"})
+    verdicts = script.take("verdict")
+    assert len(verdicts) == 3
+    assert verdicts[0][1]["timeout"]
+    assert verdicts[0][1]["rank"] == 2
+    lines = [line.split() for line in verdicts[0][1]["text"].splitlines()]
+    assert lines[0] == ["barrier()", "#5:", "not", "complete", "after", "5", "s"]
+    assert lines[1:] == [["rank", str(rank), f"host{rank}", what] for rank, what in enumerate("abc")]
+
+
+def test_a_node_that_does_not_answer_is_not_waited_for():
+    script = Script(nodes=2)
+    script.hear("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
+    script.take("look")
+    script.tick(5.0 + job.LOOK_S)
+    assert "not heard from" in script.take("verdict")[0][1]["text"]
+
+
+def test_who_joins_late_hears_the_verdict():
+    script = Script()
+    fail(script)
+    script.messages = []
+    script.hear("joined", 7, host="host7")
+    assert [rank for rank, message in script.messages if message["kind"] == "verdict"] == [7]
+
+
+def test_ranks_in_short():
+    assert job.ranks_text([3]) == "rank 3"
+    assert job.ranks_text([0, 2, 3, 4, 9]) == "ranks 0,2-4,9"
+
+
+# How a process is, and how it ended.
+
+
+@pytest.mark.parametrize(
+    ("end", "words", "code"),
+    [
+        ("os._exit(5)", "ended with exit code 5 without a word", 5),
+        ("os._exit(0)", "ended with exit code 0 without a word", 1),
+        ("os.kill(os.getpid(), 9)", "was killed by signal 9 (SIGKILL)", 137),
+        ("os.kill(os.getpid(), 11)", "was killed by signal 11 (SIGSEGV)", 139),
+        ("os.kill(os.getpid(), 40)", "was killed by signal 40 (a real-time signal)", 168),
+    ],
+)
+@pytest.mark.parametrize("reaped", [False, True])
+def test_how_a_process_ended(end, words, code, reaped):
+    child = subprocess.Popen([sys.executable, "-c", f"import os, sys; sys.stdin.read(); {end}"], stdin=subprocess.PIPE)
+    pidfd = os.pidfd_open(child.pid)
+    child.stdin.close()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    if reaped:
+        child.wait()
+    text, found = state.how_it_ended(pidfd, child.pid)
+    child.wait()
+    os.close(pidfd)
+    if "does not tell" not in text or not reaped:  # where the kernel is too old
+        assert text.startswith(words)
+        assert found == code
+
+
+def test_a_stopped_process():
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as child:
+        assert state.halted(child.pid) == ""
+        os.kill(child.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+        assert state.halted(child.pid) == f"stopped (kill -CONT {child.pid} lets it go on)"
+        assert state.launcher(child.pid)[0] == os.getpid()
+        child.kill()
+    assert state.halted(child.pid) == ""
+
+
+def test_where_a_program_is():
+    library = '  File "/usr/lib/python3.11/threading.py", line 9 in wait\n'
+    own = '  File "/home/me/train.py", line 87 in step\n  File "/home/me/train.py", line 99 in <module>\n'
+    assert state.place(library + own) == "in Python at train.py:87 (step), in wait of threading.py"
+    assert state.place(own) == "in Python at train.py:87 (step)"
+    assert state.place(library) == "in Python at threading.py:9 (wait)"
+    assert "without an answer" in state.place("")
+
+
+# The link between two watchers.
+
+
+def meet(secret, served):
+    """A Link to a Guest that knows `served`, and what the guest's admission came to."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    outcome = []
+
+    def serve():
+        connection = listener.accept()[0]
+        guest = link.Guest(connection, served)
+        while not outcome:
+            try:
+                known = guest.admit()
+            except BlockingIOError:
+                time.sleep(0.001)
+                continue
+            except OSError:
+                known = False
+            if known is not None:
+                outcome.append(link.Link(guest.connection) if known else None)
+                if not known:
+                    connection.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    found = link.connect(["127.0.0.1"], listener.getsockname()[1], secret)
+    thread.join()
+    listener.close()
+    return found, outcome[0]
+
+
+def test_watchers_that_know_the_secret_talk():
+    mine, theirs = meet("secret", "secret")
+    messages = [{"event": "joined", "text": "x" * 300_000}, [None, {"kind": "kill"}]]
+    sender = threading.Thread(target=lambda: [mine.send(message) for message in messages])
+    sender.start()
+    received = []
+    while len(received) < 2:
+        received += theirs.receive()
+    sender.join()
+    assert received == messages
+    mine.connection.close()
+    assert theirs.receive() is None
+    theirs.connection.close()
+
+
+def test_a_stranger_is_turned_away():
+    assert meet("guess", "secret") == (None, None)
+
+
+def test_nobody_there():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    assert link.connect(["127.0.0.1"], port, "secret") is None
+
+
+def test_own_addresses_are_no_loopback():
+    found = link.own_addresses()
+    assert found[0] == socket.gethostname()
+    assert not any(address.startswith("127.") for address in found)
+
+
+def test_the_launcher_ends_other_nodes_ranks_before_the_first_death_is_heard_of():
+    script = Script(nodes=2)
+    script.hear("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137)
+    script.hear("died", 2, 1.01, how="ended with exit code 0", code=1)
+    assert [message["rank"] for _, message in script.take("speak")] == [2]
+    script = Script(nodes=2)
+    script.hear("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137)
+    script.tick(1.0 + job.DEATH_S)
+    assert [message["rank"] for _, message in script.take("speak")] == [0]
