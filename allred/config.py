@@ -4,6 +4,7 @@
 
 import dataclasses
 import difflib
+import operator
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -31,6 +32,15 @@ class Config:
     )
     timeout_s: float = _setting(
         1800.0, "longest wait in one collective, in seconds, before it is an error", minimum=0.001
+    )
+    nonfinite: str = _setting(
+        "raise", "what a NaN or an infinity in a gradient does on all ranks", choices=("raise", "skip", "ignore")
+    )
+    check_steps: int = _setting(
+        100,
+        "every so many steps, and at the first three, the ranks compare parameters and optimizer state; 0 is never",
+        expected="a whole number of steps",
+        minimum=0,
     )
     check: str = _setting(
         "basic",
@@ -78,10 +88,13 @@ def _suggest(variable: str) -> str:
 
 def _parse(name: str, value: Any, where: str) -> Any:
     field = _FIELDS[name]
-    expected = {str: "a word", int: "a size such as 4MiB", float: "a number", bool: "1 or 0"}[type(field.default)]
+    expected = (
+        field.metadata.get("expected")
+        or {str: "a word", int: "a size such as 4MiB", float: "a number", bool: "1 or 0"}[type(field.default)]
+    )
     choices, later = field.metadata.get("choices"), field.metadata.get("later", ())
     try:
-        parsed = _convert(type(field.default), value)
+        parsed = _convert(type(field.default), value, counts="expected" in field.metadata)
     except (ValueError, TypeError, KeyError, OverflowError):
         raise ConfigError(f"{where} is not {expected}") from None
     if choices and parsed not in choices:
@@ -93,9 +106,11 @@ def _parse(name: str, value: Any, where: str) -> Any:
     return parsed
 
 
-def _convert(kind: type, value: Any) -> Any:
+def _convert(kind: type, value: Any, counts: bool) -> Any:
     if kind is bool:
         return {"1": True, "0": False, "true": True, "false": False}[str(value).lower()]
+    if kind is int and counts:
+        return int(value) if isinstance(value, str) else operator.index(value)
     if kind is int:
         return parse_bytes(value)
     if kind is str and not isinstance(value, str):

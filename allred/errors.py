@@ -21,6 +21,14 @@ class MismatchError(AllredError, ValueError):
     """The ranks called different operations, or the same one with different tensors. Same text on every rank."""
 
 
+class DriftError(MismatchError):
+    """Parameters or optimizer states that must be equal on all ranks are not. Same text on every rank."""
+
+
+class NonFiniteError(AllredError, ArithmeticError):
+    """A gradient holds NaN or infinity on some rank, or its sum does. Same text on every rank."""
+
+
 class CollectiveTimeout(AllredError, TimeoutError):  # noqa: N818  (the field's word)
     """An operation waited longer than its limit. The communicator cannot be used afterwards."""
 

@@ -25,10 +25,39 @@ from allred.errors import InputError
 from allred.fusion.buffer import buffer_of
 from allred.fusion.plan import Plan, Tensor, plan
 
-# The note in a header: samples in the low bits, and two flags.
+# The note in a header: samples in the low bits, an inspector's flags, and two flags.
 _SAMPLES = 2**48 - 1
+_INSPECTED = 48  # the lowest bit of the inspector's
 _UNCOUNTED = 2**62  # this rank does not know its number of samples
 _MISSING = 2**63  # this rank lacks a gradient
+
+
+class Inspector:
+    """Looks at gradients on their way, for mistakes. This one looks at nothing; see modes/detect.
+
+    What it finds before the ranks have shown each other their headers it tells as flags. After that it knows all
+    ranks' flags, and has to come to the same answer, or error, on every rank.
+    """
+
+    @property
+    def settings(self) -> str:
+        """What must be the same on all ranks, in words."""
+        return ""
+
+    def before(self, plan: Plan, values: Sequence[Any], samples: int | None) -> int:
+        """This rank's flags, 0 to 2**14 - 1."""
+        return 0
+
+    def agreed(self, flags: list[int], plan: Plan, values: Sequence[Any]) -> bool:
+        """Every rank's flags are known, and nothing has been changed: whether to go on."""
+        return True
+
+    def reduced(self, flags: list[int], plan: Plan, values: Sequence[Any]) -> bool:
+        """The gradients are reduced: whether to use them."""
+        return True
+
+
+_NOBODY = Inspector()
 
 
 class Reducer:
@@ -47,9 +76,16 @@ class Reducer:
         self._plans: dict[tuple[int, tuple[Tensor, ...]], Plan] = {}
 
     def reduce(
-        self, tensors: Sequence[Tensor], values: Sequence[Any], samples: int | None, problem: str = ""
-    ) -> list[Any]:
+        self,
+        tensors: Sequence[Tensor],
+        values: Sequence[Any],
+        samples: int | None,
+        problem: str = "",
+        inspector: Inspector = _NOBODY,
+    ) -> list[Any] | None:
         """The reduced gradients, in order: writable arrays among `values` are overwritten, others give new arrays.
+
+        None if the inspector will not have them used, on all ranks.
 
         tensors: what every rank must bring. values: the gradients, of the tensors' shapes and dtypes; None counts as
         zeros if another rank has that gradient, and stays None otherwise. samples: how many samples the gradients are
@@ -57,19 +93,23 @@ class Reducer:
 
         Raises InputError or MismatchError, the same on every rank, before anything has been changed.
         """
-        communicator, whole = collectives.current(), self.plan(tensors)
+        whole = self.plan(tensors)
         problem = problem or next((p for b in whole.buckets if (p := ops.refusal(self.op, b.dtype))), "")
         ready = [] if problem else _writable(tensors, values)
         note = _UNCOUNTED if samples is None else min(samples, _SAMPLES)
         note |= _MISSING if any(value is None for value in ready) else 0
-        settings = f"op={self.op.value} bucket_bytes={self.bucket_bytes} {self._settings}".strip()
-        notes = communicator.check("step", self._title, whole.lines, settings, note, problem).wait()
-        weight = self._weight(notes)
+        note |= 0 if problem else inspector.before(whole, ready, samples) << _INSPECTED
+        words = f"op={self.op.value}", f"bucket_bytes={self.bucket_bytes}", inspector.settings, self._settings
+        settings = " ".join(filter(None, words))
+        notes = collectives.current().check("step", self._title, whole.lines, settings, note, problem).wait()
+        weight, flags = self._weight(notes), [note >> _INSPECTED & 2**14 - 1 for note in notes]
         if any(each & _MISSING for each in notes):
             ready = self._fill_missing(tensors, ready)
+        if not inspector.agreed(flags, whole, ready):
+            return None
         present = [i for i, value in enumerate(ready) if value is not None]
         self._run(self.plan([tensors[i] for i in present]), [ready[i] for i in present], weight)
-        return ready
+        return ready if inspector.reduced(flags, whole, ready) else None
 
     @property
     def bucket_bytes(self) -> int:

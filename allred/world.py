@@ -16,6 +16,7 @@ from allred.cluster import mpi, report, topology
 from allred.comm import collectives, registry
 from allred.config import Config, explicit_settings, settle
 from allred.errors import AllredError, ConfigError, InputError
+from allred.modes.detect import outside
 from allred.watch import exit as exit_protocol
 from allred.watch import start as watch
 
@@ -27,6 +28,8 @@ def init(
     backend: str | None = None,
     bucket_bytes: int | str | None = None,
     timeout_s: float | None = None,
+    nonfinite: str | None = None,
+    check_steps: int | None = None,
     banner: bool | None = None,
 ) -> None:
     """Join the other ranks. Call it once, on every rank, before anything else of allred; it is collective.
@@ -42,7 +45,8 @@ def init(
     if is_initialized():
         raise AllredError("allred.init() was called already; drop the second call, or call allred.shutdown() before it")
     arguments = {
-        "mode": mode, "backend": backend, "bucket_bytes": bucket_bytes, "timeout_s": timeout_s, "banner": banner
+        "mode": mode, "backend": backend, "bucket_bytes": bucket_bytes, "timeout_s": timeout_s, "banner": banner,
+        "nonfinite": nonfinite, "check_steps": check_steps,
     }  # fmt: skip
     duplicate, library = _join(comm)
     control = registry.BACKENDS["single" if duplicate is None else "mpi"](duplicate, Config.timeout_s, [])
@@ -122,6 +126,7 @@ def shutdown() -> None:
     communicator = collectives.current()
     if not communicator.queue.poisoned:
         communicator.check("shutdown", "shutdown()").wait()
+    outside.say_unused()
     watch.stop()
     communicator.close()
     collectives.install(None)

@@ -9,6 +9,7 @@
 #include "exit.h"
 #include "fuse.h"
 #include "reduce.h"
+#include "scan.h"
 #include "segment.h"
 #include "segment_type.h"
 
@@ -164,6 +165,46 @@ static PyObject *reduce(PyObject *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
+static PyObject *hashes(PyObject *self, PyObject *tensors) {
+  (void)self;
+  tensor_list list;
+  if (acquire_tensors(tensors, PyBUF_CONTIG_RO, &list) < 0) return NULL;
+  uint64_t *found = PyMem_Calloc((size_t)list.count + 1, sizeof *found);
+  PyObject *result = found ? PyList_New(list.count) : PyErr_NoMemory();
+  if (result) {
+    Py_BEGIN_ALLOW_THREADS;
+    for (Py_ssize_t i = 0; i < list.count; i++) found[i] = allred_hash(list.pieces[i].data, list.pieces[i].bytes);
+    Py_END_ALLOW_THREADS;
+  }
+  for (Py_ssize_t i = 0; result && i < list.count; i++) {
+    PyObject *hash = PyLong_FromUnsignedLongLong(found[i]);
+    if (!hash || PyList_SetItem(result, i, hash) < 0) Py_CLEAR(result);
+  }
+  PyMem_Free(found);
+  release_tensors(&list);
+  return result;
+}
+
+static PyObject *exceeds(PyObject *self, PyObject *args) {
+  (void)self;
+  PyObject *tensors;
+  tensor_list list;
+  int element_bytes, found = 0;
+  unsigned int limit;
+  if (!PyArg_ParseTuple(args, "OiI:exceeds", &tensors, &element_bytes, &limit)) return NULL;
+  if (element_bytes != 2 && element_bytes != 4 && element_bytes != 8)
+    return PyErr_Format(PyExc_ValueError, "elements must have 2, 4 or 8 bytes, got %d", element_bytes);
+  if (limit > (element_bytes == 2 ? INT16_MAX : INT32_MAX))
+    return PyErr_Format(PyExc_ValueError, "the limit %u has the sign's bit or more", limit);
+  if (acquire_tensors(tensors, PyBUF_ANY_CONTIGUOUS, &list) < 0) return NULL;
+  Py_BEGIN_ALLOW_THREADS;
+  for (Py_ssize_t i = 0; i < list.count && !found; i++)
+    found = allred_exceeds(list.pieces[i].data, list.pieces[i].bytes, element_bytes, limit);
+  Py_END_ALLOW_THREADS;
+  release_tensors(&list);
+  return PyBool_FromLong(found);
+}
+
 static PyObject *variants(PyObject *self, PyObject *unused) {
   (void)self, (void)unused;
   const int count = allred_variants();
@@ -201,6 +242,9 @@ static PyMethodDef methods[] = {
     {"unpack", unpack, METH_VARARGS, "unpack(tensors, buffer): fill the tensors, in order, from the buffer."},
     {"reduce", reduce, METH_VARARGS,
      "reduce(sources, out, dtype_code, op_code, divisor, variant=''): see reduce.h; '' is the CPU's best variant."},
+    {"hashes", hashes, METH_O, "hashes(tensors): a 64-bit hash of each tensor's bytes; see scan.h."},
+    {"exceeds", exceeds, METH_VARARGS,
+     "exceeds(tensors, element_bytes, limit): whether a float's magnitude, as bits, is above the limit; see scan.h."},
     {"variants", variants, METH_NOARGS, "variants(): the names of the kernels that this CPU runs, the best last."},
     {"segment_bytes", segment_bytes, METH_VARARGS, "segment_bytes(ranks, chunk_bytes): what a Segment needs."},
     {"arm_exit", arm_exit, METH_VARARGS,

@@ -152,7 +152,7 @@ def verdict(calls: list[Call]) -> AllredError:
     """The error that all ranks raise, given every rank's call: a pure function, so its text is the same everywhere."""
     error = _verdict(calls)
     if isinstance(error, MismatchError) and any(call.found_at for call in calls):
-        return MismatchError(f"{error}\n  called at {_by_rank([call.found_at or '?' for call in calls])}")
+        return MismatchError(f"{error}\n  called at {by_rank([call.found_at or '?' for call in calls])}")
     return error
 
 
@@ -161,12 +161,12 @@ def _verdict(calls: list[Call]) -> AllredError:
     if problems:
         rank = min(problems)
         same = [r for r in problems if problems[r] == problems[rank]]
-        who = "" if len(same) == len(calls) else f"{_ranks(same)}: "
+        who = "" if len(same) == len(calls) else f"{rank_list(same)}: "
         return InputError(f"{calls[rank].title or calls[rank].kind}: {who}{problems[rank]}")
     titles = [call.title or call.kind for call in calls]
     if len(set(titles)) > 1:
         return MismatchError(
-            f"ranks called different operations: {_by_rank(titles)}; "
+            f"ranks called different operations: {by_rank(titles)}; "
             "all ranks must call the same operations in the same order, with the same tensors"
         )
     longest = max(len(call.tensors) for call in calls)
@@ -174,22 +174,24 @@ def _verdict(calls: list[Call]) -> AllredError:
         lines = [call.tensors[index] if index < len(call.tensors) else "no such tensor" for call in calls]
         if len(set(lines)) > 1:
             return MismatchError(
-                f"{titles[0]}: tensor {index} of {longest} differs: {_by_rank(lines)}; "
+                f"{titles[0]}: tensor {index} of {longest} differs: {by_rank(lines)}; "
                 "every rank must build the same parameters in the same order"
             )
     if len({call.settings for call in calls}) == 1:
         return MismatchError(
             f"{titles[0]}: ranks call it in different places, which ALLRED_CHECK=full takes for a mistake"
         )
-    return MismatchError(f"{titles[0]}: ranks differ: {_by_rank([call.settings for call in calls])}")
+    return MismatchError(f"{titles[0]}: ranks differ: {by_rank([call.settings for call in calls])}")
 
 
-def _by_rank(texts: list[str]) -> str:
+def by_rank(texts: list[str]) -> str:
+    """Each text once, with the ranks that have it: `3 on ranks 0 and 2; 4 on rank 1`."""
     groups: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         groups.setdefault(text, []).append(rank)
-    return "; ".join(f"{text} on {_ranks(ranks)}" for text, ranks in groups.items())
+    return "; ".join(f"{text} on {rank_list(ranks)}" for text, ranks in groups.items())
 
 
-def _ranks(ranks: list[int]) -> str:
+def rank_list(ranks: list[int]) -> str:
+    """`rank 2`, or `ranks 0, 1 and 3`."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -56,6 +56,15 @@ class Plan:
         return max(bucket.count for bucket in self.buckets if bucket.dtype == dtype)
 
     @functools.cached_property
+    def floats(self) -> dict[np.dtype[Any], list[int]]:
+        """The positions of the tensors of each floating dtype."""
+        found: dict[np.dtype[Any], list[int]] = {}
+        for index, tensor in enumerate(self.tensors):
+            if arrays.is_float(tensor.dtype):
+                found.setdefault(tensor.dtype, []).append(index)
+        return found
+
+    @functools.cached_property
     def lines(self) -> tuple[str, ...]:
         """A line a tensor: ranks with equal lines, and equal bucket_bytes, have equal plans."""
         return tuple(map(str, self.tensors))

@@ -14,6 +14,7 @@ from allred import nest
 from allred.comm.ops import ReduceOp
 from allred.data.share import claim
 from allred.errors import InputError
+from allred.modes.detect.checks import Checks
 from allred.modes.sync import DistributedOptimizer
 from allred.reducer import Reducer, tensor_of
 
@@ -37,6 +38,8 @@ class _Distributed:
     op: allred.Average (default) or allred.Sum.
     accumulate: micro-steps of a step; only the last one communicates.
     bucket_bytes: gradients travel together up to this size; default: the setting of that name.
+    nonfinite: what a NaN or an infinity in a gradient of any rank does on all: "raise" NonFiniteError, "skip" the step
+        (`opt.skipped` counts them), or "ignore"; default: the setting of that name.
     name: how errors call it.
 
     Raises TypeError for anything else.
@@ -49,9 +52,12 @@ class _Distributed:
         op: ReduceOp = ReduceOp.AVERAGE,
         accumulate: int = 1,
         bucket_bytes: int | str | None = None,
+        nonfinite: str | None = None,
         name: str = "opt",
     ) -> Any:
-        options = {"op": op, "accumulate": accumulate, "bucket_bytes": bucket_bytes, "name": name}
+        options = {
+            "op": op, "accumulate": accumulate, "bucket_bytes": bucket_bytes, "nonfinite": nonfinite, "name": name
+        }  # fmt: skip
         if target is _NOTHING:
             return lambda later: _wrap(later, options)
         return _wrap(target, options)
@@ -62,6 +68,7 @@ class _Distributed:
         *,
         op: ReduceOp = ReduceOp.AVERAGE,
         bucket_bytes: int | str | None = None,
+        nonfinite: str | None = None,
         name: str = "",
     ) -> Any:
         """Make a function that returns gradients return their mean over all ranks. Collective when called.
@@ -70,33 +77,45 @@ class _Distributed:
         last element is that nest; so gradients that are themselves a tuple must be returned as a list, or as
         `(grads,)`. Arrays are overwritten with the mean; what comes before the gradients (a loss, say) stays this
         rank's own. Ranks with more samples in their `allred.data.batches` share count for more. Use it on the
-        function or wrap the optimizer, not both.
+        function or wrap the optimizer, not both. Gradients that are not finite raise NonFiniteError, unless nonfinite
+        is "ignore"; there is no step here that could be skipped.
         """
         if function is None:
-            return lambda later: self.gradients(later, op=op, bucket_bytes=bucket_bytes, name=name)
+            return lambda later: self.gradients(later, op=op, bucket_bytes=bucket_bytes, nonfinite=nonfinite, name=name)
         if not isinstance(function, (types.FunctionType, types.MethodType)):
             raise TypeError(f"allred.distributed.gradients takes a function, got {function!r}")
-        reducer = Reducer(op, bucket_bytes, f"{name or function.__name__}()")
+        if hasattr(function, "_averages_gradients"):
+            raise TypeError(
+                f"{function.__name__}() averages its gradients already; wrapping it twice would average twice"
+            )
+        if nonfinite == "skip":
+            raise InputError(
+                "nonfinite='skip' leaves out steps, and a gradient function has none; use 'raise' or 'ignore'"
+            )
+        title = f"{name or function.__name__}()"
+        reducer, checks = Reducer(op, bucket_bytes, title), Checks(title, nonfinite)
 
         @functools.wraps(function)
         def averaged(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
             *others, grads = result if isinstance(result, tuple) and result else (result,)
-            mean = _reduce(reducer, grads)
+            mean = _reduce(reducer, checks, grads)
             return (*others, mean) if isinstance(result, tuple) and result else mean
 
+        averaged._averages_gradients = True  # type: ignore[attr-defined]
         return averaged
 
 
-def _reduce(reducer: Reducer, grads: Any) -> Any:
+def _reduce(reducer: Reducer, checks: Checks, grads: Any) -> Any:
     named, problem, samples = nest.leaves(grads), "", None
     try:
         tensors = [tensor_of(leaf_name, value) for leaf_name, value in named]
         samples = claim()
     except InputError as error:
         tensors, problem = [], str(error)
-    values = reducer.reduce(tensors, [value for _, value in named], samples, problem)
-    return nest.rebuild(grads, values)
+    mean = reducer.reduce(tensors, [value for _, value in named], samples, problem, checks)
+    assert mean is not None  # without an optimizer there is no step to skip
+    return nest.rebuild(grads, mean)
 
 
 def _steps(target: Any) -> bool:

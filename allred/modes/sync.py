@@ -17,6 +17,7 @@ from allred.data.share import claim
 from allred.errors import InputError
 from allred.fusion.plan import Tensor
 from allred.modes.accumulate import Accumulator
+from allred.modes.detect.checks import Checks
 from allred.modes.meter import Meter
 from allred.reducer import Reducer, tensor_of
 
@@ -33,12 +34,14 @@ class DistributedOptimizer:
         op: ReduceOp = ReduceOp.AVERAGE,
         accumulate: int = 1,
         bucket_bytes: int | str | None = None,
+        nonfinite: str | None = None,
         name: str = "opt",
     ) -> None:
         self.optimizer = optimizer
         self.name = name
         self._accumulator = Accumulator(accumulate)
         self._reducer = Reducer(op, bucket_bytes, f"{name}.step()", f"accumulate={accumulate}")
+        self._checks = Checks(f"{name}.step()", nonfinite, optimizer)
         self._meter = Meter()
 
     def step(self, params: Any, grads: Any, samples: int | None = None) -> None:
@@ -53,7 +56,11 @@ class DistributedOptimizer:
         With accumulate=k only every k-th call reduces and updates, with the mean over the samples of k calls (over the
         calls, where samples are not counted); the gradients are added up here and not overwritten.
 
-        Raises InputError or MismatchError, with the same text on every rank, before anything has been changed.
+        Silent mistakes are looked for (allred/modes/detect): gradients that are not finite, and, at the first steps and
+        every check_steps, ranks that have drifted apart, have the same batch, or average twice.
+
+        Raises InputError, MismatchError, DriftError or NonFiniteError, with the same text on every rank, before
+        anything has been changed (a sum that overflows is found when the gradients have been overwritten).
         """
         communicator = collectives.current()
         tensors, values, problem = _pair(params, grads)
@@ -69,11 +76,19 @@ class DistributedOptimizer:
             tensors, values, samples = [], [], None
             self._accumulator.clear()
         self._meter.begin(communicator)
-        values = self._reducer.reduce(tensors, values, samples, problem)
+        self._checks.begin(params)
+        mean = self._reducer.reduce(tensors, values, samples, problem, self._checks)
         if not self._meter.steps:
             report.say(_first_step(self.optimizer, self._reducer, tensors))
-        self.optimizer.step(params, nest.rebuild(grads, values))
+        if mean is not None:
+            self.optimizer.step(params, nest.rebuild(grads, mean))
+        self._checks.end(updated=mean is not None)
         self._meter.end(communicator, self._reducer.samples)
+
+    @property
+    def skipped(self) -> int:
+        """Steps left out so far because gradients were not finite, with nonfinite="skip"."""
+        return self._checks.skipped
 
     def broadcast(self, params: Any, root: int = 0) -> None:
         """Give every rank the root's parameters, in place, and the state of its optimizer. Collective.
@@ -112,11 +127,12 @@ class DistributedOptimizer:
     def summary(self) -> str:
         """World, backend and why, speed, and where the time of a step went on this rank; one line a topic."""
         world, config = topology.current(), collectives.config()
+        skipped = f"\nskipped: {self.skipped} steps with gradients that were not finite" if self.skipped else ""
         return (
             f"world: {world.size} rank{'s' * (world.size > 1)} on {world.nodes} node{'s' * (world.nodes > 1)}, "
             f"mode {config.mode}\n"
             f"backend: {collectives.current().name} ({collectives.reason()})\n"
-            f"speed: {self._meter.text()}"
+            f"speed: {self._meter.text()}{skipped}"
         )
 
 

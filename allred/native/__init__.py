@@ -13,6 +13,8 @@ from allred.native import twins
 pack: Callable[[list[Any], Any], None]
 unpack: Callable[[list[Any], Any], None]
 reduce: Callable[..., None]  # twins.reduce is its signature
+hashes: Callable[[list[Any]], list[int]]
+exceeds: Callable[[list[Any], int, int], bool]
 variants: tuple[str, ...]
 arm_exit: Callable[..., bool] | None  # see csrc/exit.h
 
@@ -24,10 +26,12 @@ except ImportError as error:
     if not isinstance(error, ModuleNotFoundError):
         reason = f"built, but it cannot be loaded: {error}"
     pack, unpack, reduce, arm_exit = twins.pack, twins.unpack, twins.reduce, None
+    hashes, exceeds = twins.hashes, twins.exceeds
     variants = ()
 else:
     available, reason = True, "built"
     pack, unpack, reduce, arm_exit = _kernels.pack, _kernels.unpack, _kernels.reduce, _kernels.arm_exit
+    hashes, exceeds = _kernels.hashes, _kernels.exceeds
     variants = _kernels.variants()
 
-__all__ = ["arm_exit", "available", "pack", "reason", "reduce", "unpack", "variants"]
+__all__ = ["arm_exit", "available", "exceeds", "hashes", "pack", "reason", "reduce", "unpack", "variants"]

@@ -7,6 +7,11 @@ from numpy.typing import NDArray
 
 from allred.arrays import DTYPES, Array
 
+# The constants of hashes (csrc/scan.h), and the bytes that are read at once: what numpy needs for them stays in cache.
+_HASH_A, _HASH_B = np.uint32(0x9E3779B1), np.uint32(0x85EBCA77)
+_HASH_LENGTH = 0xC2B2AE3D27D4EB4F
+_AT_ONCE_BYTES = 2**18
+
 # The operators by their codes (allred/comm/ops.py).
 _AVERAGE, _SUM, _MIN, _MAX, _PRODUCT = range(1, 6)
 _FUNCTIONS: dict[int, Any] = {
@@ -52,6 +57,38 @@ def reduce(sources: list[Array], out: Array, dtype_code: int, op_code: int, divi
         elif op_code in (_MIN, _MAX) and "float" in dtype:
             result = result + result.dtype.type(0)  # -0.0 becomes 0.0
         _bytes(out)[:] = _narrowed(result, dtype).view(np.uint8)
+
+
+def hashes(tensors: list[Array]) -> list[int]:
+    """A 64-bit hash of each tensor's bytes. See csrc/scan.h."""
+    return [_hash(_bytes(tensor)) for tensor in tensors]
+
+
+def _hash(memory: NDArray[np.uint8]) -> int:
+    total = memory.nbytes * _HASH_LENGTH
+    for start in range(0, memory.nbytes, _AT_ONCE_BYTES):
+        chunk = memory[start : start + _AT_ONCE_BYTES]
+        words = np.concatenate([chunk, np.zeros(-len(chunk) % 8, np.uint8)]).view(np.uint64)
+        j = np.arange(start // 8, start // 8 + len(words)).astype(np.uint32)
+        a, b = words.astype(np.uint32) + j * _HASH_A, (words >> 32).astype(np.uint32) + j * _HASH_B
+        total += int((a.astype(np.uint64) * b + words).sum(dtype=np.uint64))
+    return total % 2**64
+
+
+def exceeds(tensors: list[Array], element_bytes: int, limit: int) -> bool:
+    """Whether the magnitude of a float of so many bytes, as bits, is above `limit`. See csrc/scan.h."""
+    if element_bytes not in (2, 4, 8):
+        raise ValueError(f"elements must have 2, 4 or 8 bytes, got {element_bytes}")
+    if limit > (np.iinfo(np.int16).max if element_bytes == 2 else np.iinfo(np.int32).max):
+        raise ValueError(f"the limit {limit} has the sign's bit or more")
+    for tensor in tensors:
+        memory = _bytes(tensor.T if tensor.flags.f_contiguous else tensor)
+        for start in range(0, memory.nbytes, _AT_ONCE_BYTES):
+            bits = memory[start : start + _AT_ONCE_BYTES].view(f"u{element_bytes}")
+            magnitude = bits >> 32 & 0x7FFFFFFF if element_bytes == 8 else bits & (2 ** (8 * element_bytes - 1) - 1)
+            if (magnitude > limit).any():
+                return True
+    return False
 
 
 def _widened(array: Array, dtype: str) -> Array:

@@ -128,6 +128,10 @@ class Optimizer(ABC):
         """
         return {"global_step": self.global_step, "slots": copy_slots(self._slots)}
 
+    def live_state(self) -> dict[str, Any]:
+        """What state_dict holds, without the copies: to be looked at before the next step, and not to be changed."""
+        return {"global_step": self.global_step, "slots": self._slots}
+
     def load_state_dict(self, state: Any) -> None:
         """Continue from what `state_dict` returned; copies it.
 

@@ -36,6 +36,9 @@ def test_arguments_override_variables():
         ("ALLRED_TIMEOUT_S", "nan", "too small"),
         ("ALLRED_TIMEOUT_S", "0", "too small; it must be at least 0.001"),
         ("ALLRED_TIMEOUT_S", "soon", "ALLRED_TIMEOUT_S='soon' is not a number"),
+        ("ALLRED_NONFINITE", "hope", "ALLRED_NONFINITE='hope' is not available; choose one of raise, skip, ignore"),
+        ("ALLRED_CHECK_STEPS", "1KiB", "ALLRED_CHECK_STEPS='1KiB' is not a whole number of steps"),
+        ("ALLRED_CHECK_STEPS", "-1", "ALLRED_CHECK_STEPS='-1' is too small; it must be at least 0"),
         ("ALLRED_BANNER", "maybe", "ALLRED_BANNER='maybe' is not 1 or 0"),
     ],
 )
@@ -47,6 +50,8 @@ def test_what_cannot_be_used_is_named(variable, value, message):
 def test_arguments_are_checked_too():
     with pytest.raises(ConfigError, match=r"init\(mode=3\) is not a word"):
         explicit_settings({}, {"mode": 3})
+    with pytest.raises(ConfigError, match=r"init\(check_steps=2.5\) is not a whole number of steps"):
+        explicit_settings({}, {"check_steps": 2.5})
     with pytest.raises(ConfigError, match=r"init\(bucket_bytes=True\)"):
         explicit_settings({}, {"bucket_bytes": True})
 

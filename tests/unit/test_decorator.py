@@ -72,6 +72,9 @@ def test_wrapping_twice_is_refused():
         allred.distributed(allred.distributed(Descent))
     with pytest.raises(TypeError, match="distributed already"):
         allred.distributed(allred.distributed(Descent()))
+    averaged = allred.distributed.gradients(lambda: [np.ones(2)])
+    with pytest.raises(TypeError, match=r"<lambda>\(\) averages its gradients already"):
+        allred.distributed.gradients(averaged)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +84,7 @@ def test_wrapping_twice_is_refused():
         ({"accumulate": 1.5}, "accumulate=1.5 must be"),
         ({"op": allred.Max}, "op=allred.Max cannot combine gradients"),
         ({"op": "mean"}, "op='mean' cannot combine gradients"),
+        ({"nonfinite": "hope"}, "nonfinite='hope' is not a policy; use one of raise, skip, ignore"),
         ({"bucket_bytes": 0}, "bucket_bytes=0 is too small"),
         ({"bucket_bytes": -1}, "bucket_bytes: -1 is not a size"),
         ({"bucket_bytes": "lots"}, "bucket_bytes: 'lots' is not a size"),
@@ -136,6 +140,7 @@ def test_numbers_and_read_only_gradients_arrive_as_new_arrays(world):
         ([2.0], [1.0], "parameter '0' is float; it is updated in place, so it must be a writable array"),
         ([np.ones(2)], [np.ones(2, complex)], "'0': dtype complex128 is not supported"),
         ([np.ones(2, int)], [np.ones(2, int)], r"Average of int64 is not defined"),
+        ([np.ones(2), np.ones(2, int)], [np.ones(2), np.ones(2, int)], r"Average of int64 is not defined"),
         ([np.ones(2)], ["hello"], "'0': dtype str"),
         ({1: np.ones(2), "1": np.ones(2)}, {1: np.ones(2), "1": np.ones(2)}, "two parameters are named '1'"),
         ([np.ones(2)], [np.ma.masked_array(np.ones(2), [True, False])], "'0': a masked array would lose its mask"),

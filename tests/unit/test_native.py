@@ -69,13 +69,22 @@ def test_c_refuses_what_is_not_contiguous_or_no_list():
 
 
 @pytest.mark.skipif(not native.available, reason=native.reason)
-def test_the_gil_is_released_while_c_copies():
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda memory: native.pack([memory], np.empty(2**26, np.uint8)),
+        lambda memory: native.hashes([memory]),
+        lambda memory: native.exceeds([memory], 4, 2**31 - 1),
+    ],
+    ids=["pack", "hashes", "exceeds"],
+)
+def test_the_gil_is_released_while_c_works(call):
     """A thread that waits for the GIL gets it during a copy; without a release it could not before the copy's end."""
-    source, target = np.ones(2**26, np.uint8), np.empty(2**26, np.uint8)
+    memory = np.ones(2**26, np.uint8)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(60)  # nobody is made to give the GIL away: only who releases it
     try:
-        assert any(_runs_during(lambda: native.pack([source], target)) for _ in range(100))
+        assert any(_runs_during(lambda: call(memory)) for _ in range(100))
         assert not any(_runs_during(lambda: sum(range(10**6))) for _ in range(10))  # the test can fail
     finally:
         sys.setswitchinterval(interval)

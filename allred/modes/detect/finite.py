@@ -1,0 +1,96 @@
+"""Gradients that are not finite: seen on the rank that has them, before the sum makes them everyone's.
+
+Looking at the sum instead would cost the same pass over memory, and could tell neither the rank nor leave the gradients
+as they were. What it would see and the parts do not show, a sum of large numbers that overflows, is looked for only
+where a rank has numbers that large: magnitudes of which so many as there are ranks could reach infinity.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from allred import arrays, native
+from allred.arrays import Array
+from allred.comm.header import rank_list
+from allred.fusion.plan import Plan
+
+# A rank's flags.
+NONFINITE = 1
+LARGE = 2  # finite, but the sum may not be
+
+POLICIES = ("raise", "skip", "ignore")
+
+# Of each dtype: the bytes of an element, and, as native.exceeds has it, infinity and the bits of the mantissa.
+_FORMATS = {
+    "float16": (2, 0x7C00, 10),
+    "bfloat16": (2, 0x7F80, 7),
+    "float32": (4, 0x7F800000, 23),
+    "float64": (8, 0x7FF00000, 20),  # its upper half
+}
+_NAMED = 3  # tensors in an error; the rest are counted
+
+
+@functools.cache
+def _limits(dtype: np.dtype[Any], ranks: int) -> tuple[int, int, int]:
+    """Bytes of an element; the largest magnitude whose sum over the ranks is finite for sure; the largest finite."""
+    element_bytes, infinity, mantissa = _FORMATS[arrays.name_of(dtype)]
+    doublings = 1 + (ranks - 1).bit_length() if ranks > 1 else 0  # one more than it takes: sums are rounded
+    return element_bytes, infinity - 1 - (doublings << mantissa), infinity - 1
+
+
+def scan(plan: Plan, values: Sequence[Any], ranks: int) -> int:
+    """The flags of this rank's gradients, which are to be summed over so many ranks."""
+    flags = 0
+    for dtype, indices in plan.floats.items():
+        element_bytes, large, largest = _limits(dtype, ranks)
+        parts = _readable(values, indices)
+        if native.exceeds(parts, element_bytes, large):
+            flags |= NONFINITE if native.exceeds(parts, element_bytes, largest) else LARGE
+    return flags
+
+
+def _readable(values: Sequence[Any], indices: list[int]) -> list[Array]:
+    """Those values that are there, of one dtype, as memory in one piece."""
+    present = [value for i in indices if (value := values[i]) is not None]
+    if present and arrays.name_of(present[0].dtype) == "bfloat16":
+        present = [arrays.as_buffer(value) for value in present]
+    return [value if value.flags.forc else arrays.flat(value) for value in present]
+
+
+def describe(plan: Plan, values: Sequence[Any]) -> dict[str, str]:
+    """Name of each gradient that is not finite, and how it is not."""
+    found = {}
+    for index in sorted(i for indices in plan.floats.values() for i in indices):
+        value = values[index]
+        if value is not None and not (finite := np.isfinite(value)).all():
+            bad = np.argwhere(~finite)
+            place = f" at {bad[0].tolist()}" if value.ndim else ""
+            count = f"{len(bad)} of {value.size} elements, the first" if value.size > 1 else "it"
+            found[plan.tensors[index].name] = f"{count} is {float(value[tuple(bad[0])])}{place}"
+    return found
+
+
+def verdict(found: list[dict[str, str]]) -> str:
+    """What is not finite on which ranks, in words, from each rank's `describe`; the same on every rank."""
+    names = list(dict.fromkeys(name for each in found for name in each))
+    words = []
+    for name in names[:_NAMED]:
+        ranks = [rank for rank, each in enumerate(found) if name in each]
+        words.append(f"'{name}' on {rank_list(ranks)} ({found[ranks[0]][name]})")
+    more = f"; and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"gradients are not finite: {'; '.join(words)}{more}"
+
+
+def overflow(plan: Plan, values: Sequence[Any]) -> str:
+    """What became infinite in the sum of finite gradients, in words; "" if nothing did. All ranks have these values."""
+    if not scan(plan, values, ranks=1):
+        return ""
+    names = list(describe(plan, values))
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    dtype = next(tensor.dtype for tensor in plan.tensors if tensor.name == names[0])
+    return (
+        f"every rank's gradient is finite, but the sum over the ranks of '{names[0]}'{more} is not, it is more than "
+        f"{arrays.name_of(dtype)} can hold; the gradients have been overwritten"
+    )
