@@ -21,9 +21,9 @@ from allred.watch import state
 from allred.watch.job import Event, Job
 from allred.watch.link import Guest, Link, connect
 from allred.watch.rank import HELLO_S, LARGEST, Rank
-from allred.watch.speak import speak
+from allred.watch.speak import outlet, speak
 
-TICK_S = 0.1
+TICK_S = 0.05
 LONELY_S = 60.0  # to wait for the first ranks
 STAY_S = 0.5
 
@@ -42,6 +42,7 @@ class Watcher:
         self._job = Job(settings["size"], settings["nodes"], settings["warn_s"]) if settings["chief"] else None
         self._give_up_at = time.monotonic() + LONELY_S
         self._last_death = 0.0
+        self._outlet = -1  # where a death may be told of
         unix = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         unix.bind("")  # Linux chooses a name, which is not a file
         self.name = unix.getsockname().decode("latin-1")
@@ -61,6 +62,8 @@ class Watcher:
         while not self._over():
             for key, _ in self._selector.select(TICK_S):
                 key.data()
+            if time.monotonic() > self._last_death + STAY_S:
+                self._speak("")
             if self._job is not None:
                 self._send(self._job.tick(time.monotonic()))
 
@@ -69,8 +72,8 @@ class Watcher:
         complete = len(self._ranks) == self._settings["ranks"] or now > self._give_up_at
         if not complete or not all(rank.dead for rank in self._ranks.values()):
             return False
-        untold = self._up is not None and not all(rank.left for rank in self._ranks.values())
-        return not untold or now > self._last_death + STAY_S  # the chief's watcher may have this one tell of a death
+        untold = (self._up or self._links) and not all(rank.left for rank in self._ranks.values())
+        return not untold or now > self._last_death + STAY_S  # it may take a moment to know whose death is to be told
 
     # Ranks of this node.
 
@@ -110,7 +113,6 @@ class Watcher:
             pass
         self._selector.unregister(rank.pidfd)
         rank.dead, code = state.how_it_ended(rank.pidfd, rank.pid)
-        self._last_death = time.monotonic()
         self._tell({"event": "died", "rank": rank.number, "how": rank.dead, "code": code})
 
     # Watchers of other nodes.
@@ -178,6 +180,10 @@ class Watcher:
     # Events up, messages down.
 
     def _tell(self, event: Event) -> None:
+        if event["event"] == "died" and self._outlet < 0:  # now: in a moment the launcher may be gone
+            living = [rank.pid for rank in self._ranks.values() if not rank.dead]
+            self._outlet = outlet([pid for rank in self._ranks.values() for pid in rank.launcher], living)
+            self._last_death = time.monotonic()
         if self._job is not None:
             self._send(self._job.hear(event, time.monotonic()))
         elif self._up is not None:
@@ -185,6 +191,9 @@ class Watcher:
 
     def _send(self, messages: list[tuple[int | None, Event]]) -> None:
         for rank, message in messages:
+            if message["kind"] == "speak" and self._outlet >= 0:  # of this node, which is mpirun's as a rule
+                self._speak(f"allred: {message['text']}\n")
+                continue
             for link in self._links if rank is None else filter(None, [self._places.get(rank)]):
                 link.send((rank, message))
             self._deliver(rank, message)
@@ -201,7 +210,11 @@ class Watcher:
             for each in living:
                 signal.pidfd_send_signal(each.pidfd, signal.SIGKILL)
         elif message["kind"] == "speak" and message["rank"] in self._ranks:
-            speak(f"allred: {message['text']}\n", self._ranks[message["rank"]].launcher, [each.pid for each in living])
+            self._speak(f"allred: {message['text']}\n")
+
+    def _speak(self, line: str) -> None:
+        descriptor, self._outlet = self._outlet, -1
+        speak(descriptor, line)
 
     def _look(self) -> dict[int, str]:
         """What each rank of this node is doing."""

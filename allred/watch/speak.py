@@ -7,17 +7,24 @@ import stat
 _NULL = os.makedev(1, 3)
 
 
-def speak(line: str, launcher: list[int], ranks: list[int]) -> bool:
-    """Write the line once: to the stderr of the launcher's process if that leads on (a pipe, a terminal), else to that
-    of a rank.
+def outlet(launcher: list[int], ranks: list[int]) -> int:
+    """A descriptor of the job's stderr, -1 if there is none: that of a process of the launcher, outermost last in the
+    list and taken first, where it leads on (a pipe, a terminal); else that of a rank.
 
     The launcher lives longer than the ranks; but where its stderr is a plain file, it may write over what we add.
-    Whether it was written.
     """
-    kinds = {pid: _kind(pid) for pid in (*launcher, *ranks)}
-    best = [pid for pid in launcher if kinds[pid] == "stream"]
-    files = [pid for pid in launcher if kinds[pid] == "file"]
-    return any(_write(pid, line) for pid in (*best, *(pid for pid in ranks if kinds[pid]), *files))
+    kinds = {pid: _kind(pid) for pid in (*reversed(launcher), *ranks)}
+    streams = [pid for pid, kind in kinds.items() if kind == "stream"]
+    files = [pid for pid, kind in kinds.items() if kind == "file"]
+    return next((opened for pid in (*streams, *files) if (opened := _open(pid)) >= 0), -1)
+
+
+def speak(descriptor: int, line: str) -> None:
+    """Write a line, and close the outlet."""
+    if descriptor >= 0:
+        with contextlib.suppress(OSError):
+            os.write(descriptor, line.encode())
+        os.close(descriptor)
 
 
 def _kind(pid: int) -> str:
@@ -30,12 +37,8 @@ def _kind(pid: int) -> str:
     return "file" if stat.S_ISREG(status.st_mode) else "stream"
 
 
-def _write(pid: int, line: str) -> bool:
-    with contextlib.suppress(OSError):
-        stream = os.open(f"/proc/{pid}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-        try:
-            os.write(stream, line.encode())
-            return True
-        finally:
-            os.close(stream)
-    return False
+def _open(pid: int) -> int:
+    try:
+        return os.open(f"/proc/{pid}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        return -1

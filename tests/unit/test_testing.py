@@ -1,5 +1,6 @@
 """allred.testing without MPI: commands that hang or leave processes behind are ended; faults go off at their step."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -18,11 +19,14 @@ def alive(pid: int) -> bool:
         return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
 
 
-def gone(pid: int) -> bool:
-    try:
-        return not alive(pid)
-    except FileNotFoundError:
-        return True
+def gone(pid: int, within_s: float = 2.0) -> bool:
+    deadline = time.monotonic() + within_s  # SIGKILL takes a moment to act
+    with contextlib.suppress(FileNotFoundError):
+        while alive(pid):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+    return True
 
 
 def test_a_command_and_how_it_ended():
