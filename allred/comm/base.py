@@ -282,7 +282,7 @@ class Communicator(ABC):
 
     def _under_way(self, call: Callable[[], Call]) -> None:
         """Remember what is being waited for, for the words about it, which are rarely needed."""
-        self.queue.describe = lambda: call().describe(self._number)
+        self.queue.under_way = call, self._number
 
     @property
     def _number(self) -> int:

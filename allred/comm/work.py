@@ -59,6 +59,12 @@ def linger(done: Callable[[], bool]) -> bool:
     return True
 
 
+class Described(Protocol):
+    """What knows the words for an operation: a header's Call."""
+
+    def describe(self, number: int) -> str: ...
+
+
 class Lock(Protocol):
     """What a queue needs of a lock."""
 
@@ -130,7 +136,7 @@ class WorkQueue:
         self.poisoned = ""
         self.idle = True
         self.quiet = False  # whether a long wait is meant
-        self.describe: Callable[[], str] = lambda: self._works[0].title  # the operation under way, in words
+        self.under_way: tuple[Callable[[], Described], int] | None = None  # the oldest operation, and its number
         self._works: deque[Work[Any]] = deque()
         self._pid = os.getpid()
         self._lock = lock or threading.Lock()
@@ -152,6 +158,7 @@ class WorkQueue:
     def _progress(self, work: Work[Any]) -> bool:
         while not work._finished and self._works[0]._advance():
             self._works.popleft()
+            self.under_way = None
             self.idle = not self._works and not self.poisoned
         return work._finished
 
@@ -191,6 +198,13 @@ class WorkQueue:
             if told is not None:
                 told.end()
             self.waited_s += time.perf_counter() - start
+
+    def describe(self) -> str:
+        """The operation under way, in words."""
+        if self.under_way is None:
+            return self._works[0].title
+        call, number = self.under_way
+        return call().describe(number)
 
     def _over(self, error: AllredError) -> AllredError:
         self.poison(str(error).partition("\n")[0])
