@@ -184,12 +184,18 @@ def test_all_ranks_fail_at_once(mpi):
     assert result.err.count("ValueError: boom") == 1, result.text
 
 
-def test_failures_of_different_kinds_are_all_shown():
-    code = "import allred\nallred.init(banner=False)\nraise ValueError(f'boom {allred.rank()}')"
-    result = mpirun(3, "-c", code, timeout_s=20)
+def test_an_error_of_its_own_is_shown_before_the_one_that_failed_first():
+    code = (
+        "import time, allred\nallred.init(banner=False)\nallred.barrier()\n"
+        "if allred.rank() == 1: time.sleep(0.2); raise ValueError('boom')\n"
+        "try: allred.barrier()\n"
+        "except allred.RemoteRankError: raise KeyError('no such thing') from None\n"
+    )
+    result = mpirun(2, "-c", code, timeout_s=20)
     assert result.code == 1, result.text
-    for rank in range(3):
-        assert result.err.count(f"ValueError: boom {rank}") == 1, result.text
+    assert result.err.count("KeyError: 'no such thing'") == 1, result.text
+    assert result.err.count("ValueError: boom") == 1, result.text
+    assert result.err.index("KeyError") < result.err.index("ValueError"), result.text
 
 
 def test_who_catches_the_verdict_can_do_no_more_collectives_but_end_in_peace():
