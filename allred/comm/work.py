@@ -172,6 +172,8 @@ class WorkQueue:
         start = last_progress = now = time.perf_counter()
         taken = (self.steps_taken, 0)
         told: Wait | None = None
+        if line.current is not None:
+            line.current.waits = True
         try:
             while not self._progress(work):
                 pending = self._works[0]._pending
@@ -192,9 +194,11 @@ class WorkQueue:
                     self.poison(f"{self._works[0].title} timed out after {limit_s:g} s")
                     exit_protocol.stuck()
                     raise Wait(self.describe(), self.quiet).limit(limit_s)
-                if line.current is not None and line.current.verdict is not None:
+                if line.current is not None and line.current.hopeless():
                     raise self._over(line.current.error())
         finally:
+            if line.current is not None:
+                line.current.waits = False
             if told is not None:
                 told.end()
             self.waited_s += time.perf_counter() - start

@@ -22,6 +22,7 @@ from allred.errors import AllredError, CollectiveTimeout, RemoteRankError
 
 WELCOME_S = 10.0
 RELEASE_S = 3.0  # more than Job.GRACE_S
+LAST_CHANCE_S = 0.2
 ANSWER_S = 2.0  # for the table of a time limit; more than job.LOOK_S
 _LARGEST = 2**17
 _TRACEBACK_CHARS = 20_000  # of the end, of a traceback that is sent around
@@ -58,6 +59,7 @@ class Line:
         self.rank: int = hello["rank"]
         self.warn_s = warn_s
         self.verdict: Verdict | None = None
+        self._heard_at = 0.0
         self.released: dict[str, Any] | None = None
         self.failed = False  # and has said so
         self.lingered = False  # for the others to unwind
@@ -103,6 +105,11 @@ class Line:
         if self.verdict is not None and not (self._raised or self.waits or self.hushed):
             raise self.error()
 
+    def hopeless(self) -> bool:
+        """Whether a wait in allred is in vain. Not at once: if all ranks are to raise the same error of their own, one
+        that was quick to fail of it must not keep the others from it."""
+        return self.verdict is not None and time.monotonic() > self._heard_at + LAST_CHANCE_S
+
     def error(self) -> AllredError:
         """The verdict's exception, to be raised; by the handler only if it was not raised before."""
         assert self.verdict is not None
@@ -133,7 +140,7 @@ class Line:
             self.released = message
         elif message["kind"] == "verdict" and self.verdict is None:
             fields = {field.name: message[field.name] for field in dataclasses.fields(Verdict)}
-            self.verdict = Verdict(**fields)
+            self.verdict, self._heard_at = Verdict(**fields), time.monotonic()
 
     def _lost(self) -> None:
         self.close()

@@ -16,7 +16,6 @@ class Wait:
         """It has lasted so long."""
         if line.current is None:
             return
-        line.current.waits = True
         line.current.read()
         if waited_s > min(TELL_S, line.current.warn_s / 2) and not self._told:
             line.current.tell("waiting", what=self._what, since_s=waited_s, quiet=self._quiet)
@@ -24,10 +23,8 @@ class Wait:
 
     def end(self) -> None:
         """It is over."""
-        if line.current is not None:
-            line.current.waits = False
-            if self._told:
-                line.current.tell("going")
+        if line.current is not None and self._told:
+            line.current.tell("going")
 
     def limit(self, limit_s: float) -> Exception:
         """The error for a wait that has reached its limit: with what all ranks are doing, where there are watchers."""
