@@ -31,6 +31,8 @@ GONE_S = 1.0  # from the end of the one that was to abort the job, to the same
 DEATH_S = 0.05  # on several nodes: by then the first death is known, if the launcher has caused the one in hand
 LEFT_S = 2.0  # how long to wait for a rank that has left before that is a failure: it may have answered just before
 LOOK_S = 1.0  # for the watchers of other nodes to answer
+TABLE_LINES = 40
+TEXT_CHARS = 4000  # a character may take twelve bytes of JSON, and a message has to fit into rank.LARGEST
 WARN_FACTOR = 4  # a stall is told again when it has lasted so many times as long
 
 Event = dict[str, Any]
@@ -160,7 +162,7 @@ class Job:
         self, rank: int, how: str, code: int, traceback: str = "", timeout: bool = False, brief: str = ""
     ) -> None:
         self._look = None
-        text = how if timeout else self._verdict_line(rank, how)
+        text = (how if timeout else self._verdict_line(rank, how))[:TEXT_CHARS]
         self.verdict = {
             "kind": "verdict", "timeout": timeout, "rank": rank, "host": self._ranks[rank].host, "code": code,
             "text": text, "traceback": traceback, "brief": brief or text.partition("\n")[0],
@@ -234,16 +236,25 @@ class Job:
             self._say(rank, f"rank {rank} has waited for {waited:.0f} s in {what}\n{table}")
 
     def _say(self, rank: int, text: str) -> None:
-        self._out.append((rank, {"kind": "say", "text": text}))
+        self._out.append((rank, {"kind": "say", "text": text[:TEXT_CHARS]}))
 
     def _table(self, states: dict[int, str]) -> str:
-        """A line for each rank, or for ranks that do the same."""
+        """A line for each rank, or for ranks of a host that do the same; of many, those that few ranks share."""
         alike: dict[tuple[str, str], list[int]] = {}
         for rank in range(self._size):
-            record = self._ranks.get(rank)
-            host = record.host if record else "?"
+            host = self._ranks[rank].host if rank in self._ranks else "?"
             alike.setdefault((host, states.get(rank, "not heard from")), []).append(rank)
-        return "\n".join(f"  {ranks_text(ranks):<10} {host:<12} {state}" for (host, state), ranks in alike.items())
+        if len(alike) > TABLE_LINES:
+            hosts: dict[str, list[int]] = {}
+            for (_, state), ranks in alike.items():
+                hosts.setdefault(state, []).extend(ranks)
+            alike = {
+                ("", state): sorted(ranks) for state, ranks in sorted(hosts.items(), key=lambda each: len(each[1]))
+            }
+        lines = [f"  {ranks_text(ranks):<10} {host:<12} {state}" for (host, state), ranks in alike.items()]
+        if len(lines) > TABLE_LINES:
+            lines[TABLE_LINES - 1 :] = [f"  and {len(lines) - TABLE_LINES + 1} lines more"]
+        return "\n".join(lines)
 
 
 def ranks_text(ranks: list[int]) -> str:

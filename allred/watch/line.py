@@ -25,7 +25,9 @@ RELEASE_S = 3.0  # more than Job.GRACE_S
 LAST_CHANCE_S = 0.2
 ANSWER_S = 2.0  # for the table of a time limit; more than job.LOOK_S
 _LARGEST = 2**17
-_TRACEBACK_CHARS = 20_000  # of the end, of a traceback that is sent around
+# A character may take twelve bytes of JSON, and a message has to fit into _LARGEST.
+_TRACEBACK_CHARS = 6000  # of its end
+_WORDS_CHARS = 500
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +164,7 @@ class Line:
     def begin_to_fail(self, code: int, words: str, traceback: str = "") -> None:
         """Tell that this rank is about to end with that exit code."""
         self.hushed = self.failed = True
-        self.tell("failed", code=code, words=words[:1000], traceback=traceback[-_TRACEBACK_CHARS:])
+        self.tell("failed", code=code, words=words[:_WORDS_CHARS], traceback=traceback[-_TRACEBACK_CHARS:])
 
     def fail(self, code: int, words: str, traceback: str) -> None:
         """The same, and linger until it is this rank's turn to end the job, or another's failure came first."""
@@ -187,7 +189,7 @@ class Line:
 
     def limit(self, what: str, limit_s: float) -> None:
         """A wait has reached its limit: ask for the verdict."""
-        self.tell("limit", what=what, limit_s=limit_s)
+        self.tell("limit", what=what[:_WORDS_CHARS], limit_s=limit_s)
         self._await(ANSWER_S, lambda: self.verdict is not None)
 
     def _await(self, seconds: float, come: Any) -> None:

@@ -3,6 +3,7 @@
 from allred.errors import CollectiveTimeout
 from allred.watch import line
 
+WHAT_CHARS = 500
 TELL_S = 1.0  # most waits are shorter, and nobody needs to hear of them
 
 
@@ -18,7 +19,7 @@ class Wait:
             return
         line.current.read()
         if waited_s > min(TELL_S, line.current.warn_s / 2) and not self._told:
-            line.current.tell("waiting", what=self._what, since_s=waited_s, quiet=self._quiet)
+            line.current.tell("waiting", what=self._what[:WHAT_CHARS], since_s=waited_s, quiet=self._quiet)
             self._told = True
 
     def end(self) -> None:

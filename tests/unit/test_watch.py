@@ -1,5 +1,6 @@
 """The watchers' decisions, without processes: events in, messages out, with the time given."""
 
+import json
 import os
 import signal
 import socket
@@ -10,8 +11,9 @@ import time
 
 import pytest
 
-from allred.watch import job, link, state
+from allred.watch import job, line, link, state
 from allred.watch.job import Job
+from allred.watch.rank import LARGEST
 
 
 class Script:
@@ -327,3 +329,35 @@ def test_the_launcher_ends_other_nodes_ranks_before_the_first_death_is_heard_of(
     script.hear("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137)
     script.tick(1.0 + job.DEATH_S)
     assert [message["rank"] for _, message in script.take("speak")] == [0]
+
+
+def test_messages_fit_whatever_is_in_them():
+    script = Script(size=1000)
+    script.hear("limit", 2, 5.0, what="\N{PILE OF POO}" * line._WORDS_CHARS, limit_s=5.0)
+    states = {str(number): "\N{PILE OF POO}" * number for number in range(1000)}
+    script.hear("looked", None, 5.1, look=1, states=states)
+    [(_, message), *_] = script.take("verdict")
+    assert len(json.dumps(message)) < LARGEST
+    fail(script := Script(), words="\N{PILE OF POO}" * line._WORDS_CHARS)
+    failure = {"words": "\N{PILE OF POO}" * line._WORDS_CHARS, "traceback": "\N{PILE OF POO}" * line._TRACEBACK_CHARS}
+    assert len(json.dumps(failure)) + 1000 < LARGEST
+    assert len(json.dumps(script.job.verdict | failure)) < LARGEST
+
+
+def test_a_table_of_many_ranks_is_cut():
+    script = Script(size=1000)
+    script.hear("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
+    script.hear("looked", None, 5.1, look=1, states={str(number): f"state {number}" for number in range(1000)})
+    [(_, message), *_] = script.take("verdict")
+    assert len(message["text"].splitlines()) == job.TABLE_LINES + 1
+    assert message["text"].endswith("lines more")
+
+
+def test_who_is_not_with_the_many_comes_first_in_a_table_of_many_hosts():
+    script = Script(size=100)
+    script.hear("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
+    states = {str(number): "stopped" if number == 70 else "in barrier() #5" for number in range(100)}
+    script.hear("looked", None, 5.1, look=1, states=states)
+    [(_, message), *_] = script.take("verdict")
+    lines = [" ".join(words.split()) for words in message["text"].splitlines()]
+    assert lines[1:] == ["rank 70 stopped", "ranks 0-69,71-99 in barrier() #5"]
