@@ -194,7 +194,7 @@ class WorkQueue:
                     self.poison(f"{self._works[0].title} timed out after {limit_s:g} s")
                     exit_protocol.stuck()
                     raise Wait(self.describe(), self.quiet).limit(limit_s)
-                if line.current is not None and line.current.hopeless():
+                if line.current is not None and line.current.verdict is not None:
                     raise self._over(line.current.error())
         finally:
             if line.current is not None:

@@ -15,7 +15,8 @@ The watcher of the chief's node has the `Job`; the others send it their events. 
 
 The first failure is the job's verdict; there is one at most, and every rank hears it:
 
-    1  a rank fails, dies, leaves the others waiting, or waits until its time limit: the verdict goes to all ranks
+    1  a rank fails, dies, leaves the others waiting, or waits until its time limit: the verdict goes to all ranks; that
+       of a failure after SAME_S, since often all ranks are about to fail of the same error by themselves
     2  they raise it, unwind, and say so; each lingers, for a launcher ends a job when the first of its ranks goes
     3  when all have, or GRACE_S after the first, one of them is released: the rank that failed, if it can
     4  it prints its traceback, so that this comes last, and aborts the job with its exit code
@@ -31,6 +32,7 @@ GONE_S = 1.0  # from the end of the one that was to abort the job, to the same
 DEATH_S = 0.05  # on several nodes: by then the first death is known, if the launcher has caused the one in hand
 LEFT_S = 2.0  # how long to wait for a rank that has left before that is a failure: it may have answered just before
 LOOK_S = 1.0  # for the watchers of other nodes to answer
+SAME_S = 0.2
 TABLE_LINES = 40
 TEXT_CHARS = 4000  # a character may take twelve bytes of JSON, and a message has to fit into rank.LARGEST
 WARN_FACTOR = 4  # a stall is told again when it has lasted so many times as long
@@ -59,6 +61,7 @@ class Job:
         self._nodes = nodes
         self._warn_s = warn_s
         self._ranks: dict[int, _Rank] = {}
+        self._tell_at, self._told = 0.0, False
         self._now = 0.0
         self._out: list[tuple[int | None, Event]] = []
         self._look: Event | None = None  # what the look under way is for
@@ -89,6 +92,7 @@ class Job:
             self._check_left()
             self._check_stalls()
         else:
+            self._tell_verdict()
             self._check_release()
         if self._look is not None and now >= self._look_until:
             self._finish_look()
@@ -99,7 +103,7 @@ class Job:
 
     def _joined(self, rank: int, event: Event) -> None:
         self._ranks[rank] = _Rank(event["host"])
-        if self.verdict is not None:
+        if self._told and self.verdict is not None:
             self._out.append((rank, self.verdict))
 
     def _waiting(self, rank: int, event: Event) -> None:
@@ -121,7 +125,8 @@ class Job:
     def _failed(self, rank: int, event: Event) -> None:
         if self.verdict is None:
             words = f": {event['words']}" if event["words"] else ""
-            self._pass(rank, f"failed with exit code {event['code']}{words}", event["code"], event["traceback"])
+            text = self._line(rank, f"failed with exit code {event['code']}{words}")
+            self._pass(rank, text, event["code"], SAME_S, traceback=event["traceback"])
         self._end(rank, "unwound")
 
     def _unwound(self, rank: int, event: Event) -> None:
@@ -144,8 +149,9 @@ class Job:
             self._pass_death(*self._death[:2])
 
     def _pass_death(self, rank: int, event: Event) -> None:
-        self._pass(rank, event["how"], event["code"], brief=f"rank {rank} is gone")
-        self._out.append((None, {"kind": "speak", "rank": rank, "text": self._verdict_line(rank, event["how"])}))
+        text = self._line(rank, event["how"])
+        self._pass(rank, text, event["code"], brief=f"rank {rank} is gone")
+        self._out.append((None, {"kind": "speak", "rank": rank, "text": text}))
 
     def _end(self, rank: int, how: str) -> None:
         record = self._ranks[rank]
@@ -155,26 +161,32 @@ class Job:
 
     # Verdicts.
 
-    def _verdict_line(self, rank: int, how: str) -> str:
+    def _line(self, rank: int, how: str) -> str:
         return f"rank {rank} on {self._ranks[rank].host} {how}"
 
-    def _pass(
-        self, rank: int, how: str, code: int, traceback: str = "", timeout: bool = False, brief: str = ""
-    ) -> None:
+    def _pass(self, rank: int, text: str, code: int, later_s: float = 0.0, **more: Any) -> None:
+        """`more`: traceback, of the rank; timeout, whether all raise CollectiveTimeout; brief, instead of the text's
+        first line."""
         self._look = None
-        text = (how if timeout else self._verdict_line(rank, how))[:TEXT_CHARS]
         self.verdict = {
-            "kind": "verdict", "timeout": timeout, "rank": rank, "host": self._ranks[rank].host, "code": code,
-            "text": text, "traceback": traceback, "brief": brief or text.partition("\n")[0],
+            "kind": "verdict", "rank": rank, "host": self._ranks[rank].host, "code": code, "text": text[:TEXT_CHARS],
+            "brief": text.partition("\n")[0], "traceback": "", "timeout": False, **more,
         }  # fmt: skip
-        self._out.extend((other, self.verdict) for other in self._ranks)
+        self._tell_at = self._now + later_s
+        self._tell_verdict()
+
+    def _tell_verdict(self, at_once: bool = False) -> None:
+        if not self._told and (at_once or self._now >= self._tell_at):
+            self._told = True
+            self._out.extend((rank, self.verdict) for rank in self._ranks if self.verdict is not None)
 
     def _check_left(self) -> None:
         left = [r for r, record in self._ranks.items() if record.end == "left" and self._now >= record.end_at + LEFT_S]
         waiting = [r for r, record in self._ranks.items() if record.waits_in and self._now >= record.since + LEFT_S]
         if left and waiting:
             what = self._ranks[min(waiting)].waits_in
-            self._pass(min(left), f"has ended, and will never call {what}, in which rank {min(waiting)} waits", 1)
+            how = f"has ended, and will never call {what}, in which rank {min(waiting)} waits"
+            self._pass(min(left), self._line(min(left), how), 1)
 
     def _check_release(self) -> None:
         assert self.verdict is not None
@@ -194,6 +206,7 @@ class Job:
         still = sorted(rank for rank, record in self._ranks.items() if not record.end)
         assert self._clock is not None
         if not still or self._now >= self._clock + GRACE_S:
+            self._tell_verdict(at_once=True)
             self._released, self._released_at = chosen, self._now
             self._out.append((chosen, {"kind": "release", "still": still}))
 

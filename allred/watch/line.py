@@ -22,7 +22,6 @@ from allred.errors import AllredError, CollectiveTimeout, RemoteRankError
 
 WELCOME_S = 10.0
 RELEASE_S = 3.0  # more than Job.GRACE_S
-LAST_CHANCE_S = 0.2
 ANSWER_S = 2.0  # for the table of a time limit; more than job.LOOK_S
 _LARGEST = 2**17
 # A character may take twelve bytes of JSON, and a message has to fit into _LARGEST.
@@ -61,7 +60,6 @@ class Line:
         self.rank: int = hello["rank"]
         self.warn_s = warn_s
         self.verdict: Verdict | None = None
-        self._heard_at = 0.0
         self.released: dict[str, Any] | None = None
         self.failed = False  # and has said so
         self.lingered = False  # for the others to unwind
@@ -107,11 +105,6 @@ class Line:
         if self.verdict is not None and not (self._raised or self.waits or self.hushed):
             raise self.error()
 
-    def hopeless(self) -> bool:
-        """Whether a wait in allred is in vain. Not at once: if all ranks are to raise the same error of their own, one
-        that was quick to fail of it must not keep the others from it."""
-        return self.verdict is not None and time.monotonic() > self._heard_at + LAST_CHANCE_S
-
     def error(self) -> AllredError:
         """The verdict's exception, to be raised; by the handler only if it was not raised before."""
         assert self.verdict is not None
@@ -142,7 +135,7 @@ class Line:
             self.released = message
         elif message["kind"] == "verdict" and self.verdict is None:
             fields = {field.name: message[field.name] for field in dataclasses.fields(Verdict)}
-            self.verdict, self._heard_at = Verdict(**fields), time.monotonic()
+            self.verdict = Verdict(**fields)
 
     def _lost(self) -> None:
         self.close()

@@ -44,6 +44,8 @@ def test_the_first_failure_is_everybodys_verdict():
     script = Script()
     fail(script, 1)
     fail(script, 2, code=4)
+    assert not script.take("verdict")  # the others may be about to fail of the same
+    script.tick(job.SAME_S)
     verdicts = script.take("verdict")
     assert sorted(rank for rank, _ in verdicts) == [0, 1, 2]
     assert {(v["rank"], v["host"], v["code"], v["traceback"]) for _, v in verdicts} == {
@@ -61,6 +63,14 @@ def test_the_one_that_failed_is_released_when_all_others_have_unwound():
     assert script.take("release") == [(1, {"kind": "release", "still": []})]
     script.tick(0.5)
     assert not script.take("release")
+
+
+def test_ranks_that_all_fail_by_themselves_hear_whose_came_first_before_the_release():
+    script = Script(size=2)
+    fail(script, 1)
+    fail(script, 0, 0.01)
+    kinds = [(rank, message["kind"]) for rank, message in script.messages]
+    assert kinds == [(0, "verdict"), (1, "verdict"), (1, "release")]
 
 
 @pytest.mark.parametrize("end", ["left", "died"])
@@ -198,6 +208,7 @@ def test_a_node_that_does_not_answer_is_not_waited_for():
 def test_who_joins_late_hears_the_verdict():
     script = Script()
     fail(script)
+    script.tick(job.SAME_S)
     script.messages = []
     script.hear("joined", 7, host="host7")
     assert [rank for rank, message in script.messages if message["kind"] == "verdict"] == [7]
