@@ -247,7 +247,7 @@ def test_survivors_raise_where_the_launcher_lets_them_live(busy, mark):
 
 
 def test_survivors_under_mpich(mark):
-    """Its launcher kills one or both of them all the same in every second run, also of programs without allred [ran]."""
+    """Its launcher kills one or both all the same in every second run, also of programs without allred [ran]."""
     code = program("os.kill(os.getpid(), 9)", BUSY["sleeps"])
     command = [BIN["mpich"] / "mpirun", "-disable-auto-cleanup", "-np", 3, BIN["mpich"] / "python", "-c", code]
     survivors = set()
