@@ -19,6 +19,7 @@ from allred.errors import AllredError, ConfigError, InputError
 from allred.modes.detect import outside
 from allred.watch import exit as exit_protocol
 from allred.watch import start as watch
+from allred.watch.alarm import waiting_for_ranks
 
 
 def init(
@@ -48,13 +49,18 @@ def init(
         "mode": mode, "backend": backend, "bucket_bytes": bucket_bytes, "timeout_s": timeout_s, "banner": banner,
         "nonfinite": nonfinite, "check_steps": check_steps,
     }  # fmt: skip
-    duplicate, library = _join(comm)
-    control = registry.BACKENDS["single" if duplicate is None else "mpi"](duplicate, Config.timeout_s, [])
     settings: dict[str, Any] | str
     try:
         settings = explicit_settings(os.environ, arguments)
     except ConfigError as error:
         settings = str(error)
+    with waiting_for_ranks(settings):
+        _meet(comm, settings)
+
+
+def _meet(comm: Any, settings: dict[str, Any] | str) -> None:
+    duplicate, library = _join(comm)
+    control = registry.BACKENDS["single" if duplicate is None else "mpi"](duplicate, Config.timeout_s, [])
     node = 0 if duplicate is None else topology.node_id(duplicate)
     gathered = control.allgather_object((settings, node, native.available)).wait()
     try:

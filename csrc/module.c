@@ -6,6 +6,7 @@
 
 #include <string.h>
 
+#include "alarm.h"
 #include "exit.h"
 #include "fuse.h"
 #include "reduce.h"
@@ -237,6 +238,20 @@ static PyObject *arm_exit(PyObject *self, PyObject *args) {
   return PyBool_FromLong(allred_exit_arm(&plan) == 0);
 }
 
+static PyObject *set_alarm(PyObject *self, PyObject *args) {
+  (void)self;
+  double warn_s, limit_s;
+  const char *who, *what;
+  if (!PyArg_ParseTuple(args, "ddss:alarm", &warn_s, &limit_s, &who, &what)) return NULL;
+  return PyBool_FromLong(allred_alarm_set(warn_s, limit_s, who, what) == 0);
+}
+
+static PyObject *cancel_alarm(PyObject *self, PyObject *unused) {
+  (void)self, (void)unused;
+  allred_alarm_cancel();
+  Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"pack", pack, METH_VARARGS, "pack(tensors, buffer): copy the tensors' bytes, in order, to the buffer."},
     {"unpack", unpack, METH_VARARGS, "unpack(tensors, buffer): fill the tensors, in order, from the buffer."},
@@ -247,6 +262,9 @@ static PyMethodDef methods[] = {
      "exceeds(tensors, element_bytes, limit): whether a float's magnitude, as bits, is above the limit; see scan.h."},
     {"variants", variants, METH_NOARGS, "variants(): the names of the kernels that this CPU runs, the best last."},
     {"segment_bytes", segment_bytes, METH_VARARGS, "segment_bytes(ranks, chunk_bytes): what a Segment needs."},
+    {"alarm", set_alarm, METH_VARARGS,
+     "alarm(warn_s, limit_s, who, what): say so on stderr after so many seconds, and end the process (alarm.h)."},
+    {"cancel_alarm", cancel_alarm, METH_NOARGS, "cancel_alarm(): take it away."},
     {"arm_exit", arm_exit, METH_VARARGS,
      "arm_exit((finalized, finalize, abort, comm), who, words, code, stuck, line, owed): what this process does last "
      "(exit.h); False where libc cannot."},

@@ -17,6 +17,8 @@ hashes: Callable[[list[Any]], list[int]]
 exceeds: Callable[[list[Any], int, int], bool]
 variants: tuple[str, ...]
 arm_exit: Callable[..., bool] | None  # see csrc/exit.h
+alarm: Callable[[float, float, str, str], bool] | None  # see csrc/alarm.h
+cancel_alarm: Callable[[], None] | None
 
 try:
     import allred.native._kernels as _kernels
@@ -27,11 +29,16 @@ except ImportError as error:
         reason = f"built, but it cannot be loaded: {error}"
     pack, unpack, reduce, arm_exit = twins.pack, twins.unpack, twins.reduce, None
     hashes, exceeds = twins.hashes, twins.exceeds
+    alarm, cancel_alarm = None, None
     variants = ()
 else:
     available, reason = True, "built"
     pack, unpack, reduce, arm_exit = _kernels.pack, _kernels.unpack, _kernels.reduce, _kernels.arm_exit
     hashes, exceeds = _kernels.hashes, _kernels.exceeds
+    alarm, cancel_alarm = _kernels.alarm, _kernels.cancel_alarm
     variants = _kernels.variants()
 
-__all__ = ["arm_exit", "available", "exceeds", "hashes", "pack", "reason", "reduce", "unpack", "variants"]
+__all__ = [
+    *("alarm", "arm_exit", "available", "cancel_alarm", "exceeds", "hashes", "pack", "reason", "reduce", "unpack"),
+    "variants",
+]

@@ -138,6 +138,7 @@ def test_nothing_is_left_in_dev_shm_by_a_world_of_one(mpi):
     assert (result.code, result.out) == (0, "0 of 1\n"), result.text
 
 
+@pytest.mark.limit(180)
 def test_worlds_can_be_made_and_left_any_number_of_times():
     """MPICH has 2048 communicators, and each init() takes one."""
     code = (
@@ -148,6 +149,31 @@ def test_worlds_can_be_made_and_left_any_number_of_times():
         "print('left', flush=True)\n"
     )
     assert python("-c", code.format(2100)).out == "left\n"
-    for times, watcher in ((2100, "0"), (40, "1")):
-        two = mpirun(2, "-c", code.format(times), timeout_s=50, env={"ALLRED_WATCHER": watcher})
+    for times, environment in ((2100, {"ALLRED_WATCHER": "0", "ALLRED_BACKEND": "mpi"}), (40, {})):
+        two = mpirun(2, "-c", code.format(times), timeout_s=80, env=environment)
         assert two.out.count("left") == 2, two.text
+
+
+LATE = (
+    "import os, time\nimport allred\n"
+    "rank = int(os.environ.get('PMI_RANK') or os.environ['OMPI_COMM_WORLD_RANK'])\n"
+    "if rank == 1: time.sleep({})\n"
+    "allred.init(banner=False)\nprint('there', flush=True)\n"
+)
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_who_waits_for_ranks_that_do_not_come_says_so(mpi):
+    result = mpirun(2, "-c", LATE.format(4), mpi=mpi, timeout_s=30, env={"ALLRED_STALL_WARNING_S": "2"})
+    assert (result.code, result.out.count("there")) == (0, 2), result.text
+    [line] = result.err.splitlines()
+    assert re.match(r"allred: rank 0 on \S+ has waited for 2 s in allred.init\(\) for the other ranks: one has", line)
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_and_gives_up_at_the_time_limit(mpi):
+    result = mpirun(2, "-c", LATE.format(60), mpi=mpi, timeout_s=30, env={"ALLRED_TIMEOUT_S": "3"})
+    assert result.code != 0, result.text
+    assert result.err.count("has waited for 3 s in allred.init()") == 1, result.text
+    assert "that is the limit" in result.err, result.text
+    assert "there" not in result.out, result.text
