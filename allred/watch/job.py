@@ -168,7 +168,7 @@ class Job:
         self._out.extend((other, self.verdict) for other in self._ranks)
 
     def _check_left(self) -> None:
-        left = [r for r, record in self._ranks.items() if record.end == "left" and self._now >= record.end_at + LEFT_S]
+        left = [r for r, record in self._ranks.items() if record.end and self._now >= record.end_at + LEFT_S]
         waiting = [r for r, record in self._ranks.items() if record.waits_in and self._now >= record.since + LEFT_S]
         if left and waiting:
             what = self._ranks[min(waiting)].waits_in

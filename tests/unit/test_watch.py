@@ -118,9 +118,12 @@ def test_deaths_after_a_verdict_or_a_good_end_are_not_told():
     assert not script.take("speak")
 
 
-def test_a_rank_that_has_left_while_others_wait_for_it():
+@pytest.mark.parametrize("its_process_ends", [False, True])
+def test_a_rank_that_has_left_while_others_wait_for_it(its_process_ends):
     script = Script()
     script.hear("left", 2, 0.0)
+    if its_process_ends:
+        script.hear("died", 2, 0.5, how="ended with exit code 0", code=1)
     script.hear("waiting", 0, 10.0, what="barrier() #5", since_s=1.0, quiet=False)
     assert not script.messages
     script.hear("going", 0, 10.5)
