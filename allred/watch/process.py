@@ -7,6 +7,7 @@ It holds no file of the launcher's, or mpirun would wait for it, and it is gone 
 the one of the chief's node goes on for its own node.
 """
 
+import contextlib
 import hmac
 import json
 import os
@@ -208,7 +209,8 @@ class Watcher:
             self._tell({"event": "looked", "look": message["look"], "states": self._look()})
         elif message["kind"] == "kill":
             for each in living:
-                signal.pidfd_send_signal(each.pidfd, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it has just died, and is not buried yet
+                    signal.pidfd_send_signal(each.pidfd, signal.SIGKILL)
         elif message["kind"] == "speak" and message["rank"] in self._ranks:
             self._speak(f"allred: {message['text']}\n")
 

@@ -7,11 +7,13 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
 
 from allred.watch import job, link, state
 from allred.watch.job import Job
+from allred.watch.process import Watcher
 
 
 class Script:
@@ -256,6 +258,21 @@ def test_where_a_program_is():
     assert state.place(own) == "in Python at train.py:87 (step)"
     assert state.place(library) == "in Python at threading.py:9 (wait)"
     assert "without an answer" in state.place("")
+
+
+def test_a_rank_that_has_just_died_does_not_keep_the_others_from_being_killed():
+    children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    pidfds = [os.pidfd_open(child.pid) for child in children]
+    ranks = {number: types.SimpleNamespace(pidfd=pidfd, dead="") for number, pidfd in enumerate(pidfds)}
+    children[0].kill()
+    children[0].wait()
+    try:
+        Watcher._deliver(types.SimpleNamespace(_ranks=ranks), None, {"kind": "kill"})
+        assert children[1].wait(timeout=5) == -signal.SIGKILL
+    finally:
+        children[1].kill()
+        for pidfd in pidfds:
+            os.close(pidfd)
 
 
 # The link between two watchers.
