@@ -192,9 +192,11 @@ class Line:
 
     def _await(self, seconds: float, come: Any) -> None:
         deadline = time.monotonic() + seconds
+        poll = select.poll()  # select() fails where the program has more than 1024 files open
         self.read()
         while not come() and self._alive() and (left := deadline - time.monotonic()) > 0:
-            select.select([self._socket], [], [], left)
+            poll.register(self._socket, select.POLLIN)
+            poll.poll(1000 * left)
             self.read()
 
     def ending(self) -> None:

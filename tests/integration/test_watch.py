@@ -4,6 +4,7 @@ import contextlib
 import os
 import pathlib
 import re
+import resource
 import signal
 import subprocess
 import time
@@ -182,6 +183,17 @@ def test_all_ranks_fail_at_once(mpi):
     result = mpirun(3, "-c", code, mpi=mpi, timeout_s=20)
     assert result.code == 1, result.text
     assert result.err.count("ValueError: boom") == 1, result.text
+
+
+def test_a_rank_with_many_open_files():
+    """More than select() can take."""
+    code = program("raise ValueError('boom')", "time.sleep(60)")
+    code = "import os\nfiles = [os.open('/dev/null', os.O_RDONLY) for _ in range(1100)]\n" + code
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 1500:
+        pytest.skip(f"only {hard} files may be open here")
+    code = f"import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, ({hard}, {hard}))\n" + code
+    check_failure(mpirun(2, "-c", code, timeout_s=20), "raise", 2)
 
 
 def test_an_error_of_its_own_is_shown_before_the_one_that_failed_first():
