@@ -31,6 +31,8 @@ GONE_S = 1.0  # from the end of the one that was to abort the job, to the same
 DEATH_S = 0.05  # on several nodes: by then the first death is known, if the launcher has caused the one in hand
 LEFT_S = 2.0  # how long to wait for a rank that has left before that is a failure: it may have answered just before
 LOOK_S = 1.0  # for the watchers of other nodes to answer
+TABLE_LINES, TABLE_CHARS = 40, 200  # of what all ranks are doing, and of each of these lines
+LARGEST = 2**17  # bytes of a message between a rank and its watcher; Linux takes no more than 208 KiB
 WARN_FACTOR = 4  # a stall is told again when it has lasted so many times as long
 
 Event = dict[str, Any]
@@ -237,13 +239,18 @@ class Job:
         self._out.append((rank, {"kind": "say", "text": text}))
 
     def _table(self, states: dict[int, str]) -> str:
-        """A line for each rank, or for ranks that do the same."""
+        """A line for each rank, or for ranks that do the same: on one host; anywhere, if that makes too many lines."""
         alike: dict[tuple[str, str], list[int]] = {}
+        anywhere: dict[tuple[str, str], list[int]] = {}
         for rank in range(self._size):
-            record = self._ranks.get(rank)
-            host = record.host if record else "?"
-            alike.setdefault((host, states.get(rank, "not heard from")), []).append(rank)
-        return "\n".join(f"  {ranks_text(ranks):<10} {host:<12} {state}" for (host, state), ranks in alike.items())
+            record, state = self._ranks.get(rank), states.get(rank, "not heard from")
+            alike.setdefault((record.host if record else "?", state), []).append(rank)
+            anywhere.setdefault(("", state), []).append(rank)
+        rows = list(alike.items())
+        if len(rows) > TABLE_LINES:  # those that differ from most are what it is about
+            rows = sorted(anywhere.items(), key=lambda row: len(row[1]))[:TABLE_LINES]
+        lines = [f"  {ranks_text(ranks):<10} {host:<12} {state}" for (host, state), ranks in rows]
+        return "\n".join(line[:TABLE_CHARS] for line in lines)
 
 
 def ranks_text(ranks: list[int]) -> str:

@@ -19,13 +19,17 @@ import types
 from typing import Any
 
 from allred.errors import AllredError, CollectiveTimeout, RemoteRankError
+from allred.watch.job import LARGEST
 
 WELCOME_S = 10.0
 RELEASE_S = 3.0  # more than Job.GRACE_S
 LAST_CHANCE_S = 0.2
 ANSWER_S = 2.0  # for the table of a time limit; more than job.LOOK_S
-_LARGEST = 2**17
-_TRACEBACK_CHARS = 20_000  # of the end, of a traceback that is sent around
+
+# What of a traceback is sent around, its end, and of other words: of each character JSON makes 12 bytes at most, and all
+# together, the words twice, have to be less than LARGEST.
+_TRACEBACK_CHARS = 9000
+_WORDS_CHARS = 500
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +83,7 @@ class Line:
         faulthandler.register(self._stack, self._pipe[1], all_threads=False)
         try:
             socket.send_fds(self._socket, [json.dumps(hello).encode()], [pidfd, self._pipe[0]])
-            if not self._socket.recv(_LARGEST):
+            if not self._socket.recv(LARGEST):
                 raise ConnectionError("it did not accept this rank")
         except OSError:
             self.close()
@@ -124,7 +128,7 @@ class Line:
         """Take what has come."""
         while self._alive():
             try:
-                data = self._socket.recv(_LARGEST)
+                data = self._socket.recv(LARGEST)
             except BlockingIOError:
                 return
             except OSError:
@@ -162,7 +166,7 @@ class Line:
     def begin_to_fail(self, code: int, words: str, traceback: str = "") -> None:
         """Tell that this rank is about to end with that exit code."""
         self.hushed = self.failed = True
-        self.tell("failed", code=code, words=words[:1000], traceback=traceback[-_TRACEBACK_CHARS:])
+        self.tell("failed", code=code, words=words[:_WORDS_CHARS], traceback=traceback[-_TRACEBACK_CHARS:])
 
     def fail(self, code: int, words: str, traceback: str) -> None:
         """The same, and linger until it is this rank's turn to end the job, or another's failure came first."""

@@ -19,9 +19,9 @@ import time
 from collections.abc import Callable
 
 from allred.watch import state
-from allred.watch.job import Event, Job
+from allred.watch.job import LARGEST, Event, Job
 from allred.watch.link import Guest, Link, connect
-from allred.watch.rank import HELLO_S, LARGEST, Rank
+from allred.watch.rank import HELLO_S, Rank
 from allred.watch.speak import outlet, speak
 
 TICK_S = 0.05

@@ -8,10 +8,9 @@ import struct
 import time
 
 from allred.watch import state
-from allred.watch.job import Event
+from allred.watch.job import LARGEST, Event
 
 HELLO_S = 3.0
-LARGEST = 2**17  # bytes of a message
 
 _ENDS = {"failed": "at its end", "unwound": "at its end", "left": "has ended", "ending": "in its exit handlers"}
 

@@ -185,6 +185,15 @@ def test_all_ranks_fail_at_once(mpi):
     assert result.err.count("ValueError: boom") == 1, result.text
 
 
+@pytest.mark.parametrize("character", ["\u00e9", "\U0001f600"])
+def test_a_long_traceback_in_any_writing(character):
+    code = program(f"raise ValueError({character!r} * 30_000)", "time.sleep(60)")
+    result = mpirun(3, "-c", code, timeout_s=20, env={"PYTHONIOENCODING": "utf-8"})
+    assert result.code == 1, result.text
+    assert set(heard(result)) == {0, 2}, result.text
+    assert f"failed with exit code 1: ValueError: {character * 400}" in heard(result)[0]
+
+
 def test_a_rank_with_many_open_files():
     """More than select() can take."""
     code = program("raise ValueError('boom')", "time.sleep(60)")

@@ -1,6 +1,8 @@
 """The watchers' decisions, without processes: events in, messages out, with the time given."""
 
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -188,6 +190,20 @@ def test_a_time_limit_is_everybodys_verdict_with_the_same_table():
     lines = [line.split() for line in verdicts[0][1]["text"].splitlines()]
     assert lines[0] == ["barrier()", "#5:", "not", "complete", "after", "5", "s"]
     assert lines[1:] == [["rank", str(rank), f"host{rank}", what] for rank, what in enumerate("abc")]
+
+
+@pytest.mark.parametrize("state", ["in barrier() #5 since {} s", "in Python at train.py:{} (step)"])
+def test_the_table_of_a_large_job_is_short(state):
+    size = 2000
+    script = Script(size)
+    script.hear("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
+    kinds = 3 if "since" in state else size
+    look(script, {rank: state.format(rank % kinds) for rank in range(size)} | {1234: "stopped"}, 5.1)
+    message = script.take("verdict")[0][1]
+    assert len(message["text"].splitlines()) == 1 + min(kinds + 1, job.TABLE_LINES)
+    assert len(json.dumps(message)) < job.LARGEST
+    if kinds == 3:
+        assert re.search(r"^  rank 1234 +stopped$", message["text"], re.M)
 
 
 def test_a_node_that_does_not_answer_is_not_waited_for():
