@@ -59,7 +59,7 @@ class Watcher:
         self._selector.register(listener, selectors.EVENT_READ, lambda: accept(listener.accept()[0]))
 
     def run(self) -> None:
-        """Until the last rank of this node is gone."""
+        """Until the last rank of this node is gone, or has hung up after a good end."""
         while not self._over():
             for key, _ in self._selector.select(TICK_S):
                 key.data()
@@ -71,7 +71,7 @@ class Watcher:
     def _over(self) -> bool:
         now = time.monotonic()
         complete = len(self._ranks) == self._settings["ranks"] or now > self._give_up_at
-        if not complete or not all(rank.dead for rank in self._ranks.values()):
+        if not complete or not all(rank.gone for rank in self._ranks.values()):
             return False
         untold = (self._up or self._links) and not all(rank.left for rank in self._ranks.values())
         return not untold or now > self._last_death + STAY_S  # it may take a moment to know whose death is to be told

@@ -60,6 +60,11 @@ class Rank:
         self.left = self.left or event["event"] == "left"
         self.ending = _ENDS.get(event["event"], self.ending)
 
+    @property
+    def gone(self) -> bool:
+        """Whether nothing more will be heard of it: its process has ended, or it hung up after a good end."""
+        return bool(self.dead) or (self.left and self.connection.fileno() < 0)
+
     def doing(self) -> str:
         """In words, as far as it is known without asking it."""
         if self.dead:

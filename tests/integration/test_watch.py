@@ -433,6 +433,19 @@ def test_it_leaves_with_its_ranks(mpi, mark):
     assert gone(mark, within_s=1.0)
 
 
+def test_it_leaves_after_shutdown(mark):
+    code = "import time, allred\n" + 3 * "allred.init(banner=False); allred.shutdown()\n" + "print('x'); time.sleep(60)"
+    command = [BIN["mpich"] / "mpirun", "-np", "2", BIN["mpich"] / "python", "-u", "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **mark}) as job:
+        assert [job.stdout.readline() for _ in range(2)] == ["x\n", "x\n"]
+        deadline = time.monotonic() + 5
+        while processes(mark, "allred.watch") and time.monotonic() < deadline:
+            time.sleep(0.05)
+        left = processes(mark, "allred.watch")
+        job.kill()
+    assert not left
+
+
 @pytest.mark.parametrize("mpi", MPIS)
 def test_without_watchers(mpi):
     environment = LIMITS | {"ALLRED_WATCHER": "0"}
