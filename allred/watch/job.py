@@ -167,7 +167,7 @@ class Job:
             "kind": "verdict", "timeout": timeout, "rank": rank, "host": self._ranks[rank].host, "code": code,
             "text": text, "traceback": traceback, "brief": brief or text.partition("\n")[0],
         }  # fmt: skip
-        self._out.extend((other, self.verdict) for other in self._ranks)
+        self._out.append((None, self.verdict))
 
     def _check_left(self) -> None:
         left = [r for r, record in self._ranks.items() if record.end and self._now >= record.end_at + LEFT_S]

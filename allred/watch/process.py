@@ -205,6 +205,9 @@ class Watcher:
         if rank is not None:
             if rank in self._ranks:
                 self._ranks[rank].send(message)
+        elif message["kind"] == "verdict":
+            for each in living:
+                each.send(message)
         elif message["kind"] == "look":
             self._tell({"event": "looked", "look": message["look"], "states": self._look()})
         elif message["kind"] == "kill":
