@@ -71,17 +71,16 @@ class Job:
         self._released: int | None = None
         self._released_at = 0.0
 
-    def hear(self, event: Event, now: float) -> list[tuple[int | None, Event]]:
-        """What to send: (rank, message) to a rank, (None, message) to all watchers."""
+    def hear(self, event: Event, now: float) -> None:
+        """Take an event. What follows from it comes with the next tick: thousands of ranks may speak at once."""
         self._now = now
         if event["event"] == "looked":
             self._take_states(event["look"], {int(rank): state for rank, state in event["states"].items()})
         elif event["event"] == "joined" or event["rank"] in self._ranks:
             getattr(self, f"_{event['event']}")(event["rank"], event)
-        return self.tick(now)
 
     def tick(self, now: float) -> list[tuple[int | None, Event]]:
-        """What is due by now."""
+        """What to send by now: (rank, message) to a rank, (None, message) to all watchers."""
         self._now = now
         if self.verdict is None:
             self._check_death()

@@ -186,7 +186,7 @@ class Watcher:
             self._outlet = outlet([pid for rank in self._ranks.values() for pid in rank.launcher], living)
             self._last_death = time.monotonic()
         if self._job is not None:
-            self._send(self._job.hear(event, time.monotonic()))
+            self._job.hear(event, time.monotonic())
         elif self._up is not None:
             self._up.send(event)
 

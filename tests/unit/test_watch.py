@@ -27,7 +27,8 @@ class Script:
             self.hear("joined", rank, host=f"host{rank}")
 
     def hear(self, event, rank=None, now=0.0, **rest):
-        self.messages += self.job.hear({"event": event, "rank": rank, **rest}, now)
+        self.job.hear({"event": event, "rank": rank, **rest}, now)
+        self.tick(now)
 
     def tick(self, now):
         self.messages += self.job.tick(now)
