@@ -138,6 +138,20 @@ def test_a_rank_that_has_left_while_others_wait_for_it(its_process_ends):
     assert text == "rank 2 on host2 has ended, and will never call barrier() #6, in which rank 0 waits"
 
 
+def test_a_rank_that_has_just_left_is_not_missed_yet():
+    script = Script()
+    wait(script, 0, 10.0)
+    script.hear("left", 2, 20.0)
+    script.tick(20.0 + job.LEFT_S - 0.01)
+    assert not script.messages
+    script.tick(20.0 + job.LEFT_S)
+    assert script.take("verdict")
+
+
+def wait(script, rank, now, quiet=False):
+    script.hear("waiting", rank, now, what="barrier() #5", since_s=1.0, quiet=quiet)
+
+
 def look(script, states, now):
     request = next(message for _, message in script.messages if message["kind"] == "look")
     script.messages = []
@@ -164,6 +178,77 @@ def test_a_stall_is_told_once_then_again_after_four_times_as_long_and_so_is_its_
     script.hear("going", 2, 50.0)
     script.hear("going", 1, 50.0)
     assert script.take("say") == [(1, {"kind": "say", "text": "rank 1 waits no more in barrier() #5, after 50 s"})]
+
+
+def test_one_look_at_a_time():
+    script = Script(warn_s=10)
+    wait(script, 1, 1.0)
+    script.tick(10.0)
+    script.hear("waiting", 2, 10.3, what="barrier() #5", since_s=10.2, quiet=False)
+    assert len(script.take("look")) == 1
+
+
+def test_a_stall_that_is_over_before_the_watchers_have_answered_is_not_told():
+    script = Script(warn_s=10)
+    wait(script, 1, 1.0)
+    script.tick(10.0)
+    script.hear("going", 1, 10.1)
+    look(script, {}, 10.2)
+    assert not script.messages
+
+
+def test_the_end_of_a_stall_is_not_told_after_a_verdict():
+    script = Script(warn_s=10)
+    wait(script, 1, 1.0)
+    script.tick(10.0)
+    look(script, {}, 10.1)
+    fail(script, 2, 11.0)
+    script.messages = []
+    script.hear("going", 1, 11.1)
+    assert not script.messages
+
+
+def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_look():
+    script = Script(nodes=2, warn_s=10)
+    wait(script, 1, 1.0)
+    script.tick(10.0)
+    script.tick(10.0 + job.LOOK_S)
+    script.hear("limit", 1, 12.0, what="barrier() #5", limit_s=12.0)
+    first, second = [message["look"] for _, message in script.take("look")]
+    script.hear("looked", None, 12.1, look=first, states={"0": "old"})
+    script.hear("looked", None, 12.1, look=second, states={"1": "new"})
+    assert not script.messages
+    script.hear("looked", None, 12.2, look=second, states={"0": "newer"})
+    assert "newer" in script.take("verdict")[0][1]["text"]
+
+
+def test_a_time_limit_comes_before_a_warning():
+    script = Script(nodes=2, warn_s=10)
+    wait(script, 1, 1.0)
+    script.tick(10.0)
+    script.hear("limit", 1, 10.1, what="barrier() #5", limit_s=10.0)
+    script.tick(10.1 + job.LOOK_S)
+    assert script.take("verdict")[0][1]["timeout"]
+
+
+def test_a_failure_comes_before_a_time_limit_that_is_looked_into():
+    script = Script(nodes=2)
+    script.hear("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
+    fail(script, 1, 5.1)
+    script.tick(5.0 + job.LOOK_S)
+    assert [message["rank"] for _, message in script.take("verdict")] == [1]
+
+
+def test_a_wait_that_is_meant_to_be_long_is_not_told_after_that_of_another_rank():
+    script = Script(warn_s=10)
+    wait(script, 1, 1.0, quiet=True)
+    wait(script, 2, 1.0)
+    script.tick(10.0)
+    look(script, {}, 10.1)
+    script.hear("going", 2, 11.0)
+    script.messages = []
+    script.tick(1000.0)
+    assert not script.messages
 
 
 def test_a_wait_that_is_meant_to_be_long_is_not_told():
