@@ -26,10 +26,9 @@ RELEASE_S = 3.0  # more than Job.GRACE_S
 LAST_CHANCE_S = 0.2
 ANSWER_S = 2.0  # for the table of a time limit; more than job.LOOK_S
 
-# What of a traceback is sent around, its end, and of other words: of each character JSON makes 12 bytes at most, and all
-# together, the words twice, have to be less than LARGEST.
-_TRACEBACK_CHARS = 9000
-_WORDS_CHARS = 500
+# What is sent around of a traceback (its end) and of other words. JSON makes 12 bytes of a character at most, and all
+# together, with the words twice, has to be less than LARGEST.
+_TRACEBACK_CHARS, _WORDS_CHARS = 9000, 500
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,8 @@ import types
 
 import pytest
 
-from allred.watch import job, link, state
+from allred.errors import RemoteRankError
+from allred.watch import job, line, link, state
 from allred.watch.job import Job
 from allred.watch.process import Watcher
 
@@ -271,7 +272,7 @@ def test_a_time_limit_is_everybodys_verdict_with_the_same_table():
     assert to is None
     assert verdict["timeout"]
     assert verdict["rank"] == 2
-    lines = [line.split() for line in verdict["text"].splitlines()]
+    lines = [each.split() for each in verdict["text"].splitlines()]
     assert lines[0] == ["barrier()", "#5:", "not", "complete", "after", "5", "s"]
     assert lines[1:] == [["rank", str(rank), f"host{rank}", what] for rank, what in enumerate("abc")]
 
@@ -459,3 +460,84 @@ def test_the_launcher_ends_other_nodes_ranks_before_the_first_death_is_heard_of(
     script.hear("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137)
     script.tick(1.0 + job.DEATH_S)
     assert [message["rank"] for _, message in script.take("speak")] == [0]
+
+
+# A rank's end of the line.
+
+
+VERDICT = {
+    "kind": "verdict", "timeout": False, "rank": 1, "host": "h", "code": 3, "text": "rank 1 failed", "traceback": "",
+    "brief": "",
+}  # fmt: skip
+
+
+@pytest.fixture
+def rank_and_watcher():
+    """A Line of rank 0, and the other end of it."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind("")
+        listener.listen()
+        name, ends = listener.getsockname().decode("latin-1"), []
+
+        def welcome():
+            ends.append(listener.accept()[0])
+            _, files, _, _ = socket.recv_fds(ends[0], job.LARGEST, 2)
+            for file in files:
+                os.close(file)
+            ends[0].send(b"welcome")
+
+        thread = threading.Thread(target=welcome)
+        thread.start()
+        found = line.Line(name, {"rank": 0, "host": "here"}, True, 30.0)
+        thread.join()
+    ends[0].settimeout(5)
+    yield found, ends[0]
+    found.close()
+    ends[0].close()
+
+
+def send(watcher, message):
+    watcher.send(message["kind"][:1].encode() + json.dumps(message).encode())
+    time.sleep(0.05)  # here the handler runs
+
+
+def test_a_verdict_is_raised_where_the_program_is_and_once(rank_and_watcher):
+    rank, watcher = rank_and_watcher
+    with pytest.raises(RemoteRankError, match="rank 1 failed") as caught:
+        send(watcher, VERDICT)
+    assert (caught.value.rank, caught.value.host, caught.value.code) == (1, "h", 3)
+    send(watcher, VERDICT | {"rank": 2, "text": "rank 2 failed"})
+    assert rank.verdict.rank == 1
+
+
+@pytest.mark.parametrize("flag", ["waits", "hushed"])
+def test_a_verdict_is_not_raised_in_a_wait_nor_at_the_end(rank_and_watcher, flag):
+    rank, watcher = rank_and_watcher
+    setattr(rank, flag, True)
+    send(watcher, VERDICT)
+    assert rank.is_anothers()
+    assert not rank.hopeless()
+    time.sleep(line.LAST_CHANCE_S)
+    assert rank.hopeless()
+
+
+@pytest.mark.parametrize("hushed", [False, True])
+def test_a_watcher_that_is_gone_is_told_of_once_unless_the_program_is_at_its_end(rank_and_watcher, hushed, capfd):
+    rank, watcher = rank_and_watcher
+    rank.hushed = hushed
+    watcher.close()
+    time.sleep(0.05)
+    rank.read()
+    rank.tell("going")
+    assert capfd.readouterr().err.count("the watcher process on here is gone") == (not hushed)
+
+
+def test_a_fork_says_nothing_and_hears_nothing(rank_and_watcher):
+    rank, watcher = rank_and_watcher
+    if not os.fork():
+        rank.tell("failed", code=1, words="", traceback="")
+        rank.read()
+        os._exit(0)
+    os.wait()
+    rank.tell("going")
+    assert json.loads(watcher.recv(job.LARGEST))["event"] == "going"
