@@ -183,7 +183,7 @@ class WorkQueue:
                 peers = pending.peers
                 if now - last_progress > _AWAKE_S:
                     told = told or Wait(self.describe(), self.quiet)
-                    told.go_on(now - start)
+                    told.go_on(now - start, peers)
                     time.sleep(min(_SLEEP_SHARE * (now - last_progress), _LONGEST_SLEEP_S))
                 else:
                     pending.linger()

@@ -4,7 +4,8 @@ The watcher of the chief's node has the `Job`; the others send it their events. 
 `rank` is whom it is about.
 
     joined host                  the rank is watched from now on
-    waiting what, since_s, quiet it has waited in an operation for so many seconds; quiet: it is meant to take long
+    waiting what, since_s, peers, quiet  it has waited in an operation for so many seconds; peers: for ranks to begin
+                                 it; quiet: it is meant to take long
     going                        it waits no more
     limit what, limit_s          its wait has reached the time limit
     failed code, words, traceback    it is about to end with that exit code, and lingers for the others
@@ -44,6 +45,7 @@ _LAUNCHERS_CODES = (128 + signal.SIGKILL, 128 + signal.SIGTERM)  # of ranks that
 class _Rank:
     host: str
     waits_in: str = ""
+    misses: bool = False  # ranks that have not begun it: one that has left may have
     since: float = 0.0
     warn_at: float = 0.0
     end: str = ""  # unwound, left or dead
@@ -104,6 +106,7 @@ class Job:
     def _waiting(self, rank: int, event: Event) -> None:
         record = self._ranks[rank]
         record.waits_in, record.since = event["what"], self._now - event["since_s"]
+        record.misses = event["peers"]
         record.warn_at = float("inf") if event["quiet"] else record.since + self._warn_s
 
     def _going(self, rank: int, event: Event) -> None:
@@ -170,7 +173,8 @@ class Job:
 
     def _check_left(self) -> None:
         left = [r for r, record in self._ranks.items() if record.end and self._now >= record.end_at + LEFT_S]
-        waiting = [r for r, record in self._ranks.items() if record.waits_in and self._now >= record.since + LEFT_S]
+        missing = [r for r, record in self._ranks.items() if record.waits_in and record.misses]
+        waiting = [r for r in missing if self._now >= self._ranks[r].since + LEFT_S]
         if left and waiting:
             what = self._ranks[min(waiting)].waits_in
             self._pass(min(left), f"has ended, and will never call {what}, in which rank {min(waiting)} waits", 1)

@@ -291,6 +291,22 @@ def test_a_rank_that_ends_well_while_the_others_wait_for_it(mpi, end):
     assert "has ended, and will never call allreduce(Average) #" in heard(result)[0], result.text
 
 
+@pytest.mark.parametrize("mpi", MPIS)
+def test_a_rank_that_ends_well_while_others_finish_what_it_has_done(mpi):
+    """Rank 2 is slow to pass on to rank 3 what ranks 0 and 1 have already."""
+    code = (
+        "import time\nimport numpy as np\nimport allred\nfrom allred.comm.mpi import MpiCommunicator\n"
+        "allred.init(banner=False)\nbroadcast = MpiCommunicator._broadcast\n"
+        "def slow(*arguments):\n"
+        "    time.sleep(5)\n"
+        "    yield from broadcast(*arguments)\n"
+        "if allred.rank() == 2: MpiCommunicator._broadcast = slow\n"
+        "print(allred.broadcast(np.ones(4), 0)[0], flush=True)\n"
+    )
+    result = mpirun(4, "-c", code, mpi=mpi, timeout_s=30, env={"ALLRED_BACKEND": "mpi"})
+    assert (result.code, result.out.split(), result.err) == (0, 4 * ["1.0"], ""), result.text
+
+
 # ---- a rank that stalls
 
 

@@ -128,12 +128,12 @@ def test_a_rank_that_has_left_while_others_wait_for_it(its_process_ends):
     script.hear("left", 2, 0.0)
     if its_process_ends:
         script.hear("died", 2, 0.5, how="ended with exit code 0", code=1)
-    script.hear("waiting", 0, 10.0, what="barrier() #5", since_s=1.0, quiet=False)
+    script.hear("waiting", 0, 10.0, what="barrier() #5", since_s=1.0, peers=True, quiet=False)
     assert not script.messages
     script.hear("going", 0, 10.5)
     script.tick(20.0)
     assert not script.messages
-    script.hear("waiting", 0, 30.0, what="barrier() #6", since_s=1.0, quiet=False)
+    script.hear("waiting", 0, 30.0, what="barrier() #6", since_s=1.0, peers=True, quiet=False)
     script.tick(31.0)
     text = script.take("verdict")[0][1]["text"]
     assert text == "rank 2 on host2 has ended, and will never call barrier() #6, in which rank 0 waits"
@@ -149,8 +149,16 @@ def test_a_rank_that_has_just_left_is_not_missed_yet():
     assert script.take("verdict")
 
 
-def wait(script, rank, now, quiet=False):
-    script.hear("waiting", rank, now, what="barrier() #5", since_s=1.0, quiet=quiet)
+def test_a_rank_that_has_left_has_called_what_others_wait_in_for_bytes_only():
+    script = Script()
+    wait(script, 0, 10.0, peers=False)
+    script.hear("left", 2, 10.0)
+    script.tick(100.0)
+    assert not script.take("verdict")
+
+
+def wait(script, rank, now, peers=True, quiet=False):
+    script.hear("waiting", rank, now, what="barrier() #5", since_s=1.0, peers=peers, quiet=quiet)
 
 
 def look(script, states, now):
@@ -161,8 +169,8 @@ def look(script, states, now):
 
 def test_a_stall_is_told_once_then_again_after_four_times_as_long_and_so_is_its_end():
     script = Script(warn_s=10)
-    script.hear("waiting", 1, 1.0, what="barrier() #5", since_s=1.0, quiet=False)
-    script.hear("waiting", 2, 1.0, what="barrier() #5", since_s=1.0, quiet=False)
+    script.hear("waiting", 1, 1.0, what="barrier() #5", since_s=1.0, peers=True, quiet=False)
+    script.hear("waiting", 2, 1.0, what="barrier() #5", since_s=1.0, peers=True, quiet=False)
     script.tick(9.9)
     assert not script.messages
     script.tick(10.0)
@@ -185,7 +193,7 @@ def test_one_look_at_a_time():
     script = Script(warn_s=10)
     wait(script, 1, 1.0)
     script.tick(10.0)
-    script.hear("waiting", 2, 10.3, what="barrier() #5", since_s=10.2, quiet=False)
+    script.hear("waiting", 2, 10.3, what="barrier() #5", since_s=10.2, peers=True, quiet=False)
     assert len(script.take("look")) == 1
 
 
@@ -254,7 +262,7 @@ def test_a_wait_that_is_meant_to_be_long_is_not_told_after_that_of_another_rank(
 
 def test_a_wait_that_is_meant_to_be_long_is_not_told():
     script = Script(warn_s=10)
-    script.hear("waiting", 1, 1.0, what="barrier() #5", since_s=1.0, quiet=True)
+    script.hear("waiting", 1, 1.0, what="barrier() #5", since_s=1.0, peers=True, quiet=True)
     script.tick(1000.0)
     assert not script.messages
 
