@@ -194,11 +194,11 @@ class Job:
             return
         culprit = self.verdict["rank"]
         chosen = culprit if culprit in lingering else lingering[0]
-        still = sorted(rank for rank, record in self._ranks.items() if not record.end)
+        others_unwind = any(not record.end for record in self._ranks.values())
         assert self._clock is not None
-        if not still or self._now >= self._clock + GRACE_S:
+        if not others_unwind or self._now >= self._clock + GRACE_S:
             self._released, self._released_at = chosen, self._now
-            self._out.append((chosen, {"kind": "release", "still": still}))
+            self._out.append((chosen, {"kind": "release"}))
 
     # Stalls.
 

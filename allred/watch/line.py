@@ -63,9 +63,8 @@ class Line:
         self.warn_s = warn_s
         self.verdict: Verdict | None = None
         self._heard_at = 0.0
-        self.released: dict[str, Any] | None = None
+        self.released = False  # it is this rank's turn to end the job, or it has waited for that long enough
         self.failed = False  # and has said so
-        self.lingered = False  # for the others to unwind
         self.waits = False  # in allred: then the waiting loop raises, not the handler
         self._host, self._speaks, self._pid = hello["host"], speaks, os.getpid()
         self._raised = False
@@ -140,7 +139,7 @@ class Line:
         if message["kind"] == "say":
             _print(message["text"])
         elif message["kind"] == "release":
-            self.released = message
+            self.released = True
         elif message["kind"] == "verdict" and self.verdict is None:
             fields = {field.name: message[field.name] for field in dataclasses.fields(Verdict)}
             self.verdict, self._heard_at = Verdict(**fields), time.monotonic()
@@ -170,8 +169,8 @@ class Line:
     def fail(self, code: int, words: str, traceback: str) -> None:
         """The same, and linger until it is this rank's turn to end the job, or another's failure came first."""
         self.begin_to_fail(code, words, traceback)
-        self._await(RELEASE_S, lambda: self.released is not None or self.is_anothers())
-        self.lingered = not self.is_anothers()
+        self._await(RELEASE_S, lambda: self.released or self.is_anothers())
+        self.released = self.released or not self.is_anothers()
 
     def is_anothers(self) -> bool:
         """Whether another rank has brought the verdict about."""
@@ -182,11 +181,11 @@ class Line:
         self.hushed = True
         self.tell("unwound")
         self.await_release()
-        self.lingered = True
+        self.released = True
 
     def await_release(self) -> None:
         """Until it is this rank's turn to end the job."""
-        self._await(RELEASE_S, lambda: self.released is not None)
+        self._await(RELEASE_S, lambda: self.released)
 
     def limit(self, what: str, limit_s: float) -> None:
         """A wait has reached its limit: ask for the verdict."""

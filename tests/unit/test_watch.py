@@ -60,7 +60,7 @@ def test_the_one_that_failed_is_released_when_all_others_have_unwound():
     script.hear("unwound", 0, 0.1)
     assert not script.take("release")
     script.hear("unwound", 2, 0.2)
-    assert script.take("release") == [(1, {"kind": "release", "still": []})]
+    assert script.take("release") == [(1, {"kind": "release"})]
     script.tick(0.5)
     assert not script.take("release")
 
@@ -72,17 +72,17 @@ def test_who_is_gone_need_not_unwind(end):
     script.hear(end, 2, how="ended", code=1)
     script.messages = []
     script.hear("unwound", 0, 0.1)
-    assert script.take("release") == [(1, {"kind": "release", "still": []})]
+    assert script.take("release") == [(1, {"kind": "release"})]
 
 
-def test_after_the_grace_it_is_released_anyway_and_told_who_is_still_there():
+def test_after_the_grace_it_is_released_anyway():
     script = Script()
     fail(script, 1)
     script.hear("unwound", 0, 0.1)
     script.tick(job.GRACE_S - 0.01)
     assert not script.take("release")
     script.tick(job.GRACE_S)
-    assert script.take("release") == [(1, {"kind": "release", "still": [2]})]
+    assert script.take("release") == [(1, {"kind": "release"})]
 
 
 @pytest.mark.parametrize(("dies", "at"), [(True, 1.0 + job.GONE_S), (False, job.ABORT_S)])
@@ -108,7 +108,7 @@ def test_a_rank_that_dies_is_told_of_and_the_lowest_survivor_ends_the_job():
     assert script.job.verdict["code"] == 137
     script.hear("unwound", 2, 1.1)
     script.hear("unwound", 1, 1.2)
-    assert script.take("release") == [(1, {"kind": "release", "still": []})]
+    assert script.take("release") == [(1, {"kind": "release"})]
 
 
 def test_deaths_after_a_verdict_or_a_good_end_are_not_told():
