@@ -211,6 +211,7 @@ class Line:
         faulthandler.unregister(self._stack)
         with contextlib.suppress(ValueError):
             signal.signal(self._wake, signal.SIG_IGN)
+            signal.signal(self._stack, signal.SIG_IGN)  # it is not yet where init() ran in another thread
             if signal.getsignal(signal.SIGUSR1) is _nothing:
                 signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 

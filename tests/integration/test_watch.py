@@ -484,6 +484,19 @@ def test_init_in_another_thread_than_the_main_one():
     assert result.err.count("ValueError: boom") == 1, result.text
 
 
+def test_a_look_at_the_end_of_such_a_program_does_not_kill_it():
+    code = (
+        "import os, threading, allred\nfrom allred.watch import line\n"
+        "thread = threading.Thread(target=allred.init); thread.start(); thread.join()\n"
+        "stack = line.current._stack\n"
+        "class Late:\n"
+        "    def __del__(self, kill=os.kill, pid=os.getpid()): kill(pid, stack)\n"
+        "late = Late()\n"
+    )
+    result = mpirun(2, "-c", code, timeout_s=20, env={"ALLRED_BANNER": "0"})
+    assert (result.code, result.err) == (0, ""), result.text
+
+
 # ---- forks
 
 
