@@ -102,6 +102,8 @@ class Work(Generic[T]):
             self._queue.wait(self, timeout_s)
         if isinstance(self._outcome, AllredError):
             raise self._outcome
+        if line.current is not None and line.current.pending():
+            raise line.current.error()
         return self._outcome  # type: ignore[return-value]
 
     def _advance(self) -> bool:
@@ -183,7 +185,7 @@ class WorkQueue:
                 peers = pending.peers
                 if now - last_progress > _AWAKE_S:
                     told = told or Wait(self.describe(), self.quiet)
-                    told.go_on(now - start)
+                    told.go_on(now - start, peers)
                     time.sleep(min(_SLEEP_SHARE * (now - last_progress), _LONGEST_SLEEP_S))
                 else:
                     pending.linger()

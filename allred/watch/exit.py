@@ -106,7 +106,7 @@ def _leave(finalizes: bool) -> None:
     owed, code, words = _TELL, 0, ""
     if watcher is not None:
         watcher.ending()
-        if watcher.released is not None or watcher.lingered:
+        if watcher.released:
             owed = _RELEASED
         elif watcher.failed and not watcher.is_anothers():
             owed = _AWAIT

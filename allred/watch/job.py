@@ -4,13 +4,14 @@ The watcher of the chief's node has the `Job`; the others send it their events. 
 `rank` is whom it is about.
 
     joined host                  the rank is watched from now on
-    waiting what, since_s, quiet it has waited in an operation for so many seconds; quiet: it is meant to take long
+    waiting what, since_s, peers, quiet  it has waited in an operation for so many seconds; peers: for ranks to begin
+                                 it; quiet: it is meant to take long
     going                        it waits no more
     limit what, limit_s          its wait has reached the time limit
     failed code, words, traceback    it is about to end with that exit code, and lingers for the others
     unwound                      it has heard the verdict, its program has ended, and it lingers
     left                         it ends well, and takes part in nothing more
-    died how, code               its process has ended, by a signal or without a word
+    died how, code, ago_s        its process has ended, by a signal or without a word
     looked node, states          what the ranks of a node are doing, as asked for
 
 The first failure is the job's verdict; there is one at most, and every rank hears it:
@@ -29,12 +30,13 @@ from typing import Any
 GRACE_S = 2.0  # for the others to unwind
 ABORT_S = 8.0  # from the release to the end; then the watchers end the ranks
 GONE_S = 1.0  # from the end of the one that was to abort the job, to the same
-DEATH_S = 0.05  # on several nodes: by then the first death is known, if the launcher has caused the one in hand
+DEATH_S = 0.05  # by then the first death is known, if the launcher has caused the one in hand
 LEFT_S = 2.0  # how long to wait for a rank that has left before that is a failure: it may have answered just before
 LOOK_S = 1.0  # for the watchers of other nodes to answer
-SAME_S = 0.2
-TABLE_LINES = 40
-TEXT_CHARS = 4000  # a character may take twelve bytes of JSON, and a message has to fit into rank.LARGEST
+SAME_S = 0.2  # for the others to fail of the same error by themselves
+TABLE_LINES, TABLE_CHARS = 40, 200  # of what all ranks are doing, and of each of these lines
+TEXT_CHARS = 9000
+LARGEST = 2**17  # bytes of a message between a rank and its watcher; Linux takes no more than 208 KiB
 WARN_FACTOR = 4  # a stall is told again when it has lasted so many times as long
 
 Event = dict[str, Any]
@@ -46,6 +48,7 @@ _LAUNCHERS_CODES = (128 + signal.SIGKILL, 128 + signal.SIGTERM)  # of ranks that
 class _Rank:
     host: str
     waits_in: str = ""
+    misses: bool = False  # ranks that have not begun it: one that has left may have
     since: float = 0.0
     warn_at: float = 0.0
     end: str = ""  # unwound, left or dead
@@ -69,22 +72,22 @@ class Job:
         self._states: list[dict[int, str]] = []
         self._look_until = 0.0
         self._warned: tuple[int, str] | None = None  # who told of which operation
-        self._death: tuple[int, Event, float] | None = None
+        self._death: tuple[int, Event, float] | None = None  # the first, as far as is known, and when it was
+        self._death_due = float("inf")
         self._clock: float | None = None  # when the first rank began to linger
         self._released: int | None = None
         self._released_at = 0.0
 
-    def hear(self, event: Event, now: float) -> list[tuple[int | None, Event]]:
-        """What to send: (rank, message) to a rank, (None, message) to all watchers."""
+    def hear(self, event: Event, now: float) -> None:
+        """Take an event. What follows from it comes with the next tick: thousands of ranks may speak at once."""
         self._now = now
         if event["event"] == "looked":
             self._take_states(event["look"], {int(rank): state for rank, state in event["states"].items()})
         elif event["event"] == "joined" or event["rank"] in self._ranks:
             getattr(self, f"_{event['event']}")(event["rank"], event)
-        return self.tick(now)
 
     def tick(self, now: float) -> list[tuple[int | None, Event]]:
-        """What is due by now."""
+        """What to send by now: (rank, message) to a rank, (None, message) to all watchers."""
         self._now = now
         if self.verdict is None:
             self._check_death()
@@ -109,6 +112,7 @@ class Job:
     def _waiting(self, rank: int, event: Event) -> None:
         record = self._ranks[rank]
         record.waits_in, record.since = event["what"], self._now - event["since_s"]
+        record.misses = event["peers"]
         record.warn_at = float("inf") if event["quiet"] else record.since + self._warn_s
 
     def _going(self, rank: int, event: Event) -> None:
@@ -123,6 +127,8 @@ class Job:
             self._begin_look(event)
 
     def _failed(self, rank: int, event: Event) -> None:
+        if self.verdict is None and self._death is not None:
+            self._pass_death(*self._death[:2])
         if self.verdict is None:
             words = f": {event['words']}" if event["words"] else ""
             text = self._line(rank, f"failed with exit code {event['code']}{words}")
@@ -139,13 +145,14 @@ class Job:
         before = self._ranks[rank].end
         self._end(rank, "dead")
         if self.verdict is None and before != "left":
-            if self._nodes > 1 and event["code"] in _LAUNCHERS_CODES:
-                self._death = self._death or (rank, event, self._now)
-            else:
+            if event["code"] not in _LAUNCHERS_CODES:
                 self._pass_death(rank, event)
+            elif self._death is None or self._now - event["ago_s"] < self._death[2]:
+                self._death = rank, event, self._now - event["ago_s"]
+                self._death_due = min(self._death_due, self._now + DEATH_S)
 
     def _check_death(self) -> None:
-        if self._death is not None and self._now >= self._death[2] + DEATH_S:
+        if self._death is not None and self._now >= self._death_due:
             self._pass_death(*self._death[:2])
 
     def _pass_death(self, rank: int, event: Event) -> None:
@@ -176,13 +183,14 @@ class Job:
         self._tell_verdict()
 
     def _tell_verdict(self, at_once: bool = False) -> None:
-        if not self._told and (at_once or self._now >= self._tell_at):
+        if not self._told and (at_once or self._now >= self._tell_at) and self.verdict is not None:
             self._told = True
-            self._out.extend((rank, self.verdict) for rank in self._ranks if self.verdict is not None)
+            self._out.append((None, self.verdict))
 
     def _check_left(self) -> None:
-        left = [r for r, record in self._ranks.items() if record.end == "left" and self._now >= record.end_at + LEFT_S]
-        waiting = [r for r, record in self._ranks.items() if record.waits_in and self._now >= record.since + LEFT_S]
+        left = [r for r, record in self._ranks.items() if record.end and self._now >= record.end_at + LEFT_S]
+        missing = [r for r, record in self._ranks.items() if record.waits_in and record.misses]
+        waiting = [r for r in missing if self._now >= self._ranks[r].since + LEFT_S]
         if left and waiting:
             what = self._ranks[min(waiting)].waits_in
             how = f"has ended, and will never call {what}, in which rank {min(waiting)} waits"
@@ -203,12 +211,12 @@ class Job:
             return
         culprit = self.verdict["rank"]
         chosen = culprit if culprit in lingering else lingering[0]
-        still = sorted(rank for rank, record in self._ranks.items() if not record.end)
+        others_unwind = any(not record.end for record in self._ranks.values())
         assert self._clock is not None
-        if not still or self._now >= self._clock + GRACE_S:
+        if not others_unwind or self._now >= self._clock + GRACE_S:
             self._tell_verdict(at_once=True)
             self._released, self._released_at = chosen, self._now
-            self._out.append((chosen, {"kind": "release", "still": still}))
+            self._out.append((chosen, {"kind": "release"}))
 
     # Stalls.
 
@@ -252,22 +260,18 @@ class Job:
         self._out.append((rank, {"kind": "say", "text": text[:TEXT_CHARS]}))
 
     def _table(self, states: dict[int, str]) -> str:
-        """A line for each rank, or for ranks of a host that do the same; of many, those that few ranks share."""
+        """A line for each rank, or for ranks that do the same: on one host; anywhere, if that makes too many lines."""
         alike: dict[tuple[str, str], list[int]] = {}
+        anywhere: dict[tuple[str, str], list[int]] = {}
         for rank in range(self._size):
-            host = self._ranks[rank].host if rank in self._ranks else "?"
-            alike.setdefault((host, states.get(rank, "not heard from")), []).append(rank)
-        if len(alike) > TABLE_LINES:
-            hosts: dict[str, list[int]] = {}
-            for (_, state), ranks in alike.items():
-                hosts.setdefault(state, []).extend(ranks)
-            alike = {
-                ("", state): sorted(ranks) for state, ranks in sorted(hosts.items(), key=lambda each: len(each[1]))
-            }
-        lines = [f"  {ranks_text(ranks):<10} {host:<12} {state}" for (host, state), ranks in alike.items()]
-        if len(lines) > TABLE_LINES:
-            lines[TABLE_LINES - 1 :] = [f"  and {len(lines) - TABLE_LINES + 1} lines more"]
-        return "\n".join(lines)
+            record, state = self._ranks.get(rank), states.get(rank, "not heard from")
+            alike.setdefault((record.host if record else "?", state), []).append(rank)
+            anywhere.setdefault(("", state), []).append(rank)
+        rows = list(alike.items())
+        if len(rows) > TABLE_LINES:  # those that differ from most are what it is about
+            rows = sorted(anywhere.items(), key=lambda row: len(row[1]))[:TABLE_LINES]
+        lines = [f"  {ranks_text(ranks):<10} {host:<12} {state}" for (host, state), ranks in rows]
+        return "\n".join(line[:TABLE_CHARS] for line in lines)
 
 
 def ranks_text(ranks: list[int]) -> str:

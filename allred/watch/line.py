@@ -19,14 +19,15 @@ import types
 from typing import Any
 
 from allred.errors import AllredError, CollectiveTimeout, RemoteRankError
+from allred.watch.job import LARGEST
 
 WELCOME_S = 10.0
 RELEASE_S = 3.0  # more than Job.GRACE_S
 ANSWER_S = 2.0  # for the table of a time limit; more than job.LOOK_S
-_LARGEST = 2**17
-# A character may take twelve bytes of JSON, and a message has to fit into _LARGEST.
-_TRACEBACK_CHARS = 6000  # of its end
-_WORDS_CHARS = 500
+
+# What is sent around of a traceback (its end) and of other words. JSON makes 12 bytes of a character at most, and all
+# together, with the words twice, has to be less than LARGEST.
+_TRACEBACK_CHARS, _WORDS_CHARS = 9000, 500
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +61,8 @@ class Line:
         self.rank: int = hello["rank"]
         self.warn_s = warn_s
         self.verdict: Verdict | None = None
-        self.released: dict[str, Any] | None = None
+        self.released = False  # it is this rank's turn to end the job, or it has waited for that long enough
         self.failed = False  # and has said so
-        self.lingered = False  # for the others to unwind
         self.waits = False  # in allred: then the waiting loop raises, not the handler
         self._host, self._speaks, self._pid = hello["host"], speaks, os.getpid()
         self._raised = False
@@ -79,7 +79,7 @@ class Line:
         faulthandler.register(self._stack, self._pipe[1], all_threads=False)
         try:
             socket.send_fds(self._socket, [json.dumps(hello).encode()], [pidfd, self._pipe[0]])
-            if not self._socket.recv(_LARGEST):
+            if not self._socket.recv(LARGEST):
                 raise ConnectionError("it did not accept this rank")
         except OSError:
             self.close()
@@ -105,6 +105,10 @@ class Line:
         if self.verdict is not None and not (self._raised or self.waits or self.hushed):
             raise self.error()
 
+    def pending(self) -> bool:
+        """Whether there is a verdict that nobody has raised here: it came in a wait, which then ended well."""
+        return self.verdict is not None and not (self._raised or self.hushed)
+
     def error(self) -> AllredError:
         """The verdict's exception, to be raised; by the handler only if it was not raised before."""
         assert self.verdict is not None
@@ -119,7 +123,7 @@ class Line:
         """Take what has come."""
         while self._alive():
             try:
-                data = self._socket.recv(_LARGEST)
+                data = self._socket.recv(LARGEST)
             except BlockingIOError:
                 return
             except OSError:
@@ -132,7 +136,7 @@ class Line:
         if message["kind"] == "say":
             _print(message["text"])
         elif message["kind"] == "release":
-            self.released = message
+            self.released = True
         elif message["kind"] == "verdict" and self.verdict is None:
             fields = {field.name: message[field.name] for field in dataclasses.fields(Verdict)}
             self.verdict = Verdict(**fields)
@@ -162,8 +166,8 @@ class Line:
     def fail(self, code: int, words: str, traceback: str) -> None:
         """The same, and linger until it is this rank's turn to end the job, or another's failure came first."""
         self.begin_to_fail(code, words, traceback)
-        self._await(RELEASE_S, lambda: self.released is not None or self.is_anothers())
-        self.lingered = not self.is_anothers()
+        self._await(RELEASE_S, lambda: self.released or self.is_anothers())
+        self.released = self.released or not self.is_anothers()
 
     def is_anothers(self) -> bool:
         """Whether another rank has brought the verdict about."""
@@ -174,11 +178,11 @@ class Line:
         self.hushed = True
         self.tell("unwound")
         self.await_release()
-        self.lingered = True
+        self.released = True
 
     def await_release(self) -> None:
         """Until it is this rank's turn to end the job."""
-        self._await(RELEASE_S, lambda: self.released is not None)
+        self._await(RELEASE_S, lambda: self.released)
 
     def limit(self, what: str, limit_s: float) -> None:
         """A wait has reached its limit: ask for the verdict."""
@@ -187,9 +191,11 @@ class Line:
 
     def _await(self, seconds: float, come: Any) -> None:
         deadline = time.monotonic() + seconds
+        poll = select.poll()  # select() fails where the program has more than 1024 files open
         self.read()
         while not come() and self._alive() and (left := deadline - time.monotonic()) > 0:
-            select.select([self._socket], [], [], left)
+            poll.register(self._socket, select.POLLIN)
+            poll.poll(1000 * left)
             self.read()
 
     def ending(self) -> None:
@@ -202,6 +208,7 @@ class Line:
         faulthandler.unregister(self._stack)
         with contextlib.suppress(ValueError):
             signal.signal(self._wake, signal.SIG_IGN)
+            signal.signal(self._stack, signal.SIG_IGN)  # it is not yet where init() ran in another thread
             if signal.getsignal(signal.SIGUSR1) is _nothing:
                 signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 

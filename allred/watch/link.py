@@ -30,9 +30,12 @@ class Link:
         connection.settimeout(CONNECT_S)
 
     def send(self, message: Any) -> None:
-        """A link that is broken is noticed by reading."""
-        with contextlib.suppress(OSError):
+        """A link that is broken is noticed by reading, and so is one where half a message has been sent."""
+        try:
             self.connection.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            with contextlib.suppress(OSError):
+                self.connection.shutdown(socket.SHUT_RDWR)
 
     def receive(self) -> list[Any] | None:
         """The messages that have come; None at the end."""

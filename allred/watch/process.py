@@ -7,9 +7,11 @@ It holds no file of the launcher's, or mpirun would wait for it, and it is gone 
 the one of the chief's node goes on for its own node.
 """
 
+import contextlib
 import hmac
 import json
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -18,9 +20,9 @@ import time
 from collections.abc import Callable
 
 from allred.watch import state
-from allred.watch.job import Event, Job
+from allred.watch.job import LARGEST, Event, Job
 from allred.watch.link import Guest, Link, connect
-from allred.watch.rank import HELLO_S, LARGEST, Rank
+from allred.watch.rank import HELLO_S, Rank
 from allred.watch.speak import outlet, speak
 
 TICK_S = 0.05
@@ -55,10 +57,15 @@ class Watcher:
 
     def _listen(self, listener: socket.socket, accept: Callable[[socket.socket], None]) -> None:
         listener.listen(1024)
-        self._selector.register(listener, selectors.EVENT_READ, lambda: accept(listener.accept()[0]))
+
+        def admit() -> None:
+            with contextlib.suppress(OSError):  # gone again, or too many files
+                accept(listener.accept()[0])
+
+        self._selector.register(listener, selectors.EVENT_READ, admit)
 
     def run(self) -> None:
-        """Until the last rank of this node is gone."""
+        """Until the last rank of this node is gone, or has hung up after a good end."""
         while not self._over():
             for key, _ in self._selector.select(TICK_S):
                 key.data()
@@ -70,9 +77,9 @@ class Watcher:
     def _over(self) -> bool:
         now = time.monotonic()
         complete = len(self._ranks) == self._settings["ranks"] or now > self._give_up_at
-        if not complete or not all(rank.dead for rank in self._ranks.values()):
+        if not complete or not all(rank.gone for rank in self._ranks.values()):
             return False
-        untold = (self._up or self._links) and not all(rank.left for rank in self._ranks.values())
+        untold = not all(rank.left for rank in self._ranks.values())
         return not untold or now > self._last_death + STAY_S  # it may take a moment to know whose death is to be told
 
     # Ranks of this node.
@@ -103,7 +110,7 @@ class Watcher:
             return False
         if not event:
             self._selector.unregister(rank.connection)
-            rank.connection.close()
+            rank.hang_up()
             return False
         self._tell(event | {"rank": rank.number})
         return True
@@ -113,7 +120,8 @@ class Watcher:
             pass
         self._selector.unregister(rank.pidfd)
         rank.dead, code = state.how_it_ended(rank.pidfd, rank.pid)
-        self._tell({"event": "died", "rank": rank.number, "how": rank.dead, "code": code})
+        ago_s = time.monotonic() - (rank.hung_up_at or time.monotonic())
+        self._tell({"event": "died", "rank": rank.number, "how": rank.dead, "code": code, "ago_s": ago_s})
 
     # Watchers of other nodes.
 
@@ -140,6 +148,10 @@ class Watcher:
             self._tell({"event": "joined", "rank": rank.number, "host": rank.host})
             if rank.left:
                 self._tell({"event": "left", "rank": rank.number})
+            elif rank.waits_in:
+                since_s = time.monotonic() - rank.since
+                waiting = {"what": rank.waits_in, "since_s": since_s, "peers": False, "quiet": False}
+                self._tell({"event": "waiting", "rank": rank.number, **waiting})
         if here and not any(rank.ending for rank in here):
             text = f"the watcher of {here[0].host} {why}; it goes on for the ranks of its own node"
             here[0].send({"kind": "say", "text": text})
@@ -185,7 +197,7 @@ class Watcher:
             self._outlet = outlet([pid for rank in self._ranks.values() for pid in rank.launcher], living)
             self._last_death = time.monotonic()
         if self._job is not None:
-            self._send(self._job.hear(event, time.monotonic()))
+            self._job.hear(event, time.monotonic())
         elif self._up is not None:
             self._up.send(event)
 
@@ -204,11 +216,15 @@ class Watcher:
         if rank is not None:
             if rank in self._ranks:
                 self._ranks[rank].send(message)
+        elif message["kind"] == "verdict":
+            for each in living:
+                each.send(message)
         elif message["kind"] == "look":
             self._tell({"event": "looked", "look": message["look"], "states": self._look()})
         elif message["kind"] == "kill":
             for each in living:
-                signal.pidfd_send_signal(each.pidfd, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it has just died, and is not buried yet
+                    signal.pidfd_send_signal(each.pidfd, signal.SIGKILL)
         elif message["kind"] == "speak" and message["rank"] in self._ranks:
             self._speak(f"allred: {message['text']}\n")
 
@@ -231,6 +247,11 @@ def main() -> None:
     print(json.dumps({"name": watcher.name, "port": watcher.port}), flush=True)
     if os.fork():
         os._exit(0)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # three files a rank, and one a node
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # not only where the first rank is bound, and busy
     null = os.open(os.devnull, os.O_RDWR)
     for number in range(3):
         os.dup2(null, number)

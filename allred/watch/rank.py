@@ -8,10 +8,9 @@ import struct
 import time
 
 from allred.watch import state
-from allred.watch.job import Event
+from allred.watch.job import LARGEST, Event
 
 HELLO_S = 3.0
-LARGEST = 2**17  # bytes of a message
 
 _ENDS = {"failed": "at its end", "unwound": "at its end", "left": "has ended", "ending": "in its exit handlers"}
 
@@ -27,6 +26,7 @@ class Rank:
         self.pid, user, _ = struct.unpack("3i", credentials)
         if user != os.geteuid():
             raise ValueError
+        self.hung_up_at = 0.0  # which may be long before its process is dead to the last thread
         self.launcher = state.launcher(self.pid)
         os.set_blocking(pipe, False)
 
@@ -51,6 +51,11 @@ class Rank:
         self._note(event)
         return event
 
+    def hang_up(self) -> None:
+        """The rank has closed its end."""
+        self.hung_up_at = time.monotonic()
+        self.connection.close()
+
     def _note(self, event: Event) -> None:
         if event["event"] == "waiting":
             self.waits_in, self.since = event["what"], time.monotonic() - event["since_s"]
@@ -60,6 +65,11 @@ class Rank:
             self.waits_in = ""
         self.left = self.left or event["event"] == "left"
         self.ending = _ENDS.get(event["event"], self.ending)
+
+    @property
+    def gone(self) -> bool:
+        """Whether nothing more will be heard of it: its process has ended, or it hung up after a good end."""
+        return bool(self.dead) or (self.left and self.connection.fileno() < 0)
 
     def doing(self) -> str:
         """In words, as far as it is known without asking it."""

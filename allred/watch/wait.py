@@ -13,13 +13,14 @@ class Wait:
     def __init__(self, what: str, quiet: bool) -> None:
         self._what, self._quiet, self._told = what, quiet, False
 
-    def go_on(self, waited_s: float) -> None:
-        """It has lasted so long."""
+    def go_on(self, waited_s: float, peers: bool) -> None:
+        """It has lasted so long. `peers`: it waits for other ranks to begin the operation, rather than for bytes."""
         if line.current is None:
             return
         line.current.read()
         if waited_s > min(TELL_S, line.current.warn_s / 2) and not self._told:
-            line.current.tell("waiting", what=self._what[:WHAT_CHARS], since_s=waited_s, quiet=self._quiet)
+            what = self._what[:WHAT_CHARS]
+            line.current.tell("waiting", what=what, since_s=waited_s, peers=peers, quiet=self._quiet)
             self._told = True
 
     def end(self) -> None:

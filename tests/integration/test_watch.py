@@ -4,6 +4,7 @@ import contextlib
 import os
 import pathlib
 import re
+import resource
 import signal
 import subprocess
 import time
@@ -184,6 +185,26 @@ def test_all_ranks_fail_at_once(mpi):
     assert result.err.count("ValueError: boom") == 1, result.text
 
 
+@pytest.mark.parametrize("character", ["\u00e9", "\U0001f600"])
+def test_a_long_traceback_in_any_writing(character):
+    code = program(f"raise ValueError({character!r} * 30_000)", "time.sleep(60)")
+    result = mpirun(3, "-c", code, timeout_s=20, env={"PYTHONIOENCODING": "utf-8"})
+    assert result.code == 1, result.text
+    assert set(heard(result)) == {0, 2}, result.text
+    assert f"failed with exit code 1: ValueError: {character * 400}" in heard(result)[0]
+
+
+def test_a_rank_with_many_open_files():
+    """More than select() can take."""
+    code = program("raise ValueError('boom')", "time.sleep(60)")
+    code = "import os\nfiles = [os.open('/dev/null', os.O_RDONLY) for _ in range(1100)]\n" + code
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 1500:
+        pytest.skip(f"only {hard} files may be open here")
+    code = f"import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, ({hard}, {hard}))\n" + code
+    check_failure(mpirun(2, "-c", code, timeout_s=20), "raise", 2)
+
+
 def test_an_error_of_its_own_is_shown_before_the_one_that_failed_first():
     code = (
         "import time, allred\nallred.init(banner=False)\nallred.barrier()\n"
@@ -278,6 +299,22 @@ def test_a_rank_that_ends_well_while_the_others_wait_for_it(mpi, end):
     assert result.code == 1, result.text
     assert set(heard(result)) == {0, 2}, result.text
     assert "has ended, and will never call allreduce(Average) #" in heard(result)[0], result.text
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_a_rank_that_ends_well_while_others_finish_what_it_has_done(mpi):
+    """Rank 2 is slow to pass on to rank 3 what ranks 0 and 1 have already."""
+    code = (
+        "import time\nimport numpy as np\nimport allred\nfrom allred.comm.mpi import MpiCommunicator\n"
+        "allred.init(banner=False)\nbroadcast = MpiCommunicator._broadcast\n"
+        "def slow(*arguments):\n"
+        "    time.sleep(5)\n"
+        "    yield from broadcast(*arguments)\n"
+        "if allred.rank() == 2: MpiCommunicator._broadcast = slow\n"
+        "print(allred.broadcast(np.ones(4), 0)[0], flush=True)\n"
+    )
+    result = mpirun(4, "-c", code, mpi=mpi, timeout_s=30, env={"ALLRED_BACKEND": "mpi"})
+    assert (result.code, result.out.split(), result.err) == (0, 4 * ["1.0"], ""), result.text
 
 
 # ---- a rank that stalls
@@ -422,6 +459,19 @@ def test_it_leaves_with_its_ranks(mpi, mark):
     assert gone(mark, within_s=1.0)
 
 
+def test_it_leaves_after_shutdown(mark):
+    code = "import time, allred\n" + 3 * "allred.init(banner=False); allred.shutdown()\n" + "print('x'); time.sleep(60)"
+    command = [BIN["mpich"] / "mpirun", "-np", "2", BIN["mpich"] / "python", "-u", "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **mark}) as job:
+        assert [job.stdout.readline() for _ in range(2)] == ["x\n", "x\n"]
+        deadline = time.monotonic() + 5
+        while processes(mark, "allred.watch") and time.monotonic() < deadline:
+            time.sleep(0.05)
+        left = processes(mark, "allred.watch")
+        job.kill()
+    assert not left
+
+
 @pytest.mark.parametrize("mpi", MPIS)
 def test_without_watchers(mpi):
     environment = LIMITS | {"ALLRED_WATCHER": "0"}
@@ -442,6 +492,19 @@ def test_init_in_another_thread_than_the_main_one():
     result = mpirun(2, "-c", code, timeout_s=20)
     assert result.code == 1, result.text
     assert result.err.count("ValueError: boom") == 1, result.text
+
+
+def test_a_look_at_the_end_of_such_a_program_does_not_kill_it():
+    code = (
+        "import os, threading, allred\nfrom allred.watch import line\n"
+        "thread = threading.Thread(target=allred.init); thread.start(); thread.join()\n"
+        "stack = line.current._stack\n"
+        "class Late:\n"
+        "    def __del__(self, kill=os.kill, pid=os.getpid()): kill(pid, stack)\n"
+        "late = Late()\n"
+    )
+    result = mpirun(2, "-c", code, timeout_s=20, env={"ALLRED_BANNER": "0"})
+    assert (result.code, result.err) == (0, ""), result.text
 
 
 # ---- forks

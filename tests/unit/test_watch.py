@@ -2,18 +2,21 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
 
+from allred.errors import RemoteRankError
 from allred.watch import job, line, link, state
 from allred.watch.job import Job
-from allred.watch.rank import LARGEST
+from allred.watch.process import Watcher
 
 
 class Script:
@@ -25,7 +28,8 @@ class Script:
             self.hear("joined", rank, host=f"host{rank}")
 
     def hear(self, event, rank=None, now=0.0, **rest):
-        self.messages += self.job.hear({"event": event, "rank": rank, **rest}, now)
+        self.job.hear({"event": event, "rank": rank, **rest}, now)
+        self.tick(now)
 
     def tick(self, now):
         self.messages += self.job.tick(now)
@@ -46,12 +50,10 @@ def test_the_first_failure_is_everybodys_verdict():
     fail(script, 2, code=4)
     assert not script.take("verdict")  # the others may be about to fail of the same
     script.tick(job.SAME_S)
-    verdicts = script.take("verdict")
-    assert sorted(rank for rank, _ in verdicts) == [0, 1, 2]
-    assert {(v["rank"], v["host"], v["code"], v["traceback"]) for _, v in verdicts} == {
-        (1, "host1", 3, "Traceback ...")
-    }
-    assert verdicts[0][1]["text"] == "rank 1 on host1 failed with exit code 3: ValueError: boom"
+    [(to, verdict)] = script.take("verdict")
+    assert to is None
+    assert [verdict[key] for key in ("rank", "host", "code", "traceback")] == [1, "host1", 3, "Traceback ..."]
+    assert verdict["text"] == "rank 1 on host1 failed with exit code 3: ValueError: boom"
 
 
 def test_the_one_that_failed_is_released_when_all_others_have_unwound():
@@ -60,7 +62,7 @@ def test_the_one_that_failed_is_released_when_all_others_have_unwound():
     script.hear("unwound", 0, 0.1)
     assert not script.take("release")
     script.hear("unwound", 2, 0.2)
-    assert script.take("release") == [(1, {"kind": "release", "still": []})]
+    assert script.take("release") == [(1, {"kind": "release"})]
     script.tick(0.5)
     assert not script.take("release")
 
@@ -70,27 +72,27 @@ def test_ranks_that_all_fail_by_themselves_hear_whose_came_first_before_the_rele
     fail(script, 1)
     fail(script, 0, 0.01)
     kinds = [(rank, message["kind"]) for rank, message in script.messages]
-    assert kinds == [(0, "verdict"), (1, "verdict"), (1, "release")]
+    assert kinds == [(None, "verdict"), (1, "release")]
 
 
 @pytest.mark.parametrize("end", ["left", "died"])
 def test_who_is_gone_need_not_unwind(end):
     script = Script()
     fail(script, 1)
-    script.hear(end, 2, how="ended", code=1)
+    script.hear(end, 2, how="ended", code=1, ago_s=0.0)
     script.messages = []
     script.hear("unwound", 0, 0.1)
-    assert script.take("release") == [(1, {"kind": "release", "still": []})]
+    assert script.take("release") == [(1, {"kind": "release"})]
 
 
-def test_after_the_grace_it_is_released_anyway_and_told_who_is_still_there():
+def test_after_the_grace_it_is_released_anyway():
     script = Script()
     fail(script, 1)
     script.hear("unwound", 0, 0.1)
     script.tick(job.GRACE_S - 0.01)
     assert not script.take("release")
     script.tick(job.GRACE_S)
-    assert script.take("release") == [(1, {"kind": "release", "still": [2]})]
+    assert script.take("release") == [(1, {"kind": "release"})]
 
 
 @pytest.mark.parametrize(("dies", "at"), [(True, 1.0 + job.GONE_S), (False, job.ABORT_S)])
@@ -99,7 +101,7 @@ def test_ranks_that_outlive_the_abort_are_killed(dies, at):
     fail(script, 1)
     script.hear("unwound", 0)
     if dies:
-        script.hear("died", 1, 1.0, how="ended with exit code 3", code=3)
+        script.hear("died", 1, 1.0, how="ended with exit code 3", code=3, ago_s=0.0)
     script.tick(at - 0.01)
     assert not script.take("kill")
     script.tick(at)
@@ -110,38 +112,64 @@ def test_ranks_that_outlive_the_abort_are_killed(dies, at):
 
 def test_a_rank_that_dies_is_told_of_and_the_lowest_survivor_ends_the_job():
     script = Script()
-    script.hear("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137)
+    script.hear("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
+    script.tick(1.0 + job.DEATH_S)
     spoken = [message for _, message in script.messages if message["kind"] == "speak"]
     assert spoken == [{"kind": "speak", "rank": 0, "text": "rank 0 on host0 was killed by signal 9 (SIGKILL)"}]
     assert script.job.verdict["code"] == 137
     script.hear("unwound", 2, 1.1)
     script.hear("unwound", 1, 1.2)
-    assert script.take("release") == [(1, {"kind": "release", "still": []})]
+    assert script.take("release") == [(1, {"kind": "release"})]
 
 
 def test_deaths_after_a_verdict_or_a_good_end_are_not_told():
     script = Script()
     script.hear("left", 0)
-    script.hear("died", 0, how="ended with exit code 0", code=1)
+    script.hear("died", 0, how="ended with exit code 0", code=1, ago_s=0.0)
     assert script.messages == []
     fail(script, 1)
     script.messages = []
-    script.hear("died", 2, how="was killed by signal 15 (SIGTERM)", code=143)
+    script.hear("died", 2, how="was killed by signal 15 (SIGTERM)", code=143, ago_s=0.0)
     assert not script.take("speak")
 
 
-def test_a_rank_that_has_left_while_others_wait_for_it():
+@pytest.mark.parametrize("its_process_ends", [False, True])
+def test_a_rank_that_has_left_while_others_wait_for_it(its_process_ends):
     script = Script()
     script.hear("left", 2, 0.0)
-    script.hear("waiting", 0, 10.0, what="barrier() #5", since_s=1.0, quiet=False)
+    if its_process_ends:
+        script.hear("died", 2, 0.5, how="ended with exit code 0", code=1, ago_s=0.0)
+    script.hear("waiting", 0, 10.0, what="barrier() #5", since_s=1.0, peers=True, quiet=False)
     assert not script.messages
     script.hear("going", 0, 10.5)
     script.tick(20.0)
     assert not script.messages
-    script.hear("waiting", 0, 30.0, what="barrier() #6", since_s=1.0, quiet=False)
+    script.hear("waiting", 0, 30.0, what="barrier() #6", since_s=1.0, peers=True, quiet=False)
     script.tick(31.0)
     text = script.take("verdict")[0][1]["text"]
     assert text == "rank 2 on host2 has ended, and will never call barrier() #6, in which rank 0 waits"
+
+
+def test_a_rank_that_has_just_left_is_not_missed_yet():
+    script = Script()
+    wait(script, 0, 10.0)
+    script.hear("left", 2, 20.0)
+    script.tick(20.0 + job.LEFT_S - 0.01)
+    assert not script.messages
+    script.tick(20.0 + job.LEFT_S)
+    assert script.take("verdict")
+
+
+def test_a_rank_that_has_left_has_called_what_others_wait_in_for_bytes_only():
+    script = Script()
+    wait(script, 0, 10.0, peers=False)
+    script.hear("left", 2, 10.0)
+    script.tick(100.0)
+    assert not script.take("verdict")
+
+
+def wait(script, rank, now, peers=True, quiet=False):
+    script.hear("waiting", rank, now, what="barrier() #5", since_s=1.0, peers=peers, quiet=quiet)
 
 
 def look(script, states, now):
@@ -152,8 +180,8 @@ def look(script, states, now):
 
 def test_a_stall_is_told_once_then_again_after_four_times_as_long_and_so_is_its_end():
     script = Script(warn_s=10)
-    script.hear("waiting", 1, 1.0, what="barrier() #5", since_s=1.0, quiet=False)
-    script.hear("waiting", 2, 1.0, what="barrier() #5", since_s=1.0, quiet=False)
+    script.hear("waiting", 1, 1.0, what="barrier() #5", since_s=1.0, peers=True, quiet=False)
+    script.hear("waiting", 2, 1.0, what="barrier() #5", since_s=1.0, peers=True, quiet=False)
     script.tick(9.9)
     assert not script.messages
     script.tick(10.0)
@@ -172,9 +200,80 @@ def test_a_stall_is_told_once_then_again_after_four_times_as_long_and_so_is_its_
     assert script.take("say") == [(1, {"kind": "say", "text": "rank 1 waits no more in barrier() #5, after 50 s"})]
 
 
+def test_one_look_at_a_time():
+    script = Script(warn_s=10)
+    wait(script, 1, 1.0)
+    script.tick(10.0)
+    script.hear("waiting", 2, 10.3, what="barrier() #5", since_s=10.2, peers=True, quiet=False)
+    assert len(script.take("look")) == 1
+
+
+def test_a_stall_that_is_over_before_the_watchers_have_answered_is_not_told():
+    script = Script(warn_s=10)
+    wait(script, 1, 1.0)
+    script.tick(10.0)
+    script.hear("going", 1, 10.1)
+    look(script, {}, 10.2)
+    assert not script.messages
+
+
+def test_the_end_of_a_stall_is_not_told_after_a_verdict():
+    script = Script(warn_s=10)
+    wait(script, 1, 1.0)
+    script.tick(10.0)
+    look(script, {}, 10.1)
+    fail(script, 2, 11.0)
+    script.messages = []
+    script.hear("going", 1, 11.1)
+    assert not script.messages
+
+
+def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_look():
+    script = Script(nodes=2, warn_s=10)
+    wait(script, 1, 1.0)
+    script.tick(10.0)
+    script.tick(10.0 + job.LOOK_S)
+    script.hear("limit", 1, 12.0, what="barrier() #5", limit_s=12.0)
+    first, second = [message["look"] for _, message in script.take("look")]
+    script.hear("looked", None, 12.1, look=first, states={"0": "old"})
+    script.hear("looked", None, 12.1, look=second, states={"1": "new"})
+    assert not script.messages
+    script.hear("looked", None, 12.2, look=second, states={"0": "newer"})
+    assert "newer" in script.take("verdict")[0][1]["text"]
+
+
+def test_a_time_limit_comes_before_a_warning():
+    script = Script(nodes=2, warn_s=10)
+    wait(script, 1, 1.0)
+    script.tick(10.0)
+    script.hear("limit", 1, 10.1, what="barrier() #5", limit_s=10.0)
+    script.tick(10.1 + job.LOOK_S)
+    assert script.take("verdict")[0][1]["timeout"]
+
+
+def test_a_failure_comes_before_a_time_limit_that_is_looked_into():
+    script = Script(nodes=2)
+    script.hear("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
+    fail(script, 1, 5.1)
+    script.tick(5.0 + job.LOOK_S)
+    assert [message["rank"] for _, message in script.take("verdict")] == [1]
+
+
+def test_a_wait_that_is_meant_to_be_long_is_not_told_after_that_of_another_rank():
+    script = Script(warn_s=10)
+    wait(script, 1, 1.0, quiet=True)
+    wait(script, 2, 1.0)
+    script.tick(10.0)
+    look(script, {}, 10.1)
+    script.hear("going", 2, 11.0)
+    script.messages = []
+    script.tick(1000.0)
+    assert not script.messages
+
+
 def test_a_wait_that_is_meant_to_be_long_is_not_told():
     script = Script(warn_s=10)
-    script.hear("waiting", 1, 1.0, what="barrier() #5", since_s=1.0, quiet=True)
+    script.hear("waiting", 1, 1.0, what="barrier() #5", since_s=1.0, peers=True, quiet=True)
     script.tick(1000.0)
     assert not script.messages
 
@@ -188,13 +287,27 @@ def test_a_time_limit_is_everybodys_verdict_with_the_same_table():
     script.hear("looked", None, 5.1, look=looks[0], states={"0": "a", "1": "b"})
     assert not script.messages
     script.hear("looked", None, 5.2, look=looks[0], states={"2": "c"})
-    verdicts = script.take("verdict")
-    assert len(verdicts) == 3
-    assert verdicts[0][1]["timeout"]
-    assert verdicts[0][1]["rank"] == 2
-    lines = [line.split() for line in verdicts[0][1]["text"].splitlines()]
+    [(to, verdict)] = script.take("verdict")
+    assert to is None
+    assert verdict["timeout"]
+    assert verdict["rank"] == 2
+    lines = [each.split() for each in verdict["text"].splitlines()]
     assert lines[0] == ["barrier()", "#5:", "not", "complete", "after", "5", "s"]
     assert lines[1:] == [["rank", str(rank), f"host{rank}", what] for rank, what in enumerate("abc")]
+
+
+@pytest.mark.parametrize("state", ["in barrier() #5 since {} s", "in Python at train.py:{} (step)"])
+def test_the_table_of_a_large_job_is_short(state):
+    size = 2000
+    script = Script(size)
+    script.hear("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
+    kinds = 3 if "since" in state else size
+    look(script, {rank: state.format(rank % kinds) for rank in range(size)} | {1234: "stopped"}, 5.1)
+    message = script.take("verdict")[0][1]
+    assert len(message["text"].splitlines()) == 1 + min(kinds + 1, job.TABLE_LINES)
+    assert len(json.dumps(message)) < job.LARGEST
+    if kinds == 3:
+        assert re.search(r"^  rank 1234 +stopped$", message["text"], re.M)
 
 
 def test_a_node_that_does_not_answer_is_not_waited_for():
@@ -268,6 +381,21 @@ def test_where_a_program_is():
     assert "without an answer" in state.place("")
 
 
+def test_a_rank_that_has_just_died_does_not_keep_the_others_from_being_killed():
+    children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    pidfds = [os.pidfd_open(child.pid) for child in children]
+    ranks = {number: types.SimpleNamespace(pidfd=pidfd, dead="") for number, pidfd in enumerate(pidfds)}
+    children[0].kill()
+    children[0].wait()
+    try:
+        Watcher._deliver(types.SimpleNamespace(_ranks=ranks), None, {"kind": "kill"})
+        assert children[1].wait(timeout=5) == -signal.SIGKILL
+    finally:
+        children[1].kill()
+        for pidfd in pidfds:
+            os.close(pidfd)
+
+
 # The link between two watchers.
 
 
@@ -315,6 +443,18 @@ def test_watchers_that_know_the_secret_talk():
     theirs.connection.close()
 
 
+def test_half_a_message_is_the_end_of_a_link():
+    mine, theirs = meet("secret", "secret")
+    mine.connection.settimeout(0.1)
+    mine.send("x" * 50_000_000)  # more than the sockets hold, and nobody reads
+    mine.send("more")
+    assert mine.receive() is None
+    while (messages := theirs.receive()) is not None:
+        assert messages == []
+    mine.connection.close()
+    theirs.connection.close()
+
+
 def test_a_stranger_is_turned_away():
     assert meet("guess", "secret") == (None, None)
 
@@ -333,42 +473,97 @@ def test_own_addresses_are_no_loopback():
 
 def test_the_launcher_ends_other_nodes_ranks_before_the_first_death_is_heard_of():
     script = Script(nodes=2)
-    script.hear("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137)
-    script.hear("died", 2, 1.01, how="ended with exit code 0", code=1)
+    script.hear("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
+    script.hear("died", 2, 1.01, how="ended with exit code 0", code=1, ago_s=0.0)
     assert [message["rank"] for _, message in script.take("speak")] == [2]
     script = Script(nodes=2)
-    script.hear("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137)
+    script.hear("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
+    script.hear("died", 1, 1.01, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.02)
+    script.hear("died", 2, 1.02, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
     script.tick(1.0 + job.DEATH_S)
-    assert [message["rank"] for _, message in script.take("speak")] == [0]
+    assert [message["rank"] for _, message in script.take("speak")] == [1]
 
 
-def test_messages_fit_whatever_is_in_them():
-    script = Script(size=1000)
-    script.hear("limit", 2, 5.0, what="\N{PILE OF POO}" * line._WORDS_CHARS, limit_s=5.0)
-    states = {str(number): "\N{PILE OF POO}" * number for number in range(1000)}
-    script.hear("looked", None, 5.1, look=1, states=states)
-    [(_, message), *_] = script.take("verdict")
-    assert len(json.dumps(message)) < LARGEST
-    fail(script := Script(), words="\N{PILE OF POO}" * line._WORDS_CHARS)
-    failure = {"words": "\N{PILE OF POO}" * line._WORDS_CHARS, "traceback": "\N{PILE OF POO}" * line._TRACEBACK_CHARS}
-    assert len(json.dumps(failure)) + 1000 < LARGEST
-    assert len(json.dumps(script.job.verdict | failure)) < LARGEST
+def test_a_failure_that_follows_from_a_death_is_not_taken_for_the_first():
+    script = Script()
+    script.hear("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
+    fail(script, 1, 1.01)
+    assert script.job.verdict["rank"] == 0
 
 
-def test_a_table_of_many_ranks_is_cut():
-    script = Script(size=1000)
-    script.hear("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
-    script.hear("looked", None, 5.1, look=1, states={str(number): f"state {number}" for number in range(1000)})
-    [(_, message), *_] = script.take("verdict")
-    assert len(message["text"].splitlines()) == job.TABLE_LINES + 1
-    assert message["text"].endswith("lines more")
+# A rank's end of the line.
 
 
-def test_who_is_not_with_the_many_comes_first_in_a_table_of_many_hosts():
-    script = Script(size=100)
-    script.hear("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
-    states = {str(number): "stopped" if number == 70 else "in barrier() #5" for number in range(100)}
-    script.hear("looked", None, 5.1, look=1, states=states)
-    [(_, message), *_] = script.take("verdict")
-    lines = [" ".join(words.split()) for words in message["text"].splitlines()]
-    assert lines[1:] == ["rank 70 stopped", "ranks 0-69,71-99 in barrier() #5"]
+VERDICT = {
+    "kind": "verdict", "timeout": False, "rank": 1, "host": "h", "code": 3, "text": "rank 1 failed", "traceback": "",
+    "brief": "",
+}  # fmt: skip
+
+
+@pytest.fixture
+def rank_and_watcher():
+    """A Line of rank 0, and the other end of it."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind("")
+        listener.listen()
+        name, ends = listener.getsockname().decode("latin-1"), []
+
+        def welcome():
+            ends.append(listener.accept()[0])
+            _, files, _, _ = socket.recv_fds(ends[0], job.LARGEST, 2)
+            for file in files:
+                os.close(file)
+            ends[0].send(b"welcome")
+
+        thread = threading.Thread(target=welcome)
+        thread.start()
+        found = line.Line(name, {"rank": 0, "host": "here"}, True, 30.0)
+        thread.join()
+    ends[0].settimeout(5)
+    yield found, ends[0]
+    found.close()
+    ends[0].close()
+
+
+def send(watcher, message):
+    watcher.send(message["kind"][:1].encode() + json.dumps(message).encode())
+    time.sleep(0.05)  # here the handler runs
+
+
+def test_a_verdict_is_raised_where_the_program_is_and_once(rank_and_watcher):
+    rank, watcher = rank_and_watcher
+    with pytest.raises(RemoteRankError, match="rank 1 failed") as caught:
+        send(watcher, VERDICT)
+    assert (caught.value.rank, caught.value.host, caught.value.code) == (1, "h", 3)
+    send(watcher, VERDICT | {"rank": 2, "text": "rank 2 failed"})
+    assert rank.verdict.rank == 1
+
+
+@pytest.mark.parametrize("flag", ["waits", "hushed"])
+def test_a_verdict_is_not_raised_in_a_wait_nor_at_the_end(rank_and_watcher, flag):
+    rank, watcher = rank_and_watcher
+    setattr(rank, flag, True)
+    send(watcher, VERDICT)
+    assert rank.is_anothers()
+
+
+@pytest.mark.parametrize("hushed", [False, True])
+def test_a_watcher_that_is_gone_is_told_of_once_unless_the_program_is_at_its_end(rank_and_watcher, hushed, capfd):
+    rank, watcher = rank_and_watcher
+    rank.hushed = hushed
+    watcher.close()
+    time.sleep(0.05)
+    rank.read()
+    rank.tell("going")
+    assert capfd.readouterr().err.count("the watcher process on here is gone") == (not hushed)
+
+
+def test_a_fork_says_nothing_and_hears_nothing(rank_and_watcher):
+    rank, watcher = rank_and_watcher
+    if not os.fork():
+        rank.tell("failed", code=1, words="", traceback="")
+        rank.read()
+        os._exit(0)
+    os.wait()
+    rank.tell("going")
+    assert json.loads(watcher.recv(job.LARGEST))["event"] == "going"
