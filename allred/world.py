@@ -83,10 +83,10 @@ def _meet(comm: Any, settings: dict[str, Any] | str) -> None:
     world = topology.number(nodes, communicator.rank)
     topology.install(world)
     collectives.install(communicator, config, reason)
-    report.speak(control.rank == 0 and config.banner)
+    report.speak(control.rank == 0, config.banner)
     hosts = len({node for _, node, _ in gathered})
     watch.start(communicator, world, config, "network" if hosts > 1 else "host" if world.nodes > 1 else "")
-    report.say(_banner(library))
+    report.inform(_banner(library))
 
 
 def _join(comm: Any) -> tuple[Any, str]:

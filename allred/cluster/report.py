@@ -2,16 +2,22 @@
 
 import sys
 
-_speaking = False
+_speaking = _informing = False
 
 
-def speak(chief: bool) -> None:
-    """Let `say` print on this rank, or not."""
-    global _speaking
-    _speaking = chief
+def speak(chief: bool, banner: bool = False) -> None:
+    """Let `say` print on this rank, or not; and `inform`."""
+    global _speaking, _informing
+    _speaking, _informing = chief, chief and banner
 
 
 def say(line: str) -> None:
     """Print a line if this rank is the one that speaks."""
     if _speaking:
         print(f"allred: {line}", file=sys.stderr, flush=True)
+
+
+def inform(line: str) -> None:
+    """The same for what is no warning: who does not want it has set banner=False."""
+    if _informing:
+        say(line)

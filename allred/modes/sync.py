@@ -79,7 +79,7 @@ class DistributedOptimizer:
         self._checks.begin(params)
         mean = self._reducer.reduce(tensors, values, samples, problem, self._checks)
         if not self._meter.steps:
-            report.say(_first_step(self.optimizer, self._reducer, tensors))
+            report.inform(_first_step(self.optimizer, self._reducer, tensors))
         if mean is not None:
             self.optimizer.step(params, nest.rebuild(grads, mean))
         self._checks.end(updated=mean is not None)

@@ -11,6 +11,8 @@ from typing import Any
 from allred import native
 from allred.config import Config
 
+SHORTEST_S = 60.0  # ALLRED_TIMEOUT_S is about a running job, and may be short; a start over many hosts takes its time
+
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 _WHAT = (
@@ -28,7 +30,7 @@ def waiting_for_ranks(settings: dict[str, Any] | str) -> Iterator[None]:
         yield
         return
     warn_s, limit_s = (float(known.get(name, getattr(Config, name))) for name in ("stall_warning_s", "timeout_s"))
-    native.alarm(warn_s, limit_s, f"rank {rank} on {socket.gethostname()}", _WHAT)
+    native.alarm(warn_s, max(limit_s, SHORTEST_S), f"rank {rank} on {socket.gethostname()}", _WHAT)
     try:
         yield
     finally:

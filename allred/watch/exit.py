@@ -87,7 +87,8 @@ def _functions(MPI: Any) -> tuple[int, int, int, int]:  # noqa: N803
 def _end_soon(status: int) -> None:
     """This process is about to end with `status`. If it is not 0, see to it that it does."""
     if status and os.getpid() == _pid:
-        threading.Thread(target=_end_after_grace, args=(status,), name="allred-exit", daemon=True).start()
+        with contextlib.suppress(RuntimeError):  # no thread is to be had
+            threading.Thread(target=_end_after_grace, args=(status,), name="allred-exit", daemon=True).start()
 
 
 def _end_after_grace(status: int) -> None:
@@ -111,7 +112,7 @@ def _leave(finalizes: bool) -> None:
         elif watcher.failed and not watcher.is_anothers():
             owed = _AWAIT
         elif watcher.verdict is not None:
-            owed, code, words = _AWAIT, watcher.verdict.code, watcher.verdict.brief
+            owed, code, words = _AWAIT, watcher.verdict.code, _printable(watcher.verdict.brief)
             watcher.tell("unwound")
     if _arm is not None and not uncaught.interrupted():  # after Ctrl-C Python ends by a signal, not by exit()
         _arm(words, code, -1 if watcher is None else watcher.duplicate(), owed)
@@ -137,6 +138,10 @@ def _leave_without_c(finalizes: bool, status: int, owed: int, code: int, words: 
     _end_job(
         f"ends the job: {words}" if code else f"left with exit code {status}{never}; ending the job", code or status
     )
+
+
+def _printable(words: str) -> str:
+    return words.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")
 
 
 def _who() -> str:

@@ -74,6 +74,7 @@ class Job:
         self._warned: tuple[int, str] | None = None  # who told of which operation
         self._death: tuple[int, Event, float] | None = None  # the first, as far as is known, and when it was
         self._death_due = float("inf")
+        self._of_death = False  # the verdict: then mpirun ends the others
         self._clock: float | None = None  # when the first rank began to linger
         self._released: int | None = None
         self._released_at = 0.0
@@ -144,6 +145,8 @@ class Job:
     def _died(self, rank: int, event: Event) -> None:
         before = self._ranks[rank].end
         self._end(rank, "dead")
+        if self.verdict is not None and not self._of_death and self._released is None and before != "left":
+            self._speak(rank, f"{self._line(rank, event['how'])} while the job was ending{self._why(rank)}")
         if self.verdict is None and before != "left":
             if event["code"] not in _LAUNCHERS_CODES:
                 self._pass_death(rank, event)
@@ -157,8 +160,19 @@ class Job:
 
     def _pass_death(self, rank: int, event: Event) -> None:
         text = self._line(rank, event["how"])
+        if len(self._ranks) < self._size:
+            text += "; not all ranks had come through allred.init(), and mpirun may have ended it because of another"
+        self._of_death = True
         self._pass(rank, text, event["code"], brief=f"rank {rank} is gone")
+        self._speak(rank, text)
+
+    def _speak(self, rank: int, text: str) -> None:
         self._out.append((None, {"kind": "speak", "rank": rank, "text": text}))
+
+    def _why(self, rank: int) -> str:
+        """Because of what, if the rank that died was to tell of it."""
+        assert self.verdict is not None
+        return f", since {self.verdict['text']}\n{self.verdict['traceback']}" if rank == self.verdict["rank"] else ""
 
     def _end(self, rank: int, how: str) -> None:
         record = self._ranks[rank]

@@ -102,7 +102,8 @@ class Line:
 
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
         self.read()
-        if self.verdict is not None and not (self._raised or self.waits or self.hushed):
+        hook = frame is not None and frame.f_globals.get("__name__") == "allred.watch.uncaught"
+        if self.verdict is not None and not (self._raised or self.waits or self.hushed or hook):
             raise self.error()
 
     def pending(self) -> bool:
@@ -117,7 +118,9 @@ class Line:
 
     def duplicate(self) -> int:
         """A descriptor of the socket that outlives this object; -1 without a watcher."""
-        return os.dup(self._socket.fileno()) if self._alive() else -1
+        with contextlib.suppress(OSError):  # no descriptor is left
+            return os.dup(self._socket.fileno()) if self._alive() else -1
+        return -1
 
     def read(self) -> None:
         """Take what has come."""

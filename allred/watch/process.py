@@ -77,8 +77,10 @@ class Watcher:
     def _over(self) -> bool:
         now = time.monotonic()
         complete = len(self._ranks) == self._settings["ranks"] or now > self._give_up_at
-        if not complete or not all(rank.gone for rank in self._ranks.values()):
+        if not all(rank.gone for rank in self._ranks.values()):
             return False
+        if not complete:  # who dies in init() keeps the others from coming
+            return bool(self._ranks) and now > self._last_death + STAY_S
         untold = not all(rank.left for rank in self._ranks.values())
         return not untold or now > self._last_death + STAY_S  # it may take a moment to know whose death is to be told
 
@@ -255,5 +257,7 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for number in range(3):
         os.dup2(null, number)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # batch systems send them to all processes before the end
     watcher.run()
     os._exit(0)

@@ -600,3 +600,48 @@ def test_a_mismatch_says_where_each_rank_called(backend, check):
     else:
         assert lines[2].startswith("allreduce(Average) 'g' float64 (4,): ranks call it in different places")
         assert lines[3:] == ["  called at <string>:5 on rank 0; <string>:6 on ranks 1 and 2", "agreed"]
+
+
+# ---- at bad moments
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_a_failure_just_after_a_collective_is_heard_of_too(mpi):
+    """When it comes the others are at the end of their wait, where the handler leaves it to the loop."""
+    code = (
+        "import sys, time, allred\nallred.init(banner=False)\n"
+        "for _ in range(20): allred.allgather_object(1)\n"
+        "allred.barrier()\n"
+        "if allred.rank() == 1: sys.exit(3)\n"
+        "try: time.sleep(20)\n"
+        "finally: print('finally on', allred.rank(), flush=True)\n"
+    )
+    for _ in range(5):
+        result = mpirun(3, "-c", code, mpi=mpi, timeout_s=20)
+        assert result.code == 3, result.text
+        assert {"finally on 0", "finally on 2"} <= set(result.out.splitlines()), result.text
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_killed_in_init_it_leaves_no_watcher(mpi, mark):
+    code = (
+        "import os, allred\nfrom allred.watch import line\n"
+        "rank = os.environ.get('PMI_RANK') or os.environ['OMPI_COMM_WORLD_RANK']\n"
+        "original = line.Line.__init__\n"
+        "def dies(*args, **kwargs):\n"
+        "    if rank == '1': os.kill(os.getpid(), 9)\n"
+        "    original(*args, **kwargs)\n"
+        "line.Line.__init__ = dies\nallred.init(banner=False)\n"
+    )
+    result = mpirun(3, "-c", code, mpi=mpi, timeout_s=20, env=mark)
+    assert result.code != 0, result.text
+    assert gone(mark, within_s=5)
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("words", [r"a\0b", r"\udc80", "\N{PILE OF POO}" * 30_000], ids=["nul", "surrogate", "long"])
+def test_words_of_any_kind(mpi, words):
+    result = mpirun(3, "-c", program(f"raise ValueError('{words}')"), mpi=mpi, timeout_s=30)
+    assert result.code == 1, result.text
+    assert set(heard(result)) == {0, 2}, result.text
+    assert result.err.count("Traceback (most recent call last)") == 1, result.text

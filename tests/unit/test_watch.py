@@ -122,18 +122,17 @@ def test_a_rank_that_dies_is_told_of_and_the_lowest_survivor_ends_the_job():
     assert script.take("release") == [(1, {"kind": "release"})]
 
 
-def test_deaths_after_a_verdict_or_a_good_end_are_not_told():
+def test_deaths_after_another_or_a_good_end_are_not_told():
     script = Script()
     script.hear("left", 0)
     script.hear("died", 0, how="ended with exit code 0", code=1, ago_s=0.0)
     assert script.messages == []
-    fail(script, 1)
-    script.messages = []
+    script.hear("died", 1, how="was killed by signal 11 (SIGSEGV)", code=139, ago_s=0.0)
+    assert [message["rank"] for _, message in script.take("speak")] == [1]
     script.hear("died", 2, how="was killed by signal 15 (SIGTERM)", code=143, ago_s=0.0)
     assert not script.take("speak")
 
 
-@pytest.mark.parametrize("its_process_ends", [False, True])
 def test_a_rank_that_has_left_while_others_wait_for_it(its_process_ends):
     script = Script()
     script.hear("left", 2, 0.0)
@@ -567,3 +566,24 @@ def test_a_fork_says_nothing_and_hears_nothing(rank_and_watcher):
     os.wait()
     rank.tell("going")
     assert json.loads(watcher.recv(job.LARGEST))["event"] == "going"
+
+
+def test_a_rank_that_is_killed_while_the_others_unwind_is_told_of_with_what_it_had_to_say():
+    script = Script()
+    fail(script, 1)
+    script.hear("died", 2, 0.3, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
+    script.hear("died", 1, 0.4, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
+    peer, culprit = (message["text"] for _, message in script.take("speak"))
+    assert peer == "rank 2 on host2 was killed by signal 9 (SIGKILL) while the job was ending"
+    assert culprit.startswith(
+        "rank 1 on host1 was killed by signal 9 (SIGKILL) while the job was ending, since rank 1 "
+    )
+    assert culprit.endswith("ValueError: boom\nTraceback ...")
+
+
+def test_whose_death_it_was_is_not_claimed_before_all_have_joined():
+    script = Script(size=2)
+    script.job._size = 3
+    script.hear("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
+    script.tick(2.0)
+    assert "not all ranks had come through allred.init()" in script.take("speak")[0][1]["text"]
