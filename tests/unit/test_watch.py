@@ -133,6 +133,7 @@ def test_deaths_after_another_or_a_good_end_are_not_told():
     assert not script.take("speak")
 
 
+@pytest.mark.parametrize("its_process_ends", [False, True])
 def test_a_rank_that_has_left_while_others_wait_for_it(its_process_ends):
     script = Script()
     script.hear("left", 2, 0.0)
