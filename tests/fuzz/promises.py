@@ -36,6 +36,7 @@ class Promise:
     only_watched: bool = False
 
 
+KILLED = "0 times on stderr: allred: rank"
 SILENT = r"allred: rank {rank} on \S+ ended with exit code 0 without a word"
 
 PROMISES = {
