@@ -72,12 +72,12 @@ class Line:
         with contextlib.suppress(ValueError):
             signal.signal(self._stack, signal.SIG_IGN)  # what faulthandler puts back
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.settimeout(WELCOME_S)
-        self._socket.connect(name.encode("latin-1"))
-        pidfd = os.pidfd_open(self._pid)
-        hello = {**hello, "stack_signal": self._stack}
         faulthandler.register(self._stack, self._pipe[1], all_threads=False)
+        hello = {**hello, "stack_signal": self._stack}
+        pidfd = os.pidfd_open(self._pid)
         try:
+            self._socket.settimeout(WELCOME_S)
+            self._socket.connect(name.encode("latin-1"))
             socket.send_fds(self._socket, [json.dumps(hello).encode()], [pidfd, self._pipe[0]])
             if not self._socket.recv(LARGEST):
                 raise ConnectionError("it did not accept this rank")

@@ -12,7 +12,7 @@ from allred.watch.job import LARGEST, Event
 
 HELLO_S = 3.0
 
-_ENDS = {"failed": "at its end", "unwound": "at its end", "left": "has ended", "ending": "in its exit handlers"}
+_ENDS = {"failed": "at its end", "unwound": "at its end", "left": "has ended"}
 
 
 class Rank:
