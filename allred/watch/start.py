@@ -17,7 +17,7 @@ from allred.watch.link import own_addresses
 
 START_S = 20.0
 
-# The package without its __init__, which would load numpy: a watcher takes 10 MB and starts in a moment.
+# The package without its __init__, which would load numpy: a watcher takes 12 MB and starts in a moment.
 _PROGRAM = """
 import sys, types
 package = types.ModuleType("allred")

@@ -411,18 +411,19 @@ print("done", flush=True)
 """
 
 
-def with_watcher(action, mark, end="", mpi="mpich"):
-    """Run the program; once it is ready do something to its watcher. (exit code, stdout, stderr)"""
+def with_watcher(action, mark, end="", mpi="mpich", nodes="3", which=0):
+    """Run the program; once it is ready do something to one of its watchers. (exit code, stdout, stderr)"""
     command = [BIN[mpi] / "mpirun", "-np", "3", BIN[mpi] / "python", "-c", KILL_IT.format(end=end)]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("ALLRED_", "PMI", "OMPI_COMM", "MAKE"))}
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**environment, **mark}, start_new_session=True,
+        env={**environment, **mark, "ALLRED_PRETEND_NODES": nodes}, start_new_session=True,
     ) as job:  # fmt: skip
         try:
             assert job.stdout.readline() == "ready\n"
-            [watcher] = processes(mark, "allred.watch")
-            os.kill(watcher, action)
+            watchers = processes(mark, "allred.watch")
+            assert len(watchers) == len(nodes.split(","))
+            os.kill(watchers[which], action)
             time.sleep(0.3)
             out, err = job.communicate("go\n", timeout=20)
         finally:
@@ -435,6 +436,18 @@ def test_a_watcher_that_is_killed_is_told_of_once_and_training_goes_on(mark):
     assert code == 0, err
     assert out.count("done") == 3
     assert err.count("allred:") == err.count("the watcher process on") == 1, err
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("end", ["", "if allred.rank() == 2: raise ValueError('boom')\nallred.barrier()"])
+def test_the_watcher_of_another_node_goes_on_without_it(mark, which, end):
+    """Whichever of the two is killed, each that notices tells of it once."""
+    code, out, err = with_watcher(signal.SIGKILL, mark, end, nodes="1,2", which=which)
+    assert code == bool(end), err
+    assert out.count("done") == (0 if end else 3), err
+    assert 1 <= err.count("the watcher ") <= 2, err
+    assert err.count("ValueError: boom") == bool(end), err
+    assert gone(mark)
 
 
 def test_without_its_watcher_a_rank_that_fails_still_ends_the_job(mark):
