@@ -296,7 +296,8 @@ def test_every_rank_killed_leaves_no_watcher(mpi, mark):
 def test_a_rank_that_ends_well_while_the_others_wait_for_it(mpi, end):
     end = end.replace("allred.shutdown()", "sys.exit(0)")
     result = mpirun(3, "-c", program(end), mpi=mpi, timeout_s=20)
-    assert result.code == 1, result.text
+    crashed = mpi == "openmpi" and result.code == -11  # prterun itself, now and then, with a rank in MPI_Finalize [ran]
+    assert result.code == 1 or crashed, result.text
     assert set(heard(result)) == {0, 2}, result.text
     assert "has ended, and will never call allreduce(Average) #" in heard(result)[0], result.text
 
