@@ -1,1 +1,1 @@
-"""What keeps a job from hanging or lying. So far: how a rank leaves (exit)."""
+"""What keeps a job from hanging or lying: the watcher process of a node, and how a rank leaves."""

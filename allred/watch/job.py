@@ -35,7 +35,7 @@ LEFT_S = 2.0  # how long to wait for a rank that has left before that is a failu
 LOOK_S = 1.0  # for the watchers of other nodes to answer
 SAME_S = 0.2  # for the others to fail of the same error by themselves
 TABLE_LINES, TABLE_CHARS = 40, 200  # of what all ranks are doing, and of each of these lines
-TEXT_CHARS = 9000
+TEXT_CHARS = 9000  # of a verdict; twelve bytes of JSON a character at most, and the whole less than LARGEST
 LARGEST = 2**17  # bytes of a message between a rank and its watcher; Linux takes no more than 208 KiB
 WARN_FACTOR = 4  # a stall is told again when it has lasted so many times as long
 
