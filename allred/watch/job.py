@@ -31,6 +31,7 @@ GRACE_S = 2.0  # for the others to unwind
 ABORT_S = 8.0  # from the release to the end; then the watchers end the ranks
 GONE_S = 1.0  # from the end of the one that was to abort the job, to the same
 DEATH_S = 0.05  # by then the first death is known, if the launcher has caused the one in hand
+FAR_S = 0.3  # the same, if it may have been on another node: Open MPI aborts a rank that has lost a connection
 LEFT_S = 2.0  # how long to wait for a rank that has left before that is a failure: it may have answered just before
 LOOK_S = 1.0  # for the watchers of other nodes to answer
 SAME_S = 0.2  # for the others to fail of the same error by themselves
@@ -41,7 +42,8 @@ WARN_FACTOR = 4  # a stall is told again when it has lasted so many times as lon
 
 Event = dict[str, Any]
 
-_LAUNCHERS_CODES = (128 + signal.SIGKILL, 128 + signal.SIGTERM)  # of ranks that are ended since another one has died
+_KILLED = 128 + signal.SIGKILL
+_LAUNCHERS_CODES = (_KILLED, 128 + signal.SIGTERM)  # of ranks that are ended since another one has died
 
 
 @dataclasses.dataclass
@@ -72,7 +74,7 @@ class Job:
         self._states: list[dict[int, str]] = []
         self._look_until = 0.0
         self._warned: tuple[int, str] | None = None  # who told of which operation
-        self._death: tuple[int, Event, float] | None = None  # the first, as far as is known, and when it was
+        self._deaths: list[tuple[float, int, Event]] = []  # when, who, how
         self._death_due = float("inf")
         self._of_death = False  # the verdict: then mpirun ends the others
         self._clock: float | None = None  # when the first rank began to linger
@@ -128,8 +130,8 @@ class Job:
             self._begin_look(event)
 
     def _failed(self, rank: int, event: Event) -> None:
-        if self.verdict is None and self._death is not None:
-            self._pass_death(*self._death[:2])
+        if self.verdict is None and self._deaths:
+            self._pass_death()
         if self.verdict is None:
             words = f": {event['words']}" if event["words"] else ""
             text = self._line(rank, f"failed with exit code {event['code']}{words}")
@@ -148,18 +150,29 @@ class Job:
         if self.verdict is not None and not self._of_death and self._released is None and before != "left":
             self._speak(rank, f"{self._line(rank, event['how'])} while the job was ending{self._why(rank)}")
         if self.verdict is None and before != "left":
-            if event["code"] not in _LAUNCHERS_CODES:
-                self._pass_death(rank, event)
-            elif self._death is None or self._now - event["ago_s"] < self._death[2]:
-                self._death = rank, event, self._now - event["ago_s"]
-                self._death_due = min(self._death_due, self._now + DEATH_S)
+            self._take_death(rank, event)
+
+    def _take_death(self, rank: int, event: Event) -> None:
+        """It is the first, or has to wait for one that may have been before it."""
+        self._deaths.append((self._now - event["ago_s"], rank, event))
+        by_itself, aborted = event["code"] not in _LAUNCHERS_CODES, event["code"] <= 128
+        if by_itself and not (aborted and self._nodes > 1):
+            return self._pass_death()
+        self._death_due = min(self._death_due, self._now + (FAR_S if aborted else DEATH_S))
 
     def _check_death(self) -> None:
-        if self._death is not None and self._now >= self._death_due:
-            self._pass_death(*self._death[:2])
+        if self._now >= self._death_due:
+            self._pass_death()
 
-    def _pass_death(self, rank: int, event: Event) -> None:
+    def _pass_death(self) -> None:
+        deaths = sorted(self._deaths, key=lambda death: death[0])
+        by_themselves = [death for death in deaths if death[2]["code"] not in _LAUNCHERS_CODES]
+        _, rank, event = (by_themselves or deaths)[0]
         text = self._line(rank, event["how"])
+        for _, other, killed in deaths:  # of two on two hosts nobody knows which was before
+            if event["code"] <= 128 and killed["code"] == _KILLED and self._ranks[other].host != self._ranks[rank].host:
+                text += f", and at about the same time {self._line(other, killed['how'])}"
+                break
         if len(self._ranks) < self._size:
             text += "; not all ranks had come through allred.init(), and mpirun may have ended it because of another"
         self._of_death = True

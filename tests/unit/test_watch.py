@@ -475,6 +475,7 @@ def test_the_launcher_ends_other_nodes_ranks_before_the_first_death_is_heard_of(
     script = Script(nodes=2)
     script.hear("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
     script.hear("died", 2, 1.01, how="ended with exit code 0", code=1, ago_s=0.0)
+    script.tick(1.0 + job.DEATH_S)
     assert [message["rank"] for _, message in script.take("speak")] == [2]
     script = Script(nodes=2)
     script.hear("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
@@ -482,6 +483,29 @@ def test_the_launcher_ends_other_nodes_ranks_before_the_first_death_is_heard_of(
     script.hear("died", 2, 1.02, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
     script.tick(1.0 + job.DEATH_S)
     assert [message["rank"] for _, message in script.take("speak")] == [1]
+
+
+@pytest.mark.parametrize("heard", [(0, 2), (2, 0)])
+def test_an_abort_on_one_host_and_a_kill_on_another_are_both_told(heard):
+    """Open MPI aborts a rank that has lost its connection to one that was killed."""
+    hows = {0: ("ended with exit code 14", 14), 2: ("was killed by signal 9 (SIGKILL)", 137)}
+    script = Script(nodes=2)
+    for number, rank in enumerate(heard):
+        script.hear("died", rank, 1.0 + 0.03 * number, how=hows[rank][0], code=hows[rank][1], ago_s=0.0)
+    script.tick(1.0 + job.FAR_S)
+    [(_, message)] = script.take("speak")
+    both = "rank 0 on host0 ended with exit code 14, and at about the same time rank 2 on host2 was killed by signal 9"
+    assert message["text"].startswith(both)
+
+
+def test_a_rank_that_aborts_on_one_of_several_nodes_is_told_of_after_a_moment():
+    script = Script(nodes=2)
+    script.hear("died", 1, 1.0, how="ended with exit code 3", code=3, ago_s=0.0)
+    assert not script.take("speak")
+    script.hear("died", 0, 1.1, how="was killed by signal 15 (SIGTERM)", code=143, ago_s=0.0)
+    script.tick(1.0 + job.FAR_S)
+    [(_, message)] = script.take("speak")
+    assert message["text"] == "rank 1 on host1 ended with exit code 3"
 
 
 def test_a_failure_that_follows_from_a_death_is_not_taken_for_the_first():
