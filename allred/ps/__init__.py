@@ -1,0 +1,1 @@
+"""Parameter servers: which server holds what (placement)."""

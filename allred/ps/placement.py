@@ -1,0 +1,247 @@
+"""Which server holds which parameters: a pure function of names, shapes and dtypes, the same on every rank.
+
+By bytes, the default: from the largest tensor to the smallest, each goes to the server with the fewest bytes so far.
+One that would lift it more than a slack above the even share is cut: the server is filled up to the even share, and the
+rest is placed as a tensor is. A cut fills a server, so P servers take at most P - 1 cuts. The slack is 2 % of the mean,
+but at least SMALL_BYTES: no tensor of that size or less is ever cut, and no server gets more than share + slack.
+"""
+
+import collections
+import dataclasses
+import difflib
+import functools
+import hashlib
+import heapq
+import itertools
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from allred.arrays import name_of
+from allred.errors import InputError
+from allred.fusion.plan import Tensor
+
+How = str | Callable[[Tensor], int] | Mapping[str, int]
+
+_WORDS = {"bytes": "by bytes", "round_robin": "round robin, whole tensors", "greedy": "greedy by bytes, whole tensors"}
+SMALL_BYTES = 65536  # 7 us at 10 GB/s: not worth a second message
+SHOWN_SERVERS, SHOWN_SPLITS = 8, 4  # in a report
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Elements `start` to `stop` of the flattened tensor at position `tensor` of the list placed, and their server."""
+
+    tensor: int
+    start: int
+    stop: int
+    server: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Every element of every tensor on one server. `how` says in words how it was chosen.
+
+    The pieces are sorted by tensor and start. A tensor without elements has one piece, without elements.
+    """
+
+    tensors: tuple[Tensor, ...]
+    servers: int
+    pieces: tuple[Piece, ...]
+    how: str
+
+    def of(self, server: int) -> list[Piece]:
+        """The pieces on a server, by tensor and start."""
+        return [piece for piece in self.pieces if piece.server == server]
+
+    def bytes_on(self, server: int) -> int:
+        """Bytes of parameters on a server."""
+        return self._loads[server]
+
+    @property
+    def imbalance(self) -> float:
+        """The largest share / the mean share - 1: 0.0 if all are equal, servers - 1 if one has all."""
+        total = sum(self._loads)
+        return max(self._loads) * self.servers / total - 1 if total else 0.0
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits of everything in it. Ranks with equal ones have equal placements."""
+        tensors = [[name, shape, name_of(dtype), dtype.str] for name, shape, dtype in self.tensors]
+        pieces = [(piece.tensor, piece.start, piece.stop, piece.server) for piece in self.pieces]
+        text = json.dumps([self.how, self.servers, tensors, pieces])
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    def report(self) -> str:
+        """Lines for a person, at most 13: what each server holds (of many, the fullest), and the largest splits."""
+        loads, total = self._loads, sum(self._loads) or 1
+        groups = [list(parts) for _, parts in itertools.groupby(self.pieces, lambda piece: piece.tensor)]
+        splits = sorted((parts for parts in groups if len(parts) > 1), key=lambda parts: -sum(map(self._bytes, parts)))
+        whole = collections.Counter(parts[0].server for parts in groups if len(parts) == 1)
+        parts_on = collections.Counter(piece.server for parts in splits for piece in parts)
+        lines = [
+            f"{_number(len(groups), 'tensor')}, {_mb(sum(loads))}, on {_number(self.servers, 'server')}, {self.how}; "
+            f"imbalance {self.imbalance:.1%}, {len(splits)} split"
+        ]
+        servers = sorted(range(self.servers), key=lambda server: -loads[server])
+        shown = SHOWN_SERVERS - (self.servers > SHOWN_SERVERS)  # the last line tells of the others
+        for server in sorted(servers[:shown]):
+            parts = f", {_number(parts_on[server], 'part')}" if parts_on[server] else ""
+            size = f"{_mb(loads[server])}, {loads[server] / total:.1%}"
+            lines.append(f"server {server}: {_number(whole[server], 'tensor')}{parts}, {size}")
+        if others := servers[shown:]:
+            lines.append(f"{len(others)} others: {_mb(loads[others[-1]])} to {_mb(loads[others[0]])} each")
+        for pieces in splits[:SHOWN_SPLITS]:
+            where = ", ".join(f"{_mb(self._bytes(piece))} on {piece.server}" for piece in pieces[:SHOWN_SERVERS])
+            more = ", ..." * (len(pieces) > SHOWN_SERVERS)
+            lines.append(f"split: {self.tensors[pieces[0].tensor]} in {len(pieces)}: {where}{more}")
+        return "\n".join(lines)
+
+    def _bytes(self, piece: Piece) -> int:
+        return (piece.stop - piece.start) * self.tensors[piece.tensor].dtype.itemsize
+
+    @functools.cached_property
+    def _loads(self) -> list[int]:
+        loads = [0] * self.servers
+        for piece in self.pieces:
+            loads[piece.server] += self._bytes(piece)
+        return loads
+
+
+def place(tensors: Sequence[Tensor], servers: int, how: How = "bytes", split: bool = True) -> Placement:
+    """Place `tensors` on servers 0 to `servers` - 1. Deterministic: the same on every rank and in every run.
+
+    how: "bytes"        evenly by bytes, with tensors of more than 64 KiB cut between elements where that is needed
+         "round_robin"  tensor i on server i % servers, whole: TensorFlow's default
+         "greedy"       in order, each whole on the server with the fewest bytes so far, the first of equals:
+                        TensorFlow's GreedyLoadBalancingStrategy with byte_size_load_fn
+         a function     f(tensor) -> server, whole
+         a dict         name -> server, whole; the tensors it does not name by bytes, around those it does
+    split: False where an optimizer needs whole tensors; "bytes" and a dict then cut none.
+
+    Raises InputError: servers is no whole number of at least 1; how is none of these; the dict has a name that no
+    tensor has; an index is no server's; the function raises.
+
+    >>> tensors = [Tensor("table", (1000, 300), np.dtype("f4")), Tensor("bias", (300,), np.dtype("f4"))]
+    >>> for piece in place(tensors, servers=2).pieces:
+    ...     print(piece)
+    Piece(tensor=0, start=0, stop=150150, server=0)
+    Piece(tensor=0, start=150150, stop=300000, server=1)
+    Piece(tensor=1, start=0, stop=300, server=1)
+    """
+    count = _whole(servers)
+    if count < 1:
+        raise InputError(
+            f"place: servers must be a whole number of at least 1, got {servers!r}; "
+            "pass the number of ranks that are parameter servers"
+        )
+    given = _given(tensors, count, how)
+    loads = [0] * count
+    for index, server in given.items():
+        loads[server] += _size(tensors[index])
+    left = [index for index in range(len(tensors)) if index not in given]
+    if how != "greedy":
+        left.sort(key=lambda index: -_size(tensors[index]))
+    pieces = [Piece(index, 0, tensors[index].elements, server) for index, server in given.items()]
+    pieces += _fill(tensors, left, loads, cut=split and how != "greedy")
+    pieces.sort(key=lambda piece: (piece.tensor, piece.start))
+    return Placement(tuple(tensors), count, tuple(pieces), _words(how, split, len(given), len(left)))
+
+
+def _fill(tensors: Sequence[Tensor], order: Sequence[int], loads: Sequence[int], cut: bool) -> list[Piece]:
+    """Pieces of the tensors in `order`, each on the server that then has the fewest bytes; they begin with `loads`."""
+    pieces = []
+    total = sum(_size(tensors[index]) for index in order)
+    # The even share: what the k emptiest servers hold once they have taken all, for the best k. A server that was given
+    # more takes no part.
+    share = min(-(-(total + held) // k) for k, held in enumerate(itertools.accumulate(sorted(loads)), 1))
+    limit = share + max(SMALL_BYTES, (total + sum(loads)) // len(loads) // 50)
+    heap = sorted((load, server) for server, load in enumerate(loads))
+    for index in order:
+        start, stop, itemsize = 0, tensors[index].elements, tensors[index].dtype.itemsize
+        while True:
+            load, server = heap[0]
+            fits = not cut or load + (stop - start) * itemsize <= limit
+            end = stop if fits else start + max(1, (share - load) // itemsize)
+            pieces.append(Piece(index, start, end, server))
+            heapq.heapreplace(heap, (load + (end - start) * itemsize, server))
+            if end == stop:
+                break
+            start = end
+    return pieces
+
+
+def _given(tensors: Sequence[Tensor], servers: int, how: How) -> dict[int, int]:
+    """The servers of those tensors that `how` places without a look at the others."""
+    if isinstance(how, str) and how in _WORDS:
+        return {index: index % servers for index in range(len(tensors))} if how == "round_robin" else {}
+    if isinstance(how, Mapping):
+        names = {tensor.name for tensor in tensors}
+        for name in how:
+            if name not in names:
+                raise InputError(f"place: no tensor has the name {name!r}; {_suggest(name, names)}")
+        chosen = {name: _index(server, servers, f"the dict places {name!r}") for name, server in how.items()}
+        return {index: chosen[tensor.name] for index, tensor in enumerate(tensors) if tensor.name in chosen}
+    if callable(how):
+        return {index: _call(how, tensor, servers) for index, tensor in enumerate(tensors)}
+    raise InputError(
+        f"place: how={how!r} is unknown; use 'bytes', 'round_robin', 'greedy', a function of a tensor that returns its "
+        "server, or a dict from tensor names to servers"
+    )
+
+
+def _call(function: Callable[[Tensor], int], tensor: Tensor, servers: int) -> int:
+    try:
+        server = function(tensor)
+    except Exception as error:
+        raise InputError(
+            f"place: {_name(function)} raised {error!r} for {tensor}; it must return a server for every tensor"
+        ) from error
+    return _index(server, servers, f"{_name(function)} places {tensor}")
+
+
+def _index(server: object, servers: int, who: str) -> int:
+    index = _whole(server)
+    if not 0 <= index < servers:
+        raise InputError(
+            f"place: {who} on server {server!r}, but the servers are 0 to {servers - 1}; give one of these, as an int"
+        )
+    return index
+
+
+def _whole(number: object) -> int:
+    """It as an int; -1 where it is not of an integer type, as True is not."""
+    return int(number) if isinstance(number, (int, np.integer)) and not isinstance(number, bool) else -1
+
+
+def _suggest(name: object, names: Iterable[str]) -> str:
+    names = sorted(names)
+    close = difflib.get_close_matches(str(name), names, n=3)
+    if close:
+        return f"did you mean {' or '.join(map(repr, close))}?"
+    return f"the tensors are {', '.join(map(repr, names[:8]))}{' ...' * (len(names) > 8)}"
+
+
+def _words(how: How, split: bool, given: int, left: int) -> str:
+    by_bytes = "by bytes" if split else "by bytes, whole tensors"
+    if isinstance(how, str):
+        return by_bytes if how == "bytes" else _WORDS[how]
+    return f"{given} by name, {left} {by_bytes}" if isinstance(how, Mapping) else f"by {_name(how)}, whole tensors"
+
+
+def _name(function: object) -> str:
+    """Never its repr: that has an address, which differs from rank to rank."""
+    return f"function {getattr(function, '__qualname__', type(function).__qualname__)}"
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.elements * tensor.dtype.itemsize
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def _mb(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.2f} MB"
