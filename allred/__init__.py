@@ -39,7 +39,7 @@ from allred.errors import (
     RemoteRankError,
 )
 from allred.modes.decorator import distributed
-from allred.modes.sync import DistributedOptimizer
+from allred.modes.optimizer import DistributedOptimizer
 from allred.nest import digest
 from allred.watch import exit as _exit_protocol
 from allred.world import init, is_initialized, shutdown

@@ -23,7 +23,39 @@ def _setting(default: Any, meaning: str, **extra: Any) -> Any:
 class Config:
     """The settings in force. One record for the whole job: it is the same on every rank."""
 
-    mode: str = _setting("sync", "how ranks train together", choices=("sync",), later=("ps", "local"))
+    mode: str = _setting("sync", "how ranks train together", choices=("sync", "ps"), later=("local",))
+    num_ps: int = _setting(
+        1,
+        "mode ps: how many ranks, the first ones, are parameter servers",
+        expected="a whole number of ranks",
+        minimum=1,
+    )
+    consistency: str = _setting(
+        "async", "mode ps: when gradients are applied (docs/modes.md)", choices=("async", "bounded", "sync")
+    )
+    staleness: int = _setting(
+        4,
+        "mode ps, bounded: how many steps a worker may be ahead of the slowest",
+        expected="a whole number of steps",
+        minimum=0,
+    )
+    replicas_to_aggregate: int = _setting(
+        0,
+        "mode ps, sync: how many gradients make a step; 0 is one of each worker",
+        expected="a whole number of gradients",
+        minimum=0,
+    )
+    placement: str = _setting(
+        "bytes",
+        "mode ps: which server has which parameters: bytes (even, large tensors are split), round_robin, greedy",
+        choices=("bytes", "round_robin", "greedy"),
+    )
+    use_locking: bool = _setting(
+        True, "mode ps: whether servers take one request at a time, so that a pull brings one version (1 or 0)"
+    )
+    checkpoint_dir: str = _setting(
+        "none", "mode ps: the directory for a checkpoint when the job is asked to end by SIGTERM; none writes none"
+    )
     backend: str = _setting("auto", "who moves the arrays", choices=("auto", "single", "shm", "mpi"), later=("nccl",))
     bucket_bytes: int = _setting(
         2**20,

@@ -46,3 +46,7 @@ class RemoteRankError(AllredError, RuntimeError):
         self.host = host
         self.code = code
         self.traceback = traceback
+
+
+class ShutdownRequested(AllredError):
+    """Mode ps: a server or a worker has been asked to end (SIGTERM); raised by every worker's next step."""

@@ -7,6 +7,7 @@ rank is left waiting. A rank on which nothing was set takes what the chief has: 
 variables.
 """
 
+import atexit
 import os
 import socket
 from typing import Any
@@ -14,18 +15,24 @@ from typing import Any
 from allred import native
 from allred.cluster import mpi, report, topology
 from allred.comm import collectives, registry
+from allred.comm.base import Communicator
+from allred.comm.single import NoCollectives
 from allred.config import Config, explicit_settings, settle
 from allred.errors import AllredError, ConfigError, InputError
 from allred.modes.detect import outside
+from allred.ps import running
+from allred.ps.client import leave
 from allred.watch import exit as exit_protocol
 from allred.watch import start as watch
 from allred.watch.alarm import waiting_for_ranks
+from allred.watch.uncaught import status_at_exit
 
 
 def init(
     comm: Any = None,
     *,
     mode: str | None = None,
+    num_ps: int | None = None,
     backend: str | None = None,
     bucket_bytes: int | str | None = None,
     timeout_s: float | None = None,
@@ -46,7 +53,7 @@ def init(
     if is_initialized():
         raise AllredError("allred.init() was called already; drop the second call, or call allred.shutdown() before it")
     arguments = {
-        "mode": mode, "backend": backend, "bucket_bytes": bucket_bytes, "timeout_s": timeout_s, "banner": banner,
+        "mode": mode, "num_ps": num_ps, "backend": backend, "bucket_bytes": bucket_bytes, "timeout_s": timeout_s, "banner": banner,
         "nonfinite": nonfinite, "check_steps": check_steps,
     }  # fmt: skip
     settings: dict[str, Any] | str
@@ -67,26 +74,58 @@ def _meet(comm: Any, settings: dict[str, Any] | str) -> None:
         config = settle([settings for settings, _, _ in gathered])
         nodes = topology.pretend(config.pretend_nodes, control.size) or [node for _, node, _ in gathered]
         kernels = [available for _, _, available in gathered]
-        name, reason = registry.choose(config.backend, nodes, duplicate is not None, kernels)
+        servers = _servers(config, control.size)
+        kernels = [available for _, _, available in gathered[servers:]]
+        name, reason = registry.choose(config.backend, nodes[servers:], duplicate is not None, kernels)
     except ConfigError:
         control.close()
         raise
-    communicator = control
-    if name != control.name:
-        own = duplicate.Dup() if name == "shm" else None
-        communicator = registry.BACKENDS[name](own, config.timeout_s, nodes)
-        control.close()
+    communicator: Communicator = control
+    if control.rank < servers:
+        communicator, name = NoCollectives(config.timeout_s), NoCollectives.name
+    elif name != control.name or servers:
+        communicator = registry.BACKENDS[name](_workers(duplicate, servers), config.timeout_s, nodes[servers:])
     if communicator.name != name:
         reason = "no two ranks could share memory; on one node that takes /proc or a Unix socket between them"
-    communicator.queue.timeout_s = config.timeout_s
+    communicator.queue.timeout_s = control.queue.timeout_s = config.timeout_s
     communicator.checks_places = config.check == "full"
-    world = topology.number(nodes, communicator.rank)
+    world = topology.number(nodes, control.rank, servers)
     topology.install(world)
     collectives.install(communicator, config, reason)
-    report.speak(control.rank == 0, config.banner)
+    if servers:
+        running.install(running.Running(duplicate.Dup(), control.rank, servers, tuple(nodes), config))
+        if world.world_rank >= servers:
+            atexit.register(_leave_servers)
+    report.speak(world.rank == 0, config.banner)
     hosts = len({node for _, node, _ in gathered})
-    watch.start(communicator, world, config, "network" if hosts > 1 else "host" if world.nodes > 1 else "")
+    watch.start(control, topology.number(nodes, control.rank), config, "network" if hosts > 1 else "host" if world.nodes > 1 else "")
+    if control is not communicator:
+        control.close()
     report.inform(_banner(library))
+
+
+def _servers(config: Config, ranks: int) -> int:
+    """How many ranks are parameter servers."""
+    if config.mode != "ps":
+        return 0
+    if config.num_ps >= ranks:
+        raise ConfigError(
+            f"mode ps with {config.num_ps} parameter server{'s' * (config.num_ps > 1)} and no worker: there "
+            f"{'is' if ranks == 1 else 'are'} {ranks} rank{'s' * (ranks > 1)} in all; start at least {config.num_ps + 1}"
+        )
+    return config.num_ps
+
+
+def _workers(comm: Any, servers: int) -> Any:
+    """A communicator of the workers, for them alone; collective among them."""
+    return comm.Create_group(comm.Get_group().Excl(range(servers))) if servers else comm.Dup()
+
+
+def _leave_servers() -> None:
+    """At the end of a worker: the servers need not wait for it. One that fails is told of by its watcher."""
+    if running.running() and not status_at_exit():
+        leave(running.current())
+        running.install(None)
 
 
 def _join(comm: Any) -> tuple[Any, str]:
@@ -133,6 +172,7 @@ def shutdown() -> None:
     if not communicator.queue.poisoned:
         communicator.check("shutdown", "shutdown()").wait()
     outside.say_unused()
+    _leave_servers()
     watch.stop()
     communicator.close()
     collectives.install(None)

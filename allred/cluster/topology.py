@@ -1,9 +1,10 @@
 """Who is where: the numbers of every rank, from which node each of them runs on.
 
-rank, size               the workers (in sync mode: all ranks); data shards and learning rates go by these
-local_rank, local_size   among the ranks of this node
-cross_rank, cross_size   among the ranks that have this local rank on their nodes
-world_rank, world_size   the MPI world, servers included
+rank, size               the workers (in sync mode: all ranks); data shards and learning rates go by these. On a
+                         parameter server rank is size + its task index, so it is never the chief
+local_rank, local_size   among the workers of this node; on a server, among the servers
+cross_rank, cross_size   among those that have this local rank on their nodes
+world_rank, world_size   the MPI world: first the servers, then the workers
 leader                   the lowest rank of this node
 """
 
@@ -29,27 +30,35 @@ class Topology:
     leader: int
 
 
-def number(nodes: list[int], rank: int) -> Topology:
-    """The numbers of `rank`, where nodes[r] names the node of rank r; any number may name a node.
+def number(nodes: list[int], rank: int, servers: int = 0) -> Topology:
+    """The numbers of world rank `rank`, where nodes[r] names the node of rank r; any number may name a node.
+
+    The first `servers` ranks are parameter servers.
 
     >>> t = number([7, 7, 3], rank=2)
     >>> (t.local_rank, t.local_size, t.cross_rank, t.cross_size, t.nodes)
     (0, 1, 1, 2, 2)
+    >>> t = number([7, 7, 3], rank=2, servers=1)
+    >>> (t.rank, t.size, t.local_rank, t.world_rank, t.world_size)
+    (1, 2, 0, 2, 3)
     """
-    local_ranks = [nodes[:r].count(node) for r, node in enumerate(nodes)]
-    same_node = [r for r, node in enumerate(nodes) if node == nodes[rank]]
-    same_local = [r for r, local in enumerate(local_ranks) if local == local_ranks[rank]]
+    workers = len(nodes) - servers
+    serves = rank < servers
+    mine = nodes[:servers] if serves else nodes[servers:]  # of those that have the same job
+    index = rank if serves else rank - servers
+    local_ranks = [mine[:r].count(node) for r, node in enumerate(mine)]
+    same_local = [r for r, local in enumerate(local_ranks) if local == local_ranks[index]]
     return Topology(
-        rank=rank,
-        size=len(nodes),
-        local_rank=local_ranks[rank],
-        local_size=len(same_node),
-        cross_rank=same_local.index(rank),
+        rank=workers + index if serves else index,
+        size=workers,
+        local_rank=local_ranks[index],
+        local_size=mine.count(mine[index]),
+        cross_rank=same_local.index(index),
         cross_size=len(same_local),
         world_rank=rank,
         world_size=len(nodes),
         nodes=len(set(nodes)),
-        leader=same_node[0],
+        leader=nodes.index(nodes[rank]),
     )
 
 

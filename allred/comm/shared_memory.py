@@ -33,6 +33,31 @@ class _Identity:
     nonce: bytes
 
 
+@dataclasses.dataclass(frozen=True)
+class Offer:
+    """How another process of this node opens memory that one has made."""
+
+    path: str
+    nbytes: int
+    identity: _Identity
+
+
+def offer(nbytes: int) -> tuple[mmap.mmap, Offer]:
+    """New memory, and how others open it; its descriptor stays open. Raises OSError if it cannot be had."""
+    fd, identity = _create(mmap.PAGESIZE + nbytes)  # the nonce stays, on a page of its own
+    memory = mmap.mmap(fd, nbytes, offset=mmap.PAGESIZE)
+    return memory, Offer(f"/proc/{os.getpid()}/fd/{fd}", nbytes, identity)
+
+
+def accept(offered: Offer) -> mmap.mmap | None:
+    """The memory that another process has made; None if it cannot be opened here."""
+    try:
+        fd = os.open(offered.path, os.O_RDWR | os.O_CLOEXEC)
+        return _map(fd, offered.nbytes, offered.identity, mmap.PAGESIZE)
+    except OSError:
+        return None
+
+
 def share(comm: Any, nbytes: int, ways: Sequence[Callable[[Any, int], int]] = ()) -> mmap.mmap | None:
     """`nbytes` bytes of zeros, the same on all ranks of an mpi4py communicator; None if they cannot share memory.
 
@@ -84,14 +109,14 @@ def _create(nbytes: int) -> tuple[int, _Identity]:
     return fd, _Identity(status.st_dev, status.st_ino, nonce)
 
 
-def _map(fd: int, nbytes: int, identity: _Identity) -> mmap.mmap | None:
+def _map(fd: int, nbytes: int, identity: _Identity, offset: int = 0) -> mmap.mmap | None:
     """The memory, if this is the right file. The descriptor is closed, but for the first rank's, which is in use."""
     if fd < 0:
         return None
     try:
         status = os.fstat(fd)
         found = _Identity(status.st_dev, status.st_ino, os.pread(fd, NONCE_BYTES, 0))
-        return mmap.mmap(fd, nbytes) if found == identity else None
+        return mmap.mmap(fd, nbytes, offset=offset) if found == identity else None
     except (OSError, ValueError):
         return None
     finally:

@@ -1,9 +1,10 @@
 """The backend of a world of one: nothing moves, everything else (checks, results, errors) is as with many ranks."""
 
 from allred.arrays import Array
-from allred.comm.base import Communicator
+from allred.comm.base import Communicator, T
 from allred.comm.ops import ReduceOp
-from allred.comm.work import Steps
+from allred.comm.work import Steps, Work
+from allred.errors import InputError
 
 
 class SingleCommunicator(Communicator):
@@ -35,3 +36,17 @@ class SingleCommunicator(Communicator):
     def _reducescatter(self, flat: Array, out: Array, counts: list[int], op: ReduceOp) -> Steps[None]:
         yield from ()
         out[:] = flat
+
+
+class NoCollectives(SingleCommunicator):
+    """What a parameter server has: collectives are the workers' alone."""
+
+    name = "none"
+
+    def _start(self, kind: str, name: str, body: Steps[T]) -> Work[T]:
+        body.close()
+        raise InputError(
+            f"{kind} was called by a parameter server, and collectives are among the workers. A server goes through the "
+            "script up to allred.distributed(...), where it serves: make the optimizer before that call, or make the call "
+            "only where allred.rank() < allred.size()"
+        )

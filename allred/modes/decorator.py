@@ -15,7 +15,9 @@ from allred.comm.ops import ReduceOp
 from allred.data.share import claim
 from allred.errors import InputError
 from allred.modes.detect.checks import Checks
-from allred.modes.sync import DistributedOptimizer
+from allred.modes.optimizer import DistributedOptimizer
+from allred.ps.consistency import Policy
+from allred.ps.placement import How
 from allred.reducer import Reducer, tensor_of
 
 _NOTHING = object()  # None is something that somebody may pass by mistake
@@ -42,6 +44,12 @@ class _Distributed:
         (`opt.skipped` counts them), or "ignore"; default: the setting of that name.
     name: how errors call it.
 
+    Of mode ps only (docs/modes.md); each has a setting of that name:
+    consistency: allred.ps.Async(), allred.ps.Bounded(staleness=...) or allred.ps.Sync(replicas_to_aggregate=...).
+    placement: which server has which parameters: "bytes", "round_robin", "greedy", a function from a tensor (name,
+        shape, dtype) to a server's number, or a dict {name: server}.
+    use_locking: whether a pull brings one version of each server's parameters.
+
     Raises TypeError for anything else.
     """
 
@@ -54,9 +62,13 @@ class _Distributed:
         bucket_bytes: int | str | None = None,
         nonfinite: str | None = None,
         name: str = "opt",
+        consistency: Policy | None = None,
+        placement: How | None = None,
+        use_locking: bool | None = None,
     ) -> Any:
         options = {
-            "op": op, "accumulate": accumulate, "bucket_bytes": bucket_bytes, "nonfinite": nonfinite, "name": name
+            "op": op, "accumulate": accumulate, "bucket_bytes": bucket_bytes, "nonfinite": nonfinite, "name": name,
+            "consistency": consistency, "placement": placement, "use_locking": use_locking,
         }  # fmt: skip
         if target is _NOTHING:
             return lambda later: _wrap(later, options)

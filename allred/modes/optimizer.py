@@ -1,0 +1,194 @@
+"""`DistributedOptimizer`: what is the same in every mode. What differs, a mode does: sync.py, ps.py.
+
+The mode is chosen when the optimizer is first used, since it may be made before allred.init(). A parameter server
+serves where the optimizer is made, or first used, and leaves the program there.
+"""
+
+import operator
+from typing import Any, Protocol
+
+import numpy as np
+
+from allred import arrays, nest
+from allred.comm import collectives
+from allred.comm.ops import ReduceOp
+from allred.data.share import claim
+from allred.errors import InputError
+from allred.fusion.plan import Tensor
+from allred.modes.accumulate import Accumulator
+from allred.modes.ps import Options, ServersMode, serve
+from allred.modes.sync import SyncMode, has_state
+from allred.ps import running
+from allred.reducer import tensor_of
+
+
+class Mode(Protocol):
+    """How the optimizers of all ranks work together."""
+
+    skipped: int
+
+    def step(
+        self, params: Any, grads: Any, tensors: list[Tensor], values: list[Any], samples: int | None, problem: str
+    ) -> None:
+        """One step. tensors, values: of the gradients, in the nest's order; problem: why there are none, in words."""
+
+    def broadcast(self, params: Any, tensors: list[Tensor], root: int, problem: str) -> None:
+        """Start from the root's parameters and optimizer state."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+    def summary(self) -> str: ...
+
+
+class DistributedOptimizer:
+    """What `allred.distributed` makes of an optimizer: the same `step`, with the gradients of all ranks.
+
+    `optimizer` is the wrapped one. See `allred.distributed` for the arguments.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        op: ReduceOp = ReduceOp.AVERAGE,
+        accumulate: int = 1,
+        bucket_bytes: int | str | None = None,
+        nonfinite: str | None = None,
+        name: str = "opt",
+        consistency: Any = None,
+        placement: Any = None,
+        use_locking: bool | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.name = name
+        self._accumulator = Accumulator(accumulate)
+        self._sync = SyncMode(optimizer, op, accumulate, bucket_bytes, nonfinite, name)
+        self._options = Options(name, nonfinite, consistency, placement, use_locking)
+        self._chosen: Mode | None = None
+        if optimizer is not None and running.serves():
+            serve(optimizer, self._options)
+
+    @property
+    def _mode(self) -> Mode:
+        if self._chosen is None:
+            if running.serves():
+                serve(self.optimizer, self._options)
+            in_sync = collectives.current() and not running.running()
+            self._chosen = self._sync if in_sync else ServersMode(self.optimizer, self._options)
+        return self._chosen
+
+    def step(self, params: Any, grads: Any, samples: int | None = None) -> None:
+        """Give this rank's gradients, and update the parameters in place with those of all.
+
+        Mode sync: they are averaged over all ranks, then the optimizer makes its step; collective. Mode ps: they are
+        pushed to the parameter servers, which apply them, and the parameters are pulled.
+
+        params: a nest of arrays. grads: the same nest of gradients; in mode sync they are overwritten with the mean,
+        numbers and read-only arrays are passed on as new arrays; None counts as zeros if another rank has that gradient.
+        None takes the parameter's dtype, a Python number too.
+        samples: how many samples the gradients are the mean of; known by itself inside `allred.data.batches`. Ranks
+        with more count for more in mode sync; if no rank says, all count alike.
+
+        With accumulate=k only every k-th call reduces and updates, with the mean over the samples of k calls (over the
+        calls, where samples are not counted); the gradients are added up here and not overwritten.
+
+        Silent mistakes are looked for (allred/modes/detect): gradients that are not finite, and in mode sync, at the
+        first steps and every check_steps, ranks that have drifted apart, have the same batch, or average twice.
+
+        Raises InputError, MismatchError, DriftError or NonFiniteError before anything has been changed (a sum that
+        overflows is found when the gradients have been overwritten); in mode sync with the same text on every rank.
+        """
+        mode = self._mode
+        tensors, values, problem = _pair(params, grads)
+        try:
+            samples = claim(None if samples is None else _whole(samples))
+            if self._accumulator.micro_steps > 1 and not problem:
+                if not self._accumulator.add(tensors, values, samples):
+                    return
+                values, samples = self._accumulator.take()
+        except InputError as error:
+            problem = str(error)
+        if problem:  # the others hear of it when they reduce
+            tensors, values, samples = [], [], None
+            self._accumulator.clear()
+        mode.step(params, grads, tensors, values, samples, problem)
+
+    @property
+    def skipped(self) -> int:
+        """Steps left out so far because gradients were not finite, with nonfinite="skip"."""
+        return self._mode.skipped
+
+    def broadcast(self, params: Any, root: int = 0) -> None:
+        """Give every rank the root's parameters, in place, and the state of its optimizer. Collective.
+
+        In mode ps the root is worker 0; the servers have the optimizer's state.
+        Raises MismatchError, naming ranks and tensor, if their parameters differ in name, shape or dtype.
+        """
+        try:
+            problem, tensors = "", [_parameter(name, leaf) for name, leaf in nest.leaves(params)]
+        except InputError as error:
+            problem, tensors = str(error), []
+        self._mode.broadcast(params, tensors, root, problem)
+
+    def state_dict(self) -> Any:
+        """The optimizer's own state, as it is without allred; in mode ps it is gathered from the servers. Gradients
+        waiting in `accumulate` are not in it."""
+        self._needs_state()
+        return self._mode.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restore what state_dict gave, on this rank; in mode ps worker 0 gives it to the servers."""
+        self._needs_state()
+        self._mode.load_state_dict(state)
+
+    def _needs_state(self) -> None:
+        if not has_state(self.optimizer):
+            raise InputError(f"{type(self.optimizer).__name__} has no state_dict and load_state_dict; add both to it")
+
+    def summary(self) -> str:
+        """World, backend and why, speed, and where the time of a step went on this rank; one line a topic."""
+        return self._mode.summary()
+
+
+def _pair(params: Any, grads: Any) -> tuple[list[Tensor], list[Any], str]:
+    """What a plan knows of each gradient, the gradients, and the words for what is wrong with them, if anything."""
+    named, given = nest.leaves(params), nest.leaves(grads)
+    names, given_names = [name for name, _ in named], [name for name, _ in given]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        return [], [], f"two parameters are named '{twice}': dict keys must differ as text"
+    if names != given_names:
+        odd = sorted(set(names) ^ set(given_names))[:5]
+        return [], [], f"params and grads differ in structure, in {', '.join(map(repr, odd)) or 'their order'}"
+    tensors = []
+    try:
+        for (name, param), (_, grad) in zip(named, given, strict=True):
+            expected = _parameter(name, param)
+            got = expected if grad is None else tensor_of(name, grad)
+            if got.shape != expected.shape:
+                return [], [], f"the gradient of {expected} has shape {got.shape}"
+            tensors.append(expected if isinstance(grad, (int, float)) else got)  # Python's numbers have no dtype
+    except InputError as error:
+        return [], [], str(error)
+    return tensors, [grad for _, grad in given], ""
+
+
+def _parameter(name: str, leaf: Any) -> Tensor:
+    if type(leaf) is np.ndarray and leaf.flags.writeable:
+        return tensor_of(name, leaf)
+    arrays.as_host_array(leaf)  # raises its own words about devices, torch and masks
+    if not isinstance(leaf, np.ndarray) or not leaf.flags.writeable:
+        what = "a read-only array" if isinstance(leaf, np.ndarray) else type(leaf).__name__
+        raise InputError(f"parameter '{name}' is {what}; it is updated in place, so it must be a writable array")
+    return tensor_of(name, leaf)
+
+
+def _whole(samples: Any) -> int:
+    try:
+        number = operator.index(samples)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise InputError(f"samples={samples!r} must be a whole number of at least 0")
+    return number

@@ -1,0 +1,306 @@
+"""Parameter servers: workers push gradients, servers apply them with their own optimizer, workers pull parameters.
+
+A worker's optimizer is never stepped. What it is worth: the state that training starts from, and a learning rate that
+the program changes by hand (worker 0's goes along with its steps).
+"""
+
+import atexit
+import contextlib
+import dataclasses
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from allred import arrays, nest
+from allred.arrays import Array
+from allred.cluster import report, topology
+from allred.comm import collectives
+from allred.errors import DriftError, InputError, NonFiniteError, ShutdownRequested
+from allred.fusion.plan import Plan, Tensor, plan
+from allred.modes.detect import finite
+from allred.optim.base import Optimizer
+from allred.optim.tensors import compute_dtype
+from allred.ps import running
+from allred.ps.account import Statistics
+from allred.ps.client import Client, Outcome
+from allred.ps.consistency import Async, Bounded, Policy, Sync
+from allred.ps.placement import How, place
+from allred.ps.running import Running
+from allred.ps.shard import splittable
+from allred.watch.uncaught import status_at_exit
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What `allred.distributed` was given for this mode; None: as in the settings."""
+
+    name: str
+    nonfinite: str | None = None
+    consistency: Policy | None = None
+    placement: How | None = None
+    use_locking: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.consistency is not None and not isinstance(self.consistency, Policy):
+            raise InputError(
+                f"consistency={self.consistency!r} must be allred.ps.Async(), allred.ps.Bounded(staleness=...) or "
+                "allred.ps.Sync(...)"
+            )
+
+    def policy(self, settings: Any) -> Policy:
+        """The consistency policy in force."""
+        if self.consistency is not None:
+            return self.consistency
+        if settings.consistency == "bounded":
+            return Bounded(settings.staleness)
+        return Async() if settings.consistency == "async" else Sync(settings.replicas_to_aggregate or None)
+
+    def locks(self, settings: Any) -> bool:
+        """Whether requests are served one by one."""
+        return bool(settings.use_locking if self.use_locking is None else self.use_locking)
+
+    def agreement(self, optimizer: Any, settings: Any) -> str:
+        """What has to be the same on all ranks, in words."""
+        return f"{type(optimizer).__name__}, {self.policy(settings)}, use_locking={self.locks(settings)}"
+
+
+def serve(optimizer: Any, options: Options) -> NoReturn:
+    """On a parameter server: serve until the last worker has left, then leave the program."""
+    from allred.ps.server import Server
+
+    here = running.current()
+    policy, locks = options.policy(here.config), options.locks(here.config)
+    Server(here, optimizer, policy, locks, options.agreement(optimizer, here.config)).serve()
+    raise SystemExit(0)
+
+
+class ServersMode:
+    """A worker's end of one optimizer."""
+
+    def __init__(self, optimizer: Any, options: Options) -> None:
+        self.skipped = 0
+        self.dropped = 0  # gradients of this worker that came too late for their step
+        self._optimizer, self._options = optimizer, options
+        self._title = f"{options.name}.step()"
+        self._running: Running = running.current()
+        self._client: Client | None = None
+        self._tensors: list[Tensor] = []
+        self._loaded = False
+        self._asked_to_end = False
+        self._steps, self._start, self._waited_s = 0, 0.0, 0.0
+        self._zeros: dict[int, Array] = {}
+
+    # Beginning.
+
+    def broadcast(self, params: Any, tensors: list[Tensor], root: int, problem: str) -> None:
+        if root != 0:
+            problem = problem or f"root={root!r}: in mode ps training starts from worker 0's parameters; leave root out"
+        if problem:
+            raise InputError(f"{self._options.name}.broadcast(): {problem}")
+        self._connect(params, tensors)
+        self._agree_on_start(params)
+        self._pull(params)
+
+    def _connect(self, params: Any, tensors: list[Tensor]) -> None:
+        """Register with the servers, once."""
+        if self._client is not None:
+            return self._check_same(tensors)
+        if not tensors:
+            raise InputError(f"{self._title}: there are no parameters to train")
+        for tensor in tensors:
+            if not arrays.is_float(tensor.dtype):
+                raise InputError(f"{self._title}: {tensor} cannot be trained by parameter servers; floats can")
+        if not running.take():
+            raise InputError(
+                f"{self._title}: this program trains another optimizer with the parameter servers already, which serve one; "
+                "put all parameters into one optimizer, or use mode sync"
+            )
+        settings = self._running.config
+        how = self._options.placement if self._options.placement is not None else settings.placement
+        placement = place(tensors, self._running.servers, how, split=splittable(self._optimizer))
+        policy = self._options.policy(settings)
+        client = Client(self._running, policy, placement)
+        skeleton = nest.rebuild(params, list(range(len(tensors))))
+        client.register(skeleton, self._options.agreement(self._optimizer, settings))
+        self._client, self._tensors = client, tensors
+        self._gradient_dtypes = [compute_dtype(np.empty(0, tensor.dtype)) for tensor in tensors]
+        self._plan: Plan = plan(
+            tuple(Tensor(t.name, t.shape, d) for t, d in zip(tensors, self._gradient_dtypes, strict=True)), 2**20
+        )
+        report.inform(f"mode ps, {policy.describe()}")
+        for line in placement.report().splitlines():
+            report.inform(line)
+        with contextlib.suppress(ValueError):  # in another thread than the main one there are no handlers
+            if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+                signal.signal(signal.SIGTERM, self._ask_to_end)
+        atexit.register(self._tell_at_end)
+
+    def _check_same(self, tensors: list[Tensor]) -> None:
+        if [t[:2] for t in tensors] != [t[:2] for t in self._tensors]:
+            odd = next((t for t, known in zip(tensors, self._tensors, strict=False) if t[:2] != known[:2]), None)
+            what = f"{odd} is new or has another shape" if odd else f"there are {len(tensors)}, not {len(self._tensors)}"
+            raise InputError(f"{self._title}: parameters differ from those that the servers have: {what}")
+
+    def _agree_on_start(self, params: Any, check: bool = False) -> None:
+        """Worker 0 gives the servers its parameters, the others wait for that. check: theirs have to be the same."""
+        assert self._client is not None
+        digest = nest.digest(params) if check or self._running.worker == 0 else ""
+        if self._running.worker == 0:
+            sources = [self._gradient(i, leaf) for i, (_, leaf) in enumerate(nest.leaves(params))]
+            self._client.give_start(sources, self._states(), digest)
+        elif (chiefs := self._client.await_start()) != digest and check:
+            raise DriftError(
+                f"{self._title}: worker {self._running.worker} starts from other parameters (hash {digest}) than worker 0 "
+                f"(hash {chiefs}); call {self._options.name}.broadcast(params) before the first step"
+            )
+
+    # Steps.
+
+    def step(
+        self, params: Any, grads: Any, tensors: list[Tensor], values: list[Any], samples: int | None, problem: str
+    ) -> None:
+        if problem:
+            raise InputError(f"{self._title}: {problem}")
+        self._start = self._start or time.perf_counter()
+        named = nest.leaves(params)
+        if self._client is None:
+            self._connect(params, [Tensor(name, leaf.shape, leaf.dtype) for name, leaf in named])
+            self._agree_on_start(params, check=True)
+        else:
+            self._check_same(tensors)
+        assert self._client is not None
+        absent = [index for index, value in enumerate(values) if value is None]
+        sources = [self._gradient(index, value) for index, value in enumerate(values)]
+        if not self._finite(sources):
+            return
+        targets = [leaf if leaf.flags.c_contiguous else np.empty(leaf.shape, leaf.dtype) for _, leaf in named]
+        before = time.perf_counter()
+        lr = getattr(self._optimizer, "lr", None)
+        outcome = self._client.step(
+            sources, absent, [arrays.as_buffer(target) for target in targets],
+            float(lr) if isinstance(lr, (int, float)) else float("nan"), self._asked_to_end,
+        )  # fmt: skip
+        self._waited_s += time.perf_counter() - before
+        for (_, leaf), target in zip(named, targets, strict=True):
+            if target is not leaf:
+                leaf[...] = target
+        self._steps += 1
+        self.dropped += outcome.dropped
+        if outcome.draining:
+            self._end(outcome)
+
+    def _gradient(self, index: int, value: Any) -> Array:
+        """As it travels: contiguous, in the dtype of the update."""
+        dtype = self._gradient_dtypes[index]
+        if type(value) is np.ndarray and value.dtype == dtype and value.flags.c_contiguous:
+            return value
+        if value is None:
+            if index not in self._zeros:
+                self._zeros[index] = np.zeros(self._tensors[index].shape, dtype)
+            return self._zeros[index]
+        return np.ascontiguousarray(value, dtype).reshape(self._tensors[index].shape)
+
+    def _finite(self, sources: Sequence[Array]) -> bool:
+        """Whether the gradients may be used."""
+        policy = self._options.nonfinite or collectives.config().nonfinite
+        if policy == "ignore" or not finite.scan(self._plan, sources, ranks=1):
+            return True
+        if policy == "skip":
+            self.skipped += 1
+            return False
+        found = finite.describe(self._plan, sources)
+        name, how = next(iter(found.items()))
+        more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+        raise NonFiniteError(
+            f"{self._title}: the gradient of '{name}' of worker {self._running.worker} is not finite ({how}){more}; nothing "
+            "was pushed. Policies: raise, skip, ignore (ALLRED_NONFINITE)"
+        )
+
+    def _pull(self, params: Any) -> None:
+        assert self._client is not None
+        leaves = [leaf for _, leaf in nest.leaves(params)]
+        targets = [leaf if leaf.flags.c_contiguous else np.empty(leaf.shape, leaf.dtype) for leaf in leaves]
+        self._client.pull([arrays.as_buffer(target) for target in targets])
+        for leaf, target in zip(leaves, targets, strict=True):
+            if target is not leaf:
+                leaf[...] = target
+
+    # State.
+
+    def _states(self) -> list[tuple[Any, dict[int, dict[str, Array]]]]:
+        """What each server needs of this rank's optimizer's state."""
+        assert self._client is not None
+        if not isinstance(self._optimizer, Optimizer):
+            if self._loaded and self._running.servers > 1:
+                raise InputError(
+                    f"the state of {type(self._optimizer).__name__} can be given to one parameter server only: allred does not "
+                    "know which part belongs to which tensor. Use an optimizer of allred.optim, or one server"
+                )
+            return [(self._optimizer.state_dict() if self._loaded else None, {})] * self._running.servers
+        state = self._optimizer.live_state()
+        return [
+            ({"global_step": state["global_step"]}, parts) for parts in self._client.slots_by_server(state["slots"])
+        ]
+
+    def state_dict(self) -> Any:
+        if self._client is None:
+            return self._optimizer.state_dict()
+        return self._client.state(isinstance(self._optimizer, Optimizer))
+
+    def load_state_dict(self, state: Any) -> None:
+        self._optimizer.load_state_dict(state)
+        self._loaded = True
+        if self._client is not None and self._running.worker == 0:
+            self._client.load(self._states())
+
+    # Telling.
+
+    def statistics(self) -> Statistics:
+        """What has passed at the servers so far."""
+        if self._client is None:
+            raise InputError(f"{self._options.name}.statistics(): no step was made yet")
+        policy = self._options.policy(self._running.config)
+        return Statistics(tuple(self._client.statistics()), policy.describe(), self._client.placement.how)
+
+    def summary(self) -> str:
+        world, seconds = topology.current(), time.perf_counter() - self._start
+        speed = "no steps yet"
+        if self._steps:
+            speed = (
+                f"{self._steps} steps of this worker in {seconds:.2f} s: {self._steps / seconds:.1f} steps/s; of a step "
+                f"{100 * self._waited_s / seconds:.0f} % with the servers"
+            )
+        skipped = f"\nskipped: {self.skipped} steps with gradients that were not finite" if self.skipped else ""
+        head = (
+            f"world: {world.size} worker{'s' * (world.size > 1)} and {self._running.servers} parameter "
+            f"server{'s' * (self._running.servers > 1)} on {world.nodes} node{'s' * (world.nodes > 1)}, mode ps\n"
+            f"speed: {speed}{skipped}"
+        )
+        return head if self._client is None else f"{head}\n{self.statistics()}"
+
+    # The end.
+
+    def _ask_to_end(self, number: int, frame: Any) -> None:
+        self._asked_to_end = True
+
+    def _end(self, outcome: Outcome) -> NoReturn:
+        """Somebody was asked to end: one worker writes a checkpoint, all leave the training loop."""
+        root, where = self._running.config.checkpoint_dir, "no checkpoint_dir is set, so nothing was saved"
+        if root != "none":
+            where = f"the checkpoint is in {root}"
+            if outcome.save:
+                where = f"saved {self.save(root)}"
+        raise ShutdownRequested(f"{self._title}: the job was asked to end (SIGTERM); {where}")
+
+    def save(self, directory: str) -> str:
+        """A checkpoint of all servers."""
+        assert self._client is not None
+        return self._client.save(directory)
+
+    def _tell_at_end(self) -> None:
+        if self._running.worker == 0 and running.running() and not status_at_exit():
+            for line in str(self.statistics()).splitlines():
+                report.inform(line)

@@ -1,0 +1,193 @@
+"""What is rare between workers and a server: registration, parameters to start from, state, checkpoints, leaving. An
+object each way, by MPI.
+
+A call's answer may come later: workers that register before worker 0 did, or wait for its parameters, are parked.
+"""
+
+import dataclasses
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+from allred import checkpoint
+from allred.comm.shared_memory import Offer
+from allred.comm.work import Steps
+from allred.errors import AllredError, MismatchError
+from allred.ps import boxes
+from allred.ps.account import Account
+from allred.ps.boxes import BoxPort
+from allred.ps.layout import lay_out
+from allred.ps.placement import Placement
+from allred.ps.post import CALL, REPLY, Post
+from allred.ps.running import Running
+from allred.ps.service import Service
+from allred.ps.shard import Parts, Shard
+from allred.watch import line
+
+_LATER = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class Registration:
+    """What a worker says of itself. `skeleton`: the nest of its parameters, with their positions for leaves."""
+
+    worker: int
+    placement: Placement
+    skeleton: Any
+    settings: str  # what has to be the same on all workers, and the servers, in words
+
+
+class Calls:
+    """Of one server. left: called when a worker says that it leaves."""
+
+    def __init__(
+        self, running: Running, post: Post, service: Service, optimizer: Any, settings: str, left: Callable[[int], None]
+    ) -> None:
+        self.ports: dict[int, BoxPort] = {}  # of workers that share memory with this server
+        self._running, self._post, self._service, self._optimizer = running, post, service, optimizer
+        self._settings, self._left = settings, left
+        self._first: Registration | None = None  # of worker 0
+        self._early: list[Registration] = []
+        self._memory: Any = None  # of the parameters
+        self._shard_offer: Offer | None = None
+        self._starts, self._digest = 0, ""  # how often worker 0 has given parameters, and the hash of the last
+        self._awaiting: list[tuple[int, int]] = []  # worker, number of the start
+
+    def answer(self, source: int) -> Steps[None]:
+        """Take a call of that rank, and answer it."""
+        kind, arguments = yield from self._post.receive(source, CALL)
+        worker = source - self._running.servers
+        try:
+            result = getattr(self, f"_{kind}")(worker, *arguments)
+        except AllredError as error:
+            result = error
+        if isinstance(result, Generator):
+            result = yield from result
+        if result is not _LATER:
+            self._reply(worker, result)
+
+    def _reply(self, worker: int, value: Any) -> None:
+        self._post.send(worker + self._running.servers, REPLY, value)
+
+    # Registration.
+
+    def _register(self, worker: int, registration: Registration) -> Any:
+        if worker == 0:
+            self._first = registration
+            self._make_shard(registration)
+            for early in self._early:
+                self._reply(early.worker, self._admit(early))
+            self._early.clear()
+        elif self._first is None:
+            self._early.append(registration)
+            return _LATER
+        return self._admit(registration)
+
+    def _admit(self, registration: Registration) -> Any:
+        """The offers of memory to a worker, or the error."""
+        assert self._first is not None
+        for other, words in ((registration.settings, f"worker {registration.worker}"), (self._settings, "the server")):
+            if other != self._first.settings:
+                return MismatchError(
+                    f"mode ps is set differently: {words} has {other}, worker 0 has {self._first.settings}; pass the same "
+                    "arguments to allred.distributed on all ranks"
+                )
+        if registration.placement.fingerprint != self._first.placement.fingerprint:
+            return MismatchError(_difference(registration, self._first))
+        return self._offers(registration.worker)
+
+    def _make_shard(self, registration: Registration) -> None:
+        placement = registration.placement
+        layout = lay_out(placement.tensors, placement.of(self._running.rank))
+        self._memory, self._shard_offer = boxes.new(layout.nbytes + boxes.BELL_BYTES)
+        self._service.shard = Shard(layout, self._memory, self._optimizer, registration.skeleton)
+
+    def _offers(self, worker: int) -> tuple[Offer | None, Offer | None]:
+        """How the worker opens its mailbox and the parameters; None if it cannot: it is on another node."""
+        nodes = self._running.nodes
+        here = nodes[worker + self._running.servers] == nodes[self._running.rank]
+        if not here or self._shard_offer is None:
+            return None, None
+        memory, offer = boxes.new(boxes.BOX_BYTES)
+        if offer is not None:
+            self.ports[worker] = BoxPort(boxes.mailbox(memory, self._memory))
+        return offer, self._shard_offer
+
+    # Parameters to start from.
+
+    def _state_to_start(self, worker: int, state: Any, parts: Parts, digest: str) -> None:
+        """Worker 0: the optimizer's state, and the hash of the parameters that come next."""
+        self._load(worker, state, parts)
+        self._digest = digest
+
+    def started(self) -> None:
+        """They have come."""
+        self._starts += 1
+        ready = [worker for worker, number in self._awaiting if number <= self._starts]
+        self._awaiting = [(worker, number) for worker, number in self._awaiting if number > self._starts]
+        for worker in ready:
+            self._reply(worker, self._digest)
+
+    def _await_start(self, worker: int, number: int) -> Any:
+        """The hash of the parameters that worker 0 gives for the `number`-th time, as soon as it has."""
+        if number <= self._starts:
+            return self._digest
+        self._awaiting.append((worker, number))
+        return _LATER
+
+    # State.
+
+    def _load(self, worker: int, state: Any, parts: Parts) -> None:
+        assert self._service.shard is not None
+        self._service.shard.load(state, parts)
+
+    def _state(self, worker: int) -> tuple[Any, Parts]:
+        assert self._service.shard is not None
+        return self._service.shard.state()
+
+    def _save(self, worker: int, directory: Path) -> tuple[checkpoint.Shard, Any, int]:
+        """Write this server's part of a checkpoint; what was written, the optimizer's step or state, the version."""
+        shard = self._service.shard
+        assert shard is not None
+        state, slots = shard.state()
+        entries = []
+        for index, piece in enumerate(shard.layout.pieces):
+            tensor = shard.layout.tensors[piece.tensor]
+            for slot, data in {"": shard.parameter(index), **slots.get(index, {})}.items():
+                whole = data.size != piece.stop - piece.start
+                shape, start, stop = (data.shape, 0, data.size) if whole else (tensor.shape, piece.start, piece.stop)
+                entry = checkpoint.Entry(tensor.name, slot, data.dtype.name, shape, start, stop)
+                entries.append((entry, data.reshape(-1)))
+        written = checkpoint.write_shard(directory, self._running.rank, self._running.servers, entries)
+        return written, state, shard.version
+
+    def _statistics(self, worker: int) -> Account:
+        return self._service.account
+
+    def _saved(self, worker: int, path: str) -> None:
+        """A checkpoint is complete."""
+        name_this(f"parameter server {self._running.rank}; last checkpoint {path}")
+
+    def _leave(self, worker: int) -> Any:
+        self._left(worker)
+        return _LATER  # it does not wait for an answer
+
+
+def name_this(words: str) -> None:
+    """What this rank is, for what the watchers say of it."""
+    if line.current is not None:
+        line.current.known_as(words)
+
+
+def _difference(mine: Registration, first: Registration) -> str:
+    """How a worker's parameters, or their places, differ from worker 0's."""
+    ours, theirs = mine.placement.tensors, first.placement.tensors
+    for a, b in zip(ours, theirs, strict=False):
+        if str(a) != str(b):
+            return f"parameters differ: worker {mine.worker} has {a} where worker 0 has {b}"
+    if len(ours) != len(theirs):
+        return f"parameters differ: worker {mine.worker} has {len(ours)}, worker 0 has {len(theirs)}"
+    return (
+        f"worker {mine.worker} places the parameters differently from worker 0; a function given as placement must give "
+        "the same on all ranks"
+    )

@@ -1,0 +1,80 @@
+"""Running steps to their end outside a communicator's queue: at once where nothing has to be waited for, else with the
+warnings and the time limit of every wait in allred (comm/work.py)."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from allred.comm.work import Pending, Steps, WorkQueue
+
+T = TypeVar("T")
+
+
+class _Checked:
+    """What is waited for, with a look at something else each time."""
+
+    def __init__(self, pending: Pending, check: Callable[[], None]) -> None:
+        self._pending, self._check = pending, check
+
+    @property
+    def peers(self) -> bool:
+        return self._pending.peers
+
+    @property
+    def moves(self) -> int:
+        return self._pending.moves
+
+    def done(self) -> bool:
+        self._check()
+        return self._pending.done()
+
+    def linger(self) -> bool:
+        self._check()
+        return self._pending.linger()
+
+
+class All:
+    """Several things under way, of which all have to end."""
+
+    peers = False
+
+    def __init__(self, pending: list[Any]) -> None:
+        self._left = pending
+
+    @property
+    def moves(self) -> int:
+        return sum(each.moves for each in self._left) - 10**9 * len(self._left)  # one that ends is progress
+
+    def done(self) -> bool:
+        self._left = [each for each in self._left if not each.done()]
+        return not self._left
+
+    def linger(self) -> bool:
+        if len(self._left) > 1 and self.done():
+            return True
+        return self._left[0].linger() and self.done()
+
+
+def drive(
+    title: str, steps: Steps[T], timeout_s: float, quiet: bool = False, check: Callable[[], None] = lambda: None
+) -> T:
+    """Run `steps`. `check` is called now and then during a long wait, and may raise."""
+    while True:
+        try:
+            pending = next(steps)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+        if not pending.done() and not pending.linger():
+            queue = WorkQueue(timeout_s)
+            queue.quiet = quiet
+            return queue.start(title, _rest(pending, steps, check)).wait()
+
+
+def _rest(pending: Pending, steps: Steps[T], check: Callable[[], None]) -> Steps[T]:
+    while True:
+        yield _Checked(pending, check)
+        try:
+            pending = next(steps)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result

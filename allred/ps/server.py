@@ -1,0 +1,148 @@
+"""A parameter server: one thread, one loop, that takes requests in turn until the last worker has left.
+
+With use_locking (the default) a request is done to its end before the next begins. Without, requests take turns cell
+by cell, as in Hogwild: nobody waits for anybody, and a pull may mix versions.
+"""
+
+import contextlib
+import signal
+import time
+from collections import deque
+from typing import Any
+
+from allred.comm.work import Steps, linger
+from allred.errors import AllredError
+from allred.native import Mailbox
+from allred.ps.calls import Calls, name_this
+from allred.ps.drive import drive
+from allred.ps.post import CALL, STEP, MpiPort, Post
+from allred.ps.record import Request
+from allred.ps.running import Running
+from allred.ps.service import Service
+from allred.watch import line
+
+_NAP_US = 5000  # at most, on the mailboxes' bell, before messages by MPI are looked for
+_SLEEP_SHARE, _LONGEST_SLEEP_S = 0.01, 0.01  # where there are none: sleep for this part of the time without requests
+
+
+class _Gone(AllredError):
+    """The worker whose turn it is has died."""
+
+
+class _Turn:
+    """Something to do for a worker."""
+
+    def __init__(self, worker: int, steps: Steps[None]) -> None:
+        self.worker, self.steps = worker, steps
+        self._pending: Any = None
+
+    def advance(self) -> bool:
+        """Go on as far as it goes without waiting; True at its end."""
+        try:
+            while self._pending is None or self._pending.done():
+                self._pending = next(self.steps)
+        except StopIteration:
+            return True
+        return False
+
+
+class Server:
+    """`optimizer`: this rank's own. `policy`: one of consistency.py. settings: what workers must agree on, in words."""
+
+    def __init__(self, running: Running, optimizer: Any, policy: Any, use_locking: bool, settings: str) -> None:
+        self._running, self._policy, self._locking = running, policy, use_locking
+        self._post = Post(running.comm)
+        self._workers = set(range(running.workers))
+        self._turns: deque[_Turn] = deque()
+        self._service = Service(
+            running.rank, policy, running.workers, use_locking,
+            later=lambda worker, steps: self._turns.append(_Turn(worker, steps)), started=lambda: self._calls.started(),
+        )  # fmt: skip
+        self._calls = Calls(running, self._post, self._service, optimizer, settings, self._leave)
+        self._mpi_ports: dict[int, MpiPort] = {}  # of workers that have sent a step by MPI
+        self._last_request = time.monotonic()
+
+    def serve(self) -> None:
+        """Until the last worker has left."""
+        name_this(f"parameter server {self._running.rank}")
+        with contextlib.suppress(ValueError):  # in another thread than the main one there are no handlers
+            signal.signal(signal.SIGTERM, self._drain)
+        while self._workers or self._turns:
+            self._mourn()
+            if not self._turns:
+                self._look(wait=True)
+            elif not self._locking:
+                self._look(wait=False)
+            if self._locking or len(self._turns) == 1:
+                while self._turns:
+                    self._run(self._turns.popleft())
+            else:
+                self._turns = deque(turn for turn in self._turns if not turn.advance())
+        while not self._post.tend():
+            pass
+
+    def _drain(self, number: int, frame: Any) -> None:
+        self._service.draining = True
+
+    def _run(self, turn: _Turn) -> None:
+        """To its end, waiting for its worker where that is slow."""
+
+        def check() -> None:
+            self._mourn()
+            if turn.worker not in self._workers:
+                raise _Gone
+
+        try:
+            drive(f"a request of worker {turn.worker}", turn.steps, self._running.config.timeout_s, check=check)
+        except (_Gone, ConnectionResetError):  # in the latter case it will be heard of
+            self._service.account.torn += 1
+
+    # Who is next.
+
+    def _look(self, wait: bool) -> None:
+        """Take a new request, if there is one; wait for one for a moment at most."""
+        ports = self._calls.ports
+        if ports:
+            napping = wait and not self._mpi_ports and len(ports) == len(self._workers)
+            found = Mailbox.wait_any([port.box for port in ports.values()], _NAP_US if napping else 0)
+            if found >= 0:
+                worker, port = list(ports.items())[found]
+                return self._take(worker, port, port.box.poll())
+        if self._arrived() or not wait:
+            return
+        idle_s = time.monotonic() - self._last_request
+        if not linger(self._arrived) and idle_s > 0.1:
+            time.sleep(min(_SLEEP_SHARE * idle_s, _LONGEST_SLEEP_S))
+
+    def _arrived(self) -> bool:
+        """Take a message that has come by MPI."""
+        source = self._post.arrived(STEP)
+        if source is not None:
+            worker = source - self._running.servers
+            port = self._mpi_ports.setdefault(worker, MpiPort(self._post, source))
+            self._take(worker, port, self._post.receive_record(source, STEP))
+            return True
+        source = self._post.arrived(CALL)
+        if source is not None:
+            self._last_request = time.monotonic()
+            self._turns.append(_Turn(source - self._running.servers, self._calls.answer(source)))
+        return source is not None
+
+    def _take(self, worker: int, port: Any, record: bytes) -> None:
+        self._last_request = time.monotonic()
+        self._turns.append(_Turn(worker, self._service.step(worker, port, Request.unpack(record))))
+
+    # Who is gone.
+
+    def _mourn(self) -> None:
+        """Let go of workers that have failed or died, where that does not end the job."""
+        if line.current is not None and line.current.gone:
+            for rank in list(line.current.gone):
+                self._leave(rank - self._running.servers)
+
+    def _leave(self, worker: int) -> None:
+        if worker in self._workers:
+            self._workers.discard(worker)
+            self._calls.ports.pop(worker, None)
+            self._mpi_ports.pop(worker, None)
+            self._turns.append(_Turn(worker, self._service.leave(worker)))

@@ -1,0 +1,223 @@
+"""One server's parameters and the optimizer that updates them.
+
+An optimizer that works element by element updates each cell as it comes, straight from where it arrived. Any other
+(LAMB, a class of the user's own) has to see whole tensors: then gradients are gathered first, and it makes its step
+when the last cell is there.
+
+With policy sync the gradients of several workers are added up, and their mean is applied when the last is in.
+"""
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import numpy as np
+
+from allred import nest
+from allred.arrays import Array
+from allred.errors import InputError
+from allred.optim.base import Optimizer
+from allred.ps.layout import Layout
+
+Parts = dict[int, dict[str, Array]]  # slots by name, of pieces by number
+
+
+def splittable(optimizer: Any) -> bool:
+    """Whether parts of a tensor may be updated apart: it works element by element, slots included."""
+    if not (isinstance(optimizer, Optimizer) and optimizer.elementwise):
+        return False
+    return all(slot.shape == (3,) for slot in optimizer.slots(np.zeros(3, np.float32)).values())
+
+
+class Shard:
+    """`memory` holds layout.nbytes. `skeleton`: the nest of the model with tensors' numbers for leaves."""
+
+    def __init__(self, layout: Layout, memory: Any, optimizer: Any, skeleton: Any) -> None:
+        self.layout = layout
+        self.version = 0  # updates applied
+        self.params = layout.groups_of(memory)
+        self.bytes = [part.view(np.uint8) for part in self._cells_of(self.params)]
+        self.bytes_up, self.bytes_down = int(layout.up.sum()), sum(cell.size for cell in self.bytes)
+        self.added = 0  # gradients in the sum
+        self._optimizer = optimizer
+        self.in_place = splittable(optimizer)  # whether a cell changes as soon as its gradient has come
+        self._gradients = [layout.groups[cell.group].gradient for cell in layout.cells]
+        self._sums: list[Array] = []  # of gradients, made when they are first needed
+        self._sum_cells: list[Array] = []
+        self._absent: Collection[int] = ()  # pieces without a gradient in the update at hand
+        self._seen: set[int] = set()  # pieces that have one in the sum
+        self._lr, self._step = 0.0, 0
+        if self.in_place:
+            self._slots = [optimizer.slots(group) for group in self.params]
+            self._cells = [
+                (part, {name: slot[cell.start : cell.stop] for name, slot in self._slots[cell.group].items()})
+                for part, cell in zip(self._cells_of(self.params), layout.cells, strict=True)
+            ]
+        else:
+            self._nest = self._prune(skeleton)
+
+    def start(self, number: int, cell: Any) -> None:
+        """Set one cell of the parameters."""
+        where = self.layout.cells[number]
+        self.params[where.group][where.start : where.stop] = np.frombuffer(cell, self._gradients[number])
+
+    # A gradient that is applied at once: begin, apply each cell, finish.
+
+    def begin(self, absent: Collection[int] = ()) -> None:
+        """An update; absent: pieces that have no gradient."""
+        self._absent = absent
+        if self.in_place:
+            self._lr = self._optimizer.learning_rate
+            self._optimizer.global_step += 1
+            self._step = self._optimizer.global_step
+        else:
+            self._make_sums()
+
+    def apply(self, number: int, cell: Any) -> None:
+        """The gradient of one cell, in bytes."""
+        gradient = np.frombuffer(cell, self._gradients[number])
+        if self.in_place:
+            self._update(number, gradient)
+        else:
+            self._sum_cells[number][...] = gradient
+
+    def finish(self) -> None:
+        """All cells have been applied."""
+        if not self.in_place:
+            self._step_whole()
+        self.version += 1
+        self.added = 0
+        self._seen.clear()
+
+    def _update(self, number: int, gradient: Array) -> None:
+        param, slots = self._cells[number]
+        if not self._absent:
+            self._optimizer.update(param, gradient, slots, self._lr, self._step)
+            return
+        for a, b in self._present(number):
+            part = {name: slot[a:b] for name, slot in slots.items()}
+            self._optimizer.update(param[a:b], gradient[a:b], part, self._lr, self._step)
+
+    def _present(self, number: int) -> Iterator[tuple[int, int]]:
+        """The stretches of a cell that have a gradient."""
+        cell = self.layout.cells[number]
+        for index, (group, start) in enumerate(self.layout.starts):
+            stop = start + self.layout.pieces[index].stop - self.layout.pieces[index].start
+            low, high = max(start, cell.start), min(stop, cell.stop)
+            if group == cell.group and index not in self._absent and low < high:
+                yield low - cell.start, high - cell.start
+
+    # Gradients that are averaged first: add each cell, end_add; then begin_mean, apply_mean of each cell, finish.
+
+    def add(self, number: int, cell: Any) -> None:
+        """Add one cell of a gradient to the sum."""
+        self._make_sums()
+        total, gradient = self._sum_cells[number], np.frombuffer(cell, self._gradients[number])
+        if self.added:
+            np.add(total, gradient, out=total)
+        else:
+            total[...] = gradient
+
+    def end_add(self, absent: Collection[int] = ()) -> None:
+        """All cells of that gradient are in; absent pieces brought zeros."""
+        self.added += 1
+        self._seen.update(set(range(len(self.layout.pieces))) - set(absent))
+
+    def begin_mean(self) -> None:
+        """The update with the mean; a piece that nobody had a gradient of stays as it is."""
+        self.begin(set(range(len(self.layout.pieces))) - self._seen)
+
+    def apply_mean(self, number: int) -> None:
+        """Apply the mean of one cell."""
+        mean = self._sum_cells[number]
+        np.divide(mean, self.added, out=mean)
+        if self.in_place:
+            self._update(number, mean)
+
+    def _make_sums(self) -> None:
+        if not self._sums:
+            self._sums = [np.zeros(group.elements, group.gradient) for group in self.layout.groups]
+            self._sum_cells = self._cells_of(self._sums)
+
+    def _cells_of(self, groups: list[Array]) -> list[Array]:
+        return [groups[cell.group][cell.start : cell.stop] for cell in self.layout.cells]
+
+    # Whole tensors.
+
+    def _prune(self, skeleton: Any) -> Any:
+        """The part of the model's nest that lies here, with pieces' numbers for leaves."""
+        if isinstance(self._optimizer, Optimizer):  # goes by names, which are those of the whole model
+            return {self._name(index): index for index in range(len(self.layout.pieces))}
+        return _pruned(skeleton, {piece.tensor: index for index, piece in enumerate(self.layout.pieces)})
+
+    def _name(self, index: int) -> str:
+        return self.layout.tensors[self.layout.pieces[index].tensor].name
+
+    def _view(self, groups: list[Array], index: int) -> Array:
+        return self.layout.piece_of(groups, index).reshape(self.layout.tensors[self.layout.pieces[index].tensor].shape)
+
+    def _step_whole(self) -> None:
+        numbers = [index for _, index in nest.leaves(self._nest)]
+        params = [self._view(self.params, index) for index in numbers]
+        grads = [None if index in self._absent else self._view(self._sums, index) for index in numbers]
+        self._optimizer.step(nest.rebuild(self._nest, params), nest.rebuild(self._nest, grads))
+
+    # The optimizer's state.
+
+    def set_lr(self, lr: float) -> None:
+        """The learning rate was changed by hand."""
+        self._optimizer.lr = lr
+
+    def state(self) -> tuple[Any, Parts]:
+        """({"global_step": ...}, slots of each piece), not copied; of a user's own optimizer its state, and {}."""
+        if not isinstance(self._optimizer, Optimizer):
+            return (self._optimizer.state_dict() if hasattr(self._optimizer, "state_dict") else None), {}
+        step, numbers = {"global_step": self._optimizer.global_step}, range(len(self.layout.pieces))
+        if self.in_place:
+            return step, {i: {name: self._slot(i, name) for name in self._slots[self.layout.starts[i][0]]} for i in numbers}
+        slots = self._optimizer.live_state()["slots"]
+        return step, {i: slots[self._name(i)] for i in numbers if self._name(i) in slots}
+
+    def load(self, state: Any, parts: Parts) -> None:
+        """Take what `state` gave; None as state is a fresh start. Raises InputError if it is another optimizer's."""
+        if not isinstance(self._optimizer, Optimizer):
+            if state is not None:
+                self._optimizer.load_state_dict(state)
+            return
+        step = 0 if state is None else state["global_step"]
+        if not self.in_place:
+            named = {self._name(index): part for index, part in parts.items()}
+            self._optimizer.load_state_dict({"global_step": step, "slots": named})
+            return
+        targets = {i: {n: self._slot(i, n) for n in self._slots[g]} for i, (g, _) in enumerate(self.layout.starts)}
+        for index, part in parts.items():
+            if set(part) != set(targets[index]) or any(part[n].size != t.size for n, t in targets[index].items()):
+                expected = ", ".join(sorted(targets[index])) or "none"
+                raise InputError(
+                    f"the state of '{self._name(index)}' must have the slots {expected} of the parameter's size, but has "
+                    f"{', '.join(sorted(part)) or 'none'}; it is another optimizer's"
+                )
+        self._optimizer.global_step = step
+        for index, slots in targets.items():
+            fresh = parts.get(index) or self._optimizer.slots(self.layout.piece_of(self.params, index))
+            for name, target in slots.items():
+                target[...] = fresh[name].reshape(-1)
+
+    def _slot(self, index: int, name: str) -> Array:
+        group, start = self.layout.starts[index]
+        piece, slot = self.layout.pieces[index], self._slots[group][name]
+        part: Array = slot[start : start + piece.stop - piece.start]
+        return part
+
+    def parameter(self, index: int) -> Array:
+        """The elements of one piece."""
+        return self.layout.piece_of(self.params, index)
+
+
+def _pruned(tree: Any, here: dict[int, int]) -> Any:
+    """A nest of tensors' numbers, without those that are not here, with pieces' numbers instead; None if nothing is."""
+    if isinstance(tree, dict):
+        return {key: found for key, value in tree.items() if (found := _pruned(value, here)) is not None} or None
+    if isinstance(tree, (list, tuple)):
+        rest = [found for value in tree if (found := _pruned(value, here)) is not None]
+        return (rest if isinstance(tree, list) else tuple(rest)) or None
+    return here.get(tree)
