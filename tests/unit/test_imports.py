@@ -12,7 +12,7 @@ ROOT = pathlib.Path(allred.__file__).parent
 # Top to bottom, the way a gradient goes. A room may import what stands below it, and its own modules.
 HOUSE = (
     *("__main__", "doctor", "bench", "testing", "__init__", "world"),
-    *("modes", "reducer", "fusion", "comm", "watch", "data", "optim", "cluster", "native"),
+    *("modes", "ps", "reducer", "fusion", "comm", "watch", "data", "optim", "cluster", "native"),
     *("nest", "arrays", "config", "errors"),
 )
 

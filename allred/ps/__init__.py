@@ -1,0 +1,1 @@
+"""Parameter servers: which updates wait for which workers (consistency, and the coordinators that decide it)."""
