@@ -1,6 +1,7 @@
 /*
- * The Python binding; it and segment_type.c alone include Python.h. Limited API of 3.11: one build serves every later
- * Python. Arguments are checked here, completely, before the GIL is released; the C below it trusts them.
+ * The Python binding; it, segment_type.c and mailbox_type.c alone include Python.h. Limited API of 3.11: one build
+ * serves every later Python. Arguments are checked here, completely, before the GIL is released; the C below it trusts
+ * them.
  */
 #include <Python.h>
 
@@ -9,6 +10,7 @@
 #include "alarm.h"
 #include "exit.h"
 #include "fuse.h"
+#include "mailbox_type.h"
 #include "reduce.h"
 #include "scan.h"
 #include "segment.h"
@@ -262,6 +264,8 @@ static PyMethodDef methods[] = {
      "exceeds(tensors, element_bytes, limit): whether a float's magnitude, as bits, is above the limit; see scan.h."},
     {"variants", variants, METH_NOARGS, "variants(): the names of the kernels that this CPU runs, the best last."},
     {"segment_bytes", segment_bytes, METH_VARARGS, "segment_bytes(ranks, chunk_bytes): what a Segment needs."},
+    {"mailbox_bytes", allred_python_mailbox_bytes, METH_VARARGS,
+     "mailbox_bytes(slots, slot_bytes): what a Mailbox needs."},
     {"alarm", set_alarm, METH_VARARGS,
      "alarm(warn_s, limit_s, who, what): say so on stderr after so many seconds, and end the process (alarm.h)."},
     {"cancel_alarm", cancel_alarm, METH_NOARGS, "cancel_alarm(): take it away."},
@@ -270,7 +274,8 @@ static PyMethodDef methods[] = {
      "(exit.h); False where libc cannot."},
     {NULL, NULL, 0, NULL}};
 
-static PyModuleDef_Slot slots[] = {{Py_mod_exec, allred_add_segment_type}, {0, NULL}};
+static PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, allred_add_segment_type}, {Py_mod_exec, allred_add_mailbox_type}, {0, NULL}};
 
 static struct PyModuleDef definition = {.m_base = PyModuleDef_HEAD_INIT,
                                         .m_name = "allred.native._kernels",

@@ -50,3 +50,55 @@ class Segment:
     def acquire(self, blocking: bool, /) -> bool: ...
     def release(self) -> None: ...
     def close(self) -> None: ...
+
+def mailbox_bytes(slots: int, slot_bytes: int, /) -> int: ...
+
+class Mailbox:
+    """One end of the link between a worker and a parameter server of its node (csrc/mailbox.h).
+
+    memory: a writable buffer of mailbox_bytes(slots, slot_bytes) bytes at an address that is a multiple of 8; zeros
+    before either end is made, shared by the two, kept alive by both. slot_bytes: a multiple of 64. bell: the bytes on
+    which a server sleeps, 4 or more, zeros at first, the same for all its boxes: a writable buffer at a multiple of 8
+    that server and workers share; None: the box's own, and then a server of several boxes takes naps of 200 us.
+    """
+
+    def __init__(self, memory: Any, slots: int, slot_bytes: int, bell: Any = None, /) -> None: ...
+    closed: bool  # by either end
+    # the worker
+    moves: int
+    peers: bool
+    pending: bool
+    reply: bytes  # of the request that is complete; else ValueError
+    def begin(
+        self, record: bytes, up: list[Any], up_cells: Any, down: list[Any], shard: Any, down_cells: Any, /
+    ) -> bool:
+        """Start a request, and go on with it until a millisecond passes without progress. Whether it is complete.
+
+        record: at most 192 bytes. up: contiguous buffers, sent as one stream in cells of `up_cells` bytes.
+        down: writable ones, filled as one stream from the shard's cells `down_cells`: rows (offset, bytes) in bytes.
+        Both tables are int64, and copied; buffers are held until the request is complete. After an exception in between
+        (KeyboardInterrupt) there is nothing but close().
+        ConnectionResetError, also from done() and linger(): the server has closed the box.
+        """
+    def done(self) -> bool: ...
+    def linger(self) -> bool: ...
+    # the server
+    read: int
+    def poll(self) -> bytes | None: ...
+    def cell(self) -> memoryview | None:
+        """The next cell of the ring, to be used until it is taken or the request answered.
+
+        ConnectionResetError: the worker has closed the box within its request, and no cell is left.
+        """
+    def linger_cell(self) -> memoryview | None: ...
+    def take(self, n: int = 1, /) -> None: ...
+    def give(self, n: int = 1, /) -> None: ...
+    def answer(self, record: bytes, /) -> None: ...
+    @classmethod
+    def wait_any(cls, boxes: list[Mailbox], limit_us: int, first: int = 0, /) -> int:
+        """The index of a box with a request that was not polled, looked for from `first` on; -1 after `limit_us`.
+
+        It waits at most 20 ms, whatever the limit, so that Python can look at signals.
+        """
+    # both
+    def close(self) -> None: ...
