@@ -13,6 +13,7 @@ from allred.native import twins
 pack: Callable[[list[Any], Any], None]
 unpack: Callable[[list[Any], Any], None]
 reduce: Callable[..., None]  # twins.reduce is its signature
+update: Callable[..., bool]  # twins.update is its signature
 hashes: Callable[[list[Any]], list[int]]
 exceeds: Callable[[list[Any], int, int], bool]
 variants: tuple[str, ...]
@@ -28,17 +29,17 @@ except ImportError as error:
     if not isinstance(error, ModuleNotFoundError):
         reason = f"built, but it cannot be loaded: {error}"
     pack, unpack, reduce, arm_exit = twins.pack, twins.unpack, twins.reduce, None
-    hashes, exceeds = twins.hashes, twins.exceeds
+    hashes, exceeds, update = twins.hashes, twins.exceeds, twins.update
     alarm, cancel_alarm = None, None
     variants = ()
 else:
     available, reason = True, "built"
     pack, unpack, reduce, arm_exit = _kernels.pack, _kernels.unpack, _kernels.reduce, _kernels.arm_exit
-    hashes, exceeds = _kernels.hashes, _kernels.exceeds
+    hashes, exceeds, update = _kernels.hashes, _kernels.exceeds, _kernels.update
     alarm, cancel_alarm = _kernels.alarm, _kernels.cancel_alarm
     variants = _kernels.variants()
 
 __all__ = [
     *("alarm", "arm_exit", "available", "cancel_alarm", "exceeds", "hashes", "pack", "reason", "reduce", "unpack"),
-    "variants",
+    *("update", "variants"),
 ]
