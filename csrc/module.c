@@ -5,6 +5,8 @@
  */
 #include <Python.h>
 
+#include <float.h>
+#include <math.h>
 #include <string.h>
 
 #include "alarm.h"
@@ -15,6 +17,7 @@
 #include "scan.h"
 #include "segment.h"
 #include "segment_type.h"
+#include "update.h"
 
 /* Buffers of a list of tensors, held while C works on them. */
 typedef struct {
@@ -97,15 +100,21 @@ static PyObject *unpack(PyObject *self, PyObject *args) {
   return copy(args, 0);
 }
 
-static allred_reduce find_kernel(int dtype, int op, const char *name) {
+/* The variant of this name, "" the best; -1 with an error set where there is none. */
+static int find_variant(const char *name) {
   int variant = allred_variants() - 1;
   if (*name)
     while (variant >= 0 && strcmp(name, allred_variant_name(variant)) != 0) variant--;
+  if (variant < 0) PyErr_Format(PyExc_ValueError, "this CPU has no kernels named '%s'; see native.variants", name);
+  return variant;
+}
+
+static allred_reduce find_kernel(int dtype, int op, const char *name) {
+  const int variant = find_variant(name);
   allred_reduce kernel = NULL;
-  if (variant < 0)
-    PyErr_Format(PyExc_ValueError, "this CPU has no kernels named '%s'; see native.variants", name);
-  else if (dtype < 0 || dtype >= ALLRED_DTYPES || op < 0 || op >= ALLRED_OPS ||
-           !(kernel = allred_reduce_kernel(variant, dtype, op)))
+  if (variant < 0) return NULL;
+  if (dtype < 0 || dtype >= ALLRED_DTYPES || op < 0 || op >= ALLRED_OPS ||
+      !(kernel = allred_reduce_kernel(variant, dtype, op)))
     PyErr_Format(PyExc_ValueError, "operator %d is not defined for dtype %d", op, dtype);
   return kernel;
 }
@@ -166,6 +175,77 @@ static PyObject *reduce(PyObject *self, PyObject *args) {
   PyBuffer_Release(&out);
   if (status < 0) return NULL;
   Py_RETURN_NONE;
+}
+
+/* ---- update: what is not for a kernel is no error, numpy does it */
+
+#define SMALL_BYTES (1 << 14) /* a parameter up to here is done sooner than the GIL is given away and taken again */
+
+/* Whether all are Python's own floats, which numpy rounds to the array's type, and fit into it: else numpy warns. */
+static int take_numbers(PyObject *tuple, int element_bytes, double *numbers) {
+  const double most = element_bytes == 4 ? FLT_MAX : DBL_MAX;
+  for (Py_ssize_t i = 0; i < PyTuple_Size(tuple); i++) {
+    PyObject *number = PyTuple_GetItem(tuple, i);
+    if (!PyFloat_CheckExact(number)) return 0;
+    numbers[i] = PyFloat_AsDouble(number);
+    if (!(fabs(numbers[i]) <= most)) return 0;
+  }
+  return 1;
+}
+
+/* Whether `view` is a contiguous array of native floats or doubles, and of the shape and type of `first`, and apart
+ * from all the views before it. A 0-d array is left to numpy, which before its version 2 computes those in double. */
+static int suits(const Py_buffer *view, const Py_buffer *first) {
+  const char *format = view->format ? view->format : "";
+  format += *format == '='; /* numpy marks misaligned memory so */
+  if (strcmp(format, view->itemsize == 4 ? "f" : "d") != 0 || view->ndim < 1) return 0;
+  if (view->itemsize != first->itemsize || view->ndim != first->ndim) return 0;
+  for (int axis = 0; axis < view->ndim; axis++)
+    if (view->shape[axis] != first->shape[axis]) return 0;
+  for (const Py_buffer *other = first; other < view; other++) {
+    const uintptr_t a = (uintptr_t)other->buf, b = (uintptr_t)view->buf;
+    if (a < b + (size_t)view->len && b < a + (size_t)view->len) return 0;
+  }
+  return 1;
+}
+
+static PyObject *update(PyObject *self, PyObject *args) {
+  (void)self;
+  const char *name, *variant_name = "";
+  PyObject *arrays, *values;
+  if (!PyArg_ParseTuple(args, "sO!O!|s:update", &name, &PyTuple_Type, &arrays, &PyTuple_Type, &values, &variant_name))
+    return NULL;
+  const allred_rule *rule = allred_find_rule(name);
+  const int variant = find_variant(variant_name);
+  if (variant < 0) return NULL;
+  if (!rule) return PyErr_Format(PyExc_ValueError, "there is no rule '%s'; see csrc/update.h", name);
+  if (PyTuple_Size(arrays) != rule->arrays || PyTuple_Size(values) != rule->numbers)
+    return PyErr_Format(PyExc_ValueError, "%s takes %d arrays and %d numbers, got %zd and %zd", name, rule->arrays,
+                        rule->numbers, PyTuple_Size(arrays), PyTuple_Size(values));
+  Py_buffer views[ALLRED_RULE_ARRAYS];
+  void *addresses[ALLRED_RULE_ARRAYS] = {NULL};
+  double numbers[ALLRED_RULE_NUMBERS];
+  int held = 0, fits = 1;
+  for (int i = 0; i < rule->arrays && fits; i++) {
+    PyObject *array = PyTuple_GetItem(arrays, i);
+    if (array == Py_None && i >= rule->needed) continue;
+    const int flags = PyBUF_ND | PyBUF_FORMAT | (i == 1 ? 0 : PyBUF_WRITABLE); /* 1 is the gradient */
+    fits = Py_TYPE(array) == Py_TYPE(PyTuple_GetItem(arrays, 0)) && PyObject_GetBuffer(array, &views[held], flags) == 0;
+    if (!fits) break;
+    addresses[i] = views[held++].buf;
+    fits = suits(&views[held - 1], views);
+  }
+  PyErr_Clear(); /* of a buffer that there is not */
+  if (fits && take_numbers(values, (int)views->itemsize, numbers)) {
+    const allred_update kernel = allred_update_kernel(rule, (int)views->itemsize, variant);
+    PyThreadState *state = views->len > SMALL_BYTES ? PyEval_SaveThread() : NULL;
+    kernel(addresses, numbers, (size_t)(views->len / views->itemsize));
+    if (state) PyEval_RestoreThread(state);
+  } else {
+    fits = 0;
+  }
+  while (held) PyBuffer_Release(&views[--held]);
+  return PyBool_FromLong(fits);
 }
 
 static PyObject *hashes(PyObject *self, PyObject *tensors) {
@@ -259,6 +339,8 @@ static PyMethodDef methods[] = {
     {"unpack", unpack, METH_VARARGS, "unpack(tensors, buffer): fill the tensors, in order, from the buffer."},
     {"reduce", reduce, METH_VARARGS,
      "reduce(sources, out, dtype_code, op_code, divisor, variant=''): see reduce.h; '' is the CPU's best variant."},
+    {"update", update, METH_VARARGS,
+     "update(rule, arrays, numbers, variant=''): whether a kernel did it; else nothing is changed. See update.h."},
     {"hashes", hashes, METH_O, "hashes(tensors): a 64-bit hash of each tensor's bytes; see scan.h."},
     {"exceeds", exceeds, METH_VARARGS,
      "exceeds(tensors, element_bytes, limit): whether a float's magnitude, as bits, is above the limit; see scan.h."},

@@ -13,12 +13,15 @@ from allred.native import twins
 pack: Callable[[list[Any], Any], None]
 unpack: Callable[[list[Any], Any], None]
 reduce: Callable[..., None]  # twins.reduce is its signature
+update: Callable[..., bool]  # twins.update is its signature
 hashes: Callable[[list[Any]], list[int]]
 exceeds: Callable[[list[Any], int, int], bool]
 variants: tuple[str, ...]
 arm_exit: Callable[..., bool] | None  # see csrc/exit.h
 alarm: Callable[[float, float, str, str], bool] | None  # see csrc/alarm.h
 cancel_alarm: Callable[[], None] | None
+Mailbox: Any  # see csrc/mailbox.h; None where it was not built
+mailbox_bytes: Callable[[int, int], int] | None
 
 try:
     import allred.native._kernels as _kernels
@@ -28,17 +31,18 @@ except ImportError as error:
     if not isinstance(error, ModuleNotFoundError):
         reason = f"built, but it cannot be loaded: {error}"
     pack, unpack, reduce, arm_exit = twins.pack, twins.unpack, twins.reduce, None
-    hashes, exceeds = twins.hashes, twins.exceeds
-    alarm, cancel_alarm = None, None
+    hashes, exceeds, update = twins.hashes, twins.exceeds, twins.update
+    alarm, cancel_alarm, Mailbox, mailbox_bytes = None, None, None, None
     variants = ()
 else:
     available, reason = True, "built"
     pack, unpack, reduce, arm_exit = _kernels.pack, _kernels.unpack, _kernels.reduce, _kernels.arm_exit
-    hashes, exceeds = _kernels.hashes, _kernels.exceeds
+    hashes, exceeds, update = _kernels.hashes, _kernels.exceeds, _kernels.update
     alarm, cancel_alarm = _kernels.alarm, _kernels.cancel_alarm
+    Mailbox, mailbox_bytes = _kernels.Mailbox, _kernels.mailbox_bytes
     variants = _kernels.variants()
 
 __all__ = [
     *("alarm", "arm_exit", "available", "cancel_alarm", "exceeds", "hashes", "pack", "reason", "reduce", "unpack"),
-    "variants",
+    *("Mailbox", "mailbox_bytes", "update", "variants"),
 ]

@@ -91,6 +91,11 @@ def exceeds(tensors: list[Array], element_bytes: int, limit: int) -> bool:
     return False
 
 
+def update(rule: str, arrays: tuple[Array | None, ...], numbers: tuple[float, ...], variant: str = "") -> bool:
+    """Whether an optimizer's update was done: never here. The numpy code in allred/optim is the twin, and goes on."""
+    return False
+
+
 def _widened(array: Array, dtype: str) -> Array:
     """A copy of the elements in the type that they are computed in."""
     memory = _bytes(array)

@@ -7,7 +7,7 @@ from allred.optim.base import Optimizer
 from allred.optim.hyper import non_negative
 from allred.optim.schedules import Schedule
 from allred.optim.state import Slots
-from allred.optim.tensors import compute_dtype, decayed_gradient
+from allred.optim.tensors import compute_dtype, decayed_gradient, fused
 
 
 class Adagrad(Optimizer):
@@ -56,8 +56,10 @@ class Adagrad(Optimizer):
         return {"sum": np.full_like(param, self.initial_accumulator, dtype=compute_dtype(param))}
 
     def update(self, param: Array, grad: Array, slots: Slots, lr: float, step: int) -> None:
-        grad = decayed_gradient(param, grad, self.weight_decay)
         total = slots["sum"]
+        if fused("adagrad", (param, grad, total), (lr, self.eps, self.weight_decay)):
+            return
+        grad = decayed_gradient(param, grad, self.weight_decay)
         change = np.multiply(grad, grad, out=np.empty_like(grad))
         np.add(total, change, out=total)
         np.sqrt(total, out=change)

@@ -10,7 +10,7 @@ from allred.optim.base import Optimizer
 from allred.optim.hyper import fraction, non_negative
 from allred.optim.schedules import Schedule
 from allred.optim.state import Slots
-from allred.optim.tensors import compute_dtype, decayed_gradient, fold_in
+from allred.optim.tensors import compute_dtype, decayed_gradient, fold_in, fused
 
 
 class Adam(Optimizer):
@@ -65,23 +65,11 @@ class Adam(Optimizer):
         return {name: np.zeros_like(param, dtype=compute_dtype(param)) for name in ("exp_avg", "exp_avg_sq")}
 
     def update(self, param: Array, grad: Array, slots: Slots, lr: float, step: int) -> None:
+        numbers = _corrected(self, lr, step)
+        if fused("adam", (param, grad, slots["exp_avg"], slots["exp_avg_sq"]), (*numbers, self.weight_decay)):
+            return
         grad = decayed_gradient(param, grad, self.weight_decay)
-        np.subtract(param, self._change(grad, slots, lr, step), out=param)
-
-    def _change(self, grad: Array, slots: Slots, lr: float, step: int) -> Array:
-        """Fold `grad` into both averages and return what they take off the parameter."""
-        beta1, beta2 = self.betas
-        mean, square = slots["exp_avg"], slots["exp_avg_sq"]
-        change = np.empty_like(grad)
-        fold_in(mean, grad, beta1, scratch=change)
-        np.multiply(grad, grad, out=change)
-        fold_in(square, change, beta2, scratch=change)
-        np.sqrt(square, out=change)
-        np.divide(change, math.sqrt(1.0 - beta2**step), out=change)
-        np.add(change, self.eps, out=change)
-        np.divide(mean, change, out=change)
-        np.multiply(change, lr / (1.0 - beta1**step), out=change)
-        return change
+        np.subtract(param, _change(grad, slots, *numbers), out=param)
 
 
 class AdamW(Adam):
@@ -110,8 +98,32 @@ class AdamW(Adam):
         super().__init__(lr, betas, eps, weight_decay)
 
     def update(self, param: Array, grad: Array, slots: Slots, lr: float, step: int) -> None:
-        change = self._change(grad, slots, lr, step)
+        numbers, shrinkage = _corrected(self, lr, step), lr * self.weight_decay
+        if fused("adamw", (param, grad, slots["exp_avg"], slots["exp_avg_sq"]), (*numbers, shrinkage)):
+            return
+        change = _change(grad, slots, *numbers)
         shrink = np.empty_like(change)
-        np.multiply(param, lr * self.weight_decay, out=shrink, dtype=shrink.dtype)
+        np.multiply(param, shrinkage, out=shrink, dtype=shrink.dtype)
         np.add(change, shrink, out=change)  # one sum, so that a 16-bit parameter is rounded once
         np.subtract(param, change, out=param)
+
+
+def _corrected(optimizer: Adam, lr: float, step: int) -> tuple[float, float, float, float, float]:
+    """lr / (1 - beta1^t), beta1, beta2, sqrt(1 - beta2^t), eps: what one update computes with."""
+    beta1, beta2 = optimizer.betas
+    return lr / (1.0 - beta1**step), beta1, beta2, math.sqrt(1.0 - beta2**step), optimizer.eps
+
+
+def _change(grad: Array, slots: Slots, rate: float, beta1: float, beta2: float, root: float, eps: float) -> Array:
+    """Fold `grad` into both averages and return what they take off the parameter."""
+    mean, square = slots["exp_avg"], slots["exp_avg_sq"]
+    change = np.empty_like(grad)
+    fold_in(mean, grad, beta1, scratch=change)
+    np.multiply(grad, grad, out=change)
+    fold_in(square, change, beta2, scratch=change)
+    np.sqrt(square, out=change)
+    np.divide(change, root, out=change)
+    np.add(change, eps, out=change)
+    np.divide(mean, change, out=change)
+    np.multiply(change, rate, out=change)
+    return change

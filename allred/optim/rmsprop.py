@@ -7,7 +7,7 @@ from allred.optim.base import Optimizer
 from allred.optim.hyper import fraction, non_negative
 from allred.optim.schedules import Schedule
 from allred.optim.state import Slots
-from allred.optim.tensors import compute_dtype, decayed_gradient, fold_in
+from allred.optim.tensors import compute_dtype, decayed_gradient, fold_in, fused
 
 
 class RMSProp(Optimizer):
@@ -69,12 +69,16 @@ class RMSProp(Optimizer):
         return {name: np.zeros_like(param, dtype=compute_dtype(param)) for name in names}
 
     def update(self, param: Array, grad: Array, slots: Slots, lr: float, step: int) -> None:
-        grad = decayed_gradient(param, grad, self.weight_decay)
         square_avg = slots["square_avg"]
+        grad_avg = slots["grad_avg"] if self.centered else None
+        buffer = slots["momentum_buffer"] if self.momentum else None
+        numbers = (lr, self.decay, self.eps, self.momentum, self.weight_decay)
+        if fused("rmsprop", (param, grad, square_avg, grad_avg, buffer), numbers):
+            return
+        grad = decayed_gradient(param, grad, self.weight_decay)
         change = np.multiply(grad, grad, out=np.empty_like(grad))
         fold_in(square_avg, change, self.decay, scratch=change)
-        if self.centered:
-            grad_avg = slots["grad_avg"]
+        if grad_avg is not None:
             fold_in(grad_avg, grad, self.decay, scratch=change)
             np.multiply(grad_avg, grad_avg, out=change)
             np.subtract(square_avg, change, out=change)
@@ -84,8 +88,7 @@ class RMSProp(Optimizer):
             np.sqrt(square_avg, out=change)
         np.add(change, self.eps, out=change)
         np.divide(grad, change, out=change)
-        if self.momentum:
-            buffer = slots["momentum_buffer"]
+        if buffer is not None:
             np.multiply(buffer, self.momentum, out=buffer)
             np.add(buffer, change, out=buffer)
             np.multiply(buffer, lr, out=change)

@@ -8,7 +8,7 @@ from allred.optim.base import Optimizer
 from allred.optim.hyper import fraction, non_negative
 from allred.optim.schedules import Schedule
 from allred.optim.state import Slots
-from allred.optim.tensors import compute_dtype, decayed_gradient
+from allred.optim.tensors import compute_dtype, decayed_gradient, fused
 
 
 class SGD(Optimizer):
@@ -57,10 +57,13 @@ class SGD(Optimizer):
         return {"momentum_buffer": np.zeros_like(param, dtype=compute_dtype(param))} if self.momentum else {}
 
     def update(self, param: Array, grad: Array, slots: Slots, lr: float, step: int) -> None:
+        buffer = slots["momentum_buffer"] if self.momentum else None
+        numbers = (lr, self.momentum, float(self.nesterov), self.weight_decay)
+        if fused("sgd", (param, grad, buffer), numbers):
+            return
         grad = decayed_gradient(param, grad, self.weight_decay)
         change = np.empty_like(grad)
-        if self.momentum:
-            buffer = slots["momentum_buffer"]
+        if buffer is not None:
             np.multiply(buffer, self.momentum, out=buffer)
             np.add(buffer, grad, out=buffer)
             if self.nesterov:

@@ -5,12 +5,15 @@ dispatch on their argument (`np.zeros_like`, `np.asarray(..., like=)`), so the s
 
 16-bit tensors are updated in float32: Adam's eps = 1e-8 and (1 - beta2) g^2 do not exist in float16, and 0/0 would
 follow. Only the result is rounded to the parameter's dtype; its slots are float32.
+
+Contiguous float32 and float64 tensors of numpy are updated in one pass by C (`fused`), to the same bits.
 """
 
 from typing import Any
 
 import numpy as np
 
+from allred import native
 from allred.arrays import Array
 from allred.errors import InputError
 
@@ -89,3 +92,19 @@ def fold_in(average: Array, value: Array, decay: float, scratch: Array) -> None:
     np.multiply(value, 1.0 - decay, out=scratch)
     np.multiply(average, decay, out=average)
     np.add(average, scratch, out=average)
+
+
+def fused(rule: str, arrays: tuple[Array | None, ...], numbers: tuple[float, ...]) -> bool:
+    """Whether a C kernel did the update. Else nothing has changed, and the caller does it with numpy.
+
+    The kernel gives the bits that numpy gives, without numpy's floating-point warnings. It takes numpy arrays of one
+    shape, not 0-d, and of one dtype, float32 or float64, contiguous, that do not overlap; and numbers that are Python's
+    own floats. The GIL is released while it works on more than 16 KiB.
+
+    Arguments:
+        rule: "sgd", "adagrad", "rmsprop", "adam" or "adamw".
+        arrays: the parameter, the gradient and the slots, in the order of csrc/update.h; None where there is none.
+        numbers: the hyper-parameters, in its order.
+    """
+    param = arrays[0]
+    return type(param) is np.ndarray and param.dtype.char in "fd" and native.update(rule, arrays, numbers)

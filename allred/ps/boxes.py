@@ -16,7 +16,7 @@ from allred.ps.layout import CELL_BYTES
 
 SLOTS = 4
 BELL_BYTES = 64  # at the end of the parameters' memory: what a sleeping server is woken by
-BOX_BYTES = native.Mailbox.bytes(SLOTS, CELL_BYTES) if native.available else 0
+BOX_BYTES = native.mailbox_bytes(SLOTS, CELL_BYTES) if native.mailbox_bytes is not None else 0
 
 
 def new(nbytes: int) -> tuple[Any, Offer | None]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from allred.comm.work import Steps, linger
 from allred.errors import AllredError
-from allred.native import Mailbox
+from allred import native
 from allred.ps.calls import Calls, name_this
 from allred.ps.drive import drive
 from allred.ps.post import CALL, STEP, MpiPort, Post
@@ -104,7 +104,7 @@ class Server:
         ports = self._calls.ports
         if ports:
             napping = wait and not self._mpi_ports and len(ports) == len(self._workers)
-            found = Mailbox.wait_any([port.box for port in ports.values()], _NAP_US if napping else 0)
+            found = native.Mailbox.wait_any([port.box for port in ports.values()], _NAP_US if napping else 0)
             if found >= 0:
                 worker, port = list(ports.items())[found]
                 return self._take(worker, port, port.box.poll())

@@ -1,0 +1,84 @@
+#include "update.h"
+
+#include <math.h>
+#include <string.h>
+
+/* The compiler may vectorize: no two arrays overlap. */
+#ifdef __clang__
+#define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define INDEPENDENT _Pragma("GCC ivdep")
+#endif
+#define EACH(count) INDEPENDENT for (size_t i = 0; i < (count); i++)
+
+/* Correctly rounded, as numpy's is. Compiled with -fno-math-errno, or it is a call for each element. */
+#define ROOT(x) _Generic((x), float: sqrtf, double: sqrt)(x)
+/* max(x, 0), a NaN if x is: no comparison holds for it. */
+#define POSITIVE(x) ((((x) > 0) | ((x) != (x))) ? (x) : 0)
+/* The statement with `flag` a constant, so that a loop in it is compiled for either value. */
+#define FIX(flag, condition, statement)                                                                                \
+  if (condition) {                                                                                                     \
+    enum { flag = 1 };                                                                                                 \
+    statement;                                                                                                         \
+  } else {                                                                                                             \
+    enum { flag = 0 };                                                                                                 \
+    statement;                                                                                                         \
+  }
+
+#define REAL float
+#define NAME(name) name##_float_baseline
+#define TARGET
+#include "update_body.h"
+#define REAL double
+#define NAME(name) name##_double_baseline
+#define TARGET
+#include "update_body.h"
+
+/* Beyond the baseline the same conditions, and the same order, as in reduce.c, whose variants these are. */
+#if defined __x86_64__ && defined __GNUC__
+#define MULTIVERSION
+#define AVX2 __attribute__((target("avx2,f16c")))
+#ifdef __clang__
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
+#else
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
+#endif
+
+#define REAL float
+#define NAME(name) name##_float_avx2
+#define TARGET AVX2
+#include "update_body.h"
+#define REAL double
+#define NAME(name) name##_double_avx2
+#define TARGET AVX2
+#include "update_body.h"
+#define REAL float
+#define NAME(name) name##_float_avx512
+#define TARGET AVX512
+#include "update_body.h"
+#define REAL double
+#define NAME(name) name##_double_avx512
+#define TARGET AVX512
+#include "update_body.h"
+#endif
+
+static const allred_rule rules[] = {
+    {"sgd", 3, 2, 4}, {"adagrad", 3, 3, 3}, {"rmsprop", 5, 3, 5}, {"adam", 4, 4, 6}, {"adamw", 4, 4, 6},
+};
+
+const allred_rule *allred_find_rule(const char *name) {
+  for (size_t i = 0; i < sizeof rules / sizeof *rules; i++)
+    if (strcmp(name, rules[i].name) == 0) return &rules[i];
+  return NULL;
+}
+
+allred_update allred_update_kernel(const allred_rule *rule, int element_bytes, int variant) {
+  static const allred_update *const kernels[][2] = {
+      {kernels_float_baseline, kernels_double_baseline},
+#ifdef MULTIVERSION
+      {kernels_float_avx2, kernels_double_avx2},
+      {kernels_float_avx512, kernels_double_avx512},
+#endif
+  };
+  return kernels[variant][element_bytes == 8][rule - rules];
+}

@@ -1,0 +1,118 @@
+/*
+ * The update kernels for one type of elements and one instruction set. update.c includes this once for each, after
+ * defining
+ *   REAL          float or double;
+ *   NAME(name)    the name of a type, function or table;
+ *   TARGET        the attribute that selects the instructions.
+ * All are undefined at the end.
+ *
+ * The loops are written once, with constants for what an optimizer can do without: a loop is compiled for each
+ * combination, so that none has a condition inside.
+ */
+
+#define LOOP static inline __attribute__((always_inline)) TARGET void
+#define KERNEL TARGET static void
+#define STORED NAME(stored)
+typedef REAL STORED __attribute__((aligned(1), may_alias));
+
+/* grad + weight_decay * param, and the gradient itself where the decay is 0: param may be infinite. */
+#define DECAYED_GRADIENT (decays ? param[i] * weight_decay + grad[i] : grad[i])
+
+LOOP NAME(sgd_loop)(void *const *arrays, const double *numbers, size_t count, int decays, int has_momentum,
+                    int nesterov) {
+  STORED *param = arrays[0], *buffer = arrays[2];
+  const STORED *grad = arrays[1];
+  const REAL lr = (REAL)numbers[0], momentum = (REAL)numbers[1], weight_decay = (REAL)numbers[3];
+  EACH(count) {
+    REAL g = DECAYED_GRADIENT;
+    if (has_momentum) {
+      const REAL b = buffer[i] * momentum + g;
+      buffer[i] = b;
+      g = nesterov ? g + b * momentum : b;
+    }
+    param[i] -= g * lr;
+  }
+}
+
+LOOP NAME(adagrad_loop)(void *const *arrays, const double *numbers, size_t count, int decays) {
+  STORED *param = arrays[0], *sum = arrays[2];
+  const STORED *grad = arrays[1];
+  const REAL lr = (REAL)numbers[0], eps = (REAL)numbers[1], weight_decay = (REAL)numbers[2];
+  EACH(count) {
+    const REAL g = DECAYED_GRADIENT, s = sum[i] + g * g;
+    sum[i] = s;
+    param[i] -= g / (ROOT(s) + eps) * lr;
+  }
+}
+
+LOOP NAME(rmsprop_loop)(void *const *arrays, const double *numbers, size_t count, int decays, int centered,
+                        int has_momentum) {
+  STORED *param = arrays[0], *square_avg = arrays[2];
+  STORED *grad_avg = arrays[3], *buffer = arrays[4];
+  const STORED *grad = arrays[1];
+  const REAL lr = (REAL)numbers[0], keep = (REAL)numbers[1], take = (REAL)(1.0 - numbers[1]);
+  const REAL eps = (REAL)numbers[2], momentum = (REAL)numbers[3], weight_decay = (REAL)numbers[4];
+  EACH(count) {
+    const REAL g = DECAYED_GRADIENT, s = square_avg[i] * keep + g * g * take;
+    REAL variance = s;
+    square_avg[i] = s;
+    if (centered) {
+      const REAL a = grad_avg[i] * keep + g * take;
+      grad_avg[i] = a;
+      variance = s - a * a;
+      variance = POSITIVE(variance);
+    }
+    REAL d = g / (ROOT(variance) + eps);
+    if (has_momentum) buffer[i] = d = buffer[i] * momentum + d;
+    param[i] -= d * lr;
+  }
+}
+
+LOOP NAME(adam_loop)(void *const *arrays, const double *numbers, size_t count, int decays, int apart) {
+  STORED *param = arrays[0], *mean = arrays[2], *square = arrays[3];
+  const STORED *grad = arrays[1];
+  const REAL rate = (REAL)numbers[0], root = (REAL)numbers[3], eps = (REAL)numbers[4], weight_decay = (REAL)numbers[5];
+  const REAL keep_mean = (REAL)numbers[1], take_mean = (REAL)(1.0 - numbers[1]);
+  const REAL keep_square = (REAL)numbers[2], take_square = (REAL)(1.0 - numbers[2]);
+  EACH(count) {
+    const REAL g = DECAYED_GRADIENT;
+    const REAL m = mean[i] * keep_mean + g * take_mean, v = square[i] * keep_square + g * g * take_square;
+    REAL change = m / (ROOT(v) / root + eps) * rate;
+    mean[i] = m;
+    square[i] = v;
+    if (apart) change += param[i] * weight_decay;
+    param[i] -= change;
+  }
+}
+
+KERNEL NAME(sgd)(void *const *arrays, const double *numbers, size_t count){
+    FIX(decays, numbers[3] != 0,
+        FIX(has_momentum, arrays[2] != NULL,
+            FIX(nesterov, numbers[2] != 0, NAME(sgd_loop)(arrays, numbers, count, decays, has_momentum, nesterov))))}
+
+KERNEL NAME(adagrad)(void *const *arrays, const double *numbers,
+                     size_t count){FIX(decays, numbers[2] != 0, NAME(adagrad_loop)(arrays, numbers, count, decays))}
+
+KERNEL NAME(rmsprop)(void *const *arrays, const double *numbers, size_t count){
+    FIX(decays, numbers[4] != 0,
+        FIX(centered, arrays[3] != NULL,
+            FIX(has_momentum, arrays[4] != NULL,
+                NAME(rmsprop_loop)(arrays, numbers, count, decays, centered, has_momentum))))}
+
+KERNEL NAME(adam)(void *const *arrays, const double *numbers,
+                  size_t count){FIX(decays, numbers[5] != 0, NAME(adam_loop)(arrays, numbers, count, decays, 0))}
+
+KERNEL NAME(adamw)(void *const *arrays, const double *numbers, size_t count) {
+  NAME(adam_loop)(arrays, numbers, count, 0, 1);
+}
+
+/* In the order of update.c's rules. */
+static const allred_update NAME(kernels)[] = {NAME(sgd), NAME(adagrad), NAME(rmsprop), NAME(adam), NAME(adamw)};
+
+#undef LOOP
+#undef KERNEL
+#undef STORED
+#undef DECAYED_GRADIENT
+#undef REAL
+#undef NAME
+#undef TARGET
