@@ -53,8 +53,8 @@ def init(
     if is_initialized():
         raise AllredError("allred.init() was called already; drop the second call, or call allred.shutdown() before it")
     arguments = {
-        "mode": mode, "num_ps": num_ps, "backend": backend, "bucket_bytes": bucket_bytes, "timeout_s": timeout_s, "banner": banner,
-        "nonfinite": nonfinite, "check_steps": check_steps,
+        "mode": mode, "num_ps": num_ps, "backend": backend, "bucket_bytes": bucket_bytes, "timeout_s": timeout_s,
+        "banner": banner, "nonfinite": nonfinite, "check_steps": check_steps,
     }  # fmt: skip
     settings: dict[str, Any] | str
     try:
@@ -98,7 +98,12 @@ def _meet(comm: Any, settings: dict[str, Any] | str) -> None:
             atexit.register(_leave_servers)
     report.speak(world.rank == 0, config.banner)
     hosts = len({node for _, node, _ in gathered})
-    watch.start(control, topology.number(nodes, control.rank), config, "network" if hosts > 1 else "host" if world.nodes > 1 else "")
+    watch.start(
+        control,
+        topology.number(nodes, control.rank),
+        config,
+        "network" if hosts > 1 else "host" if world.nodes > 1 else "",
+    )
     if control is not communicator:
         control.close()
     report.inform(_banner(library))
@@ -110,8 +115,8 @@ def _servers(config: Config, ranks: int) -> int:
         return 0
     if config.num_ps >= ranks:
         raise ConfigError(
-            f"mode ps with {config.num_ps} parameter server{'s' * (config.num_ps > 1)} and no worker: there "
-            f"{'is' if ranks == 1 else 'are'} {ranks} rank{'s' * (ranks > 1)} in all; start at least {config.num_ps + 1}"
+            f"mode ps with {config.num_ps} parameter server{'s' * (config.num_ps > 1)} and no worker: {ranks} rank"
+            f"{'s' * (ranks > 1)} in all; start at least {config.num_ps + 1}"
         )
     return config.num_ps
 

@@ -46,7 +46,7 @@ class NoCollectives(SingleCommunicator):
     def _start(self, kind: str, name: str, body: Steps[T]) -> Work[T]:
         body.close()
         raise InputError(
-            f"{kind} was called by a parameter server, and collectives are among the workers. A server goes through the "
-            "script up to allred.distributed(...), where it serves: make the optimizer before that call, or make the call "
-            "only where allred.rank() < allred.size()"
+            f"{kind} was called by a parameter server, and collectives are among the workers. A server goes through "
+            "the script up to allred.distributed(...), where it serves: make the optimizer before that call, or make "
+            "the call only where allred.rank() < allred.size()"
         )

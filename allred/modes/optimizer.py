@@ -19,13 +19,18 @@ from allred.modes.accumulate import Accumulator
 from allred.modes.ps import Options, ServersMode, serve
 from allred.modes.sync import SyncMode, has_state
 from allred.ps import running
+from allred.ps.account import Statistics
 from allred.reducer import tensor_of
 
 
 class Mode(Protocol):
     """How the optimizers of all ranks work together."""
 
-    skipped: int
+    @property
+    def skipped(self) -> int: ...
+
+    @property
+    def dropped(self) -> int: ...
 
     def step(
         self, params: Any, grads: Any, tensors: list[Tensor], values: list[Any], samples: int | None, problem: str
@@ -34,6 +39,10 @@ class Mode(Protocol):
 
     def broadcast(self, params: Any, tensors: list[Tensor], root: int, problem: str) -> None:
         """Start from the root's parameters and optimizer state."""
+
+    def pull(self, params: Any) -> None: ...
+
+    def statistics(self) -> Statistics: ...
 
     def state_dict(self) -> Any: ...
 
@@ -85,8 +94,8 @@ class DistributedOptimizer:
         pushed to the parameter servers, which apply them, and the parameters are pulled.
 
         params: a nest of arrays. grads: the same nest of gradients; in mode sync they are overwritten with the mean,
-        numbers and read-only arrays are passed on as new arrays; None counts as zeros if another rank has that gradient.
-        None takes the parameter's dtype, a Python number too.
+        numbers and read-only arrays are passed on as new arrays; None counts as zeros if another rank has that
+        gradient. None takes the parameter's dtype, a Python number too.
         samples: how many samples the gradients are the mean of; known by itself inside `allred.data.batches`. Ranks
         with more count for more in mode sync; if no rank says, all count alike.
 
@@ -130,6 +139,19 @@ class DistributedOptimizer:
         except InputError as error:
             problem, tensors = str(error), []
         self._mode.broadcast(params, tensors, root, problem)
+
+    def pull(self, params: Any) -> None:
+        """Mode ps: overwrite the parameters with what the servers have now. Mode sync: nothing, they are equal."""
+        self._mode.pull(params)
+
+    @property
+    def dropped(self) -> int:
+        """Mode ps, policy sync: gradients of this worker that came too late for their step, so far."""
+        return self._mode.dropped
+
+    def statistics(self) -> Statistics:
+        """Mode ps: gradients, updates, bytes and staleness at the servers so far. Raises InputError in mode sync."""
+        return self._mode.statistics()
 
     def state_dict(self) -> Any:
         """The optimizer's own state, as it is without allred; in mode ps it is gathered from the servers. Gradients

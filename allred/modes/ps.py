@@ -18,7 +18,7 @@ from allred import arrays, nest
 from allred.arrays import Array
 from allred.cluster import report, topology
 from allred.comm import collectives
-from allred.errors import DriftError, InputError, NonFiniteError, ShutdownRequested
+from allred.errors import DriftError, InputError, NonFiniteError, ShutdownError
 from allred.fusion.plan import Plan, Tensor, plan
 from allred.modes.detect import finite
 from allred.optim.base import Optimizer
@@ -102,7 +102,8 @@ class ServersMode:
             raise InputError(f"{self._options.name}.broadcast(): {problem}")
         self._connect(params, tensors)
         self._agree_on_start(params)
-        self._pull(params)
+        self.pull(params)
+        collectives.barrier()  # nobody changes them before all have pulled
 
     def _connect(self, params: Any, tensors: list[Tensor]) -> None:
         """Register with the servers, once."""
@@ -115,8 +116,8 @@ class ServersMode:
                 raise InputError(f"{self._title}: {tensor} cannot be trained by parameter servers; floats can")
         if not running.take():
             raise InputError(
-                f"{self._title}: this program trains another optimizer with the parameter servers already, which serve one; "
-                "put all parameters into one optimizer, or use mode sync"
+                f"{self._title}: this program trains another optimizer with the parameter servers already, which serve "
+                "one; put all parameters into one optimizer, or use mode sync"
             )
         settings = self._running.config
         how = self._options.placement if self._options.placement is not None else settings.placement
@@ -141,7 +142,9 @@ class ServersMode:
     def _check_same(self, tensors: list[Tensor]) -> None:
         if [t[:2] for t in tensors] != [t[:2] for t in self._tensors]:
             odd = next((t for t, known in zip(tensors, self._tensors, strict=False) if t[:2] != known[:2]), None)
-            what = f"{odd} is new or has another shape" if odd else f"there are {len(tensors)}, not {len(self._tensors)}"
+            what = (
+                f"{odd} is new or has another shape" if odd else f"there are {len(tensors)}, not {len(self._tensors)}"
+            )
             raise InputError(f"{self._title}: parameters differ from those that the servers have: {what}")
 
     def _agree_on_start(self, params: Any, check: bool = False) -> None:
@@ -153,8 +156,8 @@ class ServersMode:
             self._client.give_start(sources, self._states(), digest)
         elif (chiefs := self._client.await_start()) != digest and check:
             raise DriftError(
-                f"{self._title}: worker {self._running.worker} starts from other parameters (hash {digest}) than worker 0 "
-                f"(hash {chiefs}); call {self._options.name}.broadcast(params) before the first step"
+                f"{self._title}: worker {self._running.worker} starts from other parameters (hash {digest}) than worker "
+                f"0 (hash {chiefs}); call {self._options.name}.broadcast(params) before the first step"
             )
 
     # Steps.
@@ -215,12 +218,13 @@ class ServersMode:
         name, how = next(iter(found.items()))
         more = f", and {len(found) - 1} more" if len(found) > 1 else ""
         raise NonFiniteError(
-            f"{self._title}: the gradient of '{name}' of worker {self._running.worker} is not finite ({how}){more}; nothing "
-            "was pushed. Policies: raise, skip, ignore (ALLRED_NONFINITE)"
+            f"{self._title}: the gradient of '{name}' of worker {self._running.worker} is not finite ({how}){more}; "
+            "nothing was pushed. Policies: raise, skip, ignore (ALLRED_NONFINITE)"
         )
 
-    def _pull(self, params: Any) -> None:
-        assert self._client is not None
+    def pull(self, params: Any) -> None:
+        if self._client is None:
+            raise InputError(f"{self._options.name}.pull(): the servers have no parameters yet; call broadcast(params)")
         leaves = [leaf for _, leaf in nest.leaves(params)]
         targets = [leaf if leaf.flags.c_contiguous else np.empty(leaf.shape, leaf.dtype) for leaf in leaves]
         self._client.pull([arrays.as_buffer(target) for target in targets])
@@ -236,8 +240,8 @@ class ServersMode:
         if not isinstance(self._optimizer, Optimizer):
             if self._loaded and self._running.servers > 1:
                 raise InputError(
-                    f"the state of {type(self._optimizer).__name__} can be given to one parameter server only: allred does not "
-                    "know which part belongs to which tensor. Use an optimizer of allred.optim, or one server"
+                    f"the state of {type(self._optimizer).__name__} can be given to one parameter server only: allred "
+                    "does not know which part belongs to which tensor. Use an optimizer of allred.optim, or one server"
                 )
             return [(self._optimizer.state_dict() if self._loaded else None, {})] * self._running.servers
         state = self._optimizer.live_state()
@@ -270,8 +274,8 @@ class ServersMode:
         speed = "no steps yet"
         if self._steps:
             speed = (
-                f"{self._steps} steps of this worker in {seconds:.2f} s: {self._steps / seconds:.1f} steps/s; of a step "
-                f"{100 * self._waited_s / seconds:.0f} % with the servers"
+                f"{self._steps} steps of this worker in {seconds:.2f} s: {self._steps / seconds:.1f} steps/s; of a "
+                f"step {100 * self._waited_s / seconds:.0f} % with the servers"
             )
         skipped = f"\nskipped: {self.skipped} steps with gradients that were not finite" if self.skipped else ""
         head = (
@@ -293,7 +297,7 @@ class ServersMode:
             where = f"the checkpoint is in {root}"
             if outcome.save:
                 where = f"saved {self.save(root)}"
-        raise ShutdownRequested(f"{self._title}: the job was asked to end (SIGTERM); {where}")
+        raise ShutdownError(f"{self._title}: the job was asked to end (SIGTERM); {where}")
 
     def save(self, directory: str) -> str:
         """A checkpoint of all servers."""

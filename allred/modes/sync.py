@@ -10,17 +10,27 @@ from allred import nest
 from allred.cluster import report, topology
 from allred.comm import collectives
 from allred.comm.ops import ReduceOp
+from allred.errors import InputError
 from allred.fusion.plan import Tensor
 from allred.modes.detect.checks import Checks
 from allred.modes.meter import Meter
+from allred.ps.account import Statistics
 from allred.reducer import Reducer
 
 
 class SyncMode:
     """Of one optimizer; see `allred.distributed` for the arguments."""
 
+    dropped = 0
+
     def __init__(
-        self, optimizer: Any, op: ReduceOp, accumulate: int, bucket_bytes: int | str | None, nonfinite: str | None, name: str
+        self,
+        optimizer: Any,
+        op: ReduceOp,
+        accumulate: int,
+        bucket_bytes: int | str | None,
+        nonfinite: str | None,
+        name: str,
     ) -> None:
         self._optimizer, self._name = optimizer, name
         self._reducer = Reducer(op, bucket_bytes, f"{name}.step()", f"accumulate={accumulate}")
@@ -57,6 +67,12 @@ class SyncMode:
             state = communicator.broadcast_object(state, root, f"state of {self._name}").wait()
             if communicator.rank != root:
                 self._optimizer.load_state_dict(state)
+
+    def pull(self, params: Any) -> None:
+        pass
+
+    def statistics(self) -> Statistics:
+        raise InputError(f"{self._name}.statistics() is of parameter servers, and this is mode sync; see summary()")
 
     def state_dict(self) -> Any:
         return self._optimizer.state_dict()

@@ -83,7 +83,8 @@ def histogram(counts: Counter[int]) -> str:
     size = -(-len(values) // _ROWS)
     rows: Sequence[list[int]] = [values[at : at + size] for at in range(0, len(values), size)]
     words = [
-        f"{row[0]}{f'-{row[-1]}' if len(row) > 1 else ''}: {100 * sum(counts[v] for v in row) / total:.2g} %" for row in rows
+        f"{row[0]}{f'-{row[-1]}' if len(row) > 1 else ''}: {100 * sum(counts[v] for v in row) / total:.2g} %"
+        for row in rows
     ]
     mean = sum(value * count for value, count in counts.items()) / total
     return f"{', '.join(words)}; mean {mean:.3g}, largest {values[-1]}"

@@ -7,7 +7,6 @@ import mmap
 from collections.abc import Callable
 from typing import Any
 
-
 from allred import native
 from allred.arrays import Array
 from allred.comm.shared_memory import Offer, accept, offer
@@ -95,5 +94,3 @@ class BoxPort:
 
     def reading(self, number: int) -> _Read:
         return _Read(self.has_read, number)
-
-

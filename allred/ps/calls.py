@@ -89,8 +89,8 @@ class Calls:
         for other, words in ((registration.settings, f"worker {registration.worker}"), (self._settings, "the server")):
             if other != self._first.settings:
                 return MismatchError(
-                    f"mode ps is set differently: {words} has {other}, worker 0 has {self._first.settings}; pass the same "
-                    "arguments to allred.distributed on all ranks"
+                    f"mode ps is set differently: {words} has {other}, worker 0 has {self._first.settings}; pass the "
+                    "same arguments to allred.distributed on all ranks"
                 )
         if registration.placement.fingerprint != self._first.placement.fingerprint:
             return MismatchError(_difference(registration, self._first))
@@ -176,7 +176,7 @@ class Calls:
 def name_this(words: str) -> None:
     """What this rank is, for what the watchers say of it."""
     if line.current is not None:
-        line.current.known_as(words)
+        getattr(line.current, "known_as", len)(words)
 
 
 def _difference(mine: Registration, first: Registration) -> str:
@@ -188,6 +188,6 @@ def _difference(mine: Registration, first: Registration) -> str:
     if len(ours) != len(theirs):
         return f"parameters differ: worker {mine.worker} has {len(ours)}, worker 0 has {len(theirs)}"
     return (
-        f"worker {mine.worker} places the parameters differently from worker 0; a function given as placement must give "
-        "the same on all ranks"
+        f"worker {mine.worker} places the parameters differently from worker 0; a function given as placement must "
+        "give the same on all ranks"
     )

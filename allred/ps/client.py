@@ -86,7 +86,7 @@ class Client:
         return drive(title, steps, queue.timeout_s, queue.quiet)
 
     def call(self, title: str, kind: str, arguments: Sequence[tuple[Any, ...]], late: bool = False) -> list[Any]:
-        """Call all servers, the r-th with arguments[r]; their answers. late: they may come to it later than this rank."""
+        """Call all servers, the r-th with arguments[r]; their answers. late: they may come to it later."""
 
         def steps() -> Steps[list[Any]]:
             for server, each in enumerate(arguments):
@@ -139,7 +139,7 @@ class Client:
         """
         up, down = self._parts(sources, gradients=True), self._parts(targets)
         here = PUSH | (BEGIN if self._asks else 0) | (DONE if self._waits else 0) | PULL
-        more = {"absent": absent, "lr": lr, "drain": DRAIN * drain}
+        more: dict[str, Any] = {"absent": absent, "lr": lr, "drain": DRAIN * drain}
         title = f"step {self.step_number} with the parameter servers"
         if len(self._links) == 1:
             answers = self._request(title, here, up, down, **more)
@@ -154,7 +154,9 @@ class Client:
         pulled = self._request(title, PULL, None, down)
         outcome = self._outcome([done[0], *pulled[1:]], DROPPED * dropped)
         staleness = max((answer.staleness for answer in answers), default=0)
-        return dataclasses.replace(outcome, staleness=staleness, save=any(a.flags & SAVE for a in (*answers, *done, *pulled)))
+        return dataclasses.replace(
+            outcome, staleness=staleness, save=any(a.flags & SAVE for a in (*answers, *done, *pulled))
+        )
 
     def _outcome(self, answers: list[Answer], flags: int) -> Outcome:
         for answer in answers:
@@ -184,10 +186,8 @@ class Client:
             yield All(list(pending)) if len(pending) > 1 else pending[0]
             return [each.reply for each in replies]
 
-        if len(pending) == 1 and pending[0].done():
-            replies = [pending[0].reply]
-        else:
-            replies = self._drive(title, steps())
+        at_once = len(pending) == 1 and pending[0].done()
+        replies = [pending[0].reply] if at_once else self._drive(title, steps())
         answers = [Answer.unpack(reply) for reply in replies]
         if flags & PULL:
             for link, answer in zip(links, answers, strict=True):
@@ -233,7 +233,9 @@ class Client:
         answers = self.call("the optimizer's state", "state", [()] * len(self._layouts))
         if not by_name:
             if len(answers) > 1:
-                raise InputError("the state of an optimizer that is not of allred.optim can be had from one server only")
+                raise InputError(
+                    "the state of an optimizer that is not of allred.optim can be had from one server only"
+                )
             return answers[0][0]
         slots: dict[str, dict[str, Array]] = {}
         for layout, (_, parts) in zip(self._layouts, answers, strict=True):
@@ -242,11 +244,11 @@ class Client:
                 tensor = layout.tensors[piece.tensor]
                 whole = slots.setdefault(tensor.name, {})
                 for name, value in part.items():
-                    if value.size != piece.stop - piece.start:  # not the parameter's shape: never split
+                    if piece.stop - piece.start == tensor.elements:
                         whole[name] = value
                         continue
                     target = whole.setdefault(name, np.empty(tensor.shape, value.dtype))
-                    target.reshape(-1)[piece.start : piece.stop] = value.reshape(-1)
+                    target.reshape(-1)[piece.start : piece.stop] = value
         return {"global_step": answers[0][0]["global_step"], "slots": slots}
 
     def save(self, root: str) -> str:

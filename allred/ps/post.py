@@ -7,7 +7,7 @@ module owns, a few at a time, so an interrupted step never lets MPI write into a
 
 import pickle
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ _PART_BYTES = 2**28  # of a large object: no count comes near 2**31
 
 
 class Arrival:
-    """A message with this tag, or one from that rank, to wait for. `peers`: whether the sender may be late in coming."""
+    """A message with this tag, or one from that rank, to wait for. peers: its sender may come late."""
 
     moves = 0
 
@@ -167,6 +167,19 @@ class Exchange:
         return linger(self.done)
 
 
+class _Room:
+    """A condition, to wait for."""
+
+    peers = False
+    moves = 0
+
+    def __init__(self, done: Callable[[], bool]) -> None:
+        self.done = done
+
+    def linger(self) -> bool:
+        return linger(self.done)
+
+
 class MpiPort:
     """A server's end of the same."""
 
@@ -208,11 +221,19 @@ class MpiPort:
     def linger(self) -> bool:
         return linger(self.done)
 
-    def give(self, cell: Array) -> bool:
-        """Send a cell of parameters, a copy of it; False while too many are under way."""
+    @property
+    def room(self) -> "_Room":
+        """Until another cell can be given, to wait for."""
+        return _Room(self._has_room)
+
+    def _has_room(self) -> bool:
         while self._sends and self._sends[0][0].Test():
             self._sends.popleft()
-        if len(self._sends) >= _DEPTH:
+        return len(self._sends) < _DEPTH
+
+    def give(self, cell: Array) -> bool:
+        """Send a cell of parameters, a copy of it; False while too many are under way."""
+        if not self._has_room():
             return False
         copy = cell.copy()
         self._sends.append((self._post.comm.Isend([copy, MPI.BYTE], self._worker, DOWN), copy))

@@ -10,9 +10,9 @@ import time
 from collections import deque
 from typing import Any
 
+from allred import native
 from allred.comm.work import Steps, linger
 from allred.errors import AllredError
-from allred import native
 from allred.ps.calls import Calls, name_this
 from allred.ps.drive import drive
 from allred.ps.post import CALL, STEP, MpiPort, Post
@@ -25,7 +25,7 @@ _NAP_US = 5000  # at most, on the mailboxes' bell, before messages by MPI are lo
 _SLEEP_SHARE, _LONGEST_SLEEP_S = 0.01, 0.01  # where there are none: sleep for this part of the time without requests
 
 
-class _Gone(AllredError):
+class _GoneError(AllredError):
     """The worker whose turn it is has died."""
 
 
@@ -90,11 +90,11 @@ class Server:
         def check() -> None:
             self._mourn()
             if turn.worker not in self._workers:
-                raise _Gone
+                raise _GoneError
 
         try:
             drive(f"a request of worker {turn.worker}", turn.steps, self._running.config.timeout_s, check=check)
-        except (_Gone, ConnectionResetError):  # in the latter case it will be heard of
+        except (_GoneError, ConnectionResetError):  # in the latter case it will be heard of
             self._service.account.torn += 1
 
     # Who is next.
@@ -136,8 +136,8 @@ class Server:
 
     def _mourn(self) -> None:
         """Let go of workers that have failed or died, where that does not end the job."""
-        if line.current is not None and line.current.gone:
-            for rank in list(line.current.gone):
+        if line.current is not None and getattr(line.current, "gone", {}):
+            for rank in list(getattr(line.current, "gone", {})):
                 self._leave(rank - self._running.servers)
 
     def _leave(self, worker: int) -> None:

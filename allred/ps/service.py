@@ -51,9 +51,10 @@ class Service:
         self._workers = set(range(workers))  # that have not left
         self._aggregate = getattr(policy, "replicas_to_aggregate", None)
         self._begun: set[int] = set()  # workers whose gradient is on its way to all servers
-        self._given: set[int] = set()  # workers that have a gradient in the sum
+        self._in_sum: set[int] = set()  # workers that have a gradient in the sum
         self._readers: dict[int, BoxPort] = {}  # that copy what they pulled
         self._parked: dict[int, tuple[Any, Request, int, int]] = {}  # workers that are done and may not go on yet
+        self._may_go: dict[int, int] = {}  # workers, and their steps, that have not come to wait yet
         self._lr = float("nan")
 
     def step(self, worker: int, port: Any, request: Request) -> Steps[None]:
@@ -90,8 +91,10 @@ class Service:
 
     def let_go(self) -> None:
         """Answer those that may go on."""
-        for worker, step in self.coordinator.ready():
+        self._may_go.update(self.coordinator.ready())
+        for worker in [worker for worker in self._may_go if worker in self._parked]:
             port, request, flags, staleness = self._parked.pop(worker)
+            step = self._may_go.pop(worker)
             self._later(worker, self._end(worker, port, request.flags & PULL, step, flags, staleness))
 
     def leave(self, worker: int) -> Steps[None]:
@@ -113,7 +116,7 @@ class Service:
         if pulls:
             for cell in self._the_shard.bytes:
                 while not port.give(cell):
-                    yield port
+                    yield port.room
             self._given(worker, port)
         if self.draining:
             flags |= DRAINING | SAVE * (not self._saver_named)
@@ -144,7 +147,7 @@ class Service:
             port.take()
             if gives:
                 while not port.give(shard.bytes[number]):
-                    yield port
+                    yield port.room
         self.account.bytes_in += shard.bytes_up
         if gives:
             self._given(worker, port)
@@ -171,7 +174,7 @@ class Service:
         self.account.gradients += 1
         self.account.staleness[staleness] += 1
         if self._averages:
-            self._given.add(worker)
+            self._in_sum.add(worker)
             yield from self._apply_mean()
             return
         if not self._the_shard.in_place:
@@ -182,10 +185,10 @@ class Service:
     def _apply_mean(self) -> Steps[None]:
         """Apply the mean of a step's gradients, if all are in."""
         shard = self.shard
-        needed = self._aggregate or len(self._workers | self._given)
+        needed = self._aggregate or len(self._workers | self._in_sum)
         if shard is None or not shard.added or shard.added < needed:
             return
-        self._given.clear()
+        self._in_sum.clear()
         shard.begin_mean()
         for number in range(len(shard.bytes)):
             yield from self._past(number)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from allred import nest
-from allred.arrays import Array
+from allred.arrays import Array, size_of
 from allred.errors import InputError
 from allred.optim.base import Optimizer
 from allred.ps.layout import Layout
@@ -173,7 +173,9 @@ class Shard:
             return (self._optimizer.state_dict() if hasattr(self._optimizer, "state_dict") else None), {}
         step, numbers = {"global_step": self._optimizer.global_step}, range(len(self.layout.pieces))
         if self.in_place:
-            return step, {i: {name: self._slot(i, name) for name in self._slots[self.layout.starts[i][0]]} for i in numbers}
+            return step, {
+                i: {name: self._slot(i, name) for name in self._slots[self.layout.starts[i][0]]} for i in numbers
+            }
         slots = self._optimizer.live_state()["slots"]
         return step, {i: slots[self._name(i)] for i in numbers if self._name(i) in slots}
 
@@ -193,20 +195,21 @@ class Shard:
             if set(part) != set(targets[index]) or any(part[n].size != t.size for n, t in targets[index].items()):
                 expected = ", ".join(sorted(targets[index])) or "none"
                 raise InputError(
-                    f"the state of '{self._name(index)}' must have the slots {expected} of the parameter's size, but has "
-                    f"{', '.join(sorted(part)) or 'none'}; it is another optimizer's"
+                    f"the state of '{self._name(index)}' must have the slots {expected} of the parameter's size, but "
+                    f"has {', '.join(sorted(part)) or 'none'}; it is another optimizer's"
                 )
         self._optimizer.global_step = step
         for index, slots in targets.items():
             fresh = parts.get(index) or self._optimizer.slots(self.layout.piece_of(self.params, index))
             for name, target in slots.items():
-                target[...] = fresh[name].reshape(-1)
+                target[...] = fresh[name].reshape(target.shape)
 
     def _slot(self, index: int, name: str) -> Array:
         group, start = self.layout.starts[index]
         piece, slot = self.layout.pieces[index], self._slots[group][name]
         part: Array = slot[start : start + piece.stop - piece.start]
-        return part
+        shape = self.layout.tensors[piece.tensor].shape
+        return part.reshape(shape) if part.size == size_of(shape) else part
 
     def parameter(self, index: int) -> Array:
         """The elements of one piece."""

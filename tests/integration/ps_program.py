@@ -1,0 +1,202 @@
+"""What the tests of mode ps run under mpirun: `ps_program.py CASE [JSON]`. Worker 0 prints a line of JSON."""
+
+import json
+import sys
+import time
+
+import numpy as np
+
+import allred
+
+CASE, ARGUMENTS = sys.argv[1], json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
+
+
+class Own:
+    """A user's own optimizer: goes through the nest as it is given, and needs whole tensors."""
+
+    def __init__(self, lr):
+        self.lr, self.velocity = lr, {}
+
+    def step(self, params, grads):
+        for name in params:
+            for i, (p, g) in enumerate(zip(params[name], grads[name], strict=True)):
+                if g is not None:
+                    v = self.velocity.setdefault((name, p.shape), np.zeros_like(p))
+                    v *= 0.9
+                    v += g / (1 + abs(g).max(initial=0))
+                    p -= self.lr * v * (1 + i)
+
+    def state_dict(self):
+        return {key: v.copy() for key, v in self.velocity.items()}
+
+    def load_state_dict(self, state):
+        self.velocity = {key: v.copy() for key, v in state.items()}
+
+
+class Normed(allred.optim.Optimizer):
+    """One that needs whole tensors: steps of unit length. Its slots differ in shape from the parameter."""
+
+    def slots(self, param):
+        return {"mean": np.zeros_like(param, dtype=np.result_type(param, np.float32)), "count": np.zeros((1, 1))}
+
+    def update(self, param, grad, slots, lr, step):
+        slots["mean"] += 0.5 * (grad - slots["mean"])
+        slots["count"] += 1
+        size = np.sqrt((slots["mean"].astype(np.float64) ** 2).sum()) + 1e-9
+        param -= (lr / size / slots["count"][0, 0] * slots["mean"]).astype(param.dtype)
+
+
+def optimizer(name):
+    known = {
+        "sgd": lambda: allred.optim.SGD(lr=0.125),
+        "momentum": lambda: allred.optim.SGD(lr=allred.optim.step_decay(0.1, (2, 4), 0.5), momentum=0.9),
+        "adam": lambda: allred.optim.AdamW(lr=0.01),
+        "adagrad": lambda: allred.optim.Adagrad(lr=0.1),
+        "normed": lambda: Normed(lr=0.01),
+        "own": lambda: Own(lr=0.1),
+        "count": lambda: allred.optim.SGD(lr=1.0),
+    }
+    return known[name]()
+
+
+def parameters(rng, halves=True):
+    """Of several dtypes, layouts and sizes; the largest takes several cells."""
+    few = rng.normal(size=(300, 7)).astype(np.float32)
+    return {
+        "a": [rng.normal(size=(700, 400)).astype(np.float32), few.T, np.array(rng.normal())],
+        "b": [rng.normal(size=5).astype(np.float16 if halves else np.float32), np.zeros((0, 3), np.float32)],
+        "c": [rng.normal(size=(90, 1000))],
+    }
+
+
+def gradients(params, rng, step):
+    """One for each parameter; the tiny ones are left out now and then."""
+    made = {k: [rng.normal(size=p.shape).astype(p.dtype) for p in v] for k, v in params.items()}
+    if step % 3 == 1:
+        made["b"][0] = None
+    if step % 4 == 2:
+        made["a"][1] = None
+    return made
+
+
+def hashes(values):
+    return allred.digest([v for part in values.values() for v in part])
+
+
+def serial():
+    """One worker must give what the optimizer alone gives, bit for bit."""
+    name = ARGUMENTS["optimizer"]
+    params = parameters(np.random.default_rng(0), halves=name != "own")
+    opt = allred.distributed(optimizer(name))
+    alone, alone_opt = parameters(np.random.default_rng(0), halves=name != "own"), optimizer(name)
+    opt.broadcast(params)
+    for step in range(6):
+        grads = gradients(params, np.random.default_rng(step), step)
+        alone_opt.step(alone, grads)
+        opt.step(params, grads)
+    state, alone_state = opt.state_dict(), alone_opt.state_dict()
+    same_state = allred.digest(_plain(state)) == allred.digest(_plain(alone_state))
+    return {
+        "same": hashes(params) == hashes(alone),
+        "same_state": same_state,
+        "moved": bool(abs(params["a"][0]).max() > 0),
+    }
+
+
+def _plain(state):
+    return {str(key): value for key, value in state.items()}
+
+
+def mean():
+    """Sync, n workers: the serial optimizer on the mean gradient."""
+    name, steps = ARGUMENTS.get("optimizer", "sgd"), 5
+    params = parameters(np.random.default_rng(0), halves=False)
+    alone = parameters(np.random.default_rng(0), halves=False)
+    opt, alone_opt = allred.distributed(optimizer(name)), optimizer(name)
+    opt.broadcast(params)
+    for step in range(steps):
+        each = [gradients(params, np.random.default_rng((step, w)), 0) for w in range(allred.size())]
+        average = {k: [sum(e[k][i] for e in each) / len(each) for i in range(len(v))] for k, v in params.items()}
+        alone_opt.step(alone, average)
+        opt.step(params, each[allred.rank()])
+    worst = max(float(abs(a - b).max()) for k in params for a, b in zip(params[k], alone[k], strict=True) if a.size)
+    everywhere = allred.allgather_object(hashes(params))
+    return {"worst": worst, "equal": len(set(everywhere)) == 1, "text": str(opt.statistics())}
+
+
+def together():
+    """What comes out of full-batch steps at lr / n; the test compares modes."""
+    n, rng = allred.size(), np.random.default_rng(5)
+    x, y = rng.normal(size=(60, 8)), rng.normal(size=60)
+    params = {"w": np.zeros(8)}
+    opt = allred.distributed(allred.optim.SGD(lr=0.05 / (n if ARGUMENTS["divide"] else 1)))
+    opt.broadcast(params)
+    mine = slice(allred.rank() * 60 // n, (allred.rank() + 1) * 60 // n)
+    for _ in range(ARGUMENTS["steps"]):
+        opt.step(params, {"w": 2 * x[mine].T @ (x[mine] @ params["w"] - y[mine]) / len(y[mine])})
+    return {"w": params["w"].tolist()}
+
+
+def schedule():
+    """An order of steps by a logical clock: at each tick one worker makes its step."""
+    rng = np.random.default_rng(ARGUMENTS["seed"])
+    params = {"w": np.ones((100, 70), np.float32)}
+    opt = allred.distributed(optimizer("adam"))
+    opt.broadcast(params)
+    for tick, who in enumerate(rng.integers(0, allred.size(), size=40)):
+        if allred.rank() == who:
+            opt.step(params, {"w": np.random.default_rng((tick, who)).normal(size=(100, 70)) * params["w"]})
+        allred.barrier()
+    return {"hash": allred.allgather_object(allred.digest(params)), "staleness": dict(opt.statistics().staleness)}
+
+
+def sums():
+    """Random delays; every gradient must have been applied exactly once. Whole numbers: exact in any order."""
+    steps, rng = ARGUMENTS["steps"], np.random.default_rng((ARGUMENTS["seed"], allred.rank()))
+    params = {"a": np.zeros((300, 200)), "b": [np.zeros(1), np.zeros(70000)]}
+    opt = allred.distributed(optimizer("count"))
+    opt.broadcast(params)
+    total = 0
+    for _ in range(steps):
+        number = int(rng.integers(1, 100))
+        before = opt.dropped
+        opt.step(params, {"a": np.full((300, 200), number), "b": [np.full(1, number), np.full(70000, number)]})
+        total += number if opt.dropped == before else 0
+        spread = max(float(np.ptp(v)) for v in (params["a"], params["b"][1]))
+        assert spread == 0 or not ARGUMENTS.get("consistent", True), "a pull mixed two versions"
+        time.sleep(rng.random() * 0.002)
+    totals = allred.allgather_object((total, opt.dropped))
+    opt.pull(params)
+    stats = opt.statistics()
+    return {
+        "expected": -float(sum(t for t, _ in totals)), "a": sorted(set(params["a"].ravel().tolist())),
+        "b": sorted({*params["b"][0].tolist(), *params["b"][1].tolist()}), "dropped": [d for _, d in totals],
+        "told": [stats.dropped[w] for w in range(allred.size())], "stalest": max(stats.staleness),
+        "gradients": [s.gradients for s in stats.servers], "updates": [s.updates for s in stats.servers],
+    }  # fmt: skip
+
+
+def slow():
+    """The last worker is slow."""
+    params = {"w": np.zeros(1000)}
+    opt = allred.distributed(optimizer("count"))
+    opt.broadcast(params)
+    ended, steps = time.perf_counter() + ARGUMENTS["seconds"], 0
+    while time.perf_counter() < ended:
+        if allred.rank() == allred.size() - 1:
+            time.sleep(0.05)
+        opt.step(params, {"w": np.ones(1000)})
+        steps += 1
+    everyone = allred.allgather_object((steps, opt.dropped))
+    return {"steps": [s for s, _ in everyone], "dropped": [d for _, d in everyone], "text": str(opt.statistics())}
+
+
+def main():
+    allred.init()
+    result = globals()[CASE]()
+    if allred.rank() == 0:
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()
