@@ -89,6 +89,11 @@ def test_pieces_of_any_number_of_servers_make_whole_tensors(tmp_path, servers):
     assert back.meta == {"server": servers}
 
 
+def test_empty_pieces_of_a_tensor_may_lie_anywhere(tmp_path):
+    path = save(tmp_path, 1, [piece("w", W, 3, 3), piece("w", W, 0, 5)], [piece("w", W, 5, 10), piece("w", W, 10, 10)])
+    same(checkpoint.read(path).params["w"], W)
+
+
 def test_other_programs_read_a_shard_that_holds_whole_tensors(tmp_path):
     from safetensors.numpy import load_file
 

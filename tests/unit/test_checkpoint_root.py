@@ -73,6 +73,14 @@ def test_between_the_two_renames_of_a_replacement_the_old_one_is_found(tmp_path,
     assert names_in(tmp_path) == ["step-00000007"]
 
 
+def test_after_the_second_rename_the_new_one_is_found(tmp_path):
+    replaced = save_one(tmp_path, 7, 1).rename(tmp_path / "step-00000007.replaced")
+    path = save_one(tmp_path / "elsewhere", 7, 2).rename(tmp_path / "step-00000007")
+    assert checkpoint.steps(tmp_path) == [path]
+    save_one(tmp_path, 5)
+    assert not replaced.exists()
+
+
 def test_everything_is_on_disk_before_the_name_is(tmp_path, monkeypatch):
     fsync, rename, done = os.fsync, os.rename, []
 
@@ -143,6 +151,16 @@ def test_leftovers_of_unknown_writers_go_after_a_day(tmp_path, boot, record):
     os.utime(left, (ago - 60, ago - 60))
     save_one(tmp_path, 1)
     assert not left.exists()
+
+
+def test_where_a_process_cannot_see_its_own_locks_its_writes_are_left_alone(tmp_path, monkeypatch):
+    """NFS makes flock a POSIX lock, which the process that holds it can take again."""
+    mine = checkpoint.begin(tmp_path, 8)
+    monkeypatch.setattr(writer.fcntl, "flock", lambda file, operation: None)
+    save_one(tmp_path, 1)
+    assert mine.exists()
+    checkpoint.abandon(mine)
+    assert names_in(tmp_path) == ["step-00000001"]
 
 
 def test_without_locks_only_age_decides(tmp_path, monkeypatch):
