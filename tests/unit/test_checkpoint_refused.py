@@ -24,7 +24,7 @@ def tmpfs(where, options):
     try:
         yield
     finally:
-        subprocess.run(["umount", where], check=True)
+        subprocess.run(["umount", "-l", where], check=True)  # a failed test may have left a file open
 
 
 @pytest.fixture
