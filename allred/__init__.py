@@ -29,6 +29,7 @@ from allred.comm.collectives import (
 from allred.comm.ops import ReduceOp
 from allred.errors import (
     AllredError,
+    CheckpointError,
     CollectiveTimeout,
     ConfigError,
     DriftError,
@@ -57,6 +58,7 @@ _exit_protocol.before_init()
 __all__ = [
     "AllredError",
     "Average",
+    "CheckpointError",
     "CollectiveTimeout",
     "ConfigError",
     "DistributedOptimizer",

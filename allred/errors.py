@@ -29,6 +29,10 @@ class NonFiniteError(AllredError, ArithmeticError):
     """A gradient holds NaN or infinity on some rank, or its sum does. Same text on every rank."""
 
 
+class CheckpointError(AllredError, OSError):
+    """A checkpoint cannot be written, or not be read: the file system refuses, or something is missing or damaged."""
+
+
 class CollectiveTimeout(AllredError, TimeoutError):  # noqa: N818  (the field's word)
     """An operation waited longer than its limit. The communicator cannot be used afterwards."""
 
@@ -48,5 +52,5 @@ class RemoteRankError(AllredError, RuntimeError):
         self.traceback = traceback
 
 
-class ShutdownRequested(AllredError):
+class ShutdownError(AllredError):
     """Mode ps: a server or a worker has been asked to end (SIGTERM); raised by every worker's next step."""

@@ -12,7 +12,7 @@ ROOT = pathlib.Path(allred.__file__).parent
 # Top to bottom, the way a gradient goes. A room may import what stands below it, and its own modules.
 HOUSE = (
     *("__main__", "doctor", "bench", "testing", "__init__", "world"),
-    *("modes", "ps", "reducer", "fusion", "comm", "watch", "data", "optim", "cluster", "native"),
+    *("modes", "ps", "reducer", "fusion", "comm", "watch", "data", "optim", "cluster", "checkpoint", "native"),
     *("nest", "arrays", "config", "errors"),
 )
 
@@ -52,7 +52,7 @@ def test_imports_go_downwards():
 
 
 def test_importing_starts_neither_mpi_nor_cuda():
-    heavy = ("mpi4py.MPI", "cupy", "torch", "jax", "ml_dtypes")
+    heavy = ("mpi4py.MPI", "cupy", "torch", "jax", "ml_dtypes", "safetensors")
     code = f"import sys, allred; print([m for m in {heavy} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "[]"

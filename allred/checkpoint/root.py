@@ -1,0 +1,137 @@
+"""The directory that holds the checkpoints of a training: what is in it, and what may go.
+
+step-00000400              a complete checkpoint
+step-00000400.replaced     what was step 400 before, while it is being replaced; counts only if the first is missing
+.step-00000500.xx.xx.tmp   being written, or left by a writer that died; boot id and random digits
+.step-00000300.xxxx.gone   being deleted, or left by who was deleting it
+"""
+
+import contextlib
+import os
+import pathlib
+import re
+import secrets
+import shutil
+
+from allred.checkpoint import writer
+from allred.checkpoint.failure import explained
+from allred.checkpoint.manifest import load
+from allred.checkpoint.shard import check_length
+from allred.errors import CheckpointError, InputError
+
+_COMMITTED = re.compile(r"step-(\d{8,})(\.replaced)?", re.ASCII)
+_UNFINISHED = re.compile(r"\.step-(\d{8,})\.([0-9a-f]+)\.[0-9a-f]+\.tmp", re.ASCII)
+_DELETED = re.compile(r"\.step-\d{8,}(\.[0-9a-z]+)+\.gone", re.ASCII)
+
+
+def committed_name(step: int) -> str:
+    """The name of the directory of a complete checkpoint."""
+    return f"step-{step:08d}"
+
+
+def unfinished_name(step: int) -> str:
+    """A new name for a directory that is being written."""
+    return f".{committed_name(step)}.{writer.boot_id()}.{secrets.token_hex(4)}.tmp"
+
+
+def unfinished_step(name: str) -> int | None:
+    """The step of what `unfinished_name` gave; None for any other name."""
+    match = _UNFINISHED.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def present(root: pathlib.Path) -> dict[int, pathlib.Path]:
+    """The directory of every step that was committed, damaged or not, by ascending step. Empty if there is no root."""
+    found: dict[int, pathlib.Path] = {}
+    for name in sorted(_names(root), reverse=True):  # step-N comes after step-N.replaced, and takes its place
+        if match := _COMMITTED.fullmatch(name):
+            found[int(match[1])] = root / name
+    return dict(sorted(found.items()))
+
+
+def _names(root: pathlib.Path) -> list[str]:
+    with explained("checkpoint: listing", root):
+        try:
+            return os.listdir(root)
+        except FileNotFoundError:
+            return []
+
+
+def _is_complete(path: pathlib.Path) -> bool:
+    """Whether the manifest is right, and each shard there with its length. Their bytes are not read."""
+    try:
+        for shard in load(path).shards:
+            check_length("checkpoint", path, shard)
+    except CheckpointError:
+        return False
+    return True
+
+
+def steps(root: str | os.PathLike[str]) -> list[pathlib.Path]:
+    """The complete checkpoints in `root`, by ascending step. Empty if there is no such directory.
+
+    The manifest of each is read, and its shards' lengths compared; their bytes are not read, `verify` does that. A
+    checkpoint that is damaged is left out.
+
+    Raises:
+        CheckpointError: `root` cannot be listed.
+    """
+    return [path for path in present(pathlib.Path(root)).values() if _is_complete(path)]
+
+
+def newest(root: str | os.PathLike[str]) -> pathlib.Path | None:
+    """The last of `steps(root)`, without looking at the earlier ones; None if there is none.
+
+    Raises:
+        CheckpointError: `root` cannot be listed.
+    """
+    return next(filter(_is_complete, reversed(present(pathlib.Path(root)).values())), None)
+
+
+def prune(root: str | os.PathLike[str], keep: int, keep_every: int = 0) -> list[pathlib.Path]:
+    """Delete complete checkpoints except the newest `keep`. Those that are not complete are left to be looked at.
+
+    Arguments:
+        keep: at least 1.
+        keep_every: those whose step is a multiple of it stay as well; 0: none.
+
+    Returns:
+        What was deleted.
+
+    Raises:
+        InputError: a number that cannot be.
+        CheckpointError: one could not be deleted.
+    """
+    if keep < 1 or keep_every < 0:
+        raise InputError(f"prune: keep={keep}, keep_every={keep_every}; expected keep >= 1 and keep_every >= 0")
+    gone = []
+    for path in steps(root)[:-keep]:
+        match = _COMMITTED.fullmatch(path.name)
+        if not (match and keep_every and int(match[1]) % keep_every == 0):
+            with explained("prune: deleting", path):
+                discard(path)
+            gone.append(path)
+    return gone
+
+
+def discard(path: pathlib.Path) -> None:
+    """Delete a checkpoint, under another name: killed in the middle, no damaged one is left. Raises OSError."""
+    gone = path.with_name(f".{path.name.lstrip('.')}.{secrets.token_hex(4)}.gone")
+    os.rename(path, gone)
+    shutil.rmtree(gone)
+
+
+def sweep(root: pathlib.Path, now: float) -> None:
+    """Delete what killed processes have left, as far as that can be done. For `now` see `writer.is_dead`."""
+    for name in _names(root):
+        path, unfinished = root / name, _UNFINISHED.fullmatch(name)
+        with contextlib.suppress(OSError):
+            if _DELETED.fullmatch(name):
+                shutil.rmtree(path)
+            elif (unfinished and writer.is_dead(path, unfinished[2], now)) or _was_replaced(path):
+                discard(path)
+
+
+def _was_replaced(path: pathlib.Path) -> bool:
+    """Whether it is step-N.replaced, and the new step-N is complete."""
+    return bool(_COMMITTED.fullmatch(path.name)) and path.suffix == ".replaced" and _is_complete(path.with_suffix(""))
