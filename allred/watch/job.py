@@ -4,6 +4,7 @@ The watcher of the chief's node has the `Job`; the others send it their events. 
 `rank` is whom it is about.
 
     joined host                  the rank is watched from now on
+    known_as text                what the rank is, for a person: its role; then, after a ';', what else is worth telling
     waiting what, since_s, peers, quiet  it has waited in an operation for so many seconds; peers: for ranks to begin
                                  it; quiet: it is meant to take long
     going                        it waits no more
@@ -27,6 +28,8 @@ import dataclasses
 import signal
 from typing import Any
 
+from allred.watch.table import table
+
 GRACE_S = 2.0  # for the others to unwind
 ABORT_S = 8.0  # from the release to the end; then the watchers end the ranks
 GONE_S = 1.0  # from the end of the one that was to abort the job, to the same
@@ -35,7 +38,6 @@ FAR_S = 0.3  # the same, if it may have been on another node: Open MPI aborts a 
 LEFT_S = 2.0  # how long to wait for a rank that has left before that is a failure: it may have answered just before
 LOOK_S = 1.0  # for the watchers of other nodes to answer
 SAME_S = 0.2  # for the others to fail of the same error by themselves
-TABLE_LINES, TABLE_CHARS = 40, 200  # of what all ranks are doing, and of each of these lines
 TEXT_CHARS = 9000  # of a verdict; twelve bytes of JSON a character at most, and the whole less than LARGEST
 LARGEST = 2**17  # bytes of a message between a rank and its watcher; Linux takes no more than 208 KiB
 WARN_FACTOR = 4  # a stall is told again when it has lasted so many times as long
@@ -49,6 +51,7 @@ _LAUNCHERS_CODES = (_KILLED, 128 + signal.SIGTERM)  # of ranks that are ended si
 @dataclasses.dataclass
 class _Rank:
     host: str
+    known_as: str = ""
     waits_in: str = ""
     misses: bool = False  # ranks that have not begun it: one that has left may have
     since: float = 0.0
@@ -111,6 +114,9 @@ class Job:
         self._ranks[rank] = _Rank(event["host"])
         if self._told and self.verdict is not None:
             self._out.append((rank, self.verdict))
+
+    def _known_as(self, rank: int, event: Event) -> None:
+        self._ranks[rank].known_as = event["text"]
 
     def _waiting(self, rank: int, event: Event) -> None:
         record = self._ranks[rank]
@@ -196,7 +202,8 @@ class Job:
     # Verdicts.
 
     def _line(self, rank: int, how: str) -> str:
-        return f"rank {rank} on {self._ranks[rank].host} {how}"
+        record = self._ranks[rank]
+        return f"rank {rank}{f' ({record.known_as})' * bool(record.known_as)} on {record.host} {how}"
 
     def _pass(self, rank: int, text: str, code: int, later_s: float = 0.0, **more: Any) -> None:
         """`more`: traceback, of the rank; timeout, whether all raise CollectiveTimeout; brief, instead of the text's
@@ -275,43 +282,15 @@ class Job:
         states = {rank: state for some in self._states for rank, state in some.items()}
         self._look = None
         rank, what = purpose["rank"], purpose["what"]
-        table = self._table(states)
+        hosts = {rank: record.host for rank, record in self._ranks.items()}
+        roles = {rank: record.known_as.partition(";")[0] for rank, record in self._ranks.items()}
+        shown = table(self._size, hosts, roles, states)
         if purpose["event"] == "limit":
-            self._pass(rank, f"{what}: not complete after {purpose['limit_s']:g} s\n{table}", 1, timeout=True)
+            self._pass(rank, f"{what}: not complete after {purpose['limit_s']:g} s\n{shown}", 1, timeout=True)
         elif self._ranks[rank].waits_in == what:
             self._warned = (rank, what)
             waited = self._now - self._ranks[rank].since
-            self._say(rank, f"rank {rank} has waited for {waited:.0f} s in {what}\n{table}")
+            self._say(rank, f"rank {rank} has waited for {waited:.0f} s in {what}\n{shown}")
 
     def _say(self, rank: int, text: str) -> None:
         self._out.append((rank, {"kind": "say", "text": text[:TEXT_CHARS]}))
-
-    def _table(self, states: dict[int, str]) -> str:
-        """A line for each rank, or for ranks that do the same: on one host; anywhere, if that makes too many lines."""
-        alike: dict[tuple[str, str], list[int]] = {}
-        anywhere: dict[tuple[str, str], list[int]] = {}
-        for rank in range(self._size):
-            record, state = self._ranks.get(rank), states.get(rank, "not heard from")
-            alike.setdefault((record.host if record else "?", state), []).append(rank)
-            anywhere.setdefault(("", state), []).append(rank)
-        rows = list(alike.items())
-        if len(rows) > TABLE_LINES:  # those that differ from most are what it is about
-            rows = sorted(anywhere.items(), key=lambda row: len(row[1]))[:TABLE_LINES]
-        lines = [f"  {ranks_text(ranks):<10} {host:<12} {state}" for (host, state), ranks in rows]
-        return "\n".join(line[:TABLE_CHARS] for line in lines)
-
-
-def ranks_text(ranks: list[int]) -> str:
-    """Ranks in short.
-
-    >>> ranks_text([0, 1, 2, 5])
-    'ranks 0-2,5'
-    """
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"rank{'s' * (len(ranks) > 1)} {text}"

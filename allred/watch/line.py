@@ -28,6 +28,7 @@ ANSWER_S = 2.0  # for the table of a time limit; more than job.LOOK_S
 # What is sent around of a traceback (its end) and of other words. JSON makes 12 bytes of a character at most, and all
 # together, with the words twice, has to be less than LARGEST.
 _TRACEBACK_CHARS, _WORDS_CHARS = 9000, 500
+_NAME_CHARS = 200  # of what a rank is known as
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +161,11 @@ class Line:
         if self._alive():
             with contextlib.suppress(OSError):
                 self._socket.send(json.dumps({"event": event, **what}).encode(), socket.MSG_DONTWAIT)
+
+    def known_as(self, text: str) -> None:
+        """Tell what this rank is, for lines about it: a role, and after a ';' what else is worth telling, such as
+        `parameter server 0; last checkpoint ckpt/step-00000400`. The text that was told last holds. One message."""
+        self.tell("known_as", text=" ".join(text.split())[:_NAME_CHARS])
 
     def begin_to_fail(self, code: int, words: str, traceback: str = "") -> None:
         """Tell that this rank is about to end with that exit code."""

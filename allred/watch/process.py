@@ -148,6 +148,7 @@ class Watcher:
         here = [rank for rank in self._ranks.values() if not rank.dead]
         for rank in here:
             self._tell({"event": "joined", "rank": rank.number, "host": rank.host})
+            self._tell({"event": "known_as", "rank": rank.number, "text": rank.known_as})
             if rank.left:
                 self._tell({"event": "left", "rank": rank.number})
             elif rank.waits_in:

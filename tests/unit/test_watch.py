@@ -14,7 +14,7 @@ import types
 import pytest
 
 from allred.errors import RemoteRankError
-from allred.watch import job, line, link, state
+from allred.watch import job, line, link, state, table
 from allred.watch.job import Job
 from allred.watch.process import Watcher
 
@@ -304,7 +304,7 @@ def test_the_table_of_a_large_job_is_short(state):
     kinds = 3 if "since" in state else size
     look(script, {rank: state.format(rank % kinds) for rank in range(size)} | {1234: "stopped"}, 5.1)
     message = script.take("verdict")[0][1]
-    assert len(message["text"].splitlines()) == 1 + min(kinds + 1, job.TABLE_LINES)
+    assert len(message["text"].splitlines()) == 1 + min(kinds + 1, table.TABLE_LINES)
     assert len(json.dumps(message)) < job.LARGEST
     if kinds == 3:
         assert re.search(r"^  rank 1234 +stopped$", message["text"], re.M)
@@ -328,8 +328,8 @@ def test_who_joins_late_hears_the_verdict():
 
 
 def test_ranks_in_short():
-    assert job.ranks_text([3]) == "rank 3"
-    assert job.ranks_text([0, 2, 3, 4, 9]) == "ranks 0,2-4,9"
+    assert table.ranks_text([3]) == "rank 3"
+    assert table.ranks_text([0, 2, 3, 4, 9]) == "ranks 0,2-4,9"
 
 
 # How a process is, and how it ended.
@@ -612,3 +612,45 @@ def test_whose_death_it_was_is_not_claimed_before_all_have_joined():
     script.hear("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
     script.tick(2.0)
     assert "not all ranks had come through allred.init()" in script.take("speak")[0][1]["text"]
+
+
+# What a rank is known as.
+
+
+def test_a_rank_is_named_with_what_it_said_last():
+    script = Script()
+    script.hear("known_as", 1, text="parameter server 1; last checkpoint a")
+    script.hear("known_as", 1, text="parameter server 1; last checkpoint b")
+    script.hear("died", 1, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
+    script.tick(1.0 + job.DEATH_S)
+    [(_, message)] = script.take("speak")
+    name = "rank 1 (parameter server 1; last checkpoint b) on host1"
+    assert message["text"] == f"{name} was killed by signal 9 (SIGKILL)"
+
+
+def test_the_table_has_the_role_of_a_rank_that_has_a_line_of_its_own():
+    hosts, roles = dict.fromkeys(range(4), "node7"), {0: "parameter server 0", 1: "worker 0", 2: "worker 1"}
+    lines = table.table(4, hosts, roles, {0: "stopped", 1: "at its end", 2: "at its end", 3: "dead"}).splitlines()
+    assert lines == [
+        "  rank 0 (parameter server 0) node7        stopped",
+        "  ranks 1-2                   node7        at its end",
+        "  rank 3                      node7        dead",
+    ]
+
+
+def test_the_table_of_a_job_shows_roles_only():
+    script = Script(size=2)
+    script.hear("known_as", 0, text="parameter server 0; last checkpoint ckpt/step-00000400")
+    script.hear("limit", 1, 5.0, what="barrier() #5", limit_s=5.0)
+    look(script, {0: "stopped", 1: "waits"}, 5.1)
+    text = script.take("verdict")[0][1]["text"]
+    assert re.search(r"^  rank 0 \(parameter server 0\) host0 +stopped$", text, re.M)
+
+
+def test_what_a_rank_says_it_is_takes_one_line_and_keeps_its_wait(rank_and_watcher):
+    rank, watcher = rank_and_watcher
+    rank.known_as("server 0;\n last checkpoint " + "x" * 1000)
+    event = json.loads(watcher.recv(job.LARGEST))
+    assert event["event"] == "known_as"
+    assert event["text"].startswith("server 0; last checkpoint xxx")
+    assert len(event["text"]) == 200
