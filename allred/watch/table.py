@@ -21,7 +21,7 @@ def table(size: int, hosts: Mapping[int, str], roles: Mapping[int, str], states:
     if len(rows) > TABLE_LINES:  # those that differ from most are what it is about
         rows = sorted(anywhere.items(), key=lambda row: len(row[1]))[:TABLE_LINES]
     names = [_name(ranks, roles) for _, ranks in rows]
-    width = max(10, *(len(name) for name in names if len(name) <= NAME_CHARS))
+    width = max([10, *(len(name) for name in names if len(name) <= NAME_CHARS)])
     lines = [f"  {name:<{width}} {host:<12} {state}" for name, ((host, state), _) in zip(names, rows, strict=True)]
     return "\n".join(line[:TABLE_CHARS] for line in lines)
 
