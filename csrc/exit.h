@@ -37,9 +37,9 @@ typedef struct {
  * Arm the handler for this process, or change what is armed. It runs inside libc's exit(), after Python has shut down:
  *
  *   1  MPI is finalized already: tell the watcher, and nothing else is left to do;
- *   2  status 0, nothing stuck, no verdict, and no rank gone: tell it, and finalize(), which waits for the other ranks
- * as MPI does; 3  else: do what is owed, print a line that says who, and abort(comm, code), which ends the other ranks
- * too. Finalizing would wait for them for ever, since they wait for this rank in a collective.
+ *   2  status 0, nothing stuck, no verdict, no rank gone: tell it, and finalize(), which waits for all, as MPI does;
+ *   3  else: do what is owed, print a line that says who, and abort(comm, code), which ends the other ranks too.
+ *      Finalizing would wait for them for ever, since they wait for this rank in a collective.
  *
  * A launcher ends the job when its first rank goes: so a rank that has heard the verdict lingers, for the others to
  * unwind and for the one that failed to be the last to speak (allred/watch/job.py). Where the others go on without the

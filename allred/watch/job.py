@@ -13,6 +13,7 @@ The watcher of the chief's node has the `Job`; the others send it their events. 
     unwound                      it has heard the verdict, its program has ended, and it lingers
     left                         it ends well, and takes part in nothing more
     died how, code, ago_s        its process has ended, by a signal or without a word
+    unwatched                    its watcher is lost, so no more will be heard of it
     looked node, states          what the ranks of a node are doing, as asked for
 
 The first failure is the job's verdict; there is one at most, and every rank hears it:
@@ -264,6 +265,15 @@ class Job:
             self._pass_loss(rank, self._line(rank, gone[rank].how))
             self._clock = self._now
 
+    def _unwatched(self, rank: int, event: Event) -> None:
+        """Nobody will tell when all have ended: then no rank is spare any more, and one that is gone is the verdict."""
+        if self._ranks[rank].end in ("left", "dead"):
+            return
+        self._spares.ranks = frozenset()
+        for lost, loss in self._spares.gone.items():
+            if self.verdict is None:
+                self._pass_loss(lost, self._line(lost, loss.how))
+
     def _pass_loss(self, rank: int, text: str) -> None:
         loss = self._spares.gone[rank]
         self._pass(rank, text, loss.code, traceback=loss.traceback)
@@ -282,7 +292,8 @@ class Job:
         first line."""
         self._look = None
         for record in self._ranks.values():
-            record.end = record.end.replace("gone", "")  # it is to say that it has unwound, now that all do
+            if record.end == "gone":
+                record.end = ""  # it is to say that it has unwound, now that all do
         self.verdict = {
             "kind": "verdict", "rank": rank, "host": self._ranks[rank].host, "code": code, "text": text[:TEXT_CHARS],
             "brief": text.partition("\n")[0], "traceback": "", "timeout": False, **more,

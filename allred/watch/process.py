@@ -159,8 +159,8 @@ class Watcher:
                 since_s = time.monotonic() - rank.since
                 waiting = {"what": rank.waits_in, "since_s": since_s, "peers": False, "quiet": False}
                 self._tell({"event": "waiting", "rank": rank.number, **waiting})
-        for gone in list(self._gone.values())[: 0 if self._ends else 1]:
-            self._job.conclude(gone, time.monotonic())
+        if self._gone and not self._ends:
+            self._job.conclude(next(iter(self._gone.values())), time.monotonic())
         if here and not any(rank.ending for rank in here if rank.number not in self._gone):
             text = f"the watcher of {here[0].host} {why}; it goes on for the ranks of its own node"
             here[0].send({"kind": "say", "text": text})
@@ -192,6 +192,8 @@ class Watcher:
             self._selector.unregister(link.connection)
             link.connection.close()
             self._links.remove(link)
+            for rank in [rank for rank, place in self._places.items() if place is link]:
+                self._tell({"event": "unwatched", "rank": rank})
             return
         for event in messages:
             if event["event"] == "joined":

@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 import signal
+import threading
 import time
 import uuid
 
@@ -251,3 +252,75 @@ def test_survivors_go_on_and_the_job_ends_with_the_code_of_the_death(mark):
     assert len(re.findall(r"^allred: rank 2 \(worker 1\) on \S+ was killed by signal 9", result.err, re.M)) == 1
     assert result.err.count("allred: the others go on without rank 2 (worker 1)") == 1, result.text
     assert result.code == 137, result.text
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_mpich_ends_the_survivors_and_the_line_is_about_the_first_death(ranks, mark):
+    """Its launcher kills them within a second or two, also of programs without allred [ran]."""
+    result = survive("mpich", program(KILL, more_s=2.0), mark, ranks)
+    assert result.code != 0, result.text
+    lines = re.findall(r"^allred: (rank \d .*was killed by signal.*)$", result.err, re.M)
+    assert len(lines) == 1, result.text
+    assert lines[0].startswith("rank 2 (worker 1) on "), result.text
+
+
+# ---- while the others have ended already
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_one_that_fails_while_the_others_are_in_mpi_finalize(mpi, mark):
+    late = program("time.sleep(3); raise ValueError('boom')", more_s=0, enough=0)
+    result = mpirun(3, "-c", late, mpi=mpi, timeout_s=40, env=GO_ON | mark)
+    check_end(result, 1, mpi)
+    assert done(result) == {0, 1}, result.text
+    assert result.err.count("ValueError: boom") >= 1, result.text
+
+
+def test_one_that_dies_while_the_others_are_in_mpi_finalize(mark):
+    """Which with ULFM returns all the same: the line is there, but mpirun's exit code is 0 [ran]."""
+    result = survive("openmpi", program(f"time.sleep(3); {KILL}", more_s=0, enough=0), mark)
+    assert done(result) == {0, 1, 3}, result.text
+    assert "allred: rank 2 (worker 1) on " in result.err, result.text
+
+
+# ---- while a rank lingers
+
+SLEEPS = "\n    time.sleep(25)"
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("fails", ["raise ValueError('boom')", "sys.exit(1)"])
+@pytest.mark.parametrize(
+    ("nodes", "which"), [("4", 0), ("2,2", 0), ("2,2", 1), ("2,1,1", 0), ("2,1,1", 1), ("2,1,1", 2)]
+)
+def test_a_watcher_that_is_killed(mpi, fails, nodes, which, mark, tmp_path):
+    """Nobody could tell the rank that lingers any more when the others have ended; so it ends the job, whichever
+    watcher it is."""
+    ready = tmp_path / "ready"
+
+    def kill():
+        deadline = time.monotonic() + 20
+        while not ready.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(sorted(processes(mark, "process.main()"))[which], signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    code = program(fails, who=(3,), after=f"\n    if rank == 0: open({str(ready)!r}, 'w').close(){SLEEPS}")
+    environment = GO_ON | mark | {"ALLRED_PRETEND_NODES": nodes}
+    result = mpirun(4, "-c", code, mpi=mpi, timeout_s=40, env=environment)
+    thread.join()
+    assert result.code == 1, result.text
+    assert result.seconds < 15, result.text
+    assert not done(result), result.text
+    assert result.err.count("\nValueError: boom") == ("boom" in fails), result.text
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("fails", ["raise ValueError('boom')", "sys.exit(1)"])
+def test_a_launcher_that_is_ended_takes_it_along(mpi, fails, mark):
+    ends = "from allred.watch import state\n    if rank == 0: os.kill(state.launcher(os.getpid())[-1], signal.SIGTERM)"
+    result = mpirun(3, "-c", program(fails, after=ends + SLEEPS), mpi=mpi, timeout_s=40, env=GO_ON | mark)
+    assert result.code != 0, result.text
+    assert result.seconds < 15, result.text
+    assert not done(result), result.text

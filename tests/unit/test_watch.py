@@ -902,6 +902,27 @@ def test_who_joins_late_hears_who_is_gone():
     assert kinds(script) == [(3, "gone")]
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_with_a_watcher_lost_no_rank_is_spare(before):
+    """Nobody would know when all have ended."""
+    script = spare_script(nodes=2)
+    if before:
+        fail(script, 2, 1.0)
+    script.hear("unwatched", 3, 5.0)
+    if not before:
+        fail(script, 2, 6.0)
+    assert script.job.verdict["rank"] == 2
+    assert script.job.verdict["code"] == 3
+
+
+def test_a_watcher_whose_ranks_have_ended_may_go():
+    script = spare_script(nodes=2)
+    fail(script, 2, 1.0)
+    script.hear("left", 3, 2.0)
+    script.hear("unwatched", 3, 5.0)
+    assert script.job.verdict is None
+
+
 def test_a_watcher_that_goes_on_alone_makes_a_loss_the_verdict():
     alone = Script(2, 1)
     gone = {"kind": "gone", "rank": 3, "host": "host3", "how": "was killed by signal 9 (SIGKILL)", "code": 137}
