@@ -85,6 +85,11 @@ class Config:
     stall_warning_s: float = _setting(
         30.0, "how long a rank waits in an operation before a warning says what all ranks do, in seconds", minimum=0.1
     )
+    worker_failure: str = _setting(
+        "end",
+        "what a worker of mode ps that fails or dies does: end the job, or go_on: the others do, without it",
+        choices=("end", "go_on"),
+    )
     pretend_nodes: str = _setting(
         "none", "for tests: the ranks of pretended nodes, in rank order (2,2 makes two nodes of four ranks)"
     )

@@ -38,14 +38,23 @@ static long now_ms(void) {
   return now.tv_sec * 1000 + now.tv_nsec / 1000000;
 }
 
-/* Until the watcher says that it is this rank's turn to end the job. It may rather end with another's. */
-static void await_release(void) {
-  const long until = now_ms() + PATIENCE_MS;
+/* Until the watcher says that it is this rank's turn to end the job, or is gone. The job may rather end with another's.
+ * `forever`: no limit until there is a verdict, for the others go on. */
+static void await_release(int forever) {
+  long until = now_ms() + PATIENCE_MS;
   struct pollfd watcher = {.fd = armed.plan.line, .events = POLLIN};
-  for (long left; armed.plan.line >= 0 && (left = until - now_ms()) > 0;) {
+  while (armed.plan.line >= 0) {
+    const long left = until - now_ms();
     char letter;
-    if (poll(&watcher, 1, (int)left) <= 0) continue;
+    if (!forever && left <= 0) return;
+    if (poll(&watcher, 1, forever ? -1 : (int)left) <= 0) continue;
     if (recv(armed.plan.line, &letter, 1, MSG_DONTWAIT) <= 0 || letter == 'r') return; /* gone, or "release" */
+    if (letter == 'l') forever = 1;                                                    /* "linger" */
+    if (letter == 'v') {                                                               /* "verdict" */
+      tell("unwound", 0);
+      forever = 0;
+      until = now_ms() + PATIENCE_MS;
+    }
   }
 }
 
@@ -56,20 +65,23 @@ static void at_exit(int status, void *unused) {
   if (getpid() != armed.pid) return;
   plan->mpi.finalized(&over);
   status &= 0xff; /* all that a parent sees of it */
-  if (plan->owed == ALLRED_EXIT_TELL) tell(status || plan->stuck ? "failed" : "left", status ? status : 1);
+  const int good = status == 0 && !plan->stuck, stays = plan->owed == ALLRED_EXIT_STAY && good;
+  if (plan->owed == ALLRED_EXIT_TELL || plan->owed == ALLRED_EXIT_STAY)
+    tell(good ? "left" : "failed", status ? status : 1);
   if (over) return;
-  if (status == 0 && !plan->stuck && plan->owed == ALLRED_EXIT_TELL) {
+  if (good && plan->owed == ALLRED_EXIT_TELL) {
     plan->mpi.finalize();
     return;
   }
-  if (plan->owed != ALLRED_EXIT_RELEASED) await_release();
-  if (plan->code)
+  if (plan->owed != ALLRED_EXIT_RELEASED) await_release(stays || plan->owed == ALLRED_EXIT_LINGER);
+  const int code = plan->owed == ALLRED_EXIT_STAY && !good ? 0 : plan->code;
+  if (code)
     dprintf(STDERR_FILENO, "allred: %s ends the job: %s\n", armed.who, armed.words);
   else
     dprintf(STDERR_FILENO, "allred: %s left with exit code %d%s; ending the job\n", armed.who, status,
             plan->stuck ? " and an operation that never completed" : "");
   usleep(DRAIN_US);
-  plan->mpi.abort(plan->mpi.comm, plan->code ? plan->code : status ? status : 1);
+  plan->mpi.abort(plan->mpi.comm, code ? code : status ? status : 1);
 }
 
 int allred_exit_arm(const allred_exit_plan *plan) {

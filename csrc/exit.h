@@ -15,9 +15,12 @@ typedef struct {
 
 /* What is left to do with the watcher before the job is aborted. */
 enum {
-  ALLRED_EXIT_TELL,    /* say "left" if this is a good end; else say "failed", and await the release */
-  ALLRED_EXIT_AWAIT,   /* it has been said: await the release, however well this process ends */
-  ALLRED_EXIT_RELEASED /* nothing */
+  ALLRED_EXIT_TELL,     /* say "left" if this is a good end; else say "failed", and await the release */
+  ALLRED_EXIT_AWAIT,    /* it has been said: await the release, however well this process ends */
+  ALLRED_EXIT_RELEASED, /* nothing */
+  ALLRED_EXIT_STAY,     /* as TELL; but another rank is gone, while the job went on. So there is no MPI_Finalize for a
+                         * good end either: await the release for as long as the others take, and end with `code` */
+  ALLRED_EXIT_LINGER    /* as AWAIT, for as long as the others take: the job goes on without this rank */
 };
 
 typedef struct {
@@ -34,12 +37,13 @@ typedef struct {
  * Arm the handler for this process, or change what is armed. It runs inside libc's exit(), after Python has shut down:
  *
  *   1  MPI is finalized already: tell the watcher, and nothing else is left to do;
- *   2  status 0, nothing stuck, and no verdict: tell it, and finalize(), which waits for the other ranks as MPI does;
+ *   2  status 0, nothing stuck, no verdict, no rank gone: tell it, and finalize(), which waits for all, as MPI does;
  *   3  else: do what is owed, print a line that says who, and abort(comm, code), which ends the other ranks too.
  *      Finalizing would wait for them for ever, since they wait for this rank in a collective.
  *
  * A launcher ends the job when its first rank goes: so a rank that has heard the verdict lingers, for the others to
- * unwind and for the one that failed to be the last to speak (allred/watch/job.py).
+ * unwind and for the one that failed to be the last to speak (allred/watch/job.py). Where the others go on without the
+ * rank that failed (allred/watch/spares.py) that may take hours; it sleeps meanwhile, and hears when its watcher ends.
  * A forked child inherits the handler; it does nothing there. Python alone cannot do this: its atexit functions are not
  * told the exit status. Returns 0, or -1 where libc has no on_exit().
  */

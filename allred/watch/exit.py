@@ -30,7 +30,8 @@ from allred.watch import line, uncaught
 GRACE_S = 3.0  # from failing to leaving
 FOLLOWER_S = 10.0  # the same where another rank has failed before; as in csrc/exit.c
 _DRAIN_S = 0.2  # as in csrc/exit.c
-_TELL, _AWAIT, _RELEASED = range(3)  # as in csrc/exit.h
+_LOOK_S = 0.5  # a rank that lingers, whether it still has to
+_TELL, _AWAIT, _RELEASED, _STAY, _LINGER = range(5)  # as in csrc/exit.h
 
 _pid = 0  # of the process whose exit is watched or owned: not that of its forks
 _mpi: Any = None  # mpi4py.MPI, once the exit is owned
@@ -93,6 +94,11 @@ def _end_soon(status: int) -> None:
 
 def _end_after_grace(status: int) -> None:
     time.sleep(GRACE_S)
+    if line.current is not None and line.current.lingers:
+        while not line.current.over():
+            time.sleep(_LOOK_S)
+        if not line.current.is_anothers():
+            line.current.linger()
     if line.current is not None and line.current.is_anothers():
         time.sleep(FOLLOWER_S - GRACE_S)  # that rank ends the job
     what = f"failed with exit code {status} but has not left after {GRACE_S:g} s: threads or atexit functions run"
@@ -110,10 +116,13 @@ def _leave(finalizes: bool) -> None:
         if watcher.released:
             owed = _RELEASED
         elif watcher.failed and not watcher.is_anothers():
-            owed = _AWAIT
+            owed = _LINGER if watcher.lingers and watcher.verdict is None else _AWAIT
         elif watcher.verdict is not None:
             owed, code, words = _AWAIT, watcher.verdict.code, _printable(watcher.verdict.brief)
             watcher.tell("unwound")
+        elif watcher.gone:
+            rank, how = next(iter(watcher.gone.items()))
+            owed, code, words = _STAY, watcher.gone_code, _printable(f"rank {rank} {how}")
     if _arm is not None and not uncaught.interrupted():  # after Ctrl-C Python ends by a signal, not by exit()
         _arm(words, code, -1 if watcher is None else watcher.duplicate(), owed)
     else:
@@ -123,12 +132,15 @@ def _leave(finalizes: bool) -> None:
 def _leave_without_c(finalizes: bool, status: int, owed: int, code: int, words: str) -> None:
     """What csrc/exit.c does, as far as Python knows the status."""
     watcher = line.current
-    bad = status or _stuck or code
-    if watcher is not None and owed == _TELL:
+    bad = bool(status or _stuck)
+    if owed == _STAY and bad:
+        owed, code = _TELL, 0
+    if watcher is not None and owed in (_TELL, _STAY):
         watcher.tell("failed" if bad else "left", code=status or 1, words="", traceback="")
+        watcher.lingers = watcher.lingers or owed == _STAY
     if _mpi is not None and _mpi.Is_finalized():
         return
-    if not bad and owed == _TELL:
+    if not (bad or code) and owed == _TELL:
         if finalizes:
             _mpi.Finalize()
         return

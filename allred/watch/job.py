@@ -4,6 +4,7 @@ The watcher of the chief's node has the `Job`; the others send it their events. 
 `rank` is whom it is about.
 
     joined host                  the rank is watched from now on
+    known_as text                what the rank is, for a person: its role; then, after a ';', what else is worth telling
     waiting what, since_s, peers, quiet  it has waited in an operation for so many seconds; peers: for ranks to begin
                                  it; quiet: it is meant to take long
     going                        it waits no more
@@ -12,6 +13,7 @@ The watcher of the chief's node has the `Job`; the others send it their events. 
     unwound                      it has heard the verdict, its program has ended, and it lingers
     left                         it ends well, and takes part in nothing more
     died how, code, ago_s        its process has ended, by a signal or without a word
+    unwatched                    its watcher is lost, so no more will be heard of it
     looked node, states          what the ranks of a node are doing, as asked for
 
 The first failure is the job's verdict; there is one at most, and every rank hears it:
@@ -21,11 +23,17 @@ The first failure is the job's verdict; there is one at most, and every rank hea
     2  they raise it, unwind, and say so; each lingers, for a launcher ends a job when the first of its ranks goes
     3  when all have, or GRACE_S after the first, one of them is released: the rank that failed, if it can
     4  it prints its traceback, so that this comes last, and aborts the job with its exit code
+
+The failure of a spare rank is no verdict (spares.py).
 """
 
 import dataclasses
 import signal
+from collections.abc import Collection
 from typing import Any
+
+from allred.watch.spares import FOLLOW_S, Loss, Spares
+from allred.watch.table import table
 
 GRACE_S = 2.0  # for the others to unwind
 ABORT_S = 8.0  # from the release to the end; then the watchers end the ranks
@@ -35,7 +43,6 @@ FAR_S = 0.3  # the same, if it may have been on another node: Open MPI aborts a 
 LEFT_S = 2.0  # how long to wait for a rank that has left before that is a failure: it may have answered just before
 LOOK_S = 1.0  # for the watchers of other nodes to answer
 SAME_S = 0.2  # for the others to fail of the same error by themselves
-TABLE_LINES, TABLE_CHARS = 40, 200  # of what all ranks are doing, and of each of these lines
 TEXT_CHARS = 9000  # of a verdict; twelve bytes of JSON a character at most, and the whole less than LARGEST
 LARGEST = 2**17  # bytes of a message between a rank and its watcher; Linux takes no more than 208 KiB
 WARN_FACTOR = 4  # a stall is told again when it has lasted so many times as long
@@ -49,18 +56,20 @@ _LAUNCHERS_CODES = (_KILLED, 128 + signal.SIGTERM)  # of ranks that are ended si
 @dataclasses.dataclass
 class _Rank:
     host: str
+    known_as: str = ""
     waits_in: str = ""
     misses: bool = False  # ranks that have not begun it: one that has left may have
     since: float = 0.0
     warn_at: float = 0.0
-    end: str = ""  # unwound, left or dead
+    end: str = ""  # gone (a spare rank that lingers), unwound, left or dead
     end_at: float = 0.0
 
 
 class Job:
-    """The ranks of a job, `size` of them on `nodes` nodes. `warn_s`: when a wait is told of, in seconds."""
+    """The ranks of a job, `size` of them on `nodes` nodes. `warn_s`: when a wait is told of, in seconds. `spares`: the
+    ranks without which the others can go on."""
 
-    def __init__(self, size: int, nodes: int, warn_s: float) -> None:
+    def __init__(self, size: int, nodes: int, warn_s: float, spares: Collection[int] = ()) -> None:
         self.verdict: Event | None = None
         self._size = size
         self._nodes = nodes
@@ -74,7 +83,10 @@ class Job:
         self._states: list[dict[int, str]] = []
         self._look_until = 0.0
         self._warned: tuple[int, str] | None = None  # who told of which operation
-        self._deaths: list[tuple[float, int, Event]] = []  # when, who, how
+        self._spares = Spares(spares)
+        self._notices: list[tuple[float, str]] = []  # when to say that the others go on
+        self._deaths: list[tuple[float, int, Event]] = []  # when, who, how; not judged yet
+        self._lost: list[tuple[float, int, Event]] = []  # deaths of spare ranks
         self._death_due = float("inf")
         self._of_death = False  # the verdict: then mpirun ends the others
         self._clock: float | None = None  # when the first rank began to linger
@@ -97,6 +109,7 @@ class Job:
         if self.verdict is None:
             self._check_left()
             self._check_stalls()
+            self._check_spares()
         else:
             self._tell_verdict()
             self._check_release()
@@ -105,12 +118,23 @@ class Job:
         out, self._out = self._out, []
         return out
 
+    def conclude(self, gone: Event, now: float) -> None:
+        """Pass the verdict for a spare rank, of which a message said that it is gone: nobody knows any more how the
+        ranks of other nodes end."""
+        self._now, rank = now, gone["rank"]
+        self._ranks.setdefault(rank, _Rank(gone["host"], end="dead"))
+        self._pass(rank, self._line(rank, gone["how"]), gone["code"])
+
     # What is heard.
 
     def _joined(self, rank: int, event: Event) -> None:
         self._ranks[rank] = _Rank(event["host"])
         if self._told and self.verdict is not None:
             self._out.append((rank, self.verdict))
+        self._out += [(rank, self._gone(lost)) for lost in self._spares.gone]
+
+    def _known_as(self, rank: int, event: Event) -> None:
+        self._ranks[rank].known_as = event["text"]
 
     def _waiting(self, rank: int, event: Event) -> None:
         record = self._ranks[rank]
@@ -132,10 +156,15 @@ class Job:
     def _failed(self, rank: int, event: Event) -> None:
         if self.verdict is None and self._deaths:
             self._pass_death()
+        how = f"failed with exit code {event['code']}" + (f": {event['words']}" if event["words"] else "")
+        if self.verdict is None and self._spares.can_lose([rank]):
+            self._end(rank, "gone")
+            self._out.append((rank, {"kind": "linger"}))
+            self._lose(rank, Loss(how, event["code"], event["traceback"]))
+            self._notices.append((self._now + SAME_S, f"{self._line(rank, how)}; the others go on"))
+            return
         if self.verdict is None:
-            words = f": {event['words']}" if event["words"] else ""
-            text = self._line(rank, f"failed with exit code {event['code']}{words}")
-            self._pass(rank, text, event["code"], SAME_S, traceback=event["traceback"])
+            self._pass(rank, self._line(rank, how), event["code"], SAME_S, traceback=event["traceback"])
         self._end(rank, "unwound")
 
     def _unwound(self, rank: int, event: Event) -> None:
@@ -158,16 +187,22 @@ class Job:
         by_itself, aborted = event["code"] not in _LAUNCHERS_CODES, event["code"] <= 128
         if by_itself and not (aborted and self._nodes > 1):
             return self._pass_death()
-        self._death_due = min(self._death_due, self._now + (FAR_S if aborted else DEATH_S))
+        follows_s = FAR_S if aborted or rank in self._spares.ranks else DEATH_S
+        self._death_due = min(self._death_due, self._now + follows_s)
 
     def _check_death(self) -> None:
         if self._now >= self._death_due:
             self._pass_death()
 
     def _pass_death(self) -> None:
-        deaths = sorted(self._deaths, key=lambda death: death[0])
+        new = sorted(self._deaths, key=lambda death: death[0])
+        self._deaths, self._death_due = [], float("inf")
+        if self._spares.can_lose([rank for _, rank, _ in new]):
+            return self._lose_dead(new)
+        deaths = [lost for lost in self._lost if self._now <= lost[0] + FOLLOW_S] + new
         by_themselves = [death for death in deaths if death[2]["code"] not in _LAUNCHERS_CODES]
-        _, rank, event = (by_themselves or deaths)[0]
+        first = (by_themselves or deaths)[0]
+        _, rank, event = first
         text = self._line(rank, event["how"])
         for _, other, killed in deaths:  # of two on two hosts nobody knows which was before
             if event["code"] <= 128 and killed["code"] == _KILLED and self._ranks[other].host != self._ranks[rank].host:
@@ -177,7 +212,21 @@ class Job:
             text += "; not all ranks had come through allred.init(), and mpirun may have ended it because of another"
         self._of_death = True
         self._pass(rank, text, event["code"], brief=f"rank {rank} is gone")
-        self._speak(rank, text)
+        if first not in self._lost:
+            self._speak(rank, text)
+
+    def _lose_dead(self, deaths: list[tuple[float, int, Event]]) -> None:
+        lines = []
+        for _, rank, event in deaths:
+            before = self._spares.gone.get(rank)
+            lines.append(self._line(rank, event["how"]))
+            if before is None:
+                self._lose(rank, Loss(event["how"], event["code"], ""))
+                self._notices.append((self._now + GONE_S, f"the others go on without {self._name(rank)}"))
+            else:
+                lines[-1] += f" while it waited for the others to end, since it {before.how}\n{before.traceback}"
+        self._lost += deaths
+        self._speak(deaths[0][1], "\nallred: ".join(lines))  # there is one outlet, for one text
 
     def _speak(self, rank: int, text: str) -> None:
         self._out.append((None, {"kind": "speak", "rank": rank, "text": text}))
@@ -193,15 +242,58 @@ class Job:
         if how == "unwound" and self._clock is None:
             self._clock = self._now
 
+    # Spare ranks.
+
+    def _lose(self, rank: int, loss: Loss) -> None:
+        self._spares.gone[rank] = loss
+        self._out.append((None, self._gone(rank)))
+
+    def _gone(self, rank: int) -> Event:
+        loss = self._spares.gone[rank]
+        return {"kind": "gone", "rank": rank, "host": self._ranks[rank].host, "how": loss.how, "code": loss.code}
+
+    def _check_spares(self) -> None:
+        """Say that the others go on, if they do; and when all have ended, have one end the job."""
+        on = [rank for rank, record in self._ranks.items() if not record.end]
+        due = [text for at, text in self._notices if self._now >= at and on]
+        self._notices = [notice for notice in self._notices if notice[1] not in due]
+        for text in due:
+            self._say(min(on), text)
+        gone = self._spares.gone
+        if gone and not on and not self._deaths and len(self._ranks) == self._size:
+            rank = next((rank for rank in gone if self._ranks[rank].end == "gone"), next(iter(gone)))
+            self._pass_loss(rank, self._line(rank, gone[rank].how))
+            self._clock = self._now
+
+    def _unwatched(self, rank: int, event: Event) -> None:
+        """Nobody will tell when all have ended: then no rank is spare any more, and one that is gone is the verdict."""
+        if self._ranks[rank].end in ("left", "dead"):
+            return
+        self._spares.ranks = frozenset()
+        for lost, loss in self._spares.gone.items():
+            if self.verdict is None:
+                self._pass_loss(lost, self._line(lost, loss.how))
+
+    def _pass_loss(self, rank: int, text: str) -> None:
+        loss = self._spares.gone[rank]
+        self._pass(rank, text, loss.code, traceback=loss.traceback)
+
     # Verdicts.
 
+    def _name(self, rank: int) -> str:
+        known_as = self._ranks[rank].known_as
+        return f"rank {rank}" + (f" ({known_as})" if known_as else "")
+
     def _line(self, rank: int, how: str) -> str:
-        return f"rank {rank} on {self._ranks[rank].host} {how}"
+        return f"{self._name(rank)} on {self._ranks[rank].host} {how}"
 
     def _pass(self, rank: int, text: str, code: int, later_s: float = 0.0, **more: Any) -> None:
         """`more`: traceback, of the rank; timeout, whether all raise CollectiveTimeout; brief, instead of the text's
         first line."""
         self._look = None
+        for record in self._ranks.values():
+            if record.end == "gone":
+                record.end = ""  # it is to say that it has unwound, now that all do
         self.verdict = {
             "kind": "verdict", "rank": rank, "host": self._ranks[rank].host, "code": code, "text": text[:TEXT_CHARS],
             "brief": text.partition("\n")[0], "traceback": "", "timeout": False, **more,
@@ -220,8 +312,12 @@ class Job:
         waiting = [r for r in missing if self._now >= self._ranks[r].since + LEFT_S]
         if left and waiting:
             what = self._ranks[min(waiting)].waits_in
-            how = f"has ended, and will never call {what}, in which rank {min(waiting)} waits"
-            self._pass(min(left), self._line(min(left), how), 1)
+            never = f"and will never call {what}, in which rank {min(waiting)} waits"
+            gone = [rank for rank in left if rank in self._spares.gone]
+            if gone:
+                self._pass_loss(min(gone), self._line(min(gone), f"has failed, {never}"))
+            else:
+                self._pass(min(left), self._line(min(left), f"has ended, {never}"), 1)
 
     def _check_release(self) -> None:
         assert self.verdict is not None
@@ -235,6 +331,9 @@ class Job:
             return
         lingering = sorted(rank for rank, record in self._ranks.items() if record.end == "unwound")
         if not lingering:
+            if self._spares.gone and self._clock is not None and self._now >= self._clock + GRACE_S:
+                self._out.append((None, {"kind": "kill"}))  # MPI_Finalize, where they may be, does not return
+                self._clock = float("inf")
             return
         culprit = self.verdict["rank"]
         chosen = culprit if culprit in lingering else lingering[0]
@@ -275,43 +374,15 @@ class Job:
         states = {rank: state for some in self._states for rank, state in some.items()}
         self._look = None
         rank, what = purpose["rank"], purpose["what"]
-        table = self._table(states)
+        hosts = {rank: record.host for rank, record in self._ranks.items()}
+        roles = {rank: record.known_as.partition(";")[0] for rank, record in self._ranks.items()}
+        shown = table(self._size, hosts, roles, states)
         if purpose["event"] == "limit":
-            self._pass(rank, f"{what}: not complete after {purpose['limit_s']:g} s\n{table}", 1, timeout=True)
+            self._pass(rank, f"{what}: not complete after {purpose['limit_s']:g} s\n{shown}", 1, timeout=True)
         elif self._ranks[rank].waits_in == what:
             self._warned = (rank, what)
             waited = self._now - self._ranks[rank].since
-            self._say(rank, f"rank {rank} has waited for {waited:.0f} s in {what}\n{table}")
+            self._say(rank, f"rank {rank} has waited for {waited:.0f} s in {what}\n{shown}")
 
     def _say(self, rank: int, text: str) -> None:
         self._out.append((rank, {"kind": "say", "text": text[:TEXT_CHARS]}))
-
-    def _table(self, states: dict[int, str]) -> str:
-        """A line for each rank, or for ranks that do the same: on one host; anywhere, if that makes too many lines."""
-        alike: dict[tuple[str, str], list[int]] = {}
-        anywhere: dict[tuple[str, str], list[int]] = {}
-        for rank in range(self._size):
-            record, state = self._ranks.get(rank), states.get(rank, "not heard from")
-            alike.setdefault((record.host if record else "?", state), []).append(rank)
-            anywhere.setdefault(("", state), []).append(rank)
-        rows = list(alike.items())
-        if len(rows) > TABLE_LINES:  # those that differ from most are what it is about
-            rows = sorted(anywhere.items(), key=lambda row: len(row[1]))[:TABLE_LINES]
-        lines = [f"  {ranks_text(ranks):<10} {host:<12} {state}" for (host, state), ranks in rows]
-        return "\n".join(line[:TABLE_CHARS] for line in lines)
-
-
-def ranks_text(ranks: list[int]) -> str:
-    """Ranks in short.
-
-    >>> ranks_text([0, 1, 2, 5])
-    'ranks 0-2,5'
-    """
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"rank{'s' * (len(ranks) > 1)} {text}"

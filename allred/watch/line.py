@@ -23,11 +23,13 @@ from allred.watch.job import LARGEST
 
 WELCOME_S = 10.0
 RELEASE_S = 3.0  # more than Job.GRACE_S
+LOOK_AGAIN_S = 1.0  # for what the signal's handler has read just before a poll
 ANSWER_S = 2.0  # for the table of a time limit; more than job.LOOK_S
 
 # What is sent around of a traceback (its end) and of other words. JSON makes 12 bytes of a character at most, and all
 # together, with the words twice, has to be less than LARGEST.
 _TRACEBACK_CHARS, _WORDS_CHARS = 9000, 500
+_NAME_CHARS = 200  # of what a rank is known as
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +65,9 @@ class Line:
         self.verdict: Verdict | None = None
         self.released = False  # it is this rank's turn to end the job, or it has waited for that long enough
         self.failed = False  # and has said so
+        self.gone: dict[int, str] = {}  # spare ranks that have failed or died (spares.py), and how, the first one first
+        self.gone_code = 0  # the exit code of the first
+        self.lingers = False  # for as long as it takes, until the watcher says that the others have ended
         self.waits = False  # in allred: then the waiting loop raises, not the handler
         self._host, self._speaks, self._pid = hello["host"], speaks, os.getpid()
         self._raised = False
@@ -140,6 +145,11 @@ class Line:
             _print(message["text"])
         elif message["kind"] == "release":
             self.released = True
+        elif message["kind"] == "linger":
+            self.lingers = True
+        elif message["kind"] == "gone":
+            self.gone[message["rank"]] = message["how"]
+            self.gone_code = self.gone_code or message["code"]
         elif message["kind"] == "verdict" and self.verdict is None:
             fields = {field.name: message[field.name] for field in dataclasses.fields(Verdict)}
             self.verdict = Verdict(**fields)
@@ -161,6 +171,11 @@ class Line:
             with contextlib.suppress(OSError):
                 self._socket.send(json.dumps({"event": event, **what}).encode(), socket.MSG_DONTWAIT)
 
+    def known_as(self, text: str) -> None:
+        """Tell what this rank is, for lines about it: a role, and after a ';' what else is worth telling, such as
+        `parameter server 0; last checkpoint ckpt/step-00000400`. The text that was told last holds. One message."""
+        self.tell("known_as", text=" ".join(text.split())[:_NAME_CHARS])
+
     def begin_to_fail(self, code: int, words: str, traceback: str = "") -> None:
         """Tell that this rank is about to end with that exit code."""
         self.hushed = self.failed = True
@@ -169,7 +184,10 @@ class Line:
     def fail(self, code: int, words: str, traceback: str) -> None:
         """The same, and linger until it is this rank's turn to end the job, or another's failure came first."""
         self.begin_to_fail(code, words, traceback)
-        self._await(RELEASE_S, lambda: self.released or self.is_anothers())
+        self._await(RELEASE_S, lambda: self.released or self.lingers or self.is_anothers())
+        self._linger_long()
+        if self.lingers and not self.released and not self.is_anothers():
+            return self.linger()
         self.released = self.released or not self.is_anothers()
 
     def is_anothers(self) -> bool:
@@ -185,7 +203,21 @@ class Line:
 
     def await_release(self) -> None:
         """Until it is this rank's turn to end the job."""
+        if self.verdict is None:
+            self._await(RELEASE_S, lambda: self.released or self.lingers or self.verdict is not None)
+            self._linger_long()
+            self.tell("unwound")
         self._await(RELEASE_S, lambda: self.released)
+
+    def _linger_long(self) -> None:
+        """Where the others go on: until they have ended, or the watcher has."""
+        while self.lingers and not self.over():
+            self._await(LOOK_AGAIN_S, self.over)
+
+    def over(self) -> bool:
+        """Whether there is nothing more to linger for: a verdict, the release, or no watcher to wait for."""
+        self.read()
+        return self.released or self.verdict is not None or not self._alive()
 
     def limit(self, what: str, limit_s: float) -> None:
         """A wait has reached its limit: ask for the verdict."""

@@ -31,8 +31,8 @@ STAY_S = 0.5
 
 
 class Watcher:
-    """One node's. The settings: token, ranks (of this node), size and nodes (of the job), warn_s, chief (whether it is
-    the chief's), reach ("" if there is no other node, "host" or "network")."""
+    """One node's. The settings: token, ranks (of this node), size and nodes (of the job), warn_s, spares, chief
+    (whether it is the chief's), reach ("" if there is no other node, "host" or "network")."""
 
     def __init__(self, settings: Event) -> None:
         self._settings = settings
@@ -41,7 +41,11 @@ class Watcher:
         self._links: list[Link] = []
         self._places: dict[int, Link] = {}  # of ranks of other nodes
         self._up: Link | None = None
-        self._job = Job(settings["size"], settings["nodes"], settings["warn_s"]) if settings["chief"] else None
+        self._job: Job | None = None
+        if settings["chief"]:
+            self._job = Job(settings["size"], settings["nodes"], settings["warn_s"], settings["spares"])
+        self._gone: dict[int, Event] = {}  # spare ranks, with the message that says so
+        self._ends = False  # the job, with a verdict
         self._give_up_at = time.monotonic() + LONELY_S
         self._last_death = 0.0
         self._outlet = -1  # where a death may be told of
@@ -148,13 +152,16 @@ class Watcher:
         here = [rank for rank in self._ranks.values() if not rank.dead]
         for rank in here:
             self._tell({"event": "joined", "rank": rank.number, "host": rank.host})
+            self._tell({"event": "known_as", "rank": rank.number, "text": rank.known_as})
             if rank.left:
                 self._tell({"event": "left", "rank": rank.number})
             elif rank.waits_in:
                 since_s = time.monotonic() - rank.since
                 waiting = {"what": rank.waits_in, "since_s": since_s, "peers": False, "quiet": False}
                 self._tell({"event": "waiting", "rank": rank.number, **waiting})
-        if here and not any(rank.ending for rank in here):
+        if self._gone and not self._ends:
+            self._job.conclude(next(iter(self._gone.values())), time.monotonic())
+        if here and not any(rank.ending for rank in here if rank.number not in self._gone):
             text = f"the watcher of {here[0].host} {why}; it goes on for the ranks of its own node"
             here[0].send({"kind": "say", "text": text})
 
@@ -185,6 +192,8 @@ class Watcher:
             self._selector.unregister(link.connection)
             link.connection.close()
             self._links.remove(link)
+            for rank in [rank for rank, place in self._places.items() if place is link]:
+                self._tell({"event": "unwatched", "rank": rank})
             return
         for event in messages:
             if event["event"] == "joined":
@@ -218,7 +227,8 @@ class Watcher:
         if rank is not None:
             if rank in self._ranks:
                 self._ranks[rank].send(message)
-        elif message["kind"] == "verdict":
+        elif message["kind"] in ("verdict", "gone"):
+            self._note(message)
             for each in living:
                 each.send(message)
         elif message["kind"] == "look":
@@ -229,6 +239,14 @@ class Watcher:
                     signal.pidfd_send_signal(each.pidfd, signal.SIGKILL)
         elif message["kind"] == "speak" and message["rank"] in self._ranks:
             self._speak(f"allred: {message['text']}\n")
+
+    def _note(self, message: Event) -> None:
+        if message["kind"] == "verdict":
+            self._ends = True
+        else:
+            self._gone[message["rank"]] = message
+            if message["rank"] in self._ranks:
+                self._ranks[message["rank"]].ending = "has failed"
 
     def _speak(self, line: str) -> None:
         descriptor, self._outlet = self._outlet, -1

@@ -22,6 +22,7 @@ class Rank:
         self.connection, self.pidfd, self.pipe = connection, pidfd, pipe
         self.number, self.host, self.stack_signal = hello["rank"], hello["host"], hello["stack_signal"]
         self.waits_in, self.since, self.ending, self.dead, self.left = "", 0.0, "", "", False
+        self.known_as = ""
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         self.pid, user, _ = struct.unpack("3i", credentials)
         if user != os.geteuid():
@@ -61,6 +62,8 @@ class Rank:
             self.waits_in, self.since = event["what"], time.monotonic() - event["since_s"]
         elif event["event"] == "limit":
             self.waits_in, self.since = event["what"], time.monotonic() - event["limit_s"]
+        elif event["event"] == "known_as":
+            self.known_as = event["text"]
         else:
             self.waits_in = ""
         self.left = self.left or event["event"] == "left"

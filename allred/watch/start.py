@@ -28,14 +28,16 @@ process.main()
 """
 
 
-def start(communicator: Any, world: Topology, config: Config, reach: str) -> None:
+def start(communicator: Any, world: Topology, config: Config, reach: str, spares: tuple[int, ...] = ()) -> None:
     """Have all ranks of `communicator` watched. `reach`: how the watchers reach each other, see `process.Watcher`.
+    `spares`: the ranks without which the others can go on, if the setting `worker_failure` says that they do.
 
     Where that cannot be, a line says so, and the job goes on without.
     """
     if world.size == 1 or not config.watcher:
         return
-    mine = _spawn(world, config, reach) if world.local_rank == 0 else None
+    spares = spares if config.worker_failure == "go_on" else ()
+    mine = _spawn(world, config, reach, spares) if world.local_rank == 0 else None
     found = communicator.allgather_object(mine).wait()
     here = found[world.leader]
     problem = here["problem"]
@@ -56,12 +58,13 @@ def start(communicator: Any, world: Topology, config: Config, reach: str) -> Non
         )
 
 
-def _spawn(world: Topology, config: Config, reach: str) -> dict[str, Any]:
+def _spawn(world: Topology, config: Config, reach: str, spares: tuple[int, ...]) -> dict[str, Any]:
     """Where this node's watcher is: name, port, addresses, token; or the problem, in words."""
     token = secrets.token_hex(16)
     settings = {
         "token": token, "ranks": world.local_size, "size": world.size, "nodes": world.nodes,
         "warn_s": config.stall_warning_s, "chief": world.rank == 0, "reach": reach,
+        "spares": spares,
     }  # fmt: skip
     addresses = own_addresses() if reach == "network" else ["127.0.0.1"]
     found = {"token": token, "addresses": addresses, "name": "", "port": 0, "problem": ""}

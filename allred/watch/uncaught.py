@@ -5,6 +5,7 @@ A rank that fails shows its traceback last: it tells its watcher first, and the 
 the traceback of the verdict that they raised would only repeat it, and is not printed.
 """
 
+import contextlib
 import sys
 import threading
 import traceback
@@ -73,6 +74,8 @@ def _tell(kind: type[BaseException], error: BaseException, trace: types.Tracebac
     text = "".join(traceback.format_exception(kind, error, trace))
     if watcher.verdict is None:
         words = traceback.format_exception_only(kind, error)[-1].strip()
+        with contextlib.suppress(OSError, AttributeError, ValueError):  # a stream that is closed or gone
+            sys.stdout.flush()  # it may linger for long
         watcher.fail(_STATUS.get(kind, 1), words, text)
     elif watcher.verdict.rank == watcher.rank:
         watcher.linger()

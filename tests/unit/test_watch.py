@@ -14,7 +14,7 @@ import types
 import pytest
 
 from allred.errors import RemoteRankError
-from allred.watch import job, line, link, state
+from allred.watch import job, line, link, state, table
 from allred.watch.job import Job
 from allred.watch.process import Watcher
 
@@ -304,7 +304,7 @@ def test_the_table_of_a_large_job_is_short(state):
     kinds = 3 if "since" in state else size
     look(script, {rank: state.format(rank % kinds) for rank in range(size)} | {1234: "stopped"}, 5.1)
     message = script.take("verdict")[0][1]
-    assert len(message["text"].splitlines()) == 1 + min(kinds + 1, job.TABLE_LINES)
+    assert len(message["text"].splitlines()) == 1 + min(kinds + 1, table.TABLE_LINES)
     assert len(json.dumps(message)) < job.LARGEST
     if kinds == 3:
         assert re.search(r"^  rank 1234 +stopped$", message["text"], re.M)
@@ -328,8 +328,8 @@ def test_who_joins_late_hears_the_verdict():
 
 
 def test_ranks_in_short():
-    assert job.ranks_text([3]) == "rank 3"
-    assert job.ranks_text([0, 2, 3, 4, 9]) == "ranks 0,2-4,9"
+    assert table.ranks_text([3]) == "rank 3"
+    assert table.ranks_text([0, 2, 3, 4, 9]) == "ranks 0,2-4,9"
 
 
 # How a process is, and how it ended.
@@ -612,3 +612,359 @@ def test_whose_death_it_was_is_not_claimed_before_all_have_joined():
     script.hear("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
     script.tick(2.0)
     assert "not all ranks had come through allred.init()" in script.take("speak")[0][1]["text"]
+
+
+# What a rank is known as.
+
+
+def test_a_rank_is_named_with_what_it_said_last():
+    script = Script()
+    script.hear("known_as", 1, text="parameter server 1; last checkpoint a")
+    script.hear("known_as", 1, text="parameter server 1; last checkpoint b")
+    script.hear("died", 1, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
+    script.tick(1.0 + job.DEATH_S)
+    [(_, message)] = script.take("speak")
+    name = "rank 1 (parameter server 1; last checkpoint b) on host1"
+    assert message["text"] == f"{name} was killed by signal 9 (SIGKILL)"
+
+
+def test_the_table_has_the_role_of_a_rank_that_has_a_line_of_its_own():
+    hosts, roles = dict.fromkeys(range(4), "node7"), {0: "parameter server 0", 1: "worker 0", 2: "worker 1"}
+    lines = table.table(4, hosts, roles, {0: "stopped", 1: "at its end", 2: "at its end", 3: "dead"}).splitlines()
+    assert lines == [
+        "  rank 0 (parameter server 0) node7        stopped",
+        "  ranks 1-2                   node7        at its end",
+        "  rank 3                      node7        dead",
+    ]
+
+
+def test_the_table_of_a_job_shows_roles_only():
+    script = Script(size=2)
+    script.hear("known_as", 0, text="parameter server 0; last checkpoint ckpt/step-00000400")
+    script.hear("limit", 1, 5.0, what="barrier() #5", limit_s=5.0)
+    look(script, {0: "stopped", 1: "waits"}, 5.1)
+    text = script.take("verdict")[0][1]["text"]
+    assert re.search(r"^  rank 0 \(parameter server 0\) host0 +stopped$", text, re.M)
+
+
+def test_what_a_rank_says_it_is_takes_one_line_and_keeps_its_wait(rank_and_watcher):
+    rank, watcher = rank_and_watcher
+    rank.known_as("server 0;\n last checkpoint " + "x" * 1000)
+    event = json.loads(watcher.recv(job.LARGEST))
+    assert event["event"] == "known_as"
+    assert event["text"].startswith("server 0; last checkpoint xxx")
+    assert len(event["text"]) == 200
+
+
+# Spare ranks: 0 is a server; 1, 2 and 3 are workers without which it can go on.
+
+
+def spare_script(nodes=1, spares=(1, 2, 3)):
+    script = Script(4, nodes)
+    script.job = Job(4, nodes, 30.0, spares)
+    for rank in range(4):
+        script.hear("joined", rank, host=f"host{rank}")
+        script.hear("known_as", rank, text=f"worker {rank - 1}" if rank else "parameter server 0")
+    return script
+
+
+def die(script, rank, now, code=137, how="was killed by signal 9 (SIGKILL)"):
+    script.hear("died", rank, now, how=how, code=code, ago_s=0.0)
+
+
+def kinds(script):
+    found = [(rank, message["kind"]) for rank, message in script.messages]
+    script.messages = []
+    return found
+
+
+def test_a_spare_rank_that_fails_lingers_and_the_others_go_on():
+    script = spare_script()
+    fail(script, 2)
+    gone = {"kind": "gone", "rank": 2, "host": "host2", "how": "failed with exit code 3: ValueError: boom", "code": 3}
+    assert script.messages == [(2, {"kind": "linger"}), (None, gone)]
+    script.messages = []
+    script.tick(job.SAME_S)
+    text = "rank 2 (worker 1) on host2 failed with exit code 3: ValueError: boom; the others go on"
+    assert script.messages == [(0, {"kind": "say", "text": text})]
+    script.messages = []
+    script.tick(10_000.0)
+    assert script.job.verdict is None
+    assert not script.messages
+
+
+def test_it_is_said_by_a_rank_that_goes_on():
+    script = spare_script()
+    script.hear("left", 0)
+    fail(script, 1)
+    script.messages = []
+    script.tick(job.SAME_S)
+    assert kinds(script) == [(2, "say")]
+
+
+def test_when_all_others_have_ended_well_the_spare_rank_that_failed_ends_the_job():
+    script = spare_script()
+    fail(script, 2)
+    for rank in (0, 1):
+        script.hear("left", rank, 100.0)
+    script.tick(200.0)
+    assert script.job.verdict is None
+    script.messages = []
+    script.hear("left", 3, 300.0)
+    assert [(to, m["kind"]) for to, m in script.messages] == [(None, "verdict")]
+    assert [script.job.verdict[key] for key in ("rank", "code", "traceback")] == [2, 3, "Traceback ..."]
+    script.messages = []
+    script.hear("unwound", 2, 300.1)
+    assert kinds(script) == [(2, "release")]
+    die(script, 2, 300.5, 3, "ended with exit code 3")
+    die(script, 1, 300.5)
+    assert kinds(script) == []
+
+
+def test_of_several_the_first_that_failed_is_the_last_to_speak():
+    script = spare_script()
+    fail(script, 3)
+    fail(script, 2, 5.0, code=4)
+    for rank in (0, 1):
+        script.hear("left", rank, 100.0)
+    script.messages = []
+    script.hear("unwound", 3, 100.1)
+    assert kinds(script) == []  # rank 2 shows its traceback first
+    script.hear("unwound", 2, 100.2)
+    assert kinds(script) == [(3, "release")]
+    assert script.job.verdict["code"] == 3
+
+
+def test_the_last_spare_rank_that_fails_is_the_verdict():
+    script = spare_script()
+    fail(script, 1)
+    fail(script, 3, 1.0)
+    die(script, 2, 2.0, 139, "was killed by signal 11 (SIGSEGV)")
+    script.tick(2.0 + job.FAR_S)
+    assert script.job.verdict["rank"] == 2
+    assert {1, 3} == set(script.job._spares.gone)
+
+
+def test_all_spare_ranks_that_fail_at_once_are_not_said_to_be_survived():
+    script = spare_script()
+    for rank in (1, 2, 3):
+        fail(script, rank, 0.01 * rank)
+    script.messages = []
+    script.tick(job.SAME_S + 1)
+    assert "say" not in [kind for _, kind in kinds(script)]
+    assert script.job.verdict["rank"] == 3
+
+
+def test_a_worker_that_has_ended_well_has_not_failed():
+    """The servers may then end well too, with what it has trained."""
+    script = spare_script()
+    script.hear("left", 1)
+    fail(script, 2)
+    fail(script, 3)
+    assert script.job.verdict is None
+
+
+def test_a_rank_that_is_not_spare_is_the_verdict_and_those_that_linger_unwind_first():
+    script = spare_script()
+    fail(script, 2)
+    script.messages = []
+    fail(script, 0, 500.0, code=5)
+    for rank in (1, 3):
+        script.hear("unwound", rank, 500.1)
+    assert "release" not in [kind for _, kind in kinds(script)]
+    script.hear("unwound", 2, 500.3)
+    assert (0, "release") in kinds(script)
+    assert script.job.verdict["code"] == 5
+
+
+def test_without_the_setting_nobody_is_spare():
+    script = spare_script(spares=())
+    fail(script, 2)
+    script.tick(job.SAME_S)
+    assert kinds(script) == [(None, "verdict")]
+
+
+def test_a_spare_rank_that_dies_is_told_of_and_the_others_go_on():
+    script = spare_script()
+    die(script, 2, 1.0)
+    script.tick(1.0 + job.DEATH_S)
+    assert kinds(script) == []  # mpirun may be ending them all
+    script.tick(1.0 + job.FAR_S)
+    spoken = {"kind": "speak", "rank": 2, "text": "rank 2 (worker 1) on host2 was killed by signal 9 (SIGKILL)"}
+    gone = {"kind": "gone", "rank": 2, "host": "host2", "how": "was killed by signal 9 (SIGKILL)", "code": 137}
+    assert script.messages == [(None, gone), (None, spoken)]
+    script.messages = []
+    script.tick(1.0 + job.FAR_S + job.GONE_S)
+    assert script.messages == [(0, {"kind": "say", "text": "the others go on without rank 2 (worker 1)"})]
+    script.tick(1000.0)
+    assert script.job.verdict is None
+
+
+def test_several_that_die_at_once_are_told_of_in_one_text():
+    """A death has one outlet."""
+    script = spare_script()
+    die(script, 3, 1.0)
+    die(script, 2, 1.01)
+    script.tick(1.01 + job.FAR_S)
+    [(_, message)] = script.take("speak")
+    assert message["text"].splitlines() == [
+        "rank 3 (worker 2) on host3 was killed by signal 9 (SIGKILL)",
+        "allred: rank 2 (worker 1) on host2 was killed by signal 9 (SIGKILL)",
+    ]
+
+
+@pytest.mark.parametrize("at", [1.02, 1.9])
+def test_a_launcher_that_ends_all_because_of_a_spare_rank_is_not_blamed_on_the_others(at):
+    script = spare_script()
+    die(script, 2, 1.0, 139, "was killed by signal 11 (SIGSEGV)")
+    for rank in (0, 1, 3):
+        die(script, rank, at)
+    script.tick(at + job.FAR_S)
+    assert [m["text"] for _, m in script.take("speak")] == [
+        "rank 2 (worker 1) on host2 was killed by signal 11 (SIGSEGV)"
+    ]
+    assert script.job.verdict["rank"] == 2
+
+
+def test_a_server_that_is_killed_later_is_the_verdict():
+    script = spare_script()
+    die(script, 2, 1.0)
+    script.tick(2.0)
+    script.messages = []
+    die(script, 0, 60.0)
+    script.tick(60.0 + job.DEATH_S)
+    assert [message["rank"] for _, message in script.take("speak")] == [0]
+    assert script.job.verdict["rank"] == 0
+
+
+def test_after_a_death_one_that_ended_well_ends_the_job_with_its_code():
+    script = spare_script()
+    die(script, 2, 1.0)
+    script.tick(2.0)
+    for rank in (0, 1, 3):
+        script.hear("left", rank, 100.0)
+    assert script.job.verdict["code"] == 137
+    script.messages = []
+    script.hear("unwound", 3, 100.1)  # as all do that linger
+    assert kinds(script) == [(3, "release")]
+
+
+def test_if_nobody_can_end_the_job_the_watchers_do():
+    """All but one that died are in MPI_Finalize."""
+    script = spare_script()
+    for rank in (0, 1, 3):
+        script.hear("left", rank, 1.0)
+    die(script, 2, 2.0)
+    script.tick(2.0 + job.FAR_S)
+    script.messages = []
+    script.tick(2.0 + job.FAR_S + job.GRACE_S)
+    assert kinds(script) == [(None, "kill")]
+    script.tick(1000.0)
+    assert kinds(script) == []
+
+
+def test_one_that_is_killed_while_it_lingers_is_told_of_with_what_it_had_to_say():
+    script = spare_script()
+    fail(script, 2)
+    die(script, 2, 10.0)
+    script.tick(10.0 + job.FAR_S)
+    [(_, message)] = script.take("speak")
+    assert message["text"] == (
+        "rank 2 (worker 1) on host2 was killed by signal 9 (SIGKILL) while it waited for the others to end, since it "
+        "failed with exit code 3: ValueError: boom\nTraceback ..."
+    )
+    for rank in (0, 1, 3):
+        script.hear("left", rank, 100.0)
+    assert script.job.verdict["code"] == 3
+
+
+def test_a_spare_rank_that_others_wait_for_in_a_collective():
+    script = spare_script()
+    fail(script, 2, 0.0)
+    wait(script, 0, 10.0)
+    wait(script, 1, 10.0)
+    script.hear("left", 3, 10.0)
+    script.tick(12.0)
+    text = script.take("verdict")[0][1]["text"]
+    words = "has failed, and will never call barrier() #5, in which rank 0 waits"
+    assert text == f"rank 2 (worker 1) on host2 {words}"
+    assert script.job.verdict["code"] == 3
+    for rank in (0, 1, 2):
+        script.hear("unwound", rank, 12.1)
+    assert (2, "release") in kinds(script)
+
+
+def test_who_joins_late_hears_who_is_gone():
+    script = spare_script()
+    fail(script, 2)
+    script.messages = []
+    script.hear("joined", 3, host="host3")
+    assert kinds(script) == [(3, "gone")]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_with_a_watcher_lost_no_rank_is_spare(before):
+    """Nobody would know when all have ended."""
+    script = spare_script(nodes=2)
+    if before:
+        fail(script, 2, 1.0)
+    script.hear("unwatched", 3, 5.0)
+    if not before:
+        fail(script, 2, 6.0)
+    assert script.job.verdict["rank"] == 2
+    assert script.job.verdict["code"] == 3
+
+
+def test_a_watcher_whose_ranks_have_ended_may_go():
+    script = spare_script(nodes=2)
+    fail(script, 2, 1.0)
+    script.hear("left", 3, 2.0)
+    script.hear("unwatched", 3, 5.0)
+    assert script.job.verdict is None
+
+
+def test_a_watcher_that_goes_on_alone_makes_a_loss_the_verdict():
+    alone = Script(2, 1)
+    gone = {"kind": "gone", "rank": 3, "host": "host3", "how": "was killed by signal 9 (SIGKILL)", "code": 137}
+    alone.job.conclude(gone, 5.0)
+    alone.tick(5.0)
+    [(to, verdict)] = alone.take("verdict")
+    assert (to, verdict["text"]) == (None, "rank 3 on host3 was killed by signal 9 (SIGKILL)")
+    alone.hear("unwound", 1, 5.1)
+    alone.hear("unwound", 0, 5.2)
+    assert alone.take("release") == [(0, {"kind": "release"})]
+
+
+def test_who_is_gone_is_kept_and_raises_nothing(rank_and_watcher):
+    rank, watcher = rank_and_watcher
+    for number, code in ((3, 5), (2, 137)):
+        send(watcher, {"kind": "gone", "rank": number, "host": "h", "how": f"ended {code}", "code": code})
+    assert rank.gone == {3: "ended 5", 2: "ended 137"}
+    assert rank.gone_code == 5
+    assert rank.verdict is None
+
+
+@pytest.mark.parametrize("end", ["release", "verdict", "no watcher"])
+def test_a_rank_that_lingers_does_so_until_there_is_an_end(rank_and_watcher, end):
+    rank, watcher = rank_and_watcher
+    heard = []
+
+    def play():
+        heard.append(json.loads(watcher.recv(job.LARGEST))["event"])
+        watcher.send(b'l{"kind": "linger"}')
+        time.sleep(line.RELEASE_S + 0.5)
+        heard.append(rank.released)
+        if end == "verdict":
+            watcher.send(b"v" + json.dumps(VERDICT | {"rank": 0}).encode())
+            heard.append(json.loads(watcher.recv(job.LARGEST))["event"])
+        if end == "no watcher":
+            watcher.shutdown(socket.SHUT_RDWR)
+        else:
+            watcher.send(b'r{"kind": "release"}')
+
+    thread = threading.Thread(target=play)
+    thread.start()
+    rank.fail(3, "ValueError: boom", "Traceback ...")
+    thread.join()
+    assert rank.released
+    assert heard == ["failed", False] + ["unwound"] * (end == "verdict")

@@ -1,0 +1,326 @@
+"""Whole jobs in which rank 0 is a server and the others are spare: one fails or dies, and the others go on."""
+
+import contextlib
+import os
+import pathlib
+import re
+import signal
+import threading
+import time
+import uuid
+
+import pytest
+from harness import BIN, mpirun, run
+
+MPIS = ["mpich", "openmpi"]
+GO_ON = {"ALLRED_WORKER_FAILURE": "go_on"}
+
+# The others look at who is gone, as servers do, until `enough` are; then they take a moment more, and end.
+PROGRAM = """
+import os, signal, sys, threading, time
+{before}
+import allred
+import allred.watch.start
+from allred.watch import line
+
+original = allred.watch.start.start
+allred.watch.start.start = lambda *arguments: original(*arguments, spares=tuple(range(1, arguments[1].size)))
+allred.init(banner=False)
+rank, size = allred.rank(), allred.size()
+allred.barrier()
+line.current.known_as(f"worker {{rank - 1}}" if rank else "parameter server 0; last checkpoint ckpt/1")
+
+def fails():
+    {fails}
+
+try:
+    if rank in {who}:
+        time.sleep(0.3 * rank)
+        fails()
+    deadline = time.monotonic() + 10
+    while len(line.current.gone) < {enough} and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for number, how in line.current.gone.items():
+        print(f"rank {{rank}} sees that rank {{number}} {{how}}", flush=True)
+    time.sleep({more_s} + 0.1 * rank)
+    {after}
+    print("done on", rank, round(time.monotonic(), 1), flush=True)
+except allred.RemoteRankError as error:
+    print(f"rank {{rank}} heard: {{error}}", flush=True)
+    raise
+finally:
+    print("finally on", rank, flush=True)
+"""
+
+FAILURES = {
+    "raise": ("raise ValueError('boom')", 1, "failed with exit code 1: ValueError: boom"),
+    "sys.exit": ("sys.exit(3)", 3, "failed with exit code 3: sys.exit(3)"),
+    "raise SystemExit": ("raise SystemExit(3)", 3, "failed with exit code 3"),
+    "interrupt": ("os.kill(os.getpid(), signal.SIGINT); time.sleep(9)", 130, "failed with exit code 130: Keyboard"),
+}
+THREADS = "threading.Thread(target=threading.Event().wait).start(); raise ValueError('boom')"
+WITHOUT_EXTENSION = "sys.modules['allred.native._kernels'] = None"
+MPI_FIRST = "from mpi4py import MPI"
+
+
+def program(fails, who=(2,), more_s=1.0, after="", before="", enough=None):
+    enough = len(who) if enough is None else enough
+    return PROGRAM.format(fails=fails, who=who, enough=enough, more_s=more_s, after=after, before=before)
+
+
+def processes(mark, words=""):
+    """The processes that have the mark in their environment, and the words in their command line."""
+    [(name, value)] = mark.items()
+    found = []
+    for entry in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            marked = f"{name}={value}".encode() in (entry / "environ").read_bytes().split(b"\0")
+            if marked and words.encode() in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.fixture
+def mark():
+    """A variable for a program's environment, by which to find its processes: all are to end."""
+    variable = {"WATCH_TEST": uuid.uuid4().hex}
+    yield variable
+    deadline = time.monotonic() + 5
+    while (left := processes(variable)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+def check_end(result, code, mpi):
+    """The exit code; prterun itself crashes now and then where a rank aborts while another finalizes [ran]."""
+    assert result.code == code or (mpi == "openmpi" and result.code == -11), result.text
+
+
+def done(result):
+    return {int(rank) for rank in re.findall(r"^done on (\d)", result.out, re.M)}
+
+
+def sees(result, number, how):
+    return {int(r) for r in re.findall(rf"^rank (\d) sees that rank {number} {re.escape(how)}", result.out, re.M)}
+
+
+# ---- a worker that fails
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("failure", FAILURES)
+def test_the_others_go_on_and_its_exit_code_is_the_jobs(mpi, failure, mark):
+    fails, code, how = FAILURES[failure]
+    result = mpirun(4, "-c", program(fails), mpi=mpi, timeout_s=40, env=GO_ON | mark)
+    check_end(result, code, mpi)
+    assert done(result) == sees(result, 2, how) == {0, 1, 3}, result.text
+    assert "heard" not in result.out, result.text
+    said = re.findall(r"^allred: (rank 2 \(worker 1\) on \S+ .*); the others go on$", result.err, re.M)
+    assert len(said) == 1, result.text
+    assert how in said[0], result.text
+    tracebacks = failure in ("raise", "interrupt")
+    assert result.err.count("Traceback (most recent call last)") == tracebacks, result.text
+    if tracebacks:
+        assert result.err.index("Traceback (most") > result.err.index("the others go on"), result.text
+    assert result.err.count("; ending the job") == 1, result.text
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_it_lingers_for_longer_than_a_verdict_would_take_and_ends_soon_after_the_others(mpi, mark):
+    """Python's patience is 3 s, that of C 10 s."""
+    result = mpirun(3, "-c", program("sys.exit(3)", more_s=11.5), mpi=mpi, timeout_s=60, env=GO_ON | mark)
+    check_end(result, 3, mpi)
+    assert done(result) == {0, 1}, result.text
+    assert 11 < result.seconds < 25, result.text
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("failure", ["raise", "sys.exit"])
+@pytest.mark.parametrize("before", [WITHOUT_EXTENSION, MPI_FIRST])
+def test_where_python_owns_the_exit(mpi, failure, before, mark):
+    fails, code, _ = FAILURES[failure]
+    run_it = program(fails, before=before, more_s=4.5)
+    result = mpirun(3, "-c", run_it, mpi=mpi, timeout_s=40, env=GO_ON | mark)
+    check_end(result, code, mpi)
+    assert done(result) == {0, 1}, result.text
+    assert result.err.count("Traceback (most recent call last)") == (failure == "raise"), result.text
+
+
+def test_one_whose_threads_go_on_does_not_end_the_others():
+    result = mpirun(3, "-c", program(THREADS, more_s=4.5), timeout_s=40, env=GO_ON)
+    assert result.code == 1, result.text
+    assert done(result) == {0, 1}, result.text
+
+
+def test_a_rank_that_lingers_takes_no_time_of_the_core():
+    report = (
+        "import resource, atexit; atexit.register(lambda: print('cpu', sum(resource.getrusage(0)[:2]), flush=True))"
+    )
+    result = mpirun(3, "-c", program(f"{report}; raise ValueError('boom')", more_s=5), timeout_s=40, env=GO_ON)
+    assert result.code == 1, result.text
+    [used] = re.findall(r"^cpu ([\d.]+)", result.out, re.M)
+    alone = mpirun(3, "-c", program(f"{report}; raise ValueError('boom')", more_s=0), timeout_s=40, env=GO_ON)
+    [start] = re.findall(r"^cpu ([\d.]+)", alone.out, re.M)
+    assert float(used) < float(start) + 2, (result.text, alone.text)  # of 5 s
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_two_that_fail(mpi):
+    fails = "raise ValueError(f'boom {rank}')"
+    result = mpirun(4, "-c", program(fails, who=(1, 3)), mpi=mpi, timeout_s=40, env=GO_ON)
+    check_end(result, 1, mpi)
+    assert done(result) == {0, 2}, result.text
+    texts = [result.err.index(f"\nValueError: boom {rank}") for rank in (3, 1)]
+    assert texts == sorted(texts), result.text
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_the_last_that_fails_ends_the_servers(mpi):
+    result = mpirun(3, "-c", program("raise ValueError(f'boom {rank}')", who=(1, 2), enough=3), mpi=mpi, timeout_s=40,
+                    env=GO_ON)  # fmt: skip
+    assert result.code == 1, result.text
+    assert not done(result), result.text
+    assert re.search(r"^rank 0 heard: rank 2 \(worker 1\) on \S+ failed .*boom 2$", result.out, re.M), result.text
+    assert result.err.count("Traceback (most recent call last)") == 2, result.text
+    assert result.err.index("ValueError: boom 1") < result.err.rindex("ValueError: boom 2"), result.text
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_a_server_that_fails_ends_all(mpi):
+    after = "\n    if rank == 0: raise KeyError('server')\n    time.sleep(30)"
+    result = mpirun(3, "-c", program("raise ValueError('boom')", after=after), mpi=mpi, timeout_s=40, env=GO_ON)
+    assert result.code == 1, result.text
+    assert result.seconds < 15, result.text
+    name = r"rank 0 \(parameter server 0; last checkpoint ckpt/1\) on \S+ failed with exit code 1: KeyError: 'server'"
+    assert re.search(rf"^rank 1 heard: {name}$", result.out, re.M), result.text
+    assert result.err.index("\nValueError: boom") < result.err.index("\nKeyError: 'server'"), result.text
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_without_the_setting_it_ends_all(mpi):
+    result = mpirun(3, "-c", program("raise ValueError('boom')", more_s=20), mpi=mpi, timeout_s=40)
+    assert result.code == 1, result.text
+    assert not done(result), result.text
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_a_collective_with_a_rank_that_is_gone(mpi):
+    result = mpirun(3, "-c", program("sys.exit(3)", after="allred.barrier()"), mpi=mpi, timeout_s=40, env=GO_ON)
+    assert result.code == 3, result.text
+    assert not done(result), result.text
+    words = r"rank 2 \(worker 1\) on \S+ has failed, and will never call barrier\(\) #\d+, in which rank \d waits"
+    assert len(re.findall(rf"^rank \d heard: {words}$", result.out, re.M)) == 2, result.text
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("nodes", ["2,2", "1,1,2"])
+def test_on_several_nodes(mpi, nodes):
+    environment = GO_ON | {"ALLRED_PRETEND_NODES": nodes}
+    result = mpirun(4, "-c", program("raise ValueError('boom')", who=(3,)), mpi=mpi, timeout_s=40, env=environment)
+    check_end(result, 1, mpi)
+    assert done(result) == sees(result, 3, "failed with exit code 1: ValueError: boom") == {0, 1, 2}, result.text
+
+
+# ---- a worker that dies
+
+ULFM = {"mpich": ["-disable-auto-cleanup"], "openmpi": ["--with-ft", "ulfm"]}
+KILL = "os.kill(os.getpid(), 9)"
+
+
+def survive(mpi, code, mark, ranks=4):
+    command = [BIN[mpi] / "mpirun", *ULFM[mpi], "-np", ranks, BIN[mpi] / "python", "-c", code]
+    return run(command, timeout_s=40, env=GO_ON | mark)
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("fails", [KILL, "os.kill(os.getpid(), 11)"])
+def test_under_a_plain_mpirun_a_death_ends_all_with_one_line(mpi, fails, mark):
+    result = mpirun(4, "-c", program(fails, more_s=20), mpi=mpi, timeout_s=40, env=GO_ON | mark)
+    assert result.code != 0, result.text
+    lines = re.findall(r"^allred: (rank \d .*was killed by signal.*)$", result.err, re.M)
+    assert len(lines) == 1, result.text
+    assert lines[0].startswith("rank 2 (worker 1) on "), result.text
+    assert not done(result), result.text
+
+
+def test_survivors_go_on_and_the_job_ends_with_the_code_of_the_death(mark):
+    result = survive("openmpi", program(KILL, more_s=2.0), mark)
+    assert done(result) == sees(result, 2, "was killed by signal 9 (SIGKILL)") == {0, 1, 3}, result.text
+    assert len(re.findall(r"^allred: rank 2 \(worker 1\) on \S+ was killed by signal 9", result.err, re.M)) == 1
+    assert result.err.count("allred: the others go on without rank 2 (worker 1)") == 1, result.text
+    assert result.code == 137, result.text
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_mpich_ends_the_survivors_and_the_line_is_about_the_first_death(ranks, mark):
+    """Its launcher kills them within a second or two, also of programs without allred [ran]."""
+    result = survive("mpich", program(KILL, more_s=2.0), mark, ranks)
+    assert result.code != 0, result.text
+    lines = re.findall(r"^allred: (rank \d .*was killed by signal.*)$", result.err, re.M)
+    assert len(lines) == 1, result.text
+    assert lines[0].startswith("rank 2 (worker 1) on "), result.text
+
+
+# ---- while the others have ended already
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_one_that_fails_while_the_others_are_in_mpi_finalize(mpi, mark):
+    late = program("time.sleep(3); raise ValueError('boom')", more_s=0, enough=0)
+    result = mpirun(3, "-c", late, mpi=mpi, timeout_s=40, env=GO_ON | mark)
+    check_end(result, 1, mpi)
+    assert done(result) == {0, 1}, result.text
+    assert result.err.count("ValueError: boom") >= 1, result.text
+
+
+def test_one_that_dies_while_the_others_are_in_mpi_finalize(mark):
+    """Which with ULFM returns all the same: the line is there, but mpirun's exit code is 0 [ran]."""
+    result = survive("openmpi", program(f"time.sleep(3); {KILL}", more_s=0, enough=0), mark)
+    assert done(result) == {0, 1, 3}, result.text
+    assert "allred: rank 2 (worker 1) on " in result.err, result.text
+
+
+# ---- while a rank lingers
+
+SLEEPS = "\n    time.sleep(25)"
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("fails", ["raise ValueError('boom')", "sys.exit(1)"])
+@pytest.mark.parametrize(
+    ("nodes", "which"), [("4", 0), ("2,2", 0), ("2,2", 1), ("2,1,1", 0), ("2,1,1", 1), ("2,1,1", 2)]
+)
+def test_a_watcher_that_is_killed(mpi, fails, nodes, which, mark, tmp_path):
+    """Nobody could tell the rank that lingers any more when the others have ended; so it ends the job, whichever
+    watcher it is."""
+    ready = tmp_path / "ready"
+
+    def kill():
+        deadline = time.monotonic() + 20
+        while not ready.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(sorted(processes(mark, "process.main()"))[which], signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    code = program(fails, who=(3,), after=f"\n    if rank == 0: open({str(ready)!r}, 'w').close(){SLEEPS}")
+    environment = GO_ON | mark | {"ALLRED_PRETEND_NODES": nodes}
+    result = mpirun(4, "-c", code, mpi=mpi, timeout_s=40, env=environment)
+    thread.join()
+    assert result.code == 1, result.text
+    assert result.seconds < 15, result.text
+    assert not done(result), result.text
+    assert result.err.count("\nValueError: boom") == ("boom" in fails), result.text
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("fails", ["raise ValueError('boom')", "sys.exit(1)"])
+def test_a_launcher_that_is_ended_takes_it_along(mpi, fails, mark):
+    ends = "from allred.watch import state\n    if rank == 0: os.kill(state.launcher(os.getpid())[-1], signal.SIGTERM)"
+    result = mpirun(3, "-c", program(fails, after=ends + SLEEPS), mpi=mpi, timeout_s=40, env=GO_ON | mark)
+    assert result.code != 0, result.text
+    assert result.seconds < 15, result.text
+    assert not done(result), result.text
