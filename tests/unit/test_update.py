@@ -19,14 +19,15 @@ LENGTHS = [0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 1
 STEPS = 4
 TINY = {"f": 1e-41, "d": 1e-312}  # denormal
 
-# Every loop that is compiled, with numbers that are no float32; and the numbers at which terms vanish or grow.
+# Every loop that is compiled, with numbers that are no float32; and numbers at which terms vanish or grow. A decay of
+# 1e-60 is 0 as a float32, and yet inf * 0 is NaN.
 MADE = [
     functools.partial(optim.SGD, **hyper)
     for hyper in [
         {"lr": 0.1},
         {"lr": 0.1, "weight_decay": 0.01},
         {"lr": 0.0, "weight_decay": 1e30},
-        {"lr": 0.1, "weight_decay": 1e-60},  # 0 as a float32, and yet inf * 0 is NaN
+        {"lr": 0.1, "weight_decay": 1e-60},
         {"lr": 0.1, "momentum": 0.9},
         {"lr": 1e-41, "momentum": 0.9, "weight_decay": 0.01},
         {"lr": 0.1, "momentum": 0.9, "nesterov": True},
@@ -35,18 +36,22 @@ MADE = [
 ]
 MADE += [
     functools.partial(optim.Adagrad, **hyper)
-    for hyper in [{"lr": 0.1}, {"lr": 0.1, "eps": 0.0}, {"lr": 0.1, "initial_accumulator": 0.1, "weight_decay": 0.01}]
+    for hyper in [{"lr": 0.1}, {"lr": 0.1, "eps": 0.0, "weight_decay": 1e-60}, {"lr": 0.1, "weight_decay": 0.01}]
 ]
 MADE += [
     functools.partial(optim.RMSProp, lr=0.1, centered=centered, momentum=momentum, weight_decay=weight_decay, eps=eps)
     for centered in (False, True)
     for momentum, eps in ((0.0, 1e-8), (0.9, 0.0))
-    for weight_decay in (0.0, 0.01)
+    for weight_decay in (0.0, 0.01, 1e-60)
 ]
 MADE += [
     functools.partial(made, lr=0.1, **hyper)
     for made in (optim.Adam, optim.AdamW)
-    for hyper in [{"weight_decay": 0.0}, {"weight_decay": 0.01}, {"betas": (0.0, 0.3), "eps": 0.0}]
+    for hyper in [
+        {"weight_decay": 0.0},
+        {"weight_decay": 0.01},
+        {"betas": (0.0, 0.3), "eps": 0.0, "weight_decay": 1e-60},
+    ]
 ]
 
 
@@ -96,8 +101,8 @@ def trajectory(monkeypatch, recorder, made, dtype, length, misaligned=0):
     monkeypatch.setattr(native, "update", recorder)
     optimizer, result = made(), []
     param_memory, param = place(values(dtype, length, 0), misaligned)
-    fresh = optimizer.slots(param)
-    placed = {name: place(slot, misaligned) for name, slot in fresh.items()}
+    held = {name: np.abs(values(dtype, length, 100 + i)) for i, name in enumerate(optimizer.slots(param))}
+    placed = {name: place(slot, misaligned) for name, slot in held.items()}
     slots = {name: at for name, (_, at) in placed.items()}
     for step in range(1, STEPS + 1):
         grad = values(dtype, length, step)
@@ -149,7 +154,7 @@ UNSUITABLE = {
     "another dtype of as many bytes": [*ones()[:3], np.ones(8, np.int32)],
     "another length": [*ones()[:3], np.ones(9, np.float32)],
     "another shape": [array.reshape(shape) for array, shape in zip(ones(), [(2, 4)] * 3 + [(4, 2)], strict=True)],
-    "more dimensions": [*ones()[:3], np.ones((1, 8), np.float32)],
+    "more dimensions": [*ones()[:3], np.ones((8, 1), np.float32)],
     "strided": [*ones()[:3], np.ones(16, np.float32)[::2]],
     "in Fortran's order": [np.ones((2, 4), np.float32, order="F") for _ in range(4)],
     "a masked array": [np.ma.masked_equal(np.ones(8, np.float32), 0), *ones()[1:]],
