@@ -54,8 +54,8 @@ class Coordinator(abc.ABC):
     def done(self, worker: int) -> None:
         """The worker's gradient has arrived at every server."""
         self._expect("done", worker, self._carries)
-        self._count(worker)
         self._wait(worker)
+        self._count(worker)
 
     @abc.abstractmethod
     def ready(self) -> list[tuple[int, int]]:
@@ -64,14 +64,14 @@ class Coordinator(abc.ABC):
     def leave(self, worker: int, sent: bool = False) -> None:
         """The worker takes part no more. `sent`: the gradient it was about to be done with has arrived everywhere."""
         self._expect("leave", worker, *([self._carries] if sent else ["computing", "sending", "waiting"]))
-        if sent:
-            self._count(worker)
-        elif self._phase[worker] == "sending":
+        if self._phase[worker] == "sending" and not sent:
             self.accepted[worker] -= 1
         if worker in self._waiting:
             self._waiting.remove(worker)
         self._phase[worker] = "gone"
         self.live.remove(worker)
+        if sent:
+            self._count(worker)
         self._release()
 
     @property

@@ -483,17 +483,48 @@ def test_sync_who_leaves_takes_its_token_along_where_it_is_not_needed():
     assert machine.global_step == 2
 
 
+def test_sync_backup_workers_keep_their_tokens_when_another_leaves():
+    machine = Sync(3).coordinator(5)
+    give(machine, 0, 1, 2)
+    assert machine.ready() == [(0, 1), (1, 1), (2, 1)]
+    machine.leave(4)  # 3 and 4 have not come for their tokens
+    give(machine, 0, 1)
+    assert machine.ready() == [(0, 1)]  # with that of 3; that of 4 is gone
+    assert machine.begin(2)
+    assert not machine.begin(0)
+    assert not machine.begin(3)
+    machine.leave(2)
+    assert machine.ready() == [(1, 1)]  # three live, two have given
+    give(machine, 1)
+    assert (machine.global_step, machine.issued) == (2, 5 + 3)
+    assert machine.ready() == [(0, 2), (3, 2), (1, 2)]
+
+
+def test_sync_a_leave_takes_no_token_from_who_holds_one():
+    machine = Sync(4).coordinator(5)
+    give(machine, 0, 1, 2, 3)
+    machine.ready()
+    give(machine, 0)
+    assert machine.ready() == [(0, 1)]  # all five tokens are held or used
+    machine.leave(4)  # and for four workers there would be four
+    give(machine, 1, 2)
+    assert machine.ready() == []
+    give(machine, 3)
+    assert machine.ready() == [(1, 2), (2, 2), (3, 2)]
+
+
 def test_sync_withdraws_what_is_not_known_to_have_arrived():
-    machine = Sync(2).coordinator(3)
+    machine = Sync(2).coordinator(4)
     assert machine.begin(0)
     assert machine.begin(1)
     assert not machine.begin(2)  # the step has its two
+    assert not machine.begin(3)
     machine.leave(1)
-    assert machine.accepted == [1, 0, 0]
-    assert machine.ready() == [(2, 0)]  # its gradient is needed after all
+    assert machine.accepted == [1, 0, 0, 0]
+    assert machine.ready() == [(2, 0), (3, 0)]  # one of them is needed after all; who comes first
     machine.done(0)
-    give(machine, 2)
-    assert (machine.global_step, machine.accepted, machine.dropped) == (1, [1, 0, 1], [0, 0, 1])
+    give(machine, 3)
+    assert (machine.global_step, machine.accepted, machine.dropped) == (1, [1, 0, 0, 1], [0, 0, 1, 1])
 
 
 def test_sync_counts_what_has_arrived_everywhere():
