@@ -102,7 +102,7 @@ class Sync:
             if needed is not None and needed < total:
                 text += f", {total - needed} of them backup"
             elif needed is not None and needed > total:
-                text += ", which give several gradients a step"
+                text += ", several gradients of each"
         return text
 
     def coordinator(self, workers: int) -> Coordinator:

@@ -12,9 +12,10 @@ leave(w) is for a worker that has finished, failed or died. It may come at any m
 
     computing   nothing of the step counts; nobody waits for it any more
     sending     between begin and done: the gradient is withdrawn as if begin had never been called, since some servers
-                may never get it, and those that have it must forget it. If it is known to have arrived everywhere, or
-                a server has applied it: leave(w, sent=True), and it counts as if done(w) had come first. A policy
-                that does not ask cannot tell computing from sending; there too `sent` says that the gradient counts
+                may never get it, and those that have it must forget it. If it has arrived everywhere: leave(w,
+                sent=True), and it counts as if done(w) had come first; likewise if a server has applied it already
+                and so cannot forget it: then the others apply the step without it. A policy that does not ask
+                cannot tell computing from sending; there too `sent` says that the gradient counts
     waiting     it is no longer waited for; what it has given stays
 
 A call that does not fit is a mistake of the server, not of a user: AssertionError, and nothing has changed.
@@ -54,8 +55,8 @@ class Coordinator(abc.ABC):
     def done(self, worker: int) -> None:
         """The worker's gradient has arrived at every server."""
         self._expect("done", worker, self._carries)
-        self._count(worker)
         self._wait(worker)
+        self._count(worker)
 
     @abc.abstractmethod
     def ready(self) -> list[tuple[int, int]]:
@@ -64,14 +65,14 @@ class Coordinator(abc.ABC):
     def leave(self, worker: int, sent: bool = False) -> None:
         """The worker takes part no more. `sent`: the gradient it was about to be done with has arrived everywhere."""
         self._expect("leave", worker, *([self._carries] if sent else ["computing", "sending", "waiting"]))
-        if sent:
-            self._count(worker)
-        elif self._phase[worker] == "sending":
+        if self._phase[worker] == "sending" and not sent:
             self.accepted[worker] -= 1
         if worker in self._waiting:
             self._waiting.remove(worker)
         self._phase[worker] = "gone"
         self.live.remove(worker)
+        if sent:
+            self._count(worker)
         self._release()
 
     @property

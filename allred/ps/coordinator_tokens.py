@@ -19,8 +19,9 @@ Where this differs from TensorFlow:
 - TensorFlow starts with `replicas_to_aggregate` tokens in the queue, if not told otherwise; here with those missing.
 - Who leaves gives back its share; there the others hang (tensorflow issues 5022, 11660, 20342). With
   `replicas_to_aggregate` None a step needs a gradient of each live worker, and the step under way those that the gone
-  have given to it as well, so that no other is dropped for them; it may end by the leave. A given number stays: the
-  token of who leaves goes back where the step needs it to end, and who still lives gives several gradients.
+  have given to it as well, so that no other is dropped for them; it may end by the leave. A given number stays, and
+  who still lives gives several gradients. After a leave the queue is filled as if the step had begun with those who
+  live now: the token of who left goes back where there are fewer workers than needed.
   When nobody lives, gradients of a step that is not complete are lost.
 
 Why there is no deadlock: tokens in the queue, and with live workers that have not begun yet, are never fewer than the
@@ -43,7 +44,7 @@ class SyncCoordinator(Coordinator):
         self._aggregate = replicas_to_aggregate
         self._local_step = [0] * workers
         self._given: list[int] = []  # whose gradients are done in this step
-        self._tokens = self.issued = self.needed - workers if self.needed > workers else 0
+        self.issued = self._lay_out_tokens()
 
     @property
     def needed(self) -> int:
@@ -83,15 +84,17 @@ class SyncCoordinator(Coordinator):
 
     def _release(self) -> None:
         self._end_step()
-        held = sum(self._phase[w] == "computing" and self._local_step[w] == self.global_step for w in self.live)
-        least = self._missing - held
-        most = least + max(0, len(self.live) - self.needed)  # as if the step had begun with who lives now
-        self._tokens = max(0, min(max(self._tokens, least), most))
+        self._lay_out_tokens()
 
     def _end_step(self) -> None:
         """If its gradients are all there."""
         if self._given and len(self._given) == self.needed:
             self.global_step += 1
             self._given.clear()
-            self._tokens = max(len(self.live), self.needed)
-            self.issued += self._tokens
+            self.issued += self._lay_out_tokens()
+
+    def _lay_out_tokens(self) -> int:
+        """Fill the queue: the step has max(live workers, needed) tokens, less those of its gradients and those held."""
+        held = sum(self._phase[w] == "computing" and self._local_step[w] == self.global_step for w in self.live)
+        self._tokens = max(0, max(len(self.live), self.needed) - (self.needed - self._missing) - held)
+        return self._tokens

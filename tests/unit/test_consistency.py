@@ -1,4 +1,7 @@
-"""Consistency policies: one contract for all coordinators under random schedules and leaves, then the rules of each."""
+"""Consistency policies: one contract for all coordinators under random schedules and leaves, then async and bounded.
+
+The rules of sync: test_consistency_sync.py.
+"""
 
 import dataclasses
 import random
@@ -209,6 +212,15 @@ def test_misuse_is_an_assertion_error_and_changes_nothing(policy, workers):
     refused("done: worker 0 is not one of the live", machine.done, 0)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_sync_with_all_live_workers_never_drops(seed):
+    """Each gives one gradient a step, also those that leave after it, and whoever leaves when."""
+    job = Job(Sync(), 6, seed)
+    job.play(400, leave=0.01)
+    assert job.machine.dropped == [0] * 6
+    assert job.machine.global_step > 20
+
+
 # Async.
 
 
@@ -316,204 +328,6 @@ def test_the_largest_age_is_reached(staleness):
     assert machine.global_step - pulled - 1 == others == 3 * (2 * staleness + 1)
 
 
-# Sync: TensorFlow's rules.
-
-
-def give(machine, *workers):
-    """Each has its gradient accepted and done."""
-    for worker in workers:
-        assert machine.begin(worker)
-        machine.done(worker)
-
-
-def test_sync_takes_one_of_each_and_they_go_on_together():
-    machine = Sync().coordinator(3)
-    assert (machine.asks, machine.waits, machine.needed, machine.issued) == (True, True, 3, 0)
-    give(machine, 2, 0)
-    assert (machine.ready(), machine.global_step) == ([], 0)
-    assert machine.begin(1)
-    assert (machine.ready(), machine.global_step) == ([], 0)  # not yet in at all servers
-    machine.done(1)
-    assert (machine.global_step, machine.issued) == (1, 3)
-    assert machine.ready() == [(2, 1), (0, 1), (1, 1)]
-    assert (machine.accepted, machine.dropped) == ([1, 1, 1], [0, 0, 0])
-
-
-def test_sync_drops_the_gradient_of_a_backup_worker():
-    machine = Sync(2).coordinator(3)
-    give(machine, 0, 1)
-    assert machine.ready() == [(0, 1), (1, 1)]
-    assert not machine.begin(2)  # local step 0, global step 1
-    assert machine.ready() == [(2, 1)]  # it is not punished further
-    give(machine, 2)
-    assert (machine.accepted, machine.dropped, machine.issued) == ([1, 1, 1], [0, 0, 1], 3)
-
-
-def test_sync_accepts_no_more_than_needed_and_who_is_dropped_does_not_spin():
-    machine = Sync(2).coordinator(4)
-    give(machine, 0, 1)
-    assert machine.ready() == [(0, 1), (1, 1)]  # of four tokens
-    assert machine.begin(0)
-    assert machine.begin(1)
-    assert not machine.begin(3)
-    machine.done(0)
-    assert machine.ready() == []  # though two tokens are left: the step has its gradients
-    machine.done(1)
-    assert machine.global_step == 2
-    assert machine.ready() == [(3, 2), (0, 2), (1, 2)]
-    assert machine.dropped == [0, 0, 0, 1]
-
-
-def test_sync_a_worker_may_take_several_tokens_of_a_step():
-    machine = Sync(2).coordinator(3)
-    give(machine, 0, 1)
-    machine.ready()
-    give(machine, 0)
-    assert machine.ready() == [(0, 1)]  # the token that the slow worker 2 did not come for
-    give(machine, 0)
-    assert machine.global_step == 2
-    assert not machine.begin(1)
-    assert machine.ready() == [(0, 2), (1, 2)]
-    assert machine.accepted == [3, 1, 0]
-
-
-def test_sync_with_more_gradients_than_workers_starts_with_the_missing_tokens():
-    machine = Sync(3).coordinator(2)
-    assert (machine.needed, machine.issued) == (3, 1)
-    give(machine, 0)
-    assert machine.ready() == [(0, 0)]
-    give(machine, 1)
-    assert machine.ready() == []
-    give(machine, 0)
-    assert (machine.global_step, machine.issued) == (1, 4)
-    assert machine.ready() == [(1, 1), (0, 1)]
-    give(machine, 0)
-    assert machine.ready() == [(0, 1)]
-
-
-def test_sync_tokens_of_a_past_step_are_void():
-    """One worker of five does all the work. With TensorFlow's queue four of five of its gradients would be dropped."""
-    machine = Sync(1).coordinator(5)
-    for step in range(1, 50):
-        give(machine, 0)
-        assert machine.ready() == [(0, step)]
-    assert (machine.global_step, machine.issued) == (49, 49 * 5)
-    for worker in (1, 2, 3, 4):
-        assert not machine.begin(worker)
-    assert machine.ready() == [(1, 49), (2, 49), (3, 49), (4, 49)]  # tokens of the step; worker 0 holds the fifth
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_sync_with_all_live_workers_never_drops(seed):
-    """Each gives one gradient a step, also those that leave after it, and whoever leaves when."""
-    job = Job(Sync(), 6, seed)
-    job.play(400, leave=0.01)
-    assert job.machine.dropped == [0] * 6
-    assert job.machine.global_step > 20
-
-
-def test_sync_with_all_live_workers_shrinks_and_the_step_ends():
-    machine = Sync().coordinator(3)
-    give(machine, 0, 2)
-    machine.leave(1)  # the only one missing
-    assert (machine.needed, machine.global_step, machine.issued) == (2, 1, 2)
-    assert machine.ready() == [(0, 1), (2, 1)]
-
-
-def test_sync_a_gradient_stays_in_the_step_when_its_worker_finishes():
-    machine = Sync().coordinator(3)
-    give(machine, 0)
-    machine.leave(0)
-    assert machine.needed == 3
-    give(machine, 1, 2)
-    assert (machine.global_step, machine.accepted, machine.needed) == (1, [1, 1, 1], 2)
-
-
-def test_sync_the_last_step_ends_when_all_have_finished():
-    machine = Sync().coordinator(2)
-    give(machine, 0)
-    machine.leave(0)
-    machine.leave(1)
-    assert (machine.global_step, machine.needed) == (1, 0)
-    nobody = Sync().coordinator(1)
-    nobody.leave(0)
-    assert nobody.global_step == 0
-
-
-def test_sync_survivors_give_several_when_a_token_holder_leaves():
-    """tensorflow issues 20342, 11660: this hangs there."""
-    machine = Sync(3).coordinator(3)
-    give(machine, 0)
-    machine.leave(1)
-    assert machine.ready() == [(0, 0)]
-    give(machine, 2)
-    machine.leave(2)
-    assert machine.needed == 3
-    give(machine, 0)
-    assert (machine.global_step, machine.accepted) == (1, [2, 0, 1])
-    for _ in range(3):
-        assert machine.ready() == [(0, 1)]
-        give(machine, 0)
-    assert machine.global_step == 2
-
-
-def test_sync_tokens_follow_the_live_workers():
-    machine = Sync(1).coordinator(4)
-    machine.leave(3)
-    give(machine, 0)
-    assert machine.issued == 3
-    machine.leave(2)  # before anybody has taken one
-    machine.leave(1)
-    for worker_gives in range(5):
-        assert machine.ready() == [(0, 1 + worker_gives)]
-        give(machine, 0)
-    assert machine.issued == 3 + 5
-
-
-def test_sync_who_leaves_takes_its_token_along_where_it_is_not_needed():
-    """Else another would give two gradients of the step, and a third worker's would be dropped."""
-    machine = Sync(2).coordinator(3)
-    give(machine, 0, 1)
-    assert not machine.begin(2)
-    machine.leave(1)  # the step has ended, and nobody has been told
-    assert machine.ready() == [(0, 1), (2, 1)]
-    give(machine, 0)
-    assert machine.ready() == []
-    give(machine, 2)
-    assert machine.global_step == 2
-
-
-def test_sync_withdraws_what_is_not_known_to_have_arrived():
-    machine = Sync(2).coordinator(3)
-    assert machine.begin(0)
-    assert machine.begin(1)
-    assert not machine.begin(2)  # the step has its two
-    machine.leave(1)
-    assert machine.accepted == [1, 0, 0]
-    assert machine.ready() == [(2, 0)]  # its gradient is needed after all
-    machine.done(0)
-    give(machine, 2)
-    assert (machine.global_step, machine.accepted, machine.dropped) == (1, [1, 0, 1], [0, 0, 1])
-
-
-def test_sync_counts_what_has_arrived_everywhere():
-    machine = Sync(2).coordinator(3)
-    give(machine, 0)
-    assert machine.begin(1)
-    machine.leave(1, sent=True)
-    assert (machine.global_step, machine.accepted, machine.live) == (1, [1, 1, 0], {0, 2})
-    assert machine.ready() == [(0, 1)]
-
-
-def test_sync_of_all_live_workers_withdraws_too():
-    machine = Sync().coordinator(3)
-    give(machine, 0, 2)
-    assert machine.begin(1)
-    machine.leave(1)
-    assert (machine.global_step, machine.accepted) == (1, [1, 0, 1])
-    assert machine.ready() == [(0, 1), (2, 1)]
-
-
 # What users pass.
 
 
@@ -568,7 +382,7 @@ def test_policies_are_plain_records():
         (
             Sync(3, 1),
             "sync: a step is the mean of the first 3 fresh gradients, later ones are dropped; "
-            "1 worker, which give several gradients a step",
+            "1 worker, several gradients of each",
         ),
     ],
 )
