@@ -21,7 +21,6 @@ from allred.config import Config, explicit_settings, settle
 from allred.errors import AllredError, ConfigError, InputError
 from allred.modes.detect import outside
 from allred.ps import running
-from allred.ps.client import leave
 from allred.watch import exit as exit_protocol
 from allred.watch import start as watch
 from allred.watch.alarm import waiting_for_ranks
@@ -129,6 +128,8 @@ def _workers(comm: Any, servers: int) -> Any:
 def _leave_servers() -> None:
     """At the end of a worker: the servers need not wait for it. One that fails is told of by its watcher."""
     if running.running() and not status_at_exit():
+        from allred.ps.client import leave  # imports MPI
+
         leave(running.current())
         running.install(None)
 

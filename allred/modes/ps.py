@@ -10,7 +10,7 @@ import dataclasses
 import signal
 import time
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -25,12 +25,14 @@ from allred.optim.base import Optimizer
 from allred.optim.tensors import compute_dtype
 from allred.ps import running
 from allred.ps.account import Statistics
-from allred.ps.client import Client, Outcome
 from allred.ps.consistency import Async, Bounded, Policy, Sync
 from allred.ps.placement import How, place
 from allred.ps.running import Running
 from allred.ps.shard import splittable
 from allred.watch.uncaught import status_at_exit
+
+if TYPE_CHECKING:
+    from allred.ps.client import Client, Outcome
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +109,8 @@ class ServersMode:
 
     def _connect(self, params: Any, tensors: list[Tensor]) -> None:
         """Register with the servers, once."""
+        from allred.ps.client import Client  # imports MPI
+
         if self._client is not None:
             return self._check_same(tensors)
         if not tensors:
@@ -156,8 +160,8 @@ class ServersMode:
             self._client.give_start(sources, self._states(), digest)
         elif (chiefs := self._client.await_start()) != digest and check:
             raise DriftError(
-                f"{self._title}: worker {self._running.worker} starts from other parameters (hash {digest}) than worker "
-                f"0 (hash {chiefs}); call {self._options.name}.broadcast(params) before the first step"
+                f"{self._title}: worker {self._running.worker} starts from other parameters (hash {digest}) than "
+                f"worker 0 (hash {chiefs}); call {self._options.name}.broadcast(params) before the first step"
             )
 
     # Steps.
@@ -290,7 +294,7 @@ class ServersMode:
     def _ask_to_end(self, number: int, frame: Any) -> None:
         self._asked_to_end = True
 
-    def _end(self, outcome: Outcome) -> NoReturn:
+    def _end(self, outcome: "Outcome") -> NoReturn:
         """Somebody was asked to end: one worker writes a checkpoint, all leave the training loop."""
         root, where = self._running.config.checkpoint_dir, "no checkpoint_dir is set, so nothing was saved"
         if root != "none":

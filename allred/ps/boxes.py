@@ -80,7 +80,7 @@ class BoxPort:
         return self.cell() is not None
 
     def linger(self) -> bool:
-        return self.box.linger_cell() is not None
+        return bool(self.box.linger_cell() is not None)
 
     def give(self, cell: Array) -> bool:
         """The next cell of the parameters may be read."""
@@ -90,7 +90,8 @@ class BoxPort:
 
     def has_read(self, number: int) -> bool:
         """Whether the worker has copied that cell, if it was given."""
-        return self.box.read > number or self.box.read >= self._given
+        read: int = self.box.read
+        return read > number or read >= self._given
 
     def reading(self, number: int) -> _Read:
         return _Read(self.has_read, number)

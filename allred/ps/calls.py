@@ -176,7 +176,7 @@ class Calls:
 def name_this(words: str) -> None:
     """What this rank is, for what the watchers say of it."""
     if line.current is not None:
-        getattr(line.current, "known_as", len)(words)
+        line.current.known_as(words)
 
 
 def _difference(mine: Registration, first: Registration) -> str:

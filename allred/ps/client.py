@@ -150,7 +150,7 @@ class Client:
         if self._asks:
             dropped = bool(self._request(title, BEGIN, None, None, only=1)[0].flags & DROPPED)
         answers = [] if dropped else self._request(title, PUSH, up, None, **more)
-        done = self._request(title, DONE, None, None, only=1, **({"drain": DRAIN * drain} if dropped else {}))
+        done = self._request(title, DONE, None, None, only=1, drain=DRAIN * (drain and dropped))
         pulled = self._request(title, PULL, None, down)
         outcome = self._outcome([done[0], *pulled[1:]], DROPPED * dropped)
         staleness = max((answer.staleness for answer in answers), default=0)

@@ -42,7 +42,7 @@ class All:
 
     @property
     def moves(self) -> int:
-        return sum(each.moves for each in self._left) - 10**9 * len(self._left)  # one that ends is progress
+        return sum(int(each.moves) for each in self._left) - 10**9 * len(self._left)  # one that ends is progress
 
     def done(self) -> bool:
         self._left = [each for each in self._left if not each.done()]

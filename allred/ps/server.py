@@ -136,8 +136,8 @@ class Server:
 
     def _mourn(self) -> None:
         """Let go of workers that have failed or died, where that does not end the job."""
-        if line.current is not None and getattr(line.current, "gone", {}):
-            for rank in list(getattr(line.current, "gone", {})):
+        if line.current is not None and line.current.gone:
+            for rank in list(line.current.gone):
                 self._leave(rank - self._running.servers)
 
     def _leave(self, worker: int) -> None:
