@@ -9,7 +9,8 @@
 
 #include <string.h>
 
-#include "mailbox.h"
+#include "request.h"
+#include "service.h"
 
 #define PATIENCE_NS 1000000
 #define MOST_SLOT_BYTES (1 << 30)
@@ -409,7 +410,7 @@ static int construct(Mailbox *self, PyObject *args, PyObject *unused) {
       (bell != Py_None && take_memory(bell, &self->bell, "bell", sizeof(allred_bell)) < 0))
     return -1;
   self->box = (allred_mailbox){self->memory.buf, (size_t)slots, (size_t)slot_bytes, NULL};
-  self->box.server_bell = self->bell.buf ? self->bell.buf : allred_mailbox_bell(&self->box);
+  self->box.server_bell = self->bell.buf ? self->bell.buf : allred_mailbox_server_bell(&self->box);
   self->slots_start = allred_mailbox_slot(&self->box, 0) - self->box.memory;
   self->open = 1;
   return 0;
