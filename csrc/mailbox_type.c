@@ -324,7 +324,7 @@ static PyObject *get_read(Mailbox *self, void *unused) {
 
 /* Wait without the GIL; the boxes are held meanwhile, and cannot be closed. */
 static int wait_outside(Mailbox **held, int count, int first, int64_t limit_ns) {
-  const allred_service *services[MOST_BOXES];
+  allred_service *services[MOST_BOXES];
   const allred_mailbox *boxes[MOST_BOXES];
   int found;
   for (int i = 0; i < count; i++) {
@@ -357,7 +357,9 @@ static PyObject *wait_any(PyObject *type, PyObject *const *args, Py_ssize_t give
   }
   for (Py_ssize_t i = 0; i < count; i++) {
     const Py_ssize_t at = (first % count + i) % count;
-    if (allred_service_asked(&held[at]->service, &held[at]->box)) return PyLong_FromSsize_t(at);
+    if (!allred_service_asked(&held[at]->service, &held[at]->box)) continue;
+    held[0]->service.idle_from = 0;
+    return PyLong_FromSsize_t(at);
   }
   const int64_t limit_ns = (limit_us < LONGEST_WAIT_US ? limit_us : LONGEST_WAIT_US) * 1000;
   for (Py_ssize_t i = 0; i < count; i++) Py_INCREF(held[i]);

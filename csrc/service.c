@@ -67,7 +67,7 @@ int allred_service_wait(const allred_service *service, const allred_mailbox *box
   }
 }
 
-static int find_asked(const allred_service *const *services, const allred_mailbox *const *boxes, int count, int first) {
+static int find_asked(allred_service *const *services, const allred_mailbox *const *boxes, int count, int first) {
   for (int i = 0; i < count; i++) {
     const int at = (first + i) % count;
     if (allred_service_asked(services[at], boxes[at])) return at;
@@ -82,21 +82,22 @@ static allred_bell *common_bell(const allred_mailbox *const *boxes, int count) {
   return boxes[0]->server_bell;
 }
 
-int allred_mailbox_wait_any(const allred_service *const *services, const allred_mailbox *const *boxes, int count,
-                            int first, int64_t limit_ns) {
-  int64_t since = 0;
+int allred_mailbox_wait_any(allred_service *const *services, const allred_mailbox *const *boxes, int count, int first,
+                            int64_t limit_ns) {
+  int64_t since = 0, *idle_from = &services[0]->idle_from;
   for (int spins = 0;; spins++) {
     int found = find_asked(services, boxes, count, first);
-    if (found >= 0) return found;
+    if (found >= 0) return *idle_from = 0, found;
     if (spins < SPINS) {
       allred_pause();
       continue;
     }
     const int64_t now = allred_now_ns();
     if (!since) since = now;
+    if (!*idle_from) *idle_from = now;
     const int64_t left = limit_ns - (now - since);
     if (left <= 0) return -1;
-    if (now - since < AWAKE_NS) {
+    if (now - *idle_from < AWAKE_NS) {
       sched_yield();
       continue;
     }
@@ -105,6 +106,5 @@ int allred_mailbox_wait_any(const allred_service *const *services, const allred_
     found = find_asked(services, boxes, count, first);
     if (found < 0) allred_bell_sleep(sleep_on, bell || left < NAP_NS ? left : NAP_NS);
     allred_bell_clear(sleep_on);
-    if (found >= 0) return found;
   }
 }

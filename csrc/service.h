@@ -7,7 +7,8 @@
 /* What a server knows of its present request; zeros at first. */
 typedef struct {
   uint64_t number, taken, given;
-  int open; /* not answered */
+  int open;          /* not answered */
+  int64_t idle_from; /* since when wait_any has found nothing; 0 if it has. Kept with the first box */
 } allred_service;
 
 /* Whether there is a request that it has not polled. If so: begin with it, and copy its record. */
@@ -32,8 +33,9 @@ void allred_service_answer(allred_service *, const allred_mailbox *, const char 
 int allred_service_wait(const allred_service *, const allred_mailbox *, int64_t patience_ns);
 
 /* A box with a new request, looked for from `first` on; -1 if none has one within the limit. Spins, yields, and sleeps
- * in the end: on the bell of the boxes, if they have one in common. */
-int allred_mailbox_wait_any(const allred_service *const *, const allred_mailbox *const *, int count, int first,
+ * where nothing has come for a millisecond, in this call and those before: on the bell of the boxes, if they have one
+ * in common. */
+int allred_mailbox_wait_any(allred_service *const *, const allred_mailbox *const *, int count, int first,
                             int64_t limit_ns);
 
 #endif

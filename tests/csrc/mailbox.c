@@ -199,7 +199,7 @@ static void serve_one(worker *of, allred_service *service, uint64_t *dice) {
 
 static void serve(int count, uint64_t dice) {
   allred_service services[MOST_WORKERS] = {0};
-  const allred_service *asked[MOST_WORKERS];
+  allred_service *asked[MOST_WORKERS];
   const allred_mailbox *boxes[MOST_WORKERS];
   for (int i = 0; i < count; i++) asked[i] = &services[i], boxes[i] = &workers[i].box;
   long left = (long)count * workers[0].requests;
