@@ -1,4 +1,4 @@
-#define _GNU_SOURCE /* syscall */
+#define _GNU_SOURCE /* syscall, clock_gettime */
 #include "bell.h"
 
 #include <linux/futex.h>
@@ -21,4 +21,18 @@ void allred_bell_sleep(allred_bell *bell, int64_t limit_ns) {
 void allred_bell_ring(allred_bell *bell) {
   if (!atomic_load_explicit(bell, memory_order_seq_cst)) return;
   if (atomic_exchange_explicit(bell, 0, memory_order_seq_cst)) syscall(SYS_futex, bell, FUTEX_WAKE, 1, NULL, NULL, 0);
+}
+
+void allred_pause(void) {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("isb");
+#endif
+}
+
+int64_t allred_now_ns(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (int64_t)now.tv_sec * SECOND_NS + now.tv_nsec;
 }

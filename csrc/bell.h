@@ -1,8 +1,13 @@
 /*
- * How one process sleeps until another one wakes it: a futex word in memory that both have, 0 or 1.
+ * How one process waits for another. It spins, then yields its core, and in the end sleeps on a futex word in memory
+ * that both have: a bell, 0 or 1.
  *
- *   the sleeper   1 sets the word   2 looks once more for what it waits for   3 sleeps while the word is set   4 clears
- * it the waker     1 publishes something   2 looks at the word; if it is set, clears it and wakes the sleeper
+ *   sleeper  1  set the word
+ *            2  look once more for what it waits for
+ *            3  sleep while the word is set
+ *            4  clear the word
+ *   waker    1  publish something
+ *            2  look at the word; if it is set, clear it and wake the sleeper
  *
  * One of them sees the other: all four accesses are sequentially consistent, which release and acquire would not give.
  * So a waker pays for a system call (7 us) only where somebody sleeps. One sleeper for each bell, any number of wakers.
@@ -22,5 +27,10 @@ void allred_bell_clear(allred_bell *bell);
 
 /* A waker's step 2. */
 void allred_bell_ring(allred_bell *bell);
+
+/* A moment in which the core does nothing: 30 to 70 ns. */
+void allred_pause(void);
+
+int64_t allred_now_ns(void);
 
 #endif

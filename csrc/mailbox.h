@@ -29,7 +29,7 @@
  * before that is read; they are sequentially consistent as well, because of the bells (bell.h). The other side may be
  * dead or mad: what it says is held against the sizes known here before anything is read or written by it.
  *
- * No Python, no globals, no allocation.
+ * request.h is the worker's side, service.h the server's. No Python, no globals, no allocation.
  */
 #ifndef ALLRED_MAILBOX_H
 #define ALLRED_MAILBOX_H
@@ -37,8 +37,6 @@
 #include <stddef.h>
 
 #include "bell.h"
-#include "copy.h"
-#include "fuse.h"
 
 #define ALLRED_RECORD_BYTES 192 /* at most */
 #define ALLRED_MOST_SLOTS 62
@@ -50,93 +48,38 @@ typedef struct {
   allred_bell *server_bell; /* of all boxes of a server: it sleeps on one word */
 } allred_mailbox;
 
-/* Bytes that a box takes. slot_bytes: a multiple of 64. */
-size_t allred_mailbox_bytes(size_t slots, size_t slot_bytes);
-
-/* The bell that is in the box itself: for a server with this box alone. */
-allred_bell *allred_mailbox_bell(const allred_mailbox *);
-
-/* Either side leaves, for good, and wakes the other; whether one has. */
-void allred_mailbox_close(const allred_mailbox *);
-int allred_mailbox_closed(const allred_mailbox *);
-
-/* ---- the worker */
-
-typedef struct {
-  uint64_t offset, bytes; /* in the shard */
-} allred_cell;
-
-/* Memory in pieces, as one stream. */
-typedef struct {
-  const allred_piece *pieces;
-  size_t piece, offset; /* how far it has gone */
-} allred_stream;
-
 typedef struct {
   size_t bytes;
   char record[ALLRED_RECORD_BYTES];
 } allred_record;
 
-enum { ALLRED_REQUEST_NONE, ALLRED_REQUEST_PENDING, ALLRED_REQUEST_MOVED, ALLRED_REQUEST_DONE, ALLRED_REQUEST_BROKEN };
+/* Bytes that a box takes. slot_bytes: a multiple of 64. */
+size_t allred_mailbox_bytes(size_t slots, size_t slot_bytes);
 
-/* A request; set to zeros before the first one. The caller sets `up` to `down_count`, which stay until the end. */
-typedef struct {
-  allred_stream up, down;
-  const uint64_t *up_cells; /* bytes of each, at most slot_bytes; together those of `up` */
-  size_t up_count;
-  const char *shard;
-  const allred_cell *down_cells; /* together the bytes of `down` */
-  size_t down_count;
-  uint64_t number, sent, read;
-  uint64_t moves;    /* steps taken */
-  int64_t idle_from; /* since when nothing moves; 0 as long as something does */
-  int status;
-  allred_pace pace;
-  allred_record reply;
-} allred_request;
+/* On which the worker sleeps; and a server, if it has this box alone. */
+allred_bell *allred_mailbox_worker_bell(const allred_mailbox *);
+allred_bell *allred_mailbox_server_bell(const allred_mailbox *);
 
-void allred_request_begin(allred_request *, const allred_mailbox *, const char *record, size_t bytes);
+/* Either side leaves, for good, and wakes the other; whether one has. */
+void allred_mailbox_close(const allred_mailbox *);
+int allred_mailbox_closed(const allred_mailbox *);
 
-/* Take one step. MOVED; PENDING if it must wait; DONE; BROKEN: the server closed the box before it answered. */
-int allred_request_step(allred_request *, const allred_mailbox *);
-
-/* Take steps for as long as there is progress, but 20 ms at most, and for up to `patience_ns` without any: spin, then
- * yield the core; and sleep, where nothing has moved for some milliseconds. */
-int allred_request_run(allred_request *, const allred_mailbox *, int64_t patience_ns);
-
-/* ---- the server */
-
-/* What a server knows of its present request; zeros at first. */
-typedef struct {
-  uint64_t number, taken, given;
-  int open; /* not answered */
-} allred_service;
-
-/* Whether there is a request that it has not polled. If so: begin with it, and copy its record. */
-int allred_service_asked(const allred_service *, const allred_mailbox *);
-int allred_service_poll(allred_service *, const allred_mailbox *, allred_record *);
-
-/* How many cells are in the ring and not taken. The slot of the first of them, and what the worker says it holds, which
- * may be nonsense: more than slot_bytes. */
-size_t allred_service_cells(const allred_service *, const allred_mailbox *);
-size_t allred_service_slot(const allred_service *, const allred_mailbox *, size_t *bytes);
+/* The memory of a slot; and how many bytes of it are a cell, which may be nonsense: more than slot_bytes. */
 char *allred_mailbox_slot(const allred_mailbox *, size_t slot);
+void allred_mailbox_set_size(const allred_mailbox *, size_t slot, size_t bytes);
+size_t allred_mailbox_size(const allred_mailbox *, size_t slot);
 
-/* So many cells more are done with; may be read. */
-void allred_service_take(allred_service *, const allred_mailbox *, size_t cells);
-void allred_service_give(allred_service *, const allred_mailbox *, size_t cells);
+/* Publish how many cells of a request have come so far, with everything written before; how many have, at most `most`.
+ */
+typedef enum { ALLRED_SENT, ALLRED_TAKEN, ALLRED_GIVEN, ALLRED_READ } allred_counter;
+void allred_mailbox_publish(const allred_mailbox *, allred_counter, uint64_t number, uint64_t count);
+uint64_t allred_mailbox_count(const allred_mailbox *, allred_counter, uint64_t number, uint64_t most);
 
-/* How many cells of this request the worker has copied, also after the answer. */
-size_t allred_service_read(const allred_service *, const allred_mailbox *);
-
-void allred_service_answer(allred_service *, const allred_mailbox *, const char *record, size_t bytes);
-
-/* Wait for a cell, at most so long; whether there is one. */
-int allred_service_wait(const allred_service *, const allred_mailbox *, int64_t patience_ns);
-
-/* A box with a new request, looked for from `first` on; -1 if none has one within the limit. Spins, yields, and sleeps
- * in the end: on the bell of the boxes, if they have one in common. */
-int allred_mailbox_wait_any(const allred_service *const *, const allred_mailbox *const *, int count, int first,
-                            int64_t limit_ns);
+/* Write the record of a request or reply, and publish its number: `asked` or `answered`; which number there is; read
+ * the record. */
+typedef enum { ALLRED_ASKED, ALLRED_ANSWERED } allred_letter;
+void allred_mailbox_post(const allred_mailbox *, allred_letter, uint64_t number, const char *record, size_t bytes);
+uint64_t allred_mailbox_posted(const allred_mailbox *, allred_letter);
+void allred_mailbox_open(const allred_mailbox *, allred_letter, allred_record *);
 
 #endif

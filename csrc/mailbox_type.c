@@ -9,7 +9,8 @@
 
 #include <string.h>
 
-#include "mailbox.h"
+#include "request.h"
+#include "service.h"
 
 #define PATIENCE_NS 1000000
 #define MOST_SLOT_BYTES (1 << 30)
@@ -323,7 +324,7 @@ static PyObject *get_read(Mailbox *self, void *unused) {
 
 /* Wait without the GIL; the boxes are held meanwhile, and cannot be closed. */
 static int wait_outside(Mailbox **held, int count, int first, int64_t limit_ns) {
-  const allred_service *services[MOST_BOXES];
+  allred_service *services[MOST_BOXES];
   const allred_mailbox *boxes[MOST_BOXES];
   int found;
   for (int i = 0; i < count; i++) {
@@ -356,7 +357,9 @@ static PyObject *wait_any(PyObject *type, PyObject *const *args, Py_ssize_t give
   }
   for (Py_ssize_t i = 0; i < count; i++) {
     const Py_ssize_t at = (first % count + i) % count;
-    if (allred_service_asked(&held[at]->service, &held[at]->box)) return PyLong_FromSsize_t(at);
+    if (!allred_service_asked(&held[at]->service, &held[at]->box)) continue;
+    held[0]->service.idle_from = 0;
+    return PyLong_FromSsize_t(at);
   }
   const int64_t limit_ns = (limit_us < LONGEST_WAIT_US ? limit_us : LONGEST_WAIT_US) * 1000;
   for (Py_ssize_t i = 0; i < count; i++) Py_INCREF(held[i]);
@@ -409,7 +412,7 @@ static int construct(Mailbox *self, PyObject *args, PyObject *unused) {
       (bell != Py_None && take_memory(bell, &self->bell, "bell", sizeof(allred_bell)) < 0))
     return -1;
   self->box = (allred_mailbox){self->memory.buf, (size_t)slots, (size_t)slot_bytes, NULL};
-  self->box.server_bell = self->bell.buf ? self->bell.buf : allred_mailbox_bell(&self->box);
+  self->box.server_bell = self->bell.buf ? self->bell.buf : allred_mailbox_server_bell(&self->box);
   self->slots_start = allred_mailbox_slot(&self->box, 0) - self->box.memory;
   self->open = 1;
   return 0;

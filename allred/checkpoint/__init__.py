@@ -20,9 +20,10 @@ renames it. So a process that is killed at any moment leaves the earlier checkpo
 
 from allred.checkpoint.entry import Entry, whole
 from allred.checkpoint.manifest import Manifest, load
+from allred.checkpoint.own import find_own_state, own_state
 from allred.checkpoint.restoring import Checkpoint, read, verify
 from allred.checkpoint.root import newest, prune, steps
-from allred.checkpoint.saving import abandon, begin, commit
+from allred.checkpoint.saving import abandon, begin, commit, write
 from allred.checkpoint.shard import Shard, write_shard
 
 __all__ = [
@@ -33,12 +34,15 @@ __all__ = [
     "abandon",
     "begin",
     "commit",
+    "find_own_state",
     "load",
     "newest",
+    "own_state",
     "prune",
     "read",
     "steps",
     "verify",
     "whole",
+    "write",
     "write_shard",
 ]

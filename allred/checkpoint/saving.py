@@ -23,11 +23,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from allred.checkpoint import manifest, writer
-from allred.checkpoint.entry import check_cover
+from allred.arrays import Array
+from allred.checkpoint.entry import Entry, check_cover
 from allred.checkpoint.failure import explained
 from allred.checkpoint.manifest import Manifest
 from allred.checkpoint.root import committed_name, discard, sweep, unfinished_name, unfinished_step
-from allred.checkpoint.shard import Shard, check_length, shard_name
+from allred.checkpoint.shard import Shard, check_length, shard_name, write_shard
 from allred.errors import CheckpointError, InputError
 
 
@@ -57,6 +58,18 @@ def begin(root: str | os.PathLike[str], step: int) -> pathlib.Path:
         abandon(directory)
         raise
     return directory
+
+
+def write(
+    root: str | os.PathLike[str], step: int, entries: Iterable[tuple[Entry, Array]], meta: dict[str, Any] | None = None
+) -> pathlib.Path:
+    """All three, where one process holds everything: the checkpoint. Arguments and errors are theirs."""
+    directory = begin(root, step)
+    try:
+        return commit(directory, step, [write_shard(directory, 0, 1, entries)], meta)
+    except BaseException:
+        abandon(directory)
+        raise
 
 
 def commit(

@@ -5,15 +5,16 @@ serves where the optimizer is made, or first used, and leaves the program there.
 """
 
 import operator
+import os
 from typing import Any, Protocol
 
 import numpy as np
 
-from allred import arrays, nest
+from allred import arrays, checkpoint, nest
 from allred.comm import collectives
 from allred.comm.ops import ReduceOp
 from allred.data.share import claim
-from allred.errors import InputError
+from allred.errors import CheckpointError, InputError
 from allred.fusion.plan import Tensor
 from allred.modes.accumulate import Accumulator
 from allred.modes.ps import Options, ServersMode, serve
@@ -47,6 +48,8 @@ class Mode(Protocol):
     def state_dict(self) -> Any: ...
 
     def load_state_dict(self, state: Any) -> None: ...
+
+    def save(self, directory: str, params: Any) -> str: ...
 
     def summary(self) -> str: ...
 
@@ -168,9 +171,51 @@ class DistributedOptimizer:
         if not has_state(self.optimizer):
             raise InputError(f"{type(self.optimizer).__name__} has no state_dict and load_state_dict; add both to it")
 
+    def save(self, directory: str | os.PathLike[str], params: Any) -> str | None:
+        """Write a checkpoint of parameters and optimizer into a new directory within `directory`, on worker 0, and give
+        its path there; None on the others. All workers may call it, and need not wait for it.
+
+        In mode ps each server writes its part, so all have to see that directory. Restored in either mode, on any
+        number of ranks or servers. Raises CheckpointError.
+        """
+        self._needs_state()
+        return self._mode.save(os.fspath(directory), params) if collectives.current().rank == 0 else None
+
+    def restore(self, directory: str | os.PathLike[str], params: Any) -> int | None:
+        """Continue from the newest complete checkpoint in `directory`: parameters and optimizer, on all ranks; collective.
+
+        The number of its step; None if there is no checkpoint, then everybody starts from worker 0's parameters.
+        Raises CheckpointError on worker 0 if it cannot be read or is of another model.
+        """
+        self._needs_state()
+        step = None
+        if collectives.current().rank == 0 and (path := checkpoint.newest(directory)) is not None:
+            found = checkpoint.read(path)
+            _fill(nest.leaves(params), found.params, path)
+            step, state = found.step, found.meta["optimizer"]
+            own = state is None
+            self._mode.load_state_dict(checkpoint.find_own_state(found.slots) if own else {**state, "slots": found.slots})
+        self.broadcast(params)
+        restored: int | None = collectives.broadcast_object(step)
+        return restored
+
     def summary(self) -> str:
         """World, backend and why, speed, and where the time of a step went on this rank; one line a topic."""
         return self._mode.summary()
+
+
+def _fill(named: list[tuple[str, Any]], values: dict[str, Any], path: Any) -> None:
+    """Give parameters the values of a checkpoint."""
+    for name, leaf in named:
+        if name not in values or values[name].shape != leaf.shape:
+            got = f"has shape {values[name].shape} there" if name in values else "is not in it"
+            raise CheckpointError(
+                f"{path} is of another model: '{name}' {leaf.shape} {got}; pass the directory of this model's checkpoints"
+            )
+    if odd := sorted(set(values) - {name for name, _ in named}):
+        raise CheckpointError(f"{path} is of another model: it has '{odd[0]}', and this one has not")
+    for name, leaf in named:
+        leaf[...] = values[name]
 
 
 def _pair(params: Any, grads: Any) -> tuple[list[Tensor], list[Any], str]:

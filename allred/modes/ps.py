@@ -303,9 +303,9 @@ class ServersMode:
                 where = f"saved {self.save(root)}"
         raise ShutdownError(f"{self._title}: the job was asked to end (SIGTERM); {where}")
 
-    def save(self, directory: str) -> str:
-        """A checkpoint of all servers."""
-        assert self._client is not None
+    def save(self, directory: str, params: Any = None) -> str:
+        if self._client is None:
+            raise InputError(f"{self._options.name}.save(): the servers have no parameters yet; call broadcast(params)")
         return self._client.save(directory)
 
     def _tell_at_end(self) -> None:

@@ -6,7 +6,7 @@ equal, bit for bit, without being sent again.
 
 from typing import Any
 
-from allred import nest
+from allred import checkpoint, nest
 from allred.cluster import report, topology
 from allred.comm import collectives
 from allred.comm.ops import ReduceOp
@@ -14,6 +14,7 @@ from allred.errors import InputError
 from allred.fusion.plan import Tensor
 from allred.modes.detect.checks import Checks
 from allred.modes.meter import Meter
+from allred.optim.base import Optimizer
 from allred.ps.account import Statistics
 from allred.reducer import Reducer
 
@@ -79,6 +80,18 @@ class SyncMode:
 
     def load_state_dict(self, state: Any) -> None:
         self._optimizer.load_state_dict(state)
+
+    def save(self, directory: str, params: Any) -> str:
+        state, step = self._optimizer.state_dict(), self._meter.steps
+        entries = [checkpoint.whole(name, leaf) for name, leaf in nest.leaves(params)]
+        meta: dict[str, Any] = {"optimizer": None}
+        if isinstance(self._optimizer, Optimizer):
+            slots, step = state.pop("slots"), state["global_step"]
+            entries += [checkpoint.whole(n, value, slot) for n, part in slots.items() for slot, value in part.items()]
+            meta = {"optimizer": state}
+        else:
+            entries.append(checkpoint.own_state(state))
+        return str(checkpoint.write(directory, step, entries, meta))
 
     def summary(self) -> str:
         world, config = topology.current(), collectives.config()

@@ -99,7 +99,8 @@ class Mailbox:
     def wait_any(cls, boxes: list[Mailbox], limit_us: int, first: int = 0, /) -> int:
         """The index of a box with a request that was not polled, looked for from `first` on; -1 after `limit_us`.
 
-        It waits at most 20 ms, whatever the limit, so that Python can look at signals.
+        It waits at most 20 ms, whatever the limit, so that Python can look at signals. A box that its worker has
+        closed counts as one without a request: look at `closed`.
         """
     # both
     def close(self) -> None: ...

@@ -12,7 +12,8 @@ from typing import Any
 from allred import checkpoint
 from allred.comm.shared_memory import Offer
 from allred.comm.work import Steps
-from allred.errors import AllredError, MismatchError
+from allred.errors import AllredError, InputError, MismatchError
+from allred.optim.base import Optimizer
 from allred.ps import boxes
 from allred.ps.account import Account
 from allred.ps.boxes import BoxPort
@@ -158,6 +159,14 @@ class Calls:
                 shape, start, stop = (data.shape, 0, data.size) if whole else (tensor.shape, piece.start, piece.stop)
                 entry = checkpoint.Entry(tensor.name, slot, data.dtype.name, shape, start, stop)
                 entries.append((entry, data.reshape(-1)))
+        if not isinstance(self._optimizer, Optimizer):
+            if self._running.servers > 1:
+                raise InputError(
+                    f"the state of {type(self._optimizer).__name__} cannot be saved by several parameter servers: allred "
+                    "does not know which part belongs to which tensor. Use an optimizer of allred.optim, or one server"
+                )
+            entries.append(checkpoint.own_state(state))
+            state = None
         written = checkpoint.write_shard(directory, self._running.rank, self._running.servers, entries)
         return written, state, shard.version
 

@@ -258,8 +258,9 @@ class Client:
         title = f"a checkpoint in {root}"
         try:
             saved = self.call(title, "save", [(directory,)] * len(self._links))
-            state = {"optimizer": [state for _, state, _ in saved], "versions": [version for *_, version in saved]}
-            path = str(checkpoint.commit(directory, step, [shard for shard, *_ in saved], state))
+            versions = [version for *_, version in saved]
+            meta = {"optimizer": saved[0][1], "versions": versions}
+            path = str(checkpoint.commit(directory, step, [shard for shard, *_ in saved], meta))
         except BaseException:
             checkpoint.abandon(directory)
             raise

@@ -61,6 +61,7 @@ class Server:
         self._calls = Calls(running, self._post, self._service, optimizer, settings, self._leave)
         self._mpi_ports: dict[int, MpiPort] = {}  # of workers that have sent a step by MPI
         self._last_request = time.monotonic()
+        self._first = 0  # where to look for the next one, in turn
 
     def serve(self) -> None:
         """Until the last worker has left."""
@@ -104,7 +105,8 @@ class Server:
         ports = self._calls.ports
         if ports:
             napping = wait and not self._mpi_ports and len(ports) == len(self._workers)
-            found = native.Mailbox.wait_any([port.box for port in ports.values()], _NAP_US if napping else 0)
+            boxes = [port.box for port in ports.values()]
+            self._first = found = native.Mailbox.wait_any(boxes, _NAP_US if napping else 0, (self._first + 1) % len(boxes))
             if found >= 0:
                 worker, port = list(ports.items())[found]
                 return self._take(worker, port, port.box.poll())
