@@ -97,12 +97,9 @@ def _meet(comm: Any, settings: dict[str, Any] | str) -> None:
             atexit.register(_leave_servers)
     report.speak(world.rank == 0, config.banner)
     hosts = len({node for _, node, _ in gathered})
-    watch.start(
-        control,
-        topology.number(nodes, control.rank),
-        config,
-        "network" if hosts > 1 else "host" if world.nodes > 1 else "",
-    )
+    reach = "network" if hosts > 1 else "host" if world.nodes > 1 else ""
+    everyone, workers = topology.number(nodes, control.rank), tuple(range(servers, control.size))
+    watch.start(control, everyone, config, reach, spares=workers if servers else ())
     if control is not communicator:
         control.close()
     report.inform(_banner(library))

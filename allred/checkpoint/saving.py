@@ -22,8 +22,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from allred.checkpoint import manifest, writer
 from allred.arrays import Array
+from allred.checkpoint import manifest, writer
 from allred.checkpoint.entry import Entry, check_cover
 from allred.checkpoint.failure import explained
 from allred.checkpoint.manifest import Manifest

@@ -17,6 +17,7 @@ from allred.data.share import claim
 from allred.errors import CheckpointError, InputError
 from allred.fusion.plan import Tensor
 from allred.modes.accumulate import Accumulator
+from allred.modes.detect.outside import used
 from allred.modes.ps import Options, ServersMode, serve
 from allred.modes.sync import SyncMode, has_state
 from allred.ps import running
@@ -165,6 +166,7 @@ class DistributedOptimizer:
     def load_state_dict(self, state: Any) -> None:
         """Restore what state_dict gave, on this rank; in mode ps worker 0 gives it to the servers."""
         self._needs_state()
+        used(self.optimizer)
         self._mode.load_state_dict(state)
 
     def _needs_state(self) -> None:
@@ -182,7 +184,7 @@ class DistributedOptimizer:
         return self._mode.save(os.fspath(directory), params) if collectives.current().rank == 0 else None
 
     def restore(self, directory: str | os.PathLike[str], params: Any) -> int | None:
-        """Continue from the newest complete checkpoint in `directory`: parameters and optimizer, on all ranks; collective.
+        """Continue on all ranks from the newest complete checkpoint in `directory`: parameters, optimizer. Collective.
 
         The number of its step; None if there is no checkpoint, then everybody starts from worker 0's parameters.
         Raises CheckpointError on worker 0 if it cannot be read or is of another model.
@@ -194,7 +196,9 @@ class DistributedOptimizer:
             _fill(nest.leaves(params), found.params, path)
             step, state = found.step, found.meta["optimizer"]
             own = state is None
-            self._mode.load_state_dict(checkpoint.find_own_state(found.slots) if own else {**state, "slots": found.slots})
+            self._mode.load_state_dict(
+                checkpoint.find_own_state(found.slots) if own else {**state, "slots": found.slots}
+            )
         self.broadcast(params)
         restored: int | None = collectives.broadcast_object(step)
         return restored
@@ -210,7 +214,7 @@ def _fill(named: list[tuple[str, Any]], values: dict[str, Any], path: Any) -> No
         if name not in values or values[name].shape != leaf.shape:
             got = f"has shape {values[name].shape} there" if name in values else "is not in it"
             raise CheckpointError(
-                f"{path} is of another model: '{name}' {leaf.shape} {got}; pass the directory of this model's checkpoints"
+                f"{path} is of another model: '{name}' {leaf.shape} {got}; pass the directory of this model's"
             )
     if odd := sorted(set(values) - {name for name, _ in named}):
         raise CheckpointError(f"{path} is of another model: it has '{odd[0]}', and this one has not")

@@ -21,6 +21,7 @@ from allred.comm import collectives
 from allred.errors import DriftError, InputError, NonFiniteError, ShutdownError
 from allred.fusion.plan import Plan, Tensor, plan
 from allred.modes.detect import finite
+from allred.modes.detect.outside import used
 from allred.optim.base import Optimizer
 from allred.optim.tensors import compute_dtype
 from allred.ps import running
@@ -195,6 +196,8 @@ class ServersMode:
             if target is not leaf:
                 leaf[...] = target
         self._steps += 1
+        if self._steps == 1:
+            used(self._optimizer)
         self.dropped += outcome.dropped
         if outcome.draining:
             self._end(outcome)

@@ -146,6 +146,12 @@ class Calls:
         assert self._service.shard is not None
         return self._service.shard.state()
 
+    def _step_number(self, worker: int) -> int:
+        """Of the optimizer's updates so far, those before a restore included, where it counts them."""
+        assert self._service.shard is not None
+        step = getattr(self._optimizer, "global_step", None)
+        return step if isinstance(step, int) else self._service.shard.version
+
     def _save(self, worker: int, directory: Path) -> tuple[checkpoint.Shard, Any, int]:
         """Write this server's part of a checkpoint; what was written, the optimizer's step or state, the version."""
         shard = self._service.shard
@@ -162,8 +168,8 @@ class Calls:
         if not isinstance(self._optimizer, Optimizer):
             if self._running.servers > 1:
                 raise InputError(
-                    f"the state of {type(self._optimizer).__name__} cannot be saved by several parameter servers: allred "
-                    "does not know which part belongs to which tensor. Use an optimizer of allred.optim, or one server"
+                    f"the state of {type(self._optimizer).__name__} cannot be saved by several parameter servers: "
+                    "allred does not know which part belongs to which tensor. Use one of allred.optim, or one server"
                 )
             entries.append(checkpoint.own_state(state))
             state = None

@@ -253,9 +253,9 @@ class Client:
 
     def save(self, root: str) -> str:
         """A checkpoint of parameters and optimizer, written by the servers; its path."""
-        step = max(link.version for link in self._links)
-        directory = checkpoint.begin(root, step)
         title = f"a checkpoint in {root}"
+        (step, *_) = self.call(title, "step_number", [()] * len(self._links))
+        directory = checkpoint.begin(root, step)
         try:
             saved = self.call(title, "save", [(directory,)] * len(self._links))
             versions = [version for *_, version in saved]

@@ -106,7 +106,9 @@ class Server:
         if ports:
             napping = wait and not self._mpi_ports and len(ports) == len(self._workers)
             boxes = [port.box for port in ports.values()]
-            self._first = found = native.Mailbox.wait_any(boxes, _NAP_US if napping else 0, (self._first + 1) % len(boxes))
+            self._first = found = native.Mailbox.wait_any(
+                boxes, _NAP_US if napping else 0, (self._first + 1) % len(boxes)
+            )
             if found >= 0:
                 worker, port = list(ports.items())[found]
                 return self._take(worker, port, port.box.poll())

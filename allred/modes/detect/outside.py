@@ -60,6 +60,11 @@ def updates_of(optimizer: Any) -> Updates:
     return record
 
 
+def used(optimizer: Any) -> None:
+    """Its wrapper has made a step, or has given it a state: its count is no sign of steps around the wrapper."""
+    _unused.pop(id(optimizer), None)
+
+
 def say_unused() -> None:
     """Name the optimizers that were wrapped, and then stepped without the wrapper only: each rank trained alone."""
     for optimizer, before in [(reference(), count) for reference, count in _unused.values()]:
