@@ -16,7 +16,7 @@ from allred.errors import AllredError
 from allred.ps.calls import Calls, name_this
 from allred.ps.drive import drive
 from allred.ps.post import CALL, STEP, MpiPort, Post
-from allred.ps.record import Request
+from allred.ps.record import unpack_request
 from allred.ps.running import Running
 from allred.ps.service import Service
 from allred.watch import line
@@ -134,7 +134,7 @@ class Server:
 
     def _take(self, worker: int, port: Any, record: bytes) -> None:
         self._last_request = time.monotonic()
-        self._turns.append(_Turn(worker, self._service.step(worker, port, Request.unpack(record))))
+        self._turns.append(_Turn(worker, self._service.step(worker, port, unpack_request(record))))
 
     # Who is gone.
 

@@ -24,8 +24,8 @@ from allred.ps.record import (
     PULL,
     PUSH,
     SAVE,
-    Answer,
     Request,
+    pack_answer,
 )
 from allred.ps.shard import Shard
 
@@ -121,7 +121,7 @@ class Service:
         if self.draining:
             flags |= DRAINING | SAVE * (not self._saver_named)
             self._saver_named = True
-        port.answer(Answer(flags, step, self._the_shard.version, staleness).pack())
+        port.answer(pack_answer(flags, step, self._the_shard.version, staleness))
 
     # Gradients in.
 
