@@ -121,6 +121,7 @@ class DistributedOptimizer:
                 if not self._accumulator.add(tensors, values, samples):
                     return
                 values, samples = self._accumulator.take()
+                tensors = list(tensors)  # the values are others than those that were matched
         except InputError as error:
             problem = str(error)
         if problem:  # the others hear of it when they reduce

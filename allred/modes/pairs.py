@@ -1,6 +1,6 @@
 """Parameters and their gradients, matched: the first thing at every step.
 
-Most steps bring what the step before brought: a dict or a list of plain arrays with the same names, shapes and dtypes.
+Most steps bring what the step before brought: a dict or a list of contiguous arrays, the same names, shapes and dtypes.
 That is looked at in a quarter of a microsecond a tensor; anything else goes the long way, which knows all the words.
 """
 
@@ -30,8 +30,7 @@ class Pairs:
         if again is not None:
             return again
         matched = _match(params, grads)
-        plain = not matched[3] and _plain(params) and all(type(v) is np.ndarray for v in (*matched[1], *matched[2]))
-        if plain and all(leaf.dtype is tensor.dtype for leaf, tensor in zip(matched[1], matched[0], strict=True)):
+        if not matched[3] and _plain(params) and all(map(_fits, *matched[:3])):
             self._tensors = matched[0]
             self._keys = sorted(params, key=str) if type(params) is dict else None
         else:
@@ -51,18 +50,24 @@ class Pairs:
             leaves, values = params, grads
         else:
             return None
-        for (_, shape, dtype), leaf, value in zip(self._tensors, leaves, values, strict=True):
-            if (
-                type(leaf) is not np.ndarray
-                or type(value) is not np.ndarray
-                or leaf.dtype is not dtype
-                or value.dtype is not dtype
-                or leaf.shape != shape
-                or value.shape != shape
-                or not leaf.flags.writeable
-            ):
-                return None
-        return self._tensors, leaves, values, ""
+        if all(map(_fits, self._tensors, leaves, values)):
+            return self._tensors, leaves, values, ""
+        return None
+
+
+def _fits(tensor: Tensor, leaf: Any, value: Any) -> bool:
+    """Whether a parameter and its gradient are plain arrays like `tensor`, in one piece."""
+    return (
+        type(leaf) is np.ndarray
+        and type(value) is np.ndarray
+        and leaf.dtype is tensor.dtype
+        and value.dtype is tensor.dtype
+        and leaf.shape == tensor.shape
+        and value.shape == tensor.shape
+        and (flags := leaf.flags).writeable
+        and flags.c_contiguous
+        and value.flags.c_contiguous
+    )
 
 
 def _plain(params: Any) -> bool:

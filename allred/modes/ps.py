@@ -28,6 +28,7 @@ from allred.ps import running
 from allred.ps.account import Statistics
 from allred.ps.consistency import Async, Bounded, Policy, Sync
 from allred.ps.placement import How, place
+from allred.ps.record import DRAINING, DROPPED, SAVE
 from allred.ps.running import Running
 from allred.ps.shard import splittable
 from allred.watch.uncaught import status_at_exit
@@ -78,6 +79,9 @@ def serve(optimizer: Any, options: Options) -> NoReturn:
     policy, locks = options.policy(here.config), options.locks(here.config)
     Server(here, optimizer, policy, locks, options.agreement(optimizer, here.config)).serve()
     raise SystemExit(0)
+
+
+_NONE: list[int] = []
 
 
 class ServersMode:
@@ -138,6 +142,7 @@ class ServersMode:
             tuple(Tensor(t.name, t.shape, d) for t, d in zip(tensors, self._gradient_dtypes, strict=True)), 2**20
         )
         self._looks = finite.looks(self._plan)
+        self._same_dtypes = [tensor.dtype for tensor in tensors] == self._gradient_dtypes
         report.inform(f"mode ps, {policy.describe()}")
         for line in placement.report().splitlines():
             report.inform(line)
@@ -176,21 +181,27 @@ class ServersMode:
         if problem:
             raise InputError(f"{self._title}: {problem}")
         start = time.perf_counter()
-        if tensors is not self._checked:
+        as_before = tensors is self._checked
+        if not as_before:
             self._check(params, tensors, leaves)
         client = self._client
         assert client is not None
-        absent = [index for index, value in enumerate(values) if value is None]
-        sources = [self._gradient(index, value) for index, value in enumerate(values)]
+        sources, targets, absent = values, leaves, _NONE
+        if not (as_before and self._same_dtypes):
+            absent = [index for index, value in enumerate(values) if value is None]
+            sources = [self._gradient(index, value) for index, value in enumerate(values)]
+            targets = self._targets(leaves)
         if not self._finite(sources):
             return
-        targets = self._targets(leaves)
-        outcome = client.step(sources, absent, targets, self._lr(), self._asked_to_end)
-        self._put_back(leaves, targets)
+        lr = getattr(self._optimizer, "lr", math.nan)
+        outcome = client.step(sources, absent, targets, lr if type(lr) is float else math.nan, self._asked_to_end)
+        if targets is not leaves:
+            self._put_back(leaves, targets)
         self._steps += 1
-        self.dropped += outcome.dropped
+        if outcome.flags & DROPPED:
+            self.dropped += 1
         self._waited_s += time.perf_counter() - start
-        if outcome.draining:
+        if outcome.flags & DRAINING:
             self._end(outcome)
 
     def _check(self, params: Any, tensors: list[Tensor], leaves: list[Any]) -> None:
@@ -205,10 +216,6 @@ class ServersMode:
         self._start = self._start or time.perf_counter()
         self._checked = tensors
         used(self._optimizer)
-
-    def _lr(self) -> float:
-        lr = getattr(self._optimizer, "lr", None)
-        return float(lr) if isinstance(lr, (int, float)) else math.nan
 
     @staticmethod
     def _targets(leaves: list[Any]) -> list[Any]:
@@ -319,7 +326,7 @@ class ServersMode:
         root, where = self._running.config.checkpoint_dir, "no checkpoint_dir is set, so nothing was saved"
         if root != "none":
             where = f"the checkpoint is in {root}"
-            if outcome.save:
+            if outcome.flags & SAVE:
                 where = f"saved {self.save(root)}"
         raise ShutdownError(f"{self._title}: the job was asked to end (SIGTERM); {where}")
 

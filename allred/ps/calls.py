@@ -45,6 +45,7 @@ class Calls:
         self, running: Running, post: Post, service: Service, optimizer: Any, settings: str, left: Callable[[int], None]
     ) -> None:
         self.ports: dict[int, BoxPort] = {}  # of workers that share memory with this server
+        self._list_boxes()
         self._running, self._post, self._service, self._optimizer = running, post, service, optimizer
         self._settings, self._left = settings, left
         self._first: Registration | None = None  # of worker 0
@@ -112,7 +113,16 @@ class Calls:
         memory, offer = boxes.new(boxes.BOX_BYTES)
         if offer is not None:
             self.ports[worker] = BoxPort(boxes.mailbox(memory, self._memory))
+            self._list_boxes()
         return offer, self._shard_offer
+
+    def forget(self, worker: int) -> None:
+        """It has left."""
+        self.ports.pop(worker, None)
+        self._list_boxes()
+
+    def _list_boxes(self) -> None:
+        self.box_workers, self.boxes = list(self.ports), [port.box for port in self.ports.values()]
 
     # Parameters to start from.
 

@@ -30,12 +30,10 @@ from allred.ps.record import (
     BEGIN,
     DONE,
     DRAIN,
-    DRAINING,
     DROPPED,
     INIT,
     PULL,
     PUSH,
-    SAVE,
     Answer,
     pack_request,
     unpack_answer,
@@ -77,13 +75,11 @@ class _Link:
 
 
 class Outcome(NamedTuple):
-    """Of a step. `step`: the one that this worker may begin now."""
+    """Of a step. flags: DROPPED, DRAINING, SAVE of record.py. staleness: of the gradient, in updates; the largest of all
+    servers."""
 
-    step: int
-    dropped: bool
+    flags: int
     staleness: int
-    draining: bool
-    save: bool
 
 
 def _cut(layout: Layout, piece: Piece) -> tuple[int, int | None, int]:
@@ -186,7 +182,7 @@ class Client:
         for answer in answers[1:]:
             flags |= answer.flags
             staleness = max(staleness, answer.staleness)
-        return Outcome(self.step_number, flags & DROPPED != 0, staleness, flags & DRAINING != 0, flags & SAVE != 0)
+        return Outcome(flags, staleness)
 
     def _request(
         self, title: str, flags: int, up: list[list[Array]] | None, down: list[list[Array]] | None,
