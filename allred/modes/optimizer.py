@@ -44,6 +44,8 @@ class Mode(Protocol):
 
     def pull(self, params: Any) -> None: ...
 
+    def finish(self) -> None: ...
+
     def statistics(self) -> Statistics: ...
 
     def state_dict(self) -> Any: ...
@@ -154,6 +156,14 @@ class DistributedOptimizer:
     def dropped(self) -> int:
         """Mode ps, policy sync: gradients of this worker that came too late for their step, so far."""
         return self._mode.dropped
+
+    def finish(self) -> None:
+        """Mode ps: this worker makes no more steps, and the others need not wait for it; `pull` and `save` still serve.
+
+        The end of the program says so too. Call it where workers may make different numbers of steps and then meet in
+        a collective. Mode sync: nothing.
+        """
+        self._mode.finish()
 
     def statistics(self) -> Statistics:
         """Mode ps: gradients, updates, bytes and staleness at the servers so far. Raises InputError in mode sync."""

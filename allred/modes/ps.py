@@ -97,7 +97,7 @@ class ServersMode:
         self._tensors: list[Tensor] = []
         self._checked: Any = None  # the list of tensors that was found to be right
         self._loaded = False
-        self._asked_to_end = False
+        self._asked_to_end = self._finished = False
         self._steps, self._start, self._waited_s = 0, 0.0, 0.0
         self._zeros: dict[int, Array] = {}
 
@@ -180,6 +180,10 @@ class ServersMode:
     ) -> None:  # fmt: skip
         if problem:
             raise InputError(f"{self._title}: {problem}")
+        if self._finished:
+            raise InputError(
+                f"{self._title}: this worker has called {self._options.name}.finish(); it makes no more steps"
+            )
         start = time.perf_counter()
         as_before = tensors is self._checked
         if not as_before:
@@ -262,6 +266,11 @@ class ServersMode:
         targets = self._targets(leaves)
         self._client.pull(targets)
         self._put_back(leaves, targets)
+
+    def finish(self) -> None:
+        if self._client is not None and not self._finished:
+            self._client.finish()
+        self._finished = True
 
     # State.
 

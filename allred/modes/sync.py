@@ -73,6 +73,9 @@ class SyncMode:
     def pull(self, params: Any) -> None:
         pass
 
+    def finish(self) -> None:
+        pass
+
     def statistics(self) -> Statistics:
         raise InputError(f"{self._name}.statistics() is of parameter servers, and this is mode sync; see summary()")
 

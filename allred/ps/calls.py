@@ -193,6 +193,10 @@ class Calls:
         """A checkpoint is complete."""
         name_this(f"parameter server {self._running.rank}; last checkpoint {path}")
 
+    def _finish(self, worker: int) -> Steps[None]:
+        """The worker makes no more steps, but is still there."""
+        return self._service.leave(worker)
+
     def _leave(self, worker: int) -> Any:
         self._left(worker)
         return _LATER  # it does not wait for an answer

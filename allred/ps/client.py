@@ -75,8 +75,8 @@ class _Link:
 
 
 class Outcome(NamedTuple):
-    """Of a step. flags: DROPPED, DRAINING, SAVE of record.py. staleness: of the gradient, in updates; the largest of all
-    servers."""
+    """Of a step. flags: DROPPED, DRAINING, SAVE of record.py. staleness: of the gradient, in updates; of several servers
+    the largest."""
 
     flags: int
     staleness: int
@@ -213,6 +213,10 @@ class Client:
             [values[i] if start is None else values[i].reshape(-1)[start:stop] for i, start, stop in cuts]
             for cuts in self._cuts
         ]
+
+    def finish(self) -> None:
+        """No more steps of this worker: the others need not wait for it."""
+        self.call("the end of this worker's steps", "finish", [()] * len(self._links))
 
     # State.
 

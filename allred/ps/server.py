@@ -152,14 +152,15 @@ class Server:
         """Let go of workers that have failed or died, where that does not end the job."""
         if line.current is not None and line.current.gone:
             for rank in list(line.current.gone):
-                self._leave(rank - self._running.servers)
+                worker = rank - self._running.servers
+                for turn in [turn for turn in self._turns if turn.worker == worker and worker in self._workers]:
+                    self._turns.remove(turn)
+                    self._service.account.torn += 1
+                self._leave(worker)
 
     def _leave(self, worker: int) -> None:
         if worker in self._workers:
             self._workers.discard(worker)
             self._calls.forget(worker)
             self._mpi_ports.pop(worker, None)
-            for turn in [turn for turn in self._turns if turn.worker == worker and turn.pending is not None]:
-                self._turns.remove(turn)
-                self._service.account.torn += 1
             self._turns.append(_Turn(worker, self._service.leave(worker)))

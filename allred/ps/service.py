@@ -110,7 +110,9 @@ class Service:
         self._answer(port, step, flags, staleness)
 
     def leave(self, worker: int) -> Steps[None]:
-        """A worker has left: nobody waits for it any more."""
+        """A worker makes no more steps: nobody waits for it any more."""
+        if worker not in self._workers:
+            return
         if worker in self._begun:
             raise AllredError(
                 f"worker {worker} was gone in the middle of its gradient, of which a part may be in the sum of step "
