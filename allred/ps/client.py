@@ -75,8 +75,7 @@ class _Link:
 
 
 class Outcome(NamedTuple):
-    """Of a step. flags: DROPPED, DRAINING, SAVE of record.py. staleness: of the gradient, in updates; of several servers
-    the largest."""
+    """Of a step. flags: DROPPED, DRAINING, SAVE of record.py. staleness: of the gradient, in updates; the largest."""
 
     flags: int
     staleness: int
