@@ -25,7 +25,7 @@ from allred.ps.service import Service
 from allred.ps.shard import Parts, Shard
 from allred.watch import line
 
-_LATER = object()
+LATER = object()  # as the result of a call: its answer comes later, or never
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Calls:
             result = error
         if isinstance(result, Generator):
             result = yield from result
-        if result is not _LATER:
+        if result is not LATER:
             self._reply(worker, result)
 
     def _reply(self, worker: int, value: Any) -> None:
@@ -82,7 +82,7 @@ class Calls:
             self._early.clear()
         elif self._first is None:
             self._early.append(registration)
-            return _LATER
+            return LATER
         return self._admit(registration)
 
     def _admit(self, registration: Registration) -> Any:
@@ -144,7 +144,7 @@ class Calls:
         if number <= self._starts:
             return self._digest
         self._awaiting.append((worker, number))
-        return _LATER
+        return LATER
 
     # State.
 
@@ -199,7 +199,7 @@ class Calls:
 
     def _leave(self, worker: int) -> Any:
         self._left(worker)
-        return _LATER  # it does not wait for an answer
+        return LATER  # it does not wait for an answer
 
 
 def name_this(words: str) -> None:

@@ -8,6 +8,7 @@ import contextlib
 import signal
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from allred import native
@@ -53,9 +54,13 @@ class _Turn:
 
 
 class Server:
-    """`optimizer`: this rank's own. `policy`: one of consistency.py. settings: what workers must agree on, in words."""
+    """`optimizer`: this rank's own. `policy`: one of consistency.py. settings: what workers must agree on, in words.
+    calls: Calls, or what takes more of them."""
 
-    def __init__(self, running: Running, optimizer: Any, policy: Any, use_locking: bool, settings: str) -> None:
+    def __init__(
+        self, running: Running, optimizer: Any, policy: Any, use_locking: bool, settings: str,
+        calls: Callable[..., Calls] = Calls,
+    ) -> None:  # fmt: skip
         self._running, self._policy, self._locking = running, policy, use_locking
         self._post = Post(running.comm)
         self._workers = set(range(running.workers))
@@ -64,7 +69,7 @@ class Server:
             running.rank, policy, running.workers, use_locking,
             later=lambda worker, steps: self._turns.append(_Turn(worker, steps)), started=lambda: self._calls.started(),
         )  # fmt: skip
-        self._calls = Calls(running, self._post, self._service, optimizer, settings, self._leave)
+        self._calls = calls(running, self._post, self._service, optimizer, settings, self._leave)
         self._mpi_ports: dict[int, MpiPort] = {}  # of workers that have sent a step by MPI
         self._last_request = time.monotonic()
         self._first = 0  # where to look for the next one, in turn
