@@ -13,7 +13,7 @@ from allred.comm.shared_memory import Offer, accept, offer
 from allred.comm.work import linger
 from allred.ps.layout import CELL_BYTES
 
-SLOTS = 16
+SLOTS = 8
 BELL_BYTES = 64  # at the end of the parameters' memory: what a sleeping server is woken by
 BOX_BYTES = native.mailbox_bytes(SLOTS, CELL_BYTES) if native.mailbox_bytes is not None else 0
 

@@ -19,7 +19,7 @@ from allred.fusion.plan import Tensor
 from allred.optim.tensors import compute_dtype
 from allred.ps.placement import Piece
 
-CELL_BYTES = 2**18  # of gradients
+CELL_BYTES = 2**19  # of gradients
 _ALIGN = 64
 
 
