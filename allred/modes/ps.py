@@ -4,7 +4,6 @@ A worker's optimizer is never stepped. What it is worth: the state that training
 the program changes by hand (worker 0's goes along with its steps).
 """
 
-import atexit
 import contextlib
 import dataclasses
 import math
@@ -18,19 +17,18 @@ from allred import arrays, nest
 from allred.arrays import Array
 from allred.cluster import report, topology
 from allred.comm import collectives
-from allred.errors import DriftError, InputError, NonFiniteError, ShutdownError
+from allred.errors import AllredError, DriftError, InputError, NonFiniteError, ShutdownError
 from allred.fusion.plan import Plan, Tensor, plan
 from allred.modes.detect import finite
 from allred.modes.detect.outside import used
 from allred.optim.base import Optimizer
 from allred.optim.tensors import compute_dtype
 from allred.ps import running
-from allred.ps.account import Statistics
+from allred.ps.account import Account, Statistics
 from allred.ps.consistency import Async, Bounded, Policy, Sync
 from allred.ps.placement import How, place
 from allred.ps.running import Running
 from allred.ps.shard import splittable
-from allred.watch.uncaught import status_at_exit
 
 if TYPE_CHECKING:
     from allred.ps.client import Client, Outcome
@@ -144,7 +142,8 @@ class ServersMode:
         with contextlib.suppress(ValueError):  # in another thread than the main one there are no handlers
             if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
                 signal.signal(signal.SIGTERM, self._ask_to_end)
-        atexit.register(self._tell_at_end)
+        if self._running.worker == 0:
+            running.on_leave(self._part)
 
     def _check_same(self, tensors: list[Tensor]) -> None:
         if [t[:2] for t in tensors] != [t[:2] for t in self._tensors]:
@@ -290,8 +289,12 @@ class ServersMode:
         """What has passed at the servers so far."""
         if self._client is None:
             raise InputError(f"{self._options.name}.statistics(): no step was made yet")
+        return self._statistics(self._client.statistics())
+
+    def _statistics(self, accounts: Sequence[Account]) -> Statistics:
+        assert self._client is not None
         policy = self._options.policy(self._running.config)
-        return Statistics(tuple(self._client.statistics()), policy.describe(), self._client.placement.how)
+        return Statistics(tuple(accounts), policy.describe(), self._client.placement.how)
 
     def summary(self) -> str:
         world, seconds = topology.current(), time.perf_counter() - self._start
@@ -328,7 +331,9 @@ class ServersMode:
             raise InputError(f"{self._options.name}.save(): the servers have no parameters yet; call broadcast(params)")
         return self._client.save(directory)
 
-    def _tell_at_end(self) -> None:
-        if self._running.worker == 0 and running.running() and not status_at_exit():
-            for line in str(self.statistics()).splitlines():
+    def _part(self) -> None:
+        """Worker 0 leaves, and tells in the end what has passed."""
+        assert self._client is not None
+        with contextlib.suppress(AllredError):  # the job ends otherwise: that is told already
+            for line in str(self._statistics(self._client.part())).splitlines():
                 report.inform(line)

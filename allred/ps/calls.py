@@ -23,7 +23,7 @@ from allred.ps.post import CALL, REPLY, Post
 from allred.ps.running import Running
 from allred.ps.service import Service
 from allred.ps.shard import Parts, Shard
-from allred.watch import line
+from allred.watch.start import name_this
 
 _LATER = object()
 
@@ -53,6 +53,8 @@ class Calls:
         self._shard_offer: Offer | None = None
         self._starts, self._digest = 0, ""  # how often worker 0 has given parameters, and the hash of the last
         self._awaiting: list[tuple[int, int]] = []  # worker, number of the start
+        self._gone: set[int] = set()  # workers that have left, or died
+        self._parting: list[int] = []  # those of them that wait for the last one
 
     def answer(self, source: int) -> Steps[None]:
         """Take a call of that rank, and answer it."""
@@ -79,6 +81,8 @@ class Calls:
             for early in self._early:
                 self._reply(early.worker, self._admit(early))
             self._early.clear()
+        elif self._first is None and 0 in self._gone:
+            return _no_start()
         elif self._first is None:
             self._early.append(registration)
             return _LATER
@@ -133,6 +137,8 @@ class Calls:
         """The hash of the parameters that worker 0 gives for the `number`-th time, as soon as it has."""
         if number <= self._starts:
             return self._digest
+        if 0 in self._gone:
+            return _no_start()
         self._awaiting.append((worker, number))
         return _LATER
 
@@ -181,17 +187,39 @@ class Calls:
 
     def _saved(self, worker: int, path: str) -> None:
         """A checkpoint is complete."""
-        name_this(f"parameter server {self._running.rank}; last checkpoint {path}")
+        name_this(f"{self._running.role}; last checkpoint {path}")
+
+    # Leaving.
 
     def _leave(self, worker: int) -> Any:
         self._left(worker)
         return _LATER  # it does not wait for an answer
 
+    def _part(self, worker: int) -> Any:
+        """The same, but it waits for what has passed here until the last worker has left."""
+        self._parting.append(worker)
+        self._left(worker)
+        return _LATER
 
-def name_this(words: str) -> None:
-    """What this rank is, for what the watchers say of it."""
-    if line.current is not None:
-        line.current.known_as(words)
+    def gone(self, worker: int) -> None:
+        """A worker has left, or died."""
+        self._gone.add(worker)
+        self._early = [early for early in self._early if early.worker != worker]
+        self._awaiting = [(waiting, number) for waiting, number in self._awaiting if waiting != worker]
+        if 0 in self._gone:
+            for waiting in [*(early.worker for early in self._early), *(waiting for waiting, _ in self._awaiting)]:
+                self._reply(waiting, _no_start())
+            self._early, self._awaiting = [], []
+        if len(self._gone) == self._running.workers:
+            for waiting in self._parting:
+                self._reply(waiting, self._service.account)
+
+
+def _no_start() -> AllredError:
+    return AllredError(
+        "worker 0 has ended without giving the parameters to start from, for which this worker waits; call "
+        "broadcast(params), or the first step, on all workers equally often"
+    )
 
 
 def _difference(mine: Registration, first: Registration) -> str:

@@ -122,18 +122,18 @@ class Client:
     def call(self, title: str, kind: str, arguments: Sequence[tuple[Any, ...]], late: bool = False) -> list[Any]:
         """Call all servers, the r-th with arguments[r]; their answers. late: they may come to it later."""
 
-        def steps() -> Steps[list[Any]]:
-            for server, each in enumerate(arguments):
-                self._post.send(server, CALL, (kind, each))
-            answers = []
-            for server in range(len(arguments)):
-                answers.append((yield from self._post.receive(server, REPLY, peers=late)))
-            return answers
-
-        answers: list[Any] = self._drive(title, steps())
+        answers: list[Any] = self._drive(title, self._calls(kind, arguments, late))
         for answer in answers:
             if isinstance(answer, AllredError):
                 raise answer
+        return answers
+
+    def _calls(self, kind: str, arguments: Sequence[tuple[Any, ...]], late: bool) -> Steps[list[Any]]:
+        for server, each in enumerate(arguments):
+            self._post.send(server, CALL, (kind, each))
+        answers = []
+        for server in range(len(arguments)):
+            answers.append((yield from self._post.receive(server, REPLY, peers=late)))
         return answers
 
     def register(self, skeleton: Any, settings: str) -> None:
@@ -282,6 +282,12 @@ class Client:
     def statistics(self) -> list[Account]:
         """The servers' accounts."""
         return self.call("statistics of the parameter servers", "statistics", [()] * len(self._layouts))
+
+    def part(self) -> list[Account]:
+        """This worker asks for nothing any more. The servers' accounts, once the last worker has left."""
+        steps = self._calls("part", [()] * len(self._layouts), late=False)
+        accounts: list[Account] = drive("the end of the other workers", steps, float("inf"), quiet=True)
+        return accounts
 
 
 def leave(running: Running) -> None:

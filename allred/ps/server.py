@@ -13,7 +13,7 @@ from typing import Any
 from allred import native
 from allred.comm.work import Steps, linger
 from allred.errors import AllredError
-from allred.ps.calls import Calls, name_this
+from allred.ps.calls import Calls
 from allred.ps.drive import drive
 from allred.ps.post import CALL, STEP, MpiPort, Post
 from allred.ps.record import unpack_request
@@ -65,7 +65,6 @@ class Server:
 
     def serve(self) -> None:
         """Until the last worker has left."""
-        name_this(f"parameter server {self._running.rank}")
         with contextlib.suppress(ValueError):  # in another thread than the main one there are no handlers
             signal.signal(signal.SIGTERM, self._drain)
         while self._workers or self._turns:
@@ -149,4 +148,5 @@ class Server:
             self._workers.discard(worker)
             self._calls.ports.pop(worker, None)
             self._mpi_ports.pop(worker, None)
+            self._calls.gone(worker)
             self._turns.append(_Turn(worker, self._service.leave(worker)))
