@@ -1,6 +1,7 @@
 """What init() made for mode ps, on this rank."""
 
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -41,14 +42,15 @@ class Running:
 
 _current: Running | None = None
 _taken = False  # an optimizer has registered with the servers
+_process = 0  # of this rank: not that of its forks
 _left = False  # by this worker, for good: the servers do not come back
 _farewell: Callable[[], None] | None = None  # what it does then
 
 
 def install(running: Running | None) -> None:
     """Make it the one that `current` gives; None to take it away. For allred.init and allred.shutdown."""
-    global _current, _taken, _farewell
-    _current, _taken, _farewell = running, False, None
+    global _current, _taken, _farewell, _process
+    _current, _taken, _farewell, _process = running, False, None, os.getpid()
 
 
 def running() -> bool:
@@ -63,8 +65,10 @@ def on_leave(farewell: Callable[[], None]) -> None:
 
 
 def leave() -> None:
-    """This worker asks for nothing any more."""
+    """This worker asks for nothing any more. In a fork of it nothing happens."""
     global _left
+    if os.getpid() != _process:
+        return
     if _farewell is not None:
         _farewell()
     else:
