@@ -7,8 +7,10 @@ the program changes by hand (worker 0's goes along with its steps).
 import contextlib
 import dataclasses
 import math
+import os
 import signal
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -31,7 +33,7 @@ from allred.ps.running import Running
 from allred.ps.shard import splittable
 
 if TYPE_CHECKING:
-    from allred.ps.client import Client, Outcome
+    from allred.ps.client import Client
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +93,7 @@ class ServersMode:
         self._tensors: list[Tensor] = []
         self._checked: Any = None  # the list of tensors that was found to be right
         self._loaded = False
-        self._asked_to_end = False
+        self._asked_to_end, self._process = False, os.getpid()
         self._steps, self._start, self._waited_s = 0, 0.0, 0.0
         self._zeros: dict[int, Array] = {}
 
@@ -190,7 +192,7 @@ class ServersMode:
         self.dropped += outcome.dropped
         self._waited_s += time.perf_counter() - start
         if outcome.draining:
-            self._end(outcome)
+            self._end()
 
     def _check(self, params: Any, tensors: list[Tensor], leaves: list[Any]) -> None:
         """These tensors have come for the first time."""
@@ -315,16 +317,24 @@ class ServersMode:
     # The end.
 
     def _ask_to_end(self, number: int, frame: Any) -> None:
-        self._asked_to_end = True
+        if os.getpid() == self._process:
+            self._asked_to_end = True
+        else:  # a process that was forked from this one, to load data for example, ends as it would without
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
-    def _end(self, outcome: "Outcome") -> NoReturn:
-        """Somebody was asked to end: one worker writes a checkpoint, all leave the training loop."""
-        root, where = self._running.config.checkpoint_dir, "no checkpoint_dir is set, so nothing was saved"
-        if root != "none":
-            where = f"the checkpoint is in {root}"
-            if outcome.save:
-                where = f"saved {self.save(root)}"
-        raise ShutdownError(f"{self._title}: the job was asked to end (SIGTERM); {where}")
+    def _end(self) -> NoReturn:
+        """Somebody was asked to end: one worker has a checkpoint written, then all leave the training loop."""
+        root, client = self._running.config.checkpoint_dir, self._client
+        assert client is not None
+        words = "no checkpoint_dir is set, so nothing was saved"
+        if client.drain() and root != "none":
+            try:
+                words = f"the checkpoint is {client.save(root)}"
+            except AllredError as error:
+                words = f"no checkpoint was written: {error}"
+        words = client.drained(words) if root != "none" else words
+        raise ShutdownError(f"{self._title}: the job was asked to end (SIGTERM); {words}")
 
     def save(self, directory: str, params: Any = None) -> str:
         if self._client is None:

@@ -54,6 +54,9 @@ class Calls:
         self._starts, self._digest = 0, ""  # how often worker 0 has given parameters, and the hash of the last
         self._awaiting: list[tuple[int, int]] = []  # worker, number of the start
         self._gone: set[int] = set()  # workers that have left, or died
+        self._saver: int | None = None  # the worker that has the last checkpoint written
+        self._saved_last: str | None = None  # what has become of it, in words
+        self._draining: list[int] = []  # workers that wait for it
         self._parting: list[int] = []  # those of them that wait for the last one
 
     def answer(self, source: int) -> Steps[None]:
@@ -191,6 +194,28 @@ class Calls:
 
     # Leaving.
 
+    def _drain(self, worker: int) -> bool:
+        """Somebody was asked to end. Whether this worker is the first that heard of it."""
+        self._service.draining = True
+        if self._saver is None:
+            self._saver = worker
+        return self._saver == worker
+
+    def _drained(self, worker: int, words: str | None) -> Any:
+        """What has become of the last checkpoint; None: this worker wants to know."""
+        if words is not None:
+            self._end_drain(words)
+        if self._saved_last is None:
+            self._draining.append(worker)
+            return _LATER
+        return self._saved_last
+
+    def _end_drain(self, words: str) -> None:
+        self._saved_last = words
+        for waiting in self._draining:
+            self._reply(waiting, words)
+        self._draining.clear()
+
     def _leave(self, worker: int) -> Any:
         self._left(worker)
         return _LATER  # it does not wait for an answer
@@ -206,6 +231,9 @@ class Calls:
         self._gone.add(worker)
         self._early = [early for early in self._early if early.worker != worker]
         self._awaiting = [(waiting, number) for waiting, number in self._awaiting if waiting != worker]
+        self._draining = [waiting for waiting in self._draining if waiting != worker]
+        if worker == self._saver and self._saved_last is None:
+            self._end_drain(f"worker {worker}, which was to write a checkpoint, has ended before")
         if 0 in self._gone:
             for waiting in [*(early.worker for early in self._early), *(waiting for waiting, _ in self._awaiting)]:
                 self._reply(waiting, _no_start())

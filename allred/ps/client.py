@@ -7,6 +7,7 @@ from all when it lets the worker go on. Without a policy that waits, gradients a
 
 import dataclasses
 import math
+import os
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -35,14 +36,18 @@ from allred.ps.record import (
     INIT,
     PULL,
     PUSH,
-    SAVE,
     Answer,
     pack_request,
     unpack_answer,
 )
 from allred.ps.running import Running
 from allred.ps.shard import Parts
+from allred.watch import line
 
+_CUT_SHORT = (
+    "a request to the parameter servers was interrupted (Ctrl-C, a time limit), and cannot be taken back; end this "
+    "worker, and start again from a checkpoint"
+)
 _LEAVE_S = 2.0  # for a few bytes
 _NOTHING: list[Any] = []
 _NO_CELLS = np.empty(0, np.int64)
@@ -83,7 +88,6 @@ class Outcome(NamedTuple):
     dropped: bool
     staleness: int
     draining: bool
-    save: bool
 
 
 def _cut(layout: Layout, piece: Piece) -> tuple[int, int | None, int]:
@@ -111,7 +115,19 @@ class Client:
         self._layouts = [lay_out(placement.tensors, placement.of(server)) for server in range(running.servers)]
         self._cuts = [[_cut(layout, piece) for piece in layout.pieces] for layout in self._layouts]
         self._links: list[_Link] = []
+        self._writes = False  # the last checkpoint, since the job is to end
         self._starts = 0  # how often parameters to start from were waited for
+
+        self._unusable = ""  # why nothing can be asked for any more; during a request it says what an interrupt makes
+        self._under_way: list[Any] = []
+        os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self) -> None:
+        self._unusable = "this process was forked from a rank after allred.init(); only the rank itself is one"
+
+    def _refusal(self) -> AllredError:
+        verdict = line.current is not None and line.current.verdict is not None
+        return line.current.error() if verdict and line.current is not None else AllredError(self._unusable)
 
     # Calls.
 
@@ -121,8 +137,11 @@ class Client:
 
     def call(self, title: str, kind: str, arguments: Sequence[tuple[Any, ...]], late: bool = False) -> list[Any]:
         """Call all servers, the r-th with arguments[r]; their answers. late: they may come to it later."""
-
+        if self._unusable:
+            raise self._refusal()
+        self._unusable = _CUT_SHORT
         answers: list[Any] = self._drive(title, self._calls(kind, arguments, late))
+        self._unusable = ""
         for answer in answers:
             if isinstance(answer, AllredError):
                 raise answer
@@ -186,14 +205,17 @@ class Client:
         for answer in answers[1:]:
             flags |= answer.flags
             staleness = max(staleness, answer.staleness)
-        return Outcome(self.step_number, flags & DROPPED != 0, staleness, flags & DRAINING != 0, flags & SAVE != 0)
+        return Outcome(self.step_number, flags & DROPPED != 0, staleness, flags & DRAINING != 0)
 
     def _request(
         self, title: str, flags: int, up: list[list[Array]] | None, down: list[list[Array]] | None,
         absent: Sequence[int] = (), lr: float = math.nan, only: int | None = None,
     ) -> list[Answer]:  # fmt: skip
         """One request to each server, or to the first `only`. title: "" for a step."""
-        pending: list[Any] = []
+        if self._unusable:
+            raise self._refusal()
+        self._unusable = _CUT_SHORT
+        self._under_way = pending = []  # kept, for MPI may write into its buffers even after an interrupt
         for link in self._links[:only]:
             number = link.server
             sources, cells = (_NOTHING, _NO_CELLS) if up is None else (up[number], link.layout.up)
@@ -205,6 +227,7 @@ class Client:
             pending.append(link.begin(self._post, record, sources, cells, _NOTHING if down is None else down[number]))
         if len(pending) > 1 or not pending[0].done():
             self._drive(title or f"step {self.step_number} with the parameter servers", _until_done(pending))
+        self._unusable = ""
         answers = [unpack_answer(each.reply) for each in pending]
         if flags & PULL:
             for link, answer in zip(self._links, answers, strict=True):
@@ -278,6 +301,18 @@ class Client:
             raise
         self.call(title, "saved", [(path,)] * len(self._links))
         return path
+
+    def drain(self) -> bool:
+        """Tell all servers that the job is to end. Whether this worker is to have the checkpoint written."""
+        first: bool = self.call("the end that somebody asked for", "drain", [()] * len(self._links))[0]
+        self._writes = first
+        return first
+
+    def drained(self, words: str) -> str:
+        """What has become of that checkpoint, in the words of the worker that had it written."""
+        arguments = [(words if self._writes else None,)]
+        told: str = self.call("the checkpoint at the end", "drained", arguments)[0]
+        return told
 
     def statistics(self) -> list[Account]:
         """The servers' accounts."""

@@ -23,7 +23,6 @@ from allred.ps.record import (
     INIT,
     PULL,
     PUSH,
-    SAVE,
     Request,
     pack_answer,
 )
@@ -47,7 +46,6 @@ class Service:
         self.draining = False
         self._averages = bool(self.coordinator.asks)
         self._locking, self._later, self._started = locking, later, started
-        self._saver_named = number != 0
         self._workers = set(range(workers))  # that have not left
         self._aggregate = getattr(policy, "replicas_to_aggregate", None)
         self._begun: set[int] = set()  # workers whose gradient is on its way to all servers
@@ -92,10 +90,22 @@ class Service:
     def let_go(self) -> None:
         """Answer those that may go on."""
         self._may_go.update(self.coordinator.ready())
+        if self.draining:  # nobody makes another step
+            self._may_go.update({worker: request.step for worker, (_, request, *_) in self._parked.items()})
         for worker in [worker for worker in self._may_go if worker in self._parked]:
             port, request, flags, staleness = self._parked.pop(worker)
             step = self._may_go.pop(worker)
             self._later(worker, self._end(worker, port, request.flags & PULL, step, flags, staleness))
+
+    def waits(self) -> str:
+        """Who waits for whom, in words; empty if nobody does."""
+        waiting, others = sorted(self._parked), sorted(self._workers - set(self._parked))
+        return f"{_named(waiting)} wait{'s' * (len(waiting) == 1)} for {_named(others)}" if waiting else ""
+
+    def forget(self, worker: int) -> None:
+        """It copies nothing any more: it is gone."""
+        if (port := self._readers.pop(worker, None)) is not None:
+            port.forget()
 
     def leave(self, worker: int) -> Steps[None]:
         """A worker has left: nobody waits for it any more."""
@@ -105,7 +115,6 @@ class Service:
                 f"{self._the_shard.version}; that cannot be taken back. Start again from the last checkpoint"
             )
         self._workers.discard(worker)
-        self._readers.pop(worker, None)
         self._parked.pop(worker, None)
         self.coordinator.leave(worker)
         yield from self._apply_mean()
@@ -119,8 +128,7 @@ class Service:
                     yield port.room
             self._given(worker, port)
         if self.draining:
-            flags |= DRAINING | SAVE * (not self._saver_named)
-            self._saver_named = True
+            flags |= DRAINING
         port.answer(pack_answer(flags, step, self._the_shard.version, staleness))
 
     # Gradients in.
@@ -216,3 +224,11 @@ class Service:
     def _the_shard(self) -> Shard:
         assert self.shard is not None, "a step came before registration"
         return self.shard
+
+
+def _named(workers: list[int]) -> str:
+    """
+    >>> _named([0, 2])
+    'workers 0,2'
+    """
+    return f"worker{'s' * (len(workers) > 1)} {','.join(map(str, workers))}"
