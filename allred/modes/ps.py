@@ -285,6 +285,10 @@ class ServersMode:
         if self._client is not None and self._running.worker == 0:
             self._client.load(self._states())
 
+    def count_from(self, step: int) -> None:
+        assert self._client is not None
+        self._client.count_from(step)
+
     # Telling.
 
     def statistics(self) -> Statistics:

@@ -53,6 +53,7 @@ class Calls:
         self._shard_offer: Offer | None = None
         self._starts, self._digest = 0, ""  # how often worker 0 has given parameters, and the hash of the last
         self._awaiting: list[tuple[int, int]] = []  # worker, number of the start
+        self._steps_before = 0  # of the checkpoint that training goes on from
         self._gone: set[int] = set()  # workers that have left, or died
         self._saver: int | None = None  # the worker that has the last checkpoint written
         self._saved_last: str | None = None  # what has become of it, in words
@@ -156,10 +157,15 @@ class Calls:
         return self._service.shard.state()
 
     def _step_number(self, worker: int) -> int:
-        """Of the optimizer's updates so far, those before a restore included, where it counts them."""
+        """Of the optimizer's updates so far, those before a restore included."""
         assert self._service.shard is not None
         step = getattr(self._optimizer, "global_step", None)
-        return step if isinstance(step, int) else self._service.shard.version
+        return step if isinstance(step, int) else self._steps_before + self._service.shard.version
+
+    def _count_from(self, worker: int, step: int) -> None:
+        """Parameters of that step were restored; for an optimizer that does not count by itself."""
+        assert self._service.shard is not None
+        self._steps_before = step - self._service.shard.version
 
     def _save(self, worker: int, directory: Path) -> tuple[checkpoint.Shard, Any, int]:
         """Write this server's part of a checkpoint; what was written, the optimizer's step or state, the version."""

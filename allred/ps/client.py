@@ -286,6 +286,10 @@ class Client:
                     target.reshape(-1)[piece.start : piece.stop] = value
         return {"global_step": answers[0][0]["global_step"], "slots": slots}
 
+    def count_from(self, step: int) -> None:
+        """The parameters that the servers have are those of that step."""
+        self.call("the number of the step", "count_from", [(step,)] * len(self._links))
+
     def save(self, root: str) -> str:
         """A checkpoint of parameters and optimizer, written by the servers; its path."""
         title = f"a checkpoint in {root}"

@@ -50,19 +50,31 @@ def done(*words):
 """
 
 
-def job(here, body, workers=3, servers=1, apart=False, elements=200_000, make=MAKE, before="", mpi="mpich", **settings):
+def job(
+    here,
+    body,
+    workers=3,
+    servers=1,
+    apart=False,
+    elements=200_000,
+    make=MAKE,
+    before="",
+    mpi="mpich",
+    words=(),
+    **settings,
+):
     """Run a script on so many ranks. apart: all goes by MPI. `mpirun`: other words to start it by."""
     options = {key: settings.pop(key) for key in ("mpirun",) if key in settings}
-    env = {"ALLRED_MODE": "ps", "ALLRED_NUM_PS": str(servers), "ALLRED_BANNER": "0"}
+    env = {"ALLRED_MODE": "ps", "ALLRED_NUM_PS": str(servers or 1), "ALLRED_BANNER": "0"}
     env |= {f"ALLRED_{key.upper()}": str(value) for key, value in settings.items()}
     if apart:
         env["ALLRED_PRETEND_NODES"] = ",".join("1" * (workers + servers))
     script = HEAD.format(before=before, elements=elements) + make + body
     options["timeout_s"] = 40
     if "mpirun" in options:
-        command = [*options.pop("mpirun"), "-np", workers + servers, BIN[mpi] / "python", "-c", script, here]
+        command = [*options.pop("mpirun"), "-np", workers + servers, BIN[mpi] / "python", "-c", script, here, *words]
         return run(command, env=env, **options)
-    return mpirun(workers + servers, "-c", script, here, mpi=mpi, env=env, **options)
+    return mpirun(workers + servers, "-c", script, here, *words, mpi=mpi, env=env, **options)
 
 
 def check_end(result, code, mpi="mpich"):
@@ -629,3 +641,61 @@ def test_more_ranks_than_cores(policy, tmp_path):
     result = job(tmp_path, "train(5 + me)\ndone()", 6, 2, **POLICIES[policy])
     check_end(result, 0)
     assert done(result) == set(range(6)), result.text
+
+
+# ---- checkpoints
+
+STATE = """
+def digests(opt):
+    state = opt.state_dict()
+    flat = {str(key): value for key, value in state.items()}
+    return allred.digest(params), allred.digest(flat)
+def optimizer():
+    if sys.argv[2] == "adam": return allred.optim.AdamW(lr=0.01)
+    if sys.argv[2] == "momentum": return allred.optim.SGD(lr=0.01, momentum=0.9)
+    return Own()
+class Own:
+    def __init__(self): self.sums = {}
+    def step(self, params, grads):
+        for name, p in params.items():
+            s = self.sums.setdefault(name, np.zeros_like(p))
+            s += grads[name] ** 2
+            p -= 0.1 * grads[name] / (1 + np.sqrt(s))
+    def state_dict(self): return {k: v.copy() for k, v in self.sums.items()}
+    def load_state_dict(self, state): self.sums = {k: v.copy() for k, v in state.items()}
+params["w"][:] = np.random.default_rng(0).normal(size=params["w"].shape)
+opt = allred.distributed(optimizer())
+step = opt.restore(here / "saved", params)
+if me == 0: print("restored", step, *digests(opt), flush=True)
+allred.barrier()
+rng = np.random.default_rng(step or 0)
+for _ in range(3):
+    opt.step(params, {name: rng.normal(size=p.shape).astype(p.dtype) for name, p in params.items()})
+opt.pull(params)
+allred.barrier()
+if me == 0: print("saved", *digests(opt), opt.save(here / "saved", params), flush=True)
+allred.barrier()
+"""
+
+
+def restored_and_saved(result):
+    check_end(result, 0)
+    [before] = re.findall(r"^restored (\S+) (\S+ \S+)$", result.out, re.M)
+    [after] = re.findall(r"^saved (\S+ \S+) \S+$", result.out, re.M)
+    return before, after
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "momentum", "own"])
+def test_parameters_and_state_pass_between_any_number_of_servers_and_mode_sync(optimizer, tmp_path):
+    ways = [(1, 2), (3, 1), (0, 2), (2, 1), (0, 1)] if optimizer != "own" else [(1, 2), (0, 2), (1, 1)]
+    saved, steps, alone = None, None, None
+    for servers, workers in ways:  # 0 servers: mode sync
+        settings = {"consistency": "sync"} if servers else {"mode": "sync"}
+        result = job(tmp_path, "", workers, servers, make=STATE, words=[optimizer], elements=70_000, **settings)
+        (step, before), after = restored_and_saved(result)
+        if saved is not None:
+            assert before == saved, (servers, result.text)
+            assert int(step) == steps, (servers, result.text)
+        saved, steps = after, (steps or 0) + 3
+        alone = alone or saved
+    assert saved != alone
