@@ -31,6 +31,7 @@ from allred.ps.consistency import Async, Bounded, Policy, Sync
 from allred.ps.placement import How, place
 from allred.ps.running import Running
 from allred.ps.shard import splittable
+from allred.watch import exit as exit_protocol
 
 if TYPE_CHECKING:
     from allred.ps.client import Client
@@ -144,8 +145,7 @@ class ServersMode:
         with contextlib.suppress(ValueError):  # in another thread than the main one there are no handlers
             if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
                 signal.signal(signal.SIGTERM, self._ask_to_end)
-        if self._running.worker == 0:
-            running.on_leave(self._part)
+        running.on_leave(self._part)
 
     def _check_same(self, tensors: list[Tensor]) -> None:
         if [t[:2] for t in tensors] != [t[:2] for t in self._tensors]:
@@ -346,8 +346,12 @@ class ServersMode:
         return self._client.save(directory)
 
     def _part(self) -> None:
-        """Worker 0 leaves, and tells in the end what has passed."""
+        """This worker leaves. Worker 0 tells in the end what has passed."""
         assert self._client is not None
+        if self._client.cut_short:  # a server may wait for the rest of a request, and so may the others
+            return exit_protocol.stuck()
+        if self._running.worker != 0:
+            return self._client.leave()
         with contextlib.suppress(AllredError):  # the job ends otherwise: that is told already
             for line in str(self._statistics(self._client.part())).splitlines():
                 report.inform(line)

@@ -322,8 +322,17 @@ class Client:
         """The servers' accounts."""
         return self.call("statistics of the parameter servers", "statistics", [()] * len(self._layouts))
 
+    @property
+    def cut_short(self) -> bool:
+        """Whether a request was interrupted."""
+        return self._unusable == _CUT_SHORT
+
+    def leave(self) -> None:
+        """This worker asks for nothing any more."""
+        leave(self._running)
+
     def part(self) -> list[Account]:
-        """This worker asks for nothing any more. The servers' accounts, once the last worker has left."""
+        """The same. The servers' accounts, once the last worker has left."""
         steps = self._calls("part", [()] * len(self._layouts), late=False)
         accounts: list[Account] = drive("the end of the other workers", steps, float("inf"), quiet=True)
         return accounts

@@ -139,7 +139,7 @@ class Server:
         if self._arrived() or not wait:
             return
         idle_s = time.monotonic() - self._last_request
-        if idle_s > _TELL_S and line.current is not None and not self._told:
+        if line.current is not None and idle_s > min(_TELL_S, line.current.warn_s / 2) and not self._told:
             what = f"service{f': {words}' if (words := self._service.waits()) else ', without a request'}"
             line.current.tell("waiting", what=what, since_s=idle_s, peers=False, quiet=True)
             self._told = True
