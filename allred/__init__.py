@@ -38,6 +38,7 @@ from allred.errors import (
     NonFiniteError,
     NotInitializedError,
     RemoteRankError,
+    ShutdownError,
 )
 from allred.modes.decorator import distributed
 from allred.modes.optimizer import DistributedOptimizer
@@ -72,6 +73,7 @@ __all__ = [
     "Product",
     "ReduceOp",
     "RemoteRankError",
+    "ShutdownError",
     "Sum",
     "allgather",
     "allgather_object",

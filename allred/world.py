@@ -51,6 +51,11 @@ def init(
     """
     if is_initialized():
         raise AllredError("allred.init() was called already; drop the second call, or call allred.shutdown() before it")
+    if running.left():
+        raise AllredError(
+            "allred.init() after allred.shutdown() of mode ps: the parameter servers have left, and do not come back; "
+            "keep one init() for the whole program"
+        )
     arguments = {
         "mode": mode, "num_ps": num_ps, "backend": backend, "bucket_bytes": bucket_bytes, "timeout_s": timeout_s,
         "banner": banner, "nonfinite": nonfinite, "check_steps": check_steps,
@@ -100,6 +105,8 @@ def _meet(comm: Any, settings: dict[str, Any] | str) -> None:
     reach = "network" if hosts > 1 else "host" if world.nodes > 1 else ""
     everyone, workers = topology.number(nodes, control.rank), tuple(range(servers, control.size))
     watch.start(control, everyone, config, reach, spares=workers if servers else ())
+    if servers:
+        watch.name_this(running.current().role)
     if control is not communicator:
         control.close()
     report.inform(_banner(library))
@@ -125,10 +132,7 @@ def _workers(comm: Any, servers: int) -> Any:
 def _leave_servers() -> None:
     """At the end of a worker: the servers need not wait for it. One that fails is told of by its watcher."""
     if running.running() and not status_at_exit():
-        from allred.ps.client import leave  # imports MPI
-
-        leave(running.current())
-        running.install(None)
+        running.leave()
 
 
 def _join(comm: Any) -> tuple[Any, str]:
@@ -167,7 +171,8 @@ def is_initialized() -> bool:
 
 
 def shutdown() -> None:
-    """Leave the other ranks; collective. Then init() may be called again. At the end of a script it is not needed.
+    """Leave the other ranks; collective. Then init() may be called again, except after mode ps, of which the servers
+    have ended their programs. At the end of a script it is not needed.
 
     Raises NotInitializedError before init().
     """

@@ -8,6 +8,7 @@
 #include "mailbox_type.h"
 
 #include <string.h>
+#include <unistd.h>
 
 #include "request.h"
 #include "service.h"
@@ -23,6 +24,7 @@ typedef struct {
   allred_request request;
   allred_service service;
   int open, inside; /* threads that work on it without the GIL */
+  pid_t process;    /* that made it; a fork of that does not speak for it */
   Py_buffer *views; /* of the present request: up, down, shard */
   allred_piece *pieces;
   Py_ssize_t view_count, view_room;
@@ -415,6 +417,7 @@ static int construct(Mailbox *self, PyObject *args, PyObject *unused) {
   self->box.server_bell = self->bell.buf ? self->bell.buf : allred_mailbox_server_bell(&self->box);
   self->slots_start = allred_mailbox_slot(&self->box, 0) - self->box.memory;
   self->open = 1;
+  self->process = getpid();
   return 0;
 }
 
@@ -430,7 +433,7 @@ static PyObject *close_mailbox(Mailbox *self, PyObject *unused) {
   (void)unused;
   if (!self->open) Py_RETURN_NONE;
   if (self->inside) return PyErr_Format(PyExc_ValueError, "another thread is in this mailbox");
-  allred_mailbox_close(&self->box);
+  if (self->process == getpid()) allred_mailbox_close(&self->box);
   self->open = 0;
   self->request.status = ALLRED_REQUEST_NONE;
   self->service.open = 0;

@@ -16,6 +16,7 @@ from allred.data.share import claim
 from allred.errors import InputError
 from allred.modes.detect.checks import Checks
 from allred.modes.optimizer import DistributedOptimizer
+from allred.ps import running
 from allred.ps.consistency import Policy
 from allred.ps.placement import How
 from allred.reducer import Reducer, tensor_of
@@ -90,7 +91,7 @@ class _Distributed:
         `(grads,)`. Arrays are overwritten with the mean; what comes before the gradients (a loss, say) stays this
         rank's own. Ranks with more samples in their `allred.data.batches` share count for more. Use it on the
         function or wrap the optimizer, not both. Gradients that are not finite raise NonFiniteError, unless nonfinite
-        is "ignore"; there is no step here that could be skipped.
+        is "ignore"; there is no step here that could be skipped. In mode ps the call raises InputError.
         """
         if function is None:
             return lambda later: self.gradients(later, op=op, bucket_bytes=bucket_bytes, nonfinite=nonfinite, name=name)
@@ -109,6 +110,12 @@ class _Distributed:
 
         @functools.wraps(function)
         def averaged(*args: Any, **kwargs: Any) -> Any:
+            if running.running():
+                raise InputError(
+                    f"{title} is a gradient function, which has no meaning in mode ps: the parameter servers need an "
+                    "optimizer to apply gradients with. Wrap that instead: opt = allred.distributed(optimizer), then "
+                    "opt.step(params, grads) with this worker's gradients; or use mode sync"
+                )
             result = function(*args, **kwargs)
             *others, grads = result if isinstance(result, tuple) and result else (result,)
             mean = _reduce(reducer, checks, grads)

@@ -54,6 +54,9 @@ class Mode(Protocol):
 
     def save(self, directory: str, params: Any) -> str: ...
 
+    def count_from(self, step: int) -> None:
+        """Worker 0 has restored the checkpoint of that step: the next ones are later."""
+
     def summary(self) -> str: ...
 
 
@@ -212,6 +215,8 @@ class DistributedOptimizer:
                 checkpoint.find_own_state(found.slots) if own else {**state, "slots": found.slots}
             )
         self.broadcast(params)
+        if step is not None:
+            self._mode.count_from(step)
         restored: int | None = collectives.broadcast_object(step)
         return restored
 

@@ -4,12 +4,13 @@ A worker's optimizer is never stepped. What it is worth: the state that training
 the program changes by hand (worker 0's goes along with its steps).
 """
 
-import atexit
 import contextlib
 import dataclasses
 import math
+import os
 import signal
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -18,23 +19,23 @@ from allred import arrays, nest
 from allred.arrays import Array
 from allred.cluster import report, topology
 from allred.comm import collectives
-from allred.errors import DriftError, InputError, NonFiniteError, ShutdownError
+from allred.errors import AllredError, DriftError, InputError, NonFiniteError, ShutdownError
 from allred.fusion.plan import Plan, Tensor, plan
 from allred.modes.detect import finite
 from allred.modes.detect.outside import used
 from allred.optim.base import Optimizer
 from allred.optim.tensors import compute_dtype
 from allred.ps import running
-from allred.ps.account import Statistics
+from allred.ps.account import Account, Statistics
 from allred.ps.consistency import Async, Bounded, Policy, Sync
 from allred.ps.placement import How, place
-from allred.ps.record import DRAINING, DROPPED, SAVE
+from allred.ps.record import DRAINING, DROPPED
 from allred.ps.running import Running
 from allred.ps.shard import splittable
-from allred.watch.uncaught import status_at_exit
+from allred.watch import exit as exit_protocol
 
 if TYPE_CHECKING:
-    from allred.ps.client import Client, Outcome
+    from allred.ps.client import Client
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +99,7 @@ class ServersMode:
         self._checked: Any = None  # the list of tensors that was found to be right
         self._loaded = False
         self._asked_to_end = self._finished = False
+        self._process = os.getpid()
         self._steps, self._start, self._waited_s = 0, 0.0, 0.0
         self._zeros: dict[int, Array] = {}
 
@@ -149,7 +151,7 @@ class ServersMode:
         with contextlib.suppress(ValueError):  # in another thread than the main one there are no handlers
             if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
                 signal.signal(signal.SIGTERM, self._ask_to_end)
-        atexit.register(self._tell_at_end)
+        running.on_leave(self._part)
 
     def _check_same(self, tensors: list[Tensor]) -> None:
         if [t[:2] for t in tensors] != [t[:2] for t in self._tensors]:
@@ -206,7 +208,7 @@ class ServersMode:
             self.dropped += 1
         self._waited_s += time.perf_counter() - start
         if outcome.flags & DRAINING:
-            self._end(outcome)
+            self._end()
 
     def _check(self, params: Any, tensors: list[Tensor], leaves: list[Any]) -> None:
         """These tensors have come for the first time."""
@@ -300,14 +302,22 @@ class ServersMode:
         if self._client is not None and self._running.worker == 0:
             self._client.load(self._states())
 
+    def count_from(self, step: int) -> None:
+        assert self._client is not None
+        self._client.count_from(step)
+
     # Telling.
 
     def statistics(self) -> Statistics:
         """What has passed at the servers so far."""
         if self._client is None:
             raise InputError(f"{self._options.name}.statistics(): no step was made yet")
+        return self._statistics(self._client.statistics())
+
+    def _statistics(self, accounts: Sequence[Account]) -> Statistics:
+        assert self._client is not None
         policy = self._options.policy(self._running.config)
-        return Statistics(tuple(self._client.statistics()), policy.describe(), self._client.placement.how)
+        return Statistics(tuple(accounts), policy.describe(), self._client.placement.how)
 
     def summary(self) -> str:
         world, seconds = topology.current(), time.perf_counter() - self._start
@@ -328,23 +338,37 @@ class ServersMode:
     # The end.
 
     def _ask_to_end(self, number: int, frame: Any) -> None:
-        self._asked_to_end = True
+        if os.getpid() == self._process:
+            self._asked_to_end = True
+        else:  # a process that was forked from this one, to load data for example, ends as it would without
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
-    def _end(self, outcome: "Outcome") -> NoReturn:
-        """Somebody was asked to end: one worker writes a checkpoint, all leave the training loop."""
-        root, where = self._running.config.checkpoint_dir, "no checkpoint_dir is set, so nothing was saved"
-        if root != "none":
-            where = f"the checkpoint is in {root}"
-            if outcome.flags & SAVE:
-                where = f"saved {self.save(root)}"
-        raise ShutdownError(f"{self._title}: the job was asked to end (SIGTERM); {where}")
+    def _end(self) -> NoReturn:
+        """Somebody was asked to end: one worker has a checkpoint written, then all leave the training loop."""
+        root, client = self._running.config.checkpoint_dir, self._client
+        assert client is not None
+        words = "no checkpoint_dir is set, so nothing was saved"
+        if client.drain() and root != "none":
+            try:
+                words = f"the checkpoint is {client.save(root)}"
+            except AllredError as error:
+                words = f"no checkpoint was written: {error}"
+        words = client.drained(words) if root != "none" else words
+        raise ShutdownError(f"{self._title}: the job was asked to end (SIGTERM); {words}")
 
     def save(self, directory: str, params: Any = None) -> str:
         if self._client is None:
             raise InputError(f"{self._options.name}.save(): the servers have no parameters yet; call broadcast(params)")
         return self._client.save(directory)
 
-    def _tell_at_end(self) -> None:
-        if self._running.worker == 0 and running.running() and not status_at_exit():
-            for line in str(self.statistics()).splitlines():
+    def _part(self) -> None:
+        """This worker leaves. Worker 0 tells in the end what has passed."""
+        assert self._client is not None
+        if self._client.cut_short:  # a server may wait for the rest of a request, and so may the others
+            return exit_protocol.stuck()
+        if self._running.worker != 0:
+            return self._client.leave()
+        with contextlib.suppress(AllredError):  # the job ends otherwise: that is told already
+            for line in str(self._statistics(self._client.part())).splitlines():
                 report.inform(line)

@@ -37,6 +37,7 @@ class SyncMode:
         self._reducer = Reducer(op, bucket_bytes, f"{name}.step()", f"accumulate={accumulate}")
         self._checks = Checks(f"{name}.step()", nonfinite, optimizer)
         self._meter = Meter()
+        self._steps_before = 0  # of the checkpoint that training goes on from
 
     def step(
         self, params: Any, grads: Any, tensors: list[Tensor], leaves: list[Any], values: list[Any],
@@ -86,7 +87,7 @@ class SyncMode:
         self._optimizer.load_state_dict(state)
 
     def save(self, directory: str, params: Any) -> str:
-        state, step = self._optimizer.state_dict(), self._meter.steps
+        state, step = self._optimizer.state_dict(), self._steps_before + self._meter.steps
         entries = [checkpoint.whole(name, leaf) for name, leaf in nest.leaves(params)]
         meta: dict[str, Any] = {"optimizer": None}
         if isinstance(self._optimizer, Optimizer):
@@ -96,6 +97,9 @@ class SyncMode:
         else:
             entries.append(checkpoint.own_state(state))
         return str(checkpoint.write(directory, step, entries, meta))
+
+    def count_from(self, step: int) -> None:
+        self._steps_before = step - self._meter.steps
 
     def summary(self) -> str:
         world, config = topology.current(), collectives.config()

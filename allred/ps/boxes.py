@@ -93,5 +93,9 @@ class BoxPort:
         read: int = self.box.read
         return read > number or read >= self._given
 
+    def forget(self) -> None:
+        """The worker will not copy what was given."""
+        self._given = 0
+
     def reading(self, number: int) -> _Read:
         return _Read(self.has_read, number)

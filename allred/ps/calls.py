@@ -23,7 +23,7 @@ from allred.ps.post import CALL, REPLY, Post
 from allred.ps.running import Running
 from allred.ps.service import Service
 from allred.ps.shard import Parts, Shard
-from allred.watch import line
+from allred.watch.start import name_this
 
 LATER = object()  # as the result of a call: its answer comes later, or never
 
@@ -54,6 +54,12 @@ class Calls:
         self._shard_offer: Offer | None = None
         self._starts, self._digest = 0, ""  # how often worker 0 has given parameters, and the hash of the last
         self._awaiting: list[tuple[int, int]] = []  # worker, number of the start
+        self._steps_before = 0  # of the checkpoint that training goes on from
+        self._gone: set[int] = set()  # workers that have left, or died
+        self._saver: int | None = None  # the worker that has the last checkpoint written
+        self._saved_last: str | None = None  # what has become of it, in words
+        self._draining: list[int] = []  # workers that wait for it
+        self._parting: list[int] = []  # those of them that wait for the last one
 
     def answer(self, source: int) -> Steps[None]:
         """Take a call of that rank, and answer it."""
@@ -80,6 +86,8 @@ class Calls:
             for early in self._early:
                 self._reply(early.worker, self._admit(early))
             self._early.clear()
+        elif self._first is None and 0 in self._gone:
+            return _no_start()
         elif self._first is None:
             self._early.append(registration)
             return LATER
@@ -143,6 +151,8 @@ class Calls:
         """The hash of the parameters that worker 0 gives for the `number`-th time, as soon as it has."""
         if number <= self._starts:
             return self._digest
+        if 0 in self._gone:
+            return _no_start()
         self._awaiting.append((worker, number))
         return LATER
 
@@ -157,10 +167,15 @@ class Calls:
         return self._service.shard.state()
 
     def _step_number(self, worker: int) -> int:
-        """Of the optimizer's updates so far, those before a restore included, where it counts them."""
+        """Of the optimizer's updates so far, those before a restore included."""
         assert self._service.shard is not None
         step = getattr(self._optimizer, "global_step", None)
-        return step if isinstance(step, int) else self._service.shard.version
+        return step if isinstance(step, int) else self._steps_before + self._service.shard.version
+
+    def _count_from(self, worker: int, step: int) -> None:
+        """Parameters of that step were restored; for an optimizer that does not count by itself."""
+        assert self._service.shard is not None
+        self._steps_before = step - self._service.shard.version
 
     def _save(self, worker: int, directory: Path) -> tuple[checkpoint.Shard, Any, int]:
         """Write this server's part of a checkpoint; what was written, the optimizer's step or state, the version."""
@@ -191,7 +206,31 @@ class Calls:
 
     def _saved(self, worker: int, path: str) -> None:
         """A checkpoint is complete."""
-        name_this(f"parameter server {self._running.rank}; last checkpoint {path}")
+        name_this(f"{self._running.role}; last checkpoint {path}")
+
+    # Leaving.
+
+    def _drain(self, worker: int) -> bool:
+        """Somebody was asked to end. Whether this worker is the first that heard of it."""
+        self._service.draining = True
+        if self._saver is None:
+            self._saver = worker
+        return self._saver == worker
+
+    def _drained(self, worker: int, words: str | None) -> Any:
+        """What has become of the last checkpoint; None: this worker wants to know."""
+        if words is not None:
+            self._end_drain(words)
+        if self._saved_last is None:
+            self._draining.append(worker)
+            return LATER
+        return self._saved_last
+
+    def _end_drain(self, words: str) -> None:
+        self._saved_last = words
+        for waiting in self._draining:
+            self._reply(waiting, words)
+        self._draining.clear()
 
     def _finish(self, worker: int) -> Steps[None]:
         """The worker makes no more steps, but is still there."""
@@ -201,11 +240,34 @@ class Calls:
         self._left(worker)
         return LATER  # it does not wait for an answer
 
+    def _part(self, worker: int) -> Any:
+        """The same, but it waits for what has passed here until the last worker has left."""
+        self._parting.append(worker)
+        self._left(worker)
+        return LATER
 
-def name_this(words: str) -> None:
-    """What this rank is, for what the watchers say of it."""
-    if line.current is not None:
-        line.current.known_as(words)
+    def gone(self, worker: int) -> None:
+        """A worker has left, or died."""
+        self._gone.add(worker)
+        self._early = [early for early in self._early if early.worker != worker]
+        self._awaiting = [(waiting, number) for waiting, number in self._awaiting if waiting != worker]
+        self._draining = [waiting for waiting in self._draining if waiting != worker]
+        if worker == self._saver and self._saved_last is None:
+            self._end_drain(f"worker {worker}, which was to write a checkpoint, has ended before")
+        if 0 in self._gone:
+            for waiting in [*(early.worker for early in self._early), *(waiting for waiting, _ in self._awaiting)]:
+                self._reply(waiting, _no_start())
+            self._early, self._awaiting = [], []
+        if len(self._gone) == self._running.workers:
+            for waiting in self._parting:
+                self._reply(waiting, self._service.account)
+
+
+def _no_start() -> AllredError:
+    return AllredError(
+        "worker 0 has ended without giving the parameters to start from, for which this worker waits; call "
+        "broadcast(params), or the first step, on all workers equally often"
+    )
 
 
 def _difference(mine: Registration, first: Registration) -> str:

@@ -7,6 +7,7 @@ from all when it lets the worker go on. Without a policy that waits, gradients a
 
 import dataclasses
 import math
+import os
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -40,7 +41,12 @@ from allred.ps.record import (
 )
 from allred.ps.running import Running
 from allred.ps.shard import Parts
+from allred.watch import line
 
+_CUT_SHORT = (
+    "a request to the parameter servers was interrupted (Ctrl-C, a time limit), and cannot be taken back; end this "
+    "worker, and start again from a checkpoint"
+)
 _LEAVE_S = 2.0  # for a few bytes
 _NOTHING: list[Any] = []
 _NO_CELLS = np.empty(0, np.int64)
@@ -75,7 +81,7 @@ class _Link:
 
 
 class Outcome(NamedTuple):
-    """Of a step. flags: DROPPED, DRAINING, SAVE of record.py. staleness: of the gradient, in updates; the largest."""
+    """Of a step. flags: DROPPED, DRAINING of record.py. staleness: of the gradient, in updates; the largest."""
 
     flags: int
     staleness: int
@@ -106,7 +112,19 @@ class Client:
         self._layouts = [lay_out(placement.tensors, placement.of(server)) for server in range(running.servers)]
         self._cuts = [[_cut(layout, piece) for piece in layout.pieces] for layout in self._layouts]
         self._links: list[_Link] = []
+        self._writes = False  # the last checkpoint, since the job is to end
         self._starts = 0  # how often parameters to start from were waited for
+
+        self._unusable = ""  # why nothing can be asked for any more; during a request it says what an interrupt makes
+        self._under_way: list[Any] = []
+        os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self) -> None:
+        self._unusable = "this process was forked from a rank after allred.init(); only the rank itself is one"
+
+    def _refusal(self) -> AllredError:
+        verdict = line.current is not None and line.current.verdict is not None
+        return line.current.error() if verdict and line.current is not None else AllredError(self._unusable)
 
     # Calls.
 
@@ -116,19 +134,22 @@ class Client:
 
     def call(self, title: str, kind: str, arguments: Sequence[tuple[Any, ...]], late: bool = False) -> list[Any]:
         """Call all servers, the r-th with arguments[r]; their answers. late: they may come to it later."""
-
-        def steps() -> Steps[list[Any]]:
-            for server, each in enumerate(arguments):
-                self._post.send(server, CALL, (kind, each))
-            answers = []
-            for server in range(len(arguments)):
-                answers.append((yield from self._post.receive(server, REPLY, peers=late)))
-            return answers
-
-        answers: list[Any] = self._drive(title, steps())
+        if self._unusable:
+            raise self._refusal()
+        self._unusable = _CUT_SHORT
+        answers: list[Any] = self._drive(title, self._calls(kind, arguments, late))
+        self._unusable = ""
         for answer in answers:
             if isinstance(answer, AllredError):
                 raise answer
+        return answers
+
+    def _calls(self, kind: str, arguments: Sequence[tuple[Any, ...]], late: bool) -> Steps[list[Any]]:
+        for server, each in enumerate(arguments):
+            self._post.send(server, CALL, (kind, each))
+        answers = []
+        for server in range(len(arguments)):
+            answers.append((yield from self._post.receive(server, REPLY, peers=late)))
         return answers
 
     def register(self, skeleton: Any, settings: str) -> None:
@@ -188,7 +209,10 @@ class Client:
         absent: Sequence[int] = (), lr: float = math.nan, only: int | None = None,
     ) -> list[Answer]:  # fmt: skip
         """One request to each server, or to the first `only`. title: "" for a step."""
-        pending: list[Any] = []
+        if self._unusable:
+            raise self._refusal()
+        self._unusable = _CUT_SHORT
+        self._under_way = pending = []  # kept, for MPI may write into its buffers even after an interrupt
         for link in self._links[:only]:
             number = link.server
             sources, cells = (_NOTHING, _NO_CELLS) if up is None else (up[number], link.layout.up)
@@ -200,6 +224,7 @@ class Client:
             pending.append(link.begin(self._post, record, sources, cells, _NOTHING if down is None else down[number]))
         if len(pending) > 1 or not pending[0].done():
             self._drive(title or f"step {self.step_number} with the parameter servers", _until_done(pending))
+        self._unusable = ""
         answers = [unpack_answer(each.reply) for each in pending]
         if flags & PULL:
             for link, answer in zip(self._links, answers, strict=True):
@@ -262,6 +287,10 @@ class Client:
                     target.reshape(-1)[piece.start : piece.stop] = value
         return {"global_step": answers[0][0]["global_step"], "slots": slots}
 
+    def count_from(self, step: int) -> None:
+        """The parameters that the servers have are those of that step."""
+        self.call("the number of the step", "count_from", [(step,)] * len(self._links))
+
     def save(self, root: str) -> str:
         """A checkpoint of parameters and optimizer, written by the servers; its path."""
         title = f"a checkpoint in {root}"
@@ -278,9 +307,36 @@ class Client:
         self.call(title, "saved", [(path,)] * len(self._links))
         return path
 
+    def drain(self) -> bool:
+        """Tell all servers that the job is to end. Whether this worker is to have the checkpoint written."""
+        first: bool = self.call("the end that somebody asked for", "drain", [()] * len(self._links))[0]
+        self._writes = first
+        return first
+
+    def drained(self, words: str) -> str:
+        """What has become of that checkpoint, in the words of the worker that had it written."""
+        arguments = [(words if self._writes else None,)]
+        told: str = self.call("the checkpoint at the end", "drained", arguments)[0]
+        return told
+
     def statistics(self) -> list[Account]:
         """The servers' accounts."""
         return self.call("statistics of the parameter servers", "statistics", [()] * len(self._layouts))
+
+    @property
+    def cut_short(self) -> bool:
+        """Whether a request was interrupted."""
+        return self._unusable == _CUT_SHORT
+
+    def leave(self) -> None:
+        """This worker asks for nothing any more."""
+        leave(self._running)
+
+    def part(self) -> list[Account]:
+        """The same. The servers' accounts, once the last worker has left."""
+        steps = self._calls("part", [()] * len(self._layouts), late=False)
+        accounts: list[Account] = drive("the end of the other workers", steps, float("inf"), quiet=True)
+        return accounts
 
 
 def leave(running: Running) -> None:

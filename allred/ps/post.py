@@ -17,10 +17,26 @@ from allred.arrays import Array
 from allred.comm.work import Steps, linger
 from allred.ps.layout import CELL_BYTES
 from allred.ps.record import RECORD_BYTES
+from allred.watch import line
 
 CALL, REPLY, BODY, STEP, ANSWER, UP, DOWN = range(1, 8)  # tags
 _DEPTH = 4  # cells under way, each way
+# Of a rank, where the MPI lets the others live: Open MPI's ULFM. An MPI without has mpi4py take ERR_UNKNOWN for them.
+_DEATHS = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING} - {MPI.ERR_UNKNOWN}
 _PART_BYTES = 2**28  # of a large object: no count comes near 2**31
+
+
+def _complete(request: Any, lost: bool = False) -> bool:
+    """Whether a send or receive is over. Raises ConnectionResetError if the other end has died; not if `lost`, then
+    that is an end too."""
+    try:
+        return bool(request.Test())
+    except MPI.Exception as error:
+        if error.Get_error_class() not in _DEATHS:
+            raise
+        if lost:
+            return True
+        raise ConnectionResetError from error
 
 
 class Arrival:
@@ -63,14 +79,20 @@ class Post:
 
     def tend(self) -> bool:
         """Drive what is being sent; True when all of it is."""
-        while self._sending and self._sending[0][0].Test():
+        while self._sending and _complete(self._sending[0][0], lost=True):
             self._sending.popleft()
         return not self._sending
 
     def arrived(self, tag: int) -> int | None:
         """A rank from which a message with this tag has come."""
         status = MPI.Status()
-        return status.Get_source() if self.comm.Iprobe(MPI.ANY_SOURCE, tag, status) else None
+        try:
+            return status.Get_source() if self.comm.Iprobe(MPI.ANY_SOURCE, tag, status) else None
+        except MPI.Exception as error:
+            if error.Get_error_class() not in _DEATHS or line.current is None:
+                raise
+            self.comm.Ack_failed()  # the watcher tells of it, and what comes of it
+            return None
 
     def receive_record(self, source: int, tag: int) -> bytes:
         """A record that has come."""
@@ -205,7 +227,7 @@ class MpiPort:
     def cell(self) -> Array | None:
         """The bytes of the next one, if it has come."""
         self._post.tend()
-        return self._receives[0][1] if self._receives[0][0].Test() else None
+        return self._receives[0][1] if _complete(self._receives[0][0]) else None
 
     def take(self) -> None:
         """That one is done with."""
@@ -227,7 +249,7 @@ class MpiPort:
         return _Room(self._has_room)
 
     def _has_room(self) -> bool:
-        while self._sends and self._sends[0][0].Test():
+        while self._sends and _complete(self._sends[0][0]):
             self._sends.popleft()
         return len(self._sends) < _DEPTH
 

@@ -17,7 +17,7 @@ BEGIN, PUSH, DONE, PULL, ABSENT, INIT, DRAIN = (1 << bit for bit in range(7))
 # ABSENT: some pieces have no gradient; a first cell says which, a byte each. INIT: the cells are not gradients but
 # parameters to start from. DRAIN: this worker was asked to end.
 
-DROPPED, DRAINING, SAVE = (1 << bit for bit in range(3))  # of answers; SAVE: whoever reads this writes the checkpoint
+DROPPED, DRAINING = (1 << bit for bit in range(2))  # of answers; DRAINING: somebody was asked to end, so all are to
 
 _REQUEST = struct.Struct("<Iqqd36x")
 _ANSWER = struct.Struct("<Iqqq36x")

@@ -1,6 +1,8 @@
 """What init() made for mode ps, on this rank."""
 
 import dataclasses
+import os
+from collections.abc import Callable
 from typing import Any
 
 from allred.cluster import topology
@@ -32,20 +34,54 @@ class Running:
         """This worker's number."""
         return self.rank - self.servers
 
+    @property
+    def role(self) -> str:
+        """In words."""
+        return f"parameter server {self.rank}" if self.serves else f"worker {self.worker}"
+
 
 _current: Running | None = None
 _taken = False  # an optimizer has registered with the servers
+_process = 0  # of this rank: not that of its forks
+_left = False  # by this worker, for good: the servers do not come back
+_farewell: Callable[[], None] | None = None  # what it does then
 
 
 def install(running: Running | None) -> None:
     """Make it the one that `current` gives; None to take it away. For allred.init and allred.shutdown."""
-    global _current, _taken
-    _current, _taken = running, False
+    global _current, _taken, _farewell, _process
+    _current, _taken, _farewell, _process = running, False, None, os.getpid()
 
 
 def running() -> bool:
     """Whether mode ps runs."""
     return _current is not None
+
+
+def on_leave(farewell: Callable[[], None]) -> None:
+    """Have this called when this worker leaves; it tells the servers so."""
+    global _farewell
+    _farewell = farewell
+
+
+def leave() -> None:
+    """This worker asks for nothing any more. In a fork of it nothing happens."""
+    global _left
+    if os.getpid() != _process:
+        return
+    if _farewell is not None:
+        _farewell()
+    else:
+        from allred.ps.client import leave  # imports MPI
+
+        leave(current())
+    install(None)
+    _left = True
+
+
+def left() -> bool:
+    """Whether this process was a worker before, and its servers have left since."""
+    return _left
 
 
 def take() -> bool:

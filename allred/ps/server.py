@@ -5,6 +5,7 @@ by cell, as in Hogwild: nobody waits for anybody, and a pull may mix versions.
 """
 
 import contextlib
+import os
 import signal
 import time
 from collections import deque
@@ -14,7 +15,7 @@ from typing import Any
 from allred import native
 from allred.comm.work import Steps, linger
 from allred.errors import AllredError
-from allred.ps.calls import Calls, name_this
+from allred.ps.calls import Calls
 from allred.ps.drive import drive
 from allred.ps.post import CALL, STEP, MpiPort, Post
 from allred.ps.record import unpack_request
@@ -22,6 +23,8 @@ from allred.ps.running import Running
 from allred.ps.service import Service
 from allred.watch import line
 
+_TELL_S = 1.0  # without a request: tell the watcher what this server waits for
+_END_S = 2.0  # for answers that are still under way when the last worker has left; one that has failed takes none
 _NAP_US = 5000  # at most, on the mailboxes' bell, before messages by MPI are looked for
 _AWAKE_S = 0.1  # where there are no mailboxes: how long to go on looking without requests, before sleeping
 _SLEEP_SHARE, _LONGEST_SLEEP_S = 0.01, 0.01  # then for this part of the time since the last one
@@ -32,9 +35,9 @@ class _GoneError(AllredError):
 
 
 class _Turn:
-    """Something to do for a worker."""
+    """Something to do for a worker; None: because one has left."""
 
-    def __init__(self, worker: int, steps: Steps[None]) -> None:
+    def __init__(self, worker: int | None, steps: Steps[None]) -> None:
         self.worker, self.steps = worker, steps
         self.pending: Any = None  # what it waits for
 
@@ -43,7 +46,7 @@ class _Turn:
         try:
             while self.pending is None or self.pending.done():
                 self.pending = next(self.steps)
-        except StopIteration:
+        except (StopIteration, ConnectionResetError):  # the latter: its worker has died, which will be heard of
             return True
         return False
 
@@ -72,15 +75,18 @@ class Server:
         self._calls = calls(running, self._post, self._service, optimizer, settings, self._leave)
         self._mpi_ports: dict[int, MpiPort] = {}  # of workers that have sent a step by MPI
         self._last_request = time.monotonic()
+        self._told = False  # the watcher, that there is no request
+        self._process = os.getpid()
         self._first = 0  # where to look for the next one, in turn
 
     def serve(self) -> None:
         """Until the last worker has left."""
-        name_this(f"parameter server {self._running.rank}")
         with contextlib.suppress(ValueError):  # in another thread than the main one there are no handlers
             signal.signal(signal.SIGTERM, self._drain)
         while self._workers or self._turns:
             self._mourn()
+            if self._service.draining:
+                self._service.let_go()
             if self._locking:
                 if not self._turns:
                     self._look(wait=True)
@@ -88,14 +94,29 @@ class Server:
                     self._run(self._turns.popleft())
             else:
                 self._look(wait=not self._turns)
-                for turn in list(self._turns):
-                    if turn.advance():
-                        self._turns.remove(turn)
-        while not self._post.tend():
+                self._advance_all()
+        until = time.monotonic() + _END_S
+        while not self._post.tend() and time.monotonic() < until:
             pass
 
     def _drain(self, number: int, frame: Any) -> None:
-        self._service.draining = True
+        if os.getpid() == self._process:
+            self._service.draining = True
+        else:  # a process that was forked from this one
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def _advance_all(self) -> None:
+        """A part of each turn; what comes of it has its turn after them."""
+        turns, self._turns = self._turns, deque()
+        left = [turn for turn in turns if not turn.advance()]
+        living = [turn for turn in left if self._lives(turn)]
+        self._service.account.torn += len(left) - len(living)
+        self._turns.extendleft(reversed(living))
+
+    def _lives(self, turn: _Turn) -> bool:
+        """Whether there is still somebody to do it for."""
+        return turn.worker is None or turn.worker in self._workers
 
     def _run(self, turn: _Turn) -> None:
         """To its end, waiting for its worker where that is slow."""
@@ -110,10 +131,11 @@ class Server:
     def _wait_for(self, turn: _Turn) -> None:
         def check() -> None:
             self._mourn()
-            if turn.worker not in self._workers:
+            if not self._lives(turn):
                 raise _GoneError
 
-        drive(f"a request of worker {turn.worker}", turn.rest(), self._running.config.timeout_s, check=check)
+        title = "the leave of a worker" if turn.worker is None else f"a request of worker {turn.worker}"
+        drive(title, turn.rest(), self._running.config.timeout_s, check=check)
 
     # Who is next.
 
@@ -130,6 +152,10 @@ class Server:
         if self._arrived() or not wait:
             return
         idle_s = time.monotonic() - self._last_request
+        if line.current is not None and idle_s > min(_TELL_S, line.current.warn_s / 2) and not self._told:
+            what = f"service{f': {words}' if (words := self._service.waits()) else ', without a request'}"
+            line.current.tell("waiting", what=what, since_s=idle_s, peers=False, quiet=True)
+            self._told = True
         if not linger(self._arrived) and idle_s > _AWAKE_S:
             time.sleep(min(_SLEEP_SHARE * idle_s, _LONGEST_SLEEP_S))
 
@@ -143,13 +169,20 @@ class Server:
             return True
         source = self._post.arrived(CALL)
         if source is not None:
-            self._last_request = time.monotonic()
+            self._heard()
             self._turns.append(_Turn(source - self._running.servers, self._calls.answer(source)))
         return source is not None
 
     def _take(self, worker: int, port: Any, record: bytes) -> None:
-        self._last_request = time.monotonic()
+        self._heard()
         self._turns.append(_Turn(worker, self._service.step(worker, port, unpack_request(record))))
+
+    def _heard(self) -> None:
+        """There is a request."""
+        self._last_request = time.monotonic()
+        if self._told and line.current is not None:
+            line.current.tell("going")
+        self._told = False
 
     # Who is gone.
 
@@ -157,15 +190,13 @@ class Server:
         """Let go of workers that have failed or died, where that does not end the job."""
         if line.current is not None and line.current.gone:
             for rank in list(line.current.gone):
-                worker = rank - self._running.servers
-                for turn in [turn for turn in self._turns if turn.worker == worker and worker in self._workers]:
-                    self._turns.remove(turn)
-                    self._service.account.torn += 1
-                self._leave(worker)
+                self._leave(rank - self._running.servers)
 
     def _leave(self, worker: int) -> None:
         if worker in self._workers:
             self._workers.discard(worker)
             self._calls.forget(worker)
             self._mpi_ports.pop(worker, None)
-            self._turns.append(_Turn(worker, self._service.leave(worker)))
+            self._service.forget(worker)
+            self._calls.gone(worker)
+            self._turns.append(_Turn(None, self._service.leave(worker)))

@@ -23,7 +23,6 @@ from allred.ps.record import (
     INIT,
     PULL,
     PUSH,
-    SAVE,
     Request,
     pack_answer,
 )
@@ -47,7 +46,6 @@ class Service:
         self.draining = False
         self._averages = bool(self.coordinator.asks)
         self._locking, self._later, self._started = locking, later, started
-        self._saver_named = number != 0
         self._workers = set(range(workers))  # that have not left
         self._aggregate = getattr(policy, "replicas_to_aggregate", None)
         self._begun: set[int] = set()  # workers whose gradient is on its way to all servers
@@ -99,6 +97,8 @@ class Service:
     def let_go(self) -> None:
         """Answer those that may go on."""
         self._may_go.update(self.coordinator.ready())
+        if self.draining:  # nobody makes another step
+            self._may_go.update({worker: request.step for worker, (_, request, *_) in self._parked.items()})
         for worker in [worker for worker in self._may_go if worker in self._parked]:
             port, request, flags, staleness = self._parked.pop(worker)
             step = self._may_go.pop(worker)
@@ -108,6 +108,16 @@ class Service:
         if asked & PULL:
             yield from self._give(worker, port, self._the_shard)
         self._answer(port, step, flags, staleness)
+
+    def waits(self) -> str:
+        """Who waits for whom, in words; empty if nobody does."""
+        waiting, others = sorted(self._parked), sorted(self._workers - set(self._parked))
+        return f"{_named(waiting)} wait{'s' * (len(waiting) == 1)} for {_named(others)}" if waiting else ""
+
+    def forget(self, worker: int) -> None:
+        """It copies nothing any more: it is gone."""
+        if (port := self._readers.pop(worker, None)) is not None:
+            port.forget()
 
     def leave(self, worker: int) -> Steps[None]:
         """A worker makes no more steps: nobody waits for it any more."""
@@ -119,7 +129,6 @@ class Service:
                 f"{self._the_shard.version}; that cannot be taken back. Start again from the last checkpoint"
             )
         self._workers.discard(worker)
-        self._readers.pop(worker, None)
         self._parked.pop(worker, None)
         self.coordinator.leave(worker)
         yield from self._apply_mean()
@@ -127,8 +136,7 @@ class Service:
 
     def _answer(self, port: Any, step: int, flags: int, staleness: int) -> None:
         if self.draining:
-            flags |= DRAINING | SAVE * (not self._saver_named)
-            self._saver_named = True
+            flags |= DRAINING
         port.answer(pack_answer(flags, step, self._the_shard.version, staleness))
 
     # Gradients in.
@@ -232,3 +240,11 @@ class Service:
 
 def _ignore(number: int, cell: Any) -> None:
     """A cell of a gradient that is dropped."""
+
+
+def _named(workers: list[int]) -> str:
+    """
+    >>> _named([0, 2])
+    'workers 0,2'
+    """
+    return f"worker{'s' * (len(workers) > 1)} {','.join(map(str, workers))}"

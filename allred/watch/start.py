@@ -82,6 +82,12 @@ def _spawn(world: Topology, config: Config, reach: str, spares: tuple[int, ...])
     return found
 
 
+def name_this(words: str) -> None:
+    """What this rank is, for what the watchers say of it; see `Line.known_as`."""
+    if line.current is not None:
+        line.current.known_as(words)
+
+
 def stop() -> None:
     """This process is no rank any more."""
     if line.current is not None and line.current.verdict is None:

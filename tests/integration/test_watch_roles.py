@@ -24,7 +24,7 @@ import allred.watch.start
 from allred.watch import line
 
 original = allred.watch.start.start
-allred.watch.start.start = lambda *arguments: original(*arguments, spares=tuple(range(1, arguments[1].size)))
+allred.watch.start.start = lambda *given, **_: original(*given, spares=tuple(range(1, given[1].size)))
 allred.init(banner=False)
 rank, size = allred.rank(), allred.size()
 allred.barrier()

@@ -1,0 +1,92 @@
+"""Jobs of mode ps for the tests of its lifecycle: a script with a common beginning, run under a real mpirun."""
+
+import re
+
+from harness import BIN, mpirun, run
+
+MPIS = ["mpich", "openmpi"]
+POLICIES = {
+    "async": {"consistency": "async"},
+    "bounded": {"consistency": "bounded", "staleness": 1},
+    "sync": {"consistency": "sync"},
+    "backup": {"consistency": "sync", "replicas_to_aggregate": 2},
+}
+ULFM = [BIN["openmpi"] / "mpirun", "--with-ft", "ulfm"]
+
+# Each rank leaves its process's number in a file of the directory argv[1], named by its world rank.
+HEAD = """
+import os, pathlib, signal, sys, threading, time
+{before}
+import numpy as np
+import allred
+allred.init()
+here = pathlib.Path(sys.argv[1])
+me, workers = allred.rank(), allred.size()
+(here / f"writing-{{allred.world_rank()}}").write_text(str(os.getpid()))
+(here / f"writing-{{allred.world_rank()}}").rename(here / f"pid-{{allred.world_rank()}}")
+
+def pid(world_rank):
+    return int((here / f"pid-{{world_rank}}").read_text())
+
+params = {{"w": np.zeros({elements}), "b": np.zeros(3, np.float32)}}
+ones = {{"w": np.ones({elements}), "b": np.ones(3, np.float32)}}
+"""
+MAKE = """
+opt = allred.distributed(allred.optim.SGD(lr=1.0))
+opt.broadcast(params)
+
+def train(steps, pause_s=0.0):
+    for _ in range(steps):
+        time.sleep(pause_s)
+        opt.step(params, ones)
+
+def done(*words):
+    print("done", me, *words, flush=True)
+"""
+
+
+def job(
+    here,
+    body,
+    workers=3,
+    servers=1,
+    apart=False,
+    elements=200_000,
+    make=MAKE,
+    before="",
+    mpi="mpich",
+    words=(),
+    **settings,
+):
+    """Run a script on so many ranks. apart: all goes by MPI. `mpirun`: other words to start it by."""
+    options = {key: settings.pop(key) for key in ("mpirun",) if key in settings}
+    env = {"ALLRED_MODE": "ps", "ALLRED_NUM_PS": str(servers or 1), "ALLRED_BANNER": "0"}
+    env |= {f"ALLRED_{key.upper()}": str(value) for key, value in settings.items()}
+    if apart:
+        env["ALLRED_PRETEND_NODES"] = ",".join("1" * (workers + servers))
+    script = HEAD.format(before=before, elements=elements) + make + body
+    options["timeout_s"] = 40
+    if "mpirun" in options:
+        command = [*options.pop("mpirun"), "-np", workers + servers, BIN[mpi] / "python", "-c", script, here, *words]
+        return run(command, env=env, **options)
+    return mpirun(workers + servers, "-c", script, here, *words, mpi=mpi, env=env, **options)
+
+
+def check_end(result, code, mpi="mpich"):
+    """Exit code, and nothing left. prterun crashes now and then where a rank aborts while another finalizes [ran]."""
+    assert result.code == code or (mpi == "openmpi" and result.code == -11 and code), result.text
+    assert not result.left, result.text
+
+
+def done(result):
+    return {int(who) for who in re.findall(r"^done (\d)", result.out, re.M)}
+
+
+def check_failure(result, code, words, mpi="mpich", tracebacks=1):
+    """It ended by one failure, which is told once, after everything else."""
+    check_end(result, code, mpi)
+    assert result.err.count("Traceback (most recent call last)") == tracebacks, result.text
+    assert result.err.count(words) >= 1, result.text
+    told = result.err.rindex("Traceback (most recent call last)") if tracebacks else 0
+    after = [line for line in result.err[told:].splitlines() if line.startswith("allred: ")]
+    assert len(after) <= 1 or not tracebacks, result.text
