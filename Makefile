@@ -67,13 +67,21 @@ loops: ## the C core's allreduce against a loop written by hand, two processes
 # mpirun as a user would call it: Open MPI's is not told to oversubscribe, so it binds each rank to a core.
 LINES := build/bench/lines.jsonl
 
-bench: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## measure against raw MPI with 2 ranks, under both MPIs, and write benchmarks/RESULTS.md
+bench: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## measure against raw MPI, under both MPIs, and write benchmarks/RESULTS.md
 	@mkdir -p $(dir $(LINES)) && rm -f $(LINES)
-	@set -e; unset PRTE_MCA_rmaps_default_mapping_policy; for bin in $(VENV_mpich)/bin $(VENV_openmpi)/bin; do \
-	  bench() { echo "== $$bin: bench $$*"; $$bin/mpirun -np 2 $$bin/python -m allred bench "$$@" $(B) --json >> $(LINES); }; \
-	  bench allreduce --against mpi; \
-	  bench fused --against mpi; \
-	  bench allreduce --sizes 64MiB,256MiB --against mpi --malloc-tuned; done
+	@set -e; policy=$$PRTE_MCA_rmaps_default_mapping_policy; unset PRTE_MCA_rmaps_default_mapping_policy; \
+	for bin in $(VENV_mpich)/bin $(VENV_openmpi)/bin; do \
+	  bench() { n=$$1; shift; echo "== $$bin, $$n ranks: bench $$*"; \
+	    $$bin/mpirun -np $$n $$bin/python -m allred bench "$$@" $(B) --json >> $(LINES); }; \
+	  bench 2 allreduce --against mpi; \
+	  bench 2 fused --against mpi; \
+	  bench 2 allreduce --sizes 64MiB,256MiB --against mpi --malloc-tuned; \
+	  bench 2 ps --set tiny --against mpi; \
+	  bench 2 ps --set small --against mpi; \
+	  bench 2 ps --set resnet50 --against mpi; \
+	  export PRTE_MCA_rmaps_default_mapping_policy=$$policy; \
+	  for how in async bounded sync; do bench 5 ps --set resnet50 --servers 2 --consistency $$how; done; \
+	  unset PRTE_MCA_rmaps_default_mapping_policy; done
 	@$(VENV_mpich)/bin/python benchmarks/report.py $(LINES) benchmarks/RESULTS.md
 
 lint: $(VENV_mpich)/.dev ## ruff and clang-format, changing nothing

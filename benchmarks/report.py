@@ -25,9 +25,15 @@ same arrays, in place, blocking; results are verified before. algbw = bytes / p5
 GB = 10^9 bytes; "times faster" is MPI's p50 / allred's. `allred/bench/measure.py` has the details. Absolute times drift
 on a shared machine; ratios less.
 
+Of `ps` a sample is of any worker, algbw counts the bytes of the model once, and a step moves them twice, there and
+back. The peer keeps gradients and parameters in flat arrays of its own; `allred/bench/peer.py` has its forms.
+Staleness: updates between the parameters that a gradient was computed with and those that it was applied to.
+
 "Concatenate + split" copies into a flat array that is allocated once, reduces it with one call, and copies back.
 "Tuned" means that glibc keeps freed memory and uses huge pages, for allred and for MPI alike.
 """
+
+_ROWS = 8
 
 SHARED = ("command", "mpi", "backend", "mpi_settings", "glibc_tunables")
 
@@ -61,6 +67,9 @@ def section(lines: list[dict]) -> str:
     settings += [f"`GLIBC_TUNABLES={first['glibc_tunables']}`"] * bool(first["glibc_tunables"])
     cores = first["binding"]
     cores = f"cores {cores[0]} for each rank" if len(set(cores)) == 1 else f"cores {', '.join(cores)}"
+    ranks = f"{first['ranks']} ranks"
+    if first["bench"] == "ps":
+        ranks += f" ({first['servers']} to serve, {first['workers']} to work; {first['consistency']})"
     rows = [row(line) for line in lines]
     table = [list(rows[0]), ["---", *["---:"] * (len(rows[0]) - 1)], *(list(row.values()) for row in rows)]
     return "\n".join(
@@ -69,8 +78,7 @@ def section(lines: list[dict]) -> str:
             "",
             f"`{first['command']}`",
             "",
-            f"allred {first['allred']}, backend {first['backend']}; {first['ranks']} ranks, "
-            f"{first['dtype']}, {first['op']}; "
+            f"allred {first['allred']}, backend {first['backend']}; {ranks}, {first['dtype']}, {first['op']}; "
             f"thread level {first['thread_level']}; {cores}; settings: {', '.join(settings) or 'none'}.",
             "",
             *(f"| {' | '.join(cells)} |" for cells in table),
@@ -85,8 +93,11 @@ def row(line: dict) -> dict[str, str]:
         "allred p50, us": number(line["p50_us"]),
         "p99, us": number(line["p99_us"]),
         "algbw, GB/s": number(line["algbw_GBps"]),
-        "busbw, GB/s": number(line["busbw_GBps"]),
     }
+    if line["bench"] == "ps":
+        cells |= {"updates/s": number(line["updates_per_s"]), "staleness": staleness(line["staleness"])}
+    else:
+        cells["busbw, GB/s"] = number(line["busbw_GBps"])
     if line["against"]:
         name = "raw MPI" if line["against"] == "mpi" else line["against"].replace("mpi", "raw MPI,")
         if "set" in line:
@@ -94,6 +105,13 @@ def row(line: dict) -> dict[str, str]:
         cells["its p50, us" if "set" in line else f"{name} p50, us"] = number(line["against_p50_us"])
         cells["times faster"] = f"{line['speedup']:.2f}"
     return cells | {"samples": f"{line['samples']} of {line['calls_per_sample']}"}
+
+
+def staleness(counts: dict[str, int]) -> str:
+    """{"0": 90, "1": 9, "2": 1} -> 0: 90 %, 1: 9 %, 2: 1 %; the most frequent, where there are many"""
+    total = sum(counts.values())
+    most = sorted(sorted(counts, key=counts.__getitem__)[-_ROWS:], key=int)
+    return ", ".join(f"{value}: {100 * counts[value] / total:.3g} %" for value in most)
 
 
 def report(lines: list[dict]) -> str:

@@ -26,23 +26,31 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         epilog=measure.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    what = parser.add_subparsers(dest="bench", required=True, metavar="allreduce|fused")
+    what = parser.add_subparsers(dest="bench", required=True, metavar="allreduce|fused|ps")
     one = what.add_parser("allreduce", help="one array in place, at several sizes")
     one.add_argument("--sizes", default=None, help=f"bytes an array, for example 4,64KiB,1MiB; default {SIZES}")
     many = what.add_parser("fused", help="many tensors of a real model in one call")
     many.add_argument("--set", dest="sets", default=",".join(sets.SETS), help="%(default)s (default: all)")
+    served = what.add_parser("ps", help="steps with parameter servers, which are the first ranks")
+    served.add_argument("--set", default="resnet50", help=f"one of {', '.join(sets.SERVED)}; default resnet50")
+    served.add_argument("--servers", type=int, default=1, help="how many ranks serve; default 1")
+    served.add_argument("--consistency", choices=["async", "bounded", "sync"], help="default: ALLRED_CONSISTENCY")
     for sub in (one, many):
-        sub.add_argument("--dtype", default="float32", help="float32 (default), or another that allred sums")
         sub.add_argument("--backend", default=None, help="as in allred.init(); default: the setting ALLRED_BACKEND")
+    for sub in (one, many, served):
+        sub.add_argument("--dtype", default="float32", help="float32 (default), or another that allred sums")
         sub.add_argument("--against", choices=["mpi"], help="time raw MPI too, on the same arrays, in turns")
         sub.add_argument("--malloc-tuned", action="store_true", help="glibc keeps freed memory, in huge pages")
         sub.add_argument("--seconds", type=float, default=3.0, help="how long to measure for a line; default 3")
         sub.add_argument("--json", action="store_true", help="one JSON object a line, and nothing else, on stdout")
     options = parser.parse_args(arguments)
-    sub = one if options.bench == "allreduce" else many
+    sub = {"allreduce": one, "fused": many, "ps": served}[options.bench]
     try:
         options.dtype = _dtype(options.dtype, options.against)
-        options.items = _sizes(options.sizes, options.dtype) if sub is one else _sets(options.sets)
+        if sub is served:
+            _check_served(options)
+        else:
+            options.items = _sizes(options.sizes, options.dtype) if sub is one else _sets(options.sets)
         if not 0 <= options.seconds < float("inf"):
             raise ValueError(f"--seconds {options.seconds:g} is not a time")
     except ValueError as error:
@@ -62,6 +70,15 @@ def _dtype(name: str, against: str | None) -> np.dtype[Any]:
             raise ValueError("bfloat16 needs ml_dtypes: pip install ml_dtypes") from None
         return np.dtype(ml_dtypes.bfloat16)  # type: ignore[no-any-return]
     return np.dtype(name)
+
+
+def _check_served(options: argparse.Namespace) -> None:
+    if options.set not in sets.SERVED:
+        raise ValueError(f"unknown set {options.set!r}; choose one of {', '.join(sets.SERVED)}")
+    if options.dtype not in (np.float32, np.float64):
+        raise ValueError("bench ps takes float32 or float64")  # whose sums it can verify after many steps
+    if options.servers < 1:
+        raise ValueError(f"--servers {options.servers} must be at least 1")
 
 
 def _sizes(text: str | None, dtype: np.dtype[Any]) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import allred
 from allred import arrays
-from allred.bench import measure, sets, setting, table, verify, ways
+from allred.bench import measure, ps, sets, setting, table, verify, ways
 from allred.bench.arguments import parse
 from allred.cluster import mpi
 from allred.comm import collectives
@@ -35,7 +35,8 @@ def main(arguments: list[str]) -> int:
     if options.malloc_tuned:
         setting.tune_malloc()
     try:
-        run(options, command=shlex.join(["python", "-m", "allred", "bench", *arguments]))
+        action = ps.run if options.bench == "ps" else run
+        action(options, command=shlex.join(["python", "-m", "allred", "bench", *arguments]))
     except ConfigError as error:  # the same on every rank
         return setting.fail(f"python -m allred bench: {error}")
     except verify.WrongResultError as error:
@@ -86,4 +87,5 @@ def _measured(item: Any, options: argparse.Namespace, comm: Any) -> tuple[dict[s
     verify.check_zeros(f"{options.bench} {item}", group, comm)
     ours = samples.pop("allred")
     others = samples.items() or [(None, None)]
-    return what, [table.numbers(ours, name, theirs, what["bytes"], comm.Get_size()) for name, theirs in others]
+    size = comm.Get_size()
+    return what, [table.numbers(ours, name, theirs, what["bytes"], size) for name, theirs in others]

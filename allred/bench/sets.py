@@ -3,6 +3,7 @@
 resnet50      torchvision's ResNet-50: 161 tensors, 25 557 032 elements, most of them small, a few of 9 MB
 transformer   BERT-base, uncased, with its pooler: 199 tensors, 109 482 240 elements, one of them 94 MB
 small         1000 tensors of 256 elements: what a call costs, and hardly anything else
+tiny          one tensor of 256 elements: what a round trip to a parameter server costs
 """
 
 from collections.abc import Iterator
@@ -45,4 +46,10 @@ def small() -> list[Shape]:
     return [(256,)] * 1000
 
 
+def tiny() -> list[Shape]:
+    """1 KiB, in float32."""
+    return [(256,)]
+
+
 SETS = {"resnet50": resnet50, "transformer": transformer, "small": small}
+SERVED = {**SETS, "tiny": tiny}  # what parameter servers are measured with

@@ -1,36 +1,51 @@
 """What a benchmark prints, on rank 0: a JSON object a line for programs, or a table for people."""
 
 import json
+from collections import Counter
 from typing import Any
 
 from allred.bench import measure, setting
+from allred.ps.account import histogram
 
-_COLUMNS = ("p50 us", "p99 us", "algbw GB/s", "busbw GB/s")
+_COLUMNS = {"p50_us": "p50 us", "p99_us": "p99 us", "algbw_GBps": "algbw GB/s"}
 
 
 def numbers(
-    ours: measure.Samples, against: str | None, theirs: measure.Samples | None, nbytes: int, size: int
+    ours: measure.Samples, against: str | None, theirs: measure.Samples | None, nbytes: int, size: int | None = None
 ) -> dict[str, Any]:
-    """The measured part of a line: times in microseconds, bandwidths in GB/s, how many times faster than `against`."""
+    """The measured part of a line: times in microseconds, bandwidths in GB/s, how many times faster than `against`.
+
+    size: ranks of an allreduce, for its busbw."""
     p50 = ours.us(50)
     algbw = measure.algbw(nbytes, p50)
     other = theirs.us(50) if theirs else None
     return {
-        "p50_us": _short(p50),
-        "p99_us": _short(ours.us(99)),
-        "algbw_GBps": _short(algbw),
-        "busbw_GBps": _short(measure.busbw(algbw, size)),
+        "p50_us": short(p50),
+        "p99_us": short(ours.us(99)),
+        "algbw_GBps": short(algbw),
+        **({} if size is None else {"busbw_GBps": short(measure.busbw(algbw, size))}),
         "against": against,
-        "against_p50_us": other and _short(other),
-        "against_p99_us": theirs and _short(theirs.us(99)),
-        "speedup": other and _short(other / p50),
+        "against_p50_us": other and short(other),
+        "against_p99_us": theirs and short(theirs.us(99)),
+        "speedup": other and short(other / p50),
         "samples": len(ours.seconds),
         "calls_per_sample": ours.batch,
     }
 
 
-def _short(value: float) -> float:
+def short(value: float) -> float:
+    """Four significant digits.
+
+    >>> short(0.123456)
+    0.1235
+    """
     return float(f"{value:.4g}")
+
+
+def _columns(bench: str) -> dict[str, str]:
+    """The heads of a table's numbers, by their names in a record."""
+    last = {"updates_per_s": "updates/s"} if bench == "ps" else {"busbw_GBps": "busbw GB/s"}
+    return {**_COLUMNS, **last}
 
 
 class Printer:
@@ -45,9 +60,14 @@ class Printer:
         if self.as_json or not self.speaks:
             return
         ranks = f"{common['ranks']} rank{'s' * (common['ranks'] > 1)}"
+        if bench == "ps":
+            ranks += f": {common['servers']} to serve, {common['workers']} to work, {common['consistency']}"
         print(f"{bench}: {common['dtype']}, {where['op']}, in place, blocking; {ranks}, backend {common['backend']}")
         print(*setting.lines(where), sep="\n")
-        head = [f"{'size' if bench == 'allreduce' else 'set':>12}", *(f"{name:>11}" for name in _COLUMNS)]
+        head = [
+            f"{'size' if bench == 'allreduce' else 'set':>12}",
+            *(f"{name:>11}" for name in _columns(bench).values()),
+        ]
         head += [f"{'samples':>14}", *(["  against", " its p50 us, speedup"] if against else [])]
         print("".join(head), flush=True)
 
@@ -58,12 +78,14 @@ class Printer:
         if self.as_json:
             print(json.dumps(record), flush=True)
             return
-        times = "".join(f"{number(record[key]):>11}" for key in ("p50_us", "p99_us", "algbw_GBps", "busbw_GBps"))
+        times = "".join(f"{number(record[key]):>11}" for key in _columns(record["bench"]))
         text = f"{record.get('set') or size_name(record['bytes']):>12}{times}"
         text += f"{record['samples']:>6} x {record['calls_per_sample']:<5}"
         if record["against"]:
             text += f"  {record['against']} {number(record['against_p50_us'])} us, {record['speedup']:.2f}x"
         print(text.rstrip(), flush=True)
+        if "staleness" in record:
+            print(f"{'':>12}  staleness: {histogram(Counter(record['staleness']))}", flush=True)
 
 
 def number(value: float) -> str:

@@ -52,6 +52,8 @@ def claim(samples: int | None = None) -> int | None:
     Raises InputError where it is not known which batch that is, and their shares differ.
     """
     global _uneven_left
+    if not _running and not _uneven_left:
+        return samples
     sizes = set().union(*(source.totals for source in _running))
     unknown = len(sizes) > 1 and any(source.uneven() for source in _running)
     unknown = unknown or (_uneven_left and not _running)

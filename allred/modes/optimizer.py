@@ -8,9 +8,7 @@ import operator
 import os
 from typing import Any, Protocol
 
-import numpy as np
-
-from allred import arrays, checkpoint, nest
+from allred import checkpoint, nest
 from allred.comm import collectives
 from allred.comm.ops import ReduceOp
 from allred.data.share import claim
@@ -18,11 +16,11 @@ from allred.errors import CheckpointError, InputError
 from allred.fusion.plan import Tensor
 from allred.modes.accumulate import Accumulator
 from allred.modes.detect.outside import used
+from allred.modes.pairs import Pairs, parameter
 from allred.modes.ps import Options, ServersMode, serve
 from allred.modes.sync import SyncMode, has_state
 from allred.ps import running
 from allred.ps.account import Statistics
-from allred.reducer import tensor_of
 
 
 class Mode(Protocol):
@@ -35,14 +33,18 @@ class Mode(Protocol):
     def dropped(self) -> int: ...
 
     def step(
-        self, params: Any, grads: Any, tensors: list[Tensor], values: list[Any], samples: int | None, problem: str
-    ) -> None:
-        """One step. tensors, values: of the gradients, in the nest's order; problem: why there are none, in words."""
+        self, params: Any, grads: Any, tensors: list[Tensor], leaves: list[Any], values: list[Any],
+        samples: int | None, problem: str,
+    ) -> None:  # fmt: skip
+        """One step. leaves: of the parameters; tensors, values: of the gradients; all in the nest's order. problem: why
+        there are none, in words. The same list of tensors as before means that nothing about them has changed."""
 
     def broadcast(self, params: Any, tensors: list[Tensor], root: int, problem: str) -> None:
         """Start from the root's parameters and optimizer state."""
 
     def pull(self, params: Any) -> None: ...
+
+    def finish(self) -> None: ...
 
     def statistics(self) -> Statistics: ...
 
@@ -78,6 +80,7 @@ class DistributedOptimizer:
         self._accumulator = Accumulator(accumulate)
         self._sync = SyncMode(optimizer, op, accumulate, bucket_bytes, nonfinite, name)
         self._options = Options(name, nonfinite, consistency, placement, use_locking)
+        self._pairs = Pairs()
         self._chosen: Mode | None = None
         if optimizer is not None and running.serves():
             serve(optimizer, self._options)
@@ -113,19 +116,20 @@ class DistributedOptimizer:
         overflows is found when the gradients have been overwritten); in mode sync with the same text on every rank.
         """
         mode = self._mode
-        tensors, values, problem = _pair(params, grads)
+        tensors, leaves, values, problem = self._pairs.match(params, grads)
         try:
             samples = claim(None if samples is None else _whole(samples))
             if self._accumulator.micro_steps > 1 and not problem:
                 if not self._accumulator.add(tensors, values, samples):
                     return
                 values, samples = self._accumulator.take()
+                tensors = list(tensors)  # the values are others than those that were matched
         except InputError as error:
             problem = str(error)
         if problem:  # the others hear of it when they reduce
-            tensors, values, samples = [], [], None
+            tensors, leaves, values, samples = [], [], [], None
             self._accumulator.clear()
-        mode.step(params, grads, tensors, values, samples, problem)
+        mode.step(params, grads, tensors, leaves, values, samples, problem)
 
     @property
     def skipped(self) -> int:
@@ -139,7 +143,7 @@ class DistributedOptimizer:
         Raises MismatchError, naming ranks and tensor, if their parameters differ in name, shape or dtype.
         """
         try:
-            problem, tensors = "", [_parameter(name, leaf) for name, leaf in nest.leaves(params)]
+            problem, tensors = "", [parameter(name, leaf) for name, leaf in nest.leaves(params)]
         except InputError as error:
             problem, tensors = str(error), []
         self._mode.broadcast(params, tensors, root, problem)
@@ -152,6 +156,14 @@ class DistributedOptimizer:
     def dropped(self) -> int:
         """Mode ps, policy sync: gradients of this worker that came too late for their step, so far."""
         return self._mode.dropped
+
+    def finish(self) -> None:
+        """Mode ps: this worker makes no more steps, and the others need not wait for it; `pull` and `save` still serve.
+
+        The end of the program says so too. Call it where workers may make different numbers of steps and then meet in
+        a collective. Mode sync: nothing.
+        """
+        self._mode.finish()
 
     def statistics(self) -> Statistics:
         """Mode ps: gradients, updates, bytes and staleness at the servers so far. Raises InputError in mode sync."""
@@ -220,39 +232,6 @@ def _fill(named: list[tuple[str, Any]], values: dict[str, Any], path: Any) -> No
         raise CheckpointError(f"{path} is of another model: it has '{odd[0]}', and this one has not")
     for name, leaf in named:
         leaf[...] = values[name]
-
-
-def _pair(params: Any, grads: Any) -> tuple[list[Tensor], list[Any], str]:
-    """What a plan knows of each gradient, the gradients, and the words for what is wrong with them, if anything."""
-    named, given = nest.leaves(params), nest.leaves(grads)
-    names, given_names = [name for name, _ in named], [name for name, _ in given]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        return [], [], f"two parameters are named '{twice}': dict keys must differ as text"
-    if names != given_names:
-        odd = sorted(set(names) ^ set(given_names))[:5]
-        return [], [], f"params and grads differ in structure, in {', '.join(map(repr, odd)) or 'their order'}"
-    tensors = []
-    try:
-        for (name, param), (_, grad) in zip(named, given, strict=True):
-            expected = _parameter(name, param)
-            got = expected if grad is None else tensor_of(name, grad)
-            if got.shape != expected.shape:
-                return [], [], f"the gradient of {expected} has shape {got.shape}"
-            tensors.append(expected if isinstance(grad, (int, float)) else got)  # Python's numbers have no dtype
-    except InputError as error:
-        return [], [], str(error)
-    return tensors, [grad for _, grad in given], ""
-
-
-def _parameter(name: str, leaf: Any) -> Tensor:
-    if type(leaf) is np.ndarray and leaf.flags.writeable:
-        return tensor_of(name, leaf)
-    arrays.as_host_array(leaf)  # raises its own words about devices, torch and masks
-    if not isinstance(leaf, np.ndarray) or not leaf.flags.writeable:
-        what = "a read-only array" if isinstance(leaf, np.ndarray) else type(leaf).__name__
-        raise InputError(f"parameter '{name}' is {what}; it is updated in place, so it must be a writable array")
-    return tensor_of(name, leaf)
 
 
 def _whole(samples: Any) -> int:

@@ -7,9 +7,9 @@ the program changes by hand (worker 0's goes along with its steps).
 import atexit
 import contextlib
 import dataclasses
+import math
 import signal
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -28,6 +28,7 @@ from allred.ps import running
 from allred.ps.account import Statistics
 from allred.ps.consistency import Async, Bounded, Policy, Sync
 from allred.ps.placement import How, place
+from allred.ps.record import DRAINING, DROPPED, SAVE
 from allred.ps.running import Running
 from allred.ps.shard import splittable
 from allred.watch.uncaught import status_at_exit
@@ -80,6 +81,9 @@ def serve(optimizer: Any, options: Options) -> NoReturn:
     raise SystemExit(0)
 
 
+_NONE: list[int] = []
+
+
 class ServersMode:
     """A worker's end of one optimizer."""
 
@@ -91,8 +95,9 @@ class ServersMode:
         self._running: Running = running.current()
         self._client: Client | None = None
         self._tensors: list[Tensor] = []
+        self._checked: Any = None  # the list of tensors that was found to be right
         self._loaded = False
-        self._asked_to_end = False
+        self._asked_to_end = self._finished = False
         self._steps, self._start, self._waited_s = 0, 0.0, 0.0
         self._zeros: dict[int, Array] = {}
 
@@ -136,6 +141,8 @@ class ServersMode:
         self._plan: Plan = plan(
             tuple(Tensor(t.name, t.shape, d) for t, d in zip(tensors, self._gradient_dtypes, strict=True)), 2**20
         )
+        self._looks = finite.looks(self._plan)
+        self._same_dtypes = [tensor.dtype for tensor in tensors] == self._gradient_dtypes
         report.inform(f"mode ps, {policy.describe()}")
         for line in placement.report().splitlines():
             report.inform(line)
@@ -168,39 +175,62 @@ class ServersMode:
     # Steps.
 
     def step(
-        self, params: Any, grads: Any, tensors: list[Tensor], values: list[Any], samples: int | None, problem: str
-    ) -> None:
+        self, params: Any, grads: Any, tensors: list[Tensor], leaves: list[Any], values: list[Any],
+        samples: int | None, problem: str,
+    ) -> None:  # fmt: skip
         if problem:
             raise InputError(f"{self._title}: {problem}")
-        self._start = self._start or time.perf_counter()
-        named = nest.leaves(params)
+        if self._finished:
+            raise InputError(
+                f"{self._title}: this worker has called {self._options.name}.finish(); it makes no more steps"
+            )
+        start = time.perf_counter()
+        as_before = tensors is self._checked
+        if not as_before:
+            self._check(params, tensors, leaves)
+        client = self._client
+        assert client is not None
+        sources, targets, absent = values, leaves, _NONE
+        if not (as_before and self._same_dtypes):
+            absent = [index for index, value in enumerate(values) if value is None]
+            sources = [self._gradient(index, value) for index, value in enumerate(values)]
+            targets = self._targets(leaves)
+        if not self._finite(sources):
+            return
+        lr = getattr(self._optimizer, "lr", math.nan)
+        outcome = client.step(sources, absent, targets, lr if type(lr) is float else math.nan, self._asked_to_end)
+        if targets is not leaves:
+            self._put_back(leaves, targets)
+        self._steps += 1
+        if outcome.flags & DROPPED:
+            self.dropped += 1
+        self._waited_s += time.perf_counter() - start
+        if outcome.flags & DRAINING:
+            self._end(outcome)
+
+    def _check(self, params: Any, tensors: list[Tensor], leaves: list[Any]) -> None:
+        """These tensors have come for the first time."""
         if self._client is None:
-            self._connect(params, [Tensor(name, leaf.shape, leaf.dtype) for name, leaf in named])
+            self._connect(
+                params, [Tensor(t.name, leaf.shape, leaf.dtype) for t, leaf in zip(tensors, leaves, strict=True)]
+            )
             self._agree_on_start(params, check=True)
         else:
             self._check_same(tensors)
-        assert self._client is not None
-        absent = [index for index, value in enumerate(values) if value is None]
-        sources = [self._gradient(index, value) for index, value in enumerate(values)]
-        if not self._finite(sources):
-            return
-        targets = [leaf if leaf.flags.c_contiguous else np.empty(leaf.shape, leaf.dtype) for _, leaf in named]
-        before = time.perf_counter()
-        lr = getattr(self._optimizer, "lr", None)
-        outcome = self._client.step(
-            sources, absent, [arrays.as_buffer(target) for target in targets],
-            float(lr) if isinstance(lr, (int, float)) else float("nan"), self._asked_to_end,
-        )  # fmt: skip
-        self._waited_s += time.perf_counter() - before
-        for (_, leaf), target in zip(named, targets, strict=True):
+        self._start = self._start or time.perf_counter()
+        self._checked = tensors
+        used(self._optimizer)
+
+    @staticmethod
+    def _targets(leaves: list[Any]) -> list[Any]:
+        """What can be written into in one piece: the parameters, or arrays in their stead."""
+        return [leaf if leaf.flags.c_contiguous else np.empty(leaf.shape, leaf.dtype) for leaf in leaves]
+
+    @staticmethod
+    def _put_back(leaves: list[Any], targets: list[Any]) -> None:
+        for leaf, target in zip(leaves, targets, strict=True):
             if target is not leaf:
                 leaf[...] = target
-        self._steps += 1
-        if self._steps == 1:
-            used(self._optimizer)
-        self.dropped += outcome.dropped
-        if outcome.draining:
-            self._end(outcome)
 
     def _gradient(self, index: int, value: Any) -> Array:
         """As it travels: contiguous, in the dtype of the update."""
@@ -213,10 +243,10 @@ class ServersMode:
             return self._zeros[index]
         return np.ascontiguousarray(value, dtype).reshape(self._tensors[index].shape)
 
-    def _finite(self, sources: Sequence[Array]) -> bool:
+    def _finite(self, sources: list[Array]) -> bool:
         """Whether the gradients may be used."""
-        policy = self._options.nonfinite or collectives.config().nonfinite
-        if policy == "ignore" or not finite.scan(self._plan, sources, ranks=1):
+        policy = self._options.nonfinite or self._running.config.nonfinite
+        if policy == "ignore" or not any(looks(sources) for looks in self._looks):
             return True
         if policy == "skip":
             self.skipped += 1
@@ -233,11 +263,14 @@ class ServersMode:
         if self._client is None:
             raise InputError(f"{self._options.name}.pull(): the servers have no parameters yet; call broadcast(params)")
         leaves = [leaf for _, leaf in nest.leaves(params)]
-        targets = [leaf if leaf.flags.c_contiguous else np.empty(leaf.shape, leaf.dtype) for leaf in leaves]
-        self._client.pull([arrays.as_buffer(target) for target in targets])
-        for leaf, target in zip(leaves, targets, strict=True):
-            if target is not leaf:
-                leaf[...] = target
+        targets = self._targets(leaves)
+        self._client.pull(targets)
+        self._put_back(leaves, targets)
+
+    def finish(self) -> None:
+        if self._client is not None and not self._finished:
+            self._client.finish()
+        self._finished = True
 
     # State.
 
@@ -302,7 +335,7 @@ class ServersMode:
         root, where = self._running.config.checkpoint_dir, "no checkpoint_dir is set, so nothing was saved"
         if root != "none":
             where = f"the checkpoint is in {root}"
-            if outcome.save:
+            if outcome.flags & SAVE:
                 where = f"saved {self.save(root)}"
         raise ShutdownError(f"{self._title}: the job was asked to end (SIGTERM); {where}")
 

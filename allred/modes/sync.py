@@ -39,8 +39,9 @@ class SyncMode:
         self._meter = Meter()
 
     def step(
-        self, params: Any, grads: Any, tensors: list[Tensor], values: list[Any], samples: int | None, problem: str
-    ) -> None:
+        self, params: Any, grads: Any, tensors: list[Tensor], leaves: list[Any], values: list[Any],
+        samples: int | None, problem: str,
+    ) -> None:  # fmt: skip
         """Average the gradients over all ranks, then let the optimizer update the parameters."""
         communicator = collectives.current()
         self._meter.begin(communicator)
@@ -70,6 +71,9 @@ class SyncMode:
                 self._optimizer.load_state_dict(state)
 
     def pull(self, params: Any) -> None:
+        pass
+
+    def finish(self) -> None:
         pass
 
     def statistics(self) -> Statistics:

@@ -25,7 +25,7 @@ from allred.ps.service import Service
 from allred.ps.shard import Parts, Shard
 from allred.watch import line
 
-_LATER = object()
+LATER = object()  # as the result of a call: its answer comes later, or never
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Calls:
         self, running: Running, post: Post, service: Service, optimizer: Any, settings: str, left: Callable[[int], None]
     ) -> None:
         self.ports: dict[int, BoxPort] = {}  # of workers that share memory with this server
+        self._list_boxes()
         self._running, self._post, self._service, self._optimizer = running, post, service, optimizer
         self._settings, self._left = settings, left
         self._first: Registration | None = None  # of worker 0
@@ -64,7 +65,7 @@ class Calls:
             result = error
         if isinstance(result, Generator):
             result = yield from result
-        if result is not _LATER:
+        if result is not LATER:
             self._reply(worker, result)
 
     def _reply(self, worker: int, value: Any) -> None:
@@ -81,7 +82,7 @@ class Calls:
             self._early.clear()
         elif self._first is None:
             self._early.append(registration)
-            return _LATER
+            return LATER
         return self._admit(registration)
 
     def _admit(self, registration: Registration) -> Any:
@@ -112,7 +113,16 @@ class Calls:
         memory, offer = boxes.new(boxes.BOX_BYTES)
         if offer is not None:
             self.ports[worker] = BoxPort(boxes.mailbox(memory, self._memory))
+            self._list_boxes()
         return offer, self._shard_offer
+
+    def forget(self, worker: int) -> None:
+        """It has left."""
+        self.ports.pop(worker, None)
+        self._list_boxes()
+
+    def _list_boxes(self) -> None:
+        self.box_workers, self.boxes = list(self.ports), [port.box for port in self.ports.values()]
 
     # Parameters to start from.
 
@@ -134,7 +144,7 @@ class Calls:
         if number <= self._starts:
             return self._digest
         self._awaiting.append((worker, number))
-        return _LATER
+        return LATER
 
     # State.
 
@@ -183,9 +193,13 @@ class Calls:
         """A checkpoint is complete."""
         name_this(f"parameter server {self._running.rank}; last checkpoint {path}")
 
+    def _finish(self, worker: int) -> Steps[None]:
+        """The worker makes no more steps, but is still there."""
+        return self._service.leave(worker)
+
     def _leave(self, worker: int) -> Any:
         self._left(worker)
-        return _LATER  # it does not wait for an answer
+        return LATER  # it does not wait for an answer
 
 
 def name_this(words: str) -> None:

@@ -6,14 +6,15 @@ from all when it lets the worker go on. Without a policy that waits, gradients a
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from allred import checkpoint
-from allred.arrays import Array
+from allred.arrays import Array, as_buffer
 from allred.comm import collectives
 from allred.comm.work import Steps
 from allred.errors import AllredError, InputError
@@ -22,13 +23,26 @@ from allred.ps.boxes import open_box
 from allred.ps.calls import Registration
 from allred.ps.drive import All, drive
 from allred.ps.layout import Layout, lay_out
-from allred.ps.placement import Placement
+from allred.ps.placement import Piece, Placement
 from allred.ps.post import CALL, REPLY, Exchange, Post
-from allred.ps.record import ABSENT, BEGIN, DONE, DRAIN, DRAINING, DROPPED, INIT, PULL, PUSH, SAVE, Answer, Request
+from allred.ps.record import (
+    ABSENT,
+    BEGIN,
+    DONE,
+    DRAIN,
+    DROPPED,
+    INIT,
+    PULL,
+    PUSH,
+    Answer,
+    pack_request,
+    unpack_answer,
+)
 from allred.ps.running import Running
 from allred.ps.shard import Parts
 
 _LEAVE_S = 2.0  # for a few bytes
+_NOTHING: list[Any] = []
 _NO_CELLS = np.empty(0, np.int64)
 _NO_PLACES = np.empty((0, 2), np.int64)
 
@@ -43,25 +57,38 @@ class _Link:
     memory: Any
     version: int = 0
 
-    def begin(self, post: Post, record: bytes, up: Sequence[Array], up_cells: Array, down: Sequence[Array]) -> Any:
+    def begin(self, post: Post, record: bytes, up: list[Array], up_cells: Array, down: list[Array]) -> Any:
         """Send a request; what is to be waited for. up, down: contiguous arrays."""
         down_cells = self.layout.down if down else _NO_PLACES
         if self.box is None:
             sources, targets = ([part.reshape(-1).view(np.uint8) for part in parts] for parts in (up, down))
             return Exchange(post, self.server, record, sources, up_cells, targets, down_cells[:, 1])
-        self.box.begin(record, list(up), up_cells, list(down), self.memory if len(down_cells) else None, down_cells)
+        if self.layout.has_bfloat16:
+            down = [as_buffer(part) for part in down]
+        self.box.begin(record, up, up_cells, down, self.memory if down else None, down_cells)
         return self.box
 
+    def mark(self, absent: Sequence[int], sources: list[Array], cells: Array) -> tuple[list[Array], Array]:
+        """The same, with a first cell that says which pieces have no gradient."""
+        marks = np.isin([piece.tensor for piece in self.layout.pieces], absent).astype(np.uint8)
+        return [marks, *sources], np.concatenate([[marks.size], cells])
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """Of a step. `step`: the one that this worker may begin now."""
 
-    step: int
-    dropped: bool
+class Outcome(NamedTuple):
+    """Of a step. flags: DROPPED, DRAINING, SAVE of record.py. staleness: of the gradient, in updates; the largest."""
+
+    flags: int
     staleness: int
-    draining: bool
-    save: bool
+
+
+def _cut(layout: Layout, piece: Piece) -> tuple[int, int | None, int]:
+    """The tensor's number, and the elements of a part; None for the whole."""
+    whole = piece.stop - piece.start == layout.tensors[piece.tensor].elements
+    return piece.tensor, None if whole else piece.start, piece.stop
+
+
+def _until_done(pending: list[Any]) -> Steps[None]:
+    yield All(pending)
 
 
 class Client:
@@ -74,8 +101,10 @@ class Client:
         self.waited_s = 0.0
         self._asks, self._waits = coordinator.asks, coordinator.waits
         self._running = running
+        self._all_flags = PUSH | PULL | BEGIN * self._asks | DONE * self._waits
         self._post = Post(running.comm)
         self._layouts = [lay_out(placement.tensors, placement.of(server)) for server in range(running.servers)]
+        self._cuts = [[_cut(layout, piece) for piece in layout.pieces] for layout in self._layouts]
         self._links: list[_Link] = []
         self._starts = 0  # how often parameters to start from were waited for
 
@@ -110,10 +139,10 @@ class Client:
             box, memory = open_box(offer) or (None, None)
             self._links.append(_Link(server, layout, box, memory))
 
-    def give_start(self, sources: Sequence[Array], states: Sequence[tuple[Any, ...]], digest: str) -> None:
+    def give_start(self, sources: list[Array], states: Sequence[tuple[Any, ...]], digest: str) -> None:
         """Worker 0: the parameters that all start from. states: of the optimizer, for each server."""
         self.call("the optimizer's state to start from", "state_to_start", [(*state, digest) for state in states])
-        self._request("the parameters to start from", PUSH | INIT, self._parts(sources, gradients=True), None)
+        self._request("the parameters to start from", PUSH | INIT, self._parts(sources), None)
         self._starts += 1
 
     def await_start(self) -> str:
@@ -125,86 +154,68 @@ class Client:
 
     # Steps.
 
-    def pull(self, targets: Sequence[Array]) -> None:
-        """All parameters, into arrays of the tensors' shapes."""
-        parts = self._parts(targets)
-        self._request("a pull of the parameters", PULL, None, parts)
+    def pull(self, targets: list[Array]) -> None:
+        """All parameters, into contiguous arrays of the tensors' shapes."""
+        self._request("a pull of the parameters", PULL, None, self._parts(targets))
 
     def step(
-        self, sources: Sequence[Array], absent: Sequence[int], targets: Sequence[Array], lr: float, drain: bool
+        self, sources: list[Array], absent: Sequence[int], targets: list[Array], lr: float, drain: bool
     ) -> Outcome:
         """Push a gradient, and pull.
 
-        sources: contiguous, in the dtypes of the layout, zeros for those that are `absent`.
+        sources: contiguous, in the dtypes of the layout, zeros for those that are `absent`. targets: contiguous.
         """
-        up, down = self._parts(sources, gradients=True), self._parts(targets)
-        here = PUSH | (BEGIN if self._asks else 0) | (DONE if self._waits else 0) | PULL
-        more: dict[str, Any] = {"absent": absent, "lr": lr, "drain": DRAIN * drain}
-        title = f"step {self.step_number} with the parameter servers"
-        if len(self._links) == 1:
-            answers = self._request(title, here, up, down, **more)
-            return self._outcome(answers, answers[0].flags)
-        if not self._waits:
-            return self._outcome(self._request(title, PUSH | PULL, up, down, **more), 0)
-        dropped = False
-        if self._asks:
-            dropped = bool(self._request(title, BEGIN, None, None, only=1)[0].flags & DROPPED)
-        answers = [] if dropped else self._request(title, PUSH, up, None, **more)
-        done = self._request(title, DONE, None, None, only=1, drain=DRAIN * (drain and dropped))
-        pulled = self._request(title, PULL, None, down)
-        outcome = self._outcome([done[0], *pulled[1:]], DROPPED * dropped)
-        staleness = max((answer.staleness for answer in answers), default=0)
-        return dataclasses.replace(
-            outcome, staleness=staleness, save=any(a.flags & SAVE for a in (*answers, *done, *pulled))
-        )
+        up, down = self._parts(sources), self._parts(targets)
+        asked = DRAIN if drain else 0
+        if len(self._links) == 1 or not self._waits:
+            return self._outcome(self._request("", self._all_flags | asked, up, down, absent, lr))
+        dropped = self._asks and self._request("", BEGIN, None, None, only=1)[0].flags & DROPPED
+        pushed = [] if dropped else self._request("", PUSH | asked, up, None, absent, lr)
+        done = self._request("", DONE | asked, None, None, only=1)
+        pulled = self._request("", PULL, None, down)
+        return self._outcome([done[0]._replace(flags=done[0].flags | dropped), *pushed, *pulled])
 
-    def _outcome(self, answers: list[Answer], flags: int) -> Outcome:
-        for answer in answers:
+    def _outcome(self, answers: list[Answer]) -> Outcome:
+        """What several answers say together; the step is the first one's."""
+        flags, self.step_number, _, staleness = answers[0]
+        for answer in answers[1:]:
             flags |= answer.flags
-        self.step_number = answers[0].step
-        staleness = max(answer.staleness for answer in answers)
-        return Outcome(self.step_number, bool(flags & DROPPED), staleness, bool(flags & DRAINING), bool(flags & SAVE))
+            staleness = max(staleness, answer.staleness)
+        return Outcome(flags, staleness)
 
     def _request(
         self, title: str, flags: int, up: list[list[Array]] | None, down: list[list[Array]] | None,
-        absent: Sequence[int] = (), lr: float = float("nan"), drain: int = 0, only: int | None = None,
+        absent: Sequence[int] = (), lr: float = math.nan, only: int | None = None,
     ) -> list[Answer]:  # fmt: skip
-        """One request to each server (the first `only`)."""
-        pending = []
-        links = self._links[:only]
-        for link in links:
-            record = Request(flags | drain, self.step_number, link.version, lr).pack()
-            sources, cells = ([], _NO_CELLS) if up is None else (up[link.server], link.layout.up)
+        """One request to each server, or to the first `only`. title: "" for a step."""
+        pending: list[Any] = []
+        for link in self._links[:only]:
+            number = link.server
+            sources, cells = (_NOTHING, _NO_CELLS) if up is None else (up[number], link.layout.up)
+            here = flags
             if absent:
-                marks = np.isin([piece.tensor for piece in link.layout.pieces], absent).astype(np.uint8)
-                sources, cells = [marks, *sources], np.concatenate([[marks.size], cells])
-                record = Request(flags | drain | ABSENT, self.step_number, link.version, lr).pack()
-            pending.append(link.begin(self._post, record, sources, cells, [] if down is None else down[link.server]))
-
-        def steps() -> Steps[list[bytes]]:
-            replies = list(pending)
-            yield All(list(pending)) if len(pending) > 1 else pending[0]
-            return [each.reply for each in replies]
-
-        at_once = len(pending) == 1 and pending[0].done()
-        replies = [pending[0].reply] if at_once else self._drive(title, steps())
-        answers = [Answer.unpack(reply) for reply in replies]
+                sources, cells = link.mark(absent, sources, cells)
+                here |= ABSENT
+            record = pack_request(here, self.step_number, link.version, lr)
+            pending.append(link.begin(self._post, record, sources, cells, _NOTHING if down is None else down[number]))
+        if len(pending) > 1 or not pending[0].done():
+            self._drive(title or f"step {self.step_number} with the parameter servers", _until_done(pending))
+        answers = [unpack_answer(each.reply) for each in pending]
         if flags & PULL:
-            for link, answer in zip(links, answers, strict=True):
+            for link, answer in zip(self._links, answers, strict=True):
                 link.version = answer.version
         return answers
 
-    def _parts(self, values: Sequence[Array], gradients: bool = False) -> list[list[Array]]:
-        """The pieces of arrays, one for each tensor, by server, as views."""
-        found = []
-        for layout in self._layouts:
-            parts = []
-            for piece in layout.pieces:
-                value = values[piece.tensor]
-                whole = piece.stop - piece.start == value.size
-                parts.append(value if whole else value.reshape(-1)[piece.start : piece.stop])
-            found.append(parts)
-        return found
+    def _parts(self, values: list[Array]) -> list[list[Array]]:
+        """The pieces of arrays, one for each tensor, by server: whole arrays, or views of flat ones."""
+        return [
+            [values[i] if start is None else values[i].reshape(-1)[start:stop] for i, start, stop in cuts]
+            for cuts in self._cuts
+        ]
+
+    def finish(self) -> None:
+        """No more steps of this worker: the others need not wait for it."""
+        self.call("the end of this worker's steps", "finish", [()] * len(self._links))
 
     # State.
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from allred.arrays import Array
+from allred.arrays import Array, name_of
 from allred.fusion.plan import Tensor
 from allred.optim.tensors import compute_dtype
 from allred.ps.placement import Piece
@@ -53,6 +53,11 @@ class Layout:
     def nbytes(self) -> int:
         """Bytes of the parameters' memory."""
         return max((_aligned(g.offset + g.elements * g.dtype.itemsize) for g in self.groups), default=0)
+
+    @functools.cached_property
+    def has_bfloat16(self) -> bool:
+        """Whether some parameters lack the buffer protocol."""
+        return any(name_of(group.dtype) == "bfloat16" for group in self.groups)
 
     @functools.cached_property
     def cells(self) -> tuple[Cell, ...]:

@@ -19,8 +19,8 @@ BEGIN, PUSH, DONE, PULL, ABSENT, INIT, DRAIN = (1 << bit for bit in range(7))
 
 DROPPED, DRAINING, SAVE = (1 << bit for bit in range(3))  # of answers; SAVE: whoever reads this writes the checkpoint
 
-_REQUEST = struct.Struct("<IIqqd")
-_ANSWER = struct.Struct("<IIqqq")
+_REQUEST = struct.Struct("<Iqqd36x")
+_ANSWER = struct.Struct("<Iqqq36x")
 
 
 class Request(NamedTuple):
@@ -31,14 +31,6 @@ class Request(NamedTuple):
     version: int
     lr: float
 
-    def pack(self) -> bytes:
-        return _REQUEST.pack(self.flags, 0, self.step, self.version, self.lr).ljust(RECORD_BYTES, b"\0")
-
-    @classmethod
-    def unpack(cls, record: bytes) -> "Request":
-        flags, _, step, version, lr = _REQUEST.unpack_from(record)
-        return cls(flags, step, version, lr)
-
 
 class Answer(NamedTuple):
     """flags; the step that the worker may begin now; the version of what it has pulled; the staleness of its push."""
@@ -48,10 +40,22 @@ class Answer(NamedTuple):
     version: int
     staleness: int
 
-    def pack(self) -> bytes:
-        return _ANSWER.pack(self.flags, 0, self.step, self.version, self.staleness).ljust(RECORD_BYTES, b"\0")
 
-    @classmethod
-    def unpack(cls, record: bytes) -> "Answer":
-        flags, _, step, version, staleness = _ANSWER.unpack_from(record)
-        return cls(flags, step, version, staleness)
+def pack_request(flags: int, step: int, version: int, lr: float) -> bytes:
+    """A Request as a record."""
+    return _REQUEST.pack(flags, step, version, lr)
+
+
+def unpack_request(record: bytes) -> Request:
+    """The Request of a record."""
+    return Request._make(_REQUEST.unpack(record))
+
+
+def pack_answer(flags: int, step: int, version: int, staleness: int) -> bytes:
+    """An Answer as a record."""
+    return _ANSWER.pack(flags, step, version, staleness)
+
+
+def unpack_answer(record: bytes) -> Answer:
+    """The Answer of a record."""
+    return Answer._make(_ANSWER.unpack(record))

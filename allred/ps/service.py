@@ -24,8 +24,8 @@ from allred.ps.record import (
     PULL,
     PUSH,
     SAVE,
-    Answer,
     Request,
+    pack_answer,
 )
 from allred.ps.shard import Shard
 
@@ -59,19 +59,24 @@ class Service:
 
     def step(self, worker: int, port: Any, request: Request) -> Steps[None]:
         """All that a worker asks for (record.py)."""
-        shard, flags, staleness = self._the_shard, request.flags, 0
+        flags, step, version, lr = request
+        shard, staleness, dropped, given = self.shard, 0, False, False
+        assert shard is not None, "a step came before registration"
         self._readers.pop(worker, None)
-        self.draining = self.draining or bool(flags & DRAIN)
-        dropped = bool(flags & BEGIN) and not self._begin(worker)
-        if worker == 0 and request.lr == request.lr != self._lr:
-            self._lr = request.lr
-            shard.set_lr(request.lr)
-        gives = flags & (PUSH | INIT | DONE | PULL) == PUSH | PULL and shard.in_place and not self._averages
+        if flags & DRAIN:
+            self.draining = True
+        if flags & BEGIN:
+            dropped = not self._begin(worker)
+        if worker == 0 and lr != self._lr and lr == lr:
+            self._lr = lr
+            shard.set_lr(lr)
         if flags & PUSH:
-            staleness = shard.version - request.version
-            yield from self._push(worker, port, flags, dropped, gives)
-            if not (dropped or flags & INIT):
-                yield from self._pushed(worker, staleness)
+            staleness = shard.version - version
+            given = flags & (INIT | DONE | PULL) == PULL and shard.in_place and not self._averages
+            yield from self._push(worker, port, shard, flags, dropped, given)
+            if not dropped and not flags & INIT:
+                self.account.gradients += 1
+                self.account.staleness[staleness] += 1
         if flags & DONE:
             if worker in self._begun or not self._averages:
                 self._begun.discard(worker)
@@ -79,7 +84,9 @@ class Service:
             self._parked[worker] = port, request, DROPPED * dropped, staleness
             self.let_go()
             return
-        yield from self._end(worker, port, 0 if gives else flags & PULL, request.step + 1, DROPPED * dropped, staleness)
+        if flags & PULL and not given:
+            yield from self._give(worker, port, shard)
+        self._answer(port, step + 1, DROPPED if dropped else 0, staleness)
 
     def _begin(self, worker: int) -> bool:
         taken: bool = self.coordinator.begin(worker)
@@ -95,10 +102,17 @@ class Service:
         for worker in [worker for worker in self._may_go if worker in self._parked]:
             port, request, flags, staleness = self._parked.pop(worker)
             step = self._may_go.pop(worker)
-            self._later(worker, self._end(worker, port, request.flags & PULL, step, flags, staleness))
+            self._later(worker, self._go_on(worker, port, request.flags, step, flags, staleness))
+
+    def _go_on(self, worker: int, port: Any, asked: int, step: int, flags: int, staleness: int) -> Steps[None]:
+        if asked & PULL:
+            yield from self._give(worker, port, self._the_shard)
+        self._answer(port, step, flags, staleness)
 
     def leave(self, worker: int) -> Steps[None]:
-        """A worker has left: nobody waits for it any more."""
+        """A worker makes no more steps: nobody waits for it any more."""
+        if worker not in self._workers:
+            return
         if worker in self._begun:
             raise AllredError(
                 f"worker {worker} was gone in the middle of its gradient, of which a part may be in the sum of step "
@@ -111,76 +125,67 @@ class Service:
         yield from self._apply_mean()
         self.let_go()
 
-    def _end(self, worker: int, port: Any, pulls: int, step: int, flags: int, staleness: int) -> Steps[None]:
-        """Give the parameters, if they are asked for, and answer."""
-        if pulls:
-            for cell in self._the_shard.bytes:
-                while not port.give(cell):
-                    yield port.room
-            self._given(worker, port)
+    def _answer(self, port: Any, step: int, flags: int, staleness: int) -> None:
         if self.draining:
             flags |= DRAINING | SAVE * (not self._saver_named)
             self._saver_named = True
-        port.answer(Answer(flags, step, self._the_shard.version, staleness).pack())
+        port.answer(pack_answer(flags, step, self._the_shard.version, staleness))
 
     # Gradients in.
 
-    def _push(self, worker: int, port: Any, flags: int, dropped: bool, gives: bool) -> Steps[None]:
+    def _push(self, worker: int, port: Any, shard: Shard, flags: int, dropped: bool, gives: bool) -> Steps[None]:
         """Take the cells of a gradient, or of parameters to start from; `gives`: and give back what comes of each."""
-        shard, start = self._the_shard, bool(flags & INIT)
-        absent = yield from self._open(port, bool(flags & ABSENT))
-        adds = self._averages and not start
-        if not (start or adds or dropped):
+        starts = flags & INIT
+        adds = self._averages and not starts
+        absent: Collection[int] = ()
+        if flags & ABSENT:
+            absent = yield from self._open_absent(port, shard)
+        else:
+            port.open(shard.layout.up)
+        take_in: Callable[[int, Any], None]
+        if dropped:
+            take_in = _ignore
+        elif starts:
+            take_in = shard.start
+        elif adds:
+            take_in = shard.add
+        else:
             shard.begin(absent)
-        waits = self._locking and not dropped and not adds and (start or shard.in_place)
-        for number in range(len(shard.bytes)):
+            take_in = shard.apply
+        changes = self._locking and not dropped and not adds and (starts or shard.in_place)
+        for number, own in enumerate(shard.bytes):
             while (cell := port.cell()) is None:
                 yield port
-            if waits and self._readers:
+            if changes and self._readers:
                 yield from self._past(number)
-            if start:
-                shard.start(number, cell)
-            elif adds and not dropped:
-                shard.add(number, cell)
-            elif not dropped:
-                shard.apply(number, cell)
+            take_in(number, cell)
             port.take()
             if gives:
-                while not port.give(shard.bytes[number]):
+                while not port.give(own):
                     yield port.room
         self.account.bytes_in += shard.bytes_up
         if gives:
-            self._given(worker, port)
-        if adds and not dropped:
-            shard.end_add(absent)
-        if start:
+            self._note_pull(worker, port, shard)
+        if starts:
             self._started()
+        elif adds and not dropped:
+            shard.end_add(absent)
+            self._in_sum.add(worker)
+            yield from self._apply_mean()
+        elif not dropped:
+            if not shard.in_place:
+                yield from self._past(len(shard.bytes) - 1)
+            shard.finish()
+            self.account.updates += 1
 
-    def _open(self, port: Any, some_absent: bool) -> Steps[Collection[int]]:
-        """Begin to take a push; the pieces that have no gradient in it."""
-        layout = self._the_shard.layout
-        if not some_absent:
-            port.open(layout.up)
-            return ()
-        port.open(np.concatenate([[len(layout.pieces)], layout.up]))
+    def _open_absent(self, port: Any, shard: Shard) -> Steps[Collection[int]]:
+        """Begin to take a push of which some pieces have no gradient; which."""
+        port.open(np.concatenate([[len(shard.layout.pieces)], shard.layout.up]))
         while (cell := port.cell()) is None:
             yield port
         absent = set(np.flatnonzero(np.frombuffer(cell, np.uint8)).tolist())
         port.take()
         return absent
-
-    def _pushed(self, worker: int, staleness: int) -> Steps[None]:
-        """A gradient is complete."""
-        self.account.gradients += 1
-        self.account.staleness[staleness] += 1
-        if self._averages:
-            self._in_sum.add(worker)
-            yield from self._apply_mean()
-            return
-        if not self._the_shard.in_place:
-            yield from self._past(len(self._the_shard.bytes) - 1)
-        self._the_shard.finish()
-        self.account.updates += 1
 
     def _apply_mean(self) -> Steps[None]:
         """Apply the mean of a step's gradients, if all are in."""
@@ -198,9 +203,16 @@ class Service:
 
     # Parameters out.
 
-    def _given(self, worker: int, port: Any) -> None:
+    def _give(self, worker: int, port: Any, shard: Shard) -> Steps[None]:
+        """All parameters."""
+        for cell in shard.bytes:
+            while not port.give(cell):
+                yield port.room
+        self._note_pull(worker, port, shard)
+
+    def _note_pull(self, worker: int, port: Any, shard: Shard) -> None:
         self.account.pulls += 1
-        self.account.bytes_out += self._the_shard.bytes_down
+        self.account.bytes_out += shard.bytes_down
         if isinstance(port, BoxPort):
             self._readers[worker] = port
 
@@ -216,3 +228,7 @@ class Service:
     def _the_shard(self) -> Shard:
         assert self.shard is not None, "a step came before registration"
         return self.shard
+
+
+def _ignore(number: int, cell: Any) -> None:
+    """A cell of a gradient that is dropped."""

@@ -66,7 +66,8 @@ class Shard:
         """An update; absent: pieces that have no gradient."""
         self._absent = absent
         if self.in_place:
-            self._lr = self._optimizer.learning_rate
+            lr = self._optimizer.lr
+            self._lr = lr if type(lr) is float and lr >= 0 else self._optimizer.learning_rate
             self._optimizer.global_step += 1
             self._step = self._optimizer.global_step
         else:

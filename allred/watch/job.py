@@ -88,6 +88,8 @@ class Job:
         self._deaths: list[tuple[float, int, Event]] = []  # when, who, how; not judged yet
         self._lost: list[tuple[float, int, Event]] = []  # deaths of spare ranks
         self._death_due = float("inf")
+        self._untold: tuple[float, int, Event] | None = None  # the death that is the verdict, until it is said
+        self._tell_death_at = 0.0
         self._of_death = False  # the verdict: then mpirun ends the others
         self._clock: float | None = None  # when the first rank began to linger
         self._released: int | None = None
@@ -112,6 +114,7 @@ class Job:
             self._check_spares()
         else:
             self._tell_verdict()
+            self._tell_death()
             self._check_release()
         if self._look is not None and now >= self._look_until:
             self._finish_look()
@@ -180,14 +183,16 @@ class Job:
             self._speak(rank, f"{self._line(rank, event['how'])} while the job was ending{self._why(rank)}")
         if self.verdict is None and before != "left":
             self._take_death(rank, event)
+        elif self._untold is not None:
+            self._deaths.append((self._now - event["ago_s"], rank, event))
 
     def _take_death(self, rank: int, event: Event) -> None:
         """It is the first, or has to wait for one that may have been before it."""
         self._deaths.append((self._now - event["ago_s"], rank, event))
-        by_itself, aborted = event["code"] not in _LAUNCHERS_CODES, event["code"] <= 128
-        if by_itself and not (aborted and self._nodes > 1):
+        by_itself, spare = event["code"] not in _LAUNCHERS_CODES, rank in self._spares.ranks
+        if by_itself and not (spare and event["code"] <= 128 and self._nodes > 1):
             return self._pass_death()
-        follows_s = FAR_S if aborted or rank in self._spares.ranks else DEATH_S
+        follows_s = FAR_S if spare else DEATH_S
         self._death_due = min(self._death_due, self._now + follows_s)
 
     def _check_death(self) -> None:
@@ -204,16 +209,27 @@ class Job:
         first = (by_themselves or deaths)[0]
         _, rank, event = first
         text = self._line(rank, event["how"])
-        for _, other, killed in deaths:  # of two on two hosts nobody knows which was before
+        self._of_death = True
+        self._pass(rank, text, event["code"], brief=f"rank {rank} is gone")
+        if first not in self._lost:
+            aborted_far = event["code"] <= 128 and self._nodes > 1
+            self._deaths = deaths
+            self._untold, self._tell_death_at = first, self._now + FAR_S * aborted_far
+            self._tell_death()
+
+    def _tell_death(self) -> None:
+        """Say who died. Of an abort and a kill on two hosts nobody knows which was before: both are told."""
+        if self._untold is None or self._now < self._tell_death_at:
+            return
+        (_, rank, event), self._untold = self._untold, None
+        text = self._line(rank, event["how"])
+        for _, other, killed in self._deaths:
             if event["code"] <= 128 and killed["code"] == _KILLED and self._ranks[other].host != self._ranks[rank].host:
                 text += f", and at about the same time {self._line(other, killed['how'])}"
                 break
         if len(self._ranks) < self._size:
             text += "; not all ranks had come through allred.init(), and mpirun may have ended it because of another"
-        self._of_death = True
-        self._pass(rank, text, event["code"], brief=f"rank {rank} is gone")
-        if first not in self._lost:
-            self._speak(rank, text)
+        self._speak(rank, text)
 
     def _lose_dead(self, deaths: list[tuple[float, int, Event]]) -> None:
         lines = []

@@ -165,6 +165,7 @@ def sums():
         spread = max(float(np.ptp(v)) for v in (params["a"], params["b"][1]))
         assert spread == 0 or not ARGUMENTS.get("consistent", True), "a pull mixed two versions"
         time.sleep(rng.random() * 0.002)
+    opt.finish()
     totals = allred.allgather_object((total, opt.dropped))
     opt.pull(params)
     stats = opt.statistics()
@@ -187,6 +188,7 @@ def slow():
             time.sleep(0.05)
         opt.step(params, {"w": np.ones(1000)})
         steps += 1
+    opt.finish()
     everyone = allred.allgather_object((steps, opt.dropped))
     return {"steps": [s for s, _ in everyone], "dropped": [d for _, d in everyone], "text": str(opt.statistics())}
 

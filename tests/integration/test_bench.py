@@ -72,6 +72,64 @@ def test_fused_against_mpi(mpi):
 
 
 @pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+@pytest.mark.parametrize(("name", "peers"), [("tiny", ["ping-pong"]), ("small", ["chunks", "all chunks"])])
+def test_ps_against_mpi(mpi, name, peers):
+    result = bench(2, "ps", "--set", name, "--against", "mpi", *TINY, mpi=mpi)
+    lines = [json.loads(line) for line in result.out.splitlines()]
+    assert [line["against"] for line in lines] == [f"mpi {peer}" for peer in peers]
+    for line in lines:
+        assert (line["bench"], line["set"], line["servers"], line["workers"]) == ("ps", name, 1, 1)
+        assert (line["ranks"], line["dtype"], line["backend"], line["consistency"]) == (2, "float32", "shm", "async")
+        assert math.isclose(line["algbw_GBps"], line["bytes"] / line["p50_us"] / 1e3, rel_tol=0.01)
+        assert math.isclose(line["speedup"], line["against_p50_us"] / line["p50_us"], rel_tol=0.01)
+        assert 0 < line["p50_us"] <= line["p99_us"]
+        assert list(line["staleness"]) == ["0"]
+        assert "busbw_GBps" not in line
+        assert len(line["binding"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("mpi", "consistency", "dtype"),
+    [("mpich", "async", "float64"), ("mpich", "bounded", "float32"), ("mpich", "sync", "float32"),
+     ("openmpi", "async", "float32")],
+)  # fmt: skip
+def test_ps_of_several(mpi, consistency, dtype):
+    arguments = ("--servers", "2", "--consistency", consistency, "--dtype", dtype)
+    result = bench(4, "ps", "--set", "tiny", *arguments, *TINY, mpi=mpi)
+    (line,) = [json.loads(line) for line in result.out.splitlines()]
+    assert (line["ranks"], line["servers"], line["workers"]) == (4, 2, 2)
+    assert (line["consistency"], line["dtype"], line["bytes"]) == (consistency, dtype, 1024 * int(dtype[5:]) // 32)
+    assert line["against"] is line["speedup"] is None
+    assert line["updates_per_s"] > 0
+    assert sum(line["staleness"].values()) >= line["samples"] * line["calls_per_sample"]
+    assert consistency != "sync" or set(line["staleness"]) == {"0"}
+
+
+def test_ps_table_for_people():
+    out = bench(2, "ps", "--set", "tiny", "--against", "mpi", "--seconds", "0").out
+    assert out.startswith("ps: float32, push, SGD, pull, in place, blocking; 2 ranks: 1 to serve, 1 to work, async")
+    assert "updates/s" in out
+    assert "mpi ping-pong" in out
+    assert out.splitlines()[-1].strip().startswith("staleness: 0: ")
+
+
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+def test_a_wrong_step_is_an_error_on_all_ranks(mpi):
+    code = (
+        "import sys, allred; from allred.bench import command; right = allred.optim.SGD.update\n"
+        "def wrong(self, param, *rest):\n"
+        "    right(self, param, *rest)\n"
+        "    param[5] = 7\n"
+        "allred.optim.SGD.update = wrong\n"
+        "sys.exit(command.main(['ps', '--set', 'tiny', '--json']))"
+    )
+    result = mpirun(2, "-c", code, mpi=mpi)
+    assert result.code == 1, result.text
+    assert result.err.count("ps tiny: a step is wrong on worker 0: element 5 of tensor 0 is 7.0, and") == 1, result.text
+    assert result.out == ""
+
+
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
 def test_malloc_tuned_starts_itself_again(mpi):
     result = bench(2, "allreduce", "--sizes", "4MiB", "--against", "mpi", "--malloc-tuned", *TINY, mpi=mpi)
     (line,) = lines_of(result, 2)
@@ -110,6 +168,8 @@ def test_table_for_people():
         ((), "python -m allred: which command?"),
         (("benhc",), "python -m allred: unknown command 'benhc'"),
         (("bench", "fused", "--set", "resnet"), "unknown set 'resnet'"),
+        (("bench", "ps", "--servers", "2"), "mode ps with 2 parameter servers and no worker: 2 ranks in all"),
+        (("bench", "ps", "--servers", "2", "--against", "mpi"), "--against mpi compares one server and one worker"),
         (("bench", "allreduce", "--backend", "magic"), "init(backend='magic') is not available"),
     ],
 )

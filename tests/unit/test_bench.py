@@ -1,5 +1,6 @@
 """The pure parts of the benchmark: tensor sets, known values, plans of measuring, arguments, settings, the report."""
 
+import contextlib
 import importlib.util
 import itertools
 import json
@@ -8,12 +9,13 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
 
 import allred
-from allred.bench import arguments, command, measure, sets, setting, table, verify
+from allred.bench import arguments, command, measure, peer, sets, setting, table, turns, values, verify
 
 REPORT = pathlib.Path(allred.__file__).parents[1] / "benchmarks/report.py"
 NUMBERS = {"p50_us", "p99_us", "algbw_GBps", "busbw_GBps", "against", "against_p50_us", "speedup"}
@@ -49,10 +51,11 @@ class OneRank:
         ("resnet50", 161, 25_557_032, (512, 512, 3, 3)),
         ("transformer", 199, 109_482_240, (30522, 768)),
         ("small", 1000, 256_000, (256,)),
+        ("tiny", 1, 256, (256,)),
     ],
 )
 def test_sets_have_the_models_sizes(name, tensors, elements, largest):
-    shapes = sets.SETS[name]()
+    shapes = sets.SERVED[name]()
     assert len(shapes) == tensors
     assert sum(map(math.prod, shapes)) == elements
     assert max(shapes, key=math.prod) == largest
@@ -145,6 +148,83 @@ def test_numbers():
     assert alone["against"] is alone["against_p50_us"] is alone["speedup"] is None
 
 
+def test_workers_take_turns_and_meet_at_their_beginning_only():
+    calls, comm = [], OneRank()
+
+    @contextlib.contextmanager
+    def around(name, count):
+        before = len(calls)
+        yield
+        assert calls[before:] == [name] * count
+
+    ways = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
+    found = turns.measure(ways, comm, 0, around)
+    assert len(found["a"].samples.seconds) == len(found["b"].samples.seconds) >= 2 * measure.MIN_ROUNDS
+    assert comm.barriers < len(found["a"].samples.seconds)
+    assert {name: way.steps for name, way in found.items()} == {name: calls.count(name) for name in ways}
+
+
+def test_the_rate_is_that_of_all_workers_by_the_slowest():
+    class TwoWorkers(OneRank):
+        def allgather(self, value):
+            times, elapsed = value
+            return [value, (times * 3, elapsed * 3)]
+
+    found = turns.measure(
+        {"a": lambda: time.sleep(0.003)}, TwoWorkers(), 0, lambda name, count: contextlib.nullcontext()
+    )
+    each = found["a"].samples.seconds
+    assert 0.009 <= each.max() < 0.3
+    assert 2 / each.max() <= found["a"].steps_per_s <= 2 / 0.009
+
+
+# ---- values of training
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_step_of_all_workers_is_what_optimizers_make_of_it(dtype, workers):
+    params, grads = (values.random([(40, 3), ()], dtype, seed) for seed in (0, 1))
+    alone, opt = [param.copy() for param in params], allred.optim.SGD(lr=values.LR)
+    for _ in range(workers):
+        opt.step(alone, grads)
+    assert values.different(values.after_a_step(params, grads, workers, averages=False), alone) == ""
+    mean = values.after_a_step(params, grads, workers, averages=True)
+    assert (mean[0] == params[0] - grads[0] * values.LR).mean() > 0.5  # the rest is rounded
+    assert np.allclose(mean[0], params[0] - grads[0] * values.LR)
+
+
+def test_one_update_more_or_less_is_seen():
+    shapes = [(100,), (7, 9)]
+    start, grads = values.whole_start(shapes, "float32"), values.whole_gradients(shapes, "float32")
+    params, opt = [param.copy() for param in start], allred.optim.SGD(lr=values.LR)
+    for _ in range(1000):
+        opt.step(params, grads)
+    assert values.wrong_after(1000, params, start, grads) == ""
+    assert values.wrong_after(999, params, start, grads) == "element 0 of tensor 0 is 3000.0, and should be 2997.0"
+    params[1][2, 2] += 3
+    assert values.wrong_after(1000, params, start, grads).startswith("element 20 of tensor 1 is ")
+    assert values.wrong_after(2**23, params, start, grads) == ""  # beyond whole numbers of float32
+
+
+def test_a_nan_differs_and_so_does_the_sign_of_zero():
+    zeros = [np.zeros(2, np.float32)]
+    assert (
+        values.different(zeros, [np.array([0, np.nan], np.float32)])
+        == "element 1 of tensor 0 is 0.0, and should be nan"
+    )
+    assert values.different(zeros, [np.array([0.0, -0.0], np.float32)])
+
+
+def test_what_the_peer_gives_is_checked():
+    raw = peer.prepare(OneRank(), [(2**19,)], np.float32, lr=0.5)
+    assert list(raw.forms) == ["mpi chunks", "mpi all chunks"]
+    assert raw.wrong("mpi chunks").startswith("element 0 of tensor 0 is ")
+    raw.params[...] = raw.expected - 0.5 * raw.gradients
+    assert raw.wrong("mpi chunks") == ""
+    assert list(peer.prepare(OneRank(), [(256,)], np.float32, lr=0.5).forms) == [peer.PING_PONG]
+
+
 # ---- arguments
 
 
@@ -155,6 +235,8 @@ def test_defaults():
     assert arguments.parse(["allreduce", "--dtype", "float64"]).items[0] == 8
     assert arguments.parse(["fused"]).items == ["resnet50", "transformer", "small"]
     assert arguments.parse(["fused", "--set", "small"]).items == ["small"]
+    served = arguments.parse(["ps"])
+    assert (served.set, served.servers, served.consistency, served.against) == ("resnet50", 1, None, None)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +251,12 @@ def test_defaults():
         ("allreduce --seconds nan", "--seconds nan is not a time"),
         ("allreduce --against nccl", "invalid choice: 'nccl'"),
         ("fused --set resnet", "unknown set 'resnet'; choose from resnet50, transformer, small"),
-        ("", "the following arguments are required: allreduce|fused"),
+        ("ps --set resnet", "unknown set 'resnet'; choose one of resnet50, transformer, small, tiny"),
+        ("ps --dtype float16", "bench ps takes float32 or float64"),
+        ("ps --servers 0", "--servers 0 must be at least 1"),
+        ("ps --consistency none", "invalid choice: 'none'"),
+        ("ps --backend mpi", "unrecognized arguments: --backend mpi"),
+        ("", "the following arguments are required: allreduce|fused|ps"),
     ],
 )
 def test_wrong_arguments_are_one_line_and_exit_code_2(words, message, capsys):
@@ -245,14 +332,21 @@ def test_report(tmp_path):
     one = {**setting_of, "bench": "allreduce", "bytes": 65536, "against": "mpi", "command": "mpirun ... allreduce"}
     two = {**setting_of, "bench": "fused", "set": "small", "tensors": 1000, "against": "mpi per tensor", "command": "b"}
     lines = tmp_path / "lines.jsonl"
-    lines.write_text("".join(json.dumps(line) + "\n" for line in (one, {**one, "bytes": 4}, two)))
+    three = {
+        **setting_of, "bench": "ps", "set": "tiny", "tensors": 1, "against": None, "command": "c", "servers": 1,
+        "workers": 1, "consistency": "async", "op": "push", "updates_per_s": 123.4, "staleness": {"10": 1, "2": 3},
+    }  # fmt: skip
+    del three["busbw_GBps"]
+    lines.write_text("".join(json.dumps(line) + "\n" for line in (one, {**one, "bytes": 4}, two, three)))
     target = tmp_path / "RESULTS.md"
     result = subprocess.run(
         [sys.executable, REPORT, lines, target], capture_output=True, text=True, timeout=60, check=True
     )
     page = target.read_text()
     assert result.stdout == page
-    assert page.count("\n## ") == 2
+    assert page.count("\n## ") == 3
+    assert "| tiny: 1 tensors | 12.3 | 1,234 | 5.3 | 123 | 2: 75 %, 10: 25 % | 60 of 4 |" in page
+    assert "2 ranks (1 to serve, 1 to work; async), float32, push; thread" in page
     assert "## MPICH 5.0.2: allreduce\n\n`mpirun ... allreduce`\n" in page
     assert "| 64 KiB | 12.3 | 1,234 | 5.3 | 5.3 | 98.7 | 7.99 | 60 of 4 |\n| 4 B |" in page
     assert "| small: 1000 tensors | 12.3 | 1,234 | 5.3 | 5.3 | raw MPI, per tensor | 98.7 | 7.99 |" in page

@@ -6,7 +6,7 @@ where a rank has numbers that large: magnitudes of which so many as there are ra
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,18 @@ def scan(plan: Plan, values: Sequence[Any], ranks: int) -> int:
         if native.exceeds(parts, element_bytes, large):
             flags |= NONFINITE if native.exceeds(parts, element_bytes, largest) else LARGE
     return flags
+
+
+def looks(plan: Plan) -> list[Callable[[list[Array]], bool]]:
+    """For each dtype, what says whether contiguous gradients of such a plan, all of them there, are not all finite."""
+
+    def of(dtype: np.dtype[Any], indices: list[int]) -> Callable[[list[Array]], bool]:
+        element_bytes, _, largest = _limits(dtype, ranks=1)
+        if len(indices) == len(plan.tensors):
+            return lambda values: native.exceeds(values, element_bytes, largest)
+        return lambda values: native.exceeds([values[i] for i in indices], element_bytes, largest)
+
+    return [of(dtype, indices) for dtype, indices in plan.floats.items()]
 
 
 def _readable(values: Sequence[Any], indices: list[int]) -> list[Array]:

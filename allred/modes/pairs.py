@@ -1,0 +1,110 @@
+"""Parameters and their gradients, matched: the first thing at every step.
+
+Most steps bring what the step before brought: a dict or a list of contiguous arrays, the same names, shapes and dtypes.
+That is looked at in a quarter of a microsecond a tensor; anything else goes the long way, which knows all the words.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from allred import arrays, nest
+from allred.errors import InputError
+from allred.fusion.plan import Tensor
+from allred.reducer import tensor_of
+
+Matched = tuple[list[Tensor], list[Any], list[Any], str]
+
+
+class Pairs:
+    """Of one optimizer."""
+
+    def __init__(self) -> None:
+        self._tensors: list[Tensor] = []  # of the last step, if it brought plain arrays
+        self._keys: Any = None  # of its dict, in order; or None, of a list
+
+    def match(self, params: Any, grads: Any) -> Matched:
+        """What a plan knows of each gradient, the parameters, the gradients, all in the nest's order; and the words for
+        what is wrong with them, if anything. The same list of tensors as before means that all is as it was."""
+        again = self._match_again(params, grads)
+        if again is not None:
+            return again
+        matched = _match(params, grads)
+        if not matched[3] and _plain(params) and all(map(_fits, *matched[:3])):
+            self._tensors = matched[0]
+            self._keys = sorted(params, key=str) if type(params) is dict else None
+        else:
+            self._tensors = []
+        return matched
+
+    def _match_again(self, params: Any, grads: Any) -> Matched | None:
+        """The same, where all is as it was."""
+        if not self._tensors or type(params) is not type(grads) or not len(params) == len(grads) == len(self._tensors):
+            return None
+        if type(params) is dict and self._keys is not None:
+            try:
+                leaves, values = [params[key] for key in self._keys], [grads[key] for key in self._keys]
+            except KeyError:
+                return None
+        elif type(params) is list and self._keys is None:
+            leaves, values = params, grads
+        else:
+            return None
+        if all(map(_fits, self._tensors, leaves, values)):
+            return self._tensors, leaves, values, ""
+        return None
+
+
+def _fits(tensor: Tensor, leaf: Any, value: Any) -> bool:
+    """Whether a parameter and its gradient are plain arrays like `tensor`, in one piece."""
+    return (
+        type(leaf) is np.ndarray
+        and type(value) is np.ndarray
+        and leaf.dtype is tensor.dtype
+        and value.dtype is tensor.dtype
+        and leaf.shape == tensor.shape
+        and value.shape == tensor.shape
+        and (flags := leaf.flags).writeable
+        and flags.c_contiguous
+        and value.flags.c_contiguous
+    )
+
+
+def _plain(params: Any) -> bool:
+    """Whether it is a dict or a list of nothing but leaves."""
+    if type(params) is not dict and type(params) is not list:
+        return False
+    return not any(isinstance(v, (dict, list, tuple)) for v in (params.values() if type(params) is dict else params))
+
+
+def _match(params: Any, grads: Any) -> Matched:
+    named, given = nest.leaves(params), nest.leaves(grads)
+    names, given_names = [name for name, _ in named], [name for name, _ in given]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        return [], [], [], f"two parameters are named '{twice}': dict keys must differ as text"
+    if names != given_names:
+        odd = sorted(set(names) ^ set(given_names))[:5]
+        return [], [], [], f"params and grads differ in structure, in {', '.join(map(repr, odd)) or 'their order'}"
+    tensors = []
+    try:
+        for (name, param), (_, grad) in zip(named, given, strict=True):
+            expected = parameter(name, param)
+            got = expected if grad is None else tensor_of(name, grad)
+            if got.shape != expected.shape:
+                return [], [], [], f"the gradient of {expected} has shape {got.shape}"
+            tensors.append(expected if isinstance(grad, (int, float)) else got)  # Python's numbers have no dtype
+    except InputError as error:
+        return [], [], [], str(error)
+    return tensors, [leaf for _, leaf in named], [grad for _, grad in given], ""
+
+
+def parameter(name: str, leaf: Any) -> Tensor:
+    """What a plan knows of a parameter. Raises InputError if it cannot be updated in place."""
+    if type(leaf) is np.ndarray and leaf.flags.writeable:
+        return tensor_of(name, leaf)
+    arrays.as_host_array(leaf)  # raises its own words about devices, torch and masks
+    if not isinstance(leaf, np.ndarray) or not leaf.flags.writeable:
+        what = "a read-only array" if isinstance(leaf, np.ndarray) else type(leaf).__name__
+        raise InputError(f"parameter '{name}' is {what}; it is updated in place, so it must be a writable array")
+    return tensor_of(name, leaf)
