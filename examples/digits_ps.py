@@ -61,7 +61,8 @@ def main(directory=None):
     for images, labels in allred.data.batches(x[train], y[train], batch_size=BATCH, epochs=EPOCHS, seed=0):
         opt.step(params, gradients(params, images, labels))
 
-    allred.barrier()  # the workers' last steps are done;
+    opt.finish()  # no more steps of this worker: the others need not wait for it;
+    allred.barrier()  # all workers' steps are done;
     opt.pull(params)  # mode ps: what came of them
     if allred.rank() == 0:
         print(opt.summary())
