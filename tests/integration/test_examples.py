@@ -6,6 +6,7 @@ import pytest
 from harness import ROOT, mpirun, python
 
 DIGITS = ROOT / "examples/digits_sync.py"
+DIGITS_PS = ROOT / "examples/digits_ps.py"
 
 
 def check_digits(result, ranks):
@@ -49,3 +50,58 @@ def test_digits_without_the_extension():
 
 def test_more_ranks_than_cores():
     check_digits(mpirun(8, DIGITS), 8)
+
+
+# ---- examples/digits_ps.py: the same script in every mode
+
+
+def digits_ps(ranks, *arguments, mpi="mpich", **settings):
+    """What it prints, on stdout, with ALLRED_... set as given; its accuracy is checked."""
+    env = {f"ALLRED_{name.upper()}": str(value) for name, value in settings.items()}
+    result = mpirun(ranks, DIGITS_PS, *arguments, mpi=mpi, env=env)
+    assert result.code == 0, result.text
+    accuracy = re.search(r"^test accuracy: (0\.\d{3})\n$", result.out, flags=re.MULTILINE)
+    assert accuracy, result.text
+    assert float(accuracy[1]) >= 0.95
+    return result.out
+
+
+@pytest.mark.parametrize(("mpi", "ranks"), [("mpich", 1), ("mpich", 2), ("openmpi", 2)])
+def test_digits_ps_in_mode_sync(mpi, ranks):
+    out = digits_ps(ranks, mpi=mpi)
+    assert f"world: {ranks} rank" in out
+    assert "staleness" not in out
+
+
+GRADIENTS = 3 * 30 * 15  # workers, epochs, batches of an epoch
+POLICIES = [
+    ("async", 1, rf"async: .*: {GRADIENTS} gradients, {GRADIENTS} updates; dropped 0", GRADIENTS),
+    ("bounded", 1, rf"4 clocks .*: {GRADIENTS} gradients, {GRADIENTS} updates; dropped 0", 2 * (2 * 4 + 1)),
+    ("sync", 2, rf"sync: .*: {GRADIENTS} gradients, {GRADIENTS // 3} updates; dropped 0", 0),
+]
+
+
+@pytest.mark.parametrize(("consistency", "servers", "words", "bound"), POLICIES, ids=["async", "bounded", "sync"])
+def test_digits_ps_with_servers(consistency, servers, words, bound):
+    out = digits_ps(3 + servers, mode="ps", num_ps=servers, consistency=consistency)
+    assert re.search(words, out), out
+    largest = re.search(r"^staleness \(updates\): .* largest (\d+)$", out, flags=re.MULTILINE)
+    assert largest, out
+    assert int(largest[1]) <= bound
+    assert out.count(" MB in, ") == servers
+
+
+def test_digits_ps_with_servers_under_open_mpi():
+    assert "staleness (updates): " in digits_ps(3, mpi="openmpi", mode="ps")
+
+
+def test_digits_ps_goes_on_from_a_checkpoint_of_another_mode(tmp_path):
+    steps = []
+    for ranks, settings in ((3, {"mode": "ps"}), (2, {}), (4, {"mode": "ps", "num_ps": 2, "consistency": "sync"})):
+        out = digits_ps(ranks, tmp_path, **settings)
+        assert ("goes on from step" in out) == bool(steps)
+        assert not steps or f"goes on from step {steps[-1]}\n" in out
+        saved = re.search(rf"^checkpoint: {tmp_path}/step-(\d+)$", out, flags=re.MULTILINE)
+        assert saved, out
+        steps.append(int(saved[1]))
+    assert steps == [2 * 450, 3 * 450, 4 * 450]  # two workers' updates, then global batches
