@@ -156,7 +156,9 @@ def _banner(library: str) -> str:
     from allred import __version__
 
     world, config, reason = topology.current(), collectives.config(), collectives.reason()
-    ranks = f"{world.size} rank{'s' * (world.size > 1)}"
+    ranks, servers = f"{world.size} rank{'s' * (world.size > 1)}", world.world_size - world.size
+    if servers:
+        ranks = f"{world.size} worker{'s' * (world.size > 1)}, {servers} parameter server{'s' * (servers > 1)}"
     nodes = f"{world.nodes} nodes, chief on {socket.gethostname()}" if world.nodes > 1 else socket.gethostname()
     extension = "C extension" if native.available else "no C extension (python -m allred.native says why)"
     return (

@@ -82,15 +82,21 @@ class DistributedOptimizer:
         self.name = name
         self._accumulator = Accumulator(accumulate)
         self._sync = SyncMode(optimizer, op, accumulate, bucket_bytes, nonfinite, name)
+        self._op = op
         self._options = Options(name, nonfinite, consistency, placement, use_locking)
         self._pairs = Pairs()
         self._chosen: Mode | None = None
         if optimizer is not None and running.serves():
-            serve(optimizer, self._options)
+            self._mode  # noqa: B018  (serves, and does not come back)
 
     @property
     def _mode(self) -> Mode:
         if self._chosen is None:
+            if running.running() and self._op is not ReduceOp.AVERAGE:
+                raise InputError(
+                    f"{self.name}: op=allred.{self._op.name.title()} is of mode sync; parameter servers apply each "
+                    "gradient as it is, or the mean. Leave op out"
+                )
             if running.serves():
                 serve(self.optimizer, self._options)
             in_sync = collectives.current() and not running.running()

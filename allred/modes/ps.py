@@ -370,5 +370,6 @@ class ServersMode:
         if self._running.worker != 0:
             return self._client.leave()
         with contextlib.suppress(AllredError):  # the job ends otherwise: that is told already
-            for line in str(self._statistics(self._client.part())).splitlines():
+            statistics = self._statistics(self._client.part())
+            for line in str(statistics).splitlines() if statistics.servers[0].gradients else ():
                 report.inform(line)

@@ -83,8 +83,16 @@ def histogram(counts: Counter[int]) -> str:
     size = -(-len(values) // _ROWS)
     rows: Sequence[list[int]] = [values[at : at + size] for at in range(0, len(values), size)]
     words = [
-        f"{row[0]}{f'-{row[-1]}' if len(row) > 1 else ''}: {100 * sum(counts[v] for v in row) / total:.2g} %"
+        f"{row[0]}{f'-{row[-1]}' if len(row) > 1 else ''}: {_percent(sum(counts[v] for v in row) / total)}"
         for row in rows
     ]
     mean = sum(value * count for value, count in counts.items()) / total
     return f"{', '.join(words)}; mean {mean:.3g}, largest {values[-1]}"
+
+
+def _percent(share: float) -> str:
+    """
+    >>> _percent(0.28), _percent(0.0004), _percent(1)
+    ('28 %', '0.04 %', '100 %')
+    """
+    return f"{100 * share:.0f} %" if share >= 0.01 else f"{100 * share:.1g} %"

@@ -136,3 +136,13 @@ def test_sync_with_a_backup_worker_does_not_wait_for_the_slow_one():
     assert found["steps"][0] > 3 * found["steps"][2]
     assert found["dropped"][2] > 0
     assert "worker 2: " in found["text"]
+
+
+# ---- what is not of this mode
+
+
+def test_a_sum_is_refused():
+    code = "import allred\nallred.init()\nallred.distributed(allred.optim.SGD(lr=0.1), op=allred.Sum).statistics()\n"
+    result = mpirun(2, "-c", code, env={"ALLRED_MODE": "ps"}, timeout_s=30)
+    assert result.code == 1, result.text
+    assert "opt: op=allred.Sum is of mode sync; parameter servers apply" in result.err, result.text
