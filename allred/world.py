@@ -77,7 +77,6 @@ def _meet(comm: Any, settings: dict[str, Any] | str) -> None:
     try:
         config = settle([settings for settings, _, _ in gathered])
         nodes = topology.pretend(config.pretend_nodes, control.size) or [node for _, node, _ in gathered]
-        kernels = [available for _, _, available in gathered]
         servers = _servers(config, control.size)
         kernels = [available for _, _, available in gathered[servers:]]
         name, reason = registry.choose(config.backend, nodes[servers:], duplicate is not None, kernels)
@@ -88,7 +87,8 @@ def _meet(comm: Any, settings: dict[str, Any] | str) -> None:
     if control.rank < servers:
         communicator, name = NoCollectives(config.timeout_s), NoCollectives.name
     elif name != control.name or servers:
-        communicator = registry.BACKENDS[name](_workers(duplicate, servers), config.timeout_s, nodes[servers:])
+        ours = None if name == "single" else _workers(duplicate, servers)
+        communicator = registry.BACKENDS[name](ours, config.timeout_s, nodes[servers:])
     if communicator.name != name:
         reason = "no two ranks could share memory; on one node that takes /proc or a Unix socket between them"
     communicator.queue.timeout_s = control.queue.timeout_s = config.timeout_s

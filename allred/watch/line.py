@@ -240,7 +240,10 @@ class Line:
         self._quiet()
 
     def _quiet(self) -> None:
+        """No more signals. First none is sent: Python prints an error about one that comes as it sets SIG_IGN."""
         faulthandler.unregister(self._stack)
+        fd = self._socket.fileno()
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_ASYNC)
         with contextlib.suppress(ValueError):
             signal.signal(self._wake, signal.SIG_IGN)
             signal.signal(self._stack, signal.SIG_IGN)  # it is not yet where init() ran in another thread
@@ -250,8 +253,8 @@ class Line:
     def close(self) -> None:
         """Hang up."""
         if self._socket.fileno() >= 0:
-            self._socket.close()
             self._quiet()
+            self._socket.close()
             for end in self._pipe:
                 os.close(end)
 

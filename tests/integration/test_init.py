@@ -14,7 +14,7 @@ INIT = "import allred; allred.init(); print(allred.rank(), 'of', allred.size(), 
     ("variable", "value", "message"),
     [
         ("ALLRED_BUCKETS", "1", "unknown variable ALLRED_BUCKETS; did you mean ALLRED_BUCKET_BYTES?"),
-        ("ALLRED_MODE", "ps", "ALLRED_MODE='ps' is not available; choose one of sync"),
+        ("ALLRED_MODE", "pz", "ALLRED_MODE='pz' is not available; choose one of sync, ps"),
         ("ALLRED_BACKEND", "single", "backend 'single' is for one rank, and there are 2; use auto, shm or mpi"),
     ],
 )
