@@ -120,6 +120,17 @@ def describe(shape: tuple[int, ...], dtype: np.dtype[Any]) -> str:
     return f"{name_of(dtype)} {shape}"
 
 
+def amount(nbytes: float) -> str:
+    """Bytes in words.
+
+    >>> amount(812), amount(2400), amount(2.5e6)
+    ('812 B', '2.40 kB', '2.50 MB')
+    """
+    if nbytes < 1000:
+        return f"{nbytes:.0f} B"
+    return f"{nbytes / 1e3:.2f} kB" if nbytes < 1e6 else f"{nbytes / 1e6:.2f} MB"
+
+
 def size_of(shape: tuple[int, ...]) -> int:
     """Elements of a shape; 1 for the empty shape of a 0-d array."""
     return math.prod(shape)

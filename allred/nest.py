@@ -10,18 +10,22 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from allred import arrays
+from allred.errors import InputError
 
 Leaf = tuple[str, Any]
 
 
 def leaves(tree: Any, path: str = "") -> list[Leaf]:
-    """Name and value of every leaf of `tree`, in the order every rank agrees on.
+    """Name and value of every leaf of `tree`, in the order every rank agrees on. Raises InputError if it has no end.
 
     >>> leaves({"b": [1.0, None], "a": 2.0})
     [('a', 2.0), ('b.0', 1.0), ('b.1', None)]
     """
     found: list[Leaf] = []
-    _walk(tree, path, found)
+    try:
+        _walk(tree, path, found)
+    except RecursionError:
+        raise InputError("a nest of parameters is too deep, or contains itself; flatten it") from None
     return found
 
 

@@ -16,7 +16,7 @@ from allred.bench import peer, sets, setting, table, values
 from allred.bench.verify import WrongResultError
 from allred.cluster import mpi
 from allred.errors import ConfigError
-from allred.modes.ps import Options
+from allred.modes.options import Options
 from allred.ps import running
 from allred.ps.consistency import Policy, Sync
 

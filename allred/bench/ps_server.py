@@ -8,7 +8,7 @@ import numpy as np
 from allred.bench.peer import Raw
 from allred.bench.values import LR
 from allred.bench.verify import WrongResultError
-from allred.modes.ps import Options
+from allred.modes.options import Options
 from allred.optim import SGD
 from allred.ps.calls import LATER, Calls
 from allred.ps.consistency import Policy

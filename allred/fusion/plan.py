@@ -78,23 +78,24 @@ def plan(tensors: Sequence[Tensor], bucket_bytes: int) -> Plan:
     [(1,), (0, 2)]
     """
     done: list[Bucket] = []
-    open_buckets: dict[np.dtype[Any], list[int]] = {}
+    waiting: dict[np.dtype[Any], tuple[list[int], int]] = {}  # of each dtype the open bucket, and its elements
 
     def close(dtype: np.dtype[Any]) -> None:
-        indices = tuple(open_buckets.pop(dtype))
-        done.append(Bucket(dtype, indices, sum(tensors[i].elements for i in indices)))
+        indices, count = waiting.pop(dtype)
+        done.append(Bucket(dtype, tuple(indices), count))
 
     for index, tensor in enumerate(tensors):
-        nbytes = tensor.elements * tensor.dtype.itemsize
-        if nbytes == 0:
+        elements, dtype = tensor.elements, tensor.dtype
+        if elements == 0:
             continue
-        if 2 * nbytes >= bucket_bytes:
-            done.append(Bucket(tensor.dtype, (index,), tensor.elements))
+        if 2 * elements * dtype.itemsize >= bucket_bytes:
+            done.append(Bucket(dtype, (index,), elements))
             continue
-        waiting = open_buckets.get(tensor.dtype, [])
-        if (sum(tensors[i].elements for i in waiting) + tensor.elements) * tensor.dtype.itemsize > bucket_bytes:
-            close(tensor.dtype)
-        open_buckets.setdefault(tensor.dtype, []).append(index)
-    for dtype in list(open_buckets):
+        if dtype in waiting and (waiting[dtype][1] + elements) * dtype.itemsize > bucket_bytes:
+            close(dtype)
+        indices, count = waiting.get(dtype, ([], 0))
+        indices.append(index)
+        waiting[dtype] = indices, count + elements
+    for dtype in list(waiting):
         close(dtype)
     return Plan(tuple(tensors), tuple(done))

@@ -46,7 +46,8 @@ class _Distributed:
     name: how errors call it.
 
     Of mode ps only (docs/modes.md); each has a setting of that name:
-    consistency: allred.ps.Async(), allred.ps.Bounded(staleness=...) or allred.ps.Sync(replicas_to_aggregate=...).
+    consistency: allred.ps.Async(), allred.ps.Bounded(staleness=...) or allred.ps.Sync(replicas_to_aggregate=...); or
+        "async", "bounded", "sync", with the other numbers as in the settings.
     placement: which server has which parameters: "bytes", "round_robin", "greedy", a function from a tensor (name,
         shape, dtype) to a server's number, or a dict {name: server}.
     use_locking: whether a pull brings one version of each server's parameters.
@@ -63,7 +64,7 @@ class _Distributed:
         bucket_bytes: int | str | None = None,
         nonfinite: str | None = None,
         name: str = "opt",
-        consistency: Policy | None = None,
+        consistency: Policy | str | None = None,
         placement: How | None = None,
         use_locking: bool | None = None,
     ) -> Any:
@@ -126,8 +127,10 @@ class _Distributed:
 
 
 def _reduce(reducer: Reducer, checks: Checks, grads: Any) -> Any:
-    named, problem, samples = nest.leaves(grads), "", None
+    named: list[nest.Leaf] = []
+    problem, samples = "", None
     try:
+        named = nest.leaves(grads)
         tensors = [tensor_of(leaf_name, value) for leaf_name, value in named]
         samples = claim()
     except InputError as error:

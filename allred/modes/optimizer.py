@@ -16,8 +16,9 @@ from allred.errors import CheckpointError, InputError
 from allred.fusion.plan import Tensor
 from allred.modes.accumulate import Accumulator
 from allred.modes.detect.outside import used
+from allred.modes.options import Options
 from allred.modes.pairs import Pairs, parameter
-from allred.modes.ps import Options, ServersMode, serve
+from allred.modes.ps import ServersMode
 from allred.modes.sync import SyncMode, has_state
 from allred.ps import running
 from allred.ps.account import Statistics
@@ -98,7 +99,7 @@ class DistributedOptimizer:
                     "gradient as it is, or the mean. Leave op out"
                 )
             if running.serves():
-                serve(self.optimizer, self._options)
+                self._options.serve(self.optimizer)
             in_sync = collectives.current() and not running.running()
             self._chosen = self._sync if in_sync else ServersMode(self.optimizer, self._options)
         return self._chosen

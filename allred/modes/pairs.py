@@ -78,7 +78,10 @@ def _plain(params: Any) -> bool:
 
 
 def _match(params: Any, grads: Any) -> Matched:
-    named, given = nest.leaves(params), nest.leaves(grads)
+    try:
+        named, given = nest.leaves(params), nest.leaves(grads)
+    except InputError as error:
+        return [], [], [], str(error)
     names, given_names = [name for name, _ in named], [name for name, _ in given]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)

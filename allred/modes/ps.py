@@ -1,12 +1,11 @@
-"""Parameter servers: workers push gradients, servers apply them with their own optimizer, workers pull parameters.
+"""A worker's end of mode ps: it pushes gradients, the servers apply them with their own optimizer, it pulls parameters.
 
 A worker's optimizer is never stepped. What it is worth: the state that training starts from, and a learning rate that
 the program changes by hand (worker 0's goes along with its steps).
 """
 
 import contextlib
-import dataclasses
-import math
+import itertools
 import os
 import signal
 import time
@@ -23,12 +22,14 @@ from allred.errors import AllredError, DriftError, InputError, NonFiniteError, S
 from allred.fusion.plan import Plan, Tensor, plan
 from allred.modes.detect import finite
 from allred.modes.detect.outside import used
+from allred.modes.learning_rate import LearningRate
+from allred.modes.options import Options
+from allred.modes.pairs import parameter
 from allred.optim.base import Optimizer
 from allred.optim.tensors import compute_dtype
 from allred.ps import running
 from allred.ps.account import Account, Statistics
-from allred.ps.consistency import Async, Bounded, Policy, Sync
-from allred.ps.placement import How, place
+from allred.ps.placement import place
 from allred.ps.record import DRAINING, DROPPED
 from allred.ps.running import Running
 from allred.ps.shard import splittable
@@ -36,50 +37,6 @@ from allred.watch import exit as exit_protocol
 
 if TYPE_CHECKING:
     from allred.ps.client import Client
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What `allred.distributed` was given for this mode; None: as in the settings."""
-
-    name: str
-    nonfinite: str | None = None
-    consistency: Policy | None = None
-    placement: How | None = None
-    use_locking: bool | None = None
-
-    def __post_init__(self) -> None:
-        if self.consistency is not None and not isinstance(self.consistency, Policy):
-            raise InputError(
-                f"consistency={self.consistency!r} must be allred.ps.Async(), allred.ps.Bounded(staleness=...) or "
-                "allred.ps.Sync(...)"
-            )
-
-    def policy(self, settings: Any) -> Policy:
-        """The consistency policy in force."""
-        if self.consistency is not None:
-            return self.consistency
-        if settings.consistency == "bounded":
-            return Bounded(settings.staleness)
-        return Async() if settings.consistency == "async" else Sync(settings.replicas_to_aggregate or None)
-
-    def locks(self, settings: Any) -> bool:
-        """Whether requests are served one by one."""
-        return bool(settings.use_locking if self.use_locking is None else self.use_locking)
-
-    def agreement(self, optimizer: Any, settings: Any) -> str:
-        """What has to be the same on all ranks, in words."""
-        return f"{type(optimizer).__name__}, {self.policy(settings)}, use_locking={self.locks(settings)}"
-
-
-def serve(optimizer: Any, options: Options) -> NoReturn:
-    """On a parameter server: serve until the last worker has left, then leave the program."""
-    from allred.ps.server import Server
-
-    here = running.current()
-    policy, locks = options.policy(here.config), options.locks(here.config)
-    Server(here, optimizer, policy, locks, options.agreement(optimizer, here.config)).serve()
-    raise SystemExit(0)
 
 
 _NONE: list[int] = []
@@ -93,6 +50,7 @@ class ServersMode:
         self.dropped = 0  # gradients of this worker that came too late for their step
         self._optimizer, self._options = optimizer, options
         self._title = f"{options.name}.step()"
+        self._lr = LearningRate(optimizer, self._title)
         self._running: Running = running.current()
         self._client: Client | None = None
         self._tensors: list[Tensor] = []
@@ -110,25 +68,28 @@ class ServersMode:
             problem = problem or f"root={root!r}: in mode ps training starts from worker 0's parameters; leave root out"
         if problem:
             raise InputError(f"{self._options.name}.broadcast(): {problem}")
-        self._connect(params, tensors)
+        leaves = [leaf for _, leaf in nest.leaves(params)]
+        self._connect(f"{self._options.name}.broadcast()", params, tensors, leaves)
         self._agree_on_start(params)
-        self.pull(params)
+        self._pull(leaves)
         collectives.barrier()  # nobody changes them before all have pulled
 
-    def _connect(self, params: Any, tensors: list[Tensor]) -> None:
-        """Register with the servers, once."""
+    def _connect(self, title: str, params: Any, tensors: list[Tensor], leaves: list[Any]) -> None:
+        """Register with the servers, once; later, see that these are the parameters that they have."""
         from allred.ps.client import Client  # imports MPI
 
+        if arrays.overlap([leaf for leaf in leaves if leaf.size]):
+            raise InputError(f"{title}: {_sharing(tensors, leaves)}")
         if self._client is not None:
-            return self._check_same(tensors)
+            return self._check_same(title, tensors)
         if not tensors:
-            raise InputError(f"{self._title}: there are no parameters to train")
+            raise InputError(f"{title}: there are no parameters to train")
         for tensor in tensors:
             if not arrays.is_float(tensor.dtype):
-                raise InputError(f"{self._title}: {tensor} cannot be trained by parameter servers; floats can")
+                raise InputError(f"{title}: {tensor} cannot be trained by parameter servers; floats can")
         if not running.take():
             raise InputError(
-                f"{self._title}: this program trains another optimizer with the parameter servers already, which serve "
+                f"{title}: this program trains another optimizer with the parameter servers already, which serve "
                 "one; put all parameters into one optimizer, or use mode sync"
             )
         settings = self._running.config
@@ -153,13 +114,14 @@ class ServersMode:
                 signal.signal(signal.SIGTERM, self._ask_to_end)
         running.on_leave(self._part)
 
-    def _check_same(self, tensors: list[Tensor]) -> None:
-        if [t[:2] for t in tensors] != [t[:2] for t in self._tensors]:
-            odd = next((t for t, known in zip(tensors, self._tensors, strict=False) if t[:2] != known[:2]), None)
-            what = (
-                f"{odd} is new or has another shape" if odd else f"there are {len(tensors)}, not {len(self._tensors)}"
-            )
-            raise InputError(f"{self._title}: parameters differ from those that the servers have: {what}")
+    def _check_same(self, title: str, tensors: list[Tensor]) -> None:
+        if tensors != self._tensors:
+            what = f"there are {len(tensors)}, not {len(self._tensors)}"
+            for tensor, known in zip(tensors, self._tensors, strict=False):
+                if tensor != known:
+                    what = f"{tensor} where they have {known}"
+                    break
+            raise InputError(f"{title}: parameters differ from those that the servers have: {what}")
 
     def _agree_on_start(self, params: Any, check: bool = False) -> None:
         """Worker 0 gives the servers its parameters, the others wait for that. check: theirs have to be the same."""
@@ -193,14 +155,15 @@ class ServersMode:
         client = self._client
         assert client is not None
         sources, targets, absent = values, leaves, _NONE
-        if not (as_before and self._same_dtypes):
+        if samples == 0:  # then the gradients mean nothing
+            values = [None] * len(values)
+        if not (as_before and self._same_dtypes and samples != 0):
             absent = [index for index, value in enumerate(values) if value is None]
             sources = [self._gradient(index, value) for index, value in enumerate(values)]
             targets = self._targets(leaves)
         if not self._finite(sources):
             return
-        lr = getattr(self._optimizer, "lr", math.nan)
-        outcome = client.step(sources, absent, targets, lr if type(lr) is float else math.nan, self._asked_to_end)
+        outcome = client.step(sources, absent, targets, self._lr.now(), self._asked_to_end)
         if targets is not leaves:
             self._put_back(leaves, targets)
         self._steps += 1
@@ -212,13 +175,11 @@ class ServersMode:
 
     def _check(self, params: Any, tensors: list[Tensor], leaves: list[Any]) -> None:
         """These tensors have come for the first time."""
-        if self._client is None:
-            self._connect(
-                params, [Tensor(t.name, leaf.shape, leaf.dtype) for t, leaf in zip(tensors, leaves, strict=True)]
-            )
+        new = self._client is None
+        own = [Tensor(t.name, leaf.shape, leaf.dtype) for t, leaf in zip(tensors, leaves, strict=True)]
+        self._connect(self._title, params, own, leaves)
+        if new:
             self._agree_on_start(params, check=True)
-        else:
-            self._check_same(tensors)
         self._start = self._start or time.perf_counter()
         self._checked = tensors
         used(self._optimizer)
@@ -262,9 +223,19 @@ class ServersMode:
         )
 
     def pull(self, params: Any) -> None:
+        title, named = f"{self._options.name}.pull()", nest.leaves(params)
         if self._client is None:
-            raise InputError(f"{self._options.name}.pull(): the servers have no parameters yet; call broadcast(params)")
-        leaves = [leaf for _, leaf in nest.leaves(params)]
+            raise InputError(f"{title}: the servers have no parameters yet; call broadcast(params)")
+        leaves = [leaf for _, leaf in named]
+        try:
+            tensors = [parameter(name, leaf) for name, leaf in named]
+        except InputError as error:
+            raise InputError(f"{title}: {error}") from None
+        self._connect(title, params, tensors, leaves)
+        self._pull(leaves)
+
+    def _pull(self, leaves: list[Any]) -> None:
+        assert self._client is not None
         targets = self._targets(leaves)
         self._client.pull(targets)
         self._put_back(leaves, targets)
@@ -373,3 +344,13 @@ class ServersMode:
             statistics = self._statistics(self._client.part())
             for line in str(statistics).splitlines() if statistics.servers[0].gradients else ():
                 report.inform(line)
+
+
+def _sharing(tensors: list[Tensor], leaves: list[Array]) -> str:
+    """Which parameters share memory, in words."""
+    pairs = itertools.combinations(zip(tensors, leaves, strict=True), 2)
+    one, other = next(((a.name, b.name) for (a, x), (b, y) in pairs if np.may_share_memory(x, y)), ("?", "?"))
+    return (
+        f"parameters '{one}' and '{other}' share memory. The servers would train them apart, and one's gradient would "
+        "be lost; give such a parameter once, with the sum of its gradients"
+    )

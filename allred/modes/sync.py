@@ -6,7 +6,7 @@ equal, bit for bit, without being sent again.
 
 from typing import Any
 
-from allred import checkpoint, nest
+from allred import arrays, checkpoint, nest
 from allred.cluster import report, topology
 from allred.comm import collectives
 from allred.comm.ops import ReduceOp
@@ -123,6 +123,6 @@ def _first_step(optimizer: Any, reducer: Reducer, tensors: list[Tensor]) -> str:
     batch = f"; global batch {reducer.samples} over {size} rank{'s' * (size > 1)}" if reducer.samples else ""
     lr = f"; learning rate {rate:g}, not scaled by the number of ranks" if isinstance(rate, float) else ""
     return (
-        f"{reducer.op.value} of {len(tensors)} gradients ({plan.nbytes / 1e6:.2f} MB) "
+        f"{reducer.op.value} of {len(tensors)} gradients ({arrays.amount(plan.nbytes)}) "
         f"in {len(plan.buckets)} bucket{'s' * (len(plan.buckets) != 1)}{batch}{lr}"
     )

@@ -8,6 +8,7 @@ from all when it lets the worker go on. Without a policy that waits, gradients a
 import dataclasses
 import math
 import os
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from allred.ps.calls import Registration
 from allred.ps.drive import All, drive
 from allred.ps.layout import Layout, lay_out
 from allred.ps.placement import Piece, Placement
-from allred.ps.post import CALL, REPLY, Exchange, Post
+from allred.ps.post import CALL, LOST, REPLY, Exchange, Post
 from allred.ps.record import (
     ABSENT,
     BEGIN,
@@ -116,6 +117,7 @@ class Client:
         self._starts = 0  # how often parameters to start from were waited for
 
         self._unusable = ""  # why nothing can be asked for any more; during a request it says what an interrupt makes
+        self._thread: int | None = None  # that has a request under way
         self._under_way: list[Any] = []
         os.register_at_fork(after_in_child=self._forked)
 
@@ -123,8 +125,28 @@ class Client:
         self._unusable = "this process was forked from a rank after allred.init(); only the rank itself is one"
 
     def _refusal(self) -> AllredError:
+        if self._thread not in (None, threading.get_ident()):
+            return AllredError(
+                "two threads of this worker call the parameter servers at once; call them from one thread, or under a "
+                "lock"
+            )
         verdict = line.current is not None and line.current.verdict is not None
         return line.current.error() if verdict and line.current is not None else AllredError(self._unusable)
+
+    def _begin(self) -> None:
+        """A request, of which there is one at a time."""
+        if self._unusable:
+            raise self._refusal()
+        self._unusable, self._thread = _CUT_SHORT, threading.get_ident()
+
+    @staticmethod
+    def _lost(error: Exception) -> AllredError:
+        """What to say where a server is gone: the watcher knows more, in a moment."""
+        if line.current is not None:
+            line.current.await_verdict()
+            if line.current.verdict is not None:
+                return line.current.error()
+        return AllredError(f"a parameter server is gone: {error}")
 
     # Calls.
 
@@ -134,10 +156,13 @@ class Client:
 
     def call(self, title: str, kind: str, arguments: Sequence[tuple[Any, ...]], late: bool = False) -> list[Any]:
         """Call all servers, the r-th with arguments[r]; their answers. late: they may come to it later."""
-        if self._unusable:
-            raise self._refusal()
-        self._unusable = _CUT_SHORT
-        answers: list[Any] = self._drive(title, self._calls(kind, arguments, late))
+        self._begin()
+        try:
+            answers: list[Any] = self._drive(title, self._calls(kind, arguments, late))
+        except LOST as error:
+            raise self._lost(error) from error
+        finally:
+            self._thread = None
         self._unusable = ""
         for answer in answers:
             if isinstance(answer, AllredError):
@@ -209,9 +234,27 @@ class Client:
         absent: Sequence[int] = (), lr: float = math.nan, only: int | None = None,
     ) -> list[Answer]:  # fmt: skip
         """One request to each server, or to the first `only`. title: "" for a step."""
-        if self._unusable:
-            raise self._refusal()
-        self._unusable = _CUT_SHORT
+        self._begin()
+        try:
+            pending = self._send(flags, up, down, absent, lr, only)
+            if len(pending) > 1 or not pending[0].done():
+                self._drive(title or f"step {self.step_number} with the parameter servers", _until_done(pending))
+        except LOST as error:
+            raise self._lost(error) from error
+        finally:
+            self._thread = None
+        self._unusable = ""
+        answers = [unpack_answer(each.reply) for each in pending]
+        if flags & PULL:
+            for link, answer in zip(self._links, answers, strict=True):
+                link.version = answer.version
+        return answers
+
+    def _send(
+        self, flags: int, up: list[list[Array]] | None, down: list[list[Array]] | None, absent: Sequence[int],
+        lr: float, only: int | None,
+    ) -> list[Any]:  # fmt: skip
+        """Begin the requests; what is to be waited for."""
         self._under_way = pending = []  # kept, for MPI may write into its buffers even after an interrupt
         for link in self._links[:only]:
             number = link.server
@@ -222,14 +265,7 @@ class Client:
                 here |= ABSENT
             record = pack_request(here, self.step_number, link.version, lr)
             pending.append(link.begin(self._post, record, sources, cells, _NOTHING if down is None else down[number]))
-        if len(pending) > 1 or not pending[0].done():
-            self._drive(title or f"step {self.step_number} with the parameter servers", _until_done(pending))
-        self._unusable = ""
-        answers = [unpack_answer(each.reply) for each in pending]
-        if flags & PULL:
-            for link, answer in zip(self._links, answers, strict=True):
-                link.version = answer.version
-        return answers
+        return pending
 
     def _parts(self, values: list[Array]) -> list[list[Array]]:
         """The pieces of arrays, one for each tensor, by server: whole arrays, or views of flat ones."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from allred.arrays import name_of
+from allred.arrays import amount, name_of
 from allred.errors import InputError
 from allred.fusion.plan import Tensor
 
@@ -81,19 +81,19 @@ class Placement:
         whole = collections.Counter(parts[0].server for parts in groups if len(parts) == 1)
         parts_on = collections.Counter(piece.server for parts in splits for piece in parts)
         lines = [
-            f"{_number(len(groups), 'tensor')}, {_mb(sum(loads))}, on {_number(self.servers, 'server')}, {self.how}; "
-            f"imbalance {self.imbalance:.1%}, {len(splits)} split"
+            f"{_number(len(groups), 'tensor')}, {amount(sum(loads))}, on {_number(self.servers, 'server')}, "
+            f"{self.how}; imbalance {self.imbalance:.1%}, {len(splits)} split"
         ]
         servers = sorted(range(self.servers), key=lambda server: -loads[server])
         shown = SHOWN_SERVERS - (self.servers > SHOWN_SERVERS)  # the last line tells of the others
         for server in sorted(servers[:shown]):
             parts = f", {_number(parts_on[server], 'part')}" if parts_on[server] else ""
-            size = f"{_mb(loads[server])}, {loads[server] / total:.1%}"
+            size = f"{amount(loads[server])}, {loads[server] / total:.1%}"
             lines.append(f"server {server}: {_number(whole[server], 'tensor')}{parts}, {size}")
         if others := servers[shown:]:
-            lines.append(f"{len(others)} others: {_mb(loads[others[-1]])} to {_mb(loads[others[0]])} each")
+            lines.append(f"{len(others)} others: {amount(loads[others[-1]])} to {amount(loads[others[0]])} each")
         for pieces in splits[:SHOWN_SPLITS]:
-            where = ", ".join(f"{_mb(self._bytes(piece))} on {piece.server}" for piece in pieces[:SHOWN_SERVERS])
+            where = ", ".join(f"{amount(self._bytes(piece))} on {piece.server}" for piece in pieces[:SHOWN_SERVERS])
             more = ", ..." * (len(pieces) > SHOWN_SERVERS)
             lines.append(f"split: {self.tensors[pieces[0].tensor]} in {len(pieces)}: {where}{more}")
         return "\n".join(lines)
@@ -241,7 +241,3 @@ def _size(tensor: Tensor) -> int:
 
 def _number(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
-
-
-def _mb(nbytes: int) -> str:
-    return f"{nbytes / 1e6:.2f} MB"

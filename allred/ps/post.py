@@ -23,6 +23,7 @@ CALL, REPLY, BODY, STEP, ANSWER, UP, DOWN = range(1, 8)  # tags
 _DEPTH = 4  # cells under way, each way
 # Of a rank, where the MPI lets the others live: Open MPI's ULFM. An MPI without has mpi4py take ERR_UNKNOWN for them.
 _DEATHS = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING} - {MPI.ERR_UNKNOWN}
+LOST = (ConnectionResetError, MPI.Exception)  # how the death of the other end shows, mailboxes included
 _PART_BYTES = 2**28  # of a large object: no count comes near 2**31
 
 

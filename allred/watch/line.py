@@ -222,6 +222,10 @@ class Line:
     def limit(self, what: str, limit_s: float) -> None:
         """A wait has reached its limit: ask for the verdict."""
         self.tell("limit", what=what[:_WORDS_CHARS], limit_s=limit_s)
+        self.await_verdict()
+
+    def await_verdict(self) -> None:
+        """For a moment, where there has to be one soon."""
         self._await(ANSWER_S, lambda: self.verdict is not None)
 
     def _await(self, seconds: float, come: Any) -> None:

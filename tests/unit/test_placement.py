@@ -186,7 +186,7 @@ class CallableObject:
 def test_no_tensors_and_no_elements():
     assert place([], 3).pieces == ()
     assert place([], 3).imbalance == 0
-    assert place([], 3).report().startswith("0 tensors, 0.00 MB, on 3 servers")
+    assert place([], 3).report().startswith("0 tensors, 0 B, on 3 servers")
     empty = [Tensor("a", (0, 5), F4), Tensor("b", (), F4)]
     assert place(empty, 2).pieces == (Piece(0, 0, 0, 1), Piece(1, 0, 1, 0))
     assert place(empty[:1], 2).imbalance == 0

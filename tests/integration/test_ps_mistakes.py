@@ -1,0 +1,162 @@
+"""Mode ps and what users get wrong: one clear error, before anything has moved, after which the worker can go on."""
+
+import pytest
+from harness import mpirun
+
+MODE = {"ALLRED_MODE": "ps"}
+BEGIN = """
+import numpy as np
+import allred
+allred.init(banner=False)
+{make}
+params = {{"w": np.ones(4), "b": np.ones(2)}}
+ones = {{"w": np.ones(4), "b": np.ones(2)}}
+
+def refuses(call, *given, **named):
+    try:
+        call(*given, **named)
+    except allred.AllredError as error:
+        return f"{{type(error).__name__}}: {{error}}"
+    raise AssertionError("no error")
+"""
+SGD = "opt = allred.distributed(allred.optim.SGD(lr=0.5))"
+
+
+def run(body, ranks=2, make=SGD, **env):
+    """What the program's workers printed."""
+    result = mpirun(ranks, "-c", BEGIN.format(make=make) + body, env=MODE | env, timeout_s=60)
+    assert result.code == 0, result.text
+    assert "Traceback" not in result.err, result.text
+    return result.out
+
+
+# The worker's state is sound after each: a step does what it should.
+GOES_ON = "\nopt.step(params, ones)\nassert params['w'].tolist() == [0.5] * 4 and params['b'].tolist() == [0.5] * 2"
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("opt.pull({'w': np.ones(4)})", "InputError: opt.pull(): parameters differ from those that the servers have"),
+        ("opt.pull({'w': np.ones(4), 'b': np.ones(3)})", "'b' float64 (3,) where they have 'b' float64 (2,)"),
+        ("opt.pull({'w': np.ones(4), 'b': np.ones(2, 'f4')})", "'b' float32 (2,) where they have 'b' float64 (2,)"),
+        ("opt.pull({'w': np.ones(4), 'c': np.ones(2)})", "'c' float64 (2,) where they have"),
+        ("opt.pull({'w': np.ones(4), 'b': np.broadcast_to(1.0, 2)})", "opt.pull(): parameter 'b' is a read-only array"),
+        ("opt.pull({'w': np.ones(4), 'b': [1.0, 1.0]})", "opt.pull(): parameter 'b.0' is float"),
+        ("opt.broadcast({'w': np.ones(4)})", "opt.broadcast(): parameters differ from those that the servers have"),
+        ("opt.broadcast(params, root=1)", "opt.broadcast(): root=1: in mode ps"),
+        ("opt.step({'w': np.ones(5), 'b': params['b']}, {'w': np.ones(5), 'b': ones['b']})", "opt.step(): parameters"),
+        ("opt.step({'w': np.ones(4, 'f4'), 'b': params['b']}, ones)", "'w' float32 (4,) where they have 'w' float64"),
+        ("opt.step(params, {'w': np.ones(4)})", "opt.step(): params and grads differ in structure, in 'b'"),
+        ("opt.step(params, {'w': np.ones(4), 'b': 1j * np.ones(2)})", "opt.step(): 'b': dtype complex128"),
+        ("again.step(params, ones)", "again.step(): this program trains another optimizer"),
+        ("again.broadcast(params)", "again.broadcast(): this program trains another optimizer"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_told_before_anything_moves(call, words):
+    again = "again = allred.distributed(allred.optim.SGD(lr=0.5), name='again')\n"
+    called, given = call.split("(", 1)
+    body = f"opt.broadcast(params)\n{again}print(refuses({called}, {given}){GOES_ON}"
+    assert words in run(body)
+
+
+TIED = "both = np.ones(4)\ntied = {'out': both, 'in': both, 'other': np.ones(4)}\n"
+PARTS = "both = np.ones(6)\ntied = {'out': both[:4], 'in': both[2:], 'other': np.ones(4)}\n"
+
+
+@pytest.mark.parametrize("tied", [TIED, PARTS], ids=["the same array", "overlapping views"])
+@pytest.mark.parametrize("call", ["opt.broadcast, tied", "opt.step, tied, {key: ones['w'] for key in tied}"])
+def test_tied_parameters_are_refused(tied, call):
+    """Each would lose the other's gradient: the pull writes both into the same memory."""
+    said = run(f"{tied}print(refuses({call})){GOES_ON}")
+    assert "parameters 'in' and 'out' share memory" in said
+    assert "with the sum of its gradients" in said
+
+
+@pytest.mark.parametrize(
+    ("lr", "words"),
+    [
+        ("'x'", "InputError: opt.step(): lr must be a finite number >= 0, but is 'x'"),
+        ("-1.0", "lr must be a finite number >= 0, but is -1.0"),
+        ("float('nan')", "lr must be a finite number >= 0, but is nan"),
+        ("lambda step: 0.5", "opt.step(): lr was changed to a schedule, and the servers do not hear of it"),
+    ],
+)  # fmt: skip
+def test_a_learning_rate_that_cannot_be_sent(lr, words):
+    body = f"opt.broadcast(params)\nopt.optimizer.lr = {lr}\nprint(refuses(opt.step, params, ones))\n"
+    assert words in run(body + "opt.optimizer.lr = 0.5" + GOES_ON)
+
+
+@pytest.mark.parametrize("lr", ["0", "np.float32(0)", "np.array(0.0)"])
+def test_a_learning_rate_may_be_any_number(lr):
+    body = f"opt.broadcast(params)\nopt.optimizer.lr = {lr}\nopt.step(params, ones)\nprint(params['w'])"
+    assert run(body) == "[1. 1. 1. 1.]\n"
+
+
+def test_a_users_own_optimizer_may_have_any_lr():
+    make = """
+class Own:
+    lr = property(lambda self: 0.5)
+    def step(self, params, grads):
+        for key in params:
+            params[key] -= self.lr * grads[key]
+opt = allred.distributed(Own())
+"""
+    run(GOES_ON, make=make)
+
+
+def test_hyper_parameters_are_the_same_on_all_ranks_and_servers():
+    make = "opt = allred.distributed(allred.optim.SGD(lr=0.1, momentum=0.5 + 0.1 * (allred.rank() == 1)))"
+    said = run("print(refuses(opt.broadcast, params))", 2, make)
+    assert "MismatchError: mode ps is set differently: the server has SGD(momentum=0.6" in said
+    assert "worker 0 has SGD(momentum=0.5" in said
+
+
+@pytest.mark.parametrize(
+    ("word", "policy"), [("sync", "Sync("), ("bounded", "Bounded(staleness=7)"), ("async", "Async()")]
+)
+def test_a_policy_may_be_given_in_a_word(word, policy):
+    make = f"opt = allred.distributed(allred.optim.SGD(lr=0.5), consistency='{word}')"
+    body = (
+        "opt.broadcast(params)\nfrom allred.comm import collectives\nprint(opt._options.policy(collectives.config()))"
+    )
+    assert run(body + GOES_ON, make=make, ALLRED_STALENESS="7").startswith(policy)
+    said = run("import allred.modes.options as o\nprint(refuses(o.Options, 'opt', consistency='some'))")
+    assert "consistency='some' must be allred.ps.Async()" in said
+
+
+def test_no_samples_are_no_gradient():
+    """momentum keeps what it has, too"""
+    make = "opt = allred.distributed(allred.optim.SGD(lr=0.5, momentum=0.5))"
+    body = "opt.broadcast(params)\nopt.step(params, ones, samples=0)\nassert params['w'].tolist() == [1.0] * 4\n"
+    run(body + "opt.step(params, ones, samples=3)\nassert params['w'].tolist() == [0.5] * 4", make=make)
+
+
+def test_a_nest_that_contains_itself():
+    said = run("params['w'] = params\nprint(refuses(opt.broadcast, params))")
+    assert "opt.broadcast(): a nest of parameters is too deep, or contains itself" in said
+
+
+def test_two_threads_at_once():
+    body = """
+import threading, time
+opt.broadcast(params)
+found, stop = [], threading.Event()
+def step():
+    own, grads = ({k: np.ones(v.shape) for k, v in params.items()} for _ in range(2))
+    while not stop.is_set():
+        try:
+            opt.step(own, grads)
+        except allred.AllredError as error:
+            found.append(str(error))
+            stop.set()
+import sys
+sys.setswitchinterval(1e-6)
+threads = [threading.Thread(target=step) for _ in range(2)]
+[t.start() for t in threads]
+stop.wait(20)
+[t.join() for t in threads]
+print(found)
+opt.step(params, ones)
+"""
+    assert "two threads of this worker call the parameter servers at once" in run(body)
