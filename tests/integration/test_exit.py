@@ -48,7 +48,7 @@ def program(failure="raise", peers="collective", culprit=1, before="", init="ban
 def check(result, failure, culprit=1):
     _, code, words = FAILURES[failure]
     assert result.code == code if code else result.code != 0, result.text
-    assert result.seconds < 10, result.text
+    assert result.seconds < 24, result.text
     assert "never" not in result.out, result.text
     if words:
         assert result.err.count(words) == 1, result.text
@@ -62,20 +62,20 @@ def check(result, failure, culprit=1):
 @pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.parametrize(("ranks", "culprit"), [(2, 1), (3, 0)])
 def test_while_the_others_wait_in_a_collective(mpi, failure, ranks, culprit):
-    check(mpirun(ranks, "-c", program(failure, culprit=culprit), mpi=mpi, timeout_s=20), failure, culprit)
+    check(mpirun(ranks, "-c", program(failure, culprit=culprit), mpi=mpi, timeout_s=40), failure, culprit)
 
 
 @pytest.mark.parametrize("mpi", MPIS)
 @pytest.mark.parametrize("peers", ["python", "asleep"])
 def test_while_the_others_do_something_else(mpi, peers):
-    check(mpirun(2, "-c", program(peers=peers), mpi=mpi, timeout_s=20), "raise")
+    check(mpirun(2, "-c", program(peers=peers), mpi=mpi, timeout_s=40), "raise")
 
 
 @pytest.mark.parametrize("mpi", MPIS)
 @pytest.mark.parametrize("failure", ["raise", "sys.exit"])
 @pytest.mark.parametrize("before", [WITHOUT_EXTENSION, MPI_FIRST, f"{MPI_FIRST}; {WITHOUT_EXTENSION}"])
 def test_without_the_extension_and_where_mpi_was_imported_first(mpi, failure, before):
-    check(mpirun(2, "-c", program(failure, before=before), mpi=mpi, timeout_s=20), failure)
+    check(mpirun(2, "-c", program(failure, before=before), mpi=mpi, timeout_s=40), failure)
 
 
 @pytest.mark.parametrize("mpi", MPIS)
@@ -96,9 +96,9 @@ def test_in_the_middle_of_training(mpi, tmp_path):
         "finally:\n"
         "    print('finally on', allred.rank(), flush=True)\n"
     )
-    result = mpirun(3, script, mpi=mpi, timeout_s=20)
+    result = mpirun(3, script, mpi=mpi, timeout_s=40)
     assert result.code == 1, result.text
-    assert result.seconds < 10, result.text
+    assert result.seconds < 24, result.text
     assert result.err.count("RuntimeError: step five") == result.err.count("Traceback") == 1, result.text
     assert "finally on 1" in result.out, result.text
 
@@ -130,7 +130,7 @@ def test_a_good_end_is_quiet_even_if_one_rank_leaves_early(mpi, before, end):
         "if allred.rank() == 1: time.sleep(0.3)\n"
         f"print('done', flush=True)\n{GOOD[end]}\n"
     )
-    result = mpirun(2, "-c", code, mpi=mpi, timeout_s=20)
+    result = mpirun(2, "-c", code, mpi=mpi, timeout_s=40)
     assert result.code == 0, result.text
     assert result.out.count("done") == 2, result.text
     assert result.err == "", result.text
@@ -146,13 +146,13 @@ def test_a_forked_child_that_fails_does_not_end_the_job(mpi, before):
         "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7\n"
         "assert allred.allreduce(1.0, allred.Sum) == 2\nprint('alive')\n"
     )
-    result = mpirun(2, "-c", code, mpi=mpi, timeout_s=20)
+    result = mpirun(2, "-c", code, mpi=mpi, timeout_s=40)
     assert result.code == 0, result.text
     assert result.out.count("alive") == 2, result.text
 
 
 def test_a_world_of_one_just_fails():
-    result = mpirun(1, "-c", "import allred; allred.init(banner=False); raise ValueError('boom')", timeout_s=20)
+    result = mpirun(1, "-c", "import allred; allred.init(banner=False); raise ValueError('boom')", timeout_s=40)
     assert result.code == 1
     assert result.err.count("ValueError: boom") == 1
     assert "allred:" not in result.err
@@ -171,9 +171,9 @@ def test_after_a_time_limit_the_job_ends_and_not_well(mpi, end, before):
         "allred.shutdown()\n"
         "assert not allred.is_initialized()\n"
     )
-    result = mpirun(2, "-c", code + end, mpi=mpi, timeout_s=20)
+    result = mpirun(2, "-c", code + end, mpi=mpi, timeout_s=40)
     assert result.code == 1, result.text
-    assert result.seconds < 10, result.text
+    assert result.seconds < 24, result.text
     assert "barrier() #" in result.out, result.text
     assert ": not complete after 0.3 s" in result.out, result.text
     assert "allred: rank 0 on " in result.err, result.text
@@ -196,9 +196,9 @@ def test_before_init_while_the_others_wait_in_it(mpi, failure, code):
         f"if rank == 1: {failure}\n"
         "allred.init()\n"
     )
-    result = mpirun(3, "-c", program, mpi=mpi, timeout_s=20)
+    result = mpirun(3, "-c", program, mpi=mpi, timeout_s=40)
     assert result.code == code, result.text
-    assert result.seconds < 10, result.text
+    assert result.seconds < 24, result.text
     assert result.err.count("Traceback") == (code == 1), result.text
 
 
@@ -207,9 +207,9 @@ def test_before_init_while_the_others_wait_in_it(mpi, failure, code):
 @pytest.mark.parametrize("before", ["", WITHOUT_EXTENSION], ids=["plain", "no extension"])
 def test_a_rank_whose_threads_go_on_is_ended_too(mpi, failure, before):
     threads = f"{before}\nimport threading; threading.Thread(target=threading.Event().wait).start()"
-    result = mpirun(2, "-c", program(failure, before=threads), mpi=mpi, timeout_s=20)
+    result = mpirun(2, "-c", program(failure, before=threads), mpi=mpi, timeout_s=40)
     assert result.code == FAILURES[failure][1], result.text
-    assert result.seconds < 12, result.text
+    assert result.seconds < 24, result.text
     assert result.err.count("not left after 3 s: threads or atexit functions run; ending the job") == 1, result.text
 
 
@@ -224,7 +224,7 @@ def test_a_program_that_a_rank_starts_is_no_rank(when):
         f"assert subprocess.run([sys.executable, '-c', {child!r}], close_fds=False).returncode == 3\n"
         "allred.barrier()\nprint('alive', flush=True)\n"
     )
-    result = mpirun(2, "-c", program, timeout_s=20)
+    result = mpirun(2, "-c", program, timeout_s=40)
     assert (result.code, result.out.count("alive"), result.err) == (0, 2, ""), result.text
 
 
@@ -238,9 +238,9 @@ def test_whatever_the_users_excepthook_does(mpi, before, hook):
             f"import sys\n{before}\n{first}\nimport allred\nallred.init(banner=False)\n{second}\n"
             "if allred.rank() == 1: raise ValueError('boom')\nallred.barrier()\n"
         )
-        result = mpirun(2, "-c", code, mpi=mpi, timeout_s=20)
+        result = mpirun(2, "-c", code, mpi=mpi, timeout_s=40)
         assert result.code == 1, result.text
-        assert result.seconds < 10, result.text
+        assert result.seconds < 24, result.text
 
 
 @pytest.mark.parametrize("mpi", MPIS)
@@ -251,7 +251,7 @@ def test_a_hook_that_is_called_by_hand_or_by_a_thread_ends_nothing(mpi):
         "thread = threading.Thread(target=lambda: 1 / 0); thread.start(); thread.join()\n"
         "time.sleep(3.5)\nassert allred.allreduce(1.0, allred.Sum) == 2\nprint('alive', flush=True)\n"
     )
-    result = mpirun(2, "-c", code, mpi=mpi, timeout_s=20)
+    result = mpirun(2, "-c", code, mpi=mpi, timeout_s=40)
     assert (result.code, result.out.count("alive")) == (0, 2), result.text
 
 
@@ -261,6 +261,6 @@ def test_output_that_is_closed_does_not_keep_the_job_alive():
         "if allred.rank() == 1:\n    sys.stdout.close(); sys.stderr.close(); os.close(1); os.close(2); sys.exit(3)\n"
         "allred.barrier()\n"
     )
-    result = mpirun(2, "-c", code, timeout_s=20)
+    result = mpirun(2, "-c", code, timeout_s=40)
     assert result.code == 3, result.text
-    assert result.seconds < 10, result.text
+    assert result.seconds < 24, result.text

@@ -69,7 +69,7 @@ def test_readme_has_the_test_of_the_docstring():
     ],
 )
 def test_a_fault_ends_the_job(mpi, place, fault, code, words):
-    result = mpirun(2, "-c", train(fault, place), mpi=mpi, timeout_s=20)
+    result = mpirun(2, "-c", train(fault, place), mpi=mpi, timeout_s=40)
     assert result.code == code if code else result.code != 0, result.text
     assert "step 1" in result.out, result.text
     assert "step 4" not in result.out, result.text

