@@ -13,7 +13,9 @@ class Account:
     updates     of the parameters: one for each gradient; with policy sync one for each step
     staleness   of each gradient, how many updates its parameters lacked when it came: {updates: gradients}
     dropped     {worker: gradients that came too late for their step}; counted by server 0
-    torn        gradients of which only a part was applied, since their worker was gone
+    torn        gradients whose worker was gone before they were applied to the end; a part of them was
+    unused      gradients of the last step of policy sync, if that was not complete when the last worker had left: they
+                are among the gradients, but were not used
     """
 
     server: int
@@ -23,6 +25,7 @@ class Account:
     bytes_in: int = 0
     bytes_out: int = 0
     torn: int = 0
+    unused: int = 0
     staleness: Counter[int] = dataclasses.field(default_factory=Counter)
     dropped: Counter[int] = dataclasses.field(default_factory=Counter)
 
@@ -58,6 +61,9 @@ class Statistics:
             f"dropped {sum(self.dropped.values())}{f' ({dropped})' * bool(dropped)}",
             f"staleness (updates): {histogram(self.staleness)}",
         ]
+        if first.unused:
+            count = f"{first.unused} gradient{'s' * (first.unused > 1)}"
+            lines.append(f"{count} of a step that was not complete {'were' if first.unused > 1 else 'was'} not used")
         for account in self.servers:
             torn = f", {account.torn} gradients torn" if account.torn else ""
             lines.append(

@@ -49,6 +49,7 @@ class Calls:
         self._running, self._post, self._service, self._optimizer = running, post, service, optimizer
         self._settings, self._left = settings, left
         self._first: Registration | None = None  # of worker 0
+        self._no_shard: AllredError | None = None  # why it could not be registered
         self._early: list[Registration] = []
         self._memory: Any = None  # of the parameters
         self._shard_offer: Offer | None = None
@@ -80,9 +81,18 @@ class Calls:
     # Registration.
 
     def _register(self, worker: int, registration: Registration) -> Any:
+        if self._no_shard is not None:
+            return self._no_shard
         if worker == 0:
+            try:
+                self._make_shard(registration)
+            except AllredError as error:
+                self._no_shard = error
+                for early in self._early:
+                    self._reply(early.worker, error)
+                self._early.clear()
+                return error
             self._first = registration
-            self._make_shard(registration)
             for early in self._early:
                 self._reply(early.worker, self._admit(early))
             self._early.clear()
@@ -170,7 +180,8 @@ class Calls:
         """Of the optimizer's updates so far, those before a restore included."""
         assert self._service.shard is not None
         step = getattr(self._optimizer, "global_step", None)
-        return step if isinstance(step, int) else self._steps_before + self._service.shard.version
+        counts = isinstance(self._optimizer, Optimizer) or self._service.shard.layout.pieces  # else it makes no steps
+        return step if counts and isinstance(step, int) else self._steps_before + self._service.shard.version
 
     def _count_from(self, worker: int, step: int) -> None:
         """Parameters of that step were restored; for an optimizer that does not count by itself."""

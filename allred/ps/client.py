@@ -2,7 +2,8 @@
 
 With one server a step is one request. With several, who needs the coordinator's leave (server 0's) asks it first, then
 the gradient goes to all servers at once, then the coordinator hears that it is everywhere, and parameters are pulled
-from all when it lets the worker go on. Without a policy that waits, gradients and parameters pass in one request each.
+from all when it lets the worker go on, with the number of the step that it may begin (service.py says why). Without a
+policy that waits, gradients and parameters pass in one request each.
 """
 
 import dataclasses
@@ -218,6 +219,7 @@ class Client:
         dropped = self._asks and self._request("", BEGIN, None, None, only=1)[0].flags & DROPPED
         pushed = [] if dropped else self._request("", PUSH | asked, up, None, absent, lr)
         done = self._request("", DONE | asked, None, None, only=1)
+        self.step_number = done[0].step  # the pull tells all servers that the step before it is complete
         pulled = self._request("", PULL, None, down)
         return self._outcome([done[0]._replace(flags=done[0].flags | dropped), *pushed, *pulled])
 

@@ -49,7 +49,7 @@ class All:
         return not self._left
 
     def linger(self) -> bool:
-        if len(self._left) > 1 and self.done():
+        if len(self._left) != 1 and self.done():
             return True
         return self._left[0].linger() and self.done()
 

@@ -1,7 +1,8 @@
 """A parameter server: one thread, one loop, that takes requests in turn until the last worker has left.
 
 With use_locking (the default) a request is done to its end before the next begins. Without, requests take turns cell
-by cell, as in Hogwild: nobody waits for anybody, and a pull may mix versions.
+by cell, as in Hogwild: nobody waits for anybody, and a pull may mix versions. Where gradients are gathered before they
+are applied (policy sync, optimizers that need whole tensors) requests are always done one by one.
 """
 
 import contextlib
@@ -21,12 +22,14 @@ from allred.ps.post import CALL, STEP, MpiPort, Post
 from allred.ps.record import unpack_request
 from allred.ps.running import Running
 from allred.ps.service import Service
+from allred.ps.shard import locks
 from allred.watch import line
 
 _TELL_S = 1.0  # without a request: tell the watcher what this server waits for
 _END_S = 2.0  # for answers that are still under way when the last worker has left; one that has failed takes none
 _NAP_US = 5000  # at most, on the mailboxes' bell, before messages by MPI are looked for
 _AWAKE_S = 0.1  # where there are no mailboxes: how long to go on looking without requests, before sleeping
+_IN_A_ROW = 16  # requests from mailboxes, before messages by MPI are looked for
 _SLEEP_SHARE, _LONGEST_SLEEP_S = 0.01, 0.01  # then for this part of the time since the last one
 
 
@@ -46,9 +49,16 @@ class _Turn:
         try:
             while self.pending is None or self.pending.done():
                 self.pending = next(self.steps)
-        except (StopIteration, ConnectionResetError):  # the latter: its worker has died, which will be heard of
+        except StopIteration:
+            return True
+        except ConnectionResetError:  # its worker has died, which will be heard of
+            self.end()
             return True
         return False
+
+    def end(self) -> None:
+        """There is nobody to do the rest for."""
+        self.steps.close()
 
     def rest(self) -> Steps[None]:
         """What is left to do, with what it waits for."""
@@ -64,12 +74,13 @@ class Server:
         self, running: Running, optimizer: Any, policy: Any, use_locking: bool, settings: str,
         calls: Callable[..., Calls] = Calls,
     ) -> None:  # fmt: skip
-        self._running, self._policy, self._locking = running, policy, use_locking
+        self._running, self._policy = running, policy
+        self._locking = locks(use_locking, policy, optimizer)
         self._post = Post(running.comm)
         self._workers = set(range(running.workers))
         self._turns: deque[_Turn] = deque()
         self._service = Service(
-            running.rank, policy, running.workers, use_locking,
+            running.rank, policy, running.workers, self._locking,
             later=lambda worker, steps: self._turns.append(_Turn(worker, steps)), started=lambda: self._calls.started(),
         )  # fmt: skip
         self._calls = calls(running, self._post, self._service, optimizer, settings, self._leave)
@@ -78,6 +89,8 @@ class Server:
         self._told = False  # the watcher, that there is no request
         self._process = os.getpid()
         self._first = 0  # where to look for the next one, in turn
+        self._in_a_row = 0  # requests from mailboxes, since messages by MPI were looked for
+        self._tags = [STEP, CALL]  # the kind of message to look for first comes first
 
     def serve(self) -> None:
         """Until the last worker has left."""
@@ -110,9 +123,10 @@ class Server:
         """A part of each turn; what comes of it has its turn after them."""
         turns, self._turns = self._turns, deque()
         left = [turn for turn in turns if not turn.advance()]
-        living = [turn for turn in left if self._lives(turn)]
-        self._service.account.torn += len(left) - len(living)
-        self._turns.extendleft(reversed(living))
+        for turn in left:
+            if not self._lives(turn):
+                turn.end()
+        self._turns.extendleft(turn for turn in reversed(left) if self._lives(turn))
 
     def _lives(self, turn: _Turn) -> bool:
         """Whether there is still somebody to do it for."""
@@ -126,7 +140,7 @@ class Server:
                     self._wait_for(turn)
                     return
         except (_GoneError, ConnectionResetError):  # in the latter case it will be heard of
-            self._service.account.torn += 1
+            turn.end()
 
     def _wait_for(self, turn: _Turn) -> None:
         def check() -> None:
@@ -142,11 +156,14 @@ class Server:
     def _look(self, wait: bool) -> None:
         """Take a new request, if there is one; wait for one for a moment at most."""
         boxes = self._calls.boxes
+        if self._in_a_row >= _IN_A_ROW and self._arrived():
+            return None
         if boxes:
             napping = wait and not self._mpi_ports and len(boxes) == len(self._workers)
             found = native.Mailbox.wait_any(boxes, _NAP_US if napping else 0, (self._first + 1) % len(boxes))
             if found >= 0:
                 self._first = found
+                self._in_a_row += 1
                 worker = self._calls.box_workers[found]
                 return self._take(worker, self._calls.ports[worker], boxes[found].poll())
         if self._arrived() or not wait:
@@ -160,18 +177,24 @@ class Server:
             time.sleep(min(_SLEEP_SHARE * idle_s, _LONGEST_SLEEP_S))
 
     def _arrived(self) -> bool:
-        """Take a message that has come by MPI."""
-        source = self._post.arrived(STEP)
-        if source is not None:
-            worker = source - self._running.servers
+        """Take a message that has come by MPI: a step and a call in turn, where there are both."""
+        self._in_a_row = 0
+        for tag in self._tags:
+            source = self._post.arrived(tag)
+            if source is not None:
+                self._tags = [CALL, STEP] if tag == STEP else [STEP, CALL]
+                self._take_message(source, tag)
+                return True
+        return False
+
+    def _take_message(self, source: int, tag: int) -> None:
+        worker = source - self._running.servers
+        if tag == CALL:
+            self._heard()
+            self._turns.append(_Turn(worker, self._calls.answer(source)))
+        else:
             port = self._mpi_ports.setdefault(worker, MpiPort(self._post, source))
             self._take(worker, port, self._post.receive_record(source, STEP))
-            return True
-        source = self._post.arrived(CALL)
-        if source is not None:
-            self._heard()
-            self._turns.append(_Turn(source - self._running.servers, self._calls.answer(source)))
-        return source is not None
 
     def _take(self, worker: int, port: Any, record: bytes) -> None:
         self._heard()
@@ -198,5 +221,8 @@ class Server:
             self._calls.forget(worker)
             self._mpi_ports.pop(worker, None)
             self._service.forget(worker)
-            self._calls.gone(worker)
-            self._turns.append(_Turn(None, self._service.leave(worker)))
+            self._turns.append(_Turn(None, self._let_leave(worker)))
+
+    def _let_leave(self, worker: int) -> Steps[None]:
+        yield from self._service.leave(worker)
+        self._calls.gone(worker)  # after it: the last one's leave may end a step, or count what is left of one

@@ -1,9 +1,25 @@
 """What a server does for a step: takes gradients, applies them, gives parameters, lets workers go on.
 
-With use_locking a pull brings one version: while a worker still copies what it pulled, no cell that it has not copied
-is changed.
+With locking a pull brings one version: while a worker still copies what it pulled, no cell that it has not copied is
+changed.
+
+Policy sync on several servers. Each applies the mean of a step by itself, and all apply the same one:
+
+    1  a gradient that server 0 has accepted for step s (BEGIN) goes to all servers, which add it to their sums
+    2  when all have answered, server 0 hears so (DONE): so when it has heard of all gradients of the step, they are in
+       every server's sum, and nothing else is
+    3  a server applies the mean when as many are in as it believes the step to need: `replicas_to_aggregate`, or one
+       of each worker that has not left. A leave may reach it later than server 0; then it still waits
+    4  server 0 lets a worker go on with step s + 1, which means that step s is complete. The worker's next requests to
+       all servers carry that number. A server whose version is smaller applies the mean of what is in its sum first
+    5  so no pull brings parameters older than the step it is for, and no gradient comes into the sum of another step
+
+A server may be ahead: it hears of a leave before server 0 does, and lets nobody go on. Or `replicas_to_aggregate` is
+smaller than the number of workers, and a backup worker pulls while the others end the step: what it makes of that is
+dropped (BEGIN), since the step has its gradients.
 """
 
+import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -26,12 +42,13 @@ from allred.ps.record import (
     Request,
     pack_answer,
 )
-from allred.ps.shard import Shard
+from allred.ps.shard import Shard, Update
 
 
 class Service:
     """Of one server. `coordinator`: the policy's machine; on servers other than 0 it only knows who lives.
 
+    locking: requests are done one by one (shard.py: `locks`).
     later: called with a worker and steps that are to be done after the request at hand.
     started: called when worker 0 has given parameters to start from.
     """
@@ -61,6 +78,10 @@ class Service:
         shard, staleness, dropped, given = self.shard, 0, False, False
         assert shard is not None, "a step came before registration"
         self._readers.pop(worker, None)
+        if self._averages and step > shard.version:
+            assert step == shard.version + 1, f"a request for step {step} came at version {shard.version}"
+            assert shard.added, f"step {step} may begin, but of the one before there is no gradient"
+            yield from self._apply_mean(shard)
         if flags & DRAIN:
             self.draining = True
         if flags & BEGIN:
@@ -130,8 +151,11 @@ class Service:
             )
         self._workers.discard(worker)
         self._parked.pop(worker, None)
+        self._may_go.pop(worker, None)
         self.coordinator.leave(worker)
-        yield from self._apply_mean()
+        yield from self._end_step()
+        if not self._workers and self.shard is not None:
+            self.account.unused = self.shard.added
         self.let_go()
 
     def _answer(self, port: Any, step: int, flags: int, staleness: int) -> None:
@@ -151,6 +175,7 @@ class Service:
         else:
             port.open(shard.layout.up)
         take_in: Callable[[int, Any], None]
+        update: Update | None = None
         if dropped:
             take_in = _ignore
         elif starts:
@@ -158,19 +183,25 @@ class Service:
         elif adds:
             take_in = shard.add
         else:
-            shard.begin(absent)
-            take_in = shard.apply
+            update = shard.begin(absent)
+            take_in = functools.partial(shard.apply, update)
         changes = self._locking and not dropped and not adds and (starts or shard.in_place)
-        for number, own in enumerate(shard.bytes):
-            while (cell := port.cell()) is None:
-                yield port
-            if changes and self._readers:
-                yield from self._past(number)
-            take_in(number, cell)
-            port.take()
-            if gives:
-                while not port.give(own):
-                    yield port.room
+        taken = 0
+        try:
+            for number, own in enumerate(shard.bytes):
+                while (cell := port.cell()) is None:
+                    yield port
+                if changes and self._readers:
+                    yield from self._past(number)
+                take_in(number, cell)
+                taken += 1
+                port.take()
+                if gives:
+                    while not port.give(own):
+                        yield port.room
+        except (GeneratorExit, ConnectionResetError):  # the worker is gone
+            self.account.torn += bool(update is not None and shard.in_place and taken)
+            raise
         self.account.bytes_in += shard.bytes_up
         if gives:
             self._note_pull(worker, port, shard)
@@ -179,11 +210,11 @@ class Service:
         elif adds and not dropped:
             shard.end_add(absent)
             self._in_sum.add(worker)
-            yield from self._apply_mean()
-        elif not dropped:
+            yield from self._end_step()
+        elif update is not None:
             if not shard.in_place:
                 yield from self._past(len(shard.bytes) - 1)
-            shard.finish()
+            shard.finish(update)
             self.account.updates += 1
 
     def _open_absent(self, port: Any, shard: Shard) -> Steps[Collection[int]]:
@@ -195,18 +226,20 @@ class Service:
         port.take()
         return absent
 
-    def _apply_mean(self) -> Steps[None]:
+    def _end_step(self) -> Steps[None]:
         """Apply the mean of a step's gradients, if all are in."""
-        shard = self.shard
         needed = self._aggregate or len(self._workers | self._in_sum)
-        if shard is None or not shard.added or shard.added < needed:
-            return
+        if self.shard is not None and self.shard.added and self.shard.added >= needed:
+            yield from self._apply_mean(self.shard)
+
+    def _apply_mean(self, shard: Shard) -> Steps[None]:
+        """Of the gradients in the sum. It waits before, not within: if the worker at hand is gone, nothing is torn."""
+        yield from self._past(len(shard.bytes) - 1)
         self._in_sum.clear()
-        shard.begin_mean()
+        update = shard.begin_mean()
         for number in range(len(shard.bytes)):
-            yield from self._past(number)
-            shard.apply_mean(number)
-        shard.finish()
+            shard.apply_mean(update, number)
+        shard.finish(update)
         self.account.updates += 1
 
     # Parameters out.

@@ -5,10 +5,13 @@ An optimizer that works element by element updates each cell as it comes, straig
 when the last cell is there.
 
 With policy sync the gradients of several workers are added up, and their mean is applied when the last is in.
+
+Sums and gathered gradients are the shard's, so only one request at a time may fill them. What is under way cell by cell
+without locking is each gradient's own: its Update.
 """
 
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +19,7 @@ from allred import nest
 from allred.arrays import Array, size_of
 from allred.errors import InputError
 from allred.optim.base import Optimizer
+from allred.ps.consistency import Sync
 from allred.ps.layout import Layout
 
 Parts = dict[int, dict[str, Array]]  # slots by name, of pieces by number
@@ -26,6 +30,23 @@ def splittable(optimizer: Any) -> bool:
     if not (isinstance(optimizer, Optimizer) and optimizer.elementwise):
         return False
     return all(slot.shape == (3,) for slot in optimizer.slots(np.zeros(3, np.float32)).values())
+
+
+def locks(use_locking: bool, policy: Any, optimizer: Any) -> bool:
+    """Whether servers do requests one by one: where that was asked for, and where gradients are gathered first.
+
+    Gradients of two workers that came in turns, cell by cell, would mix in a sum (policy sync), and in the place where
+    whole tensors wait for their last cell (an optimizer that is not `splittable`).
+    """
+    return use_locking or isinstance(policy, Sync) or not splittable(optimizer)
+
+
+class Update(NamedTuple):
+    """One update of the parameters: its learning rate, its number, the pieces that have no gradient in it."""
+
+    lr: float
+    step: int
+    absent: Collection[int]
 
 
 class Shard:
@@ -43,9 +64,7 @@ class Shard:
         self._gradients = [layout.groups[cell.group].gradient for cell in layout.cells]
         self._sums: list[Array] = []  # of gradients, made when they are first needed
         self._sum_cells: list[Array] = []
-        self._absent: Collection[int] = ()  # pieces without a gradient in the update at hand
         self._seen: set[int] = set()  # pieces that have one in the sum
-        self._lr, self._step = 0.0, 0
         if self.in_place:
             self._slots = [optimizer.slots(group) for group in self.params]
             self._cells = [
@@ -62,49 +81,49 @@ class Shard:
 
     # A gradient that is applied at once: begin, apply each cell, finish.
 
-    def begin(self, absent: Collection[int] = ()) -> None:
+    def begin(self, absent: Collection[int] = ()) -> Update:
         """An update; absent: pieces that have no gradient."""
-        self._absent = absent
-        if self.in_place:
-            lr = self._optimizer.lr
-            self._lr = lr if type(lr) is float and lr >= 0 else self._optimizer.learning_rate
-            self._optimizer.global_step += 1
-            self._step = self._optimizer.global_step
-        else:
+        if not self.in_place:
             self._make_sums()
+            return Update(0.0, 0, absent)  # the optimizer's own step knows the others
+        lr = self._optimizer.lr
+        lr = lr if type(lr) is float and lr >= 0 else self._optimizer.learning_rate
+        self._optimizer.global_step += 1
+        return Update(lr, self._optimizer.global_step, absent)
 
-    def apply(self, number: int, cell: Any) -> None:
+    def apply(self, update: Update, number: int, cell: Any) -> None:
         """The gradient of one cell, in bytes."""
         gradient = np.frombuffer(cell, self._gradients[number])
         if self.in_place:
-            self._update(number, gradient)
+            self._update(update, number, gradient)
         else:
             self._sum_cells[number][...] = gradient
 
-    def finish(self) -> None:
+    def finish(self, update: Update) -> None:
         """All cells have been applied."""
         if not self.in_place:
-            self._step_whole()
+            self._step_whole(update.absent)
         self.version += 1
         self.added = 0
         self._seen.clear()
 
-    def _update(self, number: int, gradient: Array) -> None:
+    def _update(self, update: Update, number: int, gradient: Array) -> None:
         param, slots = self._cells[number]
-        if not self._absent:
-            self._optimizer.update(param, gradient, slots, self._lr, self._step)
+        lr, step, absent = update
+        if not absent:
+            self._optimizer.update(param, gradient, slots, lr, step)
             return
-        for a, b in self._present(number):
+        for a, b in self._present(number, absent):
             part = {name: slot[a:b] for name, slot in slots.items()}
-            self._optimizer.update(param[a:b], gradient[a:b], part, self._lr, self._step)
+            self._optimizer.update(param[a:b], gradient[a:b], part, lr, step)
 
-    def _present(self, number: int) -> Iterator[tuple[int, int]]:
+    def _present(self, number: int, absent: Collection[int]) -> Iterator[tuple[int, int]]:
         """The stretches of a cell that have a gradient."""
         cell = self.layout.cells[number]
         for index, (group, start) in enumerate(self.layout.starts):
             stop = start + self.layout.pieces[index].stop - self.layout.pieces[index].start
             low, high = max(start, cell.start), min(stop, cell.stop)
-            if group == cell.group and index not in self._absent and low < high:
+            if group == cell.group and index not in absent and low < high:
                 yield low - cell.start, high - cell.start
 
     # Gradients that are averaged first: add each cell, end_add; then begin_mean, apply_mean of each cell, finish.
@@ -123,16 +142,16 @@ class Shard:
         self.added += 1
         self._seen.update(set(range(len(self.layout.pieces))) - set(absent))
 
-    def begin_mean(self) -> None:
+    def begin_mean(self) -> Update:
         """The update with the mean; a piece that nobody had a gradient of stays as it is."""
-        self.begin(set(range(len(self.layout.pieces))) - self._seen)
+        return self.begin(set(range(len(self.layout.pieces))) - self._seen)
 
-    def apply_mean(self, number: int) -> None:
+    def apply_mean(self, update: Update, number: int) -> None:
         """Apply the mean of one cell."""
         mean = self._sum_cells[number]
         np.divide(mean, self.added, out=mean)
         if self.in_place:
-            self._update(number, mean)
+            self._update(update, number, mean)
 
     def _make_sums(self) -> None:
         if not self._sums:
@@ -156,10 +175,14 @@ class Shard:
     def _view(self, groups: list[Array], index: int) -> Array:
         return self.layout.piece_of(groups, index).reshape(self.layout.tensors[self.layout.pieces[index].tensor].shape)
 
-    def _step_whole(self) -> None:
+    def _step_whole(self, absent: Collection[int]) -> None:
+        if not self.layout.pieces:  # there are more servers than tensors: nothing to update, only to count
+            if isinstance(self._optimizer, Optimizer):
+                self._optimizer.global_step += 1
+            return
         numbers = [index for _, index in nest.leaves(self._nest)]
         params = [self._view(self.params, index) for index in numbers]
-        grads = [None if index in self._absent else self._view(self._sums, index) for index in numbers]
+        grads = [None if index in absent else self._view(self._sums, index) for index in numbers]
         self._optimizer.step(nest.rebuild(self._nest, params), nest.rebuild(self._nest, grads))
 
     # The optimizer's state.

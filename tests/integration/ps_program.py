@@ -174,6 +174,7 @@ def sums():
         "b": sorted({*params["b"][0].tolist(), *params["b"][1].tolist()}), "dropped": [d for _, d in totals],
         "told": [stats.dropped[w] for w in range(allred.size())], "stalest": max(stats.staleness),
         "gradients": [s.gradients for s in stats.servers], "updates": [s.updates for s in stats.servers],
+        "unused": [s.unused for s in stats.servers], "text": str(stats),
     }  # fmt: skip
 
 

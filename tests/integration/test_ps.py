@@ -100,11 +100,16 @@ def test_without_locking_nothing_is_lost_either():
 
 def test_backup_workers_are_dropped_counted_and_told():
     found = run("sums", 3, 2, policy="sync", replicas_to_aggregate=2, steps=30, seed=2, consistent=False)
-    assert found["a"] == found["b"] == [pytest.approx(found["expected"] / 2, rel=1e-12)]
+    unused = found["unused"][0]  # 1 where an odd number was taken: nobody is left to give the other one
+    assert unused in (0, 1)
+    assert ("1 gradient of a step that was not complete was not used" in found["text"]) == unused
+    assert found["a"] == found["b"]
+    assert 0 <= found["a"][0] - found["expected"] / 2 <= 50 * unused
     assert sum(found["dropped"]) > 0
     assert found["told"] == found["dropped"]
     assert found["gradients"][0] + sum(found["dropped"]) == 90
-    assert found["gradients"][0] == found["gradients"][1] == 2 * found["updates"][0]
+    assert found["unused"] == [unused, unused]
+    assert found["gradients"][0] == found["gradients"][1] == 2 * found["updates"][0] + unused
 
 
 def test_more_gradients_than_workers():

@@ -1,0 +1,543 @@
+"""A server's side of steps, without MPI and without processes: a Service and its Shard, with ports that hold lists."""
+
+from collections import deque
+
+import numpy as np
+import pytest
+
+from allred import optim
+from allred.errors import AllredError
+from allred.fusion.plan import Tensor
+from allred.ps.boxes import BoxPort
+from allred.ps.consistency import Async, Bounded, Sync
+from allred.ps.layout import lay_out
+from allred.ps.placement import place
+from allred.ps.record import ABSENT, BEGIN, DONE, DROPPED, INIT, PULL, PUSH, Request, unpack_answer
+from allred.ps.service import Service
+from allred.ps.shard import Shard, locks
+
+NAN = float("nan")
+TENSORS = [Tensor("a", (3,), np.dtype("float32")), Tensor("b", (2, 2), np.dtype("float64"))]
+ALL = PUSH | PULL  # of a step of async
+SYNC = BEGIN | PUSH | DONE | PULL  # of a step of sync with one server
+
+
+class Port:
+    """A server's end of one worker's traffic. `room_for`: how many more cells the worker takes."""
+
+    peers, moves = False, 0
+
+    def __init__(self):
+        self.cells, self.given, self.answers, self.room_for, self.dead = deque(), [], [], 10**9, False
+
+    def open(self, sizes):
+        self.sizes = list(sizes)
+
+    def cell(self):
+        if self.dead:
+            raise ConnectionResetError
+        return self.cells[0] if self.cells else None
+
+    def take(self):
+        assert len(self.cells.popleft()) == self.sizes.pop(0)
+
+    def done(self):
+        return self.cell() is not None
+
+    def give(self, cell):
+        if len(self.given) >= self.room_for:
+            return False
+        self.given.append(bytes(cell))
+        return True
+
+    @property
+    def room(self):
+        return self
+
+    def answer(self, record):
+        self.answers.append(unpack_answer(record))
+
+    def has_read(self, number):
+        return True
+
+
+class Own:
+    """A user's own optimizer: its calls, and plain steps."""
+
+    def __init__(self):
+        self.calls = []
+
+    def step(self, params, grads):
+        self.calls.append((params, grads))
+        for name in params:
+            if grads[name] is not None:
+                params[name] -= grads[name]
+
+
+class Whole(optim.Optimizer):
+    """One of ours that needs whole tensors."""
+
+    def slots(self, param):
+        return {"count": np.zeros(())}
+
+    def update(self, param, grad, slots, lr, step):
+        slots["count"] += 1
+        param -= lr * grad
+
+
+class Served:
+    """One server of several."""
+
+    def __init__(self, policy, workers, optimizer=None, locking=True, server=0, servers=1, how="round_robin"):
+        placement = place(TENSORS, servers, how, split=False)
+        layout = lay_out(TENSORS, placement.of(server))
+        self.optimizer = optim.SGD(lr=1.0) if optimizer is None else optimizer
+        self.later = deque()
+        self.service = Service(
+            server, policy, workers, locking, later=lambda worker, steps: self.later.append(steps),
+            started=lambda: None,
+        )  # fmt: skip
+        self.shard = Shard(layout, bytearray(layout.nbytes), self.optimizer, {"a": 0, "b": 1})
+        self.service.shard = self.shard
+        self.ports = [Port() for _ in range(workers)]
+
+    @property
+    def account(self):
+        return self.service.account
+
+    def cells(self, value):
+        """A gradient of equal elements, as it comes."""
+        groups = self.shard.layout.groups
+        return [np.full(g.elements, value, g.gradient).tobytes() for g in groups]
+
+    def ask(self, worker, flags, value=None, step=0, version=0, lr=NAN, absent=None):
+        """Begin a request; `value` None: its cells do not come yet."""
+        port = self.ports[worker]
+        if absent is not None:
+            flags |= ABSENT
+            marks = [piece.tensor in absent for piece in self.shard.layout.pieces]
+            port.cells.append(np.array(marks, np.uint8).tobytes())
+        if value is not None:
+            port.cells.extend(self.cells(value))
+        return self.service.step(worker, port, Request(flags, step, version, lr))
+
+    def do(self, *arguments, **keywords):
+        """A request to its end, and what comes of it; the worker's answer, if it has one."""
+        self.finish(self.ask(*arguments, **keywords))
+        answers = self.ports[arguments[0]].answers
+        return answers.pop() if answers else None
+
+    def finish(self, steps):
+        for _ in steps:
+            raise AssertionError("it waits for something")
+        while self.later:
+            for _ in self.later.popleft():
+                raise AssertionError("it waits for something")
+
+    def leave(self, worker):
+        self.finish(self.service.leave(worker))
+
+    def values(self):
+        """The elements of each tensor that lies here; each tensor's have to be equal."""
+        found = {}
+        for index, piece in enumerate(self.shard.layout.pieces):
+            (value,) = set(self.shard.parameter(index).tolist())
+            found[TENSORS[piece.tensor].name] = value
+        return found
+
+
+# ---- gradients in, parameters out
+
+
+def test_a_step_of_async_applies_the_gradient_and_gives_what_comes_of_it():
+    served = Served(Async(), 2)
+    assert served.do(0, PUSH | INIT, 5.0) == (0, 1, 0, 0)
+    assert served.do(0, ALL, 1.0) == (0, 1, 1, 0)
+    assert served.do(1, ALL, 2.0) == (0, 1, 2, 1)  # its parameters lacked one update
+    assert served.values() == {"a": 2.0, "b": 2.0}
+    assert served.ports[1].given == served.cells(2.0)
+    assert (served.account.gradients, served.account.updates, served.account.pulls) == (2, 2, 2)
+    assert served.account.staleness == {0: 1, 1: 1}
+    assert served.account.bytes_in == 3 * (3 * 4 + 4 * 8)
+
+
+def test_sync_answers_when_the_step_is_complete():
+    served = Served(Sync(), 2)
+    assert served.do(0, SYNC, 1.0) is None
+    assert served.service.waits() == "worker 0 waits for worker 1"
+    assert served.do(1, SYNC, 3.0) == (0, 1, 1, 0)
+    assert served.ports[0].answers == [(0, 1, 1, 0)]
+    assert served.values() == {"a": -2.0, "b": -2.0}
+    assert served.ports[0].given == served.cells(-2.0)
+
+
+def test_a_late_gradient_is_dropped_and_counted():
+    served = Served(Sync(replicas_to_aggregate=1), 2)
+    assert served.do(0, SYNC, 1.0) == (0, 1, 1, 0)
+    assert served.do(1, SYNC, 100.0) == (DROPPED, 1, 1, 1)
+    assert served.values() == {"a": -1.0, "b": -1.0}
+    assert served.account.dropped == {1: 1}
+    assert served.account.gradients == 1
+
+
+def test_bounded_lets_the_fast_one_wait():
+    served = Served(Bounded(staleness=0), 2)
+    assert served.do(0, PUSH | DONE | PULL, 1.0) is None
+    assert served.do(1, PUSH | DONE | PULL, 1.0) == (0, 1, 2, 1)
+    assert served.ports[0].answers == [(0, 1, 2, 0)]
+
+
+def test_a_leave_ends_the_step_for_those_who_wait():
+    served = Served(Sync(), 3)
+    served.do(0, SYNC, 1.0)
+    served.do(1, SYNC, 3.0)
+    served.leave(2)
+    assert served.values() == {"a": -2.0, "b": -2.0}
+    assert [port.answers for port in served.ports] == [[(0, 1, 1, 0)], [(0, 1, 1, 0)], []]
+
+
+def test_a_leave_in_the_middle_of_a_gradient_of_sync_is_an_error():
+    served = Served(Sync(), 2)
+    next(served.ask(1, SYNC))
+    with pytest.raises(AllredError, match="worker 1 was gone in the middle of its gradient"):
+        served.leave(1)
+
+
+def test_a_piece_that_nobody_had_a_gradient_of_stays():
+    served = Served(Sync(), 2, optimizer=optim.SGD(lr=1.0, weight_decay=0.5))
+    served.do(0, PUSH | INIT, 4.0)
+    served.do(0, SYNC, 0.0, absent=[0, 1])
+    served.do(1, SYNC, 0.0, absent=[1])
+    assert served.values() == {"a": 2.0, "b": 4.0}
+
+
+# ---- who locks
+
+
+@pytest.mark.parametrize("policy", [Async(), Bounded(2)])
+def test_no_locking_where_it_was_not_asked_for(policy):
+    assert not locks(False, policy, optim.SGD(lr=1.0))
+    assert locks(True, policy, optim.SGD(lr=1.0))
+
+
+def test_locking_where_gradients_are_gathered_first():
+    assert locks(False, Sync(), optim.SGD(lr=1.0))
+    assert locks(False, Async(), Own())
+    assert locks(False, Async(), Whole(lr=1.0))
+
+
+# ---- pushes of several workers under way at once: Async without locking
+
+
+def test_each_push_has_its_own_absent_pieces():
+    served = Served(Async(), 2, locking=False)
+    one, other = served.ask(0, ALL), served.ask(1, ALL, absent=[0, 1])
+    next(one)
+    for port, value in zip(served.ports, (1.0, 0.0), strict=True):
+        port.cells.extend(served.cells(value))
+    served.finish(other)
+    served.finish(one)
+    assert served.values() == {"a": -1.0, "b": -1.0}  # all of worker 0's gradient has come
+
+
+def test_pieces_that_are_absent_stay_while_another_push_begins():
+    served = Served(Async(), 2, optimizer=optim.SGD(lr=1.0, weight_decay=0.5), locking=False)
+    served.do(0, PUSH | INIT, 4.0)
+    one, other = served.ask(0, ALL, absent=[0, 1]), served.ask(1, ALL)
+    next(one)
+    next(other)
+    served.ports[0].cells.extend(served.cells(0.0))
+    served.finish(one)
+    assert served.values() == {"a": 4.0, "b": 4.0}
+
+
+def test_each_push_has_its_own_learning_rate_and_step():
+    served = Served(Async(), 2, optimizer=optim.SGD(lr=lambda step: 1.0 / 4**step), locking=False)
+    one, other = served.ask(0, ALL), served.ask(1, ALL)
+    next(one)
+    next(other)
+    for port, value in zip(served.ports, (1.0, 1.0), strict=True):
+        port.cells.extend(served.cells(value))
+        served.finish(one if value and port is served.ports[0] else other)
+        if port is served.ports[0]:
+            assert served.values() == {"a": -1.0, "b": -1.0}
+    assert served.values() == {"a": -1.25, "b": -1.25}
+    assert served.optimizer.global_step == 2
+
+
+# ---- a server without tensors
+
+
+@pytest.mark.parametrize("policy", [Async(), Sync()])
+def test_a_server_without_tensors_counts_and_makes_no_call_of_a_users_own_optimizer(policy):
+    flags, own = (ALL if policy == Async() else SYNC), Own()
+    served = Served(policy, 1, optimizer=own, server=2, servers=3)
+    assert served.shard.layout.pieces == ()
+    assert served.do(0, PUSH | INIT, 0.0) == (0, 1, 0, 0)
+    for step in range(3):
+        assert served.do(0, flags, 1.0, step=step, version=step) == (0, step + 1, step + 1, 0)
+    assert own.calls == []
+    assert served.account.updates == 3
+    assert served.do(0, flags, 1.0, step=3, version=3, absent=[0, 1]) == (0, 4, 4, 0)
+
+
+@pytest.mark.parametrize("make", [Whole, optim.SGD])
+def test_a_server_without_tensors_counts_the_steps_of_ours(make):
+    served = Served(Async(), 1, optimizer=make(lr=1.0), server=2, servers=3)
+    for _ in range(3):
+        served.do(0, ALL, 1.0)
+    assert served.shard.version == served.optimizer.global_step == 3
+    assert served.shard.state() == ({"global_step": 3}, {})
+
+
+def test_a_users_own_optimizer_gets_the_nest_of_what_is_here():
+    own = Own()
+    served = Served(Async(), 1, optimizer=own, server=1, servers=2)
+    served.do(0, ALL, 1.0)
+    served.do(0, ALL, 0.0, absent=[1])
+    assert [sorted(params) for params, _ in own.calls] == [["b"], ["b"]]
+    assert own.calls[1][1] == {"b": None}
+    assert served.values() == {"b": -1.0}
+
+
+# ---- sync on several servers: no pull and no sum mixes steps
+
+
+class Job:
+    """Sync with several servers, and workers that do one thing after the other."""
+
+    def __init__(self, workers, servers=2, aggregate=None):
+        self.servers = [Served(Sync(aggregate), workers, server=s, servers=servers) for s in range(servers)]
+        self.steps = [0] * workers
+
+    def push(self, worker, value):
+        """A gradient to all servers. True if the worker may go on."""
+        assert not self.servers[0].do(worker, BEGIN, step=self.steps[worker]).flags
+        for served in self.servers:
+            served.do(worker, PUSH, value, step=self.steps[worker])
+        self.went_on(worker, self.servers[0].do(worker, DONE, step=self.steps[worker]))
+
+    def went_on(self, worker, answer):
+        if answer is not None:
+            self.steps[worker] = answer.step
+
+    def hear(self):
+        """What server 0 has said to those that waited."""
+        for worker, port in enumerate(self.servers[0].ports):
+            while port.answers:
+                self.went_on(worker, port.answers.pop())
+
+    def pull(self, worker):
+        """The values of all tensors, and the versions."""
+        versions = [served.do(worker, PULL, step=self.steps[worker]).version for served in self.servers]
+        return [value for served in self.servers for value in served.values().values()], versions
+
+
+def test_a_server_that_has_not_heard_of_a_leave_applies_the_mean_before_it_gives_parameters():
+    job = Job(3)
+    job.push(0, 1.0)
+    job.push(1, 3.0)
+    job.servers[0].leave(2)
+    job.hear()
+    assert job.steps == [1, 1, 0]
+    assert job.pull(0) == ([-2.0, -2.0], [1, 1])
+    job.push(0, 10.0)  # before server 1 knows, and before worker 1 has pulled
+    assert job.pull(1) == ([-2.0, -2.0], [1, 1])
+    job.push(1, 20.0)
+    job.hear()
+    assert job.pull(1) == ([-17.0, -17.0], [2, 2])
+    job.servers[1].leave(2)
+    assert job.pull(0) == ([-17.0, -17.0], [2, 2])
+    assert [served.account.updates for served in job.servers] == [2, 2]
+
+
+def test_a_server_that_hears_of_a_leave_in_the_middle_of_the_next_step_goes_on_with_that():
+    job = Job(3)
+    job.push(0, 1.0)
+    job.push(1, 3.0)
+    job.servers[0].leave(2)
+    job.hear()
+    for worker in (0, 1):
+        job.pull(worker)
+    job.push(0, 10.0)
+    job.servers[1].leave(2)
+    assert job.servers[1].shard.version == 1
+    job.push(1, 20.0)
+    job.hear()
+    assert job.pull(0) == ([-17.0, -17.0], [2, 2])
+
+
+def test_a_server_that_hears_of_a_leave_first_has_the_same_mean():
+    job = Job(3)
+    job.push(0, 1.0)
+    job.servers[1].leave(2)
+    job.push(1, 3.0)
+    assert [served.shard.version for served in job.servers] == [0, 1]
+    job.servers[0].leave(2)
+    job.hear()
+    assert job.pull(0) == job.pull(1) == ([-2.0, -2.0], [1, 1])
+
+
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+def test_leaves_that_reach_servers_in_different_orders(order):
+    job = Job(4)
+    job.push(3, 5.0)
+    job.push(0, 1.0)
+    job.servers[0].leave(1)
+    job.servers[1].leave(order[0])
+    job.servers[0].leave(2)
+    job.hear()
+    assert job.pull(0) == ([-3.0, -3.0], [1, 1])
+    job.servers[1].leave(order[1])
+    assert job.pull(3) == ([-3.0, -3.0], [1, 1])
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_step_mixes_whatever_the_order(seed):
+    """Workers step and leave at random, and servers hear of leaves late and in orders of their own."""
+    rng = np.random.default_rng(seed)
+    servers = int(rng.integers(2, 4))
+    job, expected, given = Job(6, servers), [0.0], []  # parameters at each step; gradients of the one under way
+    living, waiting = set(range(6)), {}  # step of the gradient that a worker has given
+    unheard = [[] for _ in range(servers)]
+    for _ in range(200):
+        computing = sorted(living - set(waiting))
+        if computing and rng.random() < 0.7:
+            worker, value = int(rng.choice(computing)), float(2 ** rng.integers(0, 6))
+            found, _ = job.pull(worker)
+            assert found == pytest.approx([expected[job.steps[worker]]] * len(found))
+            waiting[worker] = job.steps[worker]
+            given.append(value)
+            job.push(worker, value)
+        elif len(living) > 1 and rng.random() < 0.1:
+            gone = int(rng.choice(sorted(living)))
+            living.discard(gone)
+            for each in unheard:
+                each.append(gone)
+        server = int(rng.integers(servers))
+        if unheard[server] and rng.random() < 0.3:
+            job.servers[server].leave(unheard[server].pop(int(rng.integers(len(unheard[server])))))
+        if job.servers[0].service.coordinator.global_step == len(expected):
+            expected.append(expected[-1] - sum(given) / len(given))
+            given = []
+        job.hear()
+        waiting = {worker: step for worker, step in waiting.items() if job.steps[worker] == step}
+    assert len(expected) > 5
+
+
+def test_a_step_number_that_no_server_can_have_is_a_mistake():
+    job = Job(2)
+    with pytest.raises(AssertionError, match="no gradient"):
+        job.servers[1].do(0, PULL, step=1)
+
+
+# ---- the account
+
+
+def torn(request, *cells, policy=None, optimizer=None, room_for=10**9, die=False):
+    """What an account says when the worker is gone after so many cells of a request."""
+    served = Served(policy or Async(), 2, optimizer=optimizer)
+    served.ports[0].room_for = room_for
+    steps = served.ask(0, request)
+    next(steps)
+    served.ports[0].cells.extend(served.cells(1.0)[: len(cells)])
+    if cells:
+        next(steps)
+    if die:
+        served.ports[0].dead = True
+        with pytest.raises(ConnectionResetError):
+            next(steps)
+    else:
+        steps.close()
+    return served.account.torn
+
+
+def test_a_gradient_of_which_a_part_was_applied_is_torn():
+    assert torn(ALL, "a") == 1
+    assert torn(ALL, "a", die=True) == 1
+    assert torn(ALL, "a", "b", room_for=1) == 1
+
+
+def test_what_is_no_gradient_or_changes_nothing_is_not_torn():
+    assert torn(ALL) == 0
+    assert torn(ALL, die=True) == 0
+    assert torn(PUSH | INIT, "a") == 0
+    assert torn(PUSH, "a", optimizer=Own()) == 0  # only gathered
+    assert torn(PUSH, "a", policy=Sync()) == 0  # in the sum of a step, which ends the job
+    served = Served(Async(), 2)
+    served.ports[0].room_for = 1
+    pull = served.ask(0, PULL)
+    next(pull)
+    pull.close()
+    assert served.account.torn == 0
+
+
+def test_gradients_of_a_step_that_stays_incomplete_are_counted_at_the_end():
+    served = Served(Sync(replicas_to_aggregate=3), 2)
+    served.do(0, SYNC, 1.0)
+    served.do(1, SYNC, 1.0)
+    served.leave(0)
+    assert served.account.unused == 0
+    served.leave(1)
+    assert served.account.unused == served.account.gradients == 2
+    assert served.account.updates == 0
+
+
+def test_nothing_is_left_over_where_each_living_worker_gives_one():
+    served = Served(Sync(), 2)
+    served.do(0, SYNC, 4.0)
+    served.leave(0)
+    served.leave(1)
+    assert (served.account.unused, served.account.updates) == (0, 1)
+    assert served.values() == {"a": -4.0, "b": -4.0}
+
+
+def test_who_has_left_is_not_kept_among_those_that_may_go_on():
+    served = Served(Sync(replicas_to_aggregate=1), 3)
+    served.do(0, SYNC, 1.0)
+    assert served.do(1, BEGIN).flags == DROPPED
+    served.service.let_go()  # it may go on, as soon as it has come to wait
+    served.leave(1)
+    assert not served.service._may_go
+
+
+# ---- locking: a pull brings one version
+
+
+class Box:
+    """Of a worker that copies when it is told to."""
+
+    def __init__(self):
+        self.read = 0
+
+    def cell(self):
+        return None
+
+    take = give = answer = lambda self, *_: None
+
+
+def test_a_cell_is_not_changed_before_the_worker_has_copied_it():
+    served = Served(Async(), 2)
+    box = Box()
+    served.finish(served.service.step(1, BoxPort(box), Request(PULL, 0, 0, NAN)))
+    push = served.ask(0, ALL, 1.0)
+    next(push)
+    assert served.values() == {"a": 0.0, "b": 0.0}
+    box.read = 1
+    next(push)
+    assert served.values() == {"a": -1.0, "b": 0.0}
+    box.read = 2
+    served.finish(push)
+    assert served.values() == {"a": -1.0, "b": -1.0}
+
+
+def test_nobody_waits_for_one_that_is_gone_or_without_locking():
+    served = Served(Async(), 2)
+    served.finish(served.service.step(1, BoxPort(Box()), Request(PULL, 0, 0, NAN)))
+    push = served.ask(0, ALL, 1.0)
+    next(push)
+    served.service.forget(1)
+    served.finish(push)
+    served = Served(Async(), 2, locking=False)
+    served.finish(served.service.step(1, BoxPort(Box()), Request(PULL, 0, 0, NAN)))
+    served.do(0, ALL, 1.0)
