@@ -103,6 +103,38 @@ def serial():
     }
 
 
+def spare():
+    """More servers than tensors: some have nothing to do but to count."""
+    name = ARGUMENTS["optimizer"]
+    params, alone = ({"a": [np.ones(3)], "b": [np.ones((2, 2), np.float32)]} for _ in range(2))
+    opt, alone_opt = allred.distributed(optimizer(name)), optimizer(name)
+    opt.broadcast(params)
+    for step in range(6):
+        grads = {"a": [None if step % 3 == 1 else np.full(3, step - 2.0)], "b": [np.full((2, 2), 1.0, np.float32)]}
+        opt.step(params, grads)
+        alone_opt.step(alone, grads)
+    updates = [server.updates for server in opt.statistics().servers]
+    opt.save(ARGUMENTS["directory"], params) if name != "own" else None
+    return {"same": hashes(params) == hashes(alone), "updates": updates}
+
+
+def leave():
+    """Sync with workers that end at different steps: each step is the mean of those that still live."""
+    params = {"a": np.zeros((300, 200)), "b": np.zeros(70000), "c": np.zeros(3, np.float32)}
+    opt, expected = allred.distributed(optimizer("count")), 0.0
+    opt.broadcast(params)
+    last = [ARGUMENTS["first"] + 2 * worker for worker in range(allred.size())]
+    for step in range(last[allred.rank()]):
+        living = [worker for worker, end in enumerate(last) if step < end]
+        opt.step(params, {name: np.full_like(p, 2.0 ** allred.rank() * (step + 1)) for name, p in params.items()})
+        expected -= sum(2.0**worker * (step + 1) for worker in living) / len(living)
+        worst = max(abs(p - expected).max() for p in params.values())
+        assert worst <= 1e-5 * abs(expected), (step, expected, {name: set(p.ravel()) for name, p in params.items()})
+    opt.finish()
+    allred.barrier()
+    return {"updates": [server.updates for server in opt.statistics().servers]}
+
+
 def _plain(state):
     return {str(key): value for key, value in state.items()}
 

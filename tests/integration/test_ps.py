@@ -45,6 +45,14 @@ def test_a_users_own_optimizer_serves_as_it_is():
     assert run("serial", 1, 1, optimizer="own")["same"]
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["shm", "mpi"])
+@pytest.mark.parametrize("optimizer", ["own", "normed", "adam"])
+@pytest.mark.parametrize("policy", ["async", "sync"])
+def test_more_servers_than_tensors(tmp_path, policy, optimizer, apart):
+    found = run("spare", 1, 3, apart=apart, policy=policy, optimizer=optimizer, directory=str(tmp_path))
+    assert found == {"same": True, "updates": [6, 6, 6]}
+
+
 def test_open_mpi_gives_the_same():
     assert run("serial", 1, 2, mpi="openmpi", optimizer="momentum")["same"]
     assert run("serial", 1, 2, mpi="openmpi", apart=True, optimizer="momentum")["same"]
@@ -58,6 +66,21 @@ def test_sync_is_the_serial_optimizer_on_the_mean_gradient(optimizer, apart, wor
     assert found["worst"] < 2e-5, found
     assert found["equal"], found
     assert f"{5 * workers} gradients, 5 updates; dropped 0" in found["text"]
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["shm", "mpi"])
+@pytest.mark.parametrize("optimizer", ["sgd", "normed"])
+def test_so_it_is_without_locking(optimizer, apart):
+    found = run("mean", 3, 1, apart=apart, policy="sync", optimizer=optimizer, use_locking=0)
+    assert found["worst"] < 2e-5, found
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3])
+@pytest.mark.parametrize("mpi", MPIS)
+def test_no_step_mixes_when_workers_end(mpi, servers):
+    found = run("leave", 3, servers, mpi=mpi, policy="sync", first=5)
+    assert found["updates"] == [9] * servers
+    assert run("leave", 3, servers, mpi=mpi, apart=True, policy="sync", first=5) == found
 
 
 def test_bounded_by_0_is_sync_with_the_learning_rate_shared_out():

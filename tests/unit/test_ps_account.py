@@ -1,0 +1,99 @@
+"""What has passed at servers, in words; and the records of steps."""
+
+import pickle
+from collections import Counter
+
+import pytest
+
+from allred.ps import record
+from allred.ps.account import Account, Statistics, histogram
+from allred.ps.record import (
+    DRAINING,
+    DROPPED,
+    RECORD_BYTES,
+    Answer,
+    Request,
+    pack_answer,
+    pack_request,
+    unpack_answer,
+    unpack_request,
+)
+
+
+def accounts():
+    first = Account(0, gradients=10, updates=5, pulls=12, bytes_in=2_000_000, bytes_out=3_500_000)
+    second = Account(1, gradients=10, updates=5, pulls=11, bytes_in=10_000, bytes_out=0, torn=2)
+    first.staleness.update({0: 9, 3: 1})
+    second.staleness.update({0: 10})
+    first.dropped.update({2: 3, 0: 1})
+    return first, second
+
+
+def test_statistics_of_several_servers():
+    told = Statistics(accounts(), "sync: so it is", "bytes")
+    assert told.staleness == Counter({0: 19, 3: 1})
+    assert told.dropped == {0: 1, 2: 3}
+    assert told.updates == 5
+    assert str(told).splitlines() == [
+        "parameter servers, sync: so it is: 10 gradients, 5 updates; dropped 4 (worker 0: 1, worker 2: 3)",
+        "staleness (updates): 0: 95 %, 3: 5 %; mean 0.15, largest 3",
+        "server 0: 2.00 MB in, 3.50 MB out, 5 updates, 12 pulls",
+        "server 1: 0.01 MB in, 0.00 MB out, 5 updates, 11 pulls, 2 gradients torn",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("unused", "words"),
+    [
+        (1, "1 gradient of a step that was not complete was not used"),
+        (2, "2 gradients of a step that was not complete were not used"),
+    ],
+)
+def test_gradients_that_were_left_over_are_told(unused, words):
+    first, second = accounts()
+    first.unused = second.unused = unused
+    told = str(Statistics((first, second), "sync", "bytes")).splitlines()
+    assert told[2] == words
+    assert len(told) == 5
+
+
+def test_statistics_before_the_first_step():
+    told = str(Statistics((Account(0),), "async", "bytes"))
+    assert told.startswith("parameter servers, async: 0 gradients, 0 updates; dropped 0\nstaleness (updates): none\n")
+
+
+def test_an_account_travels():
+    account, _ = accounts()
+    assert pickle.loads(pickle.dumps(account)) == account
+
+
+def test_a_histogram_has_few_rows():
+    counts = Counter(dict.fromkeys(range(100), 1))
+    words = histogram(counts)
+    assert words.count("%") == 8
+    assert words.startswith("0-12: 13 %, ")
+    assert words.endswith("mean 49.5, largest 99")
+    assert histogram(Counter()) == "none"
+
+
+@pytest.mark.parametrize("step", [0, 1, 2**40])
+def test_records_come_back_as_they_were(step):
+    request = Request(record.PUSH | record.PULL | record.DRAIN, step, step + 7, 0.125)
+    packed = pack_request(*request)
+    assert len(packed) == RECORD_BYTES
+    assert unpack_request(packed) == request
+    answer = Answer(DROPPED | DRAINING, step, step + 1, step)
+    packed = pack_answer(*answer)
+    assert len(packed) == RECORD_BYTES
+    assert unpack_answer(packed) == answer
+
+
+def test_no_learning_rate_is_nan():
+    lr = unpack_request(pack_request(0, 0, 0, float("nan"))).lr
+    assert lr != lr
+
+
+def test_flags_differ():
+    flags = (record.BEGIN, record.PUSH, record.DONE, record.PULL, record.ABSENT, record.INIT, record.DRAIN)
+    assert sum(flags) == 2 ** len(flags) - 1
+    assert DROPPED ^ DRAINING == DROPPED + DRAINING == 3
