@@ -65,7 +65,7 @@ class Service:
         self._locking, self._later, self._started = locking, later, started
         self._workers = set(range(workers))  # that have not left
         self._aggregate = getattr(policy, "replicas_to_aggregate", None)
-        self._begun: set[int] = set()  # workers whose gradient is on its way to all servers
+        self._begun: set[int] = set()  # workers whose gradient is on its way to all servers, or partly in the sum
         self._in_sum: set[int] = set()  # workers that have a gradient in the sum
         self._readers: dict[int, BoxPort] = {}  # that copy what they pulled
         self._parked: dict[int, tuple[Any, Request, int, int]] = {}  # workers that are done and may not go on yet
@@ -200,7 +200,10 @@ class Service:
                     while not port.give(own):
                         yield port.room
         except (GeneratorExit, ConnectionResetError):  # the worker is gone
-            self.account.torn += bool(update is not None and shard.in_place and taken)
+            if taken and update is not None and shard.in_place:
+                self.account.torn += 1
+            elif taken and adds and not dropped:
+                self._begun.add(worker)  # at servers other than 0 this is the first to tell of it
             raise
         self.account.bytes_in += shard.bytes_up
         if gives:

@@ -203,6 +203,25 @@ def test_a_leave_in_the_middle_of_a_gradient_of_sync_is_an_error():
         served.leave(1)
 
 
+def test_so_it_is_at_servers_that_do_not_coordinate_once_a_part_is_in_the_sum():
+    for cells, is_torn in ((0, False), (1, True)):
+        served = Served(Sync(), 3)
+        served.do(0, PUSH, 1.0)
+        push = served.ask(1, PUSH)
+        next(push)
+        if cells:
+            served.ports[1].cells.append(served.cells(100.0)[0])
+            next(push)
+        push.close()
+        if is_torn:
+            with pytest.raises(AllredError, match="worker 1 was gone in the middle of its gradient"):
+                served.leave(1)
+        else:
+            served.leave(1)
+            served.do(2, PUSH, 3.0)
+            assert served.values() == {"a": -2.0, "b": -2.0}
+
+
 def test_a_piece_that_nobody_had_a_gradient_of_stays():
     served = Served(Sync(), 2, optimizer=optim.SGD(lr=1.0, weight_decay=0.5))
     served.do(0, PUSH | INIT, 4.0)
