@@ -52,8 +52,8 @@ class Config:
     )
     use_locking: bool = _setting(
         True,
-        "mode ps: whether servers take one request at a time, so that a pull brings one version (1 or 0); they always do "
-        "in policy sync, and for optimizers that need whole tensors",
+        "mode ps: whether servers take one request at a time, so that a pull brings one version (1 or 0); they always "
+        "do in policy sync, and for optimizers that need whole tensors",
     )
     checkpoint_dir: str = _setting(
         "none", "mode ps: the directory for a checkpoint when the job is asked to end by SIGTERM; none writes none"
