@@ -4,6 +4,8 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
+from allred.arrays import amount
+
 
 @dataclasses.dataclass
 class Account:
@@ -67,7 +69,7 @@ class Statistics:
         for account in self.servers:
             torn = f", {account.torn} gradients torn" if account.torn else ""
             lines.append(
-                f"server {account.server}: {account.bytes_in / 1e6:.2f} MB in, {account.bytes_out / 1e6:.2f} MB out, "
+                f"server {account.server}: {amount(account.bytes_in)} in, {amount(account.bytes_out)} out, "
                 f"{account.updates} updates, {account.pulls} pulls{torn}"
             )
         return "\n".join(lines)

@@ -183,7 +183,11 @@ class Shard:
         numbers = [index for _, index in nest.leaves(self._nest)]
         params = [self._view(self.params, index) for index in numbers]
         grads = [None if index in absent else self._view(self._sums, index) for index in numbers]
-        self._optimizer.step(nest.rebuild(self._nest, params), nest.rebuild(self._nest, grads))
+        tree = nest.rebuild(self._nest, params)
+        self._optimizer.step(tree, nest.rebuild(self._nest, grads))
+        for param, (_, left) in zip(params, nest.leaves(tree), strict=True):
+            if left is not param:  # put into the nest instead of updated in place
+                param[...] = left
 
     # The optimizer's state.
 

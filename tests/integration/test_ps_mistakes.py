@@ -160,3 +160,15 @@ print(found)
 opt.step(params, ones)
 """
     assert "two threads of this worker call the parameter servers at once" in run(body)
+
+
+def test_an_optimizer_that_puts_new_arrays_into_the_nest():
+    make = """
+class Own:
+    def step(self, params, grads):
+        for key in params:
+            params[key] = params[key] - 0.5 * grads[key]
+opt = allred.distributed(Own())
+"""
+    run(GOES_ON, make=make)
+    run("opt.broadcast(params)" + GOES_ON, 3, make, ALLRED_NUM_PS="2")

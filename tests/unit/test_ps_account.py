@@ -38,7 +38,7 @@ def test_statistics_of_several_servers():
         "parameter servers, sync: so it is: 10 gradients, 5 updates; dropped 4 (worker 0: 1, worker 2: 3)",
         "staleness (updates): 0: 95 %, 3: 5 %; mean 0.15, largest 3",
         "server 0: 2.00 MB in, 3.50 MB out, 5 updates, 12 pulls",
-        "server 1: 0.01 MB in, 0.00 MB out, 5 updates, 11 pulls, 2 gradients torn",
+        "server 1: 10.00 kB in, 0 B out, 5 updates, 11 pulls, 2 gradients torn",
     ]
 
 
