@@ -45,6 +45,6 @@ def serve(here: Running, policy: Policy, comm: Any, raw: Raw | None) -> None:
     optimizer, options = SGD(lr=LR), Options("opt", consistency=policy)
     agreement = options.agreement(optimizer, here.config)
     calls = functools.partial(_Calls, comm=comm, raw=raw, problem=problem)
-    Server(here, optimizer, policy, options.locks(here.config), agreement, calls=calls).serve()
+    Server(here, optimizer, policy, options.locks(optimizer, here.config), agreement, calls=calls).serve()
     if problem:
         raise WrongResultError(problem[0])

@@ -8,6 +8,7 @@ from allred.optim.base import Optimizer
 from allred.ps import running
 from allred.ps.consistency import Async, Bounded, Policy, Sync
 from allred.ps.placement import How
+from allred.ps.shard import locks
 
 _POLICIES = ("async", "bounded", "sync")  # as settings call them
 
@@ -39,20 +40,24 @@ class Options:
             return Bounded(settings.staleness)
         return Async() if given == "async" else Sync(settings.replicas_to_aggregate or None)
 
-    def locks(self, settings: Any) -> bool:
-        """Whether requests are served one by one."""
+    def asks_to_lock(self, settings: Any) -> bool:
+        """What the user wants: that requests are served one by one."""
         return bool(settings.use_locking if self.use_locking is None else self.use_locking)
+
+    def locks(self, optimizer: Any, settings: Any) -> bool:
+        """Whether requests are served one by one."""
+        return locks(self.asks_to_lock(settings), self.policy(settings), optimizer)
 
     def agreement(self, optimizer: Any, settings: Any) -> str:
         """What has to be the same on all ranks, in words. The learning rate need not: worker 0's holds."""
-        return f"{_words(optimizer)}, {self.policy(settings)}, use_locking={self.locks(settings)}"
+        return f"{_words(optimizer)}, {self.policy(settings)}, use_locking={self.locks(optimizer, settings)}"
 
     def serve(self, optimizer: Any) -> NoReturn:
         """On a parameter server: serve until the last worker has left, then leave the program."""
         from allred.ps.server import Server  # imports MPI
 
         here = running.current()
-        policy, locks = self.policy(here.config), self.locks(here.config)
+        policy, locks = self.policy(here.config), self.locks(optimizer, here.config)
         Server(here, optimizer, policy, locks, self.agreement(optimizer, here.config)).serve()
         raise SystemExit(0)
 

@@ -107,6 +107,8 @@ class ServersMode:
         self._looks = finite.looks(self._plan)
         self._same_dtypes = [tensor.dtype for tensor in tensors] == self._gradient_dtypes
         report.inform(f"mode ps, {policy.describe()}")
+        if self._options.locks(self._optimizer, settings) and not self._options.asks_to_lock(settings):
+            report.inform("use_locking=0 has no effect: gradients are gathered before they are applied")
         for line in placement.report().splitlines():
             report.inform(line)
         with contextlib.suppress(ValueError):  # in another thread than the main one there are no handlers

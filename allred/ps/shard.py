@@ -167,7 +167,10 @@ class Shard:
         """The part of the model's nest that lies here, with pieces' numbers for leaves."""
         if isinstance(self._optimizer, Optimizer):  # goes by names, which are those of the whole model
             return {self._name(index): index for index in range(len(self.layout.pieces))}
-        return _pruned(skeleton, {piece.tensor: index for index, piece in enumerate(self.layout.pieces)})
+        here = {piece.tensor: index for index, piece in enumerate(self.layout.pieces)}
+        if len(here) == len(self.layout.tensors):
+            return nest.rebuild(skeleton, [here[number] for number in sorted(here)])
+        return _pruned(skeleton, here)
 
     def _name(self, index: int) -> str:
         return self.layout.tensors[self.layout.pieces[index].tensor].name

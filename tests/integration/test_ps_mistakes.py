@@ -172,3 +172,16 @@ opt = allred.distributed(Own())
 """
     run(GOES_ON, make=make)
     run("opt.broadcast(params)" + GOES_ON, 3, make, ALLRED_NUM_PS="2")
+
+
+def test_an_optimizer_that_knows_its_nest():
+    make = """
+import collections
+Layer = collections.namedtuple("Layer", "w b")
+class Own:
+    def step(self, params, grads):
+        params.w[...] -= 0.5 * grads.w
+        params.b[...] -= 0.5 * grads.b
+opt = allred.distributed(Own())
+"""
+    run("layer, ones = Layer(**params), Layer(**ones)\n" + GOES_ON.replace("(params,", "(layer,"), make=make)
