@@ -20,7 +20,7 @@ renames it. So a process that is killed at any moment leaves the earlier checkpo
 
 from allred.checkpoint.entry import Entry, whole
 from allred.checkpoint.manifest import Manifest, load
-from allred.checkpoint.own import find_own_state, own_state
+from allred.checkpoint.own import extra, find_own_state, own_state, take_extra
 from allred.checkpoint.restoring import Checkpoint, read, verify
 from allred.checkpoint.root import newest, prune, steps
 from allred.checkpoint.saving import abandon, begin, commit, write
@@ -34,6 +34,7 @@ __all__ = [
     "abandon",
     "begin",
     "commit",
+    "extra",
     "find_own_state",
     "load",
     "newest",
@@ -41,6 +42,7 @@ __all__ = [
     "prune",
     "read",
     "steps",
+    "take_extra",
     "verify",
     "whole",
     "write",

@@ -1,4 +1,4 @@
-"""The state of an optimizer that is not of allred.optim: whatever its state_dict gives, pickled.
+"""What is no tensor, pickled: the state of an optimizer that is not of allred.optim, and what a session adds.
 
 Loading it runs what it says, as pickle does: like the program itself, it has to come from where one trusts.
 """
@@ -11,15 +11,37 @@ import numpy as np
 from allred.arrays import Array
 from allred.checkpoint.entry import Entry, whole
 
-_NAME, _SLOT = "", "state"  # no parameter's: a nest that is one array has this name, but only slots of arrays
+_NAME = ""  # no parameter's: a nest that is one array has this name, but only slots of arrays
+_STATE, _EXTRA = "state", "extra"
 
 
 def own_state(state: Any) -> tuple[Entry, Array]:
-    """It as an entry of a checkpoint."""
-    return whole(_NAME, np.frombuffer(pickle.dumps(state, pickle.HIGHEST_PROTOCOL), np.uint8), _SLOT)
+    """An optimizer's as an entry of a checkpoint."""
+    return _pickled(state, _STATE)
+
+
+def extra(value: Any) -> tuple[Entry, Array]:
+    """What comes along with parameters and optimizer, as an entry."""
+    return _pickled(value, _EXTRA)
+
+
+def _pickled(value: Any, slot: str) -> tuple[Entry, Array]:
+    return whole(_NAME, np.frombuffer(pickle.dumps(value, pickle.HIGHEST_PROTOCOL), np.uint8), slot)
 
 
 def find_own_state(slots: dict[str, dict[str, Array]]) -> Any:
-    """The state in the slots of a checkpoint; None if there is none."""
-    data = slots.get(_NAME, {}).get(_SLOT)
+    """The optimizer's state in the slots of a checkpoint; None if there is none."""
+    return _loaded(slots, _STATE)
+
+
+def take_extra(slots: dict[str, dict[str, Array]]) -> Any:
+    """What came along, which is taken out of the slots of a checkpoint; None if nothing did."""
+    value = _loaded(slots, _EXTRA)
+    if slots.get(_NAME, {}).pop(_EXTRA, None) is not None and not slots[_NAME]:
+        del slots[_NAME]
+    return value
+
+
+def _loaded(slots: dict[str, dict[str, Array]], slot: str) -> Any:
+    data = slots.get(_NAME, {}).get(slot)
     return None if data is None else pickle.loads(data.tobytes())

@@ -6,6 +6,7 @@ serves where the optimizer is made, or first used, and leaves the program there.
 
 import operator
 import os
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from allred import checkpoint, nest
@@ -53,7 +54,25 @@ class Mode(Protocol):
 
     def load_state_dict(self, state: Any) -> None: ...
 
-    def save(self, directory: str, params: Any) -> str: ...
+    def save(self, params: Any, extra: Any, copy: bool) -> Callable[[str], str]:
+        """What writes a checkpoint of this moment into a directory, and gives its path. copy: it is called later."""
+
+    @property
+    def in_step(self) -> bool:
+        """Whether all ranks make every step together."""
+
+    def ask_to_end(self) -> None:
+        """Where they do not: all are to end, soon."""
+
+    def end_with(self, save: Callable[[], str]) -> None:
+        """What is to write the checkpoint then."""
+
+    @property
+    def torn(self) -> bool:
+        """Whether an update of the parameters has begun and not ended: an exception has cut it short."""
+
+    @property
+    def global_step(self) -> int: ...
 
     def count_from(self, step: int) -> None:
         """Worker 0 has restored the checkpoint of that step: the next ones are later."""
@@ -203,7 +222,7 @@ class DistributedOptimizer:
         number of ranks or servers. Raises CheckpointError.
         """
         self._needs_state()
-        return self._mode.save(os.fspath(directory), params) if collectives.current().rank == 0 else None
+        return self._mode.save(params, None, False)(os.fspath(directory)) if collectives.current().rank == 0 else None
 
     def restore(self, directory: str | os.PathLike[str], params: Any) -> int | None:
         """Continue on all ranks from the newest complete checkpoint in `directory`: parameters, optimizer. Collective.
@@ -211,11 +230,16 @@ class DistributedOptimizer:
         The number of its step; None if there is no checkpoint, then everybody starts from worker 0's parameters.
         Raises CheckpointError on worker 0 if it cannot be read or is of another model.
         """
+        return self.restore_all(directory, params)[0]
+
+    def restore_all(self, directory: str | os.PathLike[str], params: Any) -> tuple[int | None, Any]:
+        """The same, and what the session that saved it added, on all ranks; None where there is nothing."""
         self._needs_state()
-        step = None
+        step = extra = None
         if collectives.current().rank == 0 and (path := checkpoint.newest(directory)) is not None:
             found = checkpoint.read(path)
             _fill(nest.leaves(params), found.params, path)
+            extra = checkpoint.take_extra(found.slots)
             step, state = found.step, found.meta["optimizer"]
             own = state is None
             self._mode.load_state_dict(
@@ -224,8 +248,37 @@ class DistributedOptimizer:
         self.broadcast(params)
         if step is not None:
             self._mode.count_from(step)
-        restored: int | None = collectives.broadcast_object(step)
+        restored: tuple[int | None, Any] = collectives.broadcast_object((step, extra))
         return restored
+
+    def saving(self, params: Any, extra: Any, copy: bool = False) -> Callable[[str], str]:
+        """For a session: what `save` does, of this moment, as a function of the directory to be called once, later if
+        it is a `copy`. On any rank. extra: something to be pickled, that `restore_all` gives back."""
+        self._needs_state()
+        return self._mode.save(params, extra, copy)
+
+    @property
+    def global_step(self) -> int:
+        """Updates of the parameters so far, those before a restore included; in mode ps as of the last pull."""
+        return self._mode.global_step
+
+    @property
+    def torn(self) -> bool:
+        """Whether an exception has cut an update short, so that the parameters are of no step."""
+        return self._mode.torn
+
+    @property
+    def in_step(self) -> bool:
+        """Whether all ranks make every step together: in mode sync."""
+        return self._mode.in_step
+
+    def ask_to_end(self) -> None:
+        """Mode ps: have every worker's next step raise ShutdownError, after a checkpoint. Mode sync: nothing."""
+        self._mode.ask_to_end()
+
+    def end_with(self, save: Callable[[], str]) -> None:
+        """For a session: what writes that checkpoint, and gives its path."""
+        self._mode.end_with(save)
 
     def summary(self) -> str:
         """World, backend and why, speed, and where the time of a step went on this rank; one line a topic."""

@@ -9,7 +9,7 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -45,6 +45,8 @@ _NONE: list[int] = []
 class ServersMode:
     """A worker's end of one optimizer."""
 
+    in_step = False
+
     def __init__(self, optimizer: Any, options: Options) -> None:
         self.skipped = 0
         self.dropped = 0  # gradients of this worker that came too late for their step
@@ -58,6 +60,8 @@ class ServersMode:
         self._loaded = False
         self._asked_to_end = self._finished = False
         self._process = os.getpid()
+        self._saves_last: Callable[[], str] | None = None  # a session's, instead of a checkpoint in checkpoint_dir
+        self._steps_before: int | None = None  # of the checkpoint that training goes on from; None: to be asked for
         self._steps, self._start, self._waited_s = 0, 0.0, 0.0
         self._zeros: dict[int, Array] = {}
 
@@ -113,7 +117,7 @@ class ServersMode:
             report.inform(line)
         with contextlib.suppress(ValueError):  # in another thread than the main one there are no handlers
             if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-                signal.signal(signal.SIGTERM, self._ask_to_end)
+                signal.signal(signal.SIGTERM, self._on_signal)
         running.on_leave(self._part)
 
     def _check_same(self, title: str, tensors: list[Tensor]) -> None:
@@ -277,6 +281,7 @@ class ServersMode:
 
     def count_from(self, step: int) -> None:
         assert self._client is not None
+        self._steps_before = None
         self._client.count_from(step)
 
     # Telling.
@@ -310,9 +315,16 @@ class ServersMode:
 
     # The end.
 
-    def _ask_to_end(self, number: int, frame: Any) -> None:
+    def ask_to_end(self) -> None:
+        """With the next step: it tells the servers, and they all workers."""
+        self._asked_to_end = True
+
+    def end_with(self, save: Callable[[], str]) -> None:
+        self._saves_last = save
+
+    def _on_signal(self, number: int, frame: Any) -> None:
         if os.getpid() == self._process:
-            self._asked_to_end = True
+            self.ask_to_end()
         else:  # a process that was forked from this one, to load data for example, ends as it would without
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -321,19 +333,34 @@ class ServersMode:
         """Somebody was asked to end: one worker has a checkpoint written, then all leave the training loop."""
         root, client = self._running.config.checkpoint_dir, self._client
         assert client is not None
+        saves = self._saves_last or (None if root == "none" else lambda: client.save(root))
         words = "no checkpoint_dir is set, so nothing was saved"
-        if client.drain() and root != "none":
+        if client.drain() and saves is not None:
             try:
-                words = f"the checkpoint is {client.save(root)}"
+                words = f"the checkpoint is {saves()}"
             except AllredError as error:
                 words = f"no checkpoint was written: {error}"
-        words = client.drained(words) if root != "none" else words
+        words = client.drained(words) if saves is not None else words
         raise ShutdownError(f"{self._title}: the job was asked to end (SIGTERM); {words}")
 
-    def save(self, directory: str, params: Any = None) -> str:
+    def save(self, params: Any, extra: Any, copy: bool) -> Callable[[str], str]:
         if self._client is None:
             raise InputError(f"{self._options.name}.save(): the servers have no parameters yet; call broadcast(params)")
-        return self._client.save(directory)
+        client = self._client
+        return lambda directory: client.save(directory, extra)
+
+    @property
+    def torn(self) -> bool:
+        return self._client is not None and self._client.cut_short
+
+    @property
+    def global_step(self) -> int:
+        if self._client is None:
+            return 0
+        if self._steps_before is None:
+            step, version = self._client.step_and_version()
+            self._steps_before = step - version
+        return self._steps_before + self._client.version
 
     def _part(self) -> None:
         """This worker leaves. Worker 0 tells in the end what has passed."""

@@ -4,7 +4,10 @@ The parameters start equal (`broadcast`) and every rank applies the same mean wi
 equal, bit for bit, without being sent again.
 """
 
+from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 from allred import arrays, checkpoint, nest
 from allred.cluster import report, topology
@@ -23,6 +26,7 @@ class SyncMode:
     """Of one optimizer; see `allred.distributed` for the arguments."""
 
     dropped = 0
+    in_step = True
 
     def __init__(
         self,
@@ -37,6 +41,7 @@ class SyncMode:
         self._reducer = Reducer(op, bucket_bytes, f"{name}.step()", f"accumulate={accumulate}")
         self._checks = Checks(f"{name}.step()", nonfinite, optimizer)
         self._meter = Meter()
+        self.torn = False
         self._steps_before = 0  # of the checkpoint that training goes on from
 
     def step(
@@ -51,7 +56,9 @@ class SyncMode:
         if not self._meter.steps:
             report.inform(_first_step(self._optimizer, self._reducer, tensors))
         if mean is not None:
+            self.torn = True
             self._optimizer.step(params, nest.rebuild(grads, mean))
+            self.torn = False
         self._checks.end(updated=mean is not None)
         self._meter.end(communicator, self._reducer.samples)
 
@@ -86,20 +93,34 @@ class SyncMode:
     def load_state_dict(self, state: Any) -> None:
         self._optimizer.load_state_dict(state)
 
-    def save(self, directory: str, params: Any) -> str:
-        state, step = self._optimizer.state_dict(), self._steps_before + self._meter.steps
-        entries = [checkpoint.whole(name, leaf) for name, leaf in nest.leaves(params)]
+    def save(self, params: Any, extra: Any, copy: bool) -> Callable[[str], str]:
+        state, step = self._optimizer.state_dict(), self.global_step
+        entries = [checkpoint.whole(name, np.array(leaf) if copy else leaf) for name, leaf in nest.leaves(params)]
         meta: dict[str, Any] = {"optimizer": None}
         if isinstance(self._optimizer, Optimizer):
-            slots, step = state.pop("slots"), state["global_step"]
+            slots = state.pop("slots")
             entries += [checkpoint.whole(n, value, slot) for n, part in slots.items() for slot, value in part.items()]
             meta = {"optimizer": state}
         else:
             entries.append(checkpoint.own_state(state))
-        return str(checkpoint.write(directory, step, entries, meta))
+        if extra is not None:
+            entries.append(checkpoint.extra(extra))
+        return lambda directory: str(checkpoint.write(directory, step, entries, meta))
+
+    @property
+    def global_step(self) -> int:
+        if isinstance(self._optimizer, Optimizer):
+            return self._optimizer.global_step
+        return self._steps_before + self._meter.steps
 
     def count_from(self, step: int) -> None:
         self._steps_before = step - self._meter.steps
+
+    def ask_to_end(self) -> None:
+        pass
+
+    def end_with(self, save: Callable[[], str]) -> None:
+        pass
 
     def summary(self) -> str:
         world, config = topology.current(), collectives.config()

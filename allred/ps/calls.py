@@ -176,20 +176,22 @@ class Calls:
         assert self._service.shard is not None
         return self._service.shard.state()
 
-    def _step_number(self, worker: int) -> int:
-        """Of the optimizer's updates so far, those before a restore included."""
-        assert self._service.shard is not None
+    def _step_and_version(self, worker: int) -> tuple[int, int]:
+        """The optimizer's updates so far, those before a restore included, and those of the parameters here."""
+        shard = self._service.shard
+        assert shard is not None
         step = getattr(self._optimizer, "global_step", None)
-        counts = isinstance(self._optimizer, Optimizer) or self._service.shard.layout.pieces  # else it makes no steps
-        return step if counts and isinstance(step, int) else self._steps_before + self._service.shard.version
+        counts = isinstance(self._optimizer, Optimizer) or shard.layout.pieces  # else it makes no steps
+        return step if counts and isinstance(step, int) else self._steps_before + shard.version, shard.version
 
     def _count_from(self, worker: int, step: int) -> None:
         """Parameters of that step were restored; for an optimizer that does not count by itself."""
         assert self._service.shard is not None
         self._steps_before = step - self._service.shard.version
 
-    def _save(self, worker: int, directory: Path) -> tuple[checkpoint.Shard, Any, int]:
-        """Write this server's part of a checkpoint; what was written, the optimizer's step or state, the version."""
+    def _save(self, worker: int, directory: Path, extra: Any) -> tuple[checkpoint.Shard, Any, int]:
+        """Write this server's part of a checkpoint; what was written, the optimizer's step or state, the version.
+        extra: goes with it, if it is not None."""
         shard = self._service.shard
         assert shard is not None
         state, slots = shard.state()
@@ -209,6 +211,8 @@ class Calls:
                 )
             entries.append(checkpoint.own_state(state))
             state = None
+        if extra is not None:
+            entries.append(checkpoint.extra(extra))
         written = checkpoint.write_shard(directory, self._running.rank, self._running.servers, entries)
         return written, state, shard.version
 

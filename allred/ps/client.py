@@ -329,13 +329,24 @@ class Client:
         """The parameters that the servers have are those of that step."""
         self.call("the number of the step", "count_from", [(step,)] * len(self._links))
 
-    def save(self, root: str) -> str:
-        """A checkpoint of parameters and optimizer, written by the servers; its path."""
+    def step_and_version(self) -> tuple[int, int]:
+        """Of server 0, now: the number of its updates, those before a restore included, and without them."""
+        found: tuple[int, int] = self.call("the number of the step", "step_and_version", [()])[0]
+        return found
+
+    @property
+    def version(self) -> int:
+        """Of server 0's parameters that were pulled last."""
+        return self._links[0].version
+
+    def save(self, root: str, extra: Any = None) -> str:
+        """A checkpoint of parameters and optimizer, written by the servers; its path. extra: goes with it, pickled."""
         title = f"a checkpoint in {root}"
-        (step, *_) = self.call(title, "step_number", [()] * len(self._links))
+        step, _ = self.step_and_version()
         directory = checkpoint.begin(root, step)
         try:
-            saved = self.call(title, "save", [(directory,)] * len(self._links))
+            others = [(directory, None)] * (len(self._links) - 1)
+            saved = self.call(title, "save", [(directory, extra), *others])
             versions = [version for *_, version in saved]
             meta = {"optimizer": saved[0][1], "versions": versions}
             path = str(checkpoint.commit(directory, step, [shard for shard, *_ in saved], meta))

@@ -1,0 +1,23 @@
+"""The training loop: what is around the steps that a user writes. Checkpoints and resuming, hooks, who may stop it."""
+
+from allred.session.hooks import (
+    EarlyStopping,
+    GlobalStepWaiter,
+    Hook,
+    NanLoss,
+    Notify,
+    Outcome,
+    StopAtStep,
+)
+from allred.session.session import Session
+
+__all__ = [
+    "EarlyStopping",
+    "GlobalStepWaiter",
+    "Hook",
+    "NanLoss",
+    "Notify",
+    "Outcome",
+    "Session",
+    "StopAtStep",
+]

@@ -1,0 +1,168 @@
+"""Hooks: what is to happen around the steps of a session. The methods are called on every rank."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import time
+import urllib.request
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from allred.cluster import report
+from allred.errors import InputError, NonFiniteError
+
+if TYPE_CHECKING:
+    from allred.session.session import Session
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a session ended. reason: "max_steps", "end of data", "stopped", the name of a signal, or of an exception;
+    failed: whether it is the latter, `text` its words. checkpoint: the path of the last one that is complete, if any.
+    """
+
+    reason: str
+    failed: bool
+    text: str
+    step: int
+    seconds: float
+    checkpoint: str | None
+
+
+class Hook:
+    """Does nothing; to be subclassed. One with `state_dict` and `load_state_dict` is part of the checkpoints.
+
+    Several ranks: in mode sync `values` are the averages of all, so what follows from them alone follows on all ranks.
+    """
+
+    def begin(self, session: "Session") -> None:
+        """Training begins: parameters and optimizer are restored, or those to start from."""
+
+    def before_step(self, session: "Session") -> None:
+        """A step begins."""
+
+    def after_step(self, session: "Session", values: dict[str, float]) -> None:
+        """A step has ended. values: what was logged in it."""
+
+    def end(self, session: "Session", outcome: Outcome) -> None:
+        """Training has ended, the last checkpoint is written."""
+
+
+class StopAtStep(Hook):
+    """Stop when the global step is `last_step`, or has got beyond it; Session(max_steps=...) is the same."""
+
+    def __init__(self, last_step: int) -> None:
+        if isinstance(last_step, bool) or not isinstance(last_step, int) or last_step < 1:
+            raise InputError(f"StopAtStep: last_step must be an integer >= 1, but is {last_step!r}")
+        self.last_step = last_step
+
+    def begin(self, session: "Session") -> None:
+        self.after_step(session, {})
+
+    def after_step(self, session: "Session", values: dict[str, float]) -> None:
+        if session.step >= self.last_step:
+            session.request_stop("max_steps", everywhere=True)
+
+
+class NanLoss(Hook):
+    """Raise NonFiniteError, or stop, when a value that was logged is not finite. Raises InputError for an odd name."""
+
+    def __init__(self, name: str = "loss", fail: bool = True) -> None:
+        self._name, self._fail = name, fail
+
+    def after_step(self, session: "Session", values: dict[str, float]) -> None:
+        value = values.get(self._name, 0.0)
+        if math.isfinite(value):
+            return
+        if self._fail:
+            raise NonFiniteError(
+                f"session: {self._name} is {value} after step {session.step}; lower the learning rate, or look for the "
+                "sample that does it. NanLoss(fail=False) stops instead"
+            )
+        session.request_stop(f"{self._name} is {value}", everywhere=True)
+
+
+class EarlyStopping(Hook):
+    """Stop when a value has not got better for `patience` steps that logged it.
+
+    min_delta: what counts as better. mode: "min" or "max". Its memory is part of the checkpoints.
+    Raises InputError for what cannot be.
+    """
+
+    def __init__(self, name: str = "loss", patience: int = 10, min_delta: float = 0.0, mode: str = "min") -> None:
+        if mode not in ("min", "max") or patience < 1 or min_delta < 0:
+            raise InputError(
+                f"EarlyStopping(mode={mode!r}, patience={patience!r}, min_delta={min_delta!r}): expected mode 'min' or "
+                "'max', patience >= 1, min_delta >= 0"
+            )
+        self._name, self._patience, self._delta, self._sign = name, patience, min_delta, 1 if mode == "min" else -1
+        self.best, self.since = math.inf, 0  # of the value times the sign; steps without a better one
+
+    def after_step(self, session: "Session", values: dict[str, float]) -> None:
+        if self._name not in values:
+            return
+        value = self._sign * values[self._name]
+        if value < self.best - self._delta:
+            self.best, self.since = value, 0
+        else:
+            self.since += 1
+        if self.since >= self._patience:
+            session.request_stop(f"no better {self._name} for {self.since} steps", everywhere=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "since": self.since}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self.since = state["best"], state["since"]
+
+
+class GlobalStepWaiter(Hook):
+    """Mode ps: this worker begins when the others have made so many updates, with fresh parameters. A slow start of
+    the later workers makes asynchronous training stabler: GlobalStepWaiter(100 * allred.rank()).
+
+    poll_s: seconds between looks at the servers.
+    """
+
+    def __init__(self, step: int, poll_s: float = 0.2) -> None:
+        self._step, self._poll_s = step, poll_s
+
+    def begin(self, session: "Session") -> None:
+        while not session.optimizer.in_step and session.optimizer.global_step < self._step and not session.asked:
+            time.sleep(self._poll_s)
+            session.optimizer.pull(session.params)
+
+
+class Notify(Hook):
+    """Tell somebody how it ended: run a command, or call a webhook. The chief does.
+
+    command: a list of words; the outcome goes to its input, as JSON. url: gets that JSON by POST.
+    only_failures: nothing is told of a good end. timeout_s: longest time it may take, in seconds.
+    What goes wrong with it is said, and ends nothing. Raises InputError if neither or both are given.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str] | None = None,
+        url: str | None = None,
+        only_failures: bool = False,
+        timeout_s: float = 30.0,
+    ) -> None:
+        if (command is None) == (url is None):
+            raise InputError(f"Notify(command={command!r}, url={url!r}): give one of the two")
+        if isinstance(command, str):
+            raise InputError(f"Notify(command={command!r}): expected a list of words, such as ['mail', '-s', 'done']")
+        self._command, self._url, self._only_failures, self._timeout_s = command, url, only_failures, timeout_s
+
+    def end(self, session: "Session", outcome: Outcome) -> None:
+        if not session.is_chief or (self._only_failures and not outcome.failed):
+            return
+        text = json.dumps(dataclasses.asdict(outcome)).encode()
+        try:
+            if self._command is not None:
+                subprocess.run(self._command, input=text, timeout=self._timeout_s, check=True)
+            elif self._url is not None:
+                request = urllib.request.Request(self._url, text, {"Content-Type": "application/json"})
+                urllib.request.urlopen(request, timeout=self._timeout_s).close()
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            report.say(f"Notify could not tell how training ended: {error}")

@@ -1,0 +1,357 @@
+"""Session: a training loop that can be resumed. The user writes the step; what is around it is here.
+
+    1  track: the chief restores the newest checkpoint, if there is one; the others wait for it and receive the state
+    2  each step ends with one small allreduce (values.py), in which the ranks also agree on whether to stop
+    3  a checkpoint of parameters, optimizer, position in the data, random states and hooks: copied after a step, then
+       written in the background (saver.py)
+    4  the last one is written when the loop ends, in whatever way. After an exception, by the rank that raised it: in
+       mode sync its parameters are those of all. If an update was cut short by it, they are of no step: then the
+       newest checkpoint stands, as it does when a rank is killed
+
+Mode ps: workers run at their own pace, so they do not meet at the end of a step. What is logged is each worker's own,
+the global step is the servers', the position in the data is the chief's, and the servers write checkpoints.
+"""
+
+import contextlib
+import os
+import time
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Self, TypeVar
+
+from allred import checkpoint
+from allred.cluster import report, topology
+from allred.comm import collectives
+from allred.errors import (
+    AllredError,
+    CheckpointError,
+    CollectiveTimeout,
+    DriftError,
+    InputError,
+    RemoteRankError,
+    ShutdownError,
+)
+from allred.modes.optimizer import DistributedOptimizer
+from allred.session import random_states
+from allred.session.asked import Asked
+from allred.session.hooks import Hook, Outcome, StopAtStep
+from allred.session.saver import Saver
+from allred.session.values import Log
+
+T = TypeVar("T")
+
+# Others have caused them, or the ranks differ: what this rank has is not to be kept.
+_OTHERS = (RemoteRankError, CollectiveTimeout, DriftError)
+_FOREVER_S = 1e9
+
+
+class Session:
+    """A training loop with checkpoints, hooks and an end that is always orderly. All ranks make one.
+
+        with allred.Session(checkpoint_dir="ckpt", save_secs=600, max_steps=10_000) as session:
+            session.track(params=params, optimizer=opt, data=batches)
+            for x, y in session.steps(batches):
+                loss, grads = loss_and_grads(params, x, y)
+                opt.step(params, grads)
+                session.log(loss=loss, examples=len(x))
+
+    checkpoint_dir: where checkpoints are, and a restored one is looked for; None: nothing is saved. All ranks that may
+        write one (see above) have to see it.
+    save_secs: seconds between checkpoints, by the chief's clock (600 without both); save_steps: steps between them.
+    keep: how many checkpoints stay; keep_every: those of every so many steps stay as well, 0 is none.
+    max_steps: the global step at which the loop ends.
+    hooks: see `allred.session.Hook`; called in this order.
+    wait_for_chief_s: how long the others wait for it to restore, in seconds.
+
+    SIGTERM, SIGUSR1 and a first Ctrl-C end the loop after the step at hand, on all ranks, as if it was at its end; the
+    program goes on behind it.
+
+    Raises InputError for arguments that cannot be, NotInitializedError before allred.init().
+    """
+
+    def __init__(
+        self,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        *,
+        save_secs: float | None = None,
+        save_steps: int | None = None,
+        keep: int = 5,
+        keep_every: int = 0,
+        max_steps: int | None = None,
+        hooks: Iterable[Hook] = (),
+        wait_for_chief_s: float = 7200.0,
+    ) -> None:
+        directory = None if checkpoint_dir is None else os.fspath(checkpoint_dir)
+        if directory is None and (save_secs, save_steps) != (None, None):
+            raise InputError("Session: save_secs and save_steps need a checkpoint_dir")
+        self._saver = Saver(directory or "", save_secs, save_steps, keep, keep_every)
+        self._saves = directory is not None
+        self.hooks: list[Hook] = [*hooks] if max_steps is None else [*hooks, StopAtStep(max_steps)]
+        if odd := [hook for hook in self.hooks if not isinstance(hook, Hook)]:
+            raise InputError(f"Session: {odd[0]!r} is no hook; subclass allred.session.Hook")
+        self.step = 0
+        self.params: Any = None
+        self._optimizer: DistributedOptimizer | None = None
+        self._data: Any = None
+        self._more: dict[str, Any] = {}
+        self._wait_s = wait_for_chief_s
+        self._asked, self._log = Asked(), Log()
+        self._stops, self._requested = "", ""  # why the loop ends; why this rank would like it to
+        self._in_step = self._entered = self._done = False
+        self._begun_at_step, self._position = 0, None  # of the step at hand: the global step, the position in the data
+        self._start = time.monotonic()
+
+    # Around everything.
+
+    def __enter__(self) -> Self:
+        topology.current()  # raises
+        if self._entered:
+            raise InputError("Session: it was used already; make a new one")
+        self._entered = True
+        self._asked.listen()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> bool:
+        path: str | None = None
+        asked = isinstance(error, ShutdownError)
+        try:
+            if self._optimizer is None:
+                pass
+            elif error is None:
+                path = self._end_well()
+            elif not asked:
+                path = self._save_after(error)
+        finally:
+            self._asked.stop()
+            if self._saves and self._optimizer is not None and self._saver.count:
+                report.inform(self._saver.text())
+        self._call_end(error if not asked else None, path)
+        return asked
+
+    def track(self, *, params: Any, optimizer: DistributedOptimizer, data: Any = None, **more: Any) -> int | None:
+        """Say what is trained; collective. Restores the newest checkpoint, else everybody starts from the chief's.
+
+        params: a nest of arrays. optimizer: of allred.distributed. data: what gives the batches; if it has state_dict
+        and load_state_dict, resuming goes on behind the last batch. more: anything else that has these two, by name:
+        saved by the chief (or the rank that fails), and loaded on all ranks.
+
+        The number of the step that was restored; None if there was no checkpoint.
+        Raises InputError for what cannot be tracked, CheckpointError if one cannot be read or is of another model.
+        """
+        if not self._entered or self._done:
+            raise InputError("session.track(): use the session in a with statement, and within it")
+        if self._optimizer is not None:
+            raise InputError("session.track() was called already; track everything in one call")
+        if not isinstance(optimizer, DistributedOptimizer):
+            raise InputError(f"session.track(optimizer={optimizer!r}): expected what allred.distributed returns")
+        for name, value in more.items():
+            if not _keeps_state(value):
+                raise InputError(
+                    f"session.track({name}=...): {type(value).__name__} has no state_dict, load_state_dict"
+                )
+        restored = extra = None
+        with self._waiting(self._wait_s):
+            if self._saves:
+                restored, extra = optimizer.restore_all(self._saver.directory, params)
+            else:
+                optimizer.broadcast(params)
+        self.params, self._optimizer, self._data, self._more = params, optimizer, data, more
+        if extra is not None:
+            self._load(extra)
+        if restored is not None:
+            report.inform(f"goes on from step {restored}, of {self._saver.directory}")
+        self.step = optimizer.global_step
+        self._saver.begin(self.step)
+        if not optimizer.in_step:
+            self._asked.noted = optimizer.ask_to_end
+            if self._saves:
+                optimizer.end_with(lambda: self._saving()(self._saver.directory))
+        for hook in self.hooks:
+            hook.begin(self)
+        return restored
+
+    @contextlib.contextmanager
+    def _waiting(self, seconds: float) -> Iterator[None]:
+        """With another limit than usual, and the usual warnings."""
+        queue = collectives.current().queue
+        before, queue.timeout_s = queue.timeout_s, max(seconds, queue.timeout_s)
+        try:
+            yield
+        finally:
+            queue.timeout_s = before
+
+    # The loop.
+
+    def steps(self, batches: Iterable[T]) -> Iterator[T]:
+        """The batches, until the loop is to end: at max_steps, at the end of the data, or when somebody asks for it."""
+        iterator = iter(batches)
+        while not self.should_stop():
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                self._in_step = False
+                self._stops = "end of data"
+                return
+            yield batch
+
+    def should_stop(self) -> bool:
+        """Whether the loop ends; else a step begins. Collective in mode sync, and the end of the step before:
+
+        while not session.should_stop(): ...
+        """
+        if self._optimizer is None:
+            raise InputError("session: call session.track(params=..., optimizer=...) before the first step")
+        if self._in_step:
+            self._end_step()
+        if self._stops:
+            return True
+        self._in_step = True
+        self._begun_at_step = self.step
+        for hook in self.hooks:
+            hook.before_step(self)
+        return False
+
+    def log(self, *, examples: Any = None, **values: Any) -> None:
+        """Note numbers of this step: in mode sync they are averaged over ranks, weighted by `examples`, the number of
+        samples of this rank's part. All ranks have to note the same names. Raises InputError for what is no number."""
+        self._log.add(values, examples)
+
+    def request_stop(self, reason: str = "stopped", everywhere: bool = False) -> None:
+        """Ask for the end of the loop, in mode sync on all ranks after the step at whose end all have heard of it.
+
+        everywhere: all ranks ask for it after the same step; so it ends at once.
+        """
+        if (everywhere and (self._optimizer is None or self._optimizer.in_step)) or (
+            everywhere and reason == "max_steps"
+        ):
+            self._stops = self._stops or reason
+        else:
+            self._requested = self._requested or reason
+            if self._optimizer is not None:
+                self._optimizer.ask_to_end()
+
+    def _end_step(self) -> None:
+        self._in_step = False
+        optimizer = self.optimizer
+        self.step = optimizer.global_step
+        if self.step != self._begun_at_step:
+            self._position = _state_of(self._data)
+        due = self.is_chief and self._saves and self._saver.due(self.step)
+        asks = bool(self._asked.reason or self._requested)
+        told = (self._log.together if optimizer.in_step else self._log.alone)(asks, due)
+        if told.stop and optimizer.in_step:
+            self._stops = self._stops or self._asked.reason or self._requested or "another rank asked"
+        for hook in self.hooks:
+            hook.after_step(self, told.values)
+        if told.save and not self._stops:
+            self._save()
+
+    # Checkpoints.
+
+    def _save(self) -> None:
+        randoms = collectives.allgather_object(random_states.get()) if self.optimizer.in_step else None
+        if self.is_chief:
+            self._saver.save(self.step, lambda: self._saving(randoms, copy=True), apart=self.optimizer.in_step)
+
+    def _saving(self, randoms: Any = None, copy: bool = False) -> Callable[[str], str]:
+        """What writes the checkpoint of now."""
+        mine = {topology.rank(): random_states.get()}
+        extra = {
+            "data": self._position if self.step == self.optimizer.global_step else _state_of(self._data),
+            "random": dict(enumerate(randoms)) if randoms is not None else mine,
+            "hooks": [_state_of(hook) for hook in self.hooks],
+            "more": {name: value.state_dict() for name, value in self._more.items()},
+        }
+        return self.optimizer.saving(self.params, extra, copy)
+
+    def _load(self, extra: Any) -> None:
+        position = extra["data"]
+        if position is not None and _keeps_state(self._data):
+            self._data.load_state_dict(position)
+            self._position = position
+        if (state := extra["random"].get(topology.rank())) is not None:
+            random_states.put(state)
+        for hook, state in zip(self.hooks, extra["hooks"], strict=False):
+            if state is not None and _keeps_state(hook):
+                hook.load_state_dict(state)  # type: ignore[attr-defined]
+        for name, state in extra["more"].items():
+            if name in self._more:
+                self._more[name].load_state_dict(state)
+
+    def _end_well(self) -> str | None:
+        optimizer, path = self.optimizer, None
+        if self._in_step:  # the loop was left by a break
+            self._in_step = False
+            self.step = optimizer.global_step
+            self._position = _state_of(self._data)
+        if not optimizer.in_step:
+            optimizer.finish()
+        with collectives.patience(_FOREVER_S):
+            collectives.barrier()
+            optimizer.pull(self.params)
+            self.step = optimizer.global_step
+            if self._saves and self.is_chief:
+                path = self._saver.save_last(self.step, self._saving)
+            collectives.barrier()
+        return path
+
+    def _save_after(self, error: BaseException) -> str | None:
+        """An exception goes through: keep what there is, if it is of a step and this rank's own failure."""
+        if not self._saves or isinstance(error, (*_OTHERS, GeneratorExit)):
+            return None
+        optimizer = self.optimizer
+        if optimizer.torn:
+            report.say("no checkpoint was written at the end: an update was cut short; the newest one stands")
+            return None
+        path = None
+        try:
+            step = optimizer.global_step
+            if not self.is_chief and checkpoint.newest(self._saver.directory) == step:
+                return None
+            path = self._saver.save_last(step, self._saving)
+        except AllredError as failure:
+            print(f"allred: no checkpoint was written at the end: {failure}", flush=True)
+        return path
+
+    def _call_end(self, error: BaseException | None, path: str | None) -> None:
+        self._done = True
+        if self._optimizer is None:
+            return
+        reason = self._stops or self._asked.reason or self._requested or "stopped"
+        if path is None and self._saves:
+            with contextlib.suppress(CheckpointError):
+                newest = checkpoint.newest(self._saver.directory)
+                path = None if newest is None else str(newest)
+        seconds = time.monotonic() - self._start
+        failed, text = error is not None, "" if error is None else str(error)
+        outcome = Outcome(type(error).__name__ if failed else reason, failed, text, self.step, seconds, path)
+        for hook in self.hooks:
+            hook.end(self, outcome)
+
+    # For hooks.
+
+    @property
+    def optimizer(self) -> DistributedOptimizer:
+        """The one that is tracked."""
+        assert self._optimizer is not None
+        return self._optimizer
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is rank 0."""
+        return topology.rank() == 0
+
+    @property
+    def asked(self) -> str:
+        """Why the loop is to end, if it is: the name of a signal to this process, or what was requested."""
+        return self._stops or self._asked.reason or self._requested
+
+
+def _keeps_state(value: Any) -> bool:
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def _state_of(value: Any) -> Any:
+    return value.state_dict() if _keeps_state(value) else None

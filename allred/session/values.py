@@ -1,0 +1,71 @@
+"""What the ranks tell each other at the end of a step, in one small allreduce: the values that were logged, averaged by
+examples, and whether somebody asks to stop, or the chief for a checkpoint.
+
+The ranks have to log the same names: these are the name of the operation, so a difference is its MismatchError.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from allred.comm import collectives
+from allred.errors import InputError
+
+
+class Told(NamedTuple):
+    """Of all ranks: averages of the values, examples in all, whether to stop, whether a checkpoint is due."""
+
+    values: dict[str, float]
+    examples: float
+    stop: bool
+    save: bool
+
+
+class Log:
+    """Of one step on this rank."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, float] = {}
+        self._examples: float | None = None
+
+    def add(self, values: dict[str, Any], examples: Any) -> None:
+        """Note numbers. What is noted twice in a step holds as noted last. Raises InputError for what is no number."""
+        for name, value in values.items():
+            self._values[name] = _number(name, value)
+        if examples is not None:
+            number = _number("examples", examples)
+            if not 0 <= number < math.inf:
+                raise InputError(f"session.log(examples={examples!r}): expected a number of at least 0")
+            self._examples = number
+
+    def alone(self, stop: bool, save: bool) -> Told:
+        """This rank's own, without the others; starts anew."""
+        values, examples = self._take()
+        return Told(values, examples or 0.0, stop, save)
+
+    def together(self, stop: bool, save: bool) -> Told:
+        """Those of all ranks; collective. Starts anew."""
+        values, examples = self._take()
+        names = sorted(values)
+        weight = 1.0 if examples is None else examples
+        mine = [float(stop), float(save), examples or 0.0, weight]
+        mine += [values[name] * weight if weight else 0.0 for name in names]
+        title = f"session.log({', '.join(names)})"
+        total = collectives.allreduce(np.array(mine), collectives.ReduceOp.SUM, name=title).tolist()
+        means = {name: value / total[3] if total[3] else math.nan for name, value in zip(names, total[4:], strict=True)}
+        return Told(means, total[2], total[0] > 0, total[1] > 0)
+
+    def _take(self) -> tuple[dict[str, float], float | None]:
+        taken = self._values, self._examples
+        self._values, self._examples = {}, None
+        return taken
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise InputError(
+            f"session.log({name}={value!r}): expected a number, or an array of one element; got {type(value).__name__}"
+        ) from None
