@@ -3,7 +3,6 @@
 #include <string.h>
 
 #if defined __x86_64__
-#include <emmintrin.h>
 #include <x86intrin.h>
 
 /* A plain copy is slow below this: 4 to 6 GB/s, as counters run. From a core's own caches or from memory it is faster.
@@ -14,6 +13,18 @@
 #define COPIES_AROUND 256
 #define SHORT 256 /* bytes; what is less fills too few lines */
 
+/* Store around the caches to an aligned place, as many bytes as its vectors fill; how many. 100 MB from other caches
+ * took 5.5 ms by 16 bytes, 4.7 by 32, and as much by 64. */
+#define STREAM(name, TARGET, VECTOR, LOAD, STORE)                                                                      \
+  TARGET static size_t name(char *to, const char *from, size_t bytes) {                                                \
+    size_t at = 0;                                                                                                     \
+    for (; at + sizeof(VECTOR) <= bytes; at += sizeof(VECTOR))                                                         \
+      STORE((VECTOR *)(void *)(to + at), LOAD((const VECTOR *)(const void *)(from + at)));                             \
+    return at;                                                                                                         \
+  }
+STREAM(stream_16, , __m128i, _mm_loadu_si128, _mm_stream_si128)
+STREAM(stream_32, __attribute__((target("avx"))), __m256i, _mm256_loadu_si256, _mm256_stream_si256)
+
 uint64_t allred_copy_begin(void) { return __rdtsc(); }
 
 void allred_copy(const allred_pace *pace, char *to, const char *from, size_t bytes) {
@@ -21,12 +32,11 @@ void allred_copy(const allred_pace *pace, char *to, const char *from, size_t byt
     memcpy(to, from, bytes);
     return;
   }
-  const size_t head = -(uintptr_t)to % sizeof(__m128i);
+  const size_t head = -(uintptr_t)to % sizeof(__m256i);
   memcpy(to, from, head);
-  size_t at = head;
-  for (; at + sizeof(__m128i) <= bytes; at += sizeof(__m128i))
-    _mm_stream_si128((__m128i *)(void *)(to + at), _mm_loadu_si128((const __m128i *)(const void *)(from + at)));
-  memcpy(to + at, from + at, bytes - at);
+  const size_t end =
+      head + (__builtin_cpu_supports("avx") ? stream_32 : stream_16)(to + head, from + head, bytes - head);
+  memcpy(to + end, from + end, bytes - end);
 }
 
 void allred_copy_end(allred_pace *pace, uint64_t begun, size_t bytes) {

@@ -271,18 +271,21 @@ static PyObject *hashes(PyObject *self, PyObject *tensors) {
 static PyObject *exceeds(PyObject *self, PyObject *args) {
   (void)self;
   PyObject *tensors;
+  const char *variant_name = "";
   tensor_list list;
   int element_bytes, found = 0;
   unsigned int limit;
-  if (!PyArg_ParseTuple(args, "OiI:exceeds", &tensors, &element_bytes, &limit)) return NULL;
+  if (!PyArg_ParseTuple(args, "OiI|s:exceeds", &tensors, &element_bytes, &limit, &variant_name)) return NULL;
   if (element_bytes != 2 && element_bytes != 4 && element_bytes != 8)
     return PyErr_Format(PyExc_ValueError, "elements must have 2, 4 or 8 bytes, got %d", element_bytes);
   if (limit > (element_bytes == 2 ? INT16_MAX : INT32_MAX))
     return PyErr_Format(PyExc_ValueError, "the limit %u has the sign's bit or more", limit);
+  const int variant = find_variant(variant_name);
+  if (variant < 0) return NULL;
   if (acquire_tensors(tensors, PyBUF_ANY_CONTIGUOUS, &list) < 0) return NULL;
   Py_BEGIN_ALLOW_THREADS;
   for (Py_ssize_t i = 0; i < list.count && !found; i++)
-    found = allred_exceeds(list.pieces[i].data, list.pieces[i].bytes, element_bytes, limit);
+    found = allred_exceeds(list.pieces[i].data, list.pieces[i].bytes, element_bytes, limit, variant);
   Py_END_ALLOW_THREADS;
   release_tensors(&list);
   return PyBool_FromLong(found);
@@ -343,7 +346,8 @@ static PyMethodDef methods[] = {
      "update(rule, arrays, numbers, variant=''): whether a kernel did it; else nothing is changed. See update.h."},
     {"hashes", hashes, METH_O, "hashes(tensors): a 64-bit hash of each tensor's bytes; see scan.h."},
     {"exceeds", exceeds, METH_VARARGS,
-     "exceeds(tensors, element_bytes, limit): whether a float's magnitude, as bits, is above the limit; see scan.h."},
+     "exceeds(tensors, element_bytes, limit, variant=''): whether a float's magnitude, as bits, is above the limit; "
+     "see scan.h."},
     {"variants", variants, METH_NOARGS, "variants(): the names of the kernels that this CPU runs, the best last."},
     {"segment_bytes", segment_bytes, METH_VARARGS, "segment_bytes(ranks, chunk_bytes): what a Segment needs."},
     {"mailbox_bytes", allred_python_mailbox_bytes, METH_VARARGS,

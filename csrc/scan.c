@@ -45,8 +45,8 @@ uint64_t allred_hash(const void *data, size_t bytes) {
 /* Elements between looks at whether one was found: a loop without an exit is vectorized. */
 #define BLOCK ((size_t)1024)
 
-#define EXCEEDS(name, T, MAGNITUDE)                                                                                    \
-  static int name(const void *data, size_t count, T limit) {                                                           \
+#define EXCEEDS(name, TARGET, T, MAGNITUDE)                                                                            \
+  TARGET static int name(const void *data, size_t count, T limit) {                                                    \
     typedef T stored __attribute__((aligned(1), may_alias));                                                           \
     const stored *element = data;                                                                                      \
     for (size_t start = 0; start < count; start += BLOCK) {                                                            \
@@ -60,12 +60,28 @@ uint64_t allred_hash(const void *data, size_t bytes) {
 #define OF_2_BYTES(bits) ((bits) & 0x7fff)
 #define OF_4_BYTES(bits) ((bits) & 0x7fffffff)
 #define OF_8_BYTES(bits) ((int32_t)((bits) >> 32) & 0x7fffffff)
-EXCEEDS(exceeds_2_bytes, int16_t, OF_2_BYTES)
-EXCEEDS(exceeds_4_bytes, int32_t, OF_4_BYTES)
-EXCEEDS(exceeds_8_bytes, int64_t, OF_8_BYTES)
 
-int allred_exceeds(const void *data, size_t bytes, int element_bytes, uint32_t limit) {
-  if (element_bytes == 2) return exceeds_2_bytes(data, bytes / 2, (int16_t)limit);
-  if (element_bytes == 4) return exceeds_4_bytes(data, bytes / 4, (int32_t)limit);
-  return exceeds_8_bytes(data, bytes / 8, (int32_t)limit);
+#define EACH_SIZE(variant, TARGET)                                                                                     \
+  EXCEEDS(exceeds_2_bytes_##variant, TARGET, int16_t, OF_2_BYTES)                                                      \
+  EXCEEDS(exceeds_4_bytes_##variant, TARGET, int32_t, OF_4_BYTES)                                                      \
+  EXCEEDS(exceeds_8_bytes_##variant, TARGET, int64_t, OF_8_BYTES)                                                      \
+  static int exceeds_##variant(const void *data, size_t bytes, int element_bytes, uint32_t limit) {                    \
+    if (element_bytes == 2) return exceeds_2_bytes_##variant(data, bytes / 2, (int16_t)limit);                         \
+    if (element_bytes == 4) return exceeds_4_bytes_##variant(data, bytes / 4, (int32_t)limit);                         \
+    return exceeds_8_bytes_##variant(data, bytes / 8, (int32_t)limit);                                                 \
+  }
+EACH_SIZE(baseline, )
+
+/* 100 MB that are in no cache: 3.9 ms, and with AVX2 3.3. AVX-512 gives no more: one core gets no more from memory. */
+#if defined __x86_64__ && defined __GNUC__
+#define MULTIVERSION
+EACH_SIZE(avx2, __attribute__((target("avx2"))))
+#endif
+
+int allred_exceeds(const void *data, size_t bytes, int element_bytes, uint32_t limit, int variant) {
+#ifdef MULTIVERSION
+  if (variant > 0) return exceeds_avx2(data, bytes, element_bytes, limit);
+#endif
+  (void)variant;
+  return exceeds_baseline(data, bytes, element_bytes, limit);
 }

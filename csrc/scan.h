@@ -22,8 +22,9 @@ uint64_t allred_hash(const void *data, size_t bytes);
 
 /*
  * Whether an element's magnitude is above `limit`. Elements are floats of 2, 4 or 8 bytes, and compared as bits without
- * the sign, which is in the order of magnitudes, infinity and NaN last; of 8 bytes only the upper 4 are.
+ * the sign, which is in the order of magnitudes, infinity and NaN last; of 8 bytes only the upper 4 are. `variant` is
+ * one of reduce.h's; from the second on, AVX2's, they share a kernel.
  */
-int allred_exceeds(const void *data, size_t bytes, int element_bytes, uint32_t limit);
+int allred_exceeds(const void *data, size_t bytes, int element_bytes, uint32_t limit, int variant);
 
 #endif

@@ -15,7 +15,7 @@ unpack: Callable[[list[Any], Any], None]
 reduce: Callable[..., None]  # twins.reduce is its signature
 update: Callable[..., bool]  # twins.update is its signature
 hashes: Callable[[list[Any]], list[int]]
-exceeds: Callable[[list[Any], int, int], bool]
+exceeds: Callable[..., bool]  # twins.exceeds is its signature
 variants: tuple[str, ...]
 arm_exit: Callable[..., bool] | None  # see csrc/exit.h
 alarm: Callable[[float, float, str, str], bool] | None  # see csrc/alarm.h

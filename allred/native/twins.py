@@ -75,8 +75,11 @@ def _hash(memory: NDArray[np.uint8]) -> int:
     return total % 2**64
 
 
-def exceeds(tensors: list[Array], element_bytes: int, limit: int) -> bool:
-    """Whether the magnitude of a float of so many bytes, as bits, is above `limit`. See csrc/scan.h."""
+def exceeds(tensors: list[Array], element_bytes: int, limit: int, variant: str = "") -> bool:
+    """Whether the magnitude of a float of so many bytes, as bits, is above `limit`. See csrc/scan.h.
+
+    `variant` means something only to the C kernel.
+    """
     if element_bytes not in (2, 4, 8):
         raise ValueError(f"elements must have 2, 4 or 8 bytes, got {element_bytes}")
     if limit > (np.iinfo(np.int16).max if element_bytes == 2 else np.iinfo(np.int32).max):

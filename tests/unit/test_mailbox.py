@@ -1,5 +1,6 @@
 """The C type that links a worker and a parameter server of one node: both ends in one process, a thread for each."""
 
+import itertools
 import mmap
 import os
 import signal
@@ -148,6 +149,26 @@ def test_cells_of_the_shard_in_any_order(ends):
     server.answer(b"")
     assert worker.done()
     assert target.tolist() == [*range(90, 100), *range(5, 25)]
+
+
+@pytest.mark.parametrize("nbytes", [2**24, 2**24 + 1])
+def test_much_comes_down_around_the_caches_and_is_the_same(ends, nbytes):
+    """Pieces of all kinds: of too few bytes for that, at odd places, across cells."""
+    worker, server = ends
+    shard = np.random.default_rng(0).integers(0, 255, nbytes, np.uint8)
+    sizes = [1, 0, 15, 31, 33, 255, 256, 257, 287, 288, 289, 5000, 2**20 + 7]
+    memory = np.zeros(nbytes + 64, np.uint8)
+    places = np.cumsum([3, *sizes, nbytes - sum(sizes)])
+    targets = [memory[a:b] for a, b in itertools.pairwise(places)]
+    rows = rows_of(nbytes, 2**19 + 13)
+    assert not worker.begin(b"", [], NONE, targets, shard, rows)
+    server.poll()
+    server.give(len(rows))
+    server.answer(b"")
+    finish(worker)
+    assert (memory[3 : nbytes + 3] == shard).all()
+    assert not memory[:3].any()
+    assert not memory[nbytes + 3 :].any()
 
 
 def test_the_reply_ends_a_request_whatever_is_left(ends):

@@ -11,6 +11,9 @@ KERNELS = [
     pytest.param(twins, id="numpy"),
     pytest.param(native, id="C", marks=pytest.mark.skipif(not native.available, reason=native.reason)),
 ]
+EXCEEDS = [pytest.param(twins.exceeds, id="numpy")] + [
+    pytest.param(lambda *of, variant=variant: native.exceeds(*of, variant), id=variant) for variant in native.variants
+]
 INFINITY = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000, "float64": 0x7FF00000}
 
 
@@ -59,37 +62,37 @@ def test_what_differs_has_another_hash(kernels):
     assert len(set(hashes)) == len(hashes)
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("exceeds", EXCEEDS)
 @pytest.mark.parametrize("dtype", INFINITY)
 @pytest.mark.parametrize("count", [0, 1, 31, 1024, 2500])
-def test_an_element_that_is_not_finite_is_found_wherever_it_is(kernels, dtype, count):
+def test_an_element_that_is_not_finite_is_found_wherever_it_is(exceeds, dtype, count):
     values = np.full(count, -ml_dtypes.finfo(dtype).max, dtype)
     values[::2] = 0
     element_bytes, limit = values.itemsize, INFINITY[dtype] - 1
-    assert not kernels.exceeds([arrays.as_buffer(values)] * 2, element_bytes, limit)
+    assert not exceeds([arrays.as_buffer(values)] * 2, element_bytes, limit)
     for where in {place for place in (0, 1, count // 2, count - 1) if 0 <= place < count}:
         for bad in (np.nan, np.inf, -np.inf):
             with_it = values.copy()
             with_it[where] = bad
-            assert kernels.exceeds([arrays.as_buffer(values), arrays.as_buffer(with_it)], element_bytes, limit)
+            assert exceeds([arrays.as_buffer(values), arrays.as_buffer(with_it)], element_bytes, limit)
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_the_limit_is_the_last_that_passes(kernels):
+@pytest.mark.parametrize("exceeds", EXCEEDS)
+def test_the_limit_is_the_last_that_passes(exceeds):
     for dtype, value, bits in ((np.float16, 1.5, 0x3E00), (np.float32, 1.5, 0x3FC00000), (np.float64, 1.5, 0x3FF80000)):
         for sign in (1, -1):
             values = np.full(70, sign * value, dtype)
-            assert not kernels.exceeds([values], values.itemsize, bits)
-            assert kernels.exceeds([values], values.itemsize, bits - 1)
+            assert not exceeds([values], values.itemsize, bits)
+            assert exceeds([values], values.itemsize, bits - 1)
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_memory_in_fortrans_order_or_misaligned_is_looked_through(kernels):
+@pytest.mark.parametrize("exceeds", EXCEEDS)
+def test_memory_in_fortrans_order_or_misaligned_is_looked_through(exceeds):
     memory = np.zeros(4 * 60 + 1, np.uint8)
     values = memory[1:].view(np.float32).reshape(6, 10)
     values[5, 9] = np.nan
     for array in (values, values.T, np.array(np.nan, np.float32)):
-        assert kernels.exceeds([array], 4, INFINITY["float32"] - 1)
+        assert exceeds([array], 4, INFINITY["float32"] - 1)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

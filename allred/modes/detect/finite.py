@@ -52,7 +52,11 @@ def scan(plan: Plan, values: Sequence[Any], ranks: int) -> int:
 
 
 def looks(plan: Plan) -> list[Callable[[list[Array]], bool]]:
-    """For each dtype, what says whether contiguous gradients of such a plan, all of them there, are not all finite."""
+    """For each dtype, what says whether contiguous gradients of such a plan, all of them there, are not all finite.
+
+    Mode ps takes this pass over memory before it pushes anything. To look at each cell on its way up would take a sixth
+    off a step with 100 MB, but a server would have applied the cells before: of gradients that explode, huge ones.
+    """
 
     def of(dtype: np.dtype[Any], indices: list[int]) -> Callable[[list[Array]], bool]:
         element_bytes, _, largest = _limits(dtype, ranks=1)
