@@ -114,20 +114,19 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> bool:
-        path: str | None = None
-        asked = isinstance(error, ShutdownError)
+        asked, path = isinstance(error, ShutdownError), None
+        failure = None if asked else error
         try:
-            if self._optimizer is None:
-                pass
-            elif error is None:
-                path = self._end_well()
-            elif not asked:
-                path = self._save_after(error)
+            if self._optimizer is not None and not asked:
+                path = self._end_well() if failure is None else self._save_after(failure)
+        except BaseException as another:
+            failure = another
+            raise
         finally:
             self._asked.stop()
-            if self._saves and self._optimizer is not None and self._saver.count:
-                report.inform(self._saver.text())
-        self._call_end(error if not asked else None, path)
+            self._done = True
+            if self._optimizer is not None:
+                self._call_end(failure, path)
         return asked
 
     def track(self, *, params: Any, optimizer: DistributedOptimizer, data: Any = None, **more: Any) -> int | None:
@@ -223,14 +222,11 @@ class Session:
 
         everywhere: all ranks ask for it after the same step; so it ends at once.
         """
-        if (everywhere and (self._optimizer is None or self._optimizer.in_step)) or (
-            everywhere and reason == "max_steps"
-        ):
+        if everywhere and (self.optimizer.in_step or reason == "max_steps"):  # which each worker sees at the servers
             self._stops = self._stops or reason
         else:
             self._requested = self._requested or reason
-            if self._optimizer is not None:
-                self._optimizer.ask_to_end()
+            self.optimizer.ask_to_end()
 
     def _end_step(self) -> None:
         self._in_step = False
@@ -251,9 +247,13 @@ class Session:
     # Checkpoints.
 
     def _save(self) -> None:
-        randoms = collectives.allgather_object(random_states.get()) if self.optimizer.in_step else None
+        randoms = self._gather_randoms()
         if self.is_chief:
             self._saver.save(self.step, lambda: self._saving(randoms, copy=True), apart=self.optimizer.in_step)
+
+    def _gather_randoms(self) -> list[Any] | None:
+        """The random states of all ranks, where they meet."""
+        return collectives.allgather_object(random_states.get()) if self.optimizer.in_step else None
 
     def _saving(self, randoms: Any = None, copy: bool = False) -> Callable[[str], str]:
         """What writes the checkpoint of now."""
@@ -292,8 +292,9 @@ class Session:
             collectives.barrier()
             optimizer.pull(self.params)
             self.step = optimizer.global_step
+            randoms = self._gather_randoms()
             if self._saves and self.is_chief:
-                path = self._saver.save_last(self.step, self._saving)
+                path = self._saver.save_last(self.step, lambda: self._saving(randoms))
             collectives.barrier()
         return path
 
@@ -305,28 +306,22 @@ class Session:
         if optimizer.torn:
             report.say("no checkpoint was written at the end: an update was cut short; the newest one stands")
             return None
-        path = None
         try:
-            step = optimizer.global_step
-            if not self.is_chief and checkpoint.newest(self._saver.directory) == step:
-                return None
-            path = self._saver.save_last(step, self._saving)
+            return self._saver.save_last(optimizer.global_step, self._saving)
         except AllredError as failure:
-            print(f"allred: no checkpoint was written at the end: {failure}", flush=True)
-        return path
+            os.write(2, f"allred: no checkpoint was written at the end: {failure}\n".encode())
+            return None
 
-    def _call_end(self, error: BaseException | None, path: str | None) -> None:
-        self._done = True
-        if self._optimizer is None:
-            return
-        reason = self._stops or self._asked.reason or self._requested or "stopped"
-        if path is None and self._saves:
+    def _call_end(self, failure: BaseException | None, path: str | None) -> None:
+        if self._saves and self._saver.count:
+            report.inform(self._saver.text())
+        if self._saves and path is None:
             with contextlib.suppress(CheckpointError):
-                newest = checkpoint.newest(self._saver.directory)
-                path = None if newest is None else str(newest)
+                path = str(checkpoint.newest(self._saver.directory) or "") or None
+        reason = self.asked or "stopped"
+        failed, text = failure is not None, "" if failure is None else str(failure)
         seconds = time.monotonic() - self._start
-        failed, text = error is not None, "" if error is None else str(error)
-        outcome = Outcome(type(error).__name__ if failed else reason, failed, text, self.step, seconds, path)
+        outcome = Outcome(type(failure).__name__ if failed else reason, failed, text, self.step, seconds, path)
         for hook in self.hooks:
             hook.end(self, outcome)
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from allred.comm import collectives
+from allred.comm.ops import ReduceOp
 from allred.errors import InputError
 
 
@@ -52,7 +53,7 @@ class Log:
         mine = [float(stop), float(save), examples or 0.0, weight]
         mine += [values[name] * weight if weight else 0.0 for name in names]
         title = f"session.log({', '.join(names)})"
-        total = collectives.allreduce(np.array(mine), collectives.ReduceOp.SUM, name=title).tolist()
+        total = collectives.allreduce(np.array(mine), ReduceOp.SUM, name=title).tolist()
         means = {name: value / total[3] if total[3] else math.nan for name, value in zip(names, total[4:], strict=True)}
         return Told(means, total[2], total[0] > 0, total[1] > 0)
 

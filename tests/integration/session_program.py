@@ -1,0 +1,115 @@
+"""A training that a session runs: what it prints is judged by test_session.py.
+
+session_program.py DIRECTORY ARGUMENTS    JSON: see `main`
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+
+import numpy as np
+
+import allred
+from allred.session import EarlyStopping, Hook, Session
+
+
+class Numbers:
+    """0, 1, 2, ... as data: it knows where it is."""
+
+    def __init__(self, count):
+        self.count, self.at = count, 0
+
+    def __iter__(self):
+        while self.at < self.count:
+            self.at += 1
+            yield self.at - 1
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class Witness(Hook):
+    """Notes what it was called for."""
+
+    def __init__(self):
+        self.calls, self.values, self.outcome = [], [], None
+
+    def begin(self, session):
+        self.calls.append("begin")
+
+    def before_step(self, session):
+        self.calls.append("before")
+
+    def after_step(self, session, values):
+        self.calls.append("after")
+        self.values.append(values)
+
+    def end(self, session, outcome):
+        self.outcome = outcome
+        print("outcome", json.dumps({"rank": allred.rank(), **vars(outcome)}), flush=True)
+
+
+class Sharp(allred.optim.SGD):
+    """Fails in the middle of an update."""
+
+    fails_at = None
+
+    def update(self, param, grad, slots, lr, step):
+        if step == self.fails_at and param.size == 2:
+            raise ValueError("torn")
+        super().update(param, grad, slots, lr, step)
+
+
+def main(
+    directory, count=30, fault=None, at=7, on=1, whiles=False, early=False, torn=None, elements=3, sleep_s=0, **given
+):
+    allred.init(banner=False)
+    optimizer = Sharp(lr=1.0, momentum=0.5)
+    optimizer.fails_at = torn
+    opt = allred.distributed(optimizer)
+    params = {"a": np.zeros(3), "b": np.zeros(2)}
+    data, witness = Numbers(count), Witness()
+    hooks = [witness] + [EarlyStopping(patience=3)] * early
+    if allred.rank() == 0:
+        random.seed(1)
+        np.random.seed(2)
+    with Session(None if directory == "none" else directory, hooks=hooks, **given) as session:
+        restored = session.track(params=params, optimizer=opt, data=data)
+        drawn = random.random(), np.random.rand()
+
+        def numbers():
+            while not session.should_stop():
+                number = next(iter(data), None)
+                if number is None:
+                    return
+                yield number
+
+        for number in numbers() if whiles else session.steps(data):
+            if number == at and allred.rank() == on and fault:
+                act(fault)
+            time.sleep(sleep_s)
+            opt.step(params, {k: np.full(v.shape, 1.0 + allred.rank()) for k, v in params.items()})
+            session.log(loss=1.0 if early else number + allred.rank(), examples=1 + allred.rank())
+    found = {
+        "rank": allred.rank(), "restored": restored, "step": session.step, "at": data.at, "a": params["a"][0],
+        "b": params["b"][0], "values": witness.values[:3], "calls": witness.calls, "drawn": drawn,
+    }  # fmt: skip
+    print("found", json.dumps(found), flush=True)
+
+
+def act(fault):
+    if fault == "raise":
+        raise ValueError("boom")
+    if fault == "exit":
+        sys.exit(3)
+    os.kill(os.getpid(), getattr(signal, fault))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], **json.loads(sys.argv[2]))

@@ -1,0 +1,193 @@
+"""Sessions with real processes: how a training ends, what is on disk then, and where it goes on."""
+
+import json
+import pathlib
+import re
+
+import pytest
+from harness import mpirun
+
+from allred import checkpoint
+
+PROGRAM = pathlib.Path(__file__).with_name("session_program.py")
+MPIS = ["mpich", "openmpi"]
+
+
+def run(directory, ranks=2, mpi="mpich", mode="sync", env=None, timeout_s=60, **arguments):
+    """The result; `found` and `outcome`: what each rank printed, by rank."""
+    env = {"ALLRED_MODE": mode, "ALLRED_CHECK_STEPS": "0", **(env or {})}
+    result = mpirun(ranks, PROGRAM, directory, json.dumps(arguments), mpi=mpi, env=env, timeout_s=timeout_s)
+    for word in ("found", "outcome"):
+        lines = [json.loads(line) for line in re.findall(rf"^{word} (.*)$", result.out, re.M)]
+        setattr(result, word, {line["rank"]: line for line in lines})
+    return result
+
+
+def steps_in(directory):
+    return [checkpoint.load(path).step for path in checkpoint.steps(directory)]
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_a_training_in_two_parts_is_that_in_one(mpi, tmp_path):
+    whole = run(tmp_path / "whole", mpi=mpi, max_steps=20)
+    assert whole.code == 0, whole.text
+    first = run(tmp_path / "parts", mpi=mpi, max_steps=11)
+    second = run(tmp_path / "parts", mpi=mpi, max_steps=20)
+    assert second.code == 0, second.text
+    assert [first.found[0][k] for k in ("restored", "step", "at")] == [None, 11, 11]
+    assert [second.found[1][k] for k in ("restored", "step", "at")] == [11, 20, 20]
+    assert second.found[0]["a"] == second.found[1]["a"] == whole.found[0]["a"]
+    assert steps_in(tmp_path / "parts") == [11, 20]
+    assert whole.outcome[0]["reason"] == "max_steps"
+    assert whole.outcome[0]["checkpoint"].endswith("step-00000020")
+
+
+def test_on_another_number_of_ranks(tmp_path):
+    run(tmp_path, 3, max_steps=5)
+    for ranks in (1, 2):
+        again = run(tmp_path, ranks, max_steps=5)
+        assert again.code == 0, again.text
+        assert again.found[0]["restored"] == again.found[0]["at"] == 5
+        assert again.found[0]["calls"] == ["begin"]
+
+
+def test_the_end_of_the_data(tmp_path):
+    result = run(tmp_path, count=6)
+    assert result.outcome[1]["reason"] == "end of data"
+    assert result.found[0]["calls"] == ["begin"] + ["before", "after"] * 6 + ["before"]
+    assert steps_in(tmp_path) == [6]
+
+
+def test_should_stop(tmp_path):
+    result = run(tmp_path, whiles=True, max_steps=4)
+    assert result.found[1]["step"] == 4, result.text
+    assert result.found[1]["calls"] == ["begin"] + ["before", "after"] * 4
+
+
+def test_values_are_averages_weighted_by_examples(tmp_path):
+    result = run("none", max_steps=3)
+    assert result.code == 0, result.text
+    expected = [(number + 2 * (number + 1)) / 3 for number in range(3)]
+    for rank in (0, 1):
+        assert [values["loss"] for values in result.found[rank]["values"]] == pytest.approx(expected)
+
+
+def test_early_stopping(tmp_path):
+    result = run("none", early=True)
+    assert result.found[0]["step"] == result.found[1]["step"] == 4, result.text
+    assert result.outcome[0]["reason"] == "no better loss for 3 steps"
+
+
+# ---- signals
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("fault", ["SIGTERM", "SIGUSR1", "SIGINT"])
+def test_a_signal_to_one_rank_ends_the_loop_on_all(mpi, fault, tmp_path):
+    result = run(tmp_path, 3, mpi, fault=fault)
+    assert result.code == 0, result.text
+    assert {found["step"] for found in result.found.values()} == {8}, result.text
+    assert {found["at"] for found in result.found.values()} == {8}
+    assert result.outcome[1]["reason"] == fault
+    assert steps_in(tmp_path) == [8]
+
+
+# ---- failures
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("on", [0, 1])
+@pytest.mark.parametrize(("fault", "code"), [("raise", 1), ("exit", 3)])
+def test_the_rank_that_fails_writes_the_last_checkpoint(mpi, on, fault, code, tmp_path):
+    """Of the step before: the batch at hand has not been trained on."""
+    result = run(tmp_path, 3, mpi, fault=fault, on=on)
+    assert result.code == code, result.text
+    assert steps_in(tmp_path) == [7], result.text
+    assert all(outcome["failed"] for outcome in result.outcome.values())
+    assert result.outcome[on]["reason"] == {"raise": "ValueError", "exit": "SystemExit"}[fault]
+    again = run(tmp_path, 2, mpi, max_steps=9)
+    assert again.found[0]["restored"] == 7, again.text
+    assert again.found[0]["at"] == 9
+
+
+def test_an_update_that_is_cut_short_is_no_step(tmp_path):
+    result = run(tmp_path, torn=9, save_steps=4, sleep_s=0.05)
+    assert result.code == 1, result.text
+    assert steps_in(tmp_path) == [4, 8], result.text
+    assert "an update was cut short; the newest one stands" in result.err, result.text
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_a_rank_that_is_killed(mpi, tmp_path):
+    result = run(tmp_path, 3, mpi, fault="SIGKILL", save_steps=3, sleep_s=0.05)
+    assert result.code != 0
+    assert steps_in(tmp_path) == [3, 6], result.text
+    assert run(tmp_path, 3, mpi, max_steps=9).found[0]["restored"] == 6
+
+
+def test_checkpoints_that_are_kept(tmp_path):
+    result = run(tmp_path, count=30, save_steps=2, keep=2, keep_every=10, sleep_s=0.03)
+    assert result.code == 0, result.text
+    assert steps_in(tmp_path) == [10, 20, 28, 30], result.text
+
+
+def test_random_states_are_each_ranks_own(tmp_path):
+    first = run(tmp_path, 2, max_steps=2)
+    once, twice = run(tmp_path, 2, max_steps=2), run(tmp_path, 2, max_steps=2)
+    assert once.found[0]["drawn"] != once.found[1]["drawn"]
+    assert first.found[0]["drawn"] != once.found[0]["drawn"]
+    assert once.found[0]["drawn"] != twice.found[0]["drawn"]
+
+
+# ---- mode ps
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_parameter_servers_and_back(mpi, tmp_path):
+    first = run(tmp_path, 3, mpi, "ps", max_steps=15, env={"ALLRED_CONSISTENCY": "sync"})
+    assert first.code == 0, first.text
+    assert {found["step"] for found in first.found.values()} == {15}
+    second = run(tmp_path, 2, mpi, "sync", max_steps=20)
+    assert second.found[1]["restored"] == 15, second.text
+    third = run(tmp_path, 4, mpi, "ps", max_steps=25, env={"ALLRED_CONSISTENCY": "sync", "ALLRED_NUM_PS": "2"})
+    assert third.found[0]["restored"] == 20, third.text
+    whole = run(tmp_path / "whole", 2, mpi, "sync", max_steps=25)
+    assert third.found[0]["a"] == pytest.approx(whole.found[0]["a"], rel=1e-6)
+
+
+@pytest.mark.parametrize("fault", ["SIGTERM", "SIGUSR1", "SIGINT"])
+def test_a_signal_to_a_worker_ends_all_workers(fault, tmp_path):
+    result = run(tmp_path, 4, mode="ps", fault=fault, count=10**6, sleep_s=0.002)
+    assert result.code == 0, result.text
+    assert result.outcome.keys() == {0, 1, 2}
+    assert len(steps_in(tmp_path)) == 1, result.text
+
+
+def test_a_worker_that_fails_has_a_checkpoint_written(tmp_path):
+    result = run(tmp_path, 4, mode="ps", fault="raise", count=10**6, sleep_s=0.002)
+    assert result.code == 1, result.text
+    assert all(outcome["failed"] for outcome in result.outcome.values())
+    assert result.outcome.keys() == {0, 1, 2}
+    [step] = steps_in(tmp_path)
+    assert step >= 7
+    again = run(tmp_path, 2, max_steps=step)
+    assert again.found[0]["restored"] == step, again.text
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"save_secs": 5, "save_steps": 5}, "save_secs=5 and save_steps=5 are both given; leave one out"),
+        ({"save_secs": -1}, "save_secs must be a positive number of seconds, but is -1"),
+        ({"save_steps": 0}, "save_steps must be an integer >= 1, but is 0"),
+        ({"keep": 0}, "keep must be an integer >= 1, but is 0"),
+        ({"max_steps": 0}, "last_step must be an integer >= 1, but is 0"),
+    ],
+)
+def test_arguments_that_cannot_be(given, words, tmp_path):
+    result = run(tmp_path, 1, **given)
+    assert result.code == 1
+    assert f"InputError: {'StopAtStep' if 'max_steps' in given else 'Session'}: {words}" in result.err, result.text
