@@ -318,10 +318,11 @@ class Session:
         if self._saves and path is None:
             with contextlib.suppress(CheckpointError):
                 path = str(checkpoint.newest(self._saver.directory) or "") or None
-        reason = self.asked or "stopped"
-        failed, text = failure is not None, "" if failure is None else str(failure)
-        seconds = time.monotonic() - self._start
-        outcome = Outcome(type(failure).__name__ if failed else reason, failed, text, self.step, seconds, path)
+        reason, text = self.asked or "stopped", ""
+        if failure is not None:
+            reason = "SystemExit" if isinstance(failure, SystemExit) else type(failure).__name__
+            text = str(failure)
+        outcome = Outcome(reason, failure is not None, text, self.step, time.monotonic() - self._start, path)
         for hook in self.hooks:
             hook.end(self, outcome)
 
