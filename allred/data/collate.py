@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from allred.arrays import Array
 from allred.errors import InputError
 
 
@@ -39,13 +40,17 @@ def collate(samples: Sequence[Any], like: Any = None, path: str = "a sample") ->
         if isinstance(first, tuple):
             return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)
         return parts
-    stacked = [np.asarray(sample) for sample in samples or [first]]
-    if stacked[0].dtype == object:
-        raise InputError(
-            f"{path} is a {type(first).__name__}; expected a number, an array, a string, or tuples, lists, dicts of them"
-        )
+    stacked = [_array(sample, path) for sample in samples or [first]]
     _check_same([array.shape for array in stacked], "shape", path)
     return np.stack(stacked)[: len(samples)]
+
+
+def _array(sample: Any, path: str) -> Array:
+    array = np.asarray(sample)
+    if array.dtype == object:
+        kinds = "a number, an array, a string, or a tuple, list or dict of them"
+        raise InputError(f"{path} is a {type(sample).__name__}; expected {kinds}")
+    return array
 
 
 def _kind(sample: Any) -> str:

@@ -129,6 +129,7 @@ def test_structures():
     ("samples", "message"),
     [
         ([None, None], "a sample is a NoneType; expected a number, an array"),
+        ([1, None], "a sample is a NoneType; expected"),
         ([(1, object())], r"a sample\[1\] is a object; expected"),
         ([(1, 2), (1,)], "a sample has length 2 in one place and 1 in another"),
         (
