@@ -33,6 +33,10 @@ class CheckpointError(AllredError, OSError):
     """A checkpoint cannot be written, or not be read: the file system refuses, or something is missing or damaged."""
 
 
+class DataError(AllredError, ValueError):
+    """Data cannot be had: a file is damaged or not what it should be, or a process that fetches ahead has died."""
+
+
 class CollectiveTimeout(AllredError, TimeoutError):  # noqa: N818  (the field's word)
     """An operation waited longer than its limit. The communicator cannot be used afterwards."""
 

@@ -18,6 +18,7 @@ from allred.comm import collectives, registry
 from allred.comm.base import Communicator
 from allred.comm.single import NoCollectives
 from allred.config import Config, explicit_settings, settle
+from allred.data import processes
 from allred.errors import AllredError, ConfigError, InputError
 from allred.modes.detect import outside
 from allred.ps import running
@@ -51,6 +52,7 @@ def init(
     """
     if is_initialized():
         raise AllredError("allred.init() was called already; drop the second call, or call allred.shutdown() before it")
+    processes.refuse("allred.init()")
     if running.left():
         raise AllredError(
             "allred.init() after allred.shutdown() of mode ps: the parameter servers have left, and do not come back; "

@@ -1,5 +1,6 @@
 """Data for every rank: its share of each global batch."""
 
 from allred.data.batches import Batches, batches
+from allred.data.prefetching import Prefetch, prefetch
 
-__all__ = ["Batches", "batches"]
+__all__ = ["Batches", "Prefetch", "batches", "prefetch"]
