@@ -2,7 +2,7 @@
 
 from allred.session.hooks import EarlyStopping, GlobalStepWaiter, Hook, NanLoss, Notify, Outcome, StopAtStep
 from allred.session.session import Session
-from allred.session.telling import Logging, StepCounter
+from allred.session.telling import Logging, StepCounter, Summary
 
 __all__ = [
     "EarlyStopping",
@@ -15,4 +15,5 @@ __all__ = [
     "Session",
     "StepCounter",
     "StopAtStep",
+    "Summary",
 ]

@@ -2,10 +2,13 @@
 
 from typing import TYPE_CHECKING, Any, TextIO
 
+from allred import nest
+from allred.arrays import as_host_array
 from allred.cluster import report
 from allred.errors import InputError
 from allred.session.hooks import Hook, Outcome
 from allred.session.progress import Display, PlainDisplay, display
+from allred.session.summary import SummaryWriter
 
 if TYPE_CHECKING:
     from allred.session.session import Session
@@ -60,3 +63,42 @@ class StepCounter(Hook):
             examples = session.rates.examples_per_s
             rate = "" if examples is None else f", {examples:.1f} examples/sec"
             report.inform(f"step {session.step}: {1 / pace:.2f} steps/sec{rate}")
+
+
+class Summary(Hook):
+    """What was logged, and the pace, into files that TensorBoard reads (where it is installed), and JSON lines.
+
+    directory: of the files. every_steps: between scalars. histogram_steps: between histograms of the parameters and of
+    what `session.watch` was given; None: none. Raises InputError.
+    """
+
+    def __init__(self, directory: str, every_steps: int = 100, histogram_steps: int | None = None) -> None:
+        self._directory, self._steps = directory, _every("Summary", every_steps)
+        self._histogram_steps = None if histogram_steps is None else _every("Summary", histogram_steps)
+        self._writer: SummaryWriter | None = None
+        self._before = 0
+
+    def begin(self, session: "Session") -> None:
+        self._before = session.step
+        if session.is_chief:
+            self._writer = SummaryWriter(self._directory, session.step)
+
+    def after_step(self, session: "Session", values: dict[str, float]) -> None:
+        before, step = self._before, session.step
+        self._before = step
+        if self._writer is None:
+            return
+        if step // self._steps > before // self._steps:
+            rates = session.rates
+            pace = {"examples_per_sec": rates.examples_per_s, "communication_share": rates.communication_share}
+            known = {name: value for name, value in pace.items() if value is not None}
+            self._writer.scalars(step, {**values, **known})
+        if self._histogram_steps and step // self._histogram_steps > before // self._histogram_steps:
+            for title, tree in {"parameters": session.params, **session.watched}.items():
+                for name, leaf in nest.leaves(tree):
+                    if leaf is not None:
+                        self._writer.histogram(step, f"{title}/{name}", as_host_array(leaf))
+
+    def end(self, session: "Session", outcome: Outcome) -> None:
+        if self._writer is not None:
+            self._writer.close()

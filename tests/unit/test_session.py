@@ -15,7 +15,7 @@ import pytest
 import allred
 from allred import checkpoint
 from allred.errors import CheckpointError, InputError, NonFiniteError, NotInitializedError
-from allred.session import EarlyStopping, Hook, Logging, NanLoss, Notify, Session, StepCounter, StopAtStep
+from allred.session import EarlyStopping, Hook, Logging, NanLoss, Notify, Session, StepCounter, StopAtStep, Summary
 from allred.session.asked import Asked
 from allred.session.saver import Saver
 
@@ -275,3 +275,26 @@ def test_lines(world, capfd):
             wrong(0)
     with pytest.raises(InputError, match="last_step must be an integer >= 1"):
         StopAtStep(1.5)
+
+
+def test_summaries_go_on_after_a_restore(world, tmp_path):
+    for count in (4, 9):
+        with Session(tmp_path / "ckpt", hooks=[Summary(str(tmp_path), every_steps=2)], max_steps=count) as session:
+            train(session, range(10))
+    lines = [json.loads(line) for line in (tmp_path / "scalars.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 4, 6, 8]
+    assert [line["loss"] for line in lines] == [1, 3, 1, 3]
+    assert "examples_per_sec" in lines[-1]
+
+
+def test_histograms_of_parameters_and_what_is_watched(world, tmp_path):
+    params, opt = {"w": np.arange(4.0)}, allred.distributed(allred.optim.SGD(lr=1.0))
+    with Session(hooks=[Summary(str(tmp_path), histogram_steps=2)], max_steps=4) as session:
+        session.track(params=params, optimizer=opt)
+        for _ in session.steps(range(9)):
+            grads = {"w": np.ones(4)}
+            opt.step(params, grads)
+            session.watch(gradients=grads)
+    lines = [json.loads(line) for line in (tmp_path / "histograms.jsonl").read_text().splitlines()]
+    names = [(line["step"], line["name"]) for line in lines]
+    assert names == [(2, "parameters/w"), (2, "gradients/w"), (4, "parameters/w"), (4, "gradients/w")]
