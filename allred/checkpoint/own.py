@@ -19,6 +19,11 @@ def own_state(state: Any) -> tuple[Entry, Array]:
     return whole(_NAME, np.frombuffer(pickle.dumps(state, pickle.HIGHEST_PROTOCOL), np.uint8), _SLOT)
 
 
+def is_own_state(entry: Entry) -> bool:
+    """Whether it is what `own_state` makes."""
+    return (entry.name, entry.slot, entry.dtype) == (_NAME, _SLOT, "uint8")
+
+
 def find_own_state(slots: dict[str, dict[str, Array]]) -> Any:
     """The state in the slots of a checkpoint; None if there is none."""
     data = slots.get(_NAME, {}).get(_SLOT)
