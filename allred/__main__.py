@@ -8,6 +8,7 @@ usage: python -m allred COMMAND ...
   doctor  what is good here, what is not, and what to type; alone or under mpirun
   info    versions, paths, backend; with --config all settings
   bench   how fast the collectives are here, and against raw MPI
+  checkpoint  ls, show, verify DIR: which checkpoints there are, what one holds, whether all bytes are right
 """
 
 
@@ -18,6 +19,10 @@ def main(arguments: list[str]) -> int:
         from allred.bench import command as bench
 
         return bench.main(rest)
+    if command == "checkpoint":
+        from allred.checkpoint import command as checkpoint
+
+        return checkpoint.main(rest)
     if command == "doctor":
         from allred.doctor import command as doctor
 

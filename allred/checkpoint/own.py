@@ -29,6 +29,11 @@ def _pickled(value: Any, slot: str) -> tuple[Entry, Array]:
     return whole(_NAME, np.frombuffer(pickle.dumps(value, pickle.HIGHEST_PROTOCOL), np.uint8), slot)
 
 
+def is_own_state(entry: Entry) -> bool:
+    """Whether it is what `own_state` makes."""
+    return (entry.name, entry.slot, entry.dtype) == (_NAME, _SLOT, "uint8")
+
+
 def find_own_state(slots: dict[str, dict[str, Array]]) -> Any:
     """The optimizer's state in the slots of a checkpoint; None if there is none."""
     return _loaded(slots, _STATE)

@@ -57,14 +57,26 @@ def _names(root: pathlib.Path) -> list[str]:
             return []
 
 
-def _is_complete(path: pathlib.Path) -> bool:
-    """Whether the manifest is right, and each shard there with its length. Their bytes are not read."""
+def unfinished(root: pathlib.Path) -> list[pathlib.Path]:
+    """What is being written in `root`, or was left by a writer that died, by ascending name."""
+    return [root / name for name in sorted(_names(root)) if _UNFINISHED.fullmatch(name)]
+
+
+def damage(path: pathlib.Path) -> str:
+    """Why a checkpoint is not complete; empty if its manifest is right, and each shard there with its length.
+
+    Their bytes are not read.
+    """
     try:
         for shard in load(path).shards:
             check_length("checkpoint", path, shard)
-    except CheckpointError:
-        return False
-    return True
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _is_complete(path: pathlib.Path) -> bool:
+    return not damage(path)
 
 
 def steps(root: str | os.PathLike[str]) -> list[pathlib.Path]:

@@ -5,20 +5,24 @@
 The line on a terminal is drawn by rich, which is imported only there. Nothing here runs in a thread, and the cursor
 stays visible, so that a process that is killed leaves the terminal as it was.
 
-Under mpirun a rank's stderr is a pipe to it (MPICH's, Open MPI's), so the lines are plain there.
+Under mpirun a rank's stderr is a pipe to it. Where mpirun's own is a terminal, the line goes through that pipe: if
+a rank wrote to the terminal itself, it would now and then erase a line of mpirun's of which the end is not yet written.
 """
 
 import contextlib
 import datetime
 import os
+import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, NoReturn, Protocol, TextIO
 
 from allred.session.rates import Rates
+from allred.watch import state
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress
 
 _REFRESH_S = 0.1  # on a terminal
@@ -43,18 +47,22 @@ class Display(Protocol):
 
 
 def display(stream: TextIO | None = None) -> Display:
-    """A progress line where the stream is a terminal and rich is installed; else plain lines.
+    """A progress line where the stream is a terminal, or is stderr and leads through mpirun to one; else plain lines.
 
-    Plain are also terminals of which TERM says nothing, or "dumb", and all where NO_COLOR is set (no-color.org).
+    Plain also where rich is not installed, TERM is empty or "dumb", or NO_COLOR is set (no-color.org).
 
     Arguments:
         stream: default: stderr, where all of allred's lines for a person go. Not closed.
     """
     where = sys.stderr if stream is None else stream
-    if _is_terminal(where):
-        with contextlib.suppress(ImportError):
-            return TerminalDisplay(where)
-    return PlainDisplay(where)
+    terminal = _terminal(where)
+    if terminal is None:
+        return PlainDisplay(where)
+    try:
+        return TerminalDisplay(where, terminal)
+    except ImportError:
+        os.close(terminal)
+        return PlainDisplay(where)
 
 
 def plain_line(step: int, values: Mapping[str, float], rates: Rates) -> str:
@@ -110,17 +118,21 @@ class PlainDisplay:
 class TerminalDisplay:
     """One line by rich, drawn anew at most ten times a second. See Display for its methods.
 
-    Meanwhile what Python writes to stdout and stderr goes above the line, where these lead to the same terminal. What
+    Meanwhile what Python writes to stdout and stderr goes above the line, where these are the same file. What
     others write (ranks, watchers, C) appears behind the line, and stays.
+
+    Arguments:
+        stream: where to write.
+        terminal: a descriptor of the terminal to which that leads; `close` closes it.
 
     Raises:
         ImportError: rich is not installed.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, terminal: int) -> None:
         import rich.progress
 
-        self._stream = stream
+        self._stream, self._terminal = stream, terminal
         self._progress: Progress | None = None
         self._columns = (
             rich.progress.TextColumn("{task.fields[text]}", markup=False),
@@ -140,6 +152,7 @@ class TerminalDisplay:
             now = time.perf_counter()
             if now - self._drawn >= _REFRESH_S:
                 self._drawn = now
+                self._fit(progress.console)
                 progress.refresh()
 
     def say(self, text: str) -> None:
@@ -159,6 +172,7 @@ class TerminalDisplay:
                     stream.flush()  # rich would drop a line that has no end yet
             with contextlib.suppress(OSError, ValueError):
                 self._progress.stop()  # draws the line once more
+        os.close(self._terminal)
 
     def _start(self) -> "Progress":
         """Not before there is something to show: from now on other output goes through rich."""
@@ -168,15 +182,23 @@ class TerminalDisplay:
         console = rich.console.Console(
             file=self._stream, force_terminal=True, markup=False, emoji=False, highlight=False, soft_wrap=True
         )
+        console.on_broken_pipe = _reraise  # type: ignore[method-assign]  # its own ends the program
+        self._fit(console)
         self._progress = rich.progress.Progress(
             *self._columns, console=console, auto_refresh=False,
-            redirect_stdout=_same_terminal(sys.stdout, self._stream),
-            redirect_stderr=_same_terminal(sys.stderr, self._stream),
+            redirect_stdout=_same_file(sys.stdout, self._stream),
+            redirect_stderr=_same_file(sys.stderr, self._stream),
         )  # fmt: skip
         self._progress.add_task("", text="", visible=False)
         self._progress.start()
         console.show_cursor(True)
         return self._progress
+
+    def _fit(self, console: "Console") -> None:
+        """rich would ask stdin, stdout and stderr for the size, which may be pipes, or lead elsewhere."""
+        columns, rows = os.get_terminal_size(self._terminal)
+        if columns > 0:
+            console.size = (columns, rows)
 
     @contextlib.contextmanager
     def _ended_by_errors(self) -> Iterator[None]:
@@ -210,19 +232,30 @@ def _seconds(value: float) -> str:
     return f"{value:.3f}" if value >= 0.001 or value == 0 else f"{value:.6f}"
 
 
-def _is_terminal(stream: TextIO) -> bool:
+def _terminal(stream: TextIO) -> int | None:
+    """A new descriptor of the terminal that the stream leads to, directly or through mpirun; None if there is none."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb").lower() in ("dumb", "unknown", ""):
-        return False
-    try:
-        return stream.isatty()
-    except (OSError, ValueError, AttributeError):
-        return False
-
-
-def _same_terminal(one: TextIO, other: TextIO) -> bool:
-    """Whether both lead to the same file, of which one is a terminal."""
+        return None
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        return one.isatty() and os.path.sameopenfile(one.fileno(), other.fileno())
+        if stream.isatty():
+            return os.dup(stream.fileno())
+        if stream.fileno() == 2 and stat.S_ISFIFO(os.fstat(2).st_mode):
+            for pid in filter(state.is_launcher, state.launcher(os.getpid())):
+                if stat.S_ISCHR(os.stat(f"/proc/{pid}/fd/2").st_mode):
+                    descriptor = os.open(f"/proc/{pid}/fd/2", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
+                    if os.isatty(descriptor):
+                        return descriptor
+                    os.close(descriptor)
+    return None
+
+
+def _reraise() -> NoReturn:
+    raise
+
+
+def _same_file(one: TextIO, other: TextIO) -> bool:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return os.path.sameopenfile(one.fileno(), other.fileno())
     return False
 
 

@@ -63,10 +63,18 @@ def launcher(pid: int) -> list[int]:
     """The processes by which mpirun has started it: its parent, and what is above that, if it is mpirun's too."""
     found = [int(_status(pid)[1])]
     above = int(_status(found[0])[1])
-    with contextlib.suppress(OSError), open(f"/proc/{above}/comm") as file:
-        if file.read().strip() in _LAUNCHERS:
-            found.append(above)
+    if is_launcher(above):
+        found.append(above)
     return found
+
+
+def is_launcher(pid: int) -> bool:
+    """Whether it is mpirun or the like, by its name."""
+    try:
+        with open(f"/proc/{pid}/comm") as file:
+            return file.read().strip() in _LAUNCHERS
+    except OSError:
+        return False
 
 
 def _status(pid: int) -> list[str]:
