@@ -32,9 +32,8 @@ def ledger(directory, generation, ranks, done):
             if entry["step"] <= done:
                 parts.setdefault((entry["step"], entry["epoch"]), []).append(entry["numbers"])
     assert all(len(shares) == ranks for shares in parts.values())
-    return [
-        (step, epoch, list(itertools.chain.from_iterable(shares))) for (step, epoch), shares in sorted(parts.items())
-    ]
+    whole = itertools.chain.from_iterable
+    return [(step, epoch, list(whole(shares))) for (step, epoch), shares in sorted(parts.items())]
 
 
 @pytest.mark.limit(540)
