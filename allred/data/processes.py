@@ -17,6 +17,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Iterable
@@ -75,8 +76,9 @@ class Pool:
         """End all processes; whoever waits for one gets an error."""
         for worker in self._workers:
             worker.hang_up()
+        deadline = time.monotonic() + _LEAVE_S
         for worker in self._workers:
-            worker.end()
+            worker.end(deadline)
 
 
 class _Worker:
@@ -117,9 +119,9 @@ class _Worker:
         with contextlib.suppress(OSError):  # it has gone
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def end(self) -> None:
+    def end(self, deadline: float) -> None:
         try:
-            self._process.wait(_LEAVE_S)
+            self._process.wait(max(deadline - time.monotonic(), 0))
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -35,6 +35,10 @@ def number_of(record):
 
 def loader(source, directory, batch_size):
     options = {"batch_size": batch_size, "epochs": EPOCHS}
+    if source == "stream":
+        records = allred.data.shuffled(allred.data.tfrecord(directory / "numbers"), 16, seed=SEED)
+        stream = allred.data.stream(records, decode=number_of, **options)
+        return allred.data.prefetch(stream), lambda batch: batch["number"]
     if source == "arrays":
         return allred.data.batches(np.arange(ROWS), **options, seed=SEED), lambda batch: batch
     data = allred.data.batches(Numbers(), **options, seed=SEED)

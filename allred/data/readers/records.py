@@ -93,8 +93,8 @@ def tfrecord(paths: Path | Sequence[Path], corrupt: str = "raise") -> TFRecord:
     counted in `.skipped`, and the first time a warning tells. Behind a wrong length no record can be found: the rest of
     that file is then skipped, and each time a warning tells.
 
-    Checksums take time: with the package google-crc32c about 1 us and 0.5 ns per byte of a record; without it, in
-    numpy, 10 us for 100 bytes, 0.1 ms for 1 kB and 4 ms for 1 MB.
+    Checking takes time, on every rank: with the package google-crc32c 2 us a record and 1 ns a byte (measured: 59 MB/s
+    of records of 100 bytes, 1 GB/s of 100 kB); without it, in numpy, 9 us for 100 bytes, 0.1 ms for 1 kB, 4 ms for 1 MB.
 
     Raises InputError for another policy or no path, and OSError, when it comes to it, for a file that cannot be opened.
     """
