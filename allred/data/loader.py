@@ -40,6 +40,9 @@ Fetch = Callable[[Iterable[Job], Load], Fetched]
 class Loader:
     """Iterate over it, more than once if you like; `state_dict` says at any time where it is."""
 
+    batch_size: int  # samples over all ranks
+    epochs: int
+
     def __init__(self, rank: int, size: int, load: Load, identity: dict[str, Any]) -> None:
         """load: makes a batch; can be pickled. identity: what must be the same for a position to mean the same."""
         self.rank, self.size, self.load = rank, size, load

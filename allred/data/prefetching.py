@@ -32,6 +32,16 @@ class Prefetch:
         return len(self._loader)  # type: ignore[arg-type]  # a Stream has none, and says so
 
     @property
+    def batch_size(self) -> int:
+        """That of the batches."""
+        return self._loader.batch_size
+
+    @property
+    def epochs(self) -> int:
+        """That of the batches."""
+        return self._loader.epochs
+
+    @property
     def steps_per_epoch(self) -> int:
         """That of the batches. AttributeError if they have none."""
         return int(self._loader.steps_per_epoch)  # type: ignore[attr-defined]

@@ -173,7 +173,8 @@ def main(descriptor: int) -> None:
                 raise reason or AllredError("no data came")
             _send(connection, (True, load(_open(message)), ""))
         except BaseException as error:
-            _send(connection, (False, _as_it_can_be_sent(error), traceback.format_exc()))
+            with contextlib.suppress(OSError):  # nobody waits any more: it leaves in a moment
+                _send(connection, (False, _as_it_can_be_sent(error), traceback.format_exc()))
 
 
 def _listen(connection: socket.socket, messages: "queue.SimpleQueue[_Message]") -> None:
@@ -185,6 +186,9 @@ def _listen(connection: socket.socket, messages: "queue.SimpleQueue[_Message]") 
 
 
 def _as_it_can_be_sent(error: BaseException) -> BaseException | None:
+    """None also for sys.exit and the like, which would end the rank without a word."""
+    if not isinstance(error, Exception):
+        return None
     try:
         again = pickle.loads(pickle.dumps(error))
         return error if type(again) is type(error) else None

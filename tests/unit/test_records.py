@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import pathlib
 import re
 import struct
@@ -160,6 +161,9 @@ def test_what_else_is_told(path, tmp_path):
         tfrecord(path, corrupt="ignore")
     with pytest.raises(InputError, match="at least one file"):
         tfrecord([])
+    os.mkfifo(tmp_path / "pipe")
+    with open(os.open(tmp_path / "pipe", os.O_RDWR)), pytest.raises(DataError, match="pipe: expected a regular file"):
+        list(tfrecord(tmp_path / "pipe"))
     with pytest.raises(FileNotFoundError, match="missing"):
         list(tfrecord(tmp_path / "missing"))
 
