@@ -8,9 +8,8 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from allred.cluster import topology
 from allred.data.collate import collate
-from allred.data.loader import Job, Loader, check_numbers, check_rank
+from allred.data.loader import Job, Loader, check_numbers, whose_share
 from allred.data.sampler import Position, part
 from allred.data.shuffle import Shuffled
 from allred.errors import InputError
@@ -95,10 +94,8 @@ def stream(
     [20 30]
     [60]
     """
-    rank = topology.rank() if rank is None else rank
-    size = topology.size() if size is None else size
-    check_numbers(size=(size, 1), rank=(rank, 0), batch_size=(batch_size, size), epochs=(epochs, 0))
-    check_rank(rank, size)
+    rank, size = whose_share(rank, size)
+    check_numbers(batch_size=(batch_size, size), epochs=(epochs, 0))
     source = records.records if isinstance(records, Shuffled) else records
     if not hasattr(source, "__iter__"):
         raise InputError(f"stream() needs something to iterate over, got {type(source).__name__}")
