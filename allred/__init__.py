@@ -43,6 +43,7 @@ from allred.errors import (
 )
 from allred.modes.decorator import distributed
 from allred.modes.optimizer import DistributedOptimizer
+from allred.modes.towers import Towers
 from allred.nest import digest
 from allred.session.session import Session
 from allred.watch import exit as _exit_protocol
@@ -79,6 +80,7 @@ __all__ = [
     "Session",
     "ShutdownError",
     "Sum",
+    "Towers",
     "allgather",
     "allgather_object",
     "allreduce",

@@ -66,6 +66,13 @@ def interrupted() -> bool:
     return getattr(sys, "last_type", None) is KeyboardInterrupt
 
 
+def _words(kind: type[BaseException], error: BaseException) -> str:
+    """The last line of a traceback, but for the notes that come behind it."""
+    notes = getattr(error, "__notes__", None)
+    lines = sum(str(note).count("\n") + 1 for note in notes) if isinstance(notes, list) else 0
+    return traceback.format_exception_only(kind, error)[-1 - lines].strip()
+
+
 def _tell(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> bool:
     """Tell the watcher, and linger; whether the traceback is to be shown."""
     watcher = line.current
@@ -73,7 +80,7 @@ def _tell(kind: type[BaseException], error: BaseException, trace: types.Tracebac
         return True
     text = "".join(traceback.format_exception(kind, error, trace))
     if watcher.verdict is None:
-        words = traceback.format_exception_only(kind, error)[-1].strip()
+        words = _words(kind, error)
         with contextlib.suppress(OSError, AttributeError, ValueError):  # a stream that is closed or gone
             sys.stdout.flush()  # it may linger for long
         watcher.fail(_STATUS.get(kind, 1), words, text)
