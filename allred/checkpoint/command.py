@@ -104,7 +104,8 @@ def _show(path: pathlib.Path, found: list[pathlib.Path]) -> int:
         listed = ", ".join(f"{_name(entry.slot)} {_kind(entry)}" for entry in slots)
         print(f"  {_name(param.name):<{width}}  {_kind(param)}{f'; slots: {listed}' if listed else ''}")
     for entry in own:
-        print(f"the state of the user's own optimizer, pickled: {arrays.amount(entry.elements)}")
+        what = "what the session added" if entry.slot == "extra" else "the state of the user's own optimizer"
+        print(f"{what}, pickled: {arrays.amount(entry.elements)}")
     return 0
 
 

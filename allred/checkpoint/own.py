@@ -30,8 +30,8 @@ def _pickled(value: Any, slot: str) -> tuple[Entry, Array]:
 
 
 def is_own_state(entry: Entry) -> bool:
-    """Whether it is what `own_state` makes."""
-    return (entry.name, entry.slot, entry.dtype) == (_NAME, _SLOT, "uint8")
+    """Whether it is what `own_state` makes, or `extra`."""
+    return entry.name == _NAME and entry.slot in (_STATE, _EXTRA) and entry.dtype == "uint8"
 
 
 def find_own_state(slots: dict[str, dict[str, Array]]) -> Any:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from allred.cluster import report
 from allred.errors import InputError, NonFiniteError
+from allred.session.average import MovingAverage
 
 if TYPE_CHECKING:
     from allred.session.session import Session
@@ -115,6 +116,27 @@ class EarlyStopping(Hook):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.best, self.since = state["best"], state["since"]
+
+
+class Averaging(Hook):
+    """Keeps a MovingAverage of the parameters up to date; it is part of the checkpoints.
+
+    average = MovingAverage(params, decay=0.999)
+    with allred.Session(..., hooks=[Averaging(average)]) as session: ...
+    with average.swapped(): evaluate(params)
+    """
+
+    def __init__(self, average: MovingAverage) -> None:
+        self._average = average
+
+    def after_step(self, session: "Session", values: dict[str, float]) -> None:
+        self._average.update(session.step)
+
+    def state_dict(self) -> Any:
+        return self._average.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self._average.load_state_dict(state)
 
 
 class GlobalStepWaiter(Hook):

@@ -15,7 +15,19 @@ import pytest
 import allred
 from allred import checkpoint
 from allred.errors import CheckpointError, InputError, NonFiniteError, NotInitializedError
-from allred.session import EarlyStopping, Hook, Logging, NanLoss, Notify, Session, StepCounter, StopAtStep, Summary
+from allred.session import (
+    Averaging,
+    EarlyStopping,
+    Hook,
+    Logging,
+    MovingAverage,
+    NanLoss,
+    Notify,
+    Session,
+    StepCounter,
+    StopAtStep,
+    Summary,
+)
 from allred.session.asked import Asked
 from allred.session.saver import Saver
 
@@ -298,3 +310,18 @@ def test_histograms_of_parameters_and_what_is_watched(world, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "histograms.jsonl").read_text().splitlines()]
     names = [(line["step"], line["name"]) for line in lines]
     assert names == [(2, "parameters/w"), (2, "gradients/w"), (4, "parameters/w"), (4, "gradients/w")]
+
+
+def test_a_moving_average_is_kept_with_the_checkpoints(world, tmp_path):
+    averages = []
+    for path, counts in ((tmp_path / "whole", [6]), (tmp_path / "parts", [3, 6])):
+        for count in counts:
+            params = {"w": np.zeros(2)}
+            average = MovingAverage(params, decay=0.5)
+            with Session(path, hooks=[Averaging(average)], max_steps=count) as session:
+                train(session, range(9), params)
+        with average.swapped():
+            averages.append(params["w"].copy())
+        assert params["w"].tolist() == [-6, -6]
+    assert (averages[0] == averages[1]).all()
+    assert -6 < averages[0][0] < -3
