@@ -11,6 +11,7 @@ from allred.session.hooks import (
     Outcome,
     StopAtStep,
 )
+from allred.session.keeping import Checkpoint
 from allred.session.progress import display
 from allred.session.rates import Rates
 from allred.session.session import Session
@@ -19,6 +20,7 @@ from allred.session.telling import Logging, StepCounter, Summary
 
 __all__ = [
     "Averaging",
+    "Checkpoint",
     "EarlyStopping",
     "GlobalStepWaiter",
     "Hook",

@@ -268,7 +268,11 @@ class Session:
     def _save(self) -> None:
         randoms = self._gather_randoms()
         if self.is_chief:
-            self._saver.save(self.step, lambda: self._saving(randoms, copy=True), apart=self.optimizer.in_step)
+            self.save_by(self._saver, randoms)
+
+    def save_by(self, saver: Saver, randoms: Any = None) -> None:
+        """For hooks, on the chief, after a step: have this Saver write a checkpoint of now."""
+        saver.save(self.step, lambda: self._saving(randoms, copy=True), apart=self.optimizer.in_step)
         self.rates.pause()
 
     def _gather_randoms(self) -> list[Any] | None:

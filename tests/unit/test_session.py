@@ -17,6 +17,7 @@ from allred import checkpoint
 from allred.errors import CheckpointError, InputError, NonFiniteError, NotInitializedError
 from allred.session import (
     Averaging,
+    Checkpoint,
     EarlyStopping,
     Hook,
     Logging,
@@ -325,3 +326,20 @@ def test_a_moving_average_is_kept_with_the_checkpoints(world, tmp_path):
         assert params["w"].tolist() == [-6, -6]
     assert (averages[0] == averages[1]).all()
     assert -6 < averages[0][0] < -3
+
+
+def test_the_best_is_kept(world, tmp_path):
+    with Session(
+        hooks=[Checkpoint(tmp_path / "best", best="loss"), Checkpoint(tmp_path / "some", 2, keep=9)]
+    ) as session:
+        train(session, [3.0, 1.0, 2.0, 0.5, 0.7])
+    [best] = checkpoint.steps(tmp_path / "best")
+    assert checkpoint.read(best).params["w"].tolist() == [-4, -4]
+    assert [path.name for path in checkpoint.steps(tmp_path / "some")] == ["step-00000002", "step-00000004"]
+    params = {"w": np.zeros(2)}
+    with Session(tmp_path / "best", max_steps=4) as session:
+        train(session, [1], params)
+    assert params["w"].tolist() == [-4, -4]
+    for wrong in ({}, {"every_steps": 2, "best": "loss"}, {"best": "loss", "mode": "least"}):
+        with pytest.raises(InputError, match="give one of the first two"):
+            Checkpoint(tmp_path, **wrong)

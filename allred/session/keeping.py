@@ -1,0 +1,60 @@
+"""A hook that writes checkpoints of its own, beside the session's."""
+
+import math
+import os
+from typing import TYPE_CHECKING, Any
+
+from allred.errors import InputError
+from allred.session.hooks import Hook
+from allred.session.saver import Saver
+
+if TYPE_CHECKING:
+    from allred.session.session import Session
+
+
+class Checkpoint(Hook):
+    """Checkpoints in a directory of their own, which any session restores: every so many steps, or of the best value.
+
+    every_steps: steps between them. best: the name of what is logged, of which a better value than ever is kept; mode:
+    "min" or "max" is better. One of the two. keep: how many stay. The chief writes them, as the session does.
+    Raises InputError for what cannot be.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        every_steps: int | None = None,
+        best: str | None = None,
+        mode: str = "min",
+        keep: int = 1,
+    ) -> None:
+        if (every_steps is None) == (best is None) or mode not in ("min", "max"):
+            raise InputError(
+                f"Checkpoint(every_steps={every_steps!r}, best={best!r}, mode={mode!r}): give one of the first two; mode "
+                "is 'min' or 'max'"
+            )
+        self._saver = Saver(os.fspath(directory), None, 1 if every_steps is None else every_steps, keep, 0)
+        self._name, self._sign = best, 1 if mode == "min" else -1
+        self.best = math.inf  # so far, times the sign
+
+    def begin(self, session: "Session") -> None:
+        self._saver.begin(session.step)
+
+    def after_step(self, session: "Session", values: dict[str, float]) -> None:
+        if self._name is None:
+            due = self._saver.due(session.step)
+        else:
+            value = self._sign * values.get(self._name, math.inf * self._sign)
+            due = value < self.best
+            self.best = min(self.best, value) if due else self.best
+        if due and session.is_chief:
+            session.save_by(self._saver)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best = state["best"]
+
+    def end(self, session: "Session", outcome: Any) -> None:
+        self._saver.wait()
