@@ -30,8 +30,8 @@ class Checkpoint(Hook):
     ) -> None:
         if (every_steps is None) == (best is None) or mode not in ("min", "max"):
             raise InputError(
-                f"Checkpoint(every_steps={every_steps!r}, best={best!r}, mode={mode!r}): give one of the first two; mode "
-                "is 'min' or 'max'"
+                f"Checkpoint(every_steps={every_steps!r}, best={best!r}, mode={mode!r}): give one of the first two; "
+                "mode is 'min' or 'max'"
             )
         self._saver = Saver(os.fspath(directory), None, 1 if every_steps is None else every_steps, keep, 0)
         self._name, self._sign = best, 1 if mode == "min" else -1
