@@ -44,6 +44,7 @@ from allred.errors import (
 from allred.modes.decorator import distributed
 from allred.modes.optimizer import DistributedOptimizer
 from allred.nest import digest
+from allred.session.session import Session
 from allred.watch import exit as _exit_protocol
 from allred.world import init, is_initialized, shutdown
 
@@ -75,6 +76,7 @@ __all__ = [
     "Product",
     "ReduceOp",
     "RemoteRankError",
+    "Session",
     "ShutdownError",
     "Sum",
     "allgather",

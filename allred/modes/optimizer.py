@@ -61,6 +61,10 @@ class Mode(Protocol):
     def in_step(self) -> bool:
         """Whether all ranks make every step together."""
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has spent in communication so far."""
+
     def ask_to_end(self) -> None:
         """Where they do not: all are to end, soon."""
 
@@ -271,6 +275,11 @@ class DistributedOptimizer:
     def in_step(self) -> bool:
         """Whether all ranks make every step together: in mode sync."""
         return self._mode.in_step
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has spent in communication so far, waiting for others included."""
+        return self._mode.waited_s
 
     def ask_to_end(self) -> None:
         """Mode ps: have every worker's next step raise ShutdownError, after a checkpoint. Mode sync: nothing."""

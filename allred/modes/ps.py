@@ -62,7 +62,7 @@ class ServersMode:
         self._process = os.getpid()
         self._saves_last: Callable[[], str] | None = None  # a session's, instead of a checkpoint in checkpoint_dir
         self._steps_before: int | None = None  # of the checkpoint that training goes on from; None: to be asked for
-        self._steps, self._start, self._waited_s = 0, 0.0, 0.0
+        self._steps, self._start, self.waited_s = 0, 0.0, 0.0
         self._zeros: dict[int, Array] = {}
 
     # Beginning.
@@ -175,7 +175,7 @@ class ServersMode:
         self._steps += 1
         if outcome.flags & DROPPED:
             self.dropped += 1
-        self._waited_s += time.perf_counter() - start
+        self.waited_s += time.perf_counter() - start
         if outcome.flags & DRAINING:
             self._end()
 
@@ -303,7 +303,7 @@ class ServersMode:
         if self._steps:
             speed = (
                 f"{self._steps} steps of this worker in {seconds:.2f} s: {self._steps / seconds:.1f} steps/s; of a "
-                f"step {100 * self._waited_s / seconds:.0f} % with the servers"
+                f"step {100 * self.waited_s / seconds:.0f} % with the servers"
             )
         skipped = f"\nskipped: {self.skipped} steps with gradients that were not finite" if self.skipped else ""
         head = (

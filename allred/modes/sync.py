@@ -116,6 +116,10 @@ class SyncMode:
     def count_from(self, step: int) -> None:
         self._steps_before = step - self._meter.steps
 
+    @property
+    def waited_s(self) -> float:
+        return collectives.current().queue.waited_s
+
     def ask_to_end(self) -> None:
         pass
 

@@ -12,6 +12,8 @@ from allred import checkpoint
 from allred.cluster import report
 from allred.errors import AllredError, InputError
 
+_TELL_S = 10.0  # between lines about them
+
 
 class Saver:
     """The chief's. secs: by its clock; or steps. keep, keep_every: as checkpoint.prune has them."""
@@ -34,7 +36,7 @@ class Saver:
         self._keep, self._keep_every = keep, keep_every
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._next_at = 0.0
+        self._next_at, self._told_at = 0.0, -_TELL_S
 
     def begin(self, step: int) -> None:
         """Training begins at that step, of which there is a checkpoint or nothing to save."""
@@ -70,7 +72,10 @@ class Saver:
     def _write(self, write: Callable[[str], str]) -> None:
         start = time.monotonic()
         try:
-            report.inform(f"checkpoint {write(self.directory)}")
+            path = write(self.directory)
+            if start >= self._told_at + _TELL_S:
+                report.inform(f"checkpoint {path}")
+                self._told_at = start
             checkpoint.prune(self.directory, self._keep, self._keep_every)
         except AllredError as error:
             self._error = error

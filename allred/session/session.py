@@ -35,7 +35,9 @@ from allred.modes.optimizer import DistributedOptimizer
 from allred.session import random_states
 from allred.session.asked import Asked
 from allred.session.hooks import Hook, Outcome, StopAtStep
+from allred.session.rates import Rates
 from allred.session.saver import Saver
+from allred.session.telling import Logging
 from allred.session.values import Log
 
 T = TypeVar("T")
@@ -61,6 +63,7 @@ class Session:
     keep: how many checkpoints stay; keep_every: those of every so many steps stay as well, 0 is none.
     max_steps: the global step at which the loop ends.
     hooks: see `allred.session.Hook`; called in this order.
+    log_steps: a line every so many steps, on a terminal a line of progress (allred.session.Logging); None: none.
     wait_for_chief_s: how long the others wait for it to restore, in seconds.
 
     SIGTERM, SIGUSR1 and a first Ctrl-C end the loop after the step at hand, on all ranks, as if it was at its end; the
@@ -79,6 +82,7 @@ class Session:
         keep_every: int = 0,
         max_steps: int | None = None,
         hooks: Iterable[Hook] = (),
+        log_steps: int | None = 100,
         wait_for_chief_s: float = 7200.0,
     ) -> None:
         directory = None if checkpoint_dir is None else os.fspath(checkpoint_dir)
@@ -86,11 +90,15 @@ class Session:
             raise InputError("Session: save_secs and save_steps need a checkpoint_dir")
         self._saver = Saver(directory or "", save_secs, save_steps, keep, keep_every)
         self._saves = directory is not None
-        self.hooks: list[Hook] = [*hooks] if max_steps is None else [*hooks, StopAtStep(max_steps)]
+        self.hooks: list[Hook] = [*hooks]
+        self.hooks += [] if log_steps is None else [Logging(log_steps)]
+        self.hooks += [] if max_steps is None else [StopAtStep(max_steps)]
         if odd := [hook for hook in self.hooks if not isinstance(hook, Hook)]:
             raise InputError(f"Session: {odd[0]!r} is no hook; subclass allred.session.Hook")
-        self.step = 0
+        self.step, self.max_steps = 0, max_steps
         self.params: Any = None
+        self.rates = Rates()
+        self.watched: dict[str, Any] = {}  # by `watch`
         self._optimizer: DistributedOptimizer | None = None
         self._data: Any = None
         self._more: dict[str, Any] = {}
@@ -99,7 +107,7 @@ class Session:
         self._stops, self._requested = "", ""  # why the loop ends; why this rank would like it to
         self._in_step = self._entered = self._done = False
         self._begun_at_step, self._position = 0, None  # of the step at hand: the global step, the position in the data
-        self._start = time.monotonic()
+        self._start, self._waited_s = time.monotonic(), 0.0
 
     # Around everything.
 
@@ -217,6 +225,10 @@ class Session:
         samples of this rank's part. All ranks have to note the same names. Raises InputError for what is no number."""
         self._log.add(values, examples)
 
+    def watch(self, **nests: Any) -> None:
+        """Nests of arrays, by name, that the Summary hook makes histograms of: watch(gradients=grads)."""
+        self.watched.update(nests)
+
     def request_stop(self, reason: str = "stopped", everywhere: bool = False) -> None:
         """Ask for the end of the loop, in mode sync on all ranks after the step at whose end all have heard of it.
 
@@ -237,6 +249,9 @@ class Session:
         due = self.is_chief and self._saves and self._saver.due(self.step)
         asks = bool(self._asked.reason or self._requested)
         told = (self._log.together if optimizer.in_step else self._log.alone)(asks, due)
+        waited_s = optimizer.waited_s
+        self.rates.record(self.step, int(told.examples), waited_s - self._waited_s)
+        self._waited_s = waited_s
         if told.stop and optimizer.in_step:
             self._stops = self._stops or self._asked.reason or self._requested or "another rank asked"
         for hook in self.hooks:
@@ -250,6 +265,7 @@ class Session:
         randoms = self._gather_randoms()
         if self.is_chief:
             self._saver.save(self.step, lambda: self._saving(randoms, copy=True), apart=self.optimizer.in_step)
+        self.rates.pause()
 
     def _gather_randoms(self) -> list[Any] | None:
         """The random states of all ranks, where they meet."""

@@ -67,7 +67,18 @@ class Sharp(allred.optim.SGD):
 
 
 def main(
-    directory, count=30, fault=None, at=7, on=1, whiles=False, early=False, torn=None, elements=3, sleep_s=0, **given
+    directory,
+    count=30,
+    fault=None,
+    at=7,
+    on=1,
+    whiles=False,
+    early=False,
+    torn=None,
+    elements=3,
+    sleep_s=0,
+    late_s=0,
+    **given,
 ):
     allred.init(banner=False)
     optimizer = Sharp(lr=1.0, momentum=0.5)
@@ -80,6 +91,7 @@ def main(
         random.seed(1)
         np.random.seed(2)
     with Session(None if directory == "none" else directory, hooks=hooks, **given) as session:
+        time.sleep(late_s * (allred.rank() == 0))
         restored = session.track(params=params, optimizer=opt, data=data)
         drawn = random.random(), np.random.rand()
 

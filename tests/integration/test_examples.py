@@ -1,11 +1,19 @@
 """Every example, run as its first lines say, ends in the lines it promises."""
 
+import contextlib
+import os
+import pathlib
 import re
+import signal
+import subprocess
+import time
+import uuid
 
 import pytest
-from harness import ROOT, mpirun, python
+from harness import BIN, OPENMPI, ROOT, mpirun, python
 
 DIGITS = ROOT / "examples/digits_sync.py"
+RESUME = ROOT / "examples/resume.py"
 DIGITS_PS = ROOT / "examples/digits_ps.py"
 
 
@@ -105,3 +113,34 @@ def test_digits_ps_goes_on_from_a_checkpoint_of_another_mode(tmp_path):
         assert saved, out
         steps.append(int(saved[1]))
     assert steps == [2 * 450, 3 * 450, 4 * 450]  # two workers' updates, then global batches
+
+
+def killed_at(step, ranks, directory, mpi):
+    """One rank of examples/resume.py is killed some time after this step."""
+    command = [BIN[mpi] / "mpirun", "-np", ranks, BIN[mpi] / "python", RESUME, directory, "0.01"]
+    mark = {"RESUME_TEST": uuid.uuid4().hex}
+    launched = subprocess.Popen(list(map(str, command)), env={**os.environ, **OPENMPI, **mark}, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not any(int(path.name[5:]) >= step for path in directory.glob("step-*")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    [(name, value)] = mark.items()
+    for entry in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words, variables = ((entry / file).read_bytes().split(b"\0") for file in ("cmdline", "environ"))
+            if words[0].endswith(b"python") and f"{name}={value}".encode() in variables:
+                os.kill(int(entry.name), signal.SIGKILL)
+                break
+    assert launched.wait(30) != 0
+
+
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+@pytest.mark.limit(180)
+def test_resume_is_killed_and_goes_on_with_another_number_of_ranks(mpi, tmp_path):
+    killed_at(10, 2, tmp_path, mpi)
+    killed_at(100, 3, tmp_path, mpi)
+    result = mpirun(4 if mpi == "mpich" else 2, RESUME, tmp_path, mpi=mpi)
+    assert result.code == 0, result.text
+    found = re.search(r"^started 3 times, the last time at step (\d+) of 540$", result.out, flags=re.M)
+    assert found, result.text
+    assert 100 <= int(found[1]) < 540, result.text
+    assert "same loss as if it had never been killed: yes" in result.out, result.text

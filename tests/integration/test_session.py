@@ -78,6 +78,17 @@ def test_early_stopping(tmp_path):
     assert result.outcome[0]["reason"] == "no better loss for 3 steps"
 
 
+def test_the_others_wait_for_the_chief_longer_than_for_anything_else(tmp_path):
+    env = {"ALLRED_TIMEOUT_S": "1", "ALLRED_STALL_WARNING_S": "0.5"}
+    result = run(tmp_path, 2, env=env, late_s=2.5, max_steps=2)
+    assert result.code == 0, result.text
+    assert "rank 1 has waited for 0 s" in result.err or "rank 1 has waited for 1 s" in result.err, result.text
+    assert "in Python at session_program.py" in result.err, result.text
+    result = run(tmp_path, 2, env=env, late_s=4, max_steps=4, wait_for_chief_s=2)
+    assert result.code != 0, result.text
+    assert "not complete after 2 s" in result.err, result.text
+
+
 # ---- signals
 
 

@@ -1,0 +1,104 @@
+"""Hooks that tell how training goes: lines for a person, numbers for TensorBoard. Only the chief's speak."""
+
+from typing import TYPE_CHECKING, Any, TextIO
+
+from allred import nest
+from allred.arrays import as_host_array
+from allred.cluster import report
+from allred.errors import InputError
+from allred.session.hooks import Hook, Outcome
+from allred.session.progress import Display, PlainDisplay, display
+from allred.session.summary import SummaryWriter
+
+if TYPE_CHECKING:
+    from allred.session.session import Session
+
+
+def _every(who: str, steps: Any) -> int:
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise InputError(f"{who}: every_steps must be an integer >= 1, but is {steps!r}")
+    return steps
+
+
+class Logging(Hook):
+    """A progress line on a terminal; elsewhere a line every so many steps:
+
+        step 20, loss = 37.97 (18758.3 examples/sec; 0.005 sec/batch)
+
+    stream: default stderr. Raises InputError.
+    """
+
+    def __init__(self, every_steps: int = 100, stream: TextIO | None = None) -> None:
+        self._steps, self._stream = _every("Logging", every_steps), stream
+        self._display: Display | None = None
+        self._shown = 0
+
+    def begin(self, session: "Session") -> None:
+        if session.is_chief:
+            self._display, self._shown = display(self._stream), session.step
+
+    def after_step(self, session: "Session", values: dict[str, float]) -> None:
+        if self._display is None:
+            return
+        due = session.step // self._steps > self._shown // self._steps
+        if due or not isinstance(self._display, PlainDisplay):
+            self._display.show(session.step, session.max_steps, values, session.rates)
+            self._shown = session.step
+
+    def end(self, session: "Session", outcome: Outcome) -> None:
+        if self._display is not None:
+            self._display.close()
+
+
+class StepCounter(Hook):
+    """A line with steps and examples in a second, every so many steps. Raises InputError."""
+
+    def __init__(self, every_steps: int = 100) -> None:
+        self._steps, self._told = _every("StepCounter", every_steps), 0
+
+    def after_step(self, session: "Session", values: dict[str, float]) -> None:
+        pace = session.rates.s_per_batch
+        if session.step // self._steps > self._told // self._steps and pace:
+            self._told = session.step
+            examples = session.rates.examples_per_s
+            rate = "" if examples is None else f", {examples:.1f} examples/sec"
+            report.inform(f"step {session.step}: {1 / pace:.2f} steps/sec{rate}")
+
+
+class Summary(Hook):
+    """What was logged, and the pace, into files that TensorBoard reads (where it is installed), and JSON lines.
+
+    directory: of the files. every_steps: between scalars. histogram_steps: between histograms of the parameters and of
+    what `session.watch` was given; None: none. Raises InputError.
+    """
+
+    def __init__(self, directory: str, every_steps: int = 100, histogram_steps: int | None = None) -> None:
+        self._directory, self._steps = directory, _every("Summary", every_steps)
+        self._histogram_steps = None if histogram_steps is None else _every("Summary", histogram_steps)
+        self._writer: SummaryWriter | None = None
+        self._before = 0
+
+    def begin(self, session: "Session") -> None:
+        self._before = session.step
+        if session.is_chief:
+            self._writer = SummaryWriter(self._directory, session.step)
+
+    def after_step(self, session: "Session", values: dict[str, float]) -> None:
+        before, step = self._before, session.step
+        self._before = step
+        if self._writer is None:
+            return
+        if step // self._steps > before // self._steps:
+            rates = session.rates
+            pace = {"examples_per_sec": rates.examples_per_s, "communication_share": rates.communication_share}
+            known = {name: value for name, value in pace.items() if value is not None}
+            self._writer.scalars(step, {**values, **known})
+        if self._histogram_steps and step // self._histogram_steps > before // self._histogram_steps:
+            for title, tree in {"parameters": session.params, **session.watched}.items():
+                for name, leaf in nest.leaves(tree):
+                    if leaf is not None:
+                        self._writer.histogram(step, f"{title}/{name}", as_host_array(leaf))
+
+    def end(self, session: "Session", outcome: Outcome) -> None:
+        if self._writer is not None:
+            self._writer.close()
