@@ -92,8 +92,10 @@ lint: $(VENV_mpich)/.dev ## ruff and clang-format, changing nothing
 types: $(VENV_mpich)/.dev ## mypy, strict
 	$(VENV_mpich)/bin/mypy
 
+# Not with --quiet: mkdocs then counts no warnings. The variable is for a notice about mkdocs 2.
 docs: $(VENV_mpich)/.docs ## docs/ as a site in build/site; a warning is an error
-	NO_MKDOCS_2_WARNING=1 $(VENV_mpich)/bin/mkdocs build --quiet --strict --config-file docs/site/mkdocs.yml
+	$(VENV_mpich)/bin/python -m doctest docs/site/house_style.py
+	NO_MKDOCS_2_WARNING=1 $(VENV_mpich)/bin/mkdocs build --strict --config-file docs/site/mkdocs.yml
 
 format: $(VENV_mpich)/.dev ## let ruff and clang-format rewrite the sources
 	$(VENV_mpich)/bin/ruff check --fix .

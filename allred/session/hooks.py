@@ -111,9 +111,11 @@ class EarlyStopping(Hook):
             session.request_stop(f"no better {self._name} for {self.since} steps", everywhere=True)
 
     def state_dict(self) -> dict[str, Any]:
+        """Its memory."""
         return {"best": self.best, "since": self.since}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the memory that state_dict gave."""
         self.best, self.since = state["best"], state["since"]
 
 

@@ -78,7 +78,9 @@ def names_of(obj):
     if obj.is_function:
         return {p.name.lstrip("*") for p in obj.parameters}
     if obj.is_class:
-        return {p.name.lstrip("*") for p in obj.parameters} | set(obj.members)
+        call = obj.members.get("__call__")
+        given = [*obj.parameters, *(call.parameters if call else ())]
+        return {p.name.lstrip("*") for p in given} | set(obj.members)
     return set()
 
 
@@ -139,7 +141,8 @@ def prose(block, names):
     paragraphs = paragraphs_of(pieces[0], r"\n(?=Raises )") if pieces[0].strip() else []
     items = []
     for piece in pieces[1:]:
-        first, *rest = paragraphs_of(piece, r"\n(?=Raises )|(?<=\.)\n(?=[A-Z])")  # a new line and sentence: no more of it
+        # What begins a line and a sentence is not of the item any more.
+        first, *rest = paragraphs_of(piece, r"\n(?=Raises )|(?<=\.)\n(?=[A-Z])")
         items.append(item(first))
         if rest:
             paragraphs += ["\n".join(items), *rest]
