@@ -14,6 +14,7 @@ the global step is the servers', the position in the data is the chief's, and th
 
 import contextlib
 import os
+import secrets
 import time
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -45,6 +46,7 @@ T = TypeVar("T")
 # Others have caused them, or the ranks differ: what this rank has is not to be kept.
 _OTHERS = (RemoteRankError, CollectiveTimeout, DriftError)
 _FOREVER_S = 1e9
+_ANOTHERS_S = 600.0  # at most: until another rank that has failed too has written the last checkpoint
 
 
 class Session:
@@ -108,6 +110,7 @@ class Session:
         self._in_step = self._entered = self._done = False
         self._begun_at_step, self._position = 0, None  # of the step at hand: the global step, the position in the data
         self._start, self._waited_s = time.monotonic(), 0.0
+        self._token = ""  # of this session, the same on all ranks
 
     # Around everything.
 
@@ -171,6 +174,7 @@ class Session:
             report.inform(f"goes on from step {restored}, of {self._saver.directory}")
         self.step = optimizer.global_step
         self._saver.begin(self.step)
+        self._token = collectives.broadcast_object(secrets.token_hex(4))
         if not optimizer.in_step:
             self._asked.noted = optimizer.ask_to_end
             if self._saves:
@@ -324,10 +328,35 @@ class Session:
             report.say("no checkpoint was written at the end: an update was cut short; the newest one stands")
             return None
         try:
-            return self._saver.save_last(optimizer.global_step, self._saving)
+            step = optimizer.global_step
+            if self._is_saved(step):
+                return None
+            claim = os.path.join(self._saver.directory, f".step-{step:08d}.{self._token}.gone")
+            if self._is_first(claim):
+                return self._saver.save_last(step, self._saving)
+            deadline = time.monotonic() + _ANOTHERS_S
+            while os.path.exists(claim) and not self._is_saved(step) and time.monotonic() < deadline:
+                time.sleep(0.05)  # who is killed while it writes, takes the job with it
         except AllredError as failure:
             os.write(2, f"allred: no checkpoint was written at the end: {failure}\n".encode())
-            return None
+        return None
+
+    def _is_saved(self, step: int) -> bool:
+        newest = checkpoint.newest(self._saver.directory)
+        return newest is not None and checkpoint.load(newest).step >= step
+
+    @staticmethod
+    def _is_first(claim: str) -> bool:
+        """Whether no other rank writes the last checkpoint: often all fail at once. Who makes a directory does; it has
+        the name of something to be deleted, so that it goes with the commit."""
+        try:
+            os.makedirs(os.path.dirname(claim), exist_ok=True)
+            os.mkdir(claim)
+        except FileExistsError:
+            return False
+        except OSError:  # then the checkpoint will say it better
+            pass
+        return True
 
     def _call_end(self, failure: BaseException | None, path: str | None) -> None:
         if self._saves and self._saver.count:

@@ -103,7 +103,7 @@ def main(
                 yield number
 
         for number in numbers() if whiles else session.steps(data):
-            if number == at and allred.rank() == on and fault:
+            if number == at and on in (allred.rank(), "all") and fault:
                 act(fault)
             time.sleep(sleep_s)
             opt.step(params, {k: np.full(v.shape, 1.0 + allred.rank()) for k, v in params.items()})

@@ -121,6 +121,16 @@ def test_the_rank_that_fails_writes_the_last_checkpoint(mpi, on, fault, code, tm
     assert again.found[0]["at"] == 9
 
 
+@pytest.mark.parametrize("mode", ["sync", "ps"])
+def test_when_all_fail_at_once_one_writes_it(mode, tmp_path):
+    result = run(tmp_path, 4, mode=mode, fault="raise", on="all")
+    assert result.code == 1, result.text
+    assert "no checkpoint was written" not in result.err, result.text
+    assert all(outcome["failed"] for outcome in result.outcome.values())
+    assert len(steps_in(tmp_path)) == 1 or mode == "ps", result.text
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")], result.text
+
+
 def test_an_update_that_is_cut_short_is_no_step(tmp_path):
     result = run(tmp_path, torn=9, save_steps=4, sleep_s=0.05)
     assert result.code == 1, result.text
