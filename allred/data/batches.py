@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from allred.arrays import Array
-from allred.cluster import topology
 from allred.data.columns import Columns, column
-from allred.data.loader import Job, Loader, check_numbers, check_rank
+from allred.data.loader import Job, Loader, check_numbers, whose_share
 from allred.data.sampler import Position, Sampler, part
 from allred.errors import InputError
 
@@ -81,8 +80,7 @@ def batches(
     [3 4] [30 40] {'epoch': 0, 'samples': 4, 'rows': 5, 'seed': None}
     [] [] {'epoch': 0, 'samples': 5, 'rows': 5, 'seed': None}
     """
-    rank = topology.rank() if rank is None else rank
-    size = topology.size() if size is None else size
+    rank, size = whose_share(rank, size)
     if not columns:
         raise InputError("batches() needs at least one array")
     found = [column(value) for value in columns]
@@ -91,9 +89,8 @@ def batches(
         raise InputError(f"batches() needs arrays of equal, non-zero length, got lengths {lengths}")
     if seed is not None and not (isinstance(seed, (int, np.integer)) and seed >= 0):
         raise InputError(f"seed={seed!r} must be a whole number of at least 0, or None to keep the order")
-    check_numbers(size=(size, 1), rank=(rank, 0), batch_size=(batch_size, size), epochs=(epochs, 0))
+    check_numbers(batch_size=(batch_size, size), epochs=(epochs, 0))
     if drop_last and batch_size > lengths[0]:
         raise InputError(f"drop_last leaves nothing: {lengths[0]} rows do not fill one batch of {batch_size}")
-    check_rank(rank, size)
     seed = None if seed is None else int(seed)
     return Batches(Columns(found), Sampler(lengths[0], int(batch_size), int(epochs), seed, drop_last), rank, size)

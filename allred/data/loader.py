@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from allred.cluster import topology
 from allred.data.sampler import BEGIN, Position
 from allred.data.share import Source
 from allred.errors import InputError
@@ -39,6 +40,9 @@ Fetch = Callable[[Iterable[Job], Load], Fetched]
 
 class Loader:
     """Iterate over it, more than once if you like; `state_dict` says at any time where it is."""
+
+    batch_size: int  # samples over all ranks
+    epochs: int
 
     def __init__(self, rank: int, size: int, load: Load, identity: dict[str, Any]) -> None:
         """load: makes a batch; can be pickled. identity: what must be the same for a position to mean the same."""
@@ -114,7 +118,16 @@ def check_numbers(**numbers: tuple[Any, int]) -> None:
             raise InputError(f"{name}={value!r} must be a whole number of at least {least}{why}")
 
 
-def check_rank(rank: int, size: int) -> None:
-    """Raise InputError unless there is such a rank."""
-    if not 0 <= rank < size:
+def whose_share(rank: int | None, size: int | None) -> tuple[int, int]:
+    """Rank and size, this rank's where they are None. Raises InputError unless there is such a rank.
+
+    A parameter server's own rank is behind the last worker's: it may go past the line that makes the batches, and would
+    get none of them.
+    """
+    given = rank is not None or size is not None
+    rank = topology.rank() if rank is None else rank
+    size = topology.size() if size is None else size
+    check_numbers(size=(size, 1), rank=(rank, 0))
+    if given and rank >= size:
         raise InputError(f"rank={rank} is not one of {size} ranks")
+    return int(rank), int(size)

@@ -32,6 +32,16 @@ class Prefetch:
         return len(self._loader)  # type: ignore[arg-type]  # a Stream has none, and says so
 
     @property
+    def batch_size(self) -> int:
+        """That of the batches."""
+        return self._loader.batch_size
+
+    @property
+    def epochs(self) -> int:
+        """That of the batches."""
+        return self._loader.epochs
+
+    @property
     def steps_per_epoch(self) -> int:
         """That of the batches. AttributeError if they have none."""
         return int(self._loader.steps_per_epoch)  # type: ignore[attr-defined]
@@ -98,10 +108,10 @@ def prefetch(batches: Loader, depth: int = 2, workers: int = 0) -> Prefetch:
     the data once: mapped files by name, arrays in memory as a copy each. What they call must be importable, and the
     script must have its main part under `if __name__ == "__main__":`, since they import it.
 
-    A batch of a process is copied through a socket. `state_dict`, and the samples of a step, are those of the batch
-    that came last, whatever was fetched. An error in fetching is raised by the iteration, after the batches before it.
-    A process that was killed is a DataError with its number and signal. The thread and the processes end with the
-    iteration, also after a `break`, an exception and Ctrl-C; processes end if this one is killed, too.
+    A batch of a process is copied through a socket, at a few hundred MB/s. `state_dict`, and the samples of a step, are
+    those of the batch that came last, whatever was fetched. An error in fetching is raised by the iteration, after the
+    batches before it. A process that was killed is a DataError with its number and signal. The thread and the processes
+    end with the iteration, also after a `break`, an exception and Ctrl-C; processes end if this one is killed, too.
 
     Raises InputError if `batches` is something else: what goes through it would have been fetched before it is used.
 

@@ -17,6 +17,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Iterable
@@ -75,8 +76,9 @@ class Pool:
         """End all processes; whoever waits for one gets an error."""
         for worker in self._workers:
             worker.hang_up()
+        deadline = time.monotonic() + _LEAVE_S
         for worker in self._workers:
-            worker.end()
+            worker.end(deadline)
 
 
 class _Worker:
@@ -117,9 +119,9 @@ class _Worker:
         with contextlib.suppress(OSError):  # it has gone
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def end(self) -> None:
+    def end(self, deadline: float) -> None:
         try:
-            self._process.wait(_LEAVE_S)
+            self._process.wait(max(deadline - time.monotonic(), 0))
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -171,7 +173,8 @@ def main(descriptor: int) -> None:
                 raise reason or AllredError("no data came")
             _send(connection, (True, load(_open(message)), ""))
         except BaseException as error:
-            _send(connection, (False, _as_it_can_be_sent(error), traceback.format_exc()))
+            with contextlib.suppress(OSError):  # nobody waits any more: it leaves in a moment
+                _send(connection, (False, _as_it_can_be_sent(error), traceback.format_exc()))
 
 
 def _listen(connection: socket.socket, messages: "queue.SimpleQueue[_Message]") -> None:
@@ -183,6 +186,9 @@ def _listen(connection: socket.socket, messages: "queue.SimpleQueue[_Message]") 
 
 
 def _as_it_can_be_sent(error: BaseException) -> BaseException | None:
+    """None also for sys.exit and the like, which would end the rank without a word."""
+    if not isinstance(error, Exception):
+        return None
     try:
         again = pickle.loads(pickle.dumps(error))
         return error if type(again) is type(error) else None

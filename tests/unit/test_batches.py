@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import allred
+from allred.cluster import topology
 from allred.data import share
 from allred.errors import InputError, NotInitializedError
 
@@ -139,6 +140,21 @@ def test_a_list_of_batches_is_an_error_where_their_shares_are_uneven():
 def test_bad_input_is_named(columns, options, message):
     with pytest.raises(InputError, match=message):
         allred.data.batches(*columns, **{"rank": 0, "size": 3, **options})
+
+
+@pytest.fixture
+def server():
+    topology.install(topology.number([0, 0, 0], rank=0, servers=1))
+    yield
+    topology.install(None)
+
+
+def test_a_server_may_pass_the_line_and_gets_nothing(server):
+    assert allred.rank() == allred.size() == 2
+    for loader in (allred.data.batches(ROWS, batch_size=10), allred.data.stream(ROWS, batch_size=10)):
+        assert [len(batch) for batch in loader] == [0, 0, 0, 0]
+    with pytest.raises(InputError, match="rank=2 is not one of 2 ranks"):
+        allred.data.batches(ROWS, batch_size=2, rank=2)
 
 
 def test_before_init_it_needs_rank_and_size():

@@ -80,7 +80,7 @@ def test_the_same_batches_in_the_same_order(depth, workers):
     options = {"seed": 3, "epochs": 2}
     ahead = allred.data.prefetch(data(**options), depth, workers)
     assert [b.tolist() for b in ahead] == [b.tolist() for b in data(**options)]
-    assert (len(ahead), ahead.steps_per_epoch) == (16, 8)
+    assert (len(ahead), ahead.steps_per_epoch, ahead.batch_size, ahead.epochs) == (16, 8, 5, 2)
     assert all(b.flags.writeable for b in allred.data.prefetch(data(**options), depth, workers))
 
 
@@ -146,6 +146,7 @@ def test_an_error_comes_in_its_place_with_its_traceback(workers):
     [
         (die, r"process 1 of 2 that prefetches \(pid \d+\) was killed by signal 9 \(SIGKILL\)"),
         (leave, r"process 1 of 2 that prefetches \(pid \d+\) left with exit code 3"),
+        (sys.exit, r"(?s)process 1 of 2 that prefetches \(pid \d+\) failed:\n.*SystemExit"),
         (fail_oddly, r"(?s)process 1 of 2 that prefetches \(pid \d+\) failed:\n.*in fail_oddly\n.*OddError: 1 2"),
     ],
 )
@@ -176,6 +177,19 @@ def test_break_close_and_an_exception_in_the_loop_end_everything(workers):
         [1 / 0 for _ in ahead]
     del iterator
     iter(ahead)  # never begun
+
+
+class Large(Named):
+    def __getitem__(self, index):
+        return np.zeros(1_000_000)
+
+
+def test_processes_that_are_ended_in_the_midst_of_a_batch_say_nothing(capfd):
+    for _ in range(3):
+        iterator = iter(allred.data.prefetch(data(Large()), depth=1, workers=2))
+        assert next(iterator).shape == (5, 1_000_000)
+        iterator.close()
+    assert capfd.readouterr().err == ""
 
 
 def test_what_cannot_be_sent_is_an_error_at_the_first_batch():
