@@ -109,7 +109,7 @@ def markdown(text, names):
             code = []
         head, _, rest = block.partition("\n")
         if block.startswith(">>>"):
-            done.append(f"```pycon\n{block}\n```")
+            done.append("```pycon\n" + re.sub(r" +# doctest: .*", "", block) + "\n```")
         elif (section := SECTION.match(head)) and rest:
             done += [f"**{section[1]}**", section_body(section[1], textwrap.dedent(rest))]
         elif block:
