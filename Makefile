@@ -24,7 +24,7 @@ $(error MPI=$(MPI) is not one of mpich, openmpi)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-unit test-parallel test-integration test-torch test-slurm fuzz sanitize loops bench lint types format clean
+.PHONY: help demo test test-unit test-parallel test-integration test-torch test-slurm fuzz sanitize loops bench lint types docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -92,6 +92,11 @@ lint: $(VENV_mpich)/.dev ## ruff and clang-format, changing nothing
 types: $(VENV_mpich)/.dev ## mypy, strict
 	$(VENV_mpich)/bin/mypy
 
+# Not with --quiet: mkdocs then counts no warnings. The variable is for a notice about mkdocs 2.
+docs: $(VENV_mpich)/.docs ## docs/ as a site in build/site; a warning is an error
+	$(VENV_mpich)/bin/python -m doctest docs/site/house_style.py
+	NO_MKDOCS_2_WARNING=1 $(VENV_mpich)/bin/mkdocs build --strict --config-file docs/site/mkdocs.yml
+
 format: $(VENV_mpich)/.dev ## let ruff and clang-format rewrite the sources
 	$(VENV_mpich)/bin/ruff check --fix .
 	$(VENV_mpich)/bin/ruff format .
@@ -122,5 +127,7 @@ install = $(@D)/bin/python -m pip install --quiet --editable ".[$(1)]" && $(@D)/
 	$(call install,mpich$(comma)examples$(comma)test$(comma)torch)
 .venv/.dev: .venv/.test
 	$(call install,mpich$(comma)examples$(comma)test$(comma)dev)
+.venv/.docs: .venv/.test
+	$(call install,mpich$(comma)examples$(comma)test$(comma)docs)
 
 comma := ,

@@ -18,7 +18,7 @@ from allred.comm import collectives, registry
 from allred.comm.base import Communicator
 from allred.comm.single import NoCollectives
 from allred.config import Config, explicit_settings, settle
-from allred.data import processes
+from allred.data import processes, share
 from allred.errors import AllredError, ConfigError, InputError
 from allred.modes.detect import outside
 from allred.ps import running
@@ -67,6 +67,7 @@ def init(
         settings = explicit_settings(os.environ, arguments)
     except ConfigError as error:
         settings = str(error)
+    share.forget()
     with waiting_for_ranks(settings):
         _meet(comm, settings)
 

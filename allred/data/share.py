@@ -46,6 +46,13 @@ _running: dict[Source, None] = {}
 _uneven_left = False  # uneven batches were iterated over to the end, and no step followed them
 
 
+def forget() -> None:
+    """A new world begins: what was iterated over before is of no step in it."""
+    global _uneven_left
+    _running.clear()
+    _uneven_left = False
+
+
 def claim(samples: int | None = None) -> int | None:
     """The samples of the step that is about to run: as given, else the share of its batch; None without batches.
 

@@ -16,6 +16,7 @@ from allred.optim.hyper import non_negative, positive, whole
 # ruff: noqa: N801
 
 Schedule = Callable[[int], float]
+"""From the number of updates done so far, 0 at the first one, to the learning rate of the next."""
 
 
 @dataclass(frozen=True)

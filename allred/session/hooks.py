@@ -112,9 +112,11 @@ class EarlyStopping(Hook):
             session.request_stop(f"no better {self._name} for {self.since} steps", everywhere=True)
 
     def state_dict(self) -> dict[str, Any]:
+        """Its memory."""
         return {"best": self.best, "since": self.since}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the memory that state_dict gave."""
         self.best, self.since = state["best"], state["since"]
 
 
@@ -133,9 +135,11 @@ class Averaging(Hook):
         self._average.update(session.step)
 
     def state_dict(self) -> Any:
+        """Of the average."""
         return self._average.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
+        """Go on from what state_dict gave."""
         self._average.load_state_dict(state)
 
 

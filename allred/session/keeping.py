@@ -51,9 +51,11 @@ class Checkpoint(Hook):
             session.save_by(self._saver)
 
     def state_dict(self) -> dict[str, Any]:
+        """The best value so far."""
         return {"best": self.best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what state_dict gave."""
         self.best = state["best"]
 
     def end(self, session: "Session", outcome: Any) -> None:

@@ -210,7 +210,8 @@ class Session:
     def should_stop(self) -> bool:
         """Whether the loop ends; else a step begins. Collective in mode sync, and the end of the step before:
 
-        while not session.should_stop(): ...
+        while not session.should_stop():
+            ...
         """
         if self._optimizer is None:
             raise InputError("session: call session.track(params=..., optimizer=...) before the first step")

@@ -1,0 +1,59 @@
+"""The programs in docs/ run as the pages say."""
+
+import re
+
+import pytest
+from harness import ROOT, mpirun, python
+
+PS = {"ALLRED_MODE": "ps"}
+
+
+def programs(page):
+    """The blocks of Python on a page."""
+    return re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("run", [
+    lambda file: python(file),
+    lambda file: mpirun(4, file),
+    lambda file: mpirun(2, file, mpi="openmpi"),
+    lambda file: mpirun(5, file, env=PS),
+], ids=["alone", "mpich", "openmpi", "ps"])  # fmt: skip
+def test_getting_started(run, tmp_path):
+    file = tmp_path / "train.py"
+    [program] = programs("index.md")
+    file.write_text(program)
+    result = run(file)
+    assert result.code == 0, result.text
+    assert result.out == "found [1. 2. 3. 4.] [5.]\n", result.text
+
+
+def test_the_banner(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(programs("index.md")[0])
+    shown = re.findall(r"^allred: .*$", (ROOT / "docs/index.md").read_text(), flags=re.MULTILINE)
+    printed = mpirun(4, file).err.splitlines()
+    no_names = [re.sub(r"on \S+;|MPICH [\d.]+", "", line) for line in shown]
+    assert [re.sub(r"on \S+;|MPICH [\d.]+", "", line) for line in printed] == no_names
+
+
+def test_sessions(tmp_path):
+    program, hook, *more = programs("sessions.md")
+    assert not more
+    file, directory = tmp_path / "train.py", tmp_path / "checkpoints"
+    with_hook = program.replace("max_steps=150", "max_steps=150, hooks=[Best()]")
+    file.write_text(with_hook.replace("allred.init()", f"{hook}\nallred.init()"))
+    first = mpirun(2, file, directory)
+    assert first.code == 0, first.text
+    lowest = re.fullmatch(
+        rf"max_steps at step 150, (lowest loss \S+), {directory}/step-00000150\nstep 150 \[1. 2. 3. 4.\]\n", first.out
+    )
+    assert lowest, first.text
+    for ranks, env in [(3, {}), (2, PS)]:
+        again = mpirun(ranks, file, directory, env=env)
+        assert again.code == 0, again.text
+        assert again.out == first.out, again.text
+    file.write_text(file.read_text().replace("max_steps=150", "max_steps=170"))
+    later = mpirun(1, file, directory)
+    assert "max_steps at step 170" in later.out, later.text
+    assert "step 170 [1. 2. 3. 4.]" in later.out, later.text
