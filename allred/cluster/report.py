@@ -14,7 +14,8 @@ def speak(chief: bool, banner: bool = False) -> None:
 def say(line: str) -> None:
     """Print a line if this rank is the one that speaks."""
     if _speaking:
-        print(f"allred: {line}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"allred: {line}\n")  # at once; print would write the end of the line apart
+        sys.stderr.flush()
 
 
 def inform(line: str) -> None:

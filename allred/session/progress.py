@@ -107,7 +107,8 @@ class PlainDisplay:
         if self._silent:
             return
         try:
-            print(_encodable(text, self._stream), file=self._stream, flush=True)
+            self._stream.write(_encodable(f"{text}\n", self._stream))  # print would write the end of the line apart
+            self._stream.flush()
         except (OSError, ValueError):  # gone, full, or closed: no reason to end a training
             self._silent = True
 
@@ -119,7 +120,8 @@ class TerminalDisplay:
     """One line by rich, drawn anew at most ten times a second. See Display for its methods.
 
     Meanwhile what Python writes to stdout and stderr goes above the line, where these are the same file. What
-    others write (ranks, watchers, C) appears behind the line, and stays.
+    others write (ranks, watchers, C) appears behind the line, and stays if it is written with its end at once: print
+    does so to stdout, and not to stderr.
 
     Arguments:
         stream: where to write.

@@ -13,7 +13,7 @@ from harness import BIN, OPENMPI
 
 MPIS = ["mpich", "openmpi"]
 
-PROGRAM = """
+PROGRAM = r"""
 import sys, time
 from mpi4py import MPI
 from allred.session.progress import display
@@ -29,7 +29,7 @@ for step in range(1, 401):
         shown._drawn = 0  # as often as can be
         shown.show(step, 400, {"loss": 1 / step}, rates)
     if step % 10 == 0:
-        print(f"said {step} by {rank}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"said {step} by {rank}\n")
     time.sleep(0.001)
 if rank == 0:
     shown.close()
