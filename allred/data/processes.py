@@ -136,12 +136,11 @@ class _Worker:
             how = "closed its connection"
         elif code < 0:
             how = f"was killed by signal {-code} ({signal.Signals(-code).name})"
+            if code == -signal.SIGKILL:
+                how += "; if the kernel did it for want of memory, take fewer workers or smaller batches"
         else:
-            how = f"left with exit code {code}"
-        return DataError(
-            f"{self.title} (pid {self._process.pid}) {how}; what it had to say is above. Where the kernel kills for "
-            "want of memory, fewer workers or smaller batches help"
-        )
+            how = f"left with exit code {code}; a script may use MPI, and train, only under its main guard"
+        return DataError(f"{self.title} (pid {self._process.pid}) {how}")
 
 
 class _ThereError(Exception):
