@@ -24,6 +24,7 @@ from collections.abc import Iterable
 from multiprocessing import spawn
 from typing import Any
 
+import mpi4py
 import numpy as np
 
 from allred.data.loader import Fetched, Job, Load
@@ -135,12 +136,11 @@ class _Worker:
             how = "closed its connection"
         elif code < 0:
             how = f"was killed by signal {-code} ({signal.Signals(-code).name})"
+            if code == -signal.SIGKILL:
+                how += "; if the kernel did it for want of memory, take fewer workers or smaller batches"
         else:
-            how = f"left with exit code {code}"
-        return DataError(
-            f"{self.title} (pid {self._process.pid}) {how}; what it had to say is above. Where the kernel kills for "
-            "want of memory, fewer workers or smaller batches help"
-        )
+            how = f"left with exit code {code}; a script may use MPI, and train, only under its main guard"
+        return DataError(f"{self.title} (pid {self._process.pid}) {how}")
 
 
 class _ThereError(Exception):
@@ -160,6 +160,7 @@ def main(descriptor: int) -> None:
     threading.Thread(target=_listen, args=(connection, messages), daemon=True).start()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # it will not be flushed at the end
+    mpi4py.rc.initialize = False  # a script that imports MPI would start a world of one, which leaves files behind
     load, reason = None, None
     try:
         spawn.prepare(_open(messages.get()))  # imports the user's script, from which pickled things may be

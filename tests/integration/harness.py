@@ -37,6 +37,14 @@ def mpirun(
     return testing.mpirun(ranks, *arguments, env=environment(env), **where, **options)
 
 
+def remove_mapped(directory: pathlib.Path) -> None:
+    """Remove what MPI leaves in /dev/shm when ranks are killed: what they wrote down in `directory`/shm-*.txt."""
+    for listed in directory.glob("shm-*.txt"):
+        for name in listed.read_text().splitlines():
+            pathlib.Path(name).unlink(missing_ok=True)
+        listed.unlink()
+
+
 def python(*arguments: object, **options: object) -> Result:
     """One process, without mpirun."""
     return run([sys.executable, *arguments], **options)

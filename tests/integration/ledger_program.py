@@ -6,6 +6,7 @@ ledger_program.py DIRECTORY GENERATION SOURCE BATCH_SIZE KILL_RANK KILL_STEP KIL
 import json
 import os
 import pathlib
+import re
 import signal
 import sys
 
@@ -48,6 +49,8 @@ def loader(source, directory, batch_size):
 def main(directory, generation, source, batch_size, kill_rank, kill_step, kill_place):
     allred.init(banner=False)
     directory, rank = pathlib.Path(directory), allred.rank()
+    mapped = re.findall(r" (/dev/shm/\S+)$", pathlib.Path("/proc/self/maps").read_text(), re.MULTILINE)
+    (directory / f"shm-{rank}.txt").write_text("\n".join({*mapped}))
     position = directory / "position.json"
     saved = json.loads(position.read_text()) if position.exists() else {"step": 0, "data": None}
     saved = allred.broadcast_object(saved)

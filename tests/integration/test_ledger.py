@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 import pytest
-from harness import mpirun
+from harness import mpirun, remove_mapped
 
 from allred.data import shuffled, write_tfrecord
 from allred.data.sampler import Sampler
@@ -53,6 +53,7 @@ def test_killed_and_resized_every_epoch_has_every_sample_exactly_once(mpi, sourc
         kill = kill if generation < kills else NOBODY
         before = position(tmp_path)
         result = mpirun(ranks, PROGRAM, tmp_path, generation, source, batch_size, *kill, mpi=mpi, timeout_s=100)
+        remove_mapped(tmp_path)
         assert result.left == [], result.text
         assert (result.code != 0, "done" in result.out) == (generation < kills, generation == kills), result.text
         assert "Traceback" not in result.err, result.text

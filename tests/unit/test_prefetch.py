@@ -222,9 +222,9 @@ LOOP = """
         def __getitem__(self, i): return i, os.getpid()
 
     if __name__ == "__main__":
-        allred.init(banner=False)
         seen = set()
-        for x, pids in allred.data.prefetch(allred.data.batches(Mine(), batch_size=2, epochs=1000), workers=WORKERS):
+        data = allred.data.batches(Mine(), batch_size=2, epochs=1000, rank=0, size=1)
+        for x, pids in allred.data.prefetch(data, workers=WORKERS):
             if not seen and len(pids):
                 seen.update(pids.tolist())
                 print("pid", *seen, flush=True)
