@@ -48,7 +48,7 @@ test-parallel: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## the contract suites 
 test-integration: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## whole programs: examples, failing ranks, launchers
 	$(VENV_mpich)/bin/python -m pytest -n 3 tests/integration $(T)
 
-test-torch: $(VENV_mpich)/.torch ## optimizers against torch.optim (installs torch)
+test-torch: $(VENV_mpich)/.torch ## what needs torch: optimizers against torch.optim, towers (installs it)
 	$(VENV_mpich)/bin/python -m pytest tests/torch $(T)
 
 test-slurm: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## the batch script in a real Slurm (installed with apt-get where root)

@@ -57,6 +57,29 @@ def test_any_number_of_ranks_gives_the_result_of_one(maker, batch_size):
     assert len(set(allred.allgather_object(allred.digest(together)))) == 1
 
 
+@pytest.mark.parametrize("batch_size", [200, 479])
+@pytest.mark.parametrize("count", [2, 3])
+def test_towers_within_ranks(count, batch_size):
+    """Parts of parts of a batch, few of them even."""
+    together, opt = start(), allred.distributed(optim.SGD(lr=0.02, momentum=0.9))
+    towers = allred.Towers(count, lambda params, x, y: (np.square(y).mean(), grads_of(params, x, y)))
+    for x, y in allred.data.batches(*problem(), batch_size=batch_size, epochs=3, seed=7):
+        loss, grads = towers(together, x, y)
+        assert loss == pytest.approx(np.square(y).mean())
+        opt.step(together, grads)
+    alone = train(optim.SGD(lr=0.02, momentum=0.9), batch_size, rank=0, size=1)
+    np.testing.assert_allclose(together["w"], alone["w"], rtol=1e-9)
+    assert len(set(allred.allgather_object(allred.digest(together)))) == 1
+
+
+def test_towers_of_ranks_without_samples(size):
+    params, opt = {"w": np.zeros(2)}, allred.distributed(optim.SGD(lr=1.0))
+    towers = allred.Towers(2, lambda params, x: (0, {"w": np.full(2, x.sum() / max(len(x), 1))}))
+    for x in allred.data.batches(np.arange(1.0, size + 2), batch_size=size, seed=None):
+        opt.step(params, towers(params, x)[1])
+    assert params["w"] == pytest.approx(-np.arange(1.0, size + 1).mean() - (size + 1))
+
+
 def test_single_precision_stays_within_its_tolerance():
     together = train(allred.distributed(optim.SGD(lr=0.05)), 100, np.float32)
     alone = train(optim.SGD(lr=0.05), 100, np.float32, rank=0, size=1)
