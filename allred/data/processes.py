@@ -24,7 +24,6 @@ from collections.abc import Iterable
 from multiprocessing import spawn
 from typing import Any
 
-import mpi4py
 import numpy as np
 
 from allred.data.loader import Fetched, Job, Load
@@ -160,6 +159,8 @@ def main(descriptor: int) -> None:
     threading.Thread(target=_listen, args=(connection, messages), daemon=True).start()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # it will not be flushed at the end
+    import mpi4py  # its settings, not MPI
+
     mpi4py.rc.initialize = False  # a script that imports MPI would start a world of one, which leaves files behind
     load, reason = None, None
     try:
