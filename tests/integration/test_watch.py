@@ -474,8 +474,12 @@ def test_it_leaves_with_its_ranks(mpi, mark):
 
 
 def test_it_leaves_after_shutdown(mark):
-    code = "import time, allred\n" + 3 * "allred.init(banner=False); allred.shutdown()\n" + "print('x'); time.sleep(60)"
-    command = [BIN["mpich"] / "mpirun", "-np", "2", BIN["mpich"] / "python", "-u", "-c", code]
+    code = (
+        "import time, allred\n"
+        + 3 * "allred.init(banner=False); allred.shutdown()\n"
+        + "print('x', flush=True); time.sleep(60)"
+    )
+    command = [BIN["mpich"] / "mpirun", "-np", "2", BIN["mpich"] / "python", "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **mark}) as job:
         assert [job.stdout.readline() for _ in range(2)] == ["x\n", "x\n"]
         deadline = time.monotonic() + 5
