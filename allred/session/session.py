@@ -125,10 +125,13 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> bool:
-        asked, path = isinstance(error, ShutdownError), None
+        optimizer, path = self._optimizer, None
+        asked = isinstance(error, ShutdownError) and optimizer is not None and not optimizer.in_step
         failure = None if asked else error
         try:
-            if self._optimizer is not None and not asked:
+            if asked:
+                self._end_asked()
+            elif optimizer is not None:
                 path = self._end_well() if failure is None else self._save_after(failure)
         except BaseException as another:
             failure = another
@@ -136,7 +139,7 @@ class Session:
         finally:
             self._asked.stop()
             self._done = True
-            if self._optimizer is not None:
+            if optimizer is not None:
                 self._call_end(failure, path)
         return asked
 
@@ -320,8 +323,7 @@ class Session:
             self._note_step()
         if not optimizer.in_step:
             optimizer.finish()
-            with collectives.patience(_FOREVER_S):  # the others make as many steps as they do
-                collectives.barrier()
+            self._await_others()
             optimizer.pull(self.params)
             self.step = optimizer.global_step
         randoms = self._gather_randoms()
@@ -331,11 +333,26 @@ class Session:
                 path = self._saver.save_last(self.step, lambda: self._saving(randoms))
             except (CheckpointError, InputError) as error:  # of which all ranks hear
                 failure = error
+        self._hear_of(failure)
+        return path
+
+    def _end_asked(self) -> None:
+        """Mode ps, the job was asked to end, and the checkpoint is written. Who was at the end of its loop before
+        is in `_end_well`, and is met there."""
+        self._note_step()
+        self._await_others()
+        self._hear_of(None)
+
+    def _await_others(self) -> None:
+        with collectives.patience(_FOREVER_S):  # they make as many steps as they do
+            collectives.barrier()
+
+    def _hear_of(self, failure: AllredError | None) -> None:
+        """What the chief could not write is an error on all ranks."""
         with collectives.patience(_FOREVER_S):
             failure = collectives.broadcast_object(failure)
         if failure is not None:
             raise failure
-        return path
 
     def _save_after(self, error: BaseException) -> str | None:
         """An exception goes through: keep what there is, if it is of a step and this rank's own failure."""

@@ -15,7 +15,7 @@ import pytest
 
 import allred
 from allred import checkpoint
-from allred.errors import CheckpointError, InputError, NonFiniteError, NotInitializedError
+from allred.errors import CheckpointError, InputError, NonFiniteError, NotInitializedError, ShutdownError
 from allred.session import (
     Averaging,
     Checkpoint,
@@ -151,6 +151,17 @@ def test_a_signal_ends_the_loop_and_handlers_are_put_back(world, tmp_path):
     assert session.asked == "SIGUSR1"
     assert {number: signal.getsignal(number) for number in before} == before
     assert checkpoint.newest(tmp_path).name == "step-00000005"
+
+
+def test_a_shutdown_error_of_the_users_own_is_a_failure(world):
+    witness = Witness()
+    with pytest.raises(ShutdownError), Session(hooks=[witness]) as session:
+        train(session, (_raise(ShutdownError("mine")) for _ in range(2)))
+    assert witness.outcome.reason == "ShutdownError"
+
+
+def _raise(error):
+    raise error
 
 
 def test_a_second_ctrl_c_interrupts():
