@@ -79,7 +79,7 @@ class Mode(Protocol):
     def global_step(self) -> int: ...
 
     def count_from(self, step: int) -> None:
-        """Worker 0 has restored the checkpoint of that step: the next ones are later."""
+        """Worker 0 has restored the checkpoint of that step: the next ones are later. Mode ps: on worker 0 alone."""
 
     def summary(self) -> str: ...
 
@@ -252,8 +252,10 @@ class DistributedOptimizer:
         self.broadcast(params)
         if step is not None:
             self._mode.count_from(step)
-        restored: tuple[int | None, Any] = collectives.broadcast_object((step, extra))
-        return restored
+        step, extra = collectives.broadcast_object((step, extra))
+        if step is not None and self._mode.in_step and collectives.current().rank != 0:
+            self._mode.count_from(step)
+        return step, extra
 
     def saving(self, params: Any, extra: Any, copy: bool = False) -> Callable[[str], str]:
         """For a session: what `save` does, of this moment, as a function of the directory to be called once, later if

@@ -82,6 +82,12 @@ class MovingAverage:
             np.multiply(average, decay, out=average)
             np.add(average, scratch, out=average)
 
+    def reset(self) -> None:
+        """Begin anew, from the parameters as they are now. Raises InputError as `update` does."""
+        self._check_not_swapped("reset")
+        for param, average in list(self._pairs("reset")):
+            average[...] = param
+
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
         """Within it the parameters are the averages, in the same arrays; after it, bit for bit what they were.

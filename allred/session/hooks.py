@@ -121,7 +121,8 @@ class EarlyStopping(Hook):
 
 
 class Averaging(Hook):
-    """Keeps a MovingAverage of the parameters up to date; it is part of the checkpoints.
+    """Keeps a MovingAverage of the parameters up to date; it is part of the checkpoints. If it is not restored from
+    one, it begins with the parameters that training begins with.
 
     average = MovingAverage(params, decay=0.999)
     with allred.Session(..., hooks=[Averaging(average)]) as session: ...
@@ -130,6 +131,11 @@ class Averaging(Hook):
 
     def __init__(self, average: MovingAverage) -> None:
         self._average = average
+        self._loaded = False
+
+    def begin(self, session: "Session") -> None:
+        if not self._loaded:  # the average was made of parameters before they were restored, or received from the chief
+            self._average.reset()
 
     def after_step(self, session: "Session", values: dict[str, float]) -> None:
         self._average.update(session.step)
@@ -141,6 +147,7 @@ class Averaging(Hook):
     def load_state_dict(self, state: Any) -> None:
         """Go on from what state_dict gave."""
         self._average.load_state_dict(state)
+        self._loaded = True
 
 
 class GlobalStepWaiter(Hook):
@@ -154,7 +161,8 @@ class GlobalStepWaiter(Hook):
         self._step, self._poll_s = step, poll_s
 
     def begin(self, session: "Session") -> None:
-        while not session.optimizer.in_step and session.optimizer.global_step < self._step and not session.asked:
+        step = min(self._step, session.max_steps or self._step)  # then the others are at their end
+        while not session.optimizer.in_step and session.optimizer.global_step < step and not session.asked:
             time.sleep(self._poll_s)
             session.optimizer.pull(session.params)
 

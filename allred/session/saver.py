@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from allred import checkpoint
 from allred.cluster import report
-from allred.errors import AllredError, InputError
+from allred.errors import AllredError, CollectiveTimeout, InputError, RemoteRankError
 
 _TELL_S = 10.0  # between lines about them
 
@@ -76,10 +76,13 @@ class Saver:
             if start >= self._told_at + _TELL_S:
                 report.inform(f"checkpoint {path}")
                 self._told_at = start
-            checkpoint.prune(self.directory, self._keep, self._keep_every)
-        except AllredError as error:
+        except (RemoteRankError, CollectiveTimeout):
+            raise
+        except Exception as error:  # whatever it is, it would be seen nowhere else
             self._error = error
-            report.say(f"training goes on, but a checkpoint was not written: {error}")
+            report.say(f"training goes on, but a checkpoint was not written: {str(error) or type(error).__name__}")
+        else:
+            self._prune()
         self.written_s += time.monotonic() - start
 
     def wait(self) -> None:
@@ -101,8 +104,14 @@ class Saver:
         self.count += 1
         self.blocked_s += time.monotonic() - start
         self.written_s += time.monotonic() - start
-        checkpoint.prune(self.directory, self._keep, self._keep_every)
+        self._prune()
         return path
+
+    def _prune(self) -> None:
+        try:
+            checkpoint.prune(self.directory, self._keep, self._keep_every)
+        except AllredError as error:
+            report.say(f"an older checkpoint could not be deleted: {error}")
 
     def text(self) -> str:
         """What they have cost, in words.

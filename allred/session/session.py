@@ -125,10 +125,13 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> bool:
-        asked, path = isinstance(error, ShutdownError), None
+        optimizer, path = self._optimizer, None
+        asked = isinstance(error, ShutdownError) and optimizer is not None and not optimizer.in_step
         failure = None if asked else error
         try:
-            if self._optimizer is not None and not asked:
+            if asked:
+                self._end_asked()
+            elif optimizer is not None:
                 path = self._end_well() if failure is None else self._save_after(failure)
         except BaseException as another:
             failure = another
@@ -136,7 +139,7 @@ class Session:
         finally:
             self._asked.stop()
             self._done = True
-            if self._optimizer is not None:
+            if optimizer is not None:
                 self._call_end(failure, path)
         return asked
 
@@ -174,9 +177,11 @@ class Session:
             report.inform(f"goes on from step {restored}, of {self._saver.directory}")
         self.step = optimizer.global_step
         self._saver.begin(self.step)
-        self._token = collectives.broadcast_object(secrets.token_hex(4))
+        self._token = collectives.allgather_object(secrets.token_hex(4))[0]  # nobody steps before all know global_step
         if not optimizer.in_step:
             self._asked.noted = optimizer.ask_to_end
+            if self._asked.reason:  # it came meanwhile
+                optimizer.ask_to_end()
             if self._saves:
                 optimizer.end_with(lambda: self._saving()(self._saver.directory))
         for hook in self.hooks:
@@ -246,11 +251,8 @@ class Session:
             self.optimizer.ask_to_end()
 
     def _end_step(self) -> None:
-        self._in_step = False
+        self._note_step()
         optimizer = self.optimizer
-        self.step = optimizer.global_step
-        if self.step != self._begun_at_step:
-            self._position = _state_of(self._data)
         due = self.is_chief and self._saves and self._saver.due(self.step)
         asks = bool(self._asked.reason or self._requested)
         told = (self._log.together if optimizer.in_step else self._log.alone)(asks, due)
@@ -263,6 +265,13 @@ class Session:
             hook.after_step(self, told.values)
         if told.save and not self._stops:
             self._save()
+
+    def _note_step(self) -> None:
+        """The step at hand is over. A batch that made no update (skipped, accumulated, left by a break) comes again."""
+        self._in_step = False
+        self.step = self.optimizer.global_step
+        if self.step != self._begun_at_step:
+            self._position = _state_of(self._data)
 
     # Checkpoints.
 
@@ -286,7 +295,7 @@ class Session:
         extra = {
             "data": self._position if self.step == self.optimizer.global_step else _state_of(self._data),
             "random": dict(enumerate(randoms)) if randoms is not None else mine,
-            "hooks": [_state_of(hook) for hook in self.hooks],
+            "hooks": [(type(hook).__name__, _state_of(hook)) for hook in self.hooks if _keeps_state(hook)],
             "more": {name: value.state_dict() for name, value in self._more.items()},
         }
         return self.optimizer.saving(self.params, extra, copy)
@@ -298,9 +307,12 @@ class Session:
             self._position = position
         if (state := extra["random"].get(topology.rank())) is not None:
             random_states.put(state)
-        for hook, state in zip(self.hooks, extra["hooks"], strict=False):
-            if state is not None and _keeps_state(hook):
-                hook.load_state_dict(state)  # type: ignore[attr-defined]
+        states: dict[str, list[Any]] = {}  # by class, since hooks may have come or gone; of one class in their order
+        for name, state in reversed(extra["hooks"]):
+            states.setdefault(name, []).append(state)
+        for hook in filter(_keeps_state, self.hooks):
+            if left := states.get(type(hook).__name__):
+                hook.load_state_dict(left.pop())  # type: ignore[attr-defined]
         for name, state in extra["more"].items():
             if name in self._more:
                 self._more[name].load_state_dict(state)
@@ -308,20 +320,39 @@ class Session:
     def _end_well(self) -> str | None:
         optimizer, path = self.optimizer, None
         if self._in_step:  # the loop was left by a break
-            self._in_step = False
-            self.step = optimizer.global_step
-            self._position = _state_of(self._data)
+            self._note_step()
         if not optimizer.in_step:
             optimizer.finish()
-        with collectives.patience(_FOREVER_S):
-            collectives.barrier()
+            self._await_others()
             optimizer.pull(self.params)
             self.step = optimizer.global_step
-            randoms = self._gather_randoms()
-            if self._saves and self.is_chief:
+        randoms = self._gather_randoms()
+        failure: AllredError | None = None
+        if self._saves and self.is_chief:
+            try:
                 path = self._saver.save_last(self.step, lambda: self._saving(randoms))
-            collectives.barrier()
+            except (CheckpointError, InputError) as error:  # of which all ranks hear
+                failure = error
+        self._hear_of(failure)
         return path
+
+    def _end_asked(self) -> None:
+        """Mode ps, the job was asked to end, and the checkpoint is written. Who was at the end of its loop before
+        is in `_end_well`, and is met there."""
+        self._note_step()
+        self._await_others()
+        self._hear_of(None)
+
+    def _await_others(self) -> None:
+        with collectives.patience(_FOREVER_S):  # they make as many steps as they do
+            collectives.barrier()
+
+    def _hear_of(self, failure: AllredError | None) -> None:
+        """What the chief could not write is an error on all ranks."""
+        with collectives.patience(_FOREVER_S):
+            failure = collectives.broadcast_object(failure)
+        if failure is not None:
+            raise failure
 
     def _save_after(self, error: BaseException) -> str | None:
         """An exception goes through: keep what there is, if it is of a step and this rank's own failure."""
@@ -329,7 +360,7 @@ class Session:
             return None
         optimizer = self.optimizer
         if optimizer.torn:
-            report.say("no checkpoint was written at the end: an update was cut short; the newest one stands")
+            _tell_why_none("an update was cut short; the newest one stands")
             return None
         try:
             step = optimizer.global_step
@@ -337,12 +368,16 @@ class Session:
                 return None
             claim = os.path.join(self._saver.directory, f".step-{step:08d}.{self._token}.gone")
             if self._is_first(claim):
-                return self._saver.save_last(step, self._saving)
+                try:
+                    return self._saver.save_last(step, self._saving)
+                finally:
+                    with contextlib.suppress(OSError):  # if nothing was written, nobody is to wait for it
+                        os.rmdir(claim)
             deadline = time.monotonic() + _ANOTHERS_S
             while os.path.exists(claim) and not self._is_saved(step) and time.monotonic() < deadline:
                 time.sleep(0.05)  # who is killed while it writes, takes the job with it
         except AllredError as failure:
-            os.write(2, f"allred: no checkpoint was written at the end: {failure}\n".encode())
+            _tell_why_none(failure)
         return None
 
     def _is_saved(self, step: int) -> bool:
@@ -393,6 +428,12 @@ class Session:
     def asked(self) -> str:
         """Why the loop is to end, if it is: the name of a signal to this process, or what was requested."""
         return self._stops or self._asked.reason or self._requested
+
+
+def _tell_why_none(why: Any) -> None:
+    """On the rank that failed, which need not be the one that speaks."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"allred: no checkpoint was written at the end: {why}\n".encode())
 
 
 def _keeps_state(value: Any) -> bool:

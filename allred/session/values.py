@@ -1,7 +1,8 @@
 """What the ranks tell each other at the end of a step, in one small allreduce: the values that were logged, averaged by
 examples, and whether somebody asks to stop, or the chief for a checkpoint.
 
-The ranks have to log the same names: these are the name of the operation, so a difference is its MismatchError.
+The ranks have to log the same names, `examples` too: these are the name of the operation, so a difference is its
+MismatchError.
 """
 
 import math
@@ -52,7 +53,7 @@ class Log:
         weight = 1.0 if examples is None else examples
         mine = [float(stop), float(save), examples or 0.0, weight]
         mine += [values[name] * weight if weight else 0.0 for name in names]
-        title = f"session.log({', '.join(names)})"
+        title = f"session.log({', '.join(['examples'] * (examples is not None) + names)})"
         total = collectives.allreduce(np.array(mine), ReduceOp.SUM, name=title).tolist()
         means = {name: value / total[3] if total[3] else math.nan for name, value in zip(names, total[4:], strict=True)}
         return Told(means, total[2], total[0] > 0, total[1] > 0)

@@ -8,17 +8,19 @@ import random
 import signal
 import sys
 import threading
+import types
 
 import numpy as np
 import pytest
 
 import allred
 from allred import checkpoint
-from allred.errors import CheckpointError, InputError, NonFiniteError, NotInitializedError
+from allred.errors import CheckpointError, InputError, NonFiniteError, NotInitializedError, ShutdownError
 from allred.session import (
     Averaging,
     Checkpoint,
     EarlyStopping,
+    GlobalStepWaiter,
     Hook,
     Logging,
     MovingAverage,
@@ -31,6 +33,7 @@ from allred.session import (
 )
 from allred.session.asked import Asked
 from allred.session.saver import Saver
+from allred.session.values import Log
 
 
 @pytest.fixture
@@ -150,6 +153,17 @@ def test_a_signal_ends_the_loop_and_handlers_are_put_back(world, tmp_path):
     assert checkpoint.newest(tmp_path).name == "step-00000005"
 
 
+def test_a_shutdown_error_of_the_users_own_is_a_failure(world):
+    witness = Witness()
+    with pytest.raises(ShutdownError), Session(hooks=[witness]) as session:
+        train(session, (_raise(ShutdownError("mine")) for _ in range(2)))
+    assert witness.outcome.reason == "ShutdownError"
+
+
+def _raise(error):
+    raise error
+
+
 def test_a_second_ctrl_c_interrupts():
     asked = Asked()
     asked.listen()
@@ -173,6 +187,67 @@ def test_a_break_keeps_the_step(world, tmp_path):
                 break
     assert session.step == 3
     assert checkpoint.newest(tmp_path).name == "step-00000003"
+
+
+def test_a_break_before_the_update_loses_no_batch(world, tmp_path):
+    params, opt = [np.zeros(1)], allred.distributed(allred.optim.SGD(lr=1.0))
+    data, seen = allred.data.batches(np.arange(6), batch_size=1, seed=None), []
+    with Session(tmp_path) as session:
+        session.track(params=params, optimizer=opt, data=data)
+        for [number] in session.steps(data):
+            if number == 2:
+                break
+            opt.step(params, [np.ones(1)])
+    again = allred.data.batches(np.arange(6), batch_size=1, seed=None)
+    with Session(tmp_path) as session:
+        session.track(params=params, optimizer=opt, data=again)
+        for [number] in session.steps(again):
+            seen.append(int(number))
+            opt.step(params, [np.ones(1)])
+    assert seen == [2, 3, 4, 5]
+
+
+def test_a_failure_in_the_first_step_leaves_nothing_to_wait_for(world, tmp_path):
+    with pytest.raises(ZeroDivisionError), Session(tmp_path) as session:
+        train(session, (1 / number for number in [0]))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_hooks_may_come_and_go_between_two_runs(world, tmp_path):
+    hooks = [EarlyStopping(patience=9), Checkpoint(tmp_path / "best", best="loss")]
+    with Session(tmp_path / "ckpt", hooks=hooks) as session:
+        train(session, [3.0, 2.0, 2.5])
+    stopping, other = EarlyStopping(patience=9), EarlyStopping("accuracy")
+    best = Checkpoint(tmp_path / "best", best="loss", mode="max")
+    with Session(tmp_path / "ckpt", hooks=[best, Witness(), stopping, other]) as session:
+        train(session, [])
+    assert (best.best, stopping.best, stopping.since) == (2.0, 2.0, 1)
+    assert (other.best, other.since) == (math.inf, 0)
+
+
+def test_all_ranks_count_from_the_restored_step(world, tmp_path, monkeypatch):
+    """With an optimizer that does not count by itself; here on what takes itself for rank 1."""
+
+    class Own:
+        def step(self, params, grads):
+            pass
+
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+
+    opt = allred.distributed(Own())
+    assert opt.global_step == 0
+    others = types.SimpleNamespace(
+        current=lambda: types.SimpleNamespace(rank=1), broadcast_object=lambda _: (7, "extra")
+    )
+    monkeypatch.setattr("allred.modes.optimizer.collectives", others)
+    assert opt.restore_all(tmp_path, [np.zeros(2)]) == (7, "extra")
+    assert opt.global_step == 7
+    opt.step([np.zeros(2)], [np.ones(2)])
+    assert opt.global_step == 8
 
 
 def test_more_things_are_kept(world, tmp_path):
@@ -223,6 +298,59 @@ def test_an_error_of_a_checkpoint_does_not_end_the_training(world, tmp_path, cap
     assert saver.due(2)
     with pytest.raises(CheckpointError, match="no room"):
         saver.save_last(2, lambda: fails)
+
+
+def test_the_last_checkpoint_that_cannot_be_written_is_an_error(world, tmp_path):
+    def losses():
+        yield 1.0
+        (tmp_path / "ckpt").write_text("in the way")
+
+    witness = Witness()
+    with pytest.raises(CheckpointError, match="ckpt"), Session(tmp_path / "ckpt", hooks=[witness]) as session:
+        train(session, losses())
+    assert witness.outcome.reason == "CheckpointError"
+
+
+def test_what_goes_wrong_beside_the_writing(world, tmp_path, capfd, monkeypatch):
+    def fails(directory):
+        raise MemoryError
+
+    saver = Saver(str(tmp_path), None, 1, 5, 0)
+    saver.begin(0)
+    saver.save(1, lambda: fails, apart=True)
+    saver.wait()
+    assert "a checkpoint was not written: MemoryError" in capfd.readouterr().err
+    assert saver.saved_step is None
+
+    def prune(*_):
+        raise CheckpointError("prune: deleting it failed")
+
+    monkeypatch.setattr("allred.session.saver.checkpoint.prune", prune)
+    saver.save(2, lambda: str, apart=True)
+    assert saver.save_last(3, lambda: str) == str(tmp_path)
+    told = capfd.readouterr().err
+    assert told.count("an older checkpoint could not be deleted: prune: deleting it failed") == 2
+    assert "was not written" not in told
+
+
+def test_ranks_that_log_examples_and_ranks_that_do_not_are_told_apart(world, monkeypatch):
+    titles = []
+
+    def allreduce(array, op, name):
+        titles.append(name)
+        return array
+
+    monkeypatch.setattr("allred.session.values.collectives.allreduce", allreduce)
+    for examples in (None, 0, 4):
+        log = Log()
+        log.add({"loss": 1.0}, examples)
+        log.together(stop=False, save=False)
+    assert titles == ["session.log(loss)", "session.log(examples, loss)", "session.log(examples, loss)"]
+
+
+def test_no_worker_waits_for_a_step_behind_the_last_one():
+    optimizer = types.SimpleNamespace(in_step=False, global_step=200)
+    GlobalStepWaiter(300).begin(types.SimpleNamespace(optimizer=optimizer, max_steps=200, asked=""))
 
 
 def test_when_a_checkpoint_is_due():
@@ -326,6 +454,17 @@ def test_a_moving_average_is_kept_with_the_checkpoints(world, tmp_path):
         assert params["w"].tolist() == [-6, -6]
     assert (averages[0] == averages[1]).all()
     assert -6 < averages[0][0] < -3
+
+
+def test_a_moving_average_that_is_new_begins_with_what_was_restored(world, tmp_path):
+    with Session(tmp_path) as session:
+        train(session, range(5))
+    params = {"w": np.full(2, 1e6)}
+    average = MovingAverage(params)
+    with Session(tmp_path, hooks=[Averaging(average)]) as session:
+        train(session, [], params)
+    with average.swapped():
+        assert params["w"].tolist() == [-5, -5]
 
 
 def test_the_best_is_kept(world, tmp_path):
