@@ -23,16 +23,18 @@ class Asked:
         self._process = os.getpid()
 
     def listen(self) -> None:
-        """From now on. In another thread than the main one there are no handlers: then nothing is heard."""
+        """From now on. In another thread than the main one there are no handlers: then nothing is heard. Nor is what
+        the program ignores (nohup, a job in the background), or handles in C."""
         with contextlib.suppress(ValueError):
             for number in SIGNALS:
-                self._before[number] = signal.signal(number, self._hear)
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    self._before[number] = signal.signal(number, self._hear)
 
     def stop(self) -> None:
         """Put back what was there before."""
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._hear:
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+                signal.signal(number, handler)
         self._before = {}
 
     def _hear(self, number: int, frame: types.FrameType | None) -> None:

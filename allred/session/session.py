@@ -29,6 +29,7 @@ from allred.errors import (
     CollectiveTimeout,
     DriftError,
     InputError,
+    NonFiniteError,
     RemoteRankError,
     ShutdownError,
 )
@@ -45,6 +46,7 @@ T = TypeVar("T")
 
 # Others have caused them, or the ranks differ: what this rank has is not to be kept.
 _OTHERS = (RemoteRankError, CollectiveTimeout, DriftError)
+_END_OF_DATA = "end of data"
 _FOREVER_S = 1e9
 _ANOTHERS_S = 600.0  # at most: until another rank that has failed too has written the last checkpoint
 
@@ -201,14 +203,22 @@ class Session:
     # The loop.
 
     def steps(self, batches: Iterable[T]) -> Iterator[T]:
-        """The batches, until the loop is to end: at max_steps, at the end of the data, or when somebody asks for it."""
+        """The batches, until the loop is to end: at max_steps, at the end of the data, or when somebody asks for it.
+
+        They are those of all epochs: the end of the data is that of the training. Raises InputError when it is called
+        again after it."""
+        if self._stops == _END_OF_DATA:
+            raise InputError(
+                "session.steps() was called again after the end of the data: one call is for all epochs, as in "
+                "session.steps(allred.data.batches(..., epochs=10))"
+            )
         iterator = iter(batches)
         while not self.should_stop():
             try:
                 batch = next(iterator)
             except StopIteration:
                 self._in_step = False
-                self._stops = "end of data"
+                self._stops = _END_OF_DATA
                 return
             yield batch
 
@@ -359,6 +369,9 @@ class Session:
         if not self._saves or isinstance(error, (*_OTHERS, GeneratorExit)):
             return None
         optimizer = self.optimizer
+        if isinstance(error, NonFiniteError) and not self._in_step:  # of a hook, behind the update
+            _tell_why_none("the parameters may not be finite; the newest one stands")
+            return None
         if optimizer.torn:
             _tell_why_none("an update was cut short; the newest one stands")
             return None
@@ -408,8 +421,14 @@ class Session:
             reason = "SystemExit" if isinstance(failure, SystemExit) else type(failure).__name__
             text = str(failure)
         outcome = Outcome(reason, failure is not None, text, self.step, time.monotonic() - self._start, path)
+        problem: Exception | None = None
         for hook in self.hooks:
-            hook.end(self, outcome)
+            try:
+                hook.end(self, outcome)
+            except Exception as error:
+                problem = problem or error
+        if problem is not None and failure is None:  # else the failure is what counts
+            raise problem
 
     # For hooks.
 

@@ -54,13 +54,13 @@ class Witness(Hook):
         self.outcome = outcome
 
 
-def train(session, losses, params=None, **track):
+def train(session, losses, params=None, gradient=lambda loss: 1.0, **track):
     """One step for each loss."""
     params = {"w": np.zeros(2)} if params is None else params
     opt = allred.distributed(allred.optim.SGD(lr=1.0))
     session.track(params=params, optimizer=opt, **track)
     for loss in session.steps(losses):
-        opt.step(params, {"w": np.ones(2)})
+        opt.step(params, {"w": np.full(2, gradient(loss))})
         session.log(loss=loss, examples=4)
     return params
 
@@ -482,3 +482,47 @@ def test_the_best_is_kept(world, tmp_path):
     for wrong in ({}, {"every_steps": 2, "best": "loss"}, {"best": "loss", "mode": "least"}):
         with pytest.raises(InputError, match="give one of the first two"):
             Checkpoint(tmp_path, **wrong)
+
+
+def test_a_loss_that_is_not_finite_leaves_the_earlier_checkpoint(world, tmp_path):
+    """Its parameters would fail again after each restart. But a gradient that is not finite has changed nothing."""
+    with pytest.raises(NonFiniteError), Session(tmp_path, hooks=[NanLoss()]) as session:
+        train(session, [1.0, math.nan])
+    assert checkpoint.newest(tmp_path) is None
+    with pytest.raises(NonFiniteError), Session(tmp_path) as session:
+        train(session, range(5), gradient=lambda loss: math.nan if loss == 3 else 1.0)
+    assert checkpoint.newest(tmp_path).name == "step-00000003"
+
+
+def test_one_call_of_steps_is_for_all_epochs(world):
+    with Session() as session:
+        train(session, [1, 2])
+        with pytest.raises(InputError, match="one call is for all epochs"):
+            next(session.steps([1, 2]))
+
+
+def test_all_hooks_hear_of_the_end(world):
+    class Bad(Hook):
+        def end(self, session, outcome):
+            raise RuntimeError("bad hook")
+
+    witness = Witness()
+    with pytest.raises(RuntimeError, match="bad hook"), Session(hooks=[Bad(), witness]) as session:
+        train(session, [1])
+    assert not witness.outcome.failed
+    with pytest.raises(ZeroDivisionError), Session(hooks=[Bad(), witness]) as session:
+        train(session, [1, 0], gradient=lambda loss: 1 / loss)
+    assert witness.outcome.reason == "ZeroDivisionError"
+
+
+def test_signals_that_are_ignored_stay_so():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        asked = Asked()
+        asked.listen()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert not asked.reason
+        asked.stop()
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
