@@ -22,7 +22,7 @@ from allred.checkpoint.entry import Entry, whole
 from allred.checkpoint.manifest import Manifest, load
 from allred.checkpoint.own import extra, find_own_state, own_state, take_extra
 from allred.checkpoint.restoring import Checkpoint, read, verify
-from allred.checkpoint.root import newest, prune, steps
+from allred.checkpoint.root import damaged, newest, prune, steps
 from allred.checkpoint.saving import abandon, begin, commit, write
 from allred.checkpoint.shard import Shard, write_shard
 
@@ -34,6 +34,7 @@ __all__ = [
     "abandon",
     "begin",
     "commit",
+    "damaged",
     "extra",
     "find_own_state",
     "load",

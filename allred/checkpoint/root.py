@@ -75,6 +75,16 @@ def damage(path: pathlib.Path) -> str:
     return ""
 
 
+def damaged(root: str | os.PathLike[str]) -> list[str]:
+    """Why the checkpoints that are later than `newest(root)` are not complete, a line each; the last one first."""
+    found = []
+    for path in reversed(present(pathlib.Path(root)).values()):
+        if not (wrong := damage(path)):
+            break
+        found.append(wrong)
+    return found
+
+
 def _is_complete(path: pathlib.Path) -> bool:
     return not damage(path)
 

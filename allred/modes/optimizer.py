@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from allred import checkpoint, nest
+from allred.cluster import report
 from allred.comm import collectives
 from allred.comm.ops import ReduceOp
 from allred.data.share import claim
@@ -240,7 +241,7 @@ class DistributedOptimizer:
         """The same, and what the session that saved it added, on all ranks; None where there is nothing."""
         self._needs_state()
         step = extra = None
-        if collectives.current().rank == 0 and (path := checkpoint.newest(directory)) is not None:
+        if collectives.current().rank == 0 and (path := _newest(directory)) is not None:
             found = checkpoint.read(path)
             _fill(nest.leaves(params), found.params, path)
             extra = checkpoint.take_extra(found.slots)
@@ -253,6 +254,8 @@ class DistributedOptimizer:
         if step is not None:
             self._mode.count_from(step)
         step, extra = collectives.broadcast_object((step, extra))
+        if step is not None:
+            used(self.optimizer)
         if step is not None and self._mode.in_step and collectives.current().rank != 0:
             self._mode.count_from(step)
         return step, extra
@@ -294,6 +297,18 @@ class DistributedOptimizer:
     def summary(self) -> str:
         """World, backend and why, speed, and where the time of a step went on this rank; one line a topic."""
         return self._mode.summary()
+
+
+def _newest(directory: str | os.PathLike[str]) -> Any:
+    """The checkpoint to restore. Those that are damaged are told of; CheckpointError if there is no other."""
+    path, damaged = checkpoint.newest(directory), checkpoint.damaged(directory)
+    if damaged and path is None:
+        raise CheckpointError(
+            f"{damaged[0]}; no checkpoint in {os.fspath(directory)} is complete. To start anew, move them away"
+        )
+    for words in damaged:
+        report.say(f"a later checkpoint is left out: {words}")
+    return path
 
 
 def _fill(named: list[tuple[str, Any]], values: dict[str, Any], path: Any) -> None:

@@ -435,7 +435,8 @@ class Session:
     @property
     def optimizer(self) -> DistributedOptimizer:
         """The one that is tracked."""
-        assert self._optimizer is not None
+        if self._optimizer is None:
+            raise InputError("session: call session.track(params=..., optimizer=...) first")
         return self._optimizer
 
     @property

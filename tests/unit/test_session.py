@@ -526,3 +526,33 @@ def test_signals_that_are_ignored_stay_so():
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_damaged_checkpoints_are_named(world, tmp_path, capfd):
+    with Session(tmp_path, save_steps=1, max_steps=2) as session:
+        train(session, [1, 1])
+    with Session(tmp_path, max_steps=4) as session:
+        train(session, [1, 1])
+    older, newest = checkpoint.steps(tmp_path)[-2:]
+    [shard] = newest.glob("shard-*")
+    shard.write_bytes(shard.read_bytes()[:50])
+    with Session(tmp_path) as session:
+        train(session, [])
+    assert session.step == int(older.name[5:])
+    assert f"a later checkpoint is left out: checkpoint: {shard}" in capfd.readouterr().err
+    for shard in tmp_path.glob("*/shard-*"):
+        shard.write_bytes(b"")
+    with (
+        pytest.raises(CheckpointError, match=r"is complete\. To start anew"),
+        Session(tmp_path) as session,
+    ):
+        train(session, [1])
+
+
+def test_a_training_that_is_complete_is_no_mistake(world, tmp_path, capfd):
+    for _ in range(2):
+        with Session(tmp_path, max_steps=2) as session:
+            train(session, [1, 1])
+    allred.shutdown()
+    allred.init(banner=False)
+    assert "made no step" not in capfd.readouterr().err
