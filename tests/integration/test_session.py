@@ -49,6 +49,7 @@ def test_on_another_number_of_ranks(tmp_path):
         assert again.code == 0, again.text
         assert again.found[0]["restored"] == again.found[0]["at"] == 5
         assert again.found[0]["calls"] == ["begin"]
+        assert "made no step" not in again.err, again.text  # it is complete: no mistake
 
 
 def test_the_end_of_the_data(tmp_path):
