@@ -66,6 +66,9 @@ class Sharp(allred.optim.SGD):
         super().update(param, grad, slots, lr, step)
 
 
+kept = []  # to the end of the program, as in a script without functions
+
+
 def main(
     directory,
     count=30,
@@ -84,6 +87,7 @@ def main(
     optimizer = Sharp(lr=1.0, momentum=0.5)
     optimizer.fails_at = torn
     opt = allred.distributed(optimizer)
+    kept.append(optimizer)
     params = {"a": np.zeros(3), "b": np.zeros(2)}
     data, witness = Numbers(count), Witness()
     hooks = [witness] + [EarlyStopping(patience=3)] * early
