@@ -96,6 +96,8 @@ class Server:
         """Until the last worker has left."""
         with contextlib.suppress(ValueError):  # in another thread than the main one there are no handlers
             signal.signal(signal.SIGTERM, self._drain)
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                signal.signal(signal.SIGINT, self._drain)  # the first one: mpirun sends it to workers too
         while self._workers or self._turns:
             self._mourn()
             if self._service.draining:
@@ -115,6 +117,8 @@ class Server:
     def _drain(self, number: int, frame: Any) -> None:
         if os.getpid() == self._process:
             self._service.draining = True
+            if number == signal.SIGINT:
+                signal.signal(number, signal.default_int_handler)
         else:  # a process that was forked from this one
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

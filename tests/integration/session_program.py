@@ -5,6 +5,7 @@ session_program.py DIRECTORY ARGUMENTS    JSON: see `main`
 
 import json
 import os
+import pathlib
 import random
 import signal
 import sys
@@ -124,7 +125,10 @@ def act(fault):
         raise ValueError("boom")
     if fault == "exit":
         sys.exit(3)
-    os.kill(os.getpid(), getattr(signal, fault))
+    whom, pid = fault.split()[0], os.getpid()
+    if whom == "mpirun":  # MPICH's: the parent of the parent
+        pid = int(pathlib.Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(pid, getattr(signal, fault.split()[-1]))
 
 
 if __name__ == "__main__":

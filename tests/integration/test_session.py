@@ -104,6 +104,16 @@ def test_a_signal_to_one_rank_ends_the_loop_on_all(mpi, fault, tmp_path):
     assert steps_in(tmp_path) == [8]
 
 
+@pytest.mark.parametrize("mode", ["sync", "ps"])
+@pytest.mark.parametrize("fault", ["mpirun SIGINT", "mpirun SIGTERM"])
+def test_a_signal_to_mpich_s_mpirun_ends_the_loop(mode, fault, tmp_path):
+    """It passes it on to all ranks, servers included."""
+    result = run(tmp_path, 3, mode=mode, fault=fault, count=10**6, sleep_s=0.01)
+    assert len(steps_in(tmp_path)) == 1, result.text
+    assert not any(outcome["failed"] for outcome in result.outcome.values()), result.text
+    assert result.outcome.keys() >= {0, 1}, result.text
+
+
 # ---- failures
 
 
