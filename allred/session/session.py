@@ -349,8 +349,9 @@ class Session:
     def _end_asked(self) -> None:
         """Mode ps, the job was asked to end, and the checkpoint is written. Who was at the end of its loop before
         is in `_end_well`, and is met there."""
-        self._note_step()
         self._await_others()
+        self.optimizer.pull(self.params)
+        self._note_step()
         self._hear_of(None)
 
     def _await_others(self) -> None:

@@ -193,6 +193,7 @@ def test_a_signal_to_a_worker_ends_all_workers(fault, tmp_path):
     assert result.code == 0, result.text
     assert result.outcome.keys() == {0, 1, 2}
     assert len(steps_in(tmp_path)) == 1, result.text
+    assert len({(found["step"], found["a"]) for found in result.found.values()}) == 1, result.text
 
 
 def test_a_worker_that_fails_has_a_checkpoint_written(tmp_path):
