@@ -1,1 +1,1 @@
-"""The decorator, and how an optimizer becomes a distributed one in each mode. So far: sync."""
+"""The decorator, and how an optimizer becomes a distributed one in each mode."""
