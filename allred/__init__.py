@@ -27,6 +27,7 @@ from allred.comm.collectives import (
     reducescatter,
 )
 from allred.comm.ops import ReduceOp
+from allred.comm.process_set import ProcessSet
 from allred.errors import (
     AllredError,
     CheckpointError,
@@ -83,6 +84,7 @@ __all__ = [
     "MismatchError",
     "NonFiniteError",
     "NotInitializedError",
+    "ProcessSet",
     "Product",
     "ReduceOp",
     "RemoteRankError",

@@ -138,7 +138,7 @@ class Reducer:
         """By how much this rank's gradients count; None where all ranks' count alike. Without samples: not at all."""
         counted = [not note & _UNCOUNTED for note in notes]
         if any(counted) and not all(counted):
-            ranks = [rank for rank, known in enumerate(counted) if not known]
+            ranks = [rank for rank, known in zip(collectives.current().ranks, counted, strict=True) if not known]
             raise InputError(f"{self._title}: ranks {ranks} do not say how many samples they have, the others do")
         samples = [note & _SAMPLES for note in notes]
         self.samples = sum(samples) if all(counted) else 0

@@ -14,7 +14,7 @@ from typing import Any
 
 from allred import native
 from allred.cluster import mpi, report, topology
-from allred.comm import collectives, registry
+from allred.comm import collectives, process_set, registry
 from allred.comm.base import Communicator
 from allred.comm.single import NoCollectives
 from allred.config import Config, explicit_settings, settle
@@ -110,8 +110,7 @@ def _meet(comm: Any, settings: dict[str, Any] | str) -> None:
     watch.start(control, everyone, config, reach, spares=workers if servers else ())
     if servers:
         watch.name_this(running.current().role)
-    if control is not communicator:
-        control.close()
+    process_set.install(process_set.Base(duplicate, control, servers, communicator, nodes[servers:], kernels, config))
     report.inform(_banner(library))
 
 
@@ -187,6 +186,7 @@ def shutdown() -> None:
     outside.say_unused()
     _leave_servers()
     watch.stop()
+    process_set.install(None)
     communicator.close()
     collectives.install(None)
     topology.install(None)

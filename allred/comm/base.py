@@ -35,16 +35,22 @@ _NO_OP = object()  # of an operation that does not reduce; None is something tha
 
 
 class Communicator(ABC):
-    """A group of `size` ranks that move arrays. `name` is the backend's."""
+    """A group of `size` ranks that move arrays. `name` is the backend's. A root is given as one of `ranks`."""
 
     name: str
 
     def __init__(self, rank: int, size: int, timeout_s: float, lock: Lock | None = None) -> None:
         self.rank = rank
         self.size = size
+        self.ranks: Sequence[int] = range(size)  # the numbers of its members, as callers know them: for roots and words
         self.queue = WorkQueue(timeout_s, lock)
         self.checks_places = False  # whether all ranks must call an operation at the same line of the program
         self._sequence = 0
+
+    @property
+    def number(self) -> int:
+        """This rank's, among `ranks`."""
+        return self.ranks[self.rank]
 
     # What a backend supplies. All arrays are flat and contiguous; counts are elements (bytes where the array is bytes).
 
@@ -147,10 +153,10 @@ class Communicator(ABC):
 
     def _cast(self, value: Any, root: int, name: str, in_place: bool) -> Steps[Array]:
         target = _target(value, in_place)
-        root = _root(root, self.size)
-        yield from self._agree(array_call("broadcast", target, name, root=root))
+        source = _index_of(root, self.ranks)
+        yield from self._agree(array_call("broadcast", target, name, root=self.ranks[source]))
         flat = arrays.flat(target)
-        yield from self._broadcast(arrays.as_bytes(flat), root)
+        yield from self._broadcast(arrays.as_bytes(flat), source)
         arrays.put_back(target, flat)
         return target
 
@@ -230,10 +236,10 @@ class Communicator(ABC):
         """The root's picklable object, on the others a copy of it."""
 
         def steps() -> Steps[Any]:
-            source = _root(root, self.size)
+            source = _index_of(root, self.ranks)
             data = objects.dumps(value if self.rank == source else None)
-            title = f"broadcast_object(root={source}){quoted(name)}"
-            yield from self._agree(Call("broadcast_object", name, title, root=source))
+            title = f"broadcast_object(root={self.ranks[source]}){quoted(name)}"
+            yield from self._agree(Call("broadcast_object", name, title, root=self.ranks[source]))
             received = yield from objects.cast(self, data, source)
             return value if self.rank == source else received
 
@@ -308,7 +314,7 @@ class Communicator(ABC):
     def _verdict(self, call: Call) -> Steps[AllredError]:
         """The error for headers that differ."""
         found = dataclasses.replace(call, found_at=header.call_site())
-        return header.verdict((yield from objects.gather(self, objects.dumps(found))))
+        return header.verdict((yield from objects.gather(self, objects.dumps(found))), self.ranks)
 
 
 def _source_and_target(value: Any, in_place: bool) -> tuple[Array, Array]:
@@ -333,14 +339,12 @@ def _target(value: Any, in_place: bool) -> Array:
     return value
 
 
-def _root(root: Any, size: int) -> int:
+def _index_of(root: Any, ranks: Sequence[int]) -> int:
     try:
-        number = operator.index(root)
-    except TypeError:
-        number = -1
-    if not 0 <= number < size:
-        raise InputError(f"root={root!r} is not a rank; expected 0 to {size - 1}")
-    return number
+        return ranks.index(operator.index(root))
+    except (TypeError, ValueError):
+        which = f"0 to {len(ranks) - 1}" if isinstance(ranks, range) else f"one of {', '.join(map(str, ranks))}"
+        raise InputError(f"root={root!r} is not a rank; expected {which}") from None
 
 
 def _splits(rows: int, splits: Sequence[int] | None, size: int) -> Array:

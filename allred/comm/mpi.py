@@ -40,7 +40,7 @@ _NUMPY_OPS: dict[ReduceOp, Any] = {
 }
 
 
-class _Request:
+class Request:
     """An MPI request as something to wait for."""
 
     moves = 0
@@ -84,7 +84,7 @@ class MpiCommunicator(Communicator):
 
     def _exchange(self, record: bytes) -> Steps[list[bytes]]:
         self._record[:] = np.frombuffer(record, np.uint8)
-        yield _Request(self._comm.Iallgather(self._record, self._records), peers=True)
+        yield Request(self._comm.Iallgather(self._record, self._records), peers=True)
         data = self._records.tobytes()
         return [data[start : start + header.BYTES] for start in range(0, len(data), header.BYTES)]
 
@@ -96,7 +96,7 @@ class MpiCommunicator(Communicator):
             stage = part if wire == flat.dtype and self._owns(part) else self._stage.view(wire)[: part.size]
             if stage is not part:
                 stage[:] = part
-            yield _Request(self._comm.Iallreduce(MPI.IN_PLACE, stage, mpi_op))
+            yield Request(self._comm.Iallreduce(MPI.IN_PLACE, stage, mpi_op))
             self._finish(stage, op, part)
 
     def _reducescatter(self, flat: Array, out: Array, counts: list[int], op: ReduceOp) -> Steps[None]:
@@ -111,7 +111,7 @@ class MpiCommunicator(Communicator):
                 part = flat[starts[rank] + start : starts[rank] + min(start + chunk, count)]
                 stage[rank, : part.size] = part
             mine = self._back_stage.view(wire)[:chunk]
-            yield _Request(self._comm.Ireduce_scatter_block(stage, mine, mpi_op))
+            yield Request(self._comm.Ireduce_scatter_block(stage, mine, mpi_op))
             part = out[start : start + chunk]
             self._finish(mine[: part.size], op, part)
 
@@ -121,7 +121,7 @@ class MpiCommunicator(Communicator):
             stage = self._stage[: part.size]
             if self.rank == root:
                 stage[:] = part
-            yield _Request(self._comm.Ibcast(stage, root))
+            yield Request(self._comm.Ibcast(stage, root))
             if self.rank != root:
                 part[:] = stage
 
@@ -134,7 +134,7 @@ class MpiCommunicator(Communicator):
             self._stage[: mine.size] = mine
             now = [min(max(count - start, 0), chunk) for count in counts]
             where = [rank * chunk for rank in range(self.size)]
-            yield _Request(self._comm.Iallgatherv(self._stage[: mine.size], [self._back_stage, now, where, MPI.BYTE]))
+            yield Request(self._comm.Iallgatherv(self._stage[: mine.size], [self._back_stage, now, where, MPI.BYTE]))
             for rank, count in enumerate(now):
                 to = starts[rank] + start
                 recv[to : to + count] = self._back_stage[where[rank] : where[rank] + count]
@@ -150,7 +150,7 @@ class MpiCommunicator(Communicator):
             for rank, count in enumerate(out):
                 part = send_starts[rank] + start
                 self._stage[where[rank] : where[rank] + count] = send[part : part + count]
-            yield _Request(
+            yield Request(
                 self._comm.Ialltoallv([self._stage, out, where, MPI.BYTE], [self._back_stage, back, where, MPI.BYTE])
             )
             for rank, count in enumerate(back):

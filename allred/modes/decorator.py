@@ -11,7 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from allred import nest
+from allred.comm import collectives
 from allred.comm.ops import ReduceOp
+from allred.comm.process_set import ProcessSet
 from allred.data.share import claim
 from allred.errors import InputError
 from allred.modes.detect.checks import Checks
@@ -44,6 +46,7 @@ class _Distributed:
     nonfinite: what a NaN or an infinity in a gradient of any rank does on all: "raise" NonFiniteError, "skip" the step
         (`opt.skipped` counts them), or "ignore"; default: the setting of that name.
     name: how errors call it.
+    process_set: an allred.ProcessSet, the ranks that train together; all of them without. Of mode sync only.
 
     Of mode ps only (docs/modes.md); each has a setting of that name:
     consistency: allred.ps.Async(), allred.ps.Bounded(staleness=...) or allred.ps.Sync(replicas_to_aggregate=...); or
@@ -64,13 +67,14 @@ class _Distributed:
         bucket_bytes: int | str | None = None,
         nonfinite: str | None = None,
         name: str = "opt",
+        process_set: ProcessSet | None = None,
         consistency: Policy | str | None = None,
         placement: How | None = None,
         use_locking: bool | None = None,
     ) -> Any:
         options = {
             "op": op, "accumulate": accumulate, "bucket_bytes": bucket_bytes, "nonfinite": nonfinite, "name": name,
-            "consistency": consistency, "placement": placement, "use_locking": use_locking,
+            "process_set": process_set, "consistency": consistency, "placement": placement, "use_locking": use_locking,
         }  # fmt: skip
         if target is _NOTHING:
             return lambda later: _wrap(later, options)
@@ -84,6 +88,7 @@ class _Distributed:
         bucket_bytes: int | str | None = None,
         nonfinite: str | None = None,
         name: str = "",
+        process_set: ProcessSet | None = None,
     ) -> Any:
         """Make a function that returns gradients return their mean over all ranks. Collective when called.
 
@@ -95,7 +100,9 @@ class _Distributed:
         is "ignore"; there is no step here that could be skipped. In mode ps the call raises InputError.
         """
         if function is None:
-            return lambda later: self.gradients(later, op=op, bucket_bytes=bucket_bytes, nonfinite=nonfinite, name=name)
+            return lambda later: self.gradients(
+                later, op=op, bucket_bytes=bucket_bytes, nonfinite=nonfinite, name=name, process_set=process_set
+            )
         if not isinstance(function, (types.FunctionType, types.MethodType)):
             raise TypeError(f"allred.distributed.gradients takes a function, got {function!r}")
         if hasattr(function, "_averages_gradients"):
@@ -119,7 +126,8 @@ class _Distributed:
                 )
             result = function(*args, **kwargs)
             *others, grads = result if isinstance(result, tuple) and result else (result,)
-            mean = _reduce(reducer, checks, grads)
+            with collectives.within(process_set):
+                mean = _reduce(reducer, checks, grads)
             return (*others, mean) if isinstance(result, tuple) and result else mean
 
         averaged._averages_gradients = True  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ from allred import checkpoint, nest
 from allred.cluster import report
 from allred.comm import collectives
 from allred.comm.ops import ReduceOp
+from allred.comm.process_set import ProcessSet
 from allred.data.share import claim
 from allred.errors import AllredError, CheckpointError, InputError
 from allred.fusion.plan import Tensor
@@ -106,12 +107,16 @@ class DistributedOptimizer:
         bucket_bytes: int | str | None = None,
         nonfinite: str | None = None,
         name: str = "opt",
+        process_set: ProcessSet | None = None,
         consistency: Any = None,
         placement: Any = None,
         use_locking: bool | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.name = name
+        self.process_set = process_set
+        if not isinstance(process_set, ProcessSet | None):
+            raise InputError(f"{name}: process_set={process_set!r} must be an allred.ProcessSet")
         self._accumulator = Accumulator(accumulate)
         self._sync = SyncMode(optimizer, op, accumulate, bucket_bytes, nonfinite, name)
         self._op = op
@@ -129,6 +134,8 @@ class DistributedOptimizer:
                     f"{self.name}: op=allred.{self._op.name.title()} is of mode sync; parameter servers apply each "
                     "gradient as it is, or the mean. Leave op out"
                 )
+            if running.running() and self.process_set is not None:
+                raise InputError(f"{self.name}: process_set is of mode sync; in mode ps all workers train together")
             if running.serves():
                 self._options.serve(self.optimizer)
             in_sync = collectives.current() and not running.running()
@@ -170,7 +177,8 @@ class DistributedOptimizer:
         if problem:  # the others hear of it when they reduce
             tensors, leaves, values, samples = [], [], [], None
             self._accumulator.clear()
-        mode.step(params, grads, tensors, leaves, values, samples, problem)
+        with collectives.within(self.process_set):
+            mode.step(params, grads, tensors, leaves, values, samples, problem)
 
     @property
     def accumulates(self) -> bool:
@@ -182,17 +190,19 @@ class DistributedOptimizer:
         """Steps left out so far because gradients were not finite, with nonfinite="skip"."""
         return self._mode.skipped
 
-    def broadcast(self, params: Any, root: int = 0) -> None:
+    def broadcast(self, params: Any, root: int | None = None) -> None:
         """Give every rank the root's parameters, in place, and the state of its optimizer. Collective.
 
-        In mode ps the root is worker 0; the servers have the optimizer's state.
+        root: without it rank 0, or the first of the process set. In mode ps it is worker 0; the servers have the
+        optimizer's state.
         Raises MismatchError, naming ranks and tensor, if their parameters differ in name, shape or dtype.
         """
         try:
             problem, tensors = "", [parameter(name, leaf) for name, leaf in nest.leaves(params)]
         except InputError as error:
             problem, tensors = str(error), []
-        self._mode.broadcast(params, tensors, root, problem)
+        with collectives.within(self.process_set):
+            self._mode.broadcast(params, tensors, collectives.current().ranks[0] if root is None else root, problem)
 
     def pull(self, params: Any) -> None:
         """Mode ps: overwrite the parameters with what the servers have now. Mode sync: nothing, they are equal."""
@@ -247,7 +257,8 @@ class DistributedOptimizer:
         number of ranks or servers. Raises CheckpointError.
         """
         self._needs_state()
-        return self._mode.save(params, None, False)(os.fspath(directory)) if collectives.current().rank == 0 else None
+        first = collectives.current(self.process_set).rank == 0
+        return self._mode.save(params, None, False)(os.fspath(directory)) if first else None
 
     def restore(self, directory: str | os.PathLike[str], params: Any) -> int | None:
         """Continue on all ranks from the newest complete checkpoint in `directory`: parameters, optimizer. Collective.
@@ -260,6 +271,10 @@ class DistributedOptimizer:
     def restore_all(self, directory: str | os.PathLike[str], params: Any) -> tuple[int | None, Any]:
         """The same, and what the session that saved it added, on all ranks; None where there is nothing."""
         self._needs_state()
+        with collectives.within(self.process_set):
+            return self._restore(directory, params)
+
+    def _restore(self, directory: str | os.PathLike[str], params: Any) -> tuple[int | None, Any]:
         step = extra = None
         if collectives.current().rank == 0 and (newest := _newest(directory)) is not None:
             path, found = newest
@@ -273,7 +288,7 @@ class DistributedOptimizer:
         self.broadcast(params)
         if step is not None:
             self._mode.count_from(step)
-        step, extra = collectives.broadcast_object((step, extra))
+        step, extra = collectives.broadcast_object((step, extra), collectives.current().ranks[0])
         if step is not None:
             used(self.optimizer)
         if step is not None and self._mode.in_step and collectives.current().rank != 0:
@@ -304,7 +319,8 @@ class DistributedOptimizer:
     @property
     def waited_s(self) -> float:
         """Seconds that this rank has spent in communication so far, waiting for others included."""
-        return self._mode.waited_s
+        with collectives.within(self.process_set):
+            return self._mode.waited_s
 
     def ask_to_end(self) -> None:
         """Mode ps: have every worker's next step raise ShutdownError, after a checkpoint. Mode sync: nothing."""
@@ -316,7 +332,8 @@ class DistributedOptimizer:
 
     def summary(self) -> str:
         """World, backend and why, speed, and where the time of a step went on this rank; one line a topic."""
-        return self._mode.summary()
+        with collectives.within(self.process_set):
+            return self._mode.summary()
 
 
 def _newest(directory: str | os.PathLike[str]) -> tuple[pathlib.Path, checkpoint.Checkpoint] | None:

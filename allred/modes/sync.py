@@ -73,9 +73,9 @@ class SyncMode:
         for name, leaf in nest.leaves(params):
             communicator.broadcast_(leaf, root, name).wait()
         if has_state(self._optimizer):
-            state = self._optimizer.state_dict() if communicator.rank == root else None
+            state = self._optimizer.state_dict() if communicator.number == root else None
             state = communicator.broadcast_object(state, root, f"state of {self._name}").wait()
-            if communicator.rank != root:
+            if communicator.number != root:
                 self._optimizer.load_state_dict(state)
 
     def pull(self, params: Any) -> None:
@@ -151,7 +151,7 @@ def has_state(optimizer: Any) -> bool:
 
 def _first_step(optimizer: Any, reducer: Reducer, tensors: list[Tensor]) -> str:
     """What this job does at each step, in a line; said once."""
-    plan, size, rate = reducer.plan(tensors), topology.size(), getattr(optimizer, "lr", None)
+    plan, size, rate = reducer.plan(tensors), collectives.current().size, getattr(optimizer, "lr", None)
     batch = f"; global batch {reducer.samples} over {size} rank{'s' * (size > 1)}" if reducer.samples else ""
     lr = f"; learning rate {rate:g}, not scaled by the number of ranks" if isinstance(rate, float) else ""
     return (

@@ -145,6 +145,11 @@ class Session:
             raise InputError("session.track() was called already; track everything in one call")
         if not isinstance(optimizer, DistributedOptimizer):
             raise InputError(f"session.track(optimizer={optimizer!r}): expected what allred.distributed returns")
+        if optimizer.process_set is not None:
+            raise InputError(
+                "session.track(): a session is of all ranks, and this optimizer is of a process set; use its own save "
+                "and restore"
+            )
         state = State(self.hooks, data, more)
         restored = extra = None
         with self._waiting(self._wait_s):

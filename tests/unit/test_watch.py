@@ -150,6 +150,15 @@ def test_a_rank_that_has_left_while_others_wait_for_it(its_process_ends):
     assert text == "rank 2 on host2 has ended, and will never call barrier() #6, in which rank 0 waits"
 
 
+def test_a_rank_that_has_left_is_missed_only_where_it_belongs():
+    script = Script()
+    script.hear("left", 2, 0.0)
+    for members, missed in (([0, 1], False), ([0, 2], True)):
+        script.hear("waiting", 0, 10, what="it", since_s=5.0, peers=True, quiet=False, members=members)
+        script.tick(20.0)
+        assert bool(script.take("verdict")) == missed
+
+
 def test_a_rank_that_has_just_left_is_not_missed_yet():
     script = Script()
     wait(script, 0, 10.0)

@@ -77,7 +77,8 @@ class Checks(Inspector):
         self._step += 1
         if any(flag & finite.NONFINITE for flag in flags):
             found = finite.describe(plan, values) if flags[collectives.current().rank] & finite.NONFINITE else {}
-            return self._refuse(finite.verdict(collectives.allgather_object(found, f"{self._title}: not finite")))
+            everyone = collectives.allgather_object(found, f"{self._title}: not finite")
+            return self._refuse(finite.verdict(everyone, collectives.current().ranks))
         return True
 
     def reduced(self, flags: list[int], plan: Plan, values: Sequence[Any]) -> bool:
@@ -121,5 +122,5 @@ class Checks(Inspector):
         outside = self._updates.outside() if self._updates else 0
         everyone = collectives.allgather_object((drift.table(parts), outside), f"{self._title}: what differs")
         tables, counts = [table for table, _ in everyone], [count for _, count in everyone]
-        if problem := drift.verdict(tables, self._step + 1, self._equal_at, counts):
+        if problem := drift.verdict(tables, self._step + 1, self._equal_at, counts, collectives.current().ranks):
             raise DriftError(f"{self._title}: {problem}")

@@ -88,13 +88,16 @@ def describe(plan: Plan, values: Sequence[Any]) -> dict[str, str]:
     return found
 
 
-def verdict(found: list[dict[str, str]]) -> str:
-    """What is not finite on which ranks, in words, from each rank's `describe`; the same on every rank."""
+def verdict(found: list[dict[str, str]], numbers: Sequence[int]) -> str:
+    """What is not finite on which ranks, in words, from each rank's `describe`; the same on every rank.
+
+    numbers: of the ranks."""
     names = list(dict.fromkeys(name for each in found for name in each))
     words = []
     for name in names[:_NAMED]:
-        ranks = [rank for rank, each in enumerate(found) if name in each]
-        words.append(f"'{name}' on {rank_list(ranks)} ({found[ranks[0]][name]})")
+        having = [index for index, each in enumerate(found) if name in each]
+        ranks = [numbers[index] for index in having]
+        words.append(f"'{name}' on {rank_list(ranks)} ({found[having[0]][name]})")
     more = f"; and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"gradients are not finite: {'; '.join(words)}{more}"
 
