@@ -27,6 +27,7 @@ from allred.comm.collectives import (
     reducescatter,
 )
 from allred.comm.ops import ReduceOp
+from allred.compression.wire import Compression
 from allred.errors import (
     AllredError,
     CheckpointError,
@@ -43,6 +44,7 @@ from allred.errors import (
 )
 from allred.modes.decorator import distributed
 from allred.modes.optimizer import DistributedOptimizer
+from allred.modes.scaler import GradScaler
 from allred.modes.towers import Towers
 from allred.nest import digest
 from allred.session.session import Session
@@ -73,10 +75,12 @@ __all__ = [
     "Average",
     "CheckpointError",
     "CollectiveTimeout",
+    "Compression",
     "ConfigError",
     "DataError",
     "DistributedOptimizer",
     "DriftError",
+    "GradScaler",
     "InputError",
     "Max",
     "Min",

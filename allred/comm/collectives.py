@@ -13,6 +13,7 @@ from allred.arrays import Array
 from allred.cluster import topology
 from allred.comm.base import Communicator
 from allred.comm.ops import ReduceOp
+from allred.compression import Compression
 from allred.config import Config
 from allred.errors import InputError
 
@@ -70,24 +71,35 @@ def patience(timeout_s: float) -> Iterator[None]:
         queue.timeout_s, queue.quiet = before
 
 
-def allreduce(value: Any, op: ReduceOp = ReduceOp.AVERAGE, name: str = "") -> Array:
-    """The reduction of every rank's `value` with `op`: a new array of the same shape and dtype."""
-    return current().allreduce_now(value, False, op, name)
+def allreduce(
+    value: Any, op: ReduceOp = ReduceOp.AVERAGE, name: str = "", compression: Compression = Compression.none
+) -> Array:
+    """The reduction of every rank's `value` with `op`: a new array of the same shape and dtype.
+
+    compression: what float32 and float64 numbers travel as, `allred.Compression`; docs/modes.md has what that costs.
+    """
+    return current().allreduce_now(value, False, op, name, compression)
 
 
-def allreduce_(array: Array, op: ReduceOp = ReduceOp.AVERAGE, name: str = "") -> Array:
+def allreduce_(
+    array: Array, op: ReduceOp = ReduceOp.AVERAGE, name: str = "", compression: Compression = Compression.none
+) -> Array:
     """The same in place: `array` is overwritten, and returned."""
-    return current().allreduce_now(array, True, op, name)
+    return current().allreduce_now(array, True, op, name, compression)
 
 
-def grouped_allreduce(group: Sequence[Any], op: ReduceOp = ReduceOp.AVERAGE, name: str = "") -> list[Array]:
+def grouped_allreduce(
+    group: Sequence[Any], op: ReduceOp = ReduceOp.AVERAGE, name: str = "", compression: Compression = Compression.none
+) -> list[Array]:
     """allreduce of several arrays as one operation: new arrays."""
-    return current().grouped_allreduce_now(group, False, op, name)
+    return current().grouped_allreduce_now(group, False, op, name, compression)
 
 
-def grouped_allreduce_(group: Sequence[Array], op: ReduceOp = ReduceOp.AVERAGE, name: str = "") -> list[Array]:
+def grouped_allreduce_(
+    group: Sequence[Array], op: ReduceOp = ReduceOp.AVERAGE, name: str = "", compression: Compression = Compression.none
+) -> list[Array]:
     """The same in place."""
-    return current().grouped_allreduce_now(group, True, op, name)
+    return current().grouped_allreduce_now(group, True, op, name, compression)
 
 
 def broadcast(value: Any, root: int = 0, name: str = "") -> Array:

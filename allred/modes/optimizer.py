@@ -13,17 +13,23 @@ from allred import checkpoint, nest
 from allred.cluster import report
 from allred.comm import collectives
 from allred.comm.ops import ReduceOp
+from allred.compression import Compression
 from allred.data.share import claim
 from allred.errors import CheckpointError, InputError
 from allred.fusion.plan import Tensor
 from allred.modes.accumulate import Accumulator
+from allred.modes.clipping import Clipper
 from allred.modes.detect.outside import used
 from allred.modes.options import Options
 from allred.modes.pairs import Pairs, parameter
 from allred.modes.ps import ServersMode
+from allred.modes.scaler import GradScaler
 from allred.modes.sync import SyncMode, has_state
 from allred.ps import running
 from allred.ps.account import Statistics
+
+# In what goes along with a checkpoint.
+_SCALER, _OTHERS = "the optimizer's scaler", "what else there is"
 
 
 class Mode(Protocol):
@@ -99,6 +105,9 @@ class DistributedOptimizer:
         bucket_bytes: int | str | None = None,
         nonfinite: str | None = None,
         name: str = "opt",
+        compression: Compression = Compression.none,
+        clip_norm: float | None = None,
+        scaler: GradScaler | None = None,
         consistency: Any = None,
         placement: Any = None,
         use_locking: bool | None = None,
@@ -106,8 +115,14 @@ class DistributedOptimizer:
         self.optimizer = optimizer
         self.name = name
         self._accumulator = Accumulator(accumulate)
-        self._sync = SyncMode(optimizer, op, accumulate, bucket_bytes, nonfinite, name)
-        self._op = op
+        self._clipper = Clipper(clip_norm, scaler, name)
+        if scaler is not None and nonfinite not in (None, "skip"):
+            raise InputError(
+                f"nonfinite={nonfinite!r}: a scaler skips steps whose gradients are not finite; leave it out"
+            )
+        nonfinite = nonfinite if scaler is None else "skip"
+        self._sync = SyncMode(optimizer, op, accumulate, bucket_bytes, nonfinite, name, compression, self._clipper)
+        self._op, self._compression = op, compression
         self._options = Options(name, nonfinite, consistency, placement, use_locking)
         self._pairs = Pairs()
         self._chosen: Mode | None = None
@@ -125,7 +140,11 @@ class DistributedOptimizer:
             if running.serves():
                 self._options.serve(self.optimizer)
             in_sync = collectives.current() and not running.running()
-            self._chosen = self._sync if in_sync else ServersMode(self.optimizer, self._options)
+            if not in_sync and self._compression is not Compression.none:
+                report.inform(
+                    f"{self.name}: compression is of mode sync; to parameter servers gradients go as they are"
+                )
+            self._chosen = self._sync if in_sync else ServersMode(self.optimizer, self._options, self._clipper)
         return self._chosen
 
     def step(self, params: Any, grads: Any, samples: int | None = None) -> None:
@@ -158,6 +177,8 @@ class DistributedOptimizer:
                     return
                 values, samples = self._accumulator.take()
                 tensors = list(tensors)  # the values are others than those that were matched
+            if self._clipper.active and not problem:
+                problem = self._clipper.refusal(tensors)
         except InputError as error:
             problem = str(error)
         if problem:  # the others hear of it when they reduce
@@ -167,11 +188,18 @@ class DistributedOptimizer:
 
     @property
     def skipped(self) -> int:
-        """Steps left out so far because gradients were not finite, with nonfinite="skip"."""
+        """Steps left out so far because gradients were not finite, with nonfinite="skip" or a scaler."""
         return self._mode.skipped
 
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm of the last step's gradients together, before they were clipped; None before the first step, and
+        without clip_norm. Mode sync: of the reduced gradients, the same number on all ranks. Mode ps: of this worker's.
+        """
+        return self._clipper.norm
+
     def broadcast(self, params: Any, root: int = 0) -> None:
-        """Give every rank the root's parameters, in place, and the state of its optimizer. Collective.
+        """Give every rank the root's parameters, in place, and the state of its optimizer and scaler. Collective.
 
         In mode ps the root is worker 0; the servers have the optimizer's state.
         Raises MismatchError, naming ranks and tensor, if their parameters differ in name, shape or dtype.
@@ -181,6 +209,8 @@ class DistributedOptimizer:
         except InputError as error:
             problem, tensors = str(error), []
         self._mode.broadcast(params, tensors, root, problem)
+        if (scaler := self._clipper.scaler) is not None:
+            scaler.load_state_dict(collectives.broadcast_object(scaler.state_dict(), root, f"scaler of {self.name}"))
 
     def pull(self, params: Any) -> None:
         """Mode ps: overwrite the parameters with what the servers have now. Mode sync: nothing, they are equal."""
@@ -227,7 +257,9 @@ class DistributedOptimizer:
         number of ranks or servers. Raises CheckpointError.
         """
         self._needs_state()
-        return self._mode.save(params, None, False)(os.fspath(directory)) if collectives.current().rank == 0 else None
+        if collectives.current().rank != 0:
+            return None
+        return self._mode.save(params, self._with_scaler(None), False)(os.fspath(directory))
 
     def restore(self, directory: str | os.PathLike[str], params: Any) -> int | None:
         """Continue on all ranks from the newest complete checkpoint in `directory`: parameters, optimizer. Collective.
@@ -258,13 +290,26 @@ class DistributedOptimizer:
             used(self.optimizer)
         if step is not None and self._mode.in_step and collectives.current().rank != 0:
             self._mode.count_from(step)
-        return step, extra
+        return step, self._take_scaler(extra)
 
     def saving(self, params: Any, extra: Any, copy: bool = False) -> Callable[[str], str]:
         """For a session: what `save` does, of this moment, as a function of the directory to be called once, later if
         it is a `copy`. On any rank. extra: something to be pickled, that `restore_all` gives back."""
         self._needs_state()
-        return self._mode.save(params, extra, copy)
+        return self._mode.save(params, self._with_scaler(extra), copy)
+
+    def _with_scaler(self, extra: Any) -> Any:
+        """What goes along with a checkpoint: a session's, and the scaler's state."""
+        scaler = self._clipper.scaler
+        return extra if scaler is None else {_SCALER: scaler.state_dict(), _OTHERS: extra}
+
+    def _take_scaler(self, extra: Any) -> Any:
+        """The reverse, on a rank that has restored it: what the session gave."""
+        if not isinstance(extra, dict) or _SCALER not in extra:
+            return extra
+        if self._clipper.scaler is not None:
+            self._clipper.scaler.load_state_dict(extra[_SCALER])
+        return extra[_OTHERS]
 
     @property
     def global_step(self) -> int:
