@@ -28,6 +28,7 @@ from allred.comm.collectives import (
 )
 from allred.comm.ops import ReduceOp
 from allred.comm.process_set import ProcessSet
+from allred.compression.wire import Compression
 from allred.errors import (
     AllredError,
     CheckpointError,
@@ -44,6 +45,7 @@ from allred.errors import (
 )
 from allred.modes.decorator import distributed
 from allred.modes.optimizer import DistributedOptimizer
+from allred.modes.scaler import GradScaler
 from allred.modes.towers import Towers
 from allred.nest import digest
 from allred.session.session import Session
@@ -74,10 +76,12 @@ __all__ = [
     "Average",
     "CheckpointError",
     "CollectiveTimeout",
+    "Compression",
     "ConfigError",
     "DataError",
     "DistributedOptimizer",
     "DriftError",
+    "GradScaler",
     "InputError",
     "Max",
     "Min",

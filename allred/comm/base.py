@@ -27,6 +27,7 @@ from allred.comm import header, objects, ops
 from allred.comm.header import Call
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Lock, Steps, Work, WorkQueue
+from allred.compression import Compression, narrows
 from allred.errors import AllredError, InputError
 
 T = TypeVar("T")
@@ -46,6 +47,7 @@ class Communicator(ABC):
         self.queue = WorkQueue(timeout_s, lock)
         self.checks_places = False  # whether all ranks must call an operation at the same line of the program
         self._sequence = 0
+        self._sent_bytes = 0
 
     @property
     def number(self) -> int:
@@ -59,8 +61,8 @@ class Communicator(ABC):
         """Every rank's record of header.BYTES bytes, in rank order."""
 
     @abstractmethod
-    def _allreduce(self, flat: Array, op: ReduceOp) -> Steps[None]:
-        """Reduce in place."""
+    def _allreduce(self, flat: Array, op: ReduceOp, wire: int = 0) -> Steps[None]:
+        """Reduce in place. wire: if it is not 0, the code of the dtype that these wide numbers are to travel in."""
 
     @abstractmethod
     def _broadcast(self, data: Array, root: int) -> Steps[None]:
@@ -82,6 +84,12 @@ class Communicator(ABC):
         """Memory that lives as long as the communicator, and from which it may reduce without a copy."""
         return np.zeros(count, dtype)
 
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank has brought to allreduces so far, in bytes as they travel. On several nodes these are slices
+        of its node's sums, which cross between nodes; alone, backend single, nothing travels."""
+        return self._sent_bytes
+
     fuses = False  # whether a group passes as one stream, without a fusion buffer
 
     def close(self) -> None:
@@ -90,57 +98,86 @@ class Communicator(ABC):
 
     # The collectives.
 
-    def allreduce(self, value: Any, op: ReduceOp = ReduceOp.AVERAGE, name: str = "") -> Work[Array]:
+    def allreduce(
+        self, value: Any, op: ReduceOp = ReduceOp.AVERAGE, name: str = "", compression: Compression = Compression.none
+    ) -> Work[Array]:
         """The reduction over all ranks of `value` (an array or a number): a new array of the same shape and dtype."""
-        return self._start("allreduce", name, self._reduce_one(value, op, name, in_place=False))
+        return self._start("allreduce", name, self._reduce_one(value, op, name, compression, in_place=False))
 
-    def allreduce_(self, array: Array, op: ReduceOp = ReduceOp.AVERAGE, name: str = "") -> Work[Array]:
+    def allreduce_(
+        self, array: Array, op: ReduceOp = ReduceOp.AVERAGE, name: str = "", compression: Compression = Compression.none
+    ) -> Work[Array]:
         """The same, in place; the result is `array`, which must be writable."""
-        return self._start("allreduce", name, self._reduce_one(array, op, name, in_place=True))
+        return self._start("allreduce", name, self._reduce_one(array, op, name, compression, in_place=True))
 
-    def allreduce_now(self, value: Any, in_place: bool, op: ReduceOp, name: str) -> Array:
+    def allreduce_now(
+        self, value: Any, in_place: bool, op: ReduceOp, name: str, compression: Compression = Compression.none
+    ) -> Array:
         """allreduce or allreduce_, started and waited for. A backend may have a shorter way to the same result."""
         start = self.allreduce_ if in_place else self.allreduce
-        return start(value, op, name).wait()
+        return start(value, op, name, compression).wait()
 
-    def _reduce_one(self, value: Any, op: ReduceOp, name: str, in_place: bool) -> Steps[Array]:
+    def _reduce_one(
+        self, value: Any, op: ReduceOp, name: str, compression: Compression, in_place: bool
+    ) -> Steps[Array]:
         source, target = _source_and_target(value, in_place)
-        yield from self._reduce(array_call("allreduce", source, name, op), [source], [target], op)
+        call = array_call("allreduce", source, name, op, compression=compression)
+        yield from self._reduce(call, [source], [target], op, compression)
         return target
 
     def grouped_allreduce(
-        self, group: Sequence[Any], op: ReduceOp = ReduceOp.AVERAGE, name: str = ""
+        self,
+        group: Sequence[Any],
+        op: ReduceOp = ReduceOp.AVERAGE,
+        name: str = "",
+        compression: Compression = Compression.none,
     ) -> Work[list[Array]]:
         """allreduce of several arrays as one operation; new arrays."""
-        return self._start("grouped_allreduce", name, self._reduce_group(group, op, name, in_place=False))
+        return self._start("grouped_allreduce", name, self._reduce_group(group, op, name, compression, in_place=False))
 
     def grouped_allreduce_(
-        self, group: Sequence[Array], op: ReduceOp = ReduceOp.AVERAGE, name: str = ""
+        self,
+        group: Sequence[Array],
+        op: ReduceOp = ReduceOp.AVERAGE,
+        name: str = "",
+        compression: Compression = Compression.none,
     ) -> Work[list[Array]]:
         """The same, in place."""
-        return self._start("grouped_allreduce", name, self._reduce_group(group, op, name, in_place=True))
+        return self._start("grouped_allreduce", name, self._reduce_group(group, op, name, compression, in_place=True))
 
-    def grouped_allreduce_now(self, group: Sequence[Any], in_place: bool, op: ReduceOp, name: str) -> list[Array]:
+    def grouped_allreduce_now(
+        self,
+        group: Sequence[Any],
+        in_place: bool,
+        op: ReduceOp,
+        name: str,
+        compression: Compression = Compression.none,
+    ) -> list[Array]:
         """grouped_allreduce or grouped_allreduce_, started and waited for; see `allreduce_now`."""
         start = self.grouped_allreduce_ if in_place else self.grouped_allreduce
-        return start(group, op, name).wait()
+        return start(group, op, name, compression).wait()
 
-    def _reduce_group(self, group: Sequence[Any], op: ReduceOp, name: str, in_place: bool) -> Steps[list[Array]]:
+    def _reduce_group(
+        self, group: Sequence[Any], op: ReduceOp, name: str, compression: Compression, in_place: bool
+    ) -> Steps[list[Array]]:
         pairs = [_source_and_target(value, in_place) for value in group]
         sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
         if in_place and arrays.overlap([target for target in targets if target.size]):
             raise InputError("the same memory is in the group twice, and would be reduced twice")
-        yield from self._reduce(group_call(sources, name, op), sources, targets, op)
+        yield from self._reduce(group_call(sources, name, op, compression), sources, targets, op, compression)
         return targets
 
-    def _reduce(self, call: Call, sources: list[Array], targets: list[Array], op: ReduceOp) -> Steps[None]:
+    def _reduce(
+        self, call: Call, sources: list[Array], targets: list[Array], op: ReduceOp, compression: Compression
+    ) -> Steps[None]:
         """Agree on the call, then reduce each source into its target, which is it, or a new contiguous array."""
         yield from self._agree(call)
         for source, target in zip(sources, targets, strict=True):
             if source is not target:
                 target[...] = source
             flat = arrays.flat(target)
-            yield from self._allreduce(flat, op)
+            wire = compression.value if narrows(flat.dtype, compression.value) else 0
+            yield from self._allreduce(flat, op, wire)
             arrays.put_back(target, flat)
 
     def broadcast(self, value: Any, root: int = 0, name: str = "") -> Work[Array]:
@@ -366,6 +403,7 @@ def array_call(
     root: int = -1,
     shape: tuple[Any, ...] | None = None,
     rows: int = 0,
+    compression: Compression = Compression.none,
 ) -> Call:
     """The call of an operation on one array. Raises InputError if its arguments cannot be used."""
     if not isinstance(name, str):
@@ -373,35 +411,54 @@ def array_call(
     arrays.dtype_code(array.dtype)  # raises
     if op is not _NO_OP and (problem := ops.refusal(op, array.dtype)):
         raise InputError(problem)
+    _check_compression(compression)
     reduction = op if op is not _NO_OP else None
-    return _call(kind, array.shape if shape is None else shape, array.dtype, name, reduction, root, rows)
+    return _call(kind, array.shape if shape is None else shape, array.dtype, name, reduction, root, rows, compression)
 
 
 @functools.lru_cache(maxsize=4096)  # training calls the same operations over and over
 def _call(
-    kind: str, shape: tuple[Any, ...], dtype: np.dtype[Any], name: str, op: ReduceOp | None, root: int, rows: int
+    kind: str,
+    shape: tuple[Any, ...],
+    dtype: np.dtype[Any],
+    name: str,
+    op: ReduceOp | None,
+    root: int,
+    rows: int,
+    compression: Compression,
 ) -> Call:
-    how = op.value if op is not None else f"root={root}" if root >= 0 else ""
+    how = _how(op, compression) if op is not None else f"root={root}" if root >= 0 else ""
     tensor = arrays.describe(shape, dtype)
     title = f"{kind}({how}){quoted(name)} {tensor}"
-    op_code = ops.CODES[op] if op is not None else 0
+    op_code = ops.CODES[op] | compression.value << header.WIRE_SHIFT if op is not None else 0
     code = arrays.dtype_code(dtype)
     hashed = ((code, shape),) if kind == "allreduce" else None
     return Call(kind, name, title, arrays=hashed, op=op_code, dtype=code, root=root, rows=rows)
 
 
-def group_call(group: list[Array], name: str, op: Any) -> Call:
+def group_call(group: list[Array], name: str, op: Any, compression: Compression = Compression.none) -> Call:
     """The call of a grouped allreduce; likewise."""
     if problem := ops.refusal(op, np.dtype(np.float32)):
         raise InputError(problem)
     if not isinstance(name, str):
         raise InputError(f"name={name!r} must be a string")
+    _check_compression(compression)
     for array in group:
         array_call("grouped_allreduce", array, name, op)  # raises
     lines = tuple(arrays.describe(array.shape, array.dtype) for array in group)
-    title = f"grouped_allreduce({op.value}){quoted(name)} of {len(group)} tensors"
+    title = f"grouped_allreduce({_how(op, compression)}){quoted(name)} of {len(group)} tensors"
     hashed = tuple((arrays.dtype_code(array.dtype), array.shape) for array in group)
-    return Call("grouped_allreduce", name, title, lines, arrays=hashed, op=ops.CODES[op])
+    how = ops.CODES[op] | compression.value << header.WIRE_SHIFT
+    return Call("grouped_allreduce", name, title, lines, arrays=hashed, op=how)
+
+
+def _check_compression(compression: Any) -> None:
+    if not isinstance(compression, Compression):
+        raise InputError(f"compression={compression!r} is none; use allred.Compression.none, .fp16 or .bf16")
+
+
+def _how(op: ReduceOp, compression: Compression) -> str:
+    return str(op.value) if compression is Compression.none else f"{op.value}, compression={compression.name}"
 
 
 def quoted(name: str) -> str:

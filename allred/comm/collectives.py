@@ -15,6 +15,7 @@ from allred.cluster import topology
 from allred.comm.base import Communicator
 from allred.comm.ops import ReduceOp
 from allred.comm.process_set import ProcessSet, communicators
+from allred.compression import Compression
 from allred.config import Config
 from allred.errors import InputError
 
@@ -94,31 +95,50 @@ def patience(timeout_s: float) -> Iterator[None]:
 
 
 def allreduce(
-    value: Any, op: ReduceOp = ReduceOp.AVERAGE, name: str = "", process_set: ProcessSet | None = None
+    value: Any,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    name: str = "",
+    compression: Compression = Compression.none,
+    process_set: ProcessSet | None = None,
 ) -> Array:
-    """The reduction of every rank's `value` with `op`: a new array of the same shape and dtype."""
-    return current(process_set).allreduce_now(value, False, op, name)
+    """The reduction of every rank's `value` with `op`: a new array of the same shape and dtype.
+
+    compression: what float32 and float64 numbers travel as, `allred.Compression`; docs/modes.md has what that costs.
+    """
+    return current(process_set).allreduce_now(value, False, op, name, compression)
 
 
 def allreduce_(
-    array: Array, op: ReduceOp = ReduceOp.AVERAGE, name: str = "", process_set: ProcessSet | None = None
+    array: Array,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    name: str = "",
+    compression: Compression = Compression.none,
+    process_set: ProcessSet | None = None,
 ) -> Array:
     """The same in place: `array` is overwritten, and returned."""
-    return current(process_set).allreduce_now(array, True, op, name)
+    return current(process_set).allreduce_now(array, True, op, name, compression)
 
 
 def grouped_allreduce(
-    group: Sequence[Any], op: ReduceOp = ReduceOp.AVERAGE, name: str = "", process_set: ProcessSet | None = None
+    group: Sequence[Any],
+    op: ReduceOp = ReduceOp.AVERAGE,
+    name: str = "",
+    compression: Compression = Compression.none,
+    process_set: ProcessSet | None = None,
 ) -> list[Array]:
     """allreduce of several arrays as one operation: new arrays."""
-    return current(process_set).grouped_allreduce_now(group, False, op, name)
+    return current(process_set).grouped_allreduce_now(group, False, op, name, compression)
 
 
 def grouped_allreduce_(
-    group: Sequence[Array], op: ReduceOp = ReduceOp.AVERAGE, name: str = "", process_set: ProcessSet | None = None
+    group: Sequence[Array],
+    op: ReduceOp = ReduceOp.AVERAGE,
+    name: str = "",
+    compression: Compression = Compression.none,
+    process_set: ProcessSet | None = None,
 ) -> list[Array]:
     """The same in place."""
-    return current(process_set).grouped_allreduce_now(group, True, op, name)
+    return current(process_set).grouped_allreduce_now(group, True, op, name, compression)
 
 
 def broadcast(value: Any, root: int = 0, name: str = "", process_set: ProcessSet | None = None) -> Array:

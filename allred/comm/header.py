@@ -5,7 +5,7 @@ their full descriptions and `verdict` turns these into one error, the same text 
 
     0   sequence   u64   the number of the operation on this communicator; shared memory has its own count
     8   kind       u8    see KINDS
-    9   op         u8    reduction, 0 if none
+    9   op         u8    reduction, 0 if none; its upper 4 bits the dtype that float32 and float64 travel in, 0 as is
     10  dtype      u8    arrays.DTYPES, 255 if none
     11  problem    u8    1: this rank's arguments cannot be used; nobody moves anything
     12  root       i32   -1 if none
@@ -35,6 +35,7 @@ from allred.errors import AllredError, InputError, MismatchError
 BYTES = 64
 _NOT_THE_PROGRAM = ("allred", "contextlib")
 AGREED = slice(0, 48)
+WIRE_SHIFT = 4
 KINDS = (
     *("allreduce", "grouped_allreduce", "broadcast", "allgather", "reducescatter", "alltoall"),
     *("barrier", "parameters", "step", "shutdown", "allgather_object", "broadcast_object"),
@@ -135,8 +136,10 @@ def decode(header: bytes) -> str:
     sequence, kind, op, dtype, problem, root, _, _, count, _, rows, note = _LAYOUT.unpack(header)
     kind_name = KINDS[kind] if kind < len(KINDS) else f"kind {kind}"
     dtype_name = DTYPES[dtype] if dtype < len(DTYPES) else "none"
+    op, wire = op % 2**WIRE_SHIFT, op >> WIRE_SHIFT
+    as_ = f" as {DTYPES[wire]}" if 0 < wire < len(DTYPES) else ""
     return (
-        f"#{sequence} {kind_name} op={op} dtype={dtype_name} count={count} root={root} rows={rows} note={note} "
+        f"#{sequence} {kind_name} op={op} dtype={dtype_name}{as_} count={count} root={root} rows={rows} note={note} "
         f"problem={problem}"
     )
 

@@ -15,17 +15,23 @@ from allred.cluster import report
 from allred.comm import collectives
 from allred.comm.ops import ReduceOp
 from allred.comm.process_set import ProcessSet
+from allred.compression import Compression
 from allred.data.share import claim
 from allred.errors import AllredError, CheckpointError, InputError
 from allred.fusion.plan import Tensor
 from allred.modes.accumulate import Accumulator
+from allred.modes.clipping import Clipper
 from allred.modes.detect.outside import used
 from allred.modes.options import Options
 from allred.modes.pairs import Pairs, parameter
 from allred.modes.ps import ServersMode
+from allred.modes.scaler import GradScaler
 from allred.modes.sync import SyncMode, has_state
 from allred.ps import running
 from allred.ps.account import Statistics
+
+# In what goes along with a checkpoint.
+_SCALER, _OTHERS = "the optimizer's scaler", "what else there is"
 
 
 class Mode(Protocol):
@@ -108,6 +114,9 @@ class DistributedOptimizer:
         nonfinite: str | None = None,
         name: str = "opt",
         process_set: ProcessSet | None = None,
+        compression: Compression = Compression.none,
+        clip_norm: float | None = None,
+        scaler: GradScaler | None = None,
         consistency: Any = None,
         placement: Any = None,
         use_locking: bool | None = None,
@@ -118,8 +127,14 @@ class DistributedOptimizer:
         if not isinstance(process_set, ProcessSet | None):
             raise InputError(f"{name}: process_set={process_set!r} must be an allred.ProcessSet")
         self._accumulator = Accumulator(accumulate)
-        self._sync = SyncMode(optimizer, op, accumulate, bucket_bytes, nonfinite, name)
-        self._op = op
+        self._clipper = Clipper(clip_norm, scaler, name)
+        if scaler is not None and nonfinite not in (None, "skip"):
+            raise InputError(
+                f"nonfinite={nonfinite!r}: a scaler skips steps whose gradients are not finite; leave it out"
+            )
+        nonfinite = nonfinite if scaler is None else "skip"
+        self._sync = SyncMode(optimizer, op, accumulate, bucket_bytes, nonfinite, name, compression, self._clipper)
+        self._op, self._compression = op, compression
         self._options = Options(name, nonfinite, consistency, placement, use_locking)
         self._pairs = Pairs()
         self._chosen: Mode | None = None
@@ -139,7 +154,11 @@ class DistributedOptimizer:
             if running.serves():
                 self._options.serve(self.optimizer)
             in_sync = collectives.current() and not running.running()
-            self._chosen = self._sync if in_sync else ServersMode(self.optimizer, self._options)
+            if not in_sync and self._compression is not Compression.none:
+                report.inform(
+                    f"{self.name}: compression is of mode sync; to parameter servers gradients go as they are"
+                )
+            self._chosen = self._sync if in_sync else ServersMode(self.optimizer, self._options, self._clipper)
         return self._chosen
 
     def step(self, params: Any, grads: Any, samples: int | None = None) -> None:
@@ -172,6 +191,8 @@ class DistributedOptimizer:
                     return
                 values, samples = self._accumulator.take()
                 tensors = list(tensors)  # the values are others than those that were matched
+            if self._clipper.active and not problem:
+                problem = self._clipper.refusal(tensors)
         except InputError as error:
             problem = str(error)
         if problem:  # the others hear of it when they reduce
@@ -187,11 +208,18 @@ class DistributedOptimizer:
 
     @property
     def skipped(self) -> int:
-        """Steps left out so far because gradients were not finite, with nonfinite="skip"."""
+        """Steps left out so far because gradients were not finite, with nonfinite="skip" or a scaler."""
         return self._mode.skipped
 
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm of the last step's gradients together, before they were clipped; None before the first step, and
+        without clip_norm. Mode sync: of the reduced gradients, the same number on all ranks. Mode ps: of this worker's.
+        """
+        return self._clipper.norm
+
     def broadcast(self, params: Any, root: int | None = None) -> None:
-        """Give every rank the root's parameters, in place, and the state of its optimizer. Collective.
+        """Give every rank the root's parameters, in place, and the state of its optimizer and scaler. Collective.
 
         root: without it rank 0, or the first of the process set. In mode ps it is worker 0; the servers have the
         optimizer's state.
@@ -202,7 +230,11 @@ class DistributedOptimizer:
         except InputError as error:
             problem, tensors = str(error), []
         with collectives.within(self.process_set):
-            self._mode.broadcast(params, tensors, collectives.current().ranks[0] if root is None else root, problem)
+            root = collectives.current().ranks[0] if root is None else root
+            self._mode.broadcast(params, tensors, root, problem)
+            if (scaler := self._clipper.scaler) is not None:
+                title = f"scaler of {self.name}"
+                scaler.load_state_dict(collectives.broadcast_object(scaler.state_dict(), root, title))
 
     def pull(self, params: Any) -> None:
         """Mode ps: overwrite the parameters with what the servers have now. Mode sync: nothing, they are equal."""
@@ -257,8 +289,9 @@ class DistributedOptimizer:
         number of ranks or servers. Raises CheckpointError.
         """
         self._needs_state()
-        first = collectives.current(self.process_set).rank == 0
-        return self._mode.save(params, None, False)(os.fspath(directory)) if first else None
+        if collectives.current(self.process_set).rank != 0:
+            return None
+        return self._mode.save(params, self._with_scaler(None), False)(os.fspath(directory))
 
     def restore(self, directory: str | os.PathLike[str], params: Any) -> int | None:
         """Continue on all ranks from the newest complete checkpoint in `directory`: parameters, optimizer. Collective.
@@ -293,13 +326,26 @@ class DistributedOptimizer:
             used(self.optimizer)
         if step is not None and self._mode.in_step and collectives.current().rank != 0:
             self._mode.count_from(step)
-        return step, extra
+        return step, self._take_scaler(extra)
 
     def saving(self, params: Any, extra: Any, copy: bool = False) -> Callable[[str], str]:
         """For a session: what `save` does, of this moment, as a function of the directory to be called once, later if
         it is a `copy`. On any rank. extra: something to be pickled, that `restore_all` gives back."""
         self._needs_state()
-        return self._mode.save(params, extra, copy)
+        return self._mode.save(params, self._with_scaler(extra), copy)
+
+    def _with_scaler(self, extra: Any) -> Any:
+        """What goes along with a checkpoint: a session's, and the scaler's state."""
+        scaler = self._clipper.scaler
+        return extra if scaler is None else {_SCALER: scaler.state_dict(), _OTHERS: extra}
+
+    def _take_scaler(self, extra: Any) -> Any:
+        """The reverse, on a rank that has restored it: what the session gave."""
+        if not isinstance(extra, dict) or _SCALER not in extra:
+            return extra
+        if self._clipper.scaler is not None:
+            self._clipper.scaler.load_state_dict(extra[_SCALER])
+        return extra[_OTHERS]
 
     @property
     def global_step(self) -> int:
