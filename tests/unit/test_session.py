@@ -15,7 +15,14 @@ import pytest
 
 import allred
 from allred import checkpoint
-from allred.errors import CheckpointError, InputError, NonFiniteError, NotInitializedError, ShutdownError
+from allred.errors import (
+    CheckpointError,
+    CollectiveTimeout,
+    InputError,
+    NonFiniteError,
+    NotInitializedError,
+    ShutdownError,
+)
 from allred.session import (
     Averaging,
     Checkpoint,
@@ -151,6 +158,30 @@ def test_a_state_that_cannot_be_saved_is_named(world, tmp_path, capfd):
     with Session(tmp_path, hooks=[again]) as session:
         assert train(session, [])["w"].tolist() == [-2, -2]
     assert again.state == 7
+
+
+def test_a_state_that_cannot_be_had_later_is_left_out(world, tmp_path, capfd):
+    """But an error of the job, which is raised wherever a rank is, stays one."""
+
+    class Moody(Hook):
+        error = None
+
+        def state_dict(self):
+            return _raise(self.error) if self.error else 5
+
+        def load_state_dict(self, state):
+            pass
+
+    def run(directory, error):
+        moody = Moody()
+        with Session(directory, hooks=[moody], save_steps=2) as session:
+            train(session, range(5), gradient=lambda loss: setattr(moody, "error", error) or 1.0)
+
+    run(tmp_path / "moody", RuntimeError("not now"))
+    assert checkpoint.newest(tmp_path / "moody").name == "step-00000005"
+    assert capfd.readouterr().err.count("the state of hook Moody cannot be saved: RuntimeError: not now") == 1
+    with pytest.raises(CollectiveTimeout, match="late"):
+        run(tmp_path / "job", CollectiveTimeout("late"))
 
 
 def test_micro_steps_are_one_step(world):
@@ -306,7 +337,7 @@ def test_hooks_may_come_and_go_between_two_runs(world, tmp_path):
 
 
 def test_all_ranks_count_from_the_restored_step(world, tmp_path, monkeypatch):
-    """With an optimizer that does not count by itself; here on what takes itself for rank 1."""
+    """With an optimizer that does not count by itself; here on what takes itself for rank 1. A skipped step is none."""
 
     class Own:
         def step(self, params, grads):
@@ -318,7 +349,7 @@ def test_all_ranks_count_from_the_restored_step(world, tmp_path, monkeypatch):
         def load_state_dict(self, state):
             pass
 
-    opt = allred.distributed(Own())
+    opt = allred.distributed(Own(), nonfinite="skip")
     assert opt.global_step == 0
     others = types.SimpleNamespace(
         current=lambda: types.SimpleNamespace(rank=1), broadcast_object=lambda _: (7, "extra")
@@ -326,8 +357,9 @@ def test_all_ranks_count_from_the_restored_step(world, tmp_path, monkeypatch):
     monkeypatch.setattr("allred.modes.optimizer.collectives", others)
     assert opt.restore_all(tmp_path, [np.zeros(2)]) == (7, "extra")
     assert opt.global_step == 7
-    opt.step([np.zeros(2)], [np.ones(2)])
-    assert opt.global_step == 8
+    for gradient in (1.0, math.nan):
+        opt.step([np.zeros(2)], [np.full(2, gradient)])
+        assert opt.global_step == 8
 
 
 def test_more_things_are_kept(world, tmp_path):
