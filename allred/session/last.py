@@ -59,9 +59,9 @@ def write_after(
     with wait.busy():
         try:
             step = optimizer.global_step
-            if _is_saved(saver.directory, step):
+            if checkpoint.has(saver.directory, step):
                 return None
-            claim = os.path.join(saver.directory, f".step-{step:08d}.{token}.gone")
+            claim = os.path.join(saver.directory, f".step-{step:08d}.{token}.0.tmp")
             if _is_first(claim):
                 try:
                     return saver.save_last(step, make)
@@ -69,21 +69,16 @@ def write_after(
                     with contextlib.suppress(OSError):  # if nothing was written, nobody is to wait for it
                         os.rmdir(claim)
             deadline = time.monotonic() + _ANOTHERS_S
-            while os.path.exists(claim) and not _is_saved(saver.directory, step) and time.monotonic() < deadline:
+            while os.path.exists(claim) and not checkpoint.has(saver.directory, step) and time.monotonic() < deadline:
                 time.sleep(0.05)  # who is killed while it writes, takes the job with it
         except AllredError as failure:
             _tell_why_none(str(failure))
     return None
 
 
-def _is_saved(directory: str, step: int) -> bool:
-    newest = checkpoint.newest(directory)
-    return newest is not None and checkpoint.load(newest).step >= step
-
-
 def _is_first(claim: str) -> bool:
-    """Whether no other rank writes it. Who makes a directory does; it has the name of something to be deleted, so that
-    it goes with the commit."""
+    """Whether no other rank writes it. Who makes a directory does; it has the name of something that is being written,
+    so that commits leave it alone until it is old."""
     try:
         os.makedirs(os.path.dirname(claim), exist_ok=True)
         os.mkdir(claim)

@@ -37,6 +37,7 @@ from allred.session import (
     StepCounter,
     StopAtStep,
     Summary,
+    last,
 )
 from allred.session.asked import Asked
 from allred.session.saver import Saver
@@ -322,6 +323,21 @@ def test_a_failure_in_the_first_step_leaves_nothing_to_wait_for(world, tmp_path)
     with pytest.raises(ZeroDivisionError), Session(tmp_path) as session:
         train(session, (1 / number for number in [0]))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_commit_leaves_a_rank_that_writes_its_claim(tmp_path):
+    """The chief may be writing an earlier step meanwhile. Who fails as well would think that nobody writes, and go."""
+    seen = []
+
+    def save_last(step, make):
+        checkpoint.write(tmp_path, step - 1, [])
+        seen.extend(path.name for path in tmp_path.glob(".*"))
+
+    saver = types.SimpleNamespace(directory=str(tmp_path), save_last=save_last)
+    optimizer = types.SimpleNamespace(global_step=6, torn=False)
+    last.write_after(ValueError(), True, saver, optimizer, "ab12", lambda: str)
+    assert len(seen) == 1
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_hooks_may_come_and_go_between_two_runs(world, tmp_path):
@@ -693,3 +709,14 @@ def test_damaged_checkpoints_are_named(world, tmp_path, capfd, damage):
         Session(tmp_path) as session,
     ):
         train(session, [1])
+
+
+def test_the_last_checkpoint_of_a_failure_before_a_later_one_that_is_damaged(world, tmp_path):
+    for steps in (1, 5):
+        with Session(tmp_path, max_steps=steps) as session:
+            train(session, [1] * 5)
+    [shard] = tmp_path.glob("step-00000005/shard-*")
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    with pytest.raises(ZeroDivisionError), Session(tmp_path) as session:
+        train(session, [1, 1, 0], gradient=lambda loss: 1 / loss)
+    assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-00000001", "step-00000003", "step-00000005"]
