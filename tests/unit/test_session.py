@@ -502,10 +502,12 @@ def test_when_a_checkpoint_is_due():
 
 
 def test_notify_runs_a_command(world, tmp_path):
-    code = f"import sys; open({str(tmp_path / 'told')!r}, 'w').write(sys.stdin.read())"
+    code = f"import os, sys; open({str(tmp_path / 'told')!r}, 'w').write(f'{{os.getsid(0)}} {{sys.stdin.read()}}')"
     with Session(hooks=[Notify([sys.executable, "-c", code])], max_steps=2) as session:
         train(session, [1, 2, 3])
-    told = json.loads((tmp_path / "told").read_text())
+    its_session, _, words = (tmp_path / "told").read_text().partition(" ")
+    told = json.loads(words)
+    assert int(its_session) != os.getsid(0)  # else it would be killed with this rank
     assert (told["reason"], told["failed"], told["step"]) == ("max_steps", False, 2)
 
 
