@@ -235,7 +235,7 @@ class Session:
         if self._optimizer is None:
             raise InputError("session: call session.track(params=..., optimizer=...) before the first step")
         if self._in_step:
-            if self._optimizer.accumulates and not self._stops:
+            if self._optimizer.accumulates:
                 self._log.go_on()
                 return False
             self._end_step()
