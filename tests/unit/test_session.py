@@ -1,5 +1,6 @@
 """Sessions in a world of one: hooks, what is logged, what is refused. tests/integration/test_session.py has ranks."""
 
+import contextlib
 import http.server
 import json
 import math
@@ -289,34 +290,33 @@ def test_a_second_ctrl_c_interrupts():
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
-def test_a_break_keeps_the_step(world, tmp_path):
-    params, opt = {"w": np.zeros(2)}, allred.distributed(allred.optim.SGD(lr=1.0))
-    with Session(tmp_path) as session:
-        session.track(params=params, optimizer=opt)
-        for number in session.steps(range(10)):
-            opt.step(params, {"w": np.ones(2)})
-            if number == 2:
-                break
-    assert session.step == 3
-    assert checkpoint.newest(tmp_path).name == "step-00000003"
+@pytest.mark.parametrize("error", [None, ValueError])
+@pytest.mark.parametrize("updated", [False, True])
+def test_a_loop_that_is_left_loses_no_batch_and_repeats_none(world, tmp_path, error, updated):
+    """By a break, or by an exception, before the update of batch 2 or behind it."""
 
+    def run(leaves_at=None):
+        params, opt = [np.zeros(1)], allred.distributed(allred.optim.SGD(lr=1.0))
+        data = allred.data.batches(np.arange(6), batch_size=1, seed=None)
+        with Session(tmp_path) as session:
+            session.track(params=params, optimizer=opt, data=data)
+            for [number] in session.steps(data):
+                if number == leaves_at and not updated:
+                    break
+                seen.append(int(number))
+                opt.step(params, [np.ones(1)])
+                if number == leaves_at:
+                    break
+            if leaves_at and error:
+                raise error
+        return session.step
 
-def test_a_break_before_the_update_loses_no_batch(world, tmp_path):
-    params, opt = [np.zeros(1)], allred.distributed(allred.optim.SGD(lr=1.0))
-    data, seen = allred.data.batches(np.arange(6), batch_size=1, seed=None), []
-    with Session(tmp_path) as session:
-        session.track(params=params, optimizer=opt, data=data)
-        for [number] in session.steps(data):
-            if number == 2:
-                break
-            opt.step(params, [np.ones(1)])
-    again = allred.data.batches(np.arange(6), batch_size=1, seed=None)
-    with Session(tmp_path) as session:
-        session.track(params=params, optimizer=opt, data=again)
-        for [number] in session.steps(again):
-            seen.append(int(number))
-            opt.step(params, [np.ones(1)])
-    assert seen == [2, 3, 4, 5]
+    seen = []
+    with pytest.raises(error) if error else contextlib.nullcontext():
+        assert run(leaves_at=2) == len(seen)
+    assert checkpoint.newest(tmp_path).name == f"step-{len(seen):08d}"
+    assert run() == 6
+    assert seen == list(range(6))
 
 
 def test_a_failure_in_the_first_step_leaves_nothing_to_wait_for(world, tmp_path):
