@@ -50,13 +50,11 @@ def write_after(
     """
     if isinstance(error, (*_OTHERS, GeneratorExit)):
         return None
-    if isinstance(error, NonFiniteError) and not in_step:  # of a hook, behind the update
-        _tell_why_none("the parameters may not be finite; the newest one stands")
-        return None
-    if optimizer.torn:
-        _tell_why_none("an update was cut short; the newest one stands")
-        return None
     with wait.busy():
+        if why := _why_not(error, in_step, optimizer):
+            saver.wait()  # what is being written is the newest
+            _tell_why_none(f"{why}; the newest one stands")
+            return None
         try:
             step = optimizer.global_step
             if checkpoint.has(saver.directory, step):
@@ -74,6 +72,12 @@ def write_after(
         except AllredError as failure:
             _tell_why_none(str(failure))
     return None
+
+
+def _why_not(error: BaseException, in_step: bool, optimizer: DistributedOptimizer) -> str:
+    if isinstance(error, NonFiniteError) and not in_step:  # of a hook, behind the update
+        return "the parameters may not be finite"
+    return "an update was cut short" if optimizer.torn else ""
 
 
 def _is_first(claim: str) -> bool:

@@ -9,6 +9,7 @@ import random
 import signal
 import sys
 import threading
+import time
 import types
 
 import numpy as np
@@ -655,6 +656,17 @@ def test_a_loss_that_is_not_finite_leaves_the_earlier_checkpoint(world, tmp_path
     with pytest.raises(NonFiniteError), Session(tmp_path) as session:
         train(session, range(5), gradient=lambda loss: math.nan if loss == 3 else 1.0)
     assert checkpoint.newest(tmp_path).name == "step-00000003"
+
+
+def test_what_is_being_written_at_such_an_end_is_waited_for(world, tmp_path, monkeypatch):
+    def slow(*given, write=checkpoint.write):
+        time.sleep(0.5)
+        return write(*given)
+
+    monkeypatch.setattr(checkpoint, "write", slow)
+    with pytest.raises(NonFiniteError), Session(tmp_path, save_steps=2, hooks=[NanLoss()]) as session:
+        train(session, [1.0, 1.0, math.nan])
+    assert checkpoint.newest(tmp_path).name == "step-00000002"
 
 
 def test_one_call_of_steps_is_for_all_epochs(world):
