@@ -349,14 +349,14 @@ class Session:
         """Mode ps: workers make as many steps as they do. Then all have the same parameters."""
         optimizer = self.optimizer
         if not optimizer.in_step:
-            with collectives.patience(_FOREVER_S):
+            with self._waiting(_FOREVER_S):
                 optimizer.meet()
             optimizer.pull(self.params)
             self.step = optimizer.global_step
 
     def _hear_of(self, failure: AllredError | None) -> None:
         """What the chief could not write is an error on all ranks."""
-        with collectives.patience(_FOREVER_S):
+        with self._waiting(_FOREVER_S):
             failure = self.optimizer.hear(failure)
         if failure is not None:
             raise failure
