@@ -92,6 +92,7 @@ def main(
     fault=None,
     at=7,
     on=1,
+    awaits=None,
     whiles=False,
     early=False,
     torn=None,
@@ -102,7 +103,8 @@ def main(
     differs=None,
     **given,
 ):
-    """fault: see `act`; at that number, on that rank. differs: arguments of the session by rank."""
+    """fault: see `act`; at that number, on that rank, once there is the checkpoint that it awaits. differs: arguments
+    of the session by rank."""
     allred.init(banner=False)
     given = {"checkpoint_dir": directory, **given, **(differs or {}).get(str(allred.rank()), {})}
     optimizer = Sharp(lr=1.0, momentum=0.5)
@@ -128,7 +130,9 @@ def main(
                 yield number
 
         for number in numbers() if whiles else session.steps(data):
-            if number == at and on in (allred.rank(), "all") and fault:
+            if number == at and on in (allred.rank(), "all"):
+                while awaits and not pathlib.Path(directory, awaits).exists():
+                    time.sleep(0.01)
                 act(fault)
             time.sleep(sleep_s)
             opt.step(params, {k: np.full(v.shape, 1.0 + allred.rank()) for k, v in params.items()})
@@ -136,11 +140,14 @@ def main(
     found = {
         "rank": allred.rank(), "restored": restored, "step": session.step, "at": data.at, "a": params["a"][0],
         "b": params["b"][0], "values": witness.values[:3], "calls": witness.calls, "drawn": drawn,
+        "drawn_next": (random.random(), np.random.rand()),
     }  # fmt: skip
     print("found", json.dumps(found), flush=True)
 
 
 def act(fault):
+    if fault is None:
+        return
     if fault == "raise":
         raise ValueError("boom")
     if fault == "exit":

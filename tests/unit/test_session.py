@@ -117,10 +117,32 @@ def test_what_is_used_wrongly(world, tmp_path):
         session.track(params=params, optimizer=opt)
     with pytest.raises(InputError, match="checkpoint_dir=3 is no path"):
         Session(3)
-    with pytest.raises(InputError, match=r"StopAtStep: last_step must be an integer >= 1, but is 2\.5"):
-        Session(max_steps=2.5)
     with pytest.raises(InputError, match="5 is no hook"):
         Session(hooks=[5])
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"save_secs": 5, "save_steps": 5}, "Session: .* by seconds or by steps, but save_secs=5 and save_steps=5"),
+        ({"save_secs": -1}, "Session: save_secs must be a positive number of seconds, but is -1"),
+        ({"save_steps": 0}, "Session: save_steps must be an integer >= 1, but is 0"),
+        ({"keep": 0}, "Session: keep must be an integer >= 1, but is 0"),
+        ({"max_steps": 0}, "StopAtStep: last_step must be an integer >= 1, but is 0"),
+        ({"max_steps": 2.5}, r"StopAtStep: last_step must be an integer >= 1, but is 2\.5"),
+    ],
+)
+def test_arguments_that_cannot_be(given, words):
+    with pytest.raises(InputError, match=words):
+        Session("ckpt", **given)
+
+
+def test_checkpoints_that_are_kept(world, tmp_path):
+    waits = Hook()  # for what is being written: else the next one comes later
+    waits.before_step = lambda session: session._saver.wait()
+    with Session(tmp_path, save_steps=2, keep=2, keep_every=10, hooks=[waits]) as session:
+        train(session, range(15))
+    assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-00000010", "step-00000014", "step-00000015"]
 
 
 def test_numbers_of_any_kind(world, tmp_path):
@@ -490,16 +512,24 @@ def test_no_worker_waits_for_updates_that_do_not_come(world, capfd):
     assert "no update since step 5 for 0.1 s, so worker 0 begins" in capfd.readouterr().err
 
 
-def test_when_a_checkpoint_is_due():
-    saver = Saver("", None, 10, 5, 0)
+def test_when_a_checkpoint_is_due(tmp_path):
+    saver = Saver(str(tmp_path), None, 10, 5, 0)
     saver.begin(25)
     assert [step for step in range(25, 45) if saver.due(step)] == list(range(30, 45))
-    by_time = Saver("", 1e9, None, 5, 0)
+    written = threading.Event()
+    saver.save(30, lambda: lambda directory: str(written.wait(60)), apart=True)
+    assert not saver.due(40)  # one is written at a time
+    written.set()
+    saver.wait()
+    assert saver.due(40)
+    by_time = Saver(str(tmp_path), 1e9, None, 5, 0)
     by_time.begin(0)
     assert not by_time.due(5)
     by_time._next_at = 0.0
     assert by_time.due(5)
     assert not by_time.due(0)
+    by_time.save(5, lambda: str, apart=False)
+    assert not by_time.due(6)
 
 
 def test_notify_runs_a_command(world, tmp_path):
