@@ -313,6 +313,21 @@ def test_a_second_ctrl_c_interrupts():
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
+def test_a_forked_process_ends_by_a_signal_as_it_would_without():
+    asked = Asked()
+    asked.listen()
+    try:
+        child = os.fork()
+        if child == 0:
+            time.sleep(10)
+            os._exit(0)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        assert not asked.reason
+    finally:
+        asked.stop()
+
+
 @pytest.mark.parametrize("error", [None, ValueError])
 @pytest.mark.parametrize("updated", [False, True])
 def test_a_loop_that_is_left_loses_no_batch_and_repeats_none(world, tmp_path, error, updated):
