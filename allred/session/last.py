@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from allred import checkpoint
-from allred.cluster import report
+from allred.cluster import report, topology
 from allred.errors import (
     AllredError,
     CheckpointError,
@@ -23,6 +23,7 @@ from allred.errors import (
     RemoteRankError,
 )
 from allred.modes.optimizer import DistributedOptimizer
+from allred.session import together
 from allred.session.saver import Saver
 from allred.watch import wait
 
@@ -33,12 +34,18 @@ _OTHERS = (RemoteRankError, CollectiveTimeout, DriftError)
 _ANOTHERS_S = 600.0  # at most: until another rank that has failed too has written it
 
 
-def write(saver: Saver, step: int, make: Make) -> tuple[str | None, AllredError | None]:
-    """The chief's, at a good end: its path (None if it was there), or the error, of which all ranks are to hear."""
-    try:
-        return saver.save_last(step, make), None
-    except (CheckpointError, InputError) as error:
-        return None, error
+def write(saver: Saver, optimizer: DistributedOptimizer, step: int, make: Make) -> str | None:
+    """At a good end, on all ranks: the chief writes, if there is a directory; its path there. Raises CheckpointError or
+    InputError, on all, if it could not."""
+    path: str | None = None
+    failure: AllredError | None = None
+    if saver.directory and topology.rank() == 0:
+        try:
+            path = saver.save_last(step, make)
+        except (CheckpointError, InputError) as error:
+            failure = error
+    together.hear_of(optimizer, failure)
+    return path
 
 
 def write_after(

@@ -666,6 +666,8 @@ def test_the_best_is_kept(world, tmp_path):
     for wrong in ({}, {"every_steps": 2, "best": "loss"}, {"best": "loss", "mode": "least"}):
         with pytest.raises(InputError, match="give one of the first two"):
             Checkpoint(tmp_path, **wrong)
+    with pytest.raises(InputError, match="Checkpoint: directory=None is no path"):
+        Checkpoint(None, 5)
 
 
 def test_the_best_beside_those_of_an_earlier_training(world, tmp_path, capfd):
