@@ -3,7 +3,8 @@
 1  well: all ranks are at the end of the same step (mode ps: of their own), the chief writes, all hear what came of it
 2  after an exception: the rank that raised it writes. In mode sync its parameters are those of all, so long as no
    update was cut short. Often all ranks fail at once: then one of them writes, and the others wait for it
-3  the others, who wait for that rank in a collective, wait as long as it writes (allred.watch.wait.busy)
+3  the others, who wait for that rank in a collective or have failed too, wait as long as it writes, and so does the end
+   of the job (allred.watch.wait.busy). The same holds for a checkpoint that was being written
 """
 
 import contextlib
@@ -55,9 +56,10 @@ def write_after(
 
     in_step: whether the step at hand was not over. token: of the session, the same on all ranks.
     """
-    if isinstance(error, (*_OTHERS, GeneratorExit)):
-        return None
     with wait.busy():
+        if isinstance(error, (*_OTHERS, GeneratorExit)):
+            saver.wait()  # what is being written is the newest
+            return None
         if why := _why_not(error, in_step, optimizer):
             saver.wait()  # what is being written is the newest
             _tell_why_none(f"{why}; the newest one stands")

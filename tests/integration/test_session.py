@@ -212,6 +212,15 @@ def test_the_last_checkpoint_where_the_others_go_on(tmp_path):
     assert result.found[0]["step"] == result.found[2]["step"] == steps_in(tmp_path)[-1] >= 200
 
 
+@pytest.mark.parametrize("mpi", MPIS)
+def test_the_job_waits_for_what_is_being_written(mpi, tmp_path):
+    """All fail by an error after which nothing more is written, while the chief is in the middle of a checkpoint."""
+    result = run(tmp_path, mpi=mpi, nan_at=6, save_steps=5, write_s=8)
+    assert result.code == 1, result.text
+    assert steps_in(tmp_path) == [5], result.text
+    assert "rank 0 still writes; the job ends when it is done" in result.err, result.text
+
+
 def test_saving_has_no_time_limit(tmp_path):
     result = run(tmp_path, fault="raise", slow=True, env={"ALLRED_TIMEOUT_S": "1"})
     assert steps_in(tmp_path) == [7], result.text
