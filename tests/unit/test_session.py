@@ -317,16 +317,21 @@ def test_a_second_ctrl_c_interrupts():
 def test_a_forked_process_ends_by_a_signal_as_it_would_without():
     asked = Asked()
     asked.listen()
+    reads, writes = os.pipe()
     try:
         child = os.fork()
         if child == 0:
+            os.write(writes, b"x")
             time.sleep(10)
             os._exit(0)
+        os.read(reads, 1)  # until it runs: Python drops signals that come in the fork
         os.kill(child, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
         assert not asked.reason
     finally:
         asked.stop()
+        os.close(reads)
+        os.close(writes)
 
 
 @pytest.mark.parametrize("error", [None, ValueError])
