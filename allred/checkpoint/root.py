@@ -68,7 +68,10 @@ def damage(path: pathlib.Path) -> str:
     Their bytes are not read.
     """
     try:
-        for shard in load(path).shards:
+        manifest = load(path)
+        if (match := _COMMITTED.fullmatch(path.name)) and int(match[1]) != manifest.step:
+            return f"checkpoint: {path} holds step {manifest.step}; give it its own name, or move it elsewhere"
+        for shard in manifest.shards:
             check_length("checkpoint", path, shard)
     except CheckpointError as error:
         return str(error)
@@ -98,6 +101,12 @@ def newest(root: str | os.PathLike[str]) -> pathlib.Path | None:
         CheckpointError: `root` cannot be listed.
     """
     return next(filter(_is_complete, reversed(present(pathlib.Path(root)).values())), None)
+
+
+def has(root: str | os.PathLike[str], step: int) -> bool:
+    """Whether there is a complete checkpoint of that step. Raises CheckpointError: `root` cannot be listed."""
+    path = present(pathlib.Path(root)).get(step)
+    return path is not None and _is_complete(path)
 
 
 def prune(root: str | os.PathLike[str], keep: int, keep_every: int = 0, up_to: int | None = None) -> list[pathlib.Path]:

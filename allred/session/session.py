@@ -21,21 +21,21 @@ from typing import Any, Self, TypeVar
 from allred import checkpoint
 from allred.cluster import report, topology
 from allred.comm import collectives
-from allred.errors import AllredError, CheckpointError, InputError, MismatchError, ShutdownError
+from allred.errors import CheckpointError, InputError, ShutdownError
 from allred.modes.optimizer import DistributedOptimizer
-from allred.session import last, random_states
+from allred.session import checks, last, random_states, together
 from allred.session.asked import Asked
 from allred.session.hooks import Hook, Outcome, StopAtStep
+from allred.session.keeping import Checkpoint
 from allred.session.rates import Rates
 from allred.session.saver import Saver
 from allred.session.state import State
 from allred.session.telling import Logging
-from allred.session.values import Log
+from allred.session.values import ANOTHER, Log
 
 T = TypeVar("T")
 
 _END_OF_DATA = "end of data"
-_FOREVER_S = 1e9
 
 
 class Session:
@@ -76,9 +76,10 @@ class Session:
         log_steps: int | None = 100,
         wait_for_chief_s: float = 7200.0,
     ) -> None:
-        self._saver = Saver(_path(checkpoint_dir), save_secs, save_steps, keep, keep_every)
+        directory = "" if checkpoint_dir is None else checks.path("Session: checkpoint_dir", checkpoint_dir)
+        self._saver = Saver(directory, save_secs, save_steps, keep, keep_every)
         self._asks_to_save = (save_secs, save_steps) != (None, None)
-        self.hooks: list[Hook] = [*(hooks or ())]
+        self.hooks: list[Hook] = [hooks] if isinstance(hooks, Hook) else [*(hooks or ())]
         self.hooks += [] if log_steps is None else [Logging(log_steps)]
         self.hooks += [] if max_steps is None else [StopAtStep(max_steps)]
         if odd := [hook for hook in self.hooks if not isinstance(hook, Hook)]:
@@ -94,6 +95,7 @@ class Session:
         self._stops, self._requested = "", ""  # why the loop ends; why this rank would like it to
         self._in_step = self._entered = self._done = False
         self._begun_at_step = 0  # the global step when the step at hand began
+        self._begun_at, self._batches = 0, 0  # the one that training began at; batches since then
         self._start, self._waited_s = time.monotonic(), 0.0
         self._token = ""  # of this session, the same on all ranks
 
@@ -124,7 +126,7 @@ class Session:
         finally:
             self._asked.stop()
             self._done = True
-            if optimizer is not None:
+            if optimizer is not None or failure is not None:
                 self._call_end(failure, path)
         return asked
 
@@ -152,14 +154,18 @@ class Session:
             )
         state = State(self.hooks, data, more)
         restored = extra = None
-        with self._waiting(self._wait_s):
-            self._agree(sorted(more))
+        with together.waiting(self._wait_s):
+            self._saver.directory = together.agree(self._saver.directory, self.max_steps, sorted(more))
+            if self._asks_to_save and not self._saves:
+                raise InputError("Session: save_secs and save_steps need a checkpoint_dir")
+            self._check_directories()
             if self._saves:
                 restored, extra = optimizer.restore_all(self._saver.directory, params)
             else:
                 optimizer.broadcast(params)
             if extra is not None:
                 state.load(extra, f"{self._saver.directory}, step {restored}")
+            together.hear_of(optimizer, last.unwritable(self._saver) if self.is_chief else None)
         self.params, self._optimizer, self._state = params, optimizer, state
         if restored is not None:
             report.inform(f"goes on from step {restored}, of {self._saver.directory}")
@@ -174,37 +180,14 @@ class Session:
                 optimizer.end_with(lambda: self._saving()(self._saver.directory))
         for hook in self.hooks:
             hook.begin(self)
+        self._begun_at = self.step
         if self._stops == "max_steps":
             report.inform(f"max_steps={self.max_steps} is reached already, at step {self.step}: no step is made")
         return restored
 
-    def _agree(self, tracked: list[str]) -> None:
-        """What has to be the same on all ranks."""
-        names = "checkpoint_dir", "max_steps", "what else is tracked"
-        given = collectives.allgather_object((self._saver.directory or None, self.max_steps, tracked))
-        for rank, each in enumerate(given):
-            for name, its, chiefs in zip(names, each, given[0], strict=True):
-                if its != chiefs and (name != "checkpoint_dir" or its is not None):
-                    raise MismatchError(
-                        f"Session: {name} is {its!r} on rank {rank}, but {chiefs!r} on rank 0; give all ranks the same"
-                    )
-        self._saver.directory = given[0][0] or ""
-        if self._asks_to_save and not self._saves:
-            raise InputError("Session: save_secs and save_steps need a checkpoint_dir")
-
     @property
     def _saves(self) -> bool:
         return bool(self._saver.directory)
-
-    @contextlib.contextmanager
-    def _waiting(self, seconds: float) -> Iterator[None]:
-        """With another limit than usual, and the usual warnings."""
-        queue = collectives.current().queue
-        before, queue.timeout_s = queue.timeout_s, max(seconds, queue.timeout_s)
-        try:
-            yield
-        finally:
-            queue.timeout_s = before
 
     # The loop.
 
@@ -224,6 +207,7 @@ class Session:
                 batch = next(iterator)
             except StopIteration:
                 self._in_step = False
+                self._batches -= 1
                 self._stops = _END_OF_DATA
                 return
             yield batch
@@ -240,13 +224,14 @@ class Session:
         if self._optimizer is None:
             raise InputError("session: call session.track(params=..., optimizer=...) before the first step")
         if self._in_step:
-            if self._optimizer.accumulates and not self._stops:
+            if self._optimizer.accumulates:
                 self._log.go_on()
                 return False
             self._end_step()
         if self._stops:
             return True
         self._in_step = True
+        self._batches += 1
         self._begun_at_step = self.step
         for hook in self.hooks:
             hook.before_step(self)
@@ -281,13 +266,13 @@ class Session:
         self._note_step()
         optimizer = self.optimizer
         due = self.is_chief and self._saves and self._saver.due(self.step)
-        asks = bool(self._asked.reason or self._requested)
+        asks = self._asked.reason or self._requested
         told = (self._log.together if optimizer.in_step else self._log.alone)(asks, due)
         waited_s = optimizer.waited_s
         self.rates.record(self.step, int(told.examples), waited_s - self._waited_s)
         self._waited_s = waited_s
         if told.stop and optimizer.in_step:
-            self._stops = self._stops or self._asked.reason or self._requested or "another rank asked"
+            self._stops = self._stops or told.stop
         for hook in self.hooks:
             hook.after_step(self, told.values)
         if told.save and not self._stops:
@@ -325,23 +310,19 @@ class Session:
     # The end.
 
     def _end_well(self) -> str | None:
-        path = None
         if self._in_step:  # the loop was left by a break
             self._note_step()
         self._meet()
         randoms = self._gather_randoms()
-        failure: AllredError | None = None
-        if self._saves and self.is_chief:
-            path, failure = last.write(self._saver, self.step, lambda: self._saving(randoms))
-        self._hear_of(failure)
-        return path
+        return last.write(self._saver, self.optimizer, self.step, lambda: self._saving(randoms))
 
     def _end_asked(self) -> None:
         """Mode ps, the job was asked to end, and the checkpoint is written. Who was at the end of its loop before
         is in `_end_well`, and is met there."""
+        self._stops = self.asked or ANOTHER
         self._meet()
         self._note_step()
-        self._hear_of(None)
+        together.hear_of(self.optimizer, None)
 
     def _end_badly(self, error: BaseException) -> str | None:
         optimizer, path = self.optimizer, None
@@ -350,24 +331,32 @@ class Session:
         self.step = optimizer.global_step if optimizer.in_step else self.step
         return path
 
-    def _meet(self) -> None:
-        """Mode ps: workers make as many steps as they do. Then all have the same parameters."""
-        optimizer = self.optimizer
-        if not optimizer.in_step:
-            with collectives.patience(_FOREVER_S):
-                optimizer.meet()
-            optimizer.pull(self.params)
-            self.step = optimizer.global_step
+    def _check_directories(self) -> None:
+        """Two that write into one would delete each other's checkpoints."""
+        places = [hook.directory for hook in self.hooks if isinstance(hook, Checkpoint)]
+        places = [os.path.realpath(place) for place in [*places, self._saver.directory] if place]
+        if twice := next((place for place in places if places.count(place) > 1), None):
+            raise InputError(
+                f"Session: checkpoints go to {twice} from two sides, which would delete each other's; give each "
+                "Checkpoint hook a directory of its own"
+            )
 
-    def _hear_of(self, failure: AllredError | None) -> None:
-        """What the chief could not write is an error on all ranks."""
-        with collectives.patience(_FOREVER_S):
-            failure = self.optimizer.hear(failure)
-        if failure is not None:
-            raise failure
+    def _tell_end(self, outcome: Outcome) -> None:
+        """Of a good end."""
+        of = f" of {self.max_steps}" if self.max_steps else ""
+        kept = f"; the newest checkpoint is {outcome.checkpoint}" if outcome.checkpoint else ""
+        report.inform(f"training ends at step {outcome.step}{of}: {outcome.reason}{kept}")
+        if self.step == self._begun_at and outcome.reason == _END_OF_DATA and not self.optimizer.skipped:
+            began = f"{self._batches} batches and not one update; was opt.step(...) called?"
+            report.say(f"session: {began if self._batches else 'the data gave no batch'}")
+
+    def _meet(self) -> None:
+        if not self.optimizer.in_step:
+            together.meet(self.optimizer, self.params)
+            self.step = self.optimizer.global_step
 
     def _call_end(self, failure: BaseException | None, path: str | None) -> None:
-        if self._saves and self._saver.count:
+        if self._saver.count or self._saver.failures:
             report.inform(self._saver.text())
         if self._saves and path is None:
             with contextlib.suppress(CheckpointError):
@@ -377,6 +366,8 @@ class Session:
             reason = "SystemExit" if isinstance(failure, SystemExit) else type(failure).__name__
             text = str(failure)
         outcome = Outcome(reason, failure is not None, text, self.step, time.monotonic() - self._start, path)
+        if failure is None:
+            self._tell_end(outcome)
         problem: Exception | None = None
         for hook in self.hooks:
             try:
@@ -409,13 +400,3 @@ class Session:
     def asked(self) -> str:
         """Why the loop is to end, if it is: the name of a signal to this process, or what was requested."""
         return self._stops or self._asked.reason or self._requested
-
-
-def _path(directory: Any) -> str:
-    try:
-        path = "" if directory is None else os.fspath(directory)
-    except TypeError:
-        path = b""
-    if not isinstance(path, str) or (directory is not None and not path):
-        raise InputError(f"Session: checkpoint_dir={directory!r} is no path")
-    return path
