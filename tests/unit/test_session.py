@@ -65,6 +65,17 @@ class Witness(Hook):
         self.outcome = outcome
 
 
+class Waits(Hook):
+    """After each step, until a Checkpoint hook has written."""
+
+    def __init__(self, hook):
+        self.hook = hook
+
+    def after_step(self, session, values):
+        if (thread := self.hook._saver._thread) is not None:
+            thread.join()
+
+
 def train(session, losses, params=None, gradient=lambda loss: 1.0, **track):
     """One step for each loss."""
     params = {"w": np.zeros(2)} if params is None else params
@@ -716,9 +727,8 @@ def test_a_moving_average_that_is_new_begins_with_what_was_restored(world, tmp_p
 
 
 def test_the_best_is_kept(world, tmp_path):
-    with Session(
-        hooks=[Checkpoint(tmp_path / "best", best="loss"), Checkpoint(tmp_path / "some", 2, keep=9)]
-    ) as session:
+    best, some = Checkpoint(tmp_path / "best", best="loss"), Checkpoint(tmp_path / "some", 2, keep=9)
+    with Session(hooks=[best, some, Waits(some)]) as session:
         train(session, [3.0, 1.0, 2.0, 0.5, 0.7])
     [best] = checkpoint.steps(tmp_path / "best")
     assert checkpoint.read(best).params["w"].tolist() == [-4, -4]
@@ -751,9 +761,7 @@ def test_a_best_that_was_not_written_is_not_the_best(world, tmp_path, monkeypatc
         raise CheckpointError("full")
 
     monkeypatch.setattr(checkpoint, "write", fails_once)
-    waits = Hook()
-    waits.after_step = lambda session, values: hook._saver._thread and hook._saver._thread.join()
-    with Session(hooks=[hook, waits]) as session:
+    with Session(hooks=[hook, Waits(hook)]) as session:
         train(session, [1.0, 2.0, 3.0])
     assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-00000002"]
     assert hook.best == 2.0
