@@ -1,13 +1,17 @@
 """allred: data-parallel training over MPI. Importing it starts neither MPI nor CUDA; allred.init() does."""
 
 from allred import data, optim
+from allred.cluster.spec import ClusterSpec
 from allred.cluster.topology import (
     cross_rank,
     cross_size,
+    is_chief,
+    job_name,
     local_rank,
     local_size,
     rank,
     size,
+    task_index,
     world_rank,
     world_size,
 )
@@ -72,6 +76,7 @@ __all__ = [
     "AllredError",
     "Average",
     "CheckpointError",
+    "ClusterSpec",
     "CollectiveTimeout",
     "ConfigError",
     "DataError",
@@ -107,7 +112,9 @@ __all__ = [
     "grouped_allreduce",
     "grouped_allreduce_",
     "init",
+    "is_chief",
     "is_initialized",
+    "job_name",
     "local_rank",
     "local_size",
     "optim",
@@ -116,6 +123,7 @@ __all__ = [
     "reducescatter",
     "shutdown",
     "size",
+    "task_index",
     "world_rank",
     "world_size",
 ]

@@ -1,5 +1,5 @@
 """The watcher: a process of its own on every node, so that it can answer while ranks hold the GIL, sit in MPI, are
-stopped, or are dead. It imports nothing of allred but its own room.
+stopped, or are dead. It imports nothing of allred but its own room (detached.py).
 
     rank     -- Unix socket -->  watcher of its node  -- TCP -->  watcher of the chief's node, which has the Job
 
@@ -10,15 +10,13 @@ the one of the chief's node goes on for its own node.
 import contextlib
 import hmac
 import json
-import os
-import resource
 import selectors
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 
+from allred.detached import serve
 from allred.watch import state
 from allred.watch.job import LARGEST, Event, Job
 from allred.watch.link import Guest, Link, connect
@@ -259,23 +257,11 @@ class Watcher:
         return states | state.stacks({r.number: (r.pidfd, r.stack_signal, r.pipe) for r in silent})
 
 
-def main() -> None:
-    """Read the settings from stdin, tell on stdout where this watcher is, and leave the work to a process that is
-    nobody's child."""
-    settings = json.loads(sys.stdin.read())
+def _prepare(settings: Event) -> tuple[Event, Callable[[], None]]:
     watcher = Watcher(settings)
-    print(json.dumps({"name": watcher.name, "port": watcher.port}), flush=True)
-    if os.fork():
-        os._exit(0)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # three files a rank, and one a node
-    with contextlib.suppress(OSError):
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # not only where the first rank is bound, and busy
-    null = os.open(os.devnull, os.O_RDWR)
-    for number in range(3):
-        os.dup2(null, number)
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # batch systems send them to all processes before the end
-    watcher.run()
-    os._exit(0)
+    return {"name": watcher.name, "port": watcher.port}, watcher.run
+
+
+def main() -> None:
+    """See detached.py."""
+    serve(_prepare)
