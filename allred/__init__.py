@@ -49,6 +49,7 @@ from allred.modes.decorator import distributed
 from allred.modes.optimizer import DistributedOptimizer
 from allred.modes.towers import Towers
 from allred.nest import digest
+from allred.server import Server
 from allred.session.session import Session
 from allred.watch import exit as _exit_protocol
 from allred.world import init, is_initialized, shutdown
@@ -91,6 +92,7 @@ __all__ = [
     "Product",
     "ReduceOp",
     "RemoteRankError",
+    "Server",
     "Session",
     "ShutdownError",
     "Sum",

@@ -124,6 +124,7 @@ class DistributedOptimizer:
                 )
             if running.serves():
                 self._options.serve(self.optimizer)
+                raise SystemExit(0)
             in_sync = collectives.current() and not running.running()
             self._chosen = self._sync if in_sync else ServersMode(self.optimizer, self._options)
         return self._chosen

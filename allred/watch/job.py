@@ -24,6 +24,8 @@ The first failure is the job's verdict; there is one at most, and every rank hea
     3  when all have, or GRACE_S after the first, one of them is released: the rank that failed, if it can
     4  it prints its traceback, so that this comes last, and aborts the job with its exit code
 
+Without a launcher, which would end the others then, all are released in 3, and each ends with that exit code.
+
 The failure of a spare rank is no verdict (spares.py).
 """
 
@@ -67,13 +69,16 @@ class _Rank:
 
 class Job:
     """The ranks of a job, `size` of them on `nodes` nodes. `warn_s`: when a wait is told of, in seconds. `spares`: the
-    ranks without which the others can go on."""
+    ranks without which the others can go on. `launcher`: whether one has started them; it ends all with the first."""
 
-    def __init__(self, size: int, nodes: int, warn_s: float, spares: Collection[int] = ()) -> None:
+    def __init__(
+        self, size: int, nodes: int, warn_s: float, spares: Collection[int] = (), launcher: bool = True
+    ) -> None:
         self.verdict: Event | None = None
         self._size = size
         self._nodes = nodes
         self._warn_s = warn_s
+        self._launcher = launcher
         self._ranks: dict[int, _Rank] = {}
         self._tell_at, self._told = 0.0, False
         self._now = 0.0
@@ -257,6 +262,8 @@ class Job:
         record.end, record.end_at, record.waits_in = how, self._now, ""
         if how == "unwound" and self._clock is None:
             self._clock = self._now
+        if how == "unwound" and self._released is not None and not self._launcher:
+            self._out.append((rank, {"kind": "release"}))
 
     # Spare ranks.
 
@@ -358,7 +365,8 @@ class Job:
         if not others_unwind or self._now >= self._clock + GRACE_S:
             self._tell_verdict(at_once=True)
             self._released, self._released_at = chosen, self._now
-            self._out.append((chosen, {"kind": "release"}))
+            free = [chosen] if self._launcher else lingering
+            self._out += [(rank, {"kind": "release"}) for rank in free]
 
     # Stalls.
 

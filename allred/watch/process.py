@@ -30,7 +30,8 @@ STAY_S = 0.5
 
 class Watcher:
     """One node's. The settings: token, ranks (of this node), size and nodes (of the job), warn_s, spares, chief
-    (whether it is the chief's), reach ("" if there is no other node, "host" or "network")."""
+    (whether it is the chief's), reach ("" if there is no other node, "host" or "network"), launcher (whether there is
+    one)."""
 
     def __init__(self, settings: Event) -> None:
         self._settings = settings
@@ -41,7 +42,8 @@ class Watcher:
         self._up: Link | None = None
         self._job: Job | None = None
         if settings["chief"]:
-            self._job = Job(settings["size"], settings["nodes"], settings["warn_s"], settings["spares"])
+            how = settings["spares"], settings["launcher"]
+            self._job = Job(settings["size"], settings["nodes"], settings["warn_s"], *how)
         self._gone: dict[int, Event] = {}  # spare ranks, with the message that says so
         self._ends = False  # the job, with a verdict
         self._give_up_at = time.monotonic() + LONELY_S
@@ -146,7 +148,8 @@ class Watcher:
             self._deliver(rank, message)
 
     def _go_on_alone(self, why: str) -> None:
-        self._up, self._job = None, Job(self._settings["size"], 1, self._settings["warn_s"])
+        launcher = self._settings["launcher"]
+        self._up, self._job = None, Job(self._settings["size"], 1, self._settings["warn_s"], launcher=launcher)
         here = [rank for rank in self._ranks.values() if not rank.dead]
         for rank in here:
             self._tell({"event": "joined", "rank": rank.number, "host": rank.host})
@@ -203,7 +206,8 @@ class Watcher:
     def _tell(self, event: Event) -> None:
         if event["event"] == "died" and self._outlet < 0:  # now: in a moment the launcher may be gone
             living = [rank.pid for rank in self._ranks.values() if not rank.dead]
-            self._outlet = outlet([pid for rank in self._ranks.values() for pid in rank.launcher], living)
+            launchers = [pid for rank in self._ranks.values() for pid in rank.launcher if self._settings["launcher"]]
+            self._outlet = outlet(launchers, living)
             self._last_death = time.monotonic()
         if self._job is not None:
             self._job.hear(event, time.monotonic())
@@ -233,6 +237,8 @@ class Watcher:
             self._tell({"event": "looked", "look": message["look"], "states": self._look()})
         elif message["kind"] == "kill":
             for each in living:
+                if each.left and not self._settings["launcher"]:
+                    continue  # it ends by itself, and well
                 with contextlib.suppress(ProcessLookupError):  # it has just died, and is not buried yet
                     signal.pidfd_send_signal(each.pidfd, signal.SIGKILL)
         elif message["kind"] == "speak" and message["rank"] in self._ranks:

@@ -13,16 +13,19 @@ from allred.watch.line import Line
 from allred.watch.link import own_addresses
 
 
-def start(communicator: Any, world: Topology, config: Config, reach: str, spares: tuple[int, ...] = ()) -> None:
+def start(
+    communicator: Any, world: Topology, config: Config, reach: str, spares: tuple[int, ...] = (), launcher: bool = True
+) -> None:
     """Have all ranks of `communicator` watched. `reach`: how the watchers reach each other, see `process.Watcher`.
     `spares`: the ranks without which the others can go on, if the setting `worker_failure` says that they do.
+    `launcher`: whether one has started the ranks, which ends them all when one of them ends the job.
 
     Where that cannot be, a line says so, and the job goes on without.
     """
     if world.size == 1 or not config.watcher:
         return
     spares = spares if config.worker_failure == "go_on" else ()
-    mine = _spawn(world, config, reach, spares) if world.local_rank == 0 else None
+    mine = _spawn(world, config, reach, spares, launcher) if world.local_rank == 0 else None
     found = communicator.allgather_object(mine).wait()
     here = found[world.leader]
     problem = here["problem"]
@@ -43,13 +46,13 @@ def start(communicator: Any, world: Topology, config: Config, reach: str, spares
         )
 
 
-def _spawn(world: Topology, config: Config, reach: str, spares: tuple[int, ...]) -> dict[str, Any]:
+def _spawn(world: Topology, config: Config, reach: str, spares: tuple[int, ...], launcher: bool) -> dict[str, Any]:
     """Where this node's watcher is: name, port, addresses, token; or the problem, in words."""
     token = secrets.token_hex(16)
     settings = {
         "token": token, "ranks": world.local_size, "size": world.size, "nodes": world.nodes,
         "warn_s": config.stall_warning_s, "chief": world.rank == 0, "reach": reach,
-        "spares": spares,
+        "spares": spares, "launcher": launcher,
     }  # fmt: skip
     addresses = own_addresses() if reach == "network" else ["127.0.0.1"]
     here = {"token": token, "addresses": addresses, "name": "", "port": 0}
