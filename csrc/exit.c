@@ -91,7 +91,7 @@ static void at_exit(int status, void *unused) {
   if (plan->owed != ALLRED_EXIT_RELEASED) await_release(stays || plan->owed == ALLRED_EXIT_LINGER);
   const int code = plan->owed == ALLRED_EXIT_STAY && !good ? 0 : plan->code;
   if (code)
-    dprintf(STDERR_FILENO, "allred: %s ends the job: %s\n", armed.who, armed.words);
+    dprintf(STDERR_FILENO, "allred: %s ends%s: %s\n", armed.who, alone ? "" : " the job", armed.words);
   else
     dprintf(STDERR_FILENO, "allred: %s left with exit code %d%s%s\n", armed.who, status,
             plan->stuck ? " and an operation that never completed" : "", alone ? "" : "; ending the job");

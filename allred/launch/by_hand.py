@@ -87,13 +87,13 @@ class _Knock:
     def _authenticate(self, lines: Lines) -> None:
         try:
             greeting = lines.hear_one()
-            nonces = str(greeting["nonce"]), new_nonce()
-            if greeting["allred"] != VERSION:
-                raise ConfigError(f"{self._at} has another version of allred; install the same in all environments")
+            nonces, version = (str(greeting["nonce"]), new_nonce()), greeting["allred"]
         except (ValueError, KeyError):
             raise ConfigError(
                 f"what answers at {self._at} is no task of allred: another program uses that port"
             ) from None
+        if version != VERSION:
+            raise ConfigError(f"{self._at} has another version of allred; install the same in all environments")
         lines.tell(nonce=nonces[1], proof=proof(self._secret, "task", nonces), has=bool(self._secret))
         answer = lines.hear_one()
         if "refused" in answer:
@@ -105,11 +105,11 @@ class _Knock:
 class _Waiting:
     """What the person at the terminal hears while a task waits, until the limit."""
 
-    def __init__(self, task: str, limit_s: float) -> None:
+    def __init__(self, task: str, limit_s: float, for_whom: str) -> None:
+        self.for_whom = for_whom
         self._task, self._limit_s, self._begun = task, limit_s, time.monotonic()
         self._say_at = self._begun + TELL_S
         self._notice = ""
-        self.for_whom = ""
 
     def patience(self) -> float:
         """Seconds until there is something to say. Raises CollectiveTimeout at the limit."""
@@ -162,7 +162,7 @@ def meet(addresses: Mapping[str, str], task: str, secret: str, limit_s: float, m
         raise
     if task == first:
         _start(addresses, secret, listener)
-    waiting = _Waiting(task, limit_s)
+    waiting = _Waiting(task, limit_s, f"{first} ({addresses[first]})")
     life = None
     while life is None:
         life = _wait(knock, where[first], hello, waiting)
@@ -195,12 +195,7 @@ def _wait(knock: _Knock, where: list[Place], hello: dict[str, Any], waiting: _Wa
         time.sleep(min(_AGAIN_S, waiting.patience()))
         return None
     try:
-        while True:
-            lines.connection.settimeout(waiting.patience())
-            try:
-                messages = lines.hear()
-            except TimeoutError:
-                continue
+        while (messages := _next(lines, waiting.patience())) is not None:
             for message in messages:
                 if "refused" in message:
                     raise ConfigError(str(message["refused"]))
@@ -210,9 +205,19 @@ def _wait(knock: _Knock, where: list[Place], hello: dict[str, Any], waiting: _Wa
                     waiting.for_whom = " and ".join(message["missing"])
                 if "go" in message:
                     return lines
-    except (OSError, EOFError, ValueError):
-        lines.connection.close()
-        return None
     except BaseException:
         lines.connection.close()
         raise
+    lines.connection.close()
+    return None
+
+
+def _next(lines: Lines, patience_s: float) -> list[dict[str, Any]] | None:
+    """What comes in so many seconds; None at the end."""
+    lines.connection.settimeout(patience_s)
+    try:
+        return lines.hear()
+    except TimeoutError:
+        return []
+    except (OSError, EOFError, ValueError):
+        return None

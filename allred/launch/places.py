@@ -66,7 +66,7 @@ def take(task: str, address: str, places: list[Place]) -> socket.socket:
             if error.errno == errno.EADDRINUSE and time.monotonic() < until:
                 time.sleep(0.1)
                 continue
-            why = f"{error.strerror or error}"
+            why = os.strerror(error.errno) if error.errno else str(error)
             hint = "choose another port"
             if error.errno == errno.EADDRINUSE:
                 which = f"ss -ltnp 'sport = :{where[1]}' shows which"

@@ -215,8 +215,9 @@ class Job:
         _, rank, event = first
         text = self._line(rank, event["how"])
         self._of_death = True
-        self._pass(rank, text, event["code"], brief=f"rank {rank} is gone")
-        if first not in self._lost:
+        brief = f"rank {rank} is gone" if self._launcher else text
+        self._pass(rank, text, event["code"], brief=brief)
+        if first not in self._lost and self._launcher:  # else each says it at its end, in its own terminal
             aborted_far = event["code"] <= 128 and self._nodes > 1
             self._deaths = deaths
             self._untold, self._tell_death_at = first, self._now + FAR_S * aborted_far
