@@ -32,6 +32,8 @@ static void end(void) {
   char text[1024];
   const ssize_t length = read(alarm_state.life, text, sizeof text);
   if (length > 1) dprintf(STDERR_FILENO, "allred: %.*s", (int)length, text);
+  if (length <= 0 && alarm_state.status)
+    dprintf(STDERR_FILENO, "allred: %s ends: the process at which the tasks have met is gone\n", alarm_state.who);
   _exit(alarm_state.status);
 }
 

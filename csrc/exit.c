@@ -69,7 +69,7 @@ static void finalize(int status) {
   const int life = armed.plan.life;
   if (life >= 0) {
     allred_alarm_set(ALLRED_ALARM_NEVER, ALLRED_ALARM_NEVER, "", "", life, status);
-    (void)!write(life, "left\n", 5);
+    (void)!send(life, "left\n", 5, MSG_NOSIGNAL);
   }
   armed.plan.mpi.finalize();
   if (life >= 0) leave(status);

@@ -42,7 +42,8 @@ class Joined:
 
     def up(self) -> None:
         """Tell that MPI has started."""
-        os.write(self.life, b"up\n")
+        with contextlib.suppress(OSError):  # the process is gone, of which the watchers have no need
+            os.write(self.life, b"up\n")
 
 
 class _NotYetError(Exception):
