@@ -13,7 +13,7 @@ from allred import arrays, checkpoint, nest
 from allred.cluster import report, topology
 from allred.comm import collectives
 from allred.comm.ops import ReduceOp
-from allred.errors import InputError
+from allred.errors import AllredError, InputError
 from allred.fusion.plan import Tensor
 from allred.modes.detect.checks import Checks
 from allred.modes.meter import Meter
@@ -42,7 +42,7 @@ class SyncMode:
         self._checks = Checks(f"{name}.step()", nonfinite, optimizer)
         self._meter = Meter()
         self.torn = False
-        self._steps_before = 0  # of the checkpoint that training goes on from
+        self._updates = 0  # for an optimizer that does not count them; those before a restore included
 
     def step(
         self, params: Any, grads: Any, tensors: list[Tensor], leaves: list[Any], values: list[Any],
@@ -59,6 +59,7 @@ class SyncMode:
             self.torn = True
             self._optimizer.step(params, nest.rebuild(grads, mean))
             self.torn = False
+            self._updates += 1
         self._checks.end(updated=mean is not None)
         self._meter.end(communicator, self._reducer.samples)
 
@@ -83,6 +84,13 @@ class SyncMode:
 
     def finish(self) -> None:
         pass
+
+    def meet(self) -> None:
+        pass
+
+    def hear(self, failure: AllredError | None) -> AllredError | None:
+        heard: AllredError | None = collectives.broadcast_object(failure)
+        return heard
 
     def statistics(self) -> Statistics:
         raise InputError(f"{self._name}.statistics() is of parameter servers, and this is mode sync; see summary()")
@@ -111,10 +119,10 @@ class SyncMode:
     def global_step(self) -> int:
         if isinstance(self._optimizer, Optimizer):
             return self._optimizer.global_step
-        return self._steps_before + self._meter.steps
+        return self._updates
 
     def count_from(self, step: int) -> None:
-        self._steps_before = step - self._meter.steps
+        self._updates = step
 
     @property
     def waited_s(self) -> float:

@@ -8,7 +8,8 @@ The watcher of the chief's node has the `Job`; the others send it their events. 
     waiting what, since_s, peers, quiet  it has waited in an operation for so many seconds; peers: for ranks to begin
                                  it; quiet: it is meant to take long
     going                        it waits no more
-    limit what, limit_s          its wait has reached the time limit
+    busy is_so                   whether it does something that takes as long as it takes, for which the others wait
+    limit what, limit_s          its wait has reached the time limit; no verdict while a rank is busy
     failed code, words, traceback    it is about to end with that exit code, and lingers for the others
     unwound                      it has heard the verdict, its program has ended, and it lingers
     left                         it ends well, and takes part in nothing more
@@ -21,7 +22,8 @@ The first failure is the job's verdict; there is one at most, and every rank hea
     1  a rank fails, dies, leaves the others waiting, or waits until its time limit: the verdict goes to all ranks; that
        of a failure after SAME_S, since often all ranks are about to fail of the same error by themselves
     2  they raise it, unwind, and say so; each lingers, for a launcher ends a job when the first of its ranks goes
-    3  when all have, or GRACE_S after the first, one of them is released: the rank that failed, if it can
+    3  when all have, or GRACE_S after the first, one of them is released: the rank that failed, if it can; not before
+       those that are busy have done that
     4  it prints its traceback, so that this comes last, and aborts the job with its exit code
 
 Without a launcher, which would end the others then, all are released in 3, and each ends with that exit code.
@@ -43,6 +45,8 @@ GONE_S = 1.0  # from the end of the one that was to abort the job, to the same
 DEATH_S = 0.05  # by then the first death is known, if the launcher has caused the one in hand
 FAR_S = 0.3  # the same, if it may have been on another node: Open MPI aborts a rank that has lost a connection
 LEFT_S = 2.0  # how long to wait for a rank that has left before that is a failure: it may have answered just before
+HOLD_S = 0.5  # between words to ranks that linger: the job is not to end yet; less than line.RELEASE_S
+TELL_HOLD_S = 5.0  # then the user hears of it
 LOOK_S = 1.0  # for the watchers of other nodes to answer
 SAME_S = 0.2  # for the others to fail of the same error by themselves
 TEXT_CHARS = 9000  # of a verdict; twelve bytes of JSON a character at most, and the whole less than LARGEST
@@ -60,6 +64,7 @@ class _Rank:
     host: str
     known_as: str = ""
     waits_in: str = ""
+    busy: bool = False  # with something that takes as long as it takes
     misses: bool = False  # ranks that have not begun it: one that has left may have
     since: float = 0.0
     warn_at: float = 0.0
@@ -99,6 +104,7 @@ class Job:
         self._clock: float | None = None  # when the first rank began to linger
         self._released: int | None = None
         self._released_at = 0.0
+        self._hold_at, self._tell_hold_at, self._hold_told = 0.0, float("inf"), False
 
     def hear(self, event: Event, now: float) -> None:
         """Take an event. What follows from it comes with the next tick: thousands of ranks may speak at once."""
@@ -157,8 +163,16 @@ class Job:
             self._warned = None
         record.waits_in = ""
 
+    def _busy(self, rank: int, event: Event) -> None:
+        self._ranks[rank].busy = event["is_so"]
+
+    def _busy_ranks(self) -> list[int]:
+        return [rank for rank, record in self._ranks.items() if record.busy and not record.end]
+
     def _limit(self, rank: int, event: Event) -> None:
-        if self.verdict is None and (self._look is None or self._look["event"] != "limit"):
+        if self._busy_ranks():
+            self._out.append((rank, {"kind": "wait on"}))
+        elif self.verdict is None and (self._look is None or self._look["event"] != "limit"):
             self._begin_look(event)
 
     def _failed(self, rank: int, event: Event) -> None:
@@ -353,6 +367,8 @@ class Job:
                 self._released_at = float("inf")
                 last.end_at = float("inf")
             return
+        if busy := self._busy_ranks():
+            return self._hold(busy)
         lingering = sorted(rank for rank, record in self._ranks.items() if record.end == "unwound")
         if not lingering:
             if self._spares.gone and self._clock is not None and self._now >= self._clock + GRACE_S:
@@ -368,6 +384,19 @@ class Job:
             self._released, self._released_at = chosen, self._now
             free = [chosen] if self._launcher else lingering
             self._out += [(rank, {"kind": "release"}) for rank in free]
+
+    def _hold(self, busy: list[int]) -> None:
+        """The job ends when they have done what must not be cut short."""
+        if self._clock is not None:
+            self._clock = self._now
+        if self._now >= self._hold_at:
+            self._hold_at = self._now + HOLD_S
+            self._out += [(rank, {"kind": "hold"}) for rank, record in self._ranks.items() if record.end != "dead"]
+        if self._tell_hold_at == float("inf"):
+            self._tell_hold_at = self._now + TELL_HOLD_S
+        elif self._now >= self._tell_hold_at and not self._hold_told:
+            self._hold_told = True
+            self._say(busy[0], f"rank {busy[0]} still writes; the job ends when it is done")
 
     # Stalls.
 

@@ -1,5 +1,6 @@
 """Sessions in a world of one: hooks, what is logged, what is refused. tests/integration/test_session.py has ranks."""
 
+import contextlib
 import http.server
 import json
 import math
@@ -8,6 +9,7 @@ import random
 import signal
 import sys
 import threading
+import time
 import types
 
 import numpy as np
@@ -15,7 +17,14 @@ import pytest
 
 import allred
 from allred import checkpoint
-from allred.errors import CheckpointError, InputError, NonFiniteError, NotInitializedError, ShutdownError
+from allred.errors import (
+    CheckpointError,
+    CollectiveTimeout,
+    InputError,
+    NonFiniteError,
+    NotInitializedError,
+    ShutdownError,
+)
 from allred.session import (
     Averaging,
     Checkpoint,
@@ -30,6 +39,7 @@ from allred.session import (
     StepCounter,
     StopAtStep,
     Summary,
+    last,
 )
 from allred.session.asked import Asked
 from allred.session.saver import Saver
@@ -100,10 +110,135 @@ def test_what_is_used_wrongly(world, tmp_path):
             session.log(examples=-1)
     with pytest.raises(InputError, match="used already"), session:
         pass
-    with pytest.raises(InputError, match="need a checkpoint_dir"):
-        Session(save_secs=5)
+    for use in (session.should_stop, session.log, lambda: next(session.steps([1]))):
+        with pytest.raises(InputError, match="it has ended"):
+            use()
+    with pytest.raises(InputError, match="need a checkpoint_dir"), Session(save_secs=5) as session:
+        session.track(params=params, optimizer=opt)
+    with pytest.raises(InputError, match="checkpoint_dir=3 is no path"):
+        Session(3)
     with pytest.raises(InputError, match="5 is no hook"):
         Session(hooks=[5])
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"save_secs": 5, "save_steps": 5}, "Session: .* by seconds or by steps, but save_secs=5 and save_steps=5"),
+        ({"save_secs": -1}, "Session: save_secs must be a positive number of seconds, but is -1"),
+        ({"save_steps": 0}, "Session: save_steps must be an integer >= 1, but is 0"),
+        ({"keep": 0}, "Session: keep must be an integer >= 1, but is 0"),
+        ({"max_steps": 0}, "StopAtStep: last_step must be an integer >= 1, but is 0"),
+        ({"max_steps": 2.5}, r"StopAtStep: last_step must be an integer >= 1, but is 2\.5"),
+    ],
+)
+def test_arguments_that_cannot_be(given, words):
+    with pytest.raises(InputError, match=words):
+        Session("ckpt", **given)
+
+
+def test_checkpoints_that_are_kept(world, tmp_path):
+    waits = Hook()  # for what is being written: else the next one comes later
+    waits.before_step = lambda session: session._saver.wait()
+    with Session(tmp_path, save_steps=2, keep=2, keep_every=10, hooks=[waits]) as session:
+        train(session, range(15))
+    assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-00000010", "step-00000014", "step-00000015"]
+
+
+def test_numbers_of_any_kind(world, tmp_path):
+    with Session(tmp_path, save_steps=np.int64(2), keep=np.int32(1), max_steps=np.int64(3), hooks=None) as session:
+        train(session, [1.0] * 5)
+    assert session.step == 3
+    assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-00000003"]
+
+
+def test_a_state_that_cannot_be_saved_is_named(world, tmp_path, capfd):
+    class Secretive(Hook):
+        state = threading.Lock()
+
+        def state_dict(self):
+            return self.state
+
+        def load_state_dict(self, state):
+            self.state = state
+
+    with (
+        pytest.raises(InputError, match="the state of hook Secretive cannot be saved: TypeError: cannot pickle"),
+        Session(tmp_path, hooks=[Secretive()]) as session,
+    ):
+        train(session, [1.0])
+    later = Secretive()
+    later.state = 5
+    with Session(tmp_path, hooks=[later]) as session:
+        for loss in (1.0, 2.0):
+            if loss == 1.0:
+                params, opt = {"w": np.zeros(2)}, allred.distributed(allred.optim.SGD(lr=1.0))
+                session.track(params=params, optimizer=opt)
+                session.should_stop()
+            opt.step(params, {"w": np.ones(2)})
+            later.state = threading.Lock()
+    assert "the checkpoint is without it: the state of hook Secretive cannot be saved" in capfd.readouterr().err
+    again = Secretive()
+    again.state = 7
+    with Session(tmp_path, hooks=[again]) as session:
+        assert train(session, [])["w"].tolist() == [-2, -2]
+    assert again.state == 7
+
+
+def test_a_state_that_cannot_be_had_later_is_left_out(world, tmp_path, capfd):
+    """But an error of the job, which is raised wherever a rank is, stays one."""
+
+    class Moody(Hook):
+        error = None
+
+        def state_dict(self):
+            return _raise(self.error) if self.error else 5
+
+        def load_state_dict(self, state):
+            pass
+
+    def run(directory, error):
+        moody = Moody()
+        with Session(directory, hooks=[moody], save_steps=2) as session:
+            train(session, range(5), gradient=lambda loss: setattr(moody, "error", error) or 1.0)
+
+    run(tmp_path / "moody", RuntimeError("not now"))
+    assert checkpoint.newest(tmp_path / "moody").name == "step-00000005"
+    assert capfd.readouterr().err.count("the state of hook Moody cannot be saved: RuntimeError: not now") == 1
+    with pytest.raises(CollectiveTimeout, match="late"):
+        run(tmp_path / "job", CollectiveTimeout("late"))
+
+
+def test_micro_steps_are_one_step(world):
+    witness, calls = Witness(), []
+    witness.before_step = lambda session: calls.append(session.step)
+    opt, params = allred.distributed(allred.optim.SGD(lr=1.0), accumulate=3), {"w": np.zeros(1)}
+    with Session(hooks=[witness]) as session:
+        session.track(params=params, optimizer=opt)
+        for number in session.steps(range(7)):
+            opt.step(params, {"w": np.ones(1)}, samples=number + 1)
+            session.log(loss=number, examples=number + 1)
+    assert (session.step, params["w"][0], calls) == (2, -2, [0, 1, 2])
+    assert witness.told == [{"loss": pytest.approx((0 + 2 + 6) / 6)}, {"loss": pytest.approx((12 + 20 + 30) / 15)}]
+
+
+def test_a_training_that_is_complete_says_so(world, tmp_path, capfd):
+    allred.shutdown()
+    allred.init()
+    for _ in range(2):
+        with Session(tmp_path, max_steps=2) as session:
+            train(session, [1.0] * 5)
+    assert "max_steps=2 is reached already, at step 2: no step is made" in capfd.readouterr().err
+
+
+def test_the_step_of_a_failure(world, tmp_path):
+    witness = Witness()
+    session = Session(tmp_path, hooks=[witness])
+    session.log = lambda **values: 1 / 0
+    with pytest.raises(ZeroDivisionError), session:
+        train(session, [1.0, 2.0])
+    assert witness.outcome.step == 1
+    assert witness.outcome.checkpoint.endswith("step-00000001")
 
 
 def test_nan_loss_raises_or_stops(world):
@@ -124,11 +259,12 @@ def test_early_stopping_is_remembered(world, tmp_path):
     hook = EarlyStopping(patience=3, min_delta=0.1)
     with Session(tmp_path, hooks=[hook], max_steps=3) as session:
         train(session, [1.0, 0.5, 0.45, 9])
-    again = EarlyStopping(patience=3, min_delta=0.1)
-    with Session(tmp_path, hooks=[again]) as session:
-        train(session, [0.45, 0.6, 0.2, 0.1])
-    assert session.step == 5
-    assert (again.best, again.since) == (0.5, 3)
+    for _ in range(2):  # the second time it is over already
+        again = EarlyStopping(patience=3, min_delta=0.1)
+        with Session(tmp_path, hooks=[again]) as session:
+            train(session, [0.45, 0.6, 0.2, 0.1])
+        assert session.step == 5
+        assert (again.best, again.since) == (0.5, 3)
     for wrong in ({"mode": "least"}, {"patience": 0}, {"min_delta": -1}):
         with pytest.raises(InputError, match="expected mode 'min' or 'max'"):
             EarlyStopping(**wrong)
@@ -177,40 +313,69 @@ def test_a_second_ctrl_c_interrupts():
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
-def test_a_break_keeps_the_step(world, tmp_path):
-    params, opt = {"w": np.zeros(2)}, allred.distributed(allred.optim.SGD(lr=1.0))
-    with Session(tmp_path) as session:
-        session.track(params=params, optimizer=opt)
-        for number in session.steps(range(10)):
-            opt.step(params, {"w": np.ones(2)})
-            if number == 2:
-                break
-    assert session.step == 3
-    assert checkpoint.newest(tmp_path).name == "step-00000003"
+def test_a_forked_process_ends_by_a_signal_as_it_would_without():
+    asked = Asked()
+    asked.listen()
+    try:
+        child = os.fork()
+        if child == 0:
+            time.sleep(10)
+            os._exit(0)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        assert not asked.reason
+    finally:
+        asked.stop()
 
 
-def test_a_break_before_the_update_loses_no_batch(world, tmp_path):
-    params, opt = [np.zeros(1)], allred.distributed(allred.optim.SGD(lr=1.0))
-    data, seen = allred.data.batches(np.arange(6), batch_size=1, seed=None), []
-    with Session(tmp_path) as session:
-        session.track(params=params, optimizer=opt, data=data)
-        for [number] in session.steps(data):
-            if number == 2:
-                break
-            opt.step(params, [np.ones(1)])
-    again = allred.data.batches(np.arange(6), batch_size=1, seed=None)
-    with Session(tmp_path) as session:
-        session.track(params=params, optimizer=opt, data=again)
-        for [number] in session.steps(again):
-            seen.append(int(number))
-            opt.step(params, [np.ones(1)])
-    assert seen == [2, 3, 4, 5]
+@pytest.mark.parametrize("error", [None, ValueError])
+@pytest.mark.parametrize("updated", [False, True])
+def test_a_loop_that_is_left_loses_no_batch_and_repeats_none(world, tmp_path, error, updated):
+    """By a break, or by an exception, before the update of batch 2 or behind it."""
+
+    def run(leaves_at=None):
+        params, opt = [np.zeros(1)], allred.distributed(allred.optim.SGD(lr=1.0))
+        data = allred.data.batches(np.arange(6), batch_size=1, seed=None)
+        with Session(tmp_path) as session:
+            session.track(params=params, optimizer=opt, data=data)
+            for [number] in session.steps(data):
+                if number == leaves_at and not updated:
+                    break
+                seen.append(int(number))
+                opt.step(params, [np.ones(1)])
+                if number == leaves_at:
+                    break
+            if leaves_at and error:
+                raise error
+        return session.step
+
+    seen = []
+    with pytest.raises(error) if error else contextlib.nullcontext():
+        assert run(leaves_at=2) == len(seen)
+    assert checkpoint.newest(tmp_path).name == f"step-{len(seen):08d}"
+    assert run() == 6
+    assert seen == list(range(6))
 
 
 def test_a_failure_in_the_first_step_leaves_nothing_to_wait_for(world, tmp_path):
     with pytest.raises(ZeroDivisionError), Session(tmp_path) as session:
         train(session, (1 / number for number in [0]))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_commit_leaves_a_rank_that_writes_its_claim(tmp_path):
+    """The chief may be writing an earlier step meanwhile. Who fails as well would think that nobody writes, and go."""
+    seen = []
+
+    def save_last(step, make):
+        checkpoint.write(tmp_path, step - 1, [])
+        seen.extend(path.name for path in tmp_path.glob(".*"))
+
+    saver = types.SimpleNamespace(directory=str(tmp_path), save_last=save_last)
+    optimizer = types.SimpleNamespace(global_step=6, torn=False)
+    last.write_after(ValueError(), True, saver, optimizer, "ab12", lambda: str)
+    assert len(seen) == 1
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_hooks_may_come_and_go_between_two_runs(world, tmp_path):
@@ -226,7 +391,7 @@ def test_hooks_may_come_and_go_between_two_runs(world, tmp_path):
 
 
 def test_all_ranks_count_from_the_restored_step(world, tmp_path, monkeypatch):
-    """With an optimizer that does not count by itself; here on what takes itself for rank 1."""
+    """With an optimizer that does not count by itself; here on what takes itself for rank 1. A skipped step is none."""
 
     class Own:
         def step(self, params, grads):
@@ -238,7 +403,7 @@ def test_all_ranks_count_from_the_restored_step(world, tmp_path, monkeypatch):
         def load_state_dict(self, state):
             pass
 
-    opt = allred.distributed(Own())
+    opt = allred.distributed(Own(), nonfinite="skip")
     assert opt.global_step == 0
     others = types.SimpleNamespace(
         current=lambda: types.SimpleNamespace(rank=1), broadcast_object=lambda _: (7, "extra")
@@ -246,8 +411,9 @@ def test_all_ranks_count_from_the_restored_step(world, tmp_path, monkeypatch):
     monkeypatch.setattr("allred.modes.optimizer.collectives", others)
     assert opt.restore_all(tmp_path, [np.zeros(2)]) == (7, "extra")
     assert opt.global_step == 7
-    opt.step([np.zeros(2)], [np.ones(2)])
-    assert opt.global_step == 8
+    for gradient in (1.0, math.nan):
+        opt.step([np.zeros(2)], [np.full(2, gradient)])
+        assert opt.global_step == 8
 
 
 def test_more_things_are_kept(world, tmp_path):
@@ -322,7 +488,7 @@ def test_what_goes_wrong_beside_the_writing(world, tmp_path, capfd, monkeypatch)
     assert "a checkpoint was not written: MemoryError" in capfd.readouterr().err
     assert saver.saved_step is None
 
-    def prune(*_):
+    def prune(*_, **__):
         raise CheckpointError("prune: deleting it failed")
 
     monkeypatch.setattr("allred.session.saver.checkpoint.prune", prune)
@@ -353,23 +519,41 @@ def test_no_worker_waits_for_a_step_behind_the_last_one():
     GlobalStepWaiter(300).begin(types.SimpleNamespace(optimizer=optimizer, max_steps=200, asked=""))
 
 
-def test_when_a_checkpoint_is_due():
-    saver = Saver("", None, 10, 5, 0)
+def test_no_worker_waits_for_updates_that_do_not_come(world, capfd):
+    optimizer = types.SimpleNamespace(in_step=False, global_step=0)
+    optimizer.pull = lambda params: setattr(optimizer, "global_step", min(optimizer.global_step + 1, 5))
+    session = types.SimpleNamespace(optimizer=optimizer, max_steps=None, asked="", params=None)
+    GlobalStepWaiter(10, poll_s=0.02, still_s=0.1).begin(session)
+    assert "no update since step 5 for 0.1 s, so worker 0 begins" in capfd.readouterr().err
+
+
+def test_when_a_checkpoint_is_due(tmp_path):
+    saver = Saver(str(tmp_path), None, 10, 5, 0)
     saver.begin(25)
     assert [step for step in range(25, 45) if saver.due(step)] == list(range(30, 45))
-    by_time = Saver("", 1e9, None, 5, 0)
+    written = threading.Event()
+    saver.save(30, lambda: lambda directory: str(written.wait(60)), apart=True)
+    assert not saver.due(40)  # one is written at a time
+    written.set()
+    saver.wait()
+    assert saver.due(40)
+    by_time = Saver(str(tmp_path), 1e9, None, 5, 0)
     by_time.begin(0)
     assert not by_time.due(5)
     by_time._next_at = 0.0
     assert by_time.due(5)
     assert not by_time.due(0)
+    by_time.save(5, lambda: str, apart=False)
+    assert not by_time.due(6)
 
 
 def test_notify_runs_a_command(world, tmp_path):
-    code = f"import sys; open({str(tmp_path / 'told')!r}, 'w').write(sys.stdin.read())"
+    code = f"import os, sys; open({str(tmp_path / 'told')!r}, 'w').write(f'{{os.getsid(0)}} {{sys.stdin.read()}}')"
     with Session(hooks=[Notify([sys.executable, "-c", code])], max_steps=2) as session:
         train(session, [1, 2, 3])
-    told = json.loads((tmp_path / "told").read_text())
+    its_session, _, words = (tmp_path / "told").read_text().partition(" ")
+    told = json.loads(words)
+    assert int(its_session) != os.getsid(0)  # else it would be killed with this rank
     assert (told["reason"], told["failed"], told["step"]) == ("max_steps", False, 2)
 
 
@@ -482,6 +666,33 @@ def test_the_best_is_kept(world, tmp_path):
     for wrong in ({}, {"every_steps": 2, "best": "loss"}, {"best": "loss", "mode": "least"}):
         with pytest.raises(InputError, match="give one of the first two"):
             Checkpoint(tmp_path, **wrong)
+    with pytest.raises(InputError, match="Checkpoint: directory=None is no path"):
+        Checkpoint(None, 5)
+
+
+def test_the_best_beside_those_of_an_earlier_training(world, tmp_path, capfd):
+    with Session(hooks=[Checkpoint(tmp_path, 5)]) as session:
+        train(session, [1.0] * 6)
+    with Session(hooks=[Checkpoint(tmp_path, best="loss")]) as session:
+        train(session, [3.0, 1.0, 2.0])
+    assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-00000002", "step-00000005"]
+    assert "step-00000005 is of a later step than this training, which begins at step 0" in capfd.readouterr().err
+
+
+def test_a_best_that_was_not_written_is_not_the_best(world, tmp_path, monkeypatch):
+    hook, write = Checkpoint(tmp_path, best="loss"), checkpoint.write
+
+    def fails_once(*given):
+        monkeypatch.setattr(checkpoint, "write", write)
+        raise CheckpointError("full")
+
+    monkeypatch.setattr(checkpoint, "write", fails_once)
+    waits = Hook()
+    waits.after_step = lambda session, values: hook._saver._thread and hook._saver._thread.join()
+    with Session(hooks=[hook, waits]) as session:
+        train(session, [1.0, 2.0, 3.0])
+    assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-00000002"]
+    assert hook.best == 2.0
 
 
 def test_a_loss_that_is_not_finite_leaves_the_earlier_checkpoint(world, tmp_path):
@@ -492,6 +703,17 @@ def test_a_loss_that_is_not_finite_leaves_the_earlier_checkpoint(world, tmp_path
     with pytest.raises(NonFiniteError), Session(tmp_path) as session:
         train(session, range(5), gradient=lambda loss: math.nan if loss == 3 else 1.0)
     assert checkpoint.newest(tmp_path).name == "step-00000003"
+
+
+def test_what_is_being_written_at_such_an_end_is_waited_for(world, tmp_path, monkeypatch):
+    def slow(*given, write=checkpoint.write):
+        time.sleep(0.5)
+        return write(*given)
+
+    monkeypatch.setattr(checkpoint, "write", slow)
+    with pytest.raises(NonFiniteError), Session(tmp_path, save_steps=2, hooks=[NanLoss()]) as session:
+        train(session, [1.0, 1.0, math.nan])
+    assert checkpoint.newest(tmp_path).name == "step-00000002"
 
 
 def test_one_call_of_steps_is_for_all_epochs(world):
@@ -528,14 +750,15 @@ def test_signals_that_are_ignored_stay_so():
         signal.signal(signal.SIGINT, before)
 
 
-def test_damaged_checkpoints_are_named(world, tmp_path, capfd):
+@pytest.mark.parametrize("damage", [lambda data: data[:50], lambda data: data[:-1] + bytes([data[-1] ^ 1])])
+def test_damaged_checkpoints_are_named(world, tmp_path, capfd, damage):
     with Session(tmp_path, save_steps=1, max_steps=2) as session:
         train(session, [1, 1])
     with Session(tmp_path, max_steps=4) as session:
         train(session, [1, 1])
     older, newest = checkpoint.steps(tmp_path)[-2:]
     [shard] = newest.glob("shard-*")
-    shard.write_bytes(shard.read_bytes()[:50])
+    shard.write_bytes(damage(shard.read_bytes()))
     with Session(tmp_path) as session:
         train(session, [])
     assert session.step == int(older.name[5:])
@@ -547,3 +770,14 @@ def test_damaged_checkpoints_are_named(world, tmp_path, capfd):
         Session(tmp_path) as session,
     ):
         train(session, [1])
+
+
+def test_the_last_checkpoint_of_a_failure_before_a_later_one_that_is_damaged(world, tmp_path):
+    for steps in (1, 5):
+        with Session(tmp_path, max_steps=steps) as session:
+            train(session, [1] * 5)
+    [shard] = tmp_path.glob("step-00000005/shard-*")
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    with pytest.raises(ZeroDivisionError), Session(tmp_path) as session:
+        train(session, [1, 1, 0], gradient=lambda loss: 1 / loss)
+    assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-00000001", "step-00000003", "step-00000005"]
