@@ -40,6 +40,12 @@ class Joined:
         """What MPICH looks for when it starts."""
         return {"PMI_FD": str(self.pmi), "PMI_RANK": str(self.rank), "PMI_SIZE": str(self.size)}
 
+    def forked(self) -> None:
+        """In a child of this task, which may outlive it: its end must show all the same."""
+        os.close(self.life)
+        if self.listener is not None:
+            self.listener.close()
+
     def up(self) -> None:
         """Tell that MPI has started."""
         with contextlib.suppress(OSError):  # the process is gone, of which the watchers have no need

@@ -53,7 +53,7 @@ class Process:
 
     def run(self) -> None:
         """Until the last task is gone."""
-        while self._tasks or self._speakers or time.monotonic() < self._over_at:
+        while self._tasks or time.monotonic() < self._over_at:
             for key, _ in self._selector.select(_TICK_S):
                 if key.fd in self._selector.get_map():  # not closed by what came before
                     key.data()
