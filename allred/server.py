@@ -130,7 +130,6 @@ class Server:
         library, problem = _mpi()
         meeting = by_hand.meet(addresses, task, config.secret(os.environ), limit_s, library, problem)
         self._listener = meeting.listener
-        os.register_at_fork(after_in_child=meeting.forked)
         os.environ.update(meeting.environment)
         try:
             enter(None, Cluster(cluster.workers_job, meeting.life), **modes)

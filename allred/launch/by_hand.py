@@ -40,7 +40,10 @@ class Joined:
         """What MPICH looks for when it starts."""
         return {"PMI_FD": str(self.pmi), "PMI_RANK": str(self.rank), "PMI_SIZE": str(self.size)}
 
-    def forked(self) -> None:
+    def __post_init__(self) -> None:
+        os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self) -> None:
         """In a child of this task, which may outlive it: its end must show all the same."""
         os.close(self.life)
         if self.listener is not None:

@@ -2,7 +2,11 @@
 
 import itertools
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -224,3 +228,33 @@ def test_a_line_without_an_end():
         theirs.sendall(b"x")
         with pytest.raises(ValueError, match="without an end"):
             lines.receive()
+
+
+FORKS = """
+import os, socket, sys, time
+from allred.launch.by_hand import Joined
+Joined(0, 2, -1, int(sys.argv[1]), socket.create_server(("127.0.0.1", int(sys.argv[2]))))
+child = os.fork()
+if child == 0:
+    os.closerange(0, 3)
+    time.sleep(60)
+os._exit(0) if child == 0 else print(child)
+"""
+
+
+def test_a_fork_that_lives_on_does_not_hide_a_task_s_end():
+    ours, theirs = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", FORKS, str(theirs.fileno()), str(port)]
+    with ours, theirs:
+        task = subprocess.run(
+            command, pass_fds=[theirs.fileno()], capture_output=True, text=True, timeout=30, check=True
+        )
+        theirs.close()
+        ours.settimeout(20)
+        try:
+            assert ours.recv(1) == b""
+            socket.create_server(("127.0.0.1", port)).close()
+        finally:
+            os.kill(int(task.stdout), signal.SIGKILL)
