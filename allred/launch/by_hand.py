@@ -189,7 +189,7 @@ def meet(addresses: Mapping[str, str], task: str, secret: str, limit_s: float, m
 
 
 def _start(addresses: Mapping[str, str], secret: str, listener: socket.socket) -> None:
-    settings = {"addresses": dict(addresses), "secret": secret, "listener": listener.fileno()}
+    settings = {"addresses": dict(addresses), "secret": secret, "listener": listener.fileno(), "pid": os.getpid()}
     found = detached.start("allred.launch.process", settings, files=[listener.fileno()])
     listener.close()
     if found["problem"]:

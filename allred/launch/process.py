@@ -8,6 +8,7 @@ If the first task ends before all were there, so does this; the others go on kno
 """
 
 import contextlib
+import os
 import selectors
 import socket
 import time
@@ -19,7 +20,6 @@ from allred.launch.pmi import Pmi
 from allred.launch.wire import VERSION, Lines, new_nonce, proof, shows
 
 GUEST_S = 10.0  # for a guest to say who it is
-LONELY_S = 60.0  # for the first task to come
 DEATH_S = 0.5  # for the others to fail by themselves of what a task has failed of
 _GUESTS = 256
 _TICK_S = 0.1
@@ -34,7 +34,7 @@ class _Guest:
 
 
 class Process:
-    """The settings: addresses (of tasks, by name), secret, listener (a descriptor)."""
+    """The settings: addresses (of tasks, by name), secret, listener (a descriptor), pid (of the first task)."""
 
     def __init__(self, settings: Message) -> None:
         self._secret: str = settings["secret"]
@@ -46,7 +46,9 @@ class Process:
         self._pmi: Pmi | None = None
         self._speakers: dict[int, Lines] = {}  # connections of MPI, by rank
         self._later: list[tuple[float, list[str], str]] = []  # what to tell to whom, and when
-        self._over_at = time.monotonic() + LONELY_S
+        self._over_at = float("inf")
+        self._first_task = os.pidfd_open(settings["pid"])
+        self._selector.register(self._first_task, selectors.EVENT_READ, self._lose_first)
         self._listener = socket.socket(fileno=settings["listener"])
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -170,18 +172,26 @@ class Process:
     def _lose(self, name: str) -> None:
         del self._tasks[name]
         started = self._meeting.began
-        if started or name == self._first:
+        if started:
             self._over_at = time.monotonic()
         names, text = self._meeting.go(name)
         if started:
             self._later.append((time.monotonic() + DEATH_S, names, text))
             self._end()
         elif name == self._first:
+            self._lose_first()
+        else:
+            self._tell_missing()
+
+    def _lose_first(self) -> None:
+        """The first task has ended, or given up. If not all were there, others are to find another at its address."""
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(self._first_task)
+        if not self._meeting.began:
             for lines in self._tasks.values():
                 self._close(lines)
             self._tasks.clear()
-        else:
-            self._tell_missing()
+            self._over_at = time.monotonic()
 
     def _end(self) -> None:
         self._say(self._meeting.end(), "")
