@@ -31,6 +31,8 @@ from allred.comm.collectives import (
     reducescatter,
 )
 from allred.comm.ops import ReduceOp
+from allred.comm.process_set import ProcessSet
+from allred.compression.wire import Compression
 from allred.errors import (
     AllredError,
     CheckpointError,
@@ -47,6 +49,7 @@ from allred.errors import (
 )
 from allred.modes.decorator import distributed
 from allred.modes.optimizer import DistributedOptimizer
+from allred.modes.scaler import GradScaler
 from allred.modes.towers import Towers
 from allred.nest import digest
 from allred.server import Server
@@ -79,16 +82,19 @@ __all__ = [
     "CheckpointError",
     "ClusterSpec",
     "CollectiveTimeout",
+    "Compression",
     "ConfigError",
     "DataError",
     "DistributedOptimizer",
     "DriftError",
+    "GradScaler",
     "InputError",
     "Max",
     "Min",
     "MismatchError",
     "NonFiniteError",
     "NotInitializedError",
+    "ProcessSet",
     "Product",
     "ReduceOp",
     "RemoteRankError",

@@ -20,6 +20,7 @@ from allred import arrays
 from allred.arrays import Array
 from allred.comm import collectives, ops
 from allred.comm.ops import ReduceOp
+from allred.compression import Compression
 from allred.config import parse_bytes
 from allred.errors import InputError
 from allred.fusion.buffer import buffer_of
@@ -66,10 +67,19 @@ class Reducer:
     `title` is what errors begin with. `settings`: what else must be the same on all ranks, in words.
     """
 
-    def __init__(self, op: ReduceOp, bucket_bytes: int | str | None, title: str, settings: str = "") -> None:
+    def __init__(
+        self,
+        op: ReduceOp,
+        bucket_bytes: int | str | None,
+        title: str,
+        settings: str = "",
+        compression: Compression = Compression.none,
+    ) -> None:
         if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             raise InputError(f"op={op!r} cannot combine gradients; use allred.Average or allred.Sum")
-        self.op = op
+        if not isinstance(compression, Compression):
+            raise InputError(f"compression={compression!r} is none; use allred.Compression.none, .fp16 or .bf16")
+        self.op, self.compression = op, compression
         self.samples = 0  # of all ranks, in the last reduction; 0 if they were not counted
         self._bucket_bytes = _size(bucket_bytes)
         self._title, self._settings = title, settings
@@ -82,6 +92,7 @@ class Reducer:
         samples: int | None,
         problem: str = "",
         inspector: Inspector = _NOBODY,
+        settings: str = "",
     ) -> list[Any] | None:
         """The reduced gradients, in order: writable arrays among `values` are overwritten, others give new arrays.
 
@@ -89,7 +100,8 @@ class Reducer:
 
         tensors: what every rank must bring. values: the gradients, of the tensors' shapes and dtypes; None counts as
         zeros if another rank has that gradient, and stays None otherwise. samples: how many samples the gradients are
-        the mean of; ranks with more count for more. problem: why this rank cannot take part, in words.
+        the mean of; ranks with more count for more. problem: why this rank cannot take part, in words. settings: what
+        else must be the same on all ranks at this step, in words.
 
         Raises InputError or MismatchError, the same on every rank, before anything has been changed.
         """
@@ -99,9 +111,9 @@ class Reducer:
         note = _UNCOUNTED if samples is None else min(samples, _SAMPLES)
         note |= _MISSING if any(value is None for value in ready) else 0
         note |= 0 if problem else inspector.before(whole, ready, samples) << _INSPECTED
-        words = f"op={self.op.value}", f"bucket_bytes={self.bucket_bytes}", inspector.settings, self._settings
-        settings = " ".join(filter(None, words))
-        notes = collectives.current().check("step", self._title, whole.lines, settings, note, problem).wait()
+        how = f"op={self.op.value}", f"bucket_bytes={self.bucket_bytes}", f"compression={self.compression.name}"
+        words = " ".join(filter(None, (*how, inspector.settings, self._settings, settings)))
+        notes = collectives.current().check("step", self._title, whole.lines, words, note, problem).wait()
         weight, flags = self._weight(notes), [note >> _INSPECTED & 2**14 - 1 for note in notes]
         if any(each & _MISSING for each in notes):
             ready = self._fill_missing(tensors, ready)
@@ -138,7 +150,7 @@ class Reducer:
         """By how much this rank's gradients count; None where all ranks' count alike. Without samples: not at all."""
         counted = [not note & _UNCOUNTED for note in notes]
         if any(counted) and not all(counted):
-            ranks = [rank for rank, known in enumerate(counted) if not known]
+            ranks = [rank for rank, known in zip(collectives.current().ranks, counted, strict=True) if not known]
             raise InputError(f"{self._title}: ranks {ranks} do not say how many samples they have, the others do")
         samples = [note & _SAMPLES for note in notes]
         self.samples = sum(samples) if all(counted) else 0
@@ -155,7 +167,7 @@ class Reducer:
             whole = [values[i] for bucket in plan.buckets for i in bucket.indices]
             queue, start = collectives.current().queue, time.perf_counter()
             before = queue.waited_s
-            collectives.grouped_allreduce_(whole, self.op, self._title)
+            collectives.grouped_allreduce_(whole, self.op, self._title, self.compression)
             queue.waited_s = before + time.perf_counter() - start  # all of it, not only what the queue saw
             return
         buffer = buffer_of(collectives.current())
@@ -172,16 +184,18 @@ class Reducer:
                 arrays.put_back(target, part)
 
     def _reduce(self, array: Array, weight: float | None, name: str) -> None:
-        """Reduce in place. 16-bit floats are weighted in float32, as they are summed, and rounded once."""
+        """Reduce in place. 16-bit floats are weighted in float32, as they are summed, and rounded once, so they are
+        never compressed."""
         if weight is None:
-            collectives.allreduce_(array, self.op, name)
+            collectives.allreduce_(array, self.op, name, self.compression)
             return
         weighted = np.zeros_like(array, arrays.accumulator(array.dtype))
         if weight == 1:
             weighted[...] = array
         elif weight:  # else zeros even where the gradient is NaN: the mean over no samples
             np.multiply(array, weight, out=weighted, dtype=weighted.dtype)
-        array[...] = collectives.allreduce_(weighted, self.op, name).astype(array.dtype, copy=False)
+        compression = self.compression if weighted.dtype == array.dtype else Compression.none
+        array[...] = collectives.allreduce_(weighted, self.op, name, compression).astype(array.dtype, copy=False)
 
 
 def _size(bucket_bytes: int | str | None) -> int | None:

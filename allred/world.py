@@ -15,7 +15,7 @@ from typing import Any
 
 from allred import native
 from allred.cluster import mpi, report, topology
-from allred.comm import collectives, registry
+from allred.comm import collectives, process_set, registry
 from allred.comm.base import Communicator
 from allred.comm.single import NoCollectives
 from allred.config import Config, explicit_settings, settle
@@ -131,8 +131,7 @@ def _meet(comm: Any, settings: dict[str, Any] | str, cluster: Cluster | None) ->
     watch.start(control, everyone, config, reach, spares=workers if servers else (), launcher=life < 0)
     if servers:
         watch.name_this(running.current().role)
-    if control is not communicator:
-        control.close()
+    process_set.install(process_set.Base(duplicate, control, servers, communicator, nodes[servers:], kernels, config))
     report.inform(_banner(library))
 
 
@@ -208,6 +207,7 @@ def shutdown() -> None:
     outside.say_unused()
     _leave_servers()
     watch.stop()
+    process_set.install(None)
     communicator.close()
     collectives.install(None)
     topology.install(None)

@@ -8,6 +8,9 @@
 
 enum { ALLRED_KIND_ALLREDUCE = 0, ALLRED_KIND_GROUPED_ALLREDUCE = 1 }; /* positions in header.py KINDS */
 
+/* The byte `op` of a reduction: the operator, and the wire type of float32 and float64 if that is another. */
+enum { ALLRED_OP_BITS = 15, ALLRED_WIRE_SHIFT = 4 };
+
 typedef struct {
   uint64_t sequence;
   uint8_t kind, op, dtype, problem;

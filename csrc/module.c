@@ -109,33 +109,40 @@ static int find_variant(const char *name) {
   return variant;
 }
 
-static allred_reduce find_kernel(int dtype, int op, const char *name) {
+/* into: the dtype of what is written, if it is not that of the sources. */
+static allred_reduce find_kernel(int dtype, int op, const char *name, int into) {
   const int variant = find_variant(name);
   allred_reduce kernel = NULL;
   if (variant < 0) return NULL;
-  if (dtype < 0 || dtype >= ALLRED_DTYPES || op < 0 || op >= ALLRED_OPS ||
-      !(kernel = allred_reduce_kernel(variant, dtype, op)))
-    PyErr_Format(PyExc_ValueError, "operator %d is not defined for dtype %d", op, dtype);
+  if (dtype >= 0 && dtype < ALLRED_DTYPES && op > 0 && op < ALLRED_OPS) {
+    if (into == dtype) kernel = allred_reduce_kernel(variant, dtype, op);
+    if (allred_narrows(into, dtype)) kernel = allred_wide_kernel(variant, dtype, into, op);
+  }
+  if (!kernel && into == dtype) PyErr_Format(PyExc_ValueError, "operator %d is not defined for dtype %d", op, dtype);
+  if (!kernel && into != dtype)
+    PyErr_Format(PyExc_ValueError, "operator %d is not defined from dtype %d into dtype %d", op, dtype, into);
   return kernel;
 }
 
-static int check_sources(const tensor_list *sources, const Py_buffer *out, size_t element) {
+static int check_sources(const tensor_list *sources, const Py_buffer *out, int dtype, int into) {
+  const size_t element = allred_dtype_bytes(dtype), out_element = allred_dtype_bytes(into);
+  const size_t needed = (size_t)out->len / out_element * element;
   if (sources->count == 0) {
     PyErr_SetString(PyExc_ValueError, "there is no source to reduce");
     return -1;
   }
-  if ((size_t)out->len % element) {
-    PyErr_Format(PyExc_ValueError, "out has %zd bytes, not a multiple of its elements' %zu", out->len, element);
+  if ((size_t)out->len % out_element) {
+    PyErr_Format(PyExc_ValueError, "out has %zd bytes, not a multiple of its elements' %zu", out->len, out_element);
     return -1;
   }
   for (Py_ssize_t i = 0; i < sources->count; i++) {
     const Py_buffer *source = &sources->views[i];
     const uintptr_t a = (uintptr_t)source->buf, b = (uintptr_t)out->buf;
-    if (source->len != out->len) {
+    if ((size_t)source->len != needed) {
       PyErr_Format(PyExc_ValueError, "source %zd has %zd bytes but out has %zd", i, source->len, out->len);
       return -1;
     }
-    if (a != b && a < b + (size_t)out->len && b < a + (size_t)out->len) {
+    if ((a != b || into != dtype) && a < b + (size_t)out->len && b < a + (size_t)source->len) {
       PyErr_Format(PyExc_ValueError, "out overlaps source %zd; it must be that source's memory or none of it", i);
       return -1;
     }
@@ -146,12 +153,13 @@ static int check_sources(const tensor_list *sources, const Py_buffer *out, size_
 static PyObject *reduce(PyObject *self, PyObject *args) {
   (void)self;
   PyObject *list, *target;
-  int dtype, op, divisor;
+  int dtype, op, divisor, into = -1;
   const char *variant = "";
   Py_buffer out;
   tensor_list sources;
-  if (!PyArg_ParseTuple(args, "OOiii|s:reduce", &list, &target, &dtype, &op, &divisor, &variant)) return NULL;
-  const allred_reduce kernel = find_kernel(dtype, op, variant);
+  if (!PyArg_ParseTuple(args, "OOiii|si:reduce", &list, &target, &dtype, &op, &divisor, &variant, &into)) return NULL;
+  if (into < 0) into = dtype;
+  const allred_reduce kernel = find_kernel(dtype, op, variant, into);
   if (!kernel) return NULL;
   if (divisor < 1 || divisor > 1 << 24)
     return PyErr_Format(PyExc_ValueError, "the divisor must be from 1 to 2**24, got %d", divisor);
@@ -160,20 +168,50 @@ static PyObject *reduce(PyObject *self, PyObject *args) {
     PyBuffer_Release(&out);
     return NULL;
   }
-  const size_t element = allred_dtype_bytes(dtype);
   const void **addresses = PyMem_Calloc((size_t)sources.count + 1, sizeof *addresses);
-  int status = check_sources(&sources, &out, element);
+  int status = check_sources(&sources, &out, dtype, into);
   if (!addresses) PyErr_NoMemory(), status = -1;
   if (status == 0) {
     for (Py_ssize_t i = 0; i < sources.count; i++) addresses[i] = sources.views[i].buf;
     Py_BEGIN_ALLOW_THREADS;
-    kernel(out.buf, addresses, (int)sources.count, (size_t)out.len / element, divisor);
+    kernel(out.buf, addresses, (int)sources.count, (size_t)out.len / allred_dtype_bytes(into), divisor);
     Py_END_ALLOW_THREADS;
   }
   PyMem_Free(addresses);
   release_tensors(&sources);
   PyBuffer_Release(&out);
   if (status < 0) return NULL;
+  Py_RETURN_NONE;
+}
+
+static PyObject *narrow(PyObject *self, PyObject *args) {
+  (void)self;
+  PyObject *source, *target;
+  int dtype, wire;
+  const char *name = "";
+  Py_buffer in, out;
+  if (!PyArg_ParseTuple(args, "OOii|s:narrow", &source, &target, &dtype, &wire, &name)) return NULL;
+  const int variant = find_variant(name);
+  if (variant < 0) return NULL;
+  if (!allred_narrows(dtype, wire))
+    return PyErr_Format(PyExc_ValueError, "dtype %d does not travel as dtype %d", dtype, wire);
+  if (PyObject_GetBuffer(source, &in, PyBUF_CONTIG_RO) < 0) return NULL;
+  if (PyObject_GetBuffer(target, &out, PyBUF_CONTIG) < 0) {
+    PyBuffer_Release(&in);
+    return NULL;
+  }
+  const size_t count = (size_t)in.len / allred_dtype_bytes(dtype);
+  const int fits = (size_t)in.len == count * allred_dtype_bytes(dtype) && (size_t)out.len == count * sizeof(uint16_t);
+  if (fits) {
+    Py_BEGIN_ALLOW_THREADS;
+    allred_narrow_kernel(variant, dtype, wire)(out.buf, in.buf, count);
+    Py_END_ALLOW_THREADS;
+  } else {
+    PyErr_Format(PyExc_ValueError, "%zd bytes cannot be rounded into %zd", in.len, out.len);
+  }
+  PyBuffer_Release(&in);
+  PyBuffer_Release(&out);
+  if (!fits) return NULL;
   Py_RETURN_NONE;
 }
 
@@ -342,7 +380,10 @@ static PyMethodDef methods[] = {
     {"pack", pack, METH_VARARGS, "pack(tensors, buffer): copy the tensors' bytes, in order, to the buffer."},
     {"unpack", unpack, METH_VARARGS, "unpack(tensors, buffer): fill the tensors, in order, from the buffer."},
     {"reduce", reduce, METH_VARARGS,
-     "reduce(sources, out, dtype_code, op_code, divisor, variant=''): see reduce.h; '' is the CPU's best variant."},
+     "reduce(sources, out, dtype_code, op_code, divisor, variant='', into=-1): see reduce.h; '' is the CPU's best "
+     "variant; into: the dtype of out, if it is a wider one."},
+    {"narrow", narrow, METH_VARARGS,
+     "narrow(source, out, dtype_code, wire_code, variant=''): rounded to what travels; see reduce.h."},
     {"update", update, METH_VARARGS,
      "update(rule, arrays, numbers, variant=''): whether a kernel did it; else nothing is changed. See update.h."},
     {"hashes", hashes, METH_O, "hashes(tensors): a 64-bit hash of each tensor's bytes; see scan.h."},

@@ -24,12 +24,13 @@
 #include "reduce.h"
 #include "segment.h"
 
-/* A tensor to reduce: `bytes` bytes of one of reduce.h's dtypes. `out` may be `in`. */
+/* A tensor to reduce: `bytes` bytes of one of reduce.h's dtypes. `out` may be `in`. wire: the dtype to travel in where
+ * that is a narrower one (allred_narrows), else 0. */
 typedef struct {
   const char *in;
   char *out;
   size_t bytes;
-  int dtype;
+  int dtype, wire;
 } allred_tensor;
 
 typedef struct {
@@ -61,8 +62,9 @@ struct allred_operation {
   size_t tensor_count;
   const allred_tensor *tensors;
   allred_cursor filled, drained;
-  size_t chunk_bytes; /* of the round */
-  int chunk_dtype;
+  size_t chunk_bytes; /* of the round: what is brought, and with room for results where these lie behind it */
+  size_t data_bytes;  /* what is brought */
+  int chunk_dtype, chunk_wire;
   /* of an exchange: what goes to and comes from each rank, from these offsets on */
   const char *send;
   char *receive;

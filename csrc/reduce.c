@@ -89,12 +89,13 @@
 
 static const struct {
   const char *name;
-  const allred_reduce (*kernels)[ALLRED_OPS];
+  const allred_reduce (*kernels)[ALLRED_OPS], (*wide)[2][ALLRED_OPS];
+  const allred_narrow (*narrow)[2];
 } variants[] = {
-    {"baseline", kernels_baseline},
+    {"baseline", kernels_baseline, wide_kernels_baseline, narrow_kernels_baseline},
 #ifdef MULTIVERSION
-    {"avx2", kernels_avx2},
-    {"avx512", kernels_avx512},
+    {"avx2", kernels_avx2, wide_kernels_avx2, narrow_kernels_avx2},
+    {"avx512", kernels_avx512, wide_kernels_avx512, narrow_kernels_avx512},
 #endif
 };
 
@@ -110,6 +111,18 @@ int allred_variants(void) {
 const char *allred_variant_name(int variant) { return variants[variant].name; }
 
 allred_reduce allred_reduce_kernel(int variant, int dtype, int op) { return variants[variant].kernels[dtype][op]; }
+
+allred_reduce allred_wide_kernel(int variant, int wire, int dtype, int op) {
+  return variants[variant].wide[wire - ALLRED_FLOAT16][dtype - ALLRED_FLOAT32][op];
+}
+
+allred_narrow allred_narrow_kernel(int variant, int dtype, int wire) {
+  return variants[variant].narrow[wire - ALLRED_FLOAT16][dtype - ALLRED_FLOAT32];
+}
+
+int allred_narrows(int dtype, int wire) {
+  return (dtype == ALLRED_FLOAT32 || dtype == ALLRED_FLOAT64) && (wire == ALLRED_FLOAT16 || wire == ALLRED_BFLOAT16);
+}
 
 size_t allred_dtype_bytes(int dtype) {
   static const size_t bytes[ALLRED_DTYPES] = {1, 1, 1, 2, 4, 8, 2, 2, 4, 8};

@@ -31,6 +31,9 @@ enum { ALLRED_AVERAGE = 1, ALLRED_SUM, ALLRED_MIN, ALLRED_MAX, ALLRED_PRODUCT, A
  */
 typedef void (*allred_reduce)(void *out, const void *const *sources, int sources_count, size_t count, int divisor);
 
+/* out[i] = in[i], rounded to nearest even: what is too large becomes infinity, a float64 is made a float32 first. */
+typedef void (*allred_narrow)(void *out, const void *in, size_t count);
+
 /* Bytes of an element. */
 size_t allred_dtype_bytes(int dtype);
 
@@ -41,5 +44,15 @@ const char *allred_variant_name(int variant);
 /* The kernel of a variant below allred_variants(); NULL where the operator is not defined for the dtype: Average of
  * what is not floating, Sum of bool. */
 allred_reduce allred_reduce_kernel(int variant, int dtype, int op);
+
+/*
+ * Numbers that travel narrower than they are in memory: `dtype` is float32 or float64, `wire` float16 or bfloat16.
+ *
+ * The kernel of the first is an allred_reduce whose sources are of the wire type and `out` of the dtype: the arithmetic
+ * is in float32, and its result is not rounded again. `out` overlaps no source.
+ */
+int allred_narrows(int dtype, int wire); /* whether there are kernels for it */
+allred_reduce allred_wide_kernel(int variant, int wire, int dtype, int op);
+allred_narrow allred_narrow_kernel(int variant, int dtype, int wire);
 
 #endif

@@ -39,7 +39,8 @@ typedef struct {
   uint64_t operation; /* the number of the last one that this rank began */
   uint64_t ticks;     /* of all operations before that: the same on all ranks */
   allred_pace pace;
-  size_t place; /* in the ring, where the next chunk goes: the same on all ranks */
+  size_t place;  /* in the ring, where the next chunk goes: the same on all ranks */
+  uint64_t sent; /* bytes that this rank has written for allreduces */
 } allred_segment;
 
 /* Bytes that a segment takes for so many ranks. */

@@ -105,8 +105,12 @@ static int position(PyObject *tuple, PyObject *item) {
   return -1;
 }
 
+/* How a tensor of this dtype travels in an operation with this wire type. */
+static int wire_of(int dtype, int wire) { return allred_narrows(dtype, wire) ? wire : 0; }
+
 /* An exact numpy array of a plain dtype as the next entry of the table; 0 if it has to go the long way. */
-static int take(Segment *self, PyObject *source, PyObject *target, int op, uint64_t *words, allred_tensor *tensor) {
+static int take(Segment *self, PyObject *source, PyObject *target, const allred_header *header, uint64_t *words,
+                allred_tensor *tensor) {
   if ((PyObject *)Py_TYPE(source) != self->array_type || (PyObject *)Py_TYPE(target) != self->array_type) return 0;
   PyObject *dtype = PyObject_GetAttr(source, self->dtype_name);
   if (!dtype) return 0;
@@ -116,28 +120,30 @@ static int take(Segment *self, PyObject *source, PyObject *target, int op, uint6
   }
   const int code = self->last_code;
   Py_DECREF(dtype);
-  if (code < 0 || !allred_reduce_kernel(self->variant, code, op)) return 0;
+  if (code < 0 || !allred_reduce_kernel(self->variant, code, header->op & ALLRED_OP_BITS)) return 0;
   const Py_buffer *in = hold(self, source, source == target ? PyBUF_CONTIG : PyBUF_CONTIG_RO), *out = in;
   if (!in || (source != target && !(out = hold(self, target, PyBUF_CONTIG))) || in->len != out->len) return 0;
   *words = allred_mix(*words, (uint64_t)code << 8 | (uint64_t)in->ndim);
   for (int i = 0; i < in->ndim; i++) *words = allred_mix(*words, (uint64_t)in->shape[i]);
-  *tensor = (allred_tensor){in->buf, out->buf, (size_t)in->len, code};
+  *tensor = (allred_tensor){in->buf, out->buf, (size_t)in->len, code, wire_of(code, header->op >> ALLRED_WIRE_SHIFT)};
   return 1;
 }
 
-static int name_and_op(Segment *self, PyObject *op, PyObject *name, allred_header *header) {
+/* op, name, and the wire type if there is one, into the header; 0 if they have to go the long way. */
+static int read_how(Segment *self, PyObject *const *args, Py_ssize_t count, allred_header *header) {
   Py_ssize_t length;
-  const char *text = PyUnicode_Check(name) ? PyUnicode_AsUTF8AndSize(name, &length) : NULL;
-  const int code = position(self->ops, op);
-  if (!text || code <= 0) return -1; /* 0 is the place of none */
-  header->op = (uint8_t)code;
+  const char *text = PyUnicode_Check(args[1]) ? PyUnicode_AsUTF8AndSize(args[1], &length) : NULL;
+  const int code = position(self->ops, args[0]);
+  const long wire = count > 2 ? PyLong_AsLong(args[2]) : 0;
+  if (!text || code <= 0 || (wire && !allred_narrows(ALLRED_FLOAT32, (int)wire))) return 0; /* op 0 is none */
+  header->op = (uint8_t)(code | (int)wire << ALLRED_WIRE_SHIFT);
   header->name = allred_hash_text(text, (size_t)length);
-  return code;
+  return 1;
 }
 
 /* The operation runs if it can be taken at all; then nobody else may use the segment meanwhile. */
 static int short_way(Segment *self, const allred_header *header, Py_ssize_t count, size_t bytes) {
-  start_allreduce(self, header, count, header->op);
+  start_allreduce(self, header, count, header->op & ALLRED_OP_BITS);
   int status = bytes <= BRIEF_BYTES ? allred_run(&self->operation, 0) : ALLRED_PENDING;
   if (status == ALLRED_PENDING) {
     self->taken = 1;
@@ -162,11 +168,11 @@ static int can_take(const Segment *self) {
 }
 
 static PyObject *allreduce(Segment *self, PyObject *const *args, Py_ssize_t count) {
-  if (count != 4) return PyErr_Format(PyExc_TypeError, "allreduce(source, target, op, name)");
+  if (count != 4 && count != 5) return PyErr_Format(PyExc_TypeError, "allreduce(source, target, op, name, wire=0)");
   if (!can_take(self)) return PyLong_FromLong(NOT_TAKEN);
   allred_header header = {.kind = ALLRED_KIND_ALLREDUCE, .root = -1, .words = allred_mix(0, 1)};
-  const int op = name_and_op(self, args[2], args[3], &header);
-  if (op < 0 || !take(self, args[0], args[1], op, &header.words, self->tensors))
+  if (!read_how(self, args + 2, count - 2, &header) ||
+      !take(self, args[0], args[1], &header, &header.words, self->tensors))
     return PyLong_FromLong(not_taken(self));
   const size_t bytes = self->tensors->bytes;
   header.dtype = (uint8_t)self->tensors->dtype;
@@ -213,20 +219,19 @@ static Py_ssize_t by_dtype(allred_tensor *tensors, Py_ssize_t count) {
 }
 
 static PyObject *grouped_allreduce(Segment *self, PyObject *const *args, Py_ssize_t count) {
-  if (count != 4 || !PyList_Check(args[0]) || !PyList_Check(args[1]))
-    return PyErr_Format(PyExc_TypeError, "grouped_allreduce(sources: list, targets: list, op, name)");
+  if ((count != 4 && count != 5) || !PyList_Check(args[0]) || !PyList_Check(args[1]))
+    return PyErr_Format(PyExc_TypeError, "grouped_allreduce(sources: list, targets: list, op, name, wire=0)");
   if (!can_take(self)) return PyLong_FromLong(NOT_TAKEN);
   const Py_ssize_t tensors = PyList_Size(args[0]);
   if (PyList_Size(args[1]) != tensors) return PyErr_Format(PyExc_ValueError, "as many targets as sources");
   if (make_room(self, tensors ? tensors : 1) < 0) return PyLong_FromLong(not_taken(self));
   allred_header header = {
       .kind = ALLRED_KIND_GROUPED_ALLREDUCE, .dtype = 255, .root = -1, .words = allred_mix(0, (uint64_t)tensors)};
-  const int op = name_and_op(self, args[2], args[3], &header);
-  if (op < 0) return PyLong_FromLong(not_taken(self));
+  if (!read_how(self, args + 2, count - 2, &header)) return PyLong_FromLong(not_taken(self));
   size_t bytes = 0;
   for (Py_ssize_t i = 0; i < tensors; i++) {
     PyObject *source = PyList_GetItem(args[0], i), *target = PyList_GetItem(args[1], i);
-    if (!take(self, source, target, op, &header.words, &self->tensors[i])) return PyLong_FromLong(not_taken(self));
+    if (!take(self, source, target, &header, &header.words, &self->tensors[i])) return PyLong_FromLong(not_taken(self));
     header.count += self->tensors[i].bytes / allred_dtype_bytes(self->tensors[i].dtype);
     bytes += self->tensors[i].bytes;
   }
@@ -253,7 +258,8 @@ static int kernel_exists(const Segment *self, int dtype, int op) {
 }
 
 /* One tensor as an entry of the table, its dtype given by number. */
-static int enter(Segment *self, PyObject *source, PyObject *target, long dtype, int op, allred_tensor *tensor) {
+static int enter(Segment *self, PyObject *source, PyObject *target, long dtype, int op, int wire,
+                 allred_tensor *tensor) {
   if (!kernel_exists(self, (int)dtype, op)) return -1;
   const Py_buffer *in = hold(self, source, PyBUF_CONTIG_RO), *out;
   if (!in || !(out = hold(self, target, PyBUF_CONTIG))) return -1;
@@ -261,26 +267,28 @@ static int enter(Segment *self, PyObject *source, PyObject *target, long dtype, 
     PyErr_Format(PyExc_ValueError, "%zd bytes cannot be reduced into %zd", in->len, out->len);
     return -1;
   }
-  *tensor = (allred_tensor){in->buf, out->buf, (size_t)in->len, (int)dtype};
+  *tensor = (allred_tensor){in->buf, out->buf, (size_t)in->len, (int)dtype, wire_of((int)dtype, wire)};
   return 0;
 }
 
 static PyObject *begin_allreduce(Segment *self, PyObject *args) {
   PyObject *record, *sources, *targets, *dtypes;
   allred_header header;
-  int op;
-  if (!PyArg_ParseTuple(args, "OOOOi:begin_allreduce", &record, &sources, &targets, &dtypes, &op)) return NULL;
+  int op, wire = 0;
+  if (!PyArg_ParseTuple(args, "OOOOi|i:begin_allreduce", &record, &sources, &targets, &dtypes, &op, &wire)) return NULL;
   if (!ready(self) || read_header(record, &header) < 0) return NULL;
   const Py_ssize_t count = PyList_Check(sources) ? PyList_Size(sources) : -1;
   if (count < 0 || !PyList_Check(targets) || !PyList_Check(dtypes) || PyList_Size(targets) != count ||
       PyList_Size(dtypes) != count)
     return PyErr_Format(PyExc_TypeError, "sources, targets and dtypes must be lists of one length");
   if (op <= 0 || op >= ALLRED_OPS) return PyErr_Format(PyExc_ValueError, "operator %d does not exist", op);
+  if (wire && !allred_narrows(ALLRED_FLOAT32, wire))
+    return PyErr_Format(PyExc_ValueError, "dtype %d is no wire type; float16 and bfloat16 are", wire);
   if (make_room(self, count ? count : 1) < 0) return NULL;
   Py_ssize_t kept = 0;
   for (Py_ssize_t i = 0; i < count && kept == 0; i++) {
     const long dtype = PyLong_AsLong(PyList_GetItem(dtypes, i));
-    kept = enter(self, PyList_GetItem(sources, i), PyList_GetItem(targets, i), dtype, op, &self->tensors[i]);
+    kept = enter(self, PyList_GetItem(sources, i), PyList_GetItem(targets, i), dtype, op, wire, &self->tensors[i]);
   }
   if (kept == 0) kept = by_dtype(self->tensors, count);
   if (kept < 0) return release_views(self), NULL;
@@ -456,6 +464,11 @@ static PyObject *get_pending(Segment *self, void *unused) {
   return PyBool_FromLong(pending(self));
 }
 
+static PyObject *get_sent(Segment *self, void *unused) {
+  (void)unused;
+  return PyLong_FromUnsignedLongLong(self->segment.sent);
+}
+
 static PyObject *get_moves(Segment *self, void *unused) {
   (void)unused;
   return PyLong_FromUnsignedLongLong(self->operation.moves);
@@ -551,12 +564,13 @@ static void destruct(Segment *self) {
 
 static PyMethodDef methods[] = {
     {"allreduce", (PyCFunction)(void (*)(void))allreduce, METH_FASTCALL,
-     "allreduce(source, target, op, name): 0 when it is done, 1 when it was begun, 2 when it must go the long way."},
+     "allreduce(source, target, op, name, wire=0): 0 when it is done, 1 when it was begun, 2 when it must go the long "
+     "way."},
     {"grouped_allreduce", (PyCFunction)(void (*)(void))grouped_allreduce, METH_FASTCALL,
-     "grouped_allreduce(sources, targets, op, name): the same for lists."},
+     "grouped_allreduce(sources, targets, op, name, wire=0): the same for lists."},
     {"begin_exchange", (PyCFunction)(void (*)(void))begin_exchange, METH_O, "begin_exchange(record)"},
     {"begin_allreduce", (PyCFunction)(void (*)(void))begin_allreduce, METH_VARARGS,
-     "begin_allreduce(record, sources, targets, dtypes, op)"},
+     "begin_allreduce(record, sources, targets, dtypes, op, wire=0)"},
     {"begin_allgather", (PyCFunction)(void (*)(void))begin_allgather, METH_VARARGS,
      "begin_allgather(record, send, receive, counts)"},
     {"begin_broadcast", (PyCFunction)(void (*)(void))begin_broadcast, METH_VARARGS,
@@ -578,6 +592,7 @@ static PyGetSetDef attributes[] = {
     {"agreed", (getter)get_agreed, NULL, "whether the headers of the last operation agreed", NULL},
     {"number", (getter)get_number, NULL, "of the last operation that was begun, counted from 1", NULL},
     {"pending", (getter)get_pending, NULL, "whether an operation is under way", NULL},
+    {"sent", (getter)get_sent, NULL, "bytes that this rank has written for allreduces", NULL},
     {"moves", (getter)get_moves, NULL, "steps taken in this operation", NULL},
     {"peers", (getter)get_peers, NULL, "whether it waits for ranks that have not begun the operation", NULL},
     {NULL, NULL, NULL, NULL, NULL}};

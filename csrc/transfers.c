@@ -11,14 +11,19 @@ static uint64_t rounds_for(size_t bytes, size_t chunk) { return bytes ? (bytes +
 
 /*
  * allreduce. A chunk holds consecutive tensors, or parts of them, of one dtype: the fusion buffer is one chunk long.
+ * Where that dtype travels as a narrower one, numbers are rounded on their way into the chunk, and everybody reduces
+ * what is in the chunks, its own included: else ranks would sum different numbers. The sums are not rounded again.
  *
  * Few bytes, or two ranks: every rank reads all chunks and reduces for itself. More: each reduces one part of the chunk
  * for all, in place in its chunk, and everyone copies the parts; that is one meeting more, and less to read.
- * The order of the sum is that of the ranks either way, so both give the same bits.
+ * The order of the sum is that of the ranks either way, so both give the same bits. Reduced narrow numbers are wide and
+ * have no room where they come from: they lie behind what the rank has brought.
  */
 
 /* Up to which all read all, in bytes of the chunk times ranks. */
 #define DIRECT_BYTES 32768
+/* A chunk that has room for a line of narrow numbers of each rank, and for wide results behind it. */
+#define LEAST_BEHIND (8 * ALLRED_LINE)
 
 /* The next stretch of memory of a cursor, at most `room` bytes; the cursor goes behind it. */
 static size_t stretch(const allred_operation *op, allred_cursor *cursor, size_t room, const allred_tensor **tensor,
@@ -31,65 +36,117 @@ static size_t stretch(const allred_operation *op, allred_cursor *cursor, size_t 
   return bytes;
 }
 
+/* How often the bytes of a tensor have to be halved to be those that travel. */
+static int narrowing(const allred_tensor *tensor) {
+  if (!tensor->wire) return 0;
+  return tensor->dtype == ALLRED_FLOAT64 ? 2 : 1;
+}
+
+static int chunk_narrowing(const allred_operation *op) {
+  return narrowing(&(allred_tensor){.dtype = op->chunk_dtype, .wire = op->chunk_wire});
+}
+
+/* What a chunk of this many bytes takes of what a rank brings. Each rank's results may lie behind it, wide. */
+static size_t room_in(size_t chunk, int ranks, int narrowing, int melds) {
+  if (!narrowing || !melds) return chunk;
+  const size_t wide = (size_t)1 << narrowing, whole = chunk - wide * ALLRED_LINE; /* parts are rounded up to lines */
+  return whole * (size_t)ranks / ((size_t)ranks + wide) / ALLRED_LINE * ALLRED_LINE;
+}
+
 /* Whether more of the tensors goes into this chunk. An empty one always does: it is not counted in the rounds. */
 static int takes_more(const allred_operation *op, size_t room) {
   if (op->filled.tensor == op->tensor_count) return 0;
   const allred_tensor *next = &op->tensors[op->filled.tensor];
-  return next->dtype == op->chunk_dtype && (room || !next->bytes);
+  return next->dtype == op->chunk_dtype && next->wire == op->chunk_wire && (room || !next->bytes);
+}
+
+/* Numbers rounded on their way into the chunk; by way of a near cache where they have to go around the others. */
+static void narrow(const allred_operation *op, char *chunk, const char *from, size_t count) {
+  const allred_narrow kernel = allred_narrow_kernel(op->variant, op->chunk_dtype, op->chunk_wire);
+  const size_t item = allred_dtype_bytes(op->chunk_dtype), wire = allred_dtype_bytes(op->chunk_wire);
+  char block[4096];
+  if (!op->segment->pace.around) {
+    kernel(chunk, from, count);
+    return;
+  }
+  for (size_t done = 0, part; done < count; done += part) {
+    part = smaller(count - done, sizeof block / wire);
+    kernel(block, from + done * item, part);
+    allred_copy(&op->segment->pace, chunk + done * wire, block, part * wire);
+  }
+}
+
+static size_t part_of(const allred_operation *op) {
+  return round_up((op->data_bytes + (size_t)op->segment->ranks - 1) / (size_t)op->segment->ranks);
 }
 
 static void gather(allred_operation *op, char *chunk) {
-  const allred_tensor *tensor;
-  size_t offset, room = op->segment->chunk_bytes;
+  static const allred_tensor none = {.dtype = 0};
+  const allred_tensor *tensor = op->filled.tensor < op->tensor_count ? &op->tensors[op->filled.tensor] : &none;
+  const int by = narrowing(tensor), melds = op->transfer->meld != NULL;
+  const size_t all = room_in(op->segment->chunk_bytes, op->segment->ranks, by, melds);
   const uint64_t begun = allred_copy_begin();
-  op->chunk_dtype = op->filled.tensor < op->tensor_count ? op->tensors[op->filled.tensor].dtype : 0;
+  size_t offset, room = all;
+  op->chunk_dtype = tensor->dtype;
+  op->chunk_wire = tensor->wire;
   while (takes_more(op, room)) {
-    const size_t bytes = stretch(op, &op->filled, room, &tensor, &offset);
-    allred_copy(&op->segment->pace, chunk, tensor->in + offset, bytes);
-    chunk += bytes;
-    room -= bytes;
+    const size_t bytes = stretch(op, &op->filled, room << by, &tensor, &offset);
+    if (by)
+      narrow(op, chunk, tensor->in + offset, bytes / allred_dtype_bytes(op->chunk_dtype));
+    else
+      allred_copy(&op->segment->pace, chunk, tensor->in + offset, bytes);
+    chunk += bytes >> by;
+    room -= bytes >> by;
   }
-  op->chunk_bytes = op->segment->chunk_bytes - room;
-  allred_copy_end(&op->segment->pace, begun, op->chunk_bytes);
+  op->data_bytes = op->chunk_bytes = all - room;
+  if (by && melds) op->chunk_bytes = round_up(op->data_bytes) + (part_of(op) << by);
+  op->segment->sent += op->data_bytes;
+  allred_copy_end(&op->segment->pace, begun, op->data_bytes << by);
 }
 
-/* This rank's own numbers are read where they come from: the same bits as in its chunk, and in a nearer cache. */
+static allred_reduce kernel_of(const allred_operation *op) {
+  if (op->chunk_wire) return allred_wide_kernel(op->variant, op->chunk_wire, op->chunk_dtype, op->op);
+  return allred_reduce_kernel(op->variant, op->chunk_dtype, op->op);
+}
+
+/* This rank's own numbers are read where they come from, unless they were rounded: the same bits as in its chunk, and
+ * in a nearer cache. */
 static void reduce_all(allred_operation *op) {
-  const allred_reduce reduce = allred_reduce_kernel(op->variant, op->chunk_dtype, op->op);
+  const allred_reduce reduce = kernel_of(op);
   const size_t item = allred_dtype_bytes(op->chunk_dtype);
+  const int by = chunk_narrowing(op);
   const char *chunks[ALLRED_MAX_RANKS];
   const void *sources[ALLRED_MAX_RANKS];
   const allred_tensor *tensor;
   size_t offset;
   for (int rank = 0; rank < op->segment->ranks; rank++) chunks[rank] = allred_operation_chunk(op, rank);
-  for (size_t at = 0, bytes; at < op->chunk_bytes; at += bytes) {
-    bytes = stretch(op, &op->drained, op->chunk_bytes - at, &tensor, &offset);
+  for (size_t at = 0, bytes; at < op->data_bytes; at += bytes >> by) {
+    bytes = stretch(op, &op->drained, (op->data_bytes - at) << by, &tensor, &offset);
     for (int rank = 0; rank < op->segment->ranks; rank++) sources[rank] = chunks[rank] + at;
-    sources[op->segment->rank] = tensor->in + offset;
+    if (!by) sources[op->segment->rank] = tensor->in + offset;
     reduce(tensor->out + offset, sources, op->segment->ranks, bytes / item, op->divisor);
   }
 }
 
-static size_t part_of(const allred_operation *op) {
-  return round_up((op->chunk_bytes + (size_t)op->segment->ranks - 1) / (size_t)op->segment->ranks);
-}
-
 static void reduce_part(allred_operation *op, char *chunk) {
-  const size_t part = part_of(op), start = smaller(part * (size_t)op->segment->rank, op->chunk_bytes);
-  const size_t bytes = smaller(part, op->chunk_bytes - start);
+  const size_t part = part_of(op), start = smaller(part * (size_t)op->segment->rank, op->data_bytes);
+  const size_t bytes = smaller(part, op->data_bytes - start);
+  const int by = chunk_narrowing(op);
   const void *sources[ALLRED_MAX_RANKS];
   for (int rank = 0; rank < op->segment->ranks; rank++) sources[rank] = allred_operation_chunk(op, rank) + start;
-  allred_reduce_kernel(op->variant, op->chunk_dtype, op->op)(chunk + start, sources, op->segment->ranks,
-                                                             bytes / allred_dtype_bytes(op->chunk_dtype), op->divisor);
+  kernel_of(op)(chunk + (by ? round_up(op->data_bytes) : start), sources, op->segment->ranks,
+                (bytes << by) / allred_dtype_bytes(op->chunk_dtype), op->divisor);
 }
 
 static void scatter_parts(allred_operation *op) {
-  const size_t part = part_of(op);
+  const size_t part = part_of(op), behind = round_up(op->data_bytes);
+  const int by = chunk_narrowing(op);
   const allred_tensor *tensor;
   size_t offset;
-  for (size_t at = 0, bytes; at < op->chunk_bytes; at += bytes) {
-    bytes = stretch(op, &op->drained, smaller(op->chunk_bytes - at, part - at % part), &tensor, &offset);
-    memcpy(tensor->out + offset, allred_operation_chunk(op, (int)(at / part)) + at, bytes);
+  for (size_t at = 0, bytes; at < op->data_bytes; at += bytes >> by) {
+    bytes = stretch(op, &op->drained, smaller(op->data_bytes - at, part - at % part) << by, &tensor, &offset);
+    const char *from = allred_operation_chunk(op, (int)(at / part)) + (by ? behind + (at % part << by) : at);
+    memcpy(tensor->out + offset, from, bytes);
   }
 }
 
@@ -104,18 +161,25 @@ void allred_begin_allreduce(allred_operation *op, allred_segment *segment, const
   op->variant = variant;
   op->op = reduction;
   op->divisor = divisor;
-  size_t bytes = 0;
+  size_t bytes = 0; /* that travel */
+  int narrows = 0;
+  for (size_t i = 0; i < count; i++) {
+    bytes += tensors[i].bytes >> narrowing(&tensors[i]);
+    narrows |= tensors[i].wire;
+  }
+  const int few = segment->ranks == 2 || bytes * (size_t)segment->ranks <= DIRECT_BYTES;
+  op->transfer = few || (narrows && segment->chunk_bytes < LEAST_BEHIND) ? &direct : &shared_out;
+  const int melds = op->transfer->meld != NULL;
   op->rounds = 0;
   for (size_t i = 0, run = 0; i < count; i++) {
-    bytes += tensors[i].bytes;
-    run += tensors[i].bytes;
-    if (i + 1 < count && tensors[i + 1].dtype == tensors[i].dtype) continue;
-    op->rounds += rounds_for(run, segment->chunk_bytes);
+    const int by = narrowing(&tensors[i]);
+    run += tensors[i].bytes >> by;
+    if (i + 1 < count && tensors[i + 1].dtype == tensors[i].dtype && tensors[i + 1].wire == tensors[i].wire) continue;
+    op->rounds += rounds_for(run, room_in(segment->chunk_bytes, segment->ranks, by, melds));
     run = 0;
   }
   if (op->rounds == 0) op->rounds = 1;
-  op->on_card = op->rounds == 1 && bytes <= ALLRED_CARD_BYTES;
-  op->transfer = segment->ranks == 2 || bytes * (size_t)segment->ranks <= DIRECT_BYTES ? &direct : &shared_out;
+  op->on_card = op->rounds == 1 && bytes <= ALLRED_CARD_BYTES && !(narrows && melds);
 }
 
 /*

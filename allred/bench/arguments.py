@@ -7,6 +7,7 @@ import numpy as np
 
 from allred import arrays, config
 from allred.bench import measure, sets
+from allred.compression import Compression, narrows
 
 SIZES = "4,1KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB,256MiB"
 DTYPES = [name for name in arrays.DTYPES if name != "bool"]  # it has no sum
@@ -37,6 +38,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     served.add_argument("--consistency", choices=["async", "bounded", "sync"], help="default: ALLRED_CONSISTENCY")
     for sub in (one, many):
         sub.add_argument("--backend", default=None, help="as in allred.init(); default: the setting ALLRED_BACKEND")
+        sub.add_argument(
+            "--compression",
+            choices=[each.name for each in Compression],
+            help="what wide floats travel as; another than none is timed beside none, in turns",
+        )
     for sub in (one, many, served):
         sub.add_argument("--dtype", default="float32", help="float32 (default), or another that allred sums")
         sub.add_argument("--against", choices=["mpi"], help="time raw MPI too, on the same arrays, in turns")
@@ -50,6 +56,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         if sub is served:
             _check_served(options)
         else:
+            options.compression = Compression[options.compression or "none"]
+            if options.compression.value and not narrows(options.dtype, options.compression.value):
+                raise ValueError(f"--compression is of float32 and float64, and --dtype is {options.dtype}")
             options.items = _sizes(options.sizes, options.dtype) if sub is one else _sets(options.sets)
         if not 0 <= options.seconds < float("inf"):
             raise ValueError(f"--seconds {options.seconds:g} is not a time")

@@ -18,6 +18,7 @@ from allred.bench import measure, ps, sets, setting, table, verify, ways
 from allred.bench.arguments import parse
 from allred.cluster import mpi
 from allred.comm import collectives
+from allred.compression import Compression
 from allred.errors import ConfigError
 
 
@@ -54,6 +55,8 @@ def run(options: argparse.Namespace, command: str) -> None:
     comm = MPI.COMM_WORLD.Dup()
     ranks = comm.Get_size()
     common = {"ranks": ranks, "dtype": arrays.name_of(options.dtype), "backend": collectives.current().name}
+    if options.compression is not Compression.none:
+        common["compression"] = options.compression.name
     where = {
         "op": "Sum",
         **setting.describe(comm, mpi_settings),
@@ -61,7 +64,7 @@ def run(options: argparse.Namespace, command: str) -> None:
         "command": f"mpirun -np {ranks} {command}" if ranks > 1 else command,
     }
     printer = table.Printer(options.json, speaks=comm.Get_rank() == 0)
-    printer.begin(options.bench, common, where, options.against)
+    printer.begin(options.bench, common, where, options.against or common.get("compression"))
     for item in options.items:
         what, measured = _measured(item, options, comm)
         for numbers in measured:
@@ -75,11 +78,11 @@ def _measured(item: Any, options: argparse.Namespace, comm: Any) -> tuple[dict[s
     against = options.against is not None
     if options.bench == "allreduce":
         group = ways.allocate([(item // options.dtype.itemsize,)], options.dtype)
-        what, calls = {"bytes": item}, ways.of_array(group[0], comm, against)
+        what, calls = {"bytes": item}, ways.of_array(group[0], comm, against, options.compression)
     else:
         group = ways.allocate(sets.SETS[item](), options.dtype)
         what = {"set": item, "bytes": sum(array.nbytes for array in group), "tensors": len(group)}
-        calls = ways.of_group(group, comm, against)
+        calls = ways.of_group(group, comm, against, options.compression)
     for name, call in calls.items():
         verify.check(f"{options.bench} {item} by {name}", call, group, comm)
     lines = max(1, len(calls) - 1)

@@ -62,7 +62,8 @@ class Printer:
         ranks = f"{common['ranks']} rank{'s' * (common['ranks'] > 1)}"
         if bench == "ps":
             ranks += f": {common['servers']} to serve, {common['workers']} to work, {common['consistency']}"
-        print(f"{bench}: {common['dtype']}, {where['op']}, in place, blocking; {ranks}, backend {common['backend']}")
+        dtype = f"{common['dtype']} as {common['compression']}" if "compression" in common else common["dtype"]
+        print(f"{bench}: {dtype}, {where['op']}, in place, blocking; {ranks}, backend {common['backend']}")
         print(*setting.lines(where), sep="\n")
         head = [
             f"{'size' if bench == 'allreduce' else 'set':>12}",

@@ -1,13 +1,14 @@
 """The calls that are compared, on the same arrays: a user's of allred, and a user's of mpi4py without allred.
 
 allred                    allreduce_ or grouped_allreduce_: public, blocking, in place
+allred uncompressed       the same, beside one with --compression
 mpi, mpi per tensor       Allreduce in place on a duplicate of COMM_WORLD, blocking; one call a tensor
 mpi concatenate + split   everything into one flat array, one Allreduce, everything back. The flat array is allocated
                           once, before; a user who allocates it in every step pays for that on top
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ import numpy as np
 import allred
 from allred.arrays import Array
 from allred.bench.measure import Call
+from allred.compression import Compression
 
+UNCOMPRESSED = "allred uncompressed"
 PER_TENSOR = "mpi per tensor"
 CONCATENATED = "mpi concatenate + split"
 
@@ -28,9 +31,9 @@ def allocate(shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> list[Ar
     return group
 
 
-def of_array(array: Array, comm: Any, against: bool) -> dict[str, Call]:
+def of_array(array: Array, comm: Any, against: bool, compression: Compression) -> dict[str, Call]:
     """The ways to reduce one array."""
-    ways: dict[str, Call] = {"allred": functools.partial(allred.allreduce_, array, allred.Sum)}
+    ways = _ours(functools.partial(allred.allreduce_, array, allred.Sum), compression)
     if against:
         from mpi4py import MPI
 
@@ -38,13 +41,19 @@ def of_array(array: Array, comm: Any, against: bool) -> dict[str, Call]:
     return ways
 
 
-def of_group(group: list[Array], comm: Any, against: bool) -> dict[str, Call]:
+def of_group(group: list[Array], comm: Any, against: bool, compression: Compression) -> dict[str, Call]:
     """The ways to reduce many arrays."""
-    ways: dict[str, Call] = {"allred": functools.partial(allred.grouped_allreduce_, group, allred.Sum)}
+    ways = _ours(functools.partial(allred.grouped_allreduce_, group, allred.Sum), compression)
     if against:
         ways[PER_TENSOR] = functools.partial(_per_tensor, group, comm)
         ways[CONCATENATED] = _concatenated(group, comm)
     return ways
+
+
+def _ours(call: Callable[..., object], compression: Compression) -> dict[str, Call]:
+    if compression is Compression.none:
+        return {"allred": call}
+    return {"allred": functools.partial(call, compression=compression), UNCOMPRESSED: call}
 
 
 def _per_tensor(group: list[Array], comm: Any) -> None:

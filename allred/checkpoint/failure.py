@@ -12,7 +12,7 @@ from allred.errors import CheckpointError
 
 _PERMISSION = "let this user write there, or save to another directory"
 _ADVICE = {
-    errno.ENOENT: "every host has to see it: use a directory on a file system that all of them share",
+    errno.ENOENT: "it is gone, or this host does not see it: use a directory on a file system that all share",
     errno.ENOSPC: "free some space, or keep fewer checkpoints",
     errno.EDQUOT: "the quota is used up: delete something, or keep fewer checkpoints",
     errno.EFBIG: "the limit of file sizes is too low: raise it with `ulimit -f unlimited`",

@@ -16,7 +16,7 @@ import numpy as np
 from allred.arrays import Array
 from allred.checkpoint.entry import check_cover
 from allred.checkpoint.manifest import Manifest, load
-from allred.checkpoint.root import present
+from allred.checkpoint.root import damage, present
 from allred.checkpoint.shard import check_bytes, read_shard
 from allred.errors import CheckpointError
 
@@ -60,10 +60,10 @@ def read_newest(root: str | os.PathLike[str]) -> tuple[tuple[pathlib.Path, Check
     """
     wrong: list[str] = []
     for path in reversed(present(pathlib.Path(root)).values()):
-        problem = next(_problems(path), None)
-        if problem is None:
+        problem = damage(path) or str(next(_problems(path), ""))
+        if not problem:
             return (path, _assembled(path, load(path))), wrong
-        wrong.append(str(problem))
+        wrong.append(problem)
     return None, wrong
 
 

@@ -68,7 +68,10 @@ def damage(path: pathlib.Path) -> str:
     Their bytes are not read.
     """
     try:
-        for shard in load(path).shards:
+        manifest = load(path)
+        if (match := _COMMITTED.fullmatch(path.name)) and int(match[1]) != manifest.step:
+            return f"checkpoint: {path} holds step {manifest.step}; give it its own name, or move it elsewhere"
+        for shard in manifest.shards:
             check_length("checkpoint", path, shard)
     except CheckpointError as error:
         return str(error)

@@ -27,6 +27,7 @@ from allred.comm import header, objects, ops
 from allred.comm.header import Call
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Lock, Steps, Work, WorkQueue
+from allred.compression import Compression, narrows
 from allred.errors import AllredError, InputError
 
 T = TypeVar("T")
@@ -35,16 +36,23 @@ _NO_OP = object()  # of an operation that does not reduce; None is something tha
 
 
 class Communicator(ABC):
-    """A group of `size` ranks that move arrays. `name` is the backend's."""
+    """A group of `size` ranks that move arrays. `name` is the backend's. A root is given as one of `ranks`."""
 
     name: str
 
     def __init__(self, rank: int, size: int, timeout_s: float, lock: Lock | None = None) -> None:
         self.rank = rank
         self.size = size
+        self.ranks: Sequence[int] = range(size)  # the numbers of its members, as callers know them: for roots and words
         self.queue = WorkQueue(timeout_s, lock)
         self.checks_places = False  # whether all ranks must call an operation at the same line of the program
         self._sequence = 0
+        self._sent_bytes = 0
+
+    @property
+    def number(self) -> int:
+        """This rank's, among `ranks`."""
+        return self.ranks[self.rank]
 
     # What a backend supplies. All arrays are flat and contiguous; counts are elements (bytes where the array is bytes).
 
@@ -53,8 +61,8 @@ class Communicator(ABC):
         """Every rank's record of header.BYTES bytes, in rank order."""
 
     @abstractmethod
-    def _allreduce(self, flat: Array, op: ReduceOp) -> Steps[None]:
-        """Reduce in place."""
+    def _allreduce(self, flat: Array, op: ReduceOp, wire: int = 0) -> Steps[None]:
+        """Reduce in place. wire: if it is not 0, the code of the dtype that these wide numbers are to travel in."""
 
     @abstractmethod
     def _broadcast(self, data: Array, root: int) -> Steps[None]:
@@ -76,6 +84,12 @@ class Communicator(ABC):
         """Memory that lives as long as the communicator, and from which it may reduce without a copy."""
         return np.zeros(count, dtype)
 
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank has brought to allreduces so far, in bytes as they travel. On several nodes these are slices
+        of its node's sums, which cross between nodes; alone, backend single, nothing travels."""
+        return self._sent_bytes
+
     fuses = False  # whether a group passes as one stream, without a fusion buffer
 
     def close(self) -> None:
@@ -84,57 +98,86 @@ class Communicator(ABC):
 
     # The collectives.
 
-    def allreduce(self, value: Any, op: ReduceOp = ReduceOp.AVERAGE, name: str = "") -> Work[Array]:
+    def allreduce(
+        self, value: Any, op: ReduceOp = ReduceOp.AVERAGE, name: str = "", compression: Compression = Compression.none
+    ) -> Work[Array]:
         """The reduction over all ranks of `value` (an array or a number): a new array of the same shape and dtype."""
-        return self._start("allreduce", name, self._reduce_one(value, op, name, in_place=False))
+        return self._start("allreduce", name, self._reduce_one(value, op, name, compression, in_place=False))
 
-    def allreduce_(self, array: Array, op: ReduceOp = ReduceOp.AVERAGE, name: str = "") -> Work[Array]:
+    def allreduce_(
+        self, array: Array, op: ReduceOp = ReduceOp.AVERAGE, name: str = "", compression: Compression = Compression.none
+    ) -> Work[Array]:
         """The same, in place; the result is `array`, which must be writable."""
-        return self._start("allreduce", name, self._reduce_one(array, op, name, in_place=True))
+        return self._start("allreduce", name, self._reduce_one(array, op, name, compression, in_place=True))
 
-    def allreduce_now(self, value: Any, in_place: bool, op: ReduceOp, name: str) -> Array:
+    def allreduce_now(
+        self, value: Any, in_place: bool, op: ReduceOp, name: str, compression: Compression = Compression.none
+    ) -> Array:
         """allreduce or allreduce_, started and waited for. A backend may have a shorter way to the same result."""
         start = self.allreduce_ if in_place else self.allreduce
-        return start(value, op, name).wait()
+        return start(value, op, name, compression).wait()
 
-    def _reduce_one(self, value: Any, op: ReduceOp, name: str, in_place: bool) -> Steps[Array]:
+    def _reduce_one(
+        self, value: Any, op: ReduceOp, name: str, compression: Compression, in_place: bool
+    ) -> Steps[Array]:
         source, target = _source_and_target(value, in_place)
-        yield from self._reduce(array_call("allreduce", source, name, op), [source], [target], op)
+        call = array_call("allreduce", source, name, op, compression=compression)
+        yield from self._reduce(call, [source], [target], op, compression)
         return target
 
     def grouped_allreduce(
-        self, group: Sequence[Any], op: ReduceOp = ReduceOp.AVERAGE, name: str = ""
+        self,
+        group: Sequence[Any],
+        op: ReduceOp = ReduceOp.AVERAGE,
+        name: str = "",
+        compression: Compression = Compression.none,
     ) -> Work[list[Array]]:
         """allreduce of several arrays as one operation; new arrays."""
-        return self._start("grouped_allreduce", name, self._reduce_group(group, op, name, in_place=False))
+        return self._start("grouped_allreduce", name, self._reduce_group(group, op, name, compression, in_place=False))
 
     def grouped_allreduce_(
-        self, group: Sequence[Array], op: ReduceOp = ReduceOp.AVERAGE, name: str = ""
+        self,
+        group: Sequence[Array],
+        op: ReduceOp = ReduceOp.AVERAGE,
+        name: str = "",
+        compression: Compression = Compression.none,
     ) -> Work[list[Array]]:
         """The same, in place."""
-        return self._start("grouped_allreduce", name, self._reduce_group(group, op, name, in_place=True))
+        return self._start("grouped_allreduce", name, self._reduce_group(group, op, name, compression, in_place=True))
 
-    def grouped_allreduce_now(self, group: Sequence[Any], in_place: bool, op: ReduceOp, name: str) -> list[Array]:
+    def grouped_allreduce_now(
+        self,
+        group: Sequence[Any],
+        in_place: bool,
+        op: ReduceOp,
+        name: str,
+        compression: Compression = Compression.none,
+    ) -> list[Array]:
         """grouped_allreduce or grouped_allreduce_, started and waited for; see `allreduce_now`."""
         start = self.grouped_allreduce_ if in_place else self.grouped_allreduce
-        return start(group, op, name).wait()
+        return start(group, op, name, compression).wait()
 
-    def _reduce_group(self, group: Sequence[Any], op: ReduceOp, name: str, in_place: bool) -> Steps[list[Array]]:
+    def _reduce_group(
+        self, group: Sequence[Any], op: ReduceOp, name: str, compression: Compression, in_place: bool
+    ) -> Steps[list[Array]]:
         pairs = [_source_and_target(value, in_place) for value in group]
         sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
         if in_place and arrays.overlap([target for target in targets if target.size]):
             raise InputError("the same memory is in the group twice, and would be reduced twice")
-        yield from self._reduce(group_call(sources, name, op), sources, targets, op)
+        yield from self._reduce(group_call(sources, name, op, compression), sources, targets, op, compression)
         return targets
 
-    def _reduce(self, call: Call, sources: list[Array], targets: list[Array], op: ReduceOp) -> Steps[None]:
+    def _reduce(
+        self, call: Call, sources: list[Array], targets: list[Array], op: ReduceOp, compression: Compression
+    ) -> Steps[None]:
         """Agree on the call, then reduce each source into its target, which is it, or a new contiguous array."""
         yield from self._agree(call)
         for source, target in zip(sources, targets, strict=True):
             if source is not target:
                 target[...] = source
             flat = arrays.flat(target)
-            yield from self._allreduce(flat, op)
+            wire = compression.value if narrows(flat.dtype, compression.value) else 0
+            yield from self._allreduce(flat, op, wire)
             arrays.put_back(target, flat)
 
     def broadcast(self, value: Any, root: int = 0, name: str = "") -> Work[Array]:
@@ -147,10 +190,10 @@ class Communicator(ABC):
 
     def _cast(self, value: Any, root: int, name: str, in_place: bool) -> Steps[Array]:
         target = _target(value, in_place)
-        root = _root(root, self.size)
-        yield from self._agree(array_call("broadcast", target, name, root=root))
+        source = _index_of(root, self.ranks)
+        yield from self._agree(array_call("broadcast", target, name, root=self.ranks[source]))
         flat = arrays.flat(target)
-        yield from self._broadcast(arrays.as_bytes(flat), root)
+        yield from self._broadcast(arrays.as_bytes(flat), source)
         arrays.put_back(target, flat)
         return target
 
@@ -230,10 +273,10 @@ class Communicator(ABC):
         """The root's picklable object, on the others a copy of it."""
 
         def steps() -> Steps[Any]:
-            source = _root(root, self.size)
+            source = _index_of(root, self.ranks)
             data = objects.dumps(value if self.rank == source else None)
-            title = f"broadcast_object(root={source}){quoted(name)}"
-            yield from self._agree(Call("broadcast_object", name, title, root=source))
+            title = f"broadcast_object(root={self.ranks[source]}){quoted(name)}"
+            yield from self._agree(Call("broadcast_object", name, title, root=self.ranks[source]))
             received = yield from objects.cast(self, data, source)
             return value if self.rank == source else received
 
@@ -308,7 +351,7 @@ class Communicator(ABC):
     def _verdict(self, call: Call) -> Steps[AllredError]:
         """The error for headers that differ."""
         found = dataclasses.replace(call, found_at=header.call_site())
-        return header.verdict((yield from objects.gather(self, objects.dumps(found))))
+        return header.verdict((yield from objects.gather(self, objects.dumps(found))), self.ranks)
 
 
 def _source_and_target(value: Any, in_place: bool) -> tuple[Array, Array]:
@@ -333,14 +376,12 @@ def _target(value: Any, in_place: bool) -> Array:
     return value
 
 
-def _root(root: Any, size: int) -> int:
+def _index_of(root: Any, ranks: Sequence[int]) -> int:
     try:
-        number = operator.index(root)
-    except TypeError:
-        number = -1
-    if not 0 <= number < size:
-        raise InputError(f"root={root!r} is not a rank; expected 0 to {size - 1}")
-    return number
+        return ranks.index(operator.index(root))
+    except (TypeError, ValueError):
+        which = f"0 to {len(ranks) - 1}" if isinstance(ranks, range) else f"one of {', '.join(map(str, ranks))}"
+        raise InputError(f"root={root!r} is not a rank; expected {which}") from None
 
 
 def _splits(rows: int, splits: Sequence[int] | None, size: int) -> Array:
@@ -362,6 +403,7 @@ def array_call(
     root: int = -1,
     shape: tuple[Any, ...] | None = None,
     rows: int = 0,
+    compression: Compression = Compression.none,
 ) -> Call:
     """The call of an operation on one array. Raises InputError if its arguments cannot be used."""
     if not isinstance(name, str):
@@ -369,35 +411,54 @@ def array_call(
     arrays.dtype_code(array.dtype)  # raises
     if op is not _NO_OP and (problem := ops.refusal(op, array.dtype)):
         raise InputError(problem)
+    _check_compression(compression)
     reduction = op if op is not _NO_OP else None
-    return _call(kind, array.shape if shape is None else shape, array.dtype, name, reduction, root, rows)
+    return _call(kind, array.shape if shape is None else shape, array.dtype, name, reduction, root, rows, compression)
 
 
 @functools.lru_cache(maxsize=4096)  # training calls the same operations over and over
 def _call(
-    kind: str, shape: tuple[Any, ...], dtype: np.dtype[Any], name: str, op: ReduceOp | None, root: int, rows: int
+    kind: str,
+    shape: tuple[Any, ...],
+    dtype: np.dtype[Any],
+    name: str,
+    op: ReduceOp | None,
+    root: int,
+    rows: int,
+    compression: Compression,
 ) -> Call:
-    how = op.value if op is not None else f"root={root}" if root >= 0 else ""
+    how = _how(op, compression) if op is not None else f"root={root}" if root >= 0 else ""
     tensor = arrays.describe(shape, dtype)
     title = f"{kind}({how}){quoted(name)} {tensor}"
-    op_code = ops.CODES[op] if op is not None else 0
+    op_code = ops.CODES[op] | compression.value << header.WIRE_SHIFT if op is not None else 0
     code = arrays.dtype_code(dtype)
     hashed = ((code, shape),) if kind == "allreduce" else None
     return Call(kind, name, title, arrays=hashed, op=op_code, dtype=code, root=root, rows=rows)
 
 
-def group_call(group: list[Array], name: str, op: Any) -> Call:
+def group_call(group: list[Array], name: str, op: Any, compression: Compression = Compression.none) -> Call:
     """The call of a grouped allreduce; likewise."""
     if problem := ops.refusal(op, np.dtype(np.float32)):
         raise InputError(problem)
     if not isinstance(name, str):
         raise InputError(f"name={name!r} must be a string")
+    _check_compression(compression)
     for array in group:
         array_call("grouped_allreduce", array, name, op)  # raises
     lines = tuple(arrays.describe(array.shape, array.dtype) for array in group)
-    title = f"grouped_allreduce({op.value}){quoted(name)} of {len(group)} tensors"
+    title = f"grouped_allreduce({_how(op, compression)}){quoted(name)} of {len(group)} tensors"
     hashed = tuple((arrays.dtype_code(array.dtype), array.shape) for array in group)
-    return Call("grouped_allreduce", name, title, lines, arrays=hashed, op=ops.CODES[op])
+    how = ops.CODES[op] | compression.value << header.WIRE_SHIFT
+    return Call("grouped_allreduce", name, title, lines, arrays=hashed, op=how)
+
+
+def _check_compression(compression: Any) -> None:
+    if not isinstance(compression, Compression):
+        raise InputError(f"compression={compression!r} is none; use allred.Compression.none, .fp16 or .bf16")
+
+
+def _how(op: ReduceOp, compression: Compression) -> str:
+    return str(op.value) if compression is Compression.none else f"{op.value}, compression={compression.name}"
 
 
 def quoted(name: str) -> str:

@@ -5,7 +5,7 @@ their full descriptions and `verdict` turns these into one error, the same text 
 
     0   sequence   u64   the number of the operation on this communicator; shared memory has its own count
     8   kind       u8    see KINDS
-    9   op         u8    reduction, 0 if none
+    9   op         u8    reduction, 0 if none; its upper 4 bits the dtype that float32 and float64 travel in, 0 as is
     10  dtype      u8    arrays.DTYPES, 255 if none
     11  problem    u8    1: this rank's arguments cannot be used; nobody moves anything
     12  root       i32   -1 if none
@@ -27,6 +27,7 @@ import os
 import struct
 import sys
 import types
+from collections.abc import Sequence
 
 from allred.arrays import DTYPES
 from allred.errors import AllredError, InputError, MismatchError
@@ -34,6 +35,7 @@ from allred.errors import AllredError, InputError, MismatchError
 BYTES = 64
 _NOT_THE_PROGRAM = ("allred", "contextlib")
 AGREED = slice(0, 48)
+WIRE_SHIFT = 4
 KINDS = (
     *("allreduce", "grouped_allreduce", "broadcast", "allgather", "reducescatter", "alltoall"),
     *("barrier", "parameters", "step", "shutdown", "allgather_object", "broadcast_object"),
@@ -134,8 +136,10 @@ def decode(header: bytes) -> str:
     sequence, kind, op, dtype, problem, root, _, _, count, _, rows, note = _LAYOUT.unpack(header)
     kind_name = KINDS[kind] if kind < len(KINDS) else f"kind {kind}"
     dtype_name = DTYPES[dtype] if dtype < len(DTYPES) else "none"
+    op, wire = op % 2**WIRE_SHIFT, op >> WIRE_SHIFT
+    as_ = f" as {DTYPES[wire]}" if 0 < wire < len(DTYPES) else ""
     return (
-        f"#{sequence} {kind_name} op={op} dtype={dtype_name} count={count} root={root} rows={rows} note={note} "
+        f"#{sequence} {kind_name} op={op} dtype={dtype_name}{as_} count={count} root={root} rows={rows} note={note} "
         f"problem={problem}"
     )
 
@@ -148,25 +152,27 @@ def call_site() -> str:
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""
 
 
-def verdict(calls: list[Call]) -> AllredError:
-    """The error that all ranks raise, given every rank's call: a pure function, so its text is the same everywhere."""
-    error = _verdict(calls)
+def verdict(calls: list[Call], ranks: Sequence[int] | None = None) -> AllredError:
+    """The error that all ranks raise, given every rank's call: a pure function, so its text is the same everywhere.
+
+    ranks: the numbers of those that have called; 0 and so on without."""
+    error = _verdict(calls, range(len(calls)) if ranks is None else ranks)
     if isinstance(error, MismatchError) and any(call.found_at for call in calls):
-        return MismatchError(f"{error}\n  called at {by_rank([call.found_at or '?' for call in calls])}")
+        return MismatchError(f"{error}\n  called at {by_rank([call.found_at or '?' for call in calls], ranks)}")
     return error
 
 
-def _verdict(calls: list[Call]) -> AllredError:
-    problems = {rank: call.problem for rank, call in enumerate(calls) if call.problem}
+def _verdict(calls: list[Call], ranks: Sequence[int]) -> AllredError:
+    problems = {index: call.problem for index, call in enumerate(calls) if call.problem}
     if problems:
-        rank = min(problems)
-        same = [r for r in problems if problems[r] == problems[rank]]
+        first = min(problems)
+        same = [ranks[index] for index in problems if problems[index] == problems[first]]
         who = "" if len(same) == len(calls) else f"{rank_list(same)}: "
-        return InputError(f"{calls[rank].title or calls[rank].kind}: {who}{problems[rank]}")
+        return InputError(f"{calls[first].title or calls[first].kind}: {who}{problems[first]}")
     titles = [call.title or call.kind for call in calls]
     if len(set(titles)) > 1:
         return MismatchError(
-            f"ranks called different operations: {by_rank(titles)}; "
+            f"ranks called different operations: {by_rank(titles, ranks)}; "
             "all ranks must call the same operations in the same order, with the same tensors"
         )
     longest = max(len(call.tensors) for call in calls)
@@ -174,20 +180,20 @@ def _verdict(calls: list[Call]) -> AllredError:
         lines = [call.tensors[index] if index < len(call.tensors) else "no such tensor" for call in calls]
         if len(set(lines)) > 1:
             return MismatchError(
-                f"{titles[0]}: tensor {index} of {longest} differs: {by_rank(lines)}; "
+                f"{titles[0]}: tensor {index} of {longest} differs: {by_rank(lines, ranks)}; "
                 "every rank must build the same parameters in the same order"
             )
     if len({call.settings for call in calls}) == 1:
         return MismatchError(
             f"{titles[0]}: ranks call it in different places, which ALLRED_CHECK=full takes for a mistake"
         )
-    return MismatchError(f"{titles[0]}: ranks differ: {by_rank([call.settings for call in calls])}")
+    return MismatchError(f"{titles[0]}: ranks differ: {by_rank([call.settings for call in calls], ranks)}")
 
 
-def by_rank(texts: list[str]) -> str:
-    """Each text once, with the ranks that have it: `3 on ranks 0 and 2; 4 on rank 1`."""
+def by_rank(texts: list[str], ranks: Sequence[int] | None = None) -> str:
+    """Each text once, with the ranks that have it: `3 on ranks 0 and 2; 4 on rank 1`. ranks: whose texts they are."""
     groups: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
+    for rank, text in zip(range(len(texts)) if ranks is None else ranks, texts, strict=True):
         groups.setdefault(text, []).append(rank)
     return "; ".join(f"{text} on {rank_list(ranks)}" for text, ranks in groups.items())
 

@@ -4,9 +4,11 @@ Arrays pass in chunks through a staging buffer that this communicator owns: an M
 after a time limit or Ctrl-C MPI may go on writing, and it must not write into the user's arrays. The buffer is small
 and kept for good, and no count ever comes near 2**31.
 
-16-bit floats are reduced in float32 and rounded once. Sums come in the order that MPI chooses for a chunk of this size
-on this number of ranks: the same on all ranks in both MPIs' algorithms, and from run to run in the tests, though the
-MPI standard only recommends it.
+16-bit floats are reduced in float32 and rounded once. Wide numbers that travel as 16-bit floats go to the ranks in
+parts; each adds up its part in rank order, and all get the sums, rounded once more, in the same type.
+
+All other sums come in the order that MPI chooses for a chunk of this size on this number of ranks: the same on all
+ranks in both MPIs' algorithms, and from run to run in the tests, though the MPI standard only recommends it.
 """
 
 import functools
@@ -15,12 +17,13 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from allred import arrays
+from allred import arrays, native
 from allred.arrays import Array
-from allred.comm import header
+from allred.comm import header, ops
 from allred.comm.base import Communicator
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Steps, linger
+from allred.compression import narrow, widen
 
 CHUNK_BYTES = 2**20
 
@@ -40,7 +43,7 @@ _NUMPY_OPS: dict[ReduceOp, Any] = {
 }
 
 
-class _Request:
+class Request:
     """An MPI request as something to wait for."""
 
     moves = 0
@@ -84,34 +87,53 @@ class MpiCommunicator(Communicator):
 
     def _exchange(self, record: bytes) -> Steps[list[bytes]]:
         self._record[:] = np.frombuffer(record, np.uint8)
-        yield _Request(self._comm.Iallgather(self._record, self._records), peers=True)
+        yield Request(self._comm.Iallgather(self._record, self._records), peers=True)
         data = self._records.tobytes()
         return [data[start : start + header.BYTES] for start in range(0, len(data), header.BYTES)]
 
-    def _allreduce(self, flat: Array, op: ReduceOp) -> Steps[None]:
-        wire, chunk = self._wire(flat.dtype)
-        mpi_op = self._mpi_op(op, wire)
+    def _allreduce(self, flat: Array, op: ReduceOp, wire: int = 0) -> Steps[None]:
+        if wire:
+            yield from self._allreduce_narrow(flat, op, wire)
+            return
+        moved, chunk = self._moved(flat.dtype)
+        mpi_op = self._mpi_op(op, moved)
         for start in range(0, flat.size, chunk):
             part = flat[start : start + chunk]
-            stage = part if wire == flat.dtype and self._owns(part) else self._stage.view(wire)[: part.size]
+            stage = part if moved == flat.dtype and self._owns(part) else self._stage.view(moved)[: part.size]
             if stage is not part:
                 stage[:] = part
-            yield _Request(self._comm.Iallreduce(MPI.IN_PLACE, stage, mpi_op))
+            self._sent_bytes += stage.nbytes
+            yield Request(self._comm.Iallreduce(MPI.IN_PLACE, stage, mpi_op))
             self._finish(stage, op, part)
 
+    def _allreduce_narrow(self, flat: Array, op: ReduceOp, wire: int) -> Steps[None]:
+        halves, back = self._stage.view(np.uint16), self._back_stage.view(np.uint16)
+        chunk = halves.size // self.size * self.size
+        for start in range(0, flat.size, chunk):
+            part = flat[start : start + chunk]
+            share = -(-part.size // self.size)
+            narrow(part, halves[: part.size], wire)
+            halves[part.size : self.size * share] = 0
+            self._sent_bytes += 2 * part.size
+            yield Request(self._comm.Ialltoall(halves[: self.size * share], back[: self.size * share]))
+            rows = list(back[: self.size * share].reshape(self.size, share))
+            native.reduce(rows, halves[:share], wire, ops.CODES[op], self.size)
+            yield Request(self._comm.Iallgather(halves[:share], back[: self.size * share]))
+            widen(back[: part.size], part, wire)
+
     def _reducescatter(self, flat: Array, out: Array, counts: list[int], op: ReduceOp) -> Steps[None]:
-        wire, chunk = self._wire(flat.dtype)
-        mpi_op = self._mpi_op(op, wire)
+        moved, chunk = self._moved(flat.dtype)
+        mpi_op = self._mpi_op(op, moved)
         chunk = max(1, min(chunk // self.size, max(counts)))
         starts = np.cumsum([0, *counts])
         for start in range(0, max(counts), chunk):
-            stage = self._stage.view(wire)[: self.size * chunk].reshape(self.size, chunk)
+            stage = self._stage.view(moved)[: self.size * chunk].reshape(self.size, chunk)
             stage[:] = 0  # the parts' ends do not coincide
             for rank, count in enumerate(counts):
                 part = flat[starts[rank] + start : starts[rank] + min(start + chunk, count)]
                 stage[rank, : part.size] = part
-            mine = self._back_stage.view(wire)[:chunk]
-            yield _Request(self._comm.Ireduce_scatter_block(stage, mine, mpi_op))
+            mine = self._back_stage.view(moved)[:chunk]
+            yield Request(self._comm.Ireduce_scatter_block(stage, mine, mpi_op))
             part = out[start : start + chunk]
             self._finish(mine[: part.size], op, part)
 
@@ -121,7 +143,7 @@ class MpiCommunicator(Communicator):
             stage = self._stage[: part.size]
             if self.rank == root:
                 stage[:] = part
-            yield _Request(self._comm.Ibcast(stage, root))
+            yield Request(self._comm.Ibcast(stage, root))
             if self.rank != root:
                 part[:] = stage
 
@@ -134,7 +156,7 @@ class MpiCommunicator(Communicator):
             self._stage[: mine.size] = mine
             now = [min(max(count - start, 0), chunk) for count in counts]
             where = [rank * chunk for rank in range(self.size)]
-            yield _Request(self._comm.Iallgatherv(self._stage[: mine.size], [self._back_stage, now, where, MPI.BYTE]))
+            yield Request(self._comm.Iallgatherv(self._stage[: mine.size], [self._back_stage, now, where, MPI.BYTE]))
             for rank, count in enumerate(now):
                 to = starts[rank] + start
                 recv[to : to + count] = self._back_stage[where[rank] : where[rank] + count]
@@ -150,17 +172,17 @@ class MpiCommunicator(Communicator):
             for rank, count in enumerate(out):
                 part = send_starts[rank] + start
                 self._stage[where[rank] : where[rank] + count] = send[part : part + count]
-            yield _Request(
+            yield Request(
                 self._comm.Ialltoallv([self._stage, out, where, MPI.BYTE], [self._back_stage, back, where, MPI.BYTE])
             )
             for rank, count in enumerate(back):
                 part = recv_starts[rank] + start
                 recv[part : part + count] = self._back_stage[where[rank] : where[rank] + count]
 
-    def _wire(self, dtype: np.dtype[Any]) -> tuple[np.dtype[Any], int]:
+    def _moved(self, dtype: np.dtype[Any]) -> tuple[np.dtype[Any], int]:
         """The dtype that MPI reduces, and how many of it fill a chunk."""
-        wire = np.dtype(np.uint8) if arrays.name_of(dtype) == "bool" else arrays.accumulator(dtype)
-        return wire, CHUNK_BYTES // wire.itemsize
+        moved = np.dtype(np.uint8) if arrays.name_of(dtype) == "bool" else arrays.accumulator(dtype)
+        return moved, CHUNK_BYTES // moved.itemsize
 
     def _owns(self, array: Array) -> bool:
         start, stop = array.ctypes.data, array.ctypes.data + array.nbytes

@@ -7,7 +7,8 @@ An allreduce of a chunk, `slices` being the fewest ranks that any node has:
     3  allgather in the node
 
 So every rank's link carries one slice of a sum, not all of everybody's data. Sums come in rank order within a node, and
-in MPI's order across: the same on all ranks. Everything but allreduce goes through plain MPI.
+in MPI's order across: the same on all ranks. Numbers that are to travel as narrower ones do so between nodes, where it
+counts: the node's sums, formed in full precision, are what is rounded. Everything but allreduce goes through plain MPI.
 """
 
 from typing import Any
@@ -47,22 +48,26 @@ class NodesCommunicator(MpiCommunicator):
         self._node.close()
         super().close()
 
-    def _allreduce(self, flat: Array, op: ReduceOp) -> Steps[None]:
-        wire = arrays.accumulator(flat.dtype)
-        chunk = self._slices * CHUNK_BYTES // wire.itemsize
+    @property
+    def sent_bytes(self) -> int:
+        return 0 if self._across is None else self._across.sent_bytes
+
+    def _allreduce(self, flat: Array, op: ReduceOp, wire: int = 0) -> Steps[None]:
+        moved = arrays.accumulator(flat.dtype)
+        chunk = self._slices * CHUNK_BYTES // moved.itemsize
         inner_op = ReduceOp.SUM if op is ReduceOp.AVERAGE else op
         for start in range(0, flat.size, chunk):
             part = flat[start : start + chunk]
-            whole = part if wire == flat.dtype else part.astype(wire)
-            yield from self._reduce_chunk(whole, inner_op, op)
+            whole = part if moved == flat.dtype else part.astype(moved)
+            yield from self._reduce_chunk(whole, inner_op, op, wire)
             self._put(whole, part)
 
-    def _reduce_chunk(self, whole: Array, inner_op: ReduceOp, op: ReduceOp) -> Steps[None]:
+    def _reduce_chunk(self, whole: Array, inner_op: ReduceOp, op: ReduceOp, wire: int) -> Steps[None]:
         counts = arrays.split_sizes(whole.size, self._slices) + [0] * (self._node.size - self._slices)
         mine = np.empty(counts[self._node.rank], whole.dtype)
         yield from self._node._reducescatter(whole, mine, counts, inner_op)
         if self._across is not None:
-            yield from self._across._allreduce(mine, inner_op)
+            yield from self._across._allreduce(mine, inner_op, wire)
             self._finish(mine, op, mine)
         sizes = [count * whole.itemsize for count in counts]
         yield from self._node._allgather(arrays.as_bytes(mine), arrays.as_bytes(whole), sizes)

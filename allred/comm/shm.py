@@ -22,6 +22,7 @@ from allred.comm.header import Call
 from allred.comm.ops import ReduceOp
 from allred.comm.shared_memory import share
 from allred.comm.work import Steps
+from allred.compression import Compression
 from allred.errors import AllredError
 from allred.native._kernels import Segment, segment_bytes
 
@@ -30,6 +31,7 @@ CHUNK_BYTES = 2**17  # 32 to 512 KiB are about equal
 _DTYPES = tuple(None if name == "bfloat16" else np.dtype(name) for name in arrays.DTYPES)
 _OPS = (None, *ops.CODES)
 _NO_HEADER = bytes(header.BYTES)
+_PLAIN = Compression.none
 _DONE, _STARTED = 0, 1  # else it has to go the long way
 
 
@@ -59,39 +61,52 @@ class ShmCommunicator(Communicator):
         """Whether the short way is open: it looks at arrays only, and at nothing that is under way."""
         return self.queue.idle and not self.checks_places
 
-    def allreduce_now(self, value: Any, in_place: bool, op: ReduceOp, name: str) -> Array:
+    @property
+    def sent_bytes(self) -> int:
+        return self._segment.sent
+
+    def allreduce_now(
+        self, value: Any, in_place: bool, op: ReduceOp, name: str, compression: Compression = _PLAIN
+    ) -> Array:
         target = None
         if self._short and type(value) is np.ndarray:
             target = value if in_place else _empty(value)
         if target is not None:
             try:
-                way = self._segment.allreduce(value, target, op, name)
+                if compression is _PLAIN:
+                    way = self._segment.allreduce(value, target, op, name)
+                else:
+                    way = self._segment.allreduce(value, target, op, name, _wire(compression))
                 if way == _DONE:
                     return target
                 if way == _STARTED:
-                    self._finish("allreduce", name, lambda: array_call("allreduce", value, name, op))
+                    self._finish(
+                        "allreduce", name, lambda: array_call("allreduce", value, name, op, compression=compression)
+                    )
                     return target
             except BaseException as error:
                 self._cut_short(error)
                 raise
-        return super().allreduce_now(value, in_place, op, name)
+        return super().allreduce_now(value, in_place, op, name, compression)
 
-    def grouped_allreduce_now(self, group: Any, in_place: bool, op: ReduceOp, name: str) -> list[Array]:
+    def grouped_allreduce_now(
+        self, group: Any, in_place: bool, op: ReduceOp, name: str, compression: Compression = _PLAIN
+    ) -> list[Array]:
         targets: list[Any] | None = None
         if self._short and type(group) is list:
             targets = group if in_place else [_empty(value) for value in group if type(value) is np.ndarray]
         if targets is not None and len(targets) == len(group):
             try:
-                way = self._segment.grouped_allreduce(group, targets, op, name)
+                way = self._segment.grouped_allreduce(group, targets, op, name, _wire(compression))
                 if way == _DONE:
                     return targets
                 if way == _STARTED:
-                    self._finish("grouped_allreduce", name, lambda: group_call(group, name, op))
+                    self._finish("grouped_allreduce", name, lambda: group_call(group, name, op, compression))
                     return targets
             except BaseException as error:
                 self._cut_short(error)
                 raise
-        return super().grouped_allreduce_now(group, in_place, op, name)
+        return super().grouped_allreduce_now(group, in_place, op, name, compression)
 
     def _finish(self, kind: str, name: str, call: Callable[[], Call]) -> None:
         """Wait for what the short way has begun, or tell why it ended there."""
@@ -113,21 +128,23 @@ class ShmCommunicator(Communicator):
         if not isinstance(error, AllredError) and (self._segment.pending or not self._segment.agreed):
             self.queue.poison(f"an allreduce was cut short by {type(error).__name__}")
 
-    def _reduce(self, call: Call, sources: list[Array], targets: list[Array], op: ReduceOp) -> Steps[None]:
+    def _reduce(
+        self, call: Call, sources: list[Array], targets: list[Array], op: ReduceOp, compression: Compression
+    ) -> Steps[None]:
         flats = [arrays.flat(target) for target in targets]
         origins = [
             flat if source is target else arrays.flat(source)
             for source, target, flat in zip(sources, targets, flats, strict=True)
         ]
-        self._begin_reduce(self._announce(call), origins, flats, op)
+        self._begin_reduce(self._announce(call), origins, flats, op, compression.value)
         yield from self._settle(lambda: call)
         for target, flat in zip(targets, flats, strict=True):
             arrays.put_back(target, flat)
 
-    def _begin_reduce(self, record: bytes, sources: list[Array], targets: list[Array], op: ReduceOp) -> None:
+    def _begin_reduce(self, record: bytes, sources: list[Array], targets: list[Array], op: ReduceOp, wire: int) -> None:
         codes = [arrays.dtype_code(source.dtype) for source in sources]
         from_buffers, to_buffers = ([arrays.as_buffer(array) for array in side] for side in (sources, targets))
-        self._segment.begin_allreduce(record, from_buffers, to_buffers, codes, ops.CODES[op])
+        self._segment.begin_allreduce(record, from_buffers, to_buffers, codes, ops.CODES[op], wire)
 
     def _moved(self) -> Steps[None]:
         """Wait for an operation without a header: one that some rank is not in would be a mistake of ours."""
@@ -140,8 +157,8 @@ class ShmCommunicator(Communicator):
         yield self._segment
         return self._segment.headers()
 
-    def _allreduce(self, flat: Array, op: ReduceOp) -> Steps[None]:
-        self._begin_reduce(_NO_HEADER, [flat], [flat], op)
+    def _allreduce(self, flat: Array, op: ReduceOp, wire: int = 0) -> Steps[None]:
+        self._begin_reduce(_NO_HEADER, [flat], [flat], op, wire)
         yield from self._moved()
 
     def _broadcast(self, data: Array, root: int) -> Steps[None]:
@@ -164,6 +181,11 @@ class ShmCommunicator(Communicator):
             _NO_HEADER, arrays.as_buffer(flat), arrays.as_buffer(out), sizes, code, ops.CODES[op]
         )
         yield from self._moved()
+
+
+def _wire(compression: Any) -> int:
+    """Its code; what is no Compression is one that C does not take, and the long way has the words for it."""
+    return compression.value if type(compression) is Compression else -1
 
 
 def _empty(value: Array) -> Array | None:

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from allred.errors import AllredError
@@ -130,8 +130,9 @@ class WorkQueue:
     `idle` says that there are none, and that one may be started. `lock` is never waited for.
     """
 
-    def __init__(self, timeout_s: float, lock: Lock | None = None) -> None:
+    def __init__(self, timeout_s: float, lock: Lock | None = None, members: Sequence[int] | None = None) -> None:
         self.timeout_s = timeout_s
+        self.members = members  # of a process set, by their numbers in the world; None: all ranks
         self.steps_taken = 0
         self.waited_for_peers_s = 0.0
         self.waited_s = 0.0  # in all, the former included
@@ -184,7 +185,7 @@ class WorkQueue:
                     taken, last_progress = (self.steps_taken, pending.moves), now
                 peers = pending.peers
                 if now - last_progress > _AWAKE_S:
-                    told = told or Wait(self.describe(), self.quiet)
+                    told = told or Wait(self.describe(), self.quiet, self.members)
                     told.go_on(now - start, peers)
                     time.sleep(min(_SLEEP_SHARE * (now - last_progress), _LONGEST_SLEEP_S))
                 else:

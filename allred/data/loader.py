@@ -94,7 +94,8 @@ class Loader:
             if state[name] != own:
                 raise InputError(
                     f"load_state_dict: the state is of other data, with {name}={state[name]!r}; here {name} is "
-                    f"{own!r}. A position is of use only in the data and the order in which it was saved"
+                    f"{own!r}. A position is of use only in the data and the order in which it was saved; "
+                    "to begin this data anew, restore without it (in a session: leave data= out of track)"
                 )
         rows = self._identity.get("rows")
         for name, most in (("epoch", None), ("samples", rows)):

@@ -45,9 +45,10 @@ class Stream(Loader):
             while batch := list(itertools.islice(one_by_one, self.batch_size)):
                 if self._drop_last and len(batch) < self.batch_size:
                     break
+                share = part(len(batch), self.rank, self.size)
+                mine, first = batch[share], done + share.start
                 done += len(batch)
-                mine = batch[part(len(batch), self.rank, self.size)]
-                yield Job(Position(epoch, done), len(mine), len(batch), (mine, batch[0]))
+                yield Job(Position(epoch, done), len(mine), len(batch), (mine, batch[0], first))
 
 
 class Decoded:
@@ -56,11 +57,19 @@ class Decoded:
     def __init__(self, decode: Decode | None) -> None:
         self._decode = decode
 
-    def __call__(self, task: tuple[list[Any], Any]) -> Any:
-        records, like = task
+    def __call__(self, task: tuple[list[Any], Any, int]) -> Any:
+        """task: the records, the one that tells, and the number of the first."""
+        records, like, first = task
         if self._decode is None:
             return collate(records, like)
-        return collate([self._decode(record) for record in records], None if records else self._decode(like))
+        made = []
+        for number, record in enumerate(records):
+            try:
+                made.append(self._decode(record))
+            except Exception as error:
+                error.add_note(f"decode() raised it for record {first + number} of the stream (the first one is 0)")
+                raise
+        return collate(made, None if records else self._decode(like))
 
 
 def stream(

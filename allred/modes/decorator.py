@@ -11,11 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 from allred import nest
+from allred.comm import collectives
 from allred.comm.ops import ReduceOp
+from allred.comm.process_set import ProcessSet
+from allred.compression import Compression
 from allred.data.share import claim
 from allred.errors import InputError
 from allred.modes.detect.checks import Checks
 from allred.modes.optimizer import DistributedOptimizer
+from allred.modes.scaler import GradScaler
 from allred.ps import running
 from allred.ps.consistency import Policy
 from allred.ps.placement import How
@@ -44,6 +48,14 @@ class _Distributed:
     nonfinite: what a NaN or an infinity in a gradient of any rank does on all: "raise" NonFiniteError, "skip" the step
         (`opt.skipped` counts them), or "ignore"; default: the setting of that name.
     name: how errors call it.
+    process_set: an allred.ProcessSet, the ranks that train together; all of them without. Of mode sync only.
+    compression: what float32 and float64 gradients travel as: `allred.Compression.none`, `.fp16` or `.bf16`; in mode ps
+        they go as they are.
+    clip_norm: the norm that all gradients together may have after the reduction (and after `accumulate`); larger ones
+        are scaled down to it. `opt.grad_norm` is the norm before; infinity only measures. In mode ps each worker clips
+        its own gradient.
+    scaler: an `allred.GradScaler`, by whose scale the gradients are divided after the reduction; steps that overflow
+        are skipped on all ranks.
 
     Of mode ps only (docs/modes.md); each has a setting of that name:
     consistency: allred.ps.Async(), allred.ps.Bounded(staleness=...) or allred.ps.Sync(replicas_to_aggregate=...); or
@@ -64,12 +76,17 @@ class _Distributed:
         bucket_bytes: int | str | None = None,
         nonfinite: str | None = None,
         name: str = "opt",
+        process_set: ProcessSet | None = None,
+        compression: Compression = Compression.none,
+        clip_norm: float | None = None,
+        scaler: GradScaler | None = None,
         consistency: Policy | str | None = None,
         placement: How | None = None,
         use_locking: bool | None = None,
     ) -> Any:
         options = {
             "op": op, "accumulate": accumulate, "bucket_bytes": bucket_bytes, "nonfinite": nonfinite, "name": name,
+            "process_set": process_set, "compression": compression, "clip_norm": clip_norm, "scaler": scaler,
             "consistency": consistency, "placement": placement, "use_locking": use_locking,
         }  # fmt: skip
         if target is _NOTHING:
@@ -84,6 +101,8 @@ class _Distributed:
         bucket_bytes: int | str | None = None,
         nonfinite: str | None = None,
         name: str = "",
+        process_set: ProcessSet | None = None,
+        compression: Compression = Compression.none,
     ) -> Any:
         """Make a function that returns gradients return their mean over all ranks. Collective when called.
 
@@ -95,7 +114,15 @@ class _Distributed:
         is "ignore"; there is no step here that could be skipped. In mode ps the call raises InputError.
         """
         if function is None:
-            return lambda later: self.gradients(later, op=op, bucket_bytes=bucket_bytes, nonfinite=nonfinite, name=name)
+            return lambda later: self.gradients(
+                later,
+                op=op,
+                bucket_bytes=bucket_bytes,
+                nonfinite=nonfinite,
+                name=name,
+                process_set=process_set,
+                compression=compression,
+            )
         if not isinstance(function, (types.FunctionType, types.MethodType)):
             raise TypeError(f"allred.distributed.gradients takes a function, got {function!r}")
         if hasattr(function, "_averages_gradients"):
@@ -107,7 +134,8 @@ class _Distributed:
                 "nonfinite='skip' leaves out steps, and a gradient function has none; use 'raise' or 'ignore'"
             )
         title = f"{name or function.__name__}()"
-        reducer, checks = Reducer(op, bucket_bytes, title), Checks(title, nonfinite)
+        reducer = Reducer(op, bucket_bytes, title, compression=compression)
+        checks = Checks(title, nonfinite, compression=compression)
 
         @functools.wraps(function)
         def averaged(*args: Any, **kwargs: Any) -> Any:
@@ -119,7 +147,8 @@ class _Distributed:
                 )
             result = function(*args, **kwargs)
             *others, grads = result if isinstance(result, tuple) and result else (result,)
-            mean = _reduce(reducer, checks, grads)
+            with collectives.within(process_set):
+                mean = _reduce(reducer, checks, grads)
             return (*others, mean) if isinstance(result, tuple) and result else mean
 
         averaged._averages_gradients = True  # type: ignore[attr-defined]

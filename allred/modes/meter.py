@@ -14,14 +14,15 @@ class Meter:
         self.seconds = 0.0
         self.communicating_s = 0.0  # moving gradients
         self.waiting_s = 0.0  # for other ranks to arrive
+        self.sent_bytes = 0  # of gradients, as they travel
         self._start = 0.0
-        self._before = (0.0, 0.0)
+        self._before = (0.0, 0.0, 0)
 
     def begin(self, communicator: Communicator) -> None:
         """A reduction starts. The first step is timed from here: what came before was not training."""
         self._start = self._start or time.perf_counter()
         queue = communicator.queue
-        self._before = queue.waited_s, queue.waited_for_peers_s
+        self._before = queue.waited_s, queue.waited_for_peers_s, communicator.sent_bytes
 
     def end(self, communicator: Communicator, samples: int) -> None:
         """The update is done."""
@@ -32,6 +33,7 @@ class Meter:
         self.seconds += now - self._start
         self.communicating_s += waited_s - peers_s
         self.waiting_s += peers_s
+        self.sent_bytes += communicator.sent_bytes - self._before[2]
         self._start = now
 
     def text(self) -> str:

@@ -14,17 +14,24 @@ from allred import checkpoint, nest
 from allred.cluster import report
 from allred.comm import collectives
 from allred.comm.ops import ReduceOp
+from allred.comm.process_set import ProcessSet
+from allred.compression import Compression
 from allred.data.share import claim
 from allred.errors import AllredError, CheckpointError, InputError
 from allred.fusion.plan import Tensor
 from allred.modes.accumulate import Accumulator
+from allred.modes.clipping import Clipper
 from allred.modes.detect.outside import used
 from allred.modes.options import Options
 from allred.modes.pairs import Pairs, parameter
 from allred.modes.ps import ServersMode
+from allred.modes.scaler import GradScaler
 from allred.modes.sync import SyncMode, has_state
 from allred.ps import running
 from allred.ps.account import Statistics
+
+# In what goes along with a checkpoint.
+_SCALER, _OTHERS = "the optimizer's scaler", "what else there is"
 
 
 class Mode(Protocol):
@@ -106,15 +113,28 @@ class DistributedOptimizer:
         bucket_bytes: int | str | None = None,
         nonfinite: str | None = None,
         name: str = "opt",
+        process_set: ProcessSet | None = None,
+        compression: Compression = Compression.none,
+        clip_norm: float | None = None,
+        scaler: GradScaler | None = None,
         consistency: Any = None,
         placement: Any = None,
         use_locking: bool | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.name = name
+        self.process_set = process_set
+        if not isinstance(process_set, ProcessSet | None):
+            raise InputError(f"{name}: process_set={process_set!r} must be an allred.ProcessSet")
         self._accumulator = Accumulator(accumulate)
-        self._sync = SyncMode(optimizer, op, accumulate, bucket_bytes, nonfinite, name)
-        self._op = op
+        self._clipper = Clipper(clip_norm, scaler, name)
+        if scaler is not None and nonfinite not in (None, "skip"):
+            raise InputError(
+                f"nonfinite={nonfinite!r}: a scaler skips steps whose gradients are not finite; leave it out"
+            )
+        nonfinite = nonfinite if scaler is None else "skip"
+        self._sync = SyncMode(optimizer, op, accumulate, bucket_bytes, nonfinite, name, compression, self._clipper)
+        self._op, self._compression = op, compression
         self._options = Options(name, nonfinite, consistency, placement, use_locking)
         self._pairs = Pairs()
         self._chosen: Mode | None = None
@@ -129,11 +149,17 @@ class DistributedOptimizer:
                     f"{self.name}: op=allred.{self._op.name.title()} is of mode sync; parameter servers apply each "
                     "gradient as it is, or the mean. Leave op out"
                 )
+            if running.running() and self.process_set is not None:
+                raise InputError(f"{self.name}: process_set is of mode sync; in mode ps all workers train together")
             if running.serves():
                 self._options.serve(self.optimizer)
                 raise SystemExit(0)
             in_sync = collectives.current() and not running.running()
-            self._chosen = self._sync if in_sync else ServersMode(self.optimizer, self._options)
+            if not in_sync and self._compression is not Compression.none:
+                report.inform(
+                    f"{self.name}: compression is of mode sync; to parameter servers gradients go as they are"
+                )
+            self._chosen = self._sync if in_sync else ServersMode(self.optimizer, self._options, self._clipper)
         return self._chosen
 
     def step(self, params: Any, grads: Any, samples: int | None = None) -> None:
@@ -166,12 +192,15 @@ class DistributedOptimizer:
                     return
                 values, samples = self._accumulator.take()
                 tensors = list(tensors)  # the values are others than those that were matched
+            if self._clipper.active and not problem:
+                problem = self._clipper.refusal(tensors)
         except InputError as error:
             problem = str(error)
         if problem:  # the others hear of it when they reduce
             tensors, leaves, values, samples = [], [], [], None
             self._accumulator.clear()
-        mode.step(params, grads, tensors, leaves, values, samples, problem)
+        with collectives.within(self.process_set):
+            mode.step(params, grads, tensors, leaves, values, samples, problem)
 
     @property
     def accumulates(self) -> bool:
@@ -180,20 +209,33 @@ class DistributedOptimizer:
 
     @property
     def skipped(self) -> int:
-        """Steps left out so far because gradients were not finite, with nonfinite="skip"."""
+        """Steps left out so far because gradients were not finite, with nonfinite="skip" or a scaler."""
         return self._mode.skipped
 
-    def broadcast(self, params: Any, root: int = 0) -> None:
-        """Give every rank the root's parameters, in place, and the state of its optimizer. Collective.
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm of the last step's gradients together, before they were clipped; None before the first step, and
+        without clip_norm. Mode sync: of the reduced gradients, the same number on all ranks. Mode ps: of this worker's.
+        """
+        return self._clipper.norm
 
-        In mode ps the root is worker 0; the servers have the optimizer's state.
+    def broadcast(self, params: Any, root: int | None = None) -> None:
+        """Give every rank the root's parameters, in place, and the state of its optimizer and scaler. Collective.
+
+        root: without it rank 0, or the first of the process set. In mode ps it is worker 0; the servers have the
+        optimizer's state.
         Raises MismatchError, naming ranks and tensor, if their parameters differ in name, shape or dtype.
         """
         try:
             problem, tensors = "", [parameter(name, leaf) for name, leaf in nest.leaves(params)]
         except InputError as error:
             problem, tensors = str(error), []
-        self._mode.broadcast(params, tensors, root, problem)
+        with collectives.within(self.process_set):
+            root = collectives.current().ranks[0] if root is None else root
+            self._mode.broadcast(params, tensors, root, problem)
+            if (scaler := self._clipper.scaler) is not None:
+                title = f"scaler of {self.name}"
+                scaler.load_state_dict(collectives.broadcast_object(scaler.state_dict(), root, title))
 
     def pull(self, params: Any) -> None:
         """Mode ps: overwrite the parameters with what the servers have now. Mode sync: nothing, they are equal."""
@@ -248,7 +290,9 @@ class DistributedOptimizer:
         number of ranks or servers. Raises CheckpointError.
         """
         self._needs_state()
-        return self._mode.save(params, None, False)(os.fspath(directory)) if collectives.current().rank == 0 else None
+        if collectives.current(self.process_set).rank != 0:
+            return None
+        return self._mode.save(params, self._with_scaler(None), False)(os.fspath(directory))
 
     def restore(self, directory: str | os.PathLike[str], params: Any) -> int | None:
         """Continue on all ranks from the newest complete checkpoint in `directory`: parameters, optimizer. Collective.
@@ -261,6 +305,10 @@ class DistributedOptimizer:
     def restore_all(self, directory: str | os.PathLike[str], params: Any) -> tuple[int | None, Any]:
         """The same, and what the session that saved it added, on all ranks; None where there is nothing."""
         self._needs_state()
+        with collectives.within(self.process_set):
+            return self._restore(directory, params)
+
+    def _restore(self, directory: str | os.PathLike[str], params: Any) -> tuple[int | None, Any]:
         step = extra = None
         if collectives.current().rank == 0 and (newest := _newest(directory)) is not None:
             path, found = newest
@@ -274,18 +322,31 @@ class DistributedOptimizer:
         self.broadcast(params)
         if step is not None:
             self._mode.count_from(step)
-        step, extra = collectives.broadcast_object((step, extra))
+        step, extra = collectives.broadcast_object((step, extra), collectives.current().ranks[0])
         if step is not None:
             used(self.optimizer)
         if step is not None and self._mode.in_step and collectives.current().rank != 0:
             self._mode.count_from(step)
-        return step, extra
+        return step, self._take_scaler(extra)
 
     def saving(self, params: Any, extra: Any, copy: bool = False) -> Callable[[str], str]:
         """For a session: what `save` does, of this moment, as a function of the directory to be called once, later if
         it is a `copy`. On any rank. extra: something to be pickled, that `restore_all` gives back."""
         self._needs_state()
-        return self._mode.save(params, extra, copy)
+        return self._mode.save(params, self._with_scaler(extra), copy)
+
+    def _with_scaler(self, extra: Any) -> Any:
+        """What goes along with a checkpoint: a session's, and the scaler's state."""
+        scaler = self._clipper.scaler
+        return extra if scaler is None else {_SCALER: scaler.state_dict(), _OTHERS: extra}
+
+    def _take_scaler(self, extra: Any) -> Any:
+        """The reverse, on a rank that has restored it: what the session gave."""
+        if not isinstance(extra, dict) or _SCALER not in extra:
+            return extra
+        if self._clipper.scaler is not None:
+            self._clipper.scaler.load_state_dict(extra[_SCALER])
+        return extra[_OTHERS]
 
     @property
     def global_step(self) -> int:
@@ -305,7 +366,8 @@ class DistributedOptimizer:
     @property
     def waited_s(self) -> float:
         """Seconds that this rank has spent in communication so far, waiting for others included."""
-        return self._mode.waited_s
+        with collectives.within(self.process_set):
+            return self._mode.waited_s
 
     def ask_to_end(self) -> None:
         """Mode ps: have every worker's next step raise ShutdownError, after a checkpoint. Mode sync: nothing."""
@@ -317,7 +379,8 @@ class DistributedOptimizer:
 
     def summary(self) -> str:
         """World, backend and why, speed, and where the time of a step went on this rank; one line a topic."""
-        return self._mode.summary()
+        with collectives.within(self.process_set):
+            return self._mode.summary()
 
 
 def _newest(directory: str | os.PathLike[str]) -> tuple[pathlib.Path, checkpoint.Checkpoint] | None:

@@ -20,6 +20,7 @@ from allred.cluster import report, topology
 from allred.comm import collectives
 from allred.errors import AllredError, DriftError, InputError, NonFiniteError, ShutdownError
 from allred.fusion.plan import Plan, Tensor, plan
+from allred.modes.clipping import Clipper
 from allred.modes.detect import finite
 from allred.modes.detect.outside import used
 from allred.modes.learning_rate import LearningRate
@@ -47,10 +48,10 @@ class ServersMode:
 
     in_step = False
 
-    def __init__(self, optimizer: Any, options: Options) -> None:
+    def __init__(self, optimizer: Any, options: Options, clipper: Clipper) -> None:
         self.skipped = 0
         self.dropped = 0  # gradients of this worker that came too late for their step
-        self._optimizer, self._options = optimizer, options
+        self._optimizer, self._options, self._clipper = optimizer, options, clipper
         self._title = f"{options.name}.step()"
         self._lr = LearningRate(optimizer, self._title)
         self._running: Running = running.current()
@@ -170,7 +171,12 @@ class ServersMode:
             absent = [index for index, value in enumerate(values) if value is None]
             sources = [self._gradient(index, value) for index, value in enumerate(values)]
             targets = self._targets(leaves)
-        if not self._finite(sources):
+        fits = self._finite(sources)
+        if fits and self._clipper.active:
+            sources = self._clipper.own(sources)
+        if self._clipper.scaler is not None:
+            self._clipper.scaler.update(not fits, self._title)
+        if not fits:
             return
         outcome = client.step(sources, absent, targets, self._lr.now(), self._asked_to_end)
         if targets is not leaves:

@@ -13,8 +13,10 @@ from allred import arrays, checkpoint, nest
 from allred.cluster import report, topology
 from allred.comm import collectives
 from allred.comm.ops import ReduceOp
+from allred.compression import Compression
 from allred.errors import AllredError, InputError
 from allred.fusion.plan import Tensor
+from allred.modes.clipping import Clipper
 from allred.modes.detect.checks import Checks
 from allred.modes.meter import Meter
 from allred.optim.base import Optimizer
@@ -36,10 +38,13 @@ class SyncMode:
         bucket_bytes: int | str | None,
         nonfinite: str | None,
         name: str,
+        compression: Compression,
+        clipper: Clipper,
     ) -> None:
-        self._optimizer, self._name = optimizer, name
-        self._reducer = Reducer(op, bucket_bytes, f"{name}.step()", f"accumulate={accumulate}")
-        self._checks = Checks(f"{name}.step()", nonfinite, optimizer)
+        self._optimizer, self._name, self._clipper = optimizer, name, clipper
+        self._title = f"{name}.step()"
+        self._reducer = Reducer(op, bucket_bytes, self._title, f"accumulate={accumulate}", compression)
+        self._checks = Checks(self._title, nonfinite, optimizer, compression)
         self._meter = Meter()
         self.torn = False
         self._updates = 0  # for an optimizer that does not count them; those before a restore included
@@ -52,14 +57,17 @@ class SyncMode:
         communicator = collectives.current()
         self._meter.begin(communicator)
         self._checks.begin(params)
-        mean = self._reducer.reduce(tensors, values, samples, problem, self._checks)
+        mean = self._reducer.reduce(tensors, values, samples, problem, self._checks, self._clipper.settings)
         if not self._meter.steps:
             report.inform(_first_step(self._optimizer, self._reducer, tensors))
         if mean is not None:
+            mean = self._clipper.reduced(mean) if self._clipper.active else mean
             self.torn = True
             self._optimizer.step(params, nest.rebuild(grads, mean))
             self.torn = False
             self._updates += 1
+        if self._clipper.scaler is not None:
+            self._clipper.scaler.update(mean is None, self._title)
         self._checks.end(updated=mean is not None)
         self._meter.end(communicator, self._reducer.samples)
 
@@ -74,9 +82,9 @@ class SyncMode:
         for name, leaf in nest.leaves(params):
             communicator.broadcast_(leaf, root, name).wait()
         if has_state(self._optimizer):
-            state = self._optimizer.state_dict() if communicator.rank == root else None
+            state = self._optimizer.state_dict() if communicator.number == root else None
             state = communicator.broadcast_object(state, root, f"state of {self._name}").wait()
-            if communicator.rank != root:
+            if communicator.number != root:
                 self._optimizer.load_state_dict(state)
 
     def pull(self, params: Any) -> None:
@@ -141,8 +149,16 @@ class SyncMode:
             f"world: {world.size} rank{'s' * (world.size > 1)} on {world.nodes} node{'s' * (world.nodes > 1)}, "
             f"mode {config.mode}\n"
             f"backend: {collectives.current().name} ({collectives.reason()})\n"
-            f"speed: {self._meter.text()}{skipped}"
+            f"speed: {self._meter.text()}{skipped}{self._wire()}"
         )
+
+    def _wire(self) -> str:
+        """How much travels, in words; nothing if nothing does."""
+        if not self._meter.sent_bytes:
+            return ""
+        compression = self._reducer.compression
+        how = "" if compression is Compression.none else f", as {compression.name}"
+        return f"\ngradients: {arrays.amount(self._meter.sent_bytes / self._meter.steps)} a step on the wire{how}"
 
 
 def has_state(optimizer: Any) -> bool:
@@ -152,7 +168,7 @@ def has_state(optimizer: Any) -> bool:
 
 def _first_step(optimizer: Any, reducer: Reducer, tensors: list[Tensor]) -> str:
     """What this job does at each step, in a line; said once."""
-    plan, size, rate = reducer.plan(tensors), topology.size(), getattr(optimizer, "lr", None)
+    plan, size, rate = reducer.plan(tensors), collectives.current().size, getattr(optimizer, "lr", None)
     batch = f"; global batch {reducer.samples} over {size} rank{'s' * (size > 1)}" if reducer.samples else ""
     lr = f"; learning rate {rate:g}, not scaled by the number of ranks" if isinstance(rate, float) else ""
     return (

@@ -13,6 +13,7 @@ from allred.native import twins
 pack: Callable[[list[Any], Any], None]
 unpack: Callable[[list[Any], Any], None]
 reduce: Callable[..., None]  # twins.reduce is its signature
+narrow: Callable[..., None]  # twins.narrow is its signature
 update: Callable[..., bool]  # twins.update is its signature
 hashes: Callable[[list[Any]], list[int]]
 exceeds: Callable[..., bool]  # twins.exceeds is its signature
@@ -31,18 +32,18 @@ except ImportError as error:
     if not isinstance(error, ModuleNotFoundError):
         reason = f"built, but it cannot be loaded: {error}"
     pack, unpack, reduce, arm_exit = twins.pack, twins.unpack, twins.reduce, None
-    hashes, exceeds, update = twins.hashes, twins.exceeds, twins.update
+    hashes, exceeds, update, narrow = twins.hashes, twins.exceeds, twins.update, twins.narrow
     alarm, cancel_alarm, Mailbox, mailbox_bytes = None, None, None, None
     variants = ()
 else:
     available, reason = True, "built"
     pack, unpack, reduce, arm_exit = _kernels.pack, _kernels.unpack, _kernels.reduce, _kernels.arm_exit
-    hashes, exceeds, update = _kernels.hashes, _kernels.exceeds, _kernels.update
+    hashes, exceeds, update, narrow = _kernels.hashes, _kernels.exceeds, _kernels.update, _kernels.narrow
     alarm, cancel_alarm = _kernels.alarm, _kernels.cancel_alarm
     Mailbox, mailbox_bytes = _kernels.Mailbox, _kernels.mailbox_bytes
     variants = _kernels.variants()
 
 __all__ = [
     *("alarm", "arm_exit", "available", "cancel_alarm", "exceeds", "hashes", "pack", "reason", "reduce", "unpack"),
-    *("Mailbox", "mailbox_bytes", "update", "variants"),
+    *("Mailbox", "mailbox_bytes", "narrow", "update", "variants"),
 ]

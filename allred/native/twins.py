@@ -41,12 +41,16 @@ def unpack(tensors: list[Array], buffer: Array) -> None:
         offset += tensor.nbytes
 
 
-def reduce(sources: list[Array], out: Array, dtype_code: int, op_code: int, divisor: int, variant: str = "") -> None:
+def reduce(
+    sources: list[Array], out: Array, dtype_code: int, op_code: int, divisor: int, variant: str = "", into: int = -1
+) -> None:
     """out = sources[0] op sources[1] op ..., in this order; an Average is divided by `divisor`. See csrc/reduce.h.
 
     The codes are those of headers. `out` may be one of the sources. `variant` means something only to the C kernels.
+    into: the dtype of `out`, where 16-bit floats are reduced into wider ones; then it overlaps no source.
     """
-    _check_reduction(sources, out, dtype_code, op_code, divisor)
+    into = dtype_code if into < 0 else into
+    _check_reduction(sources, out, dtype_code, op_code, divisor, into)
     dtype = DTYPES[dtype_code]
     with np.errstate(all="ignore"):
         result = _widened(sources[0], dtype)
@@ -56,7 +60,25 @@ def reduce(sources: list[Array], out: Array, dtype_code: int, op_code: int, divi
             result = result / result.dtype.type(divisor)
         elif op_code in (_MIN, _MAX) and "float" in dtype:
             result = result + result.dtype.type(0)  # -0.0 becomes 0.0
-        _bytes(out)[:] = _narrowed(result, dtype).view(np.uint8)
+        _bytes(out)[:] = _narrowed(result, DTYPES[into]).view(np.uint8)
+
+
+def narrow(source: Array, out: Array, dtype_code: int, wire_code: int, variant: str = "") -> None:
+    """out = source, as it travels: float32 or float64 rounded to the 16-bit float of that code. See csrc/reduce.h."""
+    if not narrows(dtype_code, wire_code):
+        raise ValueError(f"dtype {dtype_code} does not travel as dtype {wire_code}")
+    item = np.dtype(DTYPES[dtype_code]).itemsize
+    if source.nbytes % item or out.nbytes != source.nbytes // item * 2:
+        raise ValueError(f"{source.nbytes} bytes cannot be rounded into {out.nbytes}")
+    with np.errstate(all="ignore"):
+        wide = _bytes(source).view(DTYPES[dtype_code]).astype(np.float32)
+        _bytes(out)[:] = _narrowed(wide, DTYPES[wire_code]).view(np.uint8)
+
+
+def narrows(dtype_code: int, wire_code: int) -> bool:
+    """Whether numbers of a dtype can travel as a narrower one."""
+    names = [DTYPES[code] if 0 <= code < len(DTYPES) else "" for code in (dtype_code, wire_code)]
+    return names[0] in ("float32", "float64") and names[1] in ("float16", "bfloat16")
 
 
 def hashes(tensors: list[Array]) -> list[int]:
@@ -115,22 +137,26 @@ def _narrowed(result: Array, dtype: str) -> Array:
     return np.where(np.isnan(result), 0x7FC0, rounded).astype(np.uint16)
 
 
-def _check_reduction(sources: list[Array], out: Array, dtype_code: int, op_code: int, divisor: int) -> None:
+def _check_reduction(sources: list[Array], out: Array, dtype_code: int, op_code: int, divisor: int, into: int) -> None:
     dtype = DTYPES[dtype_code] if 0 <= dtype_code < len(DTYPES) else ""
     refused = (dtype == "bool" and op_code == _SUM) or ("float" not in dtype and op_code == _AVERAGE)
-    if not dtype or op_code not in _FUNCTIONS or refused:
-        raise ValueError(f"operator {op_code} is not defined for dtype {dtype_code}")
+    if not dtype or op_code not in _FUNCTIONS or refused or not (into == dtype_code or narrows(into, dtype_code)):
+        what = f"for dtype {dtype_code}" if into == dtype_code else f"from dtype {dtype_code} into dtype {into}"
+        raise ValueError(f"operator {op_code} is not defined {what}")
     if not 1 <= divisor <= 2**24:
         raise ValueError(f"the divisor must be from 1 to 2**24, got {divisor}")
     if not sources:
         raise ValueError("there is no source to reduce")
-    element = 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
-    if out.nbytes % element:
-        raise ValueError(f"out has {out.nbytes} bytes, not a multiple of its elements' {element}")
+    element, wide = (
+        2 if DTYPES[code] == "bfloat16" else np.dtype(DTYPES[code]).itemsize for code in (dtype_code, into)
+    )
+    if out.nbytes % wide:
+        raise ValueError(f"out has {out.nbytes} bytes, not a multiple of its elements' {wide}")
     for i, source in enumerate(sources):
-        if source.nbytes != out.nbytes:
+        if source.nbytes != out.nbytes // wide * element:
             raise ValueError(f"source {i} has {source.nbytes} bytes but out has {out.nbytes}")
-        if np.may_share_memory(source, out) and source.ctypes.data != out.ctypes.data:
+        apart = source.ctypes.data != out.ctypes.data or into != dtype_code
+        if apart and np.may_share_memory(source, out):
             raise ValueError(f"out overlaps source {i}; it must be that source's memory or none of it")
 
 

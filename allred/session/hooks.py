@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from allred.session.session import Session
 
 
+_TELL_AFTER = 20  # steps without a value that a hook looks at
+
+
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """How a session ended. reason: "max_steps", "end of data", "stopped", the name of a signal, or of an exception;
@@ -48,7 +51,7 @@ class Hook:
         """A step has ended. values: what was logged in it."""
 
     def end(self, session: "Session", outcome: Outcome) -> None:
-        """Training has ended, the last checkpoint is written."""
+        """Training has ended, the last checkpoint is written. After a failure in `track` it comes without `begin`."""
 
 
 class StopAtStep(Hook):
@@ -65,22 +68,41 @@ class StopAtStep(Hook):
             session.request_stop("max_steps", everywhere=True)
 
 
+class Named:
+    """A value of what is logged, by its name. `who` is the hook that looks at it, and tells if it never comes."""
+
+    def __init__(self, who: str, name: str) -> None:
+        self.name, self._who = name, who
+        self._seen, self._missed = False, 0
+
+    def of(self, values: dict[str, float]) -> float | None:
+        """It, if it was logged in this step."""
+        self._seen = self._seen or self.name in values
+        self._missed += not self._seen
+        if self._missed == _TELL_AFTER and not self._seen:
+            logged = ", ".join(values) or "nothing"
+            report.say(
+                f"{self._who}: in {_TELL_AFTER} steps no '{self.name}' was logged; in this one there is {logged}"
+            )
+        return values.get(self.name)
+
+
 class NanLoss(Hook):
     """Raise NonFiniteError, or stop, when a value that was logged is not finite. Raises InputError for an odd name."""
 
     def __init__(self, name: str = "loss", fail: bool = True) -> None:
-        self._name, self._fail = name, fail
+        self._value, self._fail = Named("NanLoss", name), fail
 
     def after_step(self, session: "Session", values: dict[str, float]) -> None:
-        value = values.get(self._name, 0.0)
-        if math.isfinite(value):
+        value = self._value.of(values)
+        if value is None or math.isfinite(value):
             return
         if self._fail:
             raise NonFiniteError(
-                f"session: {self._name} is {value} after step {session.step}; lower the learning rate, or look for the "
-                "sample that does it. NanLoss(fail=False) stops instead"
+                f"session: {self._value.name} is {value} after step {session.step}; lower the learning rate, or look "
+                "for the sample that does it. NanLoss(fail=False) stops instead"
             )
-        session.request_stop(f"{self._name} is {value}", everywhere=True)
+        session.request_stop(f"{self._value.name} is {value}", everywhere=True)
 
 
 class EarlyStopping(Hook):
@@ -96,16 +118,18 @@ class EarlyStopping(Hook):
                 f"EarlyStopping(mode={mode!r}, patience={patience!r}, min_delta={min_delta!r}): expected mode 'min' or "
                 "'max', patience >= 1, min_delta >= 0"
             )
-        self._name, self._patience, self._delta, self._sign = name, patience, min_delta, 1 if mode == "min" else -1
+        self._value, self._patience, self._delta = Named("EarlyStopping", name), patience, min_delta
+        self._sign = 1 if mode == "min" else -1
         self.best, self.since = math.inf, 0  # of the value times the sign; steps without a better one
 
     def begin(self, session: "Session") -> None:
         self._judge(session)
 
     def after_step(self, session: "Session", values: dict[str, float]) -> None:
-        if self._name not in values:
+        found = self._value.of(values)
+        if found is None:
             return
-        value = self._sign * values[self._name]
+        value = self._sign * found
         if value < self.best - self._delta:
             self.best, self.since = value, 0
         else:
@@ -114,7 +138,7 @@ class EarlyStopping(Hook):
 
     def _judge(self, session: "Session") -> None:
         if self.since >= self._patience:
-            session.request_stop(f"no better {self._name} for {self.since} steps", everywhere=True)
+            session.request_stop(f"no better {self._value.name} for {self.since} steps", everywhere=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Its memory."""

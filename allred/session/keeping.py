@@ -8,7 +8,7 @@ from allred import checkpoint
 from allred.cluster import report
 from allred.errors import InputError
 from allred.session.checks import path
-from allred.session.hooks import Hook
+from allred.session.hooks import Hook, Named
 from allred.session.saver import Saver
 
 if TYPE_CHECKING:
@@ -39,7 +39,9 @@ class Checkpoint(Hook):
         self._saver = Saver(
             path("Checkpoint: directory", directory), None, 1 if every_steps is None else every_steps, keep, 0
         )
-        self._name, self._sign = best, 1 if mode == "min" else -1
+        self.directory = self._saver.directory
+        self._value = None if best is None else Named("Checkpoint", best)
+        self._sign = 1 if mode == "min" else -1
         self.best = self._before = math.inf  # so far, and the one before, times the sign
 
     def begin(self, session: "Session") -> None:
@@ -52,12 +54,13 @@ class Checkpoint(Hook):
             )
 
     def after_step(self, session: "Session", values: dict[str, float]) -> None:
-        if self._name is None:
+        if self._value is None:
             due = self._saver.due(session.step)
         else:
             if self._saver.failed:
                 self.best = self._before
-            value = self._sign * values.get(self._name, math.inf * self._sign)
+            found = self._value.of(values)
+            value = math.inf if found is None else self._sign * found
             if due := value < self.best:
                 self._before, self.best = self.best, value
         if due and session.is_chief:

@@ -44,9 +44,26 @@ def write(saver: Saver, optimizer: DistributedOptimizer, step: int, make: Make) 
         try:
             path = saver.save_last(step, make)
         except (CheckpointError, InputError) as error:
-            failure = error
+            failure = CheckpointError(f"the last checkpoint was not written: {error}; {_what_stands(saver.directory)}")
     together.hear_of(optimizer, failure)
     return path
+
+
+def unwritable(saver: Saver) -> AllredError | None:
+    """The error of a directory in which no checkpoint can be written, before training rather than behind it."""
+    try:
+        if saver.directory:
+            checkpoint.abandon(checkpoint.begin(saver.directory, 0))
+    except CheckpointError as error:
+        return CheckpointError(f"Session: no checkpoint can be written to {saver.directory}: {error}")
+    return None
+
+
+def _what_stands(directory: str) -> str:
+    with contextlib.suppress(CheckpointError):
+        if newest := checkpoint.newest(directory):
+            return f"the newest one is {newest}"
+    return "there is none"
 
 
 def write_after(
@@ -71,7 +88,9 @@ def write_after(
             claim = os.path.join(saver.directory, f".step-{step:08d}.{token}.0.tmp")
             if _is_first(claim):
                 try:
-                    return saver.save_last(step, make)
+                    path = saver.save_last(step, make)
+                    report.say_here(f"the last checkpoint is {path}")
+                    return path
                 finally:
                     with contextlib.suppress(OSError):  # if nothing was written, nobody is to wait for it
                         os.rmdir(claim)

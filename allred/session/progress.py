@@ -109,7 +109,7 @@ class PlainDisplay:
         try:
             self._stream.write(_encodable(f"{text}\n", self._stream))  # print would write the end of the line apart
             self._stream.flush()
-        except (OSError, ValueError):  # gone, full, or closed: no reason to end a training
+        except (OSError, ValueError, AttributeError):  # gone, full, or closed: no reason to end a training
             self._silent = True
 
     def close(self) -> None:

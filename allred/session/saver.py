@@ -30,7 +30,8 @@ class Saver:
             )
         self.directory = directory
         self.saved_step: int | None = None  # of the last checkpoint that is complete, or being written
-        self.blocked_s, self.written_s, self.count = 0.0, 0.0, 0  # what they have cost
+        self.count = self.failures = 0  # those written, and those that could not be
+        self.blocked_s, self.written_s = 0.0, 0.0  # what they have cost
         self._secs, self._steps = (600.0 if secs is None and steps is None else secs), steps
         self._keep, self._keep_every = whole("Session: keep", keep, 1), whole("Session: keep_every", keep_every, 0)
         self._thread: threading.Thread | None = None
@@ -66,7 +67,6 @@ class Saver:
         else:
             self._write(write)
         self.blocked_s += time.monotonic() - start
-        self.count += 1
 
     def _write(self, write: Callable[[str], str]) -> None:
         start = time.monotonic()
@@ -79,8 +79,10 @@ class Saver:
             raise
         except Exception as error:  # whatever it is, it would be seen nowhere else
             self._error = error
+            self.failures += 1
             report.say(f"training goes on, but a checkpoint was not written: {str(error) or type(error).__name__}")
         else:
+            self.count += 1
             self._prune()
         self.written_s += time.monotonic() - start
 
@@ -103,7 +105,11 @@ class Saver:
         if step == self.saved_step:
             return None
         start = time.monotonic()
-        path = make()(self.directory)
+        try:
+            path = make()(self.directory)
+        except BaseException:
+            self.failures += 1
+            raise
         self.saved_step = step
         self.count += 1
         self.blocked_s += time.monotonic() - start
@@ -123,9 +129,10 @@ class Saver:
         >>> Saver("ckpt", None, 100, 5, 0).text()
         'checkpoints: none'
         """
-        if not self.count:
+        if not self.count and not self.failures:
             return "checkpoints: none"
+        failed = f", {self.failures} could not be" if self.failures else ""
         return (
-            f"checkpoints: {self.count} in {self.directory}; training waited {self.blocked_s:.3g} s for them, writing "
-            f"took {self.written_s:.3g} s"
+            f"checkpoints: {self.count} written to {self.directory}{failed}; training waited {self.blocked_s:.3g} s "
+            f"for them, writing took {self.written_s:.3g} s"
         )

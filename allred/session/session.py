@@ -26,11 +26,12 @@ from allred.modes.optimizer import DistributedOptimizer
 from allred.session import checks, last, random_states, together
 from allred.session.asked import Asked
 from allred.session.hooks import Hook, Outcome, StopAtStep
+from allred.session.keeping import Checkpoint
 from allred.session.rates import Rates
 from allred.session.saver import Saver
 from allred.session.state import State
 from allred.session.telling import Logging
-from allred.session.values import Log
+from allred.session.values import ANOTHER, Log
 
 T = TypeVar("T")
 
@@ -78,7 +79,7 @@ class Session:
         directory = "" if checkpoint_dir is None else checks.path("Session: checkpoint_dir", checkpoint_dir)
         self._saver = Saver(directory, save_secs, save_steps, keep, keep_every)
         self._asks_to_save = (save_secs, save_steps) != (None, None)
-        self.hooks: list[Hook] = [*(hooks or ())]
+        self.hooks: list[Hook] = [hooks] if isinstance(hooks, Hook) else [*(hooks or ())]
         self.hooks += [] if log_steps is None else [Logging(log_steps)]
         self.hooks += [] if max_steps is None else [StopAtStep(max_steps)]
         if odd := [hook for hook in self.hooks if not isinstance(hook, Hook)]:
@@ -94,6 +95,7 @@ class Session:
         self._stops, self._requested = "", ""  # why the loop ends; why this rank would like it to
         self._in_step = self._entered = self._done = False
         self._begun_at_step = 0  # the global step when the step at hand began
+        self._begun_at, self._batches = 0, 0  # the one that training began at; batches since then
         self._start, self._waited_s = time.monotonic(), 0.0
         self._token = ""  # of this session, the same on all ranks
 
@@ -124,7 +126,7 @@ class Session:
         finally:
             self._asked.stop()
             self._done = True
-            if optimizer is not None:
+            if optimizer is not None or failure is not None:
                 self._call_end(failure, path)
         return asked
 
@@ -145,18 +147,25 @@ class Session:
             raise InputError("session.track() was called already; track everything in one call")
         if not isinstance(optimizer, DistributedOptimizer):
             raise InputError(f"session.track(optimizer={optimizer!r}): expected what allred.distributed returns")
+        if optimizer.process_set is not None:
+            raise InputError(
+                "session.track(): a session is of all ranks, and this optimizer is of a process set; use its own save "
+                "and restore"
+            )
         state = State(self.hooks, data, more)
         restored = extra = None
         with together.waiting(self._wait_s):
             self._saver.directory = together.agree(self._saver.directory, self.max_steps, sorted(more))
             if self._asks_to_save and not self._saves:
                 raise InputError("Session: save_secs and save_steps need a checkpoint_dir")
+            self._check_directories()
             if self._saves:
                 restored, extra = optimizer.restore_all(self._saver.directory, params)
             else:
                 optimizer.broadcast(params)
             if extra is not None:
                 state.load(extra, f"{self._saver.directory}, step {restored}")
+            together.hear_of(optimizer, last.unwritable(self._saver) if self.is_chief else None)
         self.params, self._optimizer, self._state = params, optimizer, state
         if restored is not None:
             report.inform(f"goes on from step {restored}, of {self._saver.directory}")
@@ -171,6 +180,7 @@ class Session:
                 optimizer.end_with(lambda: self._saving()(self._saver.directory))
         for hook in self.hooks:
             hook.begin(self)
+        self._begun_at = self.step
         if self._stops == "max_steps":
             report.inform(f"max_steps={self.max_steps} is reached already, at step {self.step}: no step is made")
         return restored
@@ -197,6 +207,7 @@ class Session:
                 batch = next(iterator)
             except StopIteration:
                 self._in_step = False
+                self._batches -= 1
                 self._stops = _END_OF_DATA
                 return
             yield batch
@@ -220,6 +231,7 @@ class Session:
         if self._stops:
             return True
         self._in_step = True
+        self._batches += 1
         self._begun_at_step = self.step
         for hook in self.hooks:
             hook.before_step(self)
@@ -254,13 +266,13 @@ class Session:
         self._note_step()
         optimizer = self.optimizer
         due = self.is_chief and self._saves and self._saver.due(self.step)
-        asks = bool(self._asked.reason or self._requested)
+        asks = self._asked.reason or self._requested
         told = (self._log.together if optimizer.in_step else self._log.alone)(asks, due)
         waited_s = optimizer.waited_s
         self.rates.record(self.step, int(told.examples), waited_s - self._waited_s)
         self._waited_s = waited_s
         if told.stop and optimizer.in_step:
-            self._stops = self._stops or self._asked.reason or self._requested or "another rank asked"
+            self._stops = self._stops or told.stop
         for hook in self.hooks:
             hook.after_step(self, told.values)
         if told.save and not self._stops:
@@ -307,6 +319,7 @@ class Session:
     def _end_asked(self) -> None:
         """Mode ps, the job was asked to end, and the checkpoint is written. Who was at the end of its loop before
         is in `_end_well`, and is met there."""
+        self._stops = self.asked or ANOTHER
         self._meet()
         self._note_step()
         together.hear_of(self.optimizer, None)
@@ -318,13 +331,32 @@ class Session:
         self.step = optimizer.global_step if optimizer.in_step else self.step
         return path
 
+    def _check_directories(self) -> None:
+        """Two that write into one would delete each other's checkpoints."""
+        places = [hook.directory for hook in self.hooks if isinstance(hook, Checkpoint)]
+        places = [os.path.realpath(place) for place in [*places, self._saver.directory] if place]
+        if twice := next((place for place in places if places.count(place) > 1), None):
+            raise InputError(
+                f"Session: checkpoints go to {twice} from two sides, which would delete each other's; give each "
+                "Checkpoint hook a directory of its own"
+            )
+
+    def _tell_end(self, outcome: Outcome) -> None:
+        """Of a good end."""
+        of = f" of {self.max_steps}" if self.max_steps else ""
+        kept = f"; the newest checkpoint is {outcome.checkpoint}" if outcome.checkpoint else ""
+        report.inform(f"training ends at step {outcome.step}{of}: {outcome.reason}{kept}")
+        if self.step == self._begun_at and outcome.reason == _END_OF_DATA and not self.optimizer.skipped:
+            began = f"{self._batches} batches and not one update; was opt.step(...) called?"
+            report.say(f"session: {began if self._batches else 'the data gave no batch'}")
+
     def _meet(self) -> None:
         if not self.optimizer.in_step:
             together.meet(self.optimizer, self.params)
             self.step = self.optimizer.global_step
 
     def _call_end(self, failure: BaseException | None, path: str | None) -> None:
-        if self._saves and self._saver.count:
+        if self._saver.count or self._saver.failures:
             report.inform(self._saver.text())
         if self._saves and path is None:
             with contextlib.suppress(CheckpointError):
@@ -334,6 +366,8 @@ class Session:
             reason = "SystemExit" if isinstance(failure, SystemExit) else type(failure).__name__
             text = str(failure)
         outcome = Outcome(reason, failure is not None, text, self.step, time.monotonic() - self._start, path)
+        if failure is None:
+            self._tell_end(outcome)
         problem: Exception | None = None
         for hook in self.hooks:
             try:

@@ -13,15 +13,20 @@ import numpy as np
 from allred.comm import collectives
 from allred.comm.ops import ReduceOp
 from allred.errors import InputError
+from allred.session.asked import SIGNALS
 
 
 class Told(NamedTuple):
-    """Of all ranks: averages of the values, examples in all, whether to stop, whether a checkpoint is due."""
+    """Of all ranks: averages of the values, examples in all, why to stop ("" if not), whether a checkpoint is due."""
 
     values: dict[str, float]
     examples: float
-    stop: bool
+    stop: str
     save: bool
+
+
+ANOTHER = "another rank asked"
+_REASONS = (*(number.name for number in SIGNALS), ANOTHER)  # as the others hear of them
 
 
 class Log:
@@ -47,22 +52,29 @@ class Log:
         self._before.append((self._values, self._examples))
         self._values, self._examples = {}, None
 
-    def alone(self, stop: bool, save: bool) -> Told:
+    def alone(self, stop: str, save: bool) -> Told:
         """This rank's own, without the others; starts anew."""
         values, examples = self._take()
         return Told(values, examples or 0.0, stop, save)
 
-    def together(self, stop: bool, save: bool) -> Told:
-        """Those of all ranks; collective. Starts anew."""
+    def together(self, stop: str, save: bool) -> Told:
+        """Those of all ranks; collective. stop: why this rank would. Starts anew."""
         values, examples = self._take()
         names = sorted(values)
         weight = 1.0 if examples is None else examples
-        mine = [float(stop), float(save), examples or 0.0, weight]
+        heard_as = stop if stop in _REASONS or not stop else ANOTHER
+        mine = [float(save), examples or 0.0, weight, *(float(heard_as == reason) for reason in _REASONS)]
+        first = len(mine)
         mine += [values[name] * weight if weight else 0.0 for name in names]
         title = f"session.log({', '.join(['examples'] * (examples is not None) + names)})"
         total = collectives.allreduce(np.array(mine), ReduceOp.SUM, name=title).tolist()
-        means = {name: value / total[3] if total[3] else math.nan for name, value in zip(names, total[4:], strict=True)}
-        return Told(means, total[2], total[0] > 0, total[1] > 0)
+        save_votes, all_examples, all_weight, *votes = total[:first]
+        means = {
+            name: value / all_weight if all_weight else math.nan
+            for name, value in zip(names, total[first:], strict=True)
+        }
+        why = stop or next((reason for reason, asked in zip(_REASONS, votes, strict=True) if asked), "")
+        return Told(means, all_examples, why, save_votes > 0)
 
     def _take(self) -> tuple[dict[str, float], float | None]:
         self.go_on()

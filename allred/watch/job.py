@@ -5,8 +5,9 @@ The watcher of the chief's node has the `Job`; the others send it their events. 
 
     joined host                  the rank is watched from now on
     known_as text                what the rank is, for a person: its role; then, after a ';', what else is worth telling
-    waiting what, since_s, peers, quiet  it has waited in an operation for so many seconds; peers: for ranks to begin
-                                 it; quiet: it is meant to take long
+    waiting what, since_s, peers, quiet, members  it has waited in an operation for so many seconds; peers: for ranks
+                                 to begin it; quiet: it is meant to take long; members: whose operation it is, if not
+                                 that of all
     going                        it waits no more
     busy is_so                   whether it does something that takes as long as it takes, for which the others wait
     limit what, limit_s          its wait has reached the time limit; no verdict while a rank is busy
@@ -66,6 +67,7 @@ class _Rank:
     waits_in: str = ""
     busy: bool = False  # with something that takes as long as it takes
     misses: bool = False  # ranks that have not begun it: one that has left may have
+    members: Collection[int] | None = None  # whose operation it is; None: that of all
     since: float = 0.0
     warn_at: float = 0.0
     end: str = ""  # gone (a spare rank that lingers), unwound, left or dead
@@ -153,7 +155,7 @@ class Job:
     def _waiting(self, rank: int, event: Event) -> None:
         record = self._ranks[rank]
         record.waits_in, record.since = event["what"], self._now - event["since_s"]
-        record.misses = event["peers"]
+        record.misses, record.members = event["peers"], event.get("members")
         record.warn_at = float("inf") if event["quiet"] else record.since + self._warn_s
 
     def _going(self, rank: int, event: Event) -> None:
@@ -345,17 +347,17 @@ class Job:
             self._out.append((None, self.verdict))
 
     def _check_left(self) -> None:
-        left = [r for r, record in self._ranks.items() if record.end and self._now >= record.end_at + LEFT_S]
-        missing = [r for r, record in self._ranks.items() if record.waits_in and record.misses]
-        waiting = [r for r in missing if self._now >= self._ranks[r].since + LEFT_S]
-        if left and waiting:
-            what = self._ranks[min(waiting)].waits_in
-            never = f"and will never call {what}, in which rank {min(waiting)} waits"
-            gone = [rank for rank in left if rank in self._spares.gone]
-            if gone:
-                self._pass_loss(min(gone), self._line(min(gone), f"has failed, {never}"))
-            else:
-                self._pass(min(left), self._line(min(left), f"has ended, {never}"), 1)
+        left = {r for r, record in self._ranks.items() if record.end and self._now >= record.end_at + LEFT_S}
+        for rank, record in sorted(self._ranks.items()) if left else ():
+            never_come = left if record.members is None else left.intersection(record.members)
+            if never_come and record.waits_in and record.misses and self._now >= record.since + LEFT_S:
+                return self._pass_left(never_come, f"and will never call {record.waits_in}, in which rank {rank} waits")
+
+    def _pass_left(self, left: Collection[int], never: str) -> None:
+        if gone := [rank for rank in left if rank in self._spares.gone]:
+            self._pass_loss(min(gone), self._line(min(gone), f"has failed, {never}"))
+        else:
+            self._pass(min(left), self._line(min(left), f"has ended, {never}"), 1)
 
     def _check_release(self) -> None:
         assert self.verdict is not None

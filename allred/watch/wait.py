@@ -1,7 +1,7 @@
 """A wait in allred that has become long: what this rank's watcher hears of it, and how it ends."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from allred.errors import CollectiveTimeout
 from allred.watch import line
@@ -11,10 +11,12 @@ TELL_S = 1.0  # most waits are shorter, and nobody needs to hear of them
 
 
 class Wait:
-    """`what`: the operation, in words. `quiet`: it is meant to take long, so nobody is to be warned."""
+    """`what`: the operation, in words. `quiet`: it is meant to take long, so nobody is to be warned. `members`: the
+    ranks that may be waited for, by their numbers in the world; None: all."""
 
-    def __init__(self, what: str, quiet: bool) -> None:
+    def __init__(self, what: str, quiet: bool, members: Sequence[int] | None = None) -> None:
         self._what, self._quiet, self._told = what, quiet, False
+        self._members = None if members is None else list(members)
 
     def go_on(self, waited_s: float, peers: bool) -> None:
         """It has lasted so long. `peers`: it waits for other ranks to begin the operation, rather than for bytes."""
@@ -23,7 +25,9 @@ class Wait:
         line.current.read()
         if waited_s > min(TELL_S, line.current.warn_s / 2) and not self._told:
             what = self._what[:WHAT_CHARS]
-            line.current.tell("waiting", what=what, since_s=waited_s, peers=peers, quiet=self._quiet)
+            line.current.tell(
+                "waiting", what=what, since_s=waited_s, peers=peers, quiet=self._quiet, members=self._members
+            )
             self._told = True
 
     def end(self) -> None:

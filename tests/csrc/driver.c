@@ -36,6 +36,7 @@ typedef struct {
   uint64_t dice;             /* of what is this rank's own: its pace */
   _Atomic int number, ended; /* for whoever watches */
   int covered[ALLRED_DTYPES][ALLRED_OPS], melded, differed;
+  int narrowed[2]; /* operations with a tensor that travels as a narrower one: reduced by each rank, or in parts */
 } player;
 
 static player players[MOST_RANKS];
@@ -127,14 +128,19 @@ static int allreduce(player *me, const plan *p, const allred_header *header) {
     write_numbers(me->scene, p, me->segment.rank, t, p->dtypes[t], 0, p->counts[t], in);
     before[t] = allocate(bytes);
     if (bytes) memcpy(before[t], out, bytes);
-    tensors[t] = (allred_tensor){in, out, bytes, p->dtypes[t]};
+    tensors[t] = (allred_tensor){in, out, bytes, p->dtypes[t], wire_of(p, p->dtypes[t])};
     me->covered[p->dtypes[t]][p->op] = 1;
   }
   allred_begin_allreduce(&me->operation, &me->segment, header, tensors, p->tensors, variant, p->op, ranks);
-  me->melded += me->operation.transfer->meld != NULL;
+  const int melds = me->operation.transfer->meld != NULL;
+  me->melded += melds;
+  const uint64_t sent = me->segment.sent;
+  uint64_t travels = 0;
   const int status = advance(me);
   for (size_t t = 0; t < p->tensors; t++) {
     const size_t item = allred_dtype_bytes(p->dtypes[t]);
+    travels += p->counts[t] * allred_dtype_bytes(tensors[t].wire ? tensors[t].wire : p->dtypes[t]);
+    me->narrowed[melds] += tensors[t].wire != 0;
     char *expected = allocate(tensors[t].bytes);
     write_numbers(me->scene, p, -1, t, p->dtypes[t], 0, p->counts[t], expected);
     check(me, status, tensors[t].out, before[t], expected, tensors[t].bytes, item, t);
@@ -142,6 +148,8 @@ static int allreduce(player *me, const plan *p, const allred_header *header) {
     free(tensors[t].out);
     if (!p->in_place) free((char *)tensors[t].in);
   }
+  if (status == ALLRED_DONE && me->segment.sent - sent != travels)
+    wrong(me, "wrong number of bytes sent", (size_t)(me->segment.sent - sent), 0);
   return status;
 }
 
@@ -320,6 +328,8 @@ int main(int count, char **arguments) {
     for (int op = 1; op < ALLRED_OPS; op++)
       if (allred_reduce_kernel(0, dtype, op) && !players[0].covered[dtype][op])
         return fprintf(stderr, "too few operations: dtype %d with operator %d is not among them\n", dtype, op), 1;
+  if (!players[0].narrowed[0] || !players[0].narrowed[1])
+    return fprintf(stderr, "too few operations: none of some kind travels as a narrower one\n"), 1;
   if (!players[0].melded) return fprintf(stderr, "no rank reduced for others: LARGE_BYTES is too small\n"), 1;
   printf("driver, %s sanitizer: %ld operations of 1, 2, 3, 4 and 8 ranks checked, %d with headers that differ; seed "
          "%llu\n",

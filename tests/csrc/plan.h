@@ -31,6 +31,7 @@ static uint64_t draw(uint64_t seed, uint64_t a, uint64_t b) {
 typedef struct {
   uint64_t seed;
   int kind, op, in_place, root, odd; /* odd: the rank whose header differs, or -1 */
+  int wire;                          /* what wide floats of an allreduce travel as; 0: as they are */
   size_t tensors, counts[MOST_TENSORS];
   int dtypes[MOST_TENSORS];
 } plan;
@@ -62,11 +63,16 @@ static size_t some_count(uint64_t dice, size_t chunk, int ranks) {
   }
 }
 
+static int wire_of(const plan *p, int dtype) {
+  return p->kind == ALLREDUCE && allred_narrows(dtype, p->wire) ? p->wire : 0;
+}
+
 static plan make_plan(const scene *scene, uint64_t seed) {
   plan p = {.seed = seed, .kind = (int)(draw(seed, 1, 0) % (KINDS + 3)), .in_place = (int)(draw(seed, 2, 0) & 1)};
   if (p.kind >= KINDS) p.kind = ALLREDUCE;
   p.root = (int)(draw(seed, 3, 0) % (uint64_t)scene->ranks);
   p.odd = draw(seed, 4, 0) % 12 ? -1 : (int)(draw(seed, 5, 0) % (uint64_t)scene->ranks);
+  p.wire = (int[]){0, ALLRED_FLOAT16, ALLRED_BFLOAT16}[draw(seed, 15, 0) % 3];
   p.tensors = draw(seed, 6, 0) % (draw(seed, 6, 1) % 4 ? 4 : MOST_TENSORS + 1);
   uint64_t dice = seed;
   p.op = 1 + (int)(draw(seed, 7, 0) % (ALLRED_OPS - 1));
@@ -78,7 +84,7 @@ static plan make_plan(const scene *scene, uint64_t seed) {
   p.dtypes[0] = dtypes[0]; /* of a reducescatter */
   for (size_t t = 0; t < p.tensors; t++) {
     p.dtypes[t] = dtypes[draw(seed, 8, t) % 4 == 0];
-    const size_t item = allred_dtype_bytes(p.dtypes[t]);
+    const size_t item = allred_dtype_bytes(wire_of(&p, p.dtypes[t]) ? p.wire : p.dtypes[t]);
     p.counts[t] = some_count(draw(seed, 9, t), scene->chunk_bytes / item, scene->ranks);
   }
   return p;

@@ -83,6 +83,8 @@ class Call:
             options["op"] = OPS[self.operation.op]
         if name.startswith("broadcast"):
             options["root"] = self.ranks if self.operation.unusable else self.operation.root
+        if self.operation.compression != "none":
+            options["compression"] = allred.Compression[self.operation.compression]
         in_place = self.in_place and hasattr(allred, f"{name}_") and not self.operation.unusable
         return functools.partial(getattr(allred, f"{name}_" if in_place else name), **options)
 
@@ -124,6 +126,7 @@ class Call:
         params, operation = [np.zeros(grad.shape, grad.dtype) for grad in grads], self.operation
         options = {"op": OPS[operation.op], "bucket_bytes": operation.bucket_bytes, "name": f"opt{operation.name}"}
         options["nonfinite"] = "ignore"  # sums may overflow
+        options["compression"] = allred.Compression[operation.compression]
         given = [*grads[:-1], np.zeros((5, 4, 3, 2), np.float32)] if operation.unusable else [*grads]
         allred.distributed(allred.optim.SGD(lr=1.0), **options).step(params, given)
         with np.errstate(all="ignore"):

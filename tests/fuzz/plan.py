@@ -14,6 +14,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("uint8", "int8", "int16", "int32", "int64")
 DTYPES = (*FLOATS, *INTEGERS, "bool")
 ITEMSIZE = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}  # else 1
+COMPRESSIONS = ("none", "fp16", "bf16")
 
 NODES = {
     2: ("none", "none", "1,1"),
@@ -44,15 +45,15 @@ FAULTS = {
     **{"raise": 4, "sys.exit": 4, "SystemExit": 4, "interrupt": 3, "_exit": 4, "kill": 7, "stop": 4},
 }
 CHANGES = {  # what can be wrong with a call; "next" is any other operation: one left out, or two in the other order
-    "allreduce": ("shape", "dtype", "op", "name", "unusable"),
-    "grouped_allreduce": ("shape", "dtype", "op", "name", "unusable"),
+    "allreduce": ("shape", "dtype", "op", "name", "compression", "unusable"),
+    "grouped_allreduce": ("shape", "dtype", "op", "name", "compression", "unusable"),
     "broadcast": ("shape", "dtype", "root", "name", "unusable"),
     "allgather": ("shape", "dtype", "name", "unusable"),
     "reducescatter": ("shape", "dtype", "op", "name", "unusable"),
     "alltoall": ("shape", "dtype", "name", "unusable"),
     "allgather_object": ("name", "unusable"),
     "broadcast_object": ("root", "name", "unusable"),
-    "step": ("shape", "dtype", "op", "name", "unusable"),
+    "step": ("shape", "dtype", "op", "name", "compression", "unusable"),
 }
 
 
@@ -70,11 +71,13 @@ class Operation:
     specials: bool = False  # NaN and infinities among the floats
     delays: tuple[float, ...] = ()  # seconds that each rank comes late
     bucket_bytes: int = 2**20
+    compression: str = "none"
     unusable: bool = False  # an argument that nobody can use
 
     def __str__(self) -> str:
         what = ", ".join(f"{dtype} {shape}" for dtype, shape in zip(self.dtypes, self.shapes, strict=True))
-        how = f"({self.op})" if self.op else f"(root={self.root})" if self.kind.startswith("broadcast") else ""
+        wire = "" if self.compression == "none" else f" as {self.compression}"
+        how = f"({self.op}{wire})" if self.op else f"(root={self.root})" if self.kind.startswith("broadcast") else ""
         return f"{self.kind}{how} '{self.name}' {what}{f' rows {self.rows}' if self.rows else ''}"
 
 
@@ -126,7 +129,20 @@ def job_of(seed: int) -> Job:
     mpi, backend = rng.choice(("mpich", "mpich", "openmpi")), rng.choice(("auto", "auto", "auto", "mpi"))
     nodes = rng.choice(NODES[ranks]) if backend == "auto" else "none"
     operations = tuple(_operation(rng, ranks) for _ in range(rng.randint(2, STEPS_AT_MOST)))
-    return Job(seed, ranks, mpi, backend, nodes, operations, _fault(rng, ranks, operations))
+    return _compressed(Job(seed, ranks, mpi, backend, nodes, operations, _fault(rng, ranks, operations)))
+
+
+def _compressed(job: Job) -> Job:
+    """Some of its operations on a narrower wire, some of its faults that. Drawn apart, so that seeds of before go on
+    meaning what they meant."""
+    rng = random.Random(f"{job.seed} compression")
+    operations, fault = list(job.operations), job.fault
+    for index, operation in enumerate(operations):
+        if "compression" in CHANGES.get(operation.kind, ()):
+            operations[index] = dataclasses.replace(operation, compression=rng.choice(("none", *COMPRESSIONS)))
+            if fault.change and fault.operation == index and rng.random() < 0.2:
+                fault = dataclasses.replace(fault, change="compression")
+    return dataclasses.replace(job, operations=tuple(operations), fault=fault)
 
 
 def called(job: Job, rank: int, index: int) -> Operation:
@@ -148,6 +164,9 @@ def changed(operation: Operation, change: str, ranks: int) -> Operation:
     if change == "op":
         other = "Min" if operation.kind != "step" else "Average"
         return dataclasses.replace(operation, op="Sum" if operation.op == other else other)
+    if change == "compression":
+        other = COMPRESSIONS[(COMPRESSIONS.index(operation.compression) + 1) % len(COMPRESSIONS)]
+        return dataclasses.replace(operation, compression=other)
     if change == "shape":
         return dataclasses.replace(operation, shapes=(*operation.shapes[:-1], (*operation.shapes[-1], 2)))
     other = "float64" if operation.dtypes[-1] == "float32" else "float32"  # defined for every reduction
@@ -171,6 +190,7 @@ def _wrong(rng: random.Random, rank: int, where: int, operations: tuple[Operatio
     changes = [
         change
         for change in CHANGES.get(operation.kind, ())
+        if change != "compression"
         if operation.shapes or change not in ("shape", "dtype")
         if change != "op" or "bool" not in operation.dtypes
     ]

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 
 import pytest
-from plan import CHANGES, DTYPES, FAULTS, FLOATS, KINDS, called, changed, job_of
+from plan import CHANGES, COMPRESSIONS, DTYPES, FAULTS, FLOATS, KINDS, called, changed, job_of
 
 SEEDS = range(3000)
 
@@ -34,6 +34,7 @@ def test_there_is_everything_in_it(jobs):
     assert {operation.kind for operation in operations} == set(KINDS)
     assert {dtype for operation in operations for dtype in operation.dtypes} == set(DTYPES)
     assert {operation.op for operation in operations} == {"", "Sum", "Average", "Min", "Max", "Product"}
+    assert {operation.compression for operation in operations} == set(COMPRESSIONS)
     assert {job.fault.kind for job in jobs} == set(FAULTS)
     wrong = {(job.operations[job.fault.operation].kind, job.fault.change) for job in jobs if job.fault.change}
     assert wrong == {(kind, change) for kind in KINDS for change in (*CHANGES.get(kind, ()), "next")}

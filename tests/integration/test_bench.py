@@ -71,6 +71,12 @@ def test_fused_against_mpi(mpi):
     assert lines[0]["p50_us"] == lines[1]["p50_us"]
 
 
+def test_compressed_beside_uncompressed():
+    result = bench(2, "fused", "--set", "small", "--compression", "bf16", *TINY)
+    [line] = lines_of(result, 2)
+    assert (line["compression"], line["against"]) == ("bf16", "allred uncompressed")
+
+
 @pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
 @pytest.mark.parametrize(("name", "peers"), [("tiny", ["ping-pong"]), ("small", ["chunks", "all chunks"])])
 def test_ps_against_mpi(mpi, name, peers):

@@ -28,6 +28,20 @@ def test_getting_started(run, tmp_path):
     assert result.out == "found [1. 2. 3. 4.] [5.]\n", result.text
 
 
+@pytest.mark.parametrize("run", [
+    lambda file: python(file),
+    lambda file: mpirun(3, file),
+    lambda file: mpirun(3, file, env=PS),
+], ids=["alone", "mpich", "ps"])  # fmt: skip
+def test_precision(run, tmp_path):
+    file = tmp_path / "train.py"
+    [program] = programs("precision.md")
+    file.write_text(program)
+    result = run(file)
+    assert result.code == 0, result.text
+    assert result.out == "found [1. 2. 3. 4.]\n", result.text
+
+
 def test_the_banner(tmp_path):
     file = tmp_path / "train.py"
     file.write_text(programs("index.md")[0])

@@ -1,6 +1,7 @@
 """Mistakes that raise nothing by themselves, and let the ranks train wrongly: each is found, on all ranks at once."""
 
 import dataclasses
+import gc
 
 import numpy as np
 import pytest
@@ -279,6 +280,17 @@ def test_memory_that_is_used_again_is_no_mistake(rank, size):
         for opt, target in ((first, params), (second, others)):
             grads[0][:] = rank + 1
             opt.step(target, grads)
+
+
+def test_a_missing_gradient_is_no_array_that_is_gone(rank, size):
+    """Another wrapper has averaged arrays that are no more; here all ranks bring the same, and None."""
+    other = [np.full(3, 1.0 + rank)]
+    allred.distributed(optim.SGD()).step([np.zeros(3)], other)
+    del other[:]
+    gc.collect()
+    params = [np.zeros(3), np.zeros(2)]
+    allred.distributed(optim.SGD(lr=1.0)).step(params, [np.ones(3), None])
+    assert params[0].tolist() == [-1] * 3
 
 
 def test_a_wrapper_may_see_its_own_result_again(rank, size):

@@ -245,6 +245,7 @@ def test_defaults():
         ("allreduce --sizes 4,huge", "'huge' is not a size"),
         ("allreduce --sizes 6", "6 bytes are no whole number of float32; take a multiple of 4"),
         ("allreduce --sizes 0", "0 bytes are no whole number"),
+        ("fused --dtype int32 --compression fp16", "--compression is of float32 and float64, and --dtype is int32"),
         ("allreduce --dtype bool", "unknown dtype 'bool'; choose one of uint8, "),
         ("allreduce --dtype bfloat16 --against mpi", "MPI has no bfloat16"),
         ("allreduce --seconds -1", "--seconds -1 is not a time"),

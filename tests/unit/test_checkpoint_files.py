@@ -166,7 +166,7 @@ def test_a_shard_on_a_disk_of_another_host_is_missed(tmp_path):
     directory = checkpoint.begin(tmp_path, 2)
     shard = checkpoint.write_shard(directory, 0, 1, [whole("w", W)])
     (directory / shard.file).unlink()
-    with pytest.raises(CheckpointError, match=r"shard-00000.* No such file .* a file system that all of them share"):
+    with pytest.raises(CheckpointError, match=r"shard-00000.* No such file .* a file system that all share"):
         checkpoint.commit(directory, 2, [shard])
 
 

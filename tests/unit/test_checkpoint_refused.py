@@ -126,7 +126,7 @@ def test_a_read_only_directory(tmp_path):
 
 
 def test_a_directory_that_is_not_there(tmp_path):
-    with pytest.raises(CheckpointError, match=r"No such file or directory; every host has to see it"):
+    with pytest.raises(CheckpointError, match=r"No such file or directory; it is gone, or this host does not see it"):
         checkpoint.write_shard(tmp_path / "nowhere", 0, 1, [])
 
 

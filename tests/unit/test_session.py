@@ -7,6 +7,7 @@ import math
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -316,16 +317,21 @@ def test_a_second_ctrl_c_interrupts():
 def test_a_forked_process_ends_by_a_signal_as_it_would_without():
     asked = Asked()
     asked.listen()
+    reads, writes = os.pipe()
     try:
         child = os.fork()
         if child == 0:
+            os.write(writes, b"x")
             time.sleep(10)
             os._exit(0)
+        os.read(reads, 1)  # until it runs: Python drops signals that come in the fork
         os.kill(child, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
         assert not asked.reason
     finally:
         asked.stop()
+        os.close(reads)
+        os.close(writes)
 
 
 @pytest.mark.parametrize("error", [None, ValueError])
@@ -469,12 +475,70 @@ def test_an_error_of_a_checkpoint_does_not_end_the_training(world, tmp_path, cap
 def test_the_last_checkpoint_that_cannot_be_written_is_an_error(world, tmp_path):
     def losses():
         yield 1.0
+        (tmp_path / "ckpt").rmdir()
         (tmp_path / "ckpt").write_text("in the way")
 
-    witness = Witness()
-    with pytest.raises(CheckpointError, match="ckpt"), Session(tmp_path / "ckpt", hooks=[witness]) as session:
+    witness, words = Witness(), "the last checkpoint was not written: begin: .*ckpt.*; there is none"
+    with pytest.raises(CheckpointError, match=words), Session(tmp_path / "ckpt", hooks=[witness]) as session:
         train(session, losses())
     assert witness.outcome.reason == "CheckpointError"
+
+
+def test_a_directory_that_cannot_be_written_is_found_before_training(world, tmp_path):
+    """And a hook that tells of the end does so, though training has not begun."""
+    (tmp_path / "ckpt").write_text("in the way")
+    told = tmp_path / "told"
+    hook = Notify(command=["sh", "-c", f"cat > {told}"])
+    with pytest.raises(CheckpointError), Session(tmp_path / "ckpt", hooks=[hook]) as session:
+        train(session, [1.0])
+    assert json.loads(told.read_text())["reason"] == "CheckpointError"
+
+
+def test_two_sides_may_not_write_into_one_directory(world, tmp_path):
+    with (
+        pytest.raises(InputError, match="from two sides, which would delete each other's"),
+        Session(tmp_path, hooks=[Checkpoint(tmp_path / ".", best="loss")]) as session,
+    ):
+        train(session, [1.0])
+
+
+def test_what_the_end_says(world, tmp_path, capfd):
+    allred.shutdown()
+    allred.init()
+    with Session(tmp_path, max_steps=3) as session:
+        train(session, [1.0, 2.0])
+    said = capfd.readouterr().err
+    assert f"training ends at step 2 of 3: end of data; the newest checkpoint is {tmp_path}/step-00000002" in said
+    assert f"checkpoints: 1 written to {tmp_path}; training waited" in said
+    with Session() as session:
+        train(session, [])
+    assert "session: the data gave no batch" in capfd.readouterr().err
+    with Session() as session:
+        session.track(params=[np.zeros(1)], optimizer=allred.distributed(allred.optim.SGD(lr=1.0)))
+        for _ in session.steps(range(5)):
+            session.log(loss=1.0)
+    assert "session: 5 batches and not one update; was opt.step(...) called?" in capfd.readouterr().err
+
+
+def test_a_value_that_is_never_logged_is_told(world, tmp_path, capfd):
+    hooks = [NanLoss("lsos"), EarlyStopping("lsos"), Checkpoint(tmp_path, best="lsos"), NanLoss()]
+    with Session(hooks=hooks) as session:
+        train(session, [1.0] * 50)
+    said = capfd.readouterr().err
+    for who in ("NanLoss", "EarlyStopping", "Checkpoint"):
+        assert said.count(f"{who}: in 20 steps no 'lsos' was logged; in this one there is loss") == 1
+
+
+def test_without_stderr_training_goes_on(tmp_path):
+    code = (
+        "import allred, numpy as np\nfrom allred.session import Session\nallred.init()\nopt = allred.distributed("
+        "allred.optim.SGD(lr=1.0))\nwith Session(log_steps=1) as session:\n    session.track(params=[np.zeros(1)], "
+        "optimizer=opt)\n    for _ in session.steps(range(3)):\n        opt.step([np.zeros(1)], [np.ones(1)])\n"
+        "print(session.step)"
+    )
+    shell = ["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, code]
+    result = subprocess.run(shell, stdout=subprocess.PIPE, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (0, "3\n")
 
 
 def test_what_goes_wrong_beside_the_writing(world, tmp_path, capfd, monkeypatch):

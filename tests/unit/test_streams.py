@@ -53,6 +53,15 @@ def test_the_global_batches_do_not_depend_on_the_number_of_ranks(path, buffer):
         assert all(max(map(len, parts)) - min(map(len, parts)) <= 1 for parts in zip(*shares, strict=True))
 
 
+def test_a_record_that_cannot_be_decoded_is_named():
+    def decode(number):
+        return [0][number - 6]
+
+    with pytest.raises(IndexError) as caught:
+        numbers(stream(range(8), batch_size=4, decode=decode, rank=1, size=2))
+    assert caught.value.__notes__ == ["decode() raised it for record 2 of the stream (the first one is 0)"]
+
+
 def test_only_this_ranks_records_are_decoded():
     decoded = []
     assert numbers(stream(range(8), batch_size=4, decode=lambda n: decoded.append(n) or n, rank=1, size=2)) == [

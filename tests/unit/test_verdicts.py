@@ -15,7 +15,7 @@ ONE, TWO, THREE = "float32 (3,) aa", "float32 (3,) bb", "float32 (3,) cc"
 
 
 def said(tables, step=400, equal_at=300, outside=()):
-    return drift.verdict(tables, step, equal_at, list(outside) or [0] * len(tables))
+    return drift.verdict(tables, step, equal_at, list(outside) or [0] * len(tables), range(len(tables)))
 
 
 def test_nothing_differs():
@@ -78,7 +78,7 @@ def test_the_remedy_fits(table, options, remedy):
 
 def test_not_finite_names_tensors_ranks_and_counts_the_rest():
     many = {str(i): "it is nan" for i in range(5)}
-    text = finite.verdict([{}, many, {"1": "it is inf"}])
+    text = finite.verdict([{}, many, {"1": "it is inf"}], range(3))
     assert text == (
         "gradients are not finite: '0' on rank 1 (it is nan); '1' on ranks 1 and 2 (it is nan); "
         "'2' on rank 1 (it is nan); and 2 more"

@@ -124,10 +124,10 @@ def test_the_job_does_not_end_while_a_rank_is_busy():
     script.hear("unwound", 2, 0.1)
     for now in range(1, 20):
         script.tick(float(now))
-    assert not script.take("release")
-    held = script.take("hold")
-    assert {rank for rank, _ in held} == {0, 1, 2}
-    assert len(held) > 30
+    kinds = [message["kind"] for _, message in script.messages]
+    assert (kinds.count("release"), kinds.count("say")) == (0, 1)
+    assert {rank for rank, message in script.messages if message["kind"] == "hold"} == {0, 1, 2}
+    assert kinds.count("hold") > 30
     [(_, told)] = script.take("say")
     assert told["text"] == "rank 0 still writes; the job ends when it is done"
     script.hear("busy", 0, 20.0, is_so=False)
@@ -188,6 +188,15 @@ def test_a_rank_that_has_left_while_others_wait_for_it(its_process_ends):
     script.tick(31.0)
     text = script.take("verdict")[0][1]["text"]
     assert text == "rank 2 on host2 has ended, and will never call barrier() #6, in which rank 0 waits"
+
+
+def test_a_rank_that_has_left_is_missed_only_where_it_belongs():
+    script = Script()
+    script.hear("left", 2, 0.0)
+    for members, missed in (([0, 1], False), ([0, 2], True)):
+        script.hear("waiting", 0, 10, what="it", since_s=5.0, peers=True, quiet=False, members=members)
+        script.tick(20.0)
+        assert bool(script.take("verdict")) == missed
 
 
 def test_a_rank_that_has_just_left_is_not_missed_yet():

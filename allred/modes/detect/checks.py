@@ -10,6 +10,7 @@ from typing import Any
 
 from allred.cluster import report
 from allred.comm import collectives
+from allred.compression import Compression
 from allred.errors import DriftError, InputError, NonFiniteError
 from allred.fusion.plan import Plan
 from allred.modes.detect import drift, finite
@@ -25,15 +26,22 @@ class Checks(Inspector):
     """Of one wrapper. `title`: what errors begin with. `nonfinite`: a policy; None is the setting.
 
     optimizer: the wrapped one. None is a gradient function's: it has no parameters to compare, and no step to skip.
+    compression: what gradients travel as.
     """
 
-    def __init__(self, title: str, nonfinite: str | None = None, optimizer: Any = None) -> None:
+    def __init__(
+        self,
+        title: str,
+        nonfinite: str | None = None,
+        optimizer: Any = None,
+        compression: Compression = Compression.none,
+    ) -> None:
         policies = finite.POLICIES
         if nonfinite is not None and nonfinite not in policies:
             raise InputError(f"nonfinite={nonfinite!r} is not a policy; use one of {', '.join(policies)}")
         self.skipped = 0  # steps
         self._title, self._nonfinite = title, nonfinite
-        self._optimizer = optimizer
+        self._optimizer, self._compression = optimizer, compression
         self._updates = None if optimizer is None else updates_of(optimizer)
         self._repeated = Repeated(title)
         self._params: Any = None
@@ -68,7 +76,7 @@ class Checks(Inspector):
         if ranks > 1 and every and (step <= _FIRST or step % every == 0 or (self._updates and self._updates.outside())):
             flags |= _CHECK
         if self.policy != "ignore" and samples != 0:  # without samples they count for nothing
-            flags |= finite.scan(plan, values, ranks)
+            flags |= finite.scan(plan, values, ranks, self._compression)
         return flags
 
     def agreed(self, flags: list[int], plan: Plan, values: Sequence[Any]) -> bool:
@@ -77,12 +85,13 @@ class Checks(Inspector):
         self._step += 1
         if any(flag & finite.NONFINITE for flag in flags):
             found = finite.describe(plan, values) if flags[collectives.current().rank] & finite.NONFINITE else {}
-            return self._refuse(finite.verdict(collectives.allgather_object(found, f"{self._title}: not finite")))
+            everyone = collectives.allgather_object(found, f"{self._title}: not finite")
+            return self._refuse(finite.verdict(everyone, collectives.current().ranks))
         return True
 
     def reduced(self, flags: list[int], plan: Plan, values: Sequence[Any]) -> bool:
         self._repeated.remember(values)
-        if any(flag & finite.LARGE for flag in flags) and (problem := finite.overflow(plan, values)):
+        if any(flag & finite.LARGE for flag in flags) and (problem := finite.overflow(plan, values, self._compression)):
             return self._refuse(problem)
         return True
 
@@ -121,5 +130,5 @@ class Checks(Inspector):
         outside = self._updates.outside() if self._updates else 0
         everyone = collectives.allgather_object((drift.table(parts), outside), f"{self._title}: what differs")
         tables, counts = [table for table, _ in everyone], [count for _, count in everyone]
-        if problem := drift.verdict(tables, self._step + 1, self._equal_at, counts):
+        if problem := drift.verdict(tables, self._step + 1, self._equal_at, counts, collectives.current().ranks):
             raise DriftError(f"{self._title}: {problem}")

@@ -78,39 +78,40 @@ def table(parts: Sequence[Part]) -> Table:
     return found
 
 
-def verdict(tables: list[Table], step: int, equal_at: int, outside: list[int]) -> str:
+def verdict(tables: list[Table], step: int, equal_at: int, outside: list[int], ranks: Sequence[int]) -> str:
     """What differs on which ranks, in words, from every rank's table; "" if nothing does. The same on every rank.
 
     step: the step before which they were compared; equal_at: the one before which they were last found equal, or 0.
-    outside: how many updates each rank's optimizer has made around its wrapper.
+    outside: how many updates each rank's optimizer has made around its wrapper. ranks: their numbers.
     """
     keys = list(dict.fromkeys(key for each in tables for key in each))
     differing = [key for key in keys if len({each.get(key) for each in tables}) > 1]
     if not differing:
         return ""
-    words = [_difference(key, [each.get(key, "missing") for each in tables]) for key in differing[:_NAMED]]
+    words = [_difference(key, [each.get(key, "missing") for each in tables], ranks) for key in differing[:_NAMED]]
     more = f"; and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
     since = f"after step {equal_at} and before step {step}" if equal_at else f"before step {step}"
+    remedy = _remedy(differing, equal_at, outside, ranks)
     return (
-        f"the ranks have drifted apart {since}: {'; '.join(words)}{more}. {_remedy(differing, equal_at, outside)}; "
+        f"the ranks have drifted apart {since}: {'; '.join(words)}{more}. {remedy}; "
         "ALLRED_CHECK_STEPS=0 switches this check off"
     )
 
 
-def _difference(key: tuple[str, str], texts: list[str]) -> str:
+def _difference(key: tuple[str, str], texts: list[str], ranks: Sequence[int]) -> str:
     """A number with its values; an array with the ranks that differ from most, or from the first rank."""
     name = _CALLED[key[0]].format(key[1])
     if not any(" " in text for text in texts):
-        return f"{name} is {by_rank(texts).replace(';', ',')}"
+        return f"{name} is {by_rank(texts, ranks).replace(';', ',')}"
     usual = Counter(texts).most_common(1)[0][0]  # of equally many, the one that comes first
-    odd = [rank for rank, text in enumerate(texts) if text != usual]
-    how = "is missing" if all(texts[rank] == "missing" for rank in odd) else "differs"
-    return f"{name} {how} on {rank_list(odd)}"
+    odd = [(rank, text) for rank, text in zip(ranks, texts, strict=True) if text != usual]
+    how = "is missing" if all(text == "missing" for _, text in odd) else "differs"
+    return f"{name} {how} on {rank_list([rank for rank, _ in odd])}"
 
 
-def _remedy(differing: list[tuple[str, str]], equal_at: int, outside: list[int]) -> str:
+def _remedy(differing: list[tuple[str, str]], equal_at: int, outside: list[int], ranks: Sequence[int]) -> str:
     if any(outside):
-        each = by_rank([str(count) for count in outside]).replace(";", ",")
+        each = by_rank([str(count) for count in outside], ranks).replace(";", ",")
         return f"The optimizer has made updates outside of this wrapper ({each}); let all go through the wrapper's step"
     if any(kind == "setting" for kind, _ in differing):
         return "Give every rank the same optimizer settings; they are not broadcast"

@@ -14,6 +14,7 @@ import numpy as np
 from allred import arrays, native
 from allred.arrays import Array
 from allred.comm.header import rank_list
+from allred.compression import Compression
 from allred.fusion.plan import Plan
 
 # A rank's flags.
@@ -29,22 +30,31 @@ _FORMATS = {
     "float32": (4, 0x7F800000, 23),
     "float64": (8, 0x7FF00000, 20),  # its upper half
 }
+# The largest number that travels finite as another type, in the bits of its own dtype.
+_LARGEST = {
+    ("float32", Compression.fp16): 0x477FE000,
+    ("float64", Compression.fp16): 0x40EFFC00,
+    ("float32", Compression.bf16): 0x7F7F0000,
+    ("float64", Compression.bf16): 0x47EFE000,
+}
 _NAMED = 3  # tensors in an error; the rest are counted
 
 
 @functools.cache
-def _limits(dtype: np.dtype[Any], ranks: int) -> tuple[int, int, int]:
+def _limits(dtype: np.dtype[Any], ranks: int, compression: Compression) -> tuple[int, int, int]:
     """Bytes of an element; the largest magnitude whose sum over the ranks is finite for sure; the largest finite."""
-    element_bytes, infinity, mantissa = _FORMATS[arrays.name_of(dtype)]
+    name = arrays.name_of(dtype)
+    element_bytes, infinity, mantissa = _FORMATS[name]
     doublings = 1 + (ranks - 1).bit_length() if ranks > 1 else 0  # one more than it takes: sums are rounded
-    return element_bytes, infinity - 1 - (doublings << mantissa), infinity - 1
+    largest = _LARGEST.get((name, compression), infinity - 1)
+    return element_bytes, largest - (doublings << mantissa), infinity - 1
 
 
-def scan(plan: Plan, values: Sequence[Any], ranks: int) -> int:
-    """The flags of this rank's gradients, which are to be summed over so many ranks."""
+def scan(plan: Plan, values: Sequence[Any], ranks: int, compression: Compression = Compression.none) -> int:
+    """The flags of this rank's gradients, which are to travel so and be summed over so many ranks."""
     flags = 0
     for dtype, indices in plan.floats.items():
-        element_bytes, large, largest = _limits(dtype, ranks)
+        element_bytes, large, largest = _limits(dtype, ranks, compression)
         parts = _readable(values, indices)
         if native.exceeds(parts, element_bytes, large):
             flags |= NONFINITE if native.exceeds(parts, element_bytes, largest) else LARGE
@@ -59,7 +69,7 @@ def looks(plan: Plan) -> list[Callable[[list[Array]], bool]]:
     """
 
     def of(dtype: np.dtype[Any], indices: list[int]) -> Callable[[list[Array]], bool]:
-        element_bytes, _, largest = _limits(dtype, ranks=1)
+        element_bytes, _, largest = _limits(dtype, 1, Compression.none)
         if len(indices) == len(plan.tensors):
             return lambda values: native.exceeds(values, element_bytes, largest)
         return lambda values: native.exceeds([values[i] for i in indices], element_bytes, largest)
@@ -88,25 +98,30 @@ def describe(plan: Plan, values: Sequence[Any]) -> dict[str, str]:
     return found
 
 
-def verdict(found: list[dict[str, str]]) -> str:
-    """What is not finite on which ranks, in words, from each rank's `describe`; the same on every rank."""
+def verdict(found: list[dict[str, str]], numbers: Sequence[int]) -> str:
+    """What is not finite on which ranks, in words, from each rank's `describe`; the same on every rank.
+
+    numbers: of the ranks."""
     names = list(dict.fromkeys(name for each in found for name in each))
     words = []
     for name in names[:_NAMED]:
-        ranks = [rank for rank, each in enumerate(found) if name in each]
-        words.append(f"'{name}' on {rank_list(ranks)} ({found[ranks[0]][name]})")
+        having = [index for index, each in enumerate(found) if name in each]
+        ranks = [numbers[index] for index in having]
+        words.append(f"'{name}' on {rank_list(ranks)} ({found[having[0]][name]})")
     more = f"; and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"gradients are not finite: {'; '.join(words)}{more}"
 
 
-def overflow(plan: Plan, values: Sequence[Any]) -> str:
+def overflow(plan: Plan, values: Sequence[Any], compression: Compression) -> str:
     """What became infinite in the sum of finite gradients, in words; "" if nothing did. All ranks have these values."""
     if not scan(plan, values, ranks=1):
         return ""
     names = list(describe(plan, values))
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     dtype = next(tensor.dtype for tensor in plan.tensors if tensor.name == names[0])
+    wire = (arrays.name_of(dtype), compression) in _LARGEST
+    holds = f"{arrays.DTYPES[compression.value]}, as which it travels," if wire else arrays.name_of(dtype)
     return (
         f"every rank's gradient is finite, but the sum over the ranks of '{names[0]}'{more} is not, it is more than "
-        f"{arrays.name_of(dtype)} can hold; the gradients have been overwritten"
+        f"{holds} can hold; the gradients have been overwritten"
     )

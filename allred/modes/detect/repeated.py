@@ -40,7 +40,8 @@ class Repeated:
         return total >> 33 << 1 | self._averaged_by_another(values)
 
     def _averaged_by_another(self, values: Sequence[Any]) -> bool:
-        return any(who() is not self and any(value is array() for value in values) for who, array in _averaged)
+        here = [value for value in values if value is not None]  # as is an array that is gone
+        return any(who() is not self and any(value is array() for value in here) for who, array in _averaged)
 
     def compare(self, shown: list[int]) -> None:
         """Every rank's `show` is known. Raises InputError for gradients that are averaged twice."""
