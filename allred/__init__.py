@@ -1,13 +1,17 @@
 """allred: data-parallel training over MPI. Importing it starts neither MPI nor CUDA; allred.init() does."""
 
 from allred import data, optim
+from allred.cluster.spec import ClusterSpec
 from allred.cluster.topology import (
     cross_rank,
     cross_size,
+    is_chief,
+    job_name,
     local_rank,
     local_size,
     rank,
     size,
+    task_index,
     world_rank,
     world_size,
 )
@@ -48,6 +52,7 @@ from allred.modes.optimizer import DistributedOptimizer
 from allred.modes.scaler import GradScaler
 from allred.modes.towers import Towers
 from allred.nest import digest
+from allred.server import Server
 from allred.session.session import Session
 from allred.watch import exit as _exit_protocol
 from allred.world import init, is_initialized, shutdown
@@ -75,6 +80,7 @@ __all__ = [
     "AllredError",
     "Average",
     "CheckpointError",
+    "ClusterSpec",
     "CollectiveTimeout",
     "Compression",
     "ConfigError",
@@ -92,6 +98,7 @@ __all__ = [
     "Product",
     "ReduceOp",
     "RemoteRankError",
+    "Server",
     "Session",
     "ShutdownError",
     "Sum",
@@ -113,7 +120,9 @@ __all__ = [
     "grouped_allreduce",
     "grouped_allreduce_",
     "init",
+    "is_chief",
     "is_initialized",
+    "job_name",
     "local_rank",
     "local_size",
     "optim",
@@ -122,6 +131,7 @@ __all__ = [
     "reducescatter",
     "shutdown",
     "size",
+    "task_index",
     "world_rank",
     "world_size",
 ]

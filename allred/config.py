@@ -5,6 +5,7 @@
 import dataclasses
 import difflib
 import operator
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +22,8 @@ def _setting(default: Any, meaning: str, **extra: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The settings in force. One record for the whole job: it is the same on every rank."""
+    """The settings in force. One record for the whole job: it is the same on every rank. What is a process's own, the
+    secret, is not in it: `secret` reads that."""
 
     mode: str = _setting("sync", "how ranks train together", choices=("sync", "ps"), later=("local",))
     num_ps: int = _setting(
@@ -95,6 +97,13 @@ class Config:
     pretend_nodes: str = _setting(
         "none", "for tests: the ranks of pretended nodes, in rank order (2,2 makes two nodes of four ranks)"
     )
+    start_timeout_s: float = _setting(
+        1800.0, "how long a task that was started by hand waits for the others, in seconds", minimum=0.1
+    )
+    secret: str = _setting(
+        "none", "what tasks that were started by hand show each other that they know; it is never sent", own=True
+    )
+    secret_file: str = _setting("none", "a file with that secret, instead", own=True)
     banner: bool = _setting(True, "whether the chief prints what runs where (1 or 0)")
 
 
@@ -112,11 +121,31 @@ def explicit_settings(environ: Mapping[str, str], arguments: Mapping[str, Any]) 
             name = variable.removeprefix(_PREFIX).lower()
             if name not in _FIELDS or variable != variable.upper():
                 raise ConfigError(f"unknown variable {variable}; {_suggest(variable)}")
-            found[name] = _parse(name, environ[variable], f"{variable}={environ[variable]!r}")
+            if not _FIELDS[name].metadata.get("own"):
+                found[name] = _parse(name, environ[variable], f"{variable}={environ[variable]!r}")
     for name, value in arguments.items():
         if value is not None:
             found[name] = _parse(name, value, f"init({name}={value!r})")
     return found
+
+
+def secret(environ: Mapping[str, str]) -> str:
+    """The cluster's secret, from ALLRED_SECRET or the file that ALLRED_SECRET_FILE names; empty if there is none.
+
+    Raises ConfigError if the file cannot be read, is empty, or can be read by others than its owner.
+    """
+    word, path = (environ.get(f"{_PREFIX}{name}", "none") for name in ("SECRET", "SECRET_FILE"))
+    if path in ("none", ""):
+        return "" if word == "none" else word
+    try:
+        with open(path) as file:
+            others, text = os.fstat(file.fileno()).st_mode & 0o077, file.read().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{_PREFIX}SECRET_FILE={path!r} cannot be read: {error}") from None
+    if others or not text:
+        what = "can be used by others; chmod 600 it" if others else "is empty; put a secret into it"
+        raise ConfigError(f"{_PREFIX}SECRET_FILE={path!r} {what}")
+    return text
 
 
 def _suggest(variable: str) -> str:

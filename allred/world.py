@@ -8,6 +8,7 @@ variables.
 """
 
 import atexit
+import dataclasses
 import os
 import socket
 from typing import Any
@@ -50,6 +51,23 @@ def init(
     Raises ConfigError, with the same text on every rank, if a setting is unknown, cannot be used, or differs between
     ranks; AllredError if it was called already.
     """
+    enter(
+        comm, mode=mode, num_ps=num_ps, backend=backend, bucket_bytes=bucket_bytes, timeout_s=timeout_s, banner=banner,
+        nonfinite=nonfinite, check_steps=check_steps,
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """What `Server` knows beforehand. `workers_job`: what the job of the workers is called. `life`: where no launcher
+    has started this task, the descriptor by which the others hear of its end, and it of theirs; else -1."""
+
+    workers_job: str = "worker"
+    life: int = -1
+
+
+def enter(comm: Any, cluster: Cluster | None = None, **arguments: Any) -> None:
+    """`init`, also for a task of a cluster."""
     if is_initialized():
         raise AllredError("allred.init() was called already; drop the second call, or call allred.shutdown() before it")
     processes.refuse("allred.init()")
@@ -58,27 +76,29 @@ def init(
             "allred.init() after allred.shutdown() of mode ps: the parameter servers have left, and do not come back; "
             "keep one init() for the whole program"
         )
-    arguments = {
-        "mode": mode, "num_ps": num_ps, "backend": backend, "bucket_bytes": bucket_bytes, "timeout_s": timeout_s,
-        "banner": banner, "nonfinite": nonfinite, "check_steps": check_steps,
-    }  # fmt: skip
     settings: dict[str, Any] | str
     try:
         settings = explicit_settings(os.environ, arguments)
     except ConfigError as error:
         settings = str(error)
     share.forget()
-    with waiting_for_ranks(settings):
-        _meet(comm, settings)
+    with waiting_for_ranks(settings, -1 if cluster is None else cluster.life):
+        _meet(comm, settings, cluster)
 
 
-def _meet(comm: Any, settings: dict[str, Any] | str) -> None:
-    duplicate, library = _join(comm)
+def _meet(comm: Any, settings: dict[str, Any] | str, cluster: Cluster | None) -> None:
+    life = -1 if cluster is None else cluster.life
+    duplicate, library = _join(comm, life)
     control = registry.BACKENDS["single" if duplicate is None else "mpi"](duplicate, Config.timeout_s, [])
     node = 0 if duplicate is None else topology.node_id(duplicate)
     gathered = control.allgather_object((settings, node, native.available)).wait()
     try:
         config = settle([settings for settings, _, _ in gathered])
+        if life >= 0 and not config.watcher:
+            raise ConfigError(
+                "ALLRED_WATCHER=0 is for jobs with a launcher, which ends all ranks when one dies; tasks that were "
+                "started by hand have only the watchers"
+            )
         nodes = topology.pretend(config.pretend_nodes, control.size) or [node for _, node, _ in gathered]
         servers = _servers(config, control.size)
         kernels = [available for _, _, available in gathered[servers:]]
@@ -97,17 +117,18 @@ def _meet(comm: Any, settings: dict[str, Any] | str) -> None:
     communicator.queue.timeout_s = control.queue.timeout_s = config.timeout_s
     communicator.checks_places = config.check == "full"
     world = topology.number(nodes, control.rank, servers)
-    topology.install(world)
+    topology.install(world, "worker" if cluster is None else cluster.workers_job)
     collectives.install(communicator, config, reason)
     if servers:
-        running.install(running.Running(duplicate.Dup(), control.rank, servers, tuple(nodes), config))
+        here = running.Running(duplicate.Dup(), control.rank, servers, tuple(nodes), config, joins=cluster is not None)
+        running.install(here)
         if world.world_rank >= servers:
             atexit.register(_leave_servers)
     report.speak(world.rank == 0, config.banner)
     hosts = len({node for _, node, _ in gathered})
     reach = "network" if hosts > 1 else "host" if world.nodes > 1 else ""
     everyone, workers = topology.number(nodes, control.rank), tuple(range(servers, control.size))
-    watch.start(control, everyone, config, reach, spares=workers if servers else ())
+    watch.start(control, everyone, config, reach, spares=workers if servers else (), launcher=life < 0)
     if servers:
         watch.name_this(running.current().role)
     process_set.install(process_set.Base(duplicate, control, servers, communicator, nodes[servers:], kernels, config))
@@ -137,12 +158,12 @@ def _leave_servers() -> None:
         running.leave()
 
 
-def _join(comm: Any) -> tuple[Any, str]:
+def _join(comm: Any, life: int) -> tuple[Any, str]:
     """A communicator for allred alone, or None where there is no MPI; and the MPI in words."""
     MPI, ours = mpi.load()  # noqa: N806  (mpi4py's spelling)
     if MPI is None:
         return None, "no MPI"
-    exit_protocol.own(MPI, finalizes=ours)
+    exit_protocol.own(MPI, finalizes=ours, life=life)
     if comm is not None and (not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL):
         raise InputError(f"init(comm=...) takes an mpi4py intracommunicator, got {comm!r}")
     library = mpi.library_name(MPI.Get_library_version())

@@ -1,10 +1,12 @@
 #define _DEFAULT_SOURCE /* dprintf */
 #include "alarm.h"
 
-#include <errno.h>
+#include <poll.h>
 #include <pthread.h>
 #include <signal.h>
+#include <stdint.h>
 #include <stdio.h>
+#include <sys/eventfd.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -12,68 +14,73 @@
 
 /* Process-wide, as the wait is. */
 static struct {
-  pthread_mutex_t lock;
-  pthread_cond_t changed;
   pthread_t thread;
-  int set, cancelled;
+  int set, cancel; /* cancel: an eventfd */
+  int life, status;
   double warn_s, limit_s;
   char who[128], what[512];
-} alarm_state = {.lock = PTHREAD_MUTEX_INITIALIZER};
+} alarm_state;
 
-static struct timespec after(struct timespec begun, double seconds) {
-  begun.tv_sec += (time_t)seconds;
-  begun.tv_nsec += (long)((seconds - (double)(time_t)seconds) * 1e9);
-  if (begun.tv_nsec >= 1000000000) begun.tv_sec++, begun.tv_nsec -= 1000000000;
-  return begun;
+static double now_s(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (double)now.tv_sec + (double)now.tv_nsec / 1e9;
+}
+
+/* A line has come on `life`, or its end. */
+static void end(void) {
+  char text[1024];
+  const ssize_t length = read(alarm_state.life, text, sizeof text);
+  if (length > 1) dprintf(STDERR_FILENO, "allred: %.*s", (int)length, text);
+  if (length <= 0 && alarm_state.status)
+    dprintf(STDERR_FILENO, "allred: %s ends: the process at which the tasks have met is gone\n", alarm_state.who);
+  _exit(alarm_state.status);
 }
 
 static void *wait_and_tell(void *unused) {
   (void)unused;
-  struct timespec begun;
-  clock_gettime(CLOCK_MONOTONIC, &begun);
+  const double begun_s = now_s();
   double next_s = alarm_state.warn_s;
-  pthread_mutex_lock(&alarm_state.lock);
-  while (!alarm_state.cancelled) {
+  for (;;) {
     const double until_s = next_s < alarm_state.limit_s ? next_s : alarm_state.limit_s;
-    const struct timespec until = after(begun, until_s);
-    if (pthread_cond_timedwait(&alarm_state.changed, &alarm_state.lock, &until) != ETIMEDOUT) continue;
+    const double left_s = begun_s + until_s - now_s();
+    struct pollfd files[] = {{.fd = alarm_state.cancel, .events = POLLIN}, {.fd = alarm_state.life, .events = POLLIN}};
+    const int come = poll(files, 2, left_s > 86400 ? 86400000 : left_s > 0 ? (int)(1000 * left_s) + 1 : 0);
+    if (come > 0 && files[0].revents) return NULL;
+    if (come > 0 && files[1].revents) end();
+    if (now_s() < begun_s + until_s) continue;
     const int over = until_s >= alarm_state.limit_s;
     dprintf(STDERR_FILENO, "allred: %s has waited for %g s %s%s\n", alarm_state.who, until_s, alarm_state.what,
             over ? "; that is the limit, and it ends" : "");
     if (over) _exit(1);
     next_s *= AGAIN_FACTOR;
   }
-  pthread_mutex_unlock(&alarm_state.lock);
-  return NULL;
 }
 
-int allred_alarm_set(double warn_s, double limit_s, const char *who, const char *what) {
+int allred_alarm_set(double warn_s, double limit_s, const char *who, const char *what, int life, int status) {
   allred_alarm_cancel();
-  pthread_condattr_t monotonic;
   sigset_t all, before;
   alarm_state.warn_s = warn_s;
   alarm_state.limit_s = limit_s;
-  alarm_state.cancelled = 0;
+  alarm_state.life = life;
+  alarm_state.status = status;
   snprintf(alarm_state.who, sizeof alarm_state.who, "%s", who);
   snprintf(alarm_state.what, sizeof alarm_state.what, "%s", what);
-  pthread_condattr_init(&monotonic);
-  pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-  pthread_cond_init(&alarm_state.changed, &monotonic);
-  pthread_condattr_destroy(&monotonic);
+  alarm_state.cancel = eventfd(0, EFD_CLOEXEC);
+  if (alarm_state.cancel < 0) return -1;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before); /* which the thread inherits */
   alarm_state.set = pthread_create(&alarm_state.thread, NULL, wait_and_tell, NULL) == 0;
   pthread_sigmask(SIG_SETMASK, &before, NULL);
+  if (!alarm_state.set) close(alarm_state.cancel);
   return alarm_state.set ? 0 : -1;
 }
 
 void allred_alarm_cancel(void) {
   if (!alarm_state.set) return;
-  pthread_mutex_lock(&alarm_state.lock);
-  alarm_state.cancelled = 1;
-  pthread_cond_signal(&alarm_state.changed);
-  pthread_mutex_unlock(&alarm_state.lock);
+  const uint64_t one = 1;
+  (void)!write(alarm_state.cancel, &one, sizeof one);
   pthread_join(alarm_state.thread, NULL);
-  pthread_cond_destroy(&alarm_state.changed);
+  close(alarm_state.cancel);
   alarm_state.set = 0;
 }

@@ -1,5 +1,6 @@
 #define _DEFAULT_SOURCE /* on_exit, dprintf, usleep */
 #include "exit.h"
+#include "alarm.h"
 
 #include <poll.h>
 #include <stdio.h>
@@ -59,6 +60,22 @@ static void await_release(int forever) {
   }
 }
 
+/* Without a launcher: leave, and nothing after it. */
+static void leave(int status) {
+  fflush(NULL);
+  _exit(status);
+}
+
+static void finalize(int status) {
+  const int life = armed.plan.life;
+  if (life >= 0) {
+    allred_alarm_set(ALLRED_ALARM_NEVER, ALLRED_ALARM_NEVER, "", "", life, status);
+    (void)!send(life, "left\n", 5, MSG_NOSIGNAL);
+  }
+  armed.plan.mpi.finalize();
+  if (life >= 0) leave(status);
+}
+
 static void at_exit(int status, void *unused) {
   (void)unused;
   const allred_exit_plan *plan = &armed.plan;
@@ -66,21 +83,20 @@ static void at_exit(int status, void *unused) {
   if (getpid() != armed.pid) return;
   plan->mpi.finalized(&over);
   status &= 0xff; /* all that a parent sees of it */
-  const int good = status == 0 && !plan->stuck, stays = plan->owed == ALLRED_EXIT_STAY && good;
+  const int good = status == 0 && !plan->stuck, alone = plan->life >= 0;
+  const int stays = plan->owed == ALLRED_EXIT_STAY && good && !alone;
   if (plan->owed == ALLRED_EXIT_TELL || plan->owed == ALLRED_EXIT_STAY)
     tell(good ? "left" : "failed", status ? status : 1);
   if (over) return;
-  if (good && plan->owed == ALLRED_EXIT_TELL) {
-    plan->mpi.finalize();
-    return;
-  }
+  if (good && (plan->owed == ALLRED_EXIT_TELL || (plan->owed == ALLRED_EXIT_STAY && alone))) return finalize(status);
   if (plan->owed != ALLRED_EXIT_RELEASED) await_release(stays || plan->owed == ALLRED_EXIT_LINGER);
   const int code = plan->owed == ALLRED_EXIT_STAY && !good ? 0 : plan->code;
   if (code)
-    dprintf(STDERR_FILENO, "allred: %s ends the job: %s\n", armed.who, armed.words);
+    dprintf(STDERR_FILENO, "allred: %s ends%s: %s\n", armed.who, alone ? "" : " the job", armed.words);
   else
-    dprintf(STDERR_FILENO, "allred: %s left with exit code %d%s; ending the job\n", armed.who, status,
-            plan->stuck ? " and an operation that never completed" : "");
+    dprintf(STDERR_FILENO, "allred: %s left with exit code %d%s%s\n", armed.who, status,
+            plan->stuck ? " and an operation that never completed" : "", alone ? "" : "; ending the job");
+  if (alone) leave(code ? code : status ? status : 1);
   usleep(DRAIN_US);
   plan->mpi.abort(plan->mpi.comm, code ? code : status ? status : 1);
 }

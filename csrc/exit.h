@@ -31,6 +31,8 @@ typedef struct {
   int stuck;         /* an MPI operation of this process will never complete, so MPI cannot be finalized */
   int line;          /* the socket to the watcher; -1: there is none */
   int owed;
+  int life; /* -1: a launcher has started this process, and ends the job. Else each process ends by itself, with its own
+             * exit code, and this is its connection to where the others hear of that (allred/launch/process.py) */
 } allred_exit_plan;
 
 /*
@@ -44,6 +46,10 @@ typedef struct {
  * A launcher ends the job when its first rank goes: so a rank that has heard the verdict lingers, for the others to
  * unwind and for the one that failed to be the last to speak (allred/watch/job.py). Where the others go on without the
  * rank that failed (allred/watch/spares.py) that may take hours; it sleeps meanwhile, and hears when its watcher ends.
+ * Without a launcher (`life`) nobody lingers for one: 2 holds for a good end also if a rank is gone, and 3 leaves by
+ * _exit() instead of abort(). Finalizing might wait for a rank that dies meanwhile, so a thread (alarm.h) listens on
+ * `life`, where a line says that nobody else will come. After it there is _exit(), too: MPICH's exit handlers were seen
+ * to crash in processes that no launcher has started.
  * A forked child inherits the handler; it does nothing there. Python alone cannot do this: its atexit functions are not
  * told the exit status. Returns 0, or -1 where libc has no on_exit().
  */

@@ -353,8 +353,8 @@ static PyObject *arm_exit(PyObject *self, PyObject *args) {
   (void)self;
   Py_ssize_t finalized, finalize, abort, comm;
   allred_exit_plan plan;
-  if (!PyArg_ParseTuple(args, "(nnnn)ssipii:arm_exit", &finalized, &finalize, &abort, &comm, &plan.who, &plan.words,
-                        &plan.code, &plan.stuck, &plan.line, &plan.owed))
+  if (!PyArg_ParseTuple(args, "(nnnn)ssipiii:arm_exit", &finalized, &finalize, &abort, &comm, &plan.who, &plan.words,
+                        &plan.code, &plan.stuck, &plan.line, &plan.owed, &plan.life))
     return NULL;
   plan.mpi = (allred_exit_mpi){(int (*)(int *))finalized, (int (*)(void))finalize, (int (*)(intptr_t, int))abort,
                                (intptr_t)comm};
@@ -365,8 +365,9 @@ static PyObject *set_alarm(PyObject *self, PyObject *args) {
   (void)self;
   double warn_s, limit_s;
   const char *who, *what;
-  if (!PyArg_ParseTuple(args, "ddss:alarm", &warn_s, &limit_s, &who, &what)) return NULL;
-  return PyBool_FromLong(allred_alarm_set(warn_s, limit_s, who, what) == 0);
+  int life;
+  if (!PyArg_ParseTuple(args, "ddssi:alarm", &warn_s, &limit_s, &who, &what, &life)) return NULL;
+  return PyBool_FromLong(allred_alarm_set(warn_s, limit_s, who, what, life, 1) == 0);
 }
 
 static PyObject *cancel_alarm(PyObject *self, PyObject *unused) {
@@ -394,10 +395,11 @@ static PyMethodDef methods[] = {
     {"mailbox_bytes", allred_python_mailbox_bytes, METH_VARARGS,
      "mailbox_bytes(slots, slot_bytes): what a Mailbox needs."},
     {"alarm", set_alarm, METH_VARARGS,
-     "alarm(warn_s, limit_s, who, what): say so on stderr after so many seconds, and end the process (alarm.h)."},
+     "alarm(warn_s, limit_s, who, what, life): say so on stderr after so many seconds, and end the process (alarm.h)."},
     {"cancel_alarm", cancel_alarm, METH_NOARGS, "cancel_alarm(): take it away."},
     {"arm_exit", arm_exit, METH_VARARGS,
-     "arm_exit((finalized, finalize, abort, comm), who, words, code, stuck, line, owed): what this process does last "
+     "arm_exit((finalized, finalize, abort, comm), who, words, code, stuck, line, owed, life): what this process does "
+     "last "
      "(exit.h); False where libc cannot."},
     {NULL, NULL, 0, NULL}};
 

@@ -49,6 +49,19 @@ def load() -> tuple[Any, bool]:
     return MPI, ours
 
 
+def look() -> tuple[str, bool]:
+    """The MPI library, without starting it, and whether it is running already; empty where there is none."""
+    import mpi4py
+
+    if "mpi4py.MPI" not in sys.modules:
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):
+        return "", False
+    return library_name(MPI.Get_library_version()), MPI.Is_initialized()
+
+
 def given() -> str:
     """Which settings of allred's MPI was started with, in words."""
     if "mpi4py.MPI" not in sys.modules:

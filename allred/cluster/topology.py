@@ -86,12 +86,14 @@ def node_id(comm: Any) -> int:
 
 
 _current: Topology | None = None
+_workers_job = "worker"
 
 
-def install(topology: Topology | None) -> None:
-    """Make `topology` the one that `current` gives; None to take it away. For allred.init and allred.shutdown."""
-    global _current
-    _current = topology
+def install(topology: Topology | None, workers_job: str = "worker") -> None:
+    """Make `topology` the one that `current` gives; None to take it away. For allred.init and allred.shutdown.
+    `workers_job`: what the workers' job is called."""
+    global _current, _workers_job
+    _current, _workers_job = topology, workers_job
 
 
 def current() -> Topology:
@@ -139,3 +141,20 @@ def world_rank() -> int:
 def world_size() -> int:
     """How many processes the MPI world has."""
     return current().world_size
+
+
+def is_chief() -> bool:
+    """Whether this is worker 0, which writes checkpoints and speaks to the user; no parameter server is."""
+    return current().rank == 0
+
+
+def job_name() -> str:
+    """The job of this task: "ps" on a parameter server, else "worker", or as the workers' job is called in the
+    `ClusterSpec`."""
+    return "ps" if current().rank >= current().size else _workers_job
+
+
+def task_index() -> int:
+    """This task's number in its job: of a worker its rank()."""
+    here = current()
+    return here.rank if here.rank < here.size else here.rank - here.size

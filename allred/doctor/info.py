@@ -75,7 +75,9 @@ def settings(environ: Mapping[str, str]) -> list[dict[str, Any]]:
 def _setting(field: "dataclasses.Field[Any]", environ: Mapping[str, str]) -> dict[str, Any]:
     variable = _PREFIX + field.name.upper()
     meaning, value, source = str(field.metadata["meaning"]), field.default, "default"
-    if variable in environ:
+    if variable in environ and field.metadata.get("own"):
+        value, source = "(set)", "variable"
+    elif variable in environ:
         value, source = environ[variable], "variable"
         try:
             value = config.explicit_settings({variable: environ[variable]}, {})[field.name]

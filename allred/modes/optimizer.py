@@ -153,6 +153,7 @@ class DistributedOptimizer:
                 raise InputError(f"{self.name}: process_set is of mode sync; in mode ps all workers train together")
             if running.serves():
                 self._options.serve(self.optimizer)
+                raise SystemExit(0)
             in_sync = collectives.current() and not running.running()
             if not in_sync and self._compression is not Compression.none:
                 report.inform(

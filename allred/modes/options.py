@@ -1,7 +1,8 @@
 """What `allred.distributed` was given for mode ps, and what serves by it."""
 
 import dataclasses
-from typing import Any, NoReturn
+import pickle
+from typing import Any
 
 from allred.errors import InputError
 from allred.optim.base import Optimizer
@@ -52,14 +53,20 @@ class Options:
         """What has to be the same on all ranks, in words. The learning rate need not: worker 0's holds."""
         return f"{_words(optimizer)}, {self.policy(settings)}, use_locking={self.locks(optimizer, settings)}"
 
-    def serve(self, optimizer: Any) -> NoReturn:
-        """On a parameter server: serve until the last worker has left, then leave the program."""
+    def serve(self, optimizer: Any, first: Any = None) -> None:
+        """On a parameter server: serve until the last worker has left. first: as in `Server.serve`."""
         from allred.ps.server import Server  # imports MPI
 
         here = running.current()
         policy, locks = self.policy(here.config), self.locks(optimizer, here.config)
-        Server(here, optimizer, policy, locks, self.agreement(optimizer, here.config)).serve()
-        raise SystemExit(0)
+        Server(here, optimizer, policy, locks, self.agreement(optimizer, here.config)).serve(first)
+
+    def describe(self, optimizer: Any) -> bytes | str:
+        """For a server that has no optimizer of its own: these options and the optimizer; or why that cannot be."""
+        try:
+            return pickle.dumps((dataclasses.replace(self, placement=None), optimizer))
+        except Exception as error:  # whatever a class of the user's raises
+            return f"{type(optimizer).__name__} cannot be pickled ({type(error).__name__}: {error})"
 
 
 def _words(optimizer: Any) -> str:

@@ -103,7 +103,10 @@ class ServersMode:
         policy = self._options.policy(settings)
         client = Client(self._running, policy, placement)
         skeleton = nest.rebuild(params, list(range(len(tensors))))
-        client.register(skeleton, self._options.agreement(self._optimizer, settings))
+        described = (
+            self._options.describe(self._optimizer) if self._running.joins and self._running.worker == 0 else b""
+        )
+        client.register(skeleton, self._options.agreement(self._optimizer, settings), described)
         self._client, self._tensors = client, tensors
         self._gradient_dtypes = [compute_dtype(np.empty(0, tensor.dtype)) for tensor in tensors]
         self._plan: Plan = plan(

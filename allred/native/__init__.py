@@ -19,7 +19,7 @@ hashes: Callable[[list[Any]], list[int]]
 exceeds: Callable[..., bool]  # twins.exceeds is its signature
 variants: tuple[str, ...]
 arm_exit: Callable[..., bool] | None  # see csrc/exit.h
-alarm: Callable[[float, float, str, str], bool] | None  # see csrc/alarm.h
+alarm: Callable[[float, float, str, str, int], bool] | None  # see csrc/alarm.h
 cancel_alarm: Callable[[], None] | None
 Mailbox: Any  # see csrc/mailbox.h; None where it was not built
 mailbox_bytes: Callable[[int, int], int] | None

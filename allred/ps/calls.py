@@ -28,17 +28,20 @@ from allred.ps.shard import Parts, Shard
 from allred.watch import wait
 from allred.watch.start import name_this
 
+Call = tuple[str, tuple[Any, ...]]  # the kind, and the arguments
 LATER = object()  # as the result of a call: its answer comes later, or never
 
 
 @dataclasses.dataclass(frozen=True)
 class Registration:
-    """What a worker says of itself. `skeleton`: the nest of its parameters, with their positions for leaves."""
+    """What a worker says of itself. `skeleton`: the nest of its parameters, with their positions for leaves.
+    `description`: what to serve with, for servers that have to be told (joined.py)."""
 
     worker: int
     placement: Placement
     skeleton: Any
     settings: str  # what has to be the same on all workers, and the servers, in words
+    description: bytes | str = b""
 
 
 class Calls:
@@ -70,9 +73,9 @@ class Calls:
         self._heard: Counter[int] = Counter()  # how often each worker has heard it
         self._hearing: list[int] = []  # workers that wait for it
 
-    def answer(self, source: int) -> Steps[None]:
-        """Take a call of that rank, and answer it."""
-        kind, arguments = yield from self._post.receive(source, CALL)
+    def answer(self, source: int, call: Call | None = None) -> Steps[None]:
+        """Take a call of that rank, if it is not taken yet, and answer it."""
+        kind, arguments = call or (yield from self._post.receive(source, CALL))
         worker = source - self._running.servers
         try:
             result = getattr(self, f"_{kind}")(worker, *arguments)

@@ -178,9 +178,10 @@ class Client:
             answers.append((yield from self._post.receive(server, REPLY, peers=late)))
         return answers
 
-    def register(self, skeleton: Any, settings: str) -> None:
-        """Tell all servers what there is to train. Raises MismatchError if worker 0 has something else."""
-        mine = Registration(self._running.worker, self.placement, skeleton, settings)
+    def register(self, skeleton: Any, settings: str, description: bytes | str = b"") -> None:
+        """Tell all servers what there is to train, and on worker 0 what to serve with. Raises MismatchError if worker 0
+        has something else."""
+        mine = Registration(self._running.worker, self.placement, skeleton, settings, description)
         offers = self.call("registration with the parameter servers", "register", [(mine,)] * len(self._layouts), True)
         for server, (layout, offer) in enumerate(zip(self._layouts, offers, strict=True)):
             box, memory = open_box(offer) or (None, None)

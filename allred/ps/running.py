@@ -12,13 +12,15 @@ from allred.errors import NotInitializedError
 @dataclasses.dataclass(frozen=True)
 class Running:
     """World ranks 0 to servers - 1 serve, the others work. `nodes` names the node of each rank. `comm`: of all ranks,
-    for nothing but the traffic between workers and servers. `config`: the settings."""
+    for nothing but the traffic between workers and servers. `config`: the settings. `joins`: servers may be in
+    `Server.join()`, where they learn from worker 0 what to serve with."""
 
     comm: Any
     rank: int
     servers: int
     nodes: tuple[int, ...]
     config: Any
+    joins: bool = False
 
     @property
     def workers(self) -> int:

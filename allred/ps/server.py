@@ -16,7 +16,7 @@ from typing import Any
 from allred import native
 from allred.comm.work import Steps, linger
 from allred.errors import AllredError
-from allred.ps.calls import Calls
+from allred.ps.calls import Call, Calls
 from allred.ps.drive import drive
 from allred.ps.post import CALL, STEP, MpiPort, Post
 from allred.ps.record import unpack_request
@@ -92,8 +92,10 @@ class Server:
         self._in_a_row = 0  # requests from mailboxes, since messages by MPI were looked for
         self._tags = [STEP, CALL]  # the kind of message to look for first comes first
 
-    def serve(self) -> None:
-        """Until the last worker has left."""
+    def serve(self, first: Call | None = None) -> None:
+        """Until the last worker has left. first: a call of worker 0 that has come already."""
+        if first is not None:
+            self._turns.append(_Turn(0, self._calls.answer(self._running.servers, first)))
         with contextlib.suppress(ValueError):  # in another thread than the main one there are no handlers
             signal.signal(signal.SIGTERM, self._drain)
             if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

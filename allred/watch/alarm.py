@@ -22,15 +22,16 @@ _WHAT = (
 
 
 @contextlib.contextmanager
-def waiting_for_ranks(settings: dict[str, Any] | str) -> Iterator[None]:
-    """Around what waits for the other ranks. `settings`: what was set on this rank, or why that cannot be used."""
+def waiting_for_ranks(settings: dict[str, Any] | str, life: int = -1) -> Iterator[None]:
+    """Around what waits for the other ranks. `settings`: what was set on this rank, or why that cannot be used. `life`:
+    a descriptor on which a line comes if one of them has died; then this rank ends, too."""
     known = settings if isinstance(settings, dict) else {}
     rank = next((os.environ[name] for name in _RANK if os.environ.get(name, "").isdigit()), None)
     if native.alarm is None or native.cancel_alarm is None or rank is None:
         yield
         return
     warn_s, limit_s = (float(known.get(name, getattr(Config, name))) for name in ("stall_warning_s", "timeout_s"))
-    native.alarm(warn_s, max(limit_s, SHORTEST_S), f"rank {rank} on {socket.gethostname()}", _WHAT)
+    native.alarm(warn_s, max(limit_s, SHORTEST_S), f"rank {rank} on {socket.gethostname()}", _WHAT, life)
     try:
         yield
     finally:

@@ -37,6 +37,7 @@ _pid = 0  # of the process whose exit is watched or owned: not that of its forks
 _mpi: Any = None  # mpi4py.MPI, once the exit is owned
 _arm: Callable[..., bool] | None = None  # the C extension's, where that decides
 _stuck = False
+_life = -1  # see `own`
 _pmi: tuple[int, int] | None = None  # descriptor and inode of the socket to MPICH's mpirun, before MPI starts
 
 
@@ -55,18 +56,19 @@ def before_init() -> None:
         atexit.register(_leave, False)
 
 
-def own(MPI: Any, finalizes: bool) -> None:  # noqa: N803  (mpi4py's spelling)
-    """Take over the exit of this process, once. `finalizes`: whether MPI is ours to finalize."""
-    global _pid, _mpi, _arm, _pmi
+def own(MPI: Any, finalizes: bool, life: int = -1) -> None:  # noqa: N803  (mpi4py's spelling)
+    """Take over the exit of this process, once. `finalizes`: whether MPI is ours to finalize. `life`: where no launcher
+    has started it, the descriptor by which the others hear of its end; see csrc/exit.h."""
+    global _pid, _mpi, _arm, _pmi, _life
     if _mpi is not None and _pid == os.getpid():
         return
-    _pid, _mpi, _pmi = os.getpid(), MPI, None
+    _pid, _mpi, _pmi, _life = os.getpid(), MPI, None, life
     atexit.unregister(_leave)
     if MPI.COMM_WORLD.Get_size() > 1:
         uncaught.watch(_end_soon)
         if finalizes and native.arm_exit is not None:
             functions, arm, who = _functions(MPI), native.arm_exit, _who()
-            _arm = lambda words, code, fd, owed: arm(functions, who, words, code, _stuck, fd, owed)  # noqa: E731
+            _arm = lambda words, code, fd, owed: arm(functions, who, words, code, _stuck, fd, owed, life)  # noqa: E731
             if not _arm("", 0, -1, _TELL):
                 _arm = None
     atexit.register(_leave, finalizes)
@@ -102,7 +104,7 @@ def _end_after_grace(status: int) -> None:
     if line.current is not None and line.current.is_anothers():
         _sleep(FOLLOWER_S - GRACE_S)  # that rank ends the job
     what = f"failed with exit code {status} but has not left after {GRACE_S:g} s: threads or atexit functions run"
-    _end_job(f"{what}; ending the job", status)
+    _end_job(f"{what}{_ending()}", status)
 
 
 def _sleep(seconds: float) -> None:
@@ -156,9 +158,11 @@ def _leave_without_c(finalizes: bool, status: int, owed: int, code: int, words: 
     if watcher is not None and owed != _RELEASED:
         watcher.await_release()
     never = " and an operation that never completed" * _stuck
-    _end_job(
-        f"ends the job: {words}" if code else f"left with exit code {status}{never}; ending the job", code or status
-    )
+    _end_job(f"ends the job: {words}" if code else f"left with exit code {status}{never}{_ending()}", code or status)
+
+
+def _ending() -> str:
+    return "; ending the job" if _life < 0 else ""
 
 
 def _printable(words: str) -> str:
@@ -177,6 +181,8 @@ def _end_job(what: str, status: int) -> None:
         sys.stdout.flush()
     with contextlib.suppress(OSError):
         os.write(2, f"allred: {_who()} {what}\n".encode())
+    if _life >= 0:
+        os._exit(status or 1)
     time.sleep(_DRAIN_S)
     if _mpi is not None:
         _mpi.COMM_WORLD.Abort(status or 1)

@@ -27,6 +27,8 @@ The first failure is the job's verdict; there is one at most, and every rank hea
        those that are busy have done that
     4  it prints its traceback, so that this comes last, and aborts the job with its exit code
 
+Without a launcher, which would end the others then, all are released in 3, and each ends with that exit code.
+
 The failure of a spare rank is no verdict (spares.py).
 """
 
@@ -74,13 +76,16 @@ class _Rank:
 
 class Job:
     """The ranks of a job, `size` of them on `nodes` nodes. `warn_s`: when a wait is told of, in seconds. `spares`: the
-    ranks without which the others can go on."""
+    ranks without which the others can go on. `launcher`: whether one has started them; it ends all with the first."""
 
-    def __init__(self, size: int, nodes: int, warn_s: float, spares: Collection[int] = ()) -> None:
+    def __init__(
+        self, size: int, nodes: int, warn_s: float, spares: Collection[int] = (), launcher: bool = True
+    ) -> None:
         self.verdict: Event | None = None
         self._size = size
         self._nodes = nodes
         self._warn_s = warn_s
+        self._launcher = launcher
         self._ranks: dict[int, _Rank] = {}
         self._tell_at, self._told = 0.0, False
         self._now = 0.0
@@ -226,8 +231,9 @@ class Job:
         _, rank, event = first
         text = self._line(rank, event["how"])
         self._of_death = True
-        self._pass(rank, text, event["code"], brief=f"rank {rank} is gone")
-        if first not in self._lost:
+        brief = f"rank {rank} is gone" if self._launcher else text
+        self._pass(rank, text, event["code"], brief=brief)
+        if first not in self._lost and self._launcher:  # else each says it at its end, in its own terminal
             aborted_far = event["code"] <= 128 and self._nodes > 1
             self._deaths = deaths
             self._untold, self._tell_death_at = first, self._now + FAR_S * aborted_far
@@ -273,6 +279,8 @@ class Job:
         record.end, record.end_at, record.waits_in = how, self._now, ""
         if how == "unwound" and self._clock is None:
             self._clock = self._now
+        if how == "unwound" and self._released is not None and not self._launcher:
+            self._out.append((rank, {"kind": "release"}))
 
     # Spare ranks.
 
@@ -376,7 +384,8 @@ class Job:
         if not others_unwind or self._now >= self._clock + GRACE_S:
             self._tell_verdict(at_once=True)
             self._released, self._released_at = chosen, self._now
-            self._out.append((chosen, {"kind": "release"}))
+            free = [chosen] if self._launcher else lingering
+            self._out += [(rank, {"kind": "release"}) for rank in free]
 
     def _hold(self, busy: list[int]) -> None:
         """The job ends when they have done what must not be cut short."""

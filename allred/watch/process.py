@@ -1,5 +1,5 @@
 """The watcher: a process of its own on every node, so that it can answer while ranks hold the GIL, sit in MPI, are
-stopped, or are dead. It imports nothing of allred but its own room.
+stopped, or are dead. It imports nothing of allred but its own room (detached.py).
 
     rank     -- Unix socket -->  watcher of its node  -- TCP -->  watcher of the chief's node, which has the Job
 
@@ -10,15 +10,13 @@ the one of the chief's node goes on for its own node.
 import contextlib
 import hmac
 import json
-import os
-import resource
 import selectors
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 
+from allred.detached import serve
 from allred.watch import state
 from allred.watch.job import LARGEST, Event, Job
 from allred.watch.link import Guest, Link, connect
@@ -32,7 +30,8 @@ STAY_S = 0.5
 
 class Watcher:
     """One node's. The settings: token, ranks (of this node), size and nodes (of the job), warn_s, spares, chief
-    (whether it is the chief's), reach ("" if there is no other node, "host" or "network")."""
+    (whether it is the chief's), reach ("" if there is no other node, "host" or "network"), launcher (whether there is
+    one)."""
 
     def __init__(self, settings: Event) -> None:
         self._settings = settings
@@ -43,7 +42,8 @@ class Watcher:
         self._up: Link | None = None
         self._job: Job | None = None
         if settings["chief"]:
-            self._job = Job(settings["size"], settings["nodes"], settings["warn_s"], settings["spares"])
+            how = settings["spares"], settings["launcher"]
+            self._job = Job(settings["size"], settings["nodes"], settings["warn_s"], *how)
         self._gone: dict[int, Event] = {}  # spare ranks, with the message that says so
         self._ends = False  # the job, with a verdict
         self._give_up_at = time.monotonic() + LONELY_S
@@ -148,7 +148,8 @@ class Watcher:
             self._deliver(rank, message)
 
     def _go_on_alone(self, why: str) -> None:
-        self._up, self._job = None, Job(self._settings["size"], 1, self._settings["warn_s"])
+        launcher = self._settings["launcher"]
+        self._up, self._job = None, Job(self._settings["size"], 1, self._settings["warn_s"], launcher=launcher)
         here = [rank for rank in self._ranks.values() if not rank.dead]
         for rank in here:
             self._tell({"event": "joined", "rank": rank.number, "host": rank.host})
@@ -205,7 +206,8 @@ class Watcher:
     def _tell(self, event: Event) -> None:
         if event["event"] == "died" and self._outlet < 0:  # now: in a moment the launcher may be gone
             living = [rank.pid for rank in self._ranks.values() if not rank.dead]
-            self._outlet = outlet([pid for rank in self._ranks.values() for pid in rank.launcher], living)
+            launchers = [pid for rank in self._ranks.values() for pid in rank.launcher if self._settings["launcher"]]
+            self._outlet = outlet(launchers, living)
             self._last_death = time.monotonic()
         if self._job is not None:
             self._job.hear(event, time.monotonic())
@@ -235,6 +237,8 @@ class Watcher:
             self._tell({"event": "looked", "look": message["look"], "states": self._look()})
         elif message["kind"] == "kill":
             for each in living:
+                if each.left and not self._settings["launcher"]:
+                    continue  # it ends by itself, and well
                 with contextlib.suppress(ProcessLookupError):  # it has just died, and is not buried yet
                     signal.pidfd_send_signal(each.pidfd, signal.SIGKILL)
         elif message["kind"] == "speak" and message["rank"] in self._ranks:
@@ -259,23 +263,11 @@ class Watcher:
         return states | state.stacks({r.number: (r.pidfd, r.stack_signal, r.pipe) for r in silent})
 
 
-def main() -> None:
-    """Read the settings from stdin, tell on stdout where this watcher is, and leave the work to a process that is
-    nobody's child."""
-    settings = json.loads(sys.stdin.read())
+def _prepare(settings: Event) -> tuple[Event, Callable[[], None]]:
     watcher = Watcher(settings)
-    print(json.dumps({"name": watcher.name, "port": watcher.port}), flush=True)
-    if os.fork():
-        os._exit(0)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # three files a rank, and one a node
-    with contextlib.suppress(OSError):
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # not only where the first rank is bound, and busy
-    null = os.open(os.devnull, os.O_RDWR)
-    for number in range(3):
-        os.dup2(null, number)
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # batch systems send them to all processes before the end
-    watcher.run()
-    os._exit(0)
+    return {"name": watcher.name, "port": watcher.port}, watcher.run
+
+
+def main() -> None:
+    """See detached.py."""
+    serve(_prepare)

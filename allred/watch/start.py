@@ -1,13 +1,10 @@
 """Starting the watchers, one on every node, and connecting each rank to its node's. Collective, in init()."""
 
-import json
 import secrets
 import socket
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
+from allred import detached
 from allred.cluster import report
 from allred.cluster.topology import Topology
 from allred.config import Config
@@ -15,29 +12,20 @@ from allred.watch import line
 from allred.watch.line import Line
 from allred.watch.link import own_addresses
 
-START_S = 20.0
 
-# The package without its __init__, which would load numpy: a watcher takes 12 MB and starts in a moment.
-_PROGRAM = """
-import sys, types
-package = types.ModuleType("allred")
-package.__path__ = [sys.argv[1]]
-sys.modules["allred"] = package
-from allred.watch import process
-process.main()
-"""
-
-
-def start(communicator: Any, world: Topology, config: Config, reach: str, spares: tuple[int, ...] = ()) -> None:
+def start(
+    communicator: Any, world: Topology, config: Config, reach: str, spares: tuple[int, ...] = (), launcher: bool = True
+) -> None:
     """Have all ranks of `communicator` watched. `reach`: how the watchers reach each other, see `process.Watcher`.
     `spares`: the ranks without which the others can go on, if the setting `worker_failure` says that they do.
+    `launcher`: whether one has started the ranks, which ends them all when one of them ends the job.
 
     Where that cannot be, a line says so, and the job goes on without.
     """
     if world.size == 1 or not config.watcher:
         return
     spares = spares if config.worker_failure == "go_on" else ()
-    mine = _spawn(world, config, reach, spares) if world.local_rank == 0 else None
+    mine = _spawn(world, config, reach, spares, launcher) if world.local_rank == 0 else None
     found = communicator.allgather_object(mine).wait()
     here = found[world.leader]
     problem = here["problem"]
@@ -58,28 +46,17 @@ def start(communicator: Any, world: Topology, config: Config, reach: str, spares
         )
 
 
-def _spawn(world: Topology, config: Config, reach: str, spares: tuple[int, ...]) -> dict[str, Any]:
+def _spawn(world: Topology, config: Config, reach: str, spares: tuple[int, ...], launcher: bool) -> dict[str, Any]:
     """Where this node's watcher is: name, port, addresses, token; or the problem, in words."""
     token = secrets.token_hex(16)
     settings = {
         "token": token, "ranks": world.local_size, "size": world.size, "nodes": world.nodes,
         "warn_s": config.stall_warning_s, "chief": world.rank == 0, "reach": reach,
-        "spares": spares,
+        "spares": spares, "launcher": launcher,
     }  # fmt: skip
     addresses = own_addresses() if reach == "network" else ["127.0.0.1"]
-    found = {"token": token, "addresses": addresses, "name": "", "port": 0, "problem": ""}
-    command = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(Path(__file__).parents[1])]
-    try:
-        process = subprocess.run(
-            command, input=json.dumps(settings), capture_output=True, text=True, timeout=START_S,
-            start_new_session=True, cwd="/", check=False,
-        )  # fmt: skip
-        found |= json.loads(process.stdout)
-    except (OSError, subprocess.SubprocessError) as error:
-        found["problem"] = f"{type(error).__name__}: {error}"
-    except ValueError:
-        found["problem"] = process.stderr.strip().rpartition("\n")[2] or f"it ended with code {process.returncode}"
-    return found
+    here = {"token": token, "addresses": addresses, "name": "", "port": 0}
+    return here | detached.start("allred.watch.process", settings)
 
 
 def name_this(words: str) -> None:

@@ -1,16 +1,21 @@
 """Every example, run as its first lines say, ends in the lines it promises."""
 
+import concurrent.futures
 import contextlib
 import os
 import pathlib
 import re
 import signal
+import struct
 import subprocess
 import time
 import uuid
 
+import numpy as np
 import pytest
-from harness import BIN, OPENMPI, ROOT, mpirun, python
+from by_hand import ports
+from harness import BIN, OPENMPI, ROOT, mpirun, python, run
+from sklearn.datasets import load_digits
 
 DIGITS = ROOT / "examples/digits_sync.py"
 RESUME = ROOT / "examples/resume.py"
@@ -144,3 +149,61 @@ def test_resume_is_killed_and_goes_on_with_another_number_of_ranks(tmp_path):
     assert found, result.text
     assert 100 <= int(found[1]) < 540, result.text
     assert "same loss as if it had never been killed: yes" in result.out, result.text
+
+
+# ---- examples/mnist_ps.py and local_cluster.py: by hand, and under mpirun
+
+
+def by_hand(program, tasks, *arguments):
+    """How each of these tasks, of which each is given as its arguments, has ended."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        command = [BIN["mpich"] / "python", ROOT / "examples" / program, *arguments]
+        found = list(pool.map(lambda task: run([*command, *task], 100), tasks))
+    assert [result.code for result in found] == [0] * len(tasks), "\n".join(result.text for result in found)
+    return [result.out for result in found]
+
+
+def check_mnist(worker_0, worker_1):
+    for task, out in enumerate((worker_0, worker_1)):
+        assert [line for line in out.splitlines() if line.startswith("Step")] == [
+            f"Step {step} in task {task}" for step in range(100, 501, 100)
+        ]
+    accuracy = re.search(r"^test accuracy: (0\.\d{3})\n\Z", worker_0, flags=re.MULTILINE)
+    assert accuracy, worker_0
+    assert float(accuracy[1]) >= 0.9
+    assert "accuracy" not in worker_1
+
+
+@pytest.mark.limit(120)
+def test_mnist_ps_by_hand():
+    found = ports(4)
+    hosts = [f"localhost:{port}" for port in found]
+    where = ["--ps_hosts", ",".join(hosts[:2]), "--worker_hosts", ",".join(hosts[2:])]
+    tasks = [[f"--job_name={job}", f"--task_index={index}"] for job in ("worker", "ps") for index in (1, 0)]
+    worker_1, worker_0, ps_1, ps_0 = by_hand("mnist_ps.py", tasks, *where)
+    check_mnist(worker_0, worker_1)
+    assert (ps_0, ps_1) == ("", "")
+
+
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+def test_mnist_ps_under_mpirun_in_sync_from_files(mpi, tmp_path):
+    images, labels = load_digits(return_X_y=True)
+    pixels = (images.reshape(-1, 8, 8) * 15).astype(np.uint8)
+    for name, of in (("train", slice(0, 1400)), ("t10k", slice(1400, None))):
+        for kind, array in (("images-idx3", pixels[of]), ("labels-idx1", labels[of].astype(np.uint8))):
+            head = struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape)
+            (tmp_path / f"{name}-{kind}-ubyte").write_bytes(head + array.tobytes())
+    result = mpirun(4, ROOT / "examples/mnist_ps.py", "--issync=1", "--data_dir", tmp_path, "--steps=100", mpi=mpi)
+    assert result.code == 0, result.text
+    assert sorted(result.out.splitlines())[:2] == ["Step 100 in task 0", "Step 100 in task 1"], result.text
+    assert re.search(r"^test accuracy: 0\.[89]\d\d$", result.out, flags=re.MULTILINE), result.text
+    assert "200 gradients, 100 updates; dropped 0" in result.err, result.text
+
+
+def test_local_cluster():
+    hosts = [f"localhost:{port}" for port in ports(2)]
+    lines = by_hand("local_cluster.py", [["--task_index=0"], ["--task_index=1"]], f"--hosts={','.join(hosts)}")
+    for task, line in enumerate(lines):
+        hello = f"hello from /job:local/task:{task} at {hosts[task]}, one of 2; the sum of their numbers is 1\n"
+        assert line == hello
+    assert mpirun(2, ROOT / "examples/local_cluster.py").out.count("the sum of their numbers is 1\n") == 2

@@ -71,3 +71,13 @@ def test_sessions(tmp_path):
     later = mpirun(1, file, directory)
     assert "max_steps at step 170" in later.out, later.text
     assert "step 170 [1. 2. 3. 4.]" in later.out, later.text
+
+
+def test_clusters(tmp_path):
+    file = tmp_path / "train.py"
+    [program] = programs("clusters.md")
+    file.write_text(program)
+    result = mpirun(3, file)
+    assert result.code == 0, result.text
+    said = sorted(result.out.splitlines())
+    assert said == ["a step of task 0, the chief: True", "a step of task 1, the chief: False"], result.text

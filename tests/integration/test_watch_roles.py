@@ -302,7 +302,7 @@ def test_a_watcher_that_is_killed(mpi, fails, nodes, which, mark, tmp_path):
         deadline = time.monotonic() + 20
         while not ready.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-        os.kill(sorted(processes(mark, "process.main()"))[which], signal.SIGKILL)
+        os.kill(sorted(processes(mark, "allred.watch.process"))[which], signal.SIGKILL)
 
     thread = threading.Thread(target=kill)
     thread.start()

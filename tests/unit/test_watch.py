@@ -22,8 +22,8 @@ from allred.watch.process import Watcher
 class Script:
     """A job of `size` ranks that have joined; `messages` are those since the last look, without the time."""
 
-    def __init__(self, size=3, nodes=1, warn_s=30.0):
-        self.job, self.messages = Job(size, nodes, warn_s), []
+    def __init__(self, size=3, nodes=1, warn_s=30.0, launcher=True):
+        self.job, self.messages = Job(size, nodes, warn_s, launcher=launcher), []
         for rank in range(size):
             self.hear("joined", rank, host=f"host{rank}")
 
@@ -65,6 +65,28 @@ def test_the_one_that_failed_is_released_when_all_others_have_unwound():
     assert script.take("release") == [(1, {"kind": "release"})]
     script.tick(0.5)
     assert not script.take("release")
+
+
+def test_without_a_launcher_all_are_released_the_late_ones_too():
+    script = Script(launcher=False)
+    fail(script, 1)
+    script.hear("unwound", 0, 0.1)
+    script.tick(job.GRACE_S)
+    assert script.take("release") == [(0, {"kind": "release"}), (1, {"kind": "release"})]
+    script.hear("unwound", 2, job.GRACE_S + 0.1)
+    assert script.take("release") == [(2, {"kind": "release"})]
+
+
+def test_without_a_launcher_each_says_in_its_own_terminal_who_has_died():
+    for launcher in (True, False):
+        script = Script(launcher=launcher)
+        script.hear("died", 1, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
+        script.tick(1.0)
+        told = {message["kind"]: message for _, message in script.messages}
+        text = "rank 1 on host1 was killed by signal 9 (SIGKILL)"
+        assert told["verdict"]["text"] == text
+        assert told["verdict"]["brief"] == ("rank 1 is gone" if launcher else text)
+        assert ("speak" in told) == launcher
 
 
 def test_ranks_that_all_fail_by_themselves_hear_whose_came_first_before_the_release():
@@ -408,17 +430,26 @@ def test_where_a_program_is():
     assert "without an answer" in state.place("")
 
 
-def test_a_rank_that_has_just_died_does_not_keep_the_others_from_being_killed():
-    children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+@pytest.mark.parametrize("launcher", [True, False])
+def test_a_rank_that_has_just_died_does_not_keep_the_others_from_being_killed(launcher):
+    """One that has left is not, where it ends by itself: without a launcher."""
+    children = [subprocess.Popen(["sleep", "60"]) for _ in range(3)]
     pidfds = [os.pidfd_open(child.pid) for child in children]
-    ranks = {number: types.SimpleNamespace(pidfd=pidfd, dead="") for number, pidfd in enumerate(pidfds)}
+    ranks = {n: types.SimpleNamespace(pidfd=pidfd, dead="", left=n == 1) for n, pidfd in enumerate(pidfds)}
     children[0].kill()
     children[0].wait()
     try:
-        Watcher._deliver(types.SimpleNamespace(_ranks=ranks), None, {"kind": "kill"})
-        assert children[1].wait(timeout=5) == -signal.SIGKILL
+        watcher = types.SimpleNamespace(_ranks=ranks, _settings={"launcher": launcher})
+        Watcher._deliver(watcher, None, {"kind": "kill"})
+        assert children[2].wait(timeout=5) == -signal.SIGKILL
+        if launcher:
+            assert children[1].wait(timeout=5) == -signal.SIGKILL
+        else:
+            assert children[1].poll() is None
     finally:
-        children[1].kill()
+        for child in children[1:]:
+            child.kill()
+            child.wait()
         for pidfd in pidfds:
             os.close(pidfd)
 

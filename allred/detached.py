@@ -1,0 +1,66 @@
+"""Processes of allred's own, which answer while ranks sit in MPI, are stopped or dead: the watcher of a node, and the
+process at which tasks that were started by hand meet. They load nothing but their own rooms, and hold no file of the
+launcher's, or it would wait for them.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+START_S = 20.0
+
+# The package without its __init__, which would load numpy: such a process takes 12 MB and starts in a moment.
+_PROGRAM = """
+import importlib, sys, types
+package = types.ModuleType("allred")
+package.__path__ = [sys.argv[1]]
+sys.modules["allred"] = package
+importlib.import_module(sys.argv[2]).main()
+"""
+
+
+def start(module: str, settings: Any, files: Iterable[int] = ()) -> dict[str, Any]:
+    """Start `module` of allred, whose main() calls `serve`: what it said of itself, with "problem", in words if any.
+
+    files: descriptors that it inherits.
+    """
+    command = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(Path(__file__).parent), module]
+    try:
+        process = subprocess.run(
+            command, input=json.dumps(settings), capture_output=True, text=True, timeout=START_S,
+            start_new_session=True, cwd="/", check=False, pass_fds=tuple(files),
+        )  # fmt: skip
+        found: dict[str, Any] = {"problem": "", **json.loads(process.stdout)}
+    except (OSError, subprocess.SubprocessError) as error:
+        return {"problem": f"{type(error).__name__}: {error}"}
+    except ValueError:
+        return {"problem": process.stderr.strip().rpartition("\n")[2] or f"it ended with code {process.returncode}"}
+    return found
+
+
+def serve(prepare: Callable[[Any], tuple[Any, Callable[[], None]]]) -> None:
+    """In that process: take the settings, `prepare`, say of itself what that gives, and `run` what it gives in a
+    process that is nobody's child."""
+    said, run = prepare(json.loads(sys.stdin.read()))
+    print(json.dumps(said), flush=True)
+    if os.fork():
+        os._exit(0)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # some files a rank
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # not only where the rank is bound, and busy
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(null, number)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # batch systems send them to all processes before the end
+    run()
+    os._exit(0)

@@ -1,0 +1,216 @@
+"""Clusters without mpirun: tasks started one by one meet, train, hear of each other's end, and end each by itself."""
+
+import re
+import socket
+import subprocess
+import time
+
+import pytest
+from by_hand import cluster, tasks, text
+from hosts import hosts
+
+pytestmark = pytest.mark.limit(120)
+
+WORKER = "opt = train({steps}); opt.finish(); allred.barrier(); opt.pull(params); print('w', params['w'][0])"
+
+
+def await_line(future, words, jobs):
+    """Until a task that listens is there: its process answers at the first address."""
+    host, _, port = jobs["ps"][0].rpartition(":")
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not future.done():
+        try:
+            with socket.create_connection((host, int(port)), 5) as connection:
+                assert words in connection.recv(200)
+                return
+        except OSError:
+            time.sleep(0.1)
+    pytest.fail(future.result().text if future.done() else "it does not listen")
+
+
+def test_tasks_come_in_any_order_and_say_for_whom_they_wait():
+    jobs = cluster()
+    body = WORKER.format(steps=5) + "\nprint([name for name in os.environ if name.startswith('PMI')])"
+    with tasks(jobs) as t:
+        last = t.start("worker", 1, body)
+        gave_up = t.start("ps", 0, start_timeout_s=1).result()
+        first = t.start("ps", 0, "server.join(); print('joined')")
+        await_line(first, b'"allred": 1', jobs)
+        time.sleep(1)
+        found = {("worker", 0): t.start("worker", 0, body), ("ps", 0): first, ("worker", 1): last}
+        found = {task: future.result() for task, future in found.items()}
+    address = dict(zip(("ps 0", "worker 0", "worker 1"), (*jobs["ps"], *jobs["worker"]), strict=True))
+    assert gave_up.code == 1, gave_up.text
+    worker_0 = f"/job:worker/task:0 ({address['worker 0']})"
+    assert re.search(rf"CollectiveTimeout: /job:ps/task:0 has waited for 1 s .* for {re.escape(worker_0)}", gave_up.err)
+    assert [result.code for result in found.values()] == [0, 0, 0], text(found)
+    assert not any(result.left for result in found.values()), text(found)
+    assert "joined" in found["ps", 0].out
+    for worker in (0, 1):
+        out = found["worker", worker].out
+        assert f"in allred://{address[f'worker {worker}']}/job:worker/task:{worker}\n" in out, text(found)
+        assert "w -10.0\n[]\n" in out, text(found)
+    err = found["worker", 1].err
+    assert f"/job:worker/task:1 waits for /job:ps/task:0 ({address['ps 0']}): Connection refused, since " in err
+    assert f"/job:worker/task:1 waits for {worker_0}, since " in err
+    assert f"/job:ps/task:0 waits for {worker_0}, since " in found["ps", 0].err
+
+
+def test_a_worker_that_is_killed_is_named_to_all_at_once():
+    with tasks(cluster()) as t:
+        kill = "train(50, 0.05, lambda n: os.kill(os.getpid(), 9) if n == 3 else None)"
+        go_on = "try: train(10_000, 0.05)\nfinally: print('finally')"
+        found = t.all({("ps", 0): "server.join()", ("worker", 0): go_on, ("worker", 1): kill})
+    assert [result.code for result in found.values()] == [137, 137, -9], text(found)
+    for task in (("ps", 0), ("worker", 0)):
+        named = r"^allred: rank \d on \S+ ends: rank 2 \(worker 1\) on \S+ was killed by signal 9 \(SIGKILL\)"
+        assert re.search(named, found[task].err, flags=re.MULTILINE), text(found)
+    assert "finally" in found["worker", 0].out
+    assert not any(result.left for result in found.values()), text(found)
+
+
+@pytest.mark.parametrize(
+    ("fails", "code"),
+    [("raise OSError('disk full')", 1), ("sys.exit(3)", 3), ("os.kill(os.getpid(), signal.SIGINT)", 130)],
+)
+def test_a_task_that_fails_ends_all_with_its_exit_code(fails, code):
+    with tasks(cluster()) as t:
+        fail = f"def fail(n):\n    if n == 3: {fails}\ntrain(50, 0.05, fail)"
+        found = t.all({("ps", 0): "server.join()", ("worker", 0): fail, ("worker", 1): "train(10_000, 0.05)"})
+    assert [result.code for result in found.values()] == [code] * 3, text(found)
+    for task in (("ps", 0), ("worker", 1)):
+        assert "rank 1 (worker 0) on " in found[task].err, text(found)
+        assert "disk full" in found[task].err or code != 1, text(found)
+    assert found["worker", 0].err.count("Traceback") == (code != 3), text(found)
+    assert not any(result.left for result in found.values()), text(found)
+
+
+def test_a_task_that_ended_well_before_another_died_has_ended_well():
+    with tasks(cluster()) as t:
+        kill = "train(50, 0.1, lambda n: os.kill(os.getpid(), 9) if n == 30 else None)"
+        found = t.all({("ps", 0): "server.join()", ("worker", 0): kill, ("worker", 1): "train(1)"})
+    assert [result.code for result in found.values()] == [137, -9, 0], text(found)
+    assert not any(result.left for result in found.values()), text(found)
+
+
+def test_with_go_on_the_others_train_on_and_end_well():
+    with tasks(cluster()) as t:
+        kill = "train(50, 0.05, lambda n: os.kill(os.getpid(), 9) if n == 3 else None)"
+        found = t.all(
+            {("ps", 0): "server.join()", ("worker", 0): "train(60, 0.05)\nprint('trained')", ("worker", 1): kill},
+            worker_failure="go_on",
+        )
+    assert [result.code for result in found.values()] == [0, 0, -9], text(found)
+    assert "trained" in found["worker", 0].out
+    assert not any(result.left for result in found.values()), text(found)
+
+
+def test_a_task_that_dies_while_mpi_starts_is_named_to_all():
+    with tasks(cluster()) as t:
+        kill = "import allred.server\nallred.server.enter = lambda *_, **__: os.kill(os.getpid(), 9)"
+        started = {task: t.start(*task) for task in (("ps", 0), ("worker", 0))}
+        started["worker", 1] = t.start("worker", 1, before=kill)
+        found = {task: future.result() for task, future in started.items()}
+    assert [result.code for result in found.values()] == [1, 1, -9], text(found)
+    for task in (("ps", 0), ("worker", 0)):
+        assert re.search(r"/job:worker/task:1 \(pid \d+ on .+\) has ended while MPI started", found[task].err), text(
+            found
+        )
+        assert "in allred://" not in found[task].out
+
+
+def test_who_cannot_take_part_is_told_why_and_so_are_those_who_wait():
+    """And then the right one comes."""
+    jobs = cluster()
+    other = {**jobs, "worker": [jobs["worker"][0], "localhost:9"]}
+    with tasks(jobs) as t:
+        body = "train(3)\nprint('trained')"
+        started = {("ps", 0): t.start("ps", 0, "server.join()", secret="s"), ("worker", 0): None}
+        await_line(started["ps", 0], b'"allred": 1', jobs)
+        started["worker", 0] = t.start("worker", 0, body, secret="s")
+        time.sleep(2)
+        taken = socket.create_server(("127.0.0.1", int(jobs["worker"][1].rpartition(":")[2])))
+        with taken:
+            wrong = {
+                "unset": t.start("worker", 1, before=LISTEN_NOT),
+                "differs": t.start("worker", 1, before=LISTEN_NOT, secret="t"),
+                "spec": t.start("worker", 1, before=LISTEN_NOT, jobs=other, secret="s"),
+                "twice": t.start("ps", 0, before=LISTEN_NOT + START_NOT, secret="s"),
+                "port": t.start("worker", 1, secret="s"),
+                "openmpi": t.start("worker", 1, mpi="openmpi", secret="s"),
+            }
+            wrong = {name: future.result() for name, future in wrong.items()}
+        started["worker", 1] = t.start("worker", 1, body, secret="s")
+        found = {task: future.result() for task, future in started.items()}
+    assert all(result.code == 1 for result in wrong.values()), {name: result.text for name, result in wrong.items()}
+    assert [result.code for result in found.values()] == [0, 0, 0], text(found)
+    expected = {
+        "unset": (
+            "its ALLRED_SECRET is not that of /job:ps/task:0: it has none set",
+            "as ALLRED_SECRET it has none set",
+        ),
+        "differs": ("it has another one", "a task at 127.0.0.1 was turned away: as ALLRED_SECRET it has another one"),
+        "spec": (f"there /job:worker/task:1 is localhost:9, here it is {jobs['worker'][1]}",) * 2,
+        "twice": ("is /job:ps/task:0 already. Give each task its own task_index",) * 2,
+        "port": (f"cannot listen at {jobs['worker'][1]} (127.0.0.1): Address already in use",) * 2,
+        "openmpi": ("need MPICH, and this Python has Open MPI 5",) * 2,
+    }
+    for name, (theirs, ours) in expected.items():
+        assert theirs in wrong[name].err.rstrip().rpartition("\n")[2], wrong[name].text
+        assert ours in found["ps", 0].err, text(found)
+
+
+LISTEN_NOT = "from allred.launch import places\nplaces.take = lambda *_: None\n"
+START_NOT = "by_hand._start = lambda *_: None\n"
+
+
+def test_another_program_at_the_first_address():
+    jobs = cluster(1, 1)
+    port = int(jobs["ps"][0].rpartition(":")[2])
+    with tasks(jobs) as t, socket.create_server(("127.0.0.1", port)) as ours:
+        found = {("ps", 0): t.start("ps", 0), ("worker", 0): t.start("worker", 0)}
+        with ours.accept()[0] as connection:
+            connection.sendall(b"220 mail.example.org ESMTP\r\n")
+            found = {task: future.result() for task, future in found.items()}
+    assert [result.code for result in found.values()] == [1, 1], text(found)
+    assert "Address already in use; /job:ps/task:0 was started here already, or another program" in found["ps", 0].err
+    assert f"what answers at /job:ps/task:0 ({jobs['ps'][0]}) is no task of allred" in found["worker", 0].err
+
+
+def test_join_with_an_optimizer_that_cannot_be_described():
+    local = "def f():\n    class Mine(allred.optim.SGD): pass\n    return Mine\nallred.optim.SGD = f()\n"
+    with tasks(cluster(1, 1)) as t:
+        found = t.all({("ps", 0): "server.join()", ("worker", 0): f"{local}\ntrain(1)"})
+    assert [result.code for result in found.values()] == [1, 1], text(found)
+    for result in found.values():
+        assert "parameter server 0 is in Server.join(), which serves with the optimizer of worker 0" in result.err
+        assert "Mine cannot be pickled" in result.err, text(found)
+
+
+def test_between_hosts_at_the_addresses_of_the_spec_alone(tmp_path):
+    try:
+        with hosts(2, tmp_path) as here:
+            check_between(here)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no namespaces here: {error}")
+
+
+def check_between(here):
+    names = here.names
+    jobs = {"ps": [f"{names[0]}:2222"], "worker": [f"{names[0]}:2223", f"{names[1]}:2222"]}
+    tcp = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "secret": "between us"}
+    look = "import socket\nprint('at loopback:', socket.socket().connect_ex(('127.0.0.1', 2222)) == 0)"
+    with tasks(jobs) as t:
+        refused = t.start("ps", 0, inside=("ip", "netns", "exec", names[0])).result()
+        places = {("ps", 0): names[0], ("worker", 0): names[0], ("worker", 1): names[1]}
+        bodies = {"ps": "server.join()", "worker": f"{look}\n{WORKER.format(steps=4)}"}
+        started = {
+            task: t.start(*task, bodies[task[0]], inside=("ip", "netns", "exec", name), **tcp)
+            for task, name in places.items()
+        }
+        found = {task: future.result() for task, future in started.items()}
+    assert "can be reached from other machines: set ALLRED_SECRET" in refused.err, refused.text
+    assert [result.code for result in found.values()] == [0, 0, 0], text(found)
+    for worker in (0, 1):
+        assert "w -8.0" in found["worker", worker].out, text(found)
+        assert "at loopback: False" in found["worker", worker].out, text(found)

@@ -1,0 +1,104 @@
+"""allred.Server in the world that mpirun has made, and alone. Started by hand: test_by_hand.py."""
+
+import json
+
+import pytest
+from harness import mpirun, python
+
+TRAIN = """
+import sys
+import numpy as np
+import allred
+
+class Mine:                     # the server has it by its name, from its own copy of this program
+    def __init__(self, lr): self.lr = lr
+    def step(self, params, grads):
+        for name in params: params[name] -= self.lr * grads[name]
+    def state_dict(self): return {}
+    def load_state_dict(self, state): pass
+
+cluster = allred.ClusterSpec({"worker": 2, "ps": 1})
+server = allred.Server(cluster)
+print(allred.job_name(), allred.task_index(), allred.is_chief(), server.target, flush=True)
+if allred.job_name() == "ps":
+    server.join()
+    print("served", flush=True)
+else:
+    params = {"w": np.zeros(3)}
+    opt = allred.distributed(Mine(0.5), consistency="sync")
+    opt.broadcast(params)
+    opt.step(params, {"w": np.full(3, 2.0 * allred.task_index())})
+    print("w", params["w"][0], flush=True)
+"""
+
+
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+def test_a_server_that_joins_serves_with_worker_0_s_optimizer_and_policy(mpi):
+    result = mpirun(3, "-c", TRAIN, mpi=mpi)
+    assert result.code == 0, result.text
+    lines = sorted(result.out.splitlines())
+    assert lines == [
+        "ps 0 False allred:///job:ps/task:0",
+        "served",
+        "w -0.5",
+        "w -0.5",
+        "worker 0 True allred:///job:worker/task:0",
+        "worker 1 False allred:///job:worker/task:1",
+    ], result.text
+
+
+def test_a_server_that_joins_where_nobody_trains():
+    code = "import allred\nserver = allred.Server({'ps': 1, 'worker': 1})\n"
+    result = mpirun(2, "-c", code + "if allred.job_name() == 'ps': server.join(); print('served')")
+    assert (result.code, result.out) == (0, "served\n"), result.text
+
+
+@pytest.mark.parametrize(
+    ("cluster", "given", "words"),
+    [
+        ({"ps": 1, "worker": 3}, "", "the launcher started 2 processes, but the cluster has 4 tasks"),
+        ({"ps": 1, "worker": 1}, ", 'worker', 0", "this is rank 0 of mpirun, /job:ps/task:0; got /job:worker/task:0"),
+    ],
+)
+def test_a_cluster_that_is_not_what_mpirun_started(cluster, given, words):
+    result = mpirun(
+        2, "-c", f"import allred\nallred.Server({cluster}{given})\nallred.distributed(allred.optim.SGD(1.0))"
+    )
+    assert result.code == 1, result.text
+    assert words in result.err, result.text
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("Server({'ps': 1})", "one job of workers besides 'ps'; got none"),
+        ("Server({'ps': 1, 'chief': 1, 'worker': 1})", "got 'chief', 'worker'"),
+        ("Server({'worker': {1: 'a:1'}})", "the tasks of job 'worker' are [1]; none may be left out"),
+        ("Server({'worker': 2}, 'worker', 2)", "job 'worker' has no task 2; it has 0, 1"),
+        ("Server({'worker': 2}, 'worker')", "job_name and task_index go together"),
+        ("Server({'worker': 2})", "(mpirun -np 2 ...), and to be started by hand it takes job_name and task_index"),
+        ("Server({'worker': 2}, 'worker', 0)", "it takes addresses, host:port, instead of numbers of tasks"),
+        (
+            "Server({'worker': ['nowhere.invalid:1', 'localhost:1']}, 'worker', 1)",
+            "nowhere.invalid of /job:worker/task:0",
+        ),
+        (
+            "Server({'worker': ['localhost:1', '10.1.1.1:1']}, 'worker', 1)",
+            "write the address that /job:worker/task:0 has",
+        ),
+        ("init(); allred.Server({'worker': 1})", "allred.Server() calls allred.init() itself"),
+    ],
+)
+def test_what_is_refused_at_once(call, words):
+    result = python("-c", f"import allred; allred.{call}")
+    assert result.code == 1, result.text
+    assert words in result.err.rstrip().rpartition("\n")[2], result.text
+
+
+def test_alone():
+    code = "import allred\ns = {}\nprint(allred.job_name(), allred.task_index(), allred.size(), s.target)\ns.join()"
+    result = python("-c", code.format("allred.Server.create_local_server()"))
+    assert result.out == "local 0 1 allred:///job:local/task:0\n", result.text
+    tf_config = json.dumps({"cluster": {"chief": ["localhost:2222"]}, "task": {"type": "chief", "index": 0}})
+    result = python("-c", code.format("allred.Server.from_tf_config()"), env={"TF_CONFIG": tf_config})
+    assert result.out == "worker 0 1 allred://localhost:2222/job:worker/task:0\n", result.text

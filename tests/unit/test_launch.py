@@ -1,0 +1,260 @@
+"""Tasks that meet without mpirun: PMI-1, who is there, addresses, the secret. integration/test_by_hand.py has more."""
+
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from allred.config import secret
+from allred.errors import ConfigError
+from allred.launch import by_hand, places
+from allred.launch.meeting import Meeting
+from allred.launch.pmi import Pmi, mapping
+from allred.launch.wire import Lines, proof
+
+# ---- PMI-1
+
+
+def test_what_one_has_put_all_get_after_the_barrier():
+    pmi = Pmi(["a", "a", "b"])
+    [(rank, name)] = pmi.hear(1, "cmd=get_my_kvsname")
+    assert rank == 1
+    name = name.rpartition("=")[2]
+    assert pmi.hear(0, f"cmd=put kvsname={name} key=k value=a=b+/") == [(0, "cmd=put_result rc=0 msg=success")]
+    assert pmi.hear(0, "cmd=barrier_in") == pmi.hear(2, "cmd=barrier_in") == []
+    out = "cmd=barrier_out rc=0"
+    assert pmi.hear(1, "cmd=barrier_in") == [(0, out), (1, out), (2, out)]
+    assert pmi.hear(2, f"cmd=get kvsname={name} key=k") == [(2, "cmd=get_result rc=0 value=a=b+/")]
+    assert pmi.hear(2, f"cmd=get kvsname={name} key=x") == [(2, "cmd=get_result rc=1 msg=key_not_found")]
+    where = "cmd=get_result rc=0 value=(vector,(0,1,2),(1,1,1))"
+    assert pmi.hear(0, f"cmd=get kvsname={name} key=PMI_process_mapping") == [(0, where)]
+    assert pmi.hear(0, "cmd=barrier_in") == [], "the next barrier begins anew"
+
+
+def test_two_worlds_have_two_names():
+    names = {Pmi(["a"]).hear(0, "cmd=get_my_kvsname")[0][1] for _ in range(3)}
+    assert len(names) == 3
+
+
+def test_answers_of_one_line():
+    pmi = Pmi(["a", "b"])
+    assert pmi.hear(1, "cmd=get_universe_size") == [(1, "cmd=universe_size rc=0 size=2")]
+    assert pmi.hear(0, "cmd=finalize") == [(0, "cmd=finalize_ack rc=0")]
+    assert pmi.hear(0, "cmd=abort exitcode=7 message=abort") == []
+    with pytest.raises(ValueError, match="spawn"):
+        pmi.hear(0, "cmd=spawn")
+
+
+def test_the_mapping_gives_the_nodes_back():
+    for nodes in itertools.product("abc", repeat=4):
+        check_mapping(nodes)
+
+
+def check_mapping(nodes):
+    numbers = [tuple(map(int, block.split(","))) for block in mapping(nodes)[len("(vector,(") : -2].split("),(")]
+    expanded = [node for node, one, count in numbers for _ in range(count) if one == 1]
+    names = dict(zip(expanded, nodes, strict=True))
+    assert [names[node] for node in expanded] == list(nodes)
+    assert len(names) == len(set(nodes))
+
+
+# ---- who is there
+
+ADDRESSES = {"/job:ps/task:0": "a:1", "/job:worker/task:0": "b:1", "/job:worker/task:1": "c:1"}
+PS, W0, W1 = ADDRESSES
+
+
+def hello(task, **more):
+    return {"task": task, "addresses": ADDRESSES, "mpi": "M 1", "node": "n", "host": "h", "pid": 7, **more}
+
+
+def complete():
+    meeting = Meeting(ADDRESSES)
+    assert [meeting.come(hello(task, node=task)) for task in (W1, PS, W0)] == ["", "", ""]
+    return meeting
+
+
+def test_it_begins_when_all_are_there():
+    meeting = Meeting(ADDRESSES)
+    assert not meeting.come(hello(W0))
+    assert meeting.missing() == [f"{PS} (a:1)", f"{W1} (c:1)"]
+    assert meeting.go(W0) == ([], "")
+    assert len(meeting.missing()) == 3, "one that goes again is missed again"
+    assert not meeting.began
+    assert complete().began
+    assert complete().nodes() == [PS, W0, W1], "in the order of ranks"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (hello(PS, pid=8), f"{PS} (pid 8 on h) was started a second time; pid 7 on h is {PS} already"),
+        (hello(W0, problem="no port"), f"{W0} (pid 7 on h) cannot start: no port"),
+        (hello(W0, mpi="M 2"), f"{W0} (pid 7 on h) has M 2, but {PS} has M 1"),
+        (hello(W0, addresses={**ADDRESSES, W1: "d:1"}), f"there {W1} is d:1, here it is c:1"),
+        (hello(W0, addresses={**ADDRESSES, "/job:x/task:0": "d:1"}), "there /job:x/task:0 is d:1, here it is nothing"),
+        (hello(W0, addresses=None), f"there {PS} is nothing, here it is a:1"),
+        (hello("/job:x/task:9"), "it has no /job:x/task:9"),
+    ],
+)
+def test_who_is_refused(wrong, words):
+    meeting = Meeting(ADDRESSES)
+    assert not meeting.come(hello(PS))
+    assert words in meeting.come(wrong)
+    assert meeting.missing() == [f"{W0} (b:1)", f"{W1} (c:1)"], "the one that was there still is"
+
+
+def test_a_death_is_told_to_those_who_are_not_through_mpi_s_start():
+    meeting = complete()
+    meeting.up(PS)
+    names, words = meeting.go(W1)
+    assert names == [W0]
+    assert words == f"{W1} (pid 7 on h) has ended while MPI started; this task ends, too"
+
+
+def test_who_has_left_is_let_go_when_all_have_ended_and_one_without_leaving():
+    meeting = complete()
+    for task in ADDRESSES:
+        meeting.up(task)
+    meeting.left(W0)
+    assert meeting.go(W1)[0] == []
+    assert meeting.end() == [], "one still works"
+    meeting.left(PS)
+    assert meeting.end() == [PS, W0]
+    assert meeting.end() == [], "once"
+
+
+def test_who_has_left_needs_no_word_if_all_leave():
+    meeting = complete()
+    for task in ADDRESSES:
+        meeting.left(task)
+    assert meeting.end() == []
+    meeting.go(PS)
+    assert meeting.end() == []
+
+
+# ---- addresses
+
+
+def test_places_and_the_secret():
+    near = {"a": "localhost:1", "b": "127.0.0.1:2"}
+    places.check(near, places.look_up(near), "")
+    far = {"a": "10.0.0.1:1", "b": "10.0.0.2:1"}
+    places.check(far, places.look_up(far), "s")
+    with pytest.raises(ConfigError, match=r"10\.0\.0\.1:1 of a can be reached from other machines: set ALLRED_SECRET"):
+        places.check(far, places.look_up(far), "")
+    mixed = {"a": "localhost:1", "b": "10.0.0.2:1"}
+    with pytest.raises(ConfigError, match=r"loopback \(127\.0\.0\.1\), which b at 10\.0\.0\.2:1 cannot reach"):
+        places.check(mixed, places.look_up(mixed), "s")
+
+
+def test_hosts_that_nobody_knows():
+    with pytest.raises(ConfigError, match=r"unknown host on .*: nowhere\.invalid of b "):
+        places.look_up({"a": "localhost:1", "b": "nowhere.invalid:1"})
+
+
+def test_an_address_of_another_machine():
+    address = {"a": "192.0.2.1:2222"}  # of no machine, by RFC 5737
+    with pytest.raises(ConfigError, match=r"a cannot listen at 192\.0\.2\.1:2222 .*; start a on the machine that"):
+        places.take("a", "192.0.2.1:2222", places.look_up(address)["a"])
+
+
+# ---- the secret
+
+
+def test_the_secret_from_the_variable_or_a_file(tmp_path):
+    assert secret({}) == ""
+    assert secret({"ALLRED_SECRET": "s"}) == "s"
+    file = tmp_path / "secret"
+    given = {"ALLRED_SECRET_FILE": str(file)}
+    with pytest.raises(ConfigError, match="cannot be read"):
+        secret(given)
+    file.write_text("t\n")
+    file.chmod(0o640)
+    with pytest.raises(ConfigError, match="can be used by others; chmod 600 it"):
+        secret(given)
+    file.chmod(0o600)
+    assert secret(given) == "t"
+    file.write_text("\n")
+    with pytest.raises(ConfigError, match="is empty"):
+        secret(given)
+
+
+def knock(answer):
+    """What a task with a secret sends to one who answers its proof like that, and how it ends."""
+    heard = []
+
+    def impostor(server):
+        with server.accept()[0] as connection:
+            lines = Lines(connection)
+            lines.tell(allred=1, nonce="ab")
+            heard.append(lines.hear_one())
+            lines.tell(**answer(heard[0]))
+            connection.recv(1)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=impostor, args=(server,))
+        thread.start()
+        where = [(socket.AF_INET, server.getsockname())]
+        try:
+            by_hand._Knock(ADDRESSES, W0, "open sesame").connect(where, task=W0).connection.close()
+        finally:
+            thread.join()
+    return heard
+
+
+def test_the_secret_is_never_sent():
+    [message] = knock(lambda m: {"proof": proof("open sesame", "meeting", ("ab", m["nonce"]))})
+    assert message["proof"] == proof("open sesame", "task", ("ab", message["nonce"]))
+    assert "open sesame" not in json.dumps(message)
+
+
+def test_one_who_does_not_know_it_is_not_believed():
+    with pytest.raises(ConfigError, match="does not know this cluster's secret"):
+        knock(lambda m: {"proof": m["proof"]})  # what it has just heard
+
+
+def test_a_line_without_an_end():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        lines = Lines.__new__(Lines)
+        lines.connection, lines._received = ours, b"x" * 2**16
+        theirs.sendall(b"x")
+        with pytest.raises(ValueError, match="without an end"):
+            lines.receive()
+
+
+FORKS = """
+import os, socket, sys, time
+from allred.launch.by_hand import Joined
+Joined(0, 2, -1, int(sys.argv[1]), socket.create_server(("127.0.0.1", int(sys.argv[2]))))
+child = os.fork()
+if child == 0:
+    os.closerange(0, 3)
+    time.sleep(60)
+os._exit(0) if child == 0 else print(child)
+"""
+
+
+def test_a_fork_that_lives_on_does_not_hide_a_task_s_end():
+    ours, theirs = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", FORKS, str(theirs.fileno()), str(port)]
+    with ours, theirs:
+        task = subprocess.run(
+            command, pass_fds=[theirs.fileno()], capture_output=True, text=True, timeout=30, check=True
+        )
+        theirs.close()
+        ours.settimeout(20)
+        try:
+            assert ours.recv(1) == b""
+            socket.create_server(("127.0.0.1", port)).close()
+        finally:
+            os.kill(int(task.stdout), signal.SIGKILL)
