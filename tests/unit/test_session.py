@@ -423,7 +423,9 @@ def test_all_ranks_count_from_the_restored_step(world, tmp_path, monkeypatch):
     opt = allred.distributed(Own(), nonfinite="skip")
     assert opt.global_step == 0
     others = types.SimpleNamespace(
-        current=lambda: types.SimpleNamespace(rank=1), broadcast_object=lambda _: (7, "extra")
+        within=lambda _: contextlib.nullcontext(),
+        current=lambda: types.SimpleNamespace(rank=1, ranks=range(2)),
+        broadcast_object=lambda *_: (7, "extra"),
     )
     monkeypatch.setattr("allred.modes.optimizer.collectives", others)
     assert opt.restore_all(tmp_path, [np.zeros(2)]) == (7, "extra")
