@@ -21,8 +21,8 @@ renames it. So a process that is killed at any moment leaves the earlier checkpo
 from allred.checkpoint.entry import Entry, whole
 from allred.checkpoint.manifest import Manifest, load
 from allred.checkpoint.own import extra, find_own_state, own_state, take_extra
-from allred.checkpoint.restoring import Checkpoint, read, verify
-from allred.checkpoint.root import damaged, newest, prune, steps
+from allred.checkpoint.restoring import Checkpoint, read, read_newest, verify
+from allred.checkpoint.root import newest, prune, steps
 from allred.checkpoint.saving import abandon, begin, commit, write
 from allred.checkpoint.shard import Shard, write_shard
 
@@ -34,7 +34,6 @@ __all__ = [
     "abandon",
     "begin",
     "commit",
-    "damaged",
     "extra",
     "find_own_state",
     "load",
@@ -42,6 +41,7 @@ __all__ = [
     "own_state",
     "prune",
     "read",
+    "read_newest",
     "steps",
     "take_extra",
     "verify",

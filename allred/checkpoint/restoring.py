@@ -51,6 +51,22 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
     return _assembled(directory, load(directory))
 
 
+def read_newest(root: str | os.PathLike[str]) -> tuple[tuple[pathlib.Path, Checkpoint] | None, list[str]]:
+    """The last checkpoint in `root` that is complete and undamaged, with its path; None if there is none. And what is
+    wrong with those that are later, a line each.
+
+    Raises:
+        CheckpointError: `root` cannot be listed; or see `read`.
+    """
+    wrong: list[str] = []
+    for path in reversed(present(pathlib.Path(root)).values()):
+        problem = next(_problems(path), None)
+        if problem is None:
+            return (path, _assembled(path, load(path))), wrong
+        wrong.append(str(problem))
+    return None, wrong
+
+
 def verify(path: str | os.PathLike[str]) -> list[str]:
     """All that is wrong with a checkpoint, a line each; reads every byte of it. Empty: it is complete and undamaged."""
     return list(map(str, _problems(pathlib.Path(path))))

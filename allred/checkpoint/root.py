@@ -75,16 +75,6 @@ def damage(path: pathlib.Path) -> str:
     return ""
 
 
-def damaged(root: str | os.PathLike[str]) -> list[str]:
-    """Why the checkpoints that are later than `newest(root)` are not complete, a line each; the last one first."""
-    found = []
-    for path in reversed(present(pathlib.Path(root)).values()):
-        if not (wrong := damage(path)):
-            break
-        found.append(wrong)
-    return found
-
-
 def _is_complete(path: pathlib.Path) -> bool:
     return not damage(path)
 
@@ -110,12 +100,13 @@ def newest(root: str | os.PathLike[str]) -> pathlib.Path | None:
     return next(filter(_is_complete, reversed(present(pathlib.Path(root)).values())), None)
 
 
-def prune(root: str | os.PathLike[str], keep: int, keep_every: int = 0) -> list[pathlib.Path]:
+def prune(root: str | os.PathLike[str], keep: int, keep_every: int = 0, up_to: int | None = None) -> list[pathlib.Path]:
     """Delete complete checkpoints except the newest `keep`. Those that are not complete are left to be looked at.
 
     Arguments:
         keep: at least 1.
         keep_every: those whose step is a multiple of it stay as well; 0: none.
+        up_to: those of later steps stay, and do not count.
 
     Returns:
         What was deleted.
@@ -127,13 +118,19 @@ def prune(root: str | os.PathLike[str], keep: int, keep_every: int = 0) -> list[
     if keep < 1 or keep_every < 0:
         raise InputError(f"prune: keep={keep}, keep_every={keep_every}; expected keep >= 1 and keep_every >= 0")
     gone = []
-    for path in steps(root)[:-keep]:
-        match = _COMMITTED.fullmatch(path.name)
-        if not (match and keep_every and int(match[1]) % keep_every == 0):
+    numbers = [(_step_of(path), path) for path in steps(root)]
+    for step, path in [each for each in numbers if up_to is None or each[0] <= up_to][:-keep]:
+        if not (keep_every and step % keep_every == 0):
             with explained("prune: deleting", path):
                 discard(path)
             gone.append(path)
     return gone
+
+
+def _step_of(path: pathlib.Path) -> int:
+    match = _COMMITTED.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
 
 
 def discard(path: pathlib.Path) -> None:

@@ -4,20 +4,23 @@ The order of `commit`, where each step is done before the next begins:
 
 1  every shard is there with its length (each was put on disk by its `write_shard`), and they make whole tensors
 2  manifest.json is written, and put on disk; then the directory
-3  a checkpoint of the same step that is there already is renamed to step-N.replaced
+3  a checkpoint of the same step that is there already is renamed to step-N.replaced; something else with that name
+   to step-N.was-in-the-way-...
 4  the directory is renamed to step-N: from now on it is the checkpoint; then the root is put on disk
 5  what was replaced is deleted, and what dead writers have left
 
 A step that exists is replaced, for two saves of one step are no mistake: the last save of a run may follow a periodic
 one, and a run that was restored from an older checkpoint comes to the same steps again; an error would end that run,
 hours later, for nothing. Two renames are used, not Linux's exchange of two names, which NFS lacks. Killed between
-them, step-N.replaced is still found as the checkpoint of step N.
+them, step-N.replaced is still found as the checkpoint of step N. Two writers may come to the same step at once, a rank
+that fails and the chief: the last one holds.
 """
 
 import contextlib
 import errno
 import os
 import pathlib
+import secrets
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -30,6 +33,8 @@ from allred.checkpoint.manifest import Manifest
 from allred.checkpoint.root import committed_name, discard, sweep, unfinished_name, unfinished_step
 from allred.checkpoint.shard import Shard, check_length, shard_name, write_shard
 from allred.errors import CheckpointError, InputError
+
+_TRIES = 10  # while another writer puts the same step
 
 
 def begin(root: str | os.PathLike[str], step: int) -> pathlib.Path:
@@ -90,8 +95,7 @@ def commit(
 
     Raises:
         InputError: not such a directory, another step, or `meta` cannot be written.
-        CheckpointError: a shard is missing, the shards do not make whole tensors, the file system refuses, or something
-            that is no checkpoint has its name.
+        CheckpointError: a shard is missing, the shards do not make whole tensors, or the file system refuses.
     """
     source = pathlib.Path(directory)
     if unfinished_step(source.name) != step:
@@ -106,8 +110,7 @@ def commit(
             now = (source / manifest.NAME).stat().st_mtime
             _sync(source)
         with explained(f"commit: renaming {source} to", target):
-            replaced = _make_way(target)
-            os.rename(source, target)
+            replaced = _put(source, target)
     except BaseException:
         abandon(source)
         raise
@@ -154,16 +157,33 @@ def _check_shards(source: pathlib.Path, written: Manifest) -> None:
         check_length("commit", source, shard)
 
 
-def _make_way(target: pathlib.Path) -> pathlib.Path:
-    """Rename an older checkpoint of the same step; the name that it has then, whether there was one or not."""
+def _put(source: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
+    """Steps 3 and 4; the name of what was replaced, whether there was anything or not."""
     replaced = target.with_name(target.name + ".replaced")
-    if os.path.lexists(target):
-        if not (target / manifest.NAME).exists():
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            if os.path.lexists(target):
+                _make_way(target, replaced)
+            os.rename(source, target)
+            break
+        except OSError as error:  # another writer of the same step was quicker
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT) or not tries_left:
+                raise
+    return replaced
+
+
+def _make_way(target: pathlib.Path, replaced: pathlib.Path) -> None:
+    """Rename an older checkpoint of the same step. What is no checkpoint goes aside for good: it may be of value to
+    somebody, and the parameters that wait for its place are."""
+    if (target / manifest.NAME).exists():
         if replaced.exists():
             discard(replaced)
         os.rename(target, replaced)
-    return replaced
+        return
+    aside = target.with_name(f"{target.name}.was-in-the-way-{secrets.token_hex(4)}")
+    os.rename(target, aside)
+    if (aside / manifest.NAME).exists():  # by now another writer had put its checkpoint there
+        os.rename(aside, replaced)
 
 
 def _sync(directory: pathlib.Path) -> None:

@@ -1,5 +1,7 @@
 """Lines for the person at the terminal: on stderr, from one rank only, each beginning with `allred:`."""
 
+import contextlib
+import os
 import sys
 
 _speaking = _informing = False
@@ -14,8 +16,15 @@ def speak(chief: bool, banner: bool = False) -> None:
 def say(line: str) -> None:
     """Print a line if this rank is the one that speaks."""
     if _speaking:
-        sys.stderr.write(f"allred: {line}\n")  # at once; print would write the end of the line apart
-        sys.stderr.flush()
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # a stream that is closed or gone
+            sys.stderr.write(f"allred: {line}\n")  # at once; print would write the end of the line apart
+            sys.stderr.flush()
+
+
+def say_here(line: str) -> None:
+    """Print a line on this rank, which need not be the one that speaks."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"allred: {line}\n".encode())
 
 
 def inform(line: str) -> None:

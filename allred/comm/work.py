@@ -228,7 +228,7 @@ class WorkQueue:
     def _wait(self, work: Work[Any], timeout_s: float | None) -> None:
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         start = last_progress = now = time.perf_counter()
-        taken = (self.steps_taken, 0)
+        deadline, taken = start + limit_s, (self.steps_taken, 0)
         told: Wait | None = None
         if line.current is not None:
             line.current.waits = True
@@ -248,10 +248,13 @@ class WorkQueue:
                 before, now = now, time.perf_counter()
                 if peers:
                     self.waited_for_peers_s += now - before
-                if now - start > limit_s:
-                    self.poison(f"{self._works[0].title} timed out after {limit_s:g} s")
-                    exit_protocol.stuck()
-                    raise Wait(self.describe(), self.quiet).limit(limit_s)
+                if now > deadline:
+                    error = Wait(self.describe(), self.quiet).limit(limit_s)
+                    if error is not None:
+                        self.poison(f"{self._works[0].title} timed out after {limit_s:g} s")
+                        exit_protocol.stuck()
+                        raise error
+                    deadline = now + limit_s
                 if line.current is not None and line.current.verdict is not None:
                     raise self._over(line.current.error())
         finally:

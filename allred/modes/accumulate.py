@@ -23,6 +23,11 @@ class Accumulator:
             raise InputError(f"accumulate={micro_steps!r} must be a whole number of micro-steps, at least 1")
         self.clear()
 
+    @property
+    def filled(self) -> int:
+        """Micro-steps so far, of the step at hand."""
+        return len(self._samples)
+
     def clear(self) -> None:
         """Start anew."""
         self._tensors: list[Tensor] = []

@@ -6,6 +6,7 @@ serves where the optimizer is made, or first used, and leaves the program there.
 
 import operator
 import os
+import pathlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -14,7 +15,7 @@ from allred.cluster import report
 from allred.comm import collectives
 from allred.comm.ops import ReduceOp
 from allred.data.share import claim
-from allred.errors import CheckpointError, InputError
+from allred.errors import AllredError, CheckpointError, InputError
 from allred.fusion.plan import Tensor
 from allred.modes.accumulate import Accumulator
 from allred.modes.detect.outside import used
@@ -48,6 +49,12 @@ class Mode(Protocol):
     def pull(self, params: Any) -> None: ...
 
     def finish(self) -> None: ...
+
+    def meet(self) -> None:
+        """`finish`, and wait until all others have."""
+
+    def hear(self, failure: AllredError | None) -> AllredError | None:
+        """On worker 0: tell all of it, or that there is none; on the others: hear of it."""
 
     def statistics(self) -> Statistics: ...
 
@@ -166,6 +173,11 @@ class DistributedOptimizer:
         mode.step(params, grads, tensors, leaves, values, samples, problem)
 
     @property
+    def accumulates(self) -> bool:
+        """Whether gradients of some micro-steps wait for the rest of their step."""
+        return self._accumulator.filled > 0
+
+    @property
     def skipped(self) -> int:
         """Steps left out so far because gradients were not finite, with nonfinite="skip"."""
         return self._mode.skipped
@@ -198,6 +210,14 @@ class DistributedOptimizer:
         a collective. Mode sync: nothing.
         """
         self._mode.finish()
+
+    def meet(self) -> None:
+        """For a session: mode ps: `finish`, and wait until all workers have, or are gone. Mode sync: nothing."""
+        self._mode.meet()
+
+    def hear(self, failure: AllredError | None) -> AllredError | None:
+        """For a session: worker 0's failure, on all workers; None: there is none."""
+        return self._mode.hear(failure)
 
     def statistics(self) -> Statistics:
         """Mode ps: gradients, updates, bytes and staleness at the servers so far. Raises InputError in mode sync."""
@@ -241,8 +261,8 @@ class DistributedOptimizer:
         """The same, and what the session that saved it added, on all ranks; None where there is nothing."""
         self._needs_state()
         step = extra = None
-        if collectives.current().rank == 0 and (path := _newest(directory)) is not None:
-            found = checkpoint.read(path)
+        if collectives.current().rank == 0 and (newest := _newest(directory)) is not None:
+            path, found = newest
             _fill(nest.leaves(params), found.params, path)
             extra = checkpoint.take_extra(found.slots)
             step, state = found.step, found.meta["optimizer"]
@@ -299,16 +319,16 @@ class DistributedOptimizer:
         return self._mode.summary()
 
 
-def _newest(directory: str | os.PathLike[str]) -> Any:
+def _newest(directory: str | os.PathLike[str]) -> tuple[pathlib.Path, checkpoint.Checkpoint] | None:
     """The checkpoint to restore. Those that are damaged are told of; CheckpointError if there is no other."""
-    path, damaged = checkpoint.newest(directory), checkpoint.damaged(directory)
-    if damaged and path is None:
+    found, damaged = checkpoint.read_newest(directory)
+    if damaged and found is None:
         raise CheckpointError(
             f"{damaged[0]}; no checkpoint in {os.fspath(directory)} is complete. To start anew, move them away"
         )
     for words in damaged:
         report.say(f"a later checkpoint is left out: {words}")
-    return path
+    return found
 
 
 def _fill(named: list[tuple[str, Any]], values: dict[str, Any], path: Any) -> None:

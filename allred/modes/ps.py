@@ -251,6 +251,15 @@ class ServersMode:
             self._client.finish()
         self._finished = True
 
+    def meet(self) -> None:
+        self.finish()
+        if self._client is not None:
+            self._client.meet()
+
+    def hear(self, failure: AllredError | None) -> AllredError | None:
+        assert self._client is not None
+        return self._client.hear(failure, self._running.worker == 0)
+
     # State.
 
     def _states(self) -> list[tuple[Any, dict[int, dict[str, Array]]]]:
@@ -341,7 +350,7 @@ class ServersMode:
             except AllredError as error:
                 words = f"no checkpoint was written: {error}"
         words = client.drained(words) if saves is not None else words
-        raise ShutdownError(f"{self._title}: the job was asked to end (SIGTERM); {words}")
+        raise ShutdownError(f"{self._title}: the job was asked to end; {words}")
 
     def save(self, params: Any, extra: Any, copy: bool) -> Callable[[str], str]:
         if self._client is None:

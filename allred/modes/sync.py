@@ -13,7 +13,7 @@ from allred import arrays, checkpoint, nest
 from allred.cluster import report, topology
 from allred.comm import collectives
 from allred.comm.ops import ReduceOp
-from allred.errors import InputError
+from allred.errors import AllredError, InputError
 from allred.fusion.plan import Tensor
 from allred.modes.detect.checks import Checks
 from allred.modes.meter import Meter
@@ -83,6 +83,13 @@ class SyncMode:
 
     def finish(self) -> None:
         pass
+
+    def meet(self) -> None:
+        pass
+
+    def hear(self, failure: AllredError | None) -> AllredError | None:
+        heard: AllredError | None = collectives.broadcast_object(failure)
+        return heard
 
     def statistics(self) -> Statistics:
         raise InputError(f"{self._name}.statistics() is of parameter servers, and this is mode sync; see summary()")

@@ -5,11 +5,13 @@ A call's answer may come later: workers that register before worker 0 did, or wa
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 from allred import checkpoint
+from allred.arrays import Array
 from allred.comm.shared_memory import Offer
 from allred.comm.work import Steps
 from allred.errors import AllredError, InputError, MismatchError
@@ -23,6 +25,7 @@ from allred.ps.post import CALL, REPLY, Post
 from allred.ps.running import Running
 from allred.ps.service import Service
 from allred.ps.shard import Parts, Shard
+from allred.watch import wait
 from allred.watch.start import name_this
 
 LATER = object()  # as the result of a call: its answer comes later, or never
@@ -61,6 +64,11 @@ class Calls:
         self._saved_last: str | None = None  # what has become of it, in words
         self._draining: list[int] = []  # workers that wait for it
         self._parting: list[int] = []  # those of them that wait for the last one
+        self._finished: set[int] = set()  # workers that make no more steps, but are still there
+        self._meeting: list[int] = []  # those of them that wait for the last one
+        self._told: list[AllredError | None] = []  # by worker 0, to all, each time
+        self._heard: Counter[int] = Counter()  # how often each worker has heard it
+        self._hearing: list[int] = []  # workers that wait for it
 
     def answer(self, source: int) -> Steps[None]:
         """Take a call of that rank, and answer it."""
@@ -189,9 +197,11 @@ class Calls:
         assert self._service.shard is not None
         self._steps_before = step - self._service.shard.version
 
-    def _save(self, worker: int, directory: Path, extra: Any) -> tuple[checkpoint.Shard, Any, int]:
+    def _save(
+        self, worker: int, directory: Path, extra: tuple[checkpoint.Entry, Array] | None
+    ) -> tuple[checkpoint.Shard, Any, int]:
         """Write this server's part of a checkpoint; what was written, the optimizer's step or state, the version.
-        extra: goes with it, if it is not None."""
+        extra: an entry that goes with it."""
         shard = self._service.shard
         assert shard is not None
         state, slots = shard.state()
@@ -212,8 +222,9 @@ class Calls:
             entries.append(checkpoint.own_state(state))
             state = None
         if extra is not None:
-            entries.append(checkpoint.extra(extra))
-        written = checkpoint.write_shard(directory, self._running.rank, self._running.servers, entries)
+            entries.append(extra)
+        with wait.busy():
+            written = checkpoint.write_shard(directory, self._running.rank, self._running.servers, entries)
         return written, state, shard.version
 
     def _statistics(self, worker: int) -> Account:
@@ -249,7 +260,41 @@ class Calls:
 
     def _finish(self, worker: int) -> Steps[None]:
         """The worker makes no more steps, but is still there."""
-        return self._service.leave(worker)
+        yield from self._service.leave(worker)
+        self._finished.add(worker)
+        self._let_meet()
+
+    def _meet(self, worker: int) -> Any:
+        """The worker waits until all have finished, or are gone."""
+        self._meeting.append(worker)
+        self._let_meet()
+        return LATER
+
+    def _let_meet(self) -> None:
+        if len(self._finished | self._gone) == self._running.workers:
+            for waiting in self._meeting:
+                self._reply(waiting, None)
+            self._meeting.clear()
+
+    def _hear(self, worker: int, tells: bool, failure: AllredError | None) -> Any:
+        """Worker 0 tells the others of a failure, or that there is none."""
+        if tells:
+            self._told.append(failure)
+        self._hearing.append(worker)
+        self._let_hear()
+        return LATER
+
+    def _let_hear(self) -> None:
+        if (
+            0 in self._gone
+            and self._hearing
+            and len(self._told) <= max(self._heard[worker] for worker in self._hearing)
+        ):
+            self._told.append(AllredError("worker 0, which was to write the last checkpoint, has ended before"))
+        for waiting in [worker for worker in self._hearing if self._heard[worker] < len(self._told)]:
+            self._hearing.remove(waiting)
+            self._reply(waiting, self._told[self._heard[waiting]])
+            self._heard[waiting] += 1
 
     def _leave(self, worker: int) -> Any:
         self._left(worker)
@@ -267,6 +312,10 @@ class Calls:
         self._early = [early for early in self._early if early.worker != worker]
         self._awaiting = [(waiting, number) for waiting, number in self._awaiting if waiting != worker]
         self._draining = [waiting for waiting in self._draining if waiting != worker]
+        self._meeting = [waiting for waiting in self._meeting if waiting != worker]
+        self._hearing = [waiting for waiting in self._hearing if waiting != worker]
+        self._let_meet()
+        self._let_hear()
         if worker == self._saver and self._saved_last is None:
             self._end_drain(f"worker {worker}, which was to write a checkpoint, has ended before")
         if 0 in self._gone:

@@ -280,6 +280,15 @@ class Client:
         """No more steps of this worker: the others need not wait for it."""
         self.call("the end of this worker's steps", "finish", [()] * len(self._links))
 
+    def meet(self) -> None:
+        """Wait until all workers have finished, or are gone."""
+        self.call("the end of the other workers' steps", "meet", [()], late=True)
+
+    def hear(self, failure: AllredError | None, tells: bool) -> AllredError | None:
+        """What worker 0 tells all others, after they have met."""
+        told: list[AllredError | None] = self.call("worker 0's last words", "hear", [(tells, failure)], late=True)
+        return told[0]
+
     # State.
 
     def slots_by_server(self, slots: dict[str, dict[str, Array]]) -> list[Parts]:
@@ -342,11 +351,12 @@ class Client:
     def save(self, root: str, extra: Any = None) -> str:
         """A checkpoint of parameters and optimizer, written by the servers; its path. extra: goes with it, pickled."""
         title = f"a checkpoint in {root}"
+        entry = None if extra is None else checkpoint.extra(extra)
         step, _ = self.step_and_version()
         directory = checkpoint.begin(root, step)
         try:
             others = [(directory, None)] * (len(self._links) - 1)
-            saved = self.call(title, "save", [(directory, extra), *others])
+            saved = self.call(title, "save", [(directory, entry), *others])
             versions = [version for *_, version in saved]
             meta = {"optimizer": saved[0][1], "versions": versions}
             path = str(checkpoint.commit(directory, step, [shard for shard, *_ in saved], meta))

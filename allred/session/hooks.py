@@ -9,9 +9,10 @@ import urllib.request
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from allred.cluster import report
+from allred.cluster import report, topology
 from allred.errors import InputError, NonFiniteError
 from allred.session.average import MovingAverage
+from allred.session.checks import whole
 
 if TYPE_CHECKING:
     from allred.session.session import Session
@@ -54,9 +55,7 @@ class StopAtStep(Hook):
     """Stop when the global step is `last_step`, or has got beyond it; Session(max_steps=...) is the same."""
 
     def __init__(self, last_step: int) -> None:
-        if isinstance(last_step, bool) or not isinstance(last_step, int) or last_step < 1:
-            raise InputError(f"StopAtStep: last_step must be an integer >= 1, but is {last_step!r}")
-        self.last_step = last_step
+        self.last_step = whole("StopAtStep: last_step", last_step, 1)
 
     def begin(self, session: "Session") -> None:
         self.after_step(session, {})
@@ -100,6 +99,9 @@ class EarlyStopping(Hook):
         self._name, self._patience, self._delta, self._sign = name, patience, min_delta, 1 if mode == "min" else -1
         self.best, self.since = math.inf, 0  # of the value times the sign; steps without a better one
 
+    def begin(self, session: "Session") -> None:
+        self._judge(session)
+
     def after_step(self, session: "Session", values: dict[str, float]) -> None:
         if self._name not in values:
             return
@@ -108,6 +110,9 @@ class EarlyStopping(Hook):
             self.best, self.since = value, 0
         else:
             self.since += 1
+        self._judge(session)
+
+    def _judge(self, session: "Session") -> None:
         if self.since >= self._patience:
             session.request_stop(f"no better {self._name} for {self.since} steps", everywhere=True)
 
@@ -154,17 +159,28 @@ class GlobalStepWaiter(Hook):
     """Mode ps: this worker begins when the others have made so many updates, with fresh parameters. A slow start of
     the later workers makes asynchronous training stabler: GlobalStepWaiter(100 * allred.rank()).
 
-    poll_s: seconds between looks at the servers.
+    poll_s: seconds between looks at the servers. still_s: it begins as well when there was no update for so many
+        seconds: the others have ended before, or wait for this worker, as other policies than async have it.
     """
 
-    def __init__(self, step: int, poll_s: float = 0.2) -> None:
-        self._step, self._poll_s = step, poll_s
+    def __init__(self, step: int, poll_s: float = 0.2, still_s: float = 60.0) -> None:
+        self._step, self._poll_s, self._still_s = step, poll_s, still_s
 
     def begin(self, session: "Session") -> None:
+        if session.optimizer.in_step:
+            return
         step = min(self._step, session.max_steps or self._step)  # then the others are at their end
-        while not session.optimizer.in_step and session.optimizer.global_step < step and not session.asked:
+        seen, since = session.optimizer.global_step, time.monotonic()
+        while seen < step and not session.asked:
+            if time.monotonic() > since + self._still_s:
+                return report.say_here(
+                    f"GlobalStepWaiter({self._step}): no update since step {seen} for {self._still_s:g} s, so worker "
+                    f"{topology.rank()} begins"
+                )
             time.sleep(self._poll_s)
             session.optimizer.pull(session.params)
+            if session.optimizer.global_step > seen:
+                seen, since = session.optimizer.global_step, time.monotonic()
 
 
 class Notify(Hook):

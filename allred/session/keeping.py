@@ -4,6 +4,8 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
+from allred import checkpoint
+from allred.cluster import report
 from allred.errors import InputError
 from allred.session.hooks import Hook
 from allred.session.saver import Saver
@@ -35,18 +37,26 @@ class Checkpoint(Hook):
             )
         self._saver = Saver(os.fspath(directory), None, 1 if every_steps is None else every_steps, keep, 0)
         self._name, self._sign = best, 1 if mode == "min" else -1
-        self.best = math.inf  # so far, times the sign
+        self.best = self._before = math.inf  # so far, and the one before, times the sign
 
     def begin(self, session: "Session") -> None:
         self._saver.begin(session.step)
+        newest = checkpoint.newest(self._saver.directory) if session.is_chief else None
+        if newest is not None and checkpoint.load(newest).step > session.step:
+            report.say(
+                f"Checkpoint: {newest} is of a later step than this training, which begins at step {session.step}; it "
+                "is left alone, but whoever restores from there gets it"
+            )
 
     def after_step(self, session: "Session", values: dict[str, float]) -> None:
         if self._name is None:
             due = self._saver.due(session.step)
         else:
+            if self._saver.failed:
+                self.best = self._before
             value = self._sign * values.get(self._name, math.inf * self._sign)
-            due = value < self.best
-            self.best = min(self.best, value) if due else self.best
+            if due := value < self.best:
+                self._before, self.best = self.best, value
         if due and session.is_chief:
             session.save_by(self._saver)
 

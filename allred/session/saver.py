@@ -11,6 +11,7 @@ from collections.abc import Callable
 from allred import checkpoint
 from allred.cluster import report
 from allred.errors import AllredError, CollectiveTimeout, InputError, RemoteRankError
+from allred.session.checks import whole
 
 _TELL_S = 10.0  # between lines about them
 
@@ -19,9 +20,7 @@ class Saver:
     """The chief's. secs: by its clock; or steps. keep, keep_every: as checkpoint.prune has them."""
 
     def __init__(self, directory: str, secs: float | None, steps: int | None, keep: int, keep_every: int) -> None:
-        for name, value, least in (("save_steps", steps, 1), ("keep", keep, 1), ("keep_every", keep_every, 0)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise InputError(f"Session: {name} must be an integer >= {least}, but is {value!r}")
+        steps = None if steps is None else whole("Session: save_steps", steps, 1)
         if secs is not None and not (isinstance(secs, (int, float)) and secs > 0):
             raise InputError(f"Session: save_secs must be a positive number of seconds, but is {secs!r}")
         if secs is not None and steps is not None:
@@ -33,7 +32,7 @@ class Saver:
         self.saved_step: int | None = None  # of the last checkpoint that is complete, or being written
         self.blocked_s, self.written_s, self.count = 0.0, 0.0, 0  # what they have cost
         self._secs, self._steps = (600.0 if secs is None and steps is None else secs), steps
-        self._keep, self._keep_every = keep, keep_every
+        self._keep, self._keep_every = whole("Session: keep", keep, 1), whole("Session: keep_every", keep_every, 0)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._next_at, self._told_at = 0.0, -_TELL_S
@@ -85,6 +84,11 @@ class Saver:
             self._prune()
         self.written_s += time.monotonic() - start
 
+    @property
+    def failed(self) -> bool:
+        """Whether the last one was not written."""
+        return self._error is not None
+
     def wait(self) -> None:
         """Until nothing is being written any more."""
         if self._thread is not None:
@@ -109,7 +113,7 @@ class Saver:
 
     def _prune(self) -> None:
         try:
-            checkpoint.prune(self.directory, self._keep, self._keep_every)
+            checkpoint.prune(self.directory, self._keep, self._keep_every, up_to=self.saved_step)
         except AllredError as error:
             report.say(f"an older checkpoint could not be deleted: {error}")
 

@@ -4,9 +4,7 @@
     2  each step ends with one small allreduce (values.py), in which the ranks also agree on whether to stop
     3  a checkpoint of parameters, optimizer, position in the data, random states and hooks: copied after a step, then
        written in the background (saver.py)
-    4  the last one is written when the loop ends, in whatever way. After an exception, by the rank that raised it: in
-       mode sync its parameters are those of all. If an update was cut short by it, they are of no step: then the
-       newest checkpoint stands, as it does when a rank is killed
+    4  the last one is written when the loop ends, in whatever way (last.py). When a rank is killed, the newest stands
 
 Mode ps: workers run at their own pace, so they do not meet at the end of a step. What is logged is each worker's own,
 the global step is the servers', the position in the data is the chief's, and the servers write checkpoints.
@@ -23,32 +21,21 @@ from typing import Any, Self, TypeVar
 from allred import checkpoint
 from allred.cluster import report, topology
 from allred.comm import collectives
-from allred.errors import (
-    AllredError,
-    CheckpointError,
-    CollectiveTimeout,
-    DriftError,
-    InputError,
-    NonFiniteError,
-    RemoteRankError,
-    ShutdownError,
-)
+from allred.errors import AllredError, CheckpointError, InputError, MismatchError, ShutdownError
 from allred.modes.optimizer import DistributedOptimizer
-from allred.session import random_states
+from allred.session import last, random_states
 from allred.session.asked import Asked
 from allred.session.hooks import Hook, Outcome, StopAtStep
 from allred.session.rates import Rates
 from allred.session.saver import Saver
+from allred.session.state import State
 from allred.session.telling import Logging
 from allred.session.values import Log
 
 T = TypeVar("T")
 
-# Others have caused them, or the ranks differ: what this rank has is not to be kept.
-_OTHERS = (RemoteRankError, CollectiveTimeout, DriftError)
 _END_OF_DATA = "end of data"
 _FOREVER_S = 1e9
-_ANOTHERS_S = 600.0  # at most: until another rank that has failed too has written the last checkpoint
 
 
 class Session:
@@ -61,8 +48,8 @@ class Session:
                 opt.step(params, grads)
                 session.log(loss=loss, examples=len(x))
 
-    checkpoint_dir: where checkpoints are, and a restored one is looked for; None: nothing is saved. All ranks that may
-        write one (see above) have to see it.
+    checkpoint_dir: where checkpoints are, and a restored one is looked for; None: nothing is saved. The chief's holds:
+        the others give the same, or None. All have to see it, for a rank that fails writes the last one.
     save_secs: seconds between checkpoints, by the chief's clock (600 without both); save_steps: steps between them.
     keep: how many checkpoints stay; keep_every: those of every so many steps stay as well, 0 is none.
     max_steps: the global step at which the loop ends.
@@ -85,32 +72,28 @@ class Session:
         keep: int = 5,
         keep_every: int = 0,
         max_steps: int | None = None,
-        hooks: Iterable[Hook] = (),
+        hooks: Iterable[Hook] | None = (),
         log_steps: int | None = 100,
         wait_for_chief_s: float = 7200.0,
     ) -> None:
-        directory = None if checkpoint_dir is None else os.fspath(checkpoint_dir)
-        if directory is None and (save_secs, save_steps) != (None, None):
-            raise InputError("Session: save_secs and save_steps need a checkpoint_dir")
-        self._saver = Saver(directory or "", save_secs, save_steps, keep, keep_every)
-        self._saves = directory is not None
-        self.hooks: list[Hook] = [*hooks]
+        self._saver = Saver(_path(checkpoint_dir), save_secs, save_steps, keep, keep_every)
+        self._asks_to_save = (save_secs, save_steps) != (None, None)
+        self.hooks: list[Hook] = [*(hooks or ())]
         self.hooks += [] if log_steps is None else [Logging(log_steps)]
         self.hooks += [] if max_steps is None else [StopAtStep(max_steps)]
         if odd := [hook for hook in self.hooks if not isinstance(hook, Hook)]:
             raise InputError(f"Session: {odd[0]!r} is no hook; subclass allred.session.Hook")
-        self.step, self.max_steps = 0, max_steps
+        self.step, self.max_steps = 0, None if max_steps is None else int(max_steps)
         self.params: Any = None
         self.rates = Rates()
         self.watched: dict[str, Any] = {}  # by `watch`
         self._optimizer: DistributedOptimizer | None = None
-        self._data: Any = None
-        self._more: dict[str, Any] = {}
+        self._state: State | None = None
         self._wait_s = wait_for_chief_s
         self._asked, self._log = Asked(), Log()
         self._stops, self._requested = "", ""  # why the loop ends; why this rank would like it to
         self._in_step = self._entered = self._done = False
-        self._begun_at_step, self._position = 0, None  # of the step at hand: the global step, the position in the data
+        self._begun_at_step = 0  # the global step when the step at hand began
         self._start, self._waited_s = time.monotonic(), 0.0
         self._token = ""  # of this session, the same on all ranks
 
@@ -134,7 +117,7 @@ class Session:
             if asked:
                 self._end_asked()
             elif optimizer is not None:
-                path = self._end_well() if failure is None else self._save_after(failure)
+                path = self._end_well() if failure is None else self._end_badly(failure)
         except BaseException as another:
             failure = another
             raise
@@ -153,7 +136,8 @@ class Session:
         saved by the chief (or the rank that fails), and loaded on all ranks.
 
         The number of the step that was restored; None if there was no checkpoint.
-        Raises InputError for what cannot be tracked, CheckpointError if one cannot be read or is of another model.
+        Raises InputError for what cannot be tracked, MismatchError if the ranks' sessions differ, CheckpointError if
+        one cannot be read or is of another model.
         """
         if not self._entered or self._done:
             raise InputError("session.track(): use the session in a with statement, and within it")
@@ -161,20 +145,17 @@ class Session:
             raise InputError("session.track() was called already; track everything in one call")
         if not isinstance(optimizer, DistributedOptimizer):
             raise InputError(f"session.track(optimizer={optimizer!r}): expected what allred.distributed returns")
-        for name, value in more.items():
-            if not _keeps_state(value):
-                raise InputError(
-                    f"session.track({name}=...): {type(value).__name__} has no state_dict, load_state_dict"
-                )
+        state = State(self.hooks, data, more)
         restored = extra = None
         with self._waiting(self._wait_s):
+            self._agree(sorted(more))
             if self._saves:
                 restored, extra = optimizer.restore_all(self._saver.directory, params)
             else:
                 optimizer.broadcast(params)
-        self.params, self._optimizer, self._data, self._more = params, optimizer, data, more
-        if extra is not None:
-            self._load(extra)
+            if extra is not None:
+                state.load(extra, f"{self._saver.directory}, step {restored}")
+        self.params, self._optimizer, self._state = params, optimizer, state
         if restored is not None:
             report.inform(f"goes on from step {restored}, of {self._saver.directory}")
         self.step = optimizer.global_step
@@ -188,7 +169,27 @@ class Session:
                 optimizer.end_with(lambda: self._saving()(self._saver.directory))
         for hook in self.hooks:
             hook.begin(self)
+        if self._stops == "max_steps":
+            report.inform(f"max_steps={self.max_steps} is reached already, at step {self.step}: no step is made")
         return restored
+
+    def _agree(self, tracked: list[str]) -> None:
+        """What has to be the same on all ranks."""
+        names = "checkpoint_dir", "max_steps", "what else is tracked"
+        given = collectives.allgather_object((self._saver.directory or None, self.max_steps, tracked))
+        for rank, each in enumerate(given):
+            for name, its, chiefs in zip(names, each, given[0], strict=True):
+                if its != chiefs and (name != "checkpoint_dir" or its is not None):
+                    raise MismatchError(
+                        f"Session: {name} is {its!r} on rank {rank}, but {chiefs!r} on rank 0; give all ranks the same"
+                    )
+        self._saver.directory = given[0][0] or ""
+        if self._asks_to_save and not self._saves:
+            raise InputError("Session: save_secs and save_steps need a checkpoint_dir")
+
+    @property
+    def _saves(self) -> bool:
+        return bool(self._saver.directory)
 
     @contextlib.contextmanager
     def _waiting(self, seconds: float) -> Iterator[None]:
@@ -227,10 +228,16 @@ class Session:
 
         while not session.should_stop():
             ...
+
+        With accumulate=k a step has k batches; hooks are called before the first and after the last of them.
         """
+        self._check_open()
         if self._optimizer is None:
             raise InputError("session: call session.track(params=..., optimizer=...) before the first step")
         if self._in_step:
+            if self._optimizer.accumulates and not self._stops:
+                self._log.go_on()
+                return False
             self._end_step()
         if self._stops:
             return True
@@ -243,11 +250,16 @@ class Session:
     def log(self, *, examples: Any = None, **values: Any) -> None:
         """Note numbers of this step: in mode sync they are averaged over ranks, weighted by `examples`, the number of
         samples of this rank's part. All ranks have to note the same names. Raises InputError for what is no number."""
+        self._check_open()
         self._log.add(values, examples)
 
     def watch(self, **nests: Any) -> None:
         """Nests of arrays, by name, that the Summary hook makes histograms of: watch(gradients=grads)."""
         self.watched.update(nests)
+
+    def _check_open(self) -> None:
+        if self._done:
+            raise InputError("session: it has ended, for its with statement was left; make a new one to train on")
 
     def request_stop(self, reason: str = "stopped", everywhere: bool = False) -> None:
         """Ask for the end of the loop, in mode sync on all ranks after the step at whose end all have heard of it.
@@ -281,7 +293,7 @@ class Session:
         self._in_step = False
         self.step = self.optimizer.global_step
         if self.step != self._begun_at_step:
-            self._position = _state_of(self._data)
+            self._the_state.note_position()
 
     # Checkpoints.
 
@@ -301,115 +313,53 @@ class Session:
 
     def _saving(self, randoms: Any = None, copy: bool = False) -> Callable[[str], str]:
         """What writes the checkpoint of now."""
-        mine = {topology.rank(): random_states.get()}
-        extra = {
-            "data": self._position if self.step == self.optimizer.global_step else _state_of(self._data),
-            "random": dict(enumerate(randoms)) if randoms is not None else mine,
-            "hooks": [(type(hook).__name__, _state_of(hook)) for hook in self.hooks if _keeps_state(hook)],
-            "more": {name: value.state_dict() for name, value in self._more.items()},
-        }
-        return self.optimizer.saving(self.params, extra, copy)
+        ranks = None if randoms is None else dict(enumerate(randoms))
+        noted = self.step == self.optimizer.global_step
+        return self.optimizer.saving(self.params, self._the_state.pack(ranks, noted), copy)
 
-    def _load(self, extra: Any) -> None:
-        position = extra["data"]
-        if position is not None and _keeps_state(self._data):
-            self._data.load_state_dict(position)
-            self._position = position
-        if (state := extra["random"].get(topology.rank())) is not None:
-            random_states.put(state)
-        states: dict[str, list[Any]] = {}  # by class, since hooks may have come or gone; of one class in their order
-        for name, state in reversed(extra["hooks"]):
-            states.setdefault(name, []).append(state)
-        for hook in filter(_keeps_state, self.hooks):
-            if left := states.get(type(hook).__name__):
-                hook.load_state_dict(left.pop())  # type: ignore[attr-defined]
-        for name, state in extra["more"].items():
-            if name in self._more:
-                self._more[name].load_state_dict(state)
+    # The end.
 
     def _end_well(self) -> str | None:
-        optimizer, path = self.optimizer, None
+        path = None
         if self._in_step:  # the loop was left by a break
             self._note_step()
-        if not optimizer.in_step:
-            optimizer.finish()
-            self._await_others()
-            optimizer.pull(self.params)
-            self.step = optimizer.global_step
+        self._meet()
         randoms = self._gather_randoms()
         failure: AllredError | None = None
         if self._saves and self.is_chief:
-            try:
-                path = self._saver.save_last(self.step, lambda: self._saving(randoms))
-            except (CheckpointError, InputError) as error:  # of which all ranks hear
-                failure = error
+            path, failure = last.write(self._saver, self.step, lambda: self._saving(randoms))
         self._hear_of(failure)
         return path
 
     def _end_asked(self) -> None:
         """Mode ps, the job was asked to end, and the checkpoint is written. Who was at the end of its loop before
         is in `_end_well`, and is met there."""
-        self._await_others()
-        self.optimizer.pull(self.params)
+        self._meet()
         self._note_step()
         self._hear_of(None)
 
-    def _await_others(self) -> None:
-        with collectives.patience(_FOREVER_S):  # they make as many steps as they do
-            collectives.barrier()
+    def _end_badly(self, error: BaseException) -> str | None:
+        optimizer, path = self.optimizer, None
+        if self._saves:
+            path = last.write_after(error, self._in_step, self._saver, optimizer, self._token, self._saving)
+        self.step = optimizer.global_step if optimizer.in_step else self.step
+        return path
+
+    def _meet(self) -> None:
+        """Mode ps: workers make as many steps as they do. Then all have the same parameters."""
+        optimizer = self.optimizer
+        if not optimizer.in_step:
+            with collectives.patience(_FOREVER_S):
+                optimizer.meet()
+            optimizer.pull(self.params)
+            self.step = optimizer.global_step
 
     def _hear_of(self, failure: AllredError | None) -> None:
         """What the chief could not write is an error on all ranks."""
         with collectives.patience(_FOREVER_S):
-            failure = collectives.broadcast_object(failure)
+            failure = self.optimizer.hear(failure)
         if failure is not None:
             raise failure
-
-    def _save_after(self, error: BaseException) -> str | None:
-        """An exception goes through: keep what there is, if it is of a step and this rank's own failure."""
-        if not self._saves or isinstance(error, (*_OTHERS, GeneratorExit)):
-            return None
-        optimizer = self.optimizer
-        if isinstance(error, NonFiniteError) and not self._in_step:  # of a hook, behind the update
-            _tell_why_none("the parameters may not be finite; the newest one stands")
-            return None
-        if optimizer.torn:
-            _tell_why_none("an update was cut short; the newest one stands")
-            return None
-        try:
-            step = optimizer.global_step
-            if self._is_saved(step):
-                return None
-            claim = os.path.join(self._saver.directory, f".step-{step:08d}.{self._token}.gone")
-            if self._is_first(claim):
-                try:
-                    return self._saver.save_last(step, self._saving)
-                finally:
-                    with contextlib.suppress(OSError):  # if nothing was written, nobody is to wait for it
-                        os.rmdir(claim)
-            deadline = time.monotonic() + _ANOTHERS_S
-            while os.path.exists(claim) and not self._is_saved(step) and time.monotonic() < deadline:
-                time.sleep(0.05)  # who is killed while it writes, takes the job with it
-        except AllredError as failure:
-            _tell_why_none(failure)
-        return None
-
-    def _is_saved(self, step: int) -> bool:
-        newest = checkpoint.newest(self._saver.directory)
-        return newest is not None and checkpoint.load(newest).step >= step
-
-    @staticmethod
-    def _is_first(claim: str) -> bool:
-        """Whether no other rank writes the last checkpoint: often all fail at once. Who makes a directory does; it has
-        the name of something to be deleted, so that it goes with the commit."""
-        try:
-            os.makedirs(os.path.dirname(claim), exist_ok=True)
-            os.mkdir(claim)
-        except FileExistsError:
-            return False
-        except OSError:  # then the checkpoint will say it better
-            pass
-        return True
 
     def _call_end(self, failure: BaseException | None, path: str | None) -> None:
         if self._saves and self._saver.count:
@@ -441,6 +391,11 @@ class Session:
         return self._optimizer
 
     @property
+    def _the_state(self) -> State:
+        assert self._state is not None
+        return self._state
+
+    @property
     def is_chief(self) -> bool:
         """Whether this is rank 0."""
         return topology.rank() == 0
@@ -451,15 +406,11 @@ class Session:
         return self._stops or self._asked.reason or self._requested
 
 
-def _tell_why_none(why: Any) -> None:
-    """On the rank that failed, which need not be the one that speaks."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"allred: no checkpoint was written at the end: {why}\n".encode())
-
-
-def _keeps_state(value: Any) -> bool:
-    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
-
-
-def _state_of(value: Any) -> Any:
-    return value.state_dict() if _keeps_state(value) else None
+def _path(directory: Any) -> str:
+    try:
+        path = "" if directory is None else os.fspath(directory)
+    except TypeError:
+        path = b""
+    if not isinstance(path, str) or (directory is not None and not path):
+        raise InputError(f"Session: checkpoint_dir={directory!r} is no path")
+    return path

@@ -1,23 +1,17 @@
 """Hooks that tell how training goes: lines for a person, numbers for TensorBoard. Only the chief's speak."""
 
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from allred import nest
 from allred.arrays import as_host_array
 from allred.cluster import report
-from allred.errors import InputError
+from allred.session.checks import whole
 from allred.session.hooks import Hook, Outcome
 from allred.session.progress import Display, PlainDisplay, display
 from allred.session.summary import SummaryWriter
 
 if TYPE_CHECKING:
     from allred.session.session import Session
-
-
-def _every(who: str, steps: Any) -> int:
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise InputError(f"{who}: every_steps must be an integer >= 1, but is {steps!r}")
-    return steps
 
 
 class Logging(Hook):
@@ -29,7 +23,7 @@ class Logging(Hook):
     """
 
     def __init__(self, every_steps: int = 100, stream: TextIO | None = None) -> None:
-        self._steps, self._stream = _every("Logging", every_steps), stream
+        self._steps, self._stream = whole("Logging: every_steps", every_steps, 1), stream
         self._display: Display | None = None
         self._shown = 0
 
@@ -54,7 +48,7 @@ class StepCounter(Hook):
     """A line with steps and examples in a second, every so many steps. Raises InputError."""
 
     def __init__(self, every_steps: int = 100) -> None:
-        self._steps, self._told = _every("StepCounter", every_steps), 0
+        self._steps, self._told = whole("StepCounter: every_steps", every_steps, 1), 0
 
     def after_step(self, session: "Session", values: dict[str, float]) -> None:
         pace = session.rates.s_per_batch
@@ -73,8 +67,10 @@ class Summary(Hook):
     """
 
     def __init__(self, directory: str, every_steps: int = 100, histogram_steps: int | None = None) -> None:
-        self._directory, self._steps = directory, _every("Summary", every_steps)
-        self._histogram_steps = None if histogram_steps is None else _every("Summary", histogram_steps)
+        self._directory, self._steps = directory, whole("Summary: every_steps", every_steps, 1)
+        self._histogram_steps = (
+            None if histogram_steps is None else whole("Summary: histogram_steps", histogram_steps, 1)
+        )
         self._writer: SummaryWriter | None = None
         self._before = 0
 

@@ -30,6 +30,7 @@ class Log:
     def __init__(self) -> None:
         self._values: dict[str, float] = {}
         self._examples: float | None = None
+        self._before: list[tuple[dict[str, float], float | None]] = []  # of earlier batches of this step
 
     def add(self, values: dict[str, Any], examples: Any) -> None:
         """Note numbers. What is noted twice in a step holds as noted last. Raises InputError for what is no number."""
@@ -40,6 +41,11 @@ class Log:
             if not 0 <= number < math.inf:
                 raise InputError(f"session.log(examples={examples!r}): expected a number of at least 0")
             self._examples = number
+
+    def go_on(self) -> None:
+        """The step goes on with another batch: what holds is the mean over all of them, weighted by examples."""
+        self._before.append((self._values, self._examples))
+        self._values, self._examples = {}, None
 
     def alone(self, stop: bool, save: bool) -> Told:
         """This rank's own, without the others; starts anew."""
@@ -59,9 +65,20 @@ class Log:
         return Told(means, total[2], total[0] > 0, total[1] > 0)
 
     def _take(self) -> tuple[dict[str, float], float | None]:
-        taken = self._values, self._examples
-        self._values, self._examples = {}, None
-        return taken
+        self.go_on()
+        batches, self._before = self._before, []
+        if len(batches) == 1:
+            return batches[0]
+        sums: dict[str, list[float]] = {}
+        for values, examples in batches:
+            weight = 1.0 if examples is None else examples
+            for name, value in values.items():
+                total = sums.setdefault(name, [0.0, 0.0])
+                total[0] += value * weight if weight else 0.0
+                total[1] += weight
+        counted = [examples for _, examples in batches if examples is not None]
+        means = {name: value / weight if weight else math.nan for name, (value, weight) in sums.items()}
+        return means, sum(counted) if counted else None
 
 
 def _number(name: str, value: Any) -> float:

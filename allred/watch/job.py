@@ -8,7 +8,8 @@ The watcher of the chief's node has the `Job`; the others send it their events. 
     waiting what, since_s, peers, quiet  it has waited in an operation for so many seconds; peers: for ranks to begin
                                  it; quiet: it is meant to take long
     going                        it waits no more
-    limit what, limit_s          its wait has reached the time limit
+    busy is_so                   whether it does something that takes as long as it takes, for which the others wait
+    limit what, limit_s          its wait has reached the time limit; no verdict while a rank is busy
     failed code, words, traceback    it is about to end with that exit code, and lingers for the others
     unwound                      it has heard the verdict, its program has ended, and it lingers
     left                         it ends well, and takes part in nothing more
@@ -58,6 +59,7 @@ class _Rank:
     host: str
     known_as: str = ""
     waits_in: str = ""
+    busy: bool = False  # with something that takes as long as it takes
     misses: bool = False  # ranks that have not begun it: one that has left may have
     since: float = 0.0
     warn_at: float = 0.0
@@ -152,8 +154,13 @@ class Job:
             self._warned = None
         record.waits_in = ""
 
+    def _busy(self, rank: int, event: Event) -> None:
+        self._ranks[rank].busy = event["is_so"]
+
     def _limit(self, rank: int, event: Event) -> None:
-        if self.verdict is None and (self._look is None or self._look["event"] != "limit"):
+        if any(record.busy and not record.end for record in self._ranks.values()):
+            self._out.append((rank, {"kind": "wait on"}))
+        elif self.verdict is None and (self._look is None or self._look["event"] != "limit"):
             self._begin_look(event)
 
     def _failed(self, rank: int, event: Event) -> None:

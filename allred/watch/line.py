@@ -70,7 +70,7 @@ class Line:
         self.lingers = False  # for as long as it takes, until the watcher says that the others have ended
         self.waits = False  # in allred: then the waiting loop raises, not the handler
         self._host, self._speaks, self._pid = hello["host"], speaks, os.getpid()
-        self._raised = False
+        self._raised = self._may_wait = False
         self.hushed = False  # the program is at its end: nothing is to be raised in it
         self._pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._wake, self._stack = _free_signals()
@@ -147,6 +147,8 @@ class Line:
             self.released = True
         elif message["kind"] == "linger":
             self.lingers = True
+        elif message["kind"] == "wait on":
+            self._may_wait = True
         elif message["kind"] == "gone":
             self.gone[message["rank"]] = message["how"]
             self.gone_code = self.gone_code or message["code"]
@@ -219,10 +221,12 @@ class Line:
         self.read()
         return self.released or self.verdict is not None or not self._alive()
 
-    def limit(self, what: str, limit_s: float) -> None:
-        """A wait has reached its limit: ask for the verdict."""
+    def limit(self, what: str, limit_s: float) -> bool:
+        """A wait has reached its limit: ask for the verdict. True: the wait may go on, for another rank is busy."""
+        self._may_wait = False
         self.tell("limit", what=what[:_WORDS_CHARS], limit_s=limit_s)
-        self.await_verdict()
+        self._await(ANSWER_S, lambda: self.verdict is not None or self._may_wait)
+        return self._may_wait and self.verdict is None
 
     def await_verdict(self) -> None:
         """For a moment, where there has to be one soon."""

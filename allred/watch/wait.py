@@ -1,5 +1,8 @@
 """A wait in allred that has become long: what this rank's watcher hears of it, and how it ends."""
 
+import contextlib
+from collections.abc import Iterator
+
 from allred.errors import CollectiveTimeout
 from allred.watch import line
 
@@ -28,13 +31,27 @@ class Wait:
         if line.current is not None and self._told:
             line.current.tell("going")
 
-    def limit(self, limit_s: float) -> Exception:
-        """The error for a wait that has reached its limit: with what all ranks are doing, where there are watchers."""
+    def limit(self, limit_s: float) -> Exception | None:
+        """The error for a wait that has reached its limit: with what all ranks are doing, where there are watchers.
+        None: a rank does something that takes as long as it takes (`busy`), so the wait has to begin anew."""
         if line.current is not None:
-            line.current.limit(self._what, limit_s)
+            if line.current.limit(self._what, limit_s):
+                return None
             if line.current.verdict is not None:
                 return line.current.error()
         return CollectiveTimeout(
             f"{self._what}: not complete after {limit_s:g} s; a rank is late, stopped or gone, or does not call this "
             "operation. If so long a wait is meant, raise ALLRED_TIMEOUT_S, or wait inside allred.patience(seconds)"
         )
+
+
+@contextlib.contextmanager
+def busy() -> Iterator[None]:
+    """What this rank does meanwhile may take as long as it takes: the others' waits have no limit."""
+    if line.current is not None:
+        line.current.tell("busy", is_so=True)
+    try:
+        yield
+    finally:
+        if line.current is not None:
+            line.current.tell("busy", is_so=False)

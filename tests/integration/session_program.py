@@ -56,6 +56,22 @@ class Witness(Hook):
         print("outcome", json.dumps({"rank": allred.rank(), **vars(outcome)}), flush=True)
 
 
+class Slow(Hook):
+    """Its state takes long, once training has begun."""
+
+    begun = False
+
+    def begin(self, session):
+        self.begun = True
+
+    def state_dict(self):
+        time.sleep(4.0 * self.begun)
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
 class Sharp(allred.optim.SGD):
     """Fails in the middle of an update."""
 
@@ -82,20 +98,24 @@ def main(
     elements=3,
     sleep_s=0,
     late_s=0,
+    slow=False,
+    differs=None,
     **given,
 ):
+    """fault: see `act`; at that number, on that rank. differs: arguments of the session by rank."""
     allred.init(banner=False)
+    given = {"checkpoint_dir": directory, **given, **(differs or {}).get(str(allred.rank()), {})}
     optimizer = Sharp(lr=1.0, momentum=0.5)
     optimizer.fails_at = torn
     opt = allred.distributed(optimizer)
     kept.append(optimizer)
     params = {"a": np.zeros(3), "b": np.zeros(2)}
     data, witness = Numbers(count), Witness()
-    hooks = [witness] + [EarlyStopping(patience=3)] * early
+    hooks = [witness] + [EarlyStopping(patience=3)] * early + [Slow()] * slow
     if allred.rank() == 0:
         random.seed(1)
         np.random.seed(2)
-    with Session(None if directory == "none" else directory, hooks=hooks, **given) as session:
+    with Session(hooks=hooks, **given) as session:
         time.sleep(late_s * (allred.rank() == 0))
         restored = session.track(params=params, optimizer=opt, data=data)
         drawn = random.random(), np.random.rand()

@@ -66,7 +66,7 @@ def test_should_stop(tmp_path):
 
 
 def test_values_are_averages_weighted_by_examples(tmp_path):
-    result = run("none", max_steps=3)
+    result = run("", max_steps=3, checkpoint_dir=None)
     assert result.code == 0, result.text
     expected = [(number + 2 * (number + 1)) / 3 for number in range(3)]
     for rank in (0, 1):
@@ -74,7 +74,7 @@ def test_values_are_averages_weighted_by_examples(tmp_path):
 
 
 def test_early_stopping(tmp_path):
-    result = run("none", early=True)
+    result = run("", early=True, checkpoint_dir=None)
     assert result.found[0]["step"] == result.found[1]["step"] == 4, result.text
     assert result.outcome[0]["reason"] == "no better loss for 3 steps"
 
@@ -207,7 +207,41 @@ def test_a_worker_that_fails_has_a_checkpoint_written(tmp_path):
     assert again.found[0]["restored"] == step, again.text
 
 
+def test_the_last_checkpoint_where_the_others_go_on(tmp_path):
+    go_on = {"ALLRED_WORKER_FAILURE": "go_on"}
+    result = run(tmp_path, 4, mode="ps", fault="raise", max_steps=200, count=10**6, sleep_s=0.002, env=go_on)
+    assert result.code == 1, result.text  # that of the worker that failed
+    assert result.found.keys() == {0, 2}, result.text
+    assert result.found[0]["step"] == result.found[2]["step"] == steps_in(tmp_path)[-1] >= 200
+
+
+def test_saving_has_no_time_limit(tmp_path):
+    result = run(tmp_path, fault="raise", slow=True, env={"ALLRED_TIMEOUT_S": "1"})
+    assert steps_in(tmp_path) == [7], result.text
+    assert result.code == 1
+    assert (result.outcome[0]["reason"], result.outcome[1]["reason"]) == ("RemoteRankError", "ValueError"), result.text
+
+
+def test_the_chiefs_directory_is_enough(tmp_path):
+    result = run(tmp_path, max_steps=3, save_steps=1, differs={"1": {"checkpoint_dir": None}})
+    assert result.code == 0, result.text
+    assert steps_in(tmp_path)[-1] == 3
+
+
 # ---- mistakes
+
+
+@pytest.mark.parametrize(
+    ("differs", "words"),
+    [
+        ({"max_steps": 5}, "max_steps is 5 on rank 1, but 20 on rank 0"),
+        ({"checkpoint_dir": "elsewhere"}, "checkpoint_dir is 'elsewhere' on rank 1, but '.*' on rank 0"),
+    ],
+)
+def test_sessions_that_differ(differs, words, tmp_path):
+    result = run(tmp_path, max_steps=20, differs={"1": differs})
+    assert result.code == 1
+    assert re.search(rf"MismatchError: Session: {words}; give all ranks the same", result.err), result.text
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What a file system refuses is one CheckpointError, and nothing is lost."""
 
+import concurrent.futures
 import contextlib
 import os
 import resource
@@ -137,15 +138,29 @@ def test_a_file_in_the_way(tmp_path):
         checkpoint.begin(tmp_path / "root", 1)
     with pytest.raises(CheckpointError, match="Not a directory; a file is where a directory is expected"):
         checkpoint.newest(tmp_path / "root")
+    assert (tmp_path / "root").read_text() == "mine"
+
+
+def test_what_has_the_name_of_a_checkpoint_goes_aside(tmp_path):
     (tmp_path / "step-00000001").write_text("mine")
     (tmp_path / "step-00000002").mkdir()
     for step in (1, 2):
-        with pytest.raises(
-            CheckpointError, match=f"step-0000000{step} failed: File exists; something else is in the way"
-        ):
-            save_one(tmp_path, step)
-    assert names_in(tmp_path) == ["root", "step-00000001", "step-00000002"]
-    assert (tmp_path / "step-00000001").read_text() == (tmp_path / "root").read_text() == "mine"
+        save_one(tmp_path, step)
+    assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-00000001", "step-00000002"]
+    moved = sorted(tmp_path.glob("*.was-in-the-way-*"))
+    assert len(moved) == 2
+    assert moved[0].read_text() == "mine"
+
+
+def test_two_writers_of_one_step(tmp_path):
+    def write(value):
+        for _ in range(30):
+            checkpoint.write(tmp_path, 7, [checkpoint.whole("w", np.full(3, value))])
+
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        list(threads.map(write, [1.0, 2.0, 3.0]))
+    assert checkpoint.read(tmp_path / "step-00000007").params["w"][0] in (1, 2, 3)
+    assert os.listdir(tmp_path) == ["step-00000007"]
 
 
 def test_two_writers_of_one_shard(tmp_path):

@@ -100,10 +100,89 @@ def test_what_is_used_wrongly(world, tmp_path):
             session.log(examples=-1)
     with pytest.raises(InputError, match="used already"), session:
         pass
-    with pytest.raises(InputError, match="need a checkpoint_dir"):
-        Session(save_secs=5)
+    for use in (session.should_stop, session.log, lambda: next(session.steps([1]))):
+        with pytest.raises(InputError, match="it has ended"):
+            use()
+    with pytest.raises(InputError, match="need a checkpoint_dir"), Session(save_secs=5) as session:
+        session.track(params=params, optimizer=opt)
+    with pytest.raises(InputError, match="checkpoint_dir=3 is no path"):
+        Session(3)
+    with pytest.raises(InputError, match=r"StopAtStep: last_step must be an integer >= 1, but is 2\.5"):
+        Session(max_steps=2.5)
     with pytest.raises(InputError, match="5 is no hook"):
         Session(hooks=[5])
+
+
+def test_numbers_of_any_kind(world, tmp_path):
+    with Session(tmp_path, save_steps=np.int64(2), keep=np.int32(1), max_steps=np.int64(3), hooks=None) as session:
+        train(session, [1.0] * 5)
+    assert session.step == 3
+    assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-00000003"]
+
+
+def test_a_state_that_cannot_be_saved_is_named(world, tmp_path, capfd):
+    class Secretive(Hook):
+        state = threading.Lock()
+
+        def state_dict(self):
+            return self.state
+
+        def load_state_dict(self, state):
+            self.state = state
+
+    with (
+        pytest.raises(InputError, match="the state of hook Secretive cannot be saved: TypeError: cannot pickle"),
+        Session(tmp_path, hooks=[Secretive()]) as session,
+    ):
+        train(session, [1.0])
+    later = Secretive()
+    later.state = 5
+    with Session(tmp_path, hooks=[later]) as session:
+        for loss in (1.0, 2.0):
+            if loss == 1.0:
+                params, opt = {"w": np.zeros(2)}, allred.distributed(allred.optim.SGD(lr=1.0))
+                session.track(params=params, optimizer=opt)
+                session.should_stop()
+            opt.step(params, {"w": np.ones(2)})
+            later.state = threading.Lock()
+    assert "the checkpoint is without it: the state of hook Secretive cannot be saved" in capfd.readouterr().err
+    again = Secretive()
+    again.state = 7
+    with Session(tmp_path, hooks=[again]) as session:
+        assert train(session, [])["w"].tolist() == [-2, -2]
+    assert again.state == 7
+
+
+def test_micro_steps_are_one_step(world):
+    witness, calls = Witness(), []
+    witness.before_step = lambda session: calls.append(session.step)
+    opt, params = allred.distributed(allred.optim.SGD(lr=1.0), accumulate=3), {"w": np.zeros(1)}
+    with Session(hooks=[witness]) as session:
+        session.track(params=params, optimizer=opt)
+        for number in session.steps(range(7)):
+            opt.step(params, {"w": np.ones(1)}, samples=number + 1)
+            session.log(loss=number, examples=number + 1)
+    assert (session.step, params["w"][0], calls) == (2, -2, [0, 1, 2])
+    assert witness.told == [{"loss": pytest.approx((0 + 2 + 6) / 6)}, {"loss": pytest.approx((12 + 20 + 30) / 15)}]
+
+
+def test_a_training_that_is_complete_says_so(world, tmp_path, capfd):
+    allred.shutdown()
+    allred.init()
+    for _ in range(2):
+        with Session(tmp_path, max_steps=2) as session:
+            train(session, [1.0] * 5)
+    assert "max_steps=2 is reached already, at step 2: no step is made" in capfd.readouterr().err
+
+
+def test_the_step_of_a_failure(world, tmp_path):
+    witness = Witness()
+    session = Session(tmp_path, hooks=[witness])
+    session.log = lambda **values: 1 / 0
+    with pytest.raises(ZeroDivisionError), session:
+        train(session, [1.0, 2.0])
+    assert witness.outcome.step == 1
+    assert witness.outcome.checkpoint.endswith("step-00000001")
 
 
 def test_nan_loss_raises_or_stops(world):
@@ -124,11 +203,12 @@ def test_early_stopping_is_remembered(world, tmp_path):
     hook = EarlyStopping(patience=3, min_delta=0.1)
     with Session(tmp_path, hooks=[hook], max_steps=3) as session:
         train(session, [1.0, 0.5, 0.45, 9])
-    again = EarlyStopping(patience=3, min_delta=0.1)
-    with Session(tmp_path, hooks=[again]) as session:
-        train(session, [0.45, 0.6, 0.2, 0.1])
-    assert session.step == 5
-    assert (again.best, again.since) == (0.5, 3)
+    for _ in range(2):  # the second time it is over already
+        again = EarlyStopping(patience=3, min_delta=0.1)
+        with Session(tmp_path, hooks=[again]) as session:
+            train(session, [0.45, 0.6, 0.2, 0.1])
+        assert session.step == 5
+        assert (again.best, again.since) == (0.5, 3)
     for wrong in ({"mode": "least"}, {"patience": 0}, {"min_delta": -1}):
         with pytest.raises(InputError, match="expected mode 'min' or 'max'"):
             EarlyStopping(**wrong)
@@ -322,7 +402,7 @@ def test_what_goes_wrong_beside_the_writing(world, tmp_path, capfd, monkeypatch)
     assert "a checkpoint was not written: MemoryError" in capfd.readouterr().err
     assert saver.saved_step is None
 
-    def prune(*_):
+    def prune(*_, **__):
         raise CheckpointError("prune: deleting it failed")
 
     monkeypatch.setattr("allred.session.saver.checkpoint.prune", prune)
@@ -351,6 +431,14 @@ def test_ranks_that_log_examples_and_ranks_that_do_not_are_told_apart(world, mon
 def test_no_worker_waits_for_a_step_behind_the_last_one():
     optimizer = types.SimpleNamespace(in_step=False, global_step=200)
     GlobalStepWaiter(300).begin(types.SimpleNamespace(optimizer=optimizer, max_steps=200, asked=""))
+
+
+def test_no_worker_waits_for_updates_that_do_not_come(world, capfd):
+    optimizer = types.SimpleNamespace(in_step=False, global_step=0)
+    optimizer.pull = lambda params: setattr(optimizer, "global_step", min(optimizer.global_step + 1, 5))
+    session = types.SimpleNamespace(optimizer=optimizer, max_steps=None, asked="", params=None)
+    GlobalStepWaiter(10, poll_s=0.02, still_s=0.1).begin(session)
+    assert "no update since step 5 for 0.1 s, so worker 0 begins" in capfd.readouterr().err
 
 
 def test_when_a_checkpoint_is_due():
@@ -484,6 +572,31 @@ def test_the_best_is_kept(world, tmp_path):
             Checkpoint(tmp_path, **wrong)
 
 
+def test_the_best_beside_those_of_an_earlier_training(world, tmp_path, capfd):
+    with Session(hooks=[Checkpoint(tmp_path, 5)]) as session:
+        train(session, [1.0] * 6)
+    with Session(hooks=[Checkpoint(tmp_path, best="loss")]) as session:
+        train(session, [3.0, 1.0, 2.0])
+    assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-00000002", "step-00000005"]
+    assert "step-00000005 is of a later step than this training, which begins at step 0" in capfd.readouterr().err
+
+
+def test_a_best_that_was_not_written_is_not_the_best(world, tmp_path, monkeypatch):
+    hook, write = Checkpoint(tmp_path, best="loss"), checkpoint.write
+
+    def fails_once(*given):
+        monkeypatch.setattr(checkpoint, "write", write)
+        raise CheckpointError("full")
+
+    monkeypatch.setattr(checkpoint, "write", fails_once)
+    waits = Hook()
+    waits.after_step = lambda session, values: hook._saver._thread and hook._saver._thread.join()
+    with Session(hooks=[hook, waits]) as session:
+        train(session, [1.0, 2.0, 3.0])
+    assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-00000002"]
+    assert hook.best == 2.0
+
+
 def test_a_loss_that_is_not_finite_leaves_the_earlier_checkpoint(world, tmp_path):
     """Its parameters would fail again after each restart. But a gradient that is not finite has changed nothing."""
     with pytest.raises(NonFiniteError), Session(tmp_path, hooks=[NanLoss()]) as session:
@@ -528,14 +641,15 @@ def test_signals_that_are_ignored_stay_so():
         signal.signal(signal.SIGINT, before)
 
 
-def test_damaged_checkpoints_are_named(world, tmp_path, capfd):
+@pytest.mark.parametrize("damage", [lambda data: data[:50], lambda data: data[:-1] + bytes([data[-1] ^ 1])])
+def test_damaged_checkpoints_are_named(world, tmp_path, capfd, damage):
     with Session(tmp_path, save_steps=1, max_steps=2) as session:
         train(session, [1, 1])
     with Session(tmp_path, max_steps=4) as session:
         train(session, [1, 1])
     older, newest = checkpoint.steps(tmp_path)[-2:]
     [shard] = newest.glob("shard-*")
-    shard.write_bytes(shard.read_bytes()[:50])
+    shard.write_bytes(damage(shard.read_bytes()))
     with Session(tmp_path) as session:
         train(session, [])
     assert session.step == int(older.name[5:])

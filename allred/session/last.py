@@ -1,0 +1,98 @@
+"""The last checkpoint: when training has ended well, and when an exception goes through.
+
+1  well: all ranks are at the end of the same step (mode ps: of their own), the chief writes, all hear what came of it
+2  after an exception: the rank that raised it writes. In mode sync its parameters are those of all, so long as no
+   update was cut short. Often all ranks fail at once: then one of them writes, and the others wait for it
+3  the others, who wait for that rank in a collective, wait as long as it writes (allred.watch.wait.busy)
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+
+from allred import checkpoint
+from allred.cluster import report
+from allred.errors import (
+    AllredError,
+    CheckpointError,
+    CollectiveTimeout,
+    DriftError,
+    InputError,
+    NonFiniteError,
+    RemoteRankError,
+)
+from allred.modes.optimizer import DistributedOptimizer
+from allred.session.saver import Saver
+from allred.watch import wait
+
+Make = Callable[[], Callable[[str], str]]  # gives what writes the checkpoint of now
+
+# Others have caused them, or the ranks differ: what this rank has is not to be kept.
+_OTHERS = (RemoteRankError, CollectiveTimeout, DriftError)
+_ANOTHERS_S = 600.0  # at most: until another rank that has failed too has written it
+
+
+def write(saver: Saver, step: int, make: Make) -> tuple[str | None, AllredError | None]:
+    """The chief's, at a good end: its path (None if it was there), or the error, of which all ranks are to hear."""
+    try:
+        return saver.save_last(step, make), None
+    except (CheckpointError, InputError) as error:
+        return None, error
+
+
+def write_after(
+    error: BaseException, in_step: bool, saver: Saver, optimizer: DistributedOptimizer, token: str, make: Make
+) -> str | None:
+    """Keep what there is, if it is of a step and the error this rank's own; the path if this rank has written it.
+
+    in_step: whether the step at hand was not over. token: of the session, the same on all ranks.
+    """
+    if isinstance(error, (*_OTHERS, GeneratorExit)):
+        return None
+    if isinstance(error, NonFiniteError) and not in_step:  # of a hook, behind the update
+        _tell_why_none("the parameters may not be finite; the newest one stands")
+        return None
+    if optimizer.torn:
+        _tell_why_none("an update was cut short; the newest one stands")
+        return None
+    with wait.busy():
+        try:
+            step = optimizer.global_step
+            if _is_saved(saver.directory, step):
+                return None
+            claim = os.path.join(saver.directory, f".step-{step:08d}.{token}.gone")
+            if _is_first(claim):
+                try:
+                    return saver.save_last(step, make)
+                finally:
+                    with contextlib.suppress(OSError):  # if nothing was written, nobody is to wait for it
+                        os.rmdir(claim)
+            deadline = time.monotonic() + _ANOTHERS_S
+            while os.path.exists(claim) and not _is_saved(saver.directory, step) and time.monotonic() < deadline:
+                time.sleep(0.05)  # who is killed while it writes, takes the job with it
+        except AllredError as failure:
+            _tell_why_none(str(failure))
+    return None
+
+
+def _is_saved(directory: str, step: int) -> bool:
+    newest = checkpoint.newest(directory)
+    return newest is not None and checkpoint.load(newest).step >= step
+
+
+def _is_first(claim: str) -> bool:
+    """Whether no other rank writes it. Who makes a directory does; it has the name of something to be deleted, so that
+    it goes with the commit."""
+    try:
+        os.makedirs(os.path.dirname(claim), exist_ok=True)
+        os.mkdir(claim)
+    except FileExistsError:
+        return False
+    except OSError:  # then the checkpoint will say it better
+        pass
+    return True
+
+
+def _tell_why_none(why: str) -> None:
+    report.say_here(f"no checkpoint was written at the end: {why}")
