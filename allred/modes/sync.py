@@ -16,6 +16,7 @@ from allred.comm.ops import ReduceOp
 from allred.errors import AllredError, InputError
 from allred.fusion.plan import Tensor
 from allred.modes.detect.checks import Checks
+from allred.modes.early import Early
 from allred.modes.meter import Meter
 from allred.optim.base import Optimizer
 from allred.ps.account import Statistics
@@ -40,6 +41,7 @@ class SyncMode:
         self._optimizer, self._name = optimizer, name
         self._reducer = Reducer(op, bucket_bytes, f"{name}.step()", f"accumulate={accumulate}")
         self._checks = Checks(f"{name}.step()", nonfinite, optimizer)
+        self._early = Early(self._reducer, self._checks, f"{name}.step()")
         self._meter = Meter()
         self.torn = False
         self._steps_before = 0  # of the checkpoint that training goes on from
@@ -52,7 +54,7 @@ class SyncMode:
         communicator = collectives.current()
         self._meter.begin(communicator)
         self._checks.begin(params)
-        mean = self._reducer.reduce(tensors, values, samples, problem, self._checks)
+        mean = self._early.finish(tensors, values, samples, problem)
         if not self._meter.steps:
             report.inform(_first_step(self._optimizer, self._reducer, tensors))
         if mean is not None:
@@ -61,6 +63,9 @@ class SyncMode:
             self.torn = False
         self._checks.end(updated=mean is not None)
         self._meter.end(communicator, self._reducer.samples)
+
+    def reduce(self, name: str, grad: Any, samples: int | None) -> None:
+        self._early.reduce(name, grad, samples)
 
     @property
     def skipped(self) -> int:

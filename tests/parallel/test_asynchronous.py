@@ -1,6 +1,8 @@
 """Started operations: many under way, waited for in any order, with peers that hold the GIL, differ, or let go."""
 
 import gc
+import os
+import pathlib
 import random
 import threading
 import time
@@ -219,7 +221,8 @@ def test_a_peer_that_holds_the_gil_keeps_nobody(comm):
 
 def test_the_thread_starts_with_the_first_operation_that_is_not_waited_for(size):
     def alive():
-        return [open(f"/proc/self/task/{t}/comm").read().strip() for t in __import__("os").listdir("/proc/self/task")]
+        names = (pathlib.Path(f"/proc/self/task/{task}/comm") for task in os.listdir("/proc/self/task"))
+        return [name.read_text().strip() for name in names if name.exists()]
 
     if size == 1:
         pytest.skip("takes several ranks")
@@ -236,7 +239,8 @@ def test_the_thread_starts_with_the_first_operation_that_is_not_waited_for(size)
         one.barrier().wait()
     finally:
         one.close()
-    assert alive().count("allred-progress") == before
+    while alive().count("allred-progress") > before:  # joined, and the kernel puts it away
+        time.sleep(0.001)
 
 
 def _memory():
