@@ -1,6 +1,7 @@
 #define _GNU_SOURCE /* pthread_condattr_setclock, pthread_setname_np, sched_yield */
 #include "queue.h"
 
+#include <errno.h>
 #include <sched.h>
 #include <signal.h>
 
@@ -191,6 +192,7 @@ static void *attend(void *argument) {
 int allred_queue_attend(allred_queue *queue) {
   sigset_t all, before;
   if (queue->threaded) return 0;
+  if (queue->halted) return ECANCELED;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
   const int problem = pthread_create(&queue->thread, NULL, attend, queue);

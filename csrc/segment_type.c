@@ -46,8 +46,7 @@ static PyObject *get_pending(Segment *self, void *unused) {
 
 static PyObject *attend(Segment *self, PyObject *unused) {
   (void)unused;
-  if (!allred_is_own(self)) return PyErr_Format(PyExc_ValueError, "the segment is closed");
-  return PyBool_FromLong(allred_queue_attend(&self->queue) == 0);
+  return PyBool_FromLong(allred_is_own(self) && allred_queue_attend(&self->queue) == 0);
 }
 
 static PyObject *halt(Segment *self, PyObject *unused) {
