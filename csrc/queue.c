@@ -48,6 +48,7 @@ static void set_holder(allred_queue *queue, const allred_operation *op) {
 /* Without the lock: whoever sees that the last one is out sees that it holds the queue. */
 int allred_queue_idle(allred_queue *queue) { return !first(queue) && !holder(queue); }
 
+/* Something may go on that could not before. What comes behind others is no news: they have to be through first. */
 static void news(allred_queue *queue) {
   if (queue->threaded) pthread_cond_signal(&queue->news);
 }
@@ -55,12 +56,13 @@ static void news(allred_queue *queue) {
 void allred_queue_put(allred_queue *queue, allred_operation *op) {
   lock(queue);
   op->next = NULL;
-  if (first(queue))
+  if (first(queue)) {
     queue->last->next = op;
-  else
+  } else {
     set_first(queue, op);
+    news(queue);
+  }
   queue->last = op;
-  news(queue);
   unlock(queue);
 }
 

@@ -1,6 +1,7 @@
 """The arguments of `python -m allred bench`, checked: a wrong one is one line that says what would be right."""
 
 import argparse
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import numpy as np
@@ -32,7 +33,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     many = what.add_parser("fused", help="many tensors of a real model in one call")
     many.add_argument("--set", dest="sets", default=",".join(sets.SETS), help="%(default)s (default: all)")
     hidden = what.add_parser("overlap", help="steps whose gradients are reduced while others are computed")
-    hidden.add_argument("--set", dest="sets", default="resnet50", help="one or more of those of fused; %(default)s")
+    hidden.add_argument("--set", dest="sets", default="resnet50", help=f"of {', '.join(sets.OVERLAPPED)}; %(default)s")
     hidden.add_argument("--progress", choices=["thread", "caller"], default="thread", help="as ALLRED_PROGRESS")
     served = what.add_parser("ps", help="steps with parameter servers, which are the first ranks")
     served.add_argument("--set", default="resnet50", help=f"one of {', '.join(sets.SERVED)}; default resnet50")
@@ -54,7 +55,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         if sub is served:
             _check_served(options)
         else:
-            options.items = _sizes(options.sizes, options.dtype) if sub is one else _sets(options.sets)
+            known = sets.OVERLAPPED if sub is hidden else sets.SETS
+            options.items = _sizes(options.sizes, options.dtype) if sub is one else _sets(options.sets, known)
         if not 0 <= options.seconds < float("inf"):
             raise ValueError(f"--seconds {options.seconds:g} is not a time")
     except ValueError as error:
@@ -96,9 +98,9 @@ def _sizes(text: str | None, dtype: np.dtype[Any]) -> list[int]:
     return found
 
 
-def _sets(text: str) -> list[str]:
+def _sets(text: str, known: Iterable[str]) -> list[str]:
     names = text.split(",")
     for name in names:
-        if name not in sets.SETS:
-            raise ValueError(f"unknown set {name!r}; choose from {', '.join(sets.SETS)}")
+        if name not in known:
+            raise ValueError(f"unknown set {name!r}; choose from {', '.join(known)}")
     return names

@@ -19,7 +19,7 @@ import argparse
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -72,16 +72,15 @@ def run(options: argparse.Namespace, command: str) -> None:
     allred.shutdown()
 
 
-def _steps(name: str, options: argparse.Namespace, comm: Any) -> list[dict[str, Any]]:
+def _steps(name: str, options: argparse.Namespace, comm: Any) -> Iterator[dict[str, Any]]:
     """A line for each kind of backward pass."""
-    group = ways.allocate(sets.SETS[name](), options.dtype)
+    group = ways.allocate(sets.OVERLAPPED[name](), options.dtype)
     grads = {f"{index:04}": array for index, array in enumerate(group)}
     opt = allred.distributed(_Nothing(), name=name)
     for _ in range(2):  # from the second on they go out early
         _step(opt, grads, 0.0, _sleep, early=True)
     alone = measure.measure({"step": lambda: opt.step(grads, grads)}, comm, options.seconds / 2)
     compute_s = float(np.median(alone["step"].seconds))
-    found = []
     for kind, part in (("sleep", _sleep), ("numpy", _numpy()), ("python", _python())):
         calls: dict[str, Call] = {
             "compute": functools.partial(_backward, grads, compute_s, part, None),
@@ -92,18 +91,15 @@ def _steps(name: str, options: argparse.Namespace, comm: Any) -> list[dict[str, 
         compute, after, early = (samples[way].us(50) for way in calls)
         communicate = compute_s * 1e6
         most = compute + communicate - max(compute, communicate)
-        found.append(
-            {
-                "backward": kind,
-                "compute_us": table.short(compute),
-                "communicate_us": table.short(communicate),
-                "after_us": table.short(after),
-                "early_us": table.short(early),
-                "share": table.short((after - early) / most),
-                "samples": len(samples["early"].seconds),
-            }
-        )
-    return found
+        yield {
+            "backward": kind,
+            "compute_us": table.short(compute),
+            "communicate_us": table.short(communicate),
+            "after_us": table.short(after),
+            "early_us": table.short(early),
+            "share": table.short((after - early) / most),
+            "samples": len(samples["early"].seconds),
+        }
 
 
 def _step(opt: Any, grads: dict[str, Array], compute_s: float, part: Part, early: bool) -> None:

@@ -68,6 +68,24 @@ def test_nothing_is_left_out_where_a_rank_has_no_gradient(rank, size):
     same(train(6, early, change=change), train(6, lambda step: [], change=change))
 
 
+class Recorded:
+    """What an optimizer is given."""
+
+    def step(self, params, grads):
+        self.grads = grads
+
+
+def test_a_gradient_that_nobody_has_stays_none(rank):
+    opt, params = allred.distributed(Recorded()), params_of()
+    for step in range(FIRST + 2):
+        grads = grads_of(rank, step) | {"a": None, "b": None if rank else np.ones(7, np.float32)}
+        opt.reduce("e", grads["e"])
+        opt.step(params, grads)
+        assert opt.optimizer.grads["a"] is None
+        assert opt.optimizer.grads["b"].shape == (7,)
+        assert opt.optimizer.grads["e"] is grads["e"]
+
+
 def test_gradients_go_out_before_the_step(rank, size):
     """In the agreed order, whatever the order here."""
     if size == 1:
@@ -78,6 +96,11 @@ def test_gradients_go_out_before_the_step(rank, size):
         for name in NAMES[::-1]:
             opt.reduce(name, grads[name])
         if step < FIRST:
+            if step:  # in the first there is nothing to hear of
+                opt._sync._early._opening.wait()
+                opt._sync._early._advance()
+                allred.barrier()
+            assert grads["c"].tobytes() == grads_of(rank, step)["c"].tobytes()  # the checks are to see them all
             opt.step(params, grads)
     mean = sum(grads_of(r, FIRST)["c"] for r in range(size)) / size
     deadline = time.monotonic() + 20
