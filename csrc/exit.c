@@ -50,6 +50,7 @@ static void await_release(int forever) {
     if (poll(&watcher, 1, forever ? -1 : (int)left) <= 0) continue;
     if (recv(armed.plan.line, &letter, 1, MSG_DONTWAIT) <= 0 || letter == 'r') return; /* gone, or "release" */
     if (letter == 'l') forever = 1;                                                    /* "linger" */
+    if (letter == 'h') until = now_ms() + PATIENCE_MS;                                 /* "hold" */
     if (letter == 'v') {                                                               /* "verdict" */
       tell("unwound", 0);
       forever = 0;

@@ -7,7 +7,7 @@ A checkpoint is written every few steps, also in the middle of an epoch. No samp
 the end the loss is that of a training which was never killed: the chief makes that one too, alone, to compare. The last
 lines are:
 
-    started ... times, the last time at step ... of 450
+    started ... times, the last time at step ... of 540
     same loss as if it had never been killed: yes (0.0... and 0.0...)
 """
 

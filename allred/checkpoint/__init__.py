@@ -22,7 +22,7 @@ from allred.checkpoint.entry import Entry, whole
 from allred.checkpoint.manifest import Manifest, load
 from allred.checkpoint.own import extra, find_own_state, own_state, take_extra
 from allred.checkpoint.restoring import Checkpoint, read, read_newest, verify
-from allred.checkpoint.root import newest, prune, steps
+from allred.checkpoint.root import has, newest, prune, steps
 from allred.checkpoint.saving import abandon, begin, commit, write
 from allred.checkpoint.shard import Shard, write_shard
 
@@ -36,6 +36,7 @@ __all__ = [
     "commit",
     "extra",
     "find_own_state",
+    "has",
     "load",
     "newest",
     "own_state",

@@ -100,6 +100,12 @@ def newest(root: str | os.PathLike[str]) -> pathlib.Path | None:
     return next(filter(_is_complete, reversed(present(pathlib.Path(root)).values())), None)
 
 
+def has(root: str | os.PathLike[str], step: int) -> bool:
+    """Whether there is a complete checkpoint of that step. Raises CheckpointError: `root` cannot be listed."""
+    path = present(pathlib.Path(root)).get(step)
+    return path is not None and _is_complete(path)
+
+
 def prune(root: str | os.PathLike[str], keep: int, keep_every: int = 0, up_to: int | None = None) -> list[pathlib.Path]:
     """Delete complete checkpoints except the newest `keep`. Those that are not complete are left to be looked at.
 

@@ -44,7 +44,7 @@ class SyncMode:
         self._early = Early(self._reducer, self._checks, f"{name}.step()")
         self._meter = Meter()
         self.torn = False
-        self._steps_before = 0  # of the checkpoint that training goes on from
+        self._updates = 0  # for an optimizer that does not count them; those before a restore included
 
     def step(
         self, params: Any, grads: Any, tensors: list[Tensor], leaves: list[Any], values: list[Any],
@@ -61,6 +61,7 @@ class SyncMode:
             self.torn = True
             self._optimizer.step(params, nest.rebuild(grads, mean))
             self.torn = False
+            self._updates += 1
         self._checks.end(updated=mean is not None)
         self._meter.end(communicator, self._reducer.samples)
 
@@ -123,10 +124,10 @@ class SyncMode:
     def global_step(self) -> int:
         if isinstance(self._optimizer, Optimizer):
             return self._optimizer.global_step
-        return self._steps_before + self._meter.steps
+        return self._updates
 
     def count_from(self, step: int) -> None:
-        self._steps_before = step - self._meter.steps
+        self._updates = step
 
     @property
     def waited_s(self) -> float:

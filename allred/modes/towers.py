@@ -63,9 +63,7 @@ class Towers:
             raise InputError(f"Towers: loss_and_grads={loss_and_grads!r} is not a function")
         self._function = loss_and_grads
         self._threads = None
-        if (
-            parallel and self.count > 1
-        ):  # they start with their first part, and end when nobody has this object any more
+        if parallel and self.count > 1:  # they start with their first part, and end with this object
             self._threads = futures.ThreadPoolExecutor(self.count, thread_name_prefix="allred-tower")
 
     def __call__(self, params: Any, *batch: Any) -> tuple[float, Any]:

@@ -1,6 +1,7 @@
-"""Numbers that users give."""
+"""Numbers and paths that users give."""
 
 import operator
+import os
 from typing import Any
 
 from allred.errors import InputError
@@ -19,3 +20,18 @@ def whole(what: str, value: Any, least: int) -> int:
     if number < least:
         raise InputError(f"{what} must be an integer >= {least}, but is {value!r}")
     return number
+
+
+def path(what: str, value: Any) -> str:
+    """A path of any kind, as text. Raises InputError, which begins with `what`.
+
+    >>> path("Session: checkpoint_dir", "ckpt")
+    'ckpt'
+    """
+    try:
+        found = os.fspath(value)
+    except TypeError:
+        found = ""
+    if not found or not isinstance(found, str):
+        raise InputError(f"{what}={value!r} is no path")
+    return found

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from allred import checkpoint
 from allred.cluster import report
 from allred.errors import InputError
+from allred.session.checks import path
 from allred.session.hooks import Hook
 from allred.session.saver import Saver
 
@@ -35,7 +36,9 @@ class Checkpoint(Hook):
                 f"Checkpoint(every_steps={every_steps!r}, best={best!r}, mode={mode!r}): give one of the first two; "
                 "mode is 'min' or 'max'"
             )
-        self._saver = Saver(os.fspath(directory), None, 1 if every_steps is None else every_steps, keep, 0)
+        self._saver = Saver(
+            path("Checkpoint: directory", directory), None, 1 if every_steps is None else every_steps, keep, 0
+        )
         self._name, self._sign = best, 1 if mode == "min" else -1
         self.best = self._before = math.inf  # so far, and the one before, times the sign
 

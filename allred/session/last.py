@@ -3,7 +3,8 @@
 1  well: all ranks are at the end of the same step (mode ps: of their own), the chief writes, all hear what came of it
 2  after an exception: the rank that raised it writes. In mode sync its parameters are those of all, so long as no
    update was cut short. Often all ranks fail at once: then one of them writes, and the others wait for it
-3  the others, who wait for that rank in a collective, wait as long as it writes (allred.watch.wait.busy)
+3  the others, who wait for that rank in a collective or have failed too, wait as long as it writes, and so does the end
+   of the job (allred.watch.wait.busy). The same holds for a checkpoint that was being written
 """
 
 import contextlib
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from allred import checkpoint
-from allred.cluster import report
+from allred.cluster import report, topology
 from allred.errors import (
     AllredError,
     CheckpointError,
@@ -23,6 +24,7 @@ from allred.errors import (
     RemoteRankError,
 )
 from allred.modes.optimizer import DistributedOptimizer
+from allred.session import together
 from allred.session.saver import Saver
 from allred.watch import wait
 
@@ -33,12 +35,18 @@ _OTHERS = (RemoteRankError, CollectiveTimeout, DriftError)
 _ANOTHERS_S = 600.0  # at most: until another rank that has failed too has written it
 
 
-def write(saver: Saver, step: int, make: Make) -> tuple[str | None, AllredError | None]:
-    """The chief's, at a good end: its path (None if it was there), or the error, of which all ranks are to hear."""
-    try:
-        return saver.save_last(step, make), None
-    except (CheckpointError, InputError) as error:
-        return None, error
+def write(saver: Saver, optimizer: DistributedOptimizer, step: int, make: Make) -> str | None:
+    """At a good end, on all ranks: the chief writes, if there is a directory; its path there. Raises CheckpointError or
+    InputError, on all, if it could not."""
+    path: str | None = None
+    failure: AllredError | None = None
+    if saver.directory and topology.rank() == 0:
+        try:
+            path = saver.save_last(step, make)
+        except (CheckpointError, InputError) as error:
+            failure = error
+    together.hear_of(optimizer, failure)
+    return path
 
 
 def write_after(
@@ -48,20 +56,19 @@ def write_after(
 
     in_step: whether the step at hand was not over. token: of the session, the same on all ranks.
     """
-    if isinstance(error, (*_OTHERS, GeneratorExit)):
-        return None
-    if isinstance(error, NonFiniteError) and not in_step:  # of a hook, behind the update
-        _tell_why_none("the parameters may not be finite; the newest one stands")
-        return None
-    if optimizer.torn:
-        _tell_why_none("an update was cut short; the newest one stands")
-        return None
     with wait.busy():
+        if isinstance(error, (*_OTHERS, GeneratorExit)):
+            saver.wait()  # what is being written is the newest
+            return None
+        if why := _why_not(error, in_step, optimizer):
+            saver.wait()  # what is being written is the newest
+            _tell_why_none(f"{why}; the newest one stands")
+            return None
         try:
             step = optimizer.global_step
-            if _is_saved(saver.directory, step):
+            if checkpoint.has(saver.directory, step):
                 return None
-            claim = os.path.join(saver.directory, f".step-{step:08d}.{token}.gone")
+            claim = os.path.join(saver.directory, f".step-{step:08d}.{token}.0.tmp")
             if _is_first(claim):
                 try:
                     return saver.save_last(step, make)
@@ -69,21 +76,22 @@ def write_after(
                     with contextlib.suppress(OSError):  # if nothing was written, nobody is to wait for it
                         os.rmdir(claim)
             deadline = time.monotonic() + _ANOTHERS_S
-            while os.path.exists(claim) and not _is_saved(saver.directory, step) and time.monotonic() < deadline:
+            while os.path.exists(claim) and not checkpoint.has(saver.directory, step) and time.monotonic() < deadline:
                 time.sleep(0.05)  # who is killed while it writes, takes the job with it
         except AllredError as failure:
             _tell_why_none(str(failure))
     return None
 
 
-def _is_saved(directory: str, step: int) -> bool:
-    newest = checkpoint.newest(directory)
-    return newest is not None and checkpoint.load(newest).step >= step
+def _why_not(error: BaseException, in_step: bool, optimizer: DistributedOptimizer) -> str:
+    if isinstance(error, NonFiniteError) and not in_step:  # of a hook, behind the update
+        return "the parameters may not be finite"
+    return "an update was cut short" if optimizer.torn else ""
 
 
 def _is_first(claim: str) -> bool:
-    """Whether no other rank writes it. Who makes a directory does; it has the name of something to be deleted, so that
-    it goes with the commit."""
+    """Whether no other rank writes it. Who makes a directory does; it has the name of something that is being written,
+    so that commits leave it alone until it is old."""
     try:
         os.makedirs(os.path.dirname(claim), exist_ok=True)
         os.mkdir(claim)

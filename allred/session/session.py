@@ -21,9 +21,9 @@ from typing import Any, Self, TypeVar
 from allred import checkpoint
 from allred.cluster import report, topology
 from allred.comm import collectives
-from allred.errors import AllredError, CheckpointError, InputError, MismatchError, ShutdownError
+from allred.errors import CheckpointError, InputError, ShutdownError
 from allred.modes.optimizer import DistributedOptimizer
-from allred.session import last, random_states
+from allred.session import checks, last, random_states, together
 from allred.session.asked import Asked
 from allred.session.hooks import Hook, Outcome, StopAtStep
 from allred.session.rates import Rates
@@ -35,7 +35,6 @@ from allred.session.values import Log
 T = TypeVar("T")
 
 _END_OF_DATA = "end of data"
-_FOREVER_S = 1e9
 
 
 class Session:
@@ -76,7 +75,8 @@ class Session:
         log_steps: int | None = 100,
         wait_for_chief_s: float = 7200.0,
     ) -> None:
-        self._saver = Saver(_path(checkpoint_dir), save_secs, save_steps, keep, keep_every)
+        directory = "" if checkpoint_dir is None else checks.path("Session: checkpoint_dir", checkpoint_dir)
+        self._saver = Saver(directory, save_secs, save_steps, keep, keep_every)
         self._asks_to_save = (save_secs, save_steps) != (None, None)
         self.hooks: list[Hook] = [*(hooks or ())]
         self.hooks += [] if log_steps is None else [Logging(log_steps)]
@@ -147,8 +147,10 @@ class Session:
             raise InputError(f"session.track(optimizer={optimizer!r}): expected what allred.distributed returns")
         state = State(self.hooks, data, more)
         restored = extra = None
-        with self._waiting(self._wait_s):
-            self._agree(sorted(more))
+        with together.waiting(self._wait_s):
+            self._saver.directory = together.agree(self._saver.directory, self.max_steps, sorted(more))
+            if self._asks_to_save and not self._saves:
+                raise InputError("Session: save_secs and save_steps need a checkpoint_dir")
             if self._saves:
                 restored, extra = optimizer.restore_all(self._saver.directory, params)
             else:
@@ -173,33 +175,9 @@ class Session:
             report.inform(f"max_steps={self.max_steps} is reached already, at step {self.step}: no step is made")
         return restored
 
-    def _agree(self, tracked: list[str]) -> None:
-        """What has to be the same on all ranks."""
-        names = "checkpoint_dir", "max_steps", "what else is tracked"
-        given = collectives.allgather_object((self._saver.directory or None, self.max_steps, tracked))
-        for rank, each in enumerate(given):
-            for name, its, chiefs in zip(names, each, given[0], strict=True):
-                if its != chiefs and (name != "checkpoint_dir" or its is not None):
-                    raise MismatchError(
-                        f"Session: {name} is {its!r} on rank {rank}, but {chiefs!r} on rank 0; give all ranks the same"
-                    )
-        self._saver.directory = given[0][0] or ""
-        if self._asks_to_save and not self._saves:
-            raise InputError("Session: save_secs and save_steps need a checkpoint_dir")
-
     @property
     def _saves(self) -> bool:
         return bool(self._saver.directory)
-
-    @contextlib.contextmanager
-    def _waiting(self, seconds: float) -> Iterator[None]:
-        """With another limit than usual, and the usual warnings."""
-        queue = collectives.current().queue
-        before, queue.timeout_s = queue.timeout_s, max(seconds, queue.timeout_s)
-        try:
-            yield
-        finally:
-            queue.timeout_s = before
 
     # The loop.
 
@@ -235,7 +213,7 @@ class Session:
         if self._optimizer is None:
             raise InputError("session: call session.track(params=..., optimizer=...) before the first step")
         if self._in_step:
-            if self._optimizer.accumulates and not self._stops:
+            if self._optimizer.accumulates:
                 self._log.go_on()
                 return False
             self._end_step()
@@ -320,23 +298,18 @@ class Session:
     # The end.
 
     def _end_well(self) -> str | None:
-        path = None
         if self._in_step:  # the loop was left by a break
             self._note_step()
         self._meet()
         randoms = self._gather_randoms()
-        failure: AllredError | None = None
-        if self._saves and self.is_chief:
-            path, failure = last.write(self._saver, self.step, lambda: self._saving(randoms))
-        self._hear_of(failure)
-        return path
+        return last.write(self._saver, self.optimizer, self.step, lambda: self._saving(randoms))
 
     def _end_asked(self) -> None:
         """Mode ps, the job was asked to end, and the checkpoint is written. Who was at the end of its loop before
         is in `_end_well`, and is met there."""
         self._meet()
         self._note_step()
-        self._hear_of(None)
+        together.hear_of(self.optimizer, None)
 
     def _end_badly(self, error: BaseException) -> str | None:
         optimizer, path = self.optimizer, None
@@ -346,20 +319,9 @@ class Session:
         return path
 
     def _meet(self) -> None:
-        """Mode ps: workers make as many steps as they do. Then all have the same parameters."""
-        optimizer = self.optimizer
-        if not optimizer.in_step:
-            with collectives.patience(_FOREVER_S):
-                optimizer.meet()
-            optimizer.pull(self.params)
-            self.step = optimizer.global_step
-
-    def _hear_of(self, failure: AllredError | None) -> None:
-        """What the chief could not write is an error on all ranks."""
-        with collectives.patience(_FOREVER_S):
-            failure = self.optimizer.hear(failure)
-        if failure is not None:
-            raise failure
+        if not self.optimizer.in_step:
+            together.meet(self.optimizer, self.params)
+            self.step = self.optimizer.global_step
 
     def _call_end(self, failure: BaseException | None, path: str | None) -> None:
         if self._saves and self._saver.count:
@@ -404,13 +366,3 @@ class Session:
     def asked(self) -> str:
         """Why the loop is to end, if it is: the name of a signal to this process, or what was requested."""
         return self._stops or self._asked.reason or self._requested
-
-
-def _path(directory: Any) -> str:
-    try:
-        path = "" if directory is None else os.fspath(directory)
-    except TypeError:
-        path = b""
-    if not isinstance(path, str) or (directory is not None and not path):
-        raise InputError(f"Session: checkpoint_dir={directory!r} is no path")
-    return path

@@ -1,17 +1,17 @@
 """What a checkpoint has beside parameters and optimizer: the position in the data, random states, hooks, and what else
 was given to `track`.
 
-Each part is pickled alone, so that one that cannot be is named. When training begins that is an error; later it is
-left out and told, for the parameters are worth more.
+Each part is asked for and pickled alone, so that one that cannot be is named. When training begins that is an error;
+later it is left out and told, for the parameters are worth more.
 """
 
 import os
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from allred.cluster import report, topology
-from allred.errors import CheckpointError, InputError
+from allred.errors import CheckpointError, CollectiveTimeout, InputError, RemoteRankError
 from allred.session import random_states
 from allred.session.hooks import Hook
 
@@ -33,8 +33,8 @@ class State:
         self._hooks = [hook for hook in hooks if _keeps(hook)]
         self._position = _of(self._data)  # behind the last batch that an update was made of
         self._left_out: set[str] = set()
-        for title, value in self._parts(None):
-            _pickle(title, value)
+        for title, give in self._parts(None):
+            _pickle(title, give)
 
     def note_position(self) -> None:
         """An update was made of all batches so far."""
@@ -44,10 +44,10 @@ class State:
         """As it is now. randoms: of each rank; None: this one's. noted: the position is the one noted, not that of
         now: the batch at hand comes again."""
         packed: Packed = {}
-        for title, value in self._parts(randoms, noted):
+        for title, give in self._parts(randoms, noted):
             parts = packed.setdefault(title, [])
             try:
-                parts.append(_pickle(title, value))
+                parts.append(_pickle(title, give))
             except InputError as error:
                 parts.append(None)
                 if title not in self._left_out:
@@ -55,12 +55,12 @@ class State:
                     report.say_here(f"the checkpoint is without it: {error}")
         return packed
 
-    def _parts(self, randoms: dict[int, Any] | None, noted: bool = True) -> list[tuple[str, Any]]:
-        """Titles and values."""
+    def _parts(self, randoms: dict[int, Any] | None, noted: bool = True) -> list[tuple[str, Callable[[], Any]]]:
+        """Titles, and what gives the values."""
         return [
-            ("the data", self._position if noted else _of(self._data)),
-            ("random generators", {topology.rank(): random_states.get()} if randoms is None else randoms),
-            *((title, _of(owner)) for title, owner in self._owners()),
+            ("the data", lambda: self._position if noted else _of(self._data)),
+            ("random generators", lambda: {topology.rank(): random_states.get()} if randoms is None else randoms),
+            *((title, owner.state_dict) for title, owner in self._owners()),
         ]
 
     def load(self, packed: Packed, where: str | os.PathLike[str]) -> None:
@@ -99,11 +99,13 @@ def _of(value: Any) -> Any:
     return None if value is None else value.state_dict()
 
 
-def _pickle(title: str, value: Any) -> bytes:
+def _pickle(title: str, give: Callable[[], Any]) -> bytes:
     try:
-        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        return pickle.dumps(give(), pickle.HIGHEST_PROTOCOL)
+    except (RemoteRankError, CollectiveTimeout):  # of the job, come meanwhile
+        raise
     except Exception as error:  # whatever a class of the user's raises
         raise InputError(
             f"the state of {title} cannot be saved: {type(error).__name__}: {error}; its state_dict has to return what "
             "pickle takes"
-        ) from None
+        ) from error

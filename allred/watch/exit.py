@@ -93,16 +93,25 @@ def _end_soon(status: int) -> None:
 
 
 def _end_after_grace(status: int) -> None:
-    time.sleep(GRACE_S)
+    _sleep(GRACE_S)
     if line.current is not None and line.current.lingers:
         while not line.current.over():
             time.sleep(_LOOK_S)
         if not line.current.is_anothers():
             line.current.linger()
     if line.current is not None and line.current.is_anothers():
-        time.sleep(FOLLOWER_S - GRACE_S)  # that rank ends the job
+        _sleep(FOLLOWER_S - GRACE_S)  # that rank ends the job
     what = f"failed with exit code {status} but has not left after {GRACE_S:g} s: threads or atexit functions run"
     _end_job(f"{what}; ending the job", status)
+
+
+def _sleep(seconds: float) -> None:
+    """For so long; counted anew while the job is held."""
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        time.sleep(min(left, _LOOK_S))
+        if line.current is not None and line.current.held():
+            until = time.monotonic() + seconds
 
 
 def _leave(finalizes: bool) -> None:

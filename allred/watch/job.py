@@ -22,7 +22,8 @@ The first failure is the job's verdict; there is one at most, and every rank hea
     1  a rank fails, dies, leaves the others waiting, or waits until its time limit: the verdict goes to all ranks; that
        of a failure after SAME_S, since often all ranks are about to fail of the same error by themselves
     2  they raise it, unwind, and say so; each lingers, for a launcher ends a job when the first of its ranks goes
-    3  when all have, or GRACE_S after the first, one of them is released: the rank that failed, if it can
+    3  when all have, or GRACE_S after the first, one of them is released: the rank that failed, if it can; not before
+       those that are busy have done that
     4  it prints its traceback, so that this comes last, and aborts the job with its exit code
 
 The failure of a spare rank is no verdict (spares.py).
@@ -42,6 +43,8 @@ GONE_S = 1.0  # from the end of the one that was to abort the job, to the same
 DEATH_S = 0.05  # by then the first death is known, if the launcher has caused the one in hand
 FAR_S = 0.3  # the same, if it may have been on another node: Open MPI aborts a rank that has lost a connection
 LEFT_S = 2.0  # how long to wait for a rank that has left before that is a failure: it may have answered just before
+HOLD_S = 0.5  # between words to ranks that linger: the job is not to end yet; less than line.RELEASE_S
+TELL_HOLD_S = 5.0  # then the user hears of it
 LOOK_S = 1.0  # for the watchers of other nodes to answer
 SAME_S = 0.2  # for the others to fail of the same error by themselves
 TEXT_CHARS = 9000  # of a verdict; twelve bytes of JSON a character at most, and the whole less than LARGEST
@@ -96,6 +99,7 @@ class Job:
         self._clock: float | None = None  # when the first rank began to linger
         self._released: int | None = None
         self._released_at = 0.0
+        self._hold_at, self._tell_hold_at, self._hold_told = 0.0, float("inf"), False
 
     def hear(self, event: Event, now: float) -> None:
         """Take an event. What follows from it comes with the next tick: thousands of ranks may speak at once."""
@@ -157,8 +161,11 @@ class Job:
     def _busy(self, rank: int, event: Event) -> None:
         self._ranks[rank].busy = event["is_so"]
 
+    def _busy_ranks(self) -> list[int]:
+        return [rank for rank, record in self._ranks.items() if record.busy and not record.end]
+
     def _limit(self, rank: int, event: Event) -> None:
-        if any(record.busy and not record.end for record in self._ranks.values()):
+        if self._busy_ranks():
             self._out.append((rank, {"kind": "wait on"}))
         elif self.verdict is None and (self._look is None or self._look["event"] != "limit"):
             self._begin_look(event)
@@ -352,6 +359,8 @@ class Job:
                 self._released_at = float("inf")
                 last.end_at = float("inf")
             return
+        if busy := self._busy_ranks():
+            return self._hold(busy)
         lingering = sorted(rank for rank, record in self._ranks.items() if record.end == "unwound")
         if not lingering:
             if self._spares.gone and self._clock is not None and self._now >= self._clock + GRACE_S:
@@ -366,6 +375,19 @@ class Job:
             self._tell_verdict(at_once=True)
             self._released, self._released_at = chosen, self._now
             self._out.append((chosen, {"kind": "release"}))
+
+    def _hold(self, busy: list[int]) -> None:
+        """The job ends when they have done what must not be cut short."""
+        if self._clock is not None:
+            self._clock = self._now
+        if self._now >= self._hold_at:
+            self._hold_at = self._now + HOLD_S
+            self._out += [(rank, {"kind": "hold"}) for rank, record in self._ranks.items() if record.end != "dead"]
+        if self._tell_hold_at == float("inf"):
+            self._tell_hold_at = self._now + TELL_HOLD_S
+        elif self._now >= self._tell_hold_at and not self._hold_told:
+            self._hold_told = True
+            self._say(busy[0], f"rank {busy[0]} still writes; the job ends when it is done")
 
     # Stalls.
 

@@ -70,7 +70,9 @@ class Line:
         self.lingers = False  # for as long as it takes, until the watcher says that the others have ended
         self.waits = False  # in allred: then the waiting loop raises, not the handler
         self._host, self._speaks, self._pid = hello["host"], speaks, os.getpid()
+        self.busy = False  # with what must not be cut short: then nothing is raised here
         self._raised = self._may_wait = False
+        self._held_at = -RELEASE_S
         self.hushed = False  # the program is at its end: nothing is to be raised in it
         self._pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._wake, self._stack = _free_signals()
@@ -108,7 +110,7 @@ class Line:
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
         self.read()
         hook = frame is not None and frame.f_globals.get("__name__") == "allred.watch.uncaught"
-        if self.verdict is not None and not (self._raised or self.waits or self.hushed or hook):
+        if self.verdict is not None and not (self._raised or self.waits or self.busy or self.hushed or hook):
             raise self.error()
 
     def pending(self) -> bool:
@@ -149,6 +151,8 @@ class Line:
             self.lingers = True
         elif message["kind"] == "wait on":
             self._may_wait = True
+        elif message["kind"] == "hold":
+            self._held_at = time.monotonic()
         elif message["kind"] == "gone":
             self.gone[message["rank"]] = message["how"]
             self.gone_code = self.gone_code or message["code"]
@@ -211,6 +215,11 @@ class Line:
             self.tell("unwound")
         self._await(RELEASE_S, lambda: self.released)
 
+    def held(self) -> bool:
+        """Whether the job is not to end yet, for a rank is busy."""
+        self.read()
+        return time.monotonic() < self._held_at + RELEASE_S
+
     def _linger_long(self) -> None:
         """Where the others go on: until they have ended, or the watcher has."""
         while self.lingers and not self.over():
@@ -236,7 +245,7 @@ class Line:
         deadline = time.monotonic() + seconds
         poll = select.poll()  # select() fails where the program has more than 1024 files open
         self.read()
-        while not come() and self._alive() and (left := deadline - time.monotonic()) > 0:
+        while not come() and self._alive() and (left := max(deadline, self._held_at + seconds) - time.monotonic()) > 0:
             poll.register(self._socket, select.POLLIN)
             poll.poll(1000 * left)
             self.read()

@@ -47,11 +47,15 @@ class Wait:
 
 @contextlib.contextmanager
 def busy() -> Iterator[None]:
-    """What this rank does meanwhile may take as long as it takes: the others' waits have no limit."""
-    if line.current is not None:
-        line.current.tell("busy", is_so=True)
+    """What this rank does meanwhile may take as long as it takes: the others' waits have no limit, and the failure of
+    another rank is not raised in it; the job ends behind it."""
+    mine = line.current
+    if mine is not None:
+        mine.busy = True
+        mine.tell("busy", is_so=True)
     try:
         yield
     finally:
-        if line.current is not None:
-            line.current.tell("busy", is_so=False)
+        if mine is not None:
+            mine.busy = False
+            mine.tell("busy", is_so=False)

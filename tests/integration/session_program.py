@@ -4,6 +4,7 @@ session_program.py DIRECTORY ARGUMENTS    JSON: see `main`
 """
 
 import json
+import math
 import os
 import pathlib
 import random
@@ -14,7 +15,8 @@ import time
 import numpy as np
 
 import allred
-from allred.session import EarlyStopping, Hook, Session
+from allred import checkpoint
+from allred.session import EarlyStopping, Hook, NanLoss, Session
 
 
 class Numbers:
@@ -92,6 +94,7 @@ def main(
     fault=None,
     at=7,
     on=1,
+    awaits=None,
     whiles=False,
     early=False,
     torn=None,
@@ -99,11 +102,22 @@ def main(
     sleep_s=0,
     late_s=0,
     slow=False,
+    write_s=0,
+    nan_at=None,
     differs=None,
     **given,
 ):
-    """fault: see `act`; at that number, on that rank. differs: arguments of the session by rank."""
+    """fault: see `act`; at that number, on that rank, once there is the checkpoint that it awaits. differs: arguments
+    of the session by rank."""
     allred.init(banner=False)
+    if write_s:
+        write_at_once = checkpoint.write
+
+        def write(*what):
+            time.sleep(write_s)
+            return write_at_once(*what)
+
+        checkpoint.write = write
     given = {"checkpoint_dir": directory, **given, **(differs or {}).get(str(allred.rank()), {})}
     optimizer = Sharp(lr=1.0, momentum=0.5)
     optimizer.fails_at = torn
@@ -111,7 +125,7 @@ def main(
     kept.append(optimizer)
     params = {"a": np.zeros(3), "b": np.zeros(2)}
     data, witness = Numbers(count), Witness()
-    hooks = [witness] + [EarlyStopping(patience=3)] * early + [Slow()] * slow
+    hooks = [witness] + [EarlyStopping(patience=3)] * early + [Slow()] * slow + [NanLoss()] * (nan_at is not None)
     if allred.rank() == 0:
         random.seed(1)
         np.random.seed(2)
@@ -128,19 +142,25 @@ def main(
                 yield number
 
         for number in numbers() if whiles else session.steps(data):
-            if number == at and on in (allred.rank(), "all") and fault:
+            if number == at and on in (allred.rank(), "all"):
+                while awaits and not pathlib.Path(directory, awaits).exists():
+                    time.sleep(0.01)
                 act(fault)
             time.sleep(sleep_s)
             opt.step(params, {k: np.full(v.shape, 1.0 + allred.rank()) for k, v in params.items()})
-            session.log(loss=1.0 if early else number + allred.rank(), examples=1 + allred.rank())
+            loss = math.nan if number == nan_at else 1.0 if early else number + allred.rank()
+            session.log(loss=loss, examples=1 + allred.rank())
     found = {
         "rank": allred.rank(), "restored": restored, "step": session.step, "at": data.at, "a": params["a"][0],
         "b": params["b"][0], "values": witness.values[:3], "calls": witness.calls, "drawn": drawn,
+        "drawn_next": (random.random(), np.random.rand()),
     }  # fmt: skip
     print("found", json.dumps(found), flush=True)
 
 
 def act(fault):
+    if fault is None:
+        return
     if fault == "raise":
         raise ValueError("boom")
     if fault == "exit":

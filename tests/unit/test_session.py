@@ -1,5 +1,6 @@
 """Sessions in a world of one: hooks, what is logged, what is refused. tests/integration/test_session.py has ranks."""
 
+import contextlib
 import http.server
 import json
 import math
@@ -8,6 +9,7 @@ import random
 import signal
 import sys
 import threading
+import time
 import types
 
 import numpy as np
@@ -15,7 +17,14 @@ import pytest
 
 import allred
 from allred import checkpoint
-from allred.errors import CheckpointError, InputError, NonFiniteError, NotInitializedError, ShutdownError
+from allred.errors import (
+    CheckpointError,
+    CollectiveTimeout,
+    InputError,
+    NonFiniteError,
+    NotInitializedError,
+    ShutdownError,
+)
 from allred.session import (
     Averaging,
     Checkpoint,
@@ -30,6 +39,7 @@ from allred.session import (
     StepCounter,
     StopAtStep,
     Summary,
+    last,
 )
 from allred.session.asked import Asked
 from allred.session.saver import Saver
@@ -107,10 +117,32 @@ def test_what_is_used_wrongly(world, tmp_path):
         session.track(params=params, optimizer=opt)
     with pytest.raises(InputError, match="checkpoint_dir=3 is no path"):
         Session(3)
-    with pytest.raises(InputError, match=r"StopAtStep: last_step must be an integer >= 1, but is 2\.5"):
-        Session(max_steps=2.5)
     with pytest.raises(InputError, match="5 is no hook"):
         Session(hooks=[5])
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"save_secs": 5, "save_steps": 5}, "Session: .* by seconds or by steps, but save_secs=5 and save_steps=5"),
+        ({"save_secs": -1}, "Session: save_secs must be a positive number of seconds, but is -1"),
+        ({"save_steps": 0}, "Session: save_steps must be an integer >= 1, but is 0"),
+        ({"keep": 0}, "Session: keep must be an integer >= 1, but is 0"),
+        ({"max_steps": 0}, "StopAtStep: last_step must be an integer >= 1, but is 0"),
+        ({"max_steps": 2.5}, r"StopAtStep: last_step must be an integer >= 1, but is 2\.5"),
+    ],
+)
+def test_arguments_that_cannot_be(given, words):
+    with pytest.raises(InputError, match=words):
+        Session("ckpt", **given)
+
+
+def test_checkpoints_that_are_kept(world, tmp_path):
+    waits = Hook()  # for what is being written: else the next one comes later
+    waits.before_step = lambda session: session._saver.wait()
+    with Session(tmp_path, save_steps=2, keep=2, keep_every=10, hooks=[waits]) as session:
+        train(session, range(15))
+    assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-00000010", "step-00000014", "step-00000015"]
 
 
 def test_numbers_of_any_kind(world, tmp_path):
@@ -151,6 +183,30 @@ def test_a_state_that_cannot_be_saved_is_named(world, tmp_path, capfd):
     with Session(tmp_path, hooks=[again]) as session:
         assert train(session, [])["w"].tolist() == [-2, -2]
     assert again.state == 7
+
+
+def test_a_state_that_cannot_be_had_later_is_left_out(world, tmp_path, capfd):
+    """But an error of the job, which is raised wherever a rank is, stays one."""
+
+    class Moody(Hook):
+        error = None
+
+        def state_dict(self):
+            return _raise(self.error) if self.error else 5
+
+        def load_state_dict(self, state):
+            pass
+
+    def run(directory, error):
+        moody = Moody()
+        with Session(directory, hooks=[moody], save_steps=2) as session:
+            train(session, range(5), gradient=lambda loss: setattr(moody, "error", error) or 1.0)
+
+    run(tmp_path / "moody", RuntimeError("not now"))
+    assert checkpoint.newest(tmp_path / "moody").name == "step-00000005"
+    assert capfd.readouterr().err.count("the state of hook Moody cannot be saved: RuntimeError: not now") == 1
+    with pytest.raises(CollectiveTimeout, match="late"):
+        run(tmp_path / "job", CollectiveTimeout("late"))
 
 
 def test_micro_steps_are_one_step(world):
@@ -257,40 +313,69 @@ def test_a_second_ctrl_c_interrupts():
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
-def test_a_break_keeps_the_step(world, tmp_path):
-    params, opt = {"w": np.zeros(2)}, allred.distributed(allred.optim.SGD(lr=1.0))
-    with Session(tmp_path) as session:
-        session.track(params=params, optimizer=opt)
-        for number in session.steps(range(10)):
-            opt.step(params, {"w": np.ones(2)})
-            if number == 2:
-                break
-    assert session.step == 3
-    assert checkpoint.newest(tmp_path).name == "step-00000003"
+def test_a_forked_process_ends_by_a_signal_as_it_would_without():
+    asked = Asked()
+    asked.listen()
+    try:
+        child = os.fork()
+        if child == 0:
+            time.sleep(10)
+            os._exit(0)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        assert not asked.reason
+    finally:
+        asked.stop()
 
 
-def test_a_break_before_the_update_loses_no_batch(world, tmp_path):
-    params, opt = [np.zeros(1)], allred.distributed(allred.optim.SGD(lr=1.0))
-    data, seen = allred.data.batches(np.arange(6), batch_size=1, seed=None), []
-    with Session(tmp_path) as session:
-        session.track(params=params, optimizer=opt, data=data)
-        for [number] in session.steps(data):
-            if number == 2:
-                break
-            opt.step(params, [np.ones(1)])
-    again = allred.data.batches(np.arange(6), batch_size=1, seed=None)
-    with Session(tmp_path) as session:
-        session.track(params=params, optimizer=opt, data=again)
-        for [number] in session.steps(again):
-            seen.append(int(number))
-            opt.step(params, [np.ones(1)])
-    assert seen == [2, 3, 4, 5]
+@pytest.mark.parametrize("error", [None, ValueError])
+@pytest.mark.parametrize("updated", [False, True])
+def test_a_loop_that_is_left_loses_no_batch_and_repeats_none(world, tmp_path, error, updated):
+    """By a break, or by an exception, before the update of batch 2 or behind it."""
+
+    def run(leaves_at=None):
+        params, opt = [np.zeros(1)], allred.distributed(allred.optim.SGD(lr=1.0))
+        data = allred.data.batches(np.arange(6), batch_size=1, seed=None)
+        with Session(tmp_path) as session:
+            session.track(params=params, optimizer=opt, data=data)
+            for [number] in session.steps(data):
+                if number == leaves_at and not updated:
+                    break
+                seen.append(int(number))
+                opt.step(params, [np.ones(1)])
+                if number == leaves_at:
+                    break
+            if leaves_at and error:
+                raise error
+        return session.step
+
+    seen = []
+    with pytest.raises(error) if error else contextlib.nullcontext():
+        assert run(leaves_at=2) == len(seen)
+    assert checkpoint.newest(tmp_path).name == f"step-{len(seen):08d}"
+    assert run() == 6
+    assert seen == list(range(6))
 
 
 def test_a_failure_in_the_first_step_leaves_nothing_to_wait_for(world, tmp_path):
     with pytest.raises(ZeroDivisionError), Session(tmp_path) as session:
         train(session, (1 / number for number in [0]))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_commit_leaves_a_rank_that_writes_its_claim(tmp_path):
+    """The chief may be writing an earlier step meanwhile. Who fails as well would think that nobody writes, and go."""
+    seen = []
+
+    def save_last(step, make):
+        checkpoint.write(tmp_path, step - 1, [])
+        seen.extend(path.name for path in tmp_path.glob(".*"))
+
+    saver = types.SimpleNamespace(directory=str(tmp_path), save_last=save_last)
+    optimizer = types.SimpleNamespace(global_step=6, torn=False)
+    last.write_after(ValueError(), True, saver, optimizer, "ab12", lambda: str)
+    assert len(seen) == 1
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_hooks_may_come_and_go_between_two_runs(world, tmp_path):
@@ -306,7 +391,7 @@ def test_hooks_may_come_and_go_between_two_runs(world, tmp_path):
 
 
 def test_all_ranks_count_from_the_restored_step(world, tmp_path, monkeypatch):
-    """With an optimizer that does not count by itself; here on what takes itself for rank 1."""
+    """With an optimizer that does not count by itself; here on what takes itself for rank 1. A skipped step is none."""
 
     class Own:
         def step(self, params, grads):
@@ -318,7 +403,7 @@ def test_all_ranks_count_from_the_restored_step(world, tmp_path, monkeypatch):
         def load_state_dict(self, state):
             pass
 
-    opt = allred.distributed(Own())
+    opt = allred.distributed(Own(), nonfinite="skip")
     assert opt.global_step == 0
     others = types.SimpleNamespace(
         current=lambda: types.SimpleNamespace(rank=1), broadcast_object=lambda _: (7, "extra")
@@ -326,8 +411,9 @@ def test_all_ranks_count_from_the_restored_step(world, tmp_path, monkeypatch):
     monkeypatch.setattr("allred.modes.optimizer.collectives", others)
     assert opt.restore_all(tmp_path, [np.zeros(2)]) == (7, "extra")
     assert opt.global_step == 7
-    opt.step([np.zeros(2)], [np.ones(2)])
-    assert opt.global_step == 8
+    for gradient in (1.0, math.nan):
+        opt.step([np.zeros(2)], [np.full(2, gradient)])
+        assert opt.global_step == 8
 
 
 def test_more_things_are_kept(world, tmp_path):
@@ -441,23 +527,33 @@ def test_no_worker_waits_for_updates_that_do_not_come(world, capfd):
     assert "no update since step 5 for 0.1 s, so worker 0 begins" in capfd.readouterr().err
 
 
-def test_when_a_checkpoint_is_due():
-    saver = Saver("", None, 10, 5, 0)
+def test_when_a_checkpoint_is_due(tmp_path):
+    saver = Saver(str(tmp_path), None, 10, 5, 0)
     saver.begin(25)
     assert [step for step in range(25, 45) if saver.due(step)] == list(range(30, 45))
-    by_time = Saver("", 1e9, None, 5, 0)
+    written = threading.Event()
+    saver.save(30, lambda: lambda directory: str(written.wait(60)), apart=True)
+    assert not saver.due(40)  # one is written at a time
+    written.set()
+    saver.wait()
+    assert saver.due(40)
+    by_time = Saver(str(tmp_path), 1e9, None, 5, 0)
     by_time.begin(0)
     assert not by_time.due(5)
     by_time._next_at = 0.0
     assert by_time.due(5)
     assert not by_time.due(0)
+    by_time.save(5, lambda: str, apart=False)
+    assert not by_time.due(6)
 
 
 def test_notify_runs_a_command(world, tmp_path):
-    code = f"import sys; open({str(tmp_path / 'told')!r}, 'w').write(sys.stdin.read())"
+    code = f"import os, sys; open({str(tmp_path / 'told')!r}, 'w').write(f'{{os.getsid(0)}} {{sys.stdin.read()}}')"
     with Session(hooks=[Notify([sys.executable, "-c", code])], max_steps=2) as session:
         train(session, [1, 2, 3])
-    told = json.loads((tmp_path / "told").read_text())
+    its_session, _, words = (tmp_path / "told").read_text().partition(" ")
+    told = json.loads(words)
+    assert int(its_session) != os.getsid(0)  # else it would be killed with this rank
     assert (told["reason"], told["failed"], told["step"]) == ("max_steps", False, 2)
 
 
@@ -570,6 +666,8 @@ def test_the_best_is_kept(world, tmp_path):
     for wrong in ({}, {"every_steps": 2, "best": "loss"}, {"best": "loss", "mode": "least"}):
         with pytest.raises(InputError, match="give one of the first two"):
             Checkpoint(tmp_path, **wrong)
+    with pytest.raises(InputError, match="Checkpoint: directory=None is no path"):
+        Checkpoint(None, 5)
 
 
 def test_the_best_beside_those_of_an_earlier_training(world, tmp_path, capfd):
@@ -605,6 +703,17 @@ def test_a_loss_that_is_not_finite_leaves_the_earlier_checkpoint(world, tmp_path
     with pytest.raises(NonFiniteError), Session(tmp_path) as session:
         train(session, range(5), gradient=lambda loss: math.nan if loss == 3 else 1.0)
     assert checkpoint.newest(tmp_path).name == "step-00000003"
+
+
+def test_what_is_being_written_at_such_an_end_is_waited_for(world, tmp_path, monkeypatch):
+    def slow(*given, write=checkpoint.write):
+        time.sleep(0.5)
+        return write(*given)
+
+    monkeypatch.setattr(checkpoint, "write", slow)
+    with pytest.raises(NonFiniteError), Session(tmp_path, save_steps=2, hooks=[NanLoss()]) as session:
+        train(session, [1.0, 1.0, math.nan])
+    assert checkpoint.newest(tmp_path).name == "step-00000002"
 
 
 def test_one_call_of_steps_is_for_all_epochs(world):
@@ -661,3 +770,14 @@ def test_damaged_checkpoints_are_named(world, tmp_path, capfd, damage):
         Session(tmp_path) as session,
     ):
         train(session, [1])
+
+
+def test_the_last_checkpoint_of_a_failure_before_a_later_one_that_is_damaged(world, tmp_path):
+    for steps in (1, 5):
+        with Session(tmp_path, max_steps=steps) as session:
+            train(session, [1] * 5)
+    [shard] = tmp_path.glob("step-00000005/shard-*")
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    with pytest.raises(ZeroDivisionError), Session(tmp_path) as session:
+        train(session, [1, 1, 0], gradient=lambda loss: 1 / loss)
+    assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-00000001", "step-00000003", "step-00000005"]

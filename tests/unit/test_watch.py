@@ -95,6 +95,24 @@ def test_after_the_grace_it_is_released_anyway():
     assert script.take("release") == [(1, {"kind": "release"})]
 
 
+def test_the_job_does_not_end_while_a_rank_is_busy():
+    script = Script()
+    script.hear("busy", 0, is_so=True)
+    fail(script, 1)
+    script.hear("unwound", 2, 0.1)
+    for now in range(1, 20):
+        script.tick(float(now))
+    assert not script.take("release")
+    held = script.take("hold")
+    assert {rank for rank, _ in held} == {0, 1, 2}
+    assert len(held) > 30
+    [(_, told)] = script.take("say")
+    assert told["text"] == "rank 0 still writes; the job ends when it is done"
+    script.hear("busy", 0, 20.0, is_so=False)
+    script.tick(20.0 + job.GRACE_S)
+    assert script.take("release") == [(1, {"kind": "release"})]
+
+
 @pytest.mark.parametrize(("dies", "at"), [(True, 1.0 + job.GONE_S), (False, job.ABORT_S)])
 def test_ranks_that_outlive_the_abort_are_killed(dies, at):
     script = Script(size=2)

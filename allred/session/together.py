@@ -1,0 +1,54 @@
+"""What the ranks of a session do together outside of its steps: agree, wait for the chief, meet at the end and hear how
+it went.
+
+Their waits have a limit of their own, or none, and the usual warnings.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from allred.comm import collectives
+from allred.errors import AllredError, MismatchError
+from allred.modes.optimizer import DistributedOptimizer
+
+_FOREVER_S = 1e9
+
+
+def agree(directory: str, max_steps: int | None, tracked: list[str]) -> str:
+    """What has to be the same on all ranks; the directory that holds, the chief's. Raises MismatchError."""
+    names = "checkpoint_dir", "max_steps", "what else is tracked"
+    given = collectives.allgather_object((directory or None, max_steps, tracked))
+    for rank, each in enumerate(given):
+        for name, its, chiefs in zip(names, each, given[0], strict=True):
+            if its != chiefs and (name != "checkpoint_dir" or its is not None):
+                raise MismatchError(
+                    f"Session: {name} is {its!r} on rank {rank}, but {chiefs!r} on rank 0; give all ranks the same"
+                )
+    return given[0][0] or ""
+
+
+@contextlib.contextmanager
+def waiting(seconds: float = _FOREVER_S) -> Iterator[None]:
+    """Operations may wait for so long."""
+    queue = collectives.current().queue
+    before, queue.timeout_s = queue.timeout_s, max(seconds, queue.timeout_s)
+    try:
+        yield
+    finally:
+        queue.timeout_s = before
+
+
+def meet(optimizer: DistributedOptimizer, params: Any) -> None:
+    """Mode ps: workers make as many steps as they do. Then all have the same parameters."""
+    with waiting():
+        optimizer.meet()
+    optimizer.pull(params)
+
+
+def hear_of(optimizer: DistributedOptimizer, failure: AllredError | None) -> None:
+    """What the chief could not write is an error on all ranks."""
+    with waiting():
+        failure = optimizer.hear(failure)
+    if failure is not None:
+        raise failure
