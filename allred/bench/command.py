@@ -64,8 +64,10 @@ def run(options: argparse.Namespace, command: str) -> None:
     printer.begin(options.bench, common, where, options.against)
     for item in options.items:
         what, measured = _measured(item, options, comm)
+        thread = {"progress_thread": collectives.current().queue.engine.attended}
         for numbers in measured:
-            printer.line({"bench": options.bench, **what, **common, **numbers, **where})
+            printer.line({"bench": options.bench, **what, **common, **numbers, **where, **thread})
+    printer.end(collectives.current().queue.engine.attended)
     comm.Free()
     allred.shutdown()
 

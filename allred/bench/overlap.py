@@ -60,10 +60,11 @@ def run(options: argparse.Namespace, command: str) -> None:
     }
     common = {"ranks": comm.Get_size(), "backend": collectives.current().name, "progress": options.progress}
     speaks = comm.Get_rank() == 0
+    assert not collectives.current().queue.engine.attended
     if speaks and not options.json:
         print(f"overlap: {common['ranks']} ranks, backend {common['backend']}, progress {common['progress']}")
         print(*setting.lines(where), sep="\n")
-    for name in options.items:
+    for name in options.items:  # the first step with reduce() starts the thread
         for numbers in _steps(name, options, comm):
             _tell({"bench": "overlap", "set": name, **common, **numbers, **where}, options.json, speaks)
     for numbers in _peers(comm):
