@@ -15,6 +15,20 @@ from allred.cluster.topology import (
     world_rank,
     world_size,
 )
+from allred.comm.asynchronous import (
+    allgather_async,
+    allreduce_async,
+    allreduce_async_,
+    alltoall_async,
+    barrier_async,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    poll,
+    reducescatter_async,
+    synchronize,
+)
 from allred.comm.collectives import (
     allgather,
     allgather_object,
@@ -32,6 +46,7 @@ from allred.comm.collectives import (
 )
 from allred.comm.ops import ReduceOp
 from allred.comm.process_set import ProcessSet
+from allred.comm.work import Work
 from allred.compression.wire import Compression
 from allred.errors import (
     AllredError,
@@ -103,14 +118,22 @@ __all__ = [
     "ShutdownError",
     "Sum",
     "Towers",
+    "Work",
     "allgather",
+    "allgather_async",
     "allgather_object",
     "allreduce",
     "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
     "alltoall",
+    "alltoall_async",
     "barrier",
+    "barrier_async",
     "broadcast",
     "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
     "broadcast_object",
     "cross_rank",
     "cross_size",
@@ -119,6 +142,8 @@ __all__ = [
     "distributed",
     "grouped_allreduce",
     "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
     "init",
     "is_chief",
     "is_initialized",
@@ -127,10 +152,13 @@ __all__ = [
     "local_size",
     "optim",
     "patience",
+    "poll",
     "rank",
     "reducescatter",
+    "reducescatter_async",
     "shutdown",
     "size",
+    "synchronize",
     "task_index",
     "world_rank",
     "world_size",

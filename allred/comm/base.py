@@ -24,14 +24,15 @@ import numpy as np
 from allred import arrays
 from allred.arrays import Array
 from allred.comm import header, objects, ops
-from allred.comm.header import Call
+from allred.comm.header import Call, quoted
 from allred.comm.ops import ReduceOp
-from allred.comm.work import Lock, Steps, Work, WorkQueue
+from allred.comm.work import Engine, Steps, Work, WorkQueue
 from allred.compression import Compression, narrows
 from allred.errors import AllredError, InputError
 
 T = TypeVar("T")
 
+_BEHIND = 16  # operations that were started behind one that differs, and that may explain why
 _NO_OP = object()  # of an operation that does not reduce; None is something that somebody may pass
 
 
@@ -40,11 +41,11 @@ class Communicator(ABC):
 
     name: str
 
-    def __init__(self, rank: int, size: int, timeout_s: float, lock: Lock | None = None) -> None:
+    def __init__(self, rank: int, size: int, timeout_s: float, engine: Engine | None = None) -> None:
         self.rank = rank
         self.size = size
         self.ranks: Sequence[int] = range(size)  # the numbers of its members, as callers know them: for roots and words
-        self.queue = WorkQueue(timeout_s, lock)
+        self.queue = WorkQueue(timeout_s, engine)
         self.checks_places = False  # whether all ranks must call an operation at the same line of the program
         self._sequence = 0
         self._sent_bytes = 0
@@ -89,6 +90,10 @@ class Communicator(ABC):
         """What this rank has brought to allreduces so far, in bytes as they travel. On several nodes these are slices
         of its node's sums, which cross between nodes; alone, backend single, nothing travels."""
         return self._sent_bytes
+
+    def attend(self) -> None:  # noqa: B027  (not a must)
+        """See to it that started operations go on while nobody waits for them, if that is possible; else they go on
+        when somebody waits, asks whether one is done, or starts another."""
 
     fuses = False  # whether a group passes as one stream, without a fusion buffer
 
@@ -191,11 +196,15 @@ class Communicator(ABC):
     def _cast(self, value: Any, root: int, name: str, in_place: bool) -> Steps[Array]:
         target = _target(value, in_place)
         source = _index_of(root, self.ranks)
-        yield from self._agree(array_call("broadcast", target, name, root=self.ranks[source]))
         flat = arrays.flat(target)
-        yield from self._broadcast(arrays.as_bytes(flat), source)
+        call = array_call("broadcast", target, name, root=self.ranks[source])
+        yield from self._agree_and_broadcast(call, flat, source)
         arrays.put_back(target, flat)
         return target
+
+    def _agree_and_broadcast(self, call: Call, flat: Array, root: int) -> Steps[None]:
+        yield from self._agree(call)
+        yield from self._broadcast(arrays.as_bytes(flat), root)
 
     def allgather(self, value: Any, name: str = "") -> Work[Array]:
         """All ranks' arrays, joined along the first dimension in rank order; a new array on every rank.
@@ -228,15 +237,20 @@ class Communicator(ABC):
             call = array_call("reducescatter", source, name, op)
             if source.ndim == 0:
                 raise InputError("a 0-d array has no first dimension to split; use allreduce")
-            yield from self._agree(call)
             rest = source.shape[1:]
             rows = arrays.split_sizes(len(source), self.size)
             result = np.empty((rows[self.rank], *rest), source.dtype)
             counts = [count * arrays.size_of(rest) for count in rows]
-            yield from self._reducescatter(arrays.flat(source), result.reshape(-1), counts, op)
+            yield from self._agree_and_reducescatter(call, arrays.flat(source), result.reshape(-1), counts, op)
             return result
 
         return self._start("reducescatter", name, steps())
+
+    def _agree_and_reducescatter(
+        self, call: Call, flat: Array, out: Array, counts: list[int], op: ReduceOp
+    ) -> Steps[None]:
+        yield from self._agree(call)
+        yield from self._reducescatter(flat, out, counts, op)
 
     def alltoall(self, value: Any, splits: Sequence[int] | None = None, name: str = "") -> Work[tuple[Array, Array]]:
         """Rows to every rank, rows from every rank in rank order: (new array, int64 array of the rows received).
@@ -286,7 +300,7 @@ class Communicator(ABC):
         """Complete once every rank has started it: the exchange of headers is all it takes."""
 
         def steps() -> Steps[None]:
-            yield from self._agree(Call("barrier", title="barrier()"))
+            yield from self._meet(Call("barrier", title="barrier()"))
 
         return self._start("barrier", "", steps())
 
@@ -323,14 +337,18 @@ class Communicator(ABC):
 
         return self.queue.start(title, steps())
 
-    def _under_way(self, call: Callable[[], Call]) -> None:
+    def _under_way(self, call: Callable[[], Call], number: Callable[[], int]) -> None:
         """Remember what is being waited for, for the words about it, which are rarely needed."""
-        self.queue.under_way = call, self._number
+        assert self.queue.advancing is not None
+        self.queue.advancing.described = call, number
 
-    @property
-    def _number(self) -> int:
-        """Of the operation under way, the same on all ranks."""
-        return self._sequence
+    def _place(self) -> str:
+        """Where the program started the operation."""
+        return self.queue.advancing.place if self.queue.advancing and self.queue.advancing.place else header.call_site()
+
+    def _meet(self, call: Call) -> Steps[None]:
+        """That all ranks are in this call, and no more."""
+        yield from self._agree(call)
 
     def _agree(self, call: Call) -> Steps[list[bytes]]:
         """All ranks' headers, once they are found to agree; else the error that every rank raises."""
@@ -342,15 +360,17 @@ class Communicator(ABC):
     def _announce(self, call: Call) -> bytes:
         """The header of the call. From here on the other ranks know of it."""
         if self.checks_places:
-            call = dataclasses.replace(call, place=header.call_site())
-        self._under_way(lambda: call)
-        record = call.pack(self._sequence)
+            call = dataclasses.replace(call, place=self._place())
+        number = self._sequence
+        self._under_way(lambda: call, lambda: number)
         self._sequence += 1
-        return record
+        return call.pack(number)
 
     def _verdict(self, call: Call) -> Steps[AllredError]:
         """The error for headers that differ."""
-        found = dataclasses.replace(call, found_at=header.call_site())
+        assert self.queue.advancing is not None
+        behind = tuple(self.queue.behind(self.queue.advancing, _BEHIND))
+        found = dataclasses.replace(call, found_at=self._place(), behind=behind)
         return header.verdict((yield from objects.gather(self, objects.dumps(found))), self.ranks)
 
 
@@ -459,8 +479,3 @@ def _check_compression(compression: Any) -> None:
 
 def _how(op: ReduceOp, compression: Compression) -> str:
     return str(op.value) if compression is Compression.none else f"{op.value}, compression={compression.name}"
-
-
-def quoted(name: str) -> str:
-    """A tensor's name as titles have it."""
-    return f" '{name}'" if name else ""
