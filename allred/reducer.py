@@ -128,8 +128,8 @@ class Reducer:
         ready = [] if problem else writable(tensors, values, set())
         flags = 0 if problem else inspector.before(whole, ready, samples)
         note = self.note(samples, flags, any(value is None for value in ready)) | _EARLY * early
-        settings = self.agreement(inspector.settings, settings)
-        notes = collectives.current().check("step", self._title, whole.lines, settings, note, problem).wait()
+        words = self.agreement(inspector, settings)
+        notes = collectives.current().check("step", self._title, whole.lines, words, note, problem).wait()
         self.early = any(each & _EARLY for each in notes)
         weight, everyones = self.heard(notes)
         if self.any_missing(notes):
@@ -158,10 +158,10 @@ class Reducer:
         """Whether some rank lacks a gradient."""
         return any(note & _MISSING for note in notes)
 
-    def agreement(self, *settings: str) -> str:
-        """What must be the same on all ranks, in words: these settings, and the reducer's own."""
+    def agreement(self, inspector: Inspector, settings: str) -> str:
+        """What must be the same on all ranks, in words: the reducer's settings, an inspector's, and others."""
         own = f"op={self.op.value}", f"bucket_bytes={self.bucket_bytes}", f"compression={self.compression.name}"
-        return " ".join(filter(None, (*own, self._settings, *settings)))
+        return " ".join(filter(None, (*own, inspector.settings, self._settings, settings)))
 
     @property
     def bucket_bytes(self) -> int:

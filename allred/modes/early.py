@@ -87,7 +87,7 @@ class Early:
 
     def _open(self, samples: int | None) -> None:
         assert self._all is not None
-        settings = self._reducer.agreement(self._inspector.settings, self._settings())
+        settings = self._reducer.agreement(self._inspector, self._settings())
         flags = _ASKS * self._inspector.asks(samples)
         note = self._reducer.note(samples, flags)
         title = f"{self._title}: the gradients that come early, in their order"

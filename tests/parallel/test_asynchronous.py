@@ -193,6 +193,21 @@ def test_public_functions(rank, size):
         allred.synchronize(x)
 
 
+def test_compressed_and_of_a_process_set(rank, size):
+    """Two sets at once, whose operations are under way beside the world's."""
+    evens, odds = allred.ProcessSet(range(0, size, 2)), allred.ProcessSet(range(1, size, 2) or [0])
+    mine = evens if rank % 2 == 0 else odds
+    x = np.full(3, 1.0 + 2**-20 * (rank == size - 1), np.float32)
+    compressed = allred.allreduce_async(x, allred.Max, compression=allred.Compression.bf16)
+    of_mine = allred.allgather_async(np.array([rank]), process_set=mine)
+    root = allred.broadcast_async(np.array([rank]), mine.ranks[-1], process_set=mine)
+    plain = allred.allreduce_async(x, allred.Max)
+    check(plain.wait(), np.full(3, 1.0 + 2**-20, np.float32))
+    check(root.wait(), np.array([mine.ranks[-1]]))
+    check(of_mine.wait(), np.array(mine.ranks))
+    check(compressed.wait(), np.ones(3, np.float32))
+
+
 def burn(seconds):
     """One call into C that keeps the GIL for about so long."""
     start_s = time.perf_counter()

@@ -58,6 +58,21 @@ def test_results_are_those_of_a_step_without(way, dtype):
         same(train(7, WAYS[way], samples, dtype), train(7, lambda step: [], samples, dtype))
 
 
+@pytest.mark.parametrize(
+    "options", [{"compression": allred.Compression.fp16}, {"clip_norm": 0.5}, {"op": allred.Sum, "nonfinite": "ignore"}]
+)
+@pytest.mark.parametrize("samples", [None, 3])
+def test_options_do_what_they_do_without(rank, options, samples):
+    samples = samples and samples + rank
+    same(train(6, WAYS["reverse"], samples, **options), train(6, lambda step: [], samples, **options))
+
+
+def test_within_a_process_set(rank, size):
+    pair = allred.ProcessSet({0, size - 1})
+    if pair.included():
+        same(train(6, WAYS["reverse"], process_set=pair), train(6, lambda step: [], process_set=pair))
+
+
 def test_nothing_is_left_out_where_a_rank_has_no_gradient(rank, size):
     def change(step, grads):
         return grads | {"c": None if rank == size - 1 else grads["c"], "a": None}
