@@ -15,7 +15,7 @@ from typing import Any
 
 from allred import native
 from allred.cluster import mpi, report, topology
-from allred.comm import collectives, process_set, registry
+from allred.comm import collectives, process_set, recording, registry
 from allred.comm.base import Communicator
 from allred.comm.single import NoCollectives
 from allred.config import Config, explicit_settings, settle
@@ -49,7 +49,7 @@ def init(
     The other arguments override the variables ALLRED_MODE, ALLRED_BACKEND and so on; `allred.config.Config` has them.
 
     Raises ConfigError, with the same text on every rank, if a setting is unknown, cannot be used, or differs between
-    ranks; AllredError if it was called already.
+    ranks; InputError, likewise, if the timeline's directory cannot be written; AllredError if it was called already.
     """
     enter(
         comm, mode=mode, num_ps=num_ps, backend=backend, bucket_bytes=bucket_bytes, timeout_s=timeout_s, banner=banner,
@@ -103,7 +103,8 @@ def _meet(comm: Any, settings: dict[str, Any] | str, cluster: Cluster | None) ->
         servers = _servers(config, control.size)
         kernels = [available for _, _, available in gathered[servers:]]
         name, reason = registry.choose(config.backend, nodes[servers:], duplicate is not None, kernels)
-    except ConfigError:
+        recording.start(config.timeline, control, duplicate, servers)
+    except (ConfigError, InputError):
         control.close()
         raise
     communicator: Communicator = control
@@ -116,6 +117,7 @@ def _meet(comm: Any, settings: dict[str, Any] | str, cluster: Cluster | None) ->
         reason = "no two ranks could share memory; on one node that takes /proc or a Unix socket between them"
     communicator.queue.timeout_s = control.queue.timeout_s = config.timeout_s
     communicator.checks_places = config.check == "full"
+    recording.attach(communicator, "all ranks")
     world = topology.number(nodes, control.rank, servers)
     topology.install(world, "worker" if cluster is None else cluster.workers_job)
     collectives.install(communicator, config, reason)
@@ -204,11 +206,13 @@ def shutdown() -> None:
     communicator = collectives.current()
     if not communicator.queue.poisoned:
         communicator.check("shutdown", "shutdown()").wait()
+        recording.compare_clocks_again()
     outside.say_unused()
     _leave_servers()
     watch.stop()
     process_set.install(None)
     communicator.close()
+    recording.stop()
     collectives.install(None)
     topology.install(None)
     report.speak(False)

@@ -29,6 +29,7 @@ from allred.comm.ops import ReduceOp
 from allred.comm.work import Engine, Steps, Work, WorkQueue
 from allred.compression import Compression, narrows
 from allred.errors import AllredError, InputError
+from allred.timeline.track import Operation, Track
 
 T = TypeVar("T")
 
@@ -96,6 +97,19 @@ class Communicator(ABC):
         when somebody waits, asks whether one is done, or starts another."""
 
     fuses = False  # whether a group passes as one stream, without a fusion buffer
+
+    def record(self, track: Track) -> None:
+        """Have what passes here noted for the timeline. Calls that start nothing in Python are wrapped."""
+        self.queue.track = track
+        self.allreduce_now = track.around("allreduce", self.allreduce_now)  # type: ignore[method-assign]
+        self.grouped_allreduce_now = track.around(  # type: ignore[method-assign]
+            "grouped_allreduce", self.grouped_allreduce_now
+        )
+
+    @property
+    def _noted(self) -> Operation | None:
+        """The operation whose steps are being taken, in the timeline."""
+        return None if self.queue.advancing is None else self.queue.advancing.noted
 
     def close(self) -> None:
         """Give back what the backend holds; on all ranks. The communicator cannot be used afterwards."""
@@ -353,6 +367,8 @@ class Communicator(ABC):
     def _agree(self, call: Call) -> Steps[list[bytes]]:
         """All ranks' headers, once they are found to agree; else the error that every rank raises."""
         headers = yield from self._exchange(self._announce(call))
+        if (noted := self._noted) is not None:
+            noted.agree()
         if not header.agree(headers):
             raise (yield from self._verdict(call))
         return headers
@@ -362,6 +378,8 @@ class Communicator(ABC):
         if self.checks_places:
             call = dataclasses.replace(call, place=self._place())
         number = self._sequence
+        if (noted := self._noted) is not None:
+            noted.nbytes = call.nbytes
         self._under_way(lambda: call, lambda: number)
         self._sequence += 1
         return call.pack(number)
@@ -433,7 +451,8 @@ def array_call(
         raise InputError(problem)
     _check_compression(compression)
     reduction = op if op is not _NO_OP else None
-    return _call(kind, array.shape if shape is None else shape, array.dtype, name, reduction, root, rows, compression)
+    shape = array.shape if shape is None else shape
+    return _call(kind, shape, array.dtype, name, reduction, root, rows, compression, array.nbytes)
 
 
 @functools.lru_cache(maxsize=4096)  # training calls the same operations over and over
@@ -446,6 +465,7 @@ def _call(
     root: int,
     rows: int,
     compression: Compression,
+    nbytes: int,
 ) -> Call:
     how = _how(op, compression) if op is not None else f"root={root}" if root >= 0 else ""
     tensor = arrays.describe(shape, dtype)
@@ -453,7 +473,7 @@ def _call(
     op_code = ops.CODES[op] | compression.value << header.WIRE_SHIFT if op is not None else 0
     code = arrays.dtype_code(dtype)
     hashed = ((code, shape),) if kind == "allreduce" else None
-    return Call(kind, name, title, arrays=hashed, op=op_code, dtype=code, root=root, rows=rows)
+    return Call(kind, name, title, arrays=hashed, op=op_code, dtype=code, root=root, rows=rows, nbytes=nbytes)
 
 
 def group_call(group: list[Array], name: str, op: Any, compression: Compression = Compression.none) -> Call:
@@ -469,7 +489,8 @@ def group_call(group: list[Array], name: str, op: Any, compression: Compression 
     title = f"grouped_allreduce({_how(op, compression)}){quoted(name)} of {len(group)} tensors"
     hashed = tuple((arrays.dtype_code(array.dtype), array.shape) for array in group)
     how = ops.CODES[op] | compression.value << header.WIRE_SHIFT
-    return Call("grouped_allreduce", name, title, lines, arrays=hashed, op=how)
+    nbytes = sum(array.nbytes for array in group)
+    return Call("grouped_allreduce", name, title, lines, arrays=hashed, op=how, nbytes=nbytes)
 
 
 def _check_compression(compression: Any) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from allred.cluster import topology
-from allred.comm import registry
+from allred.comm import recording, registry
 from allred.comm.base import Communicator
 from allred.comm.work import Steps, WorkQueue
 from allred.config import Config
@@ -154,6 +154,7 @@ def _make(base: Base, members: ProcessSet) -> Communicator:
     communicator.queue.timeout_s = base.everyone.queue.timeout_s
     communicator.queue.members, communicator.ranks = world, members.ranks
     communicator.checks_places = base.everyone.checks_places
+    recording.attach(communicator, str(members))
     return communicator
 
 
