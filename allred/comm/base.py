@@ -13,8 +13,6 @@ run is the backend's to say.
 """
 
 import dataclasses
-import functools
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -23,7 +21,8 @@ import numpy as np
 
 from allred import arrays
 from allred.arrays import Array
-from allred.comm import header, objects, ops
+from allred.comm import header, objects
+from allred.comm.calls import array_call, group_call, index_of, source_and_target, splits_of, target_of
 from allred.comm.header import Call, quoted
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Engine, Steps, Work, WorkQueue
@@ -34,7 +33,6 @@ from allred.timeline.track import Operation, Track
 T = TypeVar("T")
 
 _BEHIND = 16  # operations that were started behind one that differs, and that may explain why
-_NO_OP = object()  # of an operation that does not reduce; None is something that somebody may pass
 
 
 class Communicator(ABC):
@@ -139,7 +137,7 @@ class Communicator(ABC):
     def _reduce_one(
         self, value: Any, op: ReduceOp, name: str, compression: Compression, in_place: bool
     ) -> Steps[Array]:
-        source, target = _source_and_target(value, in_place)
+        source, target = source_and_target(value, in_place)
         call = array_call("allreduce", source, name, op, compression=compression)
         yield from self._reduce(call, [source], [target], op, compression)
         return target
@@ -179,7 +177,7 @@ class Communicator(ABC):
     def _reduce_group(
         self, group: Sequence[Any], op: ReduceOp, name: str, compression: Compression, in_place: bool
     ) -> Steps[list[Array]]:
-        pairs = [_source_and_target(value, in_place) for value in group]
+        pairs = [source_and_target(value, in_place) for value in group]
         sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
         if in_place and arrays.overlap([target for target in targets if target.size]):
             raise InputError("the same memory is in the group twice, and would be reduced twice")
@@ -208,8 +206,8 @@ class Communicator(ABC):
         return self._start("broadcast", name, self._cast(array, root, name, in_place=True))
 
     def _cast(self, value: Any, root: int, name: str, in_place: bool) -> Steps[Array]:
-        target = _target(value, in_place)
-        source = _index_of(root, self.ranks)
+        target = target_of(value, in_place)
+        source = index_of(root, self.ranks)
         flat = arrays.flat(target)
         call = array_call("broadcast", target, name, root=self.ranks[source])
         yield from self._agree_and_broadcast(call, flat, source)
@@ -275,7 +273,7 @@ class Communicator(ABC):
         def steps() -> Steps[tuple[Array, Array]]:
             source = np.atleast_1d(arrays.as_host_array(value))
             rest = source.shape[1:]
-            sent = _splits(len(source), splits, self.size)
+            sent = splits_of(len(source), splits, self.size)
             yield from self._agree(array_call("alltoall", source, name, shape=("any", *rest)))
             matrix = np.empty((self.size, self.size), np.int64)
             yield from self._allgather(arrays.as_bytes(sent), arrays.as_bytes(matrix), [sent.nbytes] * self.size)
@@ -301,7 +299,7 @@ class Communicator(ABC):
         """The root's picklable object, on the others a copy of it."""
 
         def steps() -> Steps[Any]:
-            source = _index_of(root, self.ranks)
+            source = index_of(root, self.ranks)
             data = objects.dumps(value if self.rank == source else None)
             title = f"broadcast_object(root={self.ranks[source]}){quoted(name)}"
             yield from self._agree(Call("broadcast_object", name, title, root=self.ranks[source]))
@@ -390,113 +388,3 @@ class Communicator(ABC):
         behind = tuple(self.queue.behind(self.queue.advancing, _BEHIND))
         found = dataclasses.replace(call, found_at=self._place(), behind=behind)
         return header.verdict((yield from objects.gather(self, objects.dumps(found))), self.ranks)
-
-
-def _source_and_target(value: Any, in_place: bool) -> tuple[Array, Array]:
-    """What to reduce and where to put it: the caller's array twice, or a new contiguous array for the result."""
-    if in_place:
-        target = _target(value, in_place)
-        return target, target
-    source = arrays.as_host_array(value)
-    return source, np.empty(source.shape, source.dtype)
-
-
-def _target(value: Any, in_place: bool) -> Array:
-    """The array that an operation works on: the caller's, or a contiguous copy of what the caller gave."""
-    if not in_place:
-        return np.array(arrays.as_host_array(value), copy=True, order="C")
-    arrays.as_host_array(value)  # raises its own words about devices, torch and masks
-    if not isinstance(value, np.ndarray):
-        kind = type(value).__name__
-        raise InputError(f"in place needs a numpy array, got {kind}; use the form without the underscore")
-    if not value.flags.writeable:
-        raise InputError("the array is read-only; use the form without the underscore, or pass a writable copy")
-    return value
-
-
-def _index_of(root: Any, ranks: Sequence[int]) -> int:
-    try:
-        return ranks.index(operator.index(root))
-    except (TypeError, ValueError):
-        which = f"0 to {len(ranks) - 1}" if isinstance(ranks, range) else f"one of {', '.join(map(str, ranks))}"
-        raise InputError(f"root={root!r} is not a rank; expected {which}") from None
-
-
-def _splits(rows: int, splits: Sequence[int] | None, size: int) -> Array:
-    if splits is None:
-        if rows % size:
-            raise InputError(f"{rows} rows do not divide over {size} ranks; give splits, the rows for each rank")
-        return np.full(size, rows // size, np.int64)
-    sent = np.asarray(splits)
-    if sent.shape != (size,) or sent.dtype.kind not in "iu" or (sent < 0).any() or sum(sent.tolist()) != rows:
-        raise InputError(f"splits={splits!r} must be {size} whole numbers, one a rank, that add up to {rows} rows")
-    return sent.astype(np.int64)
-
-
-def array_call(
-    kind: str,
-    array: Array,
-    name: str,
-    op: Any = _NO_OP,
-    root: int = -1,
-    shape: tuple[Any, ...] | None = None,
-    rows: int = 0,
-    compression: Compression = Compression.none,
-) -> Call:
-    """The call of an operation on one array. Raises InputError if its arguments cannot be used."""
-    if not isinstance(name, str):
-        raise InputError(f"name={name!r} must be a string")
-    arrays.dtype_code(array.dtype)  # raises
-    if op is not _NO_OP and (problem := ops.refusal(op, array.dtype)):
-        raise InputError(problem)
-    _check_compression(compression)
-    reduction = op if op is not _NO_OP else None
-    shape = array.shape if shape is None else shape
-    return _call(kind, shape, array.dtype, name, reduction, root, rows, compression, array.nbytes)
-
-
-@functools.lru_cache(maxsize=4096)  # training calls the same operations over and over
-def _call(
-    kind: str,
-    shape: tuple[Any, ...],
-    dtype: np.dtype[Any],
-    name: str,
-    op: ReduceOp | None,
-    root: int,
-    rows: int,
-    compression: Compression,
-    nbytes: int,
-) -> Call:
-    how = _how(op, compression) if op is not None else f"root={root}" if root >= 0 else ""
-    tensor = arrays.describe(shape, dtype)
-    title = f"{kind}({how}){quoted(name)} {tensor}"
-    op_code = ops.CODES[op] | compression.value << header.WIRE_SHIFT if op is not None else 0
-    code = arrays.dtype_code(dtype)
-    hashed = ((code, shape),) if kind == "allreduce" else None
-    return Call(kind, name, title, arrays=hashed, op=op_code, dtype=code, root=root, rows=rows, nbytes=nbytes)
-
-
-def group_call(group: list[Array], name: str, op: Any, compression: Compression = Compression.none) -> Call:
-    """The call of a grouped allreduce; likewise."""
-    if problem := ops.refusal(op, np.dtype(np.float32)):
-        raise InputError(problem)
-    if not isinstance(name, str):
-        raise InputError(f"name={name!r} must be a string")
-    _check_compression(compression)
-    for array in group:
-        array_call("grouped_allreduce", array, name, op)  # raises
-    lines = tuple(arrays.describe(array.shape, array.dtype) for array in group)
-    title = f"grouped_allreduce({_how(op, compression)}){quoted(name)} of {len(group)} tensors"
-    hashed = tuple((arrays.dtype_code(array.dtype), array.shape) for array in group)
-    how = ops.CODES[op] | compression.value << header.WIRE_SHIFT
-    nbytes = sum(array.nbytes for array in group)
-    return Call("grouped_allreduce", name, title, lines, arrays=hashed, op=how, nbytes=nbytes)
-
-
-def _check_compression(compression: Any) -> None:
-    if not isinstance(compression, Compression):
-        raise InputError(f"compression={compression!r} is none; use allred.Compression.none, .fp16 or .bf16")
-
-
-def _how(op: ReduceOp, compression: Compression) -> str:
-    return str(op.value) if compression is Compression.none else f"{op.value}, compression={compression.name}"

@@ -17,7 +17,8 @@ import numpy as np
 from allred import arrays
 from allred.arrays import Array
 from allred.comm import ops
-from allred.comm.base import Communicator, array_call, group_call
+from allred.comm.base import Communicator
+from allred.comm.calls import array_call, group_call
 from allred.comm.header import Call, quoted
 from allred.comm.ops import ReduceOp
 from allred.comm.shared_memory import share

@@ -5,7 +5,7 @@ import pytest
 
 from allred import arrays, native
 from allred.comm import header, ops
-from allred.comm.base import array_call, group_call
+from allred.comm.calls import array_call, group_call
 from allred.comm.ops import ReduceOp
 
 if not native.available:
