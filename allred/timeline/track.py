@@ -11,6 +11,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from numpy import ndarray
+
+from allred.compression import Compression
 from allred.timeline.recorder import Recorder
 
 _nbytes = operator.attrgetter("nbytes")
@@ -30,18 +33,20 @@ class Operation:
         self.agreed = time.perf_counter_ns()
 
 
+_NONE = Operation("", -1, inside=True)
+
+
 class Track:
     """Of one communicator. members: which ranks they are, in words that are the same on these."""
 
     def __init__(self, recorder: Recorder, members: str) -> None:
         self._add, self._members = recorder.add, members
         self._number = 0  # of the operation that comes next
-        self._inside = False
-        self._inner: Operation | None = None
+        self._inner: Operation | None = None  # of a call that is noted from outside; _NONE if it has started none yet
 
     def begin(self, title: str) -> Operation:
         """An operation is started."""
-        if self._inside:
+        if self._inner is not None:
             self._inner = Operation(title, self._number - 1, inside=True)
             return self._inner
         self._number += 1
@@ -60,22 +65,22 @@ class Track:
         self._add(("span", "", "wait", title, int(start_s * 1e9), int(end_s * 1e9), 0))
 
     def around(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A blocking collective, `function(value, in_place, op, name, ...)`, with its calls noted."""
+        """A blocking collective, `function(value, in_place, op, name, compression)`, with its calls noted."""
         add, members, now = self._add, self._members, time.perf_counter_ns
 
-        def noted(value: Any, in_place: bool, op: Any, name: str, *more: Any) -> Any:
+        def noted(value: Any, in_place: bool, op: Any, name: str, compression: Any = Compression.none) -> Any:
             number = self._number
             self._number = number + 1
-            self._inside = True
+            self._inner = _NONE
             start = now()
             try:
-                result = function(value, in_place, op, name, *more)
+                result = function(value, in_place, op, name, compression)
+                end, agreed = now(), self._inner.agreed
             finally:
-                end = now()
-                self._inside = False
-                inner, self._inner = self._inner, None
-            agreed = 0 if inner is None else inner.agreed
-            add(("call", members, number, kind, str(name), start, agreed, end, _bytes_of(value)))
+                self._inner = None
+            nbytes = value.nbytes if type(value) is ndarray else _bytes_of(value)
+            plain = name if type(name) is str else str(name)
+            add(("call", members, number, kind, plain, start, agreed, end, nbytes))
             return result
 
         return noted

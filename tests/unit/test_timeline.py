@@ -72,12 +72,12 @@ def test_a_track_numbers_calls_and_started_operations_alike(tmp_path):
     mine.begin({"rank": 0, "name": "rank 0", "start": 0})
     track = Track(mine, "all ranks")
 
-    def long_way(value, in_place, op, name):
+    def long_way(value, in_place, op, name, compression):
         inner = track.begin(f"allreduce '{name}'")
         inner.agree()
         track.end(inner)
 
-    track.around("allreduce", lambda value, in_place, op, name: value)(np.zeros(3), True, None, np.str_("short"))
+    track.around("allreduce", lambda value, *more: value)(np.zeros(3), True, None, np.str_("short"))
     started = track.begin("broadcast 'b'")
     track.around("grouped_allreduce", long_way)([np.zeros(2), np.zeros(1)], True, None, "long")
     track.end(started)
