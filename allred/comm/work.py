@@ -203,7 +203,7 @@ class WorkQueue:
         with self._alone():
             work = Work(self, title, steps)
             if self.track is not None:
-                work.noted = self.track.begin(title)
+                work.noted = Operation(title)
             self._works.append(work)
             self.idle = False
             if self._ahead:

@@ -5,7 +5,9 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
 
-from allred.timeline.file import Operation, Rank, Span
+from allred.timeline.file import Rank, Span
+
+_JOIN = "join"  # what a rank that has joined is in, while the others are in an operation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +39,13 @@ def match(ranks: Sequence[Rank]) -> list[Collective]:
             for rank in ranks
             if (own := [each for each in rank.operations if each.members == members])
         }
-        for number in sorted(set.intersection(*(set(each) for each in by_rank.values()))) if len(by_rank) > 1 else ():
-            same = {rank: each[number] for rank, each in by_rank.items()}
-            first: Operation = next(iter(same.values()))
-            if any(each.kind != first.kind for each in same.values()):
+        for number in sorted(set.intersection(*(set(each) for each in by_rank.values()))):
+            here = {rank: each[number] for rank, each in by_rank.items() if each[number].kind != _JOIN}
+            if len({each.kind for each in here.values()}) > 1:
                 break  # the ranks were not in step any more
-            found.append(Collective(first.kind, first.name, {rank: each.start for rank, each in same.items()}))
+            if len(here) > 1:
+                first = next(iter(here.values()))
+                found.append(Collective(first.kind, first.name, {rank: each.start for rank, each in here.items()}))
     return sorted(found, key=lambda each: max(each.arrivals.values()))
 
 

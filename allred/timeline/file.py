@@ -101,18 +101,32 @@ def _rank(records: list[tuple[Any, ...]], left_out: str) -> Rank:
         Span(row, kind, name, clock(start), clock(end), nbytes)
         for _, row, kind, name, start, end, nbytes in _of(records, "span")
     ]
-    operations = [
-        Operation(members, number, kind, name, clock(start), clock(agreed) if agreed else 0, clock(end), nbytes, blocks)
-        for blocks, what in ((False, "operation"), (True, "call"))
-        for _, members, number, kind, name, start, agreed, end, nbytes in _of(records, what)
-    ]
+    operations = _operations(records, clock)
     spans += [Span("", each.kind, each.name, each.start, each.end, each.nbytes) for each in operations if each.blocking]
     spans.sort(key=lambda span: (span.row, span.start, -span.end))
-    operations.sort(key=lambda each: (each.members, each.number))
     start = clock(about["start"])
     ends = [span.end for span in spans] + [each.end for each in operations]
     ends += [clock(when) for _, when in _of(records, "end")]
     return Rank(about, start, max(ends, default=start), clock.error, spans, operations, left_out)
+
+
+def _operations(records: list[tuple[Any, ...]], clock: Clock) -> list[Operation]:
+    """Numbered in the order in which they were started. What a call has started is that call's operation."""
+    found = [
+        Operation(members, 0, kind, name, clock(start), clock(agreed) if agreed else 0, clock(end), nbytes, False)
+        for _, members, kind, name, start, agreed, end, nbytes in _of(records, "operation")
+    ]
+    for what, name, start, end, nbytes in (record for record in records if isinstance(record[0], tuple)):
+        found.append(Operation(what[0], 0, what[1], name, clock(start), 0, clock(end), nbytes, True))
+    found.sort(key=lambda each: (each.members, each.start, -each.end))
+    numbered: list[Operation] = []
+    for each in found:
+        before = numbered[-1] if numbered and numbered[-1].members == each.members else None
+        if before is not None and before.blocking and each.start < before.end:
+            numbered[-1] = before._replace(agreed=each.agreed)
+        else:
+            numbered.append(each._replace(number=0 if before is None else before.number + 1))
+    return numbered
 
 
 def _of(records: list[tuple[Any, ...]], what: str) -> list[tuple[Any, ...]]:

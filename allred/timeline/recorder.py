@@ -6,10 +6,11 @@ this process's clock, time.perf_counter_ns().
     begin      about: a dict; see file.Rank
     clock      when, offset, error: the chief's clock shows so much more than this one, give or take
     span       row, kind, name, start, end, bytes: what a thread did; those of a row nest
-    operation  members, number, kind, name, start, agreed, end, bytes: of a communicator, from when it was started until
-               it was complete; agreed: when all headers were there, 0 if that is not known
-    call       the same, where the caller was in it from its start to its end
+    operation  members, kind, name, start, agreed, end, bytes: of a communicator, from when it was started until it was
+               complete; agreed: when all headers were there, 0 if that is not known
     end        when
+
+    (members, kind)  name, start, end, bytes: an operation in which the caller was from its start to its end
 
 To note one is to append to a list. A thread writes what has come, ten times a second, as a chunk: length and CRC-32,
 then marshal's bytes. So a rank that is killed loses what came last, and a file system that stalls does not stall the

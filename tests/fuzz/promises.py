@@ -5,6 +5,7 @@ this module sees by allred.RemoteRankError.
 """
 
 import dataclasses
+import itertools
 import pathlib
 import re
 
@@ -113,13 +114,14 @@ def broken_timeline(job: Job, directory: pathlib.Path) -> list[str]:
         ranks = [read(directory / f"rank-{rank}.timeline") for rank in range(job.ranks)]
     except (OSError, InputError) as error:
         return [f"the timeline cannot be read: {error}"]
-    matched = match(ranks)
-    list(events(ranks, waits(matched, ranks)))
+    list(events(ranks, waits(match(ranks), ranks)))
     if job.fault.kind != "none":
         return []
     found = [f"the timeline is not whole: {rank.left_out}" for rank in ranks if rank.left_out]
-    if {len(rank.operations) for rank in ranks} != {len(matched)}:
-        found.append(f"of the operations of {[len(rank.operations) for rank in ranks]} {len(matched)} are the same")
+    kinds = [[each.kind for each in rank.operations if each.members == "all ranks"] for rank in ranks]
+    for number, column in enumerate(itertools.zip_longest(*kinds)):
+        if len(set(column) - {"join"}) > 1:
+            found.append(f"operation {number} in the timeline: {column}")
     return found
 
 

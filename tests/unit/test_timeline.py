@@ -12,7 +12,7 @@ from allred.timeline import collectives, recorder, summary
 from allred.timeline.clock import Clock
 from allred.timeline.file import read
 from allred.timeline.recorder import Recorder
-from allred.timeline.track import Track
+from allred.timeline.track import Operation, Track
 
 MS = 10**6
 
@@ -29,8 +29,8 @@ def written(directory, rank, *records, job="a", size=2, start=0, time=1.0):
     return path
 
 
-def call(number, start, end, kind="allreduce", members="all ranks"):
-    return ("call", members, number, kind, "w", start, 0, end, 8)
+def call(start, end, kind="allreduce", members="all ranks"):
+    return ((members, kind), "w", start, end, 8)
 
 
 def span(kind, start, end, row=""):
@@ -72,14 +72,16 @@ def test_a_track_numbers_calls_and_started_operations_alike(tmp_path):
     mine.begin({"rank": 0, "name": "rank 0", "start": 0})
     track = Track(mine, "all ranks")
 
-    def long_way(value, in_place, op, name, compression):
-        inner = track.begin(f"allreduce '{name}'")
+    def long_way(value, *more):
+        inner = Operation("grouped_allreduce 'long'")
         inner.agree()
         track.end(inner)
 
     track.around("allreduce", lambda value, *more: value)(np.zeros(3), True, None, np.str_("short"))
-    started = track.begin("broadcast 'b'")
+    started = Operation("broadcast 'b'")
     track.around("grouped_allreduce", long_way)([np.zeros(2), np.zeros(1)], True, None, "long")
+    with pytest.raises(ZeroDivisionError):
+        track.around("allreduce", lambda *_: 1 / 0)(1.5, True, None, "wrong")
     track.end(started)
     mine.close()
     found = read(path)
@@ -87,9 +89,10 @@ def test_a_track_numbers_calls_and_started_operations_alike(tmp_path):
         (0, "allreduce", "short", 24, True),
         (1, "broadcast", "b", 0, False),
         (2, "grouped_allreduce", "long", 24, True),
+        (3, "allreduce", "wrong", 0, True),
     ]
-    assert [each.agreed > 0 for each in found.operations] == [False, False, True]
-    assert [each.kind for each in found.spans] == ["allreduce", "grouped_allreduce"]
+    assert [each.agreed > 0 for each in found.operations] == [False, False, True, False]
+    assert [each.kind for each in found.spans] == ["allreduce", "grouped_allreduce", "allreduce"]
 
 
 def test_a_file_that_was_cut_gives_what_is_whole(tmp_path):
@@ -156,8 +159,8 @@ def test_what_is_less_than_its_error_is_no_difference():
 
 def test_ranks_with_other_clocks_are_compared_by_the_chiefs(tmp_path):
     ahead = 10**15
-    one = [("clock", 0, 0, 0), call(0, 1 * MS, 9 * MS)]
-    other = [("clock", ahead, -ahead, 1000), call(0, ahead + 8 * MS, ahead + 9 * MS)]
+    one = [("clock", 0, 0, 0), call(1 * MS, 9 * MS)]
+    other = [("clock", ahead, -ahead, 1000), call(ahead + 8 * MS, ahead + 9 * MS)]
     ranks = [read(written(tmp_path, 0, *one)), read(written(tmp_path, 1, *other, start=ahead))]
     (found,) = collectives.match(ranks)
     assert found.arrivals == {0: 1 * MS, 1: 8 * MS}
@@ -168,15 +171,21 @@ def test_ranks_with_other_clocks_are_compared_by_the_chiefs(tmp_path):
 
 
 def test_operations_of_the_same_number_and_kind_belong_together(tmp_path):
-    one = [call(0, 0, 1), call(1, 2, 3), call(2, 4, 5, "broadcast"), call(3, 6, 7), call(0, 1, 2, members="[0]")]
-    other = [call(1, 1, 3), call(2, 4, 5), call(3, 6, 7)]
+    one = [call(0, 1), call(2, 3), call(4, 5, "broadcast"), call(6, 7), call(1, 2, members="[0]")]
+    other = [call(1, 3), call(4, 5), call(6, 7)]
     ranks = [read(written(tmp_path, 0, *one)), read(written(tmp_path, 1, *other))]
-    assert [each.arrivals for each in collectives.match(ranks)] == [{0: 2, 1: 1}]
+    assert [each.arrivals for each in collectives.match(ranks)] == [{0: 0, 1: 1}, {0: 2, 1: 4}]
+
+
+def test_a_rank_that_has_joined_is_not_waited_for(tmp_path):
+    files = [call(0, 1), call(2, 9)], [call(1, 2), call(3, 9)], [call(0, 1), call(8, 9, "join")]
+    ranks = [read(written(tmp_path, rank, *records)) for rank, records in enumerate(files)]
+    assert [each.arrivals for each in collectives.match(ranks)] == [{0: 0, 1: 1, 2: 0}, {0: 2, 1: 3}]
 
 
 def test_only_who_is_blocked_waits_and_for_one_at_a_time(tmp_path):
-    started = [("operation", "all ranks", number, "allreduce", "w", number, 0, 100, 8) for number in (0, 1)]
-    late = [call(0, 50, 60), call(1, 70, 80)]
+    started = [("operation", "all ranks", "allreduce", "w", number, 0, 100, 8) for number in (0, 1)]
+    late = [call(50, 60), call(70, 80)]
     ranks = [read(written(tmp_path, 0, *started, span("wait", 40, 100))), read(written(tmp_path, 1, *late))]
     found = collectives.waits(collectives.match(ranks), ranks)
     assert [(each.start, each.end) for each in found[0]] == [(40, 50), (50, 70)]
@@ -186,7 +195,7 @@ def test_time_is_of_the_innermost_span_but_for_waits(tmp_path):
     records = [
         span("step", 10, 90),
         span("negotiate", 10, 30), span("wait", 12, 30),
-        call(0, 30, 60),
+        call(30, 60),
         span("apply", 60, 80),
         span("wait", 92, 95),
         ("end", 100),
@@ -199,8 +208,8 @@ def test_time_is_of_the_innermost_span_but_for_waits(tmp_path):
 
 
 def test_the_command_makes_a_trace_and_names_who_is_waited_for(tmp_path, capsys):
-    written(tmp_path, 0, *(call(n, n * 10 * MS, n * 10 * MS + 8 * MS) for n in range(5)), size=3)
-    written(tmp_path, 1, *(call(n, n * 10 * MS + 6 * MS, n * 10 * MS + 8 * MS) for n in range(5)), size=3)
+    written(tmp_path, 0, *(call(n * 10 * MS, n * 10 * MS + 8 * MS) for n in range(5)), size=3)
+    written(tmp_path, 1, *(call(n * 10 * MS + 6 * MS, n * 10 * MS + 8 * MS) for n in range(5)), size=3)
     code, out, events = merge(tmp_path, capsys)
     assert code == 0
     assert "a job of" in out
@@ -216,7 +225,7 @@ def test_the_command_makes_a_trace_and_names_who_is_waited_for(tmp_path, capsys)
 
 
 def test_started_operations_are_events_of_their_own(tmp_path, capsys):
-    written(tmp_path, 0, ("operation", "all ranks", 0, "allgather", "x", 1000, 2000, 5000, 8), size=1)
+    written(tmp_path, 0, ("operation", "all ranks", "allgather", "x", 1000, 2000, 5000, 8), size=1)
     _, _, events = merge(tmp_path, capsys)
     assert [(e["ph"], e["name"], e["ts"]) for e in events if e.get("cat") == "operation"] == [
         ("b", "allgather x", 1.0),
