@@ -1,7 +1,6 @@
 """What a rank notes of itself while a timeline is wanted, and the file that it goes to.
 
-A record is a tuple of plain words and numbers (no numpy.str_, which marshal takes for bytes); times are nanoseconds of
-this process's clock, time.perf_counter_ns().
+A record is a tuple of words and numbers; times are nanoseconds of this process's clock, time.perf_counter_ns().
 
     begin      about: a dict; see file.Rank
     clock      when, offset, error: the chief's clock shows so much more than this one, give or take
@@ -85,7 +84,7 @@ class Recorder:
         records = self._records[:count]
         del self._records[:count]
         if records and not self._failed:
-            data = marshal.dumps(records, _MARSHAL_VERSION)
+            data = marshal.dumps([_plain(record) for record in records], _MARSHAL_VERSION)
             self._write(CHUNK.pack(len(data), zlib.crc32(data)) + data)
 
     def _write(self, data: bytes) -> None:
@@ -98,6 +97,12 @@ class Recorder:
                 f"{self._path} cannot be written any more: {error.strerror}; the program goes on, the timeline of this "
                 "rank ends here"
             )
+
+
+def _plain(record: Record) -> Record:
+    """With a name that is a str and nothing derived from it, such as numpy.str_, which marshal takes for bytes."""
+    name = record[1]
+    return record if type(name) is str or not isinstance(name, str) else (record[0], str(name), *record[2:])
 
 
 current: Recorder | None = None

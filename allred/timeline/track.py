@@ -58,10 +58,9 @@ class Track:
             finally:
                 end = now()
                 try:
-                    nbytes = value.nbytes
+                    add((what, name, start, end, value.nbytes))
                 except AttributeError:
-                    nbytes = _bytes_of(value)
-                add((what, name if type(name) is str else str(name), start, end, nbytes))
+                    add((what, name, start, end, _bytes_of(value)))
 
         return noted
 
