@@ -1,6 +1,8 @@
 """allred: data-parallel training over MPI. Importing it starts neither MPI nor CUDA; allred.init() does."""
 
 from allred import data, optim
+from allred.client.session import connect
+from allred.cluster.device import device
 from allred.cluster.spec import ClusterSpec
 from allred.cluster.topology import (
     cross_rank,
@@ -112,9 +114,11 @@ __all__ = [
     "broadcast",
     "broadcast_",
     "broadcast_object",
+    "connect",
     "cross_rank",
     "cross_size",
     "data",
+    "device",
     "digest",
     "distributed",
     "grouped_allreduce",

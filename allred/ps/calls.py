@@ -12,6 +12,7 @@ from typing import Any
 
 from allred import checkpoint
 from allred.arrays import Array
+from allred.cluster import topology
 from allred.comm.shared_memory import Offer
 from allred.comm.work import Steps
 from allred.errors import AllredError, InputError, MismatchError
@@ -235,7 +236,7 @@ class Calls:
 
     def _saved(self, worker: int, path: str) -> None:
         """A checkpoint is complete."""
-        name_this(f"{self._running.role}; last checkpoint {path}")
+        name_this(f"{topology.role()}; last checkpoint {path}")
 
     # Leaving.
 

@@ -75,9 +75,13 @@ def test_sessions(tmp_path):
 
 def test_clusters(tmp_path):
     file = tmp_path / "train.py"
-    [program] = programs("clusters.md")
-    file.write_text(program)
+    roles, client = programs("clusters.md")
+    file.write_text(roles)
     result = mpirun(3, file)
     assert result.code == 0, result.text
     said = sorted(result.out.splitlines())
     assert said == ["a step of task 0, the chief: True", "a step of task 1, the chief: False"], result.text
+    file.write_text(client)
+    result = mpirun(3, file)
+    assert (result.code, result.out) == (0, "[0. 1. 4. 9.]\n14.0\n"), result.text
+    assert "square: /job:worker/task:1/cpu:0\nsquare: /job:worker/task:0/cpu:0\n" in result.err, result.text

@@ -71,7 +71,7 @@ def test_a_cluster_that_is_not_what_mpirun_started(cluster, given, words):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        ("Server({'ps': 1})", "one job of workers besides 'ps'; got none"),
+        ("Server({'ps': 1})", "one job of workers besides 'ps' and 'client'; got none"),
         ("Server({'ps': 1, 'chief': 1, 'worker': 1})", "got 'chief', 'worker'"),
         ("Server({'worker': {1: 'a:1'}})", "the tasks of job 'worker' are [1]; none may be left out"),
         ("Server({'worker': 2}, 'worker', 2)", "job 'worker' has no task 2; it has 0, 1"),

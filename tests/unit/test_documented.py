@@ -15,7 +15,7 @@ import allred
 
 PACKAGE = pathlib.Path(allred.__file__).parent
 PAGE = PACKAGE.parent / "docs/api.md"
-ROOMS = ("allred", "allred.optim", "allred.data", "allred.session", "allred.ps", "allred.testing")
+ROOMS = ("allred", "allred.optim", "allred.data", "allred.session", "allred.ps", "allred.client", "allred.testing")
 
 
 def names():
