@@ -54,6 +54,7 @@ from allred.modes.optimizer import DistributedOptimizer
 from allred.modes.scaler import GradScaler
 from allred.modes.towers import Towers
 from allred.nest import digest
+from allred.ps.variable import replica_device_setter, variable
 from allred.server import Server
 from allred.session.session import Session
 from allred.watch import exit as _exit_protocol
@@ -133,9 +134,11 @@ __all__ = [
     "patience",
     "rank",
     "reducescatter",
+    "replica_device_setter",
     "shutdown",
     "size",
     "task_index",
+    "variable",
     "world_rank",
     "world_size",
 ]

@@ -347,6 +347,6 @@ def _difference(mine: Registration, first: Registration) -> str:
     if len(ours) != len(theirs):
         return f"parameters differ: worker {mine.worker} has {len(ours)}, worker 0 has {len(theirs)}"
     return (
-        f"worker {mine.worker} places the parameters differently from worker 0; a function given as placement must "
-        "give the same on all ranks"
+        f"worker {mine.worker} places the parameters differently from worker 0; allred.device around variables, or a "
+        "function given as placement, must say the same on all ranks"
     )

@@ -75,12 +75,17 @@ def test_sessions(tmp_path):
 
 def test_clusters(tmp_path):
     file = tmp_path / "train.py"
-    roles, client = programs("clusters.md")
+    roles, variables, client = programs("clusters.md")
     file.write_text(roles)
     result = mpirun(3, file)
     assert result.code == 0, result.text
     said = sorted(result.out.splitlines())
     assert said == ["a step of task 0, the chief: True", "a step of task 1, the chief: False"], result.text
+    file.write_text(variables)
+    result = mpirun(3, file)
+    assert (result.code, result.out) == (0, "[-0.1 -0.1] [-0.1 -0.1]\n"), result.text
+    said = re.search(r"^```\n(allred: w.*?)^```$", (ROOT / "docs/clusters.md").read_text(), flags=re.M | re.S)
+    assert said[1] in result.err, result.text
     file.write_text(client)
     result = mpirun(3, file)
     assert (result.code, result.out) == (0, "[0. 1. 4. 9.]\n14.0\n"), result.text
