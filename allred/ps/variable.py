@@ -50,8 +50,8 @@ def _check(place: Place, name: str) -> None:
     own = Place(topology.job_name(), topology.task_index())
     if own.job == CLIENT and place.job == SERVERS:
         raise InputError(
-            f"allred.variable({name!r}): what is on parameter servers is the workers'; make it in a function that these "
-            "run"
+            f"allred.variable({name!r}): what is on parameter servers is the workers'; make it in a function that "
+            "these run"
         )
     whole = place.within(own)
     if whole.task_name == own.task_name or (place.job == SERVERS and (place.task or 0) < here.servers):
