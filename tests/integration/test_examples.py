@@ -225,7 +225,7 @@ def test_linear_regression_by_hand():
     ("ranks", "arguments", "mpi"),
     [
         (3, [], "openmpi"),
-        (3, ["--ps_hosts=localhost:2221"], "mpich"),
+        (3, ["--ps_hosts=localhost:1"], "mpich"),
         (4, ["--ps_hosts=localhost:1,localhost:2"], "mpich"),
     ],
 )
