@@ -17,6 +17,20 @@ from allred.cluster.topology import (
     world_rank,
     world_size,
 )
+from allred.comm.asynchronous import (
+    allgather_async,
+    allreduce_async,
+    allreduce_async_,
+    alltoall_async,
+    barrier_async,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    poll,
+    reducescatter_async,
+    synchronize,
+)
 from allred.comm.collectives import (
     allgather,
     allgather_object,
@@ -34,6 +48,7 @@ from allred.comm.collectives import (
 )
 from allred.comm.ops import ReduceOp
 from allred.comm.process_set import ProcessSet
+from allred.comm.work import Work
 from allred.compression.wire import Compression
 from allred.errors import (
     AllredError,
@@ -106,14 +121,22 @@ __all__ = [
     "ShutdownError",
     "Sum",
     "Towers",
+    "Work",
     "allgather",
+    "allgather_async",
     "allgather_object",
     "allreduce",
     "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
     "alltoall",
+    "alltoall_async",
     "barrier",
+    "barrier_async",
     "broadcast",
     "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
     "broadcast_object",
     "connect",
     "cross_rank",
@@ -124,6 +147,8 @@ __all__ = [
     "distributed",
     "grouped_allreduce",
     "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
     "init",
     "is_chief",
     "is_initialized",
@@ -132,11 +157,14 @@ __all__ = [
     "local_size",
     "optim",
     "patience",
+    "poll",
     "rank",
     "reducescatter",
+    "reducescatter_async",
     "replica_device_setter",
     "shutdown",
     "size",
+    "synchronize",
     "task_index",
     "variable",
     "world_rank",

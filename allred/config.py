@@ -61,6 +61,11 @@ class Config:
         "none", "mode ps: the directory for a checkpoint when the job is asked to end by SIGTERM; none writes none"
     )
     backend: str = _setting("auto", "who moves the arrays", choices=("auto", "single", "shm", "mpi"), later=("nccl",))
+    progress: str = _setting(
+        "thread",
+        "who moves operations of allred.*_async that nobody waits for: thread (one of C's, on one node), or caller",
+        choices=("thread", "caller"),
+    )
     bucket_bytes: int = _setting(
         2**20,
         "gradients smaller than half of this travel together, up to this many bytes (512KiB, 4MiB, ...)",

@@ -26,8 +26,9 @@ from allred.errors import InputError
 from allred.fusion.buffer import buffer_of
 from allred.fusion.plan import Plan, Tensor, plan
 
-# The note in a header: samples in the low bits, an inspector's flags, and two flags.
-_SAMPLES = 2**48 - 1
+# The note in a header: samples in the low bits, an inspector's flags, and three flags.
+_SAMPLES = 2**47 - 1
+_EARLY = 2**47  # this rank has given gradients before the step
 _INSPECTED = 48  # the lowest bit of the inspector's
 _UNCOUNTED = 2**62  # this rank does not know its number of samples
 _MISSING = 2**63  # this rank lacks a gradient
@@ -57,6 +58,20 @@ class Inspector:
         """The gradients are reduced: whether to use them."""
         return True
 
+    # Where gradients go out one by one, before all of them are there (modes/early.py).
+
+    def asks(self, samples: int | None) -> bool:
+        """Whether this step has to be one in which all are there before any is changed."""
+        return False
+
+    def look(self, plan: Plan, values: Sequence[Any]) -> int:
+        """Some of them are about to go out: this rank's flags, of which `closed` gets those of all."""
+        return 0
+
+    def closed(self, flags: list[int], plan: Plan, values: Sequence[Any]) -> bool:
+        """All are reduced: whether to use them."""
+        return True
+
 
 _NOBODY = Inspector()
 
@@ -81,6 +96,7 @@ class Reducer:
             raise InputError(f"compression={compression!r} is none; use allred.Compression.none, .fp16 or .bf16")
         self.op, self.compression = op, compression
         self.samples = 0  # of all ranks, in the last reduction; 0 if they were not counted
+        self.early = False  # whether some rank had given gradients before it
         self._bucket_bytes = _size(bucket_bytes)
         self._title, self._settings = title, settings
         self._plans: dict[tuple[int, tuple[Tensor, ...]], Plan] = {}
@@ -93,6 +109,7 @@ class Reducer:
         problem: str = "",
         inspector: Inspector = _NOBODY,
         settings: str = "",
+        early: bool = False,
     ) -> list[Any] | None:
         """The reduced gradients, in order: writable arrays among `values` are overwritten, others give new arrays.
 
@@ -101,27 +118,50 @@ class Reducer:
         tensors: what every rank must bring. values: the gradients, of the tensors' shapes and dtypes; None counts as
         zeros if another rank has that gradient, and stays None otherwise. samples: how many samples the gradients are
         the mean of; ranks with more count for more. problem: why this rank cannot take part, in words. settings: what
-        else must be the same on all ranks at this step, in words.
+        else must be the same on all ranks in this step. early: whether this rank has given gradients before; that any
+        has is then known on all.
 
         Raises InputError or MismatchError, the same on every rank, before anything has been changed.
         """
         whole = self.plan(tensors)
         problem = problem or next((p for b in whole.buckets if (p := ops.refusal(self.op, b.dtype))), "")
-        ready = [] if problem else _writable(tensors, values)
-        note = _UNCOUNTED if samples is None else min(samples, _SAMPLES)
-        note |= _MISSING if any(value is None for value in ready) else 0
-        note |= 0 if problem else inspector.before(whole, ready, samples) << _INSPECTED
-        how = f"op={self.op.value}", f"bucket_bytes={self.bucket_bytes}", f"compression={self.compression.name}"
-        words = " ".join(filter(None, (*how, inspector.settings, self._settings, settings)))
+        ready = [] if problem else writable(tensors, values, set())
+        flags = 0 if problem else inspector.before(whole, ready, samples)
+        note = self.note(samples, flags, any(value is None for value in ready)) | _EARLY * early
+        words = self.agreement(inspector, settings)
         notes = collectives.current().check("step", self._title, whole.lines, words, note, problem).wait()
-        weight, flags = self._weight(notes), [note >> _INSPECTED & 2**14 - 1 for note in notes]
-        if any(each & _MISSING for each in notes):
+        self.early = any(each & _EARLY for each in notes)
+        weight, everyones = self.heard(notes)
+        if self.any_missing(notes):
             ready = self._fill_missing(tensors, ready)
-        if not inspector.agreed(flags, whole, ready):
+        if not inspector.agreed(everyones, whole, ready):
             return None
         present = [i for i, value in enumerate(ready) if value is not None]
         self._run(self.plan([tensors[i] for i in present]), [ready[i] for i in present], weight)
-        return ready if inspector.reduced(flags, whole, ready) else None
+        return ready if inspector.reduced(everyones, whole, ready) else None
+
+    def note(self, samples: int | None, flags: int, missing: bool = False) -> int:
+        """What this rank tells the others in a header."""
+        return (_UNCOUNTED if samples is None else min(samples, _SAMPLES)) | _MISSING * missing | flags << _INSPECTED
+
+    def heard(self, notes: list[int]) -> tuple[float | None, list[int]]:
+        """From every rank's note: by how much this rank's gradients count, and every rank's flags."""
+        return self._weight(notes), self.flags(notes)
+
+    @staticmethod
+    def flags(notes: list[int]) -> list[int]:
+        """Every rank's flags."""
+        return [note >> _INSPECTED & 2**14 - 1 for note in notes]
+
+    @staticmethod
+    def any_missing(notes: list[int]) -> bool:
+        """Whether some rank lacks a gradient."""
+        return any(note & _MISSING for note in notes)
+
+    def agreement(self, inspector: Inspector, settings: str) -> str:
+        """What must be the same on all ranks, in words: the reducer's settings, an inspector's, and others."""
+        own = f"op={self.op.value}", f"bucket_bytes={self.bucket_bytes}", f"compression={self.compression.name}"
+        return " ".join(filter(None, (*own, inspector.settings, self._settings, settings)))
 
     @property
     def bucket_bytes(self) -> int:
@@ -139,12 +179,16 @@ class Reducer:
 
     def _fill_missing(self, tensors: Sequence[Tensor], values: list[Any]) -> list[Any]:
         """Zeros where this rank lacks a gradient that another one has."""
-        here = np.array([value is not None for value in values], np.uint8)
-        anywhere = collectives.allreduce_(here, ReduceOp.MAX, f"{self._title}: who has which gradient")
+        anywhere = self.anywhere([value is not None for value in values])
         return [
             np.zeros(tensor.shape, tensor.dtype) if value is None and some else value
             for tensor, value, some in zip(tensors, values, anywhere, strict=True)
         ]
+
+    def anywhere(self, here: list[bool]) -> list[bool]:
+        """Whether some rank has a gradient, for each, from what this rank has. Collective."""
+        found = np.array(here, np.uint8)
+        return collectives.allreduce_(found, ReduceOp.MAX, f"{self._title}: who has which gradient").tolist()  # type: ignore[no-any-return]
 
     def _weight(self, notes: list[int]) -> float | None:
         """By how much this rank's gradients count; None where all ranks' count alike. Without samples: not at all."""
@@ -208,13 +252,15 @@ def _size(bucket_bytes: int | str | None) -> int | None:
     return size
 
 
-def _writable(tensors: Sequence[Tensor], values: Sequence[Any]) -> list[Any]:
-    """The arrays to reduce in: the caller's own; copies of numbers, read-only arrays and memory that comes twice."""
-    writable = [isinstance(value, np.ndarray) and value.flags.writeable for value in values]
-    memory = iter(arrays.memory_of([value for value, good in zip(values, writable, strict=True) if good]))
-    seen: set[int] = set()
+def writable(tensors: Sequence[Tensor], values: Sequence[Any], seen: set[int]) -> list[Any]:
+    """The arrays to reduce in: the caller's own; copies of numbers, read-only arrays and memory that comes twice.
+
+    seen: where those are that came before; these are added.
+    """
+    can_write = [isinstance(value, np.ndarray) and value.flags.writeable for value in values]
+    memory = iter(arrays.memory_of([value for value, good in zip(values, can_write, strict=True) if good]))
     ready: list[Any] = []
-    for tensor, value, good in zip(tensors, values, writable, strict=True):
+    for tensor, value, good in zip(tensors, values, can_write, strict=True):
         if good and (address := next(memory)) not in seen:
             seen.add(address)
             ready.append(value)

@@ -18,12 +18,16 @@ void allred_begin_exchange(allred_operation *op, allred_segment *segment, const 
   *op = (allred_operation){.segment = segment,
                            .transfer = &nothing,
                            .header = *header,
-                           .number = ++segment->operation,
-                           .first_tick = segment->ticks,
                            .rounds = 1,
                            .on_card = 1,
-                           .status = ALLRED_PENDING};
-  op->header.sequence = op->number;
+                           .status = ALLRED_PENDING,
+                           .settled = ALLRED_PENDING};
+}
+
+/* Its turn has come. */
+static void enter(allred_operation *op) {
+  op->header.sequence = op->number = ++op->segment->operation;
+  op->first_tick = op->segment->ticks;
 }
 
 static int arrived(const allred_operation *op, int rank) {
@@ -65,6 +69,7 @@ int allred_step(allred_operation *op) {
   const allred_transfer *transfer = op->transfer;
   switch (op->phase) {
   case FILL:
+    if (op->round == 0) enter(op);
     if (transfer->fill) transfer->fill(op, own_chunk(op));
     if (op->round == 0)
       allred_segment_publish_header(op->segment, &op->header);
@@ -92,7 +97,7 @@ int allred_step(allred_operation *op) {
     if (++op->round == op->rounds) return end(op, ALLRED_DONE);
     op->phase = FILL;
   }
-  op->moves++;
+  atomic_store_explicit(&op->moves, atomic_load_explicit(&op->moves, memory_order_relaxed) + 1, memory_order_relaxed);
   return ALLRED_MOVED;
 }
 
@@ -111,12 +116,18 @@ static int64_t now_ns(void) {
 }
 
 int allred_run(allred_operation *op, int64_t patience_ns) {
+  static const _Atomic int stay = 0;
+  return allred_run_unless(op, patience_ns, &stay);
+}
+
+int allred_run_unless(allred_operation *op, int64_t patience_ns, const _Atomic int *leave) {
   int64_t begun = 0, since = 0;
   for (int spins = 0;; spins++) {
     int status, moved = 0;
     while ((status = allred_step(op)) == ALLRED_MOVED) {
       moved = 1;
-      if (op->moves % MOVES_A_LOOK) continue;
+      if (atomic_load_explicit(leave, memory_order_relaxed)) return ALLRED_PENDING;
+      if (atomic_load_explicit(&op->moves, memory_order_relaxed) % MOVES_A_LOOK) continue;
       if (!begun) begun = now_ns();
       if (now_ns() - begun > LONGEST_NS) return ALLRED_PENDING;
     }
@@ -128,7 +139,7 @@ int allred_run(allred_operation *op, int64_t patience_ns) {
     }
     const int64_t now = now_ns();
     if (!since) since = now;
-    if (now - since >= patience_ns) return ALLRED_PENDING;
+    if (now - since >= patience_ns || atomic_load_explicit(leave, memory_order_relaxed)) return ALLRED_PENDING;
     sched_yield();
   }
 }

@@ -21,6 +21,8 @@
 #ifndef ALLRED_OPERATION_H
 #define ALLRED_OPERATION_H
 
+#include <stdatomic.h>
+
 #include "reduce.h"
 #include "segment.h"
 
@@ -55,7 +57,7 @@ struct allred_operation {
   uint64_t number, round, rounds;
   uint64_t first_tick;
   int on_card;
-  uint64_t moves; /* steps taken: whoever waits sees by it that there was progress */
+  _Atomic uint64_t moves; /* steps taken: whoever waits, in whichever thread, sees by it that there was progress */
   int phase, met, status;
   /* of a reduction */
   int variant, op, divisor;
@@ -70,10 +72,15 @@ struct allred_operation {
   char *receive;
   const uint64_t *send_starts, *receive_starts;
   size_t part_bytes;
+  /* in a queue, see queue.h */
+  allred_operation *next;
+  int holds, continues;
+  _Atomic int settled;
 };
 
 /*
- * Begin an operation; one at a time on a segment. The header is copied, everything else must stay until the end.
+ * Prepare an operation. It gets its number with its first step: one at a time on a segment, in the order of these. The
+ * header is copied, everything else must stay until the end.
  *
  * exchange       nothing but the headers: a barrier
  * allreduce      tensors reduced over all ranks; one table of tensors is the fusion: they pass as one stream
@@ -104,5 +111,8 @@ int allred_step(allred_operation *);
 /* Take steps for as long as there is progress, but 20 ms at most, and for up to `patience_ns` without any: spin, then
  * yield the core. */
 int allred_run(allred_operation *, int64_t patience_ns);
+
+/* The same, but PENDING as soon as `leave` is not 0. */
+int allred_run_unless(allred_operation *, int64_t patience_ns, const _Atomic int *leave);
 
 #endif

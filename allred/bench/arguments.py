@@ -1,6 +1,7 @@
 """The arguments of `python -m allred bench`, checked: a wrong one is one line that says what would be right."""
 
 import argparse
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import numpy as np
@@ -27,16 +28,19 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         epilog=measure.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    what = parser.add_subparsers(dest="bench", required=True, metavar="allreduce|fused|ps")
+    what = parser.add_subparsers(dest="bench", required=True, metavar="allreduce|fused|overlap|ps")
     one = what.add_parser("allreduce", help="one array in place, at several sizes")
     one.add_argument("--sizes", default=None, help=f"bytes an array, for example 4,64KiB,1MiB; default {SIZES}")
     many = what.add_parser("fused", help="many tensors of a real model in one call")
     many.add_argument("--set", dest="sets", default=",".join(sets.SETS), help="%(default)s (default: all)")
+    hidden = what.add_parser("overlap", help="steps whose gradients are reduced while others are computed")
+    hidden.add_argument("--set", dest="sets", default="resnet50", help=f"of {', '.join(sets.OVERLAPPED)}; %(default)s")
+    hidden.add_argument("--progress", choices=["thread", "caller"], default="thread", help="as ALLRED_PROGRESS")
     served = what.add_parser("ps", help="steps with parameter servers, which are the first ranks")
     served.add_argument("--set", default="resnet50", help=f"one of {', '.join(sets.SERVED)}; default resnet50")
     served.add_argument("--servers", type=int, default=1, help="how many ranks serve; default 1")
     served.add_argument("--consistency", choices=["async", "bounded", "sync"], help="default: ALLRED_CONSISTENCY")
-    for sub in (one, many):
+    for sub in (one, many, hidden):
         sub.add_argument("--backend", default=None, help="as in allred.init(); default: the setting ALLRED_BACKEND")
         sub.add_argument(
             "--compression",
@@ -44,22 +48,24 @@ def parse(arguments: list[str]) -> argparse.Namespace:
             help="what wide floats travel as; another than none is timed beside none, in turns",
         )
     for sub in (one, many, served):
-        sub.add_argument("--dtype", default="float32", help="float32 (default), or another that allred sums")
         sub.add_argument("--against", choices=["mpi"], help="time raw MPI too, on the same arrays, in turns")
+    for sub in (one, many, hidden, served):
+        sub.add_argument("--dtype", default="float32", help="float32 (default), or another that allred sums")
         sub.add_argument("--malloc-tuned", action="store_true", help="glibc keeps freed memory, in huge pages")
         sub.add_argument("--seconds", type=float, default=3.0, help="how long to measure for a line; default 3")
         sub.add_argument("--json", action="store_true", help="one JSON object a line, and nothing else, on stdout")
     options = parser.parse_args(arguments)
-    sub = {"allreduce": one, "fused": many, "ps": served}[options.bench]
+    sub = {"allreduce": one, "fused": many, "overlap": hidden, "ps": served}[options.bench]
     try:
-        options.dtype = _dtype(options.dtype, options.against)
+        options.dtype = _dtype(options.dtype, getattr(options, "against", None))
         if sub is served:
             _check_served(options)
         else:
             options.compression = Compression[options.compression or "none"]
             if options.compression.value and not narrows(options.dtype, options.compression.value):
                 raise ValueError(f"--compression is of float32 and float64, and --dtype is {options.dtype}")
-            options.items = _sizes(options.sizes, options.dtype) if sub is one else _sets(options.sets)
+            known = sets.OVERLAPPED if sub is hidden else sets.SETS
+            options.items = _sizes(options.sizes, options.dtype) if sub is one else _sets(options.sets, known)
         if not 0 <= options.seconds < float("inf"):
             raise ValueError(f"--seconds {options.seconds:g} is not a time")
     except ValueError as error:
@@ -101,9 +107,9 @@ def _sizes(text: str | None, dtype: np.dtype[Any]) -> list[int]:
     return found
 
 
-def _sets(text: str) -> list[str]:
+def _sets(text: str, known: Iterable[str]) -> list[str]:
     names = text.split(",")
     for name in names:
-        if name not in sets.SETS:
-            raise ValueError(f"unknown set {name!r}; choose from {', '.join(sets.SETS)}")
+        if name not in known:
+            raise ValueError(f"unknown set {name!r}; choose from {', '.join(known)}")
     return names

@@ -14,7 +14,7 @@ from typing import Any
 
 import allred
 from allred import arrays
-from allred.bench import measure, ps, sets, setting, table, verify, ways
+from allred.bench import measure, overlap, ps, sets, setting, table, verify, ways
 from allred.bench.arguments import parse
 from allred.cluster import mpi
 from allred.comm import collectives
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
     if options.malloc_tuned:
         setting.tune_malloc()
     try:
-        action = ps.run if options.bench == "ps" else run
+        action = {"ps": ps.run, "overlap": overlap.run}.get(options.bench, run)
         action(options, command=shlex.join(["python", "-m", "allred", "bench", *arguments]))
     except ConfigError as error:  # the same on every rank
         return setting.fail(f"python -m allred bench: {error}")
@@ -67,8 +67,10 @@ def run(options: argparse.Namespace, command: str) -> None:
     printer.begin(options.bench, common, where, options.against or common.get("compression"))
     for item in options.items:
         what, measured = _measured(item, options, comm)
+        thread = {"progress_thread": collectives.current().queue.engine.attended}
         for numbers in measured:
-            printer.line({"bench": options.bench, **what, **common, **numbers, **where})
+            printer.line({"bench": options.bench, **what, **common, **numbers, **where, **thread})
+    printer.end(collectives.current().queue.engine.attended)
     comm.Free()
     allred.shutdown()
 

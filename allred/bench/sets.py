@@ -2,6 +2,7 @@
 
 resnet50      torchvision's ResNet-50: 161 tensors, 25 557 032 elements, most of them small, a few of 9 MB
 transformer   BERT-base, uncased, with its pooler: 199 tensors, 109 482 240 elements, one of them 94 MB
+mlp           eight dense layers of 512: 16 tensors, 2 101 248 elements; for overlap
 small         1000 tensors of 256 elements: what a call costs, and hardly anything else
 tiny          one tensor of 256 elements: what a round trip to a parameter server costs
 """
@@ -41,6 +42,12 @@ def transformer() -> list[Shape]:
     return [(30522, hidden), (512, hidden), (2, hidden), *norm, *layer * 12, *dense]
 
 
+def mlp() -> list[Shape]:
+    """Weights and biases."""
+    layer: list[Shape] = [(512, 512), (512,)]
+    return layer * 8
+
+
 def small() -> list[Shape]:
     """1 KiB each, in float32."""
     return [(256,)] * 1000
@@ -52,4 +59,5 @@ def tiny() -> list[Shape]:
 
 
 SETS = {"resnet50": resnet50, "transformer": transformer, "small": small}
+OVERLAPPED = {**SETS, "mlp": mlp}
 SERVED = {**SETS, "tiny": tiny}  # what parameter servers are measured with

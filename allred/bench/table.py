@@ -72,6 +72,11 @@ class Printer:
         head += [f"{'samples':>14}", *(["  against", " its p50 us, speedup"] if against else [])]
         print("".join(head), flush=True)
 
+    def end(self, progress_thread: bool) -> None:
+        """What holds at the end: whether a thread for started operations has taken cycles from the measured calls."""
+        if self.speaks and not self.as_json:
+            print(f"{'a' if progress_thread else 'no'} progress thread alive", flush=True)
+
     def line(self, record: dict[str, Any]) -> None:
         """One measured line."""
         if not self.speaks:

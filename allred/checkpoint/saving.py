@@ -183,7 +183,10 @@ def _make_way(target: pathlib.Path, replaced: pathlib.Path) -> None:
     aside = target.with_name(f"{target.name}.was-in-the-way-{secrets.token_hex(4)}")
     os.rename(target, aside)
     if (aside / manifest.NAME).exists():  # by now another writer had put its checkpoint there
-        os.rename(aside, replaced)
+        try:
+            os.rename(aside, replaced)
+        except OSError:  # one that was replaced is there already
+            discard(aside)
 
 
 def _sync(directory: pathlib.Path) -> None:

@@ -13,8 +13,6 @@ run is the backend's to say.
 """
 
 import dataclasses
-import functools
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -23,16 +21,17 @@ import numpy as np
 
 from allred import arrays
 from allred.arrays import Array
-from allred.comm import header, objects, ops
-from allred.comm.header import Call
+from allred.comm import header, objects
+from allred.comm.calls import array_call, group_call, index_of, source_and_target, splits_of, target_of
+from allred.comm.header import Call, quoted
 from allred.comm.ops import ReduceOp
-from allred.comm.work import Lock, Steps, Work, WorkQueue
+from allred.comm.work import Engine, Steps, Work, WorkQueue
 from allred.compression import Compression, narrows
 from allred.errors import AllredError, InputError
 
 T = TypeVar("T")
 
-_NO_OP = object()  # of an operation that does not reduce; None is something that somebody may pass
+_BEHIND = 16  # operations that were started behind one that differs, and that may explain why
 
 
 class Communicator(ABC):
@@ -40,11 +39,11 @@ class Communicator(ABC):
 
     name: str
 
-    def __init__(self, rank: int, size: int, timeout_s: float, lock: Lock | None = None) -> None:
+    def __init__(self, rank: int, size: int, timeout_s: float, engine: Engine | None = None) -> None:
         self.rank = rank
         self.size = size
         self.ranks: Sequence[int] = range(size)  # the numbers of its members, as callers know them: for roots and words
-        self.queue = WorkQueue(timeout_s, lock)
+        self.queue = WorkQueue(timeout_s, engine)
         self.checks_places = False  # whether all ranks must call an operation at the same line of the program
         self._sequence = 0
         self._sent_bytes = 0
@@ -90,6 +89,10 @@ class Communicator(ABC):
         of its node's sums, which cross between nodes; alone, backend single, nothing travels."""
         return self._sent_bytes
 
+    def attend(self) -> None:  # noqa: B027  (not a must)
+        """See to it that started operations go on while nobody waits for them, if that is possible; else they go on
+        when somebody waits, asks whether one is done, or starts another."""
+
     fuses = False  # whether a group passes as one stream, without a fusion buffer
 
     def close(self) -> None:
@@ -120,7 +123,7 @@ class Communicator(ABC):
     def _reduce_one(
         self, value: Any, op: ReduceOp, name: str, compression: Compression, in_place: bool
     ) -> Steps[Array]:
-        source, target = _source_and_target(value, in_place)
+        source, target = source_and_target(value, in_place)
         call = array_call("allreduce", source, name, op, compression=compression)
         yield from self._reduce(call, [source], [target], op, compression)
         return target
@@ -160,7 +163,7 @@ class Communicator(ABC):
     def _reduce_group(
         self, group: Sequence[Any], op: ReduceOp, name: str, compression: Compression, in_place: bool
     ) -> Steps[list[Array]]:
-        pairs = [_source_and_target(value, in_place) for value in group]
+        pairs = [source_and_target(value, in_place) for value in group]
         sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
         if in_place and arrays.overlap([target for target in targets if target.size]):
             raise InputError("the same memory is in the group twice, and would be reduced twice")
@@ -189,13 +192,17 @@ class Communicator(ABC):
         return self._start("broadcast", name, self._cast(array, root, name, in_place=True))
 
     def _cast(self, value: Any, root: int, name: str, in_place: bool) -> Steps[Array]:
-        target = _target(value, in_place)
-        source = _index_of(root, self.ranks)
-        yield from self._agree(array_call("broadcast", target, name, root=self.ranks[source]))
+        target = target_of(value, in_place)
+        source = index_of(root, self.ranks)
         flat = arrays.flat(target)
-        yield from self._broadcast(arrays.as_bytes(flat), source)
+        call = array_call("broadcast", target, name, root=self.ranks[source])
+        yield from self._agree_and_broadcast(call, flat, source)
         arrays.put_back(target, flat)
         return target
+
+    def _agree_and_broadcast(self, call: Call, flat: Array, root: int) -> Steps[None]:
+        yield from self._agree(call)
+        yield from self._broadcast(arrays.as_bytes(flat), root)
 
     def allgather(self, value: Any, name: str = "") -> Work[Array]:
         """All ranks' arrays, joined along the first dimension in rank order; a new array on every rank.
@@ -228,15 +235,20 @@ class Communicator(ABC):
             call = array_call("reducescatter", source, name, op)
             if source.ndim == 0:
                 raise InputError("a 0-d array has no first dimension to split; use allreduce")
-            yield from self._agree(call)
             rest = source.shape[1:]
             rows = arrays.split_sizes(len(source), self.size)
             result = np.empty((rows[self.rank], *rest), source.dtype)
             counts = [count * arrays.size_of(rest) for count in rows]
-            yield from self._reducescatter(arrays.flat(source), result.reshape(-1), counts, op)
+            yield from self._agree_and_reducescatter(call, arrays.flat(source), result.reshape(-1), counts, op)
             return result
 
         return self._start("reducescatter", name, steps())
+
+    def _agree_and_reducescatter(
+        self, call: Call, flat: Array, out: Array, counts: list[int], op: ReduceOp
+    ) -> Steps[None]:
+        yield from self._agree(call)
+        yield from self._reducescatter(flat, out, counts, op)
 
     def alltoall(self, value: Any, splits: Sequence[int] | None = None, name: str = "") -> Work[tuple[Array, Array]]:
         """Rows to every rank, rows from every rank in rank order: (new array, int64 array of the rows received).
@@ -247,7 +259,7 @@ class Communicator(ABC):
         def steps() -> Steps[tuple[Array, Array]]:
             source = np.atleast_1d(arrays.as_host_array(value))
             rest = source.shape[1:]
-            sent = _splits(len(source), splits, self.size)
+            sent = splits_of(len(source), splits, self.size)
             yield from self._agree(array_call("alltoall", source, name, shape=("any", *rest)))
             matrix = np.empty((self.size, self.size), np.int64)
             yield from self._allgather(arrays.as_bytes(sent), arrays.as_bytes(matrix), [sent.nbytes] * self.size)
@@ -273,7 +285,7 @@ class Communicator(ABC):
         """The root's picklable object, on the others a copy of it."""
 
         def steps() -> Steps[Any]:
-            source = _index_of(root, self.ranks)
+            source = index_of(root, self.ranks)
             data = objects.dumps(value if self.rank == source else None)
             title = f"broadcast_object(root={self.ranks[source]}){quoted(name)}"
             yield from self._agree(Call("broadcast_object", name, title, root=self.ranks[source]))
@@ -286,7 +298,7 @@ class Communicator(ABC):
         """Complete once every rank has started it: the exchange of headers is all it takes."""
 
         def steps() -> Steps[None]:
-            yield from self._agree(Call("barrier", title="barrier()"))
+            yield from self._meet(Call("barrier", title="barrier()"))
 
         return self._start("barrier", "", steps())
 
@@ -323,14 +335,18 @@ class Communicator(ABC):
 
         return self.queue.start(title, steps())
 
-    def _under_way(self, call: Callable[[], Call]) -> None:
+    def _under_way(self, call: Callable[[], Call], number: Callable[[], int]) -> None:
         """Remember what is being waited for, for the words about it, which are rarely needed."""
-        self.queue.under_way = call, self._number
+        assert self.queue.advancing is not None
+        self.queue.advancing.described = call, number
 
-    @property
-    def _number(self) -> int:
-        """Of the operation under way, the same on all ranks."""
-        return self._sequence
+    def _place(self) -> str:
+        """Where the program started the operation."""
+        return self.queue.advancing.place if self.queue.advancing and self.queue.advancing.place else header.call_site()
+
+    def _meet(self, call: Call) -> Steps[None]:
+        """That all ranks are in this call, and no more."""
+        yield from self._agree(call)
 
     def _agree(self, call: Call) -> Steps[list[bytes]]:
         """All ranks' headers, once they are found to agree; else the error that every rank raises."""
@@ -342,125 +358,15 @@ class Communicator(ABC):
     def _announce(self, call: Call) -> bytes:
         """The header of the call. From here on the other ranks know of it."""
         if self.checks_places:
-            call = dataclasses.replace(call, place=header.call_site())
-        self._under_way(lambda: call)
-        record = call.pack(self._sequence)
+            call = dataclasses.replace(call, place=self._place())
+        number = self._sequence
+        self._under_way(lambda: call, lambda: number)
         self._sequence += 1
-        return record
+        return call.pack(number)
 
     def _verdict(self, call: Call) -> Steps[AllredError]:
         """The error for headers that differ."""
-        found = dataclasses.replace(call, found_at=header.call_site())
+        assert self.queue.advancing is not None
+        behind = tuple(self.queue.behind(self.queue.advancing, _BEHIND))
+        found = dataclasses.replace(call, found_at=self._place(), behind=behind)
         return header.verdict((yield from objects.gather(self, objects.dumps(found))), self.ranks)
-
-
-def _source_and_target(value: Any, in_place: bool) -> tuple[Array, Array]:
-    """What to reduce and where to put it: the caller's array twice, or a new contiguous array for the result."""
-    if in_place:
-        target = _target(value, in_place)
-        return target, target
-    source = arrays.as_host_array(value)
-    return source, np.empty(source.shape, source.dtype)
-
-
-def _target(value: Any, in_place: bool) -> Array:
-    """The array that an operation works on: the caller's, or a contiguous copy of what the caller gave."""
-    if not in_place:
-        return np.array(arrays.as_host_array(value), copy=True, order="C")
-    arrays.as_host_array(value)  # raises its own words about devices, torch and masks
-    if not isinstance(value, np.ndarray):
-        kind = type(value).__name__
-        raise InputError(f"in place needs a numpy array, got {kind}; use the form without the underscore")
-    if not value.flags.writeable:
-        raise InputError("the array is read-only; use the form without the underscore, or pass a writable copy")
-    return value
-
-
-def _index_of(root: Any, ranks: Sequence[int]) -> int:
-    try:
-        return ranks.index(operator.index(root))
-    except (TypeError, ValueError):
-        which = f"0 to {len(ranks) - 1}" if isinstance(ranks, range) else f"one of {', '.join(map(str, ranks))}"
-        raise InputError(f"root={root!r} is not a rank; expected {which}") from None
-
-
-def _splits(rows: int, splits: Sequence[int] | None, size: int) -> Array:
-    if splits is None:
-        if rows % size:
-            raise InputError(f"{rows} rows do not divide over {size} ranks; give splits, the rows for each rank")
-        return np.full(size, rows // size, np.int64)
-    sent = np.asarray(splits)
-    if sent.shape != (size,) or sent.dtype.kind not in "iu" or (sent < 0).any() or sum(sent.tolist()) != rows:
-        raise InputError(f"splits={splits!r} must be {size} whole numbers, one a rank, that add up to {rows} rows")
-    return sent.astype(np.int64)
-
-
-def array_call(
-    kind: str,
-    array: Array,
-    name: str,
-    op: Any = _NO_OP,
-    root: int = -1,
-    shape: tuple[Any, ...] | None = None,
-    rows: int = 0,
-    compression: Compression = Compression.none,
-) -> Call:
-    """The call of an operation on one array. Raises InputError if its arguments cannot be used."""
-    if not isinstance(name, str):
-        raise InputError(f"name={name!r} must be a string")
-    arrays.dtype_code(array.dtype)  # raises
-    if op is not _NO_OP and (problem := ops.refusal(op, array.dtype)):
-        raise InputError(problem)
-    _check_compression(compression)
-    reduction = op if op is not _NO_OP else None
-    return _call(kind, array.shape if shape is None else shape, array.dtype, name, reduction, root, rows, compression)
-
-
-@functools.lru_cache(maxsize=4096)  # training calls the same operations over and over
-def _call(
-    kind: str,
-    shape: tuple[Any, ...],
-    dtype: np.dtype[Any],
-    name: str,
-    op: ReduceOp | None,
-    root: int,
-    rows: int,
-    compression: Compression,
-) -> Call:
-    how = _how(op, compression) if op is not None else f"root={root}" if root >= 0 else ""
-    tensor = arrays.describe(shape, dtype)
-    title = f"{kind}({how}){quoted(name)} {tensor}"
-    op_code = ops.CODES[op] | compression.value << header.WIRE_SHIFT if op is not None else 0
-    code = arrays.dtype_code(dtype)
-    hashed = ((code, shape),) if kind == "allreduce" else None
-    return Call(kind, name, title, arrays=hashed, op=op_code, dtype=code, root=root, rows=rows)
-
-
-def group_call(group: list[Array], name: str, op: Any, compression: Compression = Compression.none) -> Call:
-    """The call of a grouped allreduce; likewise."""
-    if problem := ops.refusal(op, np.dtype(np.float32)):
-        raise InputError(problem)
-    if not isinstance(name, str):
-        raise InputError(f"name={name!r} must be a string")
-    _check_compression(compression)
-    for array in group:
-        array_call("grouped_allreduce", array, name, op)  # raises
-    lines = tuple(arrays.describe(array.shape, array.dtype) for array in group)
-    title = f"grouped_allreduce({_how(op, compression)}){quoted(name)} of {len(group)} tensors"
-    hashed = tuple((arrays.dtype_code(array.dtype), array.shape) for array in group)
-    how = ops.CODES[op] | compression.value << header.WIRE_SHIFT
-    return Call("grouped_allreduce", name, title, lines, arrays=hashed, op=how)
-
-
-def _check_compression(compression: Any) -> None:
-    if not isinstance(compression, Compression):
-        raise InputError(f"compression={compression!r} is none; use allred.Compression.none, .fp16 or .bf16")
-
-
-def _how(op: ReduceOp, compression: Compression) -> str:
-    return str(op.value) if compression is Compression.none else f"{op.value}, compression={compression.name}"
-
-
-def quoted(name: str) -> str:
-    """A tensor's name as titles have it."""
-    return f" '{name}'" if name else ""

@@ -62,6 +62,12 @@ class Call:
     problem: str = ""
     place: str = ""  # where in the program the call stands, "train.py:87", if that must agree
     found_at: str = ""  # the same, looked up once the ranks disagree
+    behind: tuple[str, ...] = ()  # likewise: kind and name of what this rank has started behind it
+
+    @property
+    def short(self) -> str:
+        """Its kind and name."""
+        return f"{self.kind}{quoted(self.name)}"
 
     def pack(self, sequence: int) -> bytes:
         """The header's 64 bytes."""
@@ -170,6 +176,8 @@ def _verdict(calls: list[Call], ranks: Sequence[int]) -> AllredError:
         who = "" if len(same) == len(calls) else f"{rank_list(same)}: "
         return InputError(f"{calls[first].title or calls[first].kind}: {who}{problems[first]}")
     titles = [call.title or call.kind for call in calls]
+    if words := _swapped(calls, ranks):
+        return MismatchError(words)
     if len(set(titles)) > 1:
         return MismatchError(
             f"ranks called different operations: {by_rank(titles, ranks)}; "
@@ -188,6 +196,24 @@ def _verdict(calls: list[Call], ranks: Sequence[int]) -> AllredError:
             f"{titles[0]}: ranks call it in different places, which ALLRED_CHECK=full takes for a mistake"
         )
     return MismatchError(f"{titles[0]}: ranks differ: {by_rank([call.settings for call in calls], ranks)}")
+
+
+def _swapped(calls: list[Call], ranks: Sequence[int]) -> str:
+    """Of two ranks that have started the same operations in another order, in words; "" if that is not what it is."""
+    for one, first in enumerate(calls):
+        for other, second in enumerate(calls[:one]):
+            if first.short != second.short and first.short in second.behind and second.short in first.behind:
+                return (
+                    f"ranks started operations in different orders: rank {ranks[other]} started {second.short} before "
+                    f"{first.short}, rank {ranks[one]} started {first.short} before {second.short}; all ranks must "
+                    "start the same operations in the same order"
+                )
+    return ""
+
+
+def quoted(name: str) -> str:
+    """A tensor's name as titles have it."""
+    return f" '{name}'" if name else ""
 
 
 def by_rank(texts: list[str], ranks: Sequence[int] | None = None) -> str:

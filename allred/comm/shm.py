@@ -16,23 +16,23 @@ import numpy as np
 
 from allred import arrays
 from allred.arrays import Array
-from allred.comm import header, ops
-from allred.comm.base import Communicator, array_call, group_call, quoted
-from allred.comm.header import Call
+from allred.comm import ops
+from allred.comm.base import Communicator
+from allred.comm.calls import array_call, group_call
+from allred.comm.header import Call, quoted
 from allred.comm.ops import ReduceOp
 from allred.comm.shared_memory import share
 from allred.comm.work import Steps
 from allred.compression import Compression
 from allred.errors import AllredError
-from allred.native._kernels import Segment, segment_bytes
+from allred.native._kernels import Operation, Segment, segment_bytes
 
 CHUNK_BYTES = 2**17  # 32 to 512 KiB are about equal
 
 _DTYPES = tuple(None if name == "bfloat16" else np.dtype(name) for name in arrays.DTYPES)
 _OPS = (None, *ops.CODES)
-_NO_HEADER = bytes(header.BYTES)
 _PLAIN = Compression.none
-_DONE, _STARTED = 0, 1  # else it has to go the long way
+_PART = None  # in place of a header: a part of the operation under way
 
 
 def segment_memory(comm: Any) -> mmap.mmap | None:
@@ -49,12 +49,16 @@ class ShmCommunicator(Communicator):
     def __init__(self, rank: int, size: int, memory: mmap.mmap, timeout_s: float) -> None:
         self._memory = memory
         self._segment = Segment(memory, rank, size, CHUNK_BYTES, np.ndarray, _DTYPES, _OPS)
-        super().__init__(rank, size, timeout_s, lock=self._segment)
+        super().__init__(rank, size, timeout_s, engine=self._segment)
 
     def close(self) -> None:
         super().close()
         self._segment.close()
         self._memory.close()
+
+    def attend(self) -> None:
+        if not self._segment.attended:
+            self._segment.attend()
 
     @property
     def _short(self) -> bool:
@@ -77,12 +81,13 @@ class ShmCommunicator(Communicator):
                     way = self._segment.allreduce(value, target, op, name)
                 else:
                     way = self._segment.allreduce(value, target, op, name, _wire(compression))
-                if way == _DONE:
+                if way is True:
                     return target
-                if way == _STARTED:
+                if way is not None:
                     self._finish(
-                        "allreduce", name, lambda: array_call("allreduce", value, name, op, compression=compression)
-                    )
+                        "allreduce", name, way,
+                        lambda: array_call("allreduce", value, name, op, compression=compression),
+                    )  # fmt: skip
                     return target
             except BaseException as error:
                 self._cut_short(error)
@@ -98,34 +103,30 @@ class ShmCommunicator(Communicator):
         if targets is not None and len(targets) == len(group):
             try:
                 way = self._segment.grouped_allreduce(group, targets, op, name, _wire(compression))
-                if way == _DONE:
+                if way is True:
                     return targets
-                if way == _STARTED:
-                    self._finish("grouped_allreduce", name, lambda: group_call(group, name, op, compression))
+                if way is not None:
+                    self._finish("grouped_allreduce", name, way, lambda: group_call(group, name, op, compression))
                     return targets
             except BaseException as error:
                 self._cut_short(error)
                 raise
         return super().grouped_allreduce_now(group, in_place, op, name, compression)
 
-    def _finish(self, kind: str, name: str, call: Callable[[], Call]) -> None:
+    def _finish(self, kind: str, name: str, operation: Operation, call: Callable[[], Call]) -> None:
         """Wait for what the short way has begun, or tell why it ended there."""
-        self.queue.start(f"{kind}{quoted(name)}", self._settle(call)).wait()
+        self.queue.start(f"{kind}{quoted(name)}", self._settle(operation, call)).wait()
 
-    def _settle(self, call: Callable[[], Call]) -> Steps[None]:
+    def _settle(self, operation: Operation, call: Callable[[], Call]) -> Steps[None]:
         """Wait for an operation with a header; raise what all ranks raise if the headers differ."""
-        self._under_way(call)
-        yield self._segment
-        if not self._segment.agreed:
+        self._under_way(call, lambda: self._segment.number)
+        yield operation
+        if not operation.agreed:
             raise (yield from self._verdict(call()))
-
-    @property
-    def _number(self) -> int:
-        return self._segment.number
 
     def _cut_short(self, error: BaseException) -> None:
         """What ended the short way, other than what all ranks raise, may have left the others in an operation."""
-        if not isinstance(error, AllredError) and (self._segment.pending or not self._segment.agreed):
+        if not isinstance(error, AllredError) and self._segment.pending:
             self.queue.poison(f"an allreduce was cut short by {type(error).__name__}")
 
     def _reduce(
@@ -136,51 +137,64 @@ class ShmCommunicator(Communicator):
             flat if source is target else arrays.flat(source)
             for source, target, flat in zip(sources, targets, flats, strict=True)
         ]
-        self._begin_reduce(self._announce(call), origins, flats, op, compression.value)
-        yield from self._settle(lambda: call)
+        begun = self._begin_reduce(self._announce(call), origins, flats, op, compression.value)
+        yield from self._settle(begun, lambda: call)
         for target, flat in zip(targets, flats, strict=True):
             arrays.put_back(target, flat)
 
-    def _begin_reduce(self, record: bytes, sources: list[Array], targets: list[Array], op: ReduceOp, wire: int) -> None:
+    def _begin_reduce(
+        self, record: bytes | None, sources: list[Array], targets: list[Array], op: ReduceOp, wire: int
+    ) -> Operation:
         codes = [arrays.dtype_code(source.dtype) for source in sources]
         from_buffers, to_buffers = ([arrays.as_buffer(array) for array in side] for side in (sources, targets))
-        self._segment.begin_allreduce(record, from_buffers, to_buffers, codes, ops.CODES[op], wire)
+        return self._segment.begin_allreduce(record, from_buffers, to_buffers, codes, ops.CODES[op], wire)
 
-    def _moved(self) -> Steps[None]:
+    def _meet(self, call: Call) -> Steps[None]:
+        yield from self._settle(self._segment.begin_exchange(self._announce(call), False), lambda: call)
+
+    def _agree_and_broadcast(self, call: Call, flat: Array, root: int) -> Steps[None]:
+        data = arrays.as_bytes(flat)
+        yield from self._settle(self._segment.begin_broadcast(self._announce(call), data, root), lambda: call)
+
+    def _agree_and_reducescatter(
+        self, call: Call, flat: Array, out: Array, counts: list[int], op: ReduceOp
+    ) -> Steps[None]:
+        yield from self._settle(self._begin_scatter(self._announce(call), flat, out, counts, op), lambda: call)
+
+    def _begin_scatter(
+        self, record: bytes | None, flat: Array, out: Array, counts: list[int], op: ReduceOp
+    ) -> Operation:
+        sizes = [count * flat.itemsize for count in counts]
+        code = arrays.dtype_code(flat.dtype)
+        buffers = arrays.as_buffer(flat), arrays.as_buffer(out)
+        return self._segment.begin_reducescatter(record, *buffers, sizes, code, ops.CODES[op])
+
+    def _moved(self, operation: Operation) -> Steps[None]:
         """Wait for an operation without a header: one that some rank is not in would be a mistake of ours."""
-        yield self._segment
-        if not self._segment.agreed:
+        yield operation
+        if not operation.agreed:
             raise RuntimeError("the ranks are in different operations")
 
     def _exchange(self, record: bytes) -> Steps[list[bytes]]:
-        self._segment.begin_exchange(record)
-        yield self._segment
-        return self._segment.headers()
+        operation = self._segment.begin_exchange(record, True)
+        yield operation
+        return operation.headers()
 
     def _allreduce(self, flat: Array, op: ReduceOp, wire: int = 0) -> Steps[None]:
-        self._begin_reduce(_NO_HEADER, [flat], [flat], op, wire)
-        yield from self._moved()
+        yield from self._moved(self._begin_reduce(_PART, [flat], [flat], op, wire))
 
     def _broadcast(self, data: Array, root: int) -> Steps[None]:
-        self._segment.begin_broadcast(_NO_HEADER, data, root)
-        yield from self._moved()
+        yield from self._moved(self._segment.begin_broadcast(_PART, data, root))
 
     def _allgather(self, send: Array, recv: Array, counts: list[int]) -> Steps[None]:
-        self._segment.begin_allgather(_NO_HEADER, send, recv, counts)
-        yield from self._moved()
+        yield from self._moved(self._segment.begin_allgather(_PART, send, recv, counts))
 
     def _alltoall(self, send: Array, recv: Array, counts: Array) -> Steps[None]:
         to, come = counts[self.rank].tolist(), counts[:, self.rank].tolist()
-        self._segment.begin_alltoall(_NO_HEADER, send, recv, to, come, int(counts.max()))
-        yield from self._moved()
+        yield from self._moved(self._segment.begin_alltoall(_PART, send, recv, to, come, int(counts.max())))
 
     def _reducescatter(self, flat: Array, out: Array, counts: list[int], op: ReduceOp) -> Steps[None]:
-        sizes = [count * flat.itemsize for count in counts]
-        code = arrays.dtype_code(flat.dtype)
-        self._segment.begin_reducescatter(
-            _NO_HEADER, arrays.as_buffer(flat), arrays.as_buffer(out), sizes, code, ops.CODES[op]
-        )
-        yield from self._moved()
+        yield from self._moved(self._begin_scatter(_PART, flat, out, counts, op))
 
 
 def _wire(compression: Any) -> int:

@@ -2,12 +2,14 @@
 
 A collective is written as a generator that yields whenever it has to wait and returns its result: `Steps`. The queue
 of a communicator runs them strictly in the order they were started, because MPI matches collectives by order; whoever
-waits for one drives those before it. Nothing blocks in C for more than 20 ms, or a
-millisecond without progress: every wait is a loop with a time limit, so Ctrl-C works and a missing peer ends in an
-error.
+waits for one drives those before it. Where something else keeps the order and drives (shm.py), they are begun ahead:
+all up to their first wait, without a look at whether those before are complete. Nothing blocks in C for more than
+20 ms, or a millisecond without progress: every wait is a loop with a time limit, so Ctrl-C works and a missing peer
+ends in an error.
 """
 
 import contextlib
+import itertools
 import os
 import threading
 import time
@@ -27,6 +29,7 @@ LINGER_S = 0.001
 _AWAKE_S = 0.1  # how long to go on looking without any progress, before sleeping
 _SLEEP_SHARE = 0.01  # then sleep for this part of the time since the last progress: a wait is not much prolonged by it
 _LONGEST_SLEEP_S = 0.01
+_MOST_UNSEEN = 64  # operations that are kept, complete perhaps, before somebody looks
 
 
 class Pending(Protocol):
@@ -65,25 +68,59 @@ class Described(Protocol):
     def describe(self, number: int) -> str: ...
 
 
-class Lock(Protocol):
-    """What a queue needs of a lock."""
+class Engine(Protocol):
+    """What keeps the order of operations that are begun ahead, and moves them."""
 
-    def acquire(self, blocking: bool) -> bool: ...
+    @property
+    def attended(self) -> bool:
+        """Whether it does so while nobody waits."""
+
+    def acquire(self, blocking: bool) -> bool:
+        """A lock: False if it is taken."""
 
     def release(self) -> object: ...
+
+    def over(self, first: Any) -> object:
+        """An operation is complete, that waited for this first: what was begun behind it may go on."""
+
+    def halt(self) -> object:
+        """Nothing is to move any more."""
+
+
+class _NoEngine:
+    """Nothing moves but while somebody waits."""
+
+    attended = False
+
+    def __init__(self) -> None:
+        lock = threading.Lock()
+        self.acquire, self.release = lock.acquire, lock.release
+
+    def over(self, first: Any) -> None:
+        pass
+
+    def halt(self) -> None:
+        pass
 
 
 Steps = Generator[Pending, None, T]
 
 
 class Work(Generic[T]):
-    """A started operation. On the host `wait` blocks; on a GPU it orders the caller's current stream after it."""
+    """A started operation: what the functions whose name ends in `_async` return.
+
+    On the host `wait` blocks; on a GPU it orders the caller's current stream after it. Whether somebody keeps this
+    object makes no difference to the operation.
+    """
 
     def __init__(self, queue: "WorkQueue", title: str, steps: Steps[T]) -> None:
         self.title = title
+        self.place = ""  # where it was started, "train.py:87", if whoever started it noted that
+        self.described: tuple[Callable[[], Described], Callable[[], int]] | None = None  # by what, as which number
         self._queue = queue
         self._steps = steps
         self._pending: Pending | None = None
+        self._first: Pending | None = None
         self._outcome: T | AllredError | None = None
         self._finished = False
 
@@ -111,26 +148,37 @@ class Work(Generic[T]):
         while not self._finished:
             if self._pending is not None and not self._pending.done():
                 return False
-            self._queue.steps_taken += 1
-            try:
-                self._pending = next(self._steps)
-            except StopIteration as stop:
-                self._outcome, self._finished = stop.value, True
-            except AllredError as error:  # a verdict, the same on all ranks: the next operation can go on
-                self._outcome, self._finished = error, True
-            except BaseException as error:
-                self._queue.poison(f"{self.title} was cut short by {type(error).__name__}")
-                raise
+            self._step()
         return True
+
+    def _step(self) -> None:
+        """Go on until it has to wait for something else."""
+        self._queue.steps_taken += 1
+        self._queue.advancing = self
+        try:
+            self._pending = next(self._steps)
+            self._first = self._first or self._pending
+        except StopIteration as stop:
+            self._finish(stop.value)
+        except AllredError as error:  # a verdict, the same on all ranks: the next operation can go on
+            self._finish(error)
+        except BaseException as error:
+            self._queue.poison(f"{self.title} was cut short by {type(error).__name__}")
+            raise
+
+    def _finish(self, outcome: T | AllredError) -> None:
+        self._outcome, self._finished = outcome, True
+        self._queue.engine.over(self._first)
+        self._pending = self._first = None
 
 
 class WorkQueue:
     """The operations of one communicator that are not complete yet, oldest first. Used by one thread at a time.
 
-    `idle` says that there are none, and that one may be started. `lock` is never waited for.
+    `idle` says that there are none, and that one may be started. With an engine they are begun ahead.
     """
 
-    def __init__(self, timeout_s: float, lock: Lock | None = None, members: Sequence[int] | None = None) -> None:
+    def __init__(self, timeout_s: float, engine: Engine | None = None, members: Sequence[int] | None = None) -> None:
         self.timeout_s = timeout_s
         self.members = members  # of a process set, by their numbers in the world; None: all ranks
         self.steps_taken = 0
@@ -139,10 +187,11 @@ class WorkQueue:
         self.poisoned = ""
         self.idle = True
         self.quiet = False  # whether a long wait is meant
-        self.under_way: tuple[Callable[[], Described], int] | None = None  # the oldest operation, and its number
+        self.advancing: Work[Any] | None = None  # the operation whose steps are being taken
         self._works: deque[Work[Any]] = deque()
         self._pid = os.getpid()
-        self._lock = lock or threading.Lock()
+        self._ahead = engine is not None
+        self.engine: Engine = engine or _NoEngine()
 
     def start(self, title: str, steps: Steps[T]) -> Work[T]:
         """Begin an operation, after all those before it."""
@@ -150,8 +199,16 @@ class WorkQueue:
             work = Work(self, title, steps)
             self._works.append(work)
             self.idle = False
-            self._progress(work)
+            if self._ahead:
+                work._step()
+            if not self.engine.attended or len(self._works) > _MOST_UNSEEN:
+                self._progress(work)
         return work
+
+    def behind(self, work: Work[Any], count: int) -> list[str]:
+        """The titles of the next operations that were started after this one, so many at most."""
+        later = itertools.dropwhile(lambda other: other is not work, self._works)
+        return [other.title for other in itertools.islice(later, 1, 1 + count)]
 
     def progress(self, work: Work[Any]) -> bool:
         """Drive the queue up to `work` as far as it goes without waiting; True once `work` is complete."""
@@ -161,7 +218,6 @@ class WorkQueue:
     def _progress(self, work: Work[Any]) -> bool:
         while not work._finished and self._works[0]._advance():
             self._works.popleft()
-            self.under_way = None
             self.idle = not self._works and not self.poisoned
         return work._finished
 
@@ -211,10 +267,10 @@ class WorkQueue:
 
     def describe(self) -> str:
         """The operation under way, in words."""
-        if self.under_way is None:
+        if self._works[0].described is None:
             return self._works[0].title
-        call, number = self.under_way
-        return call().describe(number)
+        call, number = self._works[0].described
+        return call().describe(number())
 
     def _over(self, error: AllredError) -> AllredError:
         self.poison(str(error).partition("\n")[0])
@@ -225,13 +281,14 @@ class WorkQueue:
         """Refuse everything from now on: an MPI operation cannot be taken back, and the ranks no longer match."""
         self.poisoned = self.poisoned or reason
         self.idle = False
+        self.engine.halt()
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """For one thread of the rank's own process at a time, and only while the communicator is sound."""
         if os.getpid() != self._pid:
             raise AllredError("this process was forked from a rank after allred.init(); only the rank itself is one")
-        if not self._lock.acquire(False):
+        if not self.engine.acquire(False):
             raise AllredError("two threads use allred at once; the order of operations must be the same on all ranks")
         try:
             if self.poisoned:
@@ -242,4 +299,4 @@ class WorkQueue:
                 )
             yield
         finally:
-            self._lock.release()
+            self.engine.release()

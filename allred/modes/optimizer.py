@@ -50,6 +50,9 @@ class Mode(Protocol):
         """One step. leaves: of the parameters; tensors, values: of the gradients; all in the nest's order. problem: why
         there are none, in words. The same list of tensors as before means that nothing about them has changed."""
 
+    def reduce(self, name: str, grad: Any, samples: int | None) -> None:
+        """A gradient of the next step is ready. samples: as in it."""
+
     def broadcast(self, params: Any, tensors: list[Tensor], root: int, problem: str) -> None:
         """Start from the root's parameters and optimizer state."""
 
@@ -137,6 +140,7 @@ class DistributedOptimizer:
         self._op, self._compression = op, compression
         self._options = Options(name, nonfinite, consistency, placement, use_locking)
         self._pairs = Pairs()
+        self._claimed: tuple[int | None, str] | None = None  # samples of the next step, or why they are not known
         self._chosen: Mode | None = None
         if optimizer is not None and running.serves():
             self._mode  # noqa: B018  (serves, and does not come back)
@@ -186,7 +190,7 @@ class DistributedOptimizer:
         mode = self._mode
         tensors, leaves, values, problem = self._pairs.match(params, grads)
         try:
-            samples = claim(None if samples is None else _whole(samples))
+            samples = self._claim(samples)
             if self._accumulator.micro_steps > 1 and not problem:
                 if not self._accumulator.add(tensors, values, samples):
                     return
@@ -201,6 +205,51 @@ class DistributedOptimizer:
             self._accumulator.clear()
         with collectives.within(self.process_set):
             mode.step(params, grads, tensors, leaves, values, samples, problem)
+
+    def _claim(self, samples: Any) -> int | None:
+        """The samples of this step: those that reduce() has claimed, if it was called."""
+        claimed, self._claimed = self._claimed, None
+        if claimed is None:
+            return claim(None if samples is None else _whole(samples))
+        if claimed[1]:
+            raise InputError(claimed[1])
+        if samples is not None and _whole(samples) != claimed[0]:
+            raise InputError(f"samples={samples!r} in step(), but {claimed[0]!r} in the first reduce(); give it there")
+        return claimed[0]
+
+    def reduce(self, name: str, grad: Any, samples: int | None = None) -> None:
+        """Give one gradient of the next step as soon as it is ready, so that it is reduced while others are computed.
+
+            for name, grad in backward():              # the last layer first
+                opt.reduce(name, grad)
+            opt.step(params, grads)                    # all gradients, these arrays among them
+
+        name: of the gradient in the nest that `step` gets, by its path, as errors have it ("fc1.weight", "layers.0.b").
+        grad: that very array; from now on it belongs to the operation, until `step` is back. samples: as in `step`;
+        counts in the first call for a step.
+
+        Gradients travel in buckets, in the order in which they became ready on rank 0 in the first step with reduce(),
+        whatever the order here; that first step, and those with a check (allred/modes/detect), are as without. What was
+        not given here is reduced in `step`, a rank may do without reduce() altogether. Mistakes (an unknown name, one
+        twice, another shape or dtype) are an InputError on all ranks in `step`, before the parameters are changed.
+        Gradients that are not finite are found as ever, but the other gradients are overwritten then.
+
+        Mode ps: nothing happens, gradients are pushed in `step`. Raises InputError with accumulate: what is added up
+        is known only in `step`.
+        """
+        if self._accumulator.micro_steps > 1:
+            raise InputError(
+                f"{self.name}.reduce() with accumulate={self._accumulator.micro_steps}: a step's gradients are the sum "
+                "of several, which step() has only with the last of them; leave reduce() out"
+            )
+        mode = self._mode
+        if self._claimed is None:
+            try:
+                self._claimed = claim(None if samples is None else _whole(samples)), ""
+            except InputError as error:
+                self._claimed = None, str(error)
+        with collectives.within(self.process_set):
+            mode.reduce(name, grad, self._claimed[0])
 
     @property
     def accumulates(self) -> bool:

@@ -69,6 +69,9 @@ class ServersMode:
 
     # Beginning.
 
+    def reduce(self, name: str, grad: Any, samples: int | None) -> None:
+        pass  # they are pushed in the step
+
     def broadcast(self, params: Any, tensors: list[Tensor], root: int, problem: str) -> None:
         if root != 0:
             problem = problem or f"root={root!r}: in mode ps training starts from worker 0's parameters; leave root out"

@@ -18,6 +18,7 @@ from allred.errors import AllredError, InputError
 from allred.fusion.plan import Tensor
 from allred.modes.clipping import Clipper
 from allred.modes.detect.checks import Checks
+from allred.modes.early import Early
 from allred.modes.meter import Meter
 from allred.optim.base import Optimizer
 from allred.ps.account import Statistics
@@ -45,6 +46,7 @@ class SyncMode:
         self._title = f"{name}.step()"
         self._reducer = Reducer(op, bucket_bytes, self._title, f"accumulate={accumulate}", compression)
         self._checks = Checks(self._title, nonfinite, optimizer, compression)
+        self._early = Early(self._reducer, self._checks, self._title, lambda: clipper.settings)
         self._meter = Meter()
         self.torn = False
         self._updates = 0  # for an optimizer that does not count them; those before a restore included
@@ -57,7 +59,7 @@ class SyncMode:
         communicator = collectives.current()
         self._meter.begin(communicator)
         self._checks.begin(params)
-        mean = self._reducer.reduce(tensors, values, samples, problem, self._checks, self._clipper.settings)
+        mean = self._early.finish(tensors, values, samples, problem)
         if not self._meter.steps:
             report.inform(_first_step(self._optimizer, self._reducer, tensors))
         if mean is not None:
@@ -70,6 +72,9 @@ class SyncMode:
             self._clipper.scaler.update(mean is None, self._title)
         self._checks.end(updated=mean is not None)
         self._meter.end(communicator, self._reducer.samples)
+
+    def reduce(self, name: str, grad: Any, samples: int | None) -> None:
+        self._early.reduce(name, grad, samples)
 
     @property
     def skipped(self) -> int:

@@ -64,6 +64,24 @@ class Call:
         """Call it. Raises what allred raises."""
         return getattr(self, self.operation.kind)(*self._arguments())
 
+    def start(self) -> Callable[[], list[Any]] | None:
+        """Start it, and what waits for it; None where there is nothing but the call that waits."""
+        kind = self.operation.kind
+        if kind == "barrier":
+            work = allred.barrier_async()
+        elif hasattr(allred, f"{kind}_async"):
+            array = [*self._arguments()] if kind == "grouped_allreduce" else self._arguments()[0]
+            options = {"splits": self.operation.rows[self.rank]} if kind == "alltoall" else {}
+            work = self._function(f"{kind}_async")(array, **options)
+        else:
+            return None
+        return lambda: self._listed(allred.synchronize(work))
+
+    def _listed(self, result: Any) -> list[Any]:
+        if self.operation.kind in ("grouped_allreduce", "alltoall"):
+            return list(result)
+        return [] if self.operation.kind == "barrier" else [result]
+
     def untouched(self) -> bool:
         pairs = zip(self.given, self._before, strict=True)
         return all(a.tobytes() == b.tobytes() for a, b in pairs)

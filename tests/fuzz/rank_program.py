@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,21 @@ from allred import testing
 
 class Wrong(Exception):  # noqa: N818  (not an error of allred's: the verdict on it)
     """allred gave something else than it promises."""
+
+
+class Digest:
+    """Of what must be equal on all ranks, in the order of the operations, in whatever order it comes."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, bytes] = {}
+
+    def update(self, index: int, data: bytes) -> None:
+        """More of an operation."""
+        self._parts[index] = hashlib.blake2b(self._parts.get(index, b"") + data).digest()
+
+    def hexdigest(self) -> str:
+        """Of all."""
+        return hashlib.blake2b(b"".join(self._parts[index] for index in sorted(self._parts)), digest_size=6).hexdigest()
 
 
 def say(words: str) -> None:
@@ -63,28 +79,45 @@ def is_wrong(fault: Fault, index: int) -> bool:
     return fault.kind == "wrong" and fault.operation == index
 
 
-def run(job: Job, digest: Any) -> None:
+def run(job: Job, digest: Digest) -> None:
     """All operations of the plan."""
     rank, fault = allred.rank(), fault_of(job)
+    started: list[tuple[int, Call, Callable[[], list[Any]]]] = []  # and not waited for: each rank's own affair
     for index, operation in enumerate(job.operations):
         time.sleep(operation.delays[rank])
         fault()
+        rng = rng_of(job, index)
+        if is_wrong(job.fault, index) or rng.random() < 0.3:
+            wait_for(job, started, rng, digest)
         if is_wrong(job.fault, index):
             text = run_wrong(job, index)
-            digest.update(text.encode())
+            digest.update(index, text.encode())
             continue
         call = Call(operation, inputs(job, index, operation, rank), rank, job.ranks, rng_of(job, index))
-        results = call.run()
-        check(job, index, call, results, digest)
+        if rng.random() < 0.4 and (wait := call.start()):
+            started.append((index, call, wait))
+        else:
+            check(job, index, call, call.run(), digest)
         if job.fault.midway_s and (job.fault.rank, job.fault.operation) == (rank, index):
             time.sleep(60)  # the signal comes
+    wait_for(job, started, rng_of(job, -1), digest)
+
+
+def wait_for(
+    job: Job, started: list[tuple[int, Call, Callable[[], list[Any]]]], rng: random.Random, digest: Digest
+) -> None:
+    """Wait for all that was started, in any order."""
+    rng.shuffle(started)
+    while started:
+        index, call, wait = started.pop()
+        check(job, index, call, wait(), digest)
 
 
 def rng_of(job: Job, index: int) -> random.Random:
     return random.Random(f"{job.seed} {index} {allred.rank()}")
 
 
-def check(job: Job, index: int, call: Call, results: list[Any], digest: Any) -> None:
+def check(job: Job, index: int, call: Call, results: list[Any], digest: Digest) -> None:
     """Compare with numpy; take what must be equal on all ranks into the digest."""
     operation = call.operation
     wanted = expected(job, index, operation, call.rank)
@@ -95,7 +128,7 @@ def check(job: Job, index: int, call: Call, results: list[Any], digest: Any) -> 
         if words := difference(got, want, exactly=job.rank_order):
             raise Wrong(f"{where}: result {number} {words}")
         if want.everywhere:
-            digest.update(without_nan_payload(got))
+            digest.update(index, without_nan_payload(got))
     if not call.right_memory(results):
         raise Wrong(f"{where}: {'not in place' if call.in_place else 'the argument was changed'}")
 
@@ -129,7 +162,7 @@ def words_of(error: allred.AllredError, job: Job) -> str:
 
 
 def main() -> None:
-    job, digest = job_of(int(sys.argv[1])), hashlib.blake2b(digest_size=6)
+    job, digest = job_of(int(sys.argv[1])), Digest()
     allred.init()
     try:
         run(job, digest)

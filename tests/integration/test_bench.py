@@ -40,7 +40,19 @@ def lines_of(result, ranks, against=True):
         assert line["samples"] >= 10
         assert len(line["binding"]) == ranks
         assert line["thread_level"] == "multiple"
+        assert line["progress_thread"] is False
     return lines
+
+
+def test_overlap():
+    result = bench(2, "overlap", "--set", "mlp", "--progress", "caller", *TINY)
+    *steps, waits, busy = [json.loads(line) for line in result.out.splitlines()]
+    assert [line["backward"] for line in steps] == ["sleep", "numpy", "python"]
+    for line in steps:
+        hidden = line["compute_us"] + line["communicate_us"] - max(line["compute_us"], line["communicate_us"])
+        assert math.isclose(line["share"], (line["after_us"] - line["early_us"]) / hidden, rel_tol=0.05, abs_tol=0.05)
+    assert (waits["rank_0"], busy["rank_0"]) == ("waits", "busy")
+    assert 0 < busy["p50_us"] <= busy["longest_us"]
 
 
 @pytest.mark.parametrize(("mpi", "ranks"), [("mpich", 2), ("openmpi", 2), ("mpich", 3), ("openmpi", 3)])

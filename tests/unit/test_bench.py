@@ -257,7 +257,7 @@ def test_defaults():
         ("ps --servers 0", "--servers 0 must be at least 1"),
         ("ps --consistency none", "invalid choice: 'none'"),
         ("ps --backend mpi", "unrecognized arguments: --backend mpi"),
-        ("", "the following arguments are required: allreduce|fused|ps"),
+        ("", "the following arguments are required: allreduce|fused|overlap|ps"),
     ],
 )
 def test_wrong_arguments_are_one_line_and_exit_code_2(words, message, capsys):

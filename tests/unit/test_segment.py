@@ -5,7 +5,7 @@ import pytest
 
 from allred import arrays, native
 from allred.comm import header, ops
-from allred.comm.base import array_call, group_call
+from allred.comm.calls import array_call, group_call
 from allred.comm.ops import ReduceOp
 
 if not native.available:
@@ -15,7 +15,7 @@ from allred.comm.shm import _DTYPES, _OPS
 from allred.native._kernels import Segment, segment_bytes
 
 SLOT = 4096
-DONE, NOT_TAKEN = 0, 2
+DONE, NOT_TAKEN = True, None
 
 
 @pytest.fixture
@@ -35,14 +35,14 @@ ARRAYS = [
 @pytest.mark.parametrize("array", ARRAYS, ids=lambda a: f"{a.dtype}{a.shape}")
 def test_the_short_way_makes_pythons_header(segment, array, name):
     for sequence in (1, 2):
-        assert segment.allreduce(array, array, ReduceOp.SUM, name) == DONE
+        assert segment.allreduce(array, array, ReduceOp.SUM, name) is DONE
         assert segment.headers() == [array_call("allreduce", array, name, ReduceOp.SUM).pack(sequence)]
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 30])
 def test_of_groups_too(segment, count):
     group = [np.ones((i, 3), _DTYPES[i % 5]) for i in range(count)]
-    assert segment.grouped_allreduce(group, group, ReduceOp.MAX, "g") == DONE
+    assert segment.grouped_allreduce(group, group, ReduceOp.MAX, "g") is DONE
     assert segment.headers() == [group_call(group, "g", ReduceOp.MAX).pack(1)]
     assert header.decode(segment.headers()[0]).startswith("#1 grouped_allreduce")
 
@@ -73,36 +73,35 @@ def read_only():
     ],
 )
 def test_what_must_go_the_long_way_is_left_alone(segment, array, op, name):
-    assert segment.allreduce(array, array, op, name) == NOT_TAKEN
-    assert segment.grouped_allreduce([np.ones(3), array], [np.ones(3), array], op, name) == NOT_TAKEN
+    assert segment.allreduce(array, array, op, name) is NOT_TAKEN
+    assert segment.grouped_allreduce([np.ones(3), array], [np.ones(3), array], op, name) is NOT_TAKEN
     good = np.ones(3)
-    assert segment.allreduce(good, good, ReduceOp.SUM, "") == DONE  # and nothing is held or counted
+    assert segment.allreduce(good, good, ReduceOp.SUM, "") is DONE  # and nothing is held or counted
     assert header.decode(segment.headers()[0]).startswith("#1 ")
 
 
 def test_the_same_memory_twice_is_left_to_the_long_way(segment):
     array = np.ones(3)
-    assert segment.grouped_allreduce([array, array], [array, array], ReduceOp.SUM, "") == NOT_TAKEN
+    assert segment.grouped_allreduce([array, array], [array, array], ReduceOp.SUM, "") is NOT_TAKEN
 
 
 def test_a_target_of_another_size_is_not_taken(segment):
-    assert segment.allreduce(np.ones(3), np.ones(4), ReduceOp.SUM, "") == NOT_TAKEN
+    assert segment.allreduce(np.ones(3), np.ones(4), ReduceOp.SUM, "") is NOT_TAKEN
 
 
 def test_no_short_way_while_somebody_else_is_at_it(segment):
     array = np.ones(3)
     assert segment.acquire(False)
     assert not segment.acquire(False)
-    assert segment.allreduce(array, array, ReduceOp.SUM, "") == NOT_TAKEN
+    assert segment.allreduce(array, array, ReduceOp.SUM, "") is NOT_TAKEN
     segment.release()
-    assert segment.allreduce(array, array, ReduceOp.SUM, "") == DONE
+    assert segment.allreduce(array, array, ReduceOp.SUM, "") is DONE
 
 
 def test_buffers_are_given_back(segment):
     array = np.ones(3)
     segment.allreduce(array, array, ReduceOp.SUM, "")
-    segment.begin_exchange(bytes(64))
-    assert segment.done()
+    assert segment.begin_exchange(bytes(64), False).done()
     array.resize(5, refcheck=False)  # numpy refuses while anybody holds the memory
 
 
@@ -113,7 +112,7 @@ EIGHT = np.zeros(8, np.uint8)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda s: s.begin_exchange(b"short"), "a header has 64 bytes, not 5"),
+        (lambda s: s.begin_exchange(b"short", True), "a header has 64 bytes, not 5"),
         (lambda s: s.begin_allreduce(RECORD, [EIGHT], [EIGHT[:4]], [1], 2), "8 bytes cannot be reduced into 4"),
         (lambda s: s.begin_allreduce(RECORD, [EIGHT[:7]], [EIGHT[:7]], [8], 2), "7 bytes cannot be reduced into 7"),
         (lambda s: s.begin_allreduce(RECORD, [EIGHT], [EIGHT], [0], 2), "operator 2 is not defined for dtype 0"),
@@ -124,16 +123,15 @@ EIGHT = np.zeros(8, np.uint8)
         (lambda s: s.begin_broadcast(RECORD, EIGHT, 1), "root 1 is not a rank"),
         (lambda s: s.begin_alltoall(RECORD, EIGHT, EIGHT, [8], [4], 8), "receive has 8 bytes, and the counts say 4"),
         (lambda s: s.begin_reducescatter(RECORD, EIGHT[:6], EIGHT[:6], [6], 8, 2), "counts must be whole elements"),
-        (lambda s: s.done(), "no operation was begun"),
         (lambda s: s.headers(), "no operation is complete"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_moves(segment, call, message):
     with pytest.raises(ValueError, match=message):
         call(segment)
-    segment.begin_exchange(RECORD)
-    assert segment.done()
-    assert segment.agreed
+    operation = segment.begin_exchange(RECORD, False)
+    assert operation.done()
+    assert operation.agreed
 
 
 @pytest.mark.parametrize(("rank", "ranks", "chunk"), [(1, 1, 64), (-1, 1, 64), (0, 0, 64), (0, 2, 64), (0, 1, 65)])
@@ -148,9 +146,9 @@ def test_a_closed_segment_says_so(segment):
     segment.close()
     segment.close()
     array = np.ones(3)
-    assert segment.allreduce(array, array, ReduceOp.SUM, "") == NOT_TAKEN
+    assert segment.allreduce(array, array, ReduceOp.SUM, "") is NOT_TAKEN
     with pytest.raises(ValueError, match="closed"):
-        segment.begin_exchange(RECORD)
+        segment.begin_exchange(RECORD, False)
 
 
 def test_it_is_not_closed_under_an_operation(segment):

@@ -68,16 +68,33 @@ class Checks(Inspector):
         if updated and self._updates:
             self._updates.stepped(self, self._title)
 
-    def before(self, plan: Plan, values: Sequence[Any], samples: int | None) -> int:
+    def asks(self, samples: int | None) -> bool:
         ranks, every = collectives.current().size, collectives.config().check_steps
         self._samples = samples
+        self._found: dict[str, str] = {}
         step = self._step + 1
-        flags = 0
-        if ranks > 1 and every and (step <= _FIRST or step % every == 0 or (self._updates and self._updates.outside())):
-            flags |= _CHECK
-        if self.policy != "ignore" and samples != 0:  # without samples they count for nothing
-            flags |= finite.scan(plan, values, ranks, self._compression)
+        due = step <= _FIRST or (every and step % every == 0)
+        return bool(ranks > 1 and every and (due or (self._updates and self._updates.outside())))
+
+    def before(self, plan: Plan, values: Sequence[Any], samples: int | None) -> int:
+        return _CHECK * self.asks(samples) | self._scan(plan, values)
+
+    def _scan(self, plan: Plan, values: Sequence[Any]) -> int:
+        if self.policy == "ignore" or self._samples == 0:  # without samples they count for nothing
+            return 0
+        return finite.scan(plan, values, collectives.current().size, self._compression)
+
+    def look(self, plan: Plan, values: Sequence[Any]) -> int:
+        flags = self._scan(plan, values)
+        if flags & finite.NONFINITE:
+            self._found |= finite.describe(plan, values)
         return flags
+
+    def closed(self, flags: list[int], plan: Plan, values: Sequence[Any]) -> bool:
+        self._step += 1
+        if any(flag & finite.NONFINITE for flag in flags):
+            return self._refuse_nonfinite(self._found)
+        return self.reduced(flags, plan, values)
 
     def agreed(self, flags: list[int], plan: Plan, values: Sequence[Any]) -> bool:
         if any(flag & _CHECK for flag in flags):
@@ -85,9 +102,12 @@ class Checks(Inspector):
         self._step += 1
         if any(flag & finite.NONFINITE for flag in flags):
             found = finite.describe(plan, values) if flags[collectives.current().rank] & finite.NONFINITE else {}
-            everyone = collectives.allgather_object(found, f"{self._title}: not finite")
-            return self._refuse(finite.verdict(everyone, collectives.current().ranks))
+            return self._refuse_nonfinite(found)
         return True
+
+    def _refuse_nonfinite(self, found: dict[str, str]) -> bool:
+        everyone = collectives.allgather_object(found, f"{self._title}: not finite")
+        return self._refuse(finite.verdict(everyone, collectives.current().ranks))
 
     def reduced(self, flags: list[int], plan: Plan, values: Sequence[Any]) -> bool:
         self._repeated.remember(values)

@@ -1,0 +1,129 @@
+"""What the arguments of an operation come to: the arrays it works on, and its Call. InputError for what is none."""
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from allred import arrays
+from allred.arrays import Array
+from allred.comm import header, ops
+from allred.comm.header import Call, quoted
+from allred.comm.ops import ReduceOp
+from allred.compression import Compression
+from allred.errors import InputError
+
+_NO_OP = object()  # of an operation that does not reduce; None is something that somebody may pass
+
+
+def source_and_target(value: Any, in_place: bool) -> tuple[Array, Array]:
+    """What to reduce and where to put it: the caller's array twice, or a new contiguous array for the result.
+
+    Raises InputError."""
+    if in_place:
+        target = target_of(value, in_place)
+        return target, target
+    source = arrays.as_host_array(value)
+    return source, np.empty(source.shape, source.dtype)
+
+
+def target_of(value: Any, in_place: bool) -> Array:
+    """The array that an operation works on: the caller's, or a contiguous copy of what the caller gave."""
+    if not in_place:
+        return np.array(arrays.as_host_array(value), copy=True, order="C")
+    arrays.as_host_array(value)  # raises its own words about devices, torch and masks
+    if not isinstance(value, np.ndarray):
+        kind = type(value).__name__
+        raise InputError(f"in place needs a numpy array, got {kind}; use the form without the underscore")
+    if not value.flags.writeable:
+        raise InputError("the array is read-only; use the form without the underscore, or pass a writable copy")
+    return value
+
+
+def index_of(root: Any, ranks: Sequence[int]) -> int:
+    """The place of a root among the ranks' numbers. Raises InputError."""
+    try:
+        return ranks.index(operator.index(root))
+    except (TypeError, ValueError):
+        which = f"0 to {len(ranks) - 1}" if isinstance(ranks, range) else f"one of {', '.join(map(str, ranks))}"
+        raise InputError(f"root={root!r} is not a rank; expected {which}") from None
+
+
+def splits_of(rows: int, splits: Sequence[int] | None, size: int) -> Array:
+    """How many rows go to each rank. Raises InputError."""
+    if splits is None:
+        if rows % size:
+            raise InputError(f"{rows} rows do not divide over {size} ranks; give splits, the rows for each rank")
+        return np.full(size, rows // size, np.int64)
+    sent = np.asarray(splits)
+    if sent.shape != (size,) or sent.dtype.kind not in "iu" or (sent < 0).any() or sum(sent.tolist()) != rows:
+        raise InputError(f"splits={splits!r} must be {size} whole numbers, one a rank, that add up to {rows} rows")
+    return sent.astype(np.int64)
+
+
+def array_call(
+    kind: str,
+    array: Array,
+    name: str,
+    op: Any = _NO_OP,
+    root: int = -1,
+    shape: tuple[Any, ...] | None = None,
+    rows: int = 0,
+    compression: Compression = Compression.none,
+) -> Call:
+    """The call of an operation on one array. Raises InputError if its arguments cannot be used."""
+    if not isinstance(name, str):
+        raise InputError(f"name={name!r} must be a string")
+    arrays.dtype_code(array.dtype)  # raises
+    if op is not _NO_OP and (problem := ops.refusal(op, array.dtype)):
+        raise InputError(problem)
+    _check_compression(compression)
+    reduction = op if op is not _NO_OP else None
+    return _call(kind, array.shape if shape is None else shape, array.dtype, name, reduction, root, rows, compression)
+
+
+@functools.lru_cache(maxsize=4096)  # training calls the same operations over and over
+def _call(
+    kind: str,
+    shape: tuple[Any, ...],
+    dtype: np.dtype[Any],
+    name: str,
+    op: ReduceOp | None,
+    root: int,
+    rows: int,
+    compression: Compression,
+) -> Call:
+    how = _how(op, compression) if op is not None else f"root={root}" if root >= 0 else ""
+    tensor = arrays.describe(shape, dtype)
+    title = f"{kind}({how}){quoted(name)} {tensor}"
+    op_code = ops.CODES[op] | compression.value << header.WIRE_SHIFT if op is not None else 0
+    code = arrays.dtype_code(dtype)
+    hashed = ((code, shape),) if kind == "allreduce" else None
+    return Call(kind, name, title, arrays=hashed, op=op_code, dtype=code, root=root, rows=rows)
+
+
+def group_call(group: list[Array], name: str, op: Any, compression: Compression = Compression.none) -> Call:
+    """The call of a grouped allreduce; likewise."""
+    if problem := ops.refusal(op, np.dtype(np.float32)):
+        raise InputError(problem)
+    if not isinstance(name, str):
+        raise InputError(f"name={name!r} must be a string")
+    _check_compression(compression)
+    for array in group:
+        array_call("grouped_allreduce", array, name, op)  # raises
+    lines = tuple(arrays.describe(array.shape, array.dtype) for array in group)
+    title = f"grouped_allreduce({_how(op, compression)}){quoted(name)} of {len(group)} tensors"
+    hashed = tuple((arrays.dtype_code(array.dtype), array.shape) for array in group)
+    how = ops.CODES[op] | compression.value << header.WIRE_SHIFT
+    return Call("grouped_allreduce", name, title, lines, arrays=hashed, op=how)
+
+
+def _check_compression(compression: Any) -> None:
+    if not isinstance(compression, Compression):
+        raise InputError(f"compression={compression!r} is none; use allred.Compression.none, .fp16 or .bf16")
+
+
+def _how(op: ReduceOp, compression: Compression) -> str:
+    return str(op.value) if compression is Compression.none else f"{op.value}, compression={compression.name}"

@@ -1,0 +1,231 @@
+"""Gradients that are reduced as they become ready, while the rest of them is computed: `opt.reduce(name, grad)`.
+
+    the first step with reduce()   is as any other; at its end all ranks take over the order in which the gradients
+                                   became ready on rank 0
+    every later step
+      1  opening     with the first reduce(), or in step() on a rank that does without: a header, that all ranks expect
+                     the same gradients in this order, what samples they stand for, and whether one wants to see all of
+                     them before any is changed (the checks of modes/detect). If so, this step is as any other
+      2  buckets     each goes out when its gradients are ready and those before it have gone, on every rank in the same
+                     order; out of order they wait for their turn
+      3  closing     in step(), when the last one is through: a header, with this rank's mistakes since, and whether
+                     its gradients were finite
+
+What a rank does wrong between 1 and 3 it keeps to itself until 3, and sends zeros for what is missing: the others wait
+for its buckets. So errors come in step(), and are the same on all ranks.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from allred import arrays
+from allred.arrays import Array
+from allred.comm import asynchronous, collectives
+from allred.comm.work import Work
+from allred.compression import Compression
+from allred.errors import AllredError, InputError
+from allred.fusion.plan import Plan, Tensor, plan
+from allred.reducer import Inspector, Reducer, tensor_of, writable
+
+_ASKS = 1  # a flag of the opening: this rank's inspector has to see all gradients first
+
+
+class Early:
+    """Of one optimizer in mode sync. `title`: what errors begin with. `settings`: what else must be the same on all
+    ranks in a step, in words."""
+
+    def __init__(self, reducer: Reducer, inspector: Inspector, title: str, settings: Callable[[], str]) -> None:
+        self._reducer, self._inspector, self._title, self._settings = reducer, inspector, title, settings
+        self._tensors: list[Tensor] = []  # as step() has them; of the step that settled the order
+        self._buckets: list[tuple[tuple[int, ...], Plan]] = []  # positions in that list, in the agreed order
+        self._all: Plan | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self._given: dict[str, Any] = {}  # since the last step, in the order in which they came
+        self._ready: dict[int, Any] = {}  # position: the array that is reduced
+        self._seen: set[int] = set()  # where these are
+        self._opening: Work[list[int]] | None = None
+        self._opened: list[tuple[int, int]] = []  # every rank's note and flags
+        self._running: list[tuple[Work[list[Array]], list[Array], list[Array]]] = []
+        self._problem, self._flags = "", 0
+
+    # As gradients become ready.
+
+    def reduce(self, name: str, grad: Any, samples: int | None) -> None:
+        """Take a gradient. Raises nothing that is about this rank alone."""
+        if name in self._given:
+            self._problem = self._problem or f"reduce({name!r}) was called twice for one step; call step() after each"
+            return
+        self._given[name] = grad
+        if self._all is None:
+            return
+        if self._opening is None:
+            self._open(samples)
+        self._problem = self._problem or self._take(name, grad)
+        self._advance()
+
+    def _take(self, name: str, grad: Any) -> str:
+        """Note a gradient; what is wrong with it, in words."""
+        index = self._position(name)
+        if index is None:
+            return _unknown(name, [tensor.name for tensor in self._tensors])
+        tensor = self._tensors[index]
+        try:
+            got = tensor if isinstance(grad, (int, float)) else tensor_of(name, grad)
+        except InputError as error:
+            return f"reduce(): {error}"
+        if got != tensor:
+            return f"reduce({name!r}): got {arrays.describe(got.shape, got.dtype)}, and the gradient is {tensor}"
+        self._ready[index] = writable([tensor], [grad], self._seen)[0]
+        return ""
+
+    def _position(self, name: str) -> int | None:
+        return next((i for i, tensor in enumerate(self._tensors) if tensor.name == name), None)
+
+    def _open(self, samples: int | None) -> None:
+        assert self._all is not None
+        settings = self._reducer.agreement(self._inspector, self._settings())
+        flags = _ASKS * self._inspector.asks(samples)
+        note = self._reducer.note(samples, flags)
+        title = f"{self._title}: the gradients that come early, in their order"
+        self._opening = collectives.current().check("step", title, self._all.lines, settings, note)
+
+    def _advance(self) -> None:
+        """Send what can go, if the ranks have agreed by now."""
+        assert self._opening is not None
+        try:
+            if not self._opened and not self._opening.done():
+                return
+            self._hear()
+        except AllredError:  # all ranks have it; step() raises it
+            return
+        while not self._asked and len(self._running) < len(self._buckets):
+            if not all(index in self._ready for index in self._buckets[len(self._running)][0]):
+                return
+            self._send()
+
+    def _hear(self) -> None:
+        """What all ranks said when they opened. Raises what all of them raise."""
+        assert self._opening is not None
+        if not self._opened:
+            notes = self._opening.wait()
+            self._weight, flags = self._reducer.heard(notes)
+            self._opened = list(zip(notes, flags, strict=True))
+            self._asked = any(flag & _ASKS for flag in flags)
+
+    def _send(self) -> None:
+        """The next bucket goes out."""
+        number = len(self._running)
+        indices, bucket = self._buckets[number]
+        targets = [self._ready[index] for index in indices]
+        self._flags |= self._inspector.look(bucket, targets)
+        moved = targets if self._weight is None else [_weighted(target, self._weight) for target in targets]
+        name = f"{self._title}: early bucket {number} of {len(self._buckets)}"
+        same = moved[0].dtype == targets[0].dtype  # what is weighted in a wider type is rounded once, by that
+        compression = self._reducer.compression if same else Compression.none
+        work = asynchronous.grouped_allreduce_async_(moved, self._reducer.op, name, compression)
+        self._running.append((work, moved, targets))
+
+    # In step().
+
+    def finish(
+        self, tensors: Sequence[Tensor], values: Sequence[Any], samples: int | None, problem: str
+    ) -> list[Any] | None:
+        """As `Reducer.reduce`: reduce what is left, wait for the rest; None if the gradients are not to be used."""
+        try:
+            if self._all is None:
+                return self._settle(tensors, values, samples, problem)
+            return self._finish(tensors, values, samples, problem)
+        except AllredError:
+            self._all = None  # on all ranks: the next steps begin anew
+            raise
+        finally:
+            self._clear()
+
+    def _settle(
+        self, tensors: Sequence[Tensor], values: Sequence[Any], samples: int | None, problem: str
+    ) -> list[Any] | None:
+        """A step as any other. If reduce() was called on some rank, agree on an order for those to come."""
+        names = {tensor.name: index for index, tensor in enumerate(tensors)} if self._given else {}
+        if odd := [name for name in self._given if name not in names]:
+            self._problem = self._problem or _unknown(odd[0], list(names))
+        problem = problem or self._problem
+        settings = self._settings()
+        given = bool(self._given)
+        mean = self._reducer.reduce(tensors, values, samples, problem, self._inspector, settings, given)
+        if self._reducer.early:
+            order = [names[name] for name in self._given]
+            order += [index for index in reversed(range(len(tensors))) if index not in order]
+            order = collectives.broadcast_object(order, 0, f"{self._title}: the order of early gradients")
+            self._tensors = list(tensors)
+            self._all = plan([tensors[index] for index in order], self._reducer.bucket_bytes)
+            buckets = sorted(self._all.buckets, key=lambda bucket: bucket.indices[-1])
+            positions = [tuple(order[i] for i in bucket.indices) for bucket in buckets]
+            self._buckets = [
+                (where, plan([tensors[i] for i in where], self._reducer.bucket_bytes)) for where in positions
+            ]
+        return mean
+
+    def _finish(
+        self, tensors: Sequence[Tensor], values: Sequence[Any], samples: int | None, problem: str
+    ) -> list[Any] | None:
+        if self._opening is None:
+            self._open(samples)
+        problem = problem or self._problem or self._odd(tensors, values)
+        self._hear()
+        if self._asked:
+            return self._reducer.reduce(tensors, values, samples, problem, self._inspector, self._settings())
+        missing = []
+        for index, tensor in enumerate(self._tensors):
+            value = None if problem or index in self._ready else values[index]
+            if value is not None:
+                self._ready[index] = writable([tensor], [value], self._seen)[0]
+            elif index not in self._ready:
+                self._ready[index] = np.zeros(tensor.shape, tensor.dtype)
+                missing.append(index)
+        while len(self._running) < len(self._buckets):
+            self._send()
+        for work, moved, targets in self._running:
+            work.wait()
+            for target, result in zip(targets, moved, strict=True):
+                if target is not result:
+                    target[...] = result
+        return self._close(missing, problem)
+
+    def _close(self, missing: list[int], problem: str) -> list[Any] | None:
+        """The buckets are through: hear of mistakes, of gradients that nobody has, and of those that are not finite."""
+        note = self._reducer.note(None, self._flags, missing=bool(missing))
+        title = f"{self._title}: the end of early gradients"
+        notes = collectives.current().check("step", title, note=note, problem=problem).wait()
+        mean = [self._ready[index] for index in range(len(self._tensors))]
+        if self._reducer.any_missing(notes):
+            here = [index not in missing for index in range(len(self._tensors))]
+            mean = [value if some else None for value, some in zip(mean, self._reducer.anywhere(here), strict=True)]
+        whole = self._reducer.plan(self._tensors)
+        return mean if self._inspector.closed(self._reducer.flags(notes), whole, mean) else None
+
+    def _odd(self, tensors: Sequence[Tensor], values: Sequence[Any]) -> str:
+        """What does not fit between what step() was given and what reduce() was, in words."""
+        if list(tensors) != self._tensors:
+            return "step() has other gradients, by name, shape or dtype, than the one that settled their order"
+        for name, grad in self._given.items():
+            index = self._position(name)
+            if index is not None and values[index] is not grad:
+                return f"reduce({name!r}) was given another array than step(); pass the same to both"
+        return ""
+
+
+def _weighted(array: Array, weight: float) -> Array:
+    """As Reducer weights: in float32 at least, and zeros for no weight even where the gradient is NaN."""
+    wide = np.zeros(array.shape, arrays.accumulator(array.dtype))
+    if weight:
+        np.multiply(array, weight, out=wide, dtype=wide.dtype)
+    return wide
+
+
+def _unknown(name: str, names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"reduce({name!r}): no gradient has this name; they are {', '.join(map(repr, names[:5]))}{more}"

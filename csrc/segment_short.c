@@ -1,0 +1,144 @@
+/* The short way of Segment: plain arrays are checked and hashed here, with the header that Python would make. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "segment_object.h"
+
+/* Up to so many bytes the first look is taken without giving the GIL away: that alone takes 50 ns. */
+#define BRIEF_BYTES 32768
+
+static int position(PyObject *tuple, PyObject *item) {
+  const Py_ssize_t count = PyTuple_Size(tuple);
+  for (Py_ssize_t i = 0; i < count; i++)
+    if (PyTuple_GetItem(tuple, i) == item) return (int)i;
+  return -1;
+}
+
+/* An exact numpy array of a plain dtype as the next entry of the table; 0 if it has to go the long way. */
+static int take(Segment *self, PyObject *source, PyObject *target, allred_header *header, allred_tensor *tensor) {
+  if ((PyObject *)Py_TYPE(source) != self->array_type || (PyObject *)Py_TYPE(target) != self->array_type) return 0;
+  PyObject *dtype = PyObject_GetAttr(source, self->dtype_name);
+  if (!dtype) return 0;
+  if (dtype != self->last_dtype) {
+    self->last_code = position(self->dtypes, dtype);
+    self->last_dtype = self->last_code < 0 ? NULL : dtype; /* the tuple keeps it */
+  }
+  const int code = self->last_code;
+  Py_DECREF(dtype);
+  if (code < 0 || !allred_reduce_kernel(self->variant, code, header->op & ALLRED_OP_BITS)) return 0;
+  const Py_buffer *in = allred_hold(self->spare, source, source == target ? PyBUF_CONTIG : PyBUF_CONTIG_RO), *out = in;
+  if (!in || (source != target && !(out = allred_hold(self->spare, target, PyBUF_CONTIG))) || in->len != out->len)
+    return 0;
+  header->words = allred_mix(header->words, (uint64_t)code << 8 | (uint64_t)in->ndim);
+  for (int i = 0; i < in->ndim; i++) header->words = allred_mix(header->words, (uint64_t)in->shape[i]);
+  const int wire = allred_wire_of(code, header->op >> ALLRED_WIRE_SHIFT);
+  *tensor = (allred_tensor){in->buf, out->buf, (size_t)in->len, code, wire};
+  return 1;
+}
+
+/* op, name, and the wire type if there is one, into the header; 0 if they have to go the long way. */
+static int read_how(Segment *self, PyObject *const *args, Py_ssize_t count, allred_header *header) {
+  Py_ssize_t length;
+  const char *text = PyUnicode_Check(args[1]) ? PyUnicode_AsUTF8AndSize(args[1], &length) : NULL;
+  const int code = position(self->ops, args[0]);
+  const long wire = count > 2 ? PyLong_AsLong(args[2]) : 0;
+  if (!text || code <= 0 || (wire && !allred_narrows(ALLRED_FLOAT32, (int)wire))) return 0; /* op 0 is none */
+  header->op = (uint8_t)(code | (int)wire << ALLRED_WIRE_SHIFT);
+  header->name = allred_hash_text(text, (size_t)length);
+  return 1;
+}
+
+/* The operation runs if it can be taken at all; then nobody else may use the segment meanwhile, and the queue is empty.
+ */
+static PyObject *short_way(Segment *self, const allred_header *header, Py_ssize_t count, size_t bytes) {
+  Operation *operation = self->spare;
+  allred_start_allreduce(self, operation, header, count, header->op & ALLRED_OP_BITS);
+  int status = bytes <= BRIEF_BYTES ? allred_run(&operation->operation, 0) : ALLRED_PENDING;
+  if (status == ALLRED_PENDING) {
+    self->taken = 1;
+    Py_BEGIN_ALLOW_THREADS;
+    status = allred_run(&operation->operation, ALLRED_PATIENCE_NS);
+    Py_END_ALLOW_THREADS;
+    self->taken = 0;
+  }
+  if (status == ALLRED_DONE) {
+    allred_release_views(operation);
+    Py_RETURN_TRUE;
+  }
+  self->finisher = PyThread_get_thread_ident();
+  self->spare = NULL;
+  allred_under_way(operation, self);
+  if (status == ALLRED_DIFFER)
+    allred_queue_hold(&self->queue, &operation->operation, status);
+  else
+    allred_queue_put(&self->queue, &operation->operation);
+  return (PyObject *)operation;
+}
+
+static PyObject *not_taken(Segment *self) {
+  if (self->spare) allred_release_views(self->spare);
+  PyErr_Clear();
+  Py_RETURN_NONE;
+}
+
+static int can_take(Segment *self) {
+  if (!self->open || self->taken || self->finisher || !self->own_process || !*self->own_process) return 0;
+  if (!allred_queue_idle(&self->queue)) return 0;
+  return self->spare || (self->spare = allred_new_operation(1));
+}
+
+PyObject *allred_segment_allreduce(Segment *self, PyObject *const *args, Py_ssize_t count) {
+  if (count != 4 && count != 5) return PyErr_Format(PyExc_TypeError, "allreduce(source, target, op, name, wire=0)");
+  if (!can_take(self)) return not_taken(self);
+  allred_header header = {.kind = ALLRED_KIND_ALLREDUCE, .root = -1, .words = allred_mix(0, 1)};
+  if (!read_how(self, args + 2, count - 2, &header) || !take(self, args[0], args[1], &header, self->spare->tensors))
+    return not_taken(self);
+  const size_t bytes = self->spare->tensors->bytes;
+  header.dtype = (uint8_t)self->spare->tensors->dtype;
+  header.count = bytes / allred_dtype_bytes(self->spare->tensors->dtype);
+  return short_way(self, &header, bytes > 0, bytes);
+}
+
+static int by_address(const void *a, const void *b) {
+  const uintptr_t first = (uintptr_t)((const allred_tensor *)a)->out,
+                  second = (uintptr_t)((const allred_tensor *)b)->out;
+  return first < second ? -1 : first > second;
+}
+
+/* Whether two tensors of the table write to the same memory; -1 without memory to find out. */
+static int overlap(const allred_tensor *tensors, Py_ssize_t count) {
+  Py_ssize_t ascending = 1;
+  while (ascending < count && tensors[ascending].out >= tensors[ascending - 1].out + tensors[ascending - 1].bytes)
+    ascending++;
+  if (ascending >= count) return 0;
+  allred_tensor *sorted = PyMem_Malloc((size_t)count * sizeof *sorted);
+  if (!sorted) return -1;
+  memcpy(sorted, tensors, (size_t)count * sizeof *sorted);
+  qsort(sorted, (size_t)count, sizeof *sorted, by_address);
+  int found = 0;
+  for (Py_ssize_t i = 1; i < count && !found; i++) found = sorted[i].out < sorted[i - 1].out + sorted[i - 1].bytes;
+  PyMem_Free(sorted);
+  return found;
+}
+
+PyObject *allred_segment_grouped_allreduce(Segment *self, PyObject *const *args, Py_ssize_t count) {
+  if ((count != 4 && count != 5) || !PyList_Check(args[0]) || !PyList_Check(args[1]))
+    return PyErr_Format(PyExc_TypeError, "grouped_allreduce(sources: list, targets: list, op, name, wire=0)");
+  if (!can_take(self)) return not_taken(self);
+  const Py_ssize_t tensors = PyList_Size(args[0]);
+  if (PyList_Size(args[1]) != tensors) return PyErr_Format(PyExc_ValueError, "as many targets as sources");
+  if (allred_make_room(self->spare, tensors ? tensors : 1) < 0) return not_taken(self);
+  allred_header header = {
+      .kind = ALLRED_KIND_GROUPED_ALLREDUCE, .dtype = 255, .root = -1, .words = allred_mix(0, (uint64_t)tensors)};
+  if (!read_how(self, args + 2, count - 2, &header)) return not_taken(self);
+  size_t bytes = 0;
+  for (Py_ssize_t i = 0; i < tensors; i++) {
+    PyObject *source = PyList_GetItem(args[0], i), *target = PyList_GetItem(args[1], i);
+    if (!take(self, source, target, &header, &self->spare->tensors[i])) return not_taken(self);
+    header.count += self->spare->tensors[i].bytes / allred_dtype_bytes(self->spare->tensors[i].dtype);
+    bytes += self->spare->tensors[i].bytes;
+  }
+  const Py_ssize_t kept = allred_by_dtype(self->spare->tensors, tensors);
+  if (kept < 0 || overlap(self->spare->tensors, kept)) return not_taken(self);
+  return short_way(self, &header, kept, bytes);
+}

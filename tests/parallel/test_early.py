@@ -1,0 +1,208 @@
+"""opt.reduce(name, grad): gradients that go out before the step, with the results and errors of a step without."""
+
+import time
+
+import numpy as np
+import pytest
+
+import allred
+from allred.errors import InputError, NonFiniteError
+
+pytestmark = pytest.mark.mpi
+
+FIRST = 3  # steps that are checked, and so as any other (allred/modes/detect)
+SHAPES = {"a": (40, 50), "b": (7,), "c": (300, 400), "d": (), "e": (5, 5), "f": (0, 3)}
+
+
+def params_of(dtype=np.float32):
+    return {name: np.zeros(shape, dtype) for name, shape in SHAPES.items()}
+
+
+def grads_of(rank, step, dtype=np.float32):
+    rng = np.random.default_rng([rank, step])
+    return {name: np.array(rng.normal(size=shape), dtype) for name, shape in SHAPES.items()}
+
+
+def train(steps, early, samples=None, dtype=np.float32, change=lambda step, grads: grads, **options):
+    """The parameters after some steps; early(step): the names that are given before it, in order."""
+    rank = allred.rank()
+    params = params_of(dtype)
+    opt = allred.distributed(allred.optim.SGD(lr=1.0), bucket_bytes=4096, **options)
+    for step in range(steps):
+        grads = change(step, grads_of(rank, step, dtype))
+        for name in early(step):
+            opt.reduce(name, grads[name], samples=samples)
+        opt.step(params, grads, samples=samples)
+    return params
+
+
+def same(a, b):
+    for name in a:
+        assert a[name].tobytes() == b[name].tobytes(), name
+
+
+NAMES = sorted(SHAPES)
+WAYS = {
+    "reverse": lambda step: NAMES[::-1],
+    "some": lambda step: ["c", "e"],
+    "another order on every rank": lambda step: list(np.random.default_rng([step, allred.rank()]).permutation(NAMES)),
+    "not on rank 0": lambda step: NAMES if allred.rank() else [],
+    "now and then": lambda step: NAMES if step % 2 else [],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_results_are_those_of_a_step_without(way, dtype):
+    for samples in (None, 4, 3 + allred.rank()):
+        same(train(7, WAYS[way], samples, dtype), train(7, lambda step: [], samples, dtype))
+
+
+@pytest.mark.parametrize(
+    "options", [{"compression": allred.Compression.fp16}, {"clip_norm": 0.5}, {"op": allred.Sum, "nonfinite": "ignore"}]
+)
+@pytest.mark.parametrize("samples", [None, 3])
+def test_options_do_what_they_do_without(rank, options, samples):
+    samples = samples and samples + rank
+    same(train(6, WAYS["reverse"], samples, **options), train(6, lambda step: [], samples, **options))
+
+
+def test_within_a_process_set(rank, size):
+    pair = allred.ProcessSet({0, size - 1})
+    if pair.included():
+        same(train(6, WAYS["reverse"], process_set=pair), train(6, lambda step: [], process_set=pair))
+
+
+def test_nothing_is_left_out_where_a_rank_has_no_gradient(rank, size):
+    def change(step, grads):
+        return grads | {"c": None if rank == size - 1 else grads["c"], "a": None}
+
+    def early(step):
+        return ["e", "b"]
+
+    same(train(6, early, change=change), train(6, lambda step: [], change=change))
+
+
+class Recorded:
+    """What an optimizer is given."""
+
+    def step(self, params, grads):
+        self.grads = grads
+
+
+def test_a_gradient_that_nobody_has_stays_none(rank):
+    opt, params = allred.distributed(Recorded()), params_of()
+    for step in range(FIRST + 2):
+        grads = grads_of(rank, step) | {"a": None, "b": None if rank else np.ones(7, np.float32)}
+        opt.reduce("e", grads["e"])
+        opt.step(params, grads)
+        assert opt.optimizer.grads["a"] is None
+        assert opt.optimizer.grads["b"].shape == (7,)
+        assert opt.optimizer.grads["e"] is grads["e"]
+
+
+def test_gradients_go_out_before_the_step(rank, size):
+    """In the agreed order, whatever the order here."""
+    if size == 1:
+        pytest.skip("takes several ranks")
+    opt, params = allred.distributed(allred.optim.SGD(lr=1.0), bucket_bytes=4096), params_of()
+    for step in range(FIRST + 1):
+        grads = grads_of(rank, step)
+        for name in NAMES[::-1]:
+            opt.reduce(name, grads[name])
+        if step < FIRST:
+            if step:  # in the first there is nothing to hear of
+                opt._sync._early._opening.wait()
+                opt._sync._early._advance()
+                allred.barrier()
+            assert grads["c"].tobytes() == grads_of(rank, step)["c"].tobytes()  # the checks are to see them all
+            opt.step(params, grads)
+    mean = sum(grads_of(r, FIRST)["c"] for r in range(size)) / size
+    deadline = time.monotonic() + 20
+    while not np.allclose(grads["c"], mean, atol=1e-5):  # "c" is a bucket of its own
+        opt._sync._early._advance()
+        assert time.monotonic() < deadline
+    opt.step(params, grads)
+    held = grads_of(rank, FIRST + 1)
+    opt.reduce("a", held["a"])  # the last of the order: nothing goes
+    time.sleep(0.01)
+    assert held["a"].tobytes() == grads_of(rank, FIRST + 1)["a"].tobytes()
+    opt.step(params, held)
+
+
+MISTAKES = {
+    "unknown": (
+        lambda opt, grads: opt.reduce("z", grads["a"]),
+        r"reduce\('z'\): no gradient has this name; they are 'a'",
+    ),
+    "twice": (lambda opt, grads: [opt.reduce("a", grads["a"]) for _ in range(2)], "was called twice for one step"),
+    "shape": (
+        lambda opt, grads: opt.reduce("a", np.zeros(3, "f4")),
+        r"reduce\('a'\): got float32 \(3,\), and the grad",
+    ),
+    "dtype": (lambda opt, grads: opt.reduce("a", grads["a"].astype("f8")), "got float64"),
+    "other array": (lambda opt, grads: opt.reduce("a", grads["a"].copy()), "was given another array than step"),
+    "no array": (lambda opt, grads: opt.reduce("a", ["x"]), r"reduce\(\): 'a'"),
+}
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+@pytest.mark.parametrize("steps", [0, FIRST + 1], ids=["first step", "later"])
+def test_mistakes_are_errors_on_all_ranks_in_step(rank, size, what, steps):
+    if steps == 0 and what in ("shape", "dtype", "other array", "no array"):
+        return  # that first step is as any other, and takes what step() is given
+    mistake, words = MISTAKES[what]
+    opt, params = allred.distributed(allred.optim.SGD(lr=1.0), bucket_bytes=4096), params_of()
+    for step in range(steps):
+        grads = grads_of(rank, step)
+        for name in NAMES:
+            opt.reduce(name, grads[name])
+        opt.step(params, grads)
+    before = {name: param.copy() for name, param in params.items()}
+    grads = grads_of(rank, steps)
+    if rank == size - 1:
+        mistake(opt, grads)
+    for name in ("e", "f"):
+        opt.reduce(name, grads[name])
+    with pytest.raises(InputError, match=words) as error:
+        opt.step(params, grads)
+    assert len(set(allred.allgather_object(str(error.value)))) == 1
+    same(params, before)
+    for step in range(2):  # and training goes on
+        grads = grads_of(rank, step)
+        opt.reduce("a", grads["a"])
+        opt.step(params, grads)
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_a_nan_is_found_before_the_parameters_are_changed(rank, size, policy):
+    opt, params = allred.distributed(allred.optim.SGD(lr=1.0), nonfinite=policy), params_of()
+    for step in range(FIRST + 2):
+        grads = grads_of(rank, step)
+        if step == FIRST + 1 and rank == size - 1:
+            grads["c"][3, 4] = np.nan
+        for name in NAMES:
+            opt.reduce(name, grads[name])
+        before = {name: param.copy() for name, param in params.items()}
+        if step <= FIRST:
+            opt.step(params, grads)
+    if policy == "skip":
+        opt.step(params, grads)
+        assert opt.skipped == 1
+    else:
+        with pytest.raises(NonFiniteError, match=rf"'c' on rank {size - 1} \(1 of 120000 elements, the first is nan"):
+            opt.step(params, grads)
+    same(params, before)
+
+
+def test_samples_are_given_in_the_first_call(rank):
+    opt, params, grads = allred.distributed(allred.optim.SGD(lr=1.0)), params_of(), grads_of(rank, 0)
+    opt.reduce("a", grads["a"], samples=3)
+    with pytest.raises(InputError, match=r"samples=4 in step\(\), but 3 in the first reduce"):
+        opt.step(params, grads, samples=4)
+
+
+def test_accumulated_gradients_are_known_in_step():
+    opt = allred.distributed(allred.optim.SGD(lr=1.0), accumulate=2)
+    with pytest.raises(InputError, match="leave reduce"):
+        opt.reduce("a", np.zeros(3))
