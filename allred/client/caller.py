@@ -3,7 +3,6 @@
 A client that waits for one task takes what the others have to say, too: a task waits until it is rid of its answer.
 """
 
-import contextlib
 import time
 import traceback
 from collections import deque
@@ -53,6 +52,7 @@ class _Link:
         for call in self.calls:
             call.end(error=AllredError(f"{call.title}: rank {self.rank}, {call.place.task_name}, {how}"))
         self.calls.clear()
+        self._answer = None
 
 
 def _settle(call: Call, parts: list[Array]) -> None:
@@ -92,7 +92,8 @@ class _Caller:
 
     def __init__(self, world: calling.Calling) -> None:
         self.world, self.post = world, Post(world.comm)
-        self.links = {rank: _Link(self.post, rank) for rank, _ in enumerate(world.tasks)}
+        self.links = {rank: _Link(self.post, rank) for rank in world.workers}
+        self.calls: list[Call] = []  # those of which it may have to be said that nobody has waited for them
 
     def look(self) -> bool:
         """Take what has come; whether no call is under way."""
@@ -123,6 +124,7 @@ def start(call: Call, function: Callable[..., Any], args: tuple[Any, ...], kwarg
     rank = here.world.tasks.index(call.place.task_name)
     here.post.send_parts(rank, CALL, [*pack(call.name, "a name"), *parts])
     here.links[rank].calls.append(call)
+    here.calls = [each for each in here.calls if not each.ended or each.unheard] + [call]
 
 
 def look() -> None:
@@ -146,13 +148,11 @@ def wait(call: Call) -> None:
 def leave() -> None:
     """The client's program is at its end: wait for what the tasks still do for it, and let them return from join()."""
     here = _the_caller()
-    under_way = [call for link in here.links.values() for call in link.calls]
     idle("the functions that this client has started", here.look)
-    for call in under_way:
-        if call.error is not None and not call.waited_for:
-            with contextlib.suppress(OSError):
-                report.say_here(f"{call.title} failed, and nobody waited for it:")
-                report.say_here("".join(traceback.format_exception_only(call.error)).rstrip())
+    for call in here.calls:
+        if call.unheard is not None:
+            report.say_here(f"{call.title} failed, and nobody waited for it:")
+            report.say_here("".join(traceback.format_exception_only(call.unheard)).rstrip())
     for rank in here.world.workers:
         here.post.send_parts(rank, CALL, pack(None, "the end"))
     until = time.monotonic() + _LEAVE_S

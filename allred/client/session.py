@@ -48,7 +48,7 @@ class Call:
         self._ended = False
         self._value: Any = None
         self._error: BaseException | None = None
-        self.waited_for = False
+        self._waited_for = False
 
     def end(self, value: Any = None, error: BaseException | None = None) -> None:
         """For the caller: what has come of it."""
@@ -60,9 +60,9 @@ class Call:
         return self._ended
 
     @property
-    def error(self) -> BaseException | None:
-        """What it raised, as far as is known here."""
-        return self._error
+    def unheard(self) -> BaseException | None:
+        """What it raised, as far as is known here, and nobody has waited for it."""
+        return None if self._waited_for else self._error
 
     def done(self) -> bool:
         """Whether it has ended; takes what has come, and does not wait."""
@@ -75,7 +75,7 @@ class Call:
     def wait(self) -> Any:
         """What it returned, once it has ended. Raises what it raised, with its traceback there as a note; or
         RemoteRankError if the task has died, CollectiveTimeout after ALLRED_TIMEOUT_S (see `allred.patience`)."""
-        self.waited_for = True
+        self._waited_for = True
         if not self._ended:
             from allred.client import caller
 
@@ -112,13 +112,12 @@ class ClientSession:
             sys.stderr.flush()
         call = Call(name, place)
         if place.task_name == task_name(topology.job_name(), topology.task_index()):
-            call.waited_for = True
             call.end(function(*args, **kwargs))
             return call
         from allred.client import caller  # imports MPI
 
         caller.start(call, function, args, kwargs)
-        self._calls = [each for each in self._calls if not each.ended] + [call]
+        self._calls = [each for each in self._calls if not each.ended or each.unheard] + [call]
         return call
 
     def _place(self) -> Place:

@@ -160,11 +160,12 @@ def job_name() -> str:
 
 def role() -> str:
     """This task for a person."""
-    job = job_name()
-    return f"{ {'ps': 'parameter server', 'client': 'client'}.get(job, 'worker') } {task_index()}"
+    names = {"ps": "parameter server", "client": "client"}
+    return f"{names.get(job_name(), 'worker')} {task_index()}"
 
 
 def task_index() -> int:
     """This task's number in its job: of a worker its rank()."""
-    here, job = current(), job_name()
-    return here.rank - (here.size if job == "ps" else here.size + here.servers if job == "client" else 0)
+    here = current()
+    first = {"ps": here.size, "client": here.size + here.servers}.get(job_name(), 0)
+    return here.rank - first

@@ -57,6 +57,7 @@ def main():
             print("refused:", error)
     with allred.device("/job:worker"):
         session.start(fails, 8)
+        session.run(np.add, 1, 2)  # by then the failure has come, too
 
 if allred.job_name() == "client":
     main()
