@@ -92,7 +92,7 @@ def describe(named: Iterable[tuple[str, Any]]) -> list[str]:
 
 def _place(leaf: Any) -> Place | None:
     found = _known.get(id(leaf))
-    return found[2] if found is not None and found[0]() is leaf else None
+    return None if found is None else found[2]
 
 
 class _Setter:
