@@ -1,6 +1,8 @@
 """allred: data-parallel training over MPI. Importing it starts neither MPI nor CUDA; allred.init() does."""
 
 from allred import data, optim
+from allred.client.session import connect
+from allred.cluster.device import device
 from allred.cluster.spec import ClusterSpec
 from allred.cluster.topology import (
     cross_rank,
@@ -68,6 +70,7 @@ from allred.modes.optimizer import DistributedOptimizer
 from allred.modes.scaler import GradScaler
 from allred.modes.towers import Towers
 from allred.nest import digest
+from allred.ps.variable import replica_device_setter, variable
 from allred.server import Server
 from allred.session.session import Session
 from allred.watch import exit as _exit_protocol
@@ -137,9 +140,11 @@ __all__ = [
     "broadcast_async",
     "broadcast_async_",
     "broadcast_object",
+    "connect",
     "cross_rank",
     "cross_size",
     "data",
+    "device",
     "digest",
     "distributed",
     "grouped_allreduce",
@@ -159,10 +164,12 @@ __all__ = [
     "rank",
     "reducescatter",
     "reducescatter_async",
+    "replica_device_setter",
     "shutdown",
     "size",
     "synchronize",
     "task_index",
+    "variable",
     "world_rank",
     "world_size",
 ]

@@ -1,13 +1,15 @@
 """`Server`: this process as a task of a cluster, in TensorFlow's words. It stands above init(), which it calls."""
 
+import dataclasses
 import os
 import socket
 from collections.abc import Mapping
 from typing import Any
 
 from allred import config, native
+from allred.client import calling
 from allred.cluster import mpi, topology
-from allred.cluster.spec import SERVERS, ClusterSpec, Tasks, task_name, tf_config
+from allred.cluster.spec import CLIENT, SERVERS, ClusterSpec, Tasks, task_name, tf_config
 from allred.comm import collectives
 from allred.errors import AllredError, ConfigError, InputError
 from allred.launch import by_hand
@@ -23,8 +25,8 @@ class Server:
         cluster = allred.ClusterSpec({"ps": ["node1:2222"], "worker": ["node2:2222", "node3:2222"]})
         server = allred.Server(cluster, job_name="worker", task_index=0)
 
-    With job "ps" in the cluster it is mode ps, of which these tasks are the servers; without, mode sync. The other job,
-    of any name, is that of the workers.
+    With job "ps" in the cluster it is mode ps, of which these tasks are the servers; without, mode sync. A task of job
+    "client" has the workers run functions (`allred.connect`). The other job, of any name, is that of the workers.
 
     Started by mpirun, the process's rank says which task it is, servers first; job_name and task_index may be left out,
     and addresses are not used. Started by hand, each task with its own job_name and task_index, in any order, it takes
@@ -47,7 +49,8 @@ class Server:
         if is_initialized():
             raise AllredError("allred.Server() calls allred.init() itself; call only one of them, and once")
         launched = mpi.launched_size(os.environ)
-        tasks, workers_job = self.cluster.addresses(), self._workers_job()
+        tasks = self.cluster.addresses()
+        here = Cluster(self._workers_job(), tasks=tuple(tasks))
         servers = self.cluster.num_tasks(SERVERS) if SERVERS in self.cluster.jobs else 0
         modes = {"mode": "ps", "num_ps": servers} if servers else {"mode": "sync"}
         self._listener: socket.socket | None = None  # kept, so that no other program takes the address
@@ -57,14 +60,14 @@ class Server:
                 raise ConfigError(
                     f"allred.Server: the launcher started {launched} processes, but the cluster has {len(tasks)} tasks"
                 )
-            enter(None, Cluster(workers_job), **modes)
+            enter(None, here, **modes)
         elif len(tasks) == 1:
-            enter(None, Cluster(workers_job), **modes)
+            enter(None, here, **modes)
         else:
-            self._enter_by_hand(task, Cluster(workers_job), modes)
-        here = list(tasks)[topology.world_rank()]
-        if task not in (here, ""):
-            raise InputError(f"allred.Server: this is rank {topology.world_rank()} of mpirun, {here}; got {task}")
+            self._enter_by_hand(task, here, modes)
+        name = here.tasks[topology.world_rank()]
+        if task not in (name, ""):
+            raise InputError(f"allred.Server: this is rank {topology.world_rank()} of mpirun, {name}; got {task}")
 
     @classmethod
     def from_tf_config(cls, environ: Mapping[str, str] = os.environ) -> "Server":
@@ -86,27 +89,34 @@ class Server:
         """Return when the workers are done.
 
         On a parameter server: serve them until then, with the optimizer of worker 0, of allred.optim or of a class that
-        can be imported here. On a worker: wait until all workers have called it.
+        can be imported here. On a worker: in a cluster with a job "client", run the functions that it sends until its
+        program has ended; else wait until all workers have called it. Raises InputError on a client.
         """
         if running.serves():
             from allred.modes import joined  # imports MPI
 
             return joined.serve()
+        if (world := calling.current()) is not None:
+            if world.is_client:
+                raise InputError("server.join() is for servers and workers; this is a client, which they wait for")
+            from allred.client import serving
+
+            return serving.serve(world)
         with collectives.patience(_NO_END_S):
             collectives.barrier()
 
     def _check(self) -> None:
-        others = [job for job in self.cluster.jobs if job != SERVERS]
+        others = [job for job in self.cluster.jobs if job not in (SERVERS, CLIENT)]
         if len(others) != 1:
             words = ", ".join(map(repr, others)) or "none"
-            raise InputError(f"allred.Server: a cluster has one job of workers besides 'ps'; got {words}")
+            raise InputError(f"allred.Server: a cluster has one job of workers besides 'ps' and 'client'; got {words}")
         for job in self.cluster.jobs:
             if self.cluster.task_indices(job) != list(range(self.cluster.num_tasks(job))):
                 indices = self.cluster.task_indices(job)
                 raise InputError(f"allred.Server: the tasks of job {job!r} are {indices}; none may be left out")
 
     def _workers_job(self) -> str:
-        return next(job for job in self.cluster.jobs if job != SERVERS)
+        return next(job for job in self.cluster.jobs if job not in (SERVERS, CLIENT))
 
     def _given(self, job_name: str | None, task_index: int | None) -> str:
         """The name of the task that this is meant to be; empty if nothing was said."""
@@ -132,7 +142,7 @@ class Server:
         self._listener = meeting.listener
         os.environ.update(meeting.environment)
         try:
-            enter(None, Cluster(cluster.workers_job, meeting.life), **modes)
+            enter(None, dataclasses.replace(cluster, life=meeting.life), **modes)
         finally:
             for name in meeting.environment:  # not for programs that this one starts
                 os.environ.pop(name, None)

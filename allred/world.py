@@ -8,13 +8,16 @@ variables.
 """
 
 import atexit
+import contextlib
 import dataclasses
 import os
 import socket
 from typing import Any
 
 from allred import native
+from allred.client import calling
 from allred.cluster import mpi, report, topology
+from allred.cluster.spec import CLIENT
 from allred.comm import collectives, process_set, recording, registry
 from allred.comm.base import Communicator
 from allred.comm.single import NoCollectives
@@ -60,10 +63,17 @@ def init(
 @dataclasses.dataclass(frozen=True)
 class Cluster:
     """What `Server` knows beforehand. `workers_job`: what the job of the workers is called. `life`: where no launcher
-    has started this task, the descriptor by which the others hear of its end, and it of theirs; else -1."""
+    has started this task, the descriptor by which the others hear of its end, and it of theirs; else -1. `tasks`: the
+    names of all, by rank."""
 
     workers_job: str = "worker"
     life: int = -1
+    tasks: tuple[str, ...] = ()
+
+    @property
+    def clients(self) -> int:
+        """How many tasks are clients."""
+        return sum(task.startswith(f"/job:{CLIENT}/") for task in self.tasks)
 
 
 def enter(comm: Any, cluster: Cluster | None = None, **arguments: Any) -> None:
@@ -100,40 +110,49 @@ def _meet(comm: Any, settings: dict[str, Any] | str, cluster: Cluster | None) ->
                 "started by hand have only the watchers"
             )
         nodes = topology.pretend(config.pretend_nodes, control.size) or [node for _, node, _ in gathered]
-        servers = _servers(config, control.size)
-        kernels = [available for _, _, available in gathered[servers:]]
-        name, reason = registry.choose(config.backend, nodes[servers:], duplicate is not None, kernels)
-        recording.start(config.timeline, control, duplicate, servers)
+        clients = 0 if cluster is None else cluster.clients
+        servers = _servers(config, control.size - clients)
+        workers = slice(servers, control.size - clients)
+        kernels = [available for _, _, available in gathered[workers]]
+        name, reason = registry.choose(config.backend, nodes[workers], duplicate is not None, kernels)
+        recording.start(config.timeline, control, duplicate, range(workers.start, workers.stop))
     except (ConfigError, InputError):
         control.close()
         raise
     communicator: Communicator = control
-    if control.rank < servers:
-        communicator, name = NoCollectives(config.timeout_s), NoCollectives.name
-    elif name != control.name or servers:
-        ours = None if name == "single" else _workers(duplicate, servers)
-        communicator = registry.BACKENDS[name](ours, config.timeout_s, nodes[servers:])
+    works = workers.start <= control.rank < workers.stop
+    if not works:
+        communicator, name = NoCollectives(config.timeout_s, control.rank >= workers.stop), NoCollectives.name
+    elif name != control.name or servers or clients:
+        ours = None if name == "single" else _workers(duplicate, workers)
+        communicator = registry.BACKENDS[name](ours, config.timeout_s, nodes[workers])
     if communicator.name != name:
         reason = "no two ranks could share memory; on one node that takes /proc or a Unix socket between them"
     communicator.queue.timeout_s = control.queue.timeout_s = config.timeout_s
     communicator.checks_places = config.check == "full"
     recording.attach(communicator, "all ranks")
-    world = topology.number(nodes, control.rank, servers)
+    world = topology.number(nodes, control.rank, servers, clients)
     topology.install(world, "worker" if cluster is None else cluster.workers_job)
     collectives.install(communicator, config, reason)
     if servers:
-        here = running.Running(duplicate.Dup(), control.rank, servers, tuple(nodes), config, joins=cluster is not None)
-        running.install(here)
-        if world.world_rank >= servers:
+        ranks = tuple(nodes[: workers.stop])
+        here = running.Running(duplicate.Dup(), control.rank, servers, ranks, config, joins=cluster is not None)
+        if control.rank < workers.stop:
+            running.install(here)
+        if works:
             atexit.register(_leave_servers)
+    if clients and cluster is not None:
+        calling.install(calling.Calling(duplicate.Dup(), control.rank, cluster.tasks, clients, config))
+        if control.rank >= workers.stop:
+            atexit.register(_leave_workers)
     report.speak(world.rank == 0, config.banner)
     hosts = len({node for _, node, _ in gathered})
     reach = "network" if hosts > 1 else "host" if world.nodes > 1 else ""
-    everyone, workers = topology.number(nodes, control.rank), tuple(range(servers, control.size))
-    watch.start(control, everyone, config, reach, spares=workers if servers else (), launcher=life < 0)
-    if servers:
-        watch.name_this(running.current().role)
-    process_set.install(process_set.Base(duplicate, control, servers, communicator, nodes[servers:], kernels, config))
+    everyone, spares = topology.number(nodes, control.rank), range(workers.start, workers.stop) if servers else ()
+    watch.start(control, everyone, config, reach, spares=tuple(spares), launcher=life < 0)
+    if servers or clients:
+        watch.name_this(topology.role())
+    process_set.install(process_set.Base(duplicate, control, servers, communicator, nodes[workers], kernels, config))
     report.inform(_banner(library))
 
 
@@ -149,15 +168,27 @@ def _servers(config: Config, ranks: int) -> int:
     return config.num_ps
 
 
-def _workers(comm: Any, servers: int) -> Any:
+def _workers(comm: Any, workers: slice) -> Any:
     """A communicator of the workers, for them alone; collective among them."""
-    return comm.Create_group(comm.Get_group().Excl(range(servers))) if servers else comm.Dup()
+    if workers == slice(0, comm.Get_size()):
+        return comm.Dup()
+    return comm.Create_group(comm.Get_group().Incl(range(workers.start, workers.stop)))
 
 
 def _leave_servers() -> None:
     """At the end of a worker: the servers need not wait for it. One that fails is told of by its watcher."""
     if running.running() and not status_at_exit():
         running.leave()
+
+
+def _leave_workers() -> None:
+    """At the end of a client: the workers return from Server.join()."""
+    world = calling.current()
+    if world is not None and world.is_client and os.getpid() == world.process and not status_at_exit():
+        from allred.client import caller  # imports MPI
+
+        with contextlib.suppress(AllredError):  # the job ends otherwise: that is told already
+            caller.leave()
 
 
 def _join(comm: Any, life: int) -> tuple[Any, str]:
@@ -181,9 +212,12 @@ def _banner(library: str) -> str:
     from allred import __version__
 
     world, config, reason = topology.current(), collectives.config(), collectives.reason()
-    ranks, servers = f"{world.size} rank{'s' * (world.size > 1)}", world.world_size - world.size
-    if servers:
-        ranks = f"{world.size} worker{'s' * (world.size > 1)}, {servers} parameter server{'s' * (servers > 1)}"
+    ranks, servers = f"{world.size} rank{'s' * (world.size > 1)}", world.servers
+    clients = world.world_size - world.size - servers
+    if servers or clients:
+        ranks = f"{world.size} worker{'s' * (world.size > 1)}"
+        ranks += f", {servers} parameter server{'s' * (servers > 1)}" * (servers > 0)
+        ranks += f", {clients} client{'s' * (clients > 1)}" * (clients > 0)
     nodes = f"{world.nodes} nodes, chief on {socket.gethostname()}" if world.nodes > 1 else socket.gethostname()
     extension = "C extension" if native.available else "no C extension (python -m allred.native says why)"
     return (
@@ -204,11 +238,13 @@ def shutdown() -> None:
     Raises NotInitializedError before init().
     """
     communicator = collectives.current()
-    if not communicator.queue.poisoned:
+    if not communicator.queue.poisoned and topology.rank() < topology.size():
         communicator.check("shutdown", "shutdown()").wait()
         recording.compare_clocks_again()
     outside.say_unused()
     _leave_servers()
+    _leave_workers()
+    calling.install(None)
     watch.stop()
     process_set.install(None)
     communicator.close()

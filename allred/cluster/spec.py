@@ -10,6 +10,8 @@ from allred.cluster.mpi import launched_size
 from allred.errors import ConfigError, InputError
 
 SERVERS = "ps"  # the job whose tasks are parameter servers
+CLIENT = "client"  # the job whose task has others run functions
+_ORDER = {SERVERS: 0, CLIENT: 2}  # of ranks; workers between them
 
 Tasks = Union[int, Sequence[str], Mapping[int, str]]  # noqa: UP007  (a value: evaluated at import)
 
@@ -21,7 +23,8 @@ class ClusterSpec:
         ClusterSpec({"ps": {0: "node1:2222"}, "worker": {0: "node2:2222"}})  # the same, by task index
         ClusterSpec({"ps": 1, "worker": 4})  # so many, wherever mpirun puts them
 
-    Job "ps" is that of the parameter servers. Two specs are equal if they have the same jobs with the same tasks.
+    Job "ps" is that of the parameter servers, job "client" of a program that has the workers run functions
+    (`allred.connect`). Two specs are equal if they have the same jobs with the same tasks.
 
     Raises InputError if a job has no tasks, or an address is not host:port or stands there twice.
 
@@ -95,8 +98,9 @@ class ClusterSpec:
         return {job: _plain(tasks) for job, tasks in self._jobs.items()}
 
     def addresses(self) -> dict[str, str]:
-        """The address of every task by its name, such as /job:worker/task:1: servers first, the order of ranks."""
-        order = sorted(self._jobs, key=lambda job: job != SERVERS)
+        """The address of every task by its name, such as /job:worker/task:1, in the order of ranks: servers come first,
+        clients last."""
+        order = sorted(self._jobs, key=lambda job: _ORDER.get(job, 1))
         return {task_name(job, index): address for job in order for index, address in self._jobs[job].items()}
 
     def _job(self, job_name: str) -> dict[int, str]:

@@ -1,10 +1,11 @@
 """Who is where: the numbers of every rank, from which node each of them runs on.
 
 rank, size               the workers (in sync mode: all ranks); data shards and learning rates go by these. On a
-                         parameter server rank is size + its task index, so it is never the chief
-local_rank, local_size   among the workers of this node; on a server, among the servers
+                         parameter server rank is size + its task index, so it is never the chief; on a client, after
+                         those of the servers
+local_rank, local_size   among the workers of this node; on a server, among the servers; on a client, the clients
 cross_rank, cross_size   among those that have this local rank on their nodes
-world_rank, world_size   the MPI world: first the servers, then the workers
+world_rank, world_size   the MPI world: first the servers, then the workers, then the clients
 leader                   the lowest rank of this node
 """
 
@@ -28,12 +29,13 @@ class Topology:
     world_size: int
     nodes: int
     leader: int
+    servers: int
 
 
-def number(nodes: list[int], rank: int, servers: int = 0) -> Topology:
+def number(nodes: list[int], rank: int, servers: int = 0, clients: int = 0) -> Topology:
     """The numbers of world rank `rank`, where nodes[r] names the node of rank r; any number may name a node.
 
-    The first `servers` ranks are parameter servers.
+    The first `servers` ranks are parameter servers, the last `clients` are clients.
 
     >>> t = number([7, 7, 3], rank=2)
     >>> (t.local_rank, t.local_size, t.cross_rank, t.cross_size, t.nodes)
@@ -42,14 +44,14 @@ def number(nodes: list[int], rank: int, servers: int = 0) -> Topology:
     >>> (t.rank, t.size, t.local_rank, t.world_rank, t.world_size)
     (1, 2, 0, 2, 3)
     """
-    workers = len(nodes) - servers
-    serves = rank < servers
-    mine = nodes[:servers] if serves else nodes[servers:]  # of those that have the same job
-    index = rank if serves else rank - servers
+    end = len(nodes) - clients
+    workers = end - servers
+    first, last = (0, servers) if rank < servers else (servers, end) if rank < end else (end, len(nodes))
+    mine, index = nodes[first:last], rank - first  # of those that have the same job
     local_ranks = [mine[:r].count(node) for r, node in enumerate(mine)]
     same_local = [r for r, local in enumerate(local_ranks) if local == local_ranks[index]]
     return Topology(
-        rank=workers + index if serves else index,
+        rank=workers + rank if rank < servers else rank - servers if rank < end else rank,
         size=workers,
         local_rank=local_ranks[index],
         local_size=mine.count(mine[index]),
@@ -59,6 +61,7 @@ def number(nodes: list[int], rank: int, servers: int = 0) -> Topology:
         world_size=len(nodes),
         nodes=len(set(nodes)),
         leader=nodes.index(nodes[rank]),
+        servers=servers,
     )
 
 
@@ -149,12 +152,20 @@ def is_chief() -> bool:
 
 
 def job_name() -> str:
-    """The job of this task: "ps" on a parameter server, else "worker", or as the workers' job is called in the
-    `ClusterSpec`."""
-    return "ps" if current().rank >= current().size else _workers_job
+    """The job of this task: "ps" on a parameter server, "client" on a client, else "worker", or as the workers' job is
+    called in the `ClusterSpec`."""
+    here = current()
+    return _workers_job if here.rank < here.size else "ps" if here.world_rank < here.servers else "client"
+
+
+def role() -> str:
+    """This task for a person."""
+    names = {"ps": "parameter server", "client": "client"}
+    return f"{names.get(job_name(), 'worker')} {task_index()}"
 
 
 def task_index() -> int:
     """This task's number in its job: of a worker its rank()."""
     here = current()
-    return here.rank if here.rank < here.size else here.rank - here.size
+    first = {"ps": here.size, "client": here.size + here.servers}.get(job_name(), 0)
+    return here.rank - first

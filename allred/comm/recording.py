@@ -14,13 +14,14 @@ from allred.timeline.track import Track
 
 _control: Communicator | None = None
 _comm: Any = None
-_workers: Sequence[int] = ()
+_workers = range(0)
 
 
-def start(directory: str, control: Communicator, comm: Any, servers: int) -> None:
+def start(directory: str, control: Communicator, comm: Any, workers: range) -> None:
     """Into a file of this rank's own in `directory`, if that is the name of one. Collective.
 
-    control: the communicator of all ranks, to which `comm` belongs; the first `servers` of them are parameter servers.
+    control: the communicator of all ranks, to which `comm` belongs; before its workers there may be parameter servers,
+    behind them clients.
     Raises InputError on all ranks.
     """
     global _control, _comm, _workers
@@ -37,17 +38,19 @@ def start(directory: str, control: Communicator, comm: Any, servers: int) -> Non
             "can write to"
         )
     assert mine is not None
-    role = f"parameter server {control.rank}" if control.rank < servers else f"worker {control.rank - servers}"
+    rank, others = control.rank, [rank for rank in range(control.size) if rank not in workers]
+    role = f"worker {rank - workers.start}" if rank in workers else f"client {rank - workers.stop}"
+    role = f"parameter server {rank}" if rank < workers.start else role
     mine.begin(
         {
-            "job": told[0][1], "rank": control.rank, "size": control.size, "time": time.time(),
-            "start": time.perf_counter_ns(), "name": role if servers else f"rank {control.rank}",
+            "job": told[0][1], "rank": rank, "size": control.size, "time": time.time(),
+            "start": time.perf_counter_ns(), "name": role if others else f"rank {rank}",
             "host": socket.gethostname(), "pid": os.getpid(),
         }
     )  # fmt: skip
     recorder.install(mine)
-    _control, _comm, _workers = control, comm, range(servers, control.size)
-    _compare_clocks([*_workers, *range(servers)])
+    _control, _comm, _workers = control, comm, workers
+    _compare_clocks([*workers, *others])
 
 
 def _file(path: str) -> tuple[recorder.Recorder | None, str]:
@@ -67,7 +70,7 @@ def attach(communicator: Communicator, members: str) -> None:
 
 def compare_clocks_again() -> None:
     """The workers are about to part; collective among them."""
-    if recorder.current is not None:
+    if recorder.current is not None and _control is not None and _control.rank in _workers:
         _compare_clocks(_workers)
 
 

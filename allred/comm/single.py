@@ -46,12 +46,21 @@ class SingleCommunicator(Communicator):
 
 
 class NoCollectives(SingleCommunicator):
-    """What a parameter server has: collectives are the workers' alone."""
+    """What a parameter server has, and a client: collectives are the workers' alone."""
 
     name = "none"
 
+    def __init__(self, timeout_s: float, is_client: bool = False) -> None:
+        super().__init__(timeout_s)
+        self._is_client = is_client
+
     def _start(self, kind: str, name: str, body: Steps[T]) -> Work[T]:
         body.close()
+        if self._is_client:
+            raise InputError(
+                f"{kind} was called by a client, and collectives are among the workers. Call it in a function that all "
+                "of them run: session.start(function) for each"
+            )
         raise InputError(
             f"{kind} was called by a parameter server, and collectives are among the workers. A server goes through "
             "the script up to allred.distributed(...), where it serves: make the optimizer before that call, or make "

@@ -3,20 +3,16 @@ comes with the first call of worker 0, its registration.
 """
 
 import pickle
-import time
 
-from allred.comm.work import linger
+from allred.cluster import topology
 from allred.errors import InputError
 from allred.modes.options import Options
 from allred.optim import SGD
 from allred.ps import running
 from allred.ps.calls import Call, Registration
-from allred.ps.drive import drive
+from allred.ps.drive import drive, idle
 from allred.ps.post import CALL, REPLY, Post
 from allred.watch import line
-
-_NAP_S = 0.01  # between two looks, for the first call may take its time
-_AWAKE_S = 0.1
 
 
 def serve() -> None:
@@ -30,7 +26,7 @@ def serve() -> None:
         registration = call[1][0]
         assert isinstance(registration, Registration)
         try:
-            options, optimizer = _described(registration.description, here.role)
+            options, optimizer = _described(registration.description, topology.role())
         except InputError as error:
             post.send(here.servers, REPLY, error)
             while not post.tend():
@@ -41,22 +37,12 @@ def serve() -> None:
 
 def _first_call(post: Post, here: running.Running) -> Call | None:
     """Of worker 0, however long that takes; None if it has died, and the others go on."""
-    begun, told = time.monotonic(), False
 
     def come() -> bool:
         gone = line.current is not None and here.servers in line.current.gone
         return gone or bool(here.comm.Iprobe(here.servers, CALL))
 
-    while not linger(come):
-        idle_s = time.monotonic() - begun
-        if line.current is not None and idle_s > 1.0 and not told:
-            what = "Server.join(), for the first optimizer of worker 0"
-            line.current.tell("waiting", what=what, since_s=idle_s, peers=False, quiet=True)
-            told = True
-        if idle_s > _AWAKE_S:
-            time.sleep(_NAP_S)
-    if told and line.current is not None:
-        line.current.tell("going")
+    idle("Server.join(), for the first optimizer of worker 0", come)
     if not here.comm.Iprobe(here.servers, CALL):
         return None
     call: Call = drive("the first call of worker 0", post.receive(here.servers, CALL), here.config.timeout_s)

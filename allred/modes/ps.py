@@ -34,6 +34,7 @@ from allred.ps.placement import place
 from allred.ps.record import DRAINING, DROPPED
 from allred.ps.running import Running
 from allred.ps.shard import splittable
+from allred.ps.variable import describe, places
 from allred.watch import exit as exit_protocol
 
 if TYPE_CHECKING:
@@ -101,7 +102,14 @@ class ServersMode:
                 "one; put all parameters into one optimizer, or use mode sync"
             )
         settings = self._running.config
-        how = self._options.placement if self._options.placement is not None else settings.placement
+        named = [(tensor.name, leaf) for tensor, leaf in zip(tensors, leaves, strict=True)]
+        given = places(named)
+        if given and self._options.placement is not None:
+            raise InputError(
+                f"{title}: '{next(iter(given))}' was made inside allred.device, and allred.distributed was given a "
+                "placement; say it in one of the two ways"
+            )
+        how = self._options.placement if self._options.placement is not None else given or settings.placement
         placement = place(tensors, self._running.servers, how, split=splittable(self._optimizer))
         policy = self._options.policy(settings)
         client = Client(self._running, policy, placement)
@@ -120,7 +128,7 @@ class ServersMode:
         report.inform(f"mode ps, {policy.describe()}")
         if self._options.locks(self._optimizer, settings) and not self._options.asks_to_lock(settings):
             report.inform("use_locking=0 has no effect: gradients are gathered before they are applied")
-        for line in placement.report().splitlines():
+        for line in [*placement.report().splitlines(), *describe(named)]:
             report.inform(line)
         with contextlib.suppress(ValueError):  # in another thread than the main one there are no handlers
             if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:

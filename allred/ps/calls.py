@@ -12,6 +12,7 @@ from typing import Any
 
 from allred import checkpoint
 from allred.arrays import Array
+from allred.cluster import topology
 from allred.comm.shared_memory import Offer
 from allred.comm.work import Steps
 from allred.errors import AllredError, InputError, MismatchError
@@ -235,7 +236,7 @@ class Calls:
 
     def _saved(self, worker: int, path: str) -> None:
         """A checkpoint is complete."""
-        name_this(f"{self._running.role}; last checkpoint {path}")
+        name_this(f"{topology.role()}; last checkpoint {path}")
 
     # Leaving.
 
@@ -346,6 +347,6 @@ def _difference(mine: Registration, first: Registration) -> str:
     if len(ours) != len(theirs):
         return f"parameters differ: worker {mine.worker} has {len(ours)}, worker 0 has {len(theirs)}"
     return (
-        f"worker {mine.worker} places the parameters differently from worker 0; a function given as placement must "
-        "give the same on all ranks"
+        f"worker {mine.worker} places the parameters differently from worker 0; allred.device around variables, or a "
+        "function given as placement, must say the same on all ranks"
     )

@@ -1,12 +1,17 @@
 """Running steps to their end outside a communicator's queue: at once where nothing has to be waited for, else with the
-warnings and the time limit of every wait in allred (comm/work.py)."""
+warnings and the time limit of every wait in allred (comm/work.py). And `idle`, for what may come at any time."""
 
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from allred.comm.work import Pending, Steps, WorkQueue
+from allred.comm.work import Pending, Steps, WorkQueue, linger
+from allred.watch import line
 
 T = TypeVar("T")
+
+_TELL_S = 1.0  # then the watcher hears of it
+_AWAKE_S, _NAP_S = 0.1, 0.01  # from then on, between two looks
 
 
 class _Checked:
@@ -78,3 +83,17 @@ def _rest(pending: Pending, steps: Steps[T], check: Callable[[], None]) -> Steps
         except StopIteration as stop:
             result: T = stop.value
             return result
+
+
+def idle(title: str, come: Callable[[], bool]) -> None:
+    """Wait until it has come, however long that takes; nobody is warned."""
+    begun, told = time.monotonic(), False
+    while not linger(come):
+        idle_s = time.monotonic() - begun
+        if line.current is not None and idle_s > _TELL_S and not told:
+            line.current.tell("waiting", what=title, since_s=idle_s, peers=False, quiet=True)
+            told = True
+        if idle_s > _AWAKE_S:
+            time.sleep(_NAP_S)
+    if told and line.current is not None:
+        line.current.tell("going")

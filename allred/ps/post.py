@@ -47,10 +47,15 @@ class Arrival:
 
     def __init__(self, comm: Any, source: int, tag: int, peers: bool = False) -> None:
         self.peers = peers
+        self.nbytes = 0  # of the message, once it is there
         self._comm, self._source, self._tag = comm, source, tag
 
     def done(self) -> bool:
-        return bool(self._comm.Iprobe(self._source, self._tag))
+        status = MPI.Status()
+        if not self._comm.Iprobe(self._source, self._tag, status):
+            return False
+        self.nbytes = status.Get_count(MPI.BYTE)
+        return True
 
     def linger(self) -> bool:
         return linger(self.done)
@@ -65,10 +70,15 @@ class Post:
 
     def send(self, to: int, tag: int, value: Any) -> None:
         """An object to a rank."""
-        data = np.frombuffer(pickle.dumps(value, pickle.HIGHEST_PROTOCOL), np.uint8)
-        self._start(np.array([data.size], np.int64).view(np.uint8), to, tag)
-        for at in range(0, data.size, _PART_BYTES):
-            self._start(data[at : at + _PART_BYTES], to, BODY)
+        self.send_parts(to, tag, [pickle.dumps(value, pickle.HIGHEST_PROTOCOL)])
+
+    def send_parts(self, to: int, tag: int, parts: Sequence[Any]) -> None:
+        """Bytes, or memory that is sent from where it lies: it has to stay as it is until `tend` says so."""
+        arrays = [np.frombuffer(part, np.uint8) for part in parts]
+        self._start(np.array([array.size for array in arrays], np.int64).view(np.uint8), to, tag)
+        for data in arrays:
+            for at in range(0, data.size, _PART_BYTES):
+                self._start(data[at : at + _PART_BYTES], to, BODY)
 
     def send_record(self, to: int, tag: int, record: bytes) -> None:
         """RECORD_BYTES bytes to a rank."""
@@ -103,15 +113,22 @@ class Post:
 
     def receive(self, source: int, tag: int, peers: bool = False) -> Steps[Any]:
         """The object that a rank has sent, or is about to."""
-        yield Arrival(self.comm, source, tag, peers)
-        size = np.empty(1, np.int64)
-        self.comm.Recv([size.view(np.uint8), MPI.BYTE], source, tag)
-        data = np.empty(int(size[0]), np.uint8)
-        for at in range(0, data.size, _PART_BYTES):
-            part = data[at : at + _PART_BYTES]
-            yield Arrival(self.comm, source, BODY)
-            self.comm.Recv([part, MPI.BYTE], source, BODY)
+        [data] = yield from self.receive_parts(source, tag, peers)
         return pickle.loads(data.data)
+
+    def receive_parts(self, source: int, tag: int, peers: bool = False) -> Steps[list[Array]]:
+        """The same, of `send_parts`."""
+        arrival = Arrival(self.comm, source, tag, peers)
+        yield arrival
+        sizes = np.empty(arrival.nbytes // 8, np.int64)
+        self.comm.Recv([sizes.view(np.uint8), MPI.BYTE], source, tag)
+        parts = [np.empty(size, np.uint8) for size in sizes.tolist()]
+        for data in parts:
+            for at in range(0, data.size, _PART_BYTES):
+                part = data[at : at + _PART_BYTES]
+                yield Arrival(self.comm, source, BODY)
+                self.comm.Recv([part, MPI.BYTE], source, BODY)
+        return parts
 
 
 class _Stream:

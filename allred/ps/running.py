@@ -36,11 +36,6 @@ class Running:
         """This worker's number."""
         return self.rank - self.servers
 
-    @property
-    def role(self) -> str:
-        """In words."""
-        return f"parameter server {self.rank}" if self.serves else f"worker {self.worker}"
-
 
 _current: Running | None = None
 _taken = False  # an optimizer has registered with the servers

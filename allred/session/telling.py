@@ -1,10 +1,12 @@
 """Hooks that tell how training goes: lines for a person, numbers for TensorBoard. Only the chief's speak."""
 
+import time
 from typing import TYPE_CHECKING, TextIO
 
 from allred import nest
 from allred.arrays import as_host_array
 from allred.cluster import report
+from allred.errors import InputError
 from allred.session.checks import whole
 from allred.session.hooks import Hook, Outcome
 from allred.session.progress import Display, PlainDisplay, display
@@ -62,12 +64,22 @@ class StepCounter(Hook):
 class Summary(Hook):
     """What was logged, and the pace, into files that TensorBoard reads (where it is installed), and JSON lines.
 
-    directory: of the files. every_steps: between scalars. histogram_steps: between histograms of the parameters and of
-    what `session.watch` was given; None: none. Raises InputError.
+    directory: of the files. every_steps: between scalars; or every_secs, seconds by the chief's clock.
+    histogram_steps: between histograms of the parameters and of what `session.watch` was given; None: none.
+    Raises InputError.
     """
 
-    def __init__(self, directory: str, every_steps: int = 100, histogram_steps: int | None = None) -> None:
+    def __init__(
+        self,
+        directory: str,
+        every_steps: int = 100,
+        histogram_steps: int | None = None,
+        every_secs: float | None = None,
+    ) -> None:
         self._directory, self._steps = directory, whole("Summary: every_steps", every_steps, 1)
+        if every_secs is not None and not every_secs > 0:
+            raise InputError(f"Summary: every_secs must be a positive number of seconds, but is {every_secs!r}")
+        self._secs, self._next_at = every_secs, 0.0
         self._histogram_steps = (
             None if histogram_steps is None else whole("Summary: histogram_steps", histogram_steps, 1)
         )
@@ -75,7 +87,7 @@ class Summary(Hook):
         self._before = 0
 
     def begin(self, session: "Session") -> None:
-        self._before = session.step
+        self._before, self._next_at = session.step, time.monotonic() + (self._secs or 0.0)
         if session.is_chief:
             self._writer = SummaryWriter(self._directory, session.step)
 
@@ -84,7 +96,10 @@ class Summary(Hook):
         self._before = step
         if self._writer is None:
             return
-        if step // self._steps > before // self._steps:
+        now = time.monotonic()
+        due = step // self._steps > before // self._steps if self._secs is None else now >= self._next_at
+        if due:
+            self._next_at = now + (self._secs or 0.0)
             rates = session.rates
             pace = {"examples_per_sec": rates.examples_per_s, "communication_share": rates.communication_share}
             known = {name: value for name, value in pace.items() if value is not None}

@@ -151,7 +151,7 @@ def test_resume_is_killed_and_goes_on_with_another_number_of_ranks(tmp_path):
     assert "same loss as if it had never been killed: yes" in result.out, result.text
 
 
-# ---- examples/mnist_ps.py and local_cluster.py: by hand, and under mpirun
+# ---- examples/mnist_ps.py, local_cluster.py and linear_regression.py: by hand, and under mpirun
 
 
 def by_hand(program, tasks, *arguments):
@@ -207,3 +207,31 @@ def test_local_cluster():
         hello = f"hello from /job:local/task:{task} at {hosts[task]}, one of 2; the sum of their numbers is 1\n"
         assert line == hello
     assert mpirun(2, ROOT / "examples/local_cluster.py").out.count("the sum of their numbers is 1\n") == 2
+
+
+LINE = r"w = (1\.9[89]|2\.0[012]), b = (9\.9\d|10\.0\d|10\.10): within 1 % of 2 and 10\n"
+
+
+def test_linear_regression_by_hand():
+    hosts = [f"localhost:{port}" for port in ports(3)]
+    where = [f"--worker_hosts={hosts[0]},{hosts[1]}", f"--client_hosts={hosts[2]}"]
+    tasks = [["--job_name=client", "--task_index=0"], *(["--job_name=worker", f"--task_index={i}"] for i in (1, 0))]
+    client, *workers = by_hand("linear_regression.py", tasks, *where)
+    assert re.fullmatch(LINE, client), client
+    assert workers == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "arguments", "mpi"),
+    [
+        (3, [], "openmpi"),
+        (3, ["--ps_hosts=localhost:1"], "mpich"),
+        (4, ["--ps_hosts=localhost:1,localhost:2"], "mpich"),
+    ],
+)
+def test_linear_regression_under_mpirun(ranks, arguments, mpi):
+    result = mpirun(ranks, ROOT / "examples/linear_regression.py", *arguments, mpi=mpi)
+    assert result.code == 0, result.text
+    assert re.fullmatch(LINE, result.out), result.text
+    for name, task in (("w", 0), ("b", ranks - 3)):
+        assert (f"allred: {name}: /job:ps/task:{task}/cpu:0\n" in result.err) == bool(arguments), result.text

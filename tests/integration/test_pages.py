@@ -75,9 +75,36 @@ def test_sessions(tmp_path):
 
 def test_clusters(tmp_path):
     file = tmp_path / "train.py"
-    [program] = programs("clusters.md")
-    file.write_text(program)
+    roles, variables, client = programs("clusters.md")
+    file.write_text(roles)
     result = mpirun(3, file)
     assert result.code == 0, result.text
     said = sorted(result.out.splitlines())
     assert said == ["a step of task 0, the chief: True", "a step of task 1, the chief: False"], result.text
+    file.write_text(variables)
+    result = mpirun(3, file)
+    assert (result.code, result.out) == (0, "[-0.1 -0.1] [-0.1 -0.1]\n"), result.text
+    said = re.search(r"^```\n(allred: w.*?)^```$", (ROOT / "docs/clusters.md").read_text(), flags=re.M | re.S)
+    assert said[1] in result.err, result.text
+    file.write_text(client)
+    result = mpirun(3, file)
+    assert (result.code, result.out) == (0, "[0. 1. 4. 9.]\n14.0\n"), result.text
+    assert "square: /job:worker/task:1/cpu:0\nsquare: /job:worker/task:0/cpu:0\n" in result.err, result.text
+
+
+def test_from_tensorflow(tmp_path):
+    replicated, supervised = programs("from-tensorflow.md")
+    told = re.search(r"^allred: Mon.*", (ROOT / "docs/from-tensorflow.md").read_text(), flags=re.MULTILINE)[0]
+    file = tmp_path / "train.py"
+    file.write_text(replicated.replace("is_chief=", "master=server.target, config=object(), is_chief="))
+    for _ in range(2):  # the second time it goes on from the end
+        result = mpirun(4, file, cwd=tmp_path)
+        assert (result.code, result.out) == (0, "found [1. 2. 3.] 4.0 after 100 steps\n"), result.text
+        assert result.err.count(told) == 1, result.text
+    assert "allred: w: /job:ps/task:0/cpu:0\nallred: b: /job:ps/task:1/cpu:0\n" in result.err, result.text
+    assert "goes on from step 100" in result.err, result.text
+    (other := tmp_path / "other").mkdir()
+    file.write_text(supervised)
+    result = mpirun(2, file, cwd=other)
+    assert (result.code, result.out) == (0, "found [1. 2. 3.] after 100 steps\n"), result.text
+    assert (other / "logs/step-00000100").is_dir(), result.text

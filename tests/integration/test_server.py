@@ -71,7 +71,7 @@ def test_a_cluster_that_is_not_what_mpirun_started(cluster, given, words):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        ("Server({'ps': 1})", "one job of workers besides 'ps'; got none"),
+        ("Server({'ps': 1})", "one job of workers besides 'ps' and 'client'; got none"),
         ("Server({'ps': 1, 'chief': 1, 'worker': 1})", "got 'chief', 'worker'"),
         ("Server({'worker': {1: 'a:1'}})", "the tasks of job 'worker' are [1]; none may be left out"),
         ("Server({'worker': 2}, 'worker', 2)", "job 'worker' has no task 2; it has 0, 1"),
@@ -102,3 +102,51 @@ def test_alone():
     tf_config = json.dumps({"cluster": {"chief": ["localhost:2222"]}, "task": {"type": "chief", "index": 0}})
     result = python("-c", code.format("allred.Server.from_tf_config()"), env={"TF_CONFIG": tf_config})
     assert result.out == "worker 0 1 allred://localhost:2222/job:worker/task:0\n", result.text
+
+
+VARIABLES = """
+import numpy as np
+import allred
+
+cluster = allred.ClusterSpec({"ps": 2, "worker": 2})
+server = allred.Server(cluster)
+if allred.job_name() == "ps":
+    server.join()
+else:
+    with allred.device(allred.replica_device_setter(cluster=cluster)):
+        w = allred.variable(np.zeros(1000), name="weights")
+        step = allred.variable(0, name="step")
+        b = allred.variable(np.zeros(10), name="bias")
+    with allred.device("/job:ps/task:SERVER"):
+        late = allred.variable(0.0)
+    model = [w, {"b": b, "late": late}]
+    opt = allred.distributed(allred.optim.SGD(1.0), consistency="sync"MORE)
+    opt.broadcast(model)
+    opt.step(model, [np.ones(1000), {"b": np.ones(10), "late": 2.0}])
+    print(w[0], b[0], float(late))
+"""
+
+
+def test_variables_live_where_allred_device_has_put_them():
+    result = mpirun(4, "-c", VARIABLES.replace("SERVER", "1").replace("MORE", ""))
+    assert (result.code, result.out) == (0, "-1.0 -1.0 -2.0\n" * 2), result.text
+    for line in (
+        "server 0: 2 tensors, 8.08 kB, 99.9%", "server 1: 1 tensor, 8 B, 0.1%", "weights: /job:ps/task:0/cpu:0",
+        "bias: /job:ps/task:0/cpu:0", "1.late: /job:ps/task:1/cpu:0",
+        "given a server, but not among the parameters of this optimizer, so they stay here: 'step'",
+    ):  # fmt: skip
+        assert f"allred: {line}\n" in result.err, result.text
+
+
+@pytest.mark.parametrize(
+    ("server", "more", "words"),
+    [
+        ("1", ", placement='bytes'", "'0' was made inside allred.device, and allred.distributed was given a placement"),
+        ("{allred.task_index()}", "", "allred.device around variables, or a function given as placement, must say"),
+    ],
+)
+def test_variables_whose_places_are_not_clear(server, more, words):
+    program = VARIABLES.replace('"/job:ps/task:SERVER"', f'f"/job:ps/task:{server}"').replace("MORE", more)
+    result = mpirun(4, "-c", program)
+    assert result.code == 1, result.text
+    assert words in result.err, result.text

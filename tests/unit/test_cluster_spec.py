@@ -27,6 +27,24 @@ def test_servers_come_first_in_the_world():
     assert list(cluster.addresses()) == ["/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"]
 
 
+def test_clients_come_last_in_the_world():
+    cluster = allred.ClusterSpec({"client": 1, "worker": 2, "ps": 1})
+    names = ["/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1", "/job:client/task:0"]
+    assert list(cluster.addresses()) == names
+    seen = []
+    for rank in range(4):
+        here = topology.number([0] * 4, rank, servers=1, clients=1)
+        topology.install(here, "worker")
+        seen.append((topology.role(), here.rank, here.size, here.local_rank, here.local_size, topology.is_chief()))
+    topology.install(None)
+    assert seen == [
+        ("parameter server 0", 2, 2, 0, 1, False),
+        ("worker 0", 0, 2, 0, 2, True),
+        ("worker 1", 1, 2, 1, 2, False),
+        ("client 0", 3, 2, 0, 1, False),
+    ]
+
+
 def test_a_dict_by_index_may_leave_some_out():
     cluster = allred.ClusterSpec({"worker": {2: "c:1", 0: "a:1"}})
     assert cluster.task_indices("worker") == [0, 2]

@@ -689,6 +689,16 @@ def test_summaries_go_on_after_a_restore(world, tmp_path):
     assert "examples_per_sec" in lines[-1]
 
 
+def test_summaries_by_seconds(world, tmp_path):
+    for secs, steps in ((1e-9, [1, 2, 3]), (1e9, [])):
+        with Session(hooks=[Summary(str(tmp_path / str(secs)), every_secs=secs)], max_steps=3) as session:
+            train(session, range(10))
+        lines = (tmp_path / str(secs) / "scalars.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == steps
+    with pytest.raises(InputError, match="every_secs must be a positive number"):
+        Summary(str(tmp_path), every_secs=0)
+
+
 def test_histograms_of_parameters_and_what_is_watched(world, tmp_path):
     params, opt = {"w": np.arange(4.0)}, allred.distributed(allred.optim.SGD(lr=1.0))
     with Session(hooks=[Summary(str(tmp_path), histogram_steps=2)], max_steps=4) as session:

@@ -1,0 +1,47 @@
+"""What init() made for clients, on every task of a cluster that has some."""
+
+import dataclasses
+import os
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Calling:
+    """`comm`: of all tasks, for nothing but functions and what they return. `tasks`: their names, by rank; the last
+    `clients` of them are clients. `config`: the settings."""
+
+    comm: Any
+    rank: int
+    tasks: tuple[str, ...]
+    clients: int
+    config: Any
+    process: int = dataclasses.field(default_factory=os.getpid)  # of this task: not that of its forks
+
+    @property
+    def is_client(self) -> bool:
+        """Whether this task is one."""
+        return self.rank >= len(self.tasks) - self.clients
+
+    @property
+    def workers(self) -> list[int]:
+        """The ranks of the workers."""
+        return [rank for rank in range(len(self.tasks) - self.clients) if not self.tasks[rank].startswith("/job:ps/")]
+
+    @property
+    def name(self) -> str:
+        """Of this task."""
+        return self.tasks[self.rank]
+
+
+_current: Calling | None = None
+
+
+def install(calling: Calling | None) -> None:
+    """Make it the one that `current` gives; None to take it away. For allred.init and allred.shutdown."""
+    global _current
+    _current = calling
+
+
+def current() -> Calling | None:
+    """None in a cluster without clients."""
+    return _current

@@ -1,0 +1,161 @@
+"""`allred.connect`: what a program of job "client" holds to have the other tasks run its functions."""
+
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, Self
+
+from allred.client import calling
+from allred.cluster import device, topology
+from allred.cluster.device import Place
+from allred.cluster.spec import SERVERS, task_name
+from allred.errors import InputError
+
+
+def connect(target: str = "", *, log_device_placement: bool = False) -> "ClientSession":
+    """A session in which the cluster's tasks run this program's functions. It is for the task of job "client".
+
+        cluster = allred.ClusterSpec({"worker": ["node1:2222", "node2:2222"], "client": ["node1:2223"]})
+        server = allred.Server(cluster, "client", 0)      # the workers call server.join()
+        session = allred.connect(server.target)
+        with allred.device("/job:worker/task:1"):
+            y = session.run(function, x)
+
+    target: of a task (`Server.target`), which runs what no `allred.device` sends elsewhere; "": this task.
+    log_device_placement: a line on stderr for each function, `name: /job:worker/task:1/cpu:0`.
+
+    Whoever is a task of the cluster can have others run anything: for networks that you trust, with ALLRED_SECRET.
+    Raises InputError for what is no target, NotInitializedError before allred.Server().
+    """
+    found = Place(topology.job_name(), topology.task_index())
+    if target:
+        match = re.fullmatch(r"allred://[^/]*(/job:\w+/task:\d+)", target) if isinstance(target, str) else None
+        if match is None:
+            raise InputError(
+                f"allred.connect({target!r}): expected server.target, such as allred://node1:2222/job:worker/task:0"
+            )
+        found = device.parse(match[1])
+    return ClientSession(found, log_device_placement)
+
+
+class Call:
+    """A function that a task runs: what `ClientSession.start` gives. Its arguments are not to be changed before it has
+    ended."""
+
+    def __init__(self, name: str, place: Place) -> None:
+        self.name, self.place = name, place
+        self.title = f"session.run({name}) on {place.task_name}"
+        self._ended = False
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._waited_for = False
+
+    def end(self, value: Any = None, error: BaseException | None = None) -> None:
+        """For the caller: what has come of it."""
+        self._ended, self._value, self._error = True, value, error
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has, as far as is known here."""
+        return self._ended
+
+    @property
+    def unheard(self) -> BaseException | None:
+        """What it raised, as far as is known here, and nobody has waited for it."""
+        return None if self._waited_for else self._error
+
+    def done(self) -> bool:
+        """Whether it has ended; takes what has come, and does not wait."""
+        if not self._ended:
+            from allred.client import caller  # imports MPI
+
+            caller.look()
+        return self._ended
+
+    def wait(self) -> Any:
+        """What it returned, once it has ended. Raises what it raised, with its traceback there as a note; or
+        RemoteRankError if the task has died, CollectiveTimeout after ALLRED_TIMEOUT_S (see `allred.patience`)."""
+        self._waited_for = True
+        if not self._ended:
+            from allred.client import caller
+
+            caller.wait(self)
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+class ClientSession:
+    """What `allred.connect` gives. In a with statement its end waits for all that was started in it."""
+
+    def __init__(self, target: Place, log_device_placement: bool) -> None:
+        self._target, self._logs = target, log_device_placement
+        self._calls: list[Call] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the function where `allred.device` says, and return what it returns. See `Call.wait` for what it raises.
+
+        The function and its arguments are sent there: by name if it can be imported there, else by value, which takes
+        cloudpickle. Raises InputError for what cannot be sent, and for tasks that do not exist or run no functions.
+        """
+        return self.start(function, *args, **kwargs).wait()
+
+    def start(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
+        """The same without waiting for its end: tasks work at the same time, each at one function after the other.
+        Functions on all workers may use collectives among them."""
+        place = self._place()
+        name = str(getattr(function, "__name__", type(function).__name__))
+        if not callable(function):
+            raise InputError(f"session.run({function!r}): expected a function and its arguments")
+        if self._logs:
+            sys.stderr.write(f"{name}: {place}\n")
+            sys.stderr.flush()
+        call = Call(name, place)
+        if place.task_name == task_name(topology.job_name(), topology.task_index()):
+            call.end(function(*args, **kwargs))
+            return call
+        from allred.client import caller  # imports MPI
+
+        caller.start(call, function, args, kwargs)
+        self._calls = [each for each in self._calls if not each.ended or each.unheard] + [call]
+        return call
+
+    def _place(self) -> Place:
+        """Where a function is to run. Raises InputError if that cannot be."""
+        place = device.of_function().within(self._target)
+        here = task_name(topology.job_name(), topology.task_index())
+        if place.unit.startswith("gpu"):
+            raise InputError(
+                f"session.run: allred sends functions to tasks, not to GPUs; leave /{place.unit} out of allred.device, "
+                "and have the function choose its GPU"
+            )
+        world = calling.current()
+        if place.task_name == here:
+            return place
+        if world is None or not world.is_client:
+            raise InputError(
+                f"session.run: {here} cannot have {place.task_name} run a function; a task of job 'client' can: give "
+                "the ClusterSpec a job 'client', and connect there"
+            )
+        if place.job == SERVERS:
+            raise InputError(
+                f"session.run: {place.task_name} is a parameter server, which runs no functions; variables live there "
+                "(allred.variable)"
+            )
+        if place.task_name not in world.tasks or place.job == "client":
+            others = ", ".join(task for task in world.tasks if not task.startswith(("/job:ps/", "/job:client/")))
+            raise InputError(f"session.run: there is no {place.task_name}; functions run on {others}")
+        return place
+
+    def close(self) -> None:
+        """Wait for what was started and not waited for. The workers' join() returns at the end of this program."""
+        for call in self._calls:
+            call.wait()
+        self._calls.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        if kind is None:
+            self.close()

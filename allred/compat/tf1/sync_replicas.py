@@ -1,0 +1,109 @@
+"""`tf.train.SyncReplicasOptimizer`."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from allred import nest
+from allred.cluster import topology
+from allred.compat.tf1 import ignored
+from allred.errors import InputError, NotInitializedError
+from allred.modes.optimizer import DistributedOptimizer
+from allred.ps import running
+from allred.ps.consistency import Sync
+from allred.session.hooks import Hook
+
+
+class SyncReplicasOptimizer(DistributedOptimizer):
+    """A distributed optimizer whose steps are the mean of `replicas_to_aggregate` fresh gradients.
+
+    Later ones are dropped, and counted (`opt.dropped`).
+
+        opt = tf1.SyncReplicasOptimizer(allred.optim.Adagrad(lr=0.01), replicas_to_aggregate=3, total_num_replicas=4)
+        opt.apply_gradients([(grad_w, w), (grad_b, b)])
+
+    opt: an optimizer with step(params, grads). replicas_to_aggregate: with parameter servers any number; without (mode
+    sync) that of all workers. total_num_replicas: the number of workers, if given. name: what errors call it.
+    Of no effect: variable_averages and variables_to_average (`allred.session.Averaging` does that), replica_id,
+    use_locking (such steps always lock).
+    Raises InputError for numbers that cannot be.
+    """
+
+    def __init__(
+        self,
+        opt: Any,
+        replicas_to_aggregate: int,
+        total_num_replicas: int | None = None,
+        variable_averages: Any = None,
+        variables_to_average: Any = None,
+        use_locking: bool = False,
+        name: str = "sync_replicas",
+        *,
+        replica_id: int | None = None,
+    ) -> None:
+        ignored.tell(
+            "SyncReplicasOptimizer",
+            {"variable_averages": variable_averages, "variables_to_average": variables_to_average,
+             "replica_id": replica_id},
+            {"variable_averages": None, "variables_to_average": None, "replica_id": None},
+        )  # fmt: skip
+        if isinstance(opt, DistributedOptimizer) or not callable(getattr(opt, "step", None)):
+            raise InputError(f"SyncReplicasOptimizer({opt!r}): expected an optimizer with step(params, grads)")
+        policy = Sync(replicas_to_aggregate, total_num_replicas or None)
+        self._tracked: Any = None  # the nest of parameters that training began with
+        _check_without_servers(policy)
+        super().__init__(opt, name=name, consistency=policy)
+
+    def broadcast(self, params: Any, root: int | None = None) -> None:
+        """See `allred.DistributedOptimizer.broadcast`."""
+        super().broadcast(params, root)
+        self._tracked = params
+
+    def apply_gradients(
+        self, grads_and_vars: Iterable[tuple[Any, Any]], global_step: Any = None, name: str | None = None
+    ) -> None:
+        """A step, as `step(params, grads)` makes it, from pairs of a gradient and its variable, an array.
+
+        A gradient may be None. Of no effect: global_step, which the optimizer counts (`opt.global_step`), and name.
+        Raises InputError for variables that are not among the parameters that `broadcast` was given, or a session.
+        """
+        ignored.tell("apply_gradients", {"global_step": global_step, "name": name}, {"global_step": None, "name": None})
+        pairs = list(grads_and_vars)
+        if self._tracked is None:
+            return self.step([variable for _, variable in pairs], [grad for grad, _ in pairs])
+        grads = {id(variable): grad for grad, variable in pairs}
+        leaves = [leaf for _, leaf in nest.leaves(self._tracked)]
+        if strange := len(grads.keys() - {id(leaf) for leaf in leaves}):
+            raise InputError(
+                f"{self.name}.apply_gradients(): {strange} of {len(pairs)} variables are not among the parameters that "
+                "training began with; give those arrays themselves, not copies"
+            )
+        self.step(self._tracked, nest.rebuild(self._tracked, [grads.get(id(leaf)) for leaf in leaves]))
+
+    def get_init_tokens_op(self, num_tokens: int = -1) -> Callable[[], None]:
+        """A function that does nothing: the servers give tokens by themselves."""
+        return _nothing
+
+    def get_chief_queue_runner(self) -> Callable[[], None]:
+        """The same, for `Supervisor.start_queue_runners`."""
+        return _nothing
+
+    def make_session_run_hook(self, is_chief: bool | None = None, num_tokens: int = -1) -> Hook:
+        """A hook that does nothing."""
+        return Hook()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _check_without_servers(policy: Sync) -> None:
+    try:
+        workers = topology.size()
+    except NotInitializedError:
+        return
+    wanted, total = policy.replicas_to_aggregate, policy.total_num_replicas
+    if not running.running() and (wanted != workers or total not in (None, workers)):
+        raise InputError(
+            f"SyncReplicasOptimizer(replicas_to_aggregate={wanted}, total_num_replicas={total}): without parameter "
+            f"servers a step is of all workers, and there are {workers}; for others give the ClusterSpec a job 'ps'"
+        )

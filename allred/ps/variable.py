@@ -1,0 +1,156 @@
+"""Variables by place, in TensorFlow's words: arrays of which it is known on which parameter server they are to live.
+
+The optimizer that trains them asks for that (`places`), and it is its placement: there is no other store than its own.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from allred.arrays import Array
+from allred.cluster import device, topology
+from allred.cluster.device import Place
+from allred.cluster.spec import CLIENT, SERVERS, ClusterSpec
+from allred.errors import InputError, NotInitializedError
+from allred.fusion.plan import Tensor
+
+_SHOWN = 8  # variables in a report
+_known: dict[int, tuple["weakref.ref[Array]", str, Place]] = {}  # by id
+
+
+def variable(value: Any, name: str = "", dtype: Any = None) -> Array:
+    """A new array that lives where `allred.device` says once an optimizer trains it: on a parameter server of mode ps.
+
+        with allred.device("/job:ps/task:1"):
+            w = allred.variable(np.zeros((784, 10)), name="w")
+        opt = allred.distributed(allred.optim.Adagrad(lr=0.01))
+        opt.broadcast({"w": w})
+
+    It is an array like any other, this worker's copy; `opt.step` and `opt.pull` bring it up to date. It is to be given
+    to the optimizer itself, not as a copy. "/job:ps" without a task, or no device: the optimizer places it.
+
+    value: an array or number, or a function without arguments that returns it. name: how lines for a person call it.
+    Raises InputError for a place that is not in the cluster, or is another worker's.
+    """
+    array = np.array(value() if callable(value) else value, dtype=dtype)
+    place = device.of_variable(Tensor(name, array.shape, array.dtype))
+    _check(place, name)
+    key = id(array)
+    _known[key] = weakref.ref(array, lambda _: _known.pop(key, None)), name, place
+    return array
+
+
+def _check(place: Place, name: str) -> None:
+    try:
+        here = topology.current()
+    except NotInitializedError:
+        return  # the optimizer will see
+    own = Place(topology.job_name(), topology.task_index())
+    if own.job == CLIENT and place.job == SERVERS:
+        raise InputError(
+            f"allred.variable({name!r}): what is on parameter servers is the workers'; make it in a function that "
+            "these run"
+        )
+    whole = place.within(own)
+    if whole.task_name == own.task_name or (place.job == SERVERS and (place.task or 0) < here.servers):
+        return
+    servers = f"servers are 0 to {here.servers - 1}" if here.servers else "there are none"
+    raise InputError(
+        f"allred.variable({name!r}): {whole.task_name} is no parameter server of this cluster, nor this task; {servers}"
+    )
+
+
+def places(named: Iterable[tuple[str, Any]]) -> dict[str, int]:
+    """Of leaves with these names, those that were given a server, with its number."""
+    found = {}
+    for name, leaf in named:
+        place = _place(leaf)
+        if place is not None and place.job == SERVERS and place.task is not None:
+            found[name] = place.task
+    return found
+
+
+def describe(named: Iterable[tuple[str, Any]]) -> list[str]:
+    """Lines for a person: where these live, as far as it was said; and variables that were given a server, and are not
+    among these."""
+    there = {id(leaf): name for name, leaf in named}
+    lines, others = [], []
+    for key, (_, name, place) in _known.items():
+        if key in there and place.job == SERVERS and place.task is not None:
+            lines.append(f"{name or there[key]}: {place}")
+        elif key not in there and place.job == SERVERS:
+            others.append(repr(name or "without a name"))
+    if len(lines) > _SHOWN:
+        lines[_SHOWN - 1 :] = [f"... and {len(lines) - _SHOWN + 1} more variables where allred.device has put them"]
+    if others:
+        names = ", ".join(others[:_SHOWN])
+        lines.append(f"given a server, but not among the parameters of this optimizer, so they stay here: {names}")
+    return lines
+
+
+def _place(leaf: Any) -> Place | None:
+    found = _known.get(id(leaf))
+    return None if found is None else found[2]
+
+
+class _Setter:
+    """What `replica_device_setter` gives to `allred.device`."""
+
+    def __init__(self, tasks: int, worker: Place, strategy: Callable[[Tensor], int]) -> None:
+        self._tasks, self._worker, self._strategy = tasks, worker, strategy
+
+    def of_function(self) -> Place:
+        return self._worker
+
+    def of_variable(self, tensor: Tensor) -> Place:
+        task = self._strategy(tensor)
+        if isinstance(task, bool) or task not in range(self._tasks):
+            raise InputError(
+                f"replica_device_setter: ps_strategy gave {task!r} for {tensor}; the servers are 0 to {self._tasks - 1}"
+            )
+        return Place(SERVERS, int(task))
+
+
+def replica_device_setter(
+    ps_tasks: int = 0,
+    *,
+    worker_device: str = "/job:worker",
+    cluster: Any = None,
+    ps_strategy: str | Callable[[Tensor], int] = "round_robin",
+) -> _Setter | None:
+    """For `allred.device`: variables in turn over the parameter servers, functions on a worker.
+
+        with allred.device(allred.replica_device_setter(cluster=cluster)):
+            weights = allred.variable(np.zeros((784, 10)), name="weights")      # /job:ps/task:0
+            bias = allred.variable(np.zeros(10), name="bias")                   # /job:ps/task:1
+
+    ps_tasks: how many servers there are; of no effect beside a cluster. worker_device: where functions run. cluster: an
+    `allred.ClusterSpec`, or what makes one. ps_strategy: "round_robin"; "greedy", each on the server with the fewest
+    bytes so far; or a function from a variable (name, shape, dtype) to a server's number.
+    None where there are no servers: then `allred.device(None)` leaves all to the task itself.
+    Raises InputError for what cannot be.
+    """
+    if cluster is not None:
+        spec = ClusterSpec(cluster)
+        ps_tasks = spec.num_tasks(SERVERS) if SERVERS in spec.jobs else 0
+    if isinstance(ps_tasks, bool) or not isinstance(ps_tasks, int) or ps_tasks < 0:
+        raise InputError(f"replica_device_setter(ps_tasks={ps_tasks!r}): expected a number of parameter servers")
+    if ps_strategy not in ("round_robin", "greedy") and not callable(ps_strategy):
+        raise InputError(
+            f"replica_device_setter(ps_strategy={ps_strategy!r}): expected 'round_robin', 'greedy', or a function from "
+            "a variable to a server's number"
+        )
+    worker = device.parse(worker_device)
+    if not ps_tasks:
+        return None
+    loads = [0] * ps_tasks
+
+    def choose(tensor: Tensor) -> int:
+        """The server with the least so far, of bytes, or of variables."""
+        task = loads.index(min(loads))
+        loads[task] += tensor.elements * tensor.dtype.itemsize if ps_strategy == "greedy" else 1
+        return task
+
+    return _Setter(ps_tasks, worker, ps_strategy if callable(ps_strategy) else choose)
