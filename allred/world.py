@@ -21,6 +21,7 @@ from allred.comm.single import NoCollectives
 from allred.config import Config, explicit_settings, settle
 from allred.data import processes, share
 from allred.errors import AllredError, ConfigError, InputError
+from allred.gpu import places
 from allred.modes.detect import outside
 from allred.ps import running
 from allred.watch import exit as exit_protocol
@@ -91,18 +92,20 @@ def _meet(comm: Any, settings: dict[str, Any] | str, cluster: Cluster | None) ->
     duplicate, library = _join(comm, life)
     control = registry.BACKENDS["single" if duplicate is None else "mpi"](duplicate, Config.timeout_s, [])
     node = 0 if duplicate is None else topology.node_id(duplicate)
-    gathered = control.allgather_object((settings, node, native.available)).wait()
+    gathered = control.allgather_object((settings, node, native.available, _seen(settings))).wait()
     try:
-        config = settle([settings for settings, _, _ in gathered])
+        config = settle([settings for settings, *_ in gathered])
         if life >= 0 and not config.watcher:
             raise ConfigError(
                 "ALLRED_WATCHER=0 is for jobs with a launcher, which ends all ranks when one dies; tasks that were "
                 "started by hand have only the watchers"
             )
-        nodes = topology.pretend(config.pretend_nodes, control.size) or [node for _, node, _ in gathered]
+        nodes = topology.pretend(config.pretend_nodes, control.size) or [node for _, node, *_ in gathered]
         servers = _servers(config, control.size)
-        kernels = [available for _, _, available in gathered[servers:]]
+        kernels = [available for _, _, available, _ in gathered[servers:]]
         name, reason = registry.choose(config.backend, nodes[servers:], duplicate is not None, kernels)
+        seen = [gpus for *_, gpus in gathered[servers:]]
+        registry.devices(config, seen, nodes[servers:])  # raises, before there is anything to close
     except ConfigError:
         control.close()
         raise
@@ -116,6 +119,9 @@ def _meet(comm: Any, settings: dict[str, Any] | str, cluster: Cluster | None) ->
         reason = "no two ranks could share memory; on one node that takes /proc or a Unix socket between them"
     communicator.queue.timeout_s = control.queue.timeout_s = config.timeout_s
     communicator.checks_places = config.check == "full"
+    if control.rank >= servers:
+        communicator, gpus = registry.with_devices(communicator, config, seen, nodes[servers:])
+        reason = f"{reason}; {gpus}" if gpus else reason
     world = topology.number(nodes, control.rank, servers)
     topology.install(world, "worker" if cluster is None else cluster.workers_job)
     collectives.install(communicator, config, reason)
@@ -125,14 +131,22 @@ def _meet(comm: Any, settings: dict[str, Any] | str, cluster: Cluster | None) ->
         if world.world_rank >= servers:
             atexit.register(_leave_servers)
     report.speak(world.rank == 0, config.banner)
-    hosts = len({node for _, node, _ in gathered})
+    hosts = len({node for _, node, *_ in gathered})
     reach = "network" if hosts > 1 else "host" if world.nodes > 1 else ""
     everyone, workers = topology.number(nodes, control.rank), tuple(range(servers, control.size))
     watch.start(control, everyone, config, reach, spares=workers if servers else (), launcher=life < 0)
     if servers:
         watch.name_this(running.current().role)
-    process_set.install(process_set.Base(duplicate, control, servers, communicator, nodes[servers:], kernels, config))
+    process_set.install(
+        process_set.Base(duplicate, control, servers, communicator, nodes[servers:], kernels, seen, config)
+    )
     report.inform(_banner(library))
+
+
+def _seen(settings: dict[str, Any] | str) -> places.Seen:
+    """The GPUs that this rank may use, if its settings let it."""
+    asked = isinstance(settings, dict) and settings.get("backend", "auto") in ("auto", "nccl")
+    return places.look() if asked else places.NOTHING
 
 
 def _servers(config: Config, ranks: int) -> int:
