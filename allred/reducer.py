@@ -192,19 +192,20 @@ class Reducer:
 
     def _weight(self, notes: list[int]) -> float | None:
         """By how much this rank's gradients count; None where all ranks' count alike. Without samples: not at all."""
+        active = collectives.current().active
         counted = [not note & _UNCOUNTED for note in notes]
         if any(counted) and not all(counted):
-            ranks = [rank for rank, known in zip(collectives.current().ranks, counted, strict=True) if not known]
+            ranks = [rank for rank, known in zip(active.ranks, counted, strict=True) if not known]
             raise InputError(f"{self._title}: ranks {ranks} do not say how many samples they have, the others do")
         samples = [note & _SAMPLES for note in notes]
         self.samples = sum(samples) if all(counted) else 0
         if all(counted) and not self.samples:
             raise InputError(f"{self._title}: no rank has any samples, so there is nothing to average")
         if self.op is ReduceOp.SUM:
-            return None if all(samples) or not any(counted) else float(bool(samples[collectives.current().rank]))
+            return None if all(samples) or not any(counted) else float(bool(samples[active.rank]))
         if len(set(samples)) == 1:
             return None
-        return samples[collectives.current().rank] * len(samples) / sum(samples)
+        return samples[active.rank] * len(samples) / sum(samples)
 
     def _run(self, plan: Plan, values: list[Array], weight: float | None) -> None:
         if collectives.current().fuses and weight is None:

@@ -10,6 +10,9 @@ after what the caller's current stream holds, and `wait` makes the current strea
 
 Results are the same on every rank, bit for bit (but for the payload of a NaN). Whether they are the same from run to
 run is the backend's to say.
+
+Ranks may have joined (uneven.py): to every operation they bring a header that says so. Then the headers differ, nothing
+has been moved, and the others move their bytes on a communicator of their own, as if they were all there is.
 """
 
 import dataclasses
@@ -27,7 +30,7 @@ from allred.comm.header import Call, quoted
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Engine, Steps, Work, WorkQueue
 from allred.compression import Compression, narrows
-from allred.errors import AllredError, InputError
+from allred.errors import InputError
 
 T = TypeVar("T")
 
@@ -45,6 +48,8 @@ class Communicator(ABC):
         self.ranks: Sequence[int] = range(size)  # the numbers of its members, as callers know them: for roots and words
         self.queue = WorkQueue(timeout_s, engine)
         self.checks_places = False  # whether all ranks must call an operation at the same line of the program
+        self.among: Callable[[Sequence[int]], Steps[Communicator]] | None = None  # makes that of some, by their numbers
+        self._active: Communicator | None = None
         self._sequence = 0
         self._sent_bytes = 0
 
@@ -52,6 +57,11 @@ class Communicator(ABC):
     def number(self) -> int:
         """This rank's, among `ranks`."""
         return self.ranks[self.rank]
+
+    @property
+    def active(self) -> "Communicator":
+        """That of the ranks that took part in the last operation: this one, or that of those that have not joined."""
+        return self._active or self
 
     # What a backend supplies. All arrays are flat and contiguous; counts are elements (bytes where the array is bytes).
 
@@ -174,7 +184,12 @@ class Communicator(ABC):
         self, call: Call, sources: list[Array], targets: list[Array], op: ReduceOp, compression: Compression
     ) -> Steps[None]:
         """Agree on the call, then reduce each source into its target, which is it, or a new contiguous array."""
-        yield from self._agree(call)
+        group, _ = yield from self._agree(call)
+        yield from group._reduce_all(sources, targets, op, compression)
+
+    def _reduce_all(
+        self, sources: list[Array], targets: list[Array], op: ReduceOp, compression: Compression
+    ) -> Steps[None]:
         for source, target in zip(sources, targets, strict=True):
             if source is not target:
                 target[...] = source
@@ -201,8 +216,8 @@ class Communicator(ABC):
         return target
 
     def _agree_and_broadcast(self, call: Call, flat: Array, root: int) -> Steps[None]:
-        yield from self._agree(call)
-        yield from self._broadcast(arrays.as_bytes(flat), root)
+        group, _ = yield from self._agree(call)
+        yield from group._broadcast(arrays.as_bytes(flat), self._root_in(group, root, call))
 
     def allgather(self, value: Any, name: str = "") -> Work[Array]:
         """All ranks' arrays, joined along the first dimension in rank order; a new array on every rank.
@@ -214,12 +229,12 @@ class Communicator(ABC):
             source = np.atleast_1d(arrays.as_host_array(value))
             rest = source.shape[1:]
             call = array_call("allgather", source, name, shape=("any", *rest), rows=len(source))
-            headers = yield from self._agree(call)
+            group, headers = yield from self._agree(call)
             rows = [header.rows_and_note(record)[0] for record in headers]
             result = np.empty((sum(rows), *rest), source.dtype)
             row_bytes = arrays.size_of(rest) * source.itemsize
             send, recv = arrays.as_bytes(source), arrays.as_bytes(result)
-            yield from self._allgather(send, recv, [count * row_bytes for count in rows])
+            yield from group._allgather(send, recv, [count * row_bytes for count in rows])
             return result
 
         return self._start("allgather", name, steps())
@@ -247,7 +262,8 @@ class Communicator(ABC):
     def _agree_and_reducescatter(
         self, call: Call, flat: Array, out: Array, counts: list[int], op: ReduceOp
     ) -> Steps[None]:
-        yield from self._agree(call)
+        group, _ = yield from self._agree(call)
+        self._require_all(group, call)
         yield from self._reducescatter(flat, out, counts, op)
 
     def alltoall(self, value: Any, splits: Sequence[int] | None = None, name: str = "") -> Work[tuple[Array, Array]]:
@@ -260,14 +276,18 @@ class Communicator(ABC):
             source = np.atleast_1d(arrays.as_host_array(value))
             rest = source.shape[1:]
             sent = splits_of(len(source), splits, self.size)
-            yield from self._agree(array_call("alltoall", source, name, shape=("any", *rest)))
-            matrix = np.empty((self.size, self.size), np.int64)
-            yield from self._allgather(arrays.as_bytes(sent), arrays.as_bytes(matrix), [sent.nbytes] * self.size)
-            received = matrix[:, self.rank].copy()
-            result = np.empty((int(received.sum()), *rest), source.dtype)
-            row_bytes = arrays.size_of(rest) * source.itemsize
-            yield from self._alltoall(arrays.as_bytes(source), arrays.as_bytes(result), matrix * row_bytes)
-            return result, received
+            call = array_call("alltoall", source, name, shape=("any", *rest))
+            group, _ = yield from self._agree(call)
+            rows = np.empty((group.size, self.size), np.int64)
+            yield from group._allgather(arrays.as_bytes(sent), arrays.as_bytes(rows), [sent.nbytes] * group.size)
+            matrix, here = np.zeros((self.size, self.size), np.int64), [self.ranks.index(rank) for rank in group.ranks]
+            matrix[here] = rows
+            if matrix.sum() != matrix[:, here].sum():
+                self._require_all(group, call)
+            result = np.empty((int(matrix[:, self.rank].sum()), *rest), source.dtype)
+            counts = matrix[np.ix_(here, here)] * (arrays.size_of(rest) * source.itemsize)
+            yield from group._alltoall(arrays.as_bytes(source), arrays.as_bytes(result), counts)
+            return result, matrix[:, self.rank].copy()
 
         return self._start("alltoall", name, steps())
 
@@ -276,8 +296,8 @@ class Communicator(ABC):
 
         def steps() -> Steps[list[Any]]:
             data = objects.dumps(value)
-            yield from self._agree(Call("allgather_object", name, f"allgather_object(){quoted(name)}"))
-            return (yield from objects.gather(self, data))
+            group, _ = yield from self._agree(Call("allgather_object", name, f"allgather_object(){quoted(name)}"))
+            return (yield from objects.gather(group, data))
 
         return self._start("allgather_object", name, steps())
 
@@ -288,8 +308,9 @@ class Communicator(ABC):
             source = index_of(root, self.ranks)
             data = objects.dumps(value if self.rank == source else None)
             title = f"broadcast_object(root={self.ranks[source]}){quoted(name)}"
-            yield from self._agree(Call("broadcast_object", name, title, root=self.ranks[source]))
-            received = yield from objects.cast(self, data, source)
+            call = Call("broadcast_object", name, title, root=self.ranks[source])
+            group, _ = yield from self._agree(call)
+            received = yield from objects.cast(group, data, self._root_in(group, source, call))
             return value if self.rank == source else received
 
         return self._start("broadcast_object", name, steps())
@@ -305,17 +326,38 @@ class Communicator(ABC):
     def check(
         self, kind: str, title: str, tensors: Sequence[str] = (), settings: str = "", note: int = 0, problem: str = ""
     ) -> Work[list[int]]:
-        """That all ranks bring the same title, tensors (a line each) and settings. The result is every rank's `note`.
+        """That all ranks bring the same title, tensors (a line each) and settings. The result is the `note` of every
+        rank that takes part (`active`).
 
         A note is 0 to 2**64 - 1. A `problem` on any rank, in words, is an InputError on all.
         """
 
         def steps() -> Steps[list[int]]:
             call = Call(kind, "", title, tuple(tensors), settings, note=note, problem=problem)
-            headers = yield from self._agree(call)
+            _, headers = yield from self._agree(call)
             return [header.rows_and_note(record)[1] for record in headers]
 
         return self._start(kind, "", steps())
+
+    def join(self, joined_at: int) -> Work[int | None]:
+        """Be there, and no more, in the next operation of the others: None. If there is none, for all have joined: the
+        number of the rank that did so last. joined_at: `operations` when this rank did."""
+
+        def steps() -> Steps[int | None]:
+            call = Call("join", title="join()", note=joined_at)
+            headers = yield from self._exchange(self._announce(call))
+            if header.agree(headers):
+                joined = [header.rows_and_note(record)[1] for record in headers]
+                return self.ranks[joined.index(max(joined))]
+            yield from objects.gather(self, objects.dumps(call))
+            return None
+
+        return self._start("join", "", steps())
+
+    @property
+    def operations(self) -> int:
+        """How many have begun."""
+        return self._sequence
 
     def _start(self, kind: str, name: str, body: Steps[T]) -> Work[T]:
         """Start an operation. If its arguments cannot be used here, the other ranks are told in place of its header."""
@@ -348,12 +390,14 @@ class Communicator(ABC):
         """That all ranks are in this call, and no more."""
         yield from self._agree(call)
 
-    def _agree(self, call: Call) -> Steps[list[bytes]]:
-        """All ranks' headers, once they are found to agree; else the error that every rank raises."""
+    def _agree(self, call: Call) -> "Steps[tuple[Communicator, list[bytes]]]":
+        """The communicator that moves the bytes, and the headers of its ranks, once they are found to agree; else the
+        error that every rank raises."""
         headers = yield from self._exchange(self._announce(call))
-        if not header.agree(headers):
-            raise (yield from self._verdict(call))
-        return headers
+        if header.agree(headers):
+            self._active = None
+            return self, headers
+        return (yield from self._narrowed(call))
 
     def _announce(self, call: Call) -> bytes:
         """The header of the call. From here on the other ranks know of it."""
@@ -364,9 +408,30 @@ class Communicator(ABC):
         self._sequence += 1
         return call.pack(number)
 
-    def _verdict(self, call: Call) -> Steps[AllredError]:
-        """The error for headers that differ."""
+    def _narrowed(self, call: Call) -> "Steps[tuple[Communicator, list[bytes]]]":
+        """As `_agree`, where headers differ: the communicator of those that have not joined, if their calls agree."""
         assert self.queue.advancing is not None
-        behind = tuple(self.queue.behind(self.queue.advancing, _BEHIND))
-        found = dataclasses.replace(call, found_at=self._place(), behind=behind)
-        return header.verdict((yield from objects.gather(self, objects.dumps(found))), self.ranks)
+        behind, place = tuple(self.queue.behind(self.queue.advancing, _BEHIND)), self._place()
+        found = dataclasses.replace(call, found_at=place, place=place if self.checks_places else "", behind=behind)
+        calls = yield from objects.gather(self, objects.dumps(found))
+        if self.among is None or any(each.kind == "shutdown" for each in calls):
+            raise header.verdict(calls, self.ranks)
+        here = [index for index, each in enumerate(calls) if each.kind != "join"]
+        ranks = [self.ranks[index] for index in here]
+        headers = [calls[index].pack(0) for index in here]
+        if not header.agree(headers):
+            raise header.verdict([calls[index] for index in here], ranks)
+        self._active = yield from self.among(ranks)
+        return self._active, headers
+
+    def _root_in(self, group: "Communicator", root: int, call: Call) -> int:
+        """Where a root of this communicator is in that of those that have not joined."""
+        number = self.ranks[root]
+        if number not in group.ranks:
+            raise InputError(f"{call.title}: rank {number} has joined; the root must be one of {list(group.ranks)}")
+        return group.ranks.index(number)
+
+    def _require_all(self, group: "Communicator", call: Call) -> None:
+        """That nobody has joined, for an operation that would have rows for those that have."""
+        if gone := [rank for rank in self.ranks if rank not in group.ranks]:
+            raise InputError(f"{call.title}: some rows are for {header.rank_list(gone)}, which joined before")

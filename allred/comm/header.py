@@ -38,7 +38,7 @@ AGREED = slice(0, 48)
 WIRE_SHIFT = 4
 KINDS = (
     *("allreduce", "grouped_allreduce", "broadcast", "allgather", "reducescatter", "alltoall"),
-    *("barrier", "parameters", "step", "shutdown", "allgather_object", "broadcast_object"),
+    *("barrier", "parameters", "step", "shutdown", "allgather_object", "broadcast_object", "join"),
 )
 _LAYOUT = struct.Struct("<QBBBBiQQQQQQ")
 _OWN = struct.Struct("<QQ")

@@ -42,12 +42,31 @@ class NcclCommunicator(Communicator):
     name = "nccl"
 
     def __init__(self, host: Communicator, device: Device, transport: Transport, guard: Guard) -> None:
+        self._host, among = host, host.among
         super().__init__(host.rank, host.size, host.queue.timeout_s)
+        self.among = among
         self.queue, self.ranks, self.checks_places = host.queue, host.ranks, host.checks_places
         self.fuses = host.fuses
-        self._host, self._device, self._transport, self._guard = host, device, transport, guard
+        self._device, self._transport, self._guard = device, transport, guard
         self._buffers: dict[Any, Any] = {}  # by dtype
         self._calls: dict[Any, Call] = {}
+
+    @property
+    def among(self) -> Callable[[Sequence[int]], Steps[Communicator]] | None:
+        """The host's, which agrees on who takes part."""
+        return self._host.among
+
+    @among.setter
+    def among(self, value: Callable[[Sequence[int]], Steps[Communicator]] | None) -> None:
+        self._host.among = value
+
+    @property
+    def active(self) -> Communicator:
+        return self._host._active or self
+
+    @property
+    def operations(self) -> int:
+        return self._host.operations
 
     @property
     def sent_bytes(self) -> int:
@@ -72,7 +91,7 @@ class NcclCommunicator(Communicator):
     def _announce(self, call: Call) -> bytes:
         return self._host._announce(call)
 
-    def _agree(self, call: Call) -> Steps[list[bytes]]:
+    def _agree(self, call: Call) -> Steps[tuple[Communicator, list[bytes]]]:
         return self._host._agree(call)
 
     def _meet(self, call: Call) -> Steps[None]:
@@ -166,17 +185,17 @@ class NcclCommunicator(Communicator):
         def body(given: list[Adopted], lane: Lane) -> Steps[Any]:
             if in_place:
                 check_writable(given)
-            yield from self._agreed(self._reduction_call(given, op, name, compression, one))
+            group, _ = yield from self._agreed(self._reduction_call(given, op, name, compression, one))
             with lane.enter():
                 flats = [g.flat() if in_place else g.array.flatten() for g in given]
             for bucket in buckets([flat.nbytes for flat in flats], [g.dtype for g in given], BUCKET_BYTES):
                 chosen = [flats[i] for i in bucket]
-                yield from self._reduce_bucket(lane, chosen, given[bucket[0]].dtype, op, compression, weight)
+                yield from group._reduce_bucket(lane, chosen, given[bucket[0]].dtype, op, compression, weight)
             with lane.enter():
                 for g, flat in zip(given, flats, strict=True):
                     if in_place and not g.array.flags.c_contiguous:
                         g.array[...] = flat.reshape(g.array.shape)
-            self._end(lane, given, flats)
+            self._end(group, lane, given, flats)
             results = list(values)
             if not in_place:
                 results = [g.give(flat.reshape(g.array.shape)) for g, flat in zip(given, flats, strict=True)]
@@ -250,15 +269,17 @@ class NcclCommunicator(Communicator):
             source = index_of(root, self.ranks)
             if in_place:
                 check_writable(given)
-            yield from self._agreed(on_gpu(array_call("broadcast", cast(Array, g), name, root=self.ranks[source])))
+            call = on_gpu(array_call("broadcast", cast(Array, g), name, root=self.ranks[source]))
+            group, _ = yield from self._agreed(call)
+            first = self._root_in(group, source, call)
             with lane.enter():
                 flat = g.flat() if in_place else g.array.flatten()
             if flat.size:
-                yield from self._transport.broadcast(lane, flat.view(np.uint8), source)
+                yield from group._transport.broadcast(lane, flat.view(np.uint8), first)
             with lane.enter():
                 if in_place and not g.array.flags.c_contiguous:
                     g.array[...] = flat.reshape(g.array.shape)
-            self._end(lane, given, flat)
+            self._end(group, lane, given, flat)
             return value if in_place else g.give(flat.reshape(g.array.shape))
 
         return self._begin("broadcast", name, [value], body)
@@ -271,7 +292,7 @@ class NcclCommunicator(Communicator):
             (g,) = given
             shape = g.shape or (1,)
             call = array_call("allgather", cast(Array, g), name, shape=("any", *shape[1:]), rows=shape[0])
-            headers = yield from self._agreed(on_gpu(call))
+            group, headers = yield from self._agreed(on_gpu(call))
             rows = [header.rows_and_note(record)[0] for record in headers]
             with lane.enter():
                 send = g.flat().view(np.uint8)
@@ -279,8 +300,8 @@ class NcclCommunicator(Communicator):
             if result.size:
                 row_bytes = arrays.size_of(shape[1:]) * g.array.itemsize
                 recv = result.reshape(-1).view(np.uint8)
-                yield from self._transport.allgather(lane, send, recv, [count * row_bytes for count in rows])
-            self._end(lane, given, result)
+                yield from group._transport.allgather(lane, send, recv, [count * row_bytes for count in rows])
+            self._end(group, lane, given, result)
             return g.give(result)
 
         return self._begin("allgather", name, [value], body)
@@ -294,7 +315,8 @@ class NcclCommunicator(Communicator):
             call = on_gpu(array_call("reducescatter", cast(Array, g), name, op))
             if not g.shape:
                 raise InputError("a 0-d array has no first dimension to split; use allreduce")
-            yield from self._agreed(call)
+            group, _ = yield from self._agreed(call)
+            self._require_all(group, call)
             rows = arrays.split_sizes(g.shape[0], self.size)
             counts = [count * arrays.size_of(g.shape[1:]) for count in rows]
             with lane.enter():
@@ -303,7 +325,7 @@ class NcclCommunicator(Communicator):
             if flat.size:
                 out = result.reshape(-1)
                 yield from self._transport.reducescatter(lane, flat, out, arrays.name_of(g.dtype), counts, op)
-            self._end(lane, given, result)
+            self._end(group, lane, given, result)
             return g.give(result)
 
         return self._begin("reducescatter", name, [value], body)
@@ -316,7 +338,9 @@ class NcclCommunicator(Communicator):
             (g,) = given
             shape = g.shape or (1,)
             sent = splits_of(shape[0], splits, self.size)
-            yield from self._agreed(on_gpu(array_call("alltoall", cast(Array, g), name, shape=("any", *shape[1:]))))
+            call = on_gpu(array_call("alltoall", cast(Array, g), name, shape=("any", *shape[1:])))
+            group, _ = yield from self._agreed(call)
+            self._require_all(group, call)
             matrix = np.empty((self.size, self.size), np.int64)
             yield from self._host._allgather(arrays.as_bytes(sent), arrays.as_bytes(matrix), [sent.nbytes] * self.size)
             received = matrix[:, self.rank].copy()
@@ -326,7 +350,7 @@ class NcclCommunicator(Communicator):
             counts = matrix * (arrays.size_of(shape[1:]) * g.array.itemsize)
             if counts.any():
                 yield from self._transport.alltoall(lane, send, result.reshape(-1).view(np.uint8), counts)
-            self._end(lane, given, result)
+            self._end(self, lane, given, result)
             return g.give(result), received
 
         return self._begin("alltoall", name, [value], body)
@@ -344,14 +368,15 @@ class NcclCommunicator(Communicator):
             steps = refused(error)
         return self._start(kind, name, steps)
 
-    def _agreed(self, call: Call) -> Steps[list[bytes]]:
-        """All ranks' headers, and a transport that is ready."""
-        headers = yield from self._agree(call)
-        yield from self._transport.ready()
-        return headers
+    def _agreed(self, call: Call) -> "Steps[tuple[NcclCommunicator, list[bytes]]]":
+        """The communicator that moves the bytes, of all ranks that have not joined, and their headers; it is ready."""
+        moving, headers = yield from self._agree(call)
+        group = moving if isinstance(moving, NcclCommunicator) else self
+        yield from group._transport.ready()
+        return group, headers
 
-    def _end(self, lane: Lane, *kept: Any) -> None:
+    def _end(self, group: "NcclCommunicator", lane: Lane, *kept: Any) -> None:
         """All of the operation that runs is enqueued: `wait` orders the caller's streams after it."""
         work = self.queue.advancing
         assert work is not None
-        work.end = self._guard.watch(lane.end(kept), work.title)
+        work.end = group._guard.watch(lane.end(kept), work.title)

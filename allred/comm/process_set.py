@@ -12,7 +12,7 @@ several calls in one order; if two ranks do not, they wait for each other, and a
 import dataclasses
 import operator
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,8 @@ _made: dict[tuple[int, ...], Communicator] = {}  # by ranks: equal sets share on
 def install(base: Base | None) -> None:
     """The running world; None closes what was made in it. For allred.init and allred.shutdown."""
     global _base
+    if base is not None:
+        base.everyone.among = _among
     if base is None:
         for communicator in _made.values():
             communicator.close()
@@ -118,7 +120,8 @@ class ProcessSet:
         if len(self.ranks) == len(base.nodes):
             return base.everyone
         if self.ranks not in _made:
-            _made[self.ranks] = _make(base, self)
+            queue = WorkQueue(base.config.timeout_s, members=[rank + base.servers for rank in self.ranks])
+            queue.start(f"the first use of {self}", _make(base, self)).wait()
         return _made[self.ranks]
 
 
@@ -141,7 +144,15 @@ def _translated(comm: Any) -> list[int]:
     return [number - base.servers for number in numbers]
 
 
-def _make(base: Base, members: ProcessSet) -> Communicator:
+def _among(ranks: Sequence[int]) -> Steps[Communicator]:
+    """The communicator of a set, made if need be."""
+    base, members = _current(), ProcessSet(ranks)
+    if members.ranks not in _made:
+        yield from _make(base, members)
+    return members.communicator()
+
+
+def _make(base: Base, members: ProcessSet) -> Steps[None]:
     nodes = [base.nodes[rank] for rank in members.ranks]
     kernels = [base.kernels[rank] for rank in members.ranks]
     config, world = base.config, [rank + base.servers for rank in members.ranks]
@@ -149,15 +160,14 @@ def _make(base: Base, members: ProcessSet) -> Communicator:
         name, _ = registry.choose(config.backend, nodes, True, kernels)
     except ConfigError:  # backend single, for a world of one
         name = "auto"
-    meeting = WorkQueue(config.timeout_s, members=world)
-    meeting.start(f"the first use of {members}", _meet(base.comm, world, str(members))).wait()
+    yield from _meet(base.comm, world, str(members))
     comm = base.comm.Create_group(base.comm.Get_group().Incl(world))
     communicator = registry.BACKENDS[name](comm, config.timeout_s, nodes)
     communicator.queue.timeout_s = base.everyone.queue.timeout_s
     communicator.queue.members, communicator.ranks = world, members.ranks
-    communicator.checks_places = base.everyone.checks_places
+    communicator.checks_places, communicator.among = base.everyone.checks_places, _among
     seen = [base.seen[rank] for rank in members.ranks]
-    return registry.with_devices(communicator, config, seen, nodes)[0]
+    _made[members.ranks] = registry.with_devices(communicator, config, seen, nodes)[0]
 
 
 def _meet(comm: Any, world: list[int], title: str) -> Steps[None]:

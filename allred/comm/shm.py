@@ -66,6 +66,10 @@ class ShmCommunicator(Communicator):
         return self.queue.idle and not self.checks_places
 
     @property
+    def operations(self) -> int:
+        return self._segment.number
+
+    @property
     def sent_bytes(self) -> int:
         return self._segment.sent
 
@@ -84,10 +88,11 @@ class ShmCommunicator(Communicator):
                 if way is True:
                     return target
                 if way is not None:
-                    self._finish(
-                        "allreduce", name, way,
-                        lambda: array_call("allreduce", value, name, op, compression=compression),
+                    steps = self._reduced(
+                        way, lambda: array_call("allreduce", value, name, op, compression=compression),
+                        [value], [target], op, compression,
                     )  # fmt: skip
+                    self.queue.start(f"allreduce{quoted(name)}", steps).wait()
                     return target
             except BaseException as error:
                 self._cut_short(error)
@@ -106,23 +111,40 @@ class ShmCommunicator(Communicator):
                 if way is True:
                     return targets
                 if way is not None:
-                    self._finish("grouped_allreduce", name, way, lambda: group_call(group, name, op, compression))
+                    steps = self._reduced(
+                        way, lambda: group_call(group, name, op, compression), group, targets, op, compression
+                    )
+                    self.queue.start(f"grouped_allreduce{quoted(name)}", steps).wait()
                     return targets
             except BaseException as error:
                 self._cut_short(error)
                 raise
         return super().grouped_allreduce_now(group, in_place, op, name, compression)
 
-    def _finish(self, kind: str, name: str, operation: Operation, call: Callable[[], Call]) -> None:
-        """Wait for what the short way has begun, or tell why it ended there."""
-        self.queue.start(f"{kind}{quoted(name)}", self._settle(operation, call)).wait()
+    def _reduced(
+        self,
+        operation: Operation,
+        call: Callable[[], Call],
+        sources: list[Array],
+        targets: list[Array],
+        op: ReduceOp,
+        compression: Compression,
+    ) -> Steps[None]:
+        """Wait for an allreduce that has begun. If it was refused for ranks that have joined, do it without them."""
+        group = yield from self._settle(operation, call)
+        if group is not self:
+            yield from group._reduce_all(sources, targets, op, compression)
 
-    def _settle(self, operation: Operation, call: Callable[[], Call]) -> Steps[None]:
-        """Wait for an operation with a header; raise what all ranks raise if the headers differ."""
+    def _settle(self, operation: Operation, call: Callable[[], Call]) -> Steps[Communicator]:
+        """Wait for an operation with a header: this communicator, or the narrower one on which its bytes have still to
+        be moved. Raises what all ranks raise if the headers differ."""
         self._under_way(call, lambda: self._segment.number)
         yield operation
-        if not operation.agreed:
-            raise (yield from self._verdict(call()))
+        if operation.agreed:
+            self._active = None
+            return self
+        group, _ = yield from self._narrowed(call())
+        return group
 
     def _cut_short(self, error: BaseException) -> None:
         """What ended the short way, other than what all ranks raise, may have left the others in an operation."""
@@ -138,7 +160,7 @@ class ShmCommunicator(Communicator):
             for source, target, flat in zip(sources, targets, flats, strict=True)
         ]
         begun = self._begin_reduce(self._announce(call), origins, flats, op, compression.value)
-        yield from self._settle(begun, lambda: call)
+        yield from self._reduced(begun, lambda: call, origins, flats, op, compression)
         for target, flat in zip(targets, flats, strict=True):
             arrays.put_back(target, flat)
 
@@ -154,12 +176,16 @@ class ShmCommunicator(Communicator):
 
     def _agree_and_broadcast(self, call: Call, flat: Array, root: int) -> Steps[None]:
         data = arrays.as_bytes(flat)
-        yield from self._settle(self._segment.begin_broadcast(self._announce(call), data, root), lambda: call)
+        begun = self._segment.begin_broadcast(self._announce(call), data, root)
+        group = yield from self._settle(begun, lambda: call)
+        if group is not self:
+            yield from group._broadcast(data, self._root_in(group, root, call))
 
     def _agree_and_reducescatter(
         self, call: Call, flat: Array, out: Array, counts: list[int], op: ReduceOp
     ) -> Steps[None]:
-        yield from self._settle(self._begin_scatter(self._announce(call), flat, out, counts, op), lambda: call)
+        group = yield from self._settle(self._begin_scatter(self._announce(call), flat, out, counts, op), lambda: call)
+        self._require_all(group, call)
 
     def _begin_scatter(
         self, record: bytes | None, flat: Array, out: Array, counts: list[int], op: ReduceOp

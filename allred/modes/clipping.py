@@ -85,10 +85,10 @@ def _norm(grads: Sequence[Any]) -> float:
 def _norm_of_all(grads: Sequence[Any]) -> float:
     """The norm of gradients that all ranks have alike; the same bits on all of them. Collective."""
     here = [grad for grad in grads if grad is not None]
-    communicator = collectives.current()
-    shares = arrays.split_sizes(sum(grad.size for grad in here), communicator.size)
-    start, total, at = sum(shares[: communicator.rank]), 0.0, 0
-    stop = start + shares[communicator.rank]
+    active = collectives.current().active  # of the reduction that was just made
+    shares = arrays.split_sizes(sum(grad.size for grad in here), active.size)
+    start, total, at = sum(shares[: active.rank]), 0.0, 0
+    stop = start + shares[active.rank]
     for grad in here:
         low, high = max(start - at, 0), min(stop - at, grad.size)
         if low < high:

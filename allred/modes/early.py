@@ -159,7 +159,8 @@ class Early:
         if self._reducer.early:
             order = [names[name] for name in self._given]
             order += [index for index in reversed(range(len(tensors))) if index not in order]
-            order = collectives.broadcast_object(order, 0, f"{self._title}: the order of early gradients")
+            first = collectives.current().active.ranks[0]
+            order = collectives.broadcast_object(order, first, f"{self._title}: the order of early gradients")
             self._tensors = list(tensors)
             self._all = plan([tensors[index] for index in order], self._reducer.bucket_bytes)
             buckets = sorted(self._all.buckets, key=lambda bucket: bucket.indices[-1])

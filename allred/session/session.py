@@ -297,15 +297,16 @@ class Session:
         saver.save(self.step, lambda: self._saving(randoms, copy=True), apart=self.optimizer.in_step)
         self.rates.pause()
 
-    def _gather_randoms(self) -> list[Any] | None:
-        """The random states of all ranks, where they meet."""
-        return collectives.allgather_object(random_states.get()) if self.optimizer.in_step else None
+    def _gather_randoms(self) -> dict[int, Any] | None:
+        """The random states of all ranks, by rank, where they meet."""
+        if not self.optimizer.in_step:
+            return None
+        return dict(collectives.allgather_object((topology.rank(), random_states.get())))
 
     def _saving(self, randoms: Any = None, copy: bool = False) -> Callable[[str], str]:
         """What writes the checkpoint of now."""
-        ranks = None if randoms is None else dict(enumerate(randoms))
         noted = self.step == self.optimizer.global_step
-        return self.optimizer.saving(self.params, self._the_state.pack(ranks, noted), copy)
+        return self.optimizer.saving(self.params, self._the_state.pack(randoms, noted), copy)
 
     # The end.
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import tail
 from arithmetic import difference, expected, inputs, without_nan_payload
 from calls import Call
 from plan import Fault, Job, called, job_of
@@ -166,6 +167,8 @@ def main() -> None:
     allred.init()
     try:
         run(job, digest)
+        if words := tail.run(job.seed, allred.rank(), job.ranks):
+            raise Wrong(f"seed {job.seed}, {words}")
         allred.barrier()
     except allred.AllredError as error:
         say(words_of(error, job))

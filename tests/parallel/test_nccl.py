@@ -224,3 +224,25 @@ def test_what_cannot_be_used_is_known_to_all(comm):
         comm.grouped_allreduce([on_gpu(np.ones(3)), np.ones(3)]).wait()
     with pytest.raises(InputError, match="is not supported"):
         comm.allreduce(on_gpu(np.ones(3, np.complex64))).wait()
+
+
+def test_ranks_that_have_joined_are_left_out(comm):
+    if comm.size == 1:
+        return
+    if comm.rank == 0:
+        while comm.join(0).wait() is None:
+            pass
+        return
+    few = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Excl([0]))
+
+    def among(ranks):
+        yield from ()
+        below = registry.BACKENDS["mpi"](few.Dup(), 30.0, [0] * len(ranks))
+        below.ranks = tuple(ranks)
+        return around(below, standin_gpu.Device(few), staged=False)[0]
+
+    comm.among = among
+    x = comm.allreduce(on_gpu(np.full(3, comm.rank, np.float32)), allred.Average).wait()
+    np.testing.assert_array_equal(host(x), np.full(3, sum(range(1, comm.size)) / (comm.size - 1), np.float32))
+    assert comm.active.ranks == tuple(range(1, comm.size))
+    comm.join(1).wait()

@@ -101,13 +101,13 @@ class Checks(Inspector):
             self._check(plan, values)
         self._step += 1
         if any(flag & finite.NONFINITE for flag in flags):
-            found = finite.describe(plan, values) if flags[collectives.current().rank] & finite.NONFINITE else {}
+            found = finite.describe(plan, values) if flags[collectives.current().active.rank] & finite.NONFINITE else {}
             return self._refuse_nonfinite(found)
         return True
 
     def _refuse_nonfinite(self, found: dict[str, str]) -> bool:
         everyone = collectives.allgather_object(found, f"{self._title}: not finite")
-        return self._refuse(finite.verdict(everyone, collectives.current().ranks))
+        return self._refuse(finite.verdict(everyone, collectives.current().active.ranks))
 
     def reduced(self, flags: list[int], plan: Plan, values: Sequence[Any]) -> bool:
         self._repeated.remember(values)
@@ -139,7 +139,7 @@ class Checks(Inspector):
             note = drift.fingerprint(parts) >> BITS << BITS | shown
         except Exception as error:  # of the user's state_dict, say: the other ranks wait in the check
             problem = f"comparing the ranks' parameters: {type(error).__name__}: {error}"
-        title = f"{self._title}: check before step {self._step + 1}"
+        title = f"{self._title}: check of the ranks' parameters"
         notes = collectives.current().check("step", title, note=note, problem=problem).wait()
         if len({note >> BITS for note in notes}) > 1:
             self._compare(parts)
@@ -148,7 +148,11 @@ class Checks(Inspector):
 
     def _compare(self, parts: list[drift.Part]) -> None:
         outside = self._updates.outside() if self._updates else 0
-        everyone = collectives.allgather_object((drift.table(parts), outside), f"{self._title}: what differs")
-        tables, counts = [table for table, _ in everyone], [count for _, count in everyone]
-        if problem := drift.verdict(tables, self._step + 1, self._equal_at, counts, collectives.current().ranks):
+        mine = drift.table(parts), outside, self._step + 1, self._equal_at
+        everyone = collectives.allgather_object(mine, f"{self._title}: what differs")
+        tables, counts, steps, equal_at = (
+            list(each) for each in zip(*everyone, strict=True)
+        )  # who had joined is behind
+        ranks = collectives.current().active.ranks
+        if problem := drift.verdict(tables, max(steps), max(equal_at), counts, ranks):
             raise DriftError(f"{self._title}: {problem}")

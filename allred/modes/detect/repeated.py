@@ -45,7 +45,7 @@ class Repeated:
 
     def compare(self, shown: list[int]) -> None:
         """Every rank's `show` is known. Raises InputError for gradients that are averaged twice."""
-        same = len(set(shown)) == 1 and shown[0] > 1
+        same = len(shown) > 1 and len(set(shown)) == 1 and shown[0] > 1
         if same and shown[0] & 1:
             raise InputError(
                 f"{self._title}: these gradients are the mean over all ranks already, and would be averaged twice; use "

@@ -1,0 +1,206 @@
+"""Ranks that have joined: what the operations of the others come to without them."""
+
+import time
+
+import numpy as np
+import pytest
+
+import allred
+from allred.errors import InputError, MismatchError
+
+pytestmark = pytest.mark.mpi
+
+NUMPYS = {allred.Average: np.mean, allred.Sum: np.sum, allred.Min: np.min, allred.Max: np.max, allred.Product: np.prod}
+
+
+def until_joined(rank, size, body):
+    """Ranks join one after the other, rank r after r + 1 rounds. body(the ranks that are left)."""
+    for number in range(rank + 1):
+        body(list(range(number, size)))
+    assert allred.join() == size - 1
+
+
+@pytest.mark.parametrize("op", NUMPYS)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int32"])
+def test_reductions_are_of_those_that_are_left(rank, size, op, dtype):
+    if op is allred.Average and dtype == "int32":
+        pytest.skip("no such operation")
+
+    def body(left):
+        expected = NUMPYS[op](np.array([r + 1 for r in left], float)).astype(dtype)
+        for shape in ((0,), (1,), (100_000,)):
+            mine = np.full(shape, rank + 1, dtype)
+            np.testing.assert_array_equal(allred.allreduce(mine, op), np.full(shape, expected))
+            assert (mine == rank + 1).all()
+            both = [mine, mine[:1].copy()]
+            allred.grouped_allreduce_(both, op)
+            np.testing.assert_array_equal(mine, np.full(shape, expected))
+            np.testing.assert_array_equal(both[1], np.full(shape, expected)[:1])
+        turned = np.full((3, 2), rank + 1, dtype).T
+        np.testing.assert_array_equal(allred.allreduce_(turned, op), np.full((2, 3), expected))
+
+    until_joined(rank, size, body)
+
+
+def test_the_other_operations(rank, size):
+    def body(left):
+        first, last = left[0], left[-1]
+        x = np.full(2, float(rank))
+        assert allred.broadcast(x, last).tolist() == [last] * 2
+        assert allred.broadcast_(x.copy(), first).tolist() == [first] * 2
+        assert allred.broadcast_object({"of": rank}, last) == {"of": last}
+        assert allred.allgather(np.full(rank, rank)).tolist() == [r for r in left for _ in range(r)]
+        assert allred.allgather_object(rank) == left
+        rows, counts = allred.alltoall(np.full(len(left), rank), splits=[int(r in left) for r in range(size)])
+        assert (rows.tolist(), counts.tolist()) == (left, [int(r in left) for r in range(size)])
+        allred.barrier()
+        assert allred.size() == size
+
+    until_joined(rank, size, body)
+
+
+def test_what_would_be_of_a_rank_that_is_out_is_an_error(rank, size):
+    if size == 1:
+        pytest.skip("nobody is out")
+    if rank:
+        with pytest.raises(
+            InputError, match=r"^broadcast\(root=0\) 'w' float64 \(2,\): rank 0 has joined; the root must"
+        ):
+            allred.broadcast(np.zeros(2), 0, "w")
+        with pytest.raises(InputError, match=r"^broadcast_object\(root=0\): rank 0 has joined"):
+            allred.broadcast_object(None)
+        with pytest.raises(InputError, match=r"^reducescatter\(Average\) .*: some rows are for rank 0, which joined"):
+            allred.reducescatter(np.zeros(size))
+        with pytest.raises(InputError, match=r"^alltoall\(\) .*: some rows are for rank 0, which joined"):
+            allred.alltoall(np.zeros(size))
+        assert allred.allreduce(1.0, allred.Sum) == size - 1
+    assert allred.join() == 1
+
+
+def test_errors_are_of_those_that_are_left(rank, size):
+    """The same on all of these, with their numbers; who is out goes on waiting."""
+    if size < 3:
+        pytest.skip("takes two that are left")
+    if rank:
+        with pytest.raises(MismatchError, match=r"allreduce.* 'a' .* on rank 1; .* 'b' .* on rank"):
+            allred.allreduce(1.0, name="a" if rank == 1 else "b")
+        with pytest.raises(InputError, match=rf"rank {size - 1}: .* is not a reduction"):
+            allred.allreduce(1.0, "mean" if rank == size - 1 else allred.Sum)
+        assert allred.allreduce(1.0, allred.Sum) == size - 1
+    assert allred.join() == 1
+
+
+@pytest.mark.parametrize("last", [0, -1])
+def test_the_last_one_is_known_to_all(rank, size, last):
+    """Rank 0, or the last, makes three operations more."""
+    if rank == last % size:
+        assert [allred.allreduce(2.0, allred.Sum) for _ in range(3)] == [2.0] * 3
+    assert allred.join() == last % size
+
+
+def test_all_at_once_and_again(size):
+    for _ in range(3):
+        assert allred.join() == 0
+        assert allred.allreduce(1.0, allred.Sum) == size
+
+
+def test_started_operations(rank, size):
+    """Many under way when a rank joins: those that it is not in any more are begun already."""
+    if rank == 0:
+        assert allred.allreduce_async(np.ones(9), allred.Sum).wait().tolist() == [size] * 9
+    else:
+        works = [allred.allreduce_async(np.ones(n), allred.Sum) for n in (9, 100_000, 0, 5)]
+        gathered = allred.allgather_async([rank])
+        assert gathered.wait().tolist() == list(range(1, size))
+        for work, ranks in zip(works, (size, size - 1, size - 1, size - 1), strict=True):
+            assert set(work.wait().tolist()) <= {ranks}
+    assert allred.join() == min(1, size - 1)
+
+
+def test_process_sets(rank, size):
+    """A set is joined for itself, also by ranks that are in others."""
+    members = allred.ProcessSet(range(size // 2, size))
+    if members.included():
+        if rank != size // 2:
+            assert allred.allreduce(1.0, allred.Sum, process_set=members) == members.size() - 1
+        assert allred.join(members) == min(size // 2 + 1, size - 1)
+    assert allred.allreduce(1.0, allred.Sum) == size
+
+
+class Sum:
+    """An optimizer that adds up what it gets."""
+
+    def step(self, params, grads):
+        params += grads
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_training(rank, size, weighted):
+    """Rank r has 2 + 2 r batches of one gradient, r + 1; each mean is of the ranks that have one."""
+    opt, params = allred.distributed(Sum()), np.zeros(3)
+    with allred.Join() as joined:
+        with pytest.raises(InputError, match="behind the block"):
+            _ = joined.last
+        for _ in range(2 + 2 * rank):
+            opt.step(params, np.full(3, rank + 1.0), samples=rank + 1 if weighted else None)
+    assert joined.last == size - 1
+    opt.broadcast(params, root=joined.last)
+    left = [[r + 1 for r in range(size) if step < 2 + 2 * r] for step in range(2 * size)]
+    means = [sum(r * r for r in ranks) / sum(ranks) if weighted else sum(ranks) / len(ranks) for ranks in left]
+    np.testing.assert_allclose(params, np.full(3, sum(means)))
+    for _ in range(5):  # goes on as before: the parameters are equal, and are compared
+        opt.step(params, np.full(3, 1.0 + rank))
+
+
+def test_training_with_all_that_a_step_may_do(rank, size):
+    """Gradients that go out early, clipping, a scaler that skips a step: the same on all that are left."""
+    scaler = allred.GradScaler(init_scale=4.0)
+    opt = allred.distributed(allred.optim.SGD(lr=1.0), clip_norm=1.0, scaler=scaler)
+    params = {"a": np.zeros(40), "b": np.zeros(9)}
+    for step in range(2 + 4 * rank):
+        grad = np.inf if step == 7 and rank == size - 1 else scaler.get_scale()
+        grads = {name: np.full_like(value, grad) for name, value in params.items()}
+        for name in grads if step % 2 else ():
+            opt.reduce(name, grads[name])
+        opt.step(params, grads)
+        if step == 7:
+            assert opt.skipped == 1
+        else:
+            assert opt.grad_norm == pytest.approx(7.0)
+    last = allred.join()
+    opt.broadcast(params, root=last)
+    assert scaler.get_scale() == (2.0 if size > 2 else 4.0)
+    steps = sum(1 for step in range(2 + 4 * (size - 1)) if step != 7)
+    np.testing.assert_allclose(params["a"], np.full(40, -steps / 7.0))
+    opt.step(params, {name: np.ones_like(value) for name, value in params.items()})
+
+
+def test_drift_is_found_among_those_that_are_left(rank, size):
+    """Who has joined has older parameters, and that is no drift."""
+    opt, params = allred.distributed(allred.optim.SGD(lr=1.0)), np.zeros(3)
+    for step in range(1 if rank == 0 else 3):
+        if step == 2 and rank == size - 1 and size > 2:
+            params += 1
+        if step == 2 and size > 2:
+            with pytest.raises(allred.DriftError, match=f"differs on rank {size - 1}"):
+                opt.step(params, np.full(3, rank + 1.0))
+        else:
+            opt.step(params, np.full(3, rank + 1.0))
+    allred.join()
+
+
+def test_an_error_in_the_block_does_not_join(size):
+    with pytest.raises(ZeroDivisionError), allred.Join():
+        _ = 1 / 0
+    assert allred.allreduce(1.0, allred.Sum) == size
+
+
+def test_who_waits_has_no_time_limit(rank):
+    communicator = allred.comm.collectives.current()
+    limit_s, communicator.queue.timeout_s = communicator.queue.timeout_s, 0.2
+    try:
+        if rank == 0:
+            time.sleep(0.6)
+        assert allred.join() == 0
+    finally:
+        communicator.queue.timeout_s = limit_s
