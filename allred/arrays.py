@@ -90,6 +90,8 @@ def as_host_array(value: Any) -> Array:
 
 def flat(array: Array) -> Array:
     """The elements in C order: a view where the array is contiguous, else a copy."""
+    if not isinstance(array, np.ndarray):  # cupy's, where there is arithmetic on either kind
+        return array.ravel()
     return np.ascontiguousarray(array).reshape(-1)
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-SOURCE = pathlib.Path(__file__).with_name("fuse.cu")  # a link to csrc/fuse.cu, and a copy in a wheel
+HERE = pathlib.Path(__file__).parent  # its .cu and .h are links to those of csrc, and copies in a wheel
+SOURCE = HERE / "fuse.cu"
 TILE = 8192  # as in it
 _THREADS = 256
 _ALIGN_BYTES = 16
@@ -86,3 +87,34 @@ class Kernels:
         pieces, tiles = self._tables[key]
         if len(tiles):
             self._module.get_function(name)((len(tiles),), (_THREADS,), (pieces, tiles, *others))
+
+
+_RULE_ARRAYS, _RULE_NUMBERS = 5, 6  # as in csrc/update.h
+_BLOCKS = 4096  # the most; a thread takes several elements then
+
+
+def update(rule: str, tensors: Sequence[Any], numbers: Sequence[float]) -> bool:
+    """An optimizer's update of one tensor in one launch, as native.update does it for host arrays: False if these are
+    not contiguous cupy arrays of one dtype, float32 or float64, and one shape; nothing has changed then."""
+    param = tensors[0]
+    given = [tensor for tensor in tensors if tensor is not None]
+    if param.dtype.char not in "fd" or not param.size:
+        return False
+    if not all(t.dtype == param.dtype and t.shape == param.shape and t.flags.c_contiguous for t in given):
+        return False
+    kernel = _updates().get_function(f"update_{rule}_{param.dtype.name}")
+    pointers = [np.uintp(0) if tensor is None else tensor for tensor in tensors]
+    pointers += [np.uintp(0)] * (_RULE_ARRAYS - len(pointers))
+    floats = [np.float64(number) for number in numbers] + [np.float64(0)] * (_RULE_NUMBERS - len(numbers))
+    blocks = min(_BLOCKS, -(-param.size // _THREADS))
+    kernel((blocks,), (_THREADS,), (*pointers, *floats, np.uint64(param.size)))
+    return True
+
+
+@functools.cache
+def _updates() -> Any:
+    import cupy
+
+    source = (HERE / "update.cu").read_text()
+    body = (HERE / "update_body.h").read_text()
+    return cupy.RawModule(code=source.replace('#include "update_body.h"', body), options=("-fmad=false",))

@@ -4,13 +4,15 @@ allred works on them as cupy arrays that share their memory. Looking at a value 
 """
 
 import dataclasses
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from allred import arrays
+from allred.gpu.kernels import Kernels
 
 _DLPACK_CUDA = (2, 13)  # DLPack's numbers of CUDA memory and of managed memory
 _BFLOAT16 = "bfloat16"
@@ -93,6 +95,47 @@ def of_shape(value: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
         return value.shape, value.dtype
     found = adopt(value)
     return found.array.shape, found.dtype
+
+
+def zeros(like: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """On the GPU, of the kind of `like`, if that is on one; else on the host."""
+    if not is_device(like):
+        return np.zeros(shape, dtype)
+    import cupy
+
+    adopted = adopt(like)
+    bits = np.dtype(np.uint16) if dtype.name == _BFLOAT16 else dtype
+    made = cupy.zeros(shape, bits)
+    return adopted.give(made) if dtype == adopted.dtype else made
+
+
+def fill(target: Any, values: Any) -> None:
+    """Give an array, of whatever kind, the values of a host array of its shape."""
+    if not is_device(target):
+        target[...] = values
+        return
+    adopted = adopt(target)
+    host = np.ascontiguousarray(values, adopted.dtype).view(adopted.array.dtype)
+    import cupy
+
+    adopted.array[...] = cupy.asarray(host)
+
+
+def exceeds_on_gpu(values: Sequence[Any], element_bytes: int, limit: int) -> bool:
+    """Whether some element's magnitude is beyond the limit, as native.exceeds has it; the host waits for the answer."""
+    import cupy
+
+    found = [adopt(value) for value in values]
+    for handle in {one.stream for one in found if one.stream is not None}:
+        cupy.cuda.get_current_stream().wait_event(cupy.cuda.ExternalStream(handle).record())
+    return bool(_kernels().exceeds([one.flat() for one in found], element_bytes, limit).get()[0])
+
+
+@functools.cache
+def _kernels() -> Kernels:
+    import cupy
+
+    return Kernels(cupy)
 
 
 def to_host(value: Any) -> Any:

@@ -27,6 +27,7 @@ from allred.comm.work import Work
 from allred.compression import Compression
 from allred.errors import AllredError, InputError
 from allred.fusion.plan import Plan, Tensor, plan
+from allred.gpu.values import is_device
 from allred.reducer import Inspector, Reducer, tensor_of, writable
 
 _ASKS = 1  # a flag of the opening: this rank's inspector has to see all gradients first
@@ -73,6 +74,8 @@ class Early:
         if index is None:
             return _unknown(name, [tensor.name for tensor in self._tensors])
         tensor = self._tensors[index]
+        if is_device(grad):
+            return f"reduce({name!r}) takes host arrays; leave it out for gradients on a GPU, which step() reduces"
         try:
             got = tensor if isinstance(grad, (int, float)) else tensor_of(name, grad)
         except InputError as error:

@@ -12,9 +12,12 @@ from mpi4py import MPI
 from standin_gpu import DeviceArray, host, on_gpu
 
 import allred
-from allred.comm import nccl_calls, registry
+from allred.comm import collectives, nccl_calls, registry
 from allred.comm.nccl_connect import around
 from allred.errors import InputError, MismatchError
+from allred.gpu import values as gpu_values
+from allred.modes import pairs, sync
+from allred.modes.detect import drift, finite, repeated
 
 pytestmark = pytest.mark.mpi
 
@@ -246,3 +249,70 @@ def test_ranks_that_have_joined_are_left_out(comm):
     np.testing.assert_array_equal(host(x), np.full(3, sum(range(1, comm.size)) / (comm.size - 1), np.float32))
     assert comm.active.ranks == tuple(range(1, comm.size))
     comm.join(1).wait()
+
+
+class Model:
+    """A few parameters of several kinds, and gradients that differ between ranks."""
+
+    def __init__(self, place):
+        self.place = place
+        values = np.random.default_rng(0)
+        shapes = {"w": (40, 30), "b": (30,), "scale": (), "v": (7, 3)}
+        self.params = {name: place(values.normal(size=shape).astype(np.float32)) for name, shape in shapes.items()}
+
+    def grads(self, step, rank):
+        values = np.random.default_rng([step, rank])
+        return {name: self.place(values.normal(size=p.shape).astype(np.float32)) for name, p in self.params.items()}
+
+
+@pytest.fixture
+def world_on_gpus(comm, monkeypatch):
+    """The running world, with this communicator."""
+    monkeypatch.setattr(gpu_values, "adopt", standin_gpu.adopt)
+    monkeypatch.setattr(gpu_values, "zeros", lambda like, shape, dtype: on_gpu(np.zeros(shape, dtype)))
+    monkeypatch.setattr(gpu_values, "to_host", lambda value: host(value) if value is not None else None)
+    for module in (drift, finite, repeated, sync):
+        monkeypatch.setattr(module, "to_host", gpu_values.to_host)
+    kernels = standin_gpu.Kernels()
+    monkeypatch.setattr(finite, "exceeds_on_gpu", lambda parts, *a: bool(kernels.exceeds(list(map(host, parts)), *a)))
+    monkeypatch.setattr(pairs, "adopt", standin_gpu.adopt)
+    monkeypatch.setattr(collectives, "_communicator", comm)
+    return comm
+
+
+@pytest.mark.parametrize("samples", [None, "uneven"])
+def test_training_gives_what_it_gives_on_the_host(world_on_gpus, samples):
+    comm = world_on_gpus
+    there, here = Model(on_gpu), Model(np.array)
+    count = None if samples is None else 3 + comm.rank
+    optimizers = [allred.distributed(allred.optim.Adam(lr=0.1), clip_norm=3.0) for _ in range(2)]
+    for model, optimizer in zip((here, there), optimizers, strict=True):
+        model.params["b"] += comm.rank
+        optimizer.broadcast(model.params)
+        for step in range(4):
+            optimizer.step(model.params, model.grads(step, comm.rank), samples=count)
+    for name, value in here.params.items():
+        assert type(there.params[name]) is DeviceArray
+        np.testing.assert_allclose(host(there.params[name]), value, rtol=2e-5, atol=1e-6)
+
+
+def test_nan_on_a_gpu_is_found_before_it_is_everyones(world_on_gpus):
+    comm, model = world_on_gpus, Model(on_gpu)
+    optimizer = allred.distributed(allred.optim.SGD(lr=0.1), nonfinite="raise")
+    grads = model.grads(0, 0)
+    if comm.rank == comm.size - 1:
+        grads["b"][3] = np.nan
+    with pytest.raises(allred.NonFiniteError, match=rf"'b' on rank {comm.size - 1} .*nan at \[3\]"):
+        optimizer.step(model.params, grads)
+    np.testing.assert_array_equal(host(grads["w"]), host(model.grads(0, 0)["w"]))
+
+
+def test_a_gradient_that_a_rank_lacks_counts_as_zeros(world_on_gpus):
+    comm, model = world_on_gpus, Model(on_gpu)
+    grads = model.grads(0, 0)
+    before = host(model.params["b"]).copy()
+    if comm.rank:
+        grads["b"] = None
+    allred.distributed(allred.optim.SGD(lr=1.0)).step(model.params, grads)
+    expected = before - host(model.grads(0, 0)["b"]) / comm.size
+    np.testing.assert_allclose(host(model.params["b"]), expected, rtol=1e-6, atol=1e-7)
