@@ -299,10 +299,15 @@ def _writable_on_gpu(value: Any, seen: set[int]) -> Any:
     return adopted.give(adopted.array.copy())
 
 
+def takes_gpu() -> bool:
+    """Whether gradients may be on a GPU: parameter servers take host arrays."""
+    return isinstance(collectives.current(), NcclCommunicator) and collectives.config().mode != "ps"
+
+
 def tensor_of(name: str, value: Any) -> Tensor:
     """What a plan has to know of an array or a number. Raises InputError if it is not one, or of unusable dtype."""
     try:
-        if gpu.is_device(value) and isinstance(collectives.current(), NcclCommunicator):
+        if gpu.is_device(value) and takes_gpu():
             return _tensor(name, *gpu.of_shape(value))
         array = value if type(value) is np.ndarray else arrays.as_host_array(value)
         return _tensor(name, array.shape, array.dtype)

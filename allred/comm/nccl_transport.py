@@ -113,7 +113,6 @@ class NcclTransport:
             nccl_wire.decode(xp, moved, flat, name, how)
             if op is ReduceOp.AVERAGE:
                 xp.divide(flat, self._host.size, out=flat)
-            lane.end(moved)
 
     def _allreduce_halves(self, stream: Any, flat: Any, name: str, op: ReduceOp, halves: str) -> None:
         xp, size = self._device.xp, self._host.size
@@ -176,7 +175,6 @@ class NcclTransport:
         start = sum(counts[: self._host.rank])
         with lane.enter():
             out[...] = whole[start : start + out.size]
-            lane.end(whole)
 
     def _call(self, function: str, *arguments: Any) -> None:
         """One of NCCL's functions; device arrays go as their addresses. NCCL takes no counts of 0 amiss, but we do."""

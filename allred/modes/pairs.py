@@ -9,12 +9,10 @@ from typing import Any
 import numpy as np
 
 from allred import arrays, nest
-from allred.comm import collectives
-from allred.comm.nccl import NcclCommunicator
 from allred.errors import InputError
 from allred.fusion.plan import Tensor
 from allred.gpu.values import adopt, is_device
-from allred.reducer import tensor_of
+from allred.reducer import takes_gpu, tensor_of
 
 Matched = tuple[list[Tensor], list[Any], list[Any], str]
 
@@ -110,7 +108,7 @@ def parameter(name: str, leaf: Any) -> Tensor:
     if type(leaf) is np.ndarray and leaf.flags.writeable:
         return tensor_of(name, leaf)
     if is_device(leaf):
-        if not isinstance(collectives.current(), NcclCommunicator):
+        if not takes_gpu():
             arrays.as_host_array(leaf)  # raises
         if not adopt(leaf).writable:
             raise InputError(f"parameter '{name}' is on a GPU and cannot be written to; it is updated in place")

@@ -14,10 +14,12 @@ from standin_gpu import DeviceArray, host, on_gpu
 import allred
 from allred.comm import collectives, nccl_calls, registry
 from allred.comm.nccl_connect import around
+from allred.config import Config
 from allred.errors import InputError, MismatchError
 from allred.gpu import values as gpu_values
 from allred.modes import pairs, sync
 from allred.modes.detect import drift, finite, repeated
+from allred.reducer import tensor_of
 
 pytestmark = pytest.mark.mpi
 
@@ -316,3 +318,18 @@ def test_a_gradient_that_a_rank_lacks_counts_as_zeros(world_on_gpus):
     allred.distributed(allred.optim.SGD(lr=1.0)).step(model.params, grads)
     expected = before - host(model.grads(0, 0)["b"]) / comm.size
     np.testing.assert_allclose(host(model.params["b"]), expected, rtol=1e-6, atol=1e-7)
+
+
+class Foreign:
+    """An array on a GPU that is not numpy's in disguise."""
+
+    __cuda_array_interface__ = {}  # noqa: RUF012
+
+
+def test_parameter_servers_take_host_arrays(world_on_gpus, monkeypatch):
+    """Said as an error, rather than found out in the middle of a push."""
+    monkeypatch.setattr(collectives, "_config", Config(mode="ps"))
+    with pytest.raises(InputError, match="lives on a GPU, and is not taken here"):
+        pairs.parameter("w", Foreign())
+    with pytest.raises(InputError, match=r"'w': .* lives on a GPU, and is not taken here"):
+        tensor_of("w", Foreign())
