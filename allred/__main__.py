@@ -9,6 +9,7 @@ usage: python -m allred COMMAND ...
   info    versions, paths, backend; with --config all settings
   bench   how fast the collectives are here, and against raw MPI
   checkpoint  ls, show, verify DIR: which checkpoints there are, what one holds, whether all bytes are right
+  timeline  merge DIR: one trace of all ranks from what ALLRED_TIMELINE=DIR has written, and who waited for whom
 """
 
 
@@ -31,6 +32,10 @@ def main(arguments: list[str]) -> int:
         from allred.doctor import info
 
         return info.main(rest)
+    if command == "timeline":
+        from allred.timeline import command as timeline
+
+        return timeline.main(rest)
     if command in ("-h", "--help"):
         print(USAGE, end="")
         return 0

@@ -119,6 +119,10 @@ class Config:
         "none", "what tasks that were started by hand show each other that they know; it is never sent", own=True
     )
     secret_file: str = _setting("none", "a file with that secret, instead", own=True)
+    timeline: str = _setting(
+        "none",
+        "the directory for a timeline: every rank writes there what it did when (docs/timeline.md); none writes none",
+    )
     banner: bool = _setting(True, "whether the chief prints what runs where (1 or 0)")
 
 

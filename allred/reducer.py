@@ -27,6 +27,7 @@ from allred.errors import InputError
 from allred.fusion.buffer import buffer_of
 from allred.fusion.plan import Plan, Tensor, plan
 from allred.gpu import values as gpu
+from allred.timeline.recorder import span
 
 # The note in a header: samples in the low bits, an inspector's flags, and three flags.
 _SAMPLES = 2**47 - 1
@@ -131,7 +132,8 @@ class Reducer:
         flags = 0 if problem else inspector.before(whole, ready, samples)
         note = self.note(samples, flags, any(value is None for value in ready)) | _EARLY * early
         words = self.agreement(inspector, settings)
-        notes = collectives.current().check("step", self._title, whole.lines, words, note, problem).wait()
+        with span("negotiate", self._title):
+            notes = collectives.current().check("step", self._title, whole.lines, words, note, problem).wait()
         self.early = any(each & _EARLY for each in notes)
         weight, everyones = self.heard(notes)
         if self.any_missing(notes):
@@ -238,11 +240,15 @@ class Reducer:
                 self._reduce(targets[0], weight, plan.tensors[bucket.indices[0]].name)
                 continue
             parts = [arrays.flat(target) for target in targets]
-            packed = buffer.pack(parts, plan.largest(bucket.dtype))
-            self._reduce(packed, weight, f"bucket {number} of {len(plan.buckets)}")
-            buffer.unpack(parts)
-            for target, part in zip(targets, parts, strict=True):
-                arrays.put_back(target, part)
+            packed_bytes = bucket.count * bucket.dtype.itemsize
+            name = f"bucket {number} of {len(plan.buckets)}"
+            with span("pack", name, packed_bytes):
+                packed = buffer.pack(parts, plan.largest(bucket.dtype))
+            self._reduce(packed, weight, name)
+            with span("unpack", name, packed_bytes):
+                buffer.unpack(parts)
+                for target, part in zip(targets, parts, strict=True):
+                    arrays.put_back(target, part)
 
     def _reduce(self, array: Array, weight: float | None, name: str) -> None:
         """Reduce in place. 16-bit floats are weighted in float32, as they are summed, and rounded once, so they are

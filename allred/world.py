@@ -15,7 +15,7 @@ from typing import Any
 
 from allred import native
 from allred.cluster import mpi, report, topology
-from allred.comm import collectives, process_set, registry
+from allred.comm import collectives, process_set, recording, registry
 from allred.comm.base import Communicator
 from allred.comm.single import NoCollectives
 from allred.config import Config, explicit_settings, settle
@@ -50,7 +50,7 @@ def init(
     The other arguments override the variables ALLRED_MODE, ALLRED_BACKEND and so on; `allred.config.Config` has them.
 
     Raises ConfigError, with the same text on every rank, if a setting is unknown, cannot be used, or differs between
-    ranks; AllredError if it was called already.
+    ranks; InputError, likewise, if the timeline's directory cannot be written; AllredError if it was called already.
     """
     enter(
         comm, mode=mode, num_ps=num_ps, backend=backend, bucket_bytes=bucket_bytes, timeout_s=timeout_s, banner=banner,
@@ -106,7 +106,8 @@ def _meet(comm: Any, settings: dict[str, Any] | str, cluster: Cluster | None) ->
         name, reason = registry.choose(config.backend, nodes[servers:], duplicate is not None, kernels)
         seen = [gpus for *_, gpus in gathered[servers:]]
         registry.devices(config, seen, nodes[servers:])  # raises, before there is anything to close
-    except ConfigError:
+        recording.start(config.timeline, control, duplicate, servers)
+    except (ConfigError, InputError):
         control.close()
         raise
     communicator: Communicator = control
@@ -119,6 +120,7 @@ def _meet(comm: Any, settings: dict[str, Any] | str, cluster: Cluster | None) ->
         reason = "no two ranks could share memory; on one node that takes /proc or a Unix socket between them"
     communicator.queue.timeout_s = control.queue.timeout_s = config.timeout_s
     communicator.checks_places = config.check == "full"
+    recording.attach(communicator, "all ranks")
     if control.rank >= servers:
         communicator, gpus = registry.with_devices(communicator, config, seen, nodes[servers:])
         reason = f"{reason}; {gpus}" if gpus else reason
@@ -218,11 +220,13 @@ def shutdown() -> None:
     communicator = collectives.current()
     if not communicator.queue.poisoned:
         communicator.check("shutdown", "shutdown()").wait()
+        recording.compare_clocks_again()
     outside.say_unused()
     _leave_servers()
     watch.stop()
     process_set.install(None)
     communicator.close()
+    recording.stop()
     collectives.install(None)
     topology.install(None)
     report.speak(False)

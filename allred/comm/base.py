@@ -31,6 +31,7 @@ from allred.comm.ops import ReduceOp
 from allred.comm.work import Engine, Steps, Work, WorkQueue
 from allred.compression import Compression, narrows
 from allred.errors import InputError
+from allred.timeline.track import Operation, Track
 
 T = TypeVar("T")
 
@@ -104,6 +105,19 @@ class Communicator(ABC):
         when somebody waits, asks whether one is done, or starts another."""
 
     fuses = False  # whether a group passes as one stream, without a fusion buffer
+
+    def record(self, track: Track) -> None:
+        """Have what passes here noted for the timeline. Calls that start nothing in Python are wrapped."""
+        self.queue.track = track
+        self.allreduce_now = track.around("allreduce", self.allreduce_now)  # type: ignore[method-assign]
+        self.grouped_allreduce_now = track.around(  # type: ignore[method-assign]
+            "grouped_allreduce", self.grouped_allreduce_now
+        )
+
+    @property
+    def _noted(self) -> Operation | None:
+        """The operation whose steps are being taken, in the timeline."""
+        return None if self.queue.advancing is None else self.queue.advancing.noted
 
     def close(self) -> None:
         """Give back what the backend holds; on all ranks. The communicator cannot be used afterwards."""
@@ -394,6 +408,8 @@ class Communicator(ABC):
         """The communicator that moves the bytes, and the headers of its ranks, once they are found to agree; else the
         error that every rank raises."""
         headers = yield from self._exchange(self._announce(call))
+        if (noted := self._noted) is not None:
+            noted.agree()
         if header.agree(headers):
             self._active = None
             return self, headers
@@ -404,6 +420,8 @@ class Communicator(ABC):
         if self.checks_places:
             call = dataclasses.replace(call, place=self._place())
         number = self._sequence
+        if (noted := self._noted) is not None:
+            noted.nbytes = call.nbytes
         self._under_way(lambda: call, lambda: number)
         self._sequence += 1
         return call.pack(number)

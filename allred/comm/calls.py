@@ -81,7 +81,8 @@ def array_call(
         raise InputError(problem)
     _check_compression(compression)
     reduction = op if op is not _NO_OP else None
-    return _call(kind, array.shape if shape is None else shape, array.dtype, name, reduction, root, rows, compression)
+    shape = array.shape if shape is None else shape
+    return _call(kind, shape, array.dtype, name, reduction, root, rows, compression, array.nbytes)
 
 
 @functools.lru_cache(maxsize=4096)  # training calls the same operations over and over
@@ -94,6 +95,7 @@ def _call(
     root: int,
     rows: int,
     compression: Compression,
+    nbytes: int,
 ) -> Call:
     how = _how(op, compression) if op is not None else f"root={root}" if root >= 0 else ""
     tensor = arrays.describe(shape, dtype)
@@ -101,7 +103,7 @@ def _call(
     op_code = ops.CODES[op] | compression.value << header.WIRE_SHIFT if op is not None else 0
     code = arrays.dtype_code(dtype)
     hashed = ((code, shape),) if kind == "allreduce" else None
-    return Call(kind, name, title, arrays=hashed, op=op_code, dtype=code, root=root, rows=rows)
+    return Call(kind, name, title, arrays=hashed, op=op_code, dtype=code, root=root, rows=rows, nbytes=nbytes)
 
 
 def group_call(group: list[Array], name: str, op: Any, compression: Compression = Compression.none) -> Call:
@@ -117,7 +119,8 @@ def group_call(group: list[Array], name: str, op: Any, compression: Compression 
     title = f"grouped_allreduce({_how(op, compression)}){quoted(name)} of {len(group)} tensors"
     hashed = tuple((arrays.dtype_code(array.dtype), array.shape) for array in group)
     how = ops.CODES[op] | compression.value << header.WIRE_SHIFT
-    return Call("grouped_allreduce", name, title, lines, arrays=hashed, op=how)
+    nbytes = sum(array.nbytes for array in group)
+    return Call("grouped_allreduce", name, title, lines, arrays=hashed, op=how, nbytes=nbytes)
 
 
 def _check_compression(compression: Any) -> None:

@@ -58,6 +58,7 @@ class Call:
     dtype: int = 255
     root: int = -1
     rows: int = 0
+    nbytes: int = 0  # of this rank's arrays; only to tell
     note: int = 0
     problem: str = ""
     place: str = ""  # where in the program the call stands, "train.py:87", if that must agree

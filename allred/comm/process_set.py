@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from allred.cluster import topology
-from allred.comm import registry
+from allred.comm import recording, registry
 from allred.comm.base import Communicator
 from allred.comm.work import Steps, WorkQueue
 from allred.config import Config
@@ -166,6 +166,7 @@ def _make(base: Base, members: ProcessSet) -> Steps[None]:
     communicator.queue.timeout_s = base.everyone.queue.timeout_s
     communicator.queue.members, communicator.ranks = world, members.ranks
     communicator.checks_places, communicator.among = base.everyone.checks_places, _among
+    recording.attach(communicator, str(members))
     seen = [base.seen[rank] for rank in members.ranks]
     _made[members.ranks] = registry.with_devices(communicator, config, seen, nodes)[0]
 

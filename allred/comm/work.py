@@ -18,6 +18,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from allred.errors import AllredError
+from allred.timeline.track import Operation, Track
 from allred.watch import exit as exit_protocol
 from allred.watch import line
 from allred.watch.wait import Wait
@@ -131,6 +132,7 @@ class Work(Generic[T]):
         self.place = ""  # where it was started, "train.py:87", if whoever started it noted that
         self.described: tuple[Callable[[], Described], Callable[[], int]] | None = None  # by what, as which number
         self.end: End | None = None  # of an operation on device arrays, once it is enqueued
+        self.noted: Operation | None = None  # in the timeline, if there is one
         self._queue = queue
         self._steps = steps
         self._pending: Pending | None = None
@@ -193,6 +195,8 @@ class Work(Generic[T]):
         self._outcome, self._finished = outcome, True
         self._queue.engine.over(self._first)
         self._pending = self._first = None
+        if self.noted is not None and self._queue.track is not None:
+            self._queue.track.end(self.noted)
 
 
 class WorkQueue:
@@ -211,6 +215,7 @@ class WorkQueue:
         self.idle = True
         self.quiet = False  # whether a long wait is meant
         self.advancing: Work[Any] | None = None  # the operation whose steps are being taken
+        self.track: Track | None = None  # where operations are noted, if there is a timeline
         self._works: deque[Work[Any]] = deque()
         self._pid = os.getpid()
         self._ahead = engine is not None
@@ -220,6 +225,8 @@ class WorkQueue:
         """Begin an operation, after all those before it."""
         with self._alone():
             work = Work(self, title, steps)
+            if self.track is not None:
+                work.noted = Operation(title)
             self._works.append(work)
             self.idle = False
             if self._ahead:
@@ -286,7 +293,10 @@ class WorkQueue:
                 line.current.waits = False
             if told is not None:
                 told.end()
-            self.waited_s += time.perf_counter() - start
+            now = time.perf_counter()
+            self.waited_s += now - start
+            if self.track is not None:
+                self.track.waited(work.title, start, now)
 
     def describe(self) -> str:
         """The operation under way, in words."""

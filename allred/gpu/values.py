@@ -37,6 +37,11 @@ class Adopted:
         """Of the array."""
         return tuple(self.array.shape)
 
+    @property
+    def nbytes(self) -> int:
+        """Of the array."""
+        return int(self.array.nbytes)
+
     def flat(self) -> Any:
         """The elements in C order, as memory in one piece: the array's own where it is that, else a copy."""
         return self.array.reshape(-1) if self.array.flags.c_contiguous else self.array.flatten()

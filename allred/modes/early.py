@@ -29,6 +29,7 @@ from allred.errors import AllredError, InputError
 from allred.fusion.plan import Plan, Tensor, plan
 from allred.gpu.values import is_device
 from allred.reducer import Inspector, Reducer, tensor_of, writable
+from allred.timeline.recorder import span
 
 _ASKS = 1  # a flag of the opening: this rank's inspector has to see all gradients first
 
@@ -114,7 +115,8 @@ class Early:
         """What all ranks said when they opened. Raises what all of them raise."""
         assert self._opening is not None
         if not self._opened:
-            notes = self._opening.wait()
+            with span("negotiate", self._title):
+                notes = self._opening.wait()
             self._weight, flags = self._reducer.heard(notes)
             self._opened = list(zip(notes, flags, strict=True))
             self._asked = any(flag & _ASKS for flag in flags)
@@ -203,7 +205,8 @@ class Early:
         """The buckets are through: hear of mistakes, of gradients that nobody has, and of those that are not finite."""
         note = self._reducer.note(None, self._flags, missing=bool(missing))
         title = f"{self._title}: the end of early gradients"
-        notes = collectives.current().check("step", title, note=note, problem=problem).wait()
+        with span("negotiate", title):
+            notes = collectives.current().check("step", title, note=note, problem=problem).wait()
         mean = [self._ready[index] for index in range(len(self._tensors))]
         if self._reducer.any_missing(notes):
             here = [index not in missing for index in range(len(self._tensors))]

@@ -30,6 +30,7 @@ from allred.modes.scaler import GradScaler
 from allred.modes.sync import SyncMode, has_state
 from allred.ps import running
 from allred.ps.account import Statistics
+from allred.timeline.recorder import span
 
 # In what goes along with a checkpoint.
 _SCALER, _OTHERS = "the optimizer's scaler", "what else there is"
@@ -204,7 +205,7 @@ class DistributedOptimizer:
         if problem:  # the others hear of it when they reduce
             tensors, leaves, values, samples = [], [], [], None
             self._accumulator.clear()
-        with collectives.within(self.process_set):
+        with span("step", self.name), collectives.within(self.process_set):
             mode.step(params, grads, tensors, leaves, values, samples, problem)
 
     def _claim(self, samples: Any) -> int | None:

@@ -24,6 +24,7 @@ from allred.modes.meter import Meter
 from allred.optim.base import Optimizer
 from allred.ps.account import Statistics
 from allred.reducer import Reducer
+from allred.timeline.recorder import span
 
 
 class SyncMode:
@@ -66,7 +67,8 @@ class SyncMode:
         if mean is not None:
             mean = self._clipper.reduced(mean) if self._clipper.active else mean
             self.torn = True
-            self._optimizer.step(params, nest.rebuild(grads, mean))
+            with span("apply", self._name):
+                self._optimizer.step(params, nest.rebuild(grads, mean))
             self.torn = False
             self._updates += 1
         if self._clipper.scaler is not None:

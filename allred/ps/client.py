@@ -43,6 +43,7 @@ from allred.ps.record import (
 )
 from allred.ps.running import Running
 from allred.ps.shard import Parts
+from allred.timeline.recorder import span
 from allred.watch import line
 
 _CUT_SHORT = (
@@ -50,6 +51,7 @@ _CUT_SHORT = (
     "worker, and start again from a checkpoint"
 )
 _LEAVE_S = 2.0  # for a few bytes
+_KINDS = {PUSH: "push", PULL: "pull", PUSH | PULL: "push+pull", 0: "wait"}  # of requests, in the timeline
 _NOTHING: list[Any] = []
 _NO_CELLS = np.empty(0, np.int64)
 _NO_PLACES = np.empty((0, 2), np.int64)
@@ -114,6 +116,8 @@ class Client:
         self._layouts = [lay_out(placement.tensors, placement.of(server)) for server in range(running.servers)]
         self._cuts = [[_cut(layout, piece) for piece in layout.pieces] for layout in self._layouts]
         self._links: list[_Link] = []
+        self._up_bytes = sum(int(layout.up.sum()) for layout in self._layouts)
+        self._down_bytes = sum(int(layout.down[:, 1].sum()) for layout in self._layouts)
         self._writes = False  # the last checkpoint, since the job is to end
         self._starts = 0  # how often parameters to start from were waited for
 
@@ -159,7 +163,8 @@ class Client:
         """Call all servers, the r-th with arguments[r]; their answers. late: they may come to it later."""
         self._begin()
         try:
-            answers: list[Any] = self._drive(title, self._calls(kind, arguments, late))
+            with span("wait", title):
+                answers: list[Any] = self._drive(title, self._calls(kind, arguments, late))
         except LOST as error:
             raise self._lost(error) from error
         finally:
@@ -238,10 +243,12 @@ class Client:
     ) -> list[Answer]:  # fmt: skip
         """One request to each server, or to the first `only`. title: "" for a step."""
         self._begin()
+        nbytes = (flags & PUSH > 0) * self._up_bytes + (flags & PULL > 0) * self._down_bytes
         try:
-            pending = self._send(flags, up, down, absent, lr, only)
-            if len(pending) > 1 or not pending[0].done():
-                self._drive(title or f"step {self.step_number} with the parameter servers", _until_done(pending))
+            with span(_KINDS[flags & (PUSH | PULL)], title, nbytes):
+                pending = self._send(flags, up, down, absent, lr, only)
+                if len(pending) > 1 or not pending[0].done():
+                    self._drive(title or f"step {self.step_number} with the parameter servers", _until_done(pending))
         except LOST as error:
             raise self._lost(error) from error
         finally:

@@ -43,6 +43,7 @@ from allred.ps.record import (
     pack_answer,
 )
 from allred.ps.shard import Shard, Update
+from allred.timeline.recorder import span
 
 
 class Service:
@@ -92,7 +93,9 @@ class Service:
         if flags & PUSH:
             staleness = shard.version - version
             given = flags & (INIT | DONE | PULL) == PULL and shard.in_place and not self._averages
-            yield from self._push(worker, port, shard, flags, dropped, given)
+            kind = "push+pull" if given else "push"
+            with span(kind, nbytes=shard.bytes_up + shard.bytes_down * given, row=f"worker {worker}"):
+                yield from self._push(worker, port, shard, flags, dropped, given)
             if not dropped and not flags & INIT:
                 self.account.gradients += 1
                 self.account.staleness[staleness] += 1
@@ -239,19 +242,21 @@ class Service:
         """Of the gradients in the sum. It waits before, not within: if the worker at hand is gone, nothing is torn."""
         yield from self._past(len(shard.bytes) - 1)
         self._in_sum.clear()
-        update = shard.begin_mean()
-        for number in range(len(shard.bytes)):
-            shard.apply_mean(update, number)
-        shard.finish(update)
+        with span("apply", f"the mean of step {shard.version}", shard.bytes_down):
+            update = shard.begin_mean()
+            for number in range(len(shard.bytes)):
+                shard.apply_mean(update, number)
+            shard.finish(update)
         self.account.updates += 1
 
     # Parameters out.
 
     def _give(self, worker: int, port: Any, shard: Shard) -> Steps[None]:
         """All parameters."""
-        for cell in shard.bytes:
-            while not port.give(cell):
-                yield port.room
+        with span("pull", nbytes=shard.bytes_down, row=f"worker {worker}"):
+            for cell in shard.bytes:
+                while not port.give(cell):
+                    yield port.room
         self._note_pull(worker, port, shard)
 
     def _note_pull(self, worker: int, port: Any, shard: Shard) -> None:

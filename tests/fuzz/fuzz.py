@@ -9,6 +9,7 @@ import collections
 import os
 import pathlib
 import sys
+import tempfile
 import time
 
 HERE = pathlib.Path(__file__).parent
@@ -16,7 +17,7 @@ sys.path.insert(0, str(HERE.parent / "integration"))
 
 from harness import mpirun  # noqa: E402
 from plan import FAULTS, Job, job_of  # noqa: E402
-from promises import KILLED, broken, environment  # noqa: E402
+from promises import KILLED, broken, broken_timeline, environment  # noqa: E402
 
 HANG_S = 40  # for what takes some seconds at most, on a machine that is busy with something else
 
@@ -65,11 +66,12 @@ def play(job: Job) -> bool:
 
 
 def _run(job: Job) -> tuple[list[str], str]:
+    program = HERE / "rank_program.py"
     try:
-        result = mpirun(
-            job.ranks, HERE / "rank_program.py", job.seed, mpi=job.mpi, timeout_s=HANG_S, env=environment(job)
-        )
-        return broken(job, result), result.text
+        with tempfile.TemporaryDirectory() as directory:
+            env = environment(job) | ({"ALLRED_TIMELINE": directory} if job.recorded else {})
+            result = mpirun(job.ranks, program, job.seed, mpi=job.mpi, timeout_s=HANG_S, env=env)
+            return broken(job, result) + broken_timeline(job, pathlib.Path(directory)), result.text
     except TimeoutError as error:
         return ["it hung"], str(error)
 

@@ -5,13 +5,19 @@ this module sees by allred.RemoteRankError.
 """
 
 import dataclasses
+import itertools
+import pathlib
 import re
 
 from plan import Job
 
 import allred
 from allred.config import Config
+from allred.errors import InputError
 from allred.testing import Result
+from allred.timeline.collectives import match, waits
+from allred.timeline.file import read
+from allred.timeline.trace import events
 
 WATCHED = hasattr(allred, "RemoteRankError")
 TIMEOUT_S = "3"
@@ -96,6 +102,26 @@ def broken(job: Job, result: Result) -> list[str]:
     if WATCHED:
         peers = [rank for rank in range(job.ranks) if rank != job.fault.rank]
         found += _not_met(peers, _filled(promise.peers, job), result) if promise.peers else []
+    return found
+
+
+def broken_timeline(job: Job, directory: pathlib.Path) -> list[str]:
+    """What is wrong with the timeline of a job, in words: every rank has left a readable file, and where nothing has
+    gone wrong the same operations are in all of them."""
+    if not job.recorded:
+        return []
+    try:
+        ranks = [read(directory / f"rank-{rank}.timeline") for rank in range(job.ranks)]
+    except (OSError, InputError) as error:
+        return [f"the timeline cannot be read: {error}"]
+    list(events(ranks, waits(match(ranks), ranks)))
+    if job.fault.kind != "none":
+        return []
+    found = [f"the timeline is not whole: {rank.left_out}" for rank in ranks if rank.left_out]
+    kinds = [[each.kind for each in rank.operations if each.members == "all ranks"] for rank in ranks]
+    for number, column in enumerate(itertools.zip_longest(*kinds)):
+        if len(set(column) - {"join"}) > 1:
+            found.append(f"operation {number} in the timeline: {column}")
     return found
 
 

@@ -18,19 +18,21 @@ def run(seed: int, rank: int, ranks: int) -> str:
     """Do it; what was wrong, in words, or "" if nothing was. Raises what allred raises."""
     rng = random.Random(f"{seed} tail")
     lengths = [rng.randint(0, ROUNDS) for _ in range(ranks)]
+    operations = [0] * ranks  # of all, which is what a rank that joins late has more of
     for number in range(max(lengths)):
         left = [r for r in range(ranks) if lengths[r] > number]
         members = sorted(rng.sample(left, rng.randint(1, len(left)))) if rng.random() < 0.5 else left
         count, kind, started = rng.choice((0, 1, 1009, 2**17 + 1)), rng.choice(sorted(KINDS)), rng.random() < 0.3
+        if members == left:
+            operations = [done + (r in left) for r, done in enumerate(operations)]
         if rank not in members:
             continue
         options = {"process_set": allred.ProcessSet(members)} if members != left else {}
         got, wanted = KINDS[kind](rank, members, count, started, options)
         if not np.array_equal(got, wanted):
             return f"round {number}, {kind} of {count} among {members}, rank {rank}: {got!r:.200}, not {wanted!r:.200}"
-    wanted_last = lengths.index(max(lengths))
-    last = allred.join()
-    return "" if last == wanted_last else f"join() gave {last}, not {wanted_last}, of {lengths}"
+    last, wanted = allred.join(), operations.index(max(operations))
+    return "" if last == wanted else f"join() gave {last}, not {wanted}, of {operations}"
 
 
 def _allreduce(rank: int, members: list[int], count: int, started: bool, options: dict[str, Any]) -> tuple[Any, Any]:
@@ -45,8 +47,8 @@ def _mean(rank: int, members: list[int], count: int, started: bool, options: dic
     group = [np.full(count, 6.0 * (rank + 1)), np.array(12.0 * rank)]  # whole numbers by 1 to 4 ranks are exact
     work = allred.grouped_allreduce_async(group, **options) if started else None
     got = work.wait() if work else allred.grouped_allreduce(group, **options)
-    mean = sum(members) / len(members)
-    return np.append(got[0], got[1]), np.append(np.full(count, 6 * (mean + 1)), 12 * mean)
+    mean, other = (sum(each * (r + plus) for r in members) / len(members) for each, plus in ((6.0, 1), (12.0, 0)))
+    return np.append(got[0], got[1]), np.append(np.full(count, mean), other)
 
 
 def _allgather(rank: int, members: list[int], count: int, started: bool, options: dict[str, Any]) -> tuple[Any, Any]:

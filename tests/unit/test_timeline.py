@@ -1,0 +1,256 @@
+"""What ranks note, read again, with clocks that differ and files that are damaged; and what is made of it."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from allred.__main__ import main
+from allred.errors import InputError
+from allred.timeline import collectives, recorder, summary
+from allred.timeline.clock import Clock
+from allred.timeline.file import read
+from allred.timeline.recorder import Recorder
+from allred.timeline.track import Operation, Track
+
+MS = 10**6
+
+
+def written(directory, rank, *records, job="a", size=2, start=0, time=1.0):
+    """A file of a rank that has noted these records."""
+    path = directory / f"rank-{rank}.timeline"
+    mine = Recorder(str(path))
+    about = {"job": job, "rank": rank, "size": size, "name": f"rank {rank}", "host": "h", "pid": 1, "time": time}
+    mine.begin({**about, "start": start})
+    for record in records:
+        mine.add(record)
+    mine.close()
+    return path
+
+
+def call(start, end, kind="allreduce", members="all ranks"):
+    return ((members, kind), "w", start, end, 8)
+
+
+def span(kind, start, end, row=""):
+    return ("span", row, kind, "", start, end, 0)
+
+
+def merge(directory, capsys):
+    """The command's exit code, what it prints, and the events of the trace."""
+    code = main(["timeline", "merge", str(directory)])
+    out = capsys.readouterr().out
+    return code, out, json.loads((directory / "trace.json").read_text())["traceEvents"]
+
+
+def test_what_is_noted_can_be_read(tmp_path):
+    mine = Recorder(str(tmp_path / "rank-0.timeline"))
+    mine.begin({"rank": 0, "name": "rank 0", "start": 0})
+    recorder.install(mine)
+    with recorder.span("step", np.str_("opt")), recorder.span("apply", "opt", 12):
+        pass
+    with pytest.raises(KeyError), recorder.span("pack"):
+        raise KeyError
+    recorder.install(None)
+    with recorder.span("apply"):
+        pass
+    found = read(tmp_path / "rank-0.timeline")
+    assert [(each.kind, each.name, each.nbytes) for each in found.spans] == [
+        ("step", "opt", 0),
+        ("apply", "opt", 12),
+        ("pack", "", 0),
+    ]
+    step, apply, _ = found.spans
+    assert step.start <= apply.start <= apply.end <= step.end
+    assert found.left_out == ""
+
+
+def test_a_track_numbers_calls_and_started_operations_alike(tmp_path):
+    path = written(tmp_path, 0)
+    mine = Recorder(str(path))
+    mine.begin({"rank": 0, "name": "rank 0", "start": 0})
+    track = Track(mine, "all ranks")
+
+    def long_way(value, *more):
+        inner = Operation("grouped_allreduce 'long'")
+        inner.agree()
+        track.end(inner)
+
+    track.around("allreduce", lambda value, *more: value)(np.zeros(3), True, None, np.str_("short"))
+    started = Operation("broadcast 'b'")
+    track.around("grouped_allreduce", long_way)([np.zeros(2), np.zeros(1)], True, None, "long")
+    with pytest.raises(ZeroDivisionError):
+        track.around("allreduce", lambda *_: 1 / 0)(1.5, True, None, "wrong")
+    track.end(started)
+    mine.close()
+    found = read(path)
+    assert [(each.number, each.kind, each.name, each.nbytes, each.blocking) for each in found.operations] == [
+        (0, "allreduce", "short", 24, True),
+        (1, "broadcast", "b", 0, False),
+        (2, "grouped_allreduce", "long", 24, True),
+        (3, "allreduce", "wrong", 0, True),
+    ]
+    assert [each.agreed > 0 for each in found.operations] == [False, False, True, False]
+    assert [each.kind for each in found.spans] == ["allreduce", "grouped_allreduce", "allreduce"]
+
+
+def test_a_file_that_was_cut_gives_what_is_whole(tmp_path):
+    mine = written(tmp_path, 0, *(span("step", n, n + 1) for n in range(50)))
+    data = mine.read_bytes()
+    first = len(recorder.MAGIC) + recorder.CHUNK.size + recorder.CHUNK.unpack_from(data, len(recorder.MAGIC))[0]
+    for length in (len(data) - 1, first + recorder.CHUNK.size, first + 3):
+        mine.write_bytes(data[:length])
+        found = read(mine)
+        assert f"the last {length - first} bytes of {mine} are left out" in found.left_out
+        assert (found.about["rank"], found.spans) == (0, [])
+    flipped = bytearray(data)
+    flipped[-5] ^= 1
+    mine.write_bytes(flipped)
+    assert "are left out" in read(mine).left_out
+
+
+def test_a_file_without_its_end_is_of_a_rank_that_was_killed(tmp_path):
+    path = tmp_path / "rank-0.timeline"
+    mine = Recorder(str(path))
+    mine.begin({"rank": 0, "name": "rank 0", "start": 5})
+    found = read(path)
+    assert (found.start, found.spans, found.operations) == (5, [], [])
+    assert found.left_out.endswith("just ends: its rank was killed, and what it did last is missing")
+    mine.close()
+
+
+def test_a_file_of_something_else_is_refused(tmp_path):
+    (tmp_path / "x").write_bytes(b"something else")
+    with pytest.raises(InputError, match="is no file of a timeline"):
+        read(tmp_path / "x")
+    (tmp_path / "x").write_bytes(recorder.MAGIC)
+    with pytest.raises(InputError, match="is empty"):
+        read(tmp_path / "x")
+
+
+def test_a_full_disk_is_told_once_and_nothing_else_happens(tmp_path, capfd):
+    os.symlink("/dev/full", tmp_path / "rank-0.timeline")
+    written(tmp_path, 0, *(span("step", n, n + 1) for n in range(50)))
+    told = capfd.readouterr().err
+    assert told.count("cannot be written any more: No space left on device; the program goes on") == 1
+
+
+@pytest.mark.parametrize("drift", [0.0, 1e-4, -3e-5])
+def test_clocks_that_differ_and_drift_are_aligned(drift):
+    def local(when):
+        return 7 * 10**15 + round(when * (1 + drift))
+
+    asked = [1000 * MS, 4000 * MS]
+    clock = Clock([(local(when), when - local(when), 500) for when in asked])
+    assert [abs(clock(local(when)) - when) <= 2 for when in (0, 1000 * MS, 2500 * MS, 9000 * MS)] == [True] * 4
+    assert clock.error == 500
+
+
+def test_one_measurement_gives_a_constant_offset():
+    clock = Clock([(5, 300, 10)])
+    assert [clock(0), clock(10**12)] == [300, 10**12 + 300]
+
+
+def test_what_is_less_than_its_error_is_no_difference():
+    clock = Clock([(0, 300, 400), (10**9, -200, 300)])
+    assert (clock(77), clock.error) == (77, 0)
+
+
+def test_ranks_with_other_clocks_are_compared_by_the_chiefs(tmp_path):
+    ahead = 10**15
+    one = [("clock", 0, 0, 0), call(1 * MS, 9 * MS)]
+    other = [("clock", ahead, -ahead, 1000), call(ahead + 8 * MS, ahead + 9 * MS)]
+    ranks = [read(written(tmp_path, 0, *one)), read(written(tmp_path, 1, *other, start=ahead))]
+    (found,) = collectives.match(ranks)
+    assert found.arrivals == {0: 1 * MS, 1: 8 * MS}
+    assert (found.last, found.late) == (1, 7 * MS)
+    waits = collectives.waits([found], ranks)
+    assert [(each.start, each.end, each.name) for each in waits[0]] == [(1 * MS, 8 * MS, "1")]
+    assert 1 not in waits
+
+
+def test_operations_of_the_same_number_and_kind_belong_together(tmp_path):
+    one = [call(0, 1), call(2, 3), call(4, 5, "broadcast"), call(6, 7), call(1, 2, members="[0]")]
+    other = [call(1, 3), call(4, 5), call(6, 7)]
+    ranks = [read(written(tmp_path, 0, *one)), read(written(tmp_path, 1, *other))]
+    assert [each.arrivals for each in collectives.match(ranks)] == [{0: 0, 1: 1}, {0: 2, 1: 4}]
+
+
+def test_a_rank_that_has_joined_is_not_waited_for(tmp_path):
+    files = [call(0, 1), call(2, 9)], [call(1, 2), call(3, 9)], [call(0, 1), call(8, 9, "join")]
+    ranks = [read(written(tmp_path, rank, *records)) for rank, records in enumerate(files)]
+    assert [each.arrivals for each in collectives.match(ranks)] == [{0: 0, 1: 1, 2: 0}, {0: 2, 1: 3}]
+
+
+def test_only_who_is_blocked_waits_and_for_one_at_a_time(tmp_path):
+    started = [("operation", "all ranks", "allreduce", "w", number, 0, 100, 8) for number in (0, 1)]
+    late = [call(50, 60), call(70, 80)]
+    ranks = [read(written(tmp_path, 0, *started, span("wait", 40, 100))), read(written(tmp_path, 1, *late))]
+    found = collectives.waits(collectives.match(ranks), ranks)
+    assert [(each.start, each.end) for each in found[0]] == [(40, 50), (50, 70)]
+
+
+def test_time_is_of_the_innermost_span_but_for_waits(tmp_path):
+    records = [
+        span("step", 10, 90),
+        span("negotiate", 10, 30), span("wait", 12, 30),
+        call(30, 60),
+        span("apply", 60, 80),
+        span("wait", 92, 95),
+        ("end", 100),
+    ]  # fmt: skip
+    found = summary.shares(read(written(tmp_path, 0, *records[:-1])))
+    found.pop("outside")  # close() has noted the real time
+    assert {kind: time for kind, time in found.items() if time} == {
+        "negotiate": 20, "allreduce": 30, "apply": 20, "rest of step": 10, "wait": 3
+    }  # fmt: skip
+
+
+def test_the_command_makes_a_trace_and_names_who_is_waited_for(tmp_path, capsys):
+    written(tmp_path, 0, *(call(n * 10 * MS, n * 10 * MS + 8 * MS) for n in range(5)), size=3)
+    written(tmp_path, 1, *(call(n * 10 * MS + 6 * MS, n * 10 * MS + 8 * MS) for n in range(5)), size=3)
+    code, out, events = merge(tmp_path, capsys)
+    assert code == 0
+    assert "a job of" in out
+    assert "3 ranks (nothing of 2), 20 spans; one clock" in out
+    assert (
+        "rank 1 was waited for longest: 0.03 s in all; it came last to 5 of 5 collectives, by 6.000 ms (median)" in out
+    )
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {"rank 0 (h)", "rank 1 (h)"}
+    waits = [event for event in events if event["ph"] == "X" and event["cat"] == "wait"]
+    assert {(event["pid"], event["name"], event["dur"]) for event in waits} == {(0, "rank 1", 6000.0)}
+    assert len([event for event in events if event["ph"] == "X" and event["cat"] == "allreduce"]) == 10
+
+
+def test_started_operations_are_events_of_their_own(tmp_path, capsys):
+    written(tmp_path, 0, ("operation", "all ranks", "allgather", "x", 1000, 2000, 5000, 8), size=1)
+    _, _, events = merge(tmp_path, capsys)
+    assert [(e["ph"], e["name"], e["ts"]) for e in events if e.get("cat") == "operation"] == [
+        ("b", "allgather x", 1.0),
+        ("b", "negotiate", 1.0),
+        ("e", "negotiate", 2.0),
+        ("e", "allgather x", 5.0),
+    ]
+
+
+def test_files_of_an_earlier_job_are_left_out(tmp_path, capsys):
+    written(tmp_path, 0, size=1, job="new", time=2.0)
+    written(tmp_path, 1, size=2, job="old", time=1.0)
+    _, out, events = merge(tmp_path, capsys)
+    assert "left out: files of an earlier job, of ranks 1" in out
+    assert {event["pid"] for event in events} == {0}
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_directory_without_a_timeline(there, tmp_path, capsys):
+    assert main(["timeline", "merge", str(tmp_path / ("" if there else "missing"))]) == 2
+    assert "has no files rank-*.timeline; give what ALLRED_TIMELINE was" in capsys.readouterr().err
+
+
+def test_many_ranks_get_no_matrix_but_the_longest_waits(tmp_path):
+    found = {rank: {0: rank * 10**9} for rank in range(1, 20)}
+    text = summary._matrix({rank: f"rank {rank}" for rank in range(20)}, found)
+    assert text.splitlines()[0] == "rank 19 waited 19.00 s for rank 0"
+    assert len(text.splitlines()) == 10
