@@ -5,6 +5,8 @@
 #   T="..."                              extra arguments for pytest, e.g. T="-k broadcast"; of `make fuzz`: seconds
 
 PYTHON ?= python3
+GPU_PYTHON ?= python3
+MPI_WHEEL ?=
 MPI ?= mpich
 B ?=
 T ?=
@@ -24,7 +26,7 @@ $(error MPI=$(MPI) is not one of mpich, openmpi)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-unit test-parallel test-integration test-torch test-slurm fuzz sanitize loops bench lint types docs format clean
+.PHONY: help demo test test-unit test-parallel test-integration test-torch test-slurm fuzz sanitize cuda test-gpu bench-gpu gpu-environment loops bench lint types docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -55,11 +57,38 @@ test-slurm: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## the batch script in a r
 	bash tests/slurm/install.sh
 	$(VENV_mpich)/bin/python -m pytest tests/slurm $(T)
 
+# The machine's own Python, with cupy, mpi4py, torch and pytest: nothing is downloaded. MPI_WHEEL: an MPI, if it has none.
+GPU := build/gpu
+gpu = MPI4PY_LIBMPI=$$(ls $(abspath $(GPU))/lib/libmpi.so.12 2> /dev/null) ALLRED_GPU_OVERSUBSCRIBE=1 PATH=$(abspath $(GPU))/bin:$$PATH
+
+gpu-environment:
+	@$(GPU_PYTHON) -c 'import cupy, mpi4py, numpy, pytest, safetensors, setuptools, torch'
+	$(GPU_PYTHON) -m venv --without-pip $(GPU)
+	$(GPU_PYTHON) -c 'import sys; print(*[p for p in sys.path if p.endswith("-packages")], sep="\n")' \
+	  > $$(echo $(GPU)/lib/python*/site-packages)/machine.pth
+	$(GPU_PYTHON) -m pip --python $(GPU)/bin/python install --quiet --no-index --no-deps --no-build-isolation \
+	  --force-reinstall . $(MPI_WHEEL)
+	$(GPU)/bin/python -m allred.native
+	@test -x $(GPU)/bin/mpirun || command -v mpirun > /dev/null || { echo "there is no mpirun: make ... MPI_WHEEL=path/to/mpich.whl"; exit 1; }
+
+test-gpu: gpu-environment ## on a machine with a GPU: NCCL, kernels, failing ranks; GPU_PYTHON=python3 MPI_WHEEL=mpich.whl
+	set -e; for n in 1 2; do $(gpu) mpirun -np $$n $(GPU)/bin/python -m pytest -W default tests/gpu $(T); done
+	$(gpu) $(GPU)/bin/python -m pytest -W default tests/gpu_failures $(T)
+	$(gpu) mpirun -np 2 $(GPU)/bin/python examples/digits_nccl.py
+
+bench-gpu: gpu-environment ## the same machine: allred on device arrays against raw NCCL
+	$(gpu) mpirun -np 2 $(GPU)/bin/python benchmarks/gpu.py $(B)
+
 fuzz: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## random collectives and faults for T=60 seconds, from a new seed
 	$(VENV_mpich)/bin/python tests/fuzz/fuzz.py --seconds $(or $(T),60)
 
 sanitize: ## the C core under sanitizers, and every order in which ranks can take its steps
 	$(MAKE) -f tests/csrc/Makefile sanitize
+
+cuda: ## the GPU's kernels with nvcc, for a word about mistakes in them; without nvcc nothing
+	@if command -v nvcc > /dev/null; then mkdir -p build; for name in fuse update; do \
+	  nvcc -O3 -fmad=false -Werror all-warnings -cubin -arch=sm_80 -o build/$$name.cubin csrc/$$name.cu || exit 1; \
+	  echo "csrc/$$name.cu: compiled by nvcc"; done; else echo "csrc/*.cu: not compiled, there is no nvcc"; fi
 
 loops: ## the C core's allreduce against a loop written by hand, two processes
 	$(MAKE) -f tests/csrc/Makefile loops

@@ -44,6 +44,18 @@ def dtype_code(dtype: np.dtype[Any]) -> int:
     return code
 
 
+def dtype_of(name: str) -> np.dtype[Any]:
+    """numpy's dtype of one of DTYPES. Raises InputError for bfloat16 where ml_dtypes, which has it, is missing."""
+    if name != "bfloat16":
+        return np.dtype(name)
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise InputError("bfloat16 needs ml_dtypes, from which numpy has it; pip install ml_dtypes") from None
+    found: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return found
+
+
 def is_float(dtype: np.dtype[Any]) -> bool:
     """Whether the dtype is one of float16, bfloat16, float32, float64."""
     return name_of(dtype) in _FLOATS
@@ -62,8 +74,9 @@ def as_host_array(value: Any) -> Array:
         return value
     if hasattr(value, "__cuda_array_interface__"):
         raise InputError(
-            f"{type(value).__module__}.{type(value).__name__} lives on a GPU, and this version of allred has no GPU "
-            "backend yet; pass a host array, for example cupy.asnumpy(x)"
+            f"{type(value).__module__}.{type(value).__name__} lives on a GPU, and is not taken here: the backend nccl, "
+            "for arrays on GPUs, does not serve (allred.init()'s banner says why), or this takes host arrays only; "
+            "pass a host array, for example cupy.asnumpy(x)"
         )
     if type(value).__module__.partition(".")[0] == "torch":
         raise InputError(
@@ -77,6 +90,8 @@ def as_host_array(value: Any) -> Array:
 
 def flat(array: Array) -> Array:
     """The elements in C order: a view where the array is contiguous, else a copy."""
+    if not isinstance(array, np.ndarray):  # cupy's, where there is arithmetic on either kind
+        return array.ravel()
     return np.ascontiguousarray(array).reshape(-1)
 
 

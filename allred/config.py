@@ -60,7 +60,17 @@ class Config:
     checkpoint_dir: str = _setting(
         "none", "mode ps: the directory for a checkpoint when the job is asked to end by SIGTERM; none writes none"
     )
-    backend: str = _setting("auto", "who moves the arrays", choices=("auto", "single", "shm", "mpi"), later=("nccl",))
+    backend: str = _setting(
+        "auto",
+        "who moves the arrays: auto takes shm where it can, and nccl for device arrays where there are GPUs and cupy",
+        choices=("auto", "single", "shm", "mpi", "nccl"),
+    )
+    nccl_cross: str = _setting(
+        "nccl",
+        "how device arrays cross between nodes: nccl, or mpi: copied to the host and back",
+        choices=("nccl", "mpi"),
+    )
+    gpu_oversubscribe: bool = _setting(False, "whether several ranks may share a GPU, which is for tests (1 or 0)")
     progress: str = _setting(
         "thread",
         "who moves operations of allred.*_async that nobody waits for: thread (one of C's, on one node), or caller",

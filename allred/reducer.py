@@ -19,12 +19,14 @@ import numpy as np
 from allred import arrays
 from allred.arrays import Array
 from allred.comm import collectives, ops
+from allred.comm.nccl import NcclCommunicator
 from allred.comm.ops import ReduceOp
 from allred.compression import Compression
 from allred.config import parse_bytes
 from allred.errors import InputError
 from allred.fusion.buffer import buffer_of
 from allred.fusion.plan import Plan, Tensor, plan
+from allred.gpu import values as gpu
 from allred.timeline.recorder import span
 
 # The note in a header: samples in the low bits, an inspector's flags, and three flags.
@@ -182,8 +184,9 @@ class Reducer:
     def _fill_missing(self, tensors: Sequence[Tensor], values: list[Any]) -> list[Any]:
         """Zeros where this rank lacks a gradient that another one has."""
         anywhere = self.anywhere([value is not None for value in values])
+        like = next((value for value in values if gpu.is_device(value)), None)  # else the parameters are on the host
         return [
-            np.zeros(tensor.shape, tensor.dtype) if value is None and some else value
+            gpu.zeros(like, tensor.shape, tensor.dtype) if value is None and some else value
             for tensor, value, some in zip(tensors, values, anywhere, strict=True)
         ]
 
@@ -209,7 +212,20 @@ class Reducer:
             return None
         return samples[active.rank] * len(samples) / sum(samples)
 
-    def _run(self, plan: Plan, values: list[Array], weight: float | None) -> None:
+    def _run(self, whole: Plan, values: list[Any], weight: float | None) -> None:
+        """Reduce in place; those on a GPU first, which the others do not wait for."""
+        communicator = collectives.current()
+        if isinstance(communicator, NcclCommunicator):
+            order = [i for bucket in whole.buckets for i in bucket.indices]
+            there = [values[i] for i in order if gpu.is_device(values[i])]
+            if there:
+                communicator.weighted_allreduce_(there, self.op, self._title, self.compression, weight).wait()
+                here = [i for i in sorted(order) if not gpu.is_device(values[i])]
+                whole, values = self.plan([whole.tensors[i] for i in here]), [values[i] for i in here]
+        if whole.buckets:
+            self._run_on_host(whole, values, weight)
+
+    def _run_on_host(self, plan: Plan, values: list[Array], weight: float | None) -> None:
         if collectives.current().fuses and weight is None:
             whole = [values[i] for bucket in plan.buckets for i in bucket.indices]
             queue, start = collectives.current().queue, time.perf_counter()
@@ -264,6 +280,9 @@ def writable(tensors: Sequence[Tensor], values: Sequence[Any], seen: set[int]) -
 
     seen: where those are that came before; these are added.
     """
+    if any(map(gpu.is_device, values)):
+        return [_writable_on_gpu(value, seen) if gpu.is_device(value) else writable([tensor], [value], seen)[0]
+                for tensor, value in zip(tensors, values, strict=True)]  # fmt: skip
     can_write = [isinstance(value, np.ndarray) and value.flags.writeable for value in values]
     memory = iter(arrays.memory_of([value for value, good in zip(values, can_write, strict=True) if good]))
     ready: list[Any] = []
@@ -276,9 +295,26 @@ def writable(tensors: Sequence[Tensor], values: Sequence[Any], seen: set[int]) -
     return ready
 
 
+def _writable_on_gpu(value: Any, seen: set[int]) -> Any:
+    """The same for an array on a GPU."""
+    adopted = gpu.adopt(value)
+    address = adopted.array.data.ptr
+    if adopted.writable and (address not in seen or not adopted.array.size):
+        seen.add(address)
+        return value
+    return adopted.give(adopted.array.copy())
+
+
+def takes_gpu() -> bool:
+    """Whether gradients may be on a GPU: parameter servers take host arrays."""
+    return isinstance(collectives.current(), NcclCommunicator) and collectives.config().mode != "ps"
+
+
 def tensor_of(name: str, value: Any) -> Tensor:
     """What a plan has to know of an array or a number. Raises InputError if it is not one, or of unusable dtype."""
     try:
+        if gpu.is_device(value) and takes_gpu():
+            return _tensor(name, *gpu.of_shape(value))
         array = value if type(value) is np.ndarray else arrays.as_host_array(value)
         return _tensor(name, array.shape, array.dtype)
     except InputError as error:

@@ -24,6 +24,7 @@ from allred.comm.single import NoCollectives
 from allred.config import Config, explicit_settings, settle
 from allred.data import processes, share
 from allred.errors import AllredError, ConfigError, InputError
+from allred.gpu import places
 from allred.modes.detect import outside
 from allred.ps import running
 from allred.watch import exit as exit_protocol
@@ -101,20 +102,22 @@ def _meet(comm: Any, settings: dict[str, Any] | str, cluster: Cluster | None) ->
     duplicate, library = _join(comm, life)
     control = registry.BACKENDS["single" if duplicate is None else "mpi"](duplicate, Config.timeout_s, [])
     node = 0 if duplicate is None else topology.node_id(duplicate)
-    gathered = control.allgather_object((settings, node, native.available)).wait()
+    gathered = control.allgather_object((settings, node, native.available, _seen(settings))).wait()
     try:
-        config = settle([settings for settings, _, _ in gathered])
+        config = settle([settings for settings, *_ in gathered])
         if life >= 0 and not config.watcher:
             raise ConfigError(
                 "ALLRED_WATCHER=0 is for jobs with a launcher, which ends all ranks when one dies; tasks that were "
                 "started by hand have only the watchers"
             )
-        nodes = topology.pretend(config.pretend_nodes, control.size) or [node for _, node, _ in gathered]
+        nodes = topology.pretend(config.pretend_nodes, control.size) or [node for _, node, *_ in gathered]
         clients = 0 if cluster is None else cluster.clients
         servers = _servers(config, control.size - clients)
         workers = slice(servers, control.size - clients)
-        kernels = [available for _, _, available in gathered[workers]]
+        kernels = [available for _, _, available, _ in gathered[workers]]
         name, reason = registry.choose(config.backend, nodes[workers], duplicate is not None, kernels)
+        seen = [gpus for *_, gpus in gathered[workers]]
+        registry.devices(config, seen, nodes[workers])  # raises, before there is anything to close
         recording.start(config.timeline, control, duplicate, range(workers.start, workers.stop))
     except (ConfigError, InputError):
         control.close()
@@ -131,6 +134,9 @@ def _meet(comm: Any, settings: dict[str, Any] | str, cluster: Cluster | None) ->
     communicator.queue.timeout_s = control.queue.timeout_s = config.timeout_s
     communicator.checks_places = config.check == "full"
     recording.attach(communicator, "all ranks")
+    if works:
+        communicator, gpus = registry.with_devices(communicator, config, seen, nodes[workers])
+        reason = f"{reason}; {gpus}" if gpus else reason
     world = topology.number(nodes, control.rank, servers, clients)
     topology.install(world, "worker" if cluster is None else cluster.workers_job)
     collectives.install(communicator, config, reason)
@@ -146,14 +152,22 @@ def _meet(comm: Any, settings: dict[str, Any] | str, cluster: Cluster | None) ->
         if control.rank >= workers.stop:
             atexit.register(_leave_workers)
     report.speak(world.rank == 0, config.banner)
-    hosts = len({node for _, node, _ in gathered})
+    hosts = len({node for _, node, *_ in gathered})
     reach = "network" if hosts > 1 else "host" if world.nodes > 1 else ""
     everyone, spares = topology.number(nodes, control.rank), range(workers.start, workers.stop) if servers else ()
     watch.start(control, everyone, config, reach, spares=tuple(spares), launcher=life < 0)
     if servers or clients:
         watch.name_this(topology.role())
-    process_set.install(process_set.Base(duplicate, control, servers, communicator, nodes[workers], kernels, config))
+    process_set.install(
+        process_set.Base(duplicate, control, servers, communicator, nodes[workers], kernels, seen, config)
+    )
     report.inform(_banner(library))
+
+
+def _seen(settings: dict[str, Any] | str) -> places.Seen:
+    """The GPUs that this rank may use, if its settings let it."""
+    asked = isinstance(settings, dict) and settings.get("backend", "auto") in ("auto", "nccl")
+    return places.look() if asked else places.NOTHING
 
 
 def _servers(config: Config, ranks: int) -> int:

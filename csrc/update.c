@@ -9,6 +9,7 @@
 #else
 #define INDEPENDENT _Pragma("GCC ivdep")
 #endif
+#define STORAGE __attribute__((aligned(1), may_alias))
 #define EACH(count) INDEPENDENT for (size_t i = 0; i < (count); i++)
 
 /* Correctly rounded, as numpy's is. Compiled with -fno-math-errno, or it is a call for each element. */

@@ -1,10 +1,12 @@
 /*
- * The update kernels for one type of elements and one instruction set. update.c includes this once for each, after
- * defining
+ * The update kernels for one type of elements and one instruction set. update.c includes this once for each, and
+ * update.cu for a GPU, after defining
  *   REAL          float or double;
  *   NAME(name)    the name of a type, function or table;
- *   TARGET        the attribute that selects the instructions.
- * All are undefined at the end.
+ *   TARGET        the attribute that selects the instructions;
+ * and once
+ *   EACH, ROOT, POSITIVE, FIX as in update.c, and STORAGE, the attributes of elements in memory.
+ * The first three are undefined at the end.
  *
  * The loops are written once, with constants for what an optimizer can do without: a loop is compiled for each
  * combination, so that none has a condition inside.
@@ -13,15 +15,15 @@
 #define LOOP static inline __attribute__((always_inline)) TARGET void
 #define KERNEL TARGET static void
 #define STORED NAME(stored)
-typedef REAL STORED __attribute__((aligned(1), may_alias));
+typedef REAL STORED STORAGE;
 
 /* grad + weight_decay * param, and the gradient itself where the decay is 0: param may be infinite. */
 #define DECAYED_GRADIENT (decays ? param[i] * weight_decay + grad[i] : grad[i])
 
 LOOP NAME(sgd_loop)(void *const *arrays, const double *numbers, size_t count, int decays, int has_momentum,
                     int nesterov) {
-  STORED *param = arrays[0], *buffer = arrays[2];
-  const STORED *grad = arrays[1];
+  STORED *param = (STORED *)arrays[0], *buffer = (STORED *)arrays[2];
+  const STORED *grad = (const STORED *)arrays[1];
   const REAL lr = (REAL)numbers[0], momentum = (REAL)numbers[1], weight_decay = (REAL)numbers[3];
   EACH(count) {
     REAL g = DECAYED_GRADIENT;
@@ -35,8 +37,8 @@ LOOP NAME(sgd_loop)(void *const *arrays, const double *numbers, size_t count, in
 }
 
 LOOP NAME(adagrad_loop)(void *const *arrays, const double *numbers, size_t count, int decays) {
-  STORED *param = arrays[0], *sum = arrays[2];
-  const STORED *grad = arrays[1];
+  STORED *param = (STORED *)arrays[0], *sum = (STORED *)arrays[2];
+  const STORED *grad = (const STORED *)arrays[1];
   const REAL lr = (REAL)numbers[0], eps = (REAL)numbers[1], weight_decay = (REAL)numbers[2];
   EACH(count) {
     const REAL g = DECAYED_GRADIENT, s = sum[i] + g * g;
@@ -47,9 +49,9 @@ LOOP NAME(adagrad_loop)(void *const *arrays, const double *numbers, size_t count
 
 LOOP NAME(rmsprop_loop)(void *const *arrays, const double *numbers, size_t count, int decays, int centered,
                         int has_momentum) {
-  STORED *param = arrays[0], *square_avg = arrays[2];
-  STORED *grad_avg = arrays[3], *buffer = arrays[4];
-  const STORED *grad = arrays[1];
+  STORED *param = (STORED *)arrays[0], *square_avg = (STORED *)arrays[2];
+  STORED *grad_avg = (STORED *)arrays[3], *buffer = (STORED *)arrays[4];
+  const STORED *grad = (const STORED *)arrays[1];
   const REAL lr = (REAL)numbers[0], keep = (REAL)numbers[1], take = (REAL)(1.0 - numbers[1]);
   const REAL eps = (REAL)numbers[2], momentum = (REAL)numbers[3], weight_decay = (REAL)numbers[4];
   EACH(count) {
@@ -69,8 +71,8 @@ LOOP NAME(rmsprop_loop)(void *const *arrays, const double *numbers, size_t count
 }
 
 LOOP NAME(adam_loop)(void *const *arrays, const double *numbers, size_t count, int decays, int apart) {
-  STORED *param = arrays[0], *mean = arrays[2], *square = arrays[3];
-  const STORED *grad = arrays[1];
+  STORED *param = (STORED *)arrays[0], *mean = (STORED *)arrays[2], *square = (STORED *)arrays[3];
+  const STORED *grad = (const STORED *)arrays[1];
   const REAL rate = (REAL)numbers[0], root = (REAL)numbers[3], eps = (REAL)numbers[4], weight_decay = (REAL)numbers[5];
   const REAL keep_mean = (REAL)numbers[1], take_mean = (REAL)(1.0 - numbers[1]);
   const REAL keep_square = (REAL)numbers[2], take_square = (REAL)(1.0 - numbers[2]);
@@ -107,7 +109,9 @@ KERNEL NAME(adamw)(void *const *arrays, const double *numbers, size_t count) {
 }
 
 /* In the order of update.c's rules. */
+#ifndef __CUDACC__
 static const allred_update NAME(kernels)[] = {NAME(sgd), NAME(adagrad), NAME(rmsprop), NAME(adam), NAME(adamw)};
+#endif
 
 #undef LOOP
 #undef KERNEL

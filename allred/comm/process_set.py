@@ -23,13 +23,14 @@ from allred.comm.base import Communicator
 from allred.comm.work import Steps, WorkQueue
 from allred.config import Config
 from allred.errors import ConfigError, InputError
+from allred.gpu.places import Seen
 
 
 @dataclasses.dataclass(frozen=True)
 class Base:
     """What sets are made from: an mpi4py communicator (None where there is no MPI) that belongs to `control`, in which
     the workers come after so many servers; the communicator of all workers, which may be `control` too; of each worker
-    the node, and whether it has the C extension."""
+    the node, whether it has the C extension, and what GPUs it sees."""
 
     comm: Any
     control: Communicator
@@ -37,6 +38,7 @@ class Base:
     everyone: Communicator
     nodes: list[int]
     kernels: list[bool]
+    seen: list[Seen]
     config: Config
 
 
@@ -165,7 +167,8 @@ def _make(base: Base, members: ProcessSet) -> Steps[None]:
     communicator.queue.members, communicator.ranks = world, members.ranks
     communicator.checks_places, communicator.among = base.everyone.checks_places, _among
     recording.attach(communicator, str(members))
-    _made[members.ranks] = communicator
+    seen = [base.seen[rank] for rank in members.ranks]
+    _made[members.ranks] = registry.with_devices(communicator, config, seen, nodes)[0]
 
 
 def _meet(comm: Any, world: list[int], title: str) -> Steps[None]:

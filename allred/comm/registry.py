@@ -5,7 +5,10 @@ from typing import Any
 
 from allred.comm.base import Communicator
 from allred.comm.single import SingleCommunicator
+from allred.config import Config
 from allred.errors import ConfigError
+from allred.gpu import places
+from allred.gpu.places import Seen
 
 
 def _single(_: Any, timeout_s: float, nodes: list[int]) -> Communicator:
@@ -46,7 +49,7 @@ def choose(wanted: str, nodes: list[int], has_mpi: bool, kernels: list[bool]) ->
             f"backend 'shm' needs the C extension, and rank {kernels.index(False)} has none (python -m allred.native "
             "says why there); or use backend mpi"
         )
-    if wanted != "auto":
+    if wanted not in ("auto", "nccl"):  # which is a second one beside that of host arrays
         return wanted, "as asked"
     if size == 1:
         return "single", "one rank"
@@ -55,3 +58,29 @@ def choose(wanted: str, nodes: list[int], has_mpi: bool, kernels: list[bool]) ->
     if not all(kernels):
         return "mpi", f"rank {kernels.index(False)} lacks the C extension, which shared memory needs"
     return "shm", "ranks share a node"
+
+
+def devices(config: Config, seen: list[Seen], nodes: list[int]) -> tuple[bool, str]:
+    """Whether arrays on GPUs are taken too, and if not, and there are GPUs, why, in words.
+
+    seen, nodes: of every rank what GPUs it sees, and the name of its node.
+
+    Raises ConfigError if the setting `backend` asks for nccl and that cannot serve.
+    """
+    if config.backend not in ("auto", "nccl") or (config.backend == "auto" and not any(one.devices for one in seen)):
+        return False, ""
+    problem = places.refusal(seen, nodes, config.gpu_oversubscribe)
+    if problem and config.backend == "nccl":
+        raise ConfigError(f"backend 'nccl': {problem}")
+    return not problem, problem and f"GPUs are not used: {problem}"
+
+
+def with_devices(host: Communicator, config: Config, seen: list[Seen], nodes: list[int]) -> tuple[Communicator, str]:
+    """A communicator that takes arrays on GPUs too, where it can, and a few words about it; from that of host arrays,
+    of whose ranks `seen` and `nodes` are. Collective."""
+    wanted, words = devices(config, seen, nodes)
+    if not wanted:
+        return host, words
+    from allred.comm.nccl_connect import connect  # imports cupy
+
+    return connect(host, config, places.bind(seen, nodes, host.rank), len(set(nodes)) > 1)

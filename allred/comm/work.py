@@ -63,6 +63,19 @@ def linger(done: Callable[[], bool]) -> bool:
     return True
 
 
+class End(Protocol):
+    """What a complete operation has left to do on a GPU."""
+
+    def order(self) -> None:
+        """Have what the caller enqueues from now on wait for it."""
+
+    def done(self) -> bool:
+        """Whether it is over."""
+
+    def synchronize(self) -> None:
+        """Wait for it, on the host."""
+
+
 class Described(Protocol):
     """What knows the words for an operation: a header's Call."""
 
@@ -118,6 +131,7 @@ class Work(Generic[T]):
         self.title = title
         self.place = ""  # where it was started, "train.py:87", if whoever started it noted that
         self.described: tuple[Callable[[], Described], Callable[[], int]] | None = None  # by what, as which number
+        self.end: End | None = None  # of an operation on device arrays, once it is enqueued
         self.noted: Operation | None = None  # in the timeline, if there is one
         self._queue = queue
         self._steps = steps
@@ -129,7 +143,7 @@ class Work(Generic[T]):
     def done(self) -> bool:
         """Whether it is complete; makes what progress can be made without waiting."""
         self._queue.progress(self)
-        return self._finished
+        return self._finished and (self.end is None or self.end.done())
 
     def wait(self, timeout_s: float | None = None) -> T:
         """The result, once the operation is complete.
@@ -143,7 +157,16 @@ class Work(Generic[T]):
             raise self._outcome
         if line.current is not None and line.current.pending():
             raise line.current.error()
+        if self.end is not None:
+            self.end.order()
         return self._outcome  # type: ignore[return-value]
+
+    def synchronize(self, timeout_s: float | None = None) -> T:
+        """As `wait`; and of device arrays the host waits too, until the GPU is done with it."""
+        result = self.wait(timeout_s)
+        if self.end is not None:
+            self.end.synchronize()
+        return result
 
     def _advance(self) -> bool:
         """Take all steps that need no waiting; True when the operation is complete."""

@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 
-from allred.config import Config
 from allred.doctor.line import NOTE, OK, WARN, Line
 from allred.doctor.ranks import Seen, by_host, compared
 
@@ -96,19 +95,14 @@ def judge(ranks: list[Seen[Gpu]]) -> list[Line]:
     if line.verdict != OK:
         return [line]
     versions = compared(ranks, lambda facts: nccl(facts.nccl) if facts.nccl else "not with this cupy")
-    planned = "" if "nccl" in _backends() else "; the backend nccl is planned, not in this version"
     have = all(rank.facts.nccl for rank in ranks)
-    lines = [line, Line(NOTE if planned or not have else OK, "NCCL", versions + planned)]
+    lines = [line, Line(OK if have else NOTE, "NCCL", versions)]
     for host, there in by_host(ranks).items():
         devices = len(there[0].facts.devices)
         if len(there) > devices:
             found = f"{len(there)} ranks for {devices} device{'s' * (devices > 1)} on {host}"
             lines.append(Line(NOTE, "GPU", found, f"mpirun -np {devices} here, for one rank a device"))
     return lines
-
-
-def _backends() -> tuple[str, ...]:
-    return tuple(Config.__dataclass_fields__["backend"].metadata["choices"])
 
 
 def _cupy(ranks: list[Seen[Gpu]]) -> Line:

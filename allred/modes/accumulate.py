@@ -9,6 +9,7 @@ import numpy as np
 from allred import arrays
 from allred.errors import InputError
 from allred.fusion.plan import Tensor
+from allred.gpu.values import is_device
 
 
 class Accumulator:
@@ -61,8 +62,13 @@ class Accumulator:
         counts = [count for count in self._samples if count is not None]
         total = sum(counts) if counts else len(self._samples)
         means = [
-            None if added is None else np.asarray(added / max(total, 1)).astype(tensor.dtype)
+            None if added is None else _array(added / max(total, 1)).astype(tensor.dtype)
             for tensor, added in zip(self._tensors, self._sums, strict=True)
         ]
         self.clear()
         return means, sum(counts) if counts else None
+
+
+def _array(value: Any) -> Any:
+    """What numpy made of 0-d arrays, as one again; arrays on a GPU stay there."""
+    return value if is_device(value) else np.asarray(value)

@@ -17,6 +17,7 @@ from allred.comm import collectives
 from allred.comm.ops import ReduceOp
 from allred.errors import InputError
 from allred.fusion.plan import Tensor
+from allred.gpu.values import is_device
 from allred.modes.scaler import GradScaler
 from allred.optim.hyper import positive
 from allred.optim.tensors import compute_dtype
@@ -73,7 +74,8 @@ class Clipper:
     def _times(self, grad: Array, factor: float, in_place: bool) -> Array:
         wide = compute_dtype(grad)
         if not in_place or (wide != grad.dtype and self.scaler is not None):
-            return np.asarray(np.multiply(grad, factor, dtype=wide))
+            scaled = np.multiply(grad, factor, dtype=wide)
+            return scaled if is_device(scaled) else np.asarray(scaled)
         np.multiply(grad, factor, out=grad, dtype=wide, casting="same_kind")
         return grad
 

@@ -27,6 +27,7 @@ from allred.comm.work import Work
 from allred.compression import Compression
 from allred.errors import AllredError, InputError
 from allred.fusion.plan import Plan, Tensor, plan
+from allred.gpu.values import is_device
 from allred.reducer import Inspector, Reducer, tensor_of, writable
 from allred.timeline.recorder import span
 
@@ -74,6 +75,8 @@ class Early:
         if index is None:
             return _unknown(name, [tensor.name for tensor in self._tensors])
         tensor = self._tensors[index]
+        if is_device(grad):
+            return f"reduce({name!r}) takes host arrays; leave it out for gradients on a GPU, which step() reduces"
         try:
             got = tensor if isinstance(grad, (int, float)) else tensor_of(name, grad)
         except InputError as error:

@@ -19,6 +19,7 @@ from allred.compression import Compression
 from allred.data.share import claim
 from allred.errors import AllredError, CheckpointError, InputError
 from allred.fusion.plan import Tensor
+from allred.gpu.values import fill
 from allred.modes.accumulate import Accumulator
 from allred.modes.clipping import Clipper
 from allred.modes.detect.outside import used
@@ -456,7 +457,7 @@ def _fill(named: list[tuple[str, Any]], values: dict[str, Any], path: Any) -> No
     if odd := sorted(set(values) - {name for name, _ in named}):
         raise CheckpointError(f"{path} is of another model: it has '{odd[0]}', and this one has not")
     for name, leaf in named:
-        leaf[...] = values[name]
+        fill(leaf, values[name])
 
 
 def _whole(samples: Any) -> int:

@@ -11,7 +11,8 @@ import numpy as np
 from allred import arrays, nest
 from allred.errors import InputError
 from allred.fusion.plan import Tensor
-from allred.reducer import tensor_of
+from allred.gpu.values import adopt, is_device
+from allred.reducer import takes_gpu, tensor_of
 
 Matched = tuple[list[Tensor], list[Any], list[Any], str]
 
@@ -105,6 +106,12 @@ def _match(params: Any, grads: Any) -> Matched:
 def parameter(name: str, leaf: Any) -> Tensor:
     """What a plan knows of a parameter. Raises InputError if it cannot be updated in place."""
     if type(leaf) is np.ndarray and leaf.flags.writeable:
+        return tensor_of(name, leaf)
+    if is_device(leaf):
+        if not takes_gpu():
+            arrays.as_host_array(leaf)  # raises
+        if not adopt(leaf).writable:
+            raise InputError(f"parameter '{name}' is on a GPU and cannot be written to; it is updated in place")
         return tensor_of(name, leaf)
     arrays.as_host_array(leaf)  # raises its own words about devices, torch and masks
     if not isinstance(leaf, np.ndarray) or not leaf.flags.writeable:

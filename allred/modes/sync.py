@@ -16,6 +16,7 @@ from allred.comm.ops import ReduceOp
 from allred.compression import Compression
 from allred.errors import AllredError, InputError
 from allred.fusion.plan import Tensor
+from allred.gpu.values import to_host
 from allred.modes.clipping import Clipper
 from allred.modes.detect.checks import Checks
 from allred.modes.early import Early
@@ -125,11 +126,16 @@ class SyncMode:
 
     def save(self, params: Any, extra: Any, copy: bool) -> Callable[[str], str]:
         state, step = self._optimizer.state_dict(), self.global_step
-        entries = [checkpoint.whole(name, np.array(leaf) if copy else leaf) for name, leaf in nest.leaves(params)]
+        entries = [
+            checkpoint.whole(name, np.array(to_host(leaf)) if copy else to_host(leaf))
+            for name, leaf in nest.leaves(params)
+        ]
         meta: dict[str, Any] = {"optimizer": None}
         if isinstance(self._optimizer, Optimizer):
             slots = state.pop("slots")
-            entries += [checkpoint.whole(n, value, slot) for n, part in slots.items() for slot, value in part.items()]
+            entries += [
+                checkpoint.whole(n, to_host(value), slot) for n, part in slots.items() for slot, value in part.items()
+            ]
             meta = {"optimizer": state}
         else:
             entries.append(checkpoint.own_state(state))

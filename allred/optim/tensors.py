@@ -6,7 +6,8 @@ dispatch on their argument (`np.zeros_like`, `np.asarray(..., like=)`), so the s
 16-bit tensors are updated in float32: Adam's eps = 1e-8 and (1 - beta2) g^2 do not exist in float16, and 0/0 would
 follow. Only the result is rounded to the parameter's dtype; its slots are float32.
 
-Contiguous float32 and float64 tensors of numpy are updated in one pass by C (`fused`), to the same bits.
+Contiguous float32 and float64 tensors are updated in one pass (`fused`), to the same bits: numpy's by C, cupy's by one
+launch on the GPU.
 """
 
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 from allred import native
 from allred.arrays import Array
 from allred.errors import InputError
+from allred.gpu import kernels
 
 
 def compute_dtype(tensor: Array) -> np.dtype[Any]:
@@ -95,7 +97,7 @@ def fold_in(average: Array, value: Array, decay: float, scratch: Array) -> None:
 
 
 def fused(rule: str, arrays: tuple[Array | None, ...], numbers: tuple[float, ...]) -> bool:
-    """Whether a C kernel did the update. Else nothing has changed, and the caller does it with numpy.
+    """Whether a kernel, in C or on the GPU, did the update. Else nothing has changed, and the caller does it.
 
     The kernel gives the bits that numpy gives, without numpy's floating-point warnings. It takes numpy arrays of one
     shape, not 0-d, and of one dtype, float32 or float64, contiguous, that do not overlap; and numbers that are Python's
@@ -107,4 +109,6 @@ def fused(rule: str, arrays: tuple[Array | None, ...], numbers: tuple[float, ...
         numbers: the hyper-parameters, in its order.
     """
     param = arrays[0]
-    return type(param) is np.ndarray and param.dtype.char in "fd" and native.update(rule, arrays, numbers)
+    if type(param) is np.ndarray:
+        return param.dtype.char in "fd" and native.update(rule, arrays, numbers)
+    return type(param).__module__.partition(".")[0] == "cupy" and kernels.update(rule, arrays, numbers)

@@ -14,6 +14,7 @@ import numpy as np
 from allred import arrays, native, nest
 from allred.arrays import Array
 from allred.comm.header import by_rank, hash_text, mix, rank_list
+from allred.gpu.values import is_device, to_host
 from allred.optim.base import Optimizer
 
 _hash_name = functools.lru_cache(maxsize=2**16)(hash_text)
@@ -38,9 +39,13 @@ def parts_of(params: Any, trained: set[str], optimizer: Any) -> list[Part]:
     """All there is to compare: the parameters called `trained`, and the optimizer's settings and state."""
     parts = [Part("setting", name, np.asarray(value)) for name, value in _settings(optimizer).items()]
     state: Any = getattr(optimizer, "live_state", getattr(optimizer, "state_dict", dict))()
-    kept = [(name, np.asarray(leaf)) for name, leaf in nest.leaves(state) if isinstance(leaf, _COMPARABLE)]
+    kept = [
+        (name, np.asarray(to_host(leaf)))
+        for name, leaf in nest.leaves(state)
+        if isinstance(leaf, _COMPARABLE) or is_device(leaf)
+    ]
     parts += [Part("state", name, array) for name, array in kept if not array.dtype.hasobject]
-    return parts + [Part("parameter", name, leaf) for name, leaf in nest.leaves(params) if name in trained]
+    return parts + [Part("parameter", name, to_host(leaf)) for name, leaf in nest.leaves(params) if name in trained]
 
 
 def _settings(optimizer: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from allred.arrays import Array
 from allred.comm.header import rank_list
 from allred.compression import Compression
 from allred.fusion.plan import Plan
+from allred.gpu.values import exceeds_on_gpu, is_device, to_host
 
 # A rank's flags.
 NONFINITE = 1
@@ -55,7 +56,10 @@ def scan(plan: Plan, values: Sequence[Any], ranks: int, compression: Compression
     flags = 0
     for dtype, indices in plan.floats.items():
         element_bytes, large, largest = _limits(dtype, ranks, compression)
-        parts = _readable(values, indices)
+        there = [value for i in indices if is_device(value := values[i])]
+        if there and exceeds_on_gpu(there, element_bytes, large):
+            flags |= NONFINITE if exceeds_on_gpu(there, element_bytes, largest) else LARGE
+        parts = _readable(values, [i for i in indices if not is_device(values[i])] if there else indices)
         if native.exceeds(parts, element_bytes, large):
             flags |= NONFINITE if native.exceeds(parts, element_bytes, largest) else LARGE
     return flags
@@ -89,7 +93,7 @@ def describe(plan: Plan, values: Sequence[Any]) -> dict[str, str]:
     """Name of each gradient that is not finite, and how it is not."""
     found = {}
     for index in sorted(i for indices in plan.floats.values() for i in indices):
-        value = values[index]
+        value = to_host(values[index])
         if value is not None and not (finite := np.isfinite(value)).all():
             bad = np.argwhere(~finite)
             place = f" at {bad[0].tolist()}" if value.ndim else ""

@@ -1,0 +1,195 @@
+"""Device arrays through NCCL: the primitives of nccl.py, enqueued on the communication stream.
+
+NCCL's communicator is made when the first of them is needed. Making it blocks in NCCL until all ranks are there, so a
+thread does it, and this rank waits as for any operation: with a limit, and with words.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from allred import arrays
+from allred.comm import nccl_wire, objects
+from allred.comm.base import Communicator
+from allred.comm.nccl_guard import HINT, Guard
+from allred.comm.ops import ReduceOp
+from allred.comm.work import Steps
+from allred.errors import AllredError
+from allred.gpu.device import Device, Lane
+
+_TYPES = {
+    "uint8": "NCCL_UINT8",
+    "int8": "NCCL_INT8",
+    "int32": "NCCL_INT32",
+    "int64": "NCCL_INT64",
+    "float16": "NCCL_FLOAT16",
+    "float32": "NCCL_FLOAT32",
+    "float64": "NCCL_FLOAT64",
+}
+_OPS = {
+    ReduceOp.SUM: "NCCL_SUM",
+    ReduceOp.PRODUCT: "NCCL_PROD",
+    ReduceOp.MIN: "NCCL_MIN",
+    ReduceOp.MAX: "NCCL_MAX",
+}
+
+
+class Starting:
+    """Something that blocks, in a thread: to be waited for."""
+
+    peers, moves = True, 0
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.made: Any = None
+        self.problem = ""
+
+        def run() -> None:
+            try:
+                self.made = make()
+            except Exception as error:
+                self.problem = f"{type(error).__name__}: {error}"
+
+        self._thread = threading.Thread(target=run, name="allred-nccl-start", daemon=True)
+        self._thread.start()
+
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def linger(self) -> bool:
+        self._thread.join(0.001)
+        return self.done()
+
+
+class NcclTransport:
+    """Between the GPUs of all ranks of `host`, over which they agree."""
+
+    name = "nccl"
+
+    def __init__(self, host: Communicator, device: Device, guard: Guard) -> None:
+        self._host, self._device, self._guard = host, device, guard
+        self._nccl: Any = None
+
+    def ready(self) -> Steps[None]:
+        """Make NCCL's communicator if there is none. Collective. Raises AllredError on all ranks."""
+        self._guard.check()
+        if self._nccl is not None:
+            return
+        starting = Starting(self._device.nccl.get_unique_id if self._host.rank == 0 else lambda: None)
+        yield starting
+        unique_id, problem = yield from objects.cast(self._host, objects.dumps((starting.made, starting.problem)), 0)
+        if not problem:
+            starting = Starting(lambda: self._device.communicator(self._host.size, unique_id, self._host.rank))
+            yield starting
+            problems = yield from objects.gather(self._host, objects.dumps(starting.problem))
+            problem = next((f"rank {self._host.ranks[r]}: {text}" for r, text in enumerate(problems) if text), "")
+        if problem:
+            raise AllredError(f"NCCL does not start: {problem}; {HINT}")
+        self._nccl = starting.made
+        self._guard.begin(self._nccl)
+
+    def close(self, well: bool) -> None:
+        """Give it back; `well`: nothing has gone wrong."""
+        if self._nccl is not None:
+            if well:
+                self._device.stream.synchronize()
+                self._nccl.destroy()
+            else:
+                self._nccl.abort()
+        self._nccl = None
+
+    def allreduce(self, lane: Lane, flat: Any, name: str, op: ReduceOp, wire: str) -> Steps[None]:
+        """In place. name: of the dtype, which is uint16 for bfloat16. wire: the 16-bit type to travel in, or ""."""
+        yield from ()
+        xp, halves = self._device.xp, nccl_wire.halves(name, op, wire)
+        with lane.enter() as stream:
+            if halves:
+                self._allreduce_halves(stream, flat, name, op, halves)
+                return
+            how = nccl_wire.travel(name, op)
+            moved = nccl_wire.encode(xp, flat, name, how)
+            self._call("allReduce", moved, moved, moved.size, self._type(how.name), self._op(how.op), stream.ptr)
+            nccl_wire.decode(xp, moved, flat, name, how)
+            if op is ReduceOp.AVERAGE:
+                xp.divide(flat, self._host.size, out=flat)
+
+    def _allreduce_halves(self, stream: Any, flat: Any, name: str, op: ReduceOp, halves: str) -> None:
+        xp, size = self._device.xp, self._host.size
+        share = -(-flat.size // size)
+        out = xp.zeros(size * share, nccl_wire.element(halves))
+        out[: flat.size] = flat if name == halves else nccl_wire.narrow(xp, flat, halves)
+        rows = xp.empty_like(out)
+        part = share * 2
+        self._alltoall(stream, out.view(np.uint8), rows.view(np.uint8), [part] * size, [part] * size)
+        mine = nccl_wire.combine(xp, rows.reshape(size, share), halves, op)
+        count, kind = share * 2, self._type("uint8")
+        self._call("allGather", mine, out, count, kind, stream.ptr)
+        back = out[: flat.size]
+        flat[...] = back if name == halves else nccl_wire.widen(back, halves)
+
+    def broadcast(self, lane: Lane, data: Any, root: int) -> Steps[None]:
+        """Bytes of the root."""
+        yield from ()
+        with lane.enter() as stream:
+            self._call("broadcast", data, data, data.size, self._type("uint8"), root, stream.ptr)
+
+    def allgather(self, lane: Lane, send: Any, recv: Any, counts: list[int]) -> Steps[None]:
+        """Bytes; counts[r] from rank r."""
+        yield from ()
+        starts = np.cumsum([0, *counts]).tolist()
+        with lane.enter() as stream:
+            mine = recv[starts[self._host.rank] : starts[self._host.rank + 1]]
+            mine[...] = send
+            self._group()
+            for root, (start, count) in enumerate(zip(starts, counts, strict=False)):
+                part = recv[start : start + count]
+                if count:
+                    self._call("broadcast", part, part, count, self._type("uint8"), root, stream.ptr)
+            self._group(over=True)
+
+    def alltoall(self, lane: Lane, send: Any, recv: Any, counts: arrays.Array) -> Steps[None]:
+        """Bytes; counts[i, j] from rank i to rank j."""
+        yield from ()
+        rank = self._host.rank
+        with lane.enter() as stream:
+            self._alltoall(stream, send, recv, counts[rank].tolist(), counts[:, rank].tolist())
+
+    def _alltoall(self, stream: Any, send: Any, recv: Any, to: list[int], come: list[int]) -> None:
+        out, back, kind = np.cumsum([0, *to]).tolist(), np.cumsum([0, *come]).tolist(), self._type("uint8")
+        rank = self._host.rank
+        recv[back[rank] : back[rank + 1]] = send[out[rank] : out[rank + 1]]
+        self._group()
+        for peer in range(self._host.size):
+            if peer != rank and to[peer]:
+                self._call("send", send[out[peer] : out[peer + 1]], to[peer], kind, peer, stream.ptr)
+            if peer != rank and come[peer]:
+                self._call("recv", recv[back[peer] : back[peer + 1]], come[peer], kind, peer, stream.ptr)
+        self._group(over=True)
+
+    def reducescatter(self, lane: Lane, flat: Any, out: Any, name: str, counts: list[int], op: ReduceOp) -> Steps[None]:
+        """Rank r gets the r-th part, of counts[r] elements. As an allreduce of a copy: simple, and the same bits."""
+        with lane.enter():
+            whole = flat.copy()
+        yield from self.allreduce(lane, whole, name, op, "")
+        start = sum(counts[: self._host.rank])
+        with lane.enter():
+            out[...] = whole[start : start + out.size]
+
+    def _call(self, function: str, *arguments: Any) -> None:
+        """One of NCCL's functions; device arrays go as their addresses. NCCL takes no counts of 0 amiss, but we do."""
+        addresses = [a.data.ptr if hasattr(a, "dtype") else a for a in arguments]
+        try:
+            getattr(self._nccl, function)(*addresses)
+        except Exception as error:
+            self._guard.failure = self._guard.failure or AllredError(f"NCCL's {function}: {error}; {HINT}")
+            self._guard.check()
+
+    def _group(self, over: bool = False) -> None:
+        (self._device.nccl.groupEnd if over else self._device.nccl.groupStart)()
+
+    def _type(self, name: str) -> int:
+        return int(getattr(self._device.nccl, _TYPES[name]))
+
+    def _op(self, op: ReduceOp) -> int:
+        return int(getattr(self._device.nccl, _OPS[op]))

@@ -1,0 +1,120 @@
+"""The kernels of csrc/fuse.cu: tensors packed into a buffer, unpacked, and looked at for NaN, one launch for all.
+
+They are compiled at their first use, by NVRTC through cupy, which keeps the result on disk. What a launch has to know
+(where the tensors are, which block does which part) lies on the GPU as tables, kept from step to step: gradients mostly
+stay where they are.
+"""
+
+import functools
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+HERE = pathlib.Path(__file__).parent  # its .cu and .h are links to those of csrc, and copies in a wheel
+SOURCE = HERE / "fuse.cu"
+TILE = 8192  # as in it
+_THREADS = 256
+_ALIGN_BYTES = 16
+_KEPT = 64  # tables
+
+
+def starts(counts: Sequence[int], itemsize: int) -> list[int]:
+    """Where in a buffer each tensor starts, in elements, aligned for the kernels; and, last, how many it takes in all.
+
+    >>> starts([3, 8, 1], itemsize=4)
+    [0, 4, 12, 16]
+    """
+    step = max(1, _ALIGN_BYTES // itemsize)
+    found = [0]
+    for count in counts:
+        found.append(found[-1] + -(-count // step) * step)
+    return found
+
+
+def tables(addresses: Sequence[int], begin: Sequence[int], counts: Sequence[int]) -> tuple[Any, Any]:
+    """The pieces and the tiles of a launch, as fuse.cu has them; int64 arrays."""
+    pieces = np.array([addresses, begin[: len(counts)], counts], np.int64).T
+    tiles = [(i, number) for i, count in enumerate(counts) for number in range(-(-count // TILE))]
+    return np.ascontiguousarray(pieces), np.array(tiles, np.int64).reshape(-1, 2)
+
+
+class Kernels:
+    """Of the current GPU. Arrays are contiguous cupy arrays, bfloat16 as uint16 with its name; all goes to the current
+    stream."""
+
+    def __init__(self, xp: Any) -> None:
+        self._xp = xp
+        self._tables: dict[Any, tuple[Any, Any]] = {}
+
+    @functools.cached_property
+    def _module(self) -> Any:
+        return self._xp.RawModule(code=SOURCE.read_text(), options=("-fmad=false",))
+
+    def pack(self, parts: Sequence[Any], name: str, buffer: Any, factor: float | None) -> None:
+        """Tensors of a dtype, by its name, into the buffer, each from its `starts` on; multiplied by a factor, or as
+        they are. 16-bit floats are float32 in the buffer if there is a factor."""
+        self._fuse("pack", parts, name, buffer, factor)
+
+    def unpack(self, buffer: Any, parts: Sequence[Any], name: str, divisor: float | None) -> None:
+        """The reverse, divided by the divisor. 16-bit floats are float32 in the buffer if there is one."""
+        self._fuse("unpack", parts, name, buffer, divisor)
+
+    def _fuse(self, way: str, parts: Sequence[Any], name: str, buffer: Any, number: float | None) -> None:
+        begin = starts([part.size for part in parts], buffer.itemsize)
+        if number is None:
+            scale = buffer.itemsize
+            self._launch(f"{way}_bytes", parts, [start * scale for start in begin], scale, (buffer,))
+        else:
+            self._launch(f"{way}_{name}", parts, begin, 1, (buffer, np.float64(number)))
+
+    def exceeds(self, parts: Sequence[Any], element_bytes: int, limit: int) -> Any:
+        """A uint32 on the GPU: whether some element's magnitude, by its bits, is beyond the limit (see fuse.cu)."""
+        flag = self._xp.zeros(1, np.uint32)
+        self._launch(f"exceeds_{element_bytes}", parts, [0] * len(parts), 1, (np.uint32(limit), flag))
+        return flag
+
+    def _launch(
+        self, name: str, parts: Sequence[Any], begin: Sequence[int], scale: int, others: tuple[Any, ...]
+    ) -> None:
+        key = name, scale, tuple([part.data.ptr for part in parts]), tuple([part.size for part in parts])
+        if key not in self._tables:
+            if len(self._tables) >= _KEPT:
+                self._tables.pop(next(iter(self._tables)))
+            pieces, tiles = tables(key[2], begin, [size * scale for size in key[3]])
+            self._tables[key] = self._xp.asarray(pieces), self._xp.asarray(tiles)
+        pieces, tiles = self._tables[key]
+        if len(tiles):
+            self._module.get_function(name)((len(tiles),), (_THREADS,), (pieces, tiles, *others))
+
+
+_RULE_ARRAYS, _RULE_NUMBERS = 5, 6  # as in csrc/update.h
+_BLOCKS = 4096  # the most; a thread takes several elements then
+
+
+def update(rule: str, tensors: Sequence[Any], numbers: Sequence[float]) -> bool:
+    """An optimizer's update of one tensor in one launch, as native.update does it for host arrays: False if these are
+    not contiguous cupy arrays of one dtype, float32 or float64, and one shape; nothing has changed then."""
+    param = tensors[0]
+    given = [tensor for tensor in tensors if tensor is not None]
+    if param.dtype.char not in "fd" or not param.size:
+        return False
+    if not all(t.dtype == param.dtype and t.shape == param.shape and t.flags.c_contiguous for t in given):
+        return False
+    kernel = _updates().get_function(f"update_{rule}_{param.dtype.name}")
+    pointers = [np.uintp(0) if tensor is None else tensor for tensor in tensors]
+    pointers += [np.uintp(0)] * (_RULE_ARRAYS - len(pointers))
+    floats = [np.float64(number) for number in numbers] + [np.float64(0)] * (_RULE_NUMBERS - len(numbers))
+    blocks = min(_BLOCKS, -(-param.size // _THREADS))
+    kernel((blocks,), (_THREADS,), (*pointers, *floats, np.uint64(param.size)))
+    return True
+
+
+@functools.cache
+def _updates() -> Any:
+    import cupy
+
+    source = (HERE / "update.cu").read_text()
+    body = (HERE / "update_body.h").read_text()
+    return cupy.RawModule(code=source.replace('#include "update_body.h"', body), options=("-fmad=false",))

@@ -1,0 +1,1 @@
+../../csrc/update.cu

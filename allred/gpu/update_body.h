@@ -1,0 +1,1 @@
+../../csrc/update_body.h

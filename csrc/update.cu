@@ -1,0 +1,49 @@
+/*
+ * The optimizers' updates on a GPU: the loops of update_body.h, each thread with its elements. One launch a tensor, with
+ * the bits that the C kernels and numpy give (no fused multiply-adds: -fmad=false). allred/gpu/kernels.py compiles this.
+ */
+#ifndef NULL
+#define NULL 0
+#endif
+#define STORAGE
+#define EACH(count)                                                               \
+  for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < (count); i += (size_t)gridDim.x * blockDim.x)
+#define ROOT(x) sqrt(x)
+#define POSITIVE(x) ((((x) > 0) | ((x) != (x))) ? (x) : 0)
+#define FIX(flag, condition, statement) \
+  if (condition) {                      \
+    enum { flag = 1 };                  \
+    statement;                          \
+  } else {                              \
+    enum { flag = 0 };                  \
+    statement;                          \
+  }
+
+#define REAL float
+#define NAME(name) name##_float32
+#define TARGET __device__
+#include "update_body.h"
+#define REAL double
+#define NAME(name) name##_float64
+#define TARGET __device__
+#include "update_body.h"
+
+/* Arrays and numbers as update.h lists them; NULL and 0 for what a rule does without. */
+#define UPDATE(RULE)                                                                                                  \
+  extern "C" __global__ void update_##RULE(void *a, void *b, void *c, void *d, void *e, double p, double q, double r, \
+                                           double s, double t, double u, size_t count) {                              \
+    void *const arrays[] = {a, b, c, d, e};                                                                           \
+    const double numbers[] = {p, q, r, s, t, u};                                                                      \
+    RULE(arrays, numbers, count);                                                                                     \
+  }
+
+UPDATE(sgd_float32)
+UPDATE(sgd_float64)
+UPDATE(adagrad_float32)
+UPDATE(adagrad_float64)
+UPDATE(rmsprop_float32)
+UPDATE(rmsprop_float64)
+UPDATE(adam_float32)
+UPDATE(adam_float64)
+UPDATE(adamw_float32)
+UPDATE(adamw_float64)

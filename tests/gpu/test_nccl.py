@@ -1,0 +1,127 @@
+"""Device arrays through NCCL, on a real GPU: the same closed forms as the other backends (tests/parallel)."""
+
+import cupy
+import numpy as np
+import pytest
+import torch
+
+import allred
+from allred.errors import InputError, MismatchError
+
+SHAPES = [(), (0,), (1,), (7,), (2, 3), (1009,), (3, 131077)]
+FLOATS, INTS = ["float16", "float32", "float64"], ["int8", "int16", "int32", "int64", "uint8"]
+RANKED = allred.Sum, allred.Min, allred.Max, allred.Product
+
+
+def data(rank, shape, dtype):
+    count = int(np.prod(shape, dtype=np.int64))
+    return ((np.arange(count) + 3 * rank) % 5).reshape(shape).astype(dtype)
+
+
+def expected(op, shape, dtype):
+    ranks = np.stack([data(r, shape, np.float64) for r in range(allred.size())])
+    if op is allred.Average:
+        return ranks.mean(axis=0).astype(dtype)
+    reduce = {allred.Sum: np.add, allred.Min: np.minimum, allred.Max: np.maximum, allred.Product: np.multiply}[op]
+    return reduce.reduce(ranks, axis=0).astype(dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS + INTS)
+def test_allreduce(dtype, shape):
+    for _ in range(2):
+        x = cupy.asarray(data(allred.rank(), shape, dtype))
+        y = allred.allreduce(x, allred.Sum)
+        assert isinstance(y, cupy.ndarray)
+        np.testing.assert_array_equal(y.get(), expected(allred.Sum, shape, dtype), strict=True)
+        np.testing.assert_array_equal(x.get(), data(allred.rank(), shape, dtype))
+
+
+@pytest.mark.parametrize("op", [*RANKED, allred.Average])
+@pytest.mark.parametrize("dtype", FLOATS + INTS)
+def test_every_op_in_place(op, dtype):
+    if op is allred.Average and dtype in INTS:
+        return
+    x = cupy.asarray(data(allred.rank(), (1009,), dtype))
+    assert allred.allreduce_(x, op) is x
+    np.testing.assert_allclose(x.get(), expected(op, (1009,), dtype), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_nan_makes_nan(dtype):
+    x = cupy.asarray(np.array([np.nan if allred.rank() == 0 else 1, np.inf, -0.5], dtype))
+    for op in RANKED:
+        y = allred.allreduce(x, op).get()
+        assert np.isnan(y[0]), op
+        if op in (allred.Min, allred.Max):
+            assert y[1:].tolist() == [np.inf, -0.5]
+
+
+def test_bfloat16_of_torch():
+    """256 + 1 has one digit more than bfloat16: the sum is formed in float32."""
+    x = torch.full((1000,), 256.0 if allred.rank() == 0 else 1.0, dtype=torch.bfloat16, device="cuda")
+    y = allred.allreduce(x, allred.Sum)
+    assert y.dtype is torch.bfloat16
+    assert y.is_cuda
+    total = torch.tensor(255.0 + allred.size()).to(torch.bfloat16)
+    assert (y.cpu() == total).all()
+    assert allred.allreduce_(x, allred.Average) is x
+    assert (x.cpu() == torch.tensor((255.0 + allred.size()) / allred.size()).to(torch.bfloat16)).all()
+
+
+def test_a_torch_tensor_waits_for_torchs_stream():
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        x = torch.zeros(2**24, device="cuda")
+        for _ in range(50):
+            x += 1
+        y = allred.allreduce(x, allred.Average)
+        z = y * 2
+    stream.synchronize()
+    assert (z == 100).all()
+
+
+def test_wait_does_not_block_the_host_but_orders_the_stream():
+    x = cupy.ones(2**26, np.float32)
+    work = allred.allreduce_async_(x, allred.Average)
+    work.wait()
+    total = x.sum()  # enqueued behind
+    assert float(total) == 2**26
+    assert work.synchronize() is x
+    assert work.done()
+
+
+def test_a_group_with_layouts_and_weights():
+    shapes = [(3,), (), (0,), (1009,), (200, 300)]
+    group = [cupy.asarray(data(allred.rank(), s, "float32")) for s in shapes]
+    group.append(cupy.asarray(data(allred.rank(), (10, 20), "float32"))[:, ::2])
+    for result, shape in zip(allred.grouped_allreduce_(group, allred.Average), shapes, strict=False):
+        np.testing.assert_allclose(result.get(), expected(allred.Average, shape, "float32"), rtol=1e-6)
+    np.testing.assert_allclose(group[-1].get(), expected(allred.Average, (10, 20), "float32")[:, ::2], rtol=1e-6)
+
+
+def test_the_other_collectives():
+    rank, size = allred.rank(), allred.size()
+    x = cupy.asarray(data(rank, (2, 3), "float32"))
+    for root in range(size):
+        np.testing.assert_array_equal(allred.broadcast(x, root).get(), data(root, (2, 3), "float32"))
+    rows = cupy.asarray(data(rank, (rank + 1, 3), "int64"))
+    everyone = np.concatenate([data(r, (r + 1, 3), "int64") for r in range(size)])
+    np.testing.assert_array_equal(allred.allgather(rows).get(), everyone)
+    y, received = allred.alltoall(cupy.asarray(np.repeat(np.arange(size), 2) + 10 * rank))
+    assert received.tolist() == [2] * size
+    assert y.get().tolist() == [rank + 10 * r for r in range(size) for _ in range(2)]
+    z = allred.reducescatter(cupy.asarray(data(rank, (2 * size + 1, 2), "float32")), allred.Sum)
+    np.testing.assert_array_equal(
+        z.get(), np.array_split(expected(allred.Sum, (2 * size + 1, 2), "float32"), size)[rank]
+    )
+
+
+def test_mistakes_are_known_to_all():
+    host = np.ones(3, np.float32)
+    if allred.size() > 1:
+        with pytest.raises(MismatchError, match="on the GPU on rank"):
+            allred.allreduce(host if allred.rank() else cupy.asarray(host))
+    with pytest.raises(InputError, match="some on the GPU and some on the host"):
+        allred.grouped_allreduce([host, cupy.asarray(host)])
+    assert allred.allreduce(host, allred.Sum).tolist() == [allred.size()] * 3

@@ -1,0 +1,91 @@
+"""Steps of optimizers with parameters on a real GPU, and the kernels, against the same on the host."""
+
+import copy
+
+import cupy
+import numpy as np
+import pytest
+
+import allred
+from allred.gpu import values as gpu_values
+from allred.gpu.kernels import Kernels, starts
+from allred.optim import SGD, Adagrad, Adam, AdamW, RMSProp
+
+OPTIMIZERS = [SGD(0.1), SGD(0.1, momentum=0.9, nesterov=True, weight_decay=0.01), Adagrad(0.1), Adam(0.1), AdamW(0.1)]
+OPTIMIZERS += [RMSProp(0.1), RMSProp(0.1, centered=True, momentum=0.9)]
+
+
+def values(seed, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    return {"w": rng.normal(size=(64, 33)).astype(dtype), "b": rng.normal(size=33).astype(dtype)}
+
+
+def on_gpu(nest):
+    return {name: cupy.asarray(value) for name, value in nest.items()}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
+def test_updates_have_the_bits_of_the_c_kernels(optimizer, dtype):
+    here, there = copy.deepcopy(optimizer), copy.deepcopy(optimizer)
+    host, device = values(0, dtype), on_gpu(values(0, dtype))
+    for step in range(1, 5):
+        here.step(host, values(step, dtype))
+        there.step(device, on_gpu(values(step, dtype)))
+    for name in host:
+        np.testing.assert_array_equal(device[name].get(), host[name])
+
+
+def test_training_gives_what_it_gives_on_the_host():
+    host, device = values(0), on_gpu(values(0))
+    for params, place in ((host, dict), (device, on_gpu)):
+        opt = allred.distributed(Adam(lr=0.01), clip_norm=3.0)
+        opt.broadcast(params)
+        for step in range(1, 6):
+            opt.step(params, place(values([step, allred.rank()])), samples=1 + allred.rank())
+    for name in host:
+        np.testing.assert_allclose(device[name].get(), host[name], rtol=1e-4, atol=1e-6)
+
+
+def test_checkpoints_pass_between_gpu_and_host(tmp_path):
+    directory = allred.broadcast_object(str(tmp_path))
+    params = on_gpu(values(0))
+    opt = allred.distributed(Adam(lr=0.01))
+    opt.step(params, on_gpu(values([1, allred.rank()])))
+    opt.save(directory, params)
+    allred.barrier()
+    again, host = on_gpu(values(5)), values(6)
+    for other in (again, host):
+        fresh = allred.distributed(Adam(lr=0.01))
+        assert fresh.restore(directory, other) == 1
+        for name in params:
+            np.testing.assert_array_equal(gpu_values.to_host(other[name]), params[name].get())
+
+
+def test_nan_on_a_gpu_is_found():
+    grads = on_gpu(values(1))
+    if allred.rank() == allred.size() - 1:
+        grads["b"][3] = cupy.nan
+    with pytest.raises(allred.NonFiniteError, match="'b'"):
+        allred.distributed(SGD(0.1), nonfinite="raise").step(on_gpu(values(0)), grads)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_pack_and_unpack(dtype, offset):
+    kernels, counts = Kernels(cupy), [3, 8192, 1, 100003]
+    parts = [cupy.asarray(np.random.default_rng(n).integers(0, 100, n + offset).astype(dtype))[offset:] for n in counts]
+    begin = starts(counts, np.dtype(dtype).itemsize)
+    buffer = cupy.zeros(begin[-1], dtype)
+    kernels.pack(parts, np.dtype(dtype).name, buffer, None)
+    for start, part in zip(begin, parts, strict=False):
+        cupy.testing.assert_array_equal(buffer[start : start + part.size], part)
+    back = [cupy.zeros_like(part) for part in parts]
+    kernels.unpack(buffer, back, np.dtype(dtype).name, None)
+    for part, other in zip(parts, back, strict=True):
+        cupy.testing.assert_array_equal(part, other)
+    if dtype in (np.float32, np.float64):
+        kernels.pack(parts, np.dtype(dtype).name, buffer, 3.0)
+        kernels.unpack(buffer, back, np.dtype(dtype).name, 4.0)
+        for part, other in zip(parts, back, strict=True):
+            np.testing.assert_array_equal(other.get(), part.get() * dtype(3) / dtype(4))

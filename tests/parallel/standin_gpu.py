@@ -1,0 +1,246 @@
+"""A stand-in for a GPU, cupy and NCCL, for the tests on machines without: numpy arrays that say they are on a device.
+
+It stands in for the thin calls alone (Device, its kernels, NCCL's communicator, adopt); all decisions are the library's
+own. NCCL's functions are done at once, with plain MPI over a communicator of its own, which is what ranks need that
+really have to meet. What is on a GPU nobody may touch otherwise: converting to numpy raises, as cupy does. The real
+thing is tested by tests/gpu.
+"""
+
+import contextlib
+import ctypes
+
+import numpy as np
+
+from allred.comm import nccl_wire
+from allred.gpu import values
+from allred.gpu.kernels import starts
+
+
+class DeviceArray(np.ndarray):
+    """Host memory that claims to be a GPU's."""
+
+    @property
+    def __cuda_array_interface__(self):
+        return {**self.__array_interface__, "data": (self.ctypes.data, not self.flags.writeable), "version": 3}
+
+
+def on_gpu(value):
+    """A copy of a host array as one on the GPU; its memory is kept in the same layout."""
+    return np.array(value, order="K").view(DeviceArray)
+
+
+def host(value):
+    """Its values."""
+    return np.asarray(value)
+
+
+def adopt(value):
+    """In place of values.adopt: the same for these arrays."""
+    bare = value.view(Pointed)
+    if value.dtype.name == "bfloat16":
+        bare = bare.view(np.uint16)
+    dtype = value.dtype
+    return values.Adopted(bare, dtype, value.flags.writeable, lambda made: made.view(dtype).view(DeviceArray))
+
+
+class Pointed(np.ndarray):
+    """What allred works on: numpy with cupy's `data.ptr`."""
+
+    @property
+    def data(self):
+        return Data(self.ctypes.data)
+
+
+class Data:
+    def __init__(self, ptr):
+        self.ptr = ptr
+
+
+class Namespace:
+    """As much of cupy as is used."""
+
+    isnan, divide, zeros_like, empty_like = np.isnan, np.divide, np.zeros_like, np.empty_like
+
+    @staticmethod
+    def where(condition, one, other):
+        return np.where(condition, one, other).view(Pointed)
+
+    @staticmethod
+    def asarray(value, dtype=None):
+        return np.asarray(value, dtype).view(Pointed)
+
+    @staticmethod
+    def zeros(shape, dtype):
+        return np.zeros(shape, dtype).view(Pointed)
+
+    @staticmethod
+    def empty(shape, dtype):
+        """With what nobody should see."""
+        array = np.empty(shape, dtype)
+        array.reshape(-1).view(np.uint8)[:] = 0xA5
+        return array.view(Pointed)
+
+
+class End:
+    def __init__(self, device):
+        self._device = device
+
+    def order(self):
+        self._device.ordered += 1
+
+    def done(self):
+        return not self._device.stuck
+
+    def synchronize(self):
+        self._device.synchronized += 1
+
+
+class Lane:
+    def __init__(self, device):
+        self._device = device
+
+    @contextlib.contextmanager
+    def enter(self):
+        assert not self._device.inside, "two operations on the stream at once, or one that waits inside"
+        self._device.inside = True
+        try:
+            yield self._device.stream
+        finally:
+            self._device.inside = False
+
+    def end(self, kept):
+        return End(self._device)
+
+
+class Stream:
+    ptr = 7
+
+    def synchronize(self):
+        pass
+
+
+class Kernels:
+    """What fuse.cu does, in numpy; tests/unit/test_fuse_cu.py holds the two against each other."""
+
+    def pack(self, parts, name, buffer, factor):
+        for start, part in zip(starts([part.size for part in parts], buffer.itemsize), parts, strict=False):
+            end = start + part.size
+            if factor is not None:
+                part = widened(part, name) * buffer.dtype.type(factor) if factor else 0
+            buffer[start:end] = part
+
+    def unpack(self, buffer, parts, name, divisor):
+        for start, part in zip(starts([part.size for part in parts], buffer.itemsize), parts, strict=False):
+            held = buffer[start : start + part.size]
+            part[...] = held if divisor is None else narrowed(held / held.dtype.type(divisor), name)
+
+    def exceeds(self, parts, element_bytes, limit):
+        bits = [part.view(f"u{element_bytes}") for part in parts]
+        upper = [(each >> 32).astype(np.uint32) if element_bytes == 8 else each for each in bits]
+        mask = 0x7FFF if element_bytes == 2 else 0x7FFFFFFF
+        return np.array([any(((each & mask) > limit).any() for each in upper)], np.uint32)
+
+
+def widened(part, name):
+    return nccl_wire.widen(part, name) if name in nccl_wire.HALVES else part
+
+
+def narrowed(part, name):
+    return nccl_wire.narrow(np, part, name) if name in nccl_wire.HALVES else part
+
+
+class Nccl:
+    """The module cupy.cuda.nccl, and its communicator: MPI's collectives on the memory at the addresses."""
+
+    NCCL_INT8, NCCL_UINT8, NCCL_INT32, NCCL_INT64, NCCL_FLOAT16, NCCL_FLOAT32, NCCL_FLOAT64 = (0, 1, 2, 4, 6, 7, 8)
+    NCCL_SUM, NCCL_PROD, NCCL_MAX, NCCL_MIN = range(4)
+    DTYPES = {0: "i1", 1: "u1", 2: "i4", 4: "i8", 6: "f2", 7: "f4", 8: "f8"}  # noqa: RUF012
+    OPS = (np.add, np.multiply, np.fmax, np.fmin)  # those that drop a NaN, as NCCL's do
+
+    def __init__(self):
+        self.aborted, self.error, self.calls, self._grouped = False, None, [], None
+
+    def get_unique_id(self):
+        return (1, 2, 3)
+
+    def start(self, comm, unique_id):
+        assert unique_id == (1, 2, 3)
+        self.comm = comm.Dup()
+        return self
+
+    def groupStart(self):  # noqa: N802
+        self._grouped = []
+
+    def groupEnd(self):  # noqa: N802
+        for request in self._grouped:
+            request.Wait()
+        self._grouped = None
+
+    def allReduce(self, source, target, count, kind, op, stream):  # noqa: N802
+        self._note("allReduce", stream)
+        rows = self.comm.allgather(self._at(source, count, kind).copy())
+        assert op in (self.NCCL_SUM, self.NCCL_PROD) or rows[0].dtype.kind in "iu", "NCCL's Min and Max drop a NaN"
+        with np.errstate(all="ignore"):
+            self._at(target, count, kind)[:] = self.OPS[op].reduce(np.stack(rows), axis=0, dtype=rows[0].dtype)
+
+    def broadcast(self, source, target, count, kind, root, stream):
+        self._note("broadcast", stream)
+        self.comm.Bcast(self._at(target, count, kind), root)
+
+    def allGather(self, source, target, count, kind, stream):  # noqa: N802
+        self._note("allGather", stream)
+        self.comm.Allgather(self._at(source, count, kind).copy(), self._at(target, count * self.comm.Get_size(), kind))
+
+    def send(self, source, count, kind, peer, stream):
+        self._note("send", stream)
+        self._grouped.append(self.comm.Isend(self._at(source, count, kind), peer))
+
+    def recv(self, target, count, kind, peer, stream):
+        self._note("recv", stream)
+        self._grouped.append(self.comm.Irecv(self._at(target, count, kind), peer))
+
+    def check_async_error(self):
+        if self.error:
+            raise self.error
+
+    def abort(self):
+        self.aborted = True
+
+    def destroy(self):
+        self.comm.Free()
+
+    def _note(self, call, stream):
+        assert stream == Stream.ptr, "not on the communication stream"
+        self.calls.append(call)
+
+    def _at(self, address, count, kind):
+        dtype = np.dtype(self.DTYPES[kind])
+        memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+        return np.frombuffer(memory, dtype)
+
+
+class Device:
+    """In place of gpu.device.Device. comm: an mpi4py communicator of the same ranks."""
+
+    def __init__(self, comm):
+        self._comm = comm
+        self.xp, self.nccl, self.kernels, self.stream = Namespace, Nccl(), Kernels(), Stream()
+        self.ordered = self.synchronized = 0
+        self.inside = self.stuck = False
+
+    def lane(self, handles=()):
+        return Lane(self)
+
+    def communicator(self, size, unique_id, rank):
+        return self.nccl.start(self._comm, unique_id)
+
+    def pinned(self, count):
+        return np.zeros(max(count, 1), np.uint8)
+
+    def to_host(self, source, target):
+        assert self.inside
+        target[:] = np.asarray(source)
+
+    def to_device(self, source, target):
+        assert self.inside
+        target[:] = source

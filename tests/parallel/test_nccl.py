@@ -1,0 +1,335 @@
+"""The contract on device arrays, with a stand-in for the GPU (standin_gpu.py): decisions, headers, dtypes, order.
+
+The real thing: tests/gpu. Here `nccl` is what goes through NCCL's calls, `staged` what goes through the host.
+"""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import standin_gpu
+import test_collectives as contract
+from mpi4py import MPI
+from standin_gpu import DeviceArray, host, on_gpu
+
+import allred
+from allred.comm import collectives, nccl_calls, registry
+from allred.comm.nccl_connect import around
+from allred.config import Config
+from allred.errors import InputError, MismatchError
+from allred.gpu import values as gpu_values
+from allred.modes import pairs, sync
+from allred.modes.detect import drift, finite, repeated
+from allred.reducer import tensor_of
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture(params=["nccl", "staged"])
+def comm(request, monkeypatch):
+    monkeypatch.setattr(nccl_calls, "adopt", standin_gpu.adopt)
+    size = MPI.COMM_WORLD.Get_size()
+    below = registry.BACKENDS[registry.choose("auto", [0] * size, True, [True] * size)[0]]
+    device = standin_gpu.Device(MPI.COMM_WORLD)
+    communicator, _ = around(below(MPI.COMM_WORLD.Dup(), 30.0, [0] * size), device, staged=request.param == "staged")
+    communicator.device = device
+    yield communicator
+    communicator.barrier().wait()
+    communicator.close()
+
+
+@pytest.mark.parametrize("shape", contract.SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", contract.REDUCED, ids=str)
+def test_allreduce(comm, dtype, shape):
+    def check():
+        x = on_gpu(contract.data(comm.rank, shape, dtype))
+        work = comm.allreduce(x, allred.Sum)
+        y = work.wait()
+        assert (type(y), y.dtype, y.shape) == (DeviceArray, dtype, shape)
+        np.testing.assert_array_equal(host(y), contract.expected(allred.Sum, comm.size, shape, dtype))
+        np.testing.assert_array_equal(host(x), contract.data(comm.rank, shape, dtype))
+        assert not np.shares_memory(x, y)
+
+    contract.twice(check)
+
+
+@pytest.mark.parametrize("op", [allred.Min, allred.Max, allred.Product, allred.Average])
+@pytest.mark.parametrize("dtype", contract.REDUCED, ids=str)
+def test_every_op_in_place(comm, op, dtype):
+    x = on_gpu(contract.data(comm.rank, (1009,), dtype))
+    if op is allred.Average and dtype.kind in "iu":
+        with pytest.raises(InputError, match="Average of"):
+            comm.allreduce_(x, op).wait()
+        return
+    assert comm.allreduce_(x, op).wait() is x
+    np.testing.assert_array_equal(host(x), contract.expected(op, comm.size, (1009,), dtype))
+
+
+def test_bool_is_any_and_all(comm):
+    one = on_gpu(np.array([True, comm.rank == 0, False]))
+    for op, middle in ((allred.Max, True), (allred.Min, comm.size == 1), (allred.Product, comm.size == 1)):
+        np.testing.assert_array_equal(host(comm.allreduce(one, op).wait()), [True, middle, False])
+
+
+@pytest.mark.parametrize("dtype", contract.FLOATS)
+def test_nan_and_infinity(comm, dtype):
+    last = comm.size - 1
+    values = [np.nan if comm.rank == last else 1, np.nan if comm.rank == 0 else 1, np.inf, -np.inf, -0.5]
+    x = on_gpu(np.array(values, dtype))
+    for op in (allred.Min, allred.Max, allred.Sum, allred.Product, allred.Average):
+        y = host(comm.allreduce(x, op).wait()).astype(np.float64)
+        assert np.isnan(y[:2]).all(), op
+        if op in (allred.Min, allred.Max):
+            np.testing.assert_array_equal(y[2:], [np.inf, -np.inf, -0.5])
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_16_bit_sums_are_formed_in_float32(comm, dtype):
+    start = 2048 if dtype is np.float16 else 256
+    x = on_gpu(np.full(3, start if comm.rank == 0 else 1, dtype))
+    total = np.float32(start + comm.size - 1).astype(dtype)
+    np.testing.assert_array_equal(host(comm.allreduce(x, allred.Sum).wait()), np.full(3, total))
+
+
+@pytest.mark.parametrize("dtype", contract.INTS)
+@pytest.mark.parametrize("op", [allred.Sum, allred.Product])
+def test_integers_wrap_around(comm, dtype, op):
+    largest = np.iinfo(dtype).max
+    result, one = np.array([1 if op is allred.Product else 0], dtype), np.array([largest], dtype)
+    for _ in range(comm.size):
+        result = result * one if op is allred.Product else result + one
+    found = comm.allreduce(on_gpu(np.full(31, largest, dtype)), op).wait()
+    assert host(found).tolist() == [int(result[0])] * 31
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("op", [allred.Sum, allred.Average])
+def test_a_group_travels_in_buckets(comm, in_place, op, monkeypatch):
+    """Small tensors of a dtype in one, a large one alone; of other layouts; the gaps between tensors do no harm."""
+    monkeypatch.setattr("allred.comm.nccl.BUCKET_BYTES", 4096)
+    shapes = [(3,), (), (0,), (1009,), (2, 2), (5,), (7,)]
+    dtypes = [np.float32, np.float64, np.float32, np.float32, ml_dtypes.bfloat16, np.float32, ml_dtypes.bfloat16]
+
+    def check():
+        group = [on_gpu(contract.data(comm.rank, s, d)) for s, d in zip(shapes, dtypes, strict=True)]
+        operation = comm.grouped_allreduce_ if in_place else comm.grouped_allreduce
+        results = operation(group, op).wait()
+        for x, y, s, d in zip(group, results, shapes, dtypes, strict=True):
+            np.testing.assert_array_equal(host(y), contract.expected(op, comm.size, s, d))
+            assert (x is y) == in_place
+        assert comm.grouped_allreduce([], allred.Sum).wait() == []
+
+    contract.twice(check)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_weighted_gradients(comm, dtype):
+    """A rank without samples counts for nothing, NaN though it has; 16-bit floats are rounded once."""
+    group = [np.arange(4) + 1.0, np.full(3, 1 / 3)]
+    mine = [on_gpu((x if comm.rank == 0 else x * np.nan).astype(dtype)) for x in group]
+    weight = float(comm.size) if comm.rank == 0 else 0.0
+    comm.weighted_allreduce_(mine, allred.Average, "", allred.Compression.none, weight).wait()
+    for x, y in zip(group, mine, strict=True):
+        np.testing.assert_array_equal(host(y), x.astype(dtype))
+
+
+@pytest.mark.parametrize("compression", [allred.Compression.fp16, allred.Compression.bf16])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_compression_gives_what_the_other_backends_give(comm, dtype, compression):
+    """Rounded to the type that travels, as backend mpi rounds its sums."""
+    half = np.float16 if compression is allred.Compression.fp16 else ml_dtypes.bfloat16
+    values = np.random.default_rng(comm.rank).normal(size=1001).astype(dtype)
+    there = comm.allreduce(values, allred.Average, compression=compression).wait()
+    here = comm.allreduce(on_gpu(values), allred.Average, compression=compression).wait()
+    assert here.dtype == dtype
+    np.testing.assert_array_equal(host(here).astype(half), there.astype(half))
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_any_layout(comm, which):
+    x = on_gpu(np.ones((5, 7), np.float32))
+    y = _layouts(x)[which]
+    y[...] = 1
+    assert not y.flags.c_contiguous
+    comm.allreduce_(y, allred.Sum).wait()
+    np.testing.assert_array_equal(host(y), np.full((5, 7), comm.size))
+    y[...] = comm.rank
+    comm.broadcast_(y, comm.size - 1).wait()
+    np.testing.assert_array_equal(host(y), np.full((5, 7), comm.size - 1))
+    assert host(comm.allgather(y).wait()).shape == (5 * comm.size, 7)
+
+
+def _layouts(x):
+    wide = np.zeros((5, 14), np.float32)
+    return [x.T.copy().T, on_gpu(wide)[:, ::2], on_gpu(np.ones((5, 7), np.float32))[::-1, ::-1]]
+
+
+@pytest.mark.parametrize("dtype", contract.ALL, ids=str)
+def test_broadcast_allgather_alltoall_reducescatter(comm, dtype):
+    for root in range(comm.size):
+        x = on_gpu(contract.data(comm.rank, (2, 3), dtype))
+        np.testing.assert_array_equal(host(comm.broadcast(x, root).wait()), contract.data(root, (2, 3), dtype))
+    rows = [(2 * r + 1) % 4 if r else 0 for r in range(comm.size)]
+    y = comm.allgather(on_gpu(contract.data(comm.rank, (rows[comm.rank], 3), dtype))).wait()
+    np.testing.assert_array_equal(
+        host(y), np.concatenate([contract.data(r, (n, 3), dtype) for r, n in enumerate(rows)])
+    )
+    splits = [(r + comm.rank) % 3 for r in range(comm.size)]
+    z, received = comm.alltoall(on_gpu(contract.data(comm.rank, (sum(splits), 2), dtype)), splits).wait()
+    assert received.tolist() == [(r + comm.rank) % 3 for r in range(comm.size)]
+    parts = []
+    for r in range(comm.size):
+        theirs = [(i + r) % 3 for i in range(comm.size)]
+        whole = contract.data(r, (sum(theirs), 2), dtype)
+        parts.append(whole[sum(theirs[: comm.rank]) : sum(theirs[: comm.rank + 1])])
+    np.testing.assert_array_equal(host(z), np.concatenate(parts))
+    if dtype != np.bool_:
+        shape = (2 * comm.size + 1, 2)
+        w = comm.reducescatter(on_gpu(contract.data(comm.rank, shape, dtype)), allred.Sum).wait()
+        whole = np.array_split(contract.expected(allred.Sum, comm.size, shape, dtype), comm.size)
+        np.testing.assert_array_equal(host(w), whole[comm.rank])
+
+
+def test_host_arrays_and_others_go_on_beside(comm):
+    x = np.full(3, comm.rank, np.float32)
+    started = [comm.allreduce_(on_gpu(x), allred.Sum), comm.allreduce(x, allred.Sum), comm.allgather_object(comm.rank)]
+    assert host(started[0].wait()).tolist() == started[1].wait().tolist() == [sum(range(comm.size))] * 3
+    assert started[2].wait() == list(range(comm.size))
+    assert comm.allreduce_now(on_gpu(x), False, allred.Max, "").tolist() == [comm.size - 1] * 3
+
+
+def test_wait_orders_the_callers_stream_and_not_the_host(comm):
+    work = comm.allreduce(on_gpu(np.ones(3)))
+    work.wait()
+    assert (comm.device.ordered, comm.device.synchronized) == (1, 0)
+    comm.device.stuck = True
+    assert not work.done()
+    comm.device.stuck = False
+    assert work.done()
+    work.synchronize()
+    assert (comm.device.ordered, comm.device.synchronized) == (2, 1)
+
+
+def test_one_rank_with_a_host_array_is_a_mismatch(comm):
+    if comm.size == 1:
+        return
+    for _ in range(2):
+        x = np.ones(3, np.float32)
+        with pytest.raises(MismatchError, match=r"on the GPU on rank.* 0") as raised:
+            comm.allreduce(x if comm.rank else on_gpu(x), allred.Sum, "w").wait()
+        assert "different operations" in str(raised.value)
+        np.testing.assert_array_equal(host(comm.allreduce(on_gpu(x), allred.Sum).wait()), np.full(3, comm.size))
+
+
+def test_what_cannot_be_used_is_known_to_all(comm):
+    locked = on_gpu(np.ones(3))
+    locked.flags.writeable = False
+    with pytest.raises(InputError, match="read-only"):
+        comm.allreduce_(locked if comm.rank == 0 else on_gpu(np.ones(3))).wait()
+    with pytest.raises(InputError, match="some on the GPU and some on the host"):
+        comm.grouped_allreduce([on_gpu(np.ones(3)), np.ones(3)]).wait()
+    with pytest.raises(InputError, match="is not supported"):
+        comm.allreduce(on_gpu(np.ones(3, np.complex64))).wait()
+
+
+def test_ranks_that_have_joined_are_left_out(comm):
+    if comm.size == 1:
+        return
+    if comm.rank == 0:
+        while comm.join(0).wait() is None:
+            pass
+        return
+    few = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Excl([0]))
+
+    def among(ranks):
+        yield from ()
+        below = registry.BACKENDS["mpi"](few.Dup(), 30.0, [0] * len(ranks))
+        below.ranks = tuple(ranks)
+        return around(below, standin_gpu.Device(few), staged=False)[0]
+
+    comm.among = among
+    x = comm.allreduce(on_gpu(np.full(3, comm.rank, np.float32)), allred.Average).wait()
+    np.testing.assert_array_equal(host(x), np.full(3, sum(range(1, comm.size)) / (comm.size - 1), np.float32))
+    assert comm.active.ranks == tuple(range(1, comm.size))
+    comm.join(1).wait()
+
+
+class Model:
+    """A few parameters of several kinds, and gradients that differ between ranks."""
+
+    def __init__(self, place):
+        self.place = place
+        values = np.random.default_rng(0)
+        shapes = {"w": (40, 30), "b": (30,), "scale": (), "v": (7, 3)}
+        self.params = {name: place(values.normal(size=shape).astype(np.float32)) for name, shape in shapes.items()}
+
+    def grads(self, step, rank):
+        values = np.random.default_rng([step, rank])
+        return {name: self.place(values.normal(size=p.shape).astype(np.float32)) for name, p in self.params.items()}
+
+
+@pytest.fixture
+def world_on_gpus(comm, monkeypatch):
+    """The running world, with this communicator."""
+    monkeypatch.setattr(gpu_values, "adopt", standin_gpu.adopt)
+    monkeypatch.setattr(gpu_values, "zeros", lambda like, shape, dtype: on_gpu(np.zeros(shape, dtype)))
+    monkeypatch.setattr(gpu_values, "to_host", lambda value: host(value) if value is not None else None)
+    for module in (drift, finite, repeated, sync):
+        monkeypatch.setattr(module, "to_host", gpu_values.to_host)
+    kernels = standin_gpu.Kernels()
+    monkeypatch.setattr(finite, "exceeds_on_gpu", lambda parts, *a: bool(kernels.exceeds(list(map(host, parts)), *a)))
+    monkeypatch.setattr(pairs, "adopt", standin_gpu.adopt)
+    monkeypatch.setattr(collectives, "_communicator", comm)
+    return comm
+
+
+@pytest.mark.parametrize("samples", [None, "uneven"])
+def test_training_gives_what_it_gives_on_the_host(world_on_gpus, samples):
+    comm = world_on_gpus
+    there, here = Model(on_gpu), Model(np.array)
+    count = None if samples is None else 3 + comm.rank
+    optimizers = [allred.distributed(allred.optim.Adam(lr=0.1), clip_norm=3.0) for _ in range(2)]
+    for model, optimizer in zip((here, there), optimizers, strict=True):
+        model.params["b"] += comm.rank
+        optimizer.broadcast(model.params)
+        for step in range(4):
+            optimizer.step(model.params, model.grads(step, comm.rank), samples=count)
+    for name, value in here.params.items():
+        assert type(there.params[name]) is DeviceArray
+        np.testing.assert_allclose(host(there.params[name]), value, rtol=2e-5, atol=1e-6)
+
+
+def test_nan_on_a_gpu_is_found_before_it_is_everyones(world_on_gpus):
+    comm, model = world_on_gpus, Model(on_gpu)
+    optimizer = allred.distributed(allred.optim.SGD(lr=0.1), nonfinite="raise")
+    grads = model.grads(0, 0)
+    if comm.rank == comm.size - 1:
+        grads["b"][3] = np.nan
+    with pytest.raises(allred.NonFiniteError, match=rf"'b' on rank {comm.size - 1} .*nan at \[3\]"):
+        optimizer.step(model.params, grads)
+    np.testing.assert_array_equal(host(grads["w"]), host(model.grads(0, 0)["w"]))
+
+
+def test_a_gradient_that_a_rank_lacks_counts_as_zeros(world_on_gpus):
+    comm, model = world_on_gpus, Model(on_gpu)
+    grads = model.grads(0, 0)
+    before = host(model.params["b"]).copy()
+    if comm.rank:
+        grads["b"] = None
+    allred.distributed(allred.optim.SGD(lr=1.0)).step(model.params, grads)
+    expected = before - host(model.grads(0, 0)["b"]) / comm.size
+    np.testing.assert_allclose(host(model.params["b"]), expected, rtol=1e-6, atol=1e-7)
+
+
+class Foreign:
+    """An array on a GPU that is not numpy's in disguise."""
+
+    __cuda_array_interface__ = {}  # noqa: RUF012
+
+
+def test_parameter_servers_take_host_arrays(world_on_gpus, monkeypatch):
+    """Said as an error, rather than found out in the middle of a push."""
+    monkeypatch.setattr(collectives, "_config", Config(mode="ps"))
+    with pytest.raises(InputError, match="lives on a GPU, and is not taken here"):
+        pairs.parameter("w", Foreign())
+    with pytest.raises(InputError, match=r"'w': .* lives on a GPU, and is not taken here"):
+        tensor_of("w", Foreign())

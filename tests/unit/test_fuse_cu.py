@@ -1,0 +1,185 @@
+"""csrc/fuse.cu compiled as plain C, where a launch is a loop over blocks and threads, against numpy.
+
+The text of the kernels is the one that a GPU runs; what this cannot show is how they run there (tests/gpu).
+"""
+
+import ctypes
+import itertools
+import shutil
+import subprocess
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from allred.gpu import kernels
+
+THREADS = 7  # any number serves
+COMPILER = shutil.which("cc") or shutil.which("gcc")
+NAMES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
+COUNTS = [3, 0, 8192, 1, 20001, 4]
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    target = tmp_path_factory.mktemp("fuse") / "fuse.so"
+    flags = "-x c -DEMULATED -std=c11 -Wall -Wextra -Werror -fno-strict-aliasing -ffp-contract=off -shared -fPIC -O1"
+    subprocess.run([COMPILER, *flags.split(), str(kernels.SOURCE), "-o", str(target)], check=True, timeout=60)
+    return ctypes.CDLL(str(target))
+
+
+class Array(np.ndarray):
+    """With cupy's `data.ptr`."""
+
+    @property
+    def data(self):
+        return type("Data", (), {"ptr": self.ctypes.data})
+
+
+class Cupy:
+    """What kernels.py asks of cupy, over the emulation."""
+
+    def __init__(self, library):
+        self._library = library
+
+    def RawModule(self, **_):  # noqa: N802
+        return self
+
+    def asarray(self, value):
+        return np.asarray(value)
+
+    def zeros(self, shape, dtype):
+        return np.zeros(shape, dtype)
+
+    def get_function(self, name):
+        def launch(grid, _, arguments):
+            types = {np.float64: ctypes.c_double, np.uint32: ctypes.c_uint32}
+            given = [
+                types[type(a)](a.item()) if type(a) in types else ctypes.c_void_p(a.ctypes.data) for a in arguments
+            ]
+            for block, thread in itertools.product(range(grid[0]), range(THREADS)):
+                self._library.allred_emulate(block, thread, THREADS)
+                getattr(self._library, name)(*given)
+
+        return launch
+
+
+@pytest.fixture
+def fuse(library):
+    return kernels.Kernels(Cupy(library))
+
+
+def tensors(dtype, offset=0):
+    """Of COUNTS elements each, starting `offset` elements into memory that is aligned to 64 bytes."""
+    made = []
+    for seed, count in enumerate(COUNTS):
+        memory = np.zeros(count + 64, dtype)
+        first = -memory.ctypes.data % 64 // memory.itemsize + offset
+        part = memory[first : first + count].view(Array)
+        part[:] = np.random.default_rng(seed).normal(size=count).astype(dtype)
+        made.append(part)
+    return made
+
+
+def bits(array):
+    return np.asarray(array).view(f"u{array.itemsize}")
+
+
+def packed(parts, buffer):
+    begin = kernels.starts([part.size for part in parts], buffer.itemsize)
+    return [buffer[start : start + part.size] for start, part in zip(begin, parts, strict=False)]
+
+
+def buffer_for(dtype):
+    size = kernels.starts(COUNTS, np.dtype(dtype).itemsize)[-1]
+    memory = np.zeros(size + 64, dtype)
+    first = -memory.ctypes.data % 64 // memory.itemsize
+    return memory[first : first + size].view(Array)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4])
+@pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float32, np.float64])
+def test_copies(fuse, dtype, offset):
+    parts, back = tensors(dtype, offset), tensors(dtype, offset)
+    buffer = buffer_for(dtype)
+    fuse.pack(parts, np.dtype(dtype).name, buffer, None)
+    for part, there in zip(parts, packed(parts, buffer), strict=True):
+        np.testing.assert_array_equal(bits(there), bits(part))
+    for part in back:
+        part[:] = 0
+    fuse.unpack(buffer, back, np.dtype(dtype).name, None)
+    for part, other in zip(parts, back, strict=True):
+        np.testing.assert_array_equal(bits(other), bits(part))
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("name", NAMES)
+def test_scaled_by_factor_and_divisor(fuse, name, offset):
+    """16-bit floats are float32 in the buffer; the results are numpy's, bit for bit."""
+    dtype = NAMES[name]
+    moved = np.float64 if name == "float64" else np.float32
+    parts = tensors(dtype, offset)
+    held = [part.view(np.uint16) if name == "bfloat16" else part for part in parts]
+    expected = [np.asarray(part).astype(moved) * moved(0.7) for part in parts]
+    buffer = buffer_for(moved)
+    fuse.pack(held, name, buffer, 0.7)
+    for there, part in zip(packed(parts, buffer), expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(there), part)
+    fuse.unpack(buffer, held, name, 3.0)
+    for part, numbers in zip(parts, expected, strict=True):
+        np.testing.assert_array_equal(bits(part), bits((numbers / moved(3)).astype(dtype)))
+
+
+def test_a_factor_of_zero_makes_zeros_of_anything(fuse):
+    for name in NAMES:
+        parts = tensors(NAMES[name])
+        for part in parts:
+            part[:] = np.nan
+        buffer = buffer_for(np.float64 if name == "float64" else np.float32)
+        buffer[:] = 5
+        fuse.pack([part.view(np.uint16) if name == "bfloat16" else part for part in parts], name, buffer, 0.0)
+        assert not any(np.asarray(there).any() for there in packed(parts, buffer))
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_every_16_bit_number_there_and_back(fuse, name):
+    """All 65536, with infinities, subnormals and NaN; and numbers between two of them."""
+    dtype = NAMES[name]
+    every = np.arange(2**16, dtype=np.uint16).view(Array)
+    buffer = np.zeros(2**16, np.float32).view(Array)
+    fuse.pack([every], name, buffer, 1.0)
+    expected = np.asarray(every).view(dtype).astype(np.float32)
+    np.testing.assert_array_equal(np.asarray(buffer), expected)
+    with np.errstate(all="ignore"):
+        next_one = np.roll(expected, -1)
+        between = [expected * np.float32(0.5) + next_one * np.float32(part) for part in (0.499, 0.5, 0.501)]
+    for numbers in (expected, *between):
+        buffer[:] = numbers
+        with np.errstate(all="ignore"):
+            rounded = numbers.astype(dtype)
+        fuse.unpack(buffer, [every], name, 1.0)
+        got = np.asarray(every).view(dtype)
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(rounded))
+        numbers_there = ~np.isnan(rounded)
+        np.testing.assert_array_equal(bits(got)[numbers_there], bits(rounded)[numbers_there])
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(np.float16, 0x7BFF), (np.float32, 0x7F7FFFFF), (np.float64, 0x7FEFFFFF)])
+def test_exceeds(fuse, dtype, limit):
+    parts = tensors(dtype)
+    assert not fuse.exceeds(parts, np.dtype(dtype).itemsize, limit).any()
+    for bad in (np.nan, -np.inf):
+        parts[4][-1] = bad
+        assert fuse.exceeds(parts, np.dtype(dtype).itemsize, limit).any()
+
+
+def test_tables_are_kept_for_tensors_that_stay(fuse):
+    parts, buffer = tensors(np.float32), buffer_for(np.float32)
+    for _ in range(3):
+        fuse.pack(parts, "float32", buffer, None)
+    assert len(fuse._tables) == 1
+    pieces, tiles = kernels.tables([64, 128], [0, 8], [kernels.TILE + 1, 2])
+    assert pieces.tolist() == [[64, 0, kernels.TILE + 1], [128, 8, 2]]
+    assert tiles.tolist() == [[0, 0], [0, 1], [1, 0]]

@@ -1,0 +1,126 @@
+"""What ends a kernel that would spin for ever. The kernel, and NCCL's communicator, are stand-ins."""
+
+import time
+
+import pytest
+
+from allred.comm.nccl_guard import Guard
+from allred.comm.work import WorkQueue
+from allred.errors import AllredError, CollectiveTimeout
+from allred.watch import line
+
+
+class End:
+    over = False
+    ordered = synchronized = 0
+
+    def order(self):
+        self.ordered += 1
+
+    def done(self):
+        return self.over
+
+    def synchronize(self):
+        self.synchronized += 1
+
+
+class Communicator:
+    error = None
+    aborted = 0
+
+    def check_async_error(self):
+        if self.error:
+            raise self.error
+
+    def abort(self):
+        self.aborted += 1
+
+
+@pytest.fixture
+def guard():
+    guard = Guard(WorkQueue(timeout_s=10.0))
+    guard._communicator = Communicator()
+    return guard
+
+
+def test_what_is_over_is_let_go(guard):
+    work = guard.watch(End(), "allreduce 'w'")
+    work._end.over = True
+    guard.look(time.monotonic() + 1000)
+    assert not guard._running
+    work.order()
+    assert work.done()
+    assert (work._end.ordered, guard.failure) == (1, None)
+
+
+def test_beyond_the_limit_nccl_is_aborted_and_everything_raises(guard):
+    work = guard.watch(End(), "allreduce 'w'")
+    guard.look(time.monotonic() + 9)
+    assert not guard._communicator.aborted
+    guard.look(time.monotonic() + 11)
+    assert guard._communicator.aborted == 1
+    for call in (work.order, work.done, work.synchronize, guard.check):
+        with pytest.raises(CollectiveTimeout, match=r"allreduce 'w': not complete on the GPU after 10 s.*NCCL_DEBUG"):
+            call()
+    assert work._end.ordered == 0
+    with pytest.raises(AllredError, match="cannot be used any more: allreduce 'w': not complete on the GPU"):
+        guard._queue.start("next", iter(()))
+
+
+def test_an_error_of_nccls_is_raised_with_its_words(guard):
+    guard._communicator.error = RuntimeError("NCCL_ERROR_REMOTE_ERROR: remote process exited")
+    work = guard.watch(End(), "broadcast")
+    guard.look(time.monotonic())
+    assert guard._communicator.aborted == 1
+    with pytest.raises(AllredError, match=r"broadcast: NCCL: NCCL_ERROR_REMOTE_ERROR: remote.*NCCL_DEBUG=WARN"):
+        work.order()
+
+
+class Line:
+    """Of a rank whose watcher has a verdict, or none."""
+
+    warn_s, waits = 30.0, False
+
+    def __init__(self, verdict=None):
+        self.verdict, self.told = verdict, []
+
+    def read(self):
+        pass
+
+    def tell(self, event, **what):
+        self.told.append((event, what.get("what")))
+
+
+class Verdict:
+    text = "rank 1 on nodeB was killed by signal 9"
+
+
+def test_the_end_of_another_rank_aborts_nccl(guard, monkeypatch):
+    monkeypatch.setattr(line, "current", Line(Verdict()))
+    guard.watch(End(), "allreduce")
+    guard.look(time.monotonic())
+    assert guard._communicator.aborted == 1
+    assert "rank 1 on nodeB was killed" in str(guard.failure)
+
+
+def test_the_watcher_hears_of_a_long_kernel_and_of_its_end(guard, monkeypatch):
+    mine = Line()
+    monkeypatch.setattr(line, "current", mine)
+    guard._queue.timeout_s = 1000
+    work = guard.watch(End(), "allreduce 'w'")
+    for later_s in (1, 20, 25):
+        guard.look(time.monotonic() + later_s)
+    work._end.over = True
+    guard.look(time.monotonic() + 26)
+    assert mine.told == [("waiting", "allreduce 'w', on the GPU"), ("going", None)]
+
+
+def test_the_thread_looks_by_itself_and_stops(guard):
+    guard._communicator.error = RuntimeError("a link is down")
+    guard.watch(End(), "allreduce")
+    guard.begin(guard._communicator)
+    until = time.monotonic() + 20
+    while guard.failure is None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert "a link is down" in str(guard.failure)
+    assert guard.close() is False
