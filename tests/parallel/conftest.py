@@ -8,8 +8,11 @@ would leave them there: after a grace period it prints its traceback and ends th
 time limit of tests/conftest.py.
 """
 
+import contextlib
 import os
+import pathlib
 import sys
+import tempfile
 import time
 
 import numpy as np
@@ -61,6 +64,14 @@ def world():
     allred.init()
     yield
     allred.shutdown()
+
+
+@pytest.fixture
+def tmp_path():
+    """A directory that all ranks share. Under pytest's own each rank deletes what others are looking at."""
+    with contextlib.ExitStack() as stack:
+        path = "" if _world.Get_rank() else stack.enter_context(tempfile.TemporaryDirectory(prefix="allred-"))
+        yield pathlib.Path(_world.bcast(path))
 
 
 @pytest.fixture
