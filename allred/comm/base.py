@@ -353,25 +353,20 @@ class Communicator(ABC):
 
         return self._start(kind, "", steps())
 
-    def join(self, joined_at: int) -> Work[int | None]:
+    def join(self, first: bool) -> Work[int | None]:
         """Be there, and no more, in the next operation of the others: None. If there is none, for all have joined: the
-        number of the rank that did so last. joined_at: `operations` when this rank did."""
+        number of the rank that did so last. first: whether this rank joins with this operation."""
 
         def steps() -> Steps[int | None]:
-            call = Call("join", title="join()", note=joined_at)
+            call = Call("join", title="join()", note=first)
             headers = yield from self._exchange(self._announce(call))
             if header.agree(headers):
-                joined = [header.rows_and_note(record)[1] for record in headers]
-                return self.ranks[joined.index(max(joined))]
+                now = [header.rows_and_note(record)[1] for record in headers]
+                return self.ranks[now.index(1)]
             yield from objects.gather(self, objects.dumps(call))
             return None
 
         return self._start("join", "", steps())
-
-    @property
-    def operations(self) -> int:
-        """How many have begun."""
-        return self._sequence
 
     def _start(self, kind: str, name: str, body: Steps[T]) -> Work[T]:
         """Start an operation. If its arguments cannot be used here, the other ranks are told in place of its header."""
@@ -417,7 +412,7 @@ class Communicator(ABC):
 
     def _announce(self, call: Call) -> bytes:
         """The header of the call. From here on the other ranks know of it."""
-        if self.checks_places:
+        if self.checks_places and call.kind != "join":  # which ranks do where they like
             call = dataclasses.replace(call, place=self._place())
         number = self._sequence
         if (noted := self._noted) is not None:

@@ -38,6 +38,8 @@ def installed() -> bool:
 def current(process_set: ProcessSet | None = None) -> Communicator:
     """The communicator of the running world, or of a set of ranks. Raises NotInitializedError before allred.init()."""
     if process_set is not None:
+        if not isinstance(process_set, ProcessSet):
+            raise InputError(f"process_set={process_set!r} must be an allred.ProcessSet, or None for all ranks")
         return process_set.communicator()
     if _communicator is None:
         topology.current()  # raises
@@ -84,14 +86,14 @@ def patience(timeout_s: float) -> Iterator[None]:
     if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
         raise InputError(f"patience({timeout_s!r}) must be a positive number of seconds")
     queues = [communicator.queue for communicator in (current(), *communicators())]
-    before = [(queue.timeout_s, queue.quiet) for queue in queues]
+    before = {queue: (queue.timeout_s, queue.quiet) for queue in queues}
     for queue in queues:
         queue.timeout_s, queue.quiet = float(timeout_s), True
     try:
         yield
     finally:
-        for queue, (seconds, quiet) in zip(queues, before, strict=True):
-            queue.timeout_s, queue.quiet = seconds, quiet
+        for queue in (*queues, *(communicator.queue for communicator in communicators())):  # some are new
+            queue.timeout_s, queue.quiet = before.get(queue, before[queues[0]])
 
 
 def allreduce(

@@ -65,10 +65,6 @@ class NcclCommunicator(Communicator):
         return self._host._active or self
 
     @property
-    def operations(self) -> int:
-        return self._host.operations
-
-    @property
     def sent_bytes(self) -> int:
         return self._host.sent_bytes + self._sent_bytes
 

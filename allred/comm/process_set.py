@@ -10,6 +10,7 @@ several calls in one order; if two ranks do not, they wait for each other, and a
 """
 
 import dataclasses
+import functools
 import operator
 import zlib
 from collections.abc import Iterable, Sequence
@@ -43,14 +44,14 @@ class Base:
 
 
 _base: Base | None = None
-_made: dict[tuple[int, ...], Communicator] = {}  # by ranks: equal sets share one
+_made: dict[tuple[Any, ...], Communicator] = {}  # by ranks: equal sets share one; and as `_left` has it
 
 
 def install(base: Base | None) -> None:
     """The running world; None closes what was made in it. For allred.init and allred.shutdown."""
     global _base
     if base is not None:
-        base.everyone.among = _among
+        base.everyone.among = functools.partial(_left, tuple(range(len(base.nodes))))
     if base is None:
         for communicator in _made.values():
             communicator.close()
@@ -121,7 +122,8 @@ class ProcessSet:
             return base.everyone
         if self.ranks not in _made:
             queue = WorkQueue(base.config.timeout_s, members=[rank + base.servers for rank in self.ranks])
-            queue.start(f"the first use of {self}", _make(base, self)).wait()
+            _made[self.ranks] = queue.start(f"the first use of {self}", _make(base, self, str(self))).wait()
+            _made[self.ranks].among = functools.partial(_left, self.ranks)
         return _made[self.ranks]
 
 
@@ -144,15 +146,18 @@ def _translated(comm: Any) -> list[int]:
     return [number - base.servers for number in numbers]
 
 
-def _among(ranks: Sequence[int]) -> Steps[Communicator]:
-    """The communicator of a set, made if need be."""
-    base, members = _current(), ProcessSet(ranks)
-    if members.ranks not in _made:
-        yield from _make(base, members)
-    return members.communicator()
+def _left(parent: tuple[int, ...], ranks: Sequence[int]) -> Steps[Communicator]:
+    """That of those of a communicator's ranks that have not joined: its own, not that of the set that a user may have
+    of the same ranks, and on which other operations may be under way."""
+    key = parent, tuple(ranks)
+    if key not in _made:
+        title = f"{ProcessSet(ranks)}, which have not joined, of {list(parent)}"
+        _made[key] = yield from _make(_current(), ProcessSet(ranks), title)
+    return _made[key]
 
 
-def _make(base: Base, members: ProcessSet) -> Steps[None]:
+def _make(base: Base, members: ProcessSet, title: str) -> Steps[Communicator]:
+    """A communicator of these ranks, who all come here."""
     nodes = [base.nodes[rank] for rank in members.ranks]
     kernels = [base.kernels[rank] for rank in members.ranks]
     config, world = base.config, [rank + base.servers for rank in members.ranks]
@@ -160,15 +165,15 @@ def _make(base: Base, members: ProcessSet) -> Steps[None]:
         name, _ = registry.choose(config.backend, nodes, True, kernels)
     except ConfigError:  # backend single, for a world of one
         name = "auto"
-    yield from _meet(base.comm, world, str(members))
+    yield from _meet(base.comm, world, title)
     comm = base.comm.Create_group(base.comm.Get_group().Incl(world))
     communicator = registry.BACKENDS[name](comm, config.timeout_s, nodes)
     communicator.queue.timeout_s = base.everyone.queue.timeout_s
     communicator.queue.members, communicator.ranks = world, members.ranks
-    communicator.checks_places, communicator.among = base.everyone.checks_places, _among
-    recording.attach(communicator, str(members))
+    communicator.checks_places = base.everyone.checks_places
+    recording.attach(communicator, title)
     seen = [base.seen[rank] for rank in members.ranks]
-    _made[members.ranks] = registry.with_devices(communicator, config, seen, nodes)[0]
+    return registry.with_devices(communicator, config, seen, nodes)[0]
 
 
 def _meet(comm: Any, world: list[int], title: str) -> Steps[None]:

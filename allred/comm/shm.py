@@ -66,10 +66,6 @@ class ShmCommunicator(Communicator):
         return self.queue.idle and not self.checks_places
 
     @property
-    def operations(self) -> int:
-        return self._segment.number
-
-    @property
     def sent_bytes(self) -> int:
         return self._segment.sent
 

@@ -34,11 +34,11 @@ def join(process_set: ProcessSet | None = None) -> int:
     process_set: whose operations, those of all ranks without.
     """
     communicator = collectives.current(process_set)
-    queue, joined_at = communicator.queue, communicator.operations
+    queue, first = communicator.queue, True
     quiet, queue.quiet = queue.quiet, True
     try:
-        while (last := communicator.join(joined_at).wait(math.inf)) is None:
-            pass
+        while (last := communicator.join(first).wait(math.inf)) is None:
+            first = False
         return last
     finally:
         queue.quiet = quiet
@@ -55,6 +55,7 @@ class Join:
         self._last: int | None = None
 
     def __enter__(self) -> "Join":
+        collectives.current(self._set)  # raises before the first batch what join would raise behind the last
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from allred.errors import AllredError
+from allred.errors import AllredError, InputError
 from allred.timeline.track import Operation, Track
 from allred.watch import exit as exit_protocol
 from allred.watch import line
@@ -151,6 +151,8 @@ class Work(Generic[T]):
         Raises what every rank raises if the ranks disagree, and CollectiveTimeout after `timeout_s` seconds (default:
         the setting of that name), after which the communicator cannot be used.
         """
+        if timeout_s is not None and not (isinstance(timeout_s, (int, float)) and timeout_s > 0):
+            raise InputError(f"wait({timeout_s!r}) must be a positive number of seconds, or None for the setting")
         if not self._finished:
             self._queue.wait(self, timeout_s)
         if isinstance(self._outcome, AllredError):

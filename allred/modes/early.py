@@ -54,6 +54,11 @@ class Early:
         self._running: list[tuple[Work[list[Array]], list[Array], list[Array]]] = []
         self._problem, self._flags = "", 0
 
+    def forget(self) -> None:
+        """The next step begins anew; on all ranks."""
+        self._all = None
+        self._clear()
+
     # As gradients become ready.
 
     def reduce(self, name: str, grad: Any, samples: int | None) -> None:
@@ -161,7 +166,7 @@ class Early:
         settings = self._settings()
         given = bool(self._given)
         mean = self._reducer.reduce(tensors, values, samples, problem, self._inspector, settings, given)
-        if self._reducer.early:
+        if self._reducer.early and not collectives.current().checks_places:  # which call sends a bucket is chance
             order = [names[name] for name in self._given]
             order += [index for index in reversed(range(len(tensors))) if index not in order]
             first = collectives.current().active.ranks[0]

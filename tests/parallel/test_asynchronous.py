@@ -284,3 +284,20 @@ def test_closed_with_operations_under_way(size, thread):
             work.wait()
     assert all(set(x) == {1} for x in arrays)
     allred.barrier()
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), "1"])
+def test_a_wait_of_no_time_is_refused(timeout_s):
+    work = allred.allreduce_async(1.0, allred.Sum)
+    with pytest.raises(InputError, match="must be a positive number of seconds"):
+        work.wait(timeout_s)
+    assert work.wait(60) == allred.size()
+
+
+def test_patience_ends_for_a_set_that_is_new_in_it(rank, size):
+    members = allred.ProcessSet({0, size - 1} | {size // 2})
+    if members.included():
+        before = allred.comm.collectives.current().queue.timeout_s
+        with allred.patience(before + 100):
+            allred.barrier(process_set=members)
+        assert members.communicator().queue.timeout_s == before

@@ -7,6 +7,7 @@ import pytest
 
 import allred
 from allred.errors import InputError, MismatchError
+from allred.modes.detect import outside
 
 pytestmark = pytest.mark.mpi
 
@@ -204,3 +205,59 @@ def test_who_waits_has_no_time_limit(rank):
         assert allred.join() == 0
     finally:
         communicator.queue.timeout_s = limit_s
+
+
+def test_a_set_of_the_same_ranks_has_its_own_operations_under_way(rank, size):
+    """What those that are left do together does not mix with what they have started on a set of just these."""
+    if rank:
+        x = np.full(300_000, float(rank))
+        started = allred.allreduce_async(x, allred.Sum, process_set=allred.ProcessSet(range(1, size)))
+        total = sum(range(1, size))
+        assert set(allred.allreduce(10 * x, allred.Sum).tolist()) == {10.0 * total}
+        assert set(started.wait().tolist()) == {total}
+    assert allred.join() == min(1, size - 1)
+
+
+def test_the_last_one_had_most_under_way(rank, size):
+    works = [allred.allreduce_async(np.ones(100_000), allred.Sum) for _ in range(3 * rank)]
+    assert allred.join() == size - 1
+    assert all(work.done() for work in works)
+
+
+@pytest.fixture
+def checked_places():
+    communicator = allred.comm.collectives.current()
+    communicator.checks_places = True
+    yield
+    communicator.checks_places = False
+
+
+def test_in_different_places(rank, checked_places):
+    if rank == 0:
+        assert allred.join() == 0
+    else:
+        assert allred.join() == 0
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_second_epoch(rank, size, early, capfd):
+    """Rank 0 has no batch in the first; what the others agreed on there is not known to it."""
+    opt, params = allred.distributed(allred.optim.SGD(lr=1.0)), {"a": np.zeros(4)}
+    for batches in (6 * (rank > 0), 6):
+        with allred.Join() as joined:
+            for _ in range(batches):
+                grads = {"a": np.full(4, -1.0)}
+                if early:
+                    opt.reduce("a", grads["a"])
+                opt.step(params, grads)
+        opt.broadcast(params, root=joined.last)
+    assert params["a"].tolist() == [12.0 if size > 1 else 6.0] * 4
+    assert id(opt.optimizer) not in outside._unused
+
+
+def test_wrong_sets_are_refused_where_they_stand(size):
+    for call in (lambda: allred.join([0]), lambda: allred.Join([0]).__enter__(), lambda: allred.barrier(1)):
+        with pytest.raises(InputError, match=r"process_set=.* must be an allred.ProcessSet"):
+            call()
+    with pytest.raises(InputError, match="there are only"):
+        allred.Join(allred.ProcessSet([*range(size), 99])).__enter__()
