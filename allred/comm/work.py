@@ -1,11 +1,11 @@
 """Started operations and how they make progress.
 
-A collective is written as a generator that yields whenever it has to wait and returns its result: `Steps`. The queue
-of a communicator runs them strictly in the order they were started, because MPI matches collectives by order; whoever
-waits for one drives those before it. Where something else keeps the order and drives (shm.py), they are begun ahead:
-all up to their first wait, without a look at whether those before are complete. Nothing blocks in C for more than
-20 ms, or a millisecond without progress: every wait is a loop with a time limit, so Ctrl-C works and a missing peer
-ends in an error.
+A collective is written as a generator that yields whenever it has to wait and returns its result: `Steps`. The queue of
+a communicator runs them strictly in the order they were started, because MPI matches collectives by order; whoever
+waits for one drives those before it, and, as its peers may be waiting there, the other queues. Where something else
+keeps the order and drives (shm.py), they are begun ahead: all up to their first wait, without a look at whether those
+before are complete. Nothing blocks in C for more than 20 ms, or a millisecond without progress: every wait is a loop
+with a time limit, so Ctrl-C works and a missing peer ends in an error.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import itertools
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
@@ -201,6 +202,9 @@ class Work(Generic[T]):
             self._queue.track.end(self.noted)
 
 
+_queues: "weakref.WeakSet[WorkQueue]" = weakref.WeakSet()
+
+
 class WorkQueue:
     """The operations of one communicator that are not complete yet, oldest first. Used by one thread at a time.
 
@@ -222,6 +226,7 @@ class WorkQueue:
         self._pid = os.getpid()
         self._ahead = engine is not None
         self.engine: Engine = engine or _NoEngine()
+        _queues.add(self)
 
     def start(self, title: str, steps: Steps[T]) -> Work[T]:
         """Begin an operation, after all those before it."""
@@ -253,6 +258,14 @@ class WorkQueue:
             self.idle = not self._works and not self.poisoned
         return work._finished
 
+    def _nudge(self) -> None:
+        """Drive all of it as far as it goes without waiting, if nobody else does."""
+        if self._works and not self.poisoned and self.engine.acquire(False):
+            try:
+                self._progress(self._works[-1])
+            finally:
+                self.engine.release()
+
     def wait(self, work: Work[Any], timeout_s: float | None) -> None:
         """Drive the queue until `work` is complete."""
         with self._alone():
@@ -263,10 +276,13 @@ class WorkQueue:
         start = last_progress = now = time.perf_counter()
         deadline, taken = start + limit_s, (self.steps_taken, 0)
         told: Wait | None = None
+        others = [queue for queue in _queues if queue is not self and queue._works]
         if line.current is not None:
             line.current.waits = True
         try:
             while not self._progress(work):
+                for queue in others:
+                    queue._nudge()
                 pending = self._works[0]._pending
                 assert pending is not None
                 if (self.steps_taken, pending.moves) != taken:

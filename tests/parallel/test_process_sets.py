@@ -148,3 +148,20 @@ def test_again_after_shutdown(rank, size):
     allred.init(banner=False)
     assert allred.allreduce(2.0, process_set=members) == 2.0
     assert size == 1 or members.communicator() is not first
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "allgather", "alltoall", "broadcast"])
+@pytest.mark.parametrize("used_before", [False, True])
+def test_a_wait_in_a_set_moves_what_is_under_way_outside(rank, size, kind, used_before):
+    """Rank 0 waits for an operation of all first, the last rank for one of their set. Both have started both."""
+    if size < 3:
+        pytest.skip("needs 3 ranks")
+    ends = ProcessSet([0, size - 1])
+    if used_before and ends.included():
+        allred.barrier(process_set=ends)
+    work = getattr(allred, f"{kind}_async")(np.ones(70_000 * size))
+    if rank == 0:
+        work.wait()
+    if ends.included():
+        assert allred.allreduce(np.ones(70_000), allred.Sum, process_set=ends)[-1] == ends.size()
+    work.wait()
