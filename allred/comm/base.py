@@ -24,7 +24,7 @@ import numpy as np
 
 from allred import arrays
 from allred.arrays import Array
-from allred.comm import header, objects
+from allred.comm import header, objects, work
 from allred.comm.calls import array_call, group_call, index_of, source_and_target, splits_of, target_of
 from allred.comm.header import Call, quoted
 from allred.comm.ops import ReduceOp
@@ -48,6 +48,7 @@ class Communicator(ABC):
         self.size = size
         self.ranks: Sequence[int] = range(size)  # the numbers of its members, as callers know them: for roots and words
         self.queue = WorkQueue(timeout_s, engine)
+        work.communicators.add(self.queue)
         self.checks_places = False  # whether all ranks must call an operation at the same line of the program
         self.among: Callable[[Sequence[int]], Steps[Communicator]] | None = None  # makes that of some, by their numbers
         self._active: Communicator | None = None

@@ -2,7 +2,8 @@
 
 A collective is written as a generator that yields whenever it has to wait and returns its result: `Steps`. The queue of
 a communicator runs them strictly in the order they were started, because MPI matches collectives by order; whoever
-waits for one drives those before it, and, as its peers may be waiting there, the other queues. Where something else
+waits for one drives those before it, and, as its peers may be waiting there, those of other
+communicators. Where something else
 keeps the order and drives (shm.py), they are begun ahead: all up to their first wait, without a look at whether those
 before are complete. Nothing blocks in C for more than 20 ms, or a millisecond without progress: every wait is a loop
 with a time limit, so Ctrl-C works and a missing peer ends in an error.
@@ -202,7 +203,7 @@ class Work(Generic[T]):
             self._queue.track.end(self.noted)
 
 
-_queues: "weakref.WeakSet[WorkQueue]" = weakref.WeakSet()
+communicators: "weakref.WeakSet[WorkQueue]" = weakref.WeakSet()  # whose queues go on in every wait
 
 
 class WorkQueue:
@@ -226,7 +227,6 @@ class WorkQueue:
         self._pid = os.getpid()
         self._ahead = engine is not None
         self.engine: Engine = engine or _NoEngine()
-        _queues.add(self)
 
     def start(self, title: str, steps: Steps[T]) -> Work[T]:
         """Begin an operation, after all those before it."""
@@ -276,7 +276,7 @@ class WorkQueue:
         start = last_progress = now = time.perf_counter()
         deadline, taken = start + limit_s, (self.steps_taken, 0)
         told: Wait | None = None
-        others = [queue for queue in _queues if queue is not self and queue._works]
+        others = [queue for queue in communicators if queue is not self and queue._works]
         if line.current is not None:
             line.current.waits = True
         try:
