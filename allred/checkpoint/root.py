@@ -151,12 +151,14 @@ def discard(path: pathlib.Path) -> None:
 
 def sweep(root: pathlib.Path, now: float) -> None:
     """Delete what killed processes have left, as far as that can be done. For `now` see `writer.is_dead`."""
-    for name in _names(root):
-        path, unfinished = root / name, _UNFINISHED.fullmatch(name)
+    found = [(root / name, _UNFINISHED.fullmatch(name)) for name in _names(root)]
+    with writer.nobody_begins(root) as alone:
+        dead = [path for path, match in found if match and writer.is_dead(path, match[2], now, alone)]
+    for path, _ in found:
         with contextlib.suppress(OSError):
-            if _DELETED.fullmatch(name):
+            if _DELETED.fullmatch(path.name):
                 shutil.rmtree(path)
-            elif (unfinished and writer.is_dead(path, unfinished[2], now)) or _was_replaced(path):
+            elif path in dead or _was_replaced(path):
                 discard(path)
 
 

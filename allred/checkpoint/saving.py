@@ -57,7 +57,6 @@ def begin(root: str | os.PathLike[str], step: int) -> pathlib.Path:
         directory.parent.mkdir(parents=True, exist_ok=True)
     try:
         with explained("begin: creating", directory):
-            directory.mkdir()
             writer.claim(directory)
     except BaseException:
         abandon(directory)

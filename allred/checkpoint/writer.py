@@ -6,7 +6,9 @@
    that the lock is held until after the rename, and nothing else has to be removed.
 3  `is_dead` answers yes if the file is not empty, nobody holds its lock, and it is of this boot of this host: there
    flock can be trusted.
-4  For a writer on another host (some file systems keep flock to one host), one of an earlier boot, and where there is
+4  The directory is made and claimed with a shared lock of the root. Who has that lock alone knows that a directory
+   of this boot which is not claimed will never be.
+5  For a writer on another host (some file systems keep flock to one host), one of an earlier boot, and where there is
    no flock or no such file, it answers yes only if nothing in the directory has changed for a day: measured by the
    clock that dates files, since hosts' clocks differ.
 
@@ -22,6 +24,7 @@ import os
 import pathlib
 import secrets
 import socket
+from collections.abc import Iterator
 from typing import BinaryIO
 
 from allred.checkpoint.manifest import NAME
@@ -32,7 +35,33 @@ _held: dict[str, BinaryIO] = {}  # directories that this process writes, each wi
 
 
 def claim(directory: pathlib.Path) -> None:
-    """This process writes the checkpoint in `directory` from now on. Raises OSError."""
+    """Make `directory`; this process writes the checkpoint in it from now on. Raises OSError."""
+    with _root_locked(directory.parent, fcntl.LOCK_SH):
+        directory.mkdir()
+        _claim(directory)
+
+
+@contextlib.contextmanager
+def _root_locked(root: pathlib.Path, how: int) -> Iterator[bool]:
+    """Whether it is."""
+    descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, how)
+            locked = True
+        except OSError:  # held by another; or a file system without locks, or without those of directories
+            locked = False
+        yield locked
+    finally:
+        os.close(descriptor)
+
+
+def nobody_begins(root: pathlib.Path) -> contextlib.AbstractContextManager[bool]:
+    """Keep others on this host from `claim`, and give whether that could be done. Does not wait. Raises OSError."""
+    return _root_locked(root, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _claim(directory: pathlib.Path) -> None:
     file = open(directory / NAME, "x+b")  # noqa: SIM115  (open until `release`: closing it drops the lock)
     try:
         with contextlib.suppress(OSError):  # a file system without locks; then age decides
@@ -65,20 +94,25 @@ def release(directory: str) -> None:
             file.close()
 
 
-def is_dead(directory: pathlib.Path, boot: str, now: float) -> bool:
+def is_dead(directory: pathlib.Path, boot: str, now: float, alone: bool) -> bool:
     """Whether nobody writes the unfinished checkpoint in `directory` any more.
 
     Arguments:
         boot: what `boot_id` was for its writer.
         now: st_mtime of something just written to the same file system.
+        alone: what `nobody_begins` gave.
     """
     if os.path.realpath(directory) in _held:
         return False
+    ours = boot == boot_id()
     try:
         with open(directory / NAME, "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if boot == boot_id() and file.read(1):
+            if ours and (alone or file.read(1)):
                 return True
+    except FileNotFoundError:
+        if ours and alone:
+            return True
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             return False

@@ -22,7 +22,7 @@ from allred.fusion.plan import Tensor
 from allred.gpu.values import fill
 from allred.modes.accumulate import Accumulator
 from allred.modes.clipping import Clipper
-from allred.modes.detect.outside import used
+from allred.modes.detect.outside import restored
 from allred.modes.options import Options
 from allred.modes.pairs import Pairs, parameter
 from allred.modes.ps import ServersMode
@@ -326,8 +326,8 @@ class DistributedOptimizer:
     def load_state_dict(self, state: Any) -> None:
         """Restore what state_dict gave, on this rank; in mode ps worker 0 gives it to the servers."""
         self._needs_state()
-        used(self.optimizer)
         self._mode.load_state_dict(state)
+        restored(self.optimizer)
 
     def _needs_state(self) -> None:
         if not has_state(self.optimizer):
@@ -375,7 +375,7 @@ class DistributedOptimizer:
             self._mode.count_from(step)
         step, extra = collectives.broadcast_object((step, extra), collectives.current().ranks[0])
         if step is not None:
-            used(self.optimizer)
+            restored(self.optimizer)
         if step is not None and self._mode.in_step and collectives.current().rank != 0:
             self._mode.count_from(step)
         return step, self._take_scaler(extra)

@@ -19,7 +19,7 @@ from allred.fusion.plan import Tensor
 from allred.gpu.values import to_host
 from allred.modes.clipping import Clipper
 from allred.modes.detect.checks import Checks
-from allred.modes.detect.outside import used
+from allred.modes.detect.outside import restored
 from allred.modes.early import Early
 from allred.modes.meter import Meter
 from allred.optim.base import Optimizer
@@ -92,7 +92,7 @@ class SyncMode:
             communicator.broadcast_(leaf, root, name).wait()
         if has_state(self._optimizer):
             self._share(self._optimizer, root)
-            used(self._optimizer)
+            restored(self._optimizer)
         if self._clipper.scaler is not None:
             self._share(self._clipper.scaler, root)
         self._early.forget()  # a rank that had joined does not know the order

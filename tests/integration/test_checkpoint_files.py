@@ -26,6 +26,9 @@ import numpy as np
 from allred import checkpoint
 from allred.checkpoint import Entry
 
+def say(what):  # at once: a line that is cut by a kill cannot be told from another
+    os.write(1, f"{what}\\n".encode())
+
 def save(root, step):
     values = np.arange(20_000, dtype=np.float32) + step
     entries = [Entry("w", "", "float32", values.shape, at, at + 10_000) for at in (0, 10_000)]
@@ -37,11 +40,11 @@ def save(root, step):
 def save_for_ever(root, parent):
     found = checkpoint.newest(root)
     step = checkpoint.read(found).step + 1 if found else 0
-    print(os.getpid(), flush=True)
+    say(os.getpid())
     while os.getppid() == parent:
         for _ in range(1 + (step % 3 == 0)):
             save(root, step)
-        print(step, flush=True)
+        say(step)
         checkpoint.prune(root, keep=2)
         step += 1
 
@@ -51,7 +54,7 @@ for line in sys.stdin:
     if child == 0:
         save_for_ever(sys.argv[1], parent)
     os.waitpid(child, 0)
-    print("dead", flush=True)
+    say("dead")
 """
 
 

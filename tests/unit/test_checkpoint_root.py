@@ -1,6 +1,7 @@
 """The directory of checkpoints: steps, replacement, pruning; what killed writers have left."""
 
 import errno
+import fcntl
 import os
 import pathlib
 import subprocess
@@ -10,7 +11,7 @@ import pytest
 from checkpoints import names_in, save_one
 
 from allred import checkpoint
-from allred.checkpoint import writer
+from allred.checkpoint import root, writer
 from allred.errors import CheckpointError, InputError
 
 
@@ -101,6 +102,22 @@ def test_everything_is_on_disk_before_the_name_is(tmp_path, monkeypatch):
     assert done == [shards[0].file, shards[1].file, "manifest.json", name, (name, "step-00000001"), tmp_path.name]
 
 
+def test_what_was_begun_and_never_claimed_goes(tmp_path):
+    """Left by writers that were killed between making the directory and saying whose it is."""
+    save_one(tmp_path, 1)
+    ours, other = (root.unfinished_name(2) for _ in range(2))
+    for name in (ours, other, ".step-00000002.5e1f.0123abcd.tmp"):
+        (tmp_path / name).mkdir()
+    (tmp_path / other / "manifest.json").touch()
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)  # another one begins: it could be one of these
+    save_one(tmp_path, 3)
+    assert {ours, other} < set(names_in(tmp_path))
+    os.close(descriptor)
+    save_one(tmp_path, 4)  # that of another boot may be another host's
+    assert names_in(tmp_path) == [".step-00000002.5e1f.0123abcd.tmp", *(f"step-0000000{n}" for n in (1, 3, 4))]
+
+
 def test_the_modes_of_files_follow_the_umask(tmp_path):
     before = os.umask(0o027)
     try:
@@ -133,9 +150,9 @@ def test_what_a_living_writer_writes_is_left_alone_and_what_a_dead_one_left_is_r
     checkpoint.abandon(mine)
 
 
-@pytest.mark.parametrize(("boot", "record"), [("5e1f", b"{}"), (writer.boot_id(), b""), (writer.boot_id(), None)])
-def test_leftovers_of_unknown_writers_go_after_a_day(tmp_path, boot, record):
-    left = tmp_path / f".step-00000009.{boot}.0123abcd.tmp"
+@pytest.mark.parametrize("record", [b"{}", b"", None])
+def test_leftovers_of_unknown_writers_go_after_a_day(tmp_path, record):
+    left = tmp_path / ".step-00000009.5e1f.0123abcd.tmp"
     left.mkdir()
     (left / "shard-00000-of-00001.safetensors").write_bytes(b"x")
     if record is not None:

@@ -61,8 +61,15 @@ def updates_of(optimizer: Any) -> Updates:
 
 
 def used(optimizer: Any) -> None:
-    """Its wrapper has made a step, or has given it a state: its count is no sign of steps around the wrapper."""
+    """Its wrapper has made a step: its count is no sign of steps around the wrapper."""
     _unused.pop(id(optimizer), None)
+
+
+def restored(optimizer: Any) -> None:
+    """Its wrapper has given it a state, and with it a count: what is added later counts."""
+    count = _count(optimizer)
+    if count is not None and id(optimizer) in _unused:
+        _unused[id(optimizer)] = weakref.ref(optimizer), count
 
 
 def say_unused() -> None:
