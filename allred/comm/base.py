@@ -19,6 +19,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -51,6 +52,7 @@ class Communicator(ABC):
         work.communicators.add(self.queue)
         self.checks_places = False  # whether all ranks must call an operation at the same line of the program
         self.among: Callable[[Sequence[int]], Steps[Communicator]] | None = None  # makes that of some, by their numbers
+        self.unfinished: WeakKeyDictionary[object, str] = WeakKeyDictionary()  # what must end before it joins, in words
         self._active: Communicator | None = None
         self._sequence = 0
         self._sent_bytes = 0
@@ -359,7 +361,9 @@ class Communicator(ABC):
         number of the rank that did so last. first: whether this rank joins with this operation."""
 
         def steps() -> Steps[int | None]:
-            call = Call("join", title="join()", note=first)
+            call = Call("join", title="join()", note=first, problem=next(iter(self.unfinished.values()), ""))
+            if call.problem:
+                yield from self._agree(call)
             headers = yield from self._exchange(self._announce(call))
             if header.agree(headers):
                 now = [header.rows_and_note(record)[1] for record in headers]
@@ -430,7 +434,7 @@ class Communicator(ABC):
         calls = yield from objects.gather(self, objects.dumps(found))
         if self.among is None or any(each.kind == "shutdown" for each in calls):
             raise header.verdict(calls, self.ranks)
-        here = [index for index, each in enumerate(calls) if each.kind != "join"]
+        here = [index for index, each in enumerate(calls) if each.kind != "join" or each.problem]
         ranks = [self.ranks[index] for index in here]
         headers = [calls[index].pack(0) for index in here]
         if not header.agree(headers):

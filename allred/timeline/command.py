@@ -50,8 +50,8 @@ def _merge(directory: pathlib.Path, output: pathlib.Path) -> None:
     except OSError as error:
         raise InputError(f"{output} cannot be written: {error.strerror}; --output FILE puts it elsewhere") from error
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ranks[0].about["time"]))
-    noted, error = sum(len(rank.spans) + len(rank.operations) for rank in ranks), max(rank.error for rank in ranks)
-    clocks = f"clocks aligned within {error / 1e3:.0f} us" if error else "one clock"
+    noted, apart = sum(len(rank.spans) + len(rank.operations) for rank in ranks), max(rank.error for rank in ranks)
+    clocks = f"clocks aligned within {apart / 1e3:.0f} us" if apart else "one clock"
     print(f"{output}: a job of {when}; {_count(ranks)}, {noted} spans; {clocks}")
     for line in (*odd, *(rank.left_out for rank in ranks if rank.left_out)):
         print(line)

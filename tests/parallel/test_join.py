@@ -255,6 +255,26 @@ def test_a_second_epoch(rank, size, early, capfd):
     assert id(opt.optimizer) not in outside._unused
 
 
+@pytest.mark.parametrize("settled", [False, True])
+def test_a_step_that_has_begun_must_end_first(rank, size, settled):
+    opt, params = allred.distributed(allred.optim.SGD(lr=1.0)), {"a": np.zeros(4)}
+
+    def train():
+        for _ in range(settled):
+            opt.reduce("a", np.ones(4))
+            opt.step(params, {"a": None})
+        opt.reduce("a", np.ones(4))
+        if rank > 0:
+            opt.step(params, {"a": np.ones(4)})
+        allred.join()
+
+    with pytest.raises(InputError, match=r"join\(\): .*reduce\('a'\) has begun a step; call opt.step\(\) before"):
+        train()
+    opt.broadcast(params)
+    opt.step(params, {"a": np.ones(4)})
+    assert allred.join() in range(size)
+
+
 def test_wrong_sets_are_refused_where_they_stand(size):
     for call in (lambda: allred.join([0]), lambda: allred.Join([0]).__enter__(), lambda: allred.barrier(1)):
         with pytest.raises(InputError, match=r"process_set=.* must be an allred.ProcessSet"):
