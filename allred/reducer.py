@@ -251,18 +251,23 @@ class Reducer:
                     arrays.put_back(target, part)
 
     def _reduce(self, array: Array, weight: float | None, name: str) -> None:
-        """Reduce in place. 16-bit floats are weighted in float32, as they are summed, and rounded once, so they are
-        never compressed."""
+        """Reduce in place."""
+        moved, compression = self.weighted(array, weight)
+        collectives.allreduce_(moved, self.op, name, compression)
+        if moved is not array:
+            array[...] = moved
+
+    def weighted(self, array: Array, weight: float | None) -> tuple[Array, Compression]:
+        """What is reduced in place of an array that counts by `weight`, and how it travels. 16-bit floats are weighted
+        in float32, as they are summed, and rounded once, so they are never compressed."""
         if weight is None:
-            collectives.allreduce_(array, self.op, name, self.compression)
-            return
+            return array, self.compression
         weighted = np.zeros_like(array, arrays.accumulator(array.dtype))
-        if weight == 1:
+        if weight == 1:  # of integers, too
             weighted[...] = array
         elif weight:  # else zeros even where the gradient is NaN: the mean over no samples
             np.multiply(array, weight, out=weighted, dtype=weighted.dtype)
-        compression = self.compression if weighted.dtype == array.dtype else Compression.none
-        array[...] = collectives.allreduce_(weighted, self.op, name, compression).astype(array.dtype, copy=False)
+        return weighted, self.compression if weighted.dtype == array.dtype else Compression.none
 
 
 def _size(bucket_bytes: int | str | None) -> int | None:

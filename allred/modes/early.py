@@ -25,7 +25,6 @@ from allred.arrays import Array
 from allred.comm import asynchronous, collectives
 from allred.comm.base import Communicator
 from allred.comm.work import Work
-from allred.compression import Compression
 from allred.errors import AllredError, InputError
 from allred.fusion.plan import Plan, Tensor, plan
 from allred.gpu.values import is_device
@@ -42,6 +41,7 @@ class Early:
     def __init__(self, reducer: Reducer, inspector: Inspector, title: str, settings: Callable[[], str]) -> None:
         self._reducer, self._inspector, self._title, self._settings = reducer, inspector, title, settings
         self._tensors: list[Tensor] = []  # as step() has them; of the step that settled the order
+        self._positions: dict[str, int] = {}  # in that list, by name
         self._buckets: list[tuple[tuple[int, ...], Plan]] = []  # positions in that list, in the agreed order
         self._all: Plan | None = None
         self._communicator: Communicator | None = None  # of the step that has begun
@@ -52,8 +52,8 @@ class Early:
         self._ready: dict[int, Any] = {}  # position: the array that is reduced
         self._seen: set[int] = set()  # where these are
         self._opening: Work[list[int]] | None = None
-        self._opened: list[tuple[int, int]] = []  # every rank's note and flags
-        self._running: list[tuple[Work[list[Array]], list[Array], list[Array]]] = []
+        self._asked: bool | None = None  # whether some rank has to see all gradients first; None: not heard yet
+        self._running: list[tuple[Work[list[Array]], list[Array]]] = []  # and where the results belong
         self._problem, self._flags = "", 0
         if self._communicator is not None:
             self._communicator.unfinished.pop(self, None)
@@ -84,9 +84,9 @@ class Early:
 
     def _take(self, name: str, grad: Any) -> str:
         """Note a gradient; what is wrong with it, in words."""
-        index = self._position(name)
+        index = self._positions.get(name)
         if index is None:
-            return _unknown(name, [tensor.name for tensor in self._tensors])
+            return _unknown(name, list(self._positions))
         tensor = self._tensors[index]
         if is_device(grad):
             return f"reduce({name!r}) takes host arrays; leave it out for gradients on a GPU, which step() reduces"
@@ -98,9 +98,6 @@ class Early:
             return f"reduce({name!r}): got {arrays.describe(got.shape, got.dtype)}, and the gradient is {tensor}"
         self._ready[index] = writable([tensor], [grad], self._seen)[0]
         return ""
-
-    def _position(self, name: str) -> int | None:
-        return next((i for i, tensor in enumerate(self._tensors) if tensor.name == name), None)
 
     def _open(self, samples: int | None) -> None:
         assert self._all is not None
@@ -114,7 +111,7 @@ class Early:
         """Send what can go, if the ranks have agreed by now."""
         assert self._opening is not None
         try:
-            if not self._opened and not self._opening.done():
+            if self._asked is None and not self._opening.done():
                 return
             self._hear()
         except AllredError:  # all ranks have it; step() raises it
@@ -127,11 +124,10 @@ class Early:
     def _hear(self) -> None:
         """What all ranks said when they opened. Raises what all of them raise."""
         assert self._opening is not None
-        if not self._opened:
+        if self._asked is None:
             with span("negotiate", self._title):
                 notes = self._opening.wait()
             self._weight, flags = self._reducer.heard(notes)
-            self._opened = list(zip(notes, flags, strict=True))
             self._asked = any(flag & _ASKS for flag in flags)
 
     def _send(self) -> None:
@@ -140,12 +136,11 @@ class Early:
         indices, bucket = self._buckets[number]
         targets = [self._ready[index] for index in indices]
         self._flags |= self._inspector.look(bucket, targets)
-        moved = targets if self._weight is None else [_weighted(target, self._weight) for target in targets]
+        weighted = [self._reducer.weighted(target, self._weight) for target in targets]  # of one dtype
         name = f"{self._title}: early bucket {number} of {len(self._buckets)}"
-        same = moved[0].dtype == targets[0].dtype  # what is weighted in a wider type is rounded once, by that
-        compression = self._reducer.compression if same else Compression.none
+        moved, compression = [array for array, _ in weighted], weighted[0][1]
         work = asynchronous.grouped_allreduce_async_(moved, self._reducer.op, name, compression)
-        self._running.append((work, moved, targets))
+        self._running.append((work, targets))
 
     # In step().
 
@@ -179,7 +174,7 @@ class Early:
             order += [index for index in reversed(range(len(tensors))) if index not in order]
             first = collectives.current().active.ranks[0]
             order = collectives.broadcast_object(order, first, f"{self._title}: the order of early gradients")
-            self._tensors = list(tensors)
+            self._tensors, self._positions = list(tensors), {tensor.name: i for i, tensor in enumerate(tensors)}
             self._all = plan([tensors[index] for index in order], self._reducer.bucket_bytes)
             buckets = sorted(self._all.buckets, key=lambda bucket: bucket.indices[-1])
             positions = [tuple(order[i] for i in bucket.indices) for bucket in buckets]
@@ -207,9 +202,8 @@ class Early:
                 missing.append(index)
         while len(self._running) < len(self._buckets):
             self._send()
-        for work, moved, targets in self._running:
-            work.wait()
-            for target, result in zip(targets, moved, strict=True):
+        for work, targets in self._running:
+            for target, result in zip(targets, work.wait(), strict=True):
                 if target is not result:
                     target[...] = result
         return self._close(missing, problem)
@@ -232,18 +226,10 @@ class Early:
         if list(tensors) != self._tensors:
             return "step() has other gradients, by name, shape or dtype, than the one that settled their order"
         for name, grad in self._given.items():
-            index = self._position(name)
+            index = self._positions.get(name)
             if index is not None and values[index] is not grad:
                 return f"reduce({name!r}) was given another array than step(); pass the same to both"
         return ""
-
-
-def _weighted(array: Array, weight: float) -> Array:
-    """As Reducer weights: in float32 at least, and zeros for no weight even where the gradient is NaN."""
-    wide = np.zeros(array.shape, arrays.accumulator(array.dtype))
-    if weight:
-        np.multiply(array, weight, out=wide, dtype=wide.dtype)
-    return wide
 
 
 def _unknown(name: str, names: list[str]) -> str:

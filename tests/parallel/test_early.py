@@ -101,6 +101,16 @@ def test_a_gradient_that_nobody_has_stays_none(rank):
         assert opt.optimizer.grads["e"] is grads["e"]
 
 
+def test_integers_are_added_up_of_those_that_have_samples(rank, size):
+    opt, params = allred.distributed(Recorded(), op=allred.Sum), {"n": np.zeros(3, np.int32)}
+    samples = rank if size > 1 else 1
+    for _ in range(FIRST + 2):
+        grads = {"n": np.full(3, rank + 1, np.int32)}
+        opt.reduce("n", grads["n"], samples)
+        opt.step(params, grads, samples)
+        assert grads["n"].tolist() == [sum(range(2, size + 1)) or 1] * 3
+
+
 def test_gradients_go_out_before_the_step(rank, size):
     """In the agreed order, whatever the order here."""
     if size == 1:
