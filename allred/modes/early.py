@@ -32,6 +32,7 @@ from allred.reducer import Inspector, Reducer, tensor_of, writable
 from allred.timeline.recorder import span
 
 _ASKS = 1  # a flag of the opening: this rank's inspector has to see all gradients first
+_ON_GPU = "reduce() takes gradients on the host; leave it out where some are on a GPU"
 
 
 class Early:
@@ -50,7 +51,6 @@ class Early:
     def _clear(self) -> None:
         self._given: dict[str, Any] = {}  # since the last step, in the order in which they came
         self._ready: dict[int, Any] = {}  # position: the array that is reduced
-        self._seen: set[int] = set()  # where these are
         self._opening: Work[list[int]] | None = None
         self._asked: bool | None = None  # whether some rank has to see all gradients first; None: not heard yet
         self._running: list[tuple[Work[list[Array]], list[Array]]] = []  # and where the results belong
@@ -89,14 +89,14 @@ class Early:
             return _unknown(name, list(self._positions))
         tensor = self._tensors[index]
         if is_device(grad):
-            return f"reduce({name!r}) takes host arrays; leave it out for gradients on a GPU, which step() reduces"
+            return _ON_GPU
         try:
             got = tensor if isinstance(grad, (int, float)) else tensor_of(name, grad)
         except InputError as error:
             return f"reduce(): {error}"
         if got != tensor:
             return f"reduce({name!r}): got {arrays.describe(got.shape, got.dtype)}, and the gradient is {tensor}"
-        self._ready[index] = writable([tensor], [grad], self._seen)[0]
+        self._ready[index] = writable([tensor], [grad])[0]
         return ""
 
     def _open(self, samples: int | None) -> None:
@@ -149,6 +149,8 @@ class Early:
     ) -> list[Any] | None:
         """As `Reducer.reduce`: reduce what is left, wait for the rest; None if the gradients are not to be used."""
         try:
+            if self._given or self._all is not None:
+                problem = problem or self._problem or self._refusal(tensors, values)
             if self._all is None:
                 return self._settle(tensors, values, samples, problem)
             return self._finish(tensors, values, samples, problem)
@@ -164,8 +166,7 @@ class Early:
         """A step as any other. If reduce() was called on some rank, agree on an order for those to come."""
         names = {tensor.name: index for index, tensor in enumerate(tensors)} if self._given else {}
         if odd := [name for name in self._given if name not in names]:
-            self._problem = self._problem or _unknown(odd[0], list(names))
-        problem = problem or self._problem
+            problem = problem or _unknown(odd[0], list(names))
         settings = self._settings()
         given = bool(self._given)
         mean = self._reducer.reduce(tensors, values, samples, problem, self._inspector, settings, given)
@@ -188,18 +189,16 @@ class Early:
     ) -> list[Any] | None:
         if self._opening is None:
             self._open(samples)
-        problem = problem or self._problem or self._odd(tensors, values)
+        problem = problem or self._odd(tensors, values)
         self._hear()
         if self._asked:
             return self._reducer.reduce(tensors, values, samples, problem, self._inspector, self._settings())
-        missing = []
-        for index, tensor in enumerate(self._tensors):
-            value = None if problem or index in self._ready else values[index]
-            if value is not None:
-                self._ready[index] = writable([tensor], [value], self._seen)[0]
-            elif index not in self._ready:
-                self._ready[index] = np.zeros(tensor.shape, tensor.dtype)
-                missing.append(index)
+        rest = [index for index in range(len(self._tensors)) if index not in self._ready]
+        others = [self._tensors[index] for index in rest]
+        late = writable(others, [None if problem else values[index] for index in rest])
+        missing = [index for index, value in zip(rest, late, strict=True) if value is None]
+        self._ready |= zip(rest, late, strict=True)
+        self._ready |= {index: np.zeros(self._tensors[index].shape, self._tensors[index].dtype) for index in missing}
         while len(self._running) < len(self._buckets):
             self._send()
         for work, targets in self._running:
@@ -220,6 +219,18 @@ class Early:
             mean = [value if some else None for value, some in zip(mean, self._reducer.anywhere(here), strict=True)]
         whole = self._reducer.plan(self._tensors)
         return mean if self._inspector.closed(self._reducer.flags(notes), whole, mean) else None
+
+    def _refusal(self, tensors: Sequence[Tensor], values: Sequence[Any]) -> str:
+        """Why such gradients cannot be reduced one by one, in words."""
+        if any(map(is_device, values)):
+            return _ON_GPU
+        mine = [(t.name, v) for t, v in zip(tensors, values, strict=True) if isinstance(v, np.ndarray) and v.size]
+        names: dict[int, str] = {}
+        for (name, _), memory in zip(mine, arrays.memory_of([value for _, value in mine]), strict=True):
+            first = names.setdefault(memory, name)
+            if first != name and (first in self._given or name in self._given):
+                return f"'{first}' and '{name}' are one memory, which reduce() changes for both; pass a copy of one"
+        return ""
 
     def _odd(self, tensors: Sequence[Tensor], values: Sequence[Any]) -> str:
         """What does not fit between what step() was given and what reduce() was, in words."""

@@ -152,6 +152,10 @@ MISTAKES = {
     ),
     "dtype": (lambda opt, grads: opt.reduce("a", grads["a"].astype("f8")), "got float64"),
     "other array": (lambda opt, grads: opt.reduce("a", grads["a"].copy()), "was given another array than step"),
+    "same memory": (
+        lambda opt, grads: [grads.update(b=grads["a"][0, :7]), opt.reduce("a", grads["a"])],
+        "'a' and 'b' are one memory, which reduce",
+    ),
     "no array": (lambda opt, grads: opt.reduce("a", ["x"]), r"reduce\(\): 'a'"),
 }
 
