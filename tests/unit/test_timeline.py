@@ -3,6 +3,7 @@
 import json
 import marshal
 import os
+import pathlib
 import shutil
 import zlib
 
@@ -84,8 +85,9 @@ def test_a_track_numbers_calls_and_started_operations_alike(tmp_path):
     started = Operation("broadcast 'b'")
     track.around("grouped_allreduce", long_way)([np.zeros(2), np.zeros(1)], True, None, "long")
     with pytest.raises(ZeroDivisionError):
-        track.around("allreduce", lambda *_: 1 / 0)(1.5, True, None, "wrong")
+        track.around("allreduce", lambda *_: 1 / 0)(1.5, True, None, pathlib.Path("wrong"))
     track.end(started)
+    track.end(Operation("the comparison of clocks"))
     mine.close()
     found = read(path)
     assert [(each.number, each.kind, each.name, each.nbytes, each.blocking) for each in found.operations] == [
@@ -93,8 +95,9 @@ def test_a_track_numbers_calls_and_started_operations_alike(tmp_path):
         (1, "broadcast", "b", 0, False),
         (2, "grouped_allreduce", "long", 24, True),
         (3, "allreduce", "wrong", 0, True),
+        (4, "the comparison of clocks", "", 0, False),
     ]
-    assert [each.agreed > 0 for each in found.operations] == [False, False, True, False]
+    assert [each.agreed > 0 for each in found.operations] == [False, False, True, False, False]
     assert [each.kind for each in found.spans] == ["allreduce", "grouped_allreduce", "allreduce"]
 
 
