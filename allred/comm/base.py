@@ -26,7 +26,16 @@ import numpy as np
 from allred import arrays
 from allred.arrays import Array
 from allred.comm import header, objects, work
-from allred.comm.calls import array_call, group_call, index_of, source_and_target, splits_of, target_of
+from allred.comm.calls import (
+    array_call,
+    check_name,
+    group_call,
+    index_of,
+    listed,
+    source_and_target,
+    splits_of,
+    target_of,
+)
 from allred.comm.header import Call, quoted
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Engine, Steps, Work, WorkQueue
@@ -190,7 +199,7 @@ class Communicator(ABC):
     def _reduce_group(
         self, group: Sequence[Any], op: ReduceOp, name: str, compression: Compression, in_place: bool
     ) -> Steps[list[Array]]:
-        pairs = [source_and_target(value, in_place) for value in group]
+        pairs = [source_and_target(value, in_place) for value in listed(group)]
         sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
         if in_place and arrays.overlap([target for target in targets if target.size]):
             raise InputError("the same memory is in the group twice, and would be reduced twice")
@@ -381,6 +390,7 @@ class Communicator(ABC):
         def steps() -> Steps[T]:
             before = self._sequence
             try:
+                check_name(name)
                 return (yield from body)
             except Exception as error:
                 if self._sequence != before:  # past the headers: the ranks know

@@ -190,6 +190,22 @@ def test_drift_is_found_among_those_that_are_left(rank, size):
     allred.join()
 
 
+def test_parameters_that_were_not_shared_after_the_block_are_told_as_that(rank, size):
+    if size == 1:
+        pytest.skip("one rank cannot differ from others")
+    opt, params = allred.distributed(allred.optim.SGD(lr=1.0)), np.zeros(3)
+    with allred.Join() as joined:
+        for _ in range(1 + (rank == 1)):
+            opt.step(params, np.ones(3))
+    with pytest.raises(
+        allred.DriftError, match=r"had joined have missed steps: .* broadcast\(params, root=joined.last"
+    ):
+        opt.step(params, np.ones(3))
+    opt.broadcast(params, root=joined.last)
+    opt.step(params, np.ones(3))
+    assert params.tolist() == [-3.0] * 3
+
+
 def test_an_error_in_the_block_does_not_join(size):
     with pytest.raises(ZeroDivisionError), allred.Join():
         _ = 1 / 0
