@@ -61,7 +61,7 @@ class Recorder:
 
     def close(self) -> None:
         """Write what is left, and no more. In a fork of the process nothing happens."""
-        if os.getpid() != self._process or self._over.is_set():
+        if os.getpid() != self._process:
             return
         atexit.unregister(self.close)
         self.add(("end", time.perf_counter_ns()))
