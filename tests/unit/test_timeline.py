@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from allred.__main__ import main
+from allred.comm import recording
+from allred.comm.single import SingleCommunicator
 from allred.errors import InputError
-from allred.timeline import collectives, recorder, summary
+from allred.timeline import collectives, file, recorder, summary
 from allred.timeline.clock import Clock
 from allred.timeline.file import read
 from allred.timeline.recorder import Recorder
@@ -32,6 +34,10 @@ def written(directory, rank, *records, job="a", size=2, start=0, end=0, time=1.0
     about = {"job": job, "rank": rank, "size": size, "name": f"rank {rank}", "host": "h", "pid": 1, "time": time}
     path.write_bytes(recorder.MAGIC + chunk(("begin", {**about, "start": start})) + chunk(*records, ("end", end)))
     return path
+
+
+def records_of(path):
+    return [record for part in file._chunks(path.read_bytes()) for record in marshal.loads(part)]
 
 
 def call(start, end, kind="allreduce", members="all ranks"):
@@ -73,6 +79,32 @@ def test_what_is_noted_can_be_read(tmp_path, monkeypatch):
     step, apply, _ = found.spans
     assert step.start <= apply.start <= apply.end <= step.end
     assert found.left_out == ""
+
+
+def test_a_timeline_begins_and_ends_with_a_world(tmp_path):
+    """And is made anew where one was left open, by an init() that failed."""
+    alone, path = SingleCommunicator(1.0), tmp_path / "made" / "rank-0.timeline"
+    recording.start("none", alone, None, range(1))
+    recording.compare_clocks_again()
+    assert (recorder.current, os.listdir(tmp_path)) == (None, [])
+    for spans in (100, 1):
+        recording.start(str(path.parent), alone, None, range(1))
+        for _ in range(spans):
+            with recorder.span("apply"):
+                pass
+        recorder.current._write_records()
+    recording.compare_clocks_again()
+    recording.stop()
+    assert recorder.current is None
+    assert [each[0] for each in records_of(path)] == ["begin", "clock", "span", "clock", "end"]
+    found = read(path)
+    assert (found.name, found.left_out, [each.kind for each in found.spans]) == ("rank 0", "", ["apply"])
+
+
+def test_ranks_are_called_by_what_they_do():
+    assert [recording._name(rank, range(2), 2) for rank in range(2)] == ["rank 0", "rank 1"]
+    names = ["parameter server 0", "worker 0", "worker 1", "client 0", "client 1"]
+    assert [recording._name(rank, range(1, 3), 5) for rank in range(5)] == names
 
 
 def test_a_track_numbers_calls_and_started_operations_alike(tmp_path):
