@@ -66,12 +66,17 @@ class Early:
 
     # As gradients become ready.
 
+    @property
+    def begun(self) -> bool:
+        """Whether the next step has some of its gradients."""
+        return bool(self._given)
+
     def reduce(self, name: str, grad: Any, samples: int | None) -> None:
         """Take a gradient. Raises nothing that is about this rank alone."""
         if name in self._given:
             self._problem = self._problem or f"reduce({name!r}) was called twice for one step; call step() after each"
             return
-        if not self._given:
+        if not self.begun:
             self._communicator = collectives.current()
             self._communicator.unfinished[self] = f"reduce({name!r}) has begun a step; call {self._title} before"
         self._given[name] = grad

@@ -60,7 +60,8 @@ class SyncMode:
     ) -> None:  # fmt: skip
         """Average the gradients over all ranks, then let the optimizer update the parameters."""
         communicator = collectives.current()
-        self._meter.begin(communicator)
+        if not self._early.begun:
+            self._meter.begin(communicator)
         self._checks.begin(params)
         mean = self._early.finish(tensors, values, samples, problem)
         if not self._meter.steps:
@@ -78,6 +79,8 @@ class SyncMode:
         self._meter.end(communicator, self._reducer.samples)
 
     def reduce(self, name: str, grad: Any, samples: int | None) -> None:
+        if not self._early.begun:
+            self._meter.begin(collectives.current())
         self._early.reduce(name, grad, samples)
 
     @property

@@ -140,6 +140,24 @@ def test_gradients_go_out_before_the_step(rank, size):
     opt.step(params, held)
 
 
+def test_what_went_out_early_is_counted_too(rank, size):
+    if size == 1:
+        pytest.skip("takes several ranks")
+    opt, params = allred.distributed(allred.optim.SGD(lr=1.0), bucket_bytes=4096), params_of()
+    counts = []
+    for step in range(FIRST + 2):
+        grads = grads_of(rank, step)
+        for name in NAMES:
+            opt.reduce(name, grads[name])
+        if step >= FIRST:
+            opt._sync._early._opening.wait()
+            opt._sync._early._advance()
+            allred.barrier()  # all of it has gone
+        opt.step(params, grads)
+        counts.append(opt._sync._meter.sent_bytes)
+    assert counts == [(step + 1) * counts[0] for step in range(FIRST + 2)]
+
+
 MISTAKES = {
     "unknown": (
         lambda opt, grads: opt.reduce("z", grads["a"]),
