@@ -52,7 +52,7 @@ def install(base: Base | None) -> None:
     global _base
     if base is not None:
         base.everyone.among = functools.partial(_left, tuple(range(len(base.nodes))))
-    if base is None:
+    else:
         for communicator in _made.values():
             communicator.close()
         _made.clear()
