@@ -127,6 +127,8 @@ def test_gradients_go_out_before_the_step(rank, size):
                 allred.barrier()
             assert grads["c"].tobytes() == grads_of(rank, step)["c"].tobytes()  # the checks are to see them all
             opt.step(params, grads)
+    buckets = [[NAMES[index] for index in where] for where, _ in opt._sync._early._buckets]
+    assert buckets == [["c"], ["e", "d", "b"], ["a"]]  # as they become full
     mean = sum(grads_of(r, FIRST)["c"] for r in range(size)) / size
     deadline = time.monotonic() + 20
     while not np.allclose(grads["c"], mean, atol=1e-5):  # "c" is a bucket of its own
@@ -232,6 +234,50 @@ def test_samples_are_given_in_the_first_call(rank):
     opt.reduce("a", grads["a"], samples=3)
     with pytest.raises(InputError, match=r"samples=4 in step\(\), but 3 in the first reduce"):
         opt.step(params, grads, samples=4)
+    opt.reduce("a", grads["a"], samples=2)
+    opt.step(params, grads, samples=2)
+    opt.reduce("a", grads["a"], samples=-1)
+    with pytest.raises(InputError, match="samples=-1 must be a whole number"):
+        opt.step(params, grads)
+
+
+def settled(rank, **options):
+    """An optimizer whose gradients go out early from now on, with its parameters."""
+    opt, params = allred.distributed(allred.optim.SGD(lr=1.0), **options), params_of()
+    for step in range(FIRST + 1):
+        grads = grads_of(rank, step)
+        opt.reduce("a", grads["a"])
+        opt.step(params, grads)
+    return opt, params
+
+
+def test_other_gradients_than_those_of_the_agreed_order(rank):
+    """Are an error on all ranks; with them it begins anew."""
+    opt, _ = settled(rank)
+    params = {"new": np.zeros(3)}
+    with pytest.raises(InputError, match=r"step\(\) has other gradients"):
+        opt.step(params, {"new": np.ones(3)})
+    for _ in range(2):
+        grads = {"new": np.ones(3)}
+        opt.reduce("new", grads["new"])
+        opt.step(params, grads)
+    assert params["new"].tolist() == [-2.0] * 3
+
+
+@pytest.mark.parametrize("what", ["samples", "scale"])
+def test_ranks_that_differ_hear_of_it_in_step(rank, size, what):
+    if size == 1:
+        pytest.skip("takes several ranks")
+    scaler = allred.GradScaler(init_scale=1.0)
+    opt, params = settled(rank, scaler=scaler)
+    if what == "scale" and rank == 1:
+        scaler.load_state_dict(scaler.state_dict() | {"scale": 2.0})
+    grads = grads_of(rank, FIRST + 1)
+    for name in NAMES:
+        opt.reduce(name, grads[name], samples=3 if what == "samples" and rank == 1 else None)
+        time.sleep(0.05)  # so that the answer comes meanwhile
+    with pytest.raises(allred.AllredError, match="do not say how many samples" if what == "samples" else "scale=2"):
+        opt.step(params, grads)
 
 
 def test_accumulated_gradients_are_known_in_step():
