@@ -91,7 +91,7 @@ def _chunks(data: bytes) -> Iterator[bytes]:
     while at + CHUNK.size <= len(data):
         length, checksum = CHUNK.unpack_from(data, at)
         chunk = data[at + CHUNK.size : at + CHUNK.size + length]
-        if len(chunk) < length or zlib.crc32(chunk) != checksum:
+        if not chunk or zlib.crc32(chunk) != checksum:
             return
         yield chunk
         at += CHUNK.size + length
