@@ -52,6 +52,8 @@ class Pointed(np.ndarray):
 
 
 class Data:
+    device_id = 0
+
     def __init__(self, ptr):
         self.ptr = ptr
 
@@ -108,6 +110,10 @@ class Lane:
         finally:
             self._device.inside = False
 
+    def empty(self, wanted):
+        assert not self._device.inside, "results are the caller's stream's memory"
+        return [Namespace.empty(shape, dtype) for shape, dtype in wanted]
+
     def end(self, kept):
         return End(self._device)
 
@@ -119,6 +125,9 @@ class Stream:
         pass
 
 
+FACTORED = ("float16", "bfloat16", "float32", "float64")
+
+
 class Kernels:
     """What fuse.cu does, in numpy; tests/unit/test_fuse_cu.py holds the two against each other."""
 
@@ -126,12 +135,14 @@ class Kernels:
         for start, part in zip(starts([part.size for part in parts], buffer.itemsize), parts, strict=False):
             end = start + part.size
             if factor is not None:
+                assert name in FACTORED, f"fuse.cu has no pack_{name}"
                 part = widened(part, name) * buffer.dtype.type(factor) if factor else 0
             buffer[start:end] = part
 
     def unpack(self, buffer, parts, name, divisor):
         for start, part in zip(starts([part.size for part in parts], buffer.itemsize), parts, strict=False):
             held = buffer[start : start + part.size]
+            assert divisor is None or name in FACTORED, f"fuse.cu has no unpack_{name}"
             part[...] = held if divisor is None else narrowed(held / held.dtype.type(divisor), name)
 
     def exceeds(self, parts, element_bytes, limit):
@@ -225,8 +236,11 @@ class Device:
     def __init__(self, comm):
         self._comm = comm
         self.xp, self.nccl, self.kernels, self.stream = Namespace, Nccl(), Kernels(), Stream()
-        self.ordered = self.synchronized = 0
+        self.index = self.ordered = self.synchronized = 0
         self.inside = self.stuck = False
+
+    def use(self):
+        pass
 
     def lane(self, handles=()):
         return Lane(self)

@@ -31,7 +31,6 @@ def comm(request, monkeypatch):
     below = registry.BACKENDS[registry.choose("auto", [0] * size, True, [True] * size)[0]]
     device = standin_gpu.Device(MPI.COMM_WORLD)
     communicator, _ = around(below(MPI.COMM_WORLD.Dup(), 30.0, [0] * size), device, staged=request.param == "staged")
-    communicator.device = device
     yield communicator
     communicator.barrier().wait()
     communicator.close()
@@ -132,6 +131,13 @@ def test_weighted_gradients(comm, dtype):
         np.testing.assert_array_equal(host(y), x.astype(dtype))
 
 
+def test_whole_numbers_of_ranks_without_samples_count_for_nothing(comm):
+    mine = [on_gpu(np.full(n, 7, np.int32)) for n in (3, 5)]
+    comm.weighted_allreduce_(mine, allred.Sum, "", allred.Compression.none, float(comm.rank == 0)).wait()
+    for x in mine:
+        np.testing.assert_array_equal(host(x), np.full(x.shape, 7))
+
+
 @pytest.mark.parametrize("compression", [allred.Compression.fp16, allred.Compression.bf16])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_compression_gives_what_the_other_backends_give(comm, dtype, compression):
@@ -220,7 +226,7 @@ def test_one_rank_with_a_host_array_is_a_mismatch(comm):
         np.testing.assert_array_equal(host(comm.allreduce(on_gpu(x), allred.Sum).wait()), np.full(3, comm.size))
 
 
-def test_what_cannot_be_used_is_known_to_all(comm):
+def test_what_cannot_be_used_is_known_to_all(comm, monkeypatch):
     locked = on_gpu(np.ones(3))
     locked.flags.writeable = False
     with pytest.raises(InputError, match="read-only"):
@@ -229,6 +235,9 @@ def test_what_cannot_be_used_is_known_to_all(comm):
         comm.grouped_allreduce([on_gpu(np.ones(3)), np.ones(3)]).wait()
     with pytest.raises(InputError, match="is not supported"):
         comm.allreduce(on_gpu(np.ones(3, np.complex64))).wait()
+    monkeypatch.setattr(standin_gpu.Data, "device_id", 1 if comm.rank == 0 else 0)
+    with pytest.raises(InputError, match="the array is on GPU 1, and this rank's.* is GPU 0"):
+        comm.allreduce(on_gpu(np.ones(3))).wait()
 
 
 def test_ranks_that_have_joined_are_left_out(comm):
@@ -250,6 +259,9 @@ def test_ranks_that_have_joined_are_left_out(comm):
     x = comm.allreduce(on_gpu(np.full(3, comm.rank, np.float32)), allred.Average).wait()
     np.testing.assert_array_equal(host(x), np.full(3, sum(range(1, comm.size)) / (comm.size - 1), np.float32))
     assert comm.active.ranks == tuple(range(1, comm.size))
+    for operation in (comm.alltoall, comm.reducescatter):
+        with pytest.raises(InputError, match="some rows are for rank 0, which joined before"):
+            operation(on_gpu(np.ones(comm.size, np.float32))).wait()
     comm.join(1).wait()
 
 
