@@ -19,15 +19,6 @@ from allred.comm.work import Steps
 from allred.errors import AllredError
 from allred.gpu.device import Device, Lane
 
-_TYPES = {
-    "uint8": "NCCL_UINT8",
-    "int8": "NCCL_INT8",
-    "int32": "NCCL_INT32",
-    "int64": "NCCL_INT64",
-    "float16": "NCCL_FLOAT16",
-    "float32": "NCCL_FLOAT32",
-    "float64": "NCCL_FLOAT64",
-}
 _OPS = {
     ReduceOp.SUM: "NCCL_SUM",
     ReduceOp.PRODUCT: "NCCL_PROD",
@@ -194,7 +185,7 @@ class NcclTransport:
         self._guard.check()
 
     def _type(self, name: str) -> int:
-        return int(getattr(self._device.nccl, _TYPES[name]))
+        return int(getattr(self._device.nccl, nccl_wire.TYPES[name]))
 
     def _op(self, op: ReduceOp) -> int:
         return int(getattr(self._device.nccl, _OPS[op]))

@@ -1,8 +1,8 @@
 """Arrays on a GPU, whoever made them: cupy's, torch's tensors, what has `__cuda_array_interface__` or DLPack.
 
-allred works on them as cupy arrays that share their memory. Looking at a value does not load cupy. Other frameworks have
-current streams of their own: cupy's own ways to take their arrays order its current stream after them, or have the host
-wait, for each array. Here that is done once for all, by whoever works on them (`Adopted.stream`).
+allred works on them as cupy arrays that share their memory. Looking at a value does not load cupy. Other frameworks
+have current streams of their own: cupy's own ways to take their arrays order its current stream after them, or have the
+host wait, for each array. Here that is done once for all, by whoever works on them (`Adopted.stream`).
 """
 
 import contextlib
@@ -28,8 +28,8 @@ _HOST = frozenset({np.ndarray, float, int, bool, list, tuple, type(None)})  # fo
 class Adopted:
     """A device array as cupy sees it. bfloat16, which older cupy lacks, is uint16 there and bfloat16 in `dtype`.
 
-    give: makes a cupy array like `array` into what the caller is given: a torch tensor for a torch tensor. stream: gives
-    the handle of the framework's current stream, where it is not cupy's.
+    give: makes a cupy array like `array` into what the caller is given: a torch tensor for a torch tensor.
+    stream: gives the handle of the framework's current stream, where it is not cupy's.
     """
 
     array: Any
@@ -140,6 +140,15 @@ def _view(
         return cupy.empty(shape, dtype)
     memory = cupy.cuda.UnownedMemory(address, arrays.size_of(shape) * dtype.itemsize, owner, index)
     return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
+
+
+def uncomputable(values: Sequence[Any]) -> str:
+    """Why numpy's functions, by which cupy's arrays are computed with, cannot take these, in words; "" if they can."""
+    odd = next((value for value in values if is_device(value) and not hasattr(value, "__array_ufunc__")), None)
+    if odd is None:
+        return ""
+    kind = f"{type(odd).__module__}.{type(odd).__name__}"
+    return f"of arrays on a GPU it takes cupy's, and got a {kind}; pass cupy.from_dlpack(x), which shares its memory"
 
 
 def of_shape(value: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:

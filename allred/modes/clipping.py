@@ -17,7 +17,7 @@ from allred.comm import collectives
 from allred.comm.ops import ReduceOp
 from allred.errors import InputError
 from allred.fusion.plan import Tensor
-from allred.gpu.values import is_device
+from allred.gpu.values import is_device, uncomputable
 from allred.modes.scaler import GradScaler
 from allred.optim.hyper import positive
 from allred.optim.tensors import compute_dtype
@@ -46,11 +46,14 @@ class Clipper:
         scale = "" if self.scaler is None else f"scale={self.scaler.get_scale():g}"
         return " ".join(filter(None, (clip, scale)))
 
-    def refusal(self, tensors: Sequence[Tensor]) -> str:
-        """Why such gradients cannot be clipped or unscaled, in words; nothing if they can."""
+    def refusal(self, tensors: Sequence[Tensor], values: Sequence[Any] = ()) -> str:
+        """Why such gradients cannot be clipped or unscaled, in words; nothing if they can. values: they, if it is done
+        where they are."""
         if self.scaler is not None:
             self.scaler.serve(self, self._name)
         odd = next((tensor for tensor in tensors if not arrays.is_float(tensor.dtype)), None) if self.active else None
+        if odd is None and self.active and (words := uncomputable(values)):
+            return f"clip_norm, scaler: {words}"
         return f"the gradient of {odd} cannot be scaled: it would be rounded; cast it" if odd else ""
 
     def reduced(self, grads: list[Any]) -> list[Any]:

@@ -7,13 +7,16 @@ thing is tested by tests/gpu.
 """
 
 import contextlib
+import copy
 import ctypes
 
 import numpy as np
 
-from allred.comm import nccl_wire
+from allred.comm import nccl_calls, nccl_wire
 from allred.gpu import values
 from allred.gpu.kernels import starts
+from allred.modes import pairs, sync
+from allred.modes.detect import drift, finite, repeated
 
 
 class DeviceArray(np.ndarray):
@@ -43,6 +46,18 @@ def adopt(value):
     return values.Adopted(bare, dtype, value.flags.writeable, lambda made: made.view(dtype).view(DeviceArray))
 
 
+def install(put):
+    """Where the library asks for what only a GPU has, this answers. put: setattr, or a test's own."""
+    kernels = Kernels()
+    for module in (values, nccl_calls, pairs):
+        put(module, "adopt", adopt)
+    put(values, "zeros", lambda like, shape, dtype: on_gpu(np.zeros(shape, dtype)))
+    put(values, "to_host", lambda value: host(value) if value is not None else None)
+    for module in (drift, finite, repeated, sync):
+        put(module, "to_host", values.to_host)
+    put(finite, "exceeds_on_gpu", lambda parts, *a: bool(kernels.exceeds(list(map(host, parts)), *a)))
+
+
 class Pointed(np.ndarray):
     """What allred works on: numpy with cupy's `data.ptr`."""
 
@@ -61,7 +76,22 @@ class Data:
 class Namespace:
     """As much of cupy as is used."""
 
-    isnan, divide, zeros_like, empty_like = np.isnan, np.divide, np.zeros_like, np.empty_like
+    isnan, divide, copyto, zeros_like, empty_like = np.isnan, np.divide, np.copyto, np.zeros_like, np.empty_like
+    __version__ = "0"
+
+    @staticmethod
+    def concatenate(parts):
+        return np.concatenate(parts).view(Pointed)
+
+    class cuda:  # noqa: N801
+        class Device:
+            def synchronize(self):
+                pass
+
+        class runtime:  # noqa: N801
+            @staticmethod
+            def getDeviceProperties(index):  # noqa: N802
+                return {"name": b"stand-in"}
 
     @staticmethod
     def where(condition, one, other):
@@ -169,23 +199,30 @@ class Nccl:
     OPS = (np.add, np.multiply, np.fmax, np.fmin)  # those that drop a NaN, as NCCL's do
 
     def __init__(self):
-        self.aborted, self.error, self.calls, self._grouped = False, None, [], None
+        self.aborted, self.error, self.calls = False, None, []
+
+    def get_version(self):
+        return 23000
 
     def get_unique_id(self):
         return (1, 2, 3)
 
     def start(self, comm, unique_id):
+        """A communicator of its own."""
         assert unique_id == (1, 2, 3)
-        self.comm = comm.Dup()
-        return self
+        made = copy.copy(self)
+        made.comm = comm.Dup()
+        return made
+
+    grouped = []  # noqa: RUF012  (the module's, for all communicators)
 
     def groupStart(self):  # noqa: N802
-        self._grouped = []
+        assert not self.grouped
 
     def groupEnd(self):  # noqa: N802
-        for request in self._grouped:
+        for request in self.grouped:
             request.Wait()
-        self._grouped = None
+        self.grouped.clear()
 
     def allReduce(self, source, target, count, kind, op, stream):  # noqa: N802
         self._note("allReduce", stream)
@@ -204,11 +241,11 @@ class Nccl:
 
     def send(self, source, count, kind, peer, stream):
         self._note("send", stream)
-        self._grouped.append(self.comm.Isend(self._at(source, count, kind), peer))
+        self.grouped.append(self.comm.Isend(self._at(source, count, kind), peer))
 
     def recv(self, target, count, kind, peer, stream):
         self._note("recv", stream)
-        self._grouped.append(self.comm.Irecv(self._at(target, count, kind), peer))
+        self.grouped.append(self.comm.Irecv(self._at(target, count, kind), peer))
 
     def check_async_error(self):
         if self.error:
@@ -241,6 +278,9 @@ class Device:
 
     def use(self):
         pass
+
+    def current(self):
+        return self.stream
 
     def lane(self, handles=()):
         return Lane(self)
