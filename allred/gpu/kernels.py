@@ -1,7 +1,7 @@
 """The kernels of csrc/fuse.cu: tensors packed into a buffer, unpacked, and looked at for NaN, one launch for all.
 
-They are compiled at their first use, by NVRTC through cupy, which keeps the result on disk. It adds -ftz=true: here, as in
-all of cupy's arithmetic, float32 numbers below 1.2e-38 count as 0. What a launch has to know (where the tensors are,
+They are compiled at their first use, by NVRTC through cupy, which keeps the result on disk. It adds -ftz=true: here, as
+in all of cupy's arithmetic, float32 numbers below 1.2e-38 count as 0. What a launch has to know (where the tensors are,
 which block does which part) lies on the GPU as tables, kept from step to step: gradients mostly stay where they are.
 """
 

@@ -19,43 +19,54 @@ from allred.errors import InputError, MismatchError
 pytestmark = pytest.mark.mpi
 
 
-@pytest.fixture(params=["nccl", "staged"])
-def comm(request, monkeypatch):
-    monkeypatch.setattr(nccl_calls, "adopt", standin_gpu.adopt)
+def connect(transport):
     size = MPI.COMM_WORLD.Get_size()
     below = registry.BACKENDS[registry.choose("auto", [0] * size, True, [True] * size)[0]]
     device = standin_gpu.Device(MPI.COMM_WORLD)
-    communicator, _ = around(below(MPI.COMM_WORLD.Dup(), 30.0, [0] * size), device, staged=request.param == "staged")
+    return around(below(MPI.COMM_WORLD.Dup(), 30.0, [0] * size), device, staged=transport == "staged")[0]
+
+
+@pytest.fixture(scope="module", params=["nccl", "staged"])
+def connected(request):
+    """One for all tests."""
+    communicator = connect(request.param)
     yield communicator
     communicator.barrier().wait()
     communicator.close()
 
 
-@pytest.mark.parametrize("shape", contract.SHAPES, ids=str)
+@pytest.fixture
+def comm(connected, monkeypatch):
+    monkeypatch.setattr(nccl_calls, "adopt", standin_gpu.adopt)
+    connected.device.ordered = connected.device.synchronized = 0
+    yield connected
+    connected.barrier().wait()
+
+
 @pytest.mark.parametrize("dtype", contract.REDUCED, ids=str)
-def test_allreduce(comm, dtype, shape):
+def test_allreduce(comm, dtype):
     def check():
-        x = on_gpu(contract.data(comm.rank, shape, dtype))
-        work = comm.allreduce(x, allred.Sum)
-        y = work.wait()
-        assert (type(y), y.dtype, y.shape) == (DeviceArray, dtype, shape)
-        np.testing.assert_array_equal(host(y), contract.expected(allred.Sum, comm.size, shape, dtype))
-        np.testing.assert_array_equal(host(x), contract.data(comm.rank, shape, dtype))
-        assert not np.shares_memory(x, y)
+        for shape in contract.SHAPES:
+            x = on_gpu(contract.data(comm.rank, shape, dtype))
+            y = comm.allreduce(x, allred.Sum).wait()
+            assert (type(y), y.dtype, y.shape) == (DeviceArray, dtype, shape)
+            np.testing.assert_array_equal(host(y), contract.expected(allred.Sum, comm.size, shape, dtype))
+            np.testing.assert_array_equal(host(x), contract.data(comm.rank, shape, dtype))
+            assert not np.shares_memory(x, y)
 
     contract.twice(check)
 
 
-@pytest.mark.parametrize("op", [allred.Min, allred.Max, allred.Product, allred.Average])
 @pytest.mark.parametrize("dtype", contract.REDUCED, ids=str)
-def test_every_op_in_place(comm, op, dtype):
-    x = on_gpu(contract.data(comm.rank, (1009,), dtype))
-    if op is allred.Average and dtype.kind in "iu":
-        with pytest.raises(InputError, match="Average of"):
-            comm.allreduce_(x, op).wait()
-        return
-    assert comm.allreduce_(x, op).wait() is x
-    np.testing.assert_array_equal(host(x), contract.expected(op, comm.size, (1009,), dtype))
+def test_every_op_in_place(comm, dtype):
+    for op in (allred.Min, allred.Max, allred.Product, allred.Average):
+        x = on_gpu(contract.data(comm.rank, (1009,), dtype))
+        if op is allred.Average and dtype.kind in "iu":
+            with pytest.raises(InputError, match="Average of"):
+                comm.allreduce_(x, op).wait()
+            continue
+        assert comm.allreduce_(x, op).wait() is x
+        np.testing.assert_array_equal(host(x), contract.expected(op, comm.size, (1009,), dtype))
 
 
 def test_bool_is_any_and_all(comm):
@@ -235,9 +246,11 @@ def test_what_cannot_be_used_is_known_to_all(comm, monkeypatch):
         comm.allreduce(on_gpu(np.ones(3))).wait()
 
 
-def test_ranks_that_have_joined_are_left_out(comm):
-    if comm.size == 1:
+def test_ranks_that_have_joined_are_left_out(monkeypatch):
+    if MPI.COMM_WORLD.Get_size() == 1:
         return
+    monkeypatch.setattr(nccl_calls, "adopt", standin_gpu.adopt)
+    comm = connect("nccl")
     if comm.rank == 0:
         while comm.join(0).wait() is None:
             pass
