@@ -96,7 +96,7 @@ class Reducer:
         if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             raise InputError(f"op={op!r} cannot combine gradients; use allred.Average or allred.Sum")
         if not isinstance(compression, Compression):
-            raise InputError(f"compression={compression!r} is none; use allred.Compression.none, .fp16 or .bf16")
+            raise InputError(f"compression={compression!r}: expected allred.Compression.none, .fp16 or .bf16")
         self.op, self.compression = op, compression
         self.samples = 0  # of all ranks, in the last reduction; 0 if they were not counted
         self.early = False  # whether some rank had given gradients before it

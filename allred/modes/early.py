@@ -23,6 +23,7 @@ import numpy as np
 from allred import arrays
 from allred.arrays import Array
 from allred.comm import asynchronous, collectives
+from allred.comm.base import Communicator
 from allred.comm.work import Work
 from allred.compression import Compression
 from allred.errors import AllredError, InputError
@@ -43,6 +44,7 @@ class Early:
         self._tensors: list[Tensor] = []  # as step() has them; of the step that settled the order
         self._buckets: list[tuple[tuple[int, ...], Plan]] = []  # positions in that list, in the agreed order
         self._all: Plan | None = None
+        self._communicator: Communicator | None = None  # of the step that has begun
         self._clear()
 
     def _clear(self) -> None:
@@ -53,6 +55,9 @@ class Early:
         self._opened: list[tuple[int, int]] = []  # every rank's note and flags
         self._running: list[tuple[Work[list[Array]], list[Array], list[Array]]] = []
         self._problem, self._flags = "", 0
+        if self._communicator is not None:
+            self._communicator.unfinished.pop(self, None)
+        self._communicator = None
 
     def forget(self) -> None:
         """The next step begins anew; on all ranks."""
@@ -66,6 +71,9 @@ class Early:
         if name in self._given:
             self._problem = self._problem or f"reduce({name!r}) was called twice for one step; call step() after each"
             return
+        if not self._given:
+            self._communicator = collectives.current()
+            self._communicator.unfinished[self] = f"reduce({name!r}) has begun a step; call {self._title} before"
         self._given[name] = grad
         if self._all is None:
             return

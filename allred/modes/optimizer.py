@@ -126,6 +126,8 @@ class DistributedOptimizer:
         placement: Any = None,
         use_locking: bool | None = None,
     ) -> None:
+        if not isinstance(name, str):
+            raise InputError(f"allred.distributed: name={name!r} must be a string")
         self.optimizer = optimizer
         self.name = name
         self.process_set = process_set

@@ -1,7 +1,10 @@
 """What ranks note, read again, with clocks that differ and files that are damaged; and what is made of it."""
 
 import json
+import marshal
 import os
+import shutil
+import zlib
 
 import numpy as np
 import pytest
@@ -116,7 +119,7 @@ def test_a_file_without_its_end_is_of_a_rank_that_was_killed(tmp_path):
     mine.begin({"rank": 0, "name": "rank 0", "start": 5})
     found = read(path)
     assert (found.start, found.spans, found.operations) == (5, [], [])
-    assert found.left_out.endswith("just ends: its rank was killed, and what it did last is missing")
+    assert found.left_out.endswith("just ends: its rank was killed or aborted, and what it did last is missing")
     mine.close()
 
 
@@ -126,6 +129,11 @@ def test_a_file_of_something_else_is_refused(tmp_path):
         read(tmp_path / "x")
     (tmp_path / "x").write_bytes(recorder.MAGIC)
     with pytest.raises(InputError, match="is empty"):
+        read(tmp_path / "x")
+    odd = marshal.dumps([("begin", 7)])
+    chunk = recorder.CHUNK.pack(len(odd), zlib.crc32(odd)) + odd
+    (tmp_path / "x").write_bytes(recorder.MAGIC + chunk)
+    with pytest.raises(InputError, match="holds what no rank has written"):
         read(tmp_path / "x")
 
 
@@ -241,6 +249,26 @@ def test_files_of_an_earlier_job_are_left_out(tmp_path, capsys):
     _, out, events = merge(tmp_path, capsys)
     assert "left out: files of an earlier job, of ranks 1" in out
     assert {event["pid"] for event in events} == {0}
+
+
+def test_files_that_are_no_good_are_named_and_the_others_merged(tmp_path, capsys):
+    one = written(tmp_path, 0, call(0, MS))
+    written(tmp_path, 1, call(0, MS))
+    shutil.copy(one, tmp_path / "rank-0 (copy).timeline")
+    (tmp_path / "rank-2.timeline").mkdir()
+    (tmp_path / "rank-3.timeline").symlink_to("nowhere")
+    code, out, events = merge(tmp_path, capsys)
+    assert code == 0
+    assert f"left out: {one} is of the same rank and job as {tmp_path}/rank-0 (copy).timeline" in out
+    assert f"left out: {tmp_path}/rank-2.timeline cannot be read: Is a directory" in out
+    assert f"left out: {tmp_path}/rank-3.timeline cannot be read: No such file or directory" in out
+    assert sum(each["name"] == "allreduce w" for each in events) == 2
+
+
+def test_a_trace_that_cannot_be_written_is_named(tmp_path, capsys):
+    written(tmp_path, 0, call(0, MS))
+    assert main(["timeline", "merge", str(tmp_path), "--output", "/dev/full"]) == 2
+    assert "/dev/full cannot be written: No space left on device; --output FILE" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("there", [True, False])
