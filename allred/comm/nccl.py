@@ -47,7 +47,7 @@ class NcclCommunicator(Beside):
         self.device = device
         self._transport, self._guard = transport, guard
         self._buffers: dict[Any, Any] = {}  # by dtype
-        self._calls: dict[Any, Call] = {}
+        self._calls: dict[Any, tuple[Call, list[list[int]]]] = {}
 
     def close(self) -> None:
         self._transport.close(self._guard.close() and not self.queue.poisoned)
@@ -122,11 +122,12 @@ class NcclCommunicator(Beside):
         def body(given: list[Adopted], lane: Lane) -> Steps[Any]:
             if in_place:
                 check_writable(given)
-            group, _ = yield from self._agreed(self._reduction_call(given, op, name, compression, one))
+            call, together = self._reduction_call(given, op, name, compression, one)
+            group, _ = yield from self._agreed(call)
             made = [] if in_place else lane.empty([(g.shape, g.array.dtype) for g in given])
             with lane.enter():
                 flats = [g.flat() for g in given] if in_place else _copies(given, made)
-            for bucket in buckets([flat.nbytes for flat in flats], [g.dtype for g in given], BUCKET_BYTES):
+            for bucket in together:
                 chosen = [flats[i] for i in bucket]
                 yield from group._reduce_bucket(lane, chosen, given[bucket[0]].dtype, op, compression, weight)
             with lane.enter():
@@ -180,8 +181,8 @@ class NcclCommunicator(Beside):
 
     def _reduction_call(
         self, given: list[Adopted], op: ReduceOp, name: str, compression: Compression, one: bool
-    ) -> Call:
-        """What the ranks compare; put together once for what comes at every step."""
+    ) -> tuple[Call, list[list[int]]]:
+        """What the ranks compare, and what travels together; found once for what comes at every step."""
         if not (isinstance(name, str) and isinstance(op, ReduceOp) and isinstance(compression, Compression)):
             group_call([], name, op, compression)  # raises
         key = one, name, op, compression, tuple([(g.shape, g.dtype) for g in given])
@@ -191,7 +192,7 @@ class NcclCommunicator(Beside):
                 call = array_call("allreduce", cast(Array, given[0]), name, op, compression=compression)
             else:
                 call = group_call(cast(list[Array], given), name, op, compression)
-            found = on_gpu(call)
+            found = on_gpu(call), buckets([g.nbytes for g in given], [g.dtype for g in given], BUCKET_BYTES)
             if len(self._calls) >= _KEPT:
                 self._calls.clear()
             self._calls[key] = found

@@ -72,13 +72,14 @@ def buckets(sizes: Sequence[int], dtypes: Sequence[Any], limit_bytes: int) -> li
     """
     done: list[list[int]] = []
     waiting: dict[Any, list[int]] = {}
+    filled: dict[Any, int] = {}
     for index, (nbytes, dtype) in enumerate(zip(sizes, dtypes, strict=True)):
         if 2 * nbytes >= limit_bytes:
             done.append([index])
         elif nbytes:
-            bucket = waiting.setdefault(dtype, [])
-            if sum(sizes[i] for i in bucket) + nbytes > limit_bytes:
+            if filled.get(dtype, 0) + nbytes > limit_bytes:
                 done.append(waiting.pop(dtype))
-                bucket = waiting.setdefault(dtype, [])
-            bucket.append(index)
+                filled[dtype] = 0
+            waiting.setdefault(dtype, []).append(index)
+            filled[dtype] = filled.get(dtype, 0) + nbytes
     return done + list(waiting.values())

@@ -17,7 +17,7 @@ SOURCE = HERE / "fuse.cu"
 TILE = 8192  # as in it
 _THREADS = 256
 _ALIGN_BYTES = 16
-_KEPT = 64  # tables
+_KEPT = 256  # tables
 
 
 def starts(counts: Sequence[int], itemsize: int) -> list[int]:
@@ -34,10 +34,16 @@ def starts(counts: Sequence[int], itemsize: int) -> list[int]:
 
 
 def tables(addresses: Sequence[int], begin: Sequence[int], counts: Sequence[int]) -> tuple[Any, Any]:
-    """The pieces and the tiles of a launch, as fuse.cu has them; int64 arrays."""
+    """The pieces and the tiles of a launch, as fuse.cu has them; int64 arrays.
+
+    >>> tables([4096, 8192], [0, 12], [9000, 3])[1].tolist()
+    [[0, 0], [0, 1], [1, 0]]
+    """
     pieces = np.array([addresses, begin[: len(counts)], counts], np.int64).T
-    tiles = [(i, number) for i, count in enumerate(counts) for number in range(-(-count // TILE))]
-    return np.ascontiguousarray(pieces), np.array(tiles, np.int64).reshape(-1, 2)
+    each = -(-np.array(counts, np.int64) // TILE)
+    first = np.cumsum(each) - each
+    tiles = np.stack([np.repeat(np.arange(len(counts)), each), np.arange(each.sum()) - np.repeat(first, each)], axis=1)
+    return np.ascontiguousarray(pieces), tiles
 
 
 class Kernels:
