@@ -6,11 +6,10 @@ host wait, for each array. Here that is done once for all, by whoever works on t
 """
 
 import contextlib
-import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,8 +23,7 @@ _BFLOAT16 = "bfloat16"
 _HOST = frozenset({np.ndarray, float, int, bool, list, tuple, type(None)})  # for sure
 
 
-@dataclasses.dataclass(frozen=True)
-class Adopted:
+class Adopted(NamedTuple):
     """A device array as cupy sees it. bfloat16, which older cupy lacks, is uint16 there and bfloat16 in `dtype`.
 
     give: makes a cupy array like `array` into what the caller is given: a torch tensor for a torch tensor.
