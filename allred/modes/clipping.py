@@ -84,7 +84,7 @@ class Clipper:
 
 
 def _norm(grads: Sequence[Any]) -> float:
-    return math.sqrt(sum(_squares(arrays.flat(grad)) for grad in grads if grad is not None))
+    return math.sqrt(float(sum(_squares(arrays.flat(grad)) for grad in grads if grad is not None)))
 
 
 def _norm_of_all(grads: Sequence[Any]) -> float:
@@ -92,16 +92,17 @@ def _norm_of_all(grads: Sequence[Any]) -> float:
     here = [grad for grad in grads if grad is not None]
     active = collectives.current().active  # of the reduction that was just made
     shares = arrays.split_sizes(sum(grad.size for grad in here), active.size)
-    start, total, at = sum(shares[: active.rank]), 0.0, 0
+    start, at = sum(shares[: active.rank]), 0
+    total: Any = 0.0  # of arrays on a GPU it is there, until it is whole
     stop = start + shares[active.rank]
     for grad in here:
         low, high = max(start - at, 0), min(stop - at, grad.size)
         if low < high:
             total += _squares(arrays.flat(grad)[low:high])
         at += grad.size
-    return math.sqrt(collectives.allreduce(np.array(total), ReduceOp.SUM, "norm of the gradients"))
+    return math.sqrt(collectives.allreduce(np.array(float(total)), ReduceOp.SUM, "norm of the gradients"))
 
 
-def _squares(flat: Array) -> float:
+def _squares(flat: Array) -> Any:
     """The sum of squares, in float64, where those of float32 never overflow; without a copy of the whole."""
-    return float(np.einsum("i,i->", flat, flat, dtype=np.float64))
+    return np.einsum("i,i->", flat, flat, dtype=np.float64)
