@@ -71,16 +71,25 @@ def adopt(value: Any) -> Adopted:
     import cupy
 
     if isinstance(value, cupy.ndarray):
-        dtype = value.dtype
-        bare = value.view(np.uint16) if arrays.name_of(dtype) == _BFLOAT16 else value
-        return Adopted(bare, dtype, True, lambda made: made if made.dtype == dtype else made.view(dtype))
+        return _of_cupy(value, writable=True)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return _of_torch(torch, value)
-    if hasattr(value, "__cuda_array_interface__"):
-        return _of_interface(value, value.__cuda_array_interface__)
-    array = cupy.from_dlpack(value)  # of a framework whose arrays may be immutable
-    return Adopted(array, array.dtype, False, lambda made: made)
+    interface = getattr(value, "__cuda_array_interface__", None)
+    if interface is not None and not (hasattr(value, "__dlpack__") and _says_less(interface)):
+        return _of_interface(value, interface)
+    return _of_cupy(cupy.from_dlpack(value), writable=False)  # of a framework whose arrays may be immutable
+
+
+def _of_cupy(array: Any, writable: bool) -> Adopted:
+    dtype = array.dtype
+    bare = array.view(np.uint16) if arrays.name_of(dtype) == _BFLOAT16 else array
+    return Adopted(bare, dtype, writable, lambda made: made if made.dtype == dtype else made.view(dtype))
+
+
+def _says_less(interface: dict[str, Any]) -> bool:
+    """Than DLPack, which has cupy's stream wait for the array: JAX's knows no stream, and cannot be written to."""
+    return interface.get("stream") is None and bool(interface["data"][1])
 
 
 def _of_torch(torch: Any, tensor: Any) -> Adopted:

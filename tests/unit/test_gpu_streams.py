@@ -123,3 +123,22 @@ def test_a_masked_array_is_refused_and_an_empty_one_has_no_address(cupy):
         values.adopt(Foreign(np.ones(3), mask=object()))
     empty = Foreign(np.ones((0, 3)), data=(0, False))
     assert values.adopt(empty).shape == (0, 3)
+
+
+class Jaxs(Foreign):
+    """It has both protocols."""
+
+    def __dlpack__(self, **_):
+        raise AssertionError("cupy.from_dlpack is the stand-in's")
+
+
+@pytest.mark.parametrize(
+    ("locked", "stream", "by_dlpack"), [(True, None, True), (True, 77, False), (False, None, False)]
+)
+def test_of_two_protocols_the_one_that_knows_the_stream(cupy, locked, stream, by_dlpack):
+    value = np.ones(3)
+    foreign = Jaxs(value, data=(value.ctypes.data, locked), stream=stream)
+    cupy.from_dlpack = lambda given: given.array.copy().view(Array)
+    found = values.adopt(foreign)
+    assert np.shares_memory(found.array, value) is not by_dlpack
+    assert (found.writable, found.stream is None) == (not locked, stream is None)
