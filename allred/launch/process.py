@@ -70,7 +70,7 @@ class Process:
         def ready() -> None:
             try:
                 hear()
-            except (OSError, EOFError, ValueError, KeyError, TypeError):  # gone, or speaks of other things
+            except Exception:  # gone, or speaks of other things: whatever a stranger sends, the others go on
                 self._close(lines)
                 lost()
 

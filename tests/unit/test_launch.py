@@ -11,6 +11,7 @@ import threading
 
 import pytest
 
+from allred import detached
 from allred.config import secret
 from allred.errors import ConfigError
 from allred.launch import by_hand, places
@@ -218,6 +219,28 @@ def test_the_secret_is_never_sent():
 def test_one_who_does_not_know_it_is_not_believed():
     with pytest.raises(ConfigError, match="does not know this cluster's secret"):
         knock(lambda m: {"proof": m["proof"]})  # what it has just heard
+
+
+STRANGE = [
+    b"", b"\n", b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"[" * 60_000 + b"\n", b"x" * 2**17, b'{"proof": "\\ud800"}\n',
+    b'{"nonce": "\\ud800", "proof": {}}\n', b'{"nonce": 1e999}\n{"rank": 0}\n',
+]  # fmt: skip
+
+
+def test_strangers_do_not_end_the_meeting():
+    with subprocess.Popen(["sleep", "60"]) as first, socket.create_server(("127.0.0.1", 0)) as server:
+        address, listener = server.getsockname(), server.fileno()
+        settings = {"addresses": ADDRESSES, "secret": "s", "listener": listener, "pid": first.pid}
+        assert detached.start("allred.launch.process", settings, files=[listener]) == {"problem": ""}
+        server.close()
+        try:
+            for sent in (*STRANGE, b""):
+                with socket.create_connection(address, 10) as stranger:
+                    stranger.settimeout(10)
+                    assert b'"allred": 1' in stranger.recv(200), "it is still there"
+                    stranger.sendall(sent)
+        finally:
+            first.kill()
 
 
 def test_a_line_without_an_end():
