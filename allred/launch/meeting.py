@@ -18,6 +18,7 @@ class _Task:
     pid: int
     node: str
     mpi: str
+    is_there: bool = True
     is_up: bool = False  # MPI has started, and the watchers watch
     ended: str = ""  # "left", after a good end; "gone", without
 
@@ -55,6 +56,14 @@ class Meeting:
         self.began = len(self._tasks) == len(self._names)
         return ""
 
+    def late(self, hello: Message) -> str:
+        """What a task has to wait for whose job runs already, begun with another process; empty for all others."""
+        task = self._tasks.get(str(hello.get("task"))) if self.began else None
+        if task is None or task.is_there or hello.get("problem") or hello.get("addresses") != self._addresses:
+            return ""
+        first, address = next(iter(self._addresses.items()))
+        return f"the end of the job at {first} ({address}), in which pid {task.pid} on {task.host} was {hello['task']}"
+
     def _difference(self, name: str, hello: Message) -> str:
         theirs = hello.get("addresses")
         theirs = theirs if isinstance(theirs, dict) else {}
@@ -91,6 +100,7 @@ class Meeting:
     def go(self, name: str) -> tuple[list[str], str]:
         """A task is gone. To whom that has to be told, and in which words: those who wait for it in MPI's start."""
         task = self._tasks[name]
+        task.is_there = False
         if not self.began:
             del self._tasks[name]
             return [], ""

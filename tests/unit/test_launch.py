@@ -1,5 +1,6 @@
 """Tasks that meet without mpirun: PMI-1, who is there, addresses, the secret. integration/test_by_hand.py has more."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -227,20 +228,47 @@ STRANGE = [
 ]  # fmt: skip
 
 
-def test_strangers_do_not_end_the_meeting():
+@contextlib.contextmanager
+def meeting_place():
+    """The address of a process at which tasks meet, and the first one of them."""
     with subprocess.Popen(["sleep", "60"]) as first, socket.create_server(("127.0.0.1", 0)) as server:
         address, listener = server.getsockname(), server.fileno()
         settings = {"addresses": ADDRESSES, "secret": "s", "listener": listener, "pid": first.pid}
         assert detached.start("allred.launch.process", settings, files=[listener]) == {"problem": ""}
         server.close()
         try:
-            for sent in (*STRANGE, b""):
-                with socket.create_connection(address, 10) as stranger:
-                    stranger.settimeout(10)
-                    assert b'"allred": 1' in stranger.recv(200), "it is still there"
-                    stranger.sendall(sent)
+            yield address
         finally:
             first.kill()
+
+
+def test_strangers_do_not_end_the_meeting():
+    with meeting_place() as address:
+        for sent in (*STRANGE, b""):
+            with socket.create_connection(address, 10) as stranger:
+                stranger.settimeout(10)
+                assert b'"allred": 1' in stranger.recv(200), "it is still there"
+                stranger.sendall(sent)
+
+
+def test_a_task_that_comes_again_while_its_job_runs_waits_for_the_job_s_end():
+    with meeting_place() as address, contextlib.ExitStack() as stack:
+
+        def come(task):
+            found = by_hand._Knock(ADDRESSES, task, "s").connect([(socket.AF_INET, address)], **hello(task))
+            return stack.enter_context(contextlib.closing(found.connection)), found
+
+        tasks = {task: come(task) for task in ADDRESSES}
+        for _, lines in tasks.values():
+            while not any("go" in message for message in lines.hear()):
+                pass
+        assert "was started a second time" in come(W1)[1].hear_one()["refused"]
+        tasks[W1][0].close()
+        late, lines = come(W1)
+        assert lines.hear_one() == {"missing": [f"the end of the job at {PS} (a:1), in which pid 7 on h was {W1}"]}
+        for task in (PS, W0):
+            tasks[task][0].close()
+        assert late.recv(1) == b"", "and now the next one can be met"
 
 
 def test_a_line_without_an_end():
