@@ -2,8 +2,8 @@
 has it run by a process (process.py).
 
 A task's hello says `task` (its name), `addresses` (of all tasks, by name), `mpi` (which, with its version), `node`,
-`host`, `pid`; or `problem`, if it cannot take part. One that cannot be accepted is told why, and so are those who wait:
-it may be theirs that is wrong. It is not the end of the job, for somebody may start the right one.
+`host`, `pid`, `user` (a number); or `problem`, if it cannot take part. One that cannot be accepted is told why, and so
+are those who wait: it may be theirs that is wrong. It is not the end of the job, for somebody may start the right one.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ class _Task:
     pid: int
     node: str
     mpi: str
+    user: int
     is_there: bool = True
     is_up: bool = False  # MPI has started, and the watchers watch
     ended: str = ""  # "left", after a good end; "gone", without
@@ -48,10 +49,15 @@ class Meeting:
                 f"{who} was started a second time; pid {other.pid} on {other.host} is {name} already. Give each task "
                 "its own task_index"
             )
-        task = _Task(str(hello["host"]), int(hello["pid"]), str(hello["node"]), str(hello["mpi"]))
+        task = _Task(str(hello["host"]), int(hello["pid"]), str(hello["node"]), str(hello["mpi"]), int(hello["user"]))
         for there, other in self._tasks.items():
             if other.mpi != task.mpi:
                 return f"{who} has {task.mpi}, but {there} has {other.mpi}; install the same in all environments"
+            if other.node == task.node and other.user != task.user:
+                return (
+                    f"{who} is of user {task.user}, but {there} of user {other.user}; on one machine they share "
+                    "memory, so start them as the same user"
+                )
         self._tasks[name] = task
         self.began = len(self._tasks) == len(self._names)
         return ""

@@ -40,7 +40,15 @@ def is_loopback(places: list[Place]) -> bool:
 
 
 def check(addresses: Mapping[str, str], places: Mapping[str, list[Place]], secret: str) -> None:
-    """Raises ConfigError where a secret is missing, or where some tasks cannot reach the first."""
+    """Raises ConfigError where a secret is missing, some tasks cannot reach the first, or two are at one place."""
+    there: dict[Any, str] = {}
+    for task in places:
+        other = there.setdefault(places[task][0], task)
+        if other != task:
+            raise ConfigError(
+                f"{addresses[other]} of {other} and {addresses[task]} of {task} are the same place; give each task a "
+                "port of its own"
+            )
     near = [task for task in places if is_loopback(places[task])]
     far = [task for task in places if task not in near]
     if near and far:

@@ -73,7 +73,7 @@ PS, W0, W1 = ADDRESSES
 
 
 def hello(task, **more):
-    return {"task": task, "addresses": ADDRESSES, "mpi": "M 1", "node": "n", "host": "h", "pid": 7, **more}
+    return {"task": task, "addresses": ADDRESSES, "mpi": "M 1", "node": "n", "host": "h", "pid": 7, "user": 1, **more}
 
 
 def complete():
@@ -99,6 +99,7 @@ def test_it_begins_when_all_are_there():
         (hello(PS, pid=8), f"{PS} (pid 8 on h) was started a second time; pid 7 on h is {PS} already"),
         (hello(W0, problem="no port"), f"{W0} (pid 7 on h) cannot start: no port"),
         (hello(W0, mpi="M 2"), f"{W0} (pid 7 on h) has M 2, but {PS} has M 1"),
+        (hello(W0, user=2), f"{W0} (pid 7 on h) is of user 2, but {PS} of user 1; on one machine they share memory"),
         (hello(W0, addresses={**ADDRESSES, W1: "d:1"}), f"there {W1} is d:1, here it is c:1"),
         (hello(W0, addresses={**ADDRESSES, "/job:x/task:0": "d:1"}), "there /job:x/task:0 is d:1, here it is nothing"),
         (hello(W0, addresses=None), f"there {PS} is nothing, here it is a:1"),
@@ -154,6 +155,9 @@ def test_places_and_the_secret():
     mixed = {"a": "localhost:1", "b": "10.0.0.2:1"}
     with pytest.raises(ConfigError, match=r"loopback \(127\.0\.0\.1\), which b at 10\.0\.0\.2:1 cannot reach"):
         places.check(mixed, places.look_up(mixed), "s")
+    twice = {"a": "localhost:1", "b": "127.0.0.1:1"}
+    with pytest.raises(ConfigError, match=r"localhost:1 of a and 127\.0\.0\.1:1 of b are the same place"):
+        places.check(twice, places.look_up(twice), "")
 
 
 def test_hosts_that_nobody_knows():
