@@ -78,7 +78,7 @@ def take(task: str, address: str, places: list[Place]) -> socket.socket:
             hint = "choose another port"
             if error.errno == errno.EADDRINUSE:
                 which = f"ss -ltnp 'sport = :{where[1]}' shows which"
-                hint = f"{task} was started here already, or another program uses the port ({which})"
+                hint = f"{task} runs here already, an earlier job ends still, or another program has the port ({which})"
             if error.errno == errno.EADDRNOTAVAIL:
                 hint = f"this machine is {socket.gethostname()}; start {task} on the machine that has this address"
             raise ConfigError(f"{task} cannot listen at {address} ({where[0]}): {why}; {hint}") from None

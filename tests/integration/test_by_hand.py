@@ -216,7 +216,10 @@ def test_another_program_at_the_first_address():
             connection.sendall(b"220 mail.example.org ESMTP\r\n")
             found = {task: future.result() for task, future in found.items()}
     assert [result.code for result in found.values()] == [1, 1], text(found)
-    assert "Address already in use; /job:ps/task:0 was started here already, or another program" in found["ps", 0].err
+    assert (
+        "Address already in use; /job:ps/task:0 runs here already, an earlier job ends still, or another"
+        in found["ps", 0].err
+    )
     assert f"what answers at /job:ps/task:0 ({jobs['ps'][0]}) is no task of allred" in found["worker", 0].err
 
 
