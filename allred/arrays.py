@@ -132,7 +132,7 @@ def as_buffer(array: Array) -> Array:
 
 def describe(shape: tuple[int, ...], dtype: np.dtype[Any]) -> str:
     """How errors write a tensor: `float32 (64, 10)`."""
-    return f"{name_of(dtype)} {shape}"
+    return f"{name_of(dtype)} {shape}".replace("'", "")
 
 
 def amount(nbytes: float) -> str:

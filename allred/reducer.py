@@ -96,7 +96,7 @@ class Reducer:
         if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             raise InputError(f"op={op!r} cannot combine gradients; use allred.Average or allred.Sum")
         if not isinstance(compression, Compression):
-            raise InputError(f"compression={compression!r} is none; use allred.Compression.none, .fp16 or .bf16")
+            raise InputError(f"compression={compression!r}: expected allred.Compression.none, .fp16 or .bf16")
         self.op, self.compression = op, compression
         self.samples = 0  # of all ranks, in the last reduction; 0 if they were not counted
         self.early = False  # whether some rank had given gradients before it
@@ -128,7 +128,7 @@ class Reducer:
         """
         whole = self.plan(tensors)
         problem = problem or next((p for b in whole.buckets if (p := ops.refusal(self.op, b.dtype))), "")
-        ready = [] if problem else writable(tensors, values, set())
+        ready = [] if problem else writable(tensors, values)
         flags = 0 if problem else inspector.before(whole, ready, samples)
         note = self.note(samples, flags, any(value is None for value in ready)) | _EARLY * early
         words = self.agreement(inspector, settings)
@@ -251,18 +251,23 @@ class Reducer:
                     arrays.put_back(target, part)
 
     def _reduce(self, array: Array, weight: float | None, name: str) -> None:
-        """Reduce in place. 16-bit floats are weighted in float32, as they are summed, and rounded once, so they are
-        never compressed."""
+        """Reduce in place."""
+        moved, compression = self.weighted(array, weight)
+        collectives.allreduce_(moved, self.op, name, compression)
+        if moved is not array:
+            array[...] = moved
+
+    def weighted(self, array: Array, weight: float | None) -> tuple[Array, Compression]:
+        """What is reduced in place of an array that counts by `weight`, and how it travels. 16-bit floats are weighted
+        in float32, as they are summed, and rounded once, so they are never compressed."""
         if weight is None:
-            collectives.allreduce_(array, self.op, name, self.compression)
-            return
+            return array, self.compression
         weighted = np.zeros_like(array, arrays.accumulator(array.dtype))
-        if weight == 1:
+        if weight == 1:  # of integers, too
             weighted[...] = array
         elif weight:  # else zeros even where the gradient is NaN: the mean over no samples
             np.multiply(array, weight, out=weighted, dtype=weighted.dtype)
-        compression = self.compression if weighted.dtype == array.dtype else Compression.none
-        array[...] = collectives.allreduce_(weighted, self.op, name, compression).astype(array.dtype, copy=False)
+        return weighted, self.compression if weighted.dtype == array.dtype else Compression.none
 
 
 def _size(bucket_bytes: int | str | None) -> int | None:
@@ -275,14 +280,13 @@ def _size(bucket_bytes: int | str | None) -> int | None:
     return size
 
 
-def writable(tensors: Sequence[Tensor], values: Sequence[Any], seen: set[int]) -> list[Any]:
-    """The arrays to reduce in: the caller's own; copies of numbers, read-only arrays and memory that comes twice.
-
-    seen: where those are that came before; these are added.
-    """
+def writable(tensors: Sequence[Tensor], values: Sequence[Any]) -> list[Any]:
+    """The arrays to reduce in: the caller's own; copies of numbers, read-only arrays and memory that comes twice."""
+    seen: set[int] = set()
     if any(map(gpu.is_device, values)):
-        return [_writable_on_gpu(value, seen) if gpu.is_device(value) else writable([tensor], [value], seen)[0]
-                for tensor, value in zip(tensors, values, strict=True)]  # fmt: skip
+        host = [index for index, value in enumerate(values) if not gpu.is_device(value)]
+        mine = iter(writable([tensors[index] for index in host], [values[index] for index in host]))
+        return [_writable_on_gpu(value, seen) if gpu.is_device(value) else next(mine) for value in values]
     can_write = [isinstance(value, np.ndarray) and value.flags.writeable for value in values]
     memory = iter(arrays.memory_of([value for value, good in zip(values, can_write, strict=True) if good]))
     ready: list[Any] = []

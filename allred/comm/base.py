@@ -19,13 +19,23 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from allred import arrays
 from allred.arrays import Array
 from allred.comm import header, objects, work
-from allred.comm.calls import array_call, group_call, index_of, source_and_target, splits_of, target_of
+from allred.comm.calls import (
+    array_call,
+    check_name,
+    group_call,
+    index_of,
+    listed,
+    source_and_target,
+    splits_of,
+    target_of,
+)
 from allred.comm.header import Call, quoted
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Engine, Steps, Work, WorkQueue
@@ -51,6 +61,7 @@ class Communicator(ABC):
         work.communicators.add(self.queue)
         self.checks_places = False  # whether all ranks must call an operation at the same line of the program
         self.among: Callable[[Sequence[int]], Steps[Communicator]] | None = None  # makes that of some, by their numbers
+        self.unfinished: WeakKeyDictionary[object, str] = WeakKeyDictionary()  # what must end before it joins, in words
         self._active: Communicator | None = None
         self._sequence = 0
         self._sent_bytes = 0
@@ -188,7 +199,7 @@ class Communicator(ABC):
     def _reduce_group(
         self, group: Sequence[Any], op: ReduceOp, name: str, compression: Compression, in_place: bool
     ) -> Steps[list[Array]]:
-        pairs = [source_and_target(value, in_place) for value in group]
+        pairs = [source_and_target(value, in_place) for value in listed(group)]
         sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
         if in_place and arrays.overlap([target for target in targets if target.size]):
             raise InputError("the same memory is in the group twice, and would be reduced twice")
@@ -359,7 +370,9 @@ class Communicator(ABC):
         number of the rank that did so last. first: whether this rank joins with this operation."""
 
         def steps() -> Steps[int | None]:
-            call = Call("join", title="join()", note=first)
+            call = Call("join", title="join()", note=first, problem=next(iter(self.unfinished.values()), ""))
+            if call.problem:
+                yield from self._agree(call)
             headers = yield from self._exchange(self._announce(call))
             if header.agree(headers):
                 now = [header.rows_and_note(record)[1] for record in headers]
@@ -377,6 +390,7 @@ class Communicator(ABC):
         def steps() -> Steps[T]:
             before = self._sequence
             try:
+                check_name(name)
                 return (yield from body)
             except Exception as error:
                 if self._sequence != before:  # past the headers: the ranks know
@@ -430,7 +444,7 @@ class Communicator(ABC):
         calls = yield from objects.gather(self, objects.dumps(found))
         if self.among is None or any(each.kind == "shutdown" for each in calls):
             raise header.verdict(calls, self.ranks)
-        here = [index for index, each in enumerate(calls) if each.kind != "join"]
+        here = [index for index, each in enumerate(calls) if each.kind != "join" or each.problem]
         ranks = [self.ranks[index] for index in here]
         headers = [calls[index].pack(0) for index in here]
         if not header.agree(headers):

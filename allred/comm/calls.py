@@ -42,6 +42,20 @@ def target_of(value: Any, in_place: bool) -> Array:
     return value
 
 
+def check_name(name: Any) -> None:
+    """Raises InputError."""
+    if not isinstance(name, str):
+        raise InputError(f"name={name!r} must be a string")
+
+
+def listed(group: Any) -> Sequence[Any]:
+    """Several arrays. Raises InputError for what does not have any."""
+    try:
+        return list(group)
+    except TypeError:
+        raise InputError(f"expected a list of arrays, got {type(group).__name__}") from None
+
+
 def index_of(root: Any, ranks: Sequence[int]) -> int:
     """The place of a root among the ranks' numbers. Raises InputError."""
     try:
@@ -57,7 +71,10 @@ def splits_of(rows: int, splits: Sequence[int] | None, size: int) -> Array:
         if rows % size:
             raise InputError(f"{rows} rows do not divide over {size} ranks; give splits, the rows for each rank")
         return np.full(size, rows // size, np.int64)
-    sent = np.asarray(splits)
+    try:
+        sent = np.asarray(splits)
+    except ValueError:  # lists of different lengths
+        sent = np.empty(0)
     if sent.shape != (size,) or sent.dtype.kind not in "iu" or (sent < 0).any() or sum(sent.tolist()) != rows:
         raise InputError(f"splits={splits!r} must be {size} whole numbers, one a rank, that add up to {rows} rows")
     return sent.astype(np.int64)
@@ -74,8 +91,7 @@ def array_call(
     compression: Compression = Compression.none,
 ) -> Call:
     """The call of an operation on one array. Raises InputError if its arguments cannot be used."""
-    if not isinstance(name, str):
-        raise InputError(f"name={name!r} must be a string")
+    check_name(name)
     arrays.dtype_code(array.dtype)  # raises
     if op is not _NO_OP and (problem := ops.refusal(op, array.dtype)):
         raise InputError(problem)
@@ -110,8 +126,7 @@ def group_call(group: list[Array], name: str, op: Any, compression: Compression 
     """The call of a grouped allreduce; likewise."""
     if problem := ops.refusal(op, np.dtype(np.float32)):
         raise InputError(problem)
-    if not isinstance(name, str):
-        raise InputError(f"name={name!r} must be a string")
+    check_name(name)
     _check_compression(compression)
     for array in group:
         array_call("grouped_allreduce", array, name, op)  # raises
@@ -125,7 +140,7 @@ def group_call(group: list[Array], name: str, op: Any, compression: Compression 
 
 def _check_compression(compression: Any) -> None:
     if not isinstance(compression, Compression):
-        raise InputError(f"compression={compression!r} is none; use allred.Compression.none, .fp16 or .bf16")
+        raise InputError(f"compression={compression!r}: expected allred.Compression.none, .fp16 or .bf16")
 
 
 def _how(op: ReduceOp, compression: Compression) -> str:

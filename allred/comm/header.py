@@ -89,11 +89,12 @@ class Call:
     def describe(self, number: int) -> str:
         """It, as the `number`-th operation.
 
-        >>> Call("allreduce", title="allreduce(Sum) 'w' float32 (2,)").describe(7)
-        "allreduce(Sum) #7 'w' float32 (2,)"
+        >>> Call("allreduce", title="allreduce(sum, compression=fp16) 'w' float32 (2,)").describe(7)
+        "allreduce(sum, compression=fp16) #7 'w' float32 (2,)"
         """
-        head, space, rest = (self.title or self.kind).partition(" ")
-        return f"{head} #{number}{space}{rest}"
+        title = self.title or self.kind
+        end = title.find(") ") + 1 or (title + " ").find(" ")
+        return f"{title[:end]} #{number}{title[end:]}"
 
     @functools.cached_property
     def _hashes(self) -> tuple[int, int]:

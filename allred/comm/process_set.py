@@ -23,7 +23,7 @@ from allred.comm import recording, registry
 from allred.comm.base import Communicator
 from allred.comm.work import Steps, WorkQueue
 from allred.config import Config
-from allred.errors import ConfigError, InputError
+from allred.errors import InputError
 from allred.gpu.places import Seen
 
 
@@ -52,7 +52,7 @@ def install(base: Base | None) -> None:
     global _base
     if base is not None:
         base.everyone.among = functools.partial(_left, tuple(range(len(base.nodes))))
-    if base is None:
+    else:
         for communicator in _made.values():
             communicator.close()
         _made.clear()
@@ -122,7 +122,7 @@ class ProcessSet:
             return base.everyone
         if self.ranks not in _made:
             queue = WorkQueue(base.config.timeout_s, members=[rank + base.servers for rank in self.ranks])
-            _made[self.ranks] = queue.start(f"the first use of {self}", _make(base, self, str(self))).wait()
+            _made[self.ranks] = queue.start(f"the first use of {self}", _make(base, self.ranks, str(self))).wait()
             _made[self.ranks].among = functools.partial(_left, self.ranks)
         return _made[self.ranks]
 
@@ -152,27 +152,24 @@ def _left(parent: tuple[int, ...], ranks: Sequence[int]) -> Steps[Communicator]:
     key = parent, tuple(ranks)
     if key not in _made:
         title = f"{ProcessSet(ranks)}, which have not joined, of {list(parent)}"
-        _made[key] = yield from _make(_current(), ProcessSet(ranks), title)
+        _made[key] = yield from _make(_current(), tuple(ranks), title)
     return _made[key]
 
 
-def _make(base: Base, members: ProcessSet, title: str) -> Steps[Communicator]:
+def _make(base: Base, ranks: tuple[int, ...], title: str) -> Steps[Communicator]:
     """A communicator of these ranks, who all come here."""
-    nodes = [base.nodes[rank] for rank in members.ranks]
-    kernels = [base.kernels[rank] for rank in members.ranks]
-    config, world = base.config, [rank + base.servers for rank in members.ranks]
-    try:
-        name, _ = registry.choose(config.backend, nodes, True, kernels)
-    except ConfigError:  # backend single, for a world of one
-        name = "auto"
+    nodes = [base.nodes[rank] for rank in ranks]
+    kernels = [base.kernels[rank] for rank in ranks]
+    config, world = base.config, [rank + base.servers for rank in ranks]
+    name, _ = registry.choose(config.backend, nodes, True, kernels)
     yield from _meet(base.comm, world, title)
     comm = base.comm.Create_group(base.comm.Get_group().Incl(world))
     communicator = registry.BACKENDS[name](comm, config.timeout_s, nodes)
     communicator.queue.timeout_s = base.everyone.queue.timeout_s
-    communicator.queue.members, communicator.ranks = world, members.ranks
+    communicator.queue.members, communicator.ranks = world, ranks
     communicator.checks_places = base.everyone.checks_places
     recording.attach(communicator, title)
-    seen = [base.seen[rank] for rank in members.ranks]
+    seen = [base.seen[rank] for rank in ranks]
     return registry.with_devices(communicator, config, seen, nodes)[0]
 
 

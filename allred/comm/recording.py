@@ -12,9 +12,7 @@ from allred.errors import InputError
 from allred.timeline import recorder
 from allred.timeline.track import Track
 
-_control: Communicator | None = None
-_comm: Any = None
-_workers = range(0)
+_compared: tuple[Communicator, Any, range] | None = None  # whose clocks are, while there is a timeline; see `start`
 
 
 def start(directory: str, control: Communicator, comm: Any, workers: range) -> None:
@@ -24,7 +22,8 @@ def start(directory: str, control: Communicator, comm: Any, workers: range) -> N
     behind them clients.
     Raises InputError on all ranks.
     """
-    global _control, _comm, _workers
+    global _compared
+    stop()  # what an init() that failed has left
     if directory in ("none", ""):
         return
     mine, problem = _file(os.path.join(os.path.abspath(directory), f"rank-{control.rank}.timeline"))
@@ -38,19 +37,25 @@ def start(directory: str, control: Communicator, comm: Any, workers: range) -> N
             "can write to"
         )
     assert mine is not None
-    rank, others = control.rank, [rank for rank in range(control.size) if rank not in workers]
-    role = f"worker {rank - workers.start}" if rank in workers else f"client {rank - workers.stop}"
-    role = f"parameter server {rank}" if rank < workers.start else role
     mine.begin(
         {
-            "job": told[0][1], "rank": rank, "size": control.size, "time": time.time(),
-            "start": time.perf_counter_ns(), "name": role if others else f"rank {rank}",
+            "job": told[0][1], "rank": control.rank, "size": control.size, "time": time.time(),
+            "start": time.perf_counter_ns(), "name": _name(control.rank, workers, control.size),
             "host": socket.gethostname(), "pid": os.getpid(),
         }
     )  # fmt: skip
     recorder.install(mine)
-    _control, _comm, _workers = control, comm, workers
-    _compare_clocks([*workers, *others])
+    _compared = control, comm, workers
+    _compare_clocks(control, comm, [*workers, *(rank for rank in range(control.size) if rank not in workers)])
+
+
+def _name(rank: int, workers: range, size: int) -> str:
+    """How messages call a rank."""
+    if rank < workers.start:
+        return f"parameter server {rank}"
+    if rank >= workers.stop:
+        return f"client {rank - workers.stop}"
+    return f"worker {rank - workers.start}" if len(workers) < size else f"rank {rank}"
 
 
 def _file(path: str) -> tuple[recorder.Recorder | None, str]:
@@ -70,23 +75,22 @@ def attach(communicator: Communicator, members: str) -> None:
 
 def compare_clocks_again() -> None:
     """The workers are about to part; collective among them."""
-    if recorder.current is not None and _control is not None and _control.rank in _workers:
-        _compare_clocks(_workers)
+    if _compared is not None and _compared[0].rank in _compared[2]:
+        _compare_clocks(*_compared)
 
 
-def _compare_clocks(ranks: Sequence[int]) -> None:
+def _compare_clocks(control: Communicator, comm: Any, ranks: Sequence[int]) -> None:
     assert recorder.current is not None
-    assert _control is not None
     found = time.perf_counter_ns(), 0, 0
     if len(ranks) > 1:
         from allred.comm import clock  # imports MPI
 
-        found = _control.queue.start("the comparison of clocks", clock.measure(_comm, ranks)).wait()
+        found = control.queue.start("the comparison of clocks", clock.measure(comm, ranks)).wait()
     recorder.current.add(("clock", *found))
 
 
 def stop() -> None:
     """Write what is left, and no more."""
-    global _control, _comm
+    global _compared
     recorder.install(None)
-    _control = _comm = None
+    _compared = None

@@ -2,11 +2,10 @@
 
 A collective is written as a generator that yields whenever it has to wait and returns its result: `Steps`. The queue of
 a communicator runs them strictly in the order they were started, because MPI matches collectives by order; whoever
-waits for one drives those before it, and, as its peers may be waiting there, those of other
-communicators. Where something else
-keeps the order and drives (shm.py), they are begun ahead: all up to their first wait, without a look at whether those
-before are complete. Nothing blocks in C for more than 20 ms, or a millisecond without progress: every wait is a loop
-with a time limit, so Ctrl-C works and a missing peer ends in an error.
+waits for one drives those before it, and, as its peers may be waiting there, those of other communicators. Where
+something else keeps the order and drives (shm.py), they are begun ahead: all up to their first wait, without a look at
+whether those before are complete. Nothing blocks in C for more than 20 ms, or a millisecond without progress: every
+wait is a loop with a time limit, so Ctrl-C works and a missing peer ends in an error.
 """
 
 import contextlib

@@ -23,8 +23,8 @@ import numpy as np
 from allred import arrays
 from allred.arrays import Array
 from allred.comm import asynchronous, collectives
+from allred.comm.base import Communicator
 from allred.comm.work import Work
-from allred.compression import Compression
 from allred.errors import AllredError, InputError
 from allred.fusion.plan import Plan, Tensor, plan
 from allred.gpu.values import is_device
@@ -32,6 +32,7 @@ from allred.reducer import Inspector, Reducer, tensor_of, writable
 from allred.timeline.recorder import span
 
 _ASKS = 1  # a flag of the opening: this rank's inspector has to see all gradients first
+_ON_GPU = "reduce() takes gradients on the host; leave it out where some are on a GPU"
 
 
 class Early:
@@ -41,18 +42,22 @@ class Early:
     def __init__(self, reducer: Reducer, inspector: Inspector, title: str, settings: Callable[[], str]) -> None:
         self._reducer, self._inspector, self._title, self._settings = reducer, inspector, title, settings
         self._tensors: list[Tensor] = []  # as step() has them; of the step that settled the order
+        self._positions: dict[str, int] = {}  # in that list, by name
         self._buckets: list[tuple[tuple[int, ...], Plan]] = []  # positions in that list, in the agreed order
         self._all: Plan | None = None
+        self._communicator: Communicator | None = None  # of the step that has begun
         self._clear()
 
     def _clear(self) -> None:
         self._given: dict[str, Any] = {}  # since the last step, in the order in which they came
         self._ready: dict[int, Any] = {}  # position: the array that is reduced
-        self._seen: set[int] = set()  # where these are
         self._opening: Work[list[int]] | None = None
-        self._opened: list[tuple[int, int]] = []  # every rank's note and flags
-        self._running: list[tuple[Work[list[Array]], list[Array], list[Array]]] = []
+        self._asked: bool | None = None  # whether some rank has to see all gradients first; None: not heard yet
+        self._running: list[tuple[Work[list[Array]], list[Array]]] = []  # and where the results belong
         self._problem, self._flags = "", 0
+        if self._communicator is not None:
+            self._communicator.unfinished.pop(self, None)
+        self._communicator = None
 
     def forget(self) -> None:
         """The next step begins anew; on all ranks."""
@@ -61,11 +66,19 @@ class Early:
 
     # As gradients become ready.
 
+    @property
+    def begun(self) -> bool:
+        """Whether the next step has some of its gradients."""
+        return bool(self._given)
+
     def reduce(self, name: str, grad: Any, samples: int | None) -> None:
         """Take a gradient. Raises nothing that is about this rank alone."""
         if name in self._given:
             self._problem = self._problem or f"reduce({name!r}) was called twice for one step; call step() after each"
             return
+        if not self.begun:
+            self._communicator = collectives.current()
+            self._communicator.unfinished[self] = f"reduce({name!r}) has begun a step; call {self._title} before"
         self._given[name] = grad
         if self._all is None:
             return
@@ -76,23 +89,20 @@ class Early:
 
     def _take(self, name: str, grad: Any) -> str:
         """Note a gradient; what is wrong with it, in words."""
-        index = self._position(name)
+        index = self._positions.get(name)
         if index is None:
-            return _unknown(name, [tensor.name for tensor in self._tensors])
+            return _unknown(name, list(self._positions))
         tensor = self._tensors[index]
         if is_device(grad):
-            return f"reduce({name!r}) takes host arrays; leave it out for gradients on a GPU, which step() reduces"
+            return _ON_GPU
         try:
             got = tensor if isinstance(grad, (int, float)) else tensor_of(name, grad)
         except InputError as error:
             return f"reduce(): {error}"
         if got != tensor:
             return f"reduce({name!r}): got {arrays.describe(got.shape, got.dtype)}, and the gradient is {tensor}"
-        self._ready[index] = writable([tensor], [grad], self._seen)[0]
+        self._ready[index] = writable([tensor], [grad])[0]
         return ""
-
-    def _position(self, name: str) -> int | None:
-        return next((i for i, tensor in enumerate(self._tensors) if tensor.name == name), None)
 
     def _open(self, samples: int | None) -> None:
         assert self._all is not None
@@ -106,7 +116,7 @@ class Early:
         """Send what can go, if the ranks have agreed by now."""
         assert self._opening is not None
         try:
-            if not self._opened and not self._opening.done():
+            if self._asked is None and not self._opening.done():
                 return
             self._hear()
         except AllredError:  # all ranks have it; step() raises it
@@ -119,11 +129,10 @@ class Early:
     def _hear(self) -> None:
         """What all ranks said when they opened. Raises what all of them raise."""
         assert self._opening is not None
-        if not self._opened:
+        if self._asked is None:
             with span("negotiate", self._title):
                 notes = self._opening.wait()
             self._weight, flags = self._reducer.heard(notes)
-            self._opened = list(zip(notes, flags, strict=True))
             self._asked = any(flag & _ASKS for flag in flags)
 
     def _send(self) -> None:
@@ -132,12 +141,11 @@ class Early:
         indices, bucket = self._buckets[number]
         targets = [self._ready[index] for index in indices]
         self._flags |= self._inspector.look(bucket, targets)
-        moved = targets if self._weight is None else [_weighted(target, self._weight) for target in targets]
+        weighted = [self._reducer.weighted(target, self._weight) for target in targets]  # of one dtype
         name = f"{self._title}: early bucket {number} of {len(self._buckets)}"
-        same = moved[0].dtype == targets[0].dtype  # what is weighted in a wider type is rounded once, by that
-        compression = self._reducer.compression if same else Compression.none
+        moved, compression = [array for array, _ in weighted], weighted[0][1]
         work = asynchronous.grouped_allreduce_async_(moved, self._reducer.op, name, compression)
-        self._running.append((work, moved, targets))
+        self._running.append((work, targets))
 
     # In step().
 
@@ -146,6 +154,8 @@ class Early:
     ) -> list[Any] | None:
         """As `Reducer.reduce`: reduce what is left, wait for the rest; None if the gradients are not to be used."""
         try:
+            if self._given or self._all is not None:
+                problem = problem or self._problem or self._refusal(tensors, values)
             if self._all is None:
                 return self._settle(tensors, values, samples, problem)
             return self._finish(tensors, values, samples, problem)
@@ -161,8 +171,7 @@ class Early:
         """A step as any other. If reduce() was called on some rank, agree on an order for those to come."""
         names = {tensor.name: index for index, tensor in enumerate(tensors)} if self._given else {}
         if odd := [name for name in self._given if name not in names]:
-            self._problem = self._problem or _unknown(odd[0], list(names))
-        problem = problem or self._problem
+            problem = problem or _unknown(odd[0], list(names))
         settings = self._settings()
         given = bool(self._given)
         mean = self._reducer.reduce(tensors, values, samples, problem, self._inspector, settings, given)
@@ -171,7 +180,7 @@ class Early:
             order += [index for index in reversed(range(len(tensors))) if index not in order]
             first = collectives.current().active.ranks[0]
             order = collectives.broadcast_object(order, first, f"{self._title}: the order of early gradients")
-            self._tensors = list(tensors)
+            self._tensors, self._positions = list(tensors), {tensor.name: i for i, tensor in enumerate(tensors)}
             self._all = plan([tensors[index] for index in order], self._reducer.bucket_bytes)
             buckets = sorted(self._all.buckets, key=lambda bucket: bucket.indices[-1])
             positions = [tuple(order[i] for i in bucket.indices) for bucket in buckets]
@@ -185,23 +194,20 @@ class Early:
     ) -> list[Any] | None:
         if self._opening is None:
             self._open(samples)
-        problem = problem or self._problem or self._odd(tensors, values)
+        problem = problem or self._odd(tensors, values)
         self._hear()
         if self._asked:
             return self._reducer.reduce(tensors, values, samples, problem, self._inspector, self._settings())
-        missing = []
-        for index, tensor in enumerate(self._tensors):
-            value = None if problem or index in self._ready else values[index]
-            if value is not None:
-                self._ready[index] = writable([tensor], [value], self._seen)[0]
-            elif index not in self._ready:
-                self._ready[index] = np.zeros(tensor.shape, tensor.dtype)
-                missing.append(index)
+        rest = [index for index in range(len(self._tensors)) if index not in self._ready]
+        others = [self._tensors[index] for index in rest]
+        late = writable(others, [None if problem else values[index] for index in rest])
+        missing = [index for index, value in zip(rest, late, strict=True) if value is None]
+        self._ready |= zip(rest, late, strict=True)
+        self._ready |= {index: np.zeros(self._tensors[index].shape, self._tensors[index].dtype) for index in missing}
         while len(self._running) < len(self._buckets):
             self._send()
-        for work, moved, targets in self._running:
-            work.wait()
-            for target, result in zip(targets, moved, strict=True):
+        for work, targets in self._running:
+            for target, result in zip(targets, work.wait(), strict=True):
                 if target is not result:
                     target[...] = result
         return self._close(missing, problem)
@@ -219,23 +225,27 @@ class Early:
         whole = self._reducer.plan(self._tensors)
         return mean if self._inspector.closed(self._reducer.flags(notes), whole, mean) else None
 
+    def _refusal(self, tensors: Sequence[Tensor], values: Sequence[Any]) -> str:
+        """Why such gradients cannot be reduced one by one, in words."""
+        if any(map(is_device, values)):
+            return _ON_GPU
+        mine = [(t.name, v) for t, v in zip(tensors, values, strict=True) if isinstance(v, np.ndarray) and v.size]
+        names: dict[int, str] = {}
+        for (name, _), memory in zip(mine, arrays.memory_of([value for _, value in mine]), strict=True):
+            first = names.setdefault(memory, name)
+            if first != name and (first in self._given or name in self._given):
+                return f"'{first}' and '{name}' are one memory, which reduce() changes for both; pass a copy of one"
+        return ""
+
     def _odd(self, tensors: Sequence[Tensor], values: Sequence[Any]) -> str:
         """What does not fit between what step() was given and what reduce() was, in words."""
         if list(tensors) != self._tensors:
             return "step() has other gradients, by name, shape or dtype, than the one that settled their order"
         for name, grad in self._given.items():
-            index = self._position(name)
+            index = self._positions.get(name)
             if index is not None and values[index] is not grad:
                 return f"reduce({name!r}) was given another array than step(); pass the same to both"
         return ""
-
-
-def _weighted(array: Array, weight: float) -> Array:
-    """As Reducer weights: in float32 at least, and zeros for no weight even where the gradient is NaN."""
-    wide = np.zeros(array.shape, arrays.accumulator(array.dtype))
-    if weight:
-        np.multiply(array, weight, out=wide, dtype=wide.dtype)
-    return wide
 
 
 def _unknown(name: str, names: list[str]) -> str:

@@ -4,104 +4,31 @@ The mode is chosen when the optimizer is first used, since it may be made before
 serves where the optimizer is made, or first used, and leaves the program there.
 """
 
-import operator
 import os
-import pathlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
-from allred import checkpoint, nest
+from allred import nest
 from allred.cluster import report
 from allred.comm import collectives
 from allred.comm.ops import ReduceOp
 from allred.comm.process_set import ProcessSet
 from allred.compression import Compression
-from allred.data.share import claim
-from allred.errors import AllredError, CheckpointError, InputError
-from allred.fusion.plan import Tensor
-from allred.gpu.values import fill
+from allred.errors import AllredError, InputError
+from allred.modes import checkpoints
 from allred.modes.accumulate import Accumulator
 from allred.modes.clipping import Clipper
 from allred.modes.detect.outside import restored
+from allred.modes.mode import Mode
 from allred.modes.options import Options
 from allred.modes.pairs import Pairs, parameter
 from allred.modes.ps import ServersMode
+from allred.modes.samples import Samples
 from allred.modes.scaler import GradScaler
 from allred.modes.sync import SyncMode, has_state
 from allred.ps import running
 from allred.ps.account import Statistics
 from allred.timeline.recorder import span
-
-# In what goes along with a checkpoint.
-_SCALER, _OTHERS = "the optimizer's scaler", "what else there is"
-
-
-class Mode(Protocol):
-    """How the optimizers of all ranks work together."""
-
-    @property
-    def skipped(self) -> int: ...
-
-    @property
-    def dropped(self) -> int: ...
-
-    def step(
-        self, params: Any, grads: Any, tensors: list[Tensor], leaves: list[Any], values: list[Any],
-        samples: int | None, problem: str,
-    ) -> None:  # fmt: skip
-        """One step. leaves: of the parameters; tensors, values: of the gradients; all in the nest's order. problem: why
-        there are none, in words. The same list of tensors as before means that nothing about them has changed."""
-
-    def reduce(self, name: str, grad: Any, samples: int | None) -> None:
-        """A gradient of the next step is ready. samples: as in it."""
-
-    def broadcast(self, params: Any, tensors: list[Tensor], root: int, problem: str) -> None:
-        """Start from the root's parameters and optimizer state."""
-
-    def pull(self, params: Any) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def meet(self) -> None:
-        """`finish`, and wait until all others have."""
-
-    def hear(self, failure: AllredError | None) -> AllredError | None:
-        """On worker 0: tell all of it, or that there is none; on the others: hear of it."""
-
-    def statistics(self) -> Statistics: ...
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state: Any) -> None: ...
-
-    def save(self, params: Any, extra: Any, copy: bool) -> Callable[[str], str]:
-        """What writes a checkpoint of this moment into a directory, and gives its path. copy: it is called later."""
-
-    @property
-    def in_step(self) -> bool:
-        """Whether all ranks make every step together."""
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds that this rank has spent in communication so far."""
-
-    def ask_to_end(self) -> None:
-        """Where they do not: all are to end, soon."""
-
-    def end_with(self, save: Callable[[], str]) -> None:
-        """What is to write the checkpoint then."""
-
-    @property
-    def torn(self) -> bool:
-        """Whether an update of the parameters has begun and not ended: an exception has cut it short."""
-
-    @property
-    def global_step(self) -> int: ...
-
-    def count_from(self, step: int) -> None:
-        """Worker 0 has restored the checkpoint of that step: the next ones are later. Mode ps: on worker 0 alone."""
-
-    def summary(self) -> str: ...
 
 
 class DistributedOptimizer:
@@ -126,6 +53,8 @@ class DistributedOptimizer:
         placement: Any = None,
         use_locking: bool | None = None,
     ) -> None:
+        if not isinstance(name, str):
+            raise InputError(f"allred.distributed: name={name!r} must be a string")
         self.optimizer = optimizer
         self.name = name
         self.process_set = process_set
@@ -142,7 +71,7 @@ class DistributedOptimizer:
         self._op, self._compression = op, compression
         self._options = Options(name, nonfinite, consistency, placement, use_locking)
         self._pairs = Pairs()
-        self._claimed: tuple[int | None, str] | None = None  # samples of the next step, or why they are not known
+        self._samples = Samples()
         self._chosen: Mode | None = None
         if optimizer is not None and running.serves():
             self._mode  # noqa: B018  (serves, and does not come back)
@@ -192,7 +121,7 @@ class DistributedOptimizer:
         mode = self._mode
         tensors, leaves, values, problem = self._pairs.match(params, grads)
         try:
-            samples = self._claim(samples)
+            samples = self._samples.of_step(samples)
             if self._accumulator.micro_steps > 1 and not problem:
                 if not self._accumulator.add(tensors, values, samples):
                     return
@@ -207,17 +136,6 @@ class DistributedOptimizer:
             self._accumulator.clear()
         with span("step", self.name), collectives.within(self.process_set):
             mode.step(params, grads, tensors, leaves, values, samples, problem)
-
-    def _claim(self, samples: Any) -> int | None:
-        """The samples of this step: those that reduce() has claimed, if it was called."""
-        claimed, self._claimed = self._claimed, None
-        if claimed is None:
-            return claim(None if samples is None else _whole(samples))
-        if claimed[1]:
-            raise InputError(claimed[1])
-        if samples is not None and _whole(samples) != claimed[0]:
-            raise InputError(f"samples={samples!r} in step(), but {claimed[0]!r} in the first reduce(); give it there")
-        return claimed[0]
 
     def reduce(self, name: str, grad: Any, samples: int | None = None) -> None:
         """Give one gradient of the next step as soon as it is ready, so that it is reduced while others are computed.
@@ -245,13 +163,8 @@ class DistributedOptimizer:
                 "of several, which step() has only with the last of them; leave reduce() out"
             )
         mode = self._mode
-        if self._claimed is None:
-            try:
-                self._claimed = claim(None if samples is None else _whole(samples)), ""
-            except InputError as error:
-                self._claimed = None, str(error)
         with collectives.within(self.process_set):
-            mode.reduce(name, grad, self._claimed[0])
+            mode.reduce(name, grad, self._samples.of_reduce(samples))
 
     @property
     def accumulates(self) -> bool:
@@ -343,7 +256,7 @@ class DistributedOptimizer:
         self._needs_state()
         if collectives.current(self.process_set).rank != 0:
             return None
-        return self._mode.save(params, self._with_scaler(None), False)(os.fspath(directory))
+        return self._mode.save(params, checkpoints.with_scaler(None, self._clipper.scaler), False)(os.fspath(directory))
 
     def restore(self, directory: str | os.PathLike[str], params: Any) -> int | None:
         """Continue on all ranks from the newest complete checkpoint in `directory`: parameters, optimizer. Collective.
@@ -356,48 +269,25 @@ class DistributedOptimizer:
     def restore_all(self, directory: str | os.PathLike[str], params: Any) -> tuple[int | None, Any]:
         """The same, and what the session that saved it added, on all ranks; None where there is nothing."""
         self._needs_state()
-        with collectives.within(self.process_set):
-            return self._restore(directory, params)
-
-    def _restore(self, directory: str | os.PathLike[str], params: Any) -> tuple[int | None, Any]:
         step = extra = None
-        if collectives.current().rank == 0 and (newest := _newest(directory)) is not None:
-            path, found = newest
-            _fill(nest.leaves(params), found.params, path)
-            extra = checkpoint.take_extra(found.slots)
-            step, state = found.step, found.meta["optimizer"]
-            own = state is None
-            self._mode.load_state_dict(
-                checkpoint.find_own_state(found.slots) if own else {**state, "slots": found.slots}
-            )
-        self.broadcast(params)
-        if step is not None:
-            self._mode.count_from(step)
-        step, extra = collectives.broadcast_object((step, extra), collectives.current().ranks[0])
-        if step is not None:
-            restored(self.optimizer)
-        if step is not None and self._mode.in_step and collectives.current().rank != 0:
-            self._mode.count_from(step)
-        return step, self._take_scaler(extra)
+        with collectives.within(self.process_set):
+            if collectives.current().rank == 0:
+                step, extra = checkpoints.load(directory, params, self._mode)
+            self.broadcast(params)
+            if step is not None:
+                self._mode.count_from(step)
+            step, extra = collectives.broadcast_object((step, extra), collectives.current().ranks[0])
+            if step is not None:
+                restored(self.optimizer)
+                if self._mode.in_step:
+                    self._mode.count_from(step)
+        return step, checkpoints.without_scaler(extra, self._clipper.scaler)
 
     def saving(self, params: Any, extra: Any, copy: bool = False) -> Callable[[str], str]:
         """For a session: what `save` does, of this moment, as a function of the directory to be called once, later if
         it is a `copy`. On any rank. extra: something to be pickled, that `restore_all` gives back."""
         self._needs_state()
-        return self._mode.save(params, self._with_scaler(extra), copy)
-
-    def _with_scaler(self, extra: Any) -> Any:
-        """What goes along with a checkpoint: a session's, and the scaler's state."""
-        scaler = self._clipper.scaler
-        return extra if scaler is None else {_SCALER: scaler.state_dict(), _OTHERS: extra}
-
-    def _take_scaler(self, extra: Any) -> Any:
-        """The reverse, on a rank that has restored it: what the session gave."""
-        if not isinstance(extra, dict) or _SCALER not in extra:
-            return extra
-        if self._clipper.scaler is not None:
-            self._clipper.scaler.load_state_dict(extra[_SCALER])
-        return extra[_OTHERS]
+        return self._mode.save(params, checkpoints.with_scaler(extra, self._clipper.scaler), copy)
 
     @property
     def global_step(self) -> int:
@@ -432,39 +322,3 @@ class DistributedOptimizer:
         """World, backend and why, speed, and where the time of a step went on this rank; one line a topic."""
         with collectives.within(self.process_set):
             return self._mode.summary()
-
-
-def _newest(directory: str | os.PathLike[str]) -> tuple[pathlib.Path, checkpoint.Checkpoint] | None:
-    """The checkpoint to restore. Those that are damaged are told of; CheckpointError if there is no other."""
-    found, damaged = checkpoint.read_newest(directory)
-    if damaged and found is None:
-        raise CheckpointError(
-            f"{damaged[0]}; no checkpoint in {os.fspath(directory)} is complete. To start anew, move them away"
-        )
-    for words in damaged:
-        report.say(f"a later checkpoint is left out: {words}")
-    return found
-
-
-def _fill(named: list[tuple[str, Any]], values: dict[str, Any], path: Any) -> None:
-    """Give parameters the values of a checkpoint."""
-    for name, leaf in named:
-        if name not in values or values[name].shape != leaf.shape:
-            got = f"has shape {values[name].shape} there" if name in values else "is not in it"
-            raise CheckpointError(
-                f"{path} is of another model: '{name}' {leaf.shape} {got}; pass the directory of this model's"
-            )
-    if odd := sorted(set(values) - {name for name, _ in named}):
-        raise CheckpointError(f"{path} is of another model: it has '{odd[0]}', and this one has not")
-    for name, leaf in named:
-        fill(leaf, values[name])
-
-
-def _whole(samples: Any) -> int:
-    try:
-        number = operator.index(samples)
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise InputError(f"samples={samples!r} must be a whole number of at least 0")
-    return number

@@ -60,7 +60,8 @@ class SyncMode:
     ) -> None:  # fmt: skip
         """Average the gradients over all ranks, then let the optimizer update the parameters."""
         communicator = collectives.current()
-        self._meter.begin(communicator)
+        if not self._early.begun:
+            self._meter.begin(communicator)
         self._checks.begin(params)
         mean = self._early.finish(tensors, values, samples, problem)
         if not self._meter.steps:
@@ -78,6 +79,8 @@ class SyncMode:
         self._meter.end(communicator, self._reducer.samples)
 
     def reduce(self, name: str, grad: Any, samples: int | None) -> None:
+        if not self._early.begun:
+            self._meter.begin(collectives.current())
         self._early.reduce(name, grad, samples)
 
     @property
@@ -91,19 +94,12 @@ class SyncMode:
         for name, leaf in nest.leaves(params):
             communicator.broadcast_(leaf, root, name).wait()
         if has_state(self._optimizer):
-            self._share(self._optimizer, root)
+            state = self._optimizer.state_dict() if communicator.number == root else None
+            state = communicator.broadcast_object(state, root, f"state of {self._name}").wait()
+            if communicator.number != root:
+                self._optimizer.load_state_dict(state)
             restored(self._optimizer)
-        if self._clipper.scaler is not None:
-            self._share(self._clipper.scaler, root)
         self._early.forget()  # a rank that had joined does not know the order
-
-    def _share(self, owner: Any, root: int) -> None:
-        """Have the root's state, of what has a state_dict."""
-        communicator = collectives.current()
-        state = owner.state_dict() if communicator.number == root else None
-        state = communicator.broadcast_object(state, root, f"state of {self._name}").wait()
-        if communicator.number != root:
-            owner.load_state_dict(state)
 
     def pull(self, params: Any) -> None:
         pass

@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
     directory = pathlib.Path(options.directory)
     try:
         _merge(directory, pathlib.Path(options.output or directory / "trace.json"))
-    except (InputError, OSError) as error:
+    except InputError as error:
         print(f"python -m allred timeline: {error}", file=sys.stderr)
         return 2
     return 0
@@ -45,10 +45,13 @@ def _merge(directory: pathlib.Path, output: pathlib.Path) -> None:
     matched = collectives.match(ranks)
     waits = collectives.waits(matched, ranks)
     found = {"traceEvents": list(trace.events(ranks, waits)), "displayTimeUnit": "ms"}
-    output.write_text(json.dumps(found), "utf-8")
+    try:
+        output.write_text(json.dumps(found), "utf-8")
+    except OSError as error:
+        raise InputError(f"{output} cannot be written: {error.strerror}; --output FILE puts it elsewhere") from error
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ranks[0].about["time"]))
-    noted, error = sum(len(rank.spans) + len(rank.operations) for rank in ranks), max(rank.error for rank in ranks)
-    clocks = f"clocks aligned within {error / 1e3:.0f} us" if error else "one clock"
+    noted, apart = sum(len(rank.spans) + len(rank.operations) for rank in ranks), max(rank.error for rank in ranks)
+    clocks = f"clocks aligned within {apart / 1e3:.0f} us" if apart else "one clock"
     print(f"{output}: a job of {when}; {_count(ranks)}, {noted} spans; {clocks}")
     for line in (*odd, *(rank.left_out for rank in ranks if rank.left_out)):
         print(line)
@@ -64,12 +67,20 @@ def _count(ranks: Sequence[Rank]) -> str:
 
 def _newest(directory: pathlib.Path) -> tuple[list[Rank], list[str]]:
     """The ranks of the newest job in it, in order; and what is odd about its files, in words."""
-    odd, found = [], []
-    for path in directory.glob("rank-*.timeline"):
+    odd: list[str] = []
+    paths: dict[tuple[str, int], pathlib.Path] = {}
+    found = []
+    for path in sorted(directory.glob("rank-*.timeline")):
         try:
-            found.append(read(path))
+            rank = read(path)
         except InputError as error:
             odd.append(f"left out: {error}")
+            continue
+        first = paths.setdefault((rank.about["job"], rank.number), path)
+        if first is path:
+            found.append(rank)
+        else:
+            odd.append(f"left out: {path} is of the same rank and job as {first}")
     if not found:
         raise InputError(odd[0] if odd else f"{directory} has no files rank-*.timeline; give what ALLRED_TIMELINE was")
     job = max(found, key=lambda rank: rank.about["time"]).about["job"]

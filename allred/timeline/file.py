@@ -64,22 +64,25 @@ class Rank:
 
 
 def read(path: str | os.PathLike[str]) -> Rank:
-    """One file. Raises InputError if it is none of a timeline, or has nothing in it; OSError."""
-    data = pathlib.Path(path).read_bytes()
+    """One file. Raises InputError if it cannot be read, is none of a timeline, or has nothing in it."""
+    try:
+        data = pathlib.Path(path).read_bytes()
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
     if not data.startswith(MAGIC):
         raise InputError(f"{path} is no file of a timeline, or of another version of allred")
-    records: list[tuple[Any, ...]] = []
-    at = len(MAGIC)
-    for chunk in _chunks(data):
-        records += marshal.loads(chunk)
-        at += CHUNK.size + len(chunk)
-    if not records:
+    chunks = list(_chunks(data))
+    if not chunks:
         raise InputError(f"{path} is empty: its rank ended at once, or its disk was full")
+    at = len(MAGIC) + sum(CHUNK.size + len(chunk) for chunk in chunks)
     left_out = f"the last {len(data) - at} bytes of {path} are left out: they are incomplete" * (at < len(data))
-    ended = records[-1][0] == "end"
-    if not left_out and not ended:
-        left_out = f"{path} just ends: its rank was killed, and what it did last is missing"
-    return _rank(records, left_out)
+    try:
+        records = [record for chunk in chunks for record in marshal.loads(chunk)]
+        if not left_out and records[-1][0] != "end":
+            left_out = f"{path} just ends: its rank was killed or aborted, and what it did last is missing"
+        return _rank(records, left_out)
+    except (ValueError, EOFError, TypeError, LookupError) as error:
+        raise InputError(f"{path} holds what no rank has written: {type(error).__name__}: {error}") from error
 
 
 def _chunks(data: bytes) -> Iterator[bytes]:
@@ -88,7 +91,7 @@ def _chunks(data: bytes) -> Iterator[bytes]:
     while at + CHUNK.size <= len(data):
         length, checksum = CHUNK.unpack_from(data, at)
         chunk = data[at + CHUNK.size : at + CHUNK.size + length]
-        if len(chunk) < length or zlib.crc32(chunk) != checksum:
+        if not chunk or zlib.crc32(chunk) != checksum:
             return
         yield chunk
         at += CHUNK.size + length

@@ -61,7 +61,7 @@ class Recorder:
 
     def close(self) -> None:
         """Write what is left, and no more. In a fork of the process nothing happens."""
-        if os.getpid() != self._process or self._over.is_set():
+        if os.getpid() != self._process:
             return
         atexit.unregister(self.close)
         self.add(("end", time.perf_counter_ns()))
@@ -100,9 +100,9 @@ class Recorder:
 
 
 def _plain(record: Record) -> Record:
-    """With a name that is a str and nothing derived from it, such as numpy.str_, which marshal takes for bytes."""
-    name = record[1]
-    return record if type(name) is str or not isinstance(name, str) else (record[0], str(name), *record[2:])
+    """With a str where a call had something else for a name: what is derived from str marshal takes for bytes, and what
+    is none, and was refused, it does not take."""
+    return record if type(record[0]) is str or type(record[1]) is str else (record[0], str(record[1]), *record[2:])
 
 
 current: Recorder | None = None

@@ -38,9 +38,9 @@ class Track:
 
     def end(self, operation: Operation) -> None:
         """It is complete."""
-        kind, _, name = operation.title.partition(" ")
+        kind, _, name = operation.title.partition(" '")
         start, agreed, nbytes = operation.start, operation.agreed, operation.nbytes
-        self._add(("operation", self._members, kind, name[1:-1], start, agreed, time.perf_counter_ns(), nbytes))
+        self._add(("operation", self._members, kind, name[:-1], start, agreed, time.perf_counter_ns(), nbytes))
 
     def waited(self, title: str, start_s: float, end_s: float) -> None:
         """The caller has waited for an operation, so long by time.perf_counter()."""

@@ -91,7 +91,7 @@ def test_a_killed_rank_leaves_what_it_did(mpi, tmp_path):
     result = mpirun(3, "-c", code, mpi=mpi, env={"ALLRED_TIMELINE": str(tmp_path)})
     assert result.code != 0, result.text
     out, events = merged(tmp_path)
-    assert "rank-2.timeline just ends: its rank was killed, and what it did last is missing" in out, out
+    assert "rank-2.timeline just ends: its rank was killed or aborted, and what it did last is missing" in out, out
     found = spans(events)
     assert 1 <= found[2]["step"] <= 3, found
     assert all(1 <= found[rank]["step"] <= 4 for rank in (0, 1)), found

@@ -101,6 +101,16 @@ def test_a_gradient_that_nobody_has_stays_none(rank):
         assert opt.optimizer.grads["e"] is grads["e"]
 
 
+def test_integers_are_added_up_of_those_that_have_samples(rank, size):
+    opt, params = allred.distributed(Recorded(), op=allred.Sum), {"n": np.zeros(3, np.int32)}
+    samples = rank if size > 1 else 1
+    for _ in range(FIRST + 2):
+        grads = {"n": np.full(3, rank + 1, np.int32)}
+        opt.reduce("n", grads["n"], samples)
+        opt.step(params, grads, samples)
+        assert grads["n"].tolist() == [sum(range(2, size + 1)) or 1] * 3
+
+
 def test_gradients_go_out_before_the_step(rank, size):
     """In the agreed order, whatever the order here."""
     if size == 1:
@@ -130,6 +140,24 @@ def test_gradients_go_out_before_the_step(rank, size):
     opt.step(params, held)
 
 
+def test_what_went_out_early_is_counted_too(rank, size):
+    if size == 1:
+        pytest.skip("takes several ranks")
+    opt, params = allred.distributed(allred.optim.SGD(lr=1.0), bucket_bytes=4096), params_of()
+    counts = []
+    for step in range(FIRST + 2):
+        grads = grads_of(rank, step)
+        for name in NAMES:
+            opt.reduce(name, grads[name])
+        if step >= FIRST:
+            opt._sync._early._opening.wait()
+            opt._sync._early._advance()
+            allred.barrier()  # all of it has gone
+        opt.step(params, grads)
+        counts.append(opt._sync._meter.sent_bytes)
+    assert counts == [(step + 1) * counts[0] for step in range(FIRST + 2)]
+
+
 MISTAKES = {
     "unknown": (
         lambda opt, grads: opt.reduce("z", grads["a"]),
@@ -142,6 +170,10 @@ MISTAKES = {
     ),
     "dtype": (lambda opt, grads: opt.reduce("a", grads["a"].astype("f8")), "got float64"),
     "other array": (lambda opt, grads: opt.reduce("a", grads["a"].copy()), "was given another array than step"),
+    "same memory": (
+        lambda opt, grads: [grads.update(b=grads["a"][0, :7]), opt.reduce("a", grads["a"])],
+        "'a' and 'b' are one memory, which reduce",
+    ),
     "no array": (lambda opt, grads: opt.reduce("a", ["x"]), r"reduce\(\): 'a'"),
 }
 

@@ -190,6 +190,22 @@ def test_drift_is_found_among_those_that_are_left(rank, size):
     allred.join()
 
 
+def test_parameters_that_were_not_shared_after_the_block_are_told_as_that(rank, size):
+    if size == 1:
+        pytest.skip("one rank cannot differ from others")
+    opt, params = allred.distributed(allred.optim.SGD(lr=1.0)), np.zeros(3)
+    with allred.Join() as joined:
+        for _ in range(1 + (rank == 1)):
+            opt.step(params, np.ones(3))
+    with pytest.raises(
+        allred.DriftError, match=r"had joined have missed steps: .* broadcast\(params, root=joined.last"
+    ):
+        opt.step(params, np.ones(3))
+    opt.broadcast(params, root=joined.last)
+    opt.step(params, np.ones(3))
+    assert params.tolist() == [-3.0] * 3
+
+
 def test_an_error_in_the_block_does_not_join(size):
     with pytest.raises(ZeroDivisionError), allred.Join():
         _ = 1 / 0
@@ -253,6 +269,26 @@ def test_a_second_epoch(rank, size, early, capfd):
         opt.broadcast(params, root=joined.last)
     assert params["a"].tolist() == [12.0 if size > 1 else 6.0] * 4
     assert id(opt.optimizer) not in outside._unused
+
+
+@pytest.mark.parametrize("settled", [False, True])
+def test_a_step_that_has_begun_must_end_first(rank, size, settled):
+    opt, params = allred.distributed(allred.optim.SGD(lr=1.0)), {"a": np.zeros(4)}
+
+    def train():
+        for _ in range(settled):
+            opt.reduce("a", np.ones(4))
+            opt.step(params, {"a": None})
+        opt.reduce("a", np.ones(4))
+        if rank > 0:
+            opt.step(params, {"a": np.ones(4)})
+        allred.join()
+
+    with pytest.raises(InputError, match=r"join\(\): .*reduce\('a'\) has begun a step; call opt.step\(\) before"):
+        train()
+    opt.broadcast(params)
+    opt.step(params, {"a": np.ones(4)})
+    assert allred.join() in range(size)
 
 
 def test_wrong_sets_are_refused_where_they_stand(size):

@@ -320,6 +320,21 @@ def test_a_gradient_that_a_rank_lacks_counts_as_zeros(world_on_gpus):
     np.testing.assert_allclose(host(model.params["b"]), expected, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("steps", [0, 4])
+def test_gradients_that_come_early_are_on_the_host(world_on_gpus, steps):
+    """All of them, also those that only step() has; at once, and where they were on the host before."""
+    comm, optimizer = world_on_gpus, allred.distributed(allred.optim.SGD(lr=1.0))
+    for step in range(steps + 1):
+        model = Model(np.array if step < steps else on_gpu)
+        grads = model.grads(step, comm.rank)
+        grads["v"] = host(grads["v"])
+        optimizer.reduce("v", grads["v"])
+        if step < steps:
+            optimizer.step(model.params, grads)
+    with pytest.raises(InputError, match=r"^opt\.step\(\): .*reduce\(\) takes gradients on the host; leave it out"):
+        optimizer.step(model.params, grads)
+
+
 class Foreign:
     """An array on a GPU that is not numpy's in disguise."""
 

@@ -1,14 +1,20 @@
 """What ranks note, read again, with clocks that differ and files that are damaged; and what is made of it."""
 
 import json
+import marshal
 import os
+import pathlib
+import shutil
+import zlib
 
 import numpy as np
 import pytest
 
 from allred.__main__ import main
+from allred.comm import recording
+from allred.comm.single import SingleCommunicator
 from allred.errors import InputError
-from allred.timeline import collectives, recorder, summary
+from allred.timeline import collectives, file, recorder, summary
 from allred.timeline.clock import Clock
 from allred.timeline.file import read
 from allred.timeline.recorder import Recorder
@@ -17,16 +23,21 @@ from allred.timeline.track import Operation, Track
 MS = 10**6
 
 
-def written(directory, rank, *records, job="a", size=2, start=0, time=1.0):
-    """A file of a rank that has noted these records."""
+def chunk(*records):
+    data = marshal.dumps(list(records))
+    return recorder.CHUNK.pack(len(data), zlib.crc32(data)) + data
+
+
+def written(directory, rank, *records, job="a", size=2, start=0, end=0, time=1.0):
+    """A file of a rank that has noted these records, and ended."""
     path = directory / f"rank-{rank}.timeline"
-    mine = Recorder(str(path))
     about = {"job": job, "rank": rank, "size": size, "name": f"rank {rank}", "host": "h", "pid": 1, "time": time}
-    mine.begin({**about, "start": start})
-    for record in records:
-        mine.add(record)
-    mine.close()
+    path.write_bytes(recorder.MAGIC + chunk(("begin", {**about, "start": start})) + chunk(*records, ("end", end)))
     return path
+
+
+def records_of(path):
+    return [record for part in file._chunks(path.read_bytes()) for record in marshal.loads(part)]
 
 
 def call(start, end, kind="allreduce", members="all ranks"):
@@ -44,12 +55,16 @@ def merge(directory, capsys):
     return code, out, json.loads((directory / "trace.json").read_text())["traceEvents"]
 
 
-def test_what_is_noted_can_be_read(tmp_path):
+def test_what_is_noted_can_be_read(tmp_path, monkeypatch):
+    """Also where the system takes a few bytes at a time."""
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:7]))
     mine = Recorder(str(tmp_path / "rank-0.timeline"))
     mine.begin({"rank": 0, "name": "rank 0", "start": 0})
     recorder.install(mine)
     with recorder.span("step", np.str_("opt")), recorder.span("apply", "opt", 12):
         pass
+    mine._write_records()
     with pytest.raises(KeyError), recorder.span("pack"):
         raise KeyError
     recorder.install(None)
@@ -66,14 +81,41 @@ def test_what_is_noted_can_be_read(tmp_path):
     assert found.left_out == ""
 
 
+def test_a_timeline_begins_and_ends_with_a_world(tmp_path):
+    """And is made anew where one was left open, by an init() that failed."""
+    alone, path = SingleCommunicator(1.0), tmp_path / "made" / "rank-0.timeline"
+    recording.start("none", alone, None, range(1))
+    recording.compare_clocks_again()
+    assert (recorder.current, os.listdir(tmp_path)) == (None, [])
+    for spans in (100, 1):
+        recording.start(str(path.parent), alone, None, range(1))
+        for _ in range(spans):
+            with recorder.span("apply"):
+                pass
+        recorder.current._write_records()
+    recording.compare_clocks_again()
+    recording.stop()
+    assert recorder.current is None
+    assert [each[0] for each in records_of(path)] == ["begin", "clock", "span", "clock", "end"]
+    found = read(path)
+    assert (found.name, found.left_out, [each.kind for each in found.spans]) == ("rank 0", "", ["apply"])
+
+
+def test_ranks_are_called_by_what_they_do():
+    assert [recording._name(rank, range(2), 2) for rank in range(2)] == ["rank 0", "rank 1"]
+    names = ["parameter server 0", "worker 0", "worker 1", "client 0", "client 1"]
+    assert [recording._name(rank, range(1, 3), 5) for rank in range(5)] == names
+
+
 def test_a_track_numbers_calls_and_started_operations_alike(tmp_path):
-    path = written(tmp_path, 0)
+    path = tmp_path / "rank-0.timeline"
     mine = Recorder(str(path))
     mine.begin({"rank": 0, "name": "rank 0", "start": 0})
     track = Track(mine, "all ranks")
 
     def long_way(value, *more):
         inner = Operation("grouped_allreduce 'long'")
+        inner.nbytes = 24
         inner.agree()
         track.end(inner)
 
@@ -81,18 +123,24 @@ def test_a_track_numbers_calls_and_started_operations_alike(tmp_path):
     started = Operation("broadcast 'b'")
     track.around("grouped_allreduce", long_way)([np.zeros(2), np.zeros(1)], True, None, "long")
     with pytest.raises(ZeroDivisionError):
-        track.around("allreduce", lambda *_: 1 / 0)(1.5, True, None, "wrong")
+        track.around("allreduce", lambda *_: 1 / 0)(1.5, True, None, pathlib.Path("wrong"))
+    started.nbytes = 5
     track.end(started)
+    track.waited("broadcast 'b'", 1.0, 2.5)
+    track.end(Operation("the comparison of clocks"))
     mine.close()
     found = read(path)
     assert [(each.number, each.kind, each.name, each.nbytes, each.blocking) for each in found.operations] == [
         (0, "allreduce", "short", 24, True),
-        (1, "broadcast", "b", 0, False),
+        (1, "broadcast", "b", 5, False),
         (2, "grouped_allreduce", "long", 24, True),
         (3, "allreduce", "wrong", 0, True),
+        (4, "the comparison of clocks", "", 0, False),
     ]
-    assert [each.agreed > 0 for each in found.operations] == [False, False, True, False]
-    assert [each.kind for each in found.spans] == ["allreduce", "grouped_allreduce", "allreduce"]
+    assert [each.agreed > 0 for each in found.operations] == [False, False, True, False, False]
+    assert [each.kind for each in found.spans if each.kind != "wait"] == ["allreduce", "grouped_allreduce", "allreduce"]
+    wait = ("", "wait", "broadcast 'b'", 1_000_000_000, 2_500_000_000, 0)
+    assert [each for each in found.spans if each.kind == "wait"] == [wait]
 
 
 def test_a_file_that_was_cut_gives_what_is_whole(tmp_path):
@@ -108,6 +156,9 @@ def test_a_file_that_was_cut_gives_what_is_whole(tmp_path):
     flipped[-5] ^= 1
     mine.write_bytes(flipped)
     assert "are left out" in read(mine).left_out
+    mine.write_bytes(data + bytes(20))  # as a machine that loses power may leave it
+    assert len(read(mine).spans) == 50
+    assert f"the last 20 bytes of {mine} are left out" in read(mine).left_out
 
 
 def test_a_file_without_its_end_is_of_a_rank_that_was_killed(tmp_path):
@@ -116,7 +167,7 @@ def test_a_file_without_its_end_is_of_a_rank_that_was_killed(tmp_path):
     mine.begin({"rank": 0, "name": "rank 0", "start": 5})
     found = read(path)
     assert (found.start, found.spans, found.operations) == (5, [], [])
-    assert found.left_out.endswith("just ends: its rank was killed, and what it did last is missing")
+    assert found.left_out.endswith("just ends: its rank was killed or aborted, and what it did last is missing")
     mine.close()
 
 
@@ -127,11 +178,17 @@ def test_a_file_of_something_else_is_refused(tmp_path):
     (tmp_path / "x").write_bytes(recorder.MAGIC)
     with pytest.raises(InputError, match="is empty"):
         read(tmp_path / "x")
+    (tmp_path / "x").write_bytes(recorder.MAGIC + chunk(("begin", 7)))
+    with pytest.raises(InputError, match="holds what no rank has written"):
+        read(tmp_path / "x")
 
 
 def test_a_full_disk_is_told_once_and_nothing_else_happens(tmp_path, capfd):
     os.symlink("/dev/full", tmp_path / "rank-0.timeline")
-    written(tmp_path, 0, *(span("step", n, n + 1) for n in range(50)))
+    mine = Recorder(str(tmp_path / "rank-0.timeline"))
+    mine.begin({})
+    mine.add(span("step", 0, 1))
+    mine.close()
     told = capfd.readouterr().err
     assert told.count("cannot be written any more: No space left on device; the program goes on") == 1
 
@@ -142,7 +199,7 @@ def test_clocks_that_differ_and_drift_are_aligned(drift):
         return 7 * 10**15 + round(when * (1 + drift))
 
     asked = [1000 * MS, 4000 * MS]
-    clock = Clock([(local(when), when - local(when), 500) for when in asked])
+    clock = Clock([(local(when), when - local(when), error) for when, error in zip(asked, (500, 400), strict=True)])
     assert [abs(clock(local(when)) - when) <= 2 for when in (0, 1000 * MS, 2500 * MS, 9000 * MS)] == [True] * 4
     assert clock.error == 500
 
@@ -155,6 +212,7 @@ def test_one_measurement_gives_a_constant_offset():
 def test_what_is_less_than_its_error_is_no_difference():
     clock = Clock([(0, 300, 400), (10**9, -200, 300)])
     assert (clock(77), clock.error) == (77, 0)
+    assert Clock([(0, 300, 400), (10**9, -400, 300)])(10**9) == 10**9 - 400
 
 
 def test_ranks_with_other_clocks_are_compared_by_the_chiefs(tmp_path):
@@ -172,7 +230,7 @@ def test_ranks_with_other_clocks_are_compared_by_the_chiefs(tmp_path):
 
 def test_operations_of_the_same_number_and_kind_belong_together(tmp_path):
     one = [call(0, 1), call(2, 3), call(4, 5, "broadcast"), call(6, 7), call(1, 2, members="[0]")]
-    other = [call(1, 3), call(4, 5), call(6, 7)]
+    other = [call(1, 3), call(4, 5), call(6, 7), call(8, 9)]
     ranks = [read(written(tmp_path, 0, *one)), read(written(tmp_path, 1, *other))]
     assert [each.arrivals for each in collectives.match(ranks)] == [{0: 0, 1: 1}, {0: 2, 1: 4}]
 
@@ -184,27 +242,81 @@ def test_a_rank_that_has_joined_is_not_waited_for(tmp_path):
 
 
 def test_only_who_is_blocked_waits_and_for_one_at_a_time(tmp_path):
-    started = [("operation", "all ranks", "allreduce", "w", number, 0, 100, 8) for number in (0, 1)]
-    late = [call(50, 60), call(70, 80)]
-    ranks = [read(written(tmp_path, 0, *started, span("wait", 40, 100))), read(written(tmp_path, 1, *late))]
+    """Rank 0 has started an operation of all and one of a set, looks elsewhere for a moment, and waits for both."""
+    started = [("operation", members, "allreduce", "w", 0, 0, 100, 8) for members in ("all ranks", "[0, 1]")]
+    waits = [span("wait", 40, 45), span("wait", 47, 100), span("wait", 0, 100, row="another thread")]
+    late = [call(50, 60), call(70, 80, members="[0, 1]")]
+    files = [*started, *waits], late, [call(10, 60)]
+    ranks = [read(written(tmp_path, rank, *records)) for rank, records in enumerate(files)]
     found = collectives.waits(collectives.match(ranks), ranks)
-    assert [(each.start, each.end) for each in found[0]] == [(40, 50), (50, 70)]
+    assert [(each.start, each.end) for each in found[0]] == [(40, 45), (47, 50), (50, 70)]
 
 
-def test_time_is_of_the_innermost_span_but_for_waits(tmp_path):
-    records = [
-        span("step", 10, 90),
-        span("negotiate", 10, 30), span("wait", 12, 30),
-        call(30, 60),
-        span("apply", 60, 80),
-        span("wait", 92, 95),
-        ("end", 100),
-    ]  # fmt: skip
-    found = summary.shares(read(written(tmp_path, 0, *records[:-1])))
-    found.pop("outside")  # close() has noted the real time
-    assert {kind: time for kind, time in found.items() if time} == {
-        "negotiate": 20, "allreduce": 30, "apply": 20, "rest of step": 10, "wait": 3
+def test_what_a_call_has_started_is_that_call(tmp_path):
+    inner = ("operation", "all ranks", "allreduce", "w", 5, 7, 8, 8)
+    (found,) = read(written(tmp_path, 0, inner, call(5, 9))).operations
+    assert (found.blocking, found.number, found.start, found.agreed, found.end) == (True, 0, 5, 7, 9)
+
+
+TABLES = """
+where the time went
+        recorded  negotiate  allreduce   apply   wait    push  rest of step  outside  waits for others
+rank 0    0.10 s     20.0 %     30.0 %  20.0 %  9.0 %   0.0 %         4.0 %   17.0 %            25.0 %
+rank 1    0.10 s      0.0 %     10.0 %   5.0 %  0.0 %  43.0 %         0.0 %   60.0 %             5.0 %
+rank 2    0.10 s      0.0 %      5.0 %   0.0 %  0.0 %   0.0 %         0.0 %   95.0 %             0.0 %
+
+arrival at collectives (medians)
+        before the last one    last        by  others waited for it
+rank 0            25.000 ms  0 of 1         -                0.00 s
+rank 1             5.000 ms  0 of 1         -                0.00 s
+rank 2             0.000 ms  1 of 1  5.000 ms                0.03 s
+
+who (row) waited for whom (column)
+        rank 0  rank 1  rank 2
+rank 0       -  0.00 s  0.03 s
+rank 1  0.00 s       -  0.01 s
+rank 2  0.00 s  0.00 s       -
+
+rank 2 was waited for longest: 0.03 s in all; it came last to 1 of 1 collectives, by 5.000 ms (median)
+"""
+
+
+def test_all_tables_and_the_rows_of_a_trace(tmp_path, capsys):
+    """Time is that of the innermost span, but for waits in anything but a step; spans as they are noted, in ms."""
+    ahead = 10**9
+    files = {
+        0: [
+            span("wait", 12, 30), span("negotiate", 10, 30), span("wait", 32, 60), call(30, 60), span("apply", 60, 80),
+            span("wait", 82, 88), span("step", 10, 90), span("wait", 92, 95), ("end", 100),
+        ],
+        1: [
+            span("apply", 25, 30, "worker 0"), span("push", 20, 40, "worker 0"), span("push", 22, 50, "worker 1"),
+            call(50, 60), ("end", 100),
+        ],
+        2: [
+            ("clock", ahead, -ahead, 0), call(ahead + 55, ahead + 60),
+            ("operation", "all ranks", "barrier", "", ahead + 70, 0, ahead + 80, 0), ("end", ahead + 100),
+        ],
     }  # fmt: skip
+    for rank, records in files.items():
+        in_ns = (tuple(x * MS if isinstance(x, int) else x for x in record) for record in records)
+        written(tmp_path, rank, *in_ns, size=3, start=ahead * MS * (rank == 2))
+    _, out, events = merge(tmp_path, capsys)
+    assert out.partition("\n")[2] == TABLES
+    rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert rows == {
+        (0, 0): "program", (0, 1): "waits for",
+        (1, 0): "program", (1, 1): "worker 0", (1, 2): "worker 1", (1, 3): "waits for",
+        (2, 0): "program",
+    }  # fmt: skip
+    assert [(e["pid"], e["tid"], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X" and e["tid"]] == [
+        (0, 1, "rank 2", 30e3, 25e3),
+        (1, 1, "push", 20e3, 20e3),
+        (1, 1, "apply", 25e3, 5e3),
+        (1, 2, "push", 22e3, 28e3),
+        (1, 3, "rank 2", 50e3, 5e3),
+    ]
+    assert [(e["ph"], e["name"]) for e in events if e.get("cat") == "operation"] == [("b", "barrier"), ("e", "barrier")]
 
 
 def test_the_command_makes_a_trace_and_names_who_is_waited_for(tmp_path, capsys):
@@ -225,13 +337,16 @@ def test_the_command_makes_a_trace_and_names_who_is_waited_for(tmp_path, capsys)
 
 
 def test_started_operations_are_events_of_their_own(tmp_path, capsys):
-    written(tmp_path, 0, ("operation", "all ranks", "allgather", "x", 1000, 2000, 5000, 8), size=1)
+    operation = ("operation", "all ranks", "allgather", "x", 2000, 3000, 6000, 8)
+    written(tmp_path, 0, operation, ("operation", "all ranks", "barrier", "", 2500, 0, 7000, 8), size=1, start=1000)
     _, _, events = merge(tmp_path, capsys)
-    assert [(e["ph"], e["name"], e["ts"]) for e in events if e.get("cat") == "operation"] == [
-        ("b", "allgather x", 1.0),
-        ("b", "negotiate", 1.0),
-        ("e", "negotiate", 2.0),
-        ("e", "allgather x", 5.0),
+    assert [(e["ph"], e["id"], e["name"], e["ts"]) for e in events if e.get("cat") == "operation"] == [
+        ("b", "0.0", "allgather x", 1.0),
+        ("b", "0.0", "negotiate", 1.0),
+        ("e", "0.0", "negotiate", 2.0),
+        ("e", "0.0", "allgather x", 5.0),
+        ("b", "0.1", "barrier", 1.5),
+        ("e", "0.1", "barrier", 6.0),
     ]
 
 
@@ -241,6 +356,26 @@ def test_files_of_an_earlier_job_are_left_out(tmp_path, capsys):
     _, out, events = merge(tmp_path, capsys)
     assert "left out: files of an earlier job, of ranks 1" in out
     assert {event["pid"] for event in events} == {0}
+
+
+def test_files_that_are_no_good_are_named_and_the_others_merged(tmp_path, capsys):
+    one = written(tmp_path, 0, call(0, MS))
+    written(tmp_path, 1, call(0, MS))
+    shutil.copy(one, tmp_path / "rank-0 (copy).timeline")
+    (tmp_path / "rank-2.timeline").mkdir()
+    (tmp_path / "rank-3.timeline").symlink_to("nowhere")
+    code, out, events = merge(tmp_path, capsys)
+    assert code == 0
+    assert f"left out: {one} is of the same rank and job as {tmp_path}/rank-0 (copy).timeline" in out
+    assert f"left out: {tmp_path}/rank-2.timeline cannot be read: Is a directory" in out
+    assert f"left out: {tmp_path}/rank-3.timeline cannot be read: No such file or directory" in out
+    assert sum(each["name"] == "allreduce w" for each in events) == 2
+
+
+def test_a_trace_that_cannot_be_written_is_named(tmp_path, capsys):
+    written(tmp_path, 0, call(0, MS))
+    assert main(["timeline", "merge", str(tmp_path), "--output", "/dev/full"]) == 2
+    assert "/dev/full cannot be written: No space left on device; --output FILE" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("there", [True, False])

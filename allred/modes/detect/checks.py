@@ -154,5 +154,5 @@ class Checks(Inspector):
             list(each) for each in zip(*everyone, strict=True)
         )  # who had joined is behind
         ranks = collectives.current().active.ranks
-        if problem := drift.verdict(tables, max(steps), max(equal_at), counts, ranks):
+        if problem := drift.verdict(tables, max(steps), max(equal_at), counts, ranks, len(set(steps)) > 1):
             raise DriftError(f"{self._title}: {problem}")

@@ -83,11 +83,14 @@ def table(parts: Sequence[Part]) -> Table:
     return found
 
 
-def verdict(tables: list[Table], step: int, equal_at: int, outside: list[int], ranks: Sequence[int]) -> str:
+def verdict(
+    tables: list[Table], step: int, equal_at: int, outside: list[int], ranks: Sequence[int], missed: bool = False
+) -> str:
     """What differs on which ranks, in words, from every rank's table; "" if nothing does. The same on every rank.
 
     step: the step before which they were compared; equal_at: the one before which they were last found equal, or 0.
-    outside: how many updates each rank's optimizer has made around its wrapper. ranks: their numbers.
+    outside: how many updates each rank's optimizer has made around its wrapper. ranks: their numbers. missed: some
+    were not in all steps, for they had joined.
     """
     keys = list(dict.fromkeys(key for each in tables for key in each))
     differing = [key for key in keys if len({each.get(key) for each in tables}) > 1]
@@ -96,7 +99,7 @@ def verdict(tables: list[Table], step: int, equal_at: int, outside: list[int], r
     words = [_difference(key, [each.get(key, "missing") for each in tables], ranks) for key in differing[:_NAMED]]
     more = f"; and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
     since = f"after step {equal_at} and before step {step}" if equal_at else f"before step {step}"
-    remedy = _remedy(differing, equal_at, outside, ranks)
+    remedy = _remedy(differing, equal_at, outside, ranks, missed)
     return (
         f"the ranks have drifted apart {since}: {'; '.join(words)}{more}. {remedy}; "
         "ALLRED_CHECK_STEPS=0 switches this check off"
@@ -114,12 +117,16 @@ def _difference(key: tuple[str, str], texts: list[str], ranks: Sequence[int]) ->
     return f"{name} {how} on {rank_list([rank for rank, _ in odd])}"
 
 
-def _remedy(differing: list[tuple[str, str]], equal_at: int, outside: list[int], ranks: Sequence[int]) -> str:
+def _remedy(
+    differing: list[tuple[str, str]], equal_at: int, outside: list[int], ranks: Sequence[int], missed: bool
+) -> str:
     if any(outside):
         each = by_rank([str(count) for count in outside], ranks).replace(";", ",")
         return f"The optimizer has made updates outside of this wrapper ({each}); let all go through the wrapper's step"
     if any(kind == "setting" for kind, _ in differing):
         return "Give every rank the same optimizer settings; they are not broadcast"
+    if missed:
+        return "Ranks that had joined have missed steps: behind the Join block call broadcast(params, root=joined.last)"
     if not equal_at:
         return (
             "Start from the same values everywhere: call broadcast(params) of the distributed optimizer before training"
