@@ -122,8 +122,10 @@ class Server:
         """The name of the task that this is meant to be; empty if nothing was said."""
         if job_name is None and task_index is None:
             return ""
+        if job_name is not None and task_index is None and self.cluster.num_tasks(job_name) == 1:
+            task_index = 0
         if job_name is None or task_index is None:
-            raise InputError("allred.Server: job_name and task_index go together")
+            raise InputError("allred.Server: job_name and task_index go together; a job's only task has index 0")
         self.cluster.task_address(job_name, task_index)
         return task_name(job_name, task_index)
 

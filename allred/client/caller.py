@@ -124,7 +124,7 @@ def start(call: Call, function: Callable[..., Any], args: tuple[Any, ...], kwarg
     rank = here.world.tasks.index(call.place.task_name)
     here.post.send_parts(rank, CALL, [*pack(call.name, "a name"), *parts])
     here.links[rank].calls.append(call)
-    here.calls = [each for each in here.calls if not each.ended or each.unheard] + [call]
+    here.calls = [each for each in here.calls if each.is_open] + [call]
 
 
 def look() -> None:

@@ -64,6 +64,11 @@ class Call:
         """What it raised, as far as is known here, and nobody has waited for it."""
         return None if self._waited_for else self._error
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it is still to be waited for: it has not ended, or nobody has heard what it raised."""
+        return not self._ended or self.unheard is not None
+
     def done(self) -> bool:
         """Whether it has ended; takes what has come, and does not wait."""
         if not self._ended:
@@ -117,7 +122,7 @@ class ClientSession:
         from allred.client import caller  # imports MPI
 
         caller.start(call, function, args, kwargs)
-        self._calls = [each for each in self._calls if not each.ended or each.unheard] + [call]
+        self._calls = [each for each in self._calls if each.is_open] + [call]
         return call
 
     def _place(self) -> Place:
@@ -149,9 +154,10 @@ class ClientSession:
 
     def close(self) -> None:
         """Wait for what was started and not waited for. The workers' join() returns at the end of this program."""
-        for call in self._calls:
-            call.wait()
-        self._calls.clear()
+        calls, self._calls = self._calls, []
+        for call in calls:
+            if call.is_open:
+                call.wait()
 
     def __enter__(self) -> Self:
         return self

@@ -67,7 +67,7 @@ def settings(environ: Mapping[str, str]) -> list[dict[str, Any]]:
                 meaning = ""
             except ConfigError as error:
                 meaning = f"allred.init() is going to refuse it: {error}"
-            value = {"value": environ[variable], "source": "unknown variable", "meaning": meaning}
+            value = {"value": "(set)", "source": "unknown variable", "meaning": meaning}  # it may be a misspelt secret
             records.append({"variable": variable, "type": "", "default": None, **value})
     return records
 

@@ -8,12 +8,12 @@ import contextlib
 import dataclasses
 import os
 import socket
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from allred import detached
+from allred.cluster import report
 from allred.errors import AllredError, CollectiveTimeout, ConfigError
 from allred.launch import places
 from allred.launch.places import Place
@@ -69,7 +69,7 @@ class _Knock:
 
     def connect(self, where: list[Place], **hello: Any) -> Lines:
         """A connection on which both know that the other knows the secret, and the hello is said. Raises _NotYetError,
-        ConfigError if it makes no sense to try again."""
+        ConfigError, or AllredError, if it makes no sense to try again."""
         error: Exception | None = None
         for family, address in where:
             connection = socket.socket(family, socket.SOCK_STREAM)
@@ -92,6 +92,11 @@ class _Knock:
             except BaseException:
                 connection.close()
                 raise
+        if isinstance(error, ConnectionRefusedError) and self._task == self._first:
+            raise AllredError(
+                f"{self._task} has lost the process that it has started at {self._at}, at which the tasks meet; start "
+                "it again"
+            )
         raise _NotYetError(f"{self._at}: {getattr(error, 'strerror', None) or error}")
 
     def _authenticate(self, lines: Lines) -> None:
@@ -131,20 +136,16 @@ class _Waiting:
                 f"{self._task} has waited for {waited:.0f} s (ALLRED_START_TIMEOUT_S) for {self.for_whom}{notice}"
             )
         if now >= self._say_at:
-            _say(f"{self._task} waits for {self.for_whom}, since {waited:.0f} s; for {self._limit_s:g} s at most")
+            report.say_here(
+                f"{self._task} waits for {self.for_whom}, since {waited:.0f} s; for {self._limit_s:g} s at most"
+            )
             self._say_at += TELL_S
         return max(0.01, min(self._say_at - now, self._begun + self._limit_s - now))
 
     def notice(self, text: str) -> None:
         """Something has happened at the meeting."""
         self._notice = text
-        _say(text)
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):
-        sys.stderr.write(f"allred: {text}\n")
-        sys.stderr.flush()
+        report.say_here(text)
 
 
 def meet(addresses: Mapping[str, str], task: str, secret: str, limit_s: float, mpi: str, problem: str = "") -> Joined:
@@ -154,12 +155,13 @@ def meet(addresses: Mapping[str, str], task: str, secret: str, limit_s: float, m
     take part, which the others are told.
     Raises ConfigError if it cannot, or is not let in; CollectiveTimeout at the limit.
     """
-    where = places.look_up(addresses)
     first = next(iter(addresses))
+    where = places.look_up({first: addresses[first]})
     knock = _Knock(addresses, task, secret)
     hello: dict[str, Any] = {"task": task, "addresses": dict(addresses), "mpi": mpi, "node": places.node()}
-    hello |= {"host": socket.gethostname(), "pid": os.getpid()}
+    hello |= {"host": socket.gethostname(), "pid": os.getpid(), "user": os.geteuid()}
     try:
+        where = places.look_up(addresses)
         places.check(addresses, where, secret)
         if problem:
             raise ConfigError(problem)
@@ -198,10 +200,12 @@ def _start(addresses: Mapping[str, str], secret: str, listener: socket.socket) -
 
 def _wait(knock: _Knock, where: list[Place], hello: dict[str, Any], waiting: _Waiting) -> Lines | None:
     """The connection on which all are said to be there; None if it has ended before, and it is to be tried again."""
+    lines = None
     try:
         lines = knock.connect(where, **hello)
     except _NotYetError as error:
         waiting.for_whom = str(error)
+    if lines is None:
         time.sleep(min(_AGAIN_S, waiting.patience()))
         return None
     try:

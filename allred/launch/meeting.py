@@ -2,8 +2,8 @@
 has it run by a process (process.py).
 
 A task's hello says `task` (its name), `addresses` (of all tasks, by name), `mpi` (which, with its version), `node`,
-`host`, `pid`; or `problem`, if it cannot take part. One that cannot be accepted is told why, and so are those who wait:
-it may be theirs that is wrong. It is not the end of the job, for somebody may start the right one.
+`host`, `pid`, `user` (a number); or `problem`, if it cannot take part. One that cannot be accepted is told why, and so
+are those who wait: it may be theirs that is wrong. It is not the end of the job, for somebody may start the right one.
 """
 
 import dataclasses
@@ -18,6 +18,8 @@ class _Task:
     pid: int
     node: str
     mpi: str
+    user: int
+    is_there: bool = True
     is_up: bool = False  # MPI has started, and the watchers watch
     ended: str = ""  # "left", after a good end; "gone", without
 
@@ -47,13 +49,26 @@ class Meeting:
                 f"{who} was started a second time; pid {other.pid} on {other.host} is {name} already. Give each task "
                 "its own task_index"
             )
-        task = _Task(str(hello["host"]), int(hello["pid"]), str(hello["node"]), str(hello["mpi"]))
+        task = _Task(str(hello["host"]), int(hello["pid"]), str(hello["node"]), str(hello["mpi"]), int(hello["user"]))
         for there, other in self._tasks.items():
             if other.mpi != task.mpi:
                 return f"{who} has {task.mpi}, but {there} has {other.mpi}; install the same in all environments"
+            if other.node == task.node and other.user != task.user:
+                return (
+                    f"{who} is of user {task.user}, but {there} of user {other.user}; on one machine they share "
+                    "memory, so start them as the same user"
+                )
         self._tasks[name] = task
         self.began = len(self._tasks) == len(self._names)
         return ""
+
+    def late(self, hello: Message) -> str:
+        """What a task has to wait for whose job runs already, begun with another process; empty for all others."""
+        task = self._tasks.get(str(hello.get("task"))) if self.began else None
+        if task is None or task.is_there or hello.get("problem") or hello.get("addresses") != self._addresses:
+            return ""
+        first, address = next(iter(self._addresses.items()))
+        return f"the end of the job at {first} ({address}), in which pid {task.pid} on {task.host} was {hello['task']}"
 
     def _difference(self, name: str, hello: Message) -> str:
         theirs = hello.get("addresses")
@@ -91,6 +106,7 @@ class Meeting:
     def go(self, name: str) -> tuple[list[str], str]:
         """A task is gone. To whom that has to be told, and in which words: those who wait for it in MPI's start."""
         task = self._tasks[name]
+        task.is_there = False
         if not self.began:
             del self._tasks[name]
             return [], ""

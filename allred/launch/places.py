@@ -40,7 +40,15 @@ def is_loopback(places: list[Place]) -> bool:
 
 
 def check(addresses: Mapping[str, str], places: Mapping[str, list[Place]], secret: str) -> None:
-    """Raises ConfigError where a secret is missing, or where some tasks cannot reach the first."""
+    """Raises ConfigError where a secret is missing, some tasks cannot reach the first, or two are at one place."""
+    there: dict[Any, str] = {}
+    for task in places:
+        other = there.setdefault(places[task][0], task)
+        if other != task:
+            raise ConfigError(
+                f"{addresses[other]} of {other} and {addresses[task]} of {task} are the same place; give each task a "
+                "port of its own"
+            )
     near = [task for task in places if is_loopback(places[task])]
     far = [task for task in places if task not in near]
     if near and far:
@@ -70,7 +78,7 @@ def take(task: str, address: str, places: list[Place]) -> socket.socket:
             hint = "choose another port"
             if error.errno == errno.EADDRINUSE:
                 which = f"ss -ltnp 'sport = :{where[1]}' shows which"
-                hint = f"{task} was started here already, or another program uses the port ({which})"
+                hint = f"{task} runs here already, an earlier job ends still, or another program has the port ({which})"
             if error.errno == errno.EADDRNOTAVAIL:
                 hint = f"this machine is {socket.gethostname()}; start {task} on the machine that has this address"
             raise ConfigError(f"{task} cannot listen at {address} ({where[0]}): {why}; {hint}") from None

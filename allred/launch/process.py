@@ -4,7 +4,8 @@ Each task has a connection to it for life, which tells of its end: the kernel cl
 there, that says who is missing; then it says "go", and each task makes another one, which its MPI speaks PMI-1 over.
 From a task come "up" and "left", a word a line. What goes to a task after "go" is a line for its person: it ends there.
 
-If the first task ends before all were there, so does this; the others go on knocking at its address.
+If the first task ends before all were there, so does this; the others go on knocking at its address. So does a task
+that is started again while the job that it was of still runs.
 """
 
 import contextlib
@@ -66,11 +67,11 @@ class Process:
                 self._say(names, text)
             self._later = [each for each in self._later if now < each[0]]
 
-    def _watch(self, lines: Lines, hear: Callable[[], None], lost: Callable[[], None]) -> None:
+    def _watch(self, lines: Lines, hear: Callable[[], object], lost: Callable[[], None]) -> None:
         def ready() -> None:
             try:
                 hear()
-            except (OSError, EOFError, ValueError, KeyError, TypeError):  # gone, or speaks of other things
+            except Exception:  # gone, or speaks of other things: whatever a stranger sends, the others go on
                 self._close(lines)
                 lost()
 
@@ -129,6 +130,9 @@ class Process:
         """It knows the secret: a task, or its MPI."""
         if "rank" in hello:
             return self._take_speaker(guest, hello)
+        if late := self._meeting.late(hello):
+            self._rename(guest, guest.lines.receive, lambda: None)  # until this process ends
+            return guest.lines.tell(missing=[late])
         refusal = self._meeting.come(hello)
         if refusal:
             self._notice(refusal)
@@ -145,7 +149,7 @@ class Process:
         else:
             self._tell_missing()
 
-    def _rename(self, guest: _Guest, hear: Callable[[], None], lost: Callable[[], None]) -> None:
+    def _rename(self, guest: _Guest, hear: Callable[[], object], lost: Callable[[], None]) -> None:
         self._selector.unregister(guest.lines.connection)
         self._guests.remove(guest)
         self._watch(guest.lines, hear, lost)

@@ -19,6 +19,10 @@ _WHAT = (
     "in allred.init() for the other ranks: one has not started, ended before it came there, or cannot be reached over "
     "the network (python -m allred doctor, under the same mpirun, tells which)"
 )
+_WHAT_BY_HAND = (
+    "in allred.Server() for the other tasks, which had all come: one has been stopped since, or MPI cannot reach it "
+    "over the network"
+)
 
 
 @contextlib.contextmanager
@@ -30,8 +34,9 @@ def waiting_for_ranks(settings: dict[str, Any] | str, life: int = -1) -> Iterato
     if native.alarm is None or native.cancel_alarm is None or rank is None:
         yield
         return
+    what = _WHAT if life < 0 else _WHAT_BY_HAND
     warn_s, limit_s = (float(known.get(name, getattr(Config, name))) for name in ("stall_warning_s", "timeout_s"))
-    native.alarm(warn_s, max(limit_s, SHORTEST_S), f"rank {rank} on {socket.gethostname()}", _WHAT, life)
+    native.alarm(warn_s, max(limit_s, SHORTEST_S), f"rank {rank} on {socket.gethostname()}", what, life)
     try:
         yield
     finally:

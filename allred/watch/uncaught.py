@@ -6,6 +6,7 @@ the traceback of the verdict that they raised would only repeat it, and is not p
 """
 
 import contextlib
+import functools
 import sys
 import threading
 import traceback
@@ -46,6 +47,7 @@ def watch(end_soon: Callable[[int], None]) -> None:
                 if ends:
                     _note(_STATUS.get(kind, 1))
 
+    @functools.wraps(sys.exit)
     def leave(status: Any = None, /) -> None:
         if isinstance(status, SystemExit):
             raise status

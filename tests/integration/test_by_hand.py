@@ -1,6 +1,10 @@
 """Clusters without mpirun: tasks started one by one meet, train, hear of each other's end, and end each by itself."""
 
+import contextlib
+import os
+import pathlib
 import re
+import signal
 import socket
 import subprocess
 import time
@@ -119,10 +123,47 @@ def test_a_task_that_dies_while_mpi_starts_is_named_to_all():
         assert "in allred://" not in found[task].out
 
 
+def listener(port):
+    """The process that listens at this port of loopback."""
+    with open("/proc/net/tcp") as table:
+        rows = [line.split() for line in table]
+    [inode] = [row[9] for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"]
+    for file in pathlib.Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(file) == f"socket:[{inode}]":
+                return int(file.parts[2])
+    raise LookupError(port)
+
+
+def test_the_process_at_which_they_meet_is_killed(tmp_path):
+    """Before all are there, and once they train, when nobody needs it."""
+    jobs, trains = cluster(1, 1), tmp_path / "trains"
+    port = int(jobs["ps"][0].rpartition(":")[2])
+    stays = f"train(3)\nopen('{trains}', 'w').close()\nwhile os.path.exists('{trains}'): time.sleep(0.1)"
+    with tasks(jobs) as t:
+        lost = t.start("ps", 0)
+        await_line(lost, b'"allred": 1', jobs)
+        os.kill(listener(port), signal.SIGKILL)
+        lost = lost.result()
+        worker, first = t.start("worker", 0, stays), t.start("ps", 0, "server.join()")
+        deadline = time.monotonic() + 60
+        while not trains.exists() and time.monotonic() < deadline and not worker.done():
+            time.sleep(0.1)
+        assert trains.exists(), worker.result().text
+        os.kill(listener(port), signal.SIGKILL)
+        trains.unlink()
+        found = {("worker", 0): worker.result(), ("ps", 0): first.result()}
+    assert "AllredError: /job:ps/task:0 has lost the process that it has started at " in lost.err, lost.text
+    assert lost.code == 1
+    assert [result.code for result in found.values()] == [0, 0], text(found)
+    assert not any(result.left for result in found.values()), text(found)
+
+
 def test_who_cannot_take_part_is_told_why_and_so_are_those_who_wait():
     """And then the right one comes."""
     jobs = cluster()
     other = {**jobs, "worker": [jobs["worker"][0], "localhost:9"]}
+    unknown = {**jobs, "worker": [jobs["worker"][0], "nowhere.invalid:9"]}
     with tasks(jobs) as t:
         body = "train(3)\nprint('trained')"
         started = {("ps", 0): t.start("ps", 0, "server.join()", secret="s"), ("worker", 0): None}
@@ -135,6 +176,7 @@ def test_who_cannot_take_part_is_told_why_and_so_are_those_who_wait():
                 "unset": t.start("worker", 1, before=LISTEN_NOT),
                 "differs": t.start("worker", 1, before=LISTEN_NOT, secret="t"),
                 "spec": t.start("worker", 1, before=LISTEN_NOT, jobs=other, secret="s"),
+                "host": t.start("worker", 1, jobs=unknown, secret="s"),
                 "twice": t.start("ps", 0, before=LISTEN_NOT + START_NOT, secret="s"),
                 "port": t.start("worker", 1, secret="s"),
                 "openmpi": t.start("worker", 1, mpi="openmpi", secret="s"),
@@ -151,6 +193,7 @@ def test_who_cannot_take_part_is_told_why_and_so_are_those_who_wait():
         ),
         "differs": ("it has another one", "a task at 127.0.0.1 was turned away: as ALLRED_SECRET it has another one"),
         "spec": (f"there /job:worker/task:1 is localhost:9, here it is {jobs['worker'][1]}",) * 2,
+        "host": ("nowhere.invalid of /job:worker/task:1 (",) * 2,
         "twice": ("is /job:ps/task:0 already. Give each task its own task_index",) * 2,
         "port": (f"cannot listen at {jobs['worker'][1]} (127.0.0.1): Address already in use",) * 2,
         "openmpi": ("need MPICH, and this Python has Open MPI 5",) * 2,
@@ -173,7 +216,10 @@ def test_another_program_at_the_first_address():
             connection.sendall(b"220 mail.example.org ESMTP\r\n")
             found = {task: future.result() for task, future in found.items()}
     assert [result.code for result in found.values()] == [1, 1], text(found)
-    assert "Address already in use; /job:ps/task:0 was started here already, or another program" in found["ps", 0].err
+    assert (
+        "Address already in use; /job:ps/task:0 runs here already, an earlier job ends still, or another"
+        in found["ps", 0].err
+    )
     assert f"what answers at /job:ps/task:0 ({jobs['ps'][0]}) is no task of allred" in found["worker", 0].err
 
 
@@ -198,19 +244,31 @@ def test_between_hosts_at_the_addresses_of_the_spec_alone(tmp_path):
 def check_between(here):
     names = here.names
     jobs = {"ps": [f"{names[0]}:2222"], "worker": [f"{names[0]}:2223", f"{names[1]}:2222"]}
+    jobs["client"] = [f"{names[1]}:2223"]
     tcp = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "secret": "between us"}
     look = "import socket\nprint('at loopback:', socket.socket().connect_ex(('127.0.0.1', 2222)) == 0)"
     with tasks(jobs) as t:
         refused = t.start("ps", 0, inside=("ip", "netns", "exec", names[0])).result()
-        places = {("ps", 0): names[0], ("worker", 0): names[0], ("worker", 1): names[1]}
-        bodies = {"ps": "server.join()", "worker": f"{look}\n{WORKER.format(steps=4)}"}
+        places = {("ps", 0): names[0], ("worker", 0): names[0], ("worker", 1): names[1], ("client", 0): names[1]}
+        join = "server.join()"
+        bodies = {"ps": join, "worker": f"{look}\n{WORKER.format(steps=4)}\n{join}", "client": ASK}
         started = {
             task: t.start(*task, bodies[task[0]], inside=("ip", "netns", "exec", name), **tcp)
             for task, name in places.items()
         }
         found = {task: future.result() for task, future in started.items()}
     assert "can be reached from other machines: set ALLRED_SECRET" in refused.err, refused.text
-    assert [result.code for result in found.values()] == [0, 0, 0], text(found)
+    assert [result.code for result in found.values()] == [0, 0, 0, 0], text(found)
     for worker in (0, 1):
         assert "w -8.0" in found["worker", worker].out, text(found)
         assert "at loopback: False" in found["worker", worker].out, text(found)
+    assert "task 0: 1000000.0 True\ntask 1: 1000000.0 False\n" in found["client", 0].out, text(found)
+
+
+ASK = """
+def network(): return os.readlink("/proc/self/ns/net")
+session, here = allred.connect(server.target), network()
+for task in (0, 1):
+    with allred.device(f"/job:worker/task:{task}"):
+        print(f"task {task}:", session.run(np.sum, np.ones(1_000_000)), session.run(network) != here)
+"""

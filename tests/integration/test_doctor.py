@@ -333,7 +333,7 @@ def test_info_config_needs_no_mpi():
     assert result.code == 0, result.text
     assert "ALLRED_TIMEOUT_S: 5.0 (variable)\n    float, default 1800.0; longest wait" in result.out, result.text
     assert "ALLRED_MODE: sync (default)" in result.out, result.text
-    assert "ALLRED_X: 1 (unknown variable)\n    no setting of this version" in result.out, result.text
+    assert "ALLRED_X: (set) (unknown variable)\n    no setting of this version" in result.out, result.text
 
 
 @pytest.mark.parametrize("command", ["doctor", "info"])

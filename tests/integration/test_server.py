@@ -99,6 +99,8 @@ def test_alone():
     code = "import allred\ns = {}\nprint(allred.job_name(), allred.task_index(), allred.size(), s.target)\ns.join()"
     result = python("-c", code.format("allred.Server.create_local_server()"))
     assert result.out == "local 0 1 allred:///job:local/task:0\n", result.text
+    result = python("-c", code.format("allred.Server({'ml': ['localhost:2222']}, 'ml')"))
+    assert result.out == "ml 0 1 allred://localhost:2222/job:ml/task:0\n", result.text
     tf_config = json.dumps({"cluster": {"chief": ["localhost:2222"]}, "task": {"type": "chief", "index": 0}})
     result = python("-c", code.format("allred.Server.from_tf_config()"), env={"TF_CONFIG": tf_config})
     assert result.out == "worker 0 1 allred://localhost:2222/job:worker/task:0\n", result.text

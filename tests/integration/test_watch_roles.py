@@ -173,8 +173,8 @@ def test_two_that_fail(mpi):
     result = mpirun(4, "-c", program(fails, who=(1, 3)), mpi=mpi, timeout_s=40, env=GO_ON)
     check_end(result, 1, mpi)
     assert done(result) == {0, 2}, result.text
-    texts = [result.err.index(f"\nValueError: boom {rank}") for rank in (3, 1)]
-    assert texts == sorted(texts), result.text
+    for rank in (1, 3):  # which of the two is last to end is chance
+        assert result.err.count(f"\nValueError: boom {rank}") == 1, result.text
 
 
 @pytest.mark.parametrize("mpi", MPIS)

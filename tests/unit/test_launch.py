@@ -1,5 +1,6 @@
 """Tasks that meet without mpirun: PMI-1, who is there, addresses, the secret. integration/test_by_hand.py has more."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -11,6 +12,7 @@ import threading
 
 import pytest
 
+from allred import detached
 from allred.config import secret
 from allred.errors import ConfigError
 from allred.launch import by_hand, places
@@ -71,7 +73,7 @@ PS, W0, W1 = ADDRESSES
 
 
 def hello(task, **more):
-    return {"task": task, "addresses": ADDRESSES, "mpi": "M 1", "node": "n", "host": "h", "pid": 7, **more}
+    return {"task": task, "addresses": ADDRESSES, "mpi": "M 1", "node": "n", "host": "h", "pid": 7, "user": 1, **more}
 
 
 def complete():
@@ -97,6 +99,7 @@ def test_it_begins_when_all_are_there():
         (hello(PS, pid=8), f"{PS} (pid 8 on h) was started a second time; pid 7 on h is {PS} already"),
         (hello(W0, problem="no port"), f"{W0} (pid 7 on h) cannot start: no port"),
         (hello(W0, mpi="M 2"), f"{W0} (pid 7 on h) has M 2, but {PS} has M 1"),
+        (hello(W0, user=2), f"{W0} (pid 7 on h) is of user 2, but {PS} of user 1; on one machine they share memory"),
         (hello(W0, addresses={**ADDRESSES, W1: "d:1"}), f"there {W1} is d:1, here it is c:1"),
         (hello(W0, addresses={**ADDRESSES, "/job:x/task:0": "d:1"}), "there /job:x/task:0 is d:1, here it is nothing"),
         (hello(W0, addresses=None), f"there {PS} is nothing, here it is a:1"),
@@ -152,6 +155,9 @@ def test_places_and_the_secret():
     mixed = {"a": "localhost:1", "b": "10.0.0.2:1"}
     with pytest.raises(ConfigError, match=r"loopback \(127\.0\.0\.1\), which b at 10\.0\.0\.2:1 cannot reach"):
         places.check(mixed, places.look_up(mixed), "s")
+    twice = {"a": "localhost:1", "b": "127.0.0.1:1"}
+    with pytest.raises(ConfigError, match=r"localhost:1 of a and 127\.0\.0\.1:1 of b are the same place"):
+        places.check(twice, places.look_up(twice), "")
 
 
 def test_hosts_that_nobody_knows():
@@ -218,6 +224,55 @@ def test_the_secret_is_never_sent():
 def test_one_who_does_not_know_it_is_not_believed():
     with pytest.raises(ConfigError, match="does not know this cluster's secret"):
         knock(lambda m: {"proof": m["proof"]})  # what it has just heard
+
+
+STRANGE = [
+    b"", b"\n", b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"[" * 60_000 + b"\n", b"x" * 2**17, b'{"proof": "\\ud800"}\n',
+    b'{"nonce": "\\ud800", "proof": {}}\n', b'{"nonce": 1e999}\n{"rank": 0}\n',
+]  # fmt: skip
+
+
+@contextlib.contextmanager
+def meeting_place():
+    """The address of a process at which tasks meet, and the first one of them."""
+    with subprocess.Popen(["sleep", "60"]) as first, socket.create_server(("127.0.0.1", 0)) as server:
+        address, listener = server.getsockname(), server.fileno()
+        settings = {"addresses": ADDRESSES, "secret": "s", "listener": listener, "pid": first.pid}
+        assert detached.start("allred.launch.process", settings, files=[listener]) == {"problem": ""}
+        server.close()
+        try:
+            yield address
+        finally:
+            first.kill()
+
+
+def test_strangers_do_not_end_the_meeting():
+    with meeting_place() as address:
+        for sent in (*STRANGE, b""):
+            with socket.create_connection(address, 10) as stranger:
+                stranger.settimeout(10)
+                assert b'"allred": 1' in stranger.recv(200), "it is still there"
+                stranger.sendall(sent)
+
+
+def test_a_task_that_comes_again_while_its_job_runs_waits_for_the_job_s_end():
+    with meeting_place() as address, contextlib.ExitStack() as stack:
+
+        def come(task):
+            found = by_hand._Knock(ADDRESSES, task, "s").connect([(socket.AF_INET, address)], **hello(task))
+            return stack.enter_context(contextlib.closing(found.connection)), found
+
+        tasks = {task: come(task) for task in ADDRESSES}
+        for _, lines in tasks.values():
+            while not any("go" in message for message in lines.hear()):
+                pass
+        assert "was started a second time" in come(W1)[1].hear_one()["refused"]
+        tasks[W1][0].close()
+        late, lines = come(W1)
+        assert lines.hear_one() == {"missing": [f"the end of the job at {PS} (a:1), in which pid 7 on h was {W1}"]}
+        for task in (PS, W0):
+            tasks[task][0].close()
+        assert late.recv(1) == b"", "and now the next one can be met"
 
 
 def test_a_line_without_an_end():

@@ -76,11 +76,12 @@ def test_a_training_session_ends_by_its_hook_and_goes_on_from_its_checkpoint(wor
     assert [line["w"] for line in lines] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], lines
 
 
-def test_none_for_both_leaves_the_last_checkpoint_and_no_summaries(world, tmp_path):
+@pytest.mark.parametrize("none", [None, 0])
+def test_none_for_both_leaves_the_last_checkpoint_and_no_summaries(world, tmp_path, none):
     trained = Trained()
     with tf1.MonitoredTrainingSession(
-        checkpoint_dir=tmp_path, save_checkpoint_secs=None, save_checkpoint_steps=None, save_summaries_steps=None,
-        save_summaries_secs=None, hooks=[tf1.StopAtStepHook(last_step=4)], **trained.given,
+        checkpoint_dir=tmp_path, save_checkpoint_secs=none, save_checkpoint_steps=none, save_summaries_steps=none,
+        save_summaries_secs=none, log_step_count_steps=none, hooks=[tf1.StopAtStepHook(last_step=4)], **trained.given,
     ) as session:  # fmt: skip
         while not session.should_stop():
             session.run(trained.step)

@@ -74,10 +74,11 @@ def MonitoredTrainingSession(  # noqa: N802  (TensorFlow's name)
                 session.run(train_step)
 
     params, optimizer, data: what is trained; see `allred.Session.track`. is_chief: may be left out.
-    save_checkpoint_secs (600), save_checkpoint_steps: one of the two; None for both: only the last one, at the end.
+    save_checkpoint_secs (600), save_checkpoint_steps: one of the two; without both only the last one, at the end.
     save_summaries_steps (100), save_summaries_secs: between summaries of what `session.log` was given, into
-    summary_dir, or else checkpoint_dir; None for both: none.
-    log_step_count_steps: between lines with step and pace; None: none. chief_only_hooks: hooks that the chief calls.
+    summary_dir, or else checkpoint_dir; without both there are none.
+    log_step_count_steps: between lines with step and pace; None or 0 is "without", here as above.
+    chief_only_hooks: hooks that the chief calls.
     max_wait_secs: how long the workers wait for the chief to restore.
     Of no effect: master, scaffold, config, stop_grace_period_secs, save_graph_def.
     Raises InputError for what cannot be.
@@ -95,7 +96,7 @@ def MonitoredTrainingSession(  # noqa: N802  (TensorFlow's name)
         who, params, optimizer, data,
         directory=checkpoint_dir, secs=secs, steps=steps, wait_s=max_wait_secs, summaries=summary_dir or checkpoint_dir,
         summary_steps=summary_steps, summary_secs=summary_secs,
-        hooks=[*(hooks or ()), *map(OnChief, chief_only_hooks or ())], log_steps=log_step_count_steps,
+        hooks=[*(hooks or ()), *map(OnChief, chief_only_hooks or ())], log_steps=log_step_count_steps or None,
     )  # fmt: skip
 
 
@@ -104,7 +105,7 @@ def _one(who: str, default: float, given: dict[str, Any]) -> tuple[Any, Any]:
     first, second = given.values()
     if first is _DEFAULT and second is _DEFAULT:
         return default, None
-    first, second = (None if value is _DEFAULT else value for value in (first, second))
+    first, second = (None if value is _DEFAULT else value or None for value in (first, second))
     if first is not None and second is not None:
         raise InputError(f"{who}: give one of {' and '.join(given)}, not both")
     return first, second
