@@ -64,6 +64,7 @@ for fresh in (there, placed(values())):
     for name, value in alone.items():
         assert type(fresh[name]) is (np.ndarray if name == "b" else Kind)
         np.testing.assert_array_equal(host(fresh[name]), value, err_msg=name)
+assert REAL or device.copied_down == 3 + 3 * 4 - 1, "w, scale, half; then gradients, but no None or number"
 assert REAL or device.ordered, "the caller's stream has to wait for the parameters"
 with pytest.raises(allred.InputError, match="share memory"):
     optimizer.pull({**there, "scale": there["w"][0, 0:1].reshape(())})

@@ -2,8 +2,8 @@
 
 It stands in for the thin calls alone (Device, its kernels, NCCL's communicator, adopt); all decisions are the library's
 own. NCCL's functions are done at once, with plain MPI over a communicator of its own, which is what ranks need that
-really have to meet. What is on a GPU nobody may touch otherwise: converting to numpy raises, as cupy does. The real
-thing is tested by tests/gpu.
+really have to meet. What cannot be stood in for: converting cupy's arrays to numpy raises, converting these does not.
+The real thing is tested by tests/gpu.
 """
 
 import contextlib
@@ -275,7 +275,7 @@ class Device:
     def __init__(self, comm):
         self._comm = comm
         self.xp, self.nccl, self.kernels, self.stream = Namespace, Nccl(), Kernels(), Stream()
-        self.index = self.ordered = self.synchronized = 0
+        self.index = self.ordered = self.synchronized = self.copied_down = 0
         self.inside = self.stuck = False
 
     def use(self):
@@ -295,6 +295,7 @@ class Device:
 
     def to_host(self, source, target):
         assert self.inside
+        self.copied_down += 1
         target[:] = np.asarray(source)
 
     def to_device(self, source, target):

@@ -13,7 +13,7 @@ EXAMPLE = pathlib.Path(__file__).parents[2] / "examples/mnist_torch.py"
 
 
 def test_it_learns():
-    result = testing.mpirun(2, str(EXAMPLE), "--steps", "60", timeout_s=120)
+    result = testing.mpirun(2, str(EXAMPLE), "--steps", "40", timeout_s=120)
     assert result.code == 0, result.text
     assert re.search(r"^\d+ examples/s on 2 ranks, on cpu\nparameters equal on all ranks: yes", result.out, re.M)
     assert float(re.search(r"test accuracy: (\S+)", result.out)[1]) > 0.7, result.text
