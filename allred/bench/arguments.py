@@ -8,6 +8,7 @@ import numpy as np
 
 from allred import arrays, config
 from allred.bench import measure, sets
+from allred.comm.nccl_wire import TYPES
 from allred.compression import Compression, narrows
 
 SIZES = "4,1KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB,256MiB"
@@ -47,8 +48,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
             choices=[each.name for each in Compression],
             help="what wide floats travel as; another than none is timed beside none, in turns",
         )
-    for sub in (one, many, served):
-        sub.add_argument("--against", choices=["mpi"], help="time raw MPI too, on the same arrays, in turns")
+    for sub in (one, many):
+        sub.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: arrays on each rank's GPU")
+        sub.add_argument(
+            "--against", choices=["mpi", "nccl"], help="time raw MPI, or raw NCCL on GPUs, on the same arrays, in turns"
+        )
+    served.add_argument("--against", choices=["mpi"], help="time raw MPI too, on the same arrays, in turns")
     for sub in (one, many, hidden, served):
         sub.add_argument("--dtype", default="float32", help="float32 (default), or another that allred sums")
         sub.add_argument("--malloc-tuned", action="store_true", help="glibc keeps freed memory, in huge pages")
@@ -61,6 +66,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         if sub is served:
             _check_served(options)
         else:
+            options.device = getattr(options, "device", "cpu")
+            _check_device(options)
             options.compression = Compression[options.compression or "none"]
             if options.compression.value and not narrows(options.dtype, options.compression.value):
                 raise ValueError(f"--compression is of float32 and float64, and --dtype is {options.dtype}")
@@ -76,7 +83,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def _dtype(name: str, against: str | None) -> np.dtype[Any]:
     if name not in DTYPES:
         raise ValueError(f"unknown dtype {name!r}; choose one of {', '.join(DTYPES)}")
-    if against and name in _NOT_IN_MPI:
+    if against == "nccl" and name not in TYPES:
+        raise ValueError(f"cupy's NCCL has no {name}; leave --against out, or choose another dtype")
+    if against == "mpi" and name in _NOT_IN_MPI:
         raise ValueError(f"MPI has no {name}; leave --against out, or choose another dtype")
     if name == "bfloat16":
         try:
@@ -85,6 +94,18 @@ def _dtype(name: str, against: str | None) -> np.dtype[Any]:
             raise ValueError("bfloat16 needs ml_dtypes: pip install ml_dtypes") from None
         return np.dtype(ml_dtypes.bfloat16)  # type: ignore[no-any-return]
     return np.dtype(name)
+
+
+def _check_device(options: argparse.Namespace) -> None:
+    against = getattr(options, "against", None)
+    if options.device == "cpu" and against == "nccl":
+        raise ValueError("--against nccl is of arrays on GPUs: --device cuda")
+    if options.device == "cuda":
+        if against == "mpi":
+            raise ValueError("--against mpi is of host arrays, and --device is cuda; compare with --against nccl")
+        if options.backend not in (None, "nccl"):
+            raise ValueError(f"--device cuda is of backend nccl, and --backend is {options.backend}")
+        options.backend = "nccl"
 
 
 def _check_served(options: argparse.Namespace) -> None:

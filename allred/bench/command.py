@@ -14,7 +14,7 @@ from typing import Any
 
 import allred
 from allred import arrays
-from allred.bench import measure, overlap, ps, sets, setting, table, verify, ways
+from allred.bench import gpu, measure, overlap, ps, sets, setting, table, verify, ways
 from allred.bench.arguments import parse
 from allred.cluster import mpi
 from allred.comm import collectives
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
 
 def run(options: argparse.Namespace, command: str) -> None:
     """Measure, and print on rank 0. Raises on all ranks if a result is wrong."""
-    mpi_settings = setting.before_mpi(against=options.against is not None)
+    mpi_settings = setting.before_mpi(against=options.against == "mpi")
     allred.init(backend=options.backend, banner=False)
     MPI, _ = mpi.load()  # noqa: N806  (mpi4py's spelling)
     if MPI is None:
@@ -59,38 +59,46 @@ def run(options: argparse.Namespace, command: str) -> None:
         common["compression"] = options.compression.name
     where = {
         "op": "Sum",
+        **({"device": "cuda", **gpu.describe()} if options.device == "cuda" else {}),
         **setting.describe(comm, mpi_settings),
         "allred": allred.__version__,
         "command": f"mpirun -np {ranks} {command}" if ranks > 1 else command,
     }
     printer = table.Printer(options.json, speaks=comm.Get_rank() == 0)
     printer.begin(options.bench, common, where, options.against or common.get("compression"))
+    theirs: ways.Ways | None = None
+    if options.against:
+        theirs = ways.Mpi(comm) if options.against == "mpi" else gpu.Raw(comm, options.dtype)
     for item in options.items:
-        what, measured = _measured(item, options, comm)
+        what, measured = _measured(item, options, comm, theirs)
         thread = {"progress_thread": collectives.current().queue.engine.attended}
         for numbers in measured:
             printer.line({"bench": options.bench, **what, **common, **numbers, **where, **thread})
     printer.end(collectives.current().queue.engine.attended)
+    if theirs is not None:
+        theirs.close()
     comm.Free()
     allred.shutdown()
 
 
-def _measured(item: Any, options: argparse.Namespace, comm: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _measured(
+    item: Any, options: argparse.Namespace, comm: Any, theirs: ways.Ways | None
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What was measured, and the numbers: one record for each way to compare with."""
-    against = options.against is not None
-    if options.bench == "allreduce":
-        group = ways.allocate([(item // options.dtype.itemsize,)], options.dtype)
-        what, calls = {"bytes": item}, ways.of_array(group[0], comm, against, options.compression)
-    else:
-        group = ways.allocate(sets.SETS[item](), options.dtype)
-        what = {"set": item, "bytes": sum(array.nbytes for array in group), "tensors": len(group)}
-        calls = ways.of_group(group, comm, against, options.compression)
+    one, on_gpu = options.bench == "allreduce", options.device == "cuda"
+    shapes = [(item // options.dtype.itemsize,)] if one else sets.SETS[item]()
+    group = (gpu if on_gpu else ways).allocate(shapes, options.dtype)
+    what = {"bytes": item} if one else {"set": item, "bytes": sum(a.nbytes for a in group), "tensors": len(group)}
+    calls = ways.ours(group, one, options.compression)
+    if theirs is not None:
+        calls |= theirs.of_array(group[0]) if one else theirs.of_group(group)
     for name, call in calls.items():
         verify.check(f"{options.bench} {item} by {name}", call, group, comm)
     lines = max(1, len(calls) - 1)
-    samples = measure.measure(calls, comm, options.seconds * lines)
+    samples = measure.measure(calls, comm, options.seconds * lines, gpu.settle if on_gpu else measure.nothing)
     verify.check_zeros(f"{options.bench} {item}", group, comm)
     ours = samples.pop("allred")
+    more = gpu.host_and_kernels(group, comm, options.seconds) if on_gpu and not one else {}
     others = samples.items() or [(None, None)]
     size = comm.Get_size()
-    return what, [table.numbers(ours, name, theirs, what["bytes"], size) for name, theirs in others]
+    return what, [{**table.numbers(ours, name, other, what["bytes"], size), **more} for name, other in others]

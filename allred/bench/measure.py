@@ -4,6 +4,7 @@ A sample is the mean of a batch of calls, so many that perf_counter does not cou
 a barrier that is not timed; of all ranks' values for it the largest is the sample's. The ways take turns of a few
 milliseconds: A, B, A, B, ..., each turn opened by an untimed call, with the same batch and the same number of samples
 on both sides, until the time is used up. p50 and p99 are over all samples of a way; speedup is the ratio of the p50.
+Calls that leave something running (on a GPU) have a `settle`, which waits for it, before each sample and as its end.
 
     algbw = bytes / p50          busbw = algbw * 2 (n - 1) / n        (nccl-tests' definitions; GB = 10**9 bytes)
 """
@@ -17,6 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 Call = Callable[[], object]
+
+
+def nothing() -> None:
+    """What there is to settle on the host."""
+
 
 BATCH_S = 200e-6  # length of a sample of short calls
 MAX_BATCH = 1000
@@ -65,16 +71,16 @@ def plan(call_s: list[float]) -> tuple[int, int]:
     return batch, min(max(round(TURN_S / (batch * max(call_s))), 2), MAX_TURN)
 
 
-def measure(ways: Mapping[str, Call], comm: Any, seconds: float) -> dict[str, Samples]:
+def measure(ways: Mapping[str, Call], comm: Any, seconds: float, settle: Call = nothing) -> dict[str, Samples]:
     """Time all ways against each other, for about `seconds`. Collective over the mpi4py communicator `comm`."""
     begin = time.perf_counter()
-    batch, turn = plan([_call_s(call, comm) for call in ways.values()])
+    batch, turn = plan([_call_s(call, comm, settle) for call in ways.values()])
     found: dict[str, list[float]] = {name: [] for name in ways}
     rounds, last = 0, False
     while not last:
         for name, call in ways.items():
             call()
-            found[name] += [_sample(call, batch, comm) for _ in range(turn)]
+            found[name] += [_sample(call, batch, comm, settle) for _ in range(turn)]
         rounds += 1
         last = comm.bcast(rounds >= MIN_ROUNDS and time.perf_counter() - begin > seconds)
     return {name: Samples(slowest(times, comm), batch) for name, times in found.items()}
@@ -85,20 +91,22 @@ def slowest(times: list[float], comm: Any) -> NDArray[np.float64]:
     return np.max(np.array(comm.allgather(times)), axis=0)  # type: ignore[no-any-return]
 
 
-def _sample(call: Call, batch: int, comm: Any) -> float:
+def _sample(call: Call, batch: int, comm: Any, settle: Call) -> float:
+    settle()
     comm.Barrier()
     start = time.perf_counter()
     for _ in range(batch):
         call()
+    settle()
     return (time.perf_counter() - start) / batch
 
 
-def _call_s(call: Call, comm: Any) -> float:
+def _call_s(call: Call, comm: Any, settle: Call) -> float:
     """Roughly what a call takes, once it is warm; the same number on every rank."""
     call()
     batch = 1
     while True:
-        call_s = float(slowest([_sample(call, batch, comm)], comm)[0])
+        call_s = float(slowest([_sample(call, batch, comm, settle)], comm)[0])
         if call_s * batch > 1e-3:
             return call_s
         batch *= 4

@@ -7,6 +7,7 @@ from typing import Any
 from allred.bench import measure, setting
 from allred.ps.account import histogram
 
+_RATES = ("copy_GBps", "pack_GBps", "unpack_GBps", "pack_scaled_GBps", "unpack_divided_GBps")
 _COLUMNS = {"p50_us": "p50 us", "p99_us": "p99 us", "algbw_GBps": "algbw GB/s"}
 
 
@@ -64,6 +65,8 @@ class Printer:
             ranks += f": {common['servers']} to serve, {common['workers']} to work, {common['consistency']}"
         dtype = f"{common['dtype']} as {common['compression']}" if "compression" in common else common["dtype"]
         print(f"{bench}: {dtype}, {where['op']}, in place, blocking; {ranks}, backend {common['backend']}")
+        if "gpu" in where:
+            print(f"{where['gpu']}, NCCL {where['nccl']}, cupy {where['cupy']}")
         print(*setting.lines(where), sep="\n")
         head = [
             f"{'size' if bench == 'allreduce' else 'set':>12}",
@@ -90,6 +93,9 @@ class Printer:
         if record["against"]:
             text += f"  {record['against']} {number(record['against_p50_us'])} us, {record['speedup']:.2f}x"
         print(text.rstrip(), flush=True)
+        if "enqueue_us" in record:
+            rates = ", ".join(f"{key[:-5].replace('_', ' ')} {number(record[key])}" for key in record if key in _RATES)
+            print(f"{'':>12}  enqueueing a call: {number(record['enqueue_us'])} us; GB/s of a {rates}", flush=True)
         if "staleness" in record:
             print(f"{'':>12}  staleness: {histogram(Counter(record['staleness']))}", flush=True)
 

@@ -13,6 +13,8 @@ import numpy as np
 
 from allred import arrays
 from allred.arrays import Array
+from allred.gpu.values import fill as put
+from allred.gpu.values import to_host
 
 _BLOCK = 2**18  # elements that are filled or compared at once
 
@@ -33,13 +35,14 @@ def rank_sum(size: int) -> int:
 def fill(group: list[Array], rank: int) -> None:
     """This rank's values."""
     for part, values in _parts(group, factor=1, plus=rank % 4):
-        part[...] = values
+        put(part, values)
 
 
 def wrong(group: list[Array], size: int) -> str:
     """The first element that is not the sum over all ranks, in words; nothing if all are."""
     element = 0
     for part, values in _parts(group, factor=size, plus=rank_sum(size)):
+        part = to_host(part)
         if (part != values).any():
             at = int(np.argmax(part != values))
             return f"element {element + at} is {part[at]}, and should be {values[at]}"

@@ -9,7 +9,7 @@ mpi concatenate + split   everything into one flat array, one Allreduce, everyth
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -31,23 +31,38 @@ def allocate(shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> list[Ar
     return group
 
 
-def of_array(array: Array, comm: Any, against: bool, compression: Compression) -> dict[str, Call]:
-    """The ways to reduce one array."""
-    ways = _ours(functools.partial(allred.allreduce_, array, allred.Sum), compression)
-    if against:
+class Ways(Protocol):
+    """A way to reduce without allred."""
+
+    def of_array(self, array: Any) -> dict[str, Call]: ...
+    def of_group(self, group: list[Any]) -> dict[str, Call]: ...
+    def close(self) -> None: ...
+
+
+def ours(group: list[Any], one: bool, compression: Compression) -> dict[str, Call]:
+    """A user's of allred. one: of the only array, else of all together."""
+    if one:
+        return _ours(functools.partial(allred.allreduce_, group[0], allred.Sum), compression)
+    return _ours(functools.partial(allred.grouped_allreduce_, group, allred.Sum), compression)
+
+
+class Mpi:
+    """A user's of mpi4py; `comm` is its communicator."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+
+    def of_array(self, array: Array) -> dict[str, Call]:
         from mpi4py import MPI
 
-        ways["mpi"] = functools.partial(comm.Allreduce, MPI.IN_PLACE, array, MPI.SUM)
-    return ways
+        return {"mpi": functools.partial(self._comm.Allreduce, MPI.IN_PLACE, array, MPI.SUM)}
 
+    def of_group(self, group: list[Array]) -> dict[str, Call]:
+        per_tensor = functools.partial(_per_tensor, group, self._comm)
+        return {PER_TENSOR: per_tensor, CONCATENATED: _concatenated(group, self._comm)}
 
-def of_group(group: list[Array], comm: Any, against: bool, compression: Compression) -> dict[str, Call]:
-    """The ways to reduce many arrays."""
-    ways = _ours(functools.partial(allred.grouped_allreduce_, group, allred.Sum), compression)
-    if against:
-        ways[PER_TENSOR] = functools.partial(_per_tensor, group, comm)
-        ways[CONCATENATED] = _concatenated(group, comm)
-    return ways
+    def close(self) -> None:
+        pass
 
 
 def _ours(call: Callable[..., object], compression: Compression) -> dict[str, Call]:

@@ -18,6 +18,7 @@ from allred import arrays
 from allred.arrays import Array
 from allred.comm import header
 from allred.comm.base import Communicator, T
+from allred.comm.beside import Beside
 from allred.comm.calls import array_call, group_call, index_of, splits_of
 from allred.comm.header import Call
 from allred.comm.nccl_calls import Transport, adopted, buckets, check_writable, on_gpu, refused
@@ -36,82 +37,22 @@ _PLAIN = Compression.none
 _KEPT = 64  # calls
 
 
-class NcclCommunicator(Communicator):
+class NcclCommunicator(Beside):
     """The ranks of `host`, which becomes this object's own."""
 
     name = "nccl"
 
     def __init__(self, host: Communicator, device: Device, transport: Transport, guard: Guard) -> None:
-        self._host, among = host, host.among
-        super().__init__(host.rank, host.size, host.queue.timeout_s)
-        self.among = among
-        self.queue, self.ranks, self.checks_places = host.queue, host.ranks, host.checks_places
-        self.fuses = host.fuses
-        self._device, self._transport, self._guard = device, transport, guard
+        super().__init__(host)
+        self.device = device
+        self._transport, self._guard = transport, guard
         self._buffers: dict[Any, Any] = {}  # by dtype
-        self._calls: dict[Any, Call] = {}
-
-    @property
-    def among(self) -> Callable[[Sequence[int]], Steps[Communicator]] | None:
-        """The host's, which agrees on who takes part."""
-        return self._host.among
-
-    @among.setter
-    def among(self, value: Callable[[Sequence[int]], Steps[Communicator]] | None) -> None:
-        self._host.among = value
-
-    @property
-    def active(self) -> Communicator:
-        return self._host._active or self
-
-    @property
-    def sent_bytes(self) -> int:
-        return self._host.sent_bytes + self._sent_bytes
-
-    def attend(self) -> None:
-        self._host.attend()
-
-    def allocate(self, count: int, dtype: np.dtype[Any]) -> Array:
-        return self._host.allocate(count, dtype)
+        self._calls: dict[Any, tuple[Call, list[list[int]]]] = {}
 
     def close(self) -> None:
         self._transport.close(self._guard.close() and not self.queue.poisoned)
         self._buffers.clear()
-        self._host.close()
-
-    # Host arrays, and what has no array.
-
-    def _start(self, kind: str, name: str, body: Steps[T]) -> Work[T]:
-        return self._host._start(kind, name, body)
-
-    def _announce(self, call: Call) -> bytes:
-        return self._host._announce(call)
-
-    def _agree(self, call: Call) -> Steps[tuple[Communicator, list[bytes]]]:
-        return self._host._agree(call)
-
-    def _meet(self, call: Call) -> Steps[None]:
-        return self._host._meet(call)
-
-    def _exchange(self, record: bytes) -> Steps[list[bytes]]:
-        return self._host._exchange(record)
-
-    def _allreduce(self, flat: Array, op: ReduceOp, wire: int = 0) -> Steps[None]:
-        return self._host._allreduce(flat, op, wire)
-
-    def _broadcast(self, data: Array, root: int) -> Steps[None]:
-        return self._host._broadcast(data, root)
-
-    def _allgather(self, send: Array, recv: Array, counts: list[int]) -> Steps[None]:
-        return self._host._allgather(send, recv, counts)
-
-    def _alltoall(self, send: Array, recv: Array, counts: Array) -> Steps[None]:
-        return self._host._alltoall(send, recv, counts)
-
-    def _reducescatter(self, flat: Array, out: Array, counts: list[int], op: ReduceOp) -> Steps[None]:
-        return self._host._reducescatter(flat, out, counts, op)
-
-    # The collectives.
+        super().close()
 
     def allreduce(
         self, value: Any, op: ReduceOp = ReduceOp.AVERAGE, name: str = "", compression: Compression = _PLAIN
@@ -181,10 +122,12 @@ class NcclCommunicator(Communicator):
         def body(given: list[Adopted], lane: Lane) -> Steps[Any]:
             if in_place:
                 check_writable(given)
-            group, _ = yield from self._agreed(self._reduction_call(given, op, name, compression, one))
+            call, together = self._reduction_call(given, op, name, compression, one)
+            group, _ = yield from self._agreed(call)
+            made = [] if in_place else lane.empty([(g.shape, g.array.dtype) for g in given])
             with lane.enter():
-                flats = [g.flat() if in_place else g.array.flatten() for g in given]
-            for bucket in buckets([flat.nbytes for flat in flats], [g.dtype for g in given], BUCKET_BYTES):
+                flats = [g.flat() for g in given] if in_place else _copies(given, made)
+            for bucket in together:
                 chosen = [flats[i] for i in bucket]
                 yield from group._reduce_bucket(lane, chosen, given[bucket[0]].dtype, op, compression, weight)
             with lane.enter():
@@ -194,7 +137,7 @@ class NcclCommunicator(Communicator):
             self._end(group, lane, given, flats)
             results = list(values)
             if not in_place:
-                results = [g.give(flat.reshape(g.array.shape)) for g, flat in zip(given, flats, strict=True)]
+                results = [g.give(new) for g, new in zip(given, made, strict=True)]
             return results[0] if one else results
 
         return body
@@ -204,8 +147,14 @@ class NcclCommunicator(Communicator):
         weight: float | None,
     ) -> Steps[None]:  # fmt: skip
         """Tensors of one dtype; several, or those with a weight, through the buffer."""
-        name, size, kernels = arrays.name_of(dtype), self.size, self._device.kernels
+        name, size, kernels = arrays.name_of(dtype), self.size, self.device.kernels
         wire = arrays.DTYPES[compression.value] if narrows(dtype, compression.value) else ""
+        if weight is not None and not arrays.is_float(dtype):  # which counts whole or, weighted 0, not at all
+            if not weight:
+                with lane.enter():
+                    for flat in flats:
+                        flat.fill(0)
+            weight = None
         if len(flats) == 1 and weight is None:
             self._sent_bytes += flats[0].nbytes // (dtype.itemsize // 2 if wire else 1)
             yield from self._transport.allreduce(lane, flats[0], name, op, wire)
@@ -227,13 +176,13 @@ class NcclCommunicator(Communicator):
         """Room for a bucket, with the gaps between tensors; nothing but operations, one after the other, uses it."""
         room = starts(counts, dtype.itemsize)[-1]
         if dtype not in self._buffers or self._buffers[dtype].size < room:
-            self._buffers[dtype] = self._device.xp.zeros(room, dtype)
+            self._buffers[dtype] = self.device.xp.zeros(room, dtype)
         return self._buffers[dtype][:room]
 
     def _reduction_call(
         self, given: list[Adopted], op: ReduceOp, name: str, compression: Compression, one: bool
-    ) -> Call:
-        """What the ranks compare; put together once for what comes at every step."""
+    ) -> tuple[Call, list[list[int]]]:
+        """What the ranks compare, and what travels together; found once for what comes at every step."""
         if not (isinstance(name, str) and isinstance(op, ReduceOp) and isinstance(compression, Compression)):
             group_call([], name, op, compression)  # raises
         key = one, name, op, compression, tuple([(g.shape, g.dtype) for g in given])
@@ -243,7 +192,7 @@ class NcclCommunicator(Communicator):
                 call = array_call("allreduce", cast(Array, given[0]), name, op, compression=compression)
             else:
                 call = group_call(cast(list[Array], given), name, op, compression)
-            found = on_gpu(call)
+            found = on_gpu(call), buckets([g.nbytes for g in given], [g.dtype for g in given], BUCKET_BYTES)
             if len(self._calls) >= _KEPT:
                 self._calls.clear()
             self._calls[key] = found
@@ -268,15 +217,16 @@ class NcclCommunicator(Communicator):
             call = on_gpu(array_call("broadcast", cast(Array, g), name, root=self.ranks[source]))
             group, _ = yield from self._agreed(call)
             first = self._root_in(group, source, call)
+            made = [] if in_place else lane.empty([(g.shape, g.array.dtype)])
             with lane.enter():
-                flat = g.flat() if in_place else g.array.flatten()
+                (flat,) = [g.flat()] if in_place else _copies(given, made)
             if flat.size:
                 yield from group._transport.broadcast(lane, flat.view(np.uint8), first)
             with lane.enter():
                 if in_place and not g.array.flags.c_contiguous:
                     g.array[...] = flat.reshape(g.array.shape)
             self._end(group, lane, given, flat)
-            return value if in_place else g.give(flat.reshape(g.array.shape))
+            return value if in_place else g.give(made[0])
 
         return self._begin("broadcast", name, [value], body)
 
@@ -290,9 +240,9 @@ class NcclCommunicator(Communicator):
             call = array_call("allgather", cast(Array, g), name, shape=("any", *shape[1:]), rows=shape[0])
             group, headers = yield from self._agreed(on_gpu(call))
             rows = [header.rows_and_note(record)[0] for record in headers]
+            (result,) = lane.empty([((sum(rows), *shape[1:]), g.array.dtype)])
             with lane.enter():
                 send = g.flat().view(np.uint8)
-                result = self._device.xp.empty((sum(rows), *shape[1:]), g.array.dtype)
             if result.size:
                 row_bytes = arrays.size_of(shape[1:]) * g.array.itemsize
                 recv = result.reshape(-1).view(np.uint8)
@@ -315,9 +265,9 @@ class NcclCommunicator(Communicator):
             self._require_all(group, call)
             rows = arrays.split_sizes(g.shape[0], self.size)
             counts = [count * arrays.size_of(g.shape[1:]) for count in rows]
+            (result,) = lane.empty([((rows[self.rank], *g.shape[1:]), g.array.dtype)])
             with lane.enter():
                 flat = g.flat()
-                result = self._device.xp.empty((rows[self.rank], *g.shape[1:]), g.array.dtype)
             if flat.size:
                 out = result.reshape(-1)
                 yield from self._transport.reducescatter(lane, flat, out, arrays.name_of(g.dtype), counts, op)
@@ -340,9 +290,9 @@ class NcclCommunicator(Communicator):
             matrix = np.empty((self.size, self.size), np.int64)
             yield from self._host._allgather(arrays.as_bytes(sent), arrays.as_bytes(matrix), [sent.nbytes] * self.size)
             received = matrix[:, self.rank].copy()
+            (result,) = lane.empty([((int(received.sum()), *shape[1:]), g.array.dtype)])
             with lane.enter():
                 send = g.flat().view(np.uint8)
-                result = self._device.xp.empty((int(received.sum()), *shape[1:]), g.array.dtype)
             counts = matrix * (arrays.size_of(shape[1:]) * g.array.itemsize)
             if counts.any():
                 yield from self._transport.alltoall(lane, send, result.reshape(-1).view(np.uint8), counts)
@@ -358,8 +308,8 @@ class NcclCommunicator(Communicator):
         the arrays the other ranks are told in place of a header."""
         steps: Steps[T]
         try:
-            given = [adopted(value) for value in values]
-            steps = body(given, self._device.lane([one.stream for one in given]))
+            given = [adopted(value, self.device.index) for value in values]
+            steps = body(given, self.device.lane([one.stream for one in given]))
         except Exception as error:
             steps = refused(error)
         return self._start(kind, name, steps)
@@ -376,3 +326,10 @@ class NcclCommunicator(Communicator):
         work = self.queue.advancing
         assert work is not None
         work.end = group._guard.watch(lane.end(kept), work.title)
+
+
+def _copies(given: list[Adopted], made: list[Any]) -> list[Any]:
+    """What was given, in the memory that was made for it; flat."""
+    for one, new in zip(given, made, strict=True):
+        new[...] = one.array
+    return [new.reshape(-1) for new in made]

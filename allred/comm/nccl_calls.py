@@ -31,11 +31,18 @@ class Transport(Protocol):
     ) -> Steps[None]: ...
 
 
-def adopted(value: Any) -> Adopted:
+def adopted(value: Any, index: int) -> Adopted:
+    """An array on this rank's GPU, which has this index."""
     if not is_device(value):
         kind = f"{type(value).__module__}.{type(value).__name__}"
         raise InputError(f"a group of arrays has some on the GPU and some on the host ({kind}); reduce them apart")
-    return adopt(value)
+    found = adopt(value)
+    if (there := found.array.data.device_id) != index:
+        raise InputError(
+            f"the array is on GPU {there}, and this rank's, as allred.init() has bound it, is GPU {index} (as CUDA "
+            "counts what this process sees); make it there, or move it"
+        )
+    return found
 
 
 def refused(error: Exception) -> Steps[Any]:
@@ -65,13 +72,14 @@ def buckets(sizes: Sequence[int], dtypes: Sequence[Any], limit_bytes: int) -> li
     """
     done: list[list[int]] = []
     waiting: dict[Any, list[int]] = {}
+    filled: dict[Any, int] = {}
     for index, (nbytes, dtype) in enumerate(zip(sizes, dtypes, strict=True)):
         if 2 * nbytes >= limit_bytes:
             done.append([index])
         elif nbytes:
-            bucket = waiting.setdefault(dtype, [])
-            if sum(sizes[i] for i in bucket) + nbytes > limit_bytes:
+            if filled.get(dtype, 0) + nbytes > limit_bytes:
                 done.append(waiting.pop(dtype))
-                bucket = waiting.setdefault(dtype, [])
-            bucket.append(index)
+                filled[dtype] = 0
+            waiting.setdefault(dtype, []).append(index)
+            filled[dtype] = filled.get(dtype, 0) + nbytes
     return done + list(waiting.values())

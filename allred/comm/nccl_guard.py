@@ -4,12 +4,15 @@ Ranks meet on the CPU before every operation (header.py), so most that goes wron
 What is left is a rank that is stopped or dies after that, and a link that breaks: the others' kernels then spin.
 Every 50 ms this thread looks whether NCCL has met an error, another rank has failed, or an operation is beyond the
 time limit; then it aborts NCCL's communicator, which ends the kernels, and the next call of allred raises what it
-was. The host may sit in a wait of CUDA's meanwhile: that returns, and what the watcher has to say is raised there.
+was. The host may sit in a wait of CUDA's meanwhile, or in NCCL itself, which waits for the other ranks when it connects
+and when there is no room for more: that returns, and what the watcher has to say is raised there.
 """
 
+import contextlib
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from allred.comm.work import WorkQueue
@@ -44,20 +47,33 @@ class Guard:
         self._queue = queue
         self._communicator: Aborts | None = None
         self._running: deque[tuple[Over, str, float]] = deque()  # oldest first: what, in words, since when
+        self._calling: tuple[str, float] | None = None  # what the host is in NCCL for, and since when
         self._thread: threading.Thread | None = None
         self._told = False
         self._closed = threading.Event()
 
-    def begin(self, communicator: Aborts) -> None:
-        """From now on look after this one."""
+    def begin(self, communicator: Aborts, prepare: Callable[[], object] = lambda: None) -> None:
+        """From now on look after this one. prepare: what the thread has to do first."""
         self._communicator = communicator
-        self._thread = threading.Thread(target=self._run, name="allred-nccl", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(prepare,), name="allred-nccl", daemon=True)
         self._thread.start()
 
-    def watch(self, end: Over, title: str) -> "Guarded":
+    def watch(self, end: Over, title: str) -> Over:
         """An operation is on its way."""
+        if self._communicator is None:  # nothing of NCCL's
+            return end
         self._running.append((end, title, time.monotonic()))
         return Guarded(self, end)
+
+    @contextlib.contextmanager
+    def calling(self) -> Iterator[None]:
+        """Inside this block the host calls NCCL, for the operation that advances."""
+        title = "NCCL" if self._queue.advancing is None else self._queue.advancing.title
+        self._calling = title, time.monotonic()
+        try:
+            yield
+        finally:
+            self._calling = None
 
     def check(self) -> None:
         """Raise what has gone wrong, if anything has; nothing can be done any more then."""
@@ -69,23 +85,32 @@ class Guard:
             raise self.failure
 
     def close(self) -> bool:
-        """Look no more; whether all is well."""
+        """Look until nothing is on its way any more, or nothing can be done; whether all is well."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
         return self.failure is None
 
-    def _run(self) -> None:
-        while self.failure is None and not self._closed.wait(LOOK_S):
+    def _run(self, prepare: Callable[[], object]) -> None:
+        prepare()
+        while self.failure is None and not (self._closed.wait(LOOK_S) and self._idle()):
             self.look(time.monotonic())
+
+    def _idle(self) -> bool:
+        """At the end: whether there is nothing to look after, or nobody who could go on."""
+        if self._running and not self._queue.poisoned:
+            time.sleep(LOOK_S)
+            return False
+        return True
 
     def look(self, now: float) -> None:
         """Whether something is wrong, now."""
         while self._running and self._running[0][0].done():
             self._running.popleft()
             self._tell_going()
-        if self._running:
-            _, title, since = self._running[0]
+        oldest = self._running[0][1:] if self._running else self._calling
+        if oldest is not None:
+            title, since = oldest
             self._tell(title, now - since)
             problem = self._problem(title, now - since)
             if problem is not None:
@@ -117,8 +142,10 @@ class Guard:
             self.failure = AllredError(f"{problem}; and NCCL could not be aborted: {error}")
 
     def _tell(self, title: str, waited_s: float) -> None:
-        """The watcher hears of a long wait, if the rank itself is not in one."""
-        if line.current is None or self._told or line.current.waits or waited_s < line.current.warn_s / 2:
+        """The watcher hears of a long wait, if the rank itself is not in one where it can tell."""
+        if line.current is None or self._told or waited_s < line.current.warn_s / 2:
+            return
+        if line.current.waits and self._calling is None:
             return
         members = None if self._queue.members is None else list(self._queue.members)
         what = f"{title}, on the GPU"

@@ -19,15 +19,6 @@ from allred.comm.work import Steps
 from allred.errors import AllredError
 from allred.gpu.device import Device, Lane
 
-_TYPES = {
-    "uint8": "NCCL_UINT8",
-    "int8": "NCCL_INT8",
-    "int32": "NCCL_INT32",
-    "int64": "NCCL_INT64",
-    "float16": "NCCL_FLOAT16",
-    "float32": "NCCL_FLOAT32",
-    "float64": "NCCL_FLOAT64",
-}
 _OPS = {
     ReduceOp.SUM: "NCCL_SUM",
     ReduceOp.PRODUCT: "NCCL_PROD",
@@ -87,7 +78,7 @@ class NcclTransport:
         if problem:
             raise AllredError(f"NCCL does not start: {problem}; {HINT}")
         self._nccl = starting.made
-        self._guard.begin(self._nccl)
+        self._guard.begin(self._nccl, self._device.use)
 
     def close(self, well: bool) -> None:
         """Give it back; `well`: nothing has gone wrong."""
@@ -179,17 +170,22 @@ class NcclTransport:
     def _call(self, function: str, *arguments: Any) -> None:
         """One of NCCL's functions; device arrays go as their addresses. NCCL takes no counts of 0 amiss, but we do."""
         addresses = [a.data.ptr if hasattr(a, "dtype") else a for a in arguments]
-        try:
-            getattr(self._nccl, function)(*addresses)
-        except Exception as error:
-            self._guard.failure = self._guard.failure or AllredError(f"NCCL's {function}: {error}; {HINT}")
-            self._guard.check()
+        self._enter(function, getattr(self._nccl, function), *addresses)
 
     def _group(self, over: bool = False) -> None:
-        (self._device.nccl.groupEnd if over else self._device.nccl.groupStart)()
+        nccl = self._device.nccl
+        self._enter("groupEnd" if over else "groupStart", nccl.groupEnd if over else nccl.groupStart)
+
+    def _enter(self, title: str, function: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            with self._guard.calling():
+                function(*arguments)
+        except Exception as error:  # perhaps since the guard has aborted it
+            self._guard.failure = self._guard.failure or AllredError(f"NCCL's {title}: {error}; {HINT}")
+        self._guard.check()
 
     def _type(self, name: str) -> int:
-        return int(getattr(self._device.nccl, _TYPES[name]))
+        return int(getattr(self._device.nccl, nccl_wire.TYPES[name]))
 
     def _op(self, op: ReduceOp) -> int:
         return int(getattr(self._device.nccl, _OPS[op]))

@@ -20,6 +20,15 @@ _WIDE = {"bool": "uint8", "int16": "int32"}
 _KEYS = {"float16": "int32", "bfloat16": "int32", "float32": "int32", "float64": "int64"}
 _FLOATS = {"int32": "float32", "int64": "float64"}
 HALVES = ("float16", "bfloat16")
+TYPES = {  # that NCCL has, as cupy calls them
+    "uint8": "NCCL_UINT8",
+    "int8": "NCCL_INT8",
+    "int32": "NCCL_INT32",
+    "int64": "NCCL_INT64",
+    "float16": "NCCL_FLOAT16",
+    "float32": "NCCL_FLOAT32",
+    "float64": "NCCL_FLOAT64",
+}
 
 
 @dataclasses.dataclass(frozen=True)

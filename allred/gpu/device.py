@@ -3,14 +3,19 @@
 All that allred asks of cupy for communication is in this file: a stand-in for it serves the tests without a GPU.
 
     lane = device.lane()           before an operation: what the caller's streams hold now
+    made = lane.empty(...)         room for what the caller is given
     with lane.enter(): ...         what is enqueued here comes after that
     end = lane.end(kept)           and this is when it is over; `kept` lives at least as long
+
+cupy's pool hands memory that was given back to whatever next allocates on the stream it was allocated on. So what is
+allocated inside `enter` is for the communication stream alone, and a result is the caller's stream's.
 """
 
 import contextlib
+import functools
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,18 +23,18 @@ import numpy as np
 from allred.gpu.kernels import Kernels
 from allred.gpu.places import Place, nccl_variables
 
+Handle = Callable[[], int]  # of another framework's current stream, now
+
 
 class End:
     """When something on the communication stream is over."""
 
-    def __init__(self, event: Any, callers: Sequence[Any]) -> None:
-        self._event, self._callers = event, callers
+    def __init__(self, device: "Device", event: Any, handles: Iterable[Handle]) -> None:
+        self._device, self._event, self._handles = device, event, handles
 
     def order(self) -> None:
         """Have what the caller enqueues from now on wait for it; the host does not."""
-        import cupy
-
-        for stream in (cupy.cuda.get_current_stream(), *self._callers):
+        for stream in (self._device.current(), *map(self._device.current, self._handles)):
             stream.wait_event(self._event)
 
     def done(self) -> bool:
@@ -42,30 +47,34 @@ class End:
 
 
 class Lane:
-    """One operation's way over the communication stream."""
+    """One operation's way over the communication stream. handles: of the caller's streams; None is cupy's current."""
 
-    def __init__(self, device: "Device", callers: Sequence[Any]) -> None:
-        import cupy
+    def __init__(self, device: "Device", handles: Iterable[Handle | None]) -> None:
+        callers = [device.current(handle) for handle in handles] or [device.current()]
+        self._device, self._caller = device, callers[0]
+        self._handles = [handle for handle in handles if handle is not None]
+        self._ready = [device.record(stream) for stream in callers]
 
-        self._device, self._callers = device, callers
-        self._ready = [_recorded(stream) for stream in (cupy.cuda.get_current_stream(), *callers)]
+    def empty(self, wanted: Iterable[tuple[tuple[int, ...], Any]]) -> list[Any]:
+        """Room for results, of these shapes and dtypes."""
+        with self._caller:
+            made = [self._device.xp.empty(shape, dtype) for shape, dtype in wanted]
+        self._ready.append(self._device.record(self._caller))  # it may still be in use there by what gave it back
+        return made
 
     @contextlib.contextmanager
     def enter(self) -> Iterator[Any]:
-        """Enqueue on the communication stream: after what the caller's streams held when the operation was started,
-        and hold now, since memory that is allocated here may have been given back by what runs there."""
-        import cupy
-
+        """Enqueue on the communication stream, after what the caller's streams held when the operation was started."""
         stream = self._device.stream
         ready, self._ready = self._ready, []
-        for event in (*ready, _recorded(cupy.cuda.get_current_stream())):
+        for event in ready:
             stream.wait_event(event)
         with stream:
             yield stream
 
     def end(self, kept: Any) -> End:
         """What was enqueued so far, to be waited for; `kept` is not let go before."""
-        end = End(_recorded(self._device.stream), self._callers)
+        end = End(self._device, self._device.record(self._device.stream), self._handles)
         self._device.keep(end, kept)
         return end
 
@@ -77,25 +86,36 @@ class Device:
         import cupy
         from cupy.cuda import nccl
 
-        cupy.cuda.Device(place.index).use()
-        os.environ.update(nccl_variables(place, rank, nccl.get_version(), socket.gethostname()))
         self.xp = cupy
         self.nccl = nccl
-        self.kernels = Kernels(cupy)
         self.index = place.index
+        self.use()
+        os.environ.update(nccl_variables(place, rank, nccl.get_version(), socket.gethostname()))
+        self.kernels = Kernels(cupy)
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._kept: list[tuple[End, Any]] = []
 
-    def lane(self, handles: Sequence[int | None] = ()) -> Lane:
-        """Of an operation that comes after all that these streams, of other frameworks, and cupy's current one hold."""
-        import cupy
+    def use(self) -> None:
+        """Make it the calling thread's current one: CUDA would take the first, and a piece of that one's memory."""
+        self.xp.cuda.Device(self.index).use()
 
-        others = [cupy.cuda.ExternalStream(handle) for handle in set(handles) if handle is not None]
-        return Lane(self, others)
+    def current(self, handle: Handle | None = None) -> Any:
+        """cupy's current stream, or another framework's."""
+        return self.xp.cuda.get_current_stream() if handle is None else external(handle())
+
+    def record(self, stream: Any) -> Any:
+        """An event: what the stream holds now."""
+        event = self.xp.cuda.Event(disable_timing=True)
+        event.record(stream)
+        return event
+
+    def lane(self, handles: Iterable[Handle | None] = ()) -> Lane:
+        """Of an operation that comes after all that these streams hold; None is cupy's current one."""
+        return Lane(self, list(dict.fromkeys(handles)))
 
     def communicator(self, size: int, unique_id: Any, rank: int) -> Any:
         """NCCL's; blocks until all ranks are here. In any thread."""
-        self.xp.cuda.Device(self.index).use()
+        self.use()
         return self.nccl.NcclCommunicator(size, unique_id, rank)
 
     def pinned(self, count: int) -> Any:
@@ -118,9 +138,21 @@ class Device:
         self._kept.append((end, what))
 
 
-def _recorded(stream: Any) -> Any:
+@functools.lru_cache
+def external(handle: int) -> Any:
+    """Another framework's stream, as cupy has streams."""
     import cupy
 
-    event = cupy.cuda.Event(disable_timing=True)
-    event.record(stream)
-    return event
+    if hasattr(cupy.cuda.Stream, "from_external"):  # cupy 14
+        return cupy.cuda.Stream.from_external(_External(handle))
+    return cupy.cuda.ExternalStream(handle)
+
+
+class _External:
+    """What CUDA's stream protocol asks for."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle

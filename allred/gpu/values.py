@@ -1,17 +1,21 @@
 """Arrays on a GPU, whoever made them: cupy's, torch's tensors, what has `__cuda_array_interface__` or DLPack.
 
-allred works on them as cupy arrays that share their memory. Looking at a value does not load cupy.
+allred works on them as cupy arrays that share their memory. Looking at a value does not load cupy. Other frameworks
+have current streams of their own: cupy's own ways to take their arrays order its current stream after them, or have the
+host wait, for each array. Here that is done once for all, by whoever works on them (`Adopted.stream`).
 """
 
-import dataclasses
+import contextlib
 import functools
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from allred import arrays
+from allred.errors import InputError
+from allred.gpu.device import Handle, external
 from allred.gpu.kernels import Kernels
 
 _DLPACK_CUDA = (2, 13)  # DLPack's numbers of CUDA memory and of managed memory
@@ -19,18 +23,18 @@ _BFLOAT16 = "bfloat16"
 _HOST = frozenset({np.ndarray, float, int, bool, list, tuple, type(None)})  # for sure
 
 
-@dataclasses.dataclass(frozen=True)
-class Adopted:
+class Adopted(NamedTuple):
     """A device array as cupy sees it. bfloat16, which older cupy lacks, is uint16 there and bfloat16 in `dtype`.
 
     give: makes a cupy array like `array` into what the caller is given: a torch tensor for a torch tensor.
+    stream: gives the handle of the framework's current stream, where it is not cupy's.
     """
 
     array: Any
     dtype: np.dtype[Any]
     writable: bool
     give: Callable[[Any], Any]
-    stream: int | None = None  # the handle of the framework's current stream, where it is not cupy's
+    stream: Handle | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -51,6 +55,8 @@ def is_device(value: Any) -> bool:
     """Whether a value lives on a GPU. Costs a fraction of a microsecond for a numpy array."""
     if type(value) in _HOST:
         return False
+    if (cupy := sys.modules.get("cupy")) is not None and isinstance(value, cupy.ndarray):
+        return True  # without making its interface, which takes a microsecond
     if (torch := sys.modules.get("torch")) is not None and isinstance(value, torch.Tensor):
         return bool(value.is_cuda)
     if hasattr(value, "__cuda_array_interface__"):
@@ -65,33 +71,93 @@ def adopt(value: Any) -> Adopted:
     import cupy
 
     if isinstance(value, cupy.ndarray):
-        bare = value.view(np.uint16) if value.dtype.name == _BFLOAT16 else value
-        dtype = value.dtype
-        return Adopted(bare, dtype, True, lambda made: made if made.dtype == dtype else made.view(dtype))
+        return _of_cupy(value, writable=True)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        return _of_torch(torch, value, cupy)
-    if hasattr(value, "__cuda_array_interface__"):
-        writable = not value.__cuda_array_interface__["data"][1]
-        array = cupy.asarray(value)
-        return Adopted(array, array.dtype, writable, lambda made: made)
-    array = cupy.from_dlpack(value)  # of a framework whose arrays may be immutable
-    return Adopted(array, array.dtype, False, lambda made: made)
+        return _of_torch(torch, value)
+    interface = getattr(value, "__cuda_array_interface__", None)
+    if interface is not None and not (hasattr(value, "__dlpack__") and _says_less(interface)):
+        return _of_interface(value, interface)
+    return _of_cupy(cupy.from_dlpack(value), writable=False)  # of a framework whose arrays may be immutable
 
 
-def _of_torch(torch: Any, tensor: Any, cupy: Any) -> Adopted:
-    bare, stream = tensor.detach(), torch.cuda.current_stream(tensor.device).cuda_stream
-    if tensor.dtype is not torch.bfloat16:
-        array = cupy.from_dlpack(bare)
-        return Adopted(array, array.dtype, True, torch.from_dlpack, stream)
-    array = cupy.from_dlpack(bare.view(torch.int16)).view(np.uint16)
-    return Adopted(
-        array,
-        arrays.dtype_of(_BFLOAT16),
-        True,
-        lambda made: torch.from_dlpack(made.view(np.int16)).view(torch.bfloat16),
-        stream,
-    )
+def _of_cupy(array: Any, writable: bool) -> Adopted:
+    dtype = array.dtype
+    bare = array.view(np.uint16) if arrays.name_of(dtype) == _BFLOAT16 else array
+    return Adopted(bare, dtype, writable, lambda made: made if made.dtype == dtype else made.view(dtype))
+
+
+def _says_less(interface: dict[str, Any]) -> bool:
+    """Than DLPack, which has cupy's stream wait for the array: JAX's knows no stream, and cannot be written to."""
+    return interface.get("stream") is None and bool(interface["data"][1])
+
+
+def _of_torch(torch: Any, tensor: Any) -> Adopted:
+    dtype, give = _kind_of_torch(tensor.dtype)
+    held = np.dtype(np.uint16) if tensor.dtype is torch.bfloat16 else dtype
+    strides = tuple([step * held.itemsize for step in tensor.stride()])
+    bare = tensor.detach()
+    array = _view(bare.data_ptr(), tuple(tensor.shape), held, strides, bare, tensor.device.index)
+    return Adopted(array, dtype, True, give, _stream_of_torch(tensor.device.index))
+
+
+@functools.cache
+def _kind_of_torch(dtype: Any) -> tuple[np.dtype[Any], Callable[[Any], Any]]:
+    """Of a torch dtype: numpy's, and what makes a tensor of a cupy array."""
+    import torch
+
+    if dtype is torch.bfloat16:  # which older cupy lacks
+        back = arrays.dtype_of(_BFLOAT16)
+        return back, lambda made: torch.from_dlpack(made.view(np.int16)).view(torch.bfloat16)
+    try:
+        return np.dtype(str(dtype).removeprefix("torch.")), torch.from_dlpack
+    except TypeError:
+        raise InputError(f"{dtype} is not supported; use one of {', '.join(arrays.DTYPES)}") from None
+
+
+@functools.cache
+def _stream_of_torch(index: int) -> Handle:
+    """Torch's current stream on a GPU; the same function for all tensors there."""
+    import torch
+
+    return lambda: int(torch.cuda.current_stream(index).cuda_stream)
+
+
+def _of_interface(value: Any, interface: dict[str, Any]) -> Adopted:
+    """By CUDA's array interface: `stream`, of version 3, is where the value is being computed; 0 cannot be there."""
+    if interface.get("mask") is not None:
+        raise InputError("a masked array would lose its mask; pass an array without one")
+    (address, locked), shape, dtype = interface["data"], tuple(interface["shape"]), np.dtype(interface["typestr"])
+    array = _view(address, shape, dtype, interface.get("strides"), value)
+    handle = interface.get("stream")
+    return Adopted(array, dtype, not locked, lambda made: made, None if handle is None else _fixed(handle))
+
+
+@functools.lru_cache
+def _fixed(handle: int) -> Handle:
+    return lambda: handle
+
+
+def _view(
+    address: int, shape: tuple[int, ...], dtype: np.dtype[Any], strides: tuple[int, ...] | None, owner: Any,
+    index: int = -1,
+) -> Any:  # fmt: skip
+    """Memory of somebody else's as a cupy array; index: of its GPU, to be found out where it is -1."""
+    import cupy
+
+    if not arrays.size_of(shape):
+        return cupy.empty(shape, dtype)
+    memory = cupy.cuda.UnownedMemory(address, arrays.size_of(shape) * dtype.itemsize, owner, index)
+    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
+
+
+def uncomputable(values: Sequence[Any]) -> str:
+    """Why numpy's functions, by which cupy's arrays are computed with, cannot take these, in words; "" if they can."""
+    odd = next((value for value in values if is_device(value) and not hasattr(value, "__array_ufunc__")), None)
+    if odd is None:
+        return ""
+    kind = f"{type(odd).__module__}.{type(odd).__name__}"
+    return f"of arrays on a GPU it takes cupy's, and got a {kind}; pass cupy.from_dlpack(x), which shares its memory"
 
 
 def of_shape(value: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -102,6 +168,13 @@ def of_shape(value: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
     return found.array.shape, found.dtype
 
 
+@contextlib.contextmanager
+def _on_stream(found: Adopted) -> Iterator[None]:
+    """Inside this block cupy works on the stream that the array's framework works on."""
+    with contextlib.nullcontext() if found.stream is None else external(found.stream()):
+        yield
+
+
 def zeros(like: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
     """On the GPU, of the kind of `like`, if that is on one; else on the host."""
     if not is_device(like):
@@ -110,8 +183,9 @@ def zeros(like: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
 
     adopted = adopt(like)
     bits = np.dtype(np.uint16) if dtype.name == _BFLOAT16 else dtype
-    made = cupy.zeros(shape, bits)
-    return adopted.give(made) if dtype == adopted.dtype else made
+    with _on_stream(adopted):
+        made = cupy.zeros(shape, bits)
+        return adopted.give(made) if dtype == adopted.dtype else made
 
 
 def fill(target: Any, values: Any) -> None:
@@ -123,21 +197,23 @@ def fill(target: Any, values: Any) -> None:
     host = np.ascontiguousarray(values, adopted.dtype).view(adopted.array.dtype)
     import cupy
 
-    adopted.array[...] = cupy.asarray(host)
+    with _on_stream(adopted):
+        adopted.array[...] = cupy.asarray(host)
 
 
 def exceeds_on_gpu(values: Sequence[Any], element_bytes: int, limit: int) -> bool:
     """Whether some element's magnitude is beyond the limit, as native.exceeds has it; the host waits for the answer."""
     import cupy
 
-    found = [adopt(value) for value in values]
+    found, current = [adopt(value) for value in values], cupy.cuda.get_current_stream()
     for handle in {one.stream for one in found if one.stream is not None}:
-        cupy.cuda.get_current_stream().wait_event(cupy.cuda.ExternalStream(handle).record())
-    return bool(_kernels().exceeds([one.flat() for one in found], element_bytes, limit).get()[0])
+        current.wait_event(external(handle()).record())
+    return bool(_kernels(current.ptr).exceeds([one.flat() for one in found], element_bytes, limit).get()[0])
 
 
 @functools.cache
-def _kernels() -> Kernels:
+def _kernels(stream: int) -> Kernels:
+    """Those of a stream, on which their tables are written and read."""
     import cupy
 
     return Kernels(cupy)
@@ -148,4 +224,5 @@ def to_host(value: Any) -> Any:
     if not is_device(value):
         return value
     found = adopt(value)
-    return found.array.get().view(found.dtype)
+    with _on_stream(found):
+        return found.array.get().view(found.dtype)

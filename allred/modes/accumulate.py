@@ -9,7 +9,7 @@ import numpy as np
 from allred import arrays
 from allred.errors import InputError
 from allred.fusion.plan import Tensor
-from allred.gpu.values import is_device
+from allred.gpu.values import is_device, uncomputable
 
 
 class Accumulator:
@@ -42,6 +42,8 @@ class Accumulator:
         """
         if odd := next((tensor for tensor in tensors if not arrays.is_float(tensor.dtype)), None):
             raise InputError(f"the gradient of {odd} cannot be accumulated: its mean would be rounded; cast it")
+        if words := uncomputable(values):
+            raise InputError(f"accumulate={self.micro_steps}: {words}")
         if not self._samples:
             self._tensors, self._sums = list(tensors), [None] * len(values)
         if list(tensors) != self._tensors:

@@ -17,7 +17,7 @@ from allred.comm import collectives
 from allred.comm.ops import ReduceOp
 from allred.errors import InputError
 from allred.fusion.plan import Tensor
-from allred.gpu.values import is_device
+from allred.gpu.values import is_device, uncomputable
 from allred.modes.scaler import GradScaler
 from allred.optim.hyper import positive
 from allred.optim.tensors import compute_dtype
@@ -46,11 +46,14 @@ class Clipper:
         scale = "" if self.scaler is None else f"scale={self.scaler.get_scale():g}"
         return " ".join(filter(None, (clip, scale)))
 
-    def refusal(self, tensors: Sequence[Tensor]) -> str:
-        """Why such gradients cannot be clipped or unscaled, in words; nothing if they can."""
+    def refusal(self, tensors: Sequence[Tensor], values: Sequence[Any] = ()) -> str:
+        """Why such gradients cannot be clipped or unscaled, in words; nothing if they can. values: they, if it is done
+        where they are."""
         if self.scaler is not None:
             self.scaler.serve(self, self._name)
         odd = next((tensor for tensor in tensors if not arrays.is_float(tensor.dtype)), None) if self.active else None
+        if odd is None and self.active and (words := uncomputable(values)):
+            return f"clip_norm, scaler: {words}"
         return f"the gradient of {odd} cannot be scaled: it would be rounded; cast it" if odd else ""
 
     def reduced(self, grads: list[Any]) -> list[Any]:
@@ -81,7 +84,7 @@ class Clipper:
 
 
 def _norm(grads: Sequence[Any]) -> float:
-    return math.sqrt(sum(_squares(arrays.flat(grad)) for grad in grads if grad is not None))
+    return math.sqrt(float(sum(_squares(arrays.flat(grad)) for grad in grads if grad is not None)))
 
 
 def _norm_of_all(grads: Sequence[Any]) -> float:
@@ -89,16 +92,17 @@ def _norm_of_all(grads: Sequence[Any]) -> float:
     here = [grad for grad in grads if grad is not None]
     active = collectives.current().active  # of the reduction that was just made
     shares = arrays.split_sizes(sum(grad.size for grad in here), active.size)
-    start, total, at = sum(shares[: active.rank]), 0.0, 0
+    start, at = sum(shares[: active.rank]), 0
+    total: Any = 0.0  # of arrays on a GPU it is there, until it is whole
     stop = start + shares[active.rank]
     for grad in here:
         low, high = max(start - at, 0), min(stop - at, grad.size)
         if low < high:
             total += _squares(arrays.flat(grad)[low:high])
         at += grad.size
-    return math.sqrt(collectives.allreduce(np.array(total), ReduceOp.SUM, "norm of the gradients"))
+    return math.sqrt(collectives.allreduce(np.array(float(total)), ReduceOp.SUM, "norm of the gradients"))
 
 
-def _squares(flat: Array) -> float:
+def _squares(flat: Array) -> Any:
     """The sum of squares, in float64, where those of float32 never overflow; without a copy of the whole."""
-    return float(np.einsum("i,i->", flat, flat, dtype=np.float64))
+    return np.einsum("i,i->", flat, flat, dtype=np.float64)

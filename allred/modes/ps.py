@@ -26,6 +26,7 @@ from allred.modes.detect.outside import used
 from allred.modes.learning_rate import LearningRate
 from allred.modes.options import Options
 from allred.modes.pairs import parameter
+from allred.modes.pinned import Pinned
 from allred.optim.base import Optimizer
 from allred.optim.tensors import compute_dtype
 from allred.ps import running
@@ -66,6 +67,7 @@ class ServersMode:
         self._steps_before: int | None = None  # of the checkpoint that training goes on from; None: to be asked for
         self._steps, self._start, self.waited_s = 0, 0.0, 0.0
         self._zeros: dict[int, Array] = {}
+        self._pinned = Pinned()
 
     # Beginning.
 
@@ -87,8 +89,9 @@ class ServersMode:
         """Register with the servers, once; later, see that these are the parameters that they have."""
         from allred.ps.client import Client  # imports MPI
 
-        if arrays.overlap([leaf for leaf in leaves if leaf.size]):
-            raise InputError(f"{title}: {_sharing(tensors, leaves)}")
+        twins = self._pinned.twins(leaves)
+        if arrays.overlap([twin for twin in twins if twin.size]):
+            raise InputError(f"{title}: {_sharing(tensors, twins)}")
         if self._client is not None:
             return self._check_same(title, tensors)
         if not tensors:
@@ -147,9 +150,10 @@ class ServersMode:
     def _agree_on_start(self, params: Any, check: bool = False) -> None:
         """Worker 0 gives the servers its parameters, the others wait for that. check: theirs have to be the same."""
         assert self._client is not None
-        digest = nest.digest(params) if check or self._running.worker == 0 else ""
+        values = self._pinned.down([leaf for _, leaf in nest.leaves(params)])
+        digest = nest.digest(nest.rebuild(params, values)) if check or self._running.worker == 0 else ""
         if self._running.worker == 0:
-            sources = [self._gradient(i, leaf) for i, (_, leaf) in enumerate(nest.leaves(params))]
+            sources = [self._gradient(i, value) for i, value in enumerate(values)]
             self._client.give_start(sources, self._states(), digest)
         elif (chiefs := self._client.await_start()) != digest and check:
             raise DriftError(
@@ -170,9 +174,11 @@ class ServersMode:
                 f"{self._title}: this worker has called {self._options.name}.finish(); it makes no more steps"
             )
         start = time.perf_counter()
-        as_before = tensors is self._checked
+        as_before, given = tensors is self._checked, leaves
         if not as_before:
-            self._check(params, tensors, leaves)
+            leaves = self._pinned.twins(given)
+            self._check(params, tensors, given, leaves)
+            values = self._pinned.down(values)
         client = self._client
         assert client is not None
         sources, targets, absent = values, leaves, _NONE
@@ -190,8 +196,9 @@ class ServersMode:
         if not fits:
             return
         outcome = client.step(sources, absent, targets, self._lr.now(), self._asked_to_end)
-        if targets is not leaves:
+        if not as_before:
             self._put_back(leaves, targets)
+            self._pinned.up(given, leaves)
         self._steps += 1
         if outcome.flags & DROPPED:
             self.dropped += 1
@@ -199,10 +206,10 @@ class ServersMode:
         if outcome.flags & DRAINING:
             self._end()
 
-    def _check(self, params: Any, tensors: list[Tensor], leaves: list[Any]) -> None:
+    def _check(self, params: Any, tensors: list[Tensor], leaves: list[Any], twins: list[Any]) -> None:
         """These tensors have come for the first time."""
         new = self._client is None
-        own = [Tensor(t.name, leaf.shape, leaf.dtype) for t, leaf in zip(tensors, leaves, strict=True)]
+        own = [Tensor(t.name, twin.shape, twin.dtype) for t, twin in zip(tensors, twins, strict=True)]
         self._connect(self._title, params, own, leaves)
         if new:
             self._agree_on_start(params, check=True)
@@ -262,9 +269,11 @@ class ServersMode:
 
     def _pull(self, leaves: list[Any]) -> None:
         assert self._client is not None
-        targets = self._targets(leaves)
+        twins = self._pinned.twins(leaves)
+        targets = self._targets(twins)
         self._client.pull(targets)
-        self._put_back(leaves, targets)
+        self._put_back(twins, targets)
+        self._pinned.up(leaves, twins)
 
     def finish(self) -> None:
         if self._client is not None and not self._finished:

@@ -81,6 +81,55 @@ def test_a_torch_tensor_waits_for_torchs_stream():
     assert (z == 100).all()
 
 
+def test_the_stream_that_waits_need_not_be_the_one_that_began():
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(first):
+        x = torch.zeros(2**24, device="cuda")
+        for _ in range(50):
+            x += 1
+        work = allred.allreduce_async(x, allred.Average)
+    with torch.cuda.stream(second):
+        z = work.wait() * 2
+    second.synchronize()
+    assert (z == 100).all()
+
+
+def test_results_are_not_overwritten_while_they_are_read():
+    """What reads a result may still be on its way when its memory goes back to the pool, and the next one is made."""
+    for step in range(30):
+        with cupy.cuda.Stream(non_blocking=True):
+            x = cupy.full(2**22, step, np.float32)
+            y = allred.allreduce(x, allred.Average)
+            for _ in range(20):
+                y = y + 1
+            total = y.sum()
+            del y
+            allred.allreduce(x * 0, allred.Average)
+            assert float(total) == (step + 20) * 2**22
+
+
+class Interfaced:
+    """An array that is being computed on a stream, by CUDA's array interface."""
+
+    def __init__(self, array, stream):
+        self.array, self.__cuda_array_interface__ = array, {**array.__cuda_array_interface__, "stream": stream.ptr}
+
+
+def test_an_array_of_another_framework_waits_for_its_stream():
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        x = cupy.zeros((2**12, 2**12), np.float32)
+        for _ in range(50):
+            x += 1
+    foreign = Interfaced(x[:, ::2], stream)
+    y = allred.allreduce(foreign, allred.Average)
+    assert (y == 50).all()
+    assert allred.allreduce_(foreign, allred.Sum) is foreign
+    with stream:
+        assert (x[:, ::2] == 50 * allred.size()).all()
+        assert (x[:, 1::2] == 50).all()
+
+
 def test_wait_does_not_block_the_host_but_orders_the_stream():
     x = cupy.ones(2**26, np.float32)
     work = allred.allreduce_async_(x, allred.Average)

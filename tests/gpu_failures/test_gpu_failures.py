@@ -1,4 +1,5 @@
-"""A rank that ends or stops never leaves the others in a kernel: it starts its own mpirun (`make test-gpu`)."""
+"""What starts its own mpirun on a GPU (`make test-gpu`): a rank that ends or stops never leaves the others in a kernel;
+mode ps."""
 
 import os
 import pathlib
@@ -8,6 +9,14 @@ import pytest
 from allred import testing
 
 PROGRAM = pathlib.Path(__file__).with_name("failing_program.py")
+PS_PROGRAM = pathlib.Path(__file__).parents[1] / "integration/ps_gpu_program.py"
+
+
+def test_mode_ps_through_pinned_memory():
+    env = {**os.environ, "ALLRED_MODE": "ps", "ALLRED_BACKEND": "nccl"}
+    result = testing.mpirun(2, str(PS_PROGRAM), "cupy", timeout_s=120, env=env)
+    assert result.code == 0, result.text
+    assert "the same" in result.out
 
 
 @pytest.mark.limit(170)

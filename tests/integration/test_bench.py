@@ -2,6 +2,7 @@
 
 import json
 import math
+import pathlib
 
 import pytest
 from harness import mpirun, python
@@ -180,6 +181,26 @@ def test_table_for_people():
     assert ("mpi concatenate + split " in last_row, note) == (True, "no progress thread alive"), result.text
 
 
+def test_arrays_on_gpus_against_nccl():
+    """With a stand-in for the GPU: what is measured there is not what it is called."""
+    program = pathlib.Path(__file__).with_name("gpu_bench_program.py")
+    result = mpirun(2, program, "allreduce", "--device", "cuda", "--against", "nccl", "--sizes", "64,4KiB", *TINY)
+    assert result.code == 0, result.text
+    lines = lines_of(result, 2)
+    assert [(line["bytes"], line["against"], line["backend"]) for line in lines] == [
+        (64, "nccl", "nccl"),
+        (4096, "nccl", "nccl"),
+    ]
+    assert {(line["device"], line["gpu"], line["nccl"]) for line in lines} == {("cuda", "stand-in", 23000)}
+    result = mpirun(2, program, "fused", "--device", "cuda", "--against", "nccl", "--set", "small", *TINY)
+    assert result.code == 0, result.text
+    lines = lines_of(result, 2)
+    assert [line["against"] for line in lines] == ["nccl per tensor", "nccl concatenate + split"]
+    for line in lines:
+        rates = ("enqueue_us", "copy_GBps", "pack_GBps", "unpack_GBps", "pack_scaled_GBps", "unpack_divided_GBps")
+        assert all(line[name] > 0 for name in rates)
+
+
 @pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -189,6 +210,7 @@ def test_table_for_people():
         (("bench", "fused", "--set", "resnet"), "unknown set 'resnet'"),
         (("bench", "ps", "--servers", "2"), "mode ps with 2 parameter servers and no worker: 2 ranks in all"),
         (("bench", "ps", "--servers", "2", "--against", "mpi"), "--against mpi compares one server and one worker"),
+        (("bench", "allreduce", "--device", "cuda"), "backend 'nccl': rank 0 has no cupy, through which GPUs are used"),
         (("bench", "allreduce", "--backend", "magic"), "init(backend='magic') is not available"),
     ],
 )

@@ -174,3 +174,13 @@ def test_a_sum_is_refused():
     result = mpirun(2, "-c", code, env={"ALLRED_MODE": "ps"}, timeout_s=30)
     assert result.code == 1, result.text
     assert "opt: op=allred.Sum is of mode sync; parameter servers apply" in result.err, result.text
+
+
+# ---- gradients on a GPU
+
+
+def test_parameters_on_a_gpu_pass_through_pinned_memory():
+    """With a stand-in for the GPU."""
+    result = mpirun(2, PROGRAM.with_name("ps_gpu_program.py"), env={"ALLRED_MODE": "ps"}, timeout_s=60)
+    assert result.code == 0, result.text
+    assert "the same" in result.out

@@ -7,13 +7,16 @@ thing is tested by tests/gpu.
 """
 
 import contextlib
+import copy
 import ctypes
 
 import numpy as np
 
-from allred.comm import nccl_wire
+from allred.comm import nccl_calls, nccl_wire
 from allred.gpu import values
 from allred.gpu.kernels import starts
+from allred.modes import pairs, sync
+from allred.modes.detect import drift, finite, repeated
 
 
 class DeviceArray(np.ndarray):
@@ -43,6 +46,18 @@ def adopt(value):
     return values.Adopted(bare, dtype, value.flags.writeable, lambda made: made.view(dtype).view(DeviceArray))
 
 
+def install(put):
+    """Where the library asks for what only a GPU has, this answers. put: setattr, or a test's own."""
+    kernels = Kernels()
+    for module in (values, nccl_calls, pairs):
+        put(module, "adopt", adopt)
+    put(values, "zeros", lambda like, shape, dtype: on_gpu(np.zeros(shape, dtype)))
+    put(values, "to_host", lambda value: host(value) if value is not None else None)
+    for module in (drift, finite, repeated, sync):
+        put(module, "to_host", values.to_host)
+    put(finite, "exceeds_on_gpu", lambda parts, *a: bool(kernels.exceeds(list(map(host, parts)), *a)))
+
+
 class Pointed(np.ndarray):
     """What allred works on: numpy with cupy's `data.ptr`."""
 
@@ -52,6 +67,8 @@ class Pointed(np.ndarray):
 
 
 class Data:
+    device_id = 0
+
     def __init__(self, ptr):
         self.ptr = ptr
 
@@ -59,7 +76,22 @@ class Data:
 class Namespace:
     """As much of cupy as is used."""
 
-    isnan, divide, zeros_like, empty_like = np.isnan, np.divide, np.zeros_like, np.empty_like
+    isnan, divide, copyto, zeros_like, empty_like = np.isnan, np.divide, np.copyto, np.zeros_like, np.empty_like
+    __version__ = "0"
+
+    @staticmethod
+    def concatenate(parts):
+        return np.concatenate(parts).view(Pointed)
+
+    class cuda:  # noqa: N801
+        class Device:
+            def synchronize(self):
+                pass
+
+        class runtime:  # noqa: N801
+            @staticmethod
+            def getDeviceProperties(index):  # noqa: N802
+                return {"name": b"stand-in"}
 
     @staticmethod
     def where(condition, one, other):
@@ -108,6 +140,10 @@ class Lane:
         finally:
             self._device.inside = False
 
+    def empty(self, wanted):
+        assert not self._device.inside, "results are the caller's stream's memory"
+        return [Namespace.empty(shape, dtype) for shape, dtype in wanted]
+
     def end(self, kept):
         return End(self._device)
 
@@ -119,6 +155,9 @@ class Stream:
         pass
 
 
+FACTORED = ("float16", "bfloat16", "float32", "float64")
+
+
 class Kernels:
     """What fuse.cu does, in numpy; tests/unit/test_fuse_cu.py holds the two against each other."""
 
@@ -126,12 +165,14 @@ class Kernels:
         for start, part in zip(starts([part.size for part in parts], buffer.itemsize), parts, strict=False):
             end = start + part.size
             if factor is not None:
+                assert name in FACTORED, f"fuse.cu has no pack_{name}"
                 part = widened(part, name) * buffer.dtype.type(factor) if factor else 0
             buffer[start:end] = part
 
     def unpack(self, buffer, parts, name, divisor):
         for start, part in zip(starts([part.size for part in parts], buffer.itemsize), parts, strict=False):
             held = buffer[start : start + part.size]
+            assert divisor is None or name in FACTORED, f"fuse.cu has no unpack_{name}"
             part[...] = held if divisor is None else narrowed(held / held.dtype.type(divisor), name)
 
     def exceeds(self, parts, element_bytes, limit):
@@ -158,30 +199,39 @@ class Nccl:
     OPS = (np.add, np.multiply, np.fmax, np.fmin)  # those that drop a NaN, as NCCL's do
 
     def __init__(self):
-        self.aborted, self.error, self.calls, self._grouped = False, None, [], None
+        self.aborted, self.error, self.calls = False, None, []
+
+    def get_version(self):
+        return 23000
 
     def get_unique_id(self):
         return (1, 2, 3)
 
     def start(self, comm, unique_id):
+        """A communicator of its own."""
         assert unique_id == (1, 2, 3)
-        self.comm = comm.Dup()
-        return self
+        made = copy.copy(self)
+        made.comm = comm.Dup()
+        return made
+
+    grouped = []  # noqa: RUF012  (the module's, for all communicators)
 
     def groupStart(self):  # noqa: N802
-        self._grouped = []
+        assert not self.grouped
 
     def groupEnd(self):  # noqa: N802
-        for request in self._grouped:
+        for request in self.grouped:
             request.Wait()
-        self._grouped = None
+        self.grouped.clear()
 
     def allReduce(self, source, target, count, kind, op, stream):  # noqa: N802
         self._note("allReduce", stream)
-        rows = self.comm.allgather(self._at(source, count, kind).copy())
-        assert op in (self.NCCL_SUM, self.NCCL_PROD) or rows[0].dtype.kind in "iu", "NCCL's Min and Max drop a NaN"
+        mine = self._at(source, count, kind).copy()
+        rows = np.empty((self.comm.Get_size(), count), mine.dtype)
+        self.comm.Allgather(mine.view(np.uint8), rows.view(np.uint8))
+        assert op in (self.NCCL_SUM, self.NCCL_PROD) or mine.dtype.kind in "iu", "NCCL's Min and Max drop a NaN"
         with np.errstate(all="ignore"):
-            self._at(target, count, kind)[:] = self.OPS[op].reduce(np.stack(rows), axis=0, dtype=rows[0].dtype)
+            self._at(target, count, kind)[:] = self.OPS[op].reduce(rows, axis=0, dtype=mine.dtype)
 
     def broadcast(self, source, target, count, kind, root, stream):
         self._note("broadcast", stream)
@@ -193,11 +243,11 @@ class Nccl:
 
     def send(self, source, count, kind, peer, stream):
         self._note("send", stream)
-        self._grouped.append(self.comm.Isend(self._at(source, count, kind), peer))
+        self.grouped.append(self.comm.Isend(self._at(source, count, kind), peer))
 
     def recv(self, target, count, kind, peer, stream):
         self._note("recv", stream)
-        self._grouped.append(self.comm.Irecv(self._at(target, count, kind), peer))
+        self.grouped.append(self.comm.Irecv(self._at(target, count, kind), peer))
 
     def check_async_error(self):
         if self.error:
@@ -225,8 +275,14 @@ class Device:
     def __init__(self, comm):
         self._comm = comm
         self.xp, self.nccl, self.kernels, self.stream = Namespace, Nccl(), Kernels(), Stream()
-        self.ordered = self.synchronized = 0
+        self.index = self.ordered = self.synchronized = 0
         self.inside = self.stuck = False
+
+    def use(self):
+        pass
+
+    def current(self):
+        return self.stream
 
     def lane(self, handles=()):
         return Lane(self)

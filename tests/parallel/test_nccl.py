@@ -14,54 +14,59 @@ from standin_gpu import DeviceArray, host, on_gpu
 import allred
 from allred.comm import collectives, nccl_calls, registry
 from allred.comm.nccl_connect import around
-from allred.config import Config
 from allred.errors import InputError, MismatchError
-from allred.gpu import values as gpu_values
-from allred.modes import pairs, sync
-from allred.modes.detect import drift, finite, repeated
-from allred.reducer import tensor_of
 
 pytestmark = pytest.mark.mpi
 
 
-@pytest.fixture(params=["nccl", "staged"])
-def comm(request, monkeypatch):
-    monkeypatch.setattr(nccl_calls, "adopt", standin_gpu.adopt)
+def connect(transport):
     size = MPI.COMM_WORLD.Get_size()
     below = registry.BACKENDS[registry.choose("auto", [0] * size, True, [True] * size)[0]]
     device = standin_gpu.Device(MPI.COMM_WORLD)
-    communicator, _ = around(below(MPI.COMM_WORLD.Dup(), 30.0, [0] * size), device, staged=request.param == "staged")
-    communicator.device = device
+    return around(below(MPI.COMM_WORLD.Dup(), 30.0, [0] * size), device, staged=transport == "staged")[0]
+
+
+@pytest.fixture(scope="module", params=["nccl", "staged"])
+def connected(request):
+    """One for all tests."""
+    communicator = connect(request.param)
     yield communicator
     communicator.barrier().wait()
     communicator.close()
 
 
-@pytest.mark.parametrize("shape", contract.SHAPES, ids=str)
+@pytest.fixture
+def comm(connected, monkeypatch):
+    monkeypatch.setattr(nccl_calls, "adopt", standin_gpu.adopt)
+    connected.device.ordered = connected.device.synchronized = 0
+    yield connected
+    connected.barrier().wait()
+
+
 @pytest.mark.parametrize("dtype", contract.REDUCED, ids=str)
-def test_allreduce(comm, dtype, shape):
+def test_allreduce(comm, dtype):
     def check():
-        x = on_gpu(contract.data(comm.rank, shape, dtype))
-        work = comm.allreduce(x, allred.Sum)
-        y = work.wait()
-        assert (type(y), y.dtype, y.shape) == (DeviceArray, dtype, shape)
-        np.testing.assert_array_equal(host(y), contract.expected(allred.Sum, comm.size, shape, dtype))
-        np.testing.assert_array_equal(host(x), contract.data(comm.rank, shape, dtype))
-        assert not np.shares_memory(x, y)
+        for shape in contract.SHAPES:
+            x = on_gpu(contract.data(comm.rank, shape, dtype))
+            y = comm.allreduce(x, allred.Sum).wait()
+            assert (type(y), y.dtype, y.shape) == (DeviceArray, dtype, shape)
+            np.testing.assert_array_equal(host(y), contract.expected(allred.Sum, comm.size, shape, dtype))
+            np.testing.assert_array_equal(host(x), contract.data(comm.rank, shape, dtype))
+            assert not np.shares_memory(x, y)
 
     contract.twice(check)
 
 
-@pytest.mark.parametrize("op", [allred.Min, allred.Max, allred.Product, allred.Average])
 @pytest.mark.parametrize("dtype", contract.REDUCED, ids=str)
-def test_every_op_in_place(comm, op, dtype):
-    x = on_gpu(contract.data(comm.rank, (1009,), dtype))
-    if op is allred.Average and dtype.kind in "iu":
-        with pytest.raises(InputError, match="Average of"):
-            comm.allreduce_(x, op).wait()
-        return
-    assert comm.allreduce_(x, op).wait() is x
-    np.testing.assert_array_equal(host(x), contract.expected(op, comm.size, (1009,), dtype))
+def test_every_op_in_place(comm, dtype):
+    for op in (allred.Min, allred.Max, allred.Product, allred.Average):
+        x = on_gpu(contract.data(comm.rank, (1009,), dtype))
+        if op is allred.Average and dtype.kind in "iu":
+            with pytest.raises(InputError, match="Average of"):
+                comm.allreduce_(x, op).wait()
+            continue
+        assert comm.allreduce_(x, op).wait() is x
+        np.testing.assert_array_equal(host(x), contract.expected(op, comm.size, (1009,), dtype))
 
 
 def test_bool_is_any_and_all(comm):
@@ -130,6 +135,13 @@ def test_weighted_gradients(comm, dtype):
     comm.weighted_allreduce_(mine, allred.Average, "", allred.Compression.none, weight).wait()
     for x, y in zip(group, mine, strict=True):
         np.testing.assert_array_equal(host(y), x.astype(dtype))
+
+
+def test_whole_numbers_of_ranks_without_samples_count_for_nothing(comm):
+    mine = [on_gpu(np.full(n, 7, np.int32)) for n in (3, 5)]
+    comm.weighted_allreduce_(mine, allred.Sum, "", allred.Compression.none, float(comm.rank == 0)).wait()
+    for x in mine:
+        np.testing.assert_array_equal(host(x), np.full(x.shape, 7))
 
 
 @pytest.mark.parametrize("compression", [allred.Compression.fp16, allred.Compression.bf16])
@@ -220,7 +232,7 @@ def test_one_rank_with_a_host_array_is_a_mismatch(comm):
         np.testing.assert_array_equal(host(comm.allreduce(on_gpu(x), allred.Sum).wait()), np.full(3, comm.size))
 
 
-def test_what_cannot_be_used_is_known_to_all(comm):
+def test_what_cannot_be_used_is_known_to_all(comm, monkeypatch):
     locked = on_gpu(np.ones(3))
     locked.flags.writeable = False
     with pytest.raises(InputError, match="read-only"):
@@ -229,11 +241,16 @@ def test_what_cannot_be_used_is_known_to_all(comm):
         comm.grouped_allreduce([on_gpu(np.ones(3)), np.ones(3)]).wait()
     with pytest.raises(InputError, match="is not supported"):
         comm.allreduce(on_gpu(np.ones(3, np.complex64))).wait()
+    monkeypatch.setattr(standin_gpu.Data, "device_id", 1 if comm.rank == 0 else 0)
+    with pytest.raises(InputError, match=r"the array is on GPU 1, and this rank's.* is GPU 0"):
+        comm.allreduce(on_gpu(np.ones(3))).wait()
 
 
-def test_ranks_that_have_joined_are_left_out(comm):
-    if comm.size == 1:
+def test_ranks_that_have_joined_are_left_out(monkeypatch):
+    if MPI.COMM_WORLD.Get_size() == 1:
         return
+    monkeypatch.setattr(nccl_calls, "adopt", standin_gpu.adopt)
+    comm = connect("nccl")
     if comm.rank == 0:
         while comm.join(0).wait() is None:
             pass
@@ -250,6 +267,9 @@ def test_ranks_that_have_joined_are_left_out(comm):
     x = comm.allreduce(on_gpu(np.full(3, comm.rank, np.float32)), allred.Average).wait()
     np.testing.assert_array_equal(host(x), np.full(3, sum(range(1, comm.size)) / (comm.size - 1), np.float32))
     assert comm.active.ranks == tuple(range(1, comm.size))
+    for operation in (comm.alltoall, comm.reducescatter):
+        with pytest.raises(InputError, match="some rows are for rank 0, which joined before"):
+            operation(on_gpu(np.ones(comm.size, np.float32))).wait()
     comm.join(1).wait()
 
 
@@ -270,14 +290,7 @@ class Model:
 @pytest.fixture
 def world_on_gpus(comm, monkeypatch):
     """The running world, with this communicator."""
-    monkeypatch.setattr(gpu_values, "adopt", standin_gpu.adopt)
-    monkeypatch.setattr(gpu_values, "zeros", lambda like, shape, dtype: on_gpu(np.zeros(shape, dtype)))
-    monkeypatch.setattr(gpu_values, "to_host", lambda value: host(value) if value is not None else None)
-    for module in (drift, finite, repeated, sync):
-        monkeypatch.setattr(module, "to_host", gpu_values.to_host)
-    kernels = standin_gpu.Kernels()
-    monkeypatch.setattr(finite, "exceeds_on_gpu", lambda parts, *a: bool(kernels.exceeds(list(map(host, parts)), *a)))
-    monkeypatch.setattr(pairs, "adopt", standin_gpu.adopt)
+    standin_gpu.install(monkeypatch.setattr)
     monkeypatch.setattr(collectives, "_communicator", comm)
     return comm
 
@@ -333,18 +346,3 @@ def test_gradients_that_come_early_are_on_the_host(world_on_gpus, steps):
             optimizer.step(model.params, grads)
     with pytest.raises(InputError, match=r"^opt\.step\(\): .*reduce\(\) takes gradients on the host; leave it out"):
         optimizer.step(model.params, grads)
-
-
-class Foreign:
-    """An array on a GPU that is not numpy's in disguise."""
-
-    __cuda_array_interface__ = {}  # noqa: RUF012
-
-
-def test_parameter_servers_take_host_arrays(world_on_gpus, monkeypatch):
-    """Said as an error, rather than found out in the middle of a push."""
-    monkeypatch.setattr(collectives, "_config", Config(mode="ps"))
-    with pytest.raises(InputError, match="lives on a GPU, and is not taken here"):
-        pairs.parameter("w", Foreign())
-    with pytest.raises(InputError, match=r"'w': .* lives on a GPU, and is not taken here"):
-        tensor_of("w", Foreign())

@@ -1,5 +1,6 @@
 """What ends a kernel that would spin for ever. The kernel, and NCCL's communicator, are stand-ins."""
 
+import threading
 import time
 
 import pytest
@@ -124,3 +125,35 @@ def test_the_thread_looks_by_itself_and_stops(guard):
         time.sleep(0.01)
     assert "a link is down" in str(guard.failure)
     assert guard.close() is False
+
+
+def test_a_host_that_is_stuck_in_nccl_is_freed(guard):
+    """When it connects, NCCL waits for the other ranks on the host."""
+    with guard.calling():
+        guard.look(time.monotonic() + 9)
+        assert not guard._communicator.aborted
+        guard.look(time.monotonic() + 11)
+    assert guard._communicator.aborted == 1
+    assert "not complete on the GPU after 10 s" in str(guard.failure)
+    guard.failure = None
+    guard.look(time.monotonic() + 20)
+    assert guard.failure is None
+
+
+def test_at_the_end_it_looks_until_nothing_is_on_its_way(guard):
+    work, prepared = guard.watch(End(), "allreduce"), []
+    guard.begin(guard._communicator, lambda: prepared.append(threading.current_thread().name))
+    threading.Timer(0.3, lambda: setattr(work._end, "over", True)).start()
+    assert guard.close() is True
+    assert work._end.over
+    assert prepared == ["allred-nccl"]
+    guard.watch(End(), "allreduce")
+    guard._queue.poison("the ranks no longer match")
+    assert guard.close() is True
+
+
+def test_without_nccl_there_is_nothing_to_look_after(guard):
+    """Nobody would let go of what has ended."""
+    guard._communicator, end = None, End()
+    assert guard.watch(end, "allreduce") is end
+    assert not guard._running

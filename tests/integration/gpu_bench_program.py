@@ -1,0 +1,24 @@
+"""`python -m allred bench` with --device cuda, on a GPU that is a stand-in (tests/parallel/standin_gpu.py)."""
+
+import pathlib
+import sys
+
+import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "parallel"))
+
+import standin_gpu
+from mpi4py import MPI
+
+from allred.bench import command, gpu, sets
+from allred.comm import registry
+from allred.comm.nccl_connect import around
+
+standin_gpu.install(setattr)
+gpu.adopt = standin_gpu.adopt
+gpu.allocate = lambda shapes, dtype: [standin_gpu.on_gpu(np.zeros(shape, dtype)) for shape in shapes]
+gpu._ENQUEUED = 3
+sets.SETS["small"] = lambda: [(256,)] * 10
+registry.devices = lambda *_: (True, "")
+registry.with_devices = lambda below, *_: around(below, standin_gpu.Device(MPI.COMM_WORLD.Dup()), staged=False)
+sys.exit(command.main(sys.argv[1:]))

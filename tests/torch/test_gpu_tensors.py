@@ -1,0 +1,46 @@
+"""How torch's tensors are seen as cupy's arrays: of CPU tensors, with a stand-in for cupy. On a GPU: tests/gpu."""
+
+import pathlib
+import sys
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "unit"))
+
+import fake_cupy
+
+from allred.errors import InputError
+from allred.gpu import values
+
+torch = pytest.importorskip("torch")
+
+NAMES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+
+
+@pytest.fixture(autouse=True)
+def cupy(monkeypatch):
+    made = fake_cupy.module()
+    for name, module in {"cupy": made, "cupy.cuda": made.cuda}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.parametrize("layout", [np.s_[:], np.s_[:, ::2], np.s_[1:1], np.s_[2, 3]])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tensor_is_seen_as_it_lies(name, layout):
+    tensor = torch.arange(24).reshape(4, 6).to(getattr(torch, name))[layout]
+    found = values._of_torch(torch, tensor)
+    assert (found.dtype.name, found.shape, found.writable) == (name, tuple(tensor.shape), True)
+    same = tensor.view(torch.int16).numpy().view(np.uint16) if name == "bfloat16" else tensor.numpy()
+    np.testing.assert_array_equal(found.array, same, strict=True)
+    assert np.shares_memory(found.array, same) or not tensor.numel()
+    back = found.give(np.array(found.array))
+    assert back.dtype is tensor.dtype
+    assert torch.equal(back, tensor)
+
+
+def test_one_function_tells_the_stream_of_all_tensors_and_other_dtypes_have_words():
+    one, other = (values._of_torch(torch, torch.ones(n)) for n in (1, 2))
+    assert one.stream is other.stream
+    with pytest.raises(InputError, match=r"torch.float8_e4m3fn is not supported; use one of bool, uint8"):
+        values._of_torch(torch, torch.ones(2).to(torch.float8_e4m3fn))
