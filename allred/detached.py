@@ -26,6 +26,15 @@ importlib.import_module(sys.argv[2]).main()
 """
 
 
+def keep_standard_files() -> None:
+    """Where this program was started without stdin, stdout or stderr (`<&-`), open /dev/null there. Else the next
+    socket takes such a number, is lost in the processes that are started, and has lines for a person written into it.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
+        pass
+    os.close(descriptor)
+
+
 def start(module: str, settings: Any, files: Iterable[int] = ()) -> dict[str, Any]:
     """Start `module` of allred, whose main() calls `serve`: what it said of itself, with "problem", in words if any.
 

@@ -14,7 +14,7 @@ import os
 import socket
 from typing import Any
 
-from allred import native
+from allred import detached, native
 from allred.client import calling
 from allred.cluster import mpi, report, topology
 from allred.cluster.spec import CLIENT
@@ -82,6 +82,7 @@ def enter(comm: Any, cluster: Cluster | None = None, **arguments: Any) -> None:
     if is_initialized():
         raise AllredError("allred.init() was called already; drop the second call, or call allred.shutdown() before it")
     processes.refuse("allred.init()")
+    detached.keep_standard_files()
     if running.left():
         raise AllredError(
             "allred.init() after allred.shutdown() of mode ps: the parameter servers have left, and do not come back; "

@@ -155,6 +155,7 @@ def meet(addresses: Mapping[str, str], task: str, secret: str, limit_s: float, m
     take part, which the others are told.
     Raises ConfigError if it cannot, or is not let in; CollectiveTimeout at the limit.
     """
+    detached.keep_standard_files()
     first = next(iter(addresses))
     where = places.look_up({first: addresses[first]})
     knock = _Knock(addresses, task, secret)

@@ -207,6 +207,15 @@ LISTEN_NOT = "from allred.launch import places\nplaces.take = lambda *_: None\n"
 START_NOT = "by_hand._start = lambda *_: None\n"
 
 
+@pytest.mark.parametrize("closed", ["<&-", "<&- >&- 2>&-"])
+def test_tasks_without_standard_files(closed):
+    """As `ssh host "program <&- &"` starts them."""
+    inside = ("sh", "-c", f'exec "$@" {closed}', "sh")
+    with tasks(cluster(1, 1)) as t:
+        found = t.all({("ps", 0): "server.join()", ("worker", 0): "train(3)"}, inside=inside, start_timeout_s=20)
+    assert [result.code for result in found.values()] == [0, 0], text(found)
+
+
 def test_another_program_at_the_first_address():
     jobs = cluster(1, 1)
     port = int(jobs["ps"][0].rpartition(":")[2])
