@@ -104,7 +104,7 @@ def _of_torch(torch: Any, tensor: Any) -> Adopted:
 @functools.cache
 def _kind_of_torch(dtype: Any) -> tuple[np.dtype[Any], Callable[[Any], Any]]:
     """Of a torch dtype: numpy's, and what makes a tensor of a cupy array."""
-    import torch
+    torch: Any = sys.modules["torch"]
 
     if dtype is torch.bfloat16:  # which older cupy lacks
         back = arrays.dtype_of(_BFLOAT16)
@@ -118,7 +118,7 @@ def _kind_of_torch(dtype: Any) -> tuple[np.dtype[Any], Callable[[Any], Any]]:
 @functools.cache
 def _stream_of_torch(index: int) -> Handle:
     """Torch's current stream on a GPU; the same function for all tensors there."""
-    import torch
+    torch: Any = sys.modules["torch"]
 
     return lambda: int(torch.cuda.current_stream(index).cuda_stream)
 
