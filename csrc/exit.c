@@ -67,8 +67,8 @@ static void leave(int status) {
   _exit(status);
 }
 
-/* Without a launcher: whether the process at which the tasks have met is gone. MPI_Finalize speaks to it, and MPICH's was
- * seen to crash where nobody answers. */
+/* Without a launcher: whether the process at which the tasks have met is gone. MPI_Finalize speaks to it, and MPICH's
+ * was seen to crash where nobody answers. */
 static int is_lost(int life) {
   char letter;
   const ssize_t got = recv(life, &letter, 1, MSG_PEEK | MSG_DONTWAIT);
