@@ -91,7 +91,6 @@ def array_call(
     compression: Compression = Compression.none,
 ) -> Call:
     """The call of an operation on one array. Raises InputError if its arguments cannot be used."""
-    check_name(name)
     arrays.dtype_code(array.dtype)  # raises
     if op is not _NO_OP and (problem := ops.refusal(op, array.dtype)):
         raise InputError(problem)
@@ -126,7 +125,6 @@ def group_call(group: list[Array], name: str, op: Any, compression: Compression 
     """The call of a grouped allreduce; likewise."""
     if problem := ops.refusal(op, np.dtype(np.float32)):
         raise InputError(problem)
-    check_name(name)
     _check_compression(compression)
     for array in group:
         array_call("grouped_allreduce", array, name, op)  # raises
