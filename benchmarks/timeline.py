@@ -5,6 +5,7 @@ An allreduce with a timeline against the same without, in the same processes, in
 On a machine that others use too, look at p10: the samples in which nobody came between.
 """
 
+import mmap
 import os
 import sys
 import tempfile
@@ -16,7 +17,10 @@ import numpy as np
 import allred
 from allred.bench import measure
 from allred.comm import collectives
+from allred.comm.shm import CHUNK_BYTES, ShmCommunicator
+from allred.native._kernels import segment_bytes
 from allred.timeline import recorder
+from allred.timeline.track import Track
 
 SECONDS = 10.0
 
@@ -40,10 +44,10 @@ def main() -> None:
 def line(size: int, comm: Any) -> None:
     """Measure one size."""
     communicator, array = collectives.current(), np.zeros(size // 4, np.float32)
-    noted, plain = communicator.allreduce_now, type(communicator).allreduce_now
+    allreduce, note = communicator.allreduce_now, communicator._segment.note
     ways = {
-        "off": lambda: plain(communicator, array, True, allred.Sum, "w"),
-        "on": lambda: noted(array, True, allred.Sum, "w"),
+        "off": lambda: (note(False), allreduce(array, True, allred.Sum, "w")),
+        "on": lambda: (note(True), allreduce(array, True, allred.Sum, "w")),
     }
     found = measure.measure(ways, comm, SECONDS)
     for percent in (10, 50):
@@ -54,12 +58,13 @@ def line(size: int, comm: Any) -> None:
 
 
 def writing_ns() -> float:
-    """CPU time to write a record, from writing many."""
+    """CPU time to write a record, from writing many, of 100 names."""
     with tempfile.TemporaryDirectory() as directory:
         mine = recorder.Recorder(f"{directory}/rank-0.timeline")
-        what = "all ranks", "allreduce"
+        communicator, array = ShmCommunicator(0, 1, mmap.mmap(-1, segment_bytes(1, CHUNK_BYTES)), 1.0), np.zeros(1)
+        communicator.record(Track(mine, "one rank"))
         for number in range(100_000):
-            mine.add((what, "w", time.perf_counter_ns(), number, 4))
+            communicator.allreduce_now(array, True, allred.Sum, f"layer {number % 100}")
         start = time.process_time_ns()
         mine._write_records()
         return (time.process_time_ns() - start) / 100_000

@@ -15,6 +15,7 @@
 
 #include <unistd.h>
 
+#include "notes.h"
 #include "queue.h"
 
 #define ALLRED_PATIENCE_NS 1000000
@@ -42,6 +43,7 @@ struct allred_segment_object {
   PyObject *array_type, *dtypes, *ops, *dtype_name;
   PyObject *last_dtype; /* most arrays are of the dtype of the one before */
   int last_code;
+  allred_notes notes;
 };
 
 /* Whether this is the process that made it, not a forked one: that has the queue's lock as it was, and no thread. */

@@ -2,6 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "bell.h"
 #include "segment_object.h"
 
 /* Up to so many bytes the first look is taken without giving the GIL away: that alone takes 50 ns. */
@@ -50,16 +51,21 @@ static int read_how(Segment *self, PyObject *const *args, Py_ssize_t count, allr
 
 /* The operation runs if it can be taken at all; then nobody else may use the segment meanwhile, and the queue is empty.
  */
-static PyObject *short_way(Segment *self, const allred_header *header, Py_ssize_t count, size_t bytes) {
+static PyObject *short_way(Segment *self, const allred_header *header, Py_ssize_t count, allred_note note) {
   Operation *operation = self->spare;
+  if (self->notes.wanted) note.start = allred_now_ns();
   allred_start_allreduce(self, operation, header, count, header->op & ALLRED_OP_BITS);
-  int status = bytes <= BRIEF_BYTES ? allred_run(&operation->operation, 0) : ALLRED_PENDING;
+  int status = note.bytes <= BRIEF_BYTES ? allred_run(&operation->operation, 0) : ALLRED_PENDING;
   if (status == ALLRED_PENDING) {
     self->taken = 1;
     Py_BEGIN_ALLOW_THREADS;
     status = allred_run(&operation->operation, ALLRED_PATIENCE_NS);
     Py_END_ALLOW_THREADS;
     self->taken = 0;
+  }
+  if (self->notes.wanted) {
+    note.end = status == ALLRED_DONE ? allred_now_ns() : 0;
+    allred_notes_add(&self->notes, &note);
   }
   if (status == ALLRED_DONE) {
     allred_release_views(operation);
@@ -96,7 +102,7 @@ PyObject *allred_segment_allreduce(Segment *self, PyObject *const *args, Py_ssiz
   const size_t bytes = self->spare->tensors->bytes;
   header.dtype = (uint8_t)self->spare->tensors->dtype;
   header.count = bytes / allred_dtype_bytes(self->spare->tensors->dtype);
-  return short_way(self, &header, bytes > 0, bytes);
+  return short_way(self, &header, bytes > 0, (allred_note){.bytes = bytes, .name = args[3]});
 }
 
 static int by_address(const void *a, const void *b) {
@@ -140,5 +146,5 @@ PyObject *allred_segment_grouped_allreduce(Segment *self, PyObject *const *args,
   }
   const Py_ssize_t kept = allred_by_dtype(self->spare->tensors, tensors);
   if (kept < 0 || overlap(self->spare->tensors, kept)) return not_taken(self);
-  return short_way(self, &header, kept, bytes);
+  return short_way(self, &header, kept, (allred_note){.bytes = bytes, .grouped = 1, .name = args[3]});
 }

@@ -75,6 +75,16 @@ static PyObject *get_attended(Segment *self, void *unused) {
   return PyBool_FromLong(self->queue.threaded);
 }
 
+static PyObject *note(Segment *self, PyObject *wanted) {
+  self->notes.wanted = PyObject_IsTrue(wanted) == 1;
+  Py_RETURN_NONE;
+}
+
+static PyObject *noted(Segment *self, PyObject *unused) {
+  (void)unused;
+  return allred_notes_take(&self->notes);
+}
+
 /* ---- a lock that is never waited for: the interface of threading.Lock, and seen by the short way */
 
 static PyObject *acquire(Segment *self, PyObject *unused) {
@@ -153,6 +163,7 @@ static void destruct(Segment *self) {
   self->taken = 0; /* who is inside holds a reference */
   Py_XDECREF(close_segment(self, NULL));
   Py_XDECREF((PyObject *)self->spare);
+  allred_notes_free(&self->notes);
   Py_XDECREF(self->array_type), Py_XDECREF(self->dtypes), Py_XDECREF(self->ops), Py_XDECREF(self->dtype_name);
   freefunc release_type = (freefunc)PyType_GetSlot(type, Py_tp_free);
   release_type(self);
@@ -184,6 +195,8 @@ static PyMethodDef methods[] = {
     {"over", (PyCFunction)(void (*)(void))over, METH_O,
      "over(first): nothing more belongs to that operation; those behind it go on."},
     {"halt", (PyCFunction)(void (*)(void))halt, METH_NOARGS, "halt(): nothing moves any more, and the thread ends."},
+    {"note", (PyCFunction)(void (*)(void))note, METH_O, "note(wanted): from now on, what passes the short way."},
+    {"noted", (PyCFunction)(void (*)(void))noted, METH_NOARGS, "noted(): what has come since the last time."},
     {"acquire", (PyCFunction)(void (*)(void))acquire, METH_O,
      "acquire(blocking): take the lock; False if it is taken."},
     {"release", (PyCFunction)(void (*)(void))release, METH_NOARGS, "release(): give the lock back."},

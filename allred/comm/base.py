@@ -119,12 +119,8 @@ class Communicator(ABC):
     fuses = False  # whether a group passes as one stream, without a fusion buffer
 
     def record(self, track: Track) -> None:
-        """Have what passes here noted for the timeline. Calls that start nothing in Python are wrapped."""
+        """Have what passes here noted for the timeline."""
         self.queue.track = track
-        self.allreduce_now = track.around("allreduce", self.allreduce_now)  # type: ignore[method-assign]
-        self.grouped_allreduce_now = track.around(  # type: ignore[method-assign]
-            "grouped_allreduce", self.grouped_allreduce_now
-        )
 
     @property
     def _noted(self) -> Operation | None:
@@ -153,6 +149,8 @@ class Communicator(ABC):
         self, value: Any, in_place: bool, op: ReduceOp, name: str, compression: Compression = Compression.none
     ) -> Array:
         """allreduce or allreduce_, started and waited for. A backend may have a shorter way to the same result."""
+        if self.queue.track is not None:
+            self.queue.track.call("allreduce")
         start = self.allreduce_ if in_place else self.allreduce
         return start(value, op, name, compression).wait()
 
@@ -193,6 +191,8 @@ class Communicator(ABC):
         compression: Compression = Compression.none,
     ) -> list[Array]:
         """grouped_allreduce or grouped_allreduce_, started and waited for; see `allreduce_now`."""
+        if self.queue.track is not None:
+            self.queue.track.call("grouped_allreduce")
         start = self.grouped_allreduce_ if in_place else self.grouped_allreduce
         return start(group, op, name, compression).wait()
 

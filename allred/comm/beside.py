@@ -14,6 +14,7 @@ from allred.comm.base import Communicator, T
 from allred.comm.header import Call
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Steps, Work
+from allred.timeline.track import Track
 
 
 class Beside(Communicator):
@@ -48,6 +49,9 @@ class Beside(Communicator):
 
     def allocate(self, count: int, dtype: np.dtype[Any]) -> Array:
         return self._host.allocate(count, dtype)
+
+    def record(self, track: Track) -> None:
+        self._host.record(track)
 
     def close(self) -> None:
         self._host.close()

@@ -312,8 +312,8 @@ class WorkQueue:
                 told.end()
             now = time.perf_counter()
             self.waited_s += now - start
-            if self.track is not None:
-                self.track.waited(work.title, start, now)
+            if self.track is not None and work.noted is not None:
+                self.track.waited(work.noted, start)
 
     def describe(self) -> str:
         """The operation under way, in words."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from allred.errors import InputError
 from allred.timeline.clock import Clock
-from allred.timeline.recorder import CHUNK, MAGIC
+from allred.timeline.recorder import CHUNK, MAGIC, ROW
 
 
 class Span(NamedTuple):
@@ -114,22 +114,37 @@ def _rank(records: list[tuple[Any, ...]], left_out: str) -> Rank:
 
 
 def _operations(records: list[tuple[Any, ...]], clock: Clock) -> list[Operation]:
-    """Numbered in the order in which they were started. What a call has started is that call's operation."""
+    """Numbered in the order in which they were started."""
     found = [
         Operation(members, 0, kind, name, clock(start), clock(agreed) if agreed else 0, clock(end), nbytes, False)
         for _, members, kind, name, start, agreed, end, nbytes in _of(records, "operation")
     ]
-    for what, name, start, end, nbytes in (record for record in records if isinstance(record[0], tuple)):
-        found.append(Operation(what[0], 0, what[1], name, clock(start), 0, clock(end), nbytes, True))
-    found.sort(key=lambda each: (each.members, each.start, -each.end))
-    numbered: list[Operation] = []
+    found += [_call(members, kind, clock(start)) for _, members, kind, start in _of(records, "call")]
+    for _, members, names, rows in _of(records, "calls"):
+        for start, end, nbytes, name, grouped in ROW.iter_unpack(rows):
+            call = _call(members, "grouped_allreduce" if grouped else "allreduce", clock(start))
+            found.append(call._replace(name=names[name], end=clock(end), nbytes=nbytes) if end else call)
+    found.sort(key=lambda each: (each.members, each.start, each.end))
+    return list(_numbered(found))
+
+
+def _call(members: str, kind: str, start: int) -> Operation:
+    """One that blocks, of which more may be known."""
+    return Operation(members, 0, kind, "", start, 0, 0, 0, True)
+
+
+def _numbered(found: list[Operation]) -> Iterator[Operation]:
+    """Those that ended. The one behind a call without an end is what that has started, if it is of the same kind."""
+    call, before = None, None
     for each in found:
-        before = numbered[-1] if numbered and numbered[-1].members == each.members else None
-        if before is not None and before.blocking and each.start < before.end:
-            numbered[-1] = before._replace(agreed=each.agreed)
-        else:
-            numbered.append(each._replace(number=0 if before is None else before.number + 1))
-    return numbered
+        if not each.end:
+            call = each
+            continue
+        if call is not None and (call.members, call.kind) == (each.members, each.kind):
+            each = each._replace(start=call.start, blocking=True)
+        number = before.number + 1 if before is not None and before.members == each.members else 0
+        call, before = None, each._replace(number=number)
+        yield before
 
 
 def _of(records: list[tuple[Any, ...]], what: str) -> list[tuple[Any, ...]]:

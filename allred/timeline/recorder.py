@@ -7,9 +7,9 @@ A record is a tuple of words and numbers; times are nanoseconds of this process'
     span       row, kind, name, start, end, bytes: what a thread did; those of a row nest
     operation  members, kind, name, start, agreed, end, bytes: of a communicator, from when it was started until it was
                complete; agreed: when all headers were there, 0 if that is not known
+    call       members, kind, start: one that blocks; the next operation of this kind is its own
+    calls      members, names, rows: blocking allreduces, and some of `call`'s sort, as C has noted them (ROW)
     end        when
-
-    (members, kind)  name, start, end, bytes: an operation in which the caller was from its start to its end
 
 To note one is to append to a list. A thread writes what has come, ten times a second, as a chunk: length and CRC-32,
 then marshal's bytes. So a rank that is killed loses what came last, and a file system that stalls does not stall the
@@ -31,6 +31,7 @@ from allred.cluster import report
 
 MAGIC = b"allred timeline 1\n"
 CHUNK = struct.Struct("<II")  # length, CRC-32
+ROW = struct.Struct("<qqqII")  # start, end or 0 if it went on as an operation, bytes, which of the names, if of a group
 _MARSHAL_VERSION = 4  # which every Python since 3.4 can read
 _WRITE_S = 0.1
 _LAST_WRITE_S = 2.0  # at the end of the program, for a file system that stalls
@@ -45,6 +46,7 @@ class Recorder:
         self._path = path
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         self._records: list[Record] = []
+        self.sources: set[Callable[[], None]] = set()  # which add what is noted elsewhere, when asked
         self.add: Callable[[Record], None] = self._records.append
         self._process = os.getpid()
         self._failed = False
@@ -80,11 +82,13 @@ class Recorder:
         os.close(self._file)
 
     def _write_records(self) -> None:
+        for source in tuple(self.sources):
+            source()
         count = len(self._records)  # others may come meanwhile
         records = self._records[:count]
         del self._records[:count]
         if records and not self._failed:
-            data = marshal.dumps([_plain(record) for record in records], _MARSHAL_VERSION)
+            data = marshal.dumps(records, _MARSHAL_VERSION)
             self._write(CHUNK.pack(len(data), zlib.crc32(data)) + data)
 
     def _write(self, data: bytes) -> None:
@@ -97,12 +101,6 @@ class Recorder:
                 f"{self._path} cannot be written any more: {error.strerror}; the program goes on, the timeline of this "
                 "rank ends here"
             )
-
-
-def _plain(record: Record) -> Record:
-    """With a str where a call had something else for a name: what is derived from str marshal takes for bytes, and what
-    is none, and was refused, it does not take."""
-    return record if type(record[0]) is str or type(record[1]) is str else (record[0], str(record[1]), *record[2:])
 
 
 current: Recorder | None = None

@@ -236,6 +236,7 @@ train(3)
 if me == 0: threading.Timer(4, os.kill, (pid({servers} + 1), signal.SIGCONT)).start()
 if me == 1: os.kill(os.getpid(), signal.SIGSTOP)
 train(3)
+time.sleep(1)  # for the last word about the wait, before the job is over
 done()
 """
     result = job(tmp_path, body, 3, servers, apart, **STALLS)

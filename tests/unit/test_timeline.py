@@ -2,6 +2,7 @@
 
 import json
 import marshal
+import mmap
 import os
 import pathlib
 import shutil
@@ -12,8 +13,11 @@ import pytest
 
 from allred.__main__ import main
 from allred.comm import recording
+from allred.comm.ops import ReduceOp
+from allred.comm.shm import CHUNK_BYTES, ShmCommunicator
 from allred.comm.single import SingleCommunicator
 from allred.errors import InputError
+from allred.native._kernels import segment_bytes
 from allred.timeline import collectives, file, recorder, summary
 from allred.timeline.clock import Clock
 from allred.timeline.file import read
@@ -40,8 +44,13 @@ def records_of(path):
     return [record for part in file._chunks(path.read_bytes()) for record in marshal.loads(part)]
 
 
-def call(start, end, kind="allreduce", members="all ranks"):
-    return ((members, kind), "w", start, end, 8)
+def call(start, end, grouped=False, members="all ranks"):
+    """As C has noted it."""
+    return ("calls", members, ["v", "w"], recorder.ROW.pack(start, end, 8, 1, grouped))
+
+
+def started(kind, start, end, members="all ranks", agreed=0):
+    return ("operation", members, kind, "w", start, agreed, end, 8)
 
 
 def span(kind, start, end, row=""):
@@ -108,39 +117,36 @@ def test_ranks_are_called_by_what_they_do():
 
 
 def test_a_track_numbers_calls_and_started_operations_alike(tmp_path):
+    """Long and short ways through a backend of its own kind; names of any kind, and one that is refused."""
     path = tmp_path / "rank-0.timeline"
     mine = Recorder(str(path))
     mine.begin({"rank": 0, "name": "rank 0", "start": 0})
-    track = Track(mine, "all ranks")
-
-    def long_way(value, *more):
-        inner = Operation("grouped_allreduce 'long'")
-        inner.nbytes = 24
-        inner.agree()
-        track.end(inner)
-
-    track.around("allreduce", lambda value, *more: value)(np.zeros(3), True, None, np.str_("short"))
-    started = Operation("broadcast 'b'")
-    track.around("grouped_allreduce", long_way)([np.zeros(2), np.zeros(1)], True, None, "long")
-    with pytest.raises(ZeroDivisionError):
-        track.around("allreduce", lambda *_: 1 / 0)(1.5, True, None, pathlib.Path("wrong"))
-    started.nbytes = 5
-    track.end(started)
-    track.waited("broadcast 'b'", 1.0, 2.5)
-    track.end(Operation("the comparison of clocks"))
+    alone = ShmCommunicator(0, 1, mmap.mmap(-1, segment_bytes(1, CHUNK_BYTES)), 1.0)
+    alone.allreduce_now(np.zeros(7), True, ReduceOp.SUM, "before")
+    alone.record(Track(mine, "all ranks"))
+    alone.allreduce_now(np.zeros(3), True, ReduceOp.SUM, np.str_("short"))
+    alone.broadcast(np.zeros(5, np.uint8), 0, "b")
+    alone.grouped_allreduce_now([np.zeros(2), np.zeros(1)], True, ReduceOp.SUM, "two")
+    alone.allreduce_now(np.zeros((4, 4))[::2], False, ReduceOp.SUM, "long")
+    with pytest.raises(InputError):
+        alone.allreduce_now(np.zeros(1), True, ReduceOp.SUM, pathlib.Path("wrong"))
+    alone.queue.track.waited(Operation("barrier"), 1.5)
+    alone.close()
+    alone.close()
     mine.close()
     found = read(path)
     assert [(each.number, each.kind, each.name, each.nbytes, each.blocking) for each in found.operations] == [
         (0, "allreduce", "short", 24, True),
         (1, "broadcast", "b", 5, False),
-        (2, "grouped_allreduce", "long", 24, True),
-        (3, "allreduce", "wrong", 0, True),
-        (4, "the comparison of clocks", "", 0, False),
+        (2, "grouped_allreduce", "two", 24, True),
+        (3, "allreduce", "long", 64, True),
+        (4, "allreduce", "wrong", 0, True),
     ]
-    assert [each.agreed > 0 for each in found.operations] == [False, False, True, False, False]
-    assert [each.kind for each in found.spans if each.kind != "wait"] == ["allreduce", "grouped_allreduce", "allreduce"]
-    wait = ("", "wait", "broadcast 'b'", 1_000_000_000, 2_500_000_000, 0)
-    assert [each for each in found.spans if each.kind == "wait"] == [wait]
+    calls = [each.kind for each in found.spans if each.kind != "wait"]
+    assert calls == ["allreduce", "grouped_allreduce", "allreduce", "allreduce"]
+    (wait,) = (each for each in found.spans if each.name == "barrier")
+    assert (wait.row, wait.kind, wait.start, wait.nbytes) == ("", "wait", 1_500_000_000, 0)
+    assert found.operations[-1].end < wait.end < found.end
 
 
 def test_a_file_that_was_cut_gives_what_is_whole(tmp_path):
@@ -229,33 +235,45 @@ def test_ranks_with_other_clocks_are_compared_by_the_chiefs(tmp_path):
 
 
 def test_operations_of_the_same_number_and_kind_belong_together(tmp_path):
-    one = [call(0, 1), call(2, 3), call(4, 5, "broadcast"), call(6, 7), call(1, 2, members="[0]")]
+    one = [call(0, 1), call(2, 3), started("broadcast", 4, 5), call(6, 7), call(1, 2, members="[0]")]
     other = [call(1, 3), call(4, 5), call(6, 7), call(8, 9)]
     ranks = [read(written(tmp_path, 0, *one)), read(written(tmp_path, 1, *other))]
     assert [each.arrivals for each in collectives.match(ranks)] == [{0: 0, 1: 1}, {0: 2, 1: 4}]
 
 
 def test_a_rank_that_has_joined_is_not_waited_for(tmp_path):
-    files = [call(0, 1), call(2, 9)], [call(1, 2), call(3, 9)], [call(0, 1), call(8, 9, "join")]
+    files = [call(0, 1), call(2, 9)], [call(1, 2), call(3, 9)], [call(0, 1), started("join", 8, 9)]
     ranks = [read(written(tmp_path, rank, *records)) for rank, records in enumerate(files)]
     assert [each.arrivals for each in collectives.match(ranks)] == [{0: 0, 1: 1, 2: 0}, {0: 2, 1: 3}]
 
 
 def test_only_who_is_blocked_waits_and_for_one_at_a_time(tmp_path):
     """Rank 0 has started an operation of all and one of a set, looks elsewhere for a moment, and waits for both."""
-    started = [("operation", members, "allreduce", "w", 0, 0, 100, 8) for members in ("all ranks", "[0, 1]")]
+    both = [started("allreduce", 0, 100, members) for members in ("all ranks", "[0, 1]")]
     waits = [span("wait", 40, 45), span("wait", 47, 100), span("wait", 0, 100, row="another thread")]
     late = [call(50, 60), call(70, 80, members="[0, 1]")]
-    files = [*started, *waits], late, [call(10, 60)]
+    files = [*both, *waits], late, [call(10, 60)]
     ranks = [read(written(tmp_path, rank, *records)) for rank, records in enumerate(files)]
     found = collectives.waits(collectives.match(ranks), ranks)
     assert [(each.start, each.end) for each in found[0]] == [(40, 45), (47, 50), (50, 70)]
 
 
-def test_what_a_call_has_started_is_that_call(tmp_path):
-    inner = ("operation", "all ranks", "allreduce", "w", 5, 7, 8, 8)
-    (found,) = read(written(tmp_path, 0, inner, call(5, 9))).operations
-    assert (found.blocking, found.number, found.start, found.agreed, found.end) == (True, 0, 5, 7, 9)
+@pytest.mark.parametrize("begun", [call(3, 0), ("call", "all ranks", "allreduce", 3)])
+def test_what_a_call_has_started_is_that_call(begun, tmp_path):
+    """Not what was started before it, nor what comes later, nor what is of another kind."""
+    refused = [call(0, 0), ("call", "all ranks", "allreduce", 1), started("broadcast", 2, 9)]
+    operations = [
+        started("allreduce", 4, 8, agreed=7),
+        started("allreduce", 5, 9),
+        ("call", "all ranks", "allreduce", 6),
+    ]
+    found = read(written(tmp_path, 0, *refused, *operations, begun, started("allreduce", 7, 8, "[0]"))).operations
+    assert [(each.number, each.blocking, each.start, each.agreed, each.end) for each in found] == [
+        (0, False, 7, 0, 8),
+        (0, False, 2, 0, 9),
+        (1, True, 3, 7, 8),
+        (2, False, 5, 0, 9),
+    ]
 
 
 TABLES = """
@@ -286,15 +304,16 @@ def test_all_tables_and_the_rows_of_a_trace(tmp_path, capsys):
     ahead = 10**9
     files = {
         0: [
-            span("wait", 12, 30), span("negotiate", 10, 30), span("wait", 32, 60), call(30, 60), span("apply", 60, 80),
+            span("wait", 12, 30), span("negotiate", 10, 30), span("wait", 32, 60), call(30 * MS, 60 * MS),
+            span("apply", 60, 80),
             span("wait", 82, 88), span("step", 10, 90), span("wait", 92, 95), ("end", 100),
         ],
         1: [
             span("apply", 25, 30, "worker 0"), span("push", 20, 40, "worker 0"), span("push", 22, 50, "worker 1"),
-            call(50, 60), ("end", 100),
+            call(50 * MS, 60 * MS), ("end", 100),
         ],
         2: [
-            ("clock", ahead, -ahead, 0), call(ahead + 55, ahead + 60),
+            ("clock", ahead, -ahead, 0), call((ahead + 55) * MS, (ahead + 60) * MS),
             ("operation", "all ranks", "barrier", "", ahead + 70, 0, ahead + 80, 0), ("end", ahead + 100),
         ],
     }  # fmt: skip
