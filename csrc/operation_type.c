@@ -20,6 +20,9 @@ int allred_make_room(Operation *self, Py_ssize_t tensors) {
     Py_buffer *views = PyMem_Realloc(self->views, (size_t)tensors * 2 * sizeof *views);
     if (!views) return PyErr_NoMemory(), -1;
     self->views = views;
+    PyObject **arrays = PyMem_Realloc(self->arrays, (size_t)tensors * 2 * sizeof *arrays);
+    if (!arrays) return PyErr_NoMemory(), -1;
+    self->arrays = arrays;
     self->view_room = 2 * tensors;
   }
   if (tensors > self->tensor_room) {
@@ -45,8 +48,14 @@ Py_buffer *allred_hold(Operation *self, PyObject *object, int flags) {
   return view;
 }
 
-void allred_release_views(Operation *self) {
+void allred_hold_array(Operation *self, PyObject *array) {
+  Py_INCREF(array);
+  self->arrays[self->array_count++] = array;
+}
+
+void allred_release(Operation *self) {
   while (self->view_count) PyBuffer_Release(&self->views[--self->view_count]);
+  while (self->array_count) Py_DECREF(self->arrays[--self->array_count]);
 }
 
 void allred_under_way(Operation *self, Segment *segment) {
@@ -56,7 +65,7 @@ void allred_under_way(Operation *self, Segment *segment) {
 
 static int settled(Operation *self) {
   const int is = allred_queue_settled(&self->operation);
-  if (is) allred_release_views(self);
+  if (is) allred_release(self);
   return is;
 }
 
@@ -119,8 +128,9 @@ static void destruct(Operation *self) {
     }
     allred_queue_release(&segment->queue, &self->operation);
   }
-  allred_release_views(self);
+  allred_release(self);
   PyMem_Free(self->views);
+  PyMem_Free(self->arrays);
   PyMem_Free(self->tensors);
   PyMem_Free(self->send_starts);
   PyMem_Free(self->receive_starts);

@@ -27,6 +27,8 @@ typedef struct {
   allred_operation operation;
   Py_buffer *views;
   Py_ssize_t view_count, view_room;
+  PyObject **arrays; /* held without a view */
+  Py_ssize_t array_count;
   allred_tensor *tensors;
   Py_ssize_t tensor_room;
   uint64_t *send_starts, *receive_starts;
@@ -40,9 +42,11 @@ struct allred_segment_object {
   unsigned long finisher;           /* the thread that has to finish what its short way began; 0 if there is none */
   const volatile char *own_process; /* a page that reads 0 in a forked child */
   Operation *spare; /* for the short way, which needs a new one only where it does not come to the end */
-  PyObject *array_type, *dtypes, *ops, *dtype_name;
-  PyObject *last_dtype; /* most arrays are of the dtype of the one before */
+  PyObject *array_type, *dtypes, *ops; /* array_type NULL: arrays cannot be read here, so none goes the short way */
+  PyObject *last_dtype;                /* most arrays are of the dtype of the one before */
   int last_code;
+  allred_tensor *apart; /* the last table that was found to have no memory twice: most groups come again */
+  Py_ssize_t apart_count;
   allred_notes notes;
 };
 
@@ -57,9 +61,11 @@ Operation *allred_new_operation(Py_ssize_t tensors);
 int allred_make_room(Operation *self, Py_ssize_t tensors);
 int allred_make_starts(Operation *self, int ranks);
 
-/* Hold a buffer until the operation is complete; NULL with an exception set. Give all back. */
+/* Hold a buffer until the operation is complete; NULL with an exception set. The same for an array whose memory is
+ * known without a view. Give all back. */
 Py_buffer *allred_hold(Operation *self, PyObject *object, int flags);
-void allred_release_views(Operation *self);
+void allred_hold_array(Operation *self, PyObject *array);
+void allred_release(Operation *self);
 
 /* It is under way from now on. */
 void allred_under_way(Operation *self, Segment *segment);

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "bell.h"
+#include "numpy_array.h"
 #include "segment_object.h"
 
 /* Up to so many bytes the first look is taken without giving the GIL away: that alone takes 50 ns. */
@@ -15,25 +16,36 @@ static int position(PyObject *tuple, PyObject *item) {
   return -1;
 }
 
+/* How many elements, and the sizes of all dimensions mixed into the words, unless NULL. */
+static size_t sizes(const allred_array *array, uint64_t *words) {
+  size_t count = 1;
+  for (int i = 0; i < array->nd; i++) {
+    count *= (size_t)array->dimensions[i];
+    if (words) *words = allred_mix(*words, (uint64_t)array->dimensions[i]);
+  }
+  return count;
+}
+
 /* An exact numpy array of a plain dtype as the next entry of the table; 0 if it has to go the long way. */
 static int take(Segment *self, PyObject *source, PyObject *target, allred_header *header, allred_tensor *tensor) {
   if ((PyObject *)Py_TYPE(source) != self->array_type || (PyObject *)Py_TYPE(target) != self->array_type) return 0;
-  PyObject *dtype = PyObject_GetAttr(source, self->dtype_name);
-  if (!dtype) return 0;
-  if (dtype != self->last_dtype) {
-    self->last_code = position(self->dtypes, dtype);
-    self->last_dtype = self->last_code < 0 ? NULL : dtype; /* the tuple keeps it */
+  const allred_array *in = allred_as_array(source), *out = allred_as_array(target);
+  if (in->descr != self->last_dtype) {
+    self->last_code = position(self->dtypes, in->descr);
+    self->last_dtype = self->last_code < 0 ? NULL : in->descr; /* the tuple keeps it */
   }
   const int code = self->last_code;
-  Py_DECREF(dtype);
   if (code < 0 || !allred_reduce_kernel(self->variant, code, header->op & ALLRED_OP_BITS)) return 0;
-  const Py_buffer *in = allred_hold(self->spare, source, source == target ? PyBUF_CONTIG : PyBUF_CONTIG_RO), *out = in;
-  if (!in || (source != target && !(out = allred_hold(self->spare, target, PyBUF_CONTIG))) || in->len != out->len)
-    return 0;
-  header->words = allred_mix(header->words, (uint64_t)code << 8 | (uint64_t)in->ndim);
-  for (int i = 0; i < in->ndim; i++) header->words = allred_mix(header->words, (uint64_t)in->shape[i]);
+  if (!(in->flags & out->flags & ALLRED_ARRAY_C_CONTIGUOUS) || !(out->flags & ALLRED_ARRAY_WRITEABLE)) return 0;
+  header->words = allred_mix(header->words, (uint64_t)code << 8 | (uint64_t)in->nd);
+  const size_t bytes = sizes(in, &header->words) * allred_dtype_bytes(code);
+  if (source != target) {
+    if (out->descr != in->descr || sizes(out, NULL) * allred_dtype_bytes(code) != bytes) return 0;
+    allred_hold_array(self->spare, target);
+  }
+  allred_hold_array(self->spare, source);
   const int wire = allred_wire_of(code, header->op >> ALLRED_WIRE_SHIFT);
-  *tensor = (allred_tensor){in->buf, out->buf, (size_t)in->len, code, wire};
+  *tensor = (allred_tensor){in->data, out->data, bytes, code, wire};
   return 1;
 }
 
@@ -68,7 +80,7 @@ static PyObject *short_way(Segment *self, const allred_header *header, Py_ssize_
     allred_notes_add(&self->notes, &note);
   }
   if (status == ALLRED_DONE) {
-    allred_release_views(operation);
+    allred_release(operation);
     Py_RETURN_TRUE;
   }
   self->finisher = PyThread_get_thread_ident();
@@ -82,13 +94,14 @@ static PyObject *short_way(Segment *self, const allred_header *header, Py_ssize_
 }
 
 static PyObject *not_taken(Segment *self) {
-  if (self->spare) allred_release_views(self->spare);
+  if (self->spare) allred_release(self->spare);
   PyErr_Clear();
   Py_RETURN_NONE;
 }
 
 static int can_take(Segment *self) {
-  if (!self->open || self->taken || self->finisher || !self->own_process || !*self->own_process) return 0;
+  if (!self->open || !self->array_type || self->taken || self->finisher || !self->own_process || !*self->own_process)
+    return 0;
   if (!allred_queue_idle(&self->queue)) return 0;
   return self->spare || (self->spare = allred_new_operation(1));
 }
@@ -112,18 +125,23 @@ static int by_address(const void *a, const void *b) {
 }
 
 /* Whether two tensors of the table write to the same memory; -1 without memory to find out. */
-static int overlap(const allred_tensor *tensors, Py_ssize_t count) {
+static int overlap(Segment *self, const allred_tensor *tensors, Py_ssize_t count) {
   Py_ssize_t ascending = 1;
   while (ascending < count && tensors[ascending].out >= tensors[ascending - 1].out + tensors[ascending - 1].bytes)
     ascending++;
   if (ascending >= count) return 0;
-  allred_tensor *sorted = PyMem_Malloc((size_t)count * sizeof *sorted);
-  if (!sorted) return -1;
-  memcpy(sorted, tensors, (size_t)count * sizeof *sorted);
+  const size_t bytes = (size_t)count * sizeof *tensors;
+  if (count == self->apart_count && !memcmp(self->apart, tensors, bytes)) return 0;
+  allred_tensor *sorted = PyMem_Malloc(bytes), *apart = PyMem_Realloc(self->apart, bytes);
+  self->apart = apart ? apart : self->apart;
+  self->apart_count = 0;
+  if (!sorted || !apart) return PyMem_Free(sorted), -1;
+  memcpy(sorted, tensors, bytes);
   qsort(sorted, (size_t)count, sizeof *sorted, by_address);
   int found = 0;
   for (Py_ssize_t i = 1; i < count && !found; i++) found = sorted[i].out < sorted[i - 1].out + sorted[i - 1].bytes;
   PyMem_Free(sorted);
+  if (!found) memcpy(apart, tensors, bytes), self->apart_count = count;
   return found;
 }
 
@@ -145,6 +163,6 @@ PyObject *allred_segment_grouped_allreduce(Segment *self, PyObject *const *args,
     bytes += self->spare->tensors[i].bytes;
   }
   const Py_ssize_t kept = allred_by_dtype(self->spare->tensors, tensors);
-  if (kept < 0 || overlap(self->spare->tensors, kept)) return not_taken(self);
+  if (kept < 0 || overlap(self, self->spare->tensors, kept)) return not_taken(self);
   return short_way(self, &header, kept, (allred_note){.bytes = bytes, .grouped = 1, .name = args[3]});
 }

@@ -6,6 +6,7 @@
 
 #include <sys/mman.h>
 
+#include "numpy_array.h"
 #include "segment_object.h"
 
 #define MOST_CHUNK_BYTES (1 << 30)
@@ -116,21 +117,20 @@ static const volatile char *own_process_page(void) {
 
 static int construct(Segment *self, PyObject *args, PyObject *unused) {
   (void)unused;
-  PyObject *memory;
+  PyObject *memory, *array;
   int rank, ranks;
   Py_ssize_t chunk_bytes;
   if (self->open) return PyErr_SetString(PyExc_TypeError, "it is constructed already"), -1;
-  if (!PyArg_ParseTuple(args, "OiinOOO:Segment", &memory, &rank, &ranks, &chunk_bytes, &self->array_type, &self->dtypes,
+  if (!PyArg_ParseTuple(args, "OiinOOO:Segment", &memory, &rank, &ranks, &chunk_bytes, &array, &self->dtypes,
                         &self->ops))
     return -1;
-  Py_INCREF(self->array_type), Py_INCREF(self->dtypes), Py_INCREF(self->ops);
+  Py_INCREF(self->dtypes), Py_INCREF(self->ops);
+  if (allred_array_is_as_here(array)) self->array_type = PyObject_Type(array);
   if (ranks < 1 || ranks > ALLRED_MAX_RANKS || rank < 0 || rank >= ranks || chunk_bytes < ranks * ALLRED_LINE ||
       chunk_bytes > MOST_CHUNK_BYTES || chunk_bytes % ALLRED_LINE || !PyTuple_Check(self->dtypes) ||
       PyTuple_Size(self->dtypes) > ALLRED_DTYPES || !PyTuple_Check(self->ops) || PyTuple_Size(self->ops) > ALLRED_OPS)
     return PyErr_SetString(PyExc_ValueError, "no such rank, ranks or chunk_bytes"), -1;
   const size_t needed = allred_segment_bytes(ranks, (size_t)chunk_bytes);
-  self->dtype_name = PyUnicode_InternFromString("dtype");
-  if (!self->dtype_name) return -1;
   if (PyObject_GetBuffer(memory, &self->memory, PyBUF_CONTIG) < 0) return -1;
   if (allred_queue_open(&self->queue)) return PyErr_SetString(PyExc_OSError, "no lock is to be had"), -1;
   self->open = 1;
@@ -151,7 +151,7 @@ static PyObject *close_segment(Segment *self, PyObject *unused) {
   if (self->taken) return PyErr_Format(PyExc_ValueError, "another thread is in an operation on this segment");
   Py_XDECREF(halt(self, unused));
   self->open = 0;
-  if (self->spare) allred_release_views(self->spare);
+  if (self->spare) allred_release(self->spare);
   PyBuffer_Release(&self->memory);
   if (self->own_process) munmap((void *)self->own_process, 1);
   self->own_process = NULL;
@@ -164,7 +164,8 @@ static void destruct(Segment *self) {
   Py_XDECREF(close_segment(self, NULL));
   Py_XDECREF((PyObject *)self->spare);
   allred_notes_free(&self->notes);
-  Py_XDECREF(self->array_type), Py_XDECREF(self->dtypes), Py_XDECREF(self->ops), Py_XDECREF(self->dtype_name);
+  PyMem_Free(self->apart);
+  Py_XDECREF(self->array_type), Py_XDECREF(self->dtypes), Py_XDECREF(self->ops);
   freefunc release_type = (freefunc)PyType_GetSlot(type, Py_tp_free);
   release_type(self);
   Py_DECREF(type);
@@ -211,7 +212,7 @@ static PyGetSetDef attributes[] = {
     {NULL, NULL, NULL, NULL, NULL}};
 
 static PyType_Slot slots[] = {
-    {Py_tp_doc, "Segment(memory, rank, ranks, chunk_bytes, array_type, dtypes, ops): a rank's view of shared memory."},
+    {Py_tp_doc, "Segment(memory, rank, ranks, chunk_bytes, array, dtypes, ops): a rank's view of shared memory."},
     {Py_tp_init, construct},
     {Py_tp_dealloc, destruct},
     {Py_tp_methods, methods},

@@ -50,7 +50,7 @@ class ShmCommunicator(Communicator):
     def __init__(self, rank: int, size: int, memory: mmap.mmap, timeout_s: float) -> None:
         self._memory = memory
         self._fetch_notes: Callable[[], None] = lambda: None
-        self._segment = Segment(memory, rank, size, CHUNK_BYTES, np.ndarray, _DTYPES, _OPS)
+        self._segment = Segment(memory, rank, size, CHUNK_BYTES, np.zeros((2, 3)), _DTYPES, _OPS)
         super().__init__(rank, size, timeout_s, engine=self._segment)
 
     def record(self, track: Track) -> None:

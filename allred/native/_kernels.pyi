@@ -30,6 +30,8 @@ class Operation:
 class Segment:
     """A rank's view of its node's shared memory, and the queue of its operations (csrc/queue.h).
 
+    array: a C-contiguous writable numpy array of two dimensions or more, from which is seen whether C can read arrays
+    here; if not, none takes the short way. dtypes, ops: by their codes.
     A `record` is a header of 64 bytes; or None for what is a part of the operation that holds up those behind it.
     """
 
@@ -39,7 +41,7 @@ class Segment:
         rank: int,
         ranks: int,
         chunk_bytes: int,
-        array_type: type,
+        array: Any,
         dtypes: tuple[Any, ...],
         ops: tuple[Any, ...],
         /,

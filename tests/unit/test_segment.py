@@ -1,5 +1,7 @@
 """The C type under the shared-memory backend, with one rank alone: its headers, and what it refuses."""
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -20,7 +22,7 @@ DONE, NOT_TAKEN = True, None
 
 @pytest.fixture
 def segment():
-    alone = Segment(bytearray(segment_bytes(1, SLOT)), 0, 1, SLOT, np.ndarray, _DTYPES, _OPS)
+    alone = Segment(bytearray(segment_bytes(1, SLOT)), 0, 1, SLOT, np.zeros((2, 3)), _DTYPES, _OPS)
     yield alone
     alone.close()
 
@@ -137,9 +139,9 @@ def test_wrong_arguments_are_refused_before_anything_moves(segment, call, messag
 @pytest.mark.parametrize(("rank", "ranks", "chunk"), [(1, 1, 64), (-1, 1, 64), (0, 0, 64), (0, 2, 64), (0, 1, 65)])
 def test_impossible_segments_are_refused(rank, ranks, chunk):
     with pytest.raises(ValueError, match="no such rank"):
-        Segment(bytearray(10**6), rank, ranks, chunk, np.ndarray, _DTYPES, _OPS)
+        Segment(bytearray(10**6), rank, ranks, chunk, np.zeros((2, 3)), _DTYPES, _OPS)
     with pytest.raises(ValueError, match="the memory has 64 bytes"):
-        Segment(bytearray(64), 0, 1, 64, np.ndarray, _DTYPES, _OPS)
+        Segment(bytearray(64), 0, 1, 64, np.zeros((2, 3)), _DTYPES, _OPS)
 
 
 def test_a_closed_segment_says_so(segment):
@@ -161,3 +163,34 @@ def test_it_is_not_closed_under_an_operation(segment):
 def test_codes_are_the_same_in_c_and_python():
     assert len(_DTYPES) == len(arrays.DTYPES) == 10
     assert list(ops.CODES.values()) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    "probe", [np.zeros(3), np.zeros((2, 4))[:, ::2], memoryview(bytearray(6)).cast("B", (2, 3)), None]
+)
+def test_where_c_cannot_read_arrays_none_goes_the_short_way(probe):
+    alone, array = Segment(bytearray(segment_bytes(1, SLOT)), 0, 1, SLOT, probe, _DTYPES, _OPS), np.ones(3)
+    assert alone.allreduce(array, array, ReduceOp.SUM, "") is NOT_TAKEN
+    assert alone.grouped_allreduce([array], [array], ReduceOp.SUM, "") is NOT_TAKEN
+
+
+def test_a_group_with_memory_twice_is_found_also_behind_one_without(segment):
+    """Of arrays in no order, in which the check remembers what it has found."""
+    memory = np.ones((40, 8))
+    group = [memory[i * 7 % 40] for i in range(40)]
+    for _ in range(2):
+        assert segment.grouped_allreduce(group, group, ReduceOp.SUM, "g") is DONE
+    for wrong in ([*group[:-1], group[3]], [*group[:-1], memory.reshape(-1)[4:12]], [*group, group[0]]):
+        assert segment.grouped_allreduce(wrong, wrong, ReduceOp.SUM, "g") is NOT_TAKEN
+        assert segment.grouped_allreduce(wrong, wrong, ReduceOp.SUM, "g") is NOT_TAKEN
+    assert segment.grouped_allreduce(group, group, ReduceOp.SUM, "g") is DONE
+    assert segment.grouped_allreduce(wrong, [np.empty(8) for _ in wrong], ReduceOp.SUM, "g") is DONE
+
+
+def test_what_an_operation_holds_it_gives_back(segment):
+    array, target = np.ones(3), np.ones(3)
+    for _ in range(3):
+        segment.allreduce(array, target, ReduceOp.SUM, "")
+        segment.allreduce(array, array, ReduceOp.SUM, "")
+        segment.grouped_allreduce([array, np.ones((2, 2)).T], [target, np.ones((2, 2))], ReduceOp.SUM, "")
+    assert (sys.getrefcount(array), sys.getrefcount(target)) == (2, 2)
