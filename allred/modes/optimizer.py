@@ -263,21 +263,27 @@ class DistributedOptimizer:
         """Continue on all ranks from the newest complete checkpoint in `directory`: parameters, optimizer. Collective.
 
         The number of its step; None if there is no checkpoint, then everybody starts from worker 0's parameters.
-        Raises CheckpointError on worker 0 if it cannot be read or is of another model.
+        Raises CheckpointError, on all ranks, if worker 0 cannot read it or it is of another model.
         """
         return self.restore_all(directory, params)[0]
 
     def restore_all(self, directory: str | os.PathLike[str], params: Any) -> tuple[int | None, Any]:
         """The same, and what the session that saved it added, on all ranks; None where there is nothing."""
         self._needs_state()
-        step = extra = None
+        step = extra = failure = None
         with collectives.within(self.process_set):
+            first = collectives.current().ranks[0]
             if collectives.current().rank == 0:
-                step, extra = checkpoints.load(directory, params, self._mode)
+                try:
+                    step, extra = checkpoints.load(directory, params, self._mode)
+                except AllredError as error:
+                    failure = error
+            if heard := collectives.broadcast_object(failure, first):
+                raise failure or heard
             self.broadcast(params)
             if step is not None:
                 self._mode.count_from(step)
-            step, extra = collectives.broadcast_object((step, extra), collectives.current().ranks[0])
+            step, extra = collectives.broadcast_object((step, extra), first)
             if step is not None:
                 restored(self.optimizer)
                 if self._mode.in_step:

@@ -349,3 +349,12 @@ def test_the_summary_counts_all_ranks_samples(size):
         opt.step(params, [np.ones(2)], samples=10)
     assert opt._mode._meter.samples == 30 * size
     assert f"world: {size} rank" in opt.summary()
+
+
+def test_a_checkpoint_of_another_model_is_an_error_on_all_ranks(rank, size, tmp_path):
+    """After which they go on together."""
+    opt, params = allred.distributed(optim.SGD(lr=0.1)), {"w": np.ones(3, np.float32)}
+    opt.save(tmp_path, params)
+    with pytest.raises(allred.CheckpointError, match=r"is of another model: 'v' \(3,\) is not in it"):
+        opt.restore(tmp_path, {"v": np.ones(3, np.float32)})
+    assert opt.restore(tmp_path, params) == 0
