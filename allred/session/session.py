@@ -201,6 +201,11 @@ class Session:
                 "session.steps() was called again after the end of the data: one call is for all epochs, as in "
                 "session.steps(allred.data.batches(..., epochs=10))"
             )
+        if self._saves and self._state is not None and self._state.misses(batches):
+            report.say(
+                "session.steps(): a training that goes on from a checkpoint will begin this data anew, though it could "
+                "go on behind the last batch; pass it to session.track(data=...) too"
+            )
         iterator = iter(batches)
         while not self.should_stop():
             try:

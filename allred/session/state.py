@@ -36,6 +36,10 @@ class State:
         for title, give in self._parts(None):
             _pickle(title, give)
 
+    def misses(self, batches: Any) -> bool:
+        """Whether these could go on where a checkpoint was made, and no data was given to `track`."""
+        return self._data is None and _keeps(batches)
+
     def note_position(self) -> None:
         """An update was made of all batches so far."""
         self._position = _of(self._data)

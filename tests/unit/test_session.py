@@ -865,3 +865,16 @@ def test_the_last_checkpoint_of_a_failure_before_a_later_one_that_is_damaged(wor
     with pytest.raises(ZeroDivisionError), Session(tmp_path) as session:
         train(session, [1, 1, 0], gradient=lambda loss: 1 / loss)
     assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-00000001", "step-00000003", "step-00000005"]
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+@pytest.mark.parametrize("saves", [True, False])
+def test_data_that_would_begin_anew_is_told(world, tmp_path, capfd, tracked, saves):
+    params, opt = [np.zeros(1)], allred.distributed(allred.optim.SGD(lr=1.0))
+    data = allred.data.batches(np.arange(6), batch_size=1, seed=None)
+    with Session(tmp_path if saves else None, max_steps=2) as session:
+        session.track(params=params, optimizer=opt, data=data if tracked else None)
+        for _ in session.steps(data):
+            opt.step(params, [np.ones(1)])
+    told = capfd.readouterr().err.count("will begin this data anew, though it could go on behind the last batch; pass")
+    assert told == (saves and not tracked)
