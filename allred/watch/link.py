@@ -1,9 +1,11 @@
 """TCP between the watchers of two nodes: JSON, a line each, after both have shown that they know the job's secret.
 
 chief's watcher              other watcher
-nonce                   -->
-                        <--  HMAC-SHA256(secret, nonce), nonce
-HMAC-SHA256(secret, nonce) -->
+nonce N                 -->
+                        <--  HMAC-SHA256(secret, "watcher" N), nonce M
+HMAC-SHA256(secret, "chief" M) -->
+
+Who answers is in the proof, so that none can be sent back to where it came from.
 """
 
 import contextlib
@@ -49,9 +51,9 @@ class Link:
         return [json.loads(line) for line in lines]
 
 
-def proof(secret: str, nonce: bytes) -> bytes:
-    """That one knows the secret."""
-    return hmac.digest(secret.encode(), nonce, "sha256")
+def proof(secret: str, who: bytes, nonce: bytes) -> bytes:
+    """That one who plays this part knows the secret."""
+    return hmac.digest(secret.encode(), who + nonce, "sha256")
 
 
 def connect(addresses: Iterable[str], port: int, secret: str) -> Link | None:
@@ -67,8 +69,8 @@ def connect(addresses: Iterable[str], port: int, secret: str) -> Link | None:
 
 def _authenticate(connection: socket.socket, secret: str) -> bool:
     nonce, mine = _exactly(connection, NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
-    connection.sendall(proof(secret, nonce) + mine)
-    return hmac.compare_digest(_exactly(connection, PROOF_BYTES), proof(secret, mine))
+    connection.sendall(proof(secret, b"watcher", nonce) + mine)
+    return hmac.compare_digest(_exactly(connection, PROOF_BYTES), proof(secret, b"chief", mine))
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
@@ -97,9 +99,9 @@ class Guest:
         if len(self._received) < PROOF_BYTES + NONCE_BYTES:
             return None if data else False
         given, nonce = self._received[:PROOF_BYTES], self._received[PROOF_BYTES:]
-        if not hmac.compare_digest(given, proof(self._secret, self._nonce)):
+        if not hmac.compare_digest(given, proof(self._secret, b"watcher", self._nonce)):
             return False
-        self.connection.send(proof(self._secret, nonce))
+        self.connection.send(proof(self._secret, b"chief", nonce))
         return True
 
 

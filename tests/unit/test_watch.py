@@ -517,6 +517,24 @@ def test_a_stranger_is_turned_away():
     assert meet("guess", "secret") == (None, None)
 
 
+def test_nobody_proves_anything_with_a_watchers_own_answers():
+    """A stranger in the chief's place has the watcher come twice, and answers it with what it said the second time."""
+    size, outcome = link.NONCE_BYTES, []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = [["127.0.0.1"], listener.getsockname()[1], "secret"]
+        watchers = [threading.Thread(target=lambda: outcome.append(link.connect(*address))) for _ in range(2)]
+        first, second = (watcher.start() or listener.accept()[0] for watcher in watchers)
+        first.sendall(bytes(size))
+        nonce = link._exactly(first, link.PROOF_BYTES + size)[link.PROOF_BYTES :]
+        second.sendall(nonce)
+        first.sendall(link._exactly(second, link.PROOF_BYTES + size)[: link.PROOF_BYTES])
+        second.close()
+        for watcher in watchers:
+            watcher.join()
+        first.close()
+    assert outcome == [None, None]
+
+
 def test_nobody_there():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
