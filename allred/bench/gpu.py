@@ -26,7 +26,6 @@ from allred.comm import collectives
 from allred.comm.nccl import NcclCommunicator
 from allred.comm.nccl_wire import TYPES
 from allred.gpu.device import Device
-from allred.gpu.kernels import starts
 from allred.gpu.values import adopt
 
 NCCL, PER_TENSOR, CONCATENATED = "nccl", "nccl per tensor", "nccl concatenate + split"
@@ -113,16 +112,16 @@ def packing(group: list[Any], comm: Any, seconds: float) -> dict[str, float]:
     """GB/s, read and written, of packing a group and unpacking it, and of copying as many bytes."""
     xp, kernels = _device().xp, _device().kernels
     name, flats = arrays.name_of(group[0].dtype), [adopt(array).flat() for array in group]
-    room = starts([flat.size for flat in flats], flats[0].itemsize)[-1]
-    buffer, other = xp.zeros(room, flats[0].dtype), xp.zeros(room, flats[0].dtype)
+    table = kernels.table(flats, flats[0].itemsize)
+    buffer, other = (xp.zeros(table.room, flats[0].dtype) for _ in range(2))
     ways: dict[str, Call] = {
         "copy": lambda: xp.copyto(other, buffer),
-        "pack": lambda: kernels.pack(flats, name, buffer, None),
-        "unpack": lambda: kernels.unpack(buffer, flats, name, None),
+        "pack": lambda: kernels.pack(table, name, buffer, None),
+        "unpack": lambda: kernels.unpack(buffer, table, name, None),
     }
     if arrays.accumulator(group[0].dtype) == group[0].dtype and arrays.is_float(group[0].dtype):
-        ways["pack_scaled"] = lambda: kernels.pack(flats, name, buffer, 0.5)
-        ways["unpack_divided"] = lambda: kernels.unpack(buffer, flats, name, 2.0)
+        ways["pack_scaled"] = lambda: kernels.pack(table, name, buffer, 0.5)
+        ways["unpack_divided"] = lambda: kernels.unpack(buffer, table, name, 2.0)
     samples = measure.measure(ways, comm, seconds, settle)
     nbytes = 2 * sum(flat.nbytes for flat in flats)
     return {f"{way}_GBps": short(measure.algbw(nbytes, found.us(50))) for way, found in samples.items()}

@@ -387,7 +387,7 @@ class Communicator(ABC):
 
         title = f"{kind}{quoted(name)}".encode(errors="backslashreplace").decode()
 
-        def steps() -> Steps[T]:
+        def steps() -> "Steps[T]":  # in quotes, since it would be put together at every operation, for a microsecond
             before = self._sequence
             try:
                 check_name(name)

@@ -8,12 +8,11 @@ was. The host may sit in a wait of CUDA's meanwhile, or in NCCL itself, which wa
 and when there is no room for more: that returns, and what the watcher has to say is raised there.
 """
 
-import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from allred.comm.work import WorkQueue
 from allred.errors import AllredError, CollectiveTimeout
@@ -65,13 +64,12 @@ class Guard:
         self._running.append((end, title, time.monotonic()))
         return Guarded(self, end)
 
-    @contextlib.contextmanager
-    def calling(self) -> Iterator[None]:
-        """Inside this block the host calls NCCL, for the operation that advances."""
+    def call(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Call NCCL, for the operation that advances, where the host may come to wait."""
         title = "NCCL" if self._queue.advancing is None else self._queue.advancing.title
         self._calling = title, time.monotonic()
         try:
-            yield
+            function(*arguments)
         finally:
             self._calling = None
 

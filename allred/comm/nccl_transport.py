@@ -178,8 +178,7 @@ class NcclTransport:
 
     def _enter(self, title: str, function: Callable[..., Any], *arguments: Any) -> None:
         try:
-            with self._guard.calling():
-                function(*arguments)
+            self._guard.call(function, *arguments)
         except Exception as error:  # perhaps since the guard has aborted it
             self._guard.failure = self._guard.failure or AllredError(f"NCCL's {title}: {error}; {HINT}")
         self._guard.check()

@@ -9,6 +9,7 @@ are). Pure functions of arrays; `xp` is cupy, or numpy where they are tested. bf
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ class Travel:
     keyed: bool = False
 
 
+@functools.cache
 def travel(name: str, op: ReduceOp) -> Travel:
     """For an allreduce of this dtype, other than those of `halves`.
 

@@ -197,6 +197,7 @@ class Work(Generic[T]):
     def _finish(self, outcome: T | AllredError) -> None:
         self._outcome, self._finished = outcome, True
         self._queue.engine.over(self._first)
+        self._queue.advancing = None  # who keeps it has its result, which may be large
         self._pending = self._first = None
         if self.noted is not None and self._queue.track is not None:
             self._queue.track.end(self.noted)

@@ -11,11 +11,10 @@ cupy's pool hands memory that was given back to whatever next allocates on the s
 allocated inside `enter` is for the communication stream alone, and a result is the caller's stream's.
 """
 
-import contextlib
 import functools
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -62,15 +61,13 @@ class Lane:
         self._ready.append(self._device.record(self._caller))  # it may still be in use there by what gave it back
         return made
 
-    @contextlib.contextmanager
-    def enter(self) -> Iterator[Any]:
-        """Enqueue on the communication stream, after what the caller's streams held when the operation was started."""
-        stream = self._device.stream
+    def enter(self) -> Any:
+        """The communication stream, to be entered: what is enqueued there comes after what the caller's streams held
+        when the operation was started."""
         ready, self._ready = self._ready, []
         for event in ready:
-            stream.wait_event(event)
-        with stream:
-            yield stream
+            self._device.stream.wait_event(event)
+        return self._device.stream
 
     def end(self, kept: Any) -> End:
         """What was enqueued so far, to be waited for; `kept` is not let go before."""

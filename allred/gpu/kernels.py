@@ -46,53 +46,76 @@ def tables(addresses: Sequence[int], begin: Sequence[int], counts: Sequence[int]
     return np.ascontiguousarray(pieces), tiles
 
 
+class Table:
+    """Where tensors of a dtype lie, and from where on in a buffer of elements of `itemsize`: what launches read, on the
+    GPU from the first of them on. It holds addresses, and none of the tensors."""
+
+    def __init__(self, addresses: Sequence[int], counts: Sequence[int], itemsize: int) -> None:
+        self.addresses, self.counts, self.itemsize = addresses, counts, itemsize
+        self.begin = starts(counts, itemsize)
+        self._made: dict[int, tuple[Any, Any]] = {}
+
+    @property
+    def room(self) -> int:
+        """Elements that the buffer has to have."""
+        return self.begin[-1]
+
+    def read(self, xp: Any, scale: int) -> tuple[Any, Any]:
+        """Its pieces and tiles, counted in parts of an element, of which it has `scale`."""
+        if scale not in self._made:
+            begin, counts = [start * scale for start in self.begin], [count * scale for count in self.counts]
+            pieces, tiles = tables(self.addresses, begin, counts)
+            self._made[scale] = xp.asarray(pieces), xp.asarray(tiles)
+        return self._made[scale]
+
+
 class Kernels:
     """Of the current GPU. Arrays are contiguous cupy arrays, bfloat16 as uint16 with its name; all goes to the current
     stream."""
 
     def __init__(self, xp: Any) -> None:
         self._xp = xp
-        self._tables: dict[Any, tuple[Any, Any]] = {}
+        self._tables: dict[Any, Table] = {}
+        self._function = functools.cache(lambda name: self._module.get_function(name))  # cupy's own is not cached
 
     @functools.cached_property
     def _module(self) -> Any:
         return self._xp.RawModule(code=SOURCE.read_text(), options=("-fmad=false",))
 
-    def pack(self, parts: Sequence[Any], name: str, buffer: Any, factor: float | None) -> None:
-        """Tensors of a dtype, by its name, into the buffer, each from its `starts` on; multiplied by a factor, or as
-        they are. 16-bit floats are float32 in the buffer if there is a factor."""
-        self._fuse("pack", parts, name, buffer, factor)
+    def table(self, parts: Sequence[Any], itemsize: int) -> Table:
+        """Of tensors of a dtype, for a buffer of elements of that size; found again where they are the same."""
+        key = itemsize, tuple([part.data.ptr for part in parts]), tuple([part.size for part in parts])
+        if key not in self._tables:
+            if len(self._tables) >= _KEPT:
+                self._tables.pop(next(iter(self._tables)))
+            self._tables[key] = Table(key[1], key[2], itemsize)
+        return self._tables[key]
 
-    def unpack(self, buffer: Any, parts: Sequence[Any], name: str, divisor: float | None) -> None:
+    def pack(self, table: Table, name: str, buffer: Any, factor: float | None) -> None:
+        """Tensors of a dtype, by its name, into the buffer; multiplied by a factor, or as they are. 16-bit floats are
+        float32 in the buffer if there is a factor."""
+        self._fuse("pack", table, name, buffer, factor)
+
+    def unpack(self, buffer: Any, table: Table, name: str, divisor: float | None) -> None:
         """The reverse, divided by the divisor. 16-bit floats are float32 in the buffer if there is one."""
-        self._fuse("unpack", parts, name, buffer, divisor)
+        self._fuse("unpack", table, name, buffer, divisor)
 
-    def _fuse(self, way: str, parts: Sequence[Any], name: str, buffer: Any, number: float | None) -> None:
-        begin = starts([part.size for part in parts], buffer.itemsize)
+    def _fuse(self, way: str, table: Table, name: str, buffer: Any, number: float | None) -> None:
         if number is None:
-            scale = buffer.itemsize
-            self._launch(f"{way}_bytes", parts, [start * scale for start in begin], scale, (buffer,))
+            self._launch(f"{way}_bytes", table, table.itemsize, (buffer,))
         else:
-            self._launch(f"{way}_{name}", parts, begin, 1, (buffer, np.float64(number)))
+            self._launch(f"{way}_{name}", table, 1, (buffer, np.float64(number)))
 
     def exceeds(self, parts: Sequence[Any], element_bytes: int, limit: int) -> Any:
         """A uint32 on the GPU: whether some element's magnitude, by its bits, is beyond the limit (see fuse.cu)."""
         flag = self._xp.zeros(1, np.uint32)
-        self._launch(f"exceeds_{element_bytes}", parts, [0] * len(parts), 1, (np.uint32(limit), flag))
+        self._launch(f"exceeds_{element_bytes}", self.table(parts, element_bytes), 1, (np.uint32(limit), flag))
         return flag
 
-    def _launch(
-        self, name: str, parts: Sequence[Any], begin: Sequence[int], scale: int, others: tuple[Any, ...]
-    ) -> None:
-        key = name, scale, tuple([part.data.ptr for part in parts]), tuple([part.size for part in parts])
-        if key not in self._tables:
-            if len(self._tables) >= _KEPT:
-                self._tables.pop(next(iter(self._tables)))
-            pieces, tiles = tables(key[2], begin, [size * scale for size in key[3]])
-            self._tables[key] = self._xp.asarray(pieces), self._xp.asarray(tiles)
-        pieces, tiles = self._tables[key]
+    def _launch(self, name: str, table: Table, scale: int, others: tuple[Any, ...]) -> None:
+        pieces, tiles = table.read(self._xp, scale)
         if len(tiles):
-            self._module.get_function(name)((len(tiles),), (_THREADS,), (pieces, tiles, *others))
+            self._function(name)((len(tiles),), (_THREADS,), (pieces, tiles, *others))
 
 
 _RULE_ARRAYS, _RULE_NUMBERS = 5, 6  # as in csrc/update.h
@@ -108,13 +131,18 @@ def update(rule: str, tensors: Sequence[Any], numbers: Sequence[float]) -> bool:
         return False
     if not all(t.dtype == param.dtype and t.shape == param.shape and t.flags.c_contiguous for t in given):
         return False
-    kernel = _updates().get_function(f"update_{rule}_{param.dtype.name}")
+    kernel = _update(f"update_{rule}_{param.dtype.name}")
     pointers = [np.uintp(0) if tensor is None else tensor for tensor in tensors]
     pointers += [np.uintp(0)] * (_RULE_ARRAYS - len(pointers))
     floats = [np.float64(number) for number in numbers] + [np.float64(0)] * (_RULE_NUMBERS - len(numbers))
     blocks = min(_BLOCKS, -(-param.size // _THREADS))
     kernel((blocks,), (_THREADS,), (*pointers, *floats, np.uint64(param.size)))
     return True
+
+
+@functools.cache
+def _update(name: str) -> Any:
+    return _updates().get_function(name)
 
 
 @functools.cache

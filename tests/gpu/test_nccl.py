@@ -149,6 +149,18 @@ def test_a_group_with_layouts_and_weights():
     np.testing.assert_allclose(group[-1].get(), expected(allred.Average, (10, 20), "float32")[:, ::2], rtol=1e-6)
 
 
+@pytest.mark.parametrize("framework", ["cupy", "torch"])
+def test_a_group_that_comes_again_may_lie_where_another_did(framework):
+    """Gradients of a step have the addresses of those of the step before, and other values, shapes or dtypes."""
+    made = cupy.full if framework == "cupy" else lambda *a: torch.full(*a, device="cuda")
+    dtypes = (np.float32, np.int32) if framework == "cupy" else (torch.float32, torch.int32)
+    for step in range(6):
+        shapes = [(100, 30), (7,), (1000,)] if step % 3 else [(30, 100), (8,), (999,)]
+        group = [made(shape, allred.rank() + step, dtypes[step // 3]) for shape in shapes]
+        for array in allred.grouped_allreduce_(group, allred.Sum):
+            assert (array == sum(range(allred.size())) + step * allred.size()).all()
+
+
 def test_the_other_collectives():
     rank, size = allred.rank(), allred.size()
     x = cupy.asarray(data(rank, (2, 3), "float32"))

@@ -12,9 +12,8 @@ import ctypes
 
 import numpy as np
 
-from allred.comm import nccl_calls, nccl_wire
-from allred.gpu import values
-from allred.gpu.kernels import starts
+from allred.comm import nccl_calls, nccl_reduce, nccl_wire
+from allred.gpu import kernels, values
 from allred.modes import pairs, sync
 from allred.modes.detect import drift, finite, repeated
 
@@ -46,16 +45,24 @@ def adopt(value):
     return values.Adopted(bare, dtype, value.flags.writeable, lambda made: made.view(dtype).view(DeviceArray))
 
 
+def layouts(group):
+    """In place of values.layouts: the same for these arrays."""
+    if any(type(value) is not DeviceArray for value in group):
+        return None
+    return [(value.ctypes.data, Data.device_id, value.shape, value.strides, value.dtype) for value in group]
+
+
 def install(put):
     """Where the library asks for what only a GPU has, this answers. put: setattr, or a test's own."""
-    kernels = Kernels()
+    scan = Kernels()
     for module in (values, nccl_calls, pairs):
         put(module, "adopt", adopt)
+    put(nccl_reduce, "layouts", layouts)
     put(values, "zeros", lambda like, shape, dtype: on_gpu(np.zeros(shape, dtype)))
     put(values, "to_host", lambda value: host(value) if value is not None else None)
     for module in (drift, finite, repeated, sync):
         put(module, "to_host", values.to_host)
-    put(finite, "exceeds_on_gpu", lambda parts, *a: bool(kernels.exceeds(list(map(host, parts)), *a)))
+    put(finite, "exceeds_on_gpu", lambda parts, *a: bool(scan.exceeds(list(map(host, parts)), *a)))
 
 
 class Pointed(np.ndarray):
@@ -158,22 +165,32 @@ class Stream:
 FACTORED = ("float16", "bfloat16", "float32", "float64")
 
 
-class Kernels:
-    """What fuse.cu does, in numpy; tests/unit/test_fuse_cu.py holds the two against each other."""
+class Kernels(kernels.Kernels):
+    """What fuse.cu does, in numpy, where the tables say; tests/unit/test_fuse_cu.py holds fuse.cu against numpy."""
 
-    def pack(self, parts, name, buffer, factor):
-        for start, part in zip(starts([part.size for part in parts], buffer.itemsize), parts, strict=False):
-            end = start + part.size
+    def __init__(self):
+        super().__init__(Namespace)
+
+    def pack(self, table, name, buffer, factor):
+        for part, there in self._parts(table, name, buffer):
             if factor is not None:
                 assert name in FACTORED, f"fuse.cu has no pack_{name}"
                 part = widened(part, name) * buffer.dtype.type(factor) if factor else 0
-            buffer[start:end] = part
+            there[...] = part
 
-    def unpack(self, buffer, parts, name, divisor):
-        for start, part in zip(starts([part.size for part in parts], buffer.itemsize), parts, strict=False):
-            held = buffer[start : start + part.size]
+    def unpack(self, buffer, table, name, divisor):
+        for part, held in self._parts(table, name, buffer):
             assert divisor is None or name in FACTORED, f"fuse.cu has no unpack_{name}"
             part[...] = held if divisor is None else narrowed(held / held.dtype.type(divisor), name)
+
+    def _parts(self, table, name, buffer):
+        """Each tensor, by its address alone, and its part of the buffer."""
+        assert table.itemsize == buffer.itemsize
+        dtype = nccl_wire.element(name)
+        for address, start, count in zip(table.addresses, table.begin, table.counts, strict=False):
+            if count:
+                memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+                yield np.frombuffer(memory, dtype), buffer[start : start + count]
 
     def exceeds(self, parts, element_bytes, limit):
         bits = [part.view(f"u{element_bytes}") for part in parts]

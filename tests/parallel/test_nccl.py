@@ -3,6 +3,9 @@
 The real thing: tests/gpu. Here `nccl` is what goes through NCCL's calls, `staged` what goes through the host.
 """
 
+import gc
+import weakref
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ from mpi4py import MPI
 from standin_gpu import DeviceArray, host, on_gpu
 
 import allred
-from allred.comm import collectives, nccl_calls, registry
+from allred.comm import collectives, nccl_calls, nccl_reduce, registry
 from allred.comm.nccl_connect import around
 from allred.errors import InputError, MismatchError
 
@@ -38,6 +41,7 @@ def connected(request):
 @pytest.fixture
 def comm(connected, monkeypatch):
     monkeypatch.setattr(nccl_calls, "adopt", standin_gpu.adopt)
+    monkeypatch.setattr(nccl_reduce, "layouts", standin_gpu.layouts)
     connected.device.ordered = connected.device.synchronized = 0
     yield connected
     connected.barrier().wait()
@@ -110,7 +114,7 @@ def test_integers_wrap_around(comm, dtype, op):
 @pytest.mark.parametrize("op", [allred.Sum, allred.Average])
 def test_a_group_travels_in_buckets(comm, in_place, op, monkeypatch):
     """Small tensors of a dtype in one, a large one alone; of other layouts; the gaps between tensors do no harm."""
-    monkeypatch.setattr("allred.comm.nccl.BUCKET_BYTES", 4096)
+    monkeypatch.setattr("allred.comm.nccl_reduce.BUCKET_BYTES", 4096)
     shapes = [(3,), (), (0,), (1009,), (2, 2), (5,), (7,)]
     dtypes = [np.float32, np.float64, np.float32, np.float32, ml_dtypes.bfloat16, np.float32, ml_dtypes.bfloat16]
 
@@ -124,6 +128,75 @@ def test_a_group_travels_in_buckets(comm, in_place, op, monkeypatch):
         assert comm.grouped_allreduce([], allred.Sum).wait() == []
 
     contract.twice(check)
+
+
+class Alike:
+    """Groups on the same memory, each of which differs in one thing from the one before it in this list."""
+
+    def __init__(self):
+        self.memory = on_gpu(np.zeros(4000, np.float32))
+        views = [self.of(slice(0, 600), (20, 30)), self.of(slice(2000, 2007), (7,))]
+        self.groups = [
+            (views, allred.Sum, None),
+            ([views[0].reshape(30, 20), views[1]], allred.Sum, None),
+            ([views[0], self.memory[2000:2014:2]], allred.Sum, None),
+            ([view.view(np.int32) for view in views], allred.Sum, None),
+            ([views[0], self.of(slice(2001, 2008), (7,))], allred.Sum, None),
+            (views, allred.Max, None),
+            (views, allred.Sum, 1.0),
+            (views, allred.Sum, 2.0),
+            ([views[0][:10], views[1]], allred.Sum, None),
+            (views[1:], allred.Sum, None),
+            (views[1:], allred.Sum, 2.0),
+        ]
+
+    def of(self, where, shape):
+        return self.memory[where].reshape(shape)
+
+
+def test_a_group_that_comes_again_is_not_looked_through_again(comm, monkeypatch):
+    """It is the same if all that matters is, whoever owns the memory now. What is strided is looked at every time, and
+    what travels where it lies."""
+    looked = []
+    monkeypatch.setattr(nccl_calls, "adopt", lambda value: looked.append(1) or standin_gpu.adopt(value))
+    alike = Alike()
+    for group, op, weight in alike.groups * 2:
+        for _ in range(2):
+            looked.clear()
+            alike.memory[...] = 7
+            for array in group:
+                array[...] = -1 - comm.rank
+            if weight is None:
+                comm.grouped_allreduce_(group, op).wait()
+            else:
+                comm.weighted_allreduce_(group, op, "", allred.Compression.none, weight).wait()
+            expected = -1 if op is allred.Max else -sum(range(1, comm.size + 1)) * (weight or 1)
+            for array in group:
+                np.testing.assert_array_equal(host(array), np.full(array.shape, expected))
+            assert np.count_nonzero(host(alike.memory) == 7) == 4000 - sum(array.size for array in group)
+        packed = len(group) > 1 or weight is not None
+        assert (len(looked) == 0) == (packed and all(array.flags.c_contiguous for array in group))
+
+
+def test_a_group_that_has_come_is_its_callers_alone(comm):
+    group = [on_gpu(np.ones(shape, np.float32)) for shape in [(3, 4), (12,)]]
+    left = [weakref.ref(array) for array in group]
+    for _ in range(2):
+        comm.grouped_allreduce_(group, allred.Sum).wait()
+    del group
+    gc.collect()
+    assert all(one() is None for one in left)
+
+
+def test_groups_that_have_come_may_still_differ_between_ranks(comm):
+    if comm.size == 1:
+        return
+    one = [on_gpu(np.ones(shape, np.float32)) for shape in [(3, 4), (12,)]]
+    other = [array.reshape(12) for array in one]
+    for group in (one, other):
+        comm.grouped_allreduce_(group, allred.Sum).wait()
+    with pytest.raises(MismatchError, match=r"tensor 0 of 2 differs: float32 \(3, 4\) on rank 0; float32 \(12,\) on"):
+        comm.grouped_allreduce_(other if comm.rank else one, allred.Sum).wait()
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])

@@ -44,3 +44,14 @@ def test_one_function_tells_the_stream_of_all_tensors_and_other_dtypes_have_word
     assert one.stream is other.stream
     with pytest.raises(InputError, match=r"torch.quint8 is not supported; use one of bool, uint8"):
         values._kind_of_torch(torch.quint8)
+
+
+def test_layouts_are_equal_where_a_kernel_sees_the_same():
+    tensor = torch.arange(24.0).reshape(4, 6)
+    here = values.layouts([tensor])
+    assert here == values.layouts([tensor.detach()]) == values.layouts([tensor.view(4, 6)])
+    others = [tensor.view(6, 4), tensor[:, ::2], tensor[1:], tensor.view(torch.int32), tensor.clone(), tensor.T]
+    for other in others:
+        assert values.layouts([other]) != here
+    assert values.layouts([tensor, np.ones(3)]) is None
+    assert values.layouts([]) is None

@@ -32,6 +32,7 @@ class Stream:
 
     def __enter__(self):
         stack.append(self)
+        return self
 
     def __exit__(self, *_):
         stack.pop()

@@ -71,6 +71,14 @@ def fuse(library):
     return kernels.Kernels(Cupy(library))
 
 
+def pack(fuse, parts, name, buffer, factor):
+    fuse.pack(fuse.table(parts, buffer.itemsize), name, buffer, factor)
+
+
+def unpack(fuse, buffer, parts, name, divisor):
+    fuse.unpack(buffer, fuse.table(parts, buffer.itemsize), name, divisor)
+
+
 def tensors(dtype, offset=0):
     """Of COUNTS elements each, starting `offset` elements into memory that is aligned to 64 bytes."""
     made = []
@@ -104,12 +112,12 @@ def buffer_for(dtype):
 def test_copies(fuse, dtype, offset):
     parts, back = tensors(dtype, offset), tensors(dtype, offset)
     buffer = buffer_for(dtype)
-    fuse.pack(parts, np.dtype(dtype).name, buffer, None)
+    pack(fuse, parts, np.dtype(dtype).name, buffer, None)
     for part, there in zip(parts, packed(parts, buffer), strict=True):
         np.testing.assert_array_equal(bits(there), bits(part))
     for part in back:
         part[:] = 0
-    fuse.unpack(buffer, back, np.dtype(dtype).name, None)
+    unpack(fuse, buffer, back, np.dtype(dtype).name, None)
     for part, other in zip(parts, back, strict=True):
         np.testing.assert_array_equal(bits(other), bits(part))
 
@@ -124,10 +132,10 @@ def test_scaled_by_factor_and_divisor(fuse, name, offset):
     held = [part.view(np.uint16) if name == "bfloat16" else part for part in parts]
     expected = [np.asarray(part).astype(moved) * moved(0.7) for part in parts]
     buffer = buffer_for(moved)
-    fuse.pack(held, name, buffer, 0.7)
+    pack(fuse, held, name, buffer, 0.7)
     for there, part in zip(packed(parts, buffer), expected, strict=True):
         np.testing.assert_array_equal(np.asarray(there), part)
-    fuse.unpack(buffer, held, name, 3.0)
+    unpack(fuse, buffer, held, name, 3.0)
     for part, numbers in zip(parts, expected, strict=True):
         np.testing.assert_array_equal(bits(part), bits((numbers / moved(3)).astype(dtype)))
 
@@ -139,7 +147,7 @@ def test_a_factor_of_zero_makes_zeros_of_anything(fuse):
             part[:] = np.nan
         buffer = buffer_for(np.float64 if name == "float64" else np.float32)
         buffer[:] = 5
-        fuse.pack([part.view(np.uint16) if name == "bfloat16" else part for part in parts], name, buffer, 0.0)
+        pack(fuse, [part.view(np.uint16) if name == "bfloat16" else part for part in parts], name, buffer, 0.0)
         assert not any(np.asarray(there).any() for there in packed(parts, buffer))
 
 
@@ -149,7 +157,7 @@ def test_every_16_bit_number_there_and_back(fuse, name):
     dtype = NAMES[name]
     every = np.arange(2**16, dtype=np.uint16).view(Array)
     buffer = np.zeros(2**16, np.float32).view(Array)
-    fuse.pack([every], name, buffer, 1.0)
+    pack(fuse, [every], name, buffer, 1.0)
     expected = np.asarray(every).view(dtype).astype(np.float32)
     np.testing.assert_array_equal(np.asarray(buffer), expected)
     with np.errstate(all="ignore"):
@@ -159,7 +167,7 @@ def test_every_16_bit_number_there_and_back(fuse, name):
         buffer[:] = numbers
         with np.errstate(all="ignore"):
             rounded = numbers.astype(dtype)
-        fuse.unpack(buffer, [every], name, 1.0)
+        unpack(fuse, buffer, [every], name, 1.0)
         got = np.asarray(every).view(dtype)
         np.testing.assert_array_equal(np.isnan(got), np.isnan(rounded))
         numbers_there = ~np.isnan(rounded)
@@ -178,7 +186,7 @@ def test_exceeds(fuse, dtype, limit):
 def test_tables_are_kept_for_tensors_that_stay(fuse):
     parts, buffer = tensors(np.float32), buffer_for(np.float32)
     for _ in range(3):
-        fuse.pack(parts, "float32", buffer, None)
+        pack(fuse, parts, "float32", buffer, None)
     assert len(fuse._tables) == 1
     pieces, tiles = kernels.tables([64, 128], [0, 8], [kernels.TILE + 1, 2])
     assert pieces.tolist() == [[64, 0, kernels.TILE + 1], [128, 8, 2]]

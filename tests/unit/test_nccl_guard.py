@@ -129,10 +129,13 @@ def test_the_thread_looks_by_itself_and_stops(guard):
 
 def test_a_host_that_is_stuck_in_nccl_is_freed(guard):
     """When it connects, NCCL waits for the other ranks on the host."""
-    with guard.calling():
+
+    def stuck():
         guard.look(time.monotonic() + 9)
         assert not guard._communicator.aborted
         guard.look(time.monotonic() + 11)
+
+    guard.call(stuck)
     assert guard._communicator.aborted == 1
     assert "not complete on the GPU after 10 s" in str(guard.failure)
     guard.failure = None
