@@ -77,15 +77,17 @@ def test_pack_and_unpack(dtype, offset):
     parts = [cupy.asarray(np.random.default_rng(n).integers(0, 100, n + offset).astype(dtype))[offset:] for n in counts]
     begin = starts(counts, np.dtype(dtype).itemsize)
     buffer = cupy.zeros(begin[-1], dtype)
-    kernels.pack(parts, np.dtype(dtype).name, buffer, None)
+    here = kernels.table(parts, buffer.itemsize)
+    kernels.pack(here, np.dtype(dtype).name, buffer, None)
     for start, part in zip(begin, parts, strict=False):
         cupy.testing.assert_array_equal(buffer[start : start + part.size], part)
     back = [cupy.zeros_like(part) for part in parts]
-    kernels.unpack(buffer, back, np.dtype(dtype).name, None)
+    there = kernels.table(back, buffer.itemsize)
+    kernels.unpack(buffer, there, np.dtype(dtype).name, None)
     for part, other in zip(parts, back, strict=True):
         cupy.testing.assert_array_equal(part, other)
     if dtype in (np.float32, np.float64):
-        kernels.pack(parts, np.dtype(dtype).name, buffer, 3.0)
-        kernels.unpack(buffer, back, np.dtype(dtype).name, 4.0)
+        kernels.pack(here, np.dtype(dtype).name, buffer, 3.0)
+        kernels.unpack(buffer, there, np.dtype(dtype).name, 4.0)
         for part, other in zip(parts, back, strict=True):
             np.testing.assert_array_equal(other.get(), part.get() * dtype(3) / dtype(4))
