@@ -306,7 +306,8 @@ def _writable_on_gpu(value: Any, seen: set[int]) -> Any:
     if adopted.writable and (address not in seen or not adopted.array.size):
         seen.add(address)
         return value
-    return adopted.give(adopted.array.copy())
+    with gpu.on_stream(adopted):
+        return adopted.give(adopted.array.copy())
 
 
 def takes_gpu() -> bool:

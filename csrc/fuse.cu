@@ -208,3 +208,24 @@ SCALED_WIDE(float64, double, 2)
 EXCEEDS(2, uint16_t, 0)
 EXCEEDS(4, uint32_t, 0)
 EXCEEDS(8, uint64_t, 32)
+
+#define from_float32(x) x
+#define from_float64(x) x
+
+/* Of each thread the sum of its elements' squares: a place of its own for each, so that the whole has an order. */
+#define SQUARES(NAME, TYPE)                                                           \
+  KERNEL squares_##NAME(const piece *pieces, const tile *tiles, double *sums) {       \
+    BOUNDS;                                                                           \
+    const TYPE *source = (const TYPE *)whole.address;                                 \
+    double sum = 0;                                                                   \
+    for (int64_t i = from + THREAD; i < to; i += THREADS) {                           \
+      const double x = from_##NAME(source[i]);                                        \
+      sum += x * x;                                                                   \
+    }                                                                                 \
+    sums[(int64_t)BLOCK * THREADS + THREAD] = sum;                                    \
+  }
+
+SQUARES(float16, uint16_t)
+SQUARES(bfloat16, uint16_t)
+SQUARES(float32, float)
+SQUARES(float64, double)

@@ -22,11 +22,11 @@ from allred.comm.calls import array_call, group_call
 from allred.comm.header import Call
 from allred.comm.nccl_calls import Transport, adopted, buckets, check_writable, on_gpu, refused
 from allred.comm.nccl_guard import Guard
-from allred.comm.nccl_wire import HALVES, element
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Steps, Work
 from allred.compression import Compression, narrows
 from allred.gpu.device import Device, Handle, Lane
+from allred.gpu.halves import HALVES, element
 from allred.gpu.kernels import Table
 from allred.gpu.values import Adopted, layouts
 

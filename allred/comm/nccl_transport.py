@@ -18,6 +18,7 @@ from allred.comm.ops import ReduceOp
 from allred.comm.work import Steps
 from allred.errors import AllredError
 from allred.gpu.device import Device, Lane
+from allred.gpu.halves import element, narrow, widen
 
 _OPS = {
     ReduceOp.SUM: "NCCL_SUM",
@@ -108,8 +109,8 @@ class NcclTransport:
     def _allreduce_halves(self, stream: Any, flat: Any, name: str, op: ReduceOp, halves: str) -> None:
         xp, size = self._device.xp, self._host.size
         share = -(-flat.size // size)
-        out = xp.zeros(size * share, nccl_wire.element(halves))
-        out[: flat.size] = flat if name == halves else nccl_wire.narrow(xp, flat, halves)
+        out = xp.zeros(size * share, element(halves))
+        out[: flat.size] = flat if name == halves else narrow(xp, flat, halves)
         rows = xp.empty_like(out)
         part = share * 2
         self._alltoall(stream, out.view(np.uint8), rows.view(np.uint8), [part] * size, [part] * size)
@@ -117,7 +118,7 @@ class NcclTransport:
         count, kind = share * 2, self._type("uint8")
         self._call("allGather", mine, out, count, kind, stream.ptr)
         back = out[: flat.size]
-        flat[...] = back if name == halves else nccl_wire.widen(back, halves)
+        flat[...] = back if name == halves else widen(back, halves)
 
     def broadcast(self, lane: Lane, data: Any, root: int) -> Steps[None]:
         """Bytes of the root."""

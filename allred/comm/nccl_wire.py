@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from allred.comm.ops import ReduceOp
+from allred.gpu.halves import HALVES, narrow, widen
 
 Device = Any  # a cupy array
 _WIDE = {"bool": "uint8", "int16": "int32"}
 _KEYS = {"float16": "int32", "bfloat16": "int32", "float32": "int32", "float64": "int64"}
 _FLOATS = {"int32": "float32", "int64": "float64"}
-HALVES = ("float16", "bfloat16")
 TYPES = {  # that NCCL has, as cupy calls them
     "uint8": "NCCL_UINT8",
     "int8": "NCCL_INT8",
@@ -94,30 +94,8 @@ def _unkeyed(xp: Any, keys: Device, how: Travel) -> Device:
     return xp.where(keys < 0, keys ^ limits.max, keys).view(_FLOATS[how.name])
 
 
-def widen(bits: Device, name: str) -> Device:
-    """16-bit floats as float32."""
-    if name == "float16":
-        return bits.astype(np.float32)
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
-def narrow(xp: Any, value: Device, name: str) -> Device:
-    """float32 or float64 rounded to 16-bit floats, to the nearest, to even between two."""
-    if name == "float16":
-        return value.astype(np.float32).astype(np.float16)
-    bits = value.astype(np.float32).view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
-    return xp.where(xp.isnan(value), quiet, rounded).astype(np.uint16)
-
-
 def combine(xp: Any, rows: Device, name: str, op: ReduceOp) -> Device:
     """The reduction of 16-bit rows, a rank's each, in float32, rounded once; an average is divided before that."""
     wide = widen(rows.reshape(-1), name).reshape(rows.shape)
     total = wide.prod(axis=0) if op is ReduceOp.PRODUCT else wide.sum(axis=0)
     return narrow(xp, total / np.float32(len(rows)) if op is ReduceOp.AVERAGE else total, name)
-
-
-def element(name: str) -> np.dtype[Any]:
-    """The dtype in which device arrays hold it here."""
-    return np.dtype(np.uint16 if name == "bfloat16" else name)

@@ -112,6 +112,13 @@ class Kernels:
         self._launch(f"exceeds_{element_bytes}", self.table(parts, element_bytes), 1, (np.uint32(limit), flag))
         return flag
 
+    def squares(self, parts: Sequence[Any], name: str) -> Any:
+        """A float64 on the GPU: the sum of all elements' squares, of floats of a dtype, by its name."""
+        table = self.table(parts, parts[0].itemsize)
+        sums = self._xp.zeros(len(table.read(self._xp, 1)[1]) * _THREADS, np.float64)  # each thread's
+        self._launch(f"squares_{name}", table, 1, (sums,))
+        return sums.sum()
+
     def _launch(self, name: str, table: Table, scale: int, others: tuple[Any, ...]) -> None:
         pieces, tiles = table.read(self._xp, scale)
         if len(tiles):

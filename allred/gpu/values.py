@@ -27,15 +27,19 @@ _HOST = frozenset({np.ndarray, float, int, bool, list, tuple, type(None)})  # fo
 class Adopted(NamedTuple):
     """A device array as cupy sees it. bfloat16, which older cupy lacks, is uint16 there and bfloat16 in `dtype`.
 
-    give: makes a cupy array like `array` into what the caller is given: a torch tensor for a torch tensor.
+    kind: makes a cupy array that holds this dtype into what the caller is given: a torch tensor for a torch tensor.
     stream: gives the handle of the framework's current stream, where it is not cupy's.
     """
 
     array: Any
     dtype: np.dtype[Any]
     writable: bool
-    give: Callable[[Any], Any]
+    kind: Callable[[Any, np.dtype[Any]], Any]
     stream: Handle | None = None
+
+    def give(self, made: Any) -> Any:
+        """What the caller is given for a cupy array like `array`."""
+        return self.kind(made, self.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -85,7 +89,11 @@ def adopt(value: Any) -> Adopted:
 def _of_cupy(array: Any, writable: bool) -> Adopted:
     dtype = array.dtype
     bare = array.view(np.uint16) if arrays.name_of(dtype) == _BFLOAT16 else array
-    return Adopted(bare, dtype, writable, lambda made: made if made.dtype == dtype else made.view(dtype))
+    return Adopted(bare, dtype, writable, _cupys)
+
+
+def _cupys(made: Any, dtype: np.dtype[Any]) -> Any:
+    return made if made.dtype == dtype else made.view(dtype)
 
 
 def _says_less(interface: dict[str, Any]) -> bool:
@@ -94,26 +102,30 @@ def _says_less(interface: dict[str, Any]) -> bool:
 
 
 def _of_torch(torch: Any, tensor: Any) -> Adopted:
-    dtype, give = _kind_of_torch(tensor.dtype)
+    dtype = _dtype_of_torch(tensor.dtype)
     held = np.dtype(np.uint16) if tensor.dtype is torch.bfloat16 else dtype
     strides = tuple([step * held.itemsize for step in tensor.stride()])
     bare = tensor.detach()
     array = _view(bare.data_ptr(), tuple(tensor.shape), held, strides, bare, tensor.device.index)
-    return Adopted(array, dtype, True, give, _stream_of_torch(tensor.device.index))
+    return Adopted(array, dtype, True, _torchs, _stream_of_torch(tensor.device.index))
 
 
 @functools.cache
-def _kind_of_torch(dtype: Any) -> tuple[np.dtype[Any], Callable[[Any], Any]]:
-    """Of a torch dtype: numpy's, and what makes a tensor of a cupy array."""
-    torch: Any = sys.modules["torch"]
-
-    if dtype is torch.bfloat16:  # which older cupy lacks
-        back = arrays.dtype_of(_BFLOAT16)
-        return back, lambda made: torch.from_dlpack(made.view(np.int16)).view(torch.bfloat16)
+def _dtype_of_torch(dtype: Any) -> np.dtype[Any]:
+    """numpy's, of a torch dtype."""
+    name = str(dtype).removeprefix("torch.")
     try:
-        return np.dtype(str(dtype).removeprefix("torch.")), torch.from_dlpack
+        return arrays.dtype_of(name)
     except TypeError:
         raise InputError(f"{dtype} is not supported; use one of {', '.join(arrays.DTYPES)}") from None
+
+
+def _torchs(made: Any, dtype: np.dtype[Any]) -> Any:
+    torch: Any = sys.modules["torch"]
+
+    if arrays.name_of(dtype) == _BFLOAT16:  # which older cupy lacks
+        return torch.from_dlpack(made.view(np.int16)).view(torch.bfloat16)
+    return torch.from_dlpack(made)
 
 
 @functools.cache
@@ -131,7 +143,7 @@ def _of_interface(value: Any, interface: dict[str, Any]) -> Adopted:
     (address, locked), shape, dtype = interface["data"], tuple(interface["shape"]), np.dtype(interface["typestr"])
     array = _view(address, shape, dtype, interface.get("strides"), value)
     handle = interface.get("stream")
-    return Adopted(array, dtype, not locked, lambda made: made, None if handle is None else _fixed(handle))
+    return Adopted(array, dtype, not locked, _cupys, None if handle is None else _fixed(handle))
 
 
 @functools.lru_cache
@@ -167,25 +179,16 @@ def layouts(values: Sequence[Any]) -> list[Any] | None:
     return None
 
 
-def uncomputable(values: Sequence[Any]) -> str:
-    """Why numpy's functions, by which cupy's arrays are computed with, cannot take these, in words; "" if they can."""
-    odd = next((value for value in values if is_device(value) and not hasattr(value, "__array_ufunc__")), None)
-    if odd is None:
-        return ""
-    kind = f"{type(odd).__module__}.{type(odd).__name__}"
-    return f"of arrays on a GPU it takes cupy's, and got a {kind}; pass cupy.from_dlpack(x), which shares its memory"
-
-
 def of_shape(value: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and dtype of a device array, without adopting it where that is known."""
-    if type(value).__module__.partition(".")[0] == "cupy":
+    """Shape and dtype of an array of any kind, without adopting it where that is known."""
+    if isinstance(value, np.ndarray) or type(value).__module__.partition(".")[0] == "cupy":
         return value.shape, value.dtype
     found = adopt(value)
     return found.array.shape, found.dtype
 
 
 @contextlib.contextmanager
-def _on_stream(found: Adopted) -> Iterator[None]:
+def on_stream(found: Adopted) -> Iterator[None]:
     """Inside this block cupy works on the stream that the array's framework works on."""
     with contextlib.nullcontext() if found.stream is None else external(found.stream()):
         yield
@@ -199,9 +202,8 @@ def zeros(like: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
 
     adopted = adopt(like)
     bits = np.dtype(np.uint16) if dtype.name == _BFLOAT16 else dtype
-    with _on_stream(adopted):
-        made = cupy.zeros(shape, bits)
-        return adopted.give(made) if dtype == adopted.dtype else made
+    with on_stream(adopted):
+        return adopted.kind(cupy.zeros(shape, bits), dtype)
 
 
 def fill(target: Any, values: Any) -> None:
@@ -213,18 +215,19 @@ def fill(target: Any, values: Any) -> None:
     host = np.ascontiguousarray(values, adopted.dtype).view(adopted.array.dtype)
     import cupy
 
-    with _on_stream(adopted):
+    with on_stream(adopted):
         adopted.array[...] = cupy.asarray(host)
 
 
-def exceeds_on_gpu(values: Sequence[Any], element_bytes: int, limit: int) -> bool:
-    """Whether some element's magnitude is beyond the limit, as native.exceeds has it; the host waits for the answer."""
+def following(values: Sequence[Any]) -> tuple[list[Adopted], Kernels]:
+    """Arrays on the GPU, as cupy's current stream may read them: it comes after what their frameworks' streams hold.
+    And that stream's kernels."""
     import cupy
 
     found, current = [adopt(value) for value in values], cupy.cuda.get_current_stream()
     for handle in {one.stream for one in found if one.stream is not None}:
         current.wait_event(external(handle()).record())
-    return bool(_kernels(current.ptr).exceeds([one.flat() for one in found], element_bytes, limit).get()[0])
+    return found, _kernels(current.ptr)
 
 
 @functools.cache
@@ -240,5 +243,5 @@ def to_host(value: Any) -> Any:
     if not is_device(value):
         return value
     found = adopt(value)
-    with _on_stream(found):
+    with on_stream(found):
         return found.array.get().view(found.dtype)

@@ -9,7 +9,7 @@ import numpy as np
 from allred import arrays
 from allred.errors import InputError
 from allred.fusion.plan import Tensor
-from allred.gpu.values import is_device, uncomputable
+from allred.gpu.arithmetic import compute
 
 
 class Accumulator:
@@ -42,8 +42,6 @@ class Accumulator:
         """
         if odd := next((tensor for tensor in tensors if not arrays.is_float(tensor.dtype)), None):
             raise InputError(f"the gradient of {odd} cannot be accumulated: its mean would be rounded; cast it")
-        if words := uncomputable(values):
-            raise InputError(f"accumulate={self.micro_steps}: {words}")
         if not self._samples:
             self._tensors, self._sums = list(tensors), [None] * len(values)
         if list(tensors) != self._tensors:
@@ -55,8 +53,8 @@ class Accumulator:
         for index, (tensor, value) in enumerate(zip(tensors, values, strict=True)):
             if value is not None and weight:
                 wide = arrays.accumulator(tensor.dtype)
-                added = np.multiply(value, weight, dtype=wide)
-                self._sums[index] = added if self._sums[index] is None else np.add(self._sums[index], added, dtype=wide)
+                added, before = compute(np.multiply, value, weight, wide=wide), self._sums[index]
+                self._sums[index] = added if before is None else compute(np.add, before, added, wide=wide)
         return len(self._samples) == self.micro_steps
 
     def take(self) -> tuple[list[Any], int | None]:
@@ -64,13 +62,10 @@ class Accumulator:
         counts = [count for count in self._samples if count is not None]
         total = sum(counts) if counts else len(self._samples)
         means = [
-            None if added is None else _array(added / max(total, 1)).astype(tensor.dtype)
+            None
+            if added is None
+            else compute(np.divide, added, max(total, 1), wide=arrays.accumulator(tensor.dtype), dtype=tensor.dtype)
             for tensor, added in zip(self._tensors, self._sums, strict=True)
         ]
         self.clear()
         return means, sum(counts) if counts else None
-
-
-def _array(value: Any) -> Any:
-    """What numpy made of 0-d arrays, as one again; arrays on a GPU stay there."""
-    return value if is_device(value) else np.asarray(value)

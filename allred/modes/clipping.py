@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 
 from allred import arrays
-from allred.arrays import Array
 from allred.comm import collectives
 from allred.comm.ops import ReduceOp
 from allred.errors import InputError
 from allred.fusion.plan import Tensor
-from allred.gpu.values import is_device, uncomputable
+from allred.gpu.arithmetic import compute, squares
+from allred.gpu.values import of_shape
 from allred.modes.scaler import GradScaler
 from allred.optim.hyper import positive
-from allred.optim.tensors import compute_dtype
 
 
 class Clipper:
@@ -46,14 +45,11 @@ class Clipper:
         scale = "" if self.scaler is None else f"scale={self.scaler.get_scale():g}"
         return " ".join(filter(None, (clip, scale)))
 
-    def refusal(self, tensors: Sequence[Tensor], values: Sequence[Any] = ()) -> str:
-        """Why such gradients cannot be clipped or unscaled, in words; nothing if they can. values: they, if it is done
-        where they are."""
+    def refusal(self, tensors: Sequence[Tensor]) -> str:
+        """Why such gradients cannot be clipped or unscaled, in words; nothing if they can."""
         if self.scaler is not None:
             self.scaler.serve(self, self._name)
         odd = next((tensor for tensor in tensors if not arrays.is_float(tensor.dtype)), None) if self.active else None
-        if odd is None and self.active and (words := uncomputable(values)):
-            return f"clip_norm, scaler: {words}"
         return f"the gradient of {odd} cannot be scaled: it would be rounded; cast it" if odd else ""
 
     def reduced(self, grads: list[Any]) -> list[Any]:
@@ -74,35 +70,33 @@ class Clipper:
             return grads
         return [None if grad is None else self._times(grad, factor, in_place) for grad in grads]
 
-    def _times(self, grad: Array, factor: float, in_place: bool) -> Array:
-        wide = compute_dtype(grad)
-        if not in_place or (wide != grad.dtype and self.scaler is not None):
-            scaled = np.multiply(grad, factor, dtype=wide)
-            return scaled if is_device(scaled) else np.asarray(scaled)
-        np.multiply(grad, factor, out=grad, dtype=wide, casting="same_kind")
-        return grad
+    def _times(self, grad: Any, factor: float, in_place: bool) -> Any:
+        _, dtype = of_shape(grad)
+        wide = arrays.accumulator(dtype)
+        in_place = in_place and (wide == dtype or self.scaler is None)
+        return compute(np.multiply, grad, factor, wide=wide, out=grad if in_place else None)
 
 
 def _norm(grads: Sequence[Any]) -> float:
-    return math.sqrt(float(sum(_squares(arrays.flat(grad)) for grad in grads if grad is not None)))
+    here = [grad for grad in grads if grad is not None]
+    return math.sqrt(squares([(grad, 0, _count(grad)) for grad in here]))
 
 
 def _norm_of_all(grads: Sequence[Any]) -> float:
     """The norm of gradients that all ranks have alike; the same bits on all of them. Collective."""
-    here = [grad for grad in grads if grad is not None]
+    here = [(grad, _count(grad)) for grad in grads if grad is not None]
     active = collectives.current().active  # of the reduction that was just made
-    shares = arrays.split_sizes(sum(grad.size for grad in here), active.size)
+    shares = arrays.split_sizes(sum(count for _, count in here), active.size)
     start, at = sum(shares[: active.rank]), 0
-    total: Any = 0.0  # of arrays on a GPU it is there, until it is whole
     stop = start + shares[active.rank]
-    for grad in here:
-        low, high = max(start - at, 0), min(stop - at, grad.size)
+    mine = []  # of this rank's share
+    for grad, count in here:
+        low, high = max(start - at, 0), min(stop - at, count)
         if low < high:
-            total += _squares(arrays.flat(grad)[low:high])
-        at += grad.size
-    return math.sqrt(collectives.allreduce(np.array(float(total)), ReduceOp.SUM, "norm of the gradients"))
+            mine.append((grad, low, high))
+        at += count
+    return math.sqrt(collectives.allreduce(np.array(squares(mine)), ReduceOp.SUM, "norm of the gradients"))
 
 
-def _squares(flat: Array) -> Any:
-    """The sum of squares, in float64, where those of float32 never overflow; without a copy of the whole."""
-    return np.einsum("i,i->", flat, flat, dtype=np.float64)
+def _count(grad: Any) -> int:
+    return arrays.size_of(of_shape(grad)[0])

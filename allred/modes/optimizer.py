@@ -128,7 +128,7 @@ class DistributedOptimizer:
                 values, samples = self._accumulator.take()
                 tensors = list(tensors)  # the values are others than those that were matched
             if self._clipper.active and not problem:
-                problem = self._clipper.refusal(tensors, values if mode.in_step else ())
+                problem = self._clipper.refusal(tensors)
         except InputError as error:
             problem = str(error)
         if problem:  # the others hear of it when they reduce

@@ -5,8 +5,10 @@ import copy
 import cupy
 import numpy as np
 import pytest
+import torch
 
 import allred
+from allred import arrays
 from allred.gpu import values as gpu_values
 from allred.gpu.kernels import Kernels, starts
 from allred.optim import SGD, Adagrad, Adam, AdamW, RMSProp
@@ -45,6 +47,46 @@ def test_training_gives_what_it_gives_on_the_host():
             opt.step(params, place(values([step, allred.rank()])), samples=1 + allred.rank())
     for name in host:
         np.testing.assert_allclose(device[name].get(), host[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("options", [{"accumulate": 3}, {"clip_norm": 0.5}, {"scaler": 1024.0}])
+def test_tensors_are_accumulated_clipped_and_unscaled_where_they_are(dtype, options):
+    """To the numbers of the host, on the stream that torch works on."""
+    results = []
+    for place in ("cpu", "cuda"):
+        scaler = allred.GradScaler(init_scale=options["scaler"]) if "scaler" in options else None
+        opt = allred.distributed(Descent(), **{**options, "scaler": scaler})
+        params = {name: torch.zeros(value.shape, device=place) for name, value in values(0).items()}
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for step in range(6):
+                grads = {
+                    name: torch.from_numpy(value).to(getattr(torch, dtype)).to(place)
+                    for name, value in values([step, allred.rank()]).items()
+                }
+                opt.step(shared(params), shared(grads), samples=1 + allred.rank())
+            results.append({name: value.cpu() for name, value in params.items()})
+    for name, value in results[0].items():
+        torch.testing.assert_close(results[1][name], value, rtol=1e-5, atol=1e-5 if dtype == "float32" else 2e-2)
+
+
+class Descent:
+    """An optimizer of tensors, or of arrays on the host."""
+
+    def step(self, params, grads):
+        for name, param in params.items():
+            param -= grads[name].astype(np.float32) if isinstance(param, np.ndarray) else grads[name]
+
+
+def shared(tensors):
+    return {name: t if t.is_cuda else host(t) for name, t in tensors.items()}
+
+
+def host(tensor):
+    """As a numpy array that shares its memory."""
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(arrays.dtype_of("bfloat16"))
+    return tensor.numpy()
 
 
 def test_checkpoints_pass_between_gpu_and_host(tmp_path):

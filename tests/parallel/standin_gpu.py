@@ -12,8 +12,8 @@ import ctypes
 
 import numpy as np
 
-from allred.comm import nccl_calls, nccl_reduce, nccl_wire
-from allred.gpu import kernels, values
+from allred.comm import nccl_calls, nccl_reduce
+from allred.gpu import arithmetic, halves, kernels, values
 from allred.modes import pairs, sync
 from allred.modes.detect import drift, finite, repeated
 
@@ -26,6 +26,24 @@ class DeviceArray(np.ndarray):
         return {**self.__array_interface__, "data": (self.ctypes.data, not self.flags.writeable), "version": 3}
 
 
+class Tensor:
+    """The same of another framework: numpy's functions do not take it, and its names are others, as torch's are."""
+
+    __array_ufunc__ = None
+
+    def __init__(self, array):
+        self.array = np.asarray(array)
+        self.shape, self.dtype = self.array.shape, f"framework.{self.array.dtype}"
+
+    __cuda_array_interface__ = None  # it is adopted by a way of its own
+
+    def __array__(self, *_):
+        raise TypeError("can't convert device memory to numpy")
+
+    def size(self):
+        return self.shape
+
+
 def on_gpu(value):
     """A copy of a host array as one on the GPU; its memory is kept in the same layout."""
     return np.array(value, order="K").view(DeviceArray)
@@ -33,16 +51,16 @@ def on_gpu(value):
 
 def host(value):
     """Its values."""
-    return np.asarray(value)
+    return value.array if isinstance(value, Tensor) else np.asarray(value)
 
 
 def adopt(value):
     """In place of values.adopt: the same for these arrays."""
-    bare = value.view(Pointed)
-    if value.dtype.name == "bfloat16":
+    array, kind = (value.array, Tensor) if isinstance(value, Tensor) else (value, on_gpu)
+    bare = array.view(Pointed)
+    if array.dtype.name == "bfloat16":
         bare = bare.view(np.uint16)
-    dtype = value.dtype
-    return values.Adopted(bare, dtype, value.flags.writeable, lambda made: made.view(dtype).view(DeviceArray))
+    return values.Adopted(bare, array.dtype, array.flags.writeable, lambda made, dtype: kind(host(made).view(dtype)))
 
 
 def layouts(group):
@@ -55,14 +73,21 @@ def layouts(group):
 def install(put):
     """Where the library asks for what only a GPU has, this answers. put: setattr, or a test's own."""
     scan = Kernels()
-    for module in (values, nccl_calls, pairs):
+    for module in (values, arithmetic, nccl_calls, pairs):
         put(module, "adopt", adopt)
     put(nccl_reduce, "layouts", layouts)
-    put(values, "zeros", lambda like, shape, dtype: on_gpu(np.zeros(shape, dtype)))
+    put(values, "zeros", lambda like, shape, dtype: adopt(like).kind(np.zeros(shape, dtype), dtype))
     put(values, "to_host", lambda value: host(value) if value is not None else None)
+    put(arithmetic, "squares_on_gpu", lambda parts: sum(map(squares, parts)))
     for module in (drift, finite, repeated, sync):
         put(module, "to_host", values.to_host)
     put(finite, "exceeds_on_gpu", lambda parts, *a: bool(scan.exceeds(list(map(host, parts)), *a)))
+
+
+def squares(part):
+    """In place of arithmetic.squares_on_gpu, of one array."""
+    value, low, high = part
+    return float(np.square(host(value).astype(np.float64).reshape(-1)[low:high]).sum())
 
 
 class Pointed(np.ndarray):
@@ -186,7 +211,7 @@ class Kernels(kernels.Kernels):
     def _parts(self, table, name, buffer):
         """Each tensor, by its address alone, and its part of the buffer."""
         assert table.itemsize == buffer.itemsize
-        dtype = nccl_wire.element(name)
+        dtype = halves.element(name)
         for address, start, count in zip(table.addresses, table.begin, table.counts, strict=False):
             if count:
                 memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
@@ -200,11 +225,11 @@ class Kernels(kernels.Kernels):
 
 
 def widened(part, name):
-    return nccl_wire.widen(part, name) if name in nccl_wire.HALVES else part
+    return halves.widen(part, name) if name in halves.HALVES else part
 
 
 def narrowed(part, name):
-    return nccl_wire.narrow(np, part, name) if name in nccl_wire.HALVES else part
+    return halves.narrow(np, part, name) if name in halves.HALVES else part
 
 
 class Nccl:

@@ -419,3 +419,45 @@ def test_gradients_that_come_early_are_on_the_host(world_on_gpus, steps):
             optimizer.step(model.params, grads)
     with pytest.raises(InputError, match=r"^opt\.step\(\): .*reduce\(\) takes gradients on the host; leave it out"):
         optimizer.step(model.params, grads)
+
+
+class Descent:
+    """An optimizer that is the user's own, for arrays of one kind."""
+
+    def step(self, params, grads):
+        for name, param in params.items():
+            assert type(grads[name]) is type(param)
+            host(param)[...] -= host(grads[name]).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32])
+@pytest.mark.parametrize("place", [on_gpu, standin_gpu.Tensor])
+@pytest.mark.parametrize(
+    "options",
+    [{"accumulate": 3}, {"clip_norm": 0.5}, {"scaler": 1024.0}, {"accumulate": 2, "clip_norm": 0.5, "scaler": 8}],
+)
+def test_what_is_done_with_gradients_is_done_where_they_are(world_on_gpus, place, dtype, options):
+    """Of any framework's arrays, and to the numbers that it gives on the host."""
+    comm, params, norms = world_on_gpus, {}, {}
+    shapes = {"w": (40, 30), "b": (30,), "s": (), "e": (0,)}
+    for kind in (place, np.array):
+        scaler = allred.GradScaler(init_scale=options["scaler"]) if "scaler" in options else None
+        opt = allred.distributed(Descent(), **{**options, "scaler": scaler})
+        params[kind] = {name: kind(np.zeros(shape, dtype)) for name, shape in shapes.items()}
+        for step in range(4):
+            rng = np.random.default_rng([step, comm.rank])
+            grads = {name: kind(rng.normal(size=shape).astype(dtype)) for name, shape in shapes.items()}
+            before = {name: host(grad).copy() for name, grad in grads.items()}
+            opt.step(params[kind], grads, samples=1 + (step + comm.rank) % 2)
+            if "accumulate" in options:
+                assert all((host(grads[name]) == before[name]).all() for name in grads)
+        norms[kind] = opt.grad_norm
+    if "clip_norm" in options:
+        assert norms[place] == pytest.approx(norms[np.array], rel=1e-2 if dtype != np.float32 else 1e-6)
+    for name, value in params[np.array].items():
+        there = host(params[place][name])
+        assert there.dtype == dtype
+        assert there.any() == (name != "e")
+        np.testing.assert_allclose(
+            there.astype(np.float64), value.astype(np.float64), rtol=1e-5, atol=1e-6 if dtype == np.float32 else 2e-2
+        )

@@ -37,13 +37,15 @@ def test_a_tensor_is_seen_as_it_lies(name, layout):
     back = found.give(np.array(found.array))
     assert back.dtype is tensor.dtype
     assert torch.equal(back, tensor)
+    other = found.kind(np.array([1.5], np.float32), np.dtype(np.float32))
+    assert torch.equal(other, torch.tensor([1.5]))
 
 
 def test_one_function_tells_the_stream_of_all_tensors_and_other_dtypes_have_words():
     one, other = (values._of_torch(torch, torch.ones(n)) for n in (1, 2))
     assert one.stream is other.stream
     with pytest.raises(InputError, match=r"torch.quint8 is not supported; use one of bool, uint8"):
-        values._kind_of_torch(torch.quint8)
+        values._dtype_of_torch(torch.quint8)
 
 
 def test_layouts_are_equal_where_a_kernel_sees_the_same():

@@ -183,6 +183,17 @@ def test_exceeds(fuse, dtype, limit):
         assert fuse.exceeds(parts, np.dtype(dtype).itemsize, limit).any()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_squares(fuse, name):
+    """In float64: float32's own would overflow, and lose what is small."""
+    dtype, parts = NAMES[name], tensors(np.float32, 1)
+    parts = [(np.asarray(part) / 20 * (1e30 if name in ("float32", "float64") else 1)).astype(dtype) for part in parts]
+    exact = sum(float(np.square(part.astype(np.float64)).sum()) for part in parts)
+    held = [(part.view(np.uint16) if name == "bfloat16" else part).view(Array) for part in parts]
+    assert fuse.squares(held, name) == pytest.approx(exact, rel=1e-12)
+    assert exact > 0
+
+
 def test_tables_are_kept_for_tensors_that_stay(fuse):
     parts, buffer = tensors(np.float32), buffer_for(np.float32)
     for _ in range(3):

@@ -6,12 +6,9 @@ import pytest
 from allred.comm import registry
 from allred.comm.single import SingleCommunicator
 from allred.config import Config
-from allred.errors import ConfigError, InputError
-from allred.fusion.plan import Tensor
+from allred.errors import ConfigError
 from allred.gpu import places, values
 from allred.gpu.places import NOTHING, Place, Seen, bind
-from allred.modes.accumulate import Accumulator
-from allred.modes.clipping import Clipper
 
 TWO = Seen(("GPU-a", "GPU-b"), cupy=True)
 
@@ -103,19 +100,3 @@ class Cuda:
 )
 def test_what_counts_as_a_device_array(value, on_gpu):
     assert values.is_device(value) is on_gpu
-
-
-class Cupys(np.ndarray, Cuda):
-    """Numpy's functions can compute with it."""
-
-
-@pytest.mark.parametrize("value", [np.ones(2), 1.0, None, np.ones(2).view(Cupys)])
-def test_gradients_that_are_added_up_and_clipped_are_numpys_or_cupys(value):
-    """Torch's on CUDA have no __array_ufunc__: the ranks hear of it before anything is reduced."""
-    tensors = [Tensor("w", (2,), np.dtype(np.float64))]
-    assert Clipper(1.0, None, "optimizer").refusal(tensors, [value]) == ""
-    Accumulator(2).add(tensors, [value], None)
-    assert "takes cupy's, and got a test_gpu_places.Cuda" in Clipper(1.0, None, "optimizer").refusal(tensors, [Cuda()])
-    assert Clipper(None, None, "optimizer").refusal(tensors, [Cuda()]) == ""
-    with pytest.raises(InputError, match=r"accumulate=2: .*pass cupy.from_dlpack\(x\)"):
-        Accumulator(2).add(tensors, [Cuda()], None)

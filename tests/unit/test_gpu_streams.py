@@ -10,6 +10,7 @@ from fake_cupy import Array, Stream, stack
 from allred.errors import InputError
 from allred.gpu import device as gpu_device
 from allred.gpu import values
+from allred.gpu.arithmetic import compute
 from allred.gpu.places import Place
 
 
@@ -116,6 +117,23 @@ def test_it_is_read_on_the_stream_it_is_computed_on(cupy, monkeypatch):
     values.to_host(Foreign(np.ones(3), stream=77))
     values.to_host(Foreign(np.ones(3), stream=None))
     assert seen == [other.stream, stack[0]]
+
+
+@pytest.mark.parametrize("out", [False, True])
+@pytest.mark.parametrize("wide", [np.float32, np.float64])
+def test_arithmetic_is_done_on_the_stream_of_the_array(cupy, out, wide):
+    other, seen = Other(), []
+    value = Foreign(np.full(3, 2, np.float32), stream=77)
+
+    def times(*arguments, **more):
+        seen.append(stack[-1])
+        return np.multiply(*arguments, **more)
+
+    made = compute(times, value, 1.5, wide=np.dtype(wide), out=value if out else None)
+    assert seen == [other.stream]
+    assert (made is value) == out
+    np.testing.assert_array_equal(value.array, 3 if out else 2)
+    np.testing.assert_array_equal(value.array if out else made, np.full(3, 3, np.float32 if out else wide), strict=True)
 
 
 def test_a_masked_array_is_refused_and_an_empty_one_has_no_address(cupy):

@@ -16,7 +16,8 @@ from allred.arrays import Array
 from allred.comm.header import rank_list
 from allred.compression import Compression
 from allred.fusion.plan import Plan
-from allred.gpu.values import exceeds_on_gpu, is_device, to_host
+from allred.gpu.arithmetic import exceeds_on_gpu
+from allred.gpu.values import is_device, to_host
 
 # A rank's flags.
 NONFINITE = 1
