@@ -18,9 +18,10 @@ import numpy as np
 
 from allred import arrays
 from allred.arrays import Array
-from allred.comm import collectives, ops
+from allred.comm import asynchronous, collectives, ops
 from allred.comm.nccl import NcclCommunicator
 from allred.comm.ops import ReduceOp
+from allred.comm.work import Work
 from allred.compression import Compression
 from allred.config import parse_bytes
 from allred.errors import InputError
@@ -256,6 +257,15 @@ class Reducer:
         collectives.allreduce_(moved, self.op, name, compression)
         if moved is not array:
             array[...] = moved
+
+    def start(self, targets: list[Any], weight: float | None, name: str) -> Work[list[Any]]:
+        """Begin to reduce arrays of one dtype and place; the results are they, or the work's where those are others."""
+        communicator = collectives.current()
+        if isinstance(communicator, NcclCommunicator) and gpu.is_device(targets[0]):
+            return communicator.weighted_allreduce_(targets, self.op, name, self.compression, weight)
+        weighted = [self.weighted(target, weight) for target in targets]
+        moved, compression = [array for array, _ in weighted], weighted[0][1]
+        return asynchronous.grouped_allreduce_async_(moved, self.op, name, compression)
 
     def weighted(self, array: Array, weight: float | None) -> tuple[Array, Compression]:
         """What is reduced in place of an array that counts by `weight`, and how it travels. 16-bit floats are weighted

@@ -179,6 +179,12 @@ def layouts(values: Sequence[Any]) -> list[Any] | None:
     return None
 
 
+def addresses(values: Sequence[Any]) -> list[int]:
+    """Where device arrays begin."""
+    known = layouts(values)
+    return [adopt(value).array.data.ptr for value in values] if known is None else [layout[0] for layout in known]
+
+
 def of_shape(value: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Shape and dtype of an array of any kind, without adopting it where that is known."""
     if isinstance(value, np.ndarray) or type(value).__module__.partition(".")[0] == "cupy":

@@ -13,6 +13,8 @@
 
 What a rank does wrong between 1 and 3 it keeps to itself until 3, and sends zeros for what is missing: the others wait
 for its buckets. So errors come in step(), and are the same on all ranks.
+
+Gradients may be on the host or on a GPU, each where it was on the first rank when the order was settled.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,17 +24,17 @@ import numpy as np
 
 from allred import arrays
 from allred.arrays import Array
-from allred.comm import asynchronous, collectives
+from allred.comm import collectives
 from allred.comm.base import Communicator
 from allred.comm.work import Work
 from allred.errors import AllredError, InputError
 from allred.fusion.plan import Plan, Tensor, plan
-from allred.gpu.values import is_device
+from allred.gpu import values as gpu
 from allred.reducer import Inspector, Reducer, tensor_of, writable
 from allred.timeline.recorder import span
 
 _ASKS = 1  # a flag of the opening: this rank's inspector has to see all gradients first
-_ON_GPU = "reduce() takes gradients on the host; leave it out where some are on a GPU"
+_PLACES = ("the host", "a GPU")
 
 
 class Early:
@@ -44,6 +46,8 @@ class Early:
         self._tensors: list[Tensor] = []  # as step() has them; of the step that settled the order
         self._positions: dict[str, int] = {}  # in that list, by name
         self._buckets: list[tuple[tuple[int, ...], Plan]] = []  # positions in that list, in the agreed order
+        self._on_gpu: list[bool] = []  # by position
+        self._like: Any = None  # an empty array of a kind that this rank has there
         self._all: Plan | None = None
         self._communicator: Communicator | None = None  # of the step that has begun
         self._clear()
@@ -93,16 +97,24 @@ class Early:
         if index is None:
             return _unknown(name, list(self._positions))
         tensor = self._tensors[index]
-        if is_device(grad):
-            return _ON_GPU
         try:
             got = tensor if isinstance(grad, (int, float)) else tensor_of(name, grad)
         except InputError as error:
             return f"reduce(): {error}"
         if got != tensor:
             return f"reduce({name!r}): got {arrays.describe(got.shape, got.dtype)}, and the gradient is {tensor}"
+        if words := self._elsewhere(index, grad):
+            return words
         self._ready[index] = writable([tensor], [grad])[0]
         return ""
+
+    def _elsewhere(self, index: int, grad: Any) -> str:
+        """That a gradient is not where it was when the order was settled, in words."""
+        here, then = gpu.is_device(grad), self._on_gpu[index]
+        if here == then:
+            return ""
+        name = self._tensors[index].name
+        return f"the gradient '{name}' is on {_PLACES[here]}, and was on {_PLACES[then]} when their order was settled"
 
     def _open(self, samples: int | None) -> None:
         assert self._all is not None
@@ -123,8 +135,10 @@ class Early:
             return
         while not self._asked and len(self._running) < len(self._buckets):
             if not all(index in self._ready for index in self._buckets[len(self._running)][0]):
-                return
+                break
             self._send()
+        if self._running and any(self._on_gpu):
+            collectives.current().queue.progress(self._running[-1][0])  # which nobody else does, as C does on the host
 
     def _hear(self) -> None:
         """What all ranks said when they opened. Raises what all of them raise."""
@@ -141,11 +155,8 @@ class Early:
         indices, bucket = self._buckets[number]
         targets = [self._ready[index] for index in indices]
         self._flags |= self._inspector.look(bucket, targets)
-        weighted = [self._reducer.weighted(target, self._weight) for target in targets]  # of one dtype
         name = f"{self._title}: early bucket {number} of {len(self._buckets)}"
-        moved, compression = [array for array, _ in weighted], weighted[0][1]
-        work = asynchronous.grouped_allreduce_async_(moved, self._reducer.op, name, compression)
-        self._running.append((work, targets))
+        self._running.append((self._reducer.start(targets, self._weight, name), targets))
 
     # In step().
 
@@ -179,14 +190,19 @@ class Early:
             order = [names[name] for name in self._given]
             order += [index for index in reversed(range(len(tensors))) if index not in order]
             first = collectives.current().active.ranks[0]
-            order = collectives.broadcast_object(order, first, f"{self._title}: the order of early gradients")
+            like = next(filter(gpu.is_device, mean or values), None)
+            on_gpu = [gpu.is_device(like if value is None else value) for value in mean or values]
+            title = f"{self._title}: the order of early gradients"
+            order, self._on_gpu = collectives.broadcast_object((order, on_gpu), first, title)
+            self._like = gpu.zeros(like, (0,), np.dtype(np.float32))
             self._tensors, self._positions = list(tensors), {tensor.name: i for i, tensor in enumerate(tensors)}
             self._all = plan([tensors[index] for index in order], self._reducer.bucket_bytes)
-            buckets = sorted(self._all.buckets, key=lambda bucket: bucket.indices[-1])
-            positions = [tuple(order[i] for i in bucket.indices) for bucket in buckets]
-            self._buckets = [
-                (where, plan([tensors[i] for i in where], self._reducer.bucket_bytes)) for where in positions
-            ]
+            self._buckets = []
+            for bucket in sorted(self._all.buckets, key=lambda bucket: bucket.indices[-1]):
+                for there in (True, False):  # those on a GPU travel by themselves
+                    where = tuple(order[i] for i in bucket.indices if self._on_gpu[order[i]] is there)
+                    if where:
+                        self._buckets.append((where, plan([tensors[i] for i in where], self._reducer.bucket_bytes)))
         return mean
 
     def _finish(
@@ -203,7 +219,7 @@ class Early:
         late = writable(others, [None if problem else values[index] for index in rest])
         missing = [index for index, value in zip(rest, late, strict=True) if value is None]
         self._ready |= zip(rest, late, strict=True)
-        self._ready |= {index: np.zeros(self._tensors[index].shape, self._tensors[index].dtype) for index in missing}
+        self._ready |= {index: self._zeros(index) for index in missing}
         while len(self._running) < len(self._buckets):
             self._send()
         for work, targets in self._running:
@@ -211,6 +227,10 @@ class Early:
                 if target is not result:
                     target[...] = result
         return self._close(missing, problem)
+
+    def _zeros(self, index: int) -> Any:
+        """In place of a gradient that this rank lacks."""
+        return gpu.zeros(self._like if self._on_gpu[index] else None, *self._tensors[index][1:])
 
     def _close(self, missing: list[int], problem: str) -> list[Any] | None:
         """The buckets are through: hear of mistakes, of gradients that nobody has, and of those that are not finite."""
@@ -227,11 +247,11 @@ class Early:
 
     def _refusal(self, tensors: Sequence[Tensor], values: Sequence[Any]) -> str:
         """Why such gradients cannot be reduced one by one, in words."""
-        if any(map(is_device, values)):
-            return _ON_GPU
         mine = [(t.name, v) for t, v in zip(tensors, values, strict=True) if isinstance(v, np.ndarray) and v.size]
+        there = [(t.name, v) for t, v in zip(tensors, values, strict=True) if gpu.is_device(v) and t.elements]
+        begin = [*arrays.memory_of([value for _, value in mine]), *gpu.addresses([value for _, value in there])]
         names: dict[int, str] = {}
-        for (name, _), memory in zip(mine, arrays.memory_of([value for _, value in mine]), strict=True):
+        for (name, _), memory in zip(mine + there, begin, strict=True):
             first = names.setdefault(memory, name)
             if first != name and (first in self._given or name in self._given):
                 return f"'{first}' and '{name}' are one memory, which reduce() changes for both; pass a copy of one"
@@ -245,7 +265,8 @@ class Early:
             index = self._positions.get(name)
             if index is not None and values[index] is not grad:
                 return f"reduce({name!r}) was given another array than step(); pass the same to both"
-        return ""
+        here = [(index, value) for index, value in enumerate(values) if value is not None]
+        return next(filter(None, (self._elsewhere(index, value) for index, value in here)), "")
 
 
 def _unknown(name: str, names: list[str]) -> str:

@@ -151,7 +151,7 @@ class DistributedOptimizer:
         Gradients travel in buckets, in the order in which they became ready on rank 0 in the first step with reduce(),
         whatever the order here; that first step, and those with a check (allred/modes/detect), are as without. What was
         not given here is reduced in `step`, a rank may do without reduce() altogether. Mistakes (an unknown name, one
-        twice, another shape or dtype, one memory for two, some on a GPU) are an InputError on all ranks in `step`,
+        twice, another shape, dtype or place, one memory for two) are an InputError on all ranks in `step`,
         before the parameters are changed. Gradients that are not finite are found as ever, but the other gradients are
         overwritten then.
 

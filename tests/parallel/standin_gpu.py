@@ -70,13 +70,20 @@ def layouts(group):
     return [(value.ctypes.data, Data.device_id, value.shape, value.strides, value.dtype) for value in group]
 
 
+def zeros(like, shape, dtype):
+    """In place of values.zeros: the same for these arrays."""
+    made = np.zeros(shape, dtype)
+    return adopt(like).kind(made, dtype) if values.is_device(like) else made
+
+
 def install(put):
     """Where the library asks for what only a GPU has, this answers. put: setattr, or a test's own."""
     scan = Kernels()
     for module in (values, arithmetic, nccl_calls, pairs):
         put(module, "adopt", adopt)
     put(nccl_reduce, "layouts", layouts)
-    put(values, "zeros", lambda like, shape, dtype: adopt(like).kind(np.zeros(shape, dtype), dtype))
+    put(values, "zeros", zeros)
+    put(values, "layouts", layouts)
     put(values, "to_host", lambda value: host(value) if value is not None else None)
     put(arithmetic, "squares_on_gpu", lambda parts: sum(map(squares, parts)))
     for module in (drift, finite, repeated, sync):

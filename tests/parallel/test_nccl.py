@@ -406,28 +406,14 @@ def test_a_gradient_that_a_rank_lacks_counts_as_zeros(world_on_gpus):
     np.testing.assert_allclose(host(model.params["b"]), expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("steps", [0, 4])
-def test_gradients_that_come_early_are_on_the_host(world_on_gpus, steps):
-    """All of them, also those that only step() has; at once, and where they were on the host before."""
-    comm, optimizer = world_on_gpus, allred.distributed(allred.optim.SGD(lr=1.0))
-    for step in range(steps + 1):
-        model = Model(np.array if step < steps else on_gpu)
-        grads = model.grads(step, comm.rank)
-        grads["v"] = host(grads["v"])
-        optimizer.reduce("v", grads["v"])
-        if step < steps:
-            optimizer.step(model.params, grads)
-    with pytest.raises(InputError, match=r"^opt\.step\(\): .*reduce\(\) takes gradients on the host; leave it out"):
-        optimizer.step(model.params, grads)
-
-
 class Descent:
     """An optimizer that is the user's own, for arrays of one kind."""
 
     def step(self, params, grads):
-        for name, param in params.items():
-            assert type(grads[name]) is type(param)
-            host(param)[...] -= host(grads[name]).astype(np.float32)
+        for name, grad in grads.items():
+            if grad is not None:
+                assert type(grad) is type(params[name])
+                host(params[name])[...] -= host(grad).astype(np.float32)
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32])
@@ -461,3 +447,86 @@ def test_what_is_done_with_gradients_is_done_where_they_are(world_on_gpus, place
         np.testing.assert_allclose(
             there.astype(np.float64), value.astype(np.float64), rtol=1e-5, atol=1e-6 if dtype == np.float32 else 2e-2
         )
+
+
+CHECKED = 3  # steps, which communicate in step() (modes/detect)
+
+
+def early(place, names, steps, change=lambda step, grads: grads, samples=None):
+    """The parameters after so many steps, those gradients given as they are ready; and the optimizer."""
+    params, rank = {name: place(np.zeros(shape, np.float32)) for name, shape in SHAPES.items()}, allred.rank()
+    opt = allred.distributed(Descent(), bucket_bytes=4096)
+    for step in range(steps):
+        rng = np.random.default_rng([step, rank])
+        grads = {name: place(rng.normal(size=shape).astype(np.float32)) for name, shape in SHAPES.items()}
+        grads = change(step, grads)
+        for name in names:
+            opt.reduce(name, grads[name], samples)
+        opt.step(params, grads, samples)
+    return {name: host(param) for name, param in params.items()}, opt
+
+
+SHAPES = {"w": (40, 30), "b": (30,), "s": (), "v": (7, 3), "x": (500,), "e": (0,)}
+
+
+def on_both(value):
+    """The larger ones on the GPU."""
+    return on_gpu(value) if value.size > 10 else value
+
+
+@pytest.mark.parametrize("place", [on_gpu, standin_gpu.Tensor, on_both])
+@pytest.mark.parametrize("samples", [None, "uneven"])
+def test_gradients_that_come_early_give_what_they_give_in_the_step(world_on_gpus, place, samples):
+    """Also where the last rank lacks one, and another is nobody's for a while."""
+    last = world_on_gpus.rank == world_on_gpus.size - 1
+    samples = None if samples is None else 3 + world_on_gpus.rank
+
+    def change(step, grads):
+        return grads | {"b": None if last else grads["b"], "x": None if step < 5 else grads["x"]}
+
+    def given(names):
+        return early(place, names, CHECKED + 4, change, samples)[0]
+
+    expected = given([])
+    for names in (["w", "v"], ["v", "e", "s", "w"]):
+        for name, value in given(names).items():
+            np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_on_a_gpu_go_out_before_the_step(world_on_gpus):
+    """The host waits for none of them."""
+    _, opt = early(on_gpu, list(SHAPES), CHECKED + 1)
+    grads = {name: on_gpu(np.full(shape, 1.0 + allred.rank(), np.float32)) for name, shape in SHAPES.items()}
+    for name, grad in grads.items():
+        opt.reduce(name, grad)
+    opt._sync._early._opening.wait()
+    opt._sync._early._advance()
+    running = [work for work, _ in opt._sync._early._running]
+    assert len(running) == len(opt._sync._early._buckets) > 1
+    while not all(work.end is not None for work in running):
+        opt._sync._early._advance()
+    assert world_on_gpus.device.synchronized == 0
+    np.testing.assert_allclose(host(grads["w"]), (1 + allred.size()) / 2)
+    opt.step({name: on_gpu(np.zeros(shape, np.float32)) for name, shape in SHAPES.items()}, grads)
+
+
+ODD = {  # what becomes of gradients, and the words for it
+    "elsewhere": (lambda grads: {"w": host(grads["w"])}, "'w' is on the host, and was on a GPU when"),
+    "elsewhere in step": (lambda grads: {"v": host(grads["v"])}, "'v' is on the host, and was on a GPU when"),
+    "shape": (lambda grads: {"w": grads["w"][:3]}, r"the gradient of 'w' float32 \(40, 30\) has shape \(3, 30\)"),
+    "one memory": (lambda grads: {"v": grads["w"].reshape(-1)[:21].reshape(7, 3)}, "'v' and 'w' are one memory"),
+    "nan": (lambda grads: {"w": grads["w"] * np.float32(np.nan)}, "'w' on rank 0 .*is nan"),
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_what_is_wrong_with_gradients_that_come_early_is_known_to_all_in_step(world_on_gpus, what):
+    mistake, words = ODD[what]
+
+    def change(step, grads):
+        return grads | mistake(grads) if step == CHECKED + 1 and world_on_gpus.rank == 0 else grads
+
+    with pytest.raises((InputError, allred.NonFiniteError), match=words) as error:
+        early(on_gpu, ["w", "b"], CHECKED + 2, change)
+    assert len(set(allred.allgather_object(str(error.value)))) == 1
+    early(on_gpu, ["w", "b"], CHECKED + 2)
