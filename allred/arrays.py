@@ -115,8 +115,12 @@ def overlap(group: Sequence[Array]) -> bool:
     whole = [array for array in group if array.flags.c_contiguous]
     if all(array.flags.owndata for array in whole):
         return False
-    starts = memory_of(whole) if len(whole) > 1 else []
-    stretches = sorted((start, start + array.nbytes) for start, array in zip(starts, whole, strict=False))
+    return len(whole) > 1 and cross(memory_of(whole), [array.nbytes for array in whole])
+
+
+def cross(starts: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether two of the stretches of memory, that begin there and have so many bytes, share some."""
+    stretches = sorted((start, start + size) for start, size in zip(starts, sizes, strict=True))
     return any(end > start for (_, end), (start, _) in itertools.pairwise(stretches))
 
 

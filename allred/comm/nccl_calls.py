@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from allred import arrays
 from allred.arrays import Array
 from allred.comm.header import Call
 from allred.comm.ops import ReduceOp
@@ -54,7 +55,11 @@ def refused(error: Exception) -> Steps[Any]:
 def check_writable(given: list[Adopted]) -> None:
     if not all(one.writable for one in given):
         raise InputError("the array is read-only, or of a framework whose arrays are; use the form without underscore")
-    if len({one.array.data.ptr for one in given if one.array.size}) < sum(one.array.size > 0 for one in given):
+    some = [one.array for one in given if one.array.size]
+    whole = [array for array in some if array.flags.c_contiguous]
+    if len({array.data.ptr for array in some}) < len(some) or (
+        len(whole) > 1 and arrays.cross([array.data.ptr for array in whole], [array.nbytes for array in whole])
+    ):
         raise InputError("the same memory is in the group twice, and would be reduced twice")
 
 

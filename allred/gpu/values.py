@@ -251,3 +251,13 @@ def to_host(value: Any) -> Any:
     found = adopt(value)
     with on_stream(found):
         return found.array.get().view(found.dtype)
+
+
+def head(value: Any, nbytes: int) -> arrays.Array:
+    """The first bytes of an array of any kind, in C order, in host memory."""
+    if not is_device(value):
+        return arrays.as_bytes(value)[:nbytes]
+    found = adopt(value)
+    with on_stream(found):
+        start: arrays.Array = found.flat()[: nbytes // found.array.itemsize].get()
+        return start.view(np.uint8)

@@ -70,6 +70,22 @@ def test_tensors_are_accumulated_clipped_and_unscaled_where_they_are(dtype, opti
         torch.testing.assert_close(results[1][name], value, rtol=1e-5, atol=1e-5 if dtype == "float32" else 2e-2)
 
 
+@pytest.mark.parametrize("framework", ["cupy", "torch"])
+def test_gradients_that_come_early_give_what_they_give_in_the_step(framework):
+    place = cupy.asarray if framework == "cupy" else lambda value: torch.from_numpy(value).cuda()
+    results = []
+    for names in ([], ["b", "w"]):
+        params, opt = {name: place(0 * value) for name, value in values(0).items()}, allred.distributed(Descent())
+        for step in range(8):
+            grads = {name: place(value) for name, value in values([step, allred.rank()]).items()}
+            for name in names:
+                opt.reduce(name, grads[name], samples=1 + allred.rank())
+            opt.step(params, grads, samples=1 + allred.rank())
+        results.append({name: gpu_values.to_host(value) for name, value in params.items()})
+    for name, value in results[0].items():
+        np.testing.assert_allclose(results[1][name], value, rtol=1e-5, atol=1e-6)
+
+
 class Descent:
     """An optimizer of tensors, or of arrays on the host."""
 

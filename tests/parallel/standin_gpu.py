@@ -14,8 +14,8 @@ import numpy as np
 
 from allred.comm import nccl_calls, nccl_reduce
 from allred.gpu import arithmetic, halves, kernels, values
-from allred.modes import pairs, sync
-from allred.modes.detect import drift, finite, repeated
+from allred.modes import pairs
+from allred.modes.detect import finite
 
 
 class DeviceArray(np.ndarray):
@@ -84,10 +84,7 @@ def install(put):
     put(nccl_reduce, "layouts", layouts)
     put(values, "zeros", zeros)
     put(values, "layouts", layouts)
-    put(values, "to_host", lambda value: host(value) if value is not None else None)
     put(arithmetic, "squares_on_gpu", lambda parts: sum(map(squares, parts)))
-    for module in (drift, finite, repeated, sync):
-        put(module, "to_host", values.to_host)
     put(finite, "exceeds_on_gpu", lambda parts, *a: bool(scan.exceeds(list(map(host, parts)), *a)))
 
 
@@ -98,11 +95,14 @@ def squares(part):
 
 
 class Pointed(np.ndarray):
-    """What allred works on: numpy with cupy's `data.ptr`."""
+    """What allred works on: numpy with cupy's `data.ptr`, and its `get`."""
 
     @property
     def data(self):
         return Data(self.ctypes.data)
+
+    def get(self):
+        return np.array(self)
 
 
 class Data:

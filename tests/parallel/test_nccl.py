@@ -310,6 +310,10 @@ def test_what_cannot_be_used_is_known_to_all(comm, monkeypatch):
     locked.flags.writeable = False
     with pytest.raises(InputError, match="read-only"):
         comm.allreduce_(locked if comm.rank == 0 else on_gpu(np.ones(3))).wait()
+    one = on_gpu(np.ones(9, np.float32))
+    for other in (one, one[3:], one[::2]):
+        with pytest.raises(InputError, match="the same memory is in the group twice"):
+            comm.grouped_allreduce_([one, other] if comm.rank == 0 else [one, on_gpu(other)]).wait()
     with pytest.raises(InputError, match="some on the GPU and some on the host"):
         comm.grouped_allreduce([on_gpu(np.ones(3)), np.ones(3)]).wait()
     with pytest.raises(InputError, match="is not supported"):

@@ -8,11 +8,11 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from allred import arrays, native
+from allred import native
 from allred.cluster import report
 from allred.comm.header import mix
 from allred.errors import InputError
-from allred.gpu.values import to_host
+from allred.gpu.values import head
 
 BITS = 32  # of what `Repeated.show` gives
 _LOOKED_AT_BYTES = 2**16  # of each gradient
@@ -32,8 +32,8 @@ class Repeated:
 
     def show(self, values: Sequence[Any]) -> int:
         """What the ranks compare: 31 bits of a hash, 0 if all is zero, and whether someone else just averaged this."""
-        heads = [arrays.as_bytes(to_host(value))[:_LOOKED_AT_BYTES] for value in values if value is not None]
-        if not any(head.any() for head in heads):
+        heads = [head(value, _LOOKED_AT_BYTES) for value in values if value is not None]
+        if not any(start.any() for start in heads):
             return 0
         total = 0
         for hashed in native.hashes(heads):
