@@ -218,10 +218,11 @@ class Reducer:
         communicator = collectives.current()
         if isinstance(communicator, NcclCommunicator):
             order = [i for bucket in whole.buckets for i in bucket.indices]
-            there = [values[i] for i in order if gpu.is_device(values[i])]
+            on_gpu = list(map(gpu.is_device, values))
+            there = [values[i] for i in order if on_gpu[i]]
             if there:
                 communicator.weighted_allreduce_(there, self.op, self._title, self.compression, weight).wait()
-                here = [i for i in sorted(order) if not gpu.is_device(values[i])]
+                here = [i for i in sorted(order) if not on_gpu[i]]
                 whole, values = self.plan([whole.tensors[i] for i in here]), [values[i] for i in here]
         if whole.buckets:
             self._run_on_host(whole, values, weight)
@@ -294,6 +295,9 @@ def writable(tensors: Sequence[Tensor], values: Sequence[Any]) -> list[Any]:
     """The arrays to reduce in: the caller's own; copies of numbers, read-only arrays and memory that comes twice."""
     plain = all(type(value) is np.ndarray and value.flags.writeable for value in values)
     if plain and len(set(arrays.memory_of(values))) == len(values):  # as in most steps
+        return list(values)
+    known = gpu.layouts(values)  # of arrays that can be written to
+    if known is not None and len({layout[0] for layout in known}) == len(values):
         return list(values)
     seen: set[int] = set()
     if any(map(gpu.is_device, values)):

@@ -169,12 +169,12 @@ _OF_CUPY = operator.attrgetter("data.ptr", "data.device_id", "shape", "strides",
 
 def layouts(values: Sequence[Any]) -> list[Any] | None:
     """How each of them lies in memory, and as what, to be compared: arrays with equal layouts are the same to a kernel.
-    None for arrays of which nobody knows that quicker than by `adopt`, and for no arrays."""
+    An address, and more. None for arrays of which nobody knows that quicker than by `adopt`, and for no arrays."""
     kinds = set(map(type, values))
     cupy, torch = sys.modules.get("cupy"), sys.modules.get("torch")
     if cupy is not None and kinds == {cupy.ndarray}:
         return list(map(_OF_CUPY, values))
-    if torch is not None and kinds == {torch.Tensor}:
+    if torch is not None and kinds and kinds <= {torch.Tensor, torch.nn.Parameter}:
         return [(t.data_ptr(), t.device, t.shape, t.stride(), t.dtype) for t in values]
     return None
 

@@ -14,7 +14,6 @@ import numpy as np
 
 from allred.comm import nccl_calls, nccl_reduce
 from allred.gpu import arithmetic, halves, kernels, values
-from allred.modes import pairs
 from allred.modes.detect import finite
 
 
@@ -79,7 +78,7 @@ def zeros(like, shape, dtype):
 def install(put):
     """Where the library asks for what only a GPU has, this answers. put: setattr, or a test's own."""
     scan = Kernels()
-    for module in (values, arithmetic, nccl_calls, pairs):
+    for module in (values, arithmetic, nccl_calls):
         put(module, "adopt", adopt)
     put(nccl_reduce, "layouts", layouts)
     put(values, "zeros", zeros)

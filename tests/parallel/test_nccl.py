@@ -18,6 +18,7 @@ import allred
 from allred.comm import collectives, nccl_calls, nccl_reduce, registry
 from allred.comm.nccl_connect import around
 from allred.errors import InputError, MismatchError
+from allred.modes.pairs import Pairs
 
 pytestmark = pytest.mark.mpi
 
@@ -370,6 +371,25 @@ def world_on_gpus(comm, monkeypatch):
     standin_gpu.install(monkeypatch.setattr)
     monkeypatch.setattr(collectives, "_communicator", comm)
     return comm
+
+
+def test_parameters_and_gradients_that_come_again_are_matched_quickly(world_on_gpus, monkeypatch):
+    """Wherever they lie now; what has become something else is looked at anew."""
+    known, model = Pairs(), Model(on_gpu)
+    params, grads = model.params, model.grads(0, 0)
+    tensors = known.match(params, grads)[0]
+    with monkeypatch.context() as quickly:
+        quickly.setattr("allred.modes.pairs._match", None)
+        again, leaves, values, problem = known.match(params, other := model.grads(1, 0))
+    assert (again, problem) == (tensors, "")
+    assert again is not tensors  # mode ps takes that for arrays on the host
+    assert all(value is other[tensor.name] for value, tensor in zip(values, tensors, strict=True))
+    assert all(leaf is params[tensor.name] for leaf, tensor in zip(leaves, tensors, strict=True))
+    wide = on_gpu(np.ones((7, 3)))
+    for odd in ({"v": wide}, {"v": None}, {"v": host(grads["v"])}, {"v": grads["w"]}, {"w": grads["w"].T}):
+        known.match(params, grads)
+        found, fresh = (which.match(params, grads | odd) for which in (known, Pairs()))
+        assert (found[0], found[3]) == (fresh[0], fresh[3])
 
 
 @pytest.mark.parametrize("samples", [None, "uneven"])
