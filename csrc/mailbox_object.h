@@ -49,22 +49,22 @@ int allred_mailbox_record(PyObject *record, char **bytes, Py_ssize_t *length);
 void allred_mailbox_release(Mailbox *self);
 
 /* Methods and attributes of a worker. */
-PyObject *allred_mailbox_begin(Mailbox *self, PyObject *const *args, Py_ssize_t count);
-PyObject *allred_mailbox_done(Mailbox *self, PyObject *unused);
-PyObject *allred_mailbox_linger(Mailbox *self, PyObject *unused);
-PyObject *allred_mailbox_reply(Mailbox *self, void *unused);
-PyObject *allred_mailbox_moves(Mailbox *self, void *unused);
-PyObject *allred_mailbox_pending(Mailbox *self, void *unused);
-PyObject *allred_mailbox_peers(Mailbox *self, void *unused);
+PyObject *allred_python_mailbox_begin(Mailbox *self, PyObject *const *args, Py_ssize_t count);
+PyObject *allred_python_mailbox_done(Mailbox *self, PyObject *unused);
+PyObject *allred_python_mailbox_linger(Mailbox *self, PyObject *unused);
+PyObject *allred_python_mailbox_reply(Mailbox *self, void *unused);
+PyObject *allred_python_mailbox_moves(Mailbox *self, void *unused);
+PyObject *allred_python_mailbox_pending(Mailbox *self, void *unused);
+PyObject *allred_python_mailbox_peers(Mailbox *self, void *unused);
 
 /* Of a server. */
-PyObject *allred_mailbox_poll(Mailbox *self, PyObject *unused);
-PyObject *allred_mailbox_cell(Mailbox *self, PyObject *unused);
-PyObject *allred_mailbox_linger_cell(Mailbox *self, PyObject *unused);
-PyObject *allred_mailbox_take(Mailbox *self, PyObject *const *args, Py_ssize_t count);
-PyObject *allred_mailbox_give(Mailbox *self, PyObject *const *args, Py_ssize_t count);
-PyObject *allred_mailbox_answer(Mailbox *self, PyObject *reply);
-PyObject *allred_mailbox_read(Mailbox *self, void *unused);
-PyObject *allred_mailbox_wait_any(PyObject *type, PyObject *const *args, Py_ssize_t given);
+PyObject *allred_python_mailbox_poll(Mailbox *self, PyObject *unused);
+PyObject *allred_python_mailbox_cell(Mailbox *self, PyObject *unused);
+PyObject *allred_python_mailbox_linger_cell(Mailbox *self, PyObject *unused);
+PyObject *allred_python_mailbox_take(Mailbox *self, PyObject *const *args, Py_ssize_t count);
+PyObject *allred_python_mailbox_give(Mailbox *self, PyObject *const *args, Py_ssize_t count);
+PyObject *allred_python_mailbox_answer(Mailbox *self, PyObject *reply);
+PyObject *allred_python_mailbox_read(Mailbox *self, void *unused);
+PyObject *allred_python_mailbox_wait_any(PyObject *type, PyObject *const *args, Py_ssize_t given);
 
 #endif

@@ -5,7 +5,7 @@
 #define MOST_BOXES 1024
 #define LONGEST_WAIT_US 20000
 
-PyObject *allred_mailbox_poll(Mailbox *self, PyObject *unused) {
+PyObject *allred_python_mailbox_poll(Mailbox *self, PyObject *unused) {
   (void)unused;
   allred_record record;
   if (!allred_mailbox_is_open(self)) return NULL;
@@ -42,14 +42,14 @@ static PyObject *no_cell(const Mailbox *self, int closed) {
   return PyErr_Format(PyExc_ConnectionResetError, "the worker closed the mailbox within a request");
 }
 
-PyObject *allred_mailbox_cell(Mailbox *self, PyObject *unused) {
+PyObject *allred_python_mailbox_cell(Mailbox *self, PyObject *unused) {
   (void)unused;
   if (!serves(self)) return NULL;
   const int closed = allred_mailbox_closed(&self->box); /* before the look at the cells */
   return allred_service_cells(&self->service, &self->box) ? view_slot(self) : no_cell(self, closed);
 }
 
-PyObject *allred_mailbox_linger_cell(Mailbox *self, PyObject *unused) {
+PyObject *allred_python_mailbox_linger_cell(Mailbox *self, PyObject *unused) {
   if (!serves(self)) return NULL;
   if (!allred_service_cells(&self->service, &self->box)) {
     self->inside++;
@@ -58,7 +58,7 @@ PyObject *allred_mailbox_linger_cell(Mailbox *self, PyObject *unused) {
     Py_END_ALLOW_THREADS;
     self->inside--;
   }
-  return allred_mailbox_cell(self, unused);
+  return allred_python_mailbox_cell(self, unused);
 }
 
 static Py_ssize_t get_count(PyObject *const *args, Py_ssize_t count, const char *name) {
@@ -68,7 +68,7 @@ static Py_ssize_t get_count(PyObject *const *args, Py_ssize_t count, const char 
   return cells;
 }
 
-PyObject *allred_mailbox_take(Mailbox *self, PyObject *const *args, Py_ssize_t count) {
+PyObject *allred_python_mailbox_take(Mailbox *self, PyObject *const *args, Py_ssize_t count) {
   const Py_ssize_t cells = get_count(args, count, "take");
   if (cells < 0 || !serves(self)) return NULL;
   const size_t there = allred_service_cells(&self->service, &self->box);
@@ -78,7 +78,7 @@ PyObject *allred_mailbox_take(Mailbox *self, PyObject *const *args, Py_ssize_t c
   Py_RETURN_NONE;
 }
 
-PyObject *allred_mailbox_give(Mailbox *self, PyObject *const *args, Py_ssize_t count) {
+PyObject *allred_python_mailbox_give(Mailbox *self, PyObject *const *args, Py_ssize_t count) {
   const Py_ssize_t cells = get_count(args, count, "give");
   if (cells < 0 || !serves(self)) return NULL;
   if ((size_t)cells > ALLRED_MOST_CELLS - self->service.given)
@@ -87,7 +87,7 @@ PyObject *allred_mailbox_give(Mailbox *self, PyObject *const *args, Py_ssize_t c
   Py_RETURN_NONE;
 }
 
-PyObject *allred_mailbox_answer(Mailbox *self, PyObject *reply) {
+PyObject *allred_python_mailbox_answer(Mailbox *self, PyObject *reply) {
   char *record;
   Py_ssize_t bytes;
   if (!serves(self) || allred_mailbox_record(reply, &record, &bytes) < 0) return NULL;
@@ -95,7 +95,7 @@ PyObject *allred_mailbox_answer(Mailbox *self, PyObject *reply) {
   Py_RETURN_NONE;
 }
 
-PyObject *allred_mailbox_read(Mailbox *self, void *unused) {
+PyObject *allred_python_mailbox_read(Mailbox *self, void *unused) {
   (void)unused;
   if (!allred_mailbox_is_open(self)) return NULL;
   return PyLong_FromSize_t(allred_service_read(&self->service, &self->box));
@@ -118,7 +118,7 @@ static int wait_outside(Mailbox **held, int count, int first, int64_t limit_ns) 
   return found;
 }
 
-PyObject *allred_mailbox_wait_any(PyObject *type, PyObject *const *args, Py_ssize_t given) {
+PyObject *allred_python_mailbox_wait_any(PyObject *type, PyObject *const *args, Py_ssize_t given) {
   Mailbox *held[MOST_BOXES];
   const Py_ssize_t count = given >= 2 && PyList_Check(args[0]) ? PyList_Size(args[0]) : -1;
   if (given > 3 || count < 1 || count > MOST_BOXES)
@@ -141,8 +141,8 @@ PyObject *allred_mailbox_wait_any(PyObject *type, PyObject *const *args, Py_ssiz
     return PyLong_FromSsize_t(at);
   }
   const int64_t limit_ns = (limit_us < LONGEST_WAIT_US ? limit_us : LONGEST_WAIT_US) * 1000;
-  for (Py_ssize_t i = 0; i < count; i++) Py_INCREF(held[i]);
+  for (Py_ssize_t i = 0; i < count; i++) Py_INCREF((PyObject *)held[i]);
   const int found = limit_ns ? wait_outside(held, (int)count, (int)(first % count), limit_ns) : -1;
-  for (Py_ssize_t i = 0; i < count; i++) Py_DECREF(held[i]);
+  for (Py_ssize_t i = 0; i < count; i++) Py_DECREF((PyObject *)held[i]);
   return PyLong_FromLong(found);
 }

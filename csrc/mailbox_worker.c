@@ -122,7 +122,7 @@ static PyObject *run_for(Mailbox *self, int64_t patience_ns) {
   return PyBool_FromLong(!pending(self));
 }
 
-PyObject *allred_mailbox_begin(Mailbox *self, PyObject *const *args, Py_ssize_t count) {
+PyObject *allred_python_mailbox_begin(Mailbox *self, PyObject *const *args, Py_ssize_t count) {
   char *record;
   Py_ssize_t bytes;
   if (count != 6 || !PyList_Check(args[1]) || !PyList_Check(args[3]))
@@ -140,33 +140,33 @@ PyObject *allred_mailbox_begin(Mailbox *self, PyObject *const *args, Py_ssize_t 
   return run_for(self, ALLRED_PATIENCE_NS);
 }
 
-PyObject *allred_mailbox_done(Mailbox *self, PyObject *unused) {
+PyObject *allred_python_mailbox_done(Mailbox *self, PyObject *unused) {
   (void)unused;
   return run_for(self, 0);
 }
 
-PyObject *allred_mailbox_linger(Mailbox *self, PyObject *unused) {
+PyObject *allred_python_mailbox_linger(Mailbox *self, PyObject *unused) {
   (void)unused;
   return run_for(self, ALLRED_PATIENCE_NS);
 }
 
-PyObject *allred_mailbox_reply(Mailbox *self, void *unused) {
+PyObject *allred_python_mailbox_reply(Mailbox *self, void *unused) {
   (void)unused;
   if (self->request.status != ALLRED_REQUEST_DONE) return PyErr_Format(PyExc_ValueError, "no request is complete");
   return PyBytes_FromStringAndSize(self->request.reply.record, (Py_ssize_t)self->request.reply.bytes);
 }
 
-PyObject *allred_mailbox_moves(Mailbox *self, void *unused) {
+PyObject *allred_python_mailbox_moves(Mailbox *self, void *unused) {
   (void)unused;
   return PyLong_FromUnsignedLongLong(self->request.moves);
 }
 
-PyObject *allred_mailbox_pending(Mailbox *self, void *unused) {
+PyObject *allred_python_mailbox_pending(Mailbox *self, void *unused) {
   (void)unused;
   return PyBool_FromLong(pending(self));
 }
 
-PyObject *allred_mailbox_peers(Mailbox *self, void *unused) {
+PyObject *allred_python_mailbox_peers(Mailbox *self, void *unused) {
   (void)self, (void)unused;
   Py_RETURN_FALSE;
 }

@@ -50,7 +50,8 @@ PyObject *allred_notes_take(allred_notes *notes) {
     const row one = {note->start, note->end, (int64_t)note->bytes, (uint32_t)index, note->grouped};
     memcpy(to + i * sizeof one, &one, sizeof one);
   }
-  if ((result = PyTuple_Pack(2, names, data))) clear(notes);
+  clear(notes); /* before the tuple is made: that may run other code, which notes more */
+  result = PyTuple_Pack(2, names, data);
 end:
   Py_XDECREF(indices), Py_XDECREF(names), Py_XDECREF(data);
   return result;

@@ -27,7 +27,7 @@ typedef struct {
 void allred_notes_add(allred_notes *notes, const allred_note *note);
 
 /* What has come since the last time: (names, bytes), of each note 32 bytes: start, end, bytes: int64; the index of its
- * name, grouped: uint32. NULL with an exception set: then they are still there. */
+ * name, grouped: uint32. NULL with an exception set, for want of memory. */
 PyObject *allred_notes_take(allred_notes *notes);
 
 void allred_notes_free(allred_notes *notes);

@@ -27,7 +27,8 @@ static size_t sizes(const allred_array *array, uint64_t *words) {
 }
 
 /* An exact numpy array of a plain dtype as the next entry of the table; 0 if it has to go the long way. */
-static int take(Segment *self, PyObject *source, PyObject *target, allred_header *header, allred_tensor *tensor) {
+static int take(Segment *self, Operation *operation, PyObject *source, PyObject *target, allred_header *header,
+                allred_tensor *tensor) {
   if ((PyObject *)Py_TYPE(source) != self->array_type || (PyObject *)Py_TYPE(target) != self->array_type) return 0;
   const allred_array *in = allred_as_array(source), *out = allred_as_array(target);
   if (in->descr != self->last_dtype) {
@@ -41,9 +42,9 @@ static int take(Segment *self, PyObject *source, PyObject *target, allred_header
   const size_t bytes = sizes(in, &header->words) * allred_dtype_bytes(code);
   if (source != target) {
     if (out->descr != in->descr || sizes(out, NULL) * allred_dtype_bytes(code) != bytes) return 0;
-    allred_hold_array(self->spare, target);
+    allred_hold_array(operation, target);
   }
-  allred_hold_array(self->spare, source);
+  allred_hold_array(operation, source);
   const int wire = allred_wire_of(code, header->op >> ALLRED_WIRE_SHIFT);
   *tensor = (allred_tensor){in->data, out->data, bytes, code, wire};
   return 1;
@@ -55,16 +56,41 @@ static int read_how(Segment *self, PyObject *const *args, Py_ssize_t count, allr
   const char *text = PyUnicode_Check(args[1]) ? PyUnicode_AsUTF8AndSize(args[1], &length) : NULL;
   const int code = position(self->ops, args[0]);
   const long wire = count > 2 ? PyLong_AsLong(args[2]) : 0;
+  PyErr_Clear(); /* of a text that is no UTF-8, or what is no number: -1 */
   if (!text || code <= 0 || (wire && !allred_narrows(ALLRED_FLOAT32, (int)wire))) return 0; /* op 0 is none */
   header->op = (uint8_t)(code | (int)wire << ALLRED_WIRE_SHIFT);
   header->name = allred_hash_text(text, (size_t)length);
   return 1;
 }
 
-/* The operation runs if it can be taken at all; then nobody else may use the segment meanwhile, and the queue is empty.
- */
-static PyObject *short_way(Segment *self, const allred_header *header, Py_ssize_t count, allred_note note) {
+/* An operation for the short way, if it is open: then nobody else uses the segment, and the queue is empty. */
+static Operation *take_spare(Segment *self) {
+  if (!self->open || !self->array_type || self->taken || self->finisher || !self->own_process || !*self->own_process)
+    return NULL;
+  if (!allred_queue_idle(&self->queue)) return NULL;
   Operation *operation = self->spare;
+  self->spare = NULL;
+  if (!operation && !(operation = allred_new_operation(1))) PyErr_Clear();
+  return operation;
+}
+
+/* To give arrays back may run any code, and let other threads go on: they find no spare one, and make another. */
+static void give_back(Segment *self, Operation *operation) {
+  allred_release(operation);
+  if (self->spare)
+    Py_DECREF((PyObject *)operation);
+  else
+    self->spare = operation;
+}
+
+static PyObject *not_taken(Segment *self, Operation *operation) {
+  give_back(self, operation);
+  PyErr_Clear();
+  Py_RETURN_NONE;
+}
+
+static PyObject *short_way(Segment *self, Operation *operation, const allred_header *header, Py_ssize_t count,
+                           allred_note note) {
   if (self->notes.wanted) note.start = allred_now_ns();
   allred_start_allreduce(self, operation, header, count, header->op & ALLRED_OP_BITS);
   int status = note.bytes <= BRIEF_BYTES ? allred_run(&operation->operation, 0) : ALLRED_PENDING;
@@ -80,11 +106,10 @@ static PyObject *short_way(Segment *self, const allred_header *header, Py_ssize_
     allred_notes_add(&self->notes, &note);
   }
   if (status == ALLRED_DONE) {
-    allred_release(operation);
+    give_back(self, operation);
     Py_RETURN_TRUE;
   }
   self->finisher = PyThread_get_thread_ident();
-  self->spare = NULL;
   allred_under_way(operation, self);
   if (status == ALLRED_DIFFER)
     allred_queue_hold(&self->queue, &operation->operation, status);
@@ -93,29 +118,17 @@ static PyObject *short_way(Segment *self, const allred_header *header, Py_ssize_
   return (PyObject *)operation;
 }
 
-static PyObject *not_taken(Segment *self) {
-  if (self->spare) allred_release(self->spare);
-  PyErr_Clear();
-  Py_RETURN_NONE;
-}
-
-static int can_take(Segment *self) {
-  if (!self->open || !self->array_type || self->taken || self->finisher || !self->own_process || !*self->own_process)
-    return 0;
-  if (!allred_queue_idle(&self->queue)) return 0;
-  return self->spare || (self->spare = allred_new_operation(1));
-}
-
 PyObject *allred_segment_allreduce(Segment *self, PyObject *const *args, Py_ssize_t count) {
   if (count != 4 && count != 5) return PyErr_Format(PyExc_TypeError, "allreduce(source, target, op, name, wire=0)");
-  if (!can_take(self)) return not_taken(self);
   allred_header header = {.kind = ALLRED_KIND_ALLREDUCE, .root = -1, .words = allred_mix(0, 1)};
-  if (!read_how(self, args + 2, count - 2, &header) || !take(self, args[0], args[1], &header, self->spare->tensors))
-    return not_taken(self);
-  const size_t bytes = self->spare->tensors->bytes;
-  header.dtype = (uint8_t)self->spare->tensors->dtype;
-  header.count = bytes / allred_dtype_bytes(self->spare->tensors->dtype);
-  return short_way(self, &header, bytes > 0, (allred_note){.bytes = bytes, .name = args[3]});
+  if (!read_how(self, args + 2, count - 2, &header)) Py_RETURN_NONE;
+  Operation *operation = take_spare(self);
+  if (!operation) Py_RETURN_NONE;
+  const allred_tensor *tensor = operation->tensors;
+  if (!take(self, operation, args[0], args[1], &header, operation->tensors)) return not_taken(self, operation);
+  header.dtype = (uint8_t)tensor->dtype;
+  header.count = tensor->bytes / allred_dtype_bytes(tensor->dtype);
+  return short_way(self, operation, &header, tensor->bytes > 0, (allred_note){.bytes = tensor->bytes, .name = args[3]});
 }
 
 static int by_address(const void *a, const void *b) {
@@ -148,21 +161,23 @@ static int overlap(Segment *self, const allred_tensor *tensors, Py_ssize_t count
 PyObject *allred_segment_grouped_allreduce(Segment *self, PyObject *const *args, Py_ssize_t count) {
   if ((count != 4 && count != 5) || !PyList_Check(args[0]) || !PyList_Check(args[1]))
     return PyErr_Format(PyExc_TypeError, "grouped_allreduce(sources: list, targets: list, op, name, wire=0)");
-  if (!can_take(self)) return not_taken(self);
-  const Py_ssize_t tensors = PyList_Size(args[0]);
+  allred_header header = {.kind = ALLRED_KIND_GROUPED_ALLREDUCE, .dtype = 255, .root = -1};
+  if (!read_how(self, args + 2, count - 2, &header)) Py_RETURN_NONE;
+  const Py_ssize_t tensors = PyList_Size(args[0]); /* from here on no other code runs that could change the lists */
   if (PyList_Size(args[1]) != tensors) return PyErr_Format(PyExc_ValueError, "as many targets as sources");
-  if (allred_make_room(self->spare, tensors ? tensors : 1) < 0) return not_taken(self);
-  allred_header header = {
-      .kind = ALLRED_KIND_GROUPED_ALLREDUCE, .dtype = 255, .root = -1, .words = allred_mix(0, (uint64_t)tensors)};
-  if (!read_how(self, args + 2, count - 2, &header)) return not_taken(self);
+  Operation *operation = take_spare(self);
+  if (!operation) Py_RETURN_NONE;
+  if (allred_make_room(operation, tensors ? tensors : 1) < 0) return not_taken(self, operation);
+  header.words = allred_mix(0, (uint64_t)tensors);
   size_t bytes = 0;
   for (Py_ssize_t i = 0; i < tensors; i++) {
-    PyObject *source = PyList_GetItem(args[0], i), *target = PyList_GetItem(args[1], i);
-    if (!take(self, source, target, &header, &self->spare->tensors[i])) return not_taken(self);
-    header.count += self->spare->tensors[i].bytes / allred_dtype_bytes(self->spare->tensors[i].dtype);
-    bytes += self->spare->tensors[i].bytes;
+    allred_tensor *tensor = &operation->tensors[i];
+    if (!take(self, operation, PyList_GetItem(args[0], i), PyList_GetItem(args[1], i), &header, tensor))
+      return not_taken(self, operation);
+    header.count += tensor->bytes / allred_dtype_bytes(tensor->dtype);
+    bytes += tensor->bytes;
   }
-  const Py_ssize_t kept = allred_by_dtype(self->spare->tensors, tensors);
-  if (kept < 0 || overlap(self, self->spare->tensors, kept)) return not_taken(self);
-  return short_way(self, &header, kept, (allred_note){.bytes = bytes, .grouped = 1, .name = args[3]});
+  const Py_ssize_t kept = allred_by_dtype(operation->tensors, tensors);
+  if (kept < 0 || overlap(self, operation->tensors, kept)) return not_taken(self, operation);
+  return short_way(self, operation, &header, kept, (allred_note){.bytes = bytes, .grouped = 1, .name = args[3]});
 }

@@ -77,7 +77,9 @@ static PyObject *get_attended(Segment *self, void *unused) {
 }
 
 static PyObject *note(Segment *self, PyObject *wanted) {
-  self->notes.wanted = PyObject_IsTrue(wanted) == 1;
+  const int is = PyObject_IsTrue(wanted);
+  if (is < 0) return NULL;
+  self->notes.wanted = is;
   Py_RETURN_NONE;
 }
 
@@ -151,7 +153,6 @@ static PyObject *close_segment(Segment *self, PyObject *unused) {
   if (self->taken) return PyErr_Format(PyExc_ValueError, "another thread is in an operation on this segment");
   Py_XDECREF(halt(self, unused));
   self->open = 0;
-  if (self->spare) allred_release(self->spare);
   PyBuffer_Release(&self->memory);
   if (self->own_process) munmap((void *)self->own_process, 1);
   self->own_process = NULL;

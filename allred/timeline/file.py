@@ -78,7 +78,7 @@ def read(path: str | os.PathLike[str]) -> Rank:
     left_out = f"the last {len(data) - at} bytes of {path} are left out: they are incomplete" * (at < len(data))
     try:
         records = [record for chunk in chunks for record in marshal.loads(chunk)]
-        if not left_out and records[-1][0] != "end":
+        if not left_out and not _of(records, "end"):
             left_out = f"{path} just ends: its rank was killed or aborted, and what it did last is missing"
         return _rank(records, left_out)
     except (ValueError, EOFError, TypeError, LookupError) as error:

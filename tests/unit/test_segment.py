@@ -1,6 +1,8 @@
 """The C type under the shared-memory backend, with one rank alone: its headers, and what it refuses."""
 
+import gc
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -100,13 +102,6 @@ def test_no_short_way_while_somebody_else_is_at_it(segment):
     assert segment.allreduce(array, array, ReduceOp.SUM, "") is DONE
 
 
-def test_buffers_are_given_back(segment):
-    array = np.ones(3)
-    segment.allreduce(array, array, ReduceOp.SUM, "")
-    assert segment.begin_exchange(bytes(64), False).done()
-    array.resize(5, refcheck=False)  # numpy refuses while anybody holds the memory
-
-
 RECORD = bytes(64)
 EIGHT = np.zeros(8, np.uint8)
 
@@ -194,3 +189,69 @@ def test_what_an_operation_holds_it_gives_back(segment):
         segment.allreduce(array, array, ReduceOp.SUM, "")
         segment.grouped_allreduce([array, np.ones((2, 2)).T], [target, np.ones((2, 2))], ReduceOp.SUM, "")
     assert (sys.getrefcount(array), sys.getrefcount(target)) == (2, 2)
+
+
+def test_what_is_reduced_is_held_whatever_others_do(segment):
+    """While another thread is in a group of which nobody else knows any more; and of what is given back when that is
+    over, each array begins another group."""
+    early, ends, array = None, [], np.ones(3)
+    one, other = [np.ones(1) for _ in range(9)], [np.ones(1) for _ in range(9)]
+
+    class Memory(bytearray):
+        def __del__(self):
+            ends.append("given back")
+            ends.append(segment.grouped_allreduce(one, other, ReduceOp.SUM, ""))
+
+    def is_free():
+        return segment.acquire(False) and segment.release() is None
+
+    assert segment.allreduce(array, array, ReduceOp.SUM, "") is DONE
+    while early is None:  # until that thread was in it for long enough
+        ends.clear()
+        group = [np.frombuffer(Memory(2**21)) for _ in range(4)]
+        thread = threading.Thread(target=segment.grouped_allreduce, args=(group, group, ReduceOp.SUM, ""))
+        thread.start()
+        while is_free() and thread.is_alive():
+            pass
+        group.clear()
+        segment.allreduce(array, array, ReduceOp.SUM, "")
+        found = ends[:]
+        early = None if is_free() else found
+        thread.join()
+    assert (early, ends) == ([], 4 * ["given back", DONE])
+
+
+def test_a_list_that_changes_while_it_is_looked_at(segment):
+    class Wire:
+        def __index__(self):
+            group.clear()
+            return 0
+
+    group = [np.ones(3) for _ in range(9)]
+    assert segment.grouped_allreduce(group, group, ReduceOp.SUM, "", Wire()) is DONE
+
+
+def test_what_is_noted_while_notes_are_fetched_is_fetched_later(segment):
+    """The garbage collector may run anything at that moment."""
+
+    def more(*_):
+        segment.allreduce(array, array, ReduceOp.SUM, "more")
+        passed.append(1)
+
+    array, passed, threshold = np.ones(3), [], gc.get_threshold()
+    segment.note(True)
+    segment.allreduce(array, array, ReduceOp.SUM, "")
+    _kept = [(number, -number) for number in range(5000)]  # so that new tuples take new memory
+    gc.callbacks.append(more)
+    gc.set_threshold(1)
+    try:
+        rows = segment.noted()[1]
+    finally:
+        gc.callbacks.remove(more)
+        gc.set_threshold(*threshold)
+    assert len(rows + segment.noted()[1]) == 32 * (1 + len(passed))
+
+
+def test_what_has_no_truth_is_no_answer_to_whether_to_note(segment):
+    with pytest.raises(ValueError, match="ambiguous"):
+        segment.note(np.ones(2))

@@ -149,6 +149,20 @@ def test_a_track_numbers_calls_and_started_operations_alike(tmp_path):
     assert found.operations[-1].end < wait.end < found.end
 
 
+def test_a_program_may_end_without_closing_anything(tmp_path):
+    """Then what C has noted is fetched when the end is noted already."""
+    path = tmp_path / "rank-0.timeline"
+    mine = Recorder(str(path))
+    mine.begin({"rank": 0, "name": "rank 0", "start": 0})
+    alone = ShmCommunicator(0, 1, mmap.mmap(-1, segment_bytes(1, CHUNK_BYTES)), 1.0)
+    alone.record(Track(mine, "all ranks"))
+    alone.allreduce_now(np.zeros(3), True, ReduceOp.SUM, "last")
+    mine.close()
+    found = read(path)
+    assert ([each.name for each in found.operations], found.left_out) == (["last"], "")
+    alone.close()
+
+
 def test_a_file_that_was_cut_gives_what_is_whole(tmp_path):
     mine = written(tmp_path, 0, *(span("step", n, n + 1) for n in range(50)))
     data = mine.read_bytes()
