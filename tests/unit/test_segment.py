@@ -289,11 +289,12 @@ def test_any_number_of_notes_is_fetched_once_and_in_order(segment):
     times = [time for row in found for time in row[:2]]
     assert times == sorted(times)
     assert segment.noted() == ([], b"")
-    forgotten, references = alone(), sys.getrefcount(names[0])
+    name, forgotten = names[0], alone()
+    references = sys.getrefcount(name)
     forgotten.note(True)
-    forgotten.allreduce(array, array, ReduceOp.SUM, names[0])
+    forgotten.allreduce(array, array, ReduceOp.SUM, name)
     del forgotten
-    assert sys.getrefcount(names[0]) == references
+    assert sys.getrefcount(name) == references
 
 
 def test_what_is_noted_while_notes_are_fetched_is_fetched_later(segment):
