@@ -144,7 +144,9 @@ clean: ## remove the environments and what was built
 	$(PYTHON) -m venv $(@:/bin/python=)
 
 # compat: the root in a .pth file, not a finder, which takes 40 ms of every Python that starts, and the tests start thousands.
-install = $(@D)/bin/python -m pip install --quiet --config-settings editable_mode=compat --editable ".[$(1)]" && $(@D)/bin/python -m allred.native && touch $@
+install = rm -f allred/native/_kernels.*.so && \
+  $(@D)/bin/python -m pip install --quiet --config-settings editable_mode=compat --editable ".[$(1)]" && \
+  $(@D)/bin/python -m allred.native && touch $@
 
 .venv/.demo: .venv/bin/python $(SOURCES)
 	$(call install,mpich$(comma)examples)

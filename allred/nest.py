@@ -38,7 +38,11 @@ def _walk(tree: Any, path: str, found: list[Leaf]) -> None:
         found.append((path, tree))
         return
     for name, value in children:
-        _walk(value, f"{path}.{name}" if path else name, found)
+        name = f"{path}.{name}" if path else name
+        if isinstance(value, (dict, list, tuple)):
+            _walk(value, name, found)
+        else:
+            found.append((name, value))
 
 
 def rebuild(tree: Any, values: list[Any]) -> Any:

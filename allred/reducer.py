@@ -282,6 +282,9 @@ def _size(bucket_bytes: int | str | None) -> int | None:
 
 def writable(tensors: Sequence[Tensor], values: Sequence[Any]) -> list[Any]:
     """The arrays to reduce in: the caller's own; copies of numbers, read-only arrays and memory that comes twice."""
+    plain = all(type(value) is np.ndarray and value.flags.writeable for value in values)
+    if plain and len(set(arrays.memory_of(values))) == len(values):  # as in most steps
+        return list(values)
     seen: set[int] = set()
     if any(map(gpu.is_device, values)):
         host = [index for index, value in enumerate(values) if not gpu.is_device(value)]

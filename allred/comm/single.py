@@ -14,6 +14,7 @@ class SingleCommunicator(Communicator):
     """One rank alone. Every operation is complete when it is started."""
 
     name = "single"
+    fuses = True  # nothing to copy into a buffer for
 
     def __init__(self, timeout_s: float) -> None:
         super().__init__(rank=0, size=1, timeout_s=timeout_s)

@@ -126,7 +126,7 @@ class DistributedOptimizer:
                 if not self._accumulator.add(tensors, values, samples):
                     return
                 values, samples = self._accumulator.take()
-                tensors = list(tensors)  # the values are others than those that were matched
+                grads, tensors = nest.rebuild(grads, values), list(tensors)  # others than those that were matched
             if self._clipper.active and not problem:
                 problem = self._clipper.refusal(tensors, values if mode.in_step else ())
         except InputError as error:

@@ -242,7 +242,7 @@ class ServersMode:
     def _finite(self, sources: list[Array]) -> bool:
         """Whether the gradients may be used."""
         policy = self._options.nonfinite or self._running.config.nonfinite
-        if policy == "ignore" or not any(looks(sources) for looks in self._looks):
+        if policy == "ignore" or not self._looks(sources):
             return True
         if policy == "skip":
             self.skipped += 1

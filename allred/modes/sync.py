@@ -4,6 +4,7 @@ The parameters start equal (`broadcast`) and every rank applies the same mean wi
 equal, bit for bit, without being sent again.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -70,7 +71,8 @@ class SyncMode:
             mean = self._clipper.reduced(mean) if self._clipper.active else mean
             self.torn = True
             with span("apply", self._name):
-                self._optimizer.step(params, nest.rebuild(grads, mean))
+                own = len(mean) == len(values) and all(map(operator.is_, mean, values))
+                self._optimizer.step(params, grads if own else nest.rebuild(grads, mean))
             self.torn = False
             self._updates += 1
         if self._clipper.scaler is not None:

@@ -92,9 +92,10 @@ class Optimizer(ABC):
         """
         work = self._checked(params, grads)
         lr = self.learning_rate
-        for name, param, _, slots in work:
-            self._slots[name], self._made_for[name] = slots, _kind(param)
         self.global_step += 1
+        for name, param, _, slots in work:
+            if self._slots.get(name) is not slots or name not in self._made_for:
+                self._slots[name], self._made_for[name] = slots, _kind(param)
         for _, param, grad, slots in work:
             cast = np.asarray(grad, dtype=compute_dtype(param), like=param)  # a copy only where the dtype differs
             self.update(param, cast, slots, lr, self.global_step)
@@ -107,11 +108,19 @@ class Optimizer(ABC):
         work = []
         for name, param in named:
             grad = gradients[name]
-            if grad is not None:
+            if self._fits_again(name, param, grad):
+                work.append((name, param, grad, self._slots[name]))
+            elif grad is not None:
                 check_writable(who, f"parameter {name!r}", param)
                 check_gradient(who, name, param, grad)
                 work.append((name, param, grad, self._fitting_slots(who, name, param)))
         return work
+
+    def _fits_again(self, name: str, param: Any, grad: Any) -> bool:
+        """Whether these are plain arrays as in an earlier step, which has checked them; most are."""
+        if not type(param) is type(grad) is np.ndarray:
+            return False
+        return self._made_for.get(name) == _kind(param) == _kind(grad) and param.flags.writeable
 
     def _fitting_slots(self, who: str, name: str, param: Array) -> Slots:
         """The slots of this parameter: those in use, new ones, or loaded ones brought to its dtype and device."""
@@ -154,14 +163,15 @@ def _kind(param: Array) -> tuple[Any, ...]:
 
 def _by_name(who: str, params: list[Leaf], grads: list[Leaf]) -> dict[str, Any]:
     """The gradients by name. Raises InputError unless they are those of the parameters, and all names differ."""
-    twice = [name for name, count in Counter(name for name, _ in params).items() if count > 1]
-    if twice:
-        raise InputError(f"{who}: two parameters are named {twice[0]!r}, which names their slots; rename a dict key")
-    expected, got = {name for name, _ in params}, {name for name, _ in grads}
-    if len(grads) != len(params) or got != expected:
+    expected, found = dict(params), dict(grads)
+    if len(expected) < len(params):
+        twice = Counter(name for name, _ in params).most_common(1)[0][0]
+        raise InputError(f"{who}: two parameters are named {twice!r}, which names their slots; rename a dict key")
+    if len(grads) != len(params) or found.keys() != expected.keys():
         raise InputError(
             f"{who}: gradients must have the structure of the {len(params)} parameters, but there are {len(grads)}, "
-            f"without {sorted(expected - got)[:3]} and with {sorted(got - expected)[:3]}; "
+            f"without {sorted(expected.keys() - found.keys())[:3]} and with "
+            f"{sorted(found.keys() - expected.keys())[:3]}; "
             "pass None for a parameter that has no gradient"
         )
-    return dict(grads)
+    return found

@@ -115,6 +115,9 @@ class Client:
         self._post = Post(running.comm)
         self._layouts = [lay_out(placement.tensors, placement.of(server)) for server in range(running.servers)]
         self._cuts = [[_cut(layout, piece) for piece in layout.pieces] for layout in self._layouts]
+        self._whole = [[cut[:2] for cut in cuts] for cuts in self._cuts] == [
+            [(number, None) for number in range(len(placement.tensors))]
+        ]
         self._links: list[_Link] = []
         self._up_bytes = sum(int(layout.up.sum()) for layout in self._layouts)
         self._down_bytes = sum(int(layout.down[:, 1].sum()) for layout in self._layouts)
@@ -279,6 +282,8 @@ class Client:
 
     def _parts(self, values: list[Array]) -> list[list[Array]]:
         """The pieces of arrays, one for each tensor, by server: whole arrays, or views of flat ones."""
+        if self._whole:  # all at one server
+            return [values]
         return [
             [values[i] if start is None else values[i].reshape(-1)[start:stop] for i, start, stop in cuts]
             for cuts in self._cuts

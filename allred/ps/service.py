@@ -96,9 +96,15 @@ class Service:
             kind = "push+pull" if given else "push"
             with span(kind, nbytes=shard.bytes_up + shard.bytes_down * given, row=f"worker {worker}"):
                 yield from self._push(worker, port, shard, flags, dropped, given)
+            if given:  # the worker goes on while this is counted
+                self._answer(port, step + 1, 0, staleness)
+                self._note_pull(worker, port, shard)
+            self.account.bytes_in += shard.bytes_up
             if not dropped and not flags & INIT:
                 self.account.gradients += 1
                 self.account.staleness[staleness] += 1
+            if given:
+                return
         if flags & DONE:
             if worker in self._begun or not self._averages:
                 self._begun.discard(worker)
@@ -106,7 +112,7 @@ class Service:
             self._parked[worker] = port, request, DROPPED * dropped, staleness
             self.let_go()
             return
-        if flags & PULL and not given:
+        if flags & PULL:
             yield from self._give(worker, port, shard)
         self._answer(port, step + 1, DROPPED if dropped else 0, staleness)
 
@@ -208,9 +214,6 @@ class Service:
             elif taken and adds and not dropped:
                 self._begun.add(worker)  # at servers other than 0 this is the first to tell of it
             raise
-        self.account.bytes_in += shard.bytes_up
-        if gives:
-            self._note_pull(worker, port, shard)
         if starts:
             self._started()
         elif adds and not dropped:

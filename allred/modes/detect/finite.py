@@ -65,8 +65,8 @@ def scan(plan: Plan, values: Sequence[Any], ranks: int, compression: Compression
     return flags
 
 
-def looks(plan: Plan) -> list[Callable[[list[Array]], bool]]:
-    """For each dtype, what says whether contiguous gradients of such a plan, all of them there, are not all finite.
+def looks(plan: Plan) -> Callable[[list[Array]], bool]:
+    """What says whether contiguous gradients of such a plan, all of them there, are not all finite.
 
     Mode ps takes this pass over memory before it pushes anything. To look at each cell on its way up would take a sixth
     off a step with 100 MB, but a server would have applied the cells before: of gradients that explode, huge ones.
@@ -78,7 +78,8 @@ def looks(plan: Plan) -> list[Callable[[list[Array]], bool]]:
             return lambda values: native.exceeds(values, element_bytes, largest)
         return lambda values: native.exceeds([values[i] for i in indices], element_bytes, largest)
 
-    return [of(dtype, indices) for dtype, indices in plan.floats.items()]
+    each = [of(dtype, indices) for dtype, indices in plan.floats.items()]
+    return each[0] if len(each) == 1 else lambda values: any(look(values) for look in each)
 
 
 def _readable(values: Sequence[Any], indices: list[int]) -> list[Array]:
