@@ -145,17 +145,16 @@ static int overlap(Segment *self, const allred_tensor *tensors, Py_ssize_t count
   if (ascending >= count) return 0;
   const size_t bytes = (size_t)count * sizeof *tensors;
   if (count == self->apart_count && !memcmp(self->apart, tensors, bytes)) return 0;
-  allred_tensor *sorted = PyMem_Malloc(bytes), *apart = PyMem_Realloc(self->apart, bytes);
-  self->apart = apart ? apart : self->apart;
-  self->apart_count = 0;
-  if (!sorted || !apart) return PyMem_Free(sorted), -1;
+  allred_tensor *sorted = PyMem_Malloc(bytes);
+  if (!sorted) return -1;
   memcpy(sorted, tensors, bytes);
   qsort(sorted, (size_t)count, sizeof *sorted, by_address);
-  int found = 0;
-  for (Py_ssize_t i = 1; i < count && !found; i++) found = sorted[i].out < sorted[i - 1].out + sorted[i - 1].bytes;
-  PyMem_Free(sorted);
-  if (!found) memcpy(apart, tensors, bytes), self->apart_count = count;
-  return found;
+  for (Py_ssize_t i = 1; i < count; i++)
+    if (sorted[i].out < sorted[i - 1].out + sorted[i - 1].bytes) return PyMem_Free(sorted), 1;
+  PyMem_Free(self->apart);
+  self->apart = memcpy(sorted, tensors, bytes);
+  self->apart_count = count;
+  return 0;
 }
 
 PyObject *allred_segment_grouped_allreduce(Segment *self, PyObject *const *args, Py_ssize_t count) {

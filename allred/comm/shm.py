@@ -49,18 +49,16 @@ class ShmCommunicator(Communicator):
 
     def __init__(self, rank: int, size: int, memory: mmap.mmap, timeout_s: float) -> None:
         self._memory = memory
-        self._fetch_notes: Callable[[], None] = lambda: None
         self._segment = Segment(memory, rank, size, CHUNK_BYTES, np.zeros((2, 3)), _DTYPES, _OPS)
         super().__init__(rank, size, timeout_s, engine=self._segment)
 
     def record(self, track: Track) -> None:
         super().record(track)
         self._segment.note(True)
-        self._fetch_notes = track.gather(self._segment.noted)
+        track.gather(self._segment.noted)
 
     def close(self) -> None:
         super().close()
-        self._fetch_notes()
         self._segment.close()
         self._memory.close()
 

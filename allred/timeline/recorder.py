@@ -46,7 +46,7 @@ class Recorder:
         self._path = path
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         self._records: list[Record] = []
-        self.sources: set[Callable[[], None]] = set()  # which add what is noted elsewhere, when asked
+        self.sources: list[Callable[[], None]] = []  # which add what is noted elsewhere, when asked
         self.add: Callable[[Record], None] = self._records.append
         self._process = os.getpid()
         self._failed = False
@@ -82,7 +82,7 @@ class Recorder:
         os.close(self._file)
 
     def _write_records(self) -> None:
-        for source in tuple(self.sources):
+        for source in self.sources:
             source()
         count = len(self._records)  # others may come meanwhile
         records = self._records[:count]

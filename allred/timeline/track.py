@@ -46,18 +46,12 @@ class Track:
         end = operation.end or time.perf_counter_ns()
         self._add(("span", "", "wait", operation.title, int(start_s * 1e9), end, 0))
 
-    def gather(self, noted: Callable[[], tuple[list[str], bytes]]) -> Callable[[], None]:
-        """From now on fetch what C has noted, names and rows, each time before the file is written; what is returned
-        does so for the last time."""
+    def gather(self, noted: Callable[[], tuple[list[str], bytes]]) -> None:
+        """From now on fetch what C has noted, names and rows, each time before the file is written."""
 
         def fetch() -> None:
             names, rows = noted()
             if rows:
                 self._add(("calls", self._members, names, rows))
 
-        def fetch_last() -> None:
-            self._recorder.sources.discard(fetch)
-            fetch()
-
-        self._recorder.sources.add(fetch)
-        return fetch_last
+        self._recorder.sources.append(fetch)

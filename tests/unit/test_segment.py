@@ -16,17 +16,25 @@ if not native.available:
     pytest.skip(f"C extension: {native.reason}", allow_module_level=True)
 
 from allred.comm.shm import _DTYPES, _OPS
-from allred.native._kernels import Segment, segment_bytes
+from allred.native._kernels import Operation, Segment, segment_bytes
+from allred.timeline.recorder import ROW
 
 SLOT = 4096
 DONE, NOT_TAKEN = True, None
 
 
+PROBE = np.zeros((2, 3))
+
+
+def alone(array=PROBE):
+    return Segment(bytearray(segment_bytes(1, SLOT)), 0, 1, SLOT, array, _DTYPES, _OPS)
+
+
 @pytest.fixture
 def segment():
-    alone = Segment(bytearray(segment_bytes(1, SLOT)), 0, 1, SLOT, np.zeros((2, 3)), _DTYPES, _OPS)
-    yield alone
-    alone.close()
+    made = alone()
+    yield made
+    made.close()
 
 
 NAMES = ["", "w", "fc1.weight", "exactly8", "größe", "a name that is longer than a word or two"]
@@ -89,8 +97,14 @@ def test_the_same_memory_twice_is_left_to_the_long_way(segment):
     assert segment.grouped_allreduce([array, array], [array, array], ReduceOp.SUM, "") is NOT_TAKEN
 
 
-def test_a_target_of_another_size_is_not_taken(segment):
-    assert segment.allreduce(np.ones(3), np.ones(4), ReduceOp.SUM, "") is NOT_TAKEN
+@pytest.mark.parametrize(
+    "other",
+    [np.ones(5), np.ones(4, "i8"), np.ones(4, "f4"), np.ones(8)[::2], np.ones(4).view(np.matrix), np.ma.ones(4), None],
+)
+def test_both_source_and_target_must_be_plain_and_alike(segment, other):
+    good = np.ones(4)
+    assert segment.allreduce(good, other, ReduceOp.SUM, "") is NOT_TAKEN
+    assert segment.allreduce(other, good, ReduceOp.SUM, "") is NOT_TAKEN
 
 
 def test_no_short_way_while_somebody_else_is_at_it(segment):
@@ -160,13 +174,34 @@ def test_codes_are_the_same_in_c_and_python():
     assert list(ops.CODES.values()) == [1, 2, 3, 4, 5]
 
 
+def test_of_what_goes_on_the_arrays_are_held_and_nothing_overtakes_it():
+    memory, array, target = bytearray(segment_bytes(2, SLOT)), np.ones(3), np.ones(3)
+    late, peer = (Segment(memory, rank, 2, SLOT, PROBE, _DTYPES, _OPS) for rank in range(2))
+    late.note(True)
+    begun = late.allreduce(array, target, ReduceOp.SUM, "")
+    assert (sys.getrefcount(array), sys.getrefcount(target)) == (3, 3)
+    answer = peer.allreduce(target.copy(), np.ones(3), ReduceOp.SUM, "")
+    while not begun.done() or (answer is not DONE and not answer.done()):
+        pass
+    assert not late.pending
+    assert late.allreduce(array, array, ReduceOp.SUM, "") is NOT_TAKEN  # as nobody has said yet that it is complete
+    assert late.acquire(False)
+    late.release()
+    begun = late.allreduce(array, array, ReduceOp.SUM, "")
+    assert late.acquire(False)
+    late.release()
+    assert late.pending
+    assert late.allreduce(array, array, ReduceOp.SUM, "") is NOT_TAKEN
+    assert [row[1] for row in ROW.iter_unpack(late.noted()[1])] == [0, 0]  # they end elsewhere
+
+
 @pytest.mark.parametrize(
     "probe", [np.zeros(3), np.zeros((2, 4))[:, ::2], memoryview(bytearray(6)).cast("B", (2, 3)), None]
 )
 def test_where_c_cannot_read_arrays_none_goes_the_short_way(probe):
-    alone, array = Segment(bytearray(segment_bytes(1, SLOT)), 0, 1, SLOT, probe, _DTYPES, _OPS), np.ones(3)
-    assert alone.allreduce(array, array, ReduceOp.SUM, "") is NOT_TAKEN
-    assert alone.grouped_allreduce([array], [array], ReduceOp.SUM, "") is NOT_TAKEN
+    made, array = alone(probe), np.ones(3)
+    assert made.allreduce(array, array, ReduceOp.SUM, "") is NOT_TAKEN
+    assert made.grouped_allreduce([array], [array], ReduceOp.SUM, "") is NOT_TAKEN
 
 
 def test_a_group_with_memory_twice_is_found_also_behind_one_without(segment):
@@ -191,34 +226,44 @@ def test_what_an_operation_holds_it_gives_back(segment):
     assert (sys.getrefcount(array), sys.getrefcount(target)) == (2, 2)
 
 
-def test_what_is_reduced_is_held_whatever_others_do(segment):
+def test_what_is_reduced_is_held_whatever_others_do():
     """While another thread is in a group of which nobody else knows any more; and of what is given back when that is
     over, each array begins another group."""
-    early, ends, array = None, [], np.ones(3)
-    one, other = [np.ones(1) for _ in range(9)], [np.ones(1) for _ in range(9)]
+    array, one, other = np.ones(3), [np.ones(1) for _ in range(9)], [np.ones(1) for _ in range(9)]
 
-    class Memory(bytearray):
-        def __del__(self):
-            ends.append("given back")
-            ends.append(segment.grouped_allreduce(one, other, ReduceOp.SUM, ""))
+    def attempt():
+        """What was given back early, and all; None if that thread was too quick or too slow for others to come in."""
+        segment, given_back, answers, operations = alone(), [], [], sys.getrefcount(Operation)
 
-    def is_free():
-        return segment.acquire(False) and segment.release() is None
+        class Memory(bytearray):
+            def __del__(self):
+                given_back.append("begun")
+                given_back.append(segment.grouped_allreduce(one, other, ReduceOp.SUM, ""))
 
-    assert segment.allreduce(array, array, ReduceOp.SUM, "") is DONE
-    while early is None:  # until that thread was in it for long enough
-        ends.clear()
-        group = [np.frombuffer(Memory(2**21)) for _ in range(4)]
-        thread = threading.Thread(target=segment.grouped_allreduce, args=(group, group, ReduceOp.SUM, ""))
+        def is_free():
+            return segment.acquire(False) and segment.release() is None
+
+        assert segment.allreduce(array, array, ReduceOp.SUM, "") is DONE
+        group = [np.frombuffer(Memory(2**20)) for _ in range(4)]
+        thread = threading.Thread(
+            target=lambda: answers.append(segment.grouped_allreduce(group, group, ReduceOp.SUM, ""))
+        )
         thread.start()
         while is_free() and thread.is_alive():
             pass
         group.clear()
         segment.allreduce(array, array, ReduceOp.SUM, "")
-        found = ends[:]
-        early = None if is_free() else found
+        early = given_back[:]
+        seen = not is_free()
         thread.join()
-    assert (early, ends) == ([], 4 * ["given back", DONE])
+        if not seen or answers != [DONE]:
+            return None
+        assert sys.getrefcount(Operation) == operations + 1  # the spare one
+        return early, given_back
+
+    while (found := attempt()) is None:
+        pass
+    assert found == ([], 4 * ["begun", DONE])
 
 
 def test_a_list_that_changes_while_it_is_looked_at(segment):
@@ -229,6 +274,27 @@ def test_a_list_that_changes_while_it_is_looked_at(segment):
 
     group = [np.ones(3) for _ in range(9)]
     assert segment.grouped_allreduce(group, group, ReduceOp.SUM, "", Wire()) is DONE
+
+
+def test_any_number_of_notes_is_fetched_once_and_in_order(segment):
+    array, names = np.ones(3, np.float32), [f"w{number}" for number in range(7)]
+    segment.note(True)
+    for number in range(20_000):
+        segment.allreduce(array, array, ReduceOp.SUM, names[number % 7])
+    noted, rows = segment.noted()
+    found = list(ROW.iter_unpack(rows))
+    assert noted == names
+    assert max(map(sys.getrefcount, names)) < 10
+    assert [row[2:] for row in found] == [(12, number % 7, 0) for number in range(20_000)]
+    times = [time for row in found for time in row[:2]]
+    assert times == sorted(times)
+    assert segment.noted() == ([], b"")
+    name, forgotten = names[0], alone()
+    references = sys.getrefcount(name)
+    forgotten.note(True)
+    forgotten.allreduce(array, array, ReduceOp.SUM, name)
+    del forgotten
+    assert sys.getrefcount(name) == references
 
 
 def test_what_is_noted_while_notes_are_fetched_is_fetched_later(segment):

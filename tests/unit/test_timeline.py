@@ -150,17 +150,20 @@ def test_a_track_numbers_calls_and_started_operations_alike(tmp_path):
 
 
 def test_a_program_may_end_without_closing_anything(tmp_path):
-    """Then what C has noted is fetched when the end is noted already."""
+    """Then what C has noted is fetched when the end is noted already; where that is nothing, there is no record."""
     path = tmp_path / "rank-0.timeline"
     mine = Recorder(str(path))
     mine.begin({"rank": 0, "name": "rank 0", "start": 0})
-    alone = ShmCommunicator(0, 1, mmap.mmap(-1, segment_bytes(1, CHUNK_BYTES)), 1.0)
+    alone, idle = (ShmCommunicator(0, 1, mmap.mmap(-1, segment_bytes(1, CHUNK_BYTES)), 1.0) for _ in range(2))
     alone.record(Track(mine, "all ranks"))
+    idle.record(Track(mine, "[0]"))
     alone.allreduce_now(np.zeros(3), True, ReduceOp.SUM, "last")
     mine.close()
     found = read(path)
     assert ([each.name for each in found.operations], found.left_out) == (["last"], "")
+    assert sorted(each[0] for each in records_of(path)) == ["begin", "calls", "end"]
     alone.close()
+    idle.close()
 
 
 def test_a_file_that_was_cut_gives_what_is_whole(tmp_path):
@@ -274,19 +277,20 @@ def test_only_who_is_blocked_waits_and_for_one_at_a_time(tmp_path):
 
 @pytest.mark.parametrize("begun", [call(3, 0), ("call", "all ranks", "allreduce", 3)])
 def test_what_a_call_has_started_is_that_call(begun, tmp_path):
-    """Not what was started before it, nor what comes later, nor what is of another kind."""
+    """Not what was started before it, nor what comes later, nor what is of another kind, nor of other ranks."""
     refused = [call(0, 0), ("call", "all ranks", "allreduce", 1), started("broadcast", 2, 9)]
     operations = [
-        started("allreduce", 4, 8, agreed=7),
+        started("allreduce", 3, 8, agreed=7),
         started("allreduce", 5, 9),
         ("call", "all ranks", "allreduce", 6),
     ]
-    found = read(written(tmp_path, 0, *refused, *operations, begun, started("allreduce", 7, 8, "[0]"))).operations
+    other = started("allreduce", 7, 8, "the others")
+    found = read(written(tmp_path, 0, *refused, ("clock", 0, 100, 0), *operations, begun, other)).operations
     assert [(each.number, each.blocking, each.start, each.agreed, each.end) for each in found] == [
-        (0, False, 7, 0, 8),
-        (0, False, 2, 0, 9),
-        (1, True, 3, 7, 8),
-        (2, False, 5, 0, 9),
+        (0, False, 102, 0, 109),
+        (1, True, 103, 107, 108),
+        (2, False, 105, 0, 109),
+        (0, False, 107, 0, 108),
     ]
 
 
