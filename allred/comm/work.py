@@ -224,6 +224,7 @@ class WorkQueue:
         self.advancing: Work[Any] | None = None  # the operation whose steps are being taken
         self.track: Track | None = None  # where operations are noted, if there is a timeline
         self._works: deque[Work[Any]] = deque()
+        self._nudger: int | None = None  # the thread that waits for another queue and moves this one
         self._pid = os.getpid()
         self._ahead = engine is not None
         self.engine: Engine = engine or _NoEngine()
@@ -260,11 +261,15 @@ class WorkQueue:
 
     def _nudge(self) -> None:
         """Drive all of it as far as it goes without waiting, if nobody else does."""
-        if self._works and not self.poisoned and self.engine.acquire(False):
-            try:
-                self._progress(self._works[-1])
-            finally:
-                self.engine.release()
+        self._nudger = threading.get_ident()
+        try:
+            if self._works and not self.poisoned and self.engine.acquire(False):
+                try:
+                    self._progress(self._works[-1])
+                finally:
+                    self.engine.release()
+        finally:
+            self._nudger = None
 
     def wait(self, work: Work[Any], timeout_s: float | None) -> None:
         """Drive the queue until `work` is complete."""
@@ -339,8 +344,12 @@ class WorkQueue:
         """For one thread of the rank's own process at a time, and only while the communicator is sound."""
         if os.getpid() != self._pid:
             raise AllredError("this process was forked from a rank after allred.init(); only the rank itself is one")
-        if not self.engine.acquire(False):
-            raise AllredError("two threads use allred at once; the order of operations must be the same on all ranks")
+        while not self.engine.acquire(False):
+            if self._nudger in (None, threading.get_ident()):
+                raise AllredError(
+                    "two threads use allred at once; the order of operations must be the same on all ranks"
+                )
+            time.sleep(0)  # soon over
         try:
             if self.poisoned:
                 if line.current is not None and line.current.verdict is not None:

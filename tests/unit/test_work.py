@@ -135,3 +135,24 @@ def test_two_threads_at_once_are_an_error_and_the_first_goes_on(queue):
     go.set()
     thread.join()
     assert queue.start("mine", operation([], "mine")).wait() == "mine"
+
+
+def test_a_thread_that_moves_this_queue_while_it_waits_for_another_is_waited_for(queue):
+    inside, go = threading.Event(), threading.Event()
+
+    class Slow(Gate):
+        def done(self):
+            if self.open:
+                inside.set()
+                go.wait()
+            return self.open
+
+    gate = Slow()
+    queue.start("early", operation([], "early", gate))
+    gate.open = True
+    thread = threading.Thread(target=queue._nudge)
+    thread.start()
+    inside.wait()
+    threading.Timer(0.05, go.set).start()
+    assert queue.start("mine", operation([], "mine")).wait() == "mine"
+    thread.join()
