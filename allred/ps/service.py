@@ -65,6 +65,7 @@ class Service:
         self._averages = bool(self.coordinator.asks)
         self._locking, self._later, self._started = locking, later, started
         self._workers = set(range(workers))  # that have not left
+        self._rows = [f"worker {worker}" for worker in range(workers)]  # of the timeline
         self._aggregate = getattr(policy, "replicas_to_aggregate", None)
         self._begun: set[int] = set()  # workers whose gradient is on its way to all servers, or partly in the sum
         self._in_sum: set[int] = set()  # workers that have a gradient in the sum
@@ -93,8 +94,8 @@ class Service:
         if flags & PUSH:
             staleness = shard.version - version
             given = flags & (INIT | DONE | PULL) == PULL and shard.in_place and not self._averages
-            kind = "push+pull" if given else "push"
-            with span(kind, nbytes=shard.bytes_up + shard.bytes_down * given, row=f"worker {worker}"):
+            kind, nbytes = ("push+pull", shard.bytes_up + shard.bytes_down) if given else ("push", shard.bytes_up)
+            with span(kind, "", nbytes, self._rows[worker]):
                 yield from self._push(worker, port, shard, flags, dropped, given)
             if given:  # the worker goes on while this is counted
                 self._answer(port, step + 1, 0, staleness)
@@ -256,7 +257,7 @@ class Service:
 
     def _give(self, worker: int, port: Any, shard: Shard) -> Steps[None]:
         """All parameters."""
-        with span("pull", nbytes=shard.bytes_down, row=f"worker {worker}"):
+        with span("pull", "", shard.bytes_down, self._rows[worker]):
             for cell in shard.bytes:
                 while not port.give(cell):
                     yield port.room
