@@ -1,7 +1,7 @@
 /*
- * The Python binding; it, the files of segment_object.h and of mailbox_object.h alone include Python.h. Limited API
- * of 3.11: one build serves every later Python. Arguments are checked here, completely, before the GIL is released; the
- * C below it trusts them.
+ * The Python binding; it, alike.c and the files of segment_object.h and mailbox_object.h alone include Python.h.
+ * Limited API of 3.11: one build serves every later Python. Arguments are checked here, completely, before the GIL is
+ * released; the C below it trusts them.
  */
 #include <Python.h>
 
@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "alarm.h"
+#include "alike.h"
 #include "exit.h"
 #include "fuse.h"
 #include "mailbox_type.h"
@@ -386,6 +387,10 @@ static PyMethodDef methods[] = {
      "narrow(source, out, dtype_code, wire_code, variant=''): rounded to what travels; see reduce.h."},
     {"update", update, METH_VARARGS,
      "update(rule, arrays, numbers, variant=''): whether a kernel did it; else nothing is changed. See update.h."},
+    {"reads_arrays", allred_python_reads_arrays, METH_O,
+     "reads_arrays(array): whether alike may be used with arrays of this one's kind."},
+    {"alike", (PyCFunction)(void (*)(void))allred_python_alike, METH_FASTCALL,
+     "alike(array_type, tensors, params, grads): whether these are plain arrays as the tensors say."},
     {"hashes", hashes, METH_O, "hashes(tensors): a 64-bit hash of each tensor's bytes; see scan.h."},
     {"exceeds", exceeds, METH_VARARGS,
      "exceeds(tensors, element_bytes, limit, variant=''): whether a float's magnitude, as bits, is above the limit; "

@@ -121,6 +121,26 @@ def update(rule: str, arrays: tuple[Array | None, ...], numbers: tuple[float, ..
     return False
 
 
+def alike(tensors: list[Any], params: list[Any], grads: list[Any]) -> bool:
+    """Whether these are plain arrays in one piece, each with the shape and dtype of its tensor (a Tensor of
+    fusion/plan.py), the params writable. See csrc/alike.c."""
+    return len(tensors) == len(params) == len(grads) and all(map(_alike, tensors, params, grads))
+
+
+def _alike(tensor: Any, param: Any, grad: Any) -> bool:
+    return (
+        type(param) is np.ndarray
+        and type(grad) is np.ndarray
+        and param.dtype is tensor.dtype
+        and grad.dtype is tensor.dtype
+        and param.shape == tensor.shape
+        and grad.shape == tensor.shape
+        and (flags := param.flags).writeable
+        and flags.c_contiguous
+        and grad.flags.c_contiguous
+    )
+
+
 def _widened(array: Array, dtype: str) -> Array:
     """A copy of the elements in the type that they are computed in."""
     memory = _bytes(array)

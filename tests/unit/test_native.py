@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from allred import arrays, native
+from allred.fusion.plan import Tensor
 from allred.native import twins
 
 KERNELS = [
@@ -101,3 +102,61 @@ def _runs_during(call):
     result = bool(ran)
     thread.join()
     return result
+
+
+class Sub(np.ndarray):
+    pass
+
+
+def read_only(array):
+    array.flags.writeable = False
+    return array
+
+
+F4 = np.float32
+ODD = {  # in place of np.zeros((2, 3), F4): as the parameter, as the gradient
+    "another shape": (np.zeros((3, 2), F4), False, False),
+    "fewer dimensions": (np.zeros(6, F4), False, False),
+    "more dimensions": (np.zeros((2, 3, 1), F4), False, False),
+    "another dtype": (np.zeros((2, 3), np.int32), False, False),
+    "another byte order": (np.zeros((2, 3), ">f4"), False, False),
+    "strided": (np.zeros((2, 6), F4)[:, ::2], False, False),
+    "transposed": (np.zeros((3, 2), F4).T, False, False),
+    "a view": (np.zeros((4, 3), F4)[1:3], True, True),
+    "read-only": (read_only(np.zeros((2, 3), F4)), False, True),
+    "a subclass": (np.zeros((2, 3), F4).view(Sub), False, False),
+    "no array": ([[0.0] * 3] * 2, False, False),
+    "nothing": (None, False, False),
+}
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("what", ODD)
+def test_whether_arrays_are_alike(kernels, what):
+    tensors = [Tensor(name, (2, 3), np.dtype(F4)) for name in "abc"]
+    plain = [np.zeros((2, 3), F4) for _ in tensors]
+    array, as_param, as_grad = ODD[what]
+    for place in range(3):
+        odd = [*plain[:place], array, *plain[place + 1 :]]
+        assert kernels.alike(tensors, odd, plain) is as_param
+        assert kernels.alike(tensors, plain, odd) is as_grad
+    assert kernels.alike(tensors, plain, plain)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_alike_of_scalars_empty_arrays_and_lists_of_other_lengths(kernels):
+    tensors = [Tensor("a", (), np.dtype(np.float64)), Tensor("b", (0, 2), np.dtype(ml_dtypes.bfloat16))]
+    group = [np.zeros(()), np.zeros((0, 2), ml_dtypes.bfloat16)]
+    assert kernels.alike(tensors, group, group)
+    assert not kernels.alike(tensors, group, group[:1])
+    assert not kernels.alike(tensors[:1], group, group)
+    assert kernels.alike([], [], [])
+
+
+@pytest.mark.skipif(not native.available, reason=native.reason)
+def test_c_reads_numpys_arrays_here():
+    assert native.alike is not twins.alike
+    with pytest.raises(TypeError, match="tensor 0 is not"):
+        native.alike([("a", (1,))], [np.zeros(1)], [np.zeros(1)])
+    with pytest.raises(TypeError):
+        native.alike([("a", ("one",), np.dtype(float))], [np.zeros(1)], [np.zeros(1)])
