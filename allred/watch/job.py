@@ -10,7 +10,7 @@ The watcher of the chief's node has the `Job`; the others send it their events. 
                                  that of all
     going                        it waits no more
     busy is_so                   whether it does something that takes as long as it takes, for which the others wait
-    limit what, limit_s          its wait has reached the time limit; no verdict while a rank is busy
+    limit what, limit_s          its wait has reached the time limit; no verdict while a rank is busy, or was meanwhile
     failed code, words, traceback    it is about to end with that exit code, and lingers for the others
     unwound                      it has heard the verdict, its program has ended, and it lingers
     left                         it ends well, and takes part in nothing more
@@ -82,6 +82,7 @@ class Job:
         self, size: int, nodes: int, warn_s: float, spares: Collection[int] = (), launcher: bool = True
     ) -> None:
         self.verdict: Event | None = None
+        self._busy_at = float("-inf")  # when a rank was busy last
         self._size = size
         self._nodes = nodes
         self._warn_s = warn_s
@@ -167,12 +168,13 @@ class Job:
 
     def _busy(self, rank: int, event: Event) -> None:
         self._ranks[rank].busy = event["is_so"]
+        self._busy_at = self._now
 
     def _busy_ranks(self) -> list[int]:
         return [rank for rank, record in self._ranks.items() if record.busy and not record.end]
 
     def _limit(self, rank: int, event: Event) -> None:
-        if self._busy_ranks():
+        if self._busy_ranks() or self._now < self._busy_at + event["limit_s"]:  # the limit is of what comes after
             self._out.append((rank, {"kind": "wait on"}))
         elif self.verdict is None and (self._look is None or self._look["event"] != "limit"):
             self._begin_look(event)

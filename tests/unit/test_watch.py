@@ -308,6 +308,17 @@ def test_a_failure_comes_before_a_time_limit_that_is_looked_into():
     assert [message["rank"] for _, message in script.take("verdict")] == [1]
 
 
+def test_a_time_limit_begins_anew_when_a_rank_is_no_longer_busy():
+    script = Script()
+    script.hear("busy", 0, 1.0, is_so=True)
+    script.hear("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
+    script.hear("busy", 0, 9.9, is_so=False)
+    script.hear("limit", 2, 10.0, what="barrier() #5", limit_s=5.0)
+    assert script.take("wait on") == [(2, {"kind": "wait on"})] * 2
+    script.hear("limit", 2, 15.0, what="barrier() #5", limit_s=5.0)
+    assert len(script.take("look")) == 1
+
+
 def test_a_wait_that_is_meant_to_be_long_is_not_told_after_that_of_another_rank():
     script = Script(warn_s=10)
     wait(script, 1, 1.0, quiet=True)
