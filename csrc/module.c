@@ -1,7 +1,7 @@
 /*
- * The Python binding; it, alike.c and the files of segment_object.h and mailbox_object.h alone include Python.h.
- * Limited API of 3.11: one build serves every later Python. Arguments are checked here, completely, before the GIL is
- * released; the C below it trusts them.
+ * The Python binding; it, alike.c, notes.c and the files of segment_object.h and mailbox_object.h alone include
+ * Python.h. Limited API of 3.11: one build serves every later Python. Arguments are checked here, completely, before
+ * the GIL is released; the C below it trusts them.
  */
 #include <Python.h>
 
