@@ -224,7 +224,7 @@ class WorkQueue:
         self.advancing: Work[Any] | None = None  # the operation whose steps are being taken
         self.track: Track | None = None  # where operations are noted, if there is a timeline
         self._works: deque[Work[Any]] = deque()
-        self._nudger: int | None = None  # the thread that waits for another queue and moves this one
+        self._nudgers: set[int] = set()  # threads that wait for another queue and move this one
         self._pid = os.getpid()
         self._ahead = engine is not None
         self.engine: Engine = engine or _NoEngine()
@@ -261,7 +261,7 @@ class WorkQueue:
 
     def _nudge(self) -> None:
         """Drive all of it as far as it goes without waiting, if nobody else does."""
-        self._nudger = threading.get_ident()
+        self._nudgers.add(threading.get_ident())
         try:
             if self._works and not self.poisoned and self.engine.acquire(False):
                 try:
@@ -269,7 +269,7 @@ class WorkQueue:
                 finally:
                     self.engine.release()
         finally:
-            self._nudger = None
+            self._nudgers.discard(threading.get_ident())
 
     def wait(self, work: Work[Any], timeout_s: float | None) -> None:
         """Drive the queue until `work` is complete."""
@@ -345,7 +345,7 @@ class WorkQueue:
         if os.getpid() != self._pid:
             raise AllredError("this process was forked from a rank after allred.init(); only the rank itself is one")
         while not self.engine.acquire(False):
-            if self._nudger in (None, threading.get_ident()):
+            if not self._nudgers - {threading.get_ident()}:
                 raise AllredError(
                     "two threads use allred at once; the order of operations must be the same on all ranks"
                 )

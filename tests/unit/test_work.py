@@ -153,6 +153,9 @@ def test_a_thread_that_moves_this_queue_while_it_waits_for_another_is_waited_for
     thread = threading.Thread(target=queue._nudge)
     thread.start()
     inside.wait()
+    other = threading.Thread(target=queue._nudge)  # which finds it moved already
+    other.start()
+    other.join()
     threading.Timer(0.05, go.set).start()
     assert queue.start("mine", operation([], "mine")).wait() == "mine"
     thread.join()
