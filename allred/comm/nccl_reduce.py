@@ -117,15 +117,18 @@ class Reductions(Beside):
             if len(self._known) >= _KEPT:
                 self._known.clear()
             self._known[key] = known
-        return self._reduce_known(list(values), known, self.device.lane(known.streams), wanted)
+        flats = [None if one.source else adopted(values[one.positions[0]], self.device.index) for one in known.buckets]
+        return self._reduce_known(list(values), flats, known, self.device.lane(known.streams), wanted)
 
-    def _reduce_known(self, values: list[Any], known: Known, lane: Lane, wanted: Wanted) -> Steps[list[Any]]:
-        """In place, of contiguous arrays that lie there."""
+    def _reduce_known(
+        self, values: list[Any], flats: list[Adopted | None], known: Known, lane: Lane, wanted: Wanted
+    ) -> Steps[list[Any]]:
+        """In place, of contiguous arrays that lie there. flats: by bucket, the array that is reduced where it lies,
+        looked at before the ranks agree: what is wrong with it then, the others would not hear of."""
         group, _ = yield from self._agreed(known.call)
-        for bucket in known.buckets:
-            flat = None if bucket.source else adopted(values[bucket.positions[0]], self.device.index).flat()
-            yield from group._reduce_bucket(lane, bucket, flat, wanted)
-        self._end(group, lane, values)
+        for bucket, one in zip(known.buckets, flats, strict=True):
+            yield from group._reduce_bucket(lane, bucket, one and one.flat(), wanted)
+        self._end(group, lane, values, flats)
         return values
 
     def _reduce_given(

@@ -179,6 +179,16 @@ def test_a_group_that_comes_again_is_not_looked_through_again(comm, monkeypatch)
         assert (len(looked) == 0) == (packed and all(array.flags.c_contiguous for array in group))
 
 
+def test_a_group_that_comes_again_is_looked_at_before_the_ranks_agree(comm, monkeypatch):
+    """Behind that nobody would hear of what is wrong with it."""
+    looked, wanted = [], nccl_reduce.Wanted(allred.Sum, "", allred.Compression.none, in_place=True)
+    whole = on_gpu(np.ones(1000))
+    comm.grouped_allreduce_([whole], allred.Sum).wait()
+    monkeypatch.setattr(nccl_calls, "adopt", lambda value: looked.append(value) or standin_gpu.adopt(value))
+    comm._reduction_steps([whole], wanted).close()
+    assert len(looked) == 1
+
+
 def test_a_group_that_has_come_is_its_callers_alone(comm):
     group = [on_gpu(np.ones(shape, np.float32)) for shape in [(3, 4), (12,)]]
     left = [weakref.ref(array) for array in group]
