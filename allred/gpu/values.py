@@ -193,6 +193,19 @@ def of_shape(value: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
     return found.array.shape, found.dtype
 
 
+def stream_of(value: Any) -> Any:
+    """The stream that the framework of an array on a GPU works on now, as cupy has streams."""
+    import cupy
+
+    if not isinstance(value, cupy.ndarray):
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(value, torch.Tensor):
+            return external(_stream_of_torch(value.device.index)())
+        if (handle := (getattr(value, "__cuda_array_interface__", None) or {}).get("stream")) is not None:
+            return external(handle)
+    return cupy.cuda.get_current_stream()
+
+
 @contextlib.contextmanager
 def on_stream(found: Adopted) -> Iterator[None]:
     """Inside this block cupy works on the stream that the array's framework works on."""

@@ -30,7 +30,7 @@ from allred.comm.work import Work
 from allred.errors import AllredError, InputError
 from allred.fusion.plan import Plan, Tensor, plan
 from allred.gpu import values as gpu
-from allred.reducer import Inspector, Reducer, tensor_of, writable
+from allred.reducer import Inspector, Reducer, takes_gpu, tensor_of, writable
 from allred.timeline.recorder import span
 
 _ASKS = 1  # a flag of the opening: this rank's inspector has to see all gradients first
@@ -59,6 +59,7 @@ class Early:
         self._asked: bool | None = None  # whether some rank has to see all gradients first; None: not heard yet
         self._running: list[tuple[Work[list[Array]], list[Array]]] = []  # and where the results belong
         self._problem, self._flags = "", 0
+        self._stream: Any = None  # that the last gradient on a GPU was computed on
         if self._communicator is not None:
             self._communicator.unfinished.pop(self, None)
         self._communicator = None
@@ -84,6 +85,7 @@ class Early:
             self._communicator = collectives.current()
             self._communicator.unfinished[self] = f"reduce({name!r}) has begun a step; call {self._title} before"
         self._given[name] = grad
+        self._follow([grad])
         if self._all is None:
             return
         if self._opening is None:
@@ -154,9 +156,19 @@ class Early:
         number = len(self._running)
         indices, bucket = self._buckets[number]
         targets = [self._ready[index] for index in indices]
+        self._follow(targets)
         self._flags |= self._inspector.look(bucket, targets)
         name = f"{self._title}: early bucket {number} of {len(self._buckets)}"
         self._running.append((self._reducer.start(targets, self._weight, name), targets))
+
+    def _follow(self, grads: Sequence[Any]) -> None:
+        """Those on a GPU may come on several streams, and go out together, perhaps in a later call: each stream waits
+        for the one before, so whichever is current then comes after all of them."""
+        for grad in filter(gpu.is_device, grads) if takes_gpu() else ():
+            stream = gpu.stream_of(grad)
+            if self._stream is not None and stream.ptr != self._stream.ptr:
+                stream.wait_event(self._stream.record())
+            self._stream = stream
 
     # In step().
 
@@ -165,6 +177,8 @@ class Early:
     ) -> list[Any] | None:
         """As `Reducer.reduce`: reduce what is left, wait for the rest; None if the gradients are not to be used."""
         try:
+            if self._given:
+                self._follow(values)
             if self._given or self._all is not None:
                 problem = problem or self._problem or self._refusal(tensors, values)
             if self._all is None:

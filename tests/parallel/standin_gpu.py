@@ -82,6 +82,7 @@ def install(put):
         put(module, "adopt", adopt)
     put(nccl_reduce, "layouts", layouts)
     put(values, "zeros", zeros)
+    put(values, "stream_of", lambda value: Stream)
     put(values, "layouts", layouts)
     put(arithmetic, "squares_on_gpu", lambda parts: sum(map(squares, parts)))
     put(finite, "exceeds_on_gpu", lambda parts, *a: bool(scan.exceeds(list(map(host, parts)), *a)))

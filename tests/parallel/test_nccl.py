@@ -508,6 +508,33 @@ def on_both(value):
     return on_gpu(value) if value.size > 10 else value
 
 
+class Caller:
+    """A stream that gradients are computed on."""
+
+    def __init__(self, ptr):
+        self.ptr, self.behind = ptr, []
+
+    def record(self):
+        return self.ptr
+
+    def wait_event(self, event):
+        self.behind.append(event)
+
+
+def test_gradients_of_a_step_may_come_on_several_streams(world_on_gpus, monkeypatch):
+    """A bucket goes out in the last one's call, or in the step."""
+    _, opt = early(on_gpu, list(SHAPES), CHECKED + 1)
+    for _ in range(2):
+        grads = {name: on_gpu(np.ones(shape, np.float32)) for name, shape in SHAPES.items()}
+        callers = [Caller(ptr) for ptr in range(len(grads) + 1)]
+        for (name, grad), caller in zip(grads.items(), callers, strict=False):
+            monkeypatch.setattr("allred.gpu.values.stream_of", lambda _, caller=caller: caller)
+            opt.reduce(name, grad)
+        monkeypatch.setattr("allred.gpu.values.stream_of", lambda _, last=callers[-1]: last)
+        opt.step({name: on_gpu(np.zeros(shape, np.float32)) for name, shape in SHAPES.items()}, grads)
+        assert [caller.behind for caller in callers] == [[], *[[ptr] for ptr in range(len(grads))]]
+
+
 @pytest.mark.parametrize("place", [on_gpu, standin_gpu.Tensor, on_both])
 @pytest.mark.parametrize("samples", [None, "uneven"])
 def test_gradients_that_come_early_give_what_they_give_in_the_step(world_on_gpus, place, samples):

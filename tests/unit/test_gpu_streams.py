@@ -117,6 +117,8 @@ def test_it_is_read_on_the_stream_it_is_computed_on(cupy, monkeypatch):
     values.to_host(Foreign(np.ones(3), stream=77))
     values.to_host(Foreign(np.ones(3), stream=None))
     assert seen == [other.stream, stack[0]]
+    given = Foreign(np.ones(3), stream=77), Foreign(np.ones(3), stream=None), np.ones(3).view(Array)
+    assert list(map(values.stream_of, given)) == [other.stream, stack[0], stack[0]]
 
 
 @pytest.mark.parametrize("out", [False, True])
