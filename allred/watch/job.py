@@ -10,7 +10,7 @@ The watcher of the chief's node has the `Job`; the others send it their events. 
                                  that of all
     going                        it waits no more
     busy is_so                   whether it does something that takes as long as it takes, for which the others wait
-    limit what, limit_s          its wait has reached the time limit; no verdict while a rank is busy, or was meanwhile
+    limit what, limit_s          its wait has reached the time limit; no verdict while a rank is busy, or just was
     failed code, words, traceback    it is about to end with that exit code, and lingers for the others
     unwound                      it has heard the verdict, its program has ended, and it lingers
     left                         it ends well, and takes part in nothing more
@@ -48,6 +48,7 @@ FAR_S = 0.3  # the same, if it may have been on another node: Open MPI aborts a 
 LEFT_S = 2.0  # how long to wait for a rank that has left before that is a failure: it may have answered just before
 HOLD_S = 0.5  # between words to ranks that linger: the job is not to end yet; less than line.RELEASE_S
 TELL_HOLD_S = 5.0  # then the user hears of it
+AFTER_S = 2.0  # since a rank was busy: what comes of that is to be heard of before a time limit
 LOOK_S = 1.0  # for the watchers of other nodes to answer
 SAME_S = 0.2  # for the others to fail of the same error by themselves
 TEXT_CHARS = 9000  # of a verdict; twelve bytes of JSON a character at most, and the whole less than LARGEST
@@ -174,7 +175,7 @@ class Job:
         return [rank for rank, record in self._ranks.items() if record.busy and not record.end]
 
     def _limit(self, rank: int, event: Event) -> None:
-        if self._busy_ranks() or self._now < self._busy_at + event["limit_s"]:  # the limit is of what comes after
+        if self._busy_ranks() or self._now < self._busy_at + AFTER_S:
             self._out.append((rank, {"kind": "wait on"}))
         elif self.verdict is None and (self._look is None or self._look["event"] != "limit"):
             self._begin_look(event)

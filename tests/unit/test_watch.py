@@ -308,14 +308,14 @@ def test_a_failure_comes_before_a_time_limit_that_is_looked_into():
     assert [message["rank"] for _, message in script.take("verdict")] == [1]
 
 
-def test_a_time_limit_begins_anew_when_a_rank_is_no_longer_busy():
+def test_a_time_limit_is_put_off_while_a_rank_is_busy_and_for_a_moment_after():
     script = Script()
     script.hear("busy", 0, 1.0, is_so=True)
     script.hear("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
-    script.hear("busy", 0, 9.9, is_so=False)
-    script.hear("limit", 2, 10.0, what="barrier() #5", limit_s=5.0)
+    script.hear("busy", 0, 9.0, is_so=False)
+    script.hear("limit", 2, 8.9 + job.AFTER_S, what="barrier() #5", limit_s=5.0)
     assert script.take("wait on") == [(2, {"kind": "wait on"})] * 2
-    script.hear("limit", 2, 15.0, what="barrier() #5", limit_s=5.0)
+    script.hear("limit", 2, 9.1 + job.AFTER_S, what="barrier() #5", limit_s=5.0)
     assert len(script.take("look")) == 1
 
 
