@@ -1,4 +1,5 @@
-/* Thousands of arrays are looked at in each step. Read as numpy_array.h has them they take 20 ns each, and not 300. */
+/* Thousands of arrays are looked at in each step. Read as numpy_array.h has them a pair of vectors takes 23 ns; Python
+ * takes 415 for it. */
 #include "alike.h"
 
 #include "numpy_array.h"

@@ -1,7 +1,7 @@
 /*
  * What numpy promises of its arrays to programs that were compiled earlier: the fields of PyArrayObject_fields, of its
- * ndarraytypes.h, at the same places in numpy 1 and 2. To read them takes a tenth of what the buffer protocol takes. It
- * is done only where an array was found to be so (allred_array_is_as_here).
+ * ndarraytypes.h, at the same places in numpy 1 and 2. To read them takes less than to ask for a buffer. It is done
+ * only where an array was found to be so (allred_array_is_as_here).
  */
 #ifndef ALLRED_NUMPY_ARRAY_H
 #define ALLRED_NUMPY_ARRAY_H

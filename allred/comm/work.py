@@ -224,7 +224,7 @@ class WorkQueue:
         self.advancing: Work[Any] | None = None  # the operation whose steps are being taken
         self.track: Track | None = None  # where operations are noted, if there is a timeline
         self._works: deque[Work[Any]] = deque()
-        self._nudgers: set[int] = set()  # threads that wait for another queue and move this one
+        self._nudging = threading.RLock()  # of a thread that waits for another queue and moves this one
         self._pid = os.getpid()
         self._ahead = engine is not None
         self.engine: Engine = engine or _NoEngine()
@@ -261,15 +261,16 @@ class WorkQueue:
 
     def _nudge(self) -> None:
         """Drive all of it as far as it goes without waiting, if nobody else does."""
-        self._nudgers.add(threading.get_ident())
+        if not self._works or self.poisoned or not self._nudging.acquire(False):
+            return
         try:
-            if self._works and not self.poisoned and self.engine.acquire(False):
+            if self.engine.acquire(False):
                 try:
                     self._progress(self._works[-1])
                 finally:
                     self.engine.release()
         finally:
-            self._nudgers.discard(threading.get_ident())
+            self._nudging.release()
 
     def wait(self, work: Work[Any], timeout_s: float | None) -> None:
         """Drive the queue until `work` is complete."""
@@ -344,12 +345,12 @@ class WorkQueue:
         """For one thread of the rank's own process at a time, and only while the communicator is sound."""
         if os.getpid() != self._pid:
             raise AllredError("this process was forked from a rank after allred.init(); only the rank itself is one")
-        while not self.engine.acquire(False):
-            if not self._nudgers - {threading.get_ident()}:
-                raise AllredError(
-                    "two threads use allred at once; the order of operations must be the same on all ranks"
-                )
-            time.sleep(0)  # soon over
+        if not self.engine.acquire(False):
+            with self._nudging:  # then it is not for a nudge, which is soon over
+                if not self.engine.acquire(False):
+                    raise AllredError(
+                        "two threads use allred at once; the order of operations must be the same on all ranks"
+                    )
         try:
             if self.poisoned:
                 if line.current is not None and line.current.verdict is not None:
