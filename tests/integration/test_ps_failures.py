@@ -296,7 +296,9 @@ done()
 @pytest.mark.parametrize("who", ["worker", "server"])
 def test_the_time_limit(who, mpi, tmp_path):
     number = 2 if who == "worker" else 0
-    body = f"train(3)\nif me == 0: os.kill(pid({number}), signal.SIGSTOP)\ntrain(10_000)"
+    # A worker stops itself, between two steps: within a request, the wait of the server would end first.
+    stop = "me == 1: os.kill(os.getpid()" if who == "worker" else "me == 0: os.kill(pid(0)"
+    body = f"train(3)\nif {stop}, signal.SIGSTOP)\ntrain(10_000)"
     result = job(tmp_path, body, 3, 1, mpi=mpi, timeout_s=3, consistency="sync")
     assert result.code != 0, result.text
     assert "CollectiveTimeout" in result.err, result.text
