@@ -78,7 +78,9 @@ int allred_request_step(allred_request *request, const allred_mailbox *box) {
   if (request->status != ALLRED_REQUEST_PENDING) return request->status;
   const int closed = allred_mailbox_closed(box); /* first: it may be answered and then closed */
   const int answered = allred_mailbox_posted(box, ALLRED_ANSWERED) == request->number;
-  if ((!answered && send_cell(request, box)) || read_cell(request, box)) {
+  /* Reading first: what the server has just updated is still in a cache. 25.6 M floats took 15 ms when sent first, 11
+   * so. */
+  if (read_cell(request, box) || (!answered && send_cell(request, box))) {
     request->moves++;
     return ALLRED_REQUEST_MOVED;
   }
