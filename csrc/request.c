@@ -78,8 +78,8 @@ int allred_request_step(allred_request *request, const allred_mailbox *box) {
   if (request->status != ALLRED_REQUEST_PENDING) return request->status;
   const int closed = allred_mailbox_closed(box); /* first: it may be answered and then closed */
   const int answered = allred_mailbox_posted(box, ALLRED_ANSWERED) == request->number;
-  /* Reading first: what the server has just updated is still in a cache. 25.6 M floats took 15 ms when sent first, 11
-   * so. */
+  /* Reading first: what the server has just updated is still in a cache. Steps of 25.6 M floats took 11.8 ms instead of
+   * 13.3. */
   if (read_cell(request, box) || (!answered && send_cell(request, box))) {
     request->moves++;
     return ALLRED_REQUEST_MOVED;
