@@ -56,9 +56,15 @@ LARGEST = 2**17  # bytes of a message between a rank and its watcher; Linux take
 WARN_FACTOR = 4  # a stall is told again when it has lasted so many times as long
 
 Event = dict[str, Any]
+Death = tuple[float, int, Event]  # when, of which rank, how
 
 _KILLED = 128 + signal.SIGKILL
 _LAUNCHERS_CODES = (_KILLED, 128 + signal.SIGTERM)  # of ranks that are ended since another one has died
+
+
+def _by_themselves(deaths: list[Death]) -> list[Death]:
+    """Those that no launcher has caused."""
+    return [death for death in deaths if death[2]["code"] not in _LAUNCHERS_CODES]
 
 
 @dataclasses.dataclass
@@ -99,10 +105,10 @@ class Job:
         self._warned: tuple[int, str] | None = None  # who told of which operation
         self._spares = Spares(spares)
         self._notices: list[tuple[float, str]] = []  # when to say that the others go on
-        self._deaths: list[tuple[float, int, Event]] = []  # when, who, how; not judged yet
-        self._lost: list[tuple[float, int, Event]] = []  # deaths of spare ranks
+        self._deaths: list[Death] = []  # not judged yet
+        self._lost: list[Death] = []  # deaths of spare ranks
         self._death_due = float("inf")
-        self._untold: tuple[float, int, Event] | None = None  # the death that is the verdict, until it is said
+        self._untold: Death | None = None  # the death that is the verdict, until it is said
         self._tell_death_at = 0.0
         self._of_death = False  # the verdict: then mpirun ends the others
         self._clock: float | None = None  # when the first rank began to linger
@@ -216,7 +222,7 @@ class Job:
         by_itself, spare = event["code"] not in _LAUNCHERS_CODES, rank in self._spares.ranks
         if by_itself and not (spare and event["code"] <= 128 and self._nodes > 1):
             return self._pass_death()
-        follows_s = FAR_S if spare else DEATH_S
+        follows_s = DEATH_S if not spare else FOLLOW_S if self._just_lost() else FAR_S
         self._death_due = min(self._death_due, self._now + follows_s)
 
     def _check_death(self) -> None:
@@ -227,10 +233,14 @@ class Job:
         new = sorted(self._deaths, key=lambda death: death[0])
         self._deaths, self._death_due = [], float("inf")
         if self._spares.can_lose([rank for _, rank, _ in new]):
-            return self._lose_dead(new)
-        deaths = [lost for lost in self._lost if self._now <= lost[0] + FOLLOW_S] + new
-        by_themselves = [death for death in deaths if death[2]["code"] not in _LAUNCHERS_CODES]
-        first = (by_themselves or deaths)[0]
+            lost = _by_themselves(new) or new
+            self._lose_dead(lost)
+            self._deaths = [death for death in new if death not in lost]
+            if self._deaths:  # the launcher's, which ends all the others
+                self._death_due = self._now + FOLLOW_S
+            return
+        deaths = self._just_lost() + new
+        first = (_by_themselves(deaths) or deaths)[0]
         _, rank, event = first
         text = self._line(rank, event["how"])
         self._of_death = True
@@ -241,6 +251,9 @@ class Job:
             self._deaths = deaths
             self._untold, self._tell_death_at = first, self._now + FAR_S * aborted_far
             self._tell_death()
+
+    def _just_lost(self) -> list[Death]:
+        return [lost for lost in self._lost if self._now <= lost[0] + FOLLOW_S]
 
     def _tell_death(self) -> None:
         """Say who died. Of an abort and a kill on two hosts nobody knows which was before: both are told."""
@@ -256,7 +269,7 @@ class Job:
             text += "; not all ranks had come through allred.init(), and mpirun may have ended it because of another"
         self._speak(rank, text)
 
-    def _lose_dead(self, deaths: list[tuple[float, int, Event]]) -> None:
+    def _lose_dead(self, deaths: list[Death]) -> None:
         lines = []
         for _, rank, event in deaths:
             before = self._spares.gone.get(rank)

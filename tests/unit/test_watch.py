@@ -17,6 +17,7 @@ from allred.errors import RemoteRankError
 from allred.watch import job, line, link, state, table
 from allred.watch.job import Job
 from allred.watch.process import Watcher
+from allred.watch.spares import FOLLOW_S
 
 
 class Script:
@@ -912,6 +913,34 @@ def test_a_launcher_that_ends_all_because_of_a_spare_rank_is_not_blamed_on_the_o
         "rank 2 (worker 1) on host2 was killed by signal 11 (SIGSEGV)"
     ]
     assert script.job.verdict["rank"] == 2
+
+
+@pytest.mark.parametrize("apart_s", [0.0, 1.0])
+def test_nor_if_their_ends_are_heard_of_first(apart_s):
+    """A watcher that got no core finds all at once, in any order; and a process that is killed needs one to end."""
+    script = spare_script()
+    die(script, 3, 1.0)
+    die(script, 2, 1.0, 139, "was killed by signal 11 (SIGSEGV)")
+    script.tick(1.0)
+    script.tick(1.0 + apart_s)
+    for rank in (0, 1):
+        die(script, rank, 1.0 + apart_s)
+    script.tick(1.0 + apart_s + job.DEATH_S)
+    assert [m["text"] for _, m in script.take("speak")] == [
+        "rank 2 (worker 1) on host2 was killed by signal 11 (SIGSEGV)"
+    ]
+    assert script.job.verdict["rank"] == 2
+
+
+def test_a_second_one_that_is_killed_is_told_of_when_no_launcher_has_done_it():
+    script = spare_script()
+    die(script, 2, 1.0, 139, "was killed by signal 11 (SIGSEGV)")
+    die(script, 3, 1.5)
+    script.tick(1.5 + job.FAR_S)
+    assert [m["rank"] for _, m in script.take("speak")] == [2]
+    script.tick(1.5 + FOLLOW_S)
+    assert [m["rank"] for _, m in script.take("speak")] == [3]
+    assert script.job.verdict is None
 
 
 def test_a_server_that_is_killed_later_is_the_verdict():
