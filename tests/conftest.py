@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-LIMIT_S = 60  # for one test; a test that needs more has @pytest.mark.limit(seconds)
+LIMIT_S = 120  # for one test, more than for a run in it, which shows its output; else @pytest.mark.limit(seconds)
 
 STDERR = pytest.StashKey()  # the real one: pytest captures the other
 

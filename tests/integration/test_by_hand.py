@@ -13,8 +13,6 @@ import pytest
 from by_hand import cluster, tasks, text
 from hosts import hosts
 
-pytestmark = pytest.mark.limit(120)
-
 WORKER = "opt = train({steps}); opt.finish(); allred.barrier(); opt.pull(params); print('w', params['w'][0])"
 
 

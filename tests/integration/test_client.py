@@ -6,8 +6,6 @@ import pytest
 from by_hand import ports, tasks, text
 from harness import mpirun, python
 
-pytestmark = pytest.mark.limit(120)
-
 PROGRAM = """
 import traceback
 import numpy as np

@@ -174,7 +174,6 @@ def check_mnist(worker_0, worker_1):
     assert "accuracy" not in worker_1
 
 
-@pytest.mark.limit(120)
 def test_mnist_ps_by_hand():
     found = ports(4)
     hosts = [f"localhost:{port}" for port in found]
