@@ -23,8 +23,8 @@ The first failure is the job's verdict; there is one at most, and every rank hea
     1  a rank fails, dies, leaves the others waiting, or waits until its time limit: the verdict goes to all ranks; that
        of a failure after SAME_S, since often all ranks are about to fail of the same error by themselves
     2  they raise it, unwind, and say so; each lingers, for a launcher ends a job when the first of its ranks goes
-    3  when all have, or GRACE_S after the first, one of them is released: the rank that failed, if it can; not before
-       those that are busy have done that
+    3  PRINT_S after the last has, or GRACE_S after the first, one of them is released: the rank that failed, if it
+       can; not before those that are busy have done that
     4  it prints its traceback, so that this comes last, and aborts the job with its exit code
 
 Without a launcher, which would end the others then, all are released in 3, and each ends with that exit code.
@@ -41,6 +41,7 @@ from allred.watch.spares import FOLLOW_S, Loss, Spares
 from allred.watch.table import table
 
 GRACE_S = 2.0  # for the others to unwind
+PRINT_S = 0.1  # from there for mpirun to pass on what they have printed: it takes the ranks' output in any order
 ABORT_S = 8.0  # from the release to the end; then the watchers end the ranks
 GONE_S = 1.0  # from the end of the one that was to abort the job, to the same
 DEATH_S = 0.05  # by then the first death is known, if the launcher has caused the one in hand
@@ -112,6 +113,7 @@ class Job:
         self._tell_death_at = 0.0
         self._of_death = False  # the verdict: then mpirun ends the others
         self._clock: float | None = None  # when the first rank began to linger
+        self._printed_at = 0.0  # by which what the last one has printed is passed on
         self._released: int | None = None
         self._released_at = 0.0
         self._hold_at, self._tell_hold_at, self._hold_told = 0.0, float("inf"), False
@@ -293,8 +295,9 @@ class Job:
     def _end(self, rank: int, how: str) -> None:
         record = self._ranks[rank]
         record.end, record.end_at, record.waits_in = how, self._now, ""
-        if how == "unwound" and self._clock is None:
-            self._clock = self._now
+        if how == "unwound":
+            self._printed_at = self._now + PRINT_S
+            self._clock = self._now if self._clock is None else self._clock
         if how == "unwound" and self._released is not None and not self._launcher:
             self._out.append((rank, {"kind": "release"}))
 
@@ -395,7 +398,7 @@ class Job:
             return
         culprit = self.verdict["rank"]
         chosen = culprit if culprit in lingering else lingering[0]
-        others_unwind = any(not record.end for record in self._ranks.values())
+        others_unwind = any(not record.end for record in self._ranks.values()) or self._now < self._printed_at
         assert self._clock is not None
         if not others_unwind or self._now >= self._clock + GRACE_S:
             self._tell_verdict(at_once=True)

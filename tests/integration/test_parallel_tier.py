@@ -9,11 +9,11 @@ MPIS = ["mpich", "openmpi"]
 
 
 def pytest_under_mpirun(mpi, tmp_path, test, limit_s=3):
-    limits = (ROOT / "tests/conftest.py").read_text()
-    (tmp_path / "conftest.py").write_text(limits.replace("LIMIT_S = 60", f"LIMIT_S = {limit_s}"))
+    shutil.copy(ROOT / "tests/conftest.py", tmp_path)
     (tmp_path / "parallel").mkdir()
     shutil.copy(ROOT / "tests/parallel/conftest.py", tmp_path / "parallel")
-    beginning = "import pytest, allred, time\npytestmark = pytest.mark.mpi\n"
+    marks = f"pytestmark = [pytest.mark.mpi, pytest.mark.limit({limit_s})]"
+    beginning = f"import pytest, allred, time\n{marks}\n"
     (tmp_path / "parallel/test_it.py").write_text(beginning + test)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     pytest_ = ["-m", "pytest", "--with-mpi", "--color=no", "parallel"]

@@ -63,6 +63,8 @@ def test_the_one_that_failed_is_released_when_all_others_have_unwound():
     script.hear("unwound", 0, 0.1)
     assert not script.take("release")
     script.hear("unwound", 2, 0.2)
+    assert not script.take("release")  # mpirun has to pass on what rank 2 has printed
+    script.tick(0.2 + job.PRINT_S)
     assert script.take("release") == [(1, {"kind": "release"})]
     script.tick(0.5)
     assert not script.take("release")
@@ -94,6 +96,7 @@ def test_ranks_that_all_fail_by_themselves_hear_whose_came_first_before_the_rele
     script = Script(size=2)
     fail(script, 1)
     fail(script, 0, 0.01)
+    script.tick(0.01 + job.PRINT_S)
     kinds = [(rank, message["kind"]) for rank, message in script.messages]
     assert kinds == [(None, "verdict"), (1, "release")]
 
@@ -105,6 +108,7 @@ def test_who_is_gone_need_not_unwind(end):
     script.hear(end, 2, how="ended", code=1, ago_s=0.0)
     script.messages = []
     script.hear("unwound", 0, 0.1)
+    script.tick(0.1 + job.PRINT_S)
     assert script.take("release") == [(1, {"kind": "release"})]
 
 
@@ -136,11 +140,12 @@ def test_the_job_does_not_end_while_a_rank_is_busy():
     assert script.take("release") == [(1, {"kind": "release"})]
 
 
-@pytest.mark.parametrize(("dies", "at"), [(True, 1.0 + job.GONE_S), (False, job.ABORT_S)])
+@pytest.mark.parametrize(("dies", "at"), [(True, 1.0 + job.GONE_S), (False, job.PRINT_S + job.ABORT_S)])
 def test_ranks_that_outlive_the_abort_are_killed(dies, at):
     script = Script(size=2)
     fail(script, 1)
     script.hear("unwound", 0)
+    script.tick(job.PRINT_S)
     if dies:
         script.hear("died", 1, 1.0, how="ended with exit code 3", code=3, ago_s=0.0)
     script.tick(at - 0.01)
@@ -160,6 +165,7 @@ def test_a_rank_that_dies_is_told_of_and_the_lowest_survivor_ends_the_job():
     assert script.job.verdict["code"] == 137
     script.hear("unwound", 2, 1.1)
     script.hear("unwound", 1, 1.2)
+    script.tick(1.2 + job.PRINT_S)
     assert script.take("release") == [(1, {"kind": "release"})]
 
 
@@ -804,6 +810,7 @@ def test_when_all_others_have_ended_well_the_spare_rank_that_failed_ends_the_job
     assert [script.job.verdict[key] for key in ("rank", "code", "traceback")] == [2, 3, "Traceback ..."]
     script.messages = []
     script.hear("unwound", 2, 300.1)
+    script.tick(300.1 + job.PRINT_S)
     assert kinds(script) == [(2, "release")]
     die(script, 2, 300.5, 3, "ended with exit code 3")
     die(script, 1, 300.5)
@@ -818,8 +825,10 @@ def test_of_several_the_first_that_failed_is_the_last_to_speak():
         script.hear("left", rank, 100.0)
     script.messages = []
     script.hear("unwound", 3, 100.1)
+    script.tick(100.1 + job.PRINT_S)
     assert kinds(script) == []  # rank 2 shows its traceback first
     script.hear("unwound", 2, 100.2)
+    script.tick(100.2 + job.PRINT_S)
     assert kinds(script) == [(3, "release")]
     assert script.job.verdict["code"] == 3
 
@@ -862,6 +871,7 @@ def test_a_rank_that_is_not_spare_is_the_verdict_and_those_that_linger_unwind_fi
         script.hear("unwound", rank, 500.1)
     assert "release" not in [kind for _, kind in kinds(script)]
     script.hear("unwound", 2, 500.3)
+    script.tick(500.3 + job.PRINT_S)
     assert (0, "release") in kinds(script)
     assert script.job.verdict["code"] == 5
 
@@ -963,6 +973,7 @@ def test_after_a_death_one_that_ended_well_ends_the_job_with_its_code():
     assert script.job.verdict["code"] == 137
     script.messages = []
     script.hear("unwound", 3, 100.1)  # as all do that linger
+    script.tick(100.1 + job.PRINT_S)
     assert kinds(script) == [(3, "release")]
 
 
@@ -1008,6 +1019,7 @@ def test_a_spare_rank_that_others_wait_for_in_a_collective():
     assert script.job.verdict["code"] == 3
     for rank in (0, 1, 2):
         script.hear("unwound", rank, 12.1)
+    script.tick(12.1 + job.PRINT_S)
     assert (2, "release") in kinds(script)
 
 
@@ -1049,6 +1061,7 @@ def test_a_watcher_that_goes_on_alone_makes_a_loss_the_verdict():
     assert (to, verdict["text"]) == (None, "rank 3 on host3 was killed by signal 9 (SIGKILL)")
     alone.hear("unwound", 1, 5.1)
     alone.hear("unwound", 0, 5.2)
+    alone.tick(5.2 + job.PRINT_S)
     assert alone.take("release") == [(0, {"kind": "release"})]
 
 
