@@ -113,7 +113,6 @@ class Job:
         self._tell_death_at = 0.0
         self._of_death = False  # the verdict: then mpirun ends the others
         self._clock: float | None = None  # when the first rank began to linger
-        self._printed_at = 0.0  # by which what the last one has printed is passed on
         self._released: int | None = None
         self._released_at = 0.0
         self._hold_at, self._tell_hold_at, self._hold_told = 0.0, float("inf"), False
@@ -224,7 +223,7 @@ class Job:
         by_itself, spare = event["code"] not in _LAUNCHERS_CODES, rank in self._spares.ranks
         if by_itself and not (spare and event["code"] <= 128 and self._nodes > 1):
             return self._pass_death()
-        follows_s = DEATH_S if not spare else FOLLOW_S if self._just_lost() else FAR_S
+        follows_s = FAR_S if spare else DEATH_S
         self._death_due = min(self._death_due, self._now + follows_s)
 
     def _check_death(self) -> None:
@@ -235,12 +234,7 @@ class Job:
         new = sorted(self._deaths, key=lambda death: death[0])
         self._deaths, self._death_due = [], float("inf")
         if self._spares.can_lose([rank for _, rank, _ in new]):
-            lost = _by_themselves(new) or new
-            self._lose_dead(lost)
-            self._deaths = [death for death in new if death not in lost]
-            if self._deaths:  # the launcher's, which ends all the others
-                self._death_due = self._now + FOLLOW_S
-            return
+            return self._lose_dead(new)
         deaths = self._just_lost() + new
         first = (_by_themselves(deaths) or deaths)[0]
         _, rank, event = first
@@ -272,17 +266,27 @@ class Job:
         self._speak(rank, text)
 
     def _lose_dead(self, deaths: list[Death]) -> None:
-        lines = []
+        """A kill after another death may be the launcher's, which then ends all: it is told of when some live on."""
+        near = [death for death in _by_themselves(deaths) if death[2]["code"] > 128 or self._nodes == 1]
+        follow = bool(self._just_lost() or near)
+        told = []
         for _, rank, event in deaths:
-            before = self._spares.gone.get(rank)
-            lines.append(self._line(rank, event["how"]))
+            line, before = self._line(rank, event["how"]), self._spares.gone.get(rank)
             if before is None:
                 self._lose(rank, Loss(event["how"], event["code"], ""))
-                self._notices.append((self._now + GONE_S, f"the others go on without {self._name(rank)}"))
             else:
-                lines[-1] += f" while it waited for the others to end, since it {before.how}\n{before.traceback}"
+                line += f" while it waited for the others to end, since it {before.how}\n{before.traceback}"
+            later_s = GONE_S
+            if follow and event["code"] in _LAUNCHERS_CODES:
+                later_s = FOLLOW_S
+                self._notices.append((self._now + later_s, line))
+            else:
+                told.append((rank, line))
+            if before is None:
+                self._notices.append((self._now + later_s, f"the others go on without {self._name(rank)}"))
         self._lost += deaths
-        self._speak(deaths[0][1], "\nallred: ".join(lines))  # there is one outlet, for one text
+        if told:  # in one text, for there is one outlet
+            self._speak(told[0][0], "\nallred: ".join(line for _, line in told))
 
     def _speak(self, rank: int, text: str) -> None:
         self._out.append((None, {"kind": "speak", "rank": rank, "text": text}))
@@ -295,9 +299,8 @@ class Job:
     def _end(self, rank: int, how: str) -> None:
         record = self._ranks[rank]
         record.end, record.end_at, record.waits_in = how, self._now, ""
-        if how == "unwound":
-            self._printed_at = self._now + PRINT_S
-            self._clock = self._now if self._clock is None else self._clock
+        if how == "unwound" and self._clock is None:
+            self._clock = self._now
         if how == "unwound" and self._released is not None and not self._launcher:
             self._out.append((rank, {"kind": "release"}))
 
@@ -398,7 +401,10 @@ class Job:
             return
         culprit = self.verdict["rank"]
         chosen = culprit if culprit in lingering else lingering[0]
-        others_unwind = any(not record.end for record in self._ranks.values()) or self._now < self._printed_at
+        others_unwind = any(
+            not record.end or (record.end == "unwound" and rank != chosen and self._now < record.end_at + PRINT_S)
+            for rank, record in self._ranks.items()
+        )
         assert self._clock is not None
         if not others_unwind or self._now >= self._clock + GRACE_S:
             self._tell_verdict(at_once=True)

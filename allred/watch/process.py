@@ -70,17 +70,17 @@ class Watcher:
 
     def run(self) -> None:
         """Until the last rank of this node is gone, or has hung up after a good end."""
-        while not self._over():
-            now = time.monotonic()  # by which all is heard at the tick, however long this process gets no core
+        now = time.monotonic()
+        while not self._over(now):
+            now = time.monotonic()  # however long this process then gets no core, what was ready by now is heard first
             for key, _ in self._selector.select(TICK_S):
                 key.data()
-            if now > self._last_death + STAY_S:
-                self._speak("")
             if self._job is not None:
                 self._send(self._job.tick(now))
+            if now > self._last_death + STAY_S:
+                self._speak("")
 
-    def _over(self) -> bool:
-        now = time.monotonic()
+    def _over(self, now: float) -> bool:
         complete = len(self._ranks) == self._settings["ranks"] or now > self._give_up_at
         if not all(rank.gone for rank in self._ranks.values()):
             return False
@@ -205,8 +205,11 @@ class Watcher:
     # Events up, messages down.
 
     def _tell(self, event: Event) -> None:
-        if event["event"] == "died":
-            self._open_outlet()  # in a moment the launcher may be gone
+        if event["event"] == "died" and self._outlet < 0:  # now: in a moment the launcher may be gone
+            living = [rank.pid for rank in self._ranks.values() if not rank.dead]
+            launchers = [pid for rank in self._ranks.values() for pid in rank.launcher if self._settings["launcher"]]
+            self._outlet = outlet(launchers, living)
+            self._last_death = time.monotonic()
         if self._job is not None:
             self._job.hear(event, time.monotonic())
         elif self._up is not None:
@@ -249,13 +252,6 @@ class Watcher:
             self._gone[message["rank"]] = message
             if message["rank"] in self._ranks:
                 self._ranks[message["rank"]].ending = "has failed"
-
-    def _open_outlet(self) -> None:
-        if self._outlet < 0:
-            living = [rank.pid for rank in self._ranks.values() if not rank.dead]
-            launchers = [pid for rank in self._ranks.values() for pid in rank.launcher if self._settings["launcher"]]
-            self._outlet = outlet(launchers, living)
-            self._last_death = time.monotonic()
 
     def _speak(self, line: str) -> None:
         descriptor, self._outlet = self._outlet, -1

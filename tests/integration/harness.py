@@ -1,9 +1,7 @@
 """allred.testing's mpirun, in the two environments of this project."""
 
-import functools
 import os
 import pathlib
-import re
 import sys
 
 from allred import testing
@@ -44,20 +42,7 @@ def mpirun(
 ) -> Result:
     """`mpirun -np ranks python arguments...` in the environment of that MPI."""
     where = {"mpirun": BIN[mpi] / "mpirun", "python": BIN[mpi] / "python"}
-    start = functools.partial(testing.mpirun, ranks, *arguments, timeout_s=timeout_s, env=environment(env), **where)
-    try:
-        return start(**options)
-    except TimeoutError as late:
-        if not launcher_hung(str(late)):
-            raise
-        return start(**options)
-
-
-def launcher_hung(text: str) -> bool:
-    """Whether all ranks are gone and prterun is not. Where a rank aborts while another finalizes it crashes in one of
-    16 runs, without allred too; once it hung [ran]."""
-    left = re.findall(r"^--- still there, killed: \d+ (\S+)", text, re.MULTILINE)
-    return bool(left) and all(name.endswith("/prterun") for name in left)
+    return testing.mpirun(ranks, *arguments, timeout_s=timeout_s, env=environment(env), **where, **options)
 
 
 def remove_mapped(directory: pathlib.Path) -> None:

@@ -14,7 +14,7 @@ import types
 import pytest
 
 from allred.errors import RemoteRankError
-from allred.watch import job, line, link, state, table
+from allred.watch import job, line, link, process, state, table
 from allred.watch.job import Job
 from allred.watch.process import Watcher
 from allred.watch.spares import FOLLOW_S
@@ -666,6 +666,43 @@ def test_a_verdict_is_not_raised_in_a_wait_nor_at_the_end(rank_and_watcher, flag
     assert rank.is_anothers()
 
 
+@pytest.mark.parametrize("where", ["_tell", "_over"])
+def test_a_watcher_that_gets_no_core_for_a_while_tells_of_a_death_all_the_same(where, monkeypatch):
+    of_job = {"size": 1, "nodes": 1, "warn_s": 30.0, "spares": [], "launcher": True}
+    watcher = Watcher({"token": "", "ranks": 1, "chief": True, "reach": "", **of_job})
+    ours, theirs = socket.socketpair()
+    stderr, of_launcher = os.pipe()
+    launcher = subprocess.Popen(["sleep", "60"], stderr=of_launcher)
+    rank = types.SimpleNamespace(number=0, pid=launcher.pid, launcher=[launcher.pid], dead="", left=False, gone=False)
+    rank.send = lambda message: None
+    watcher._ranks[0] = rank
+    watcher._tell({"event": "joined", "rank": 0, "host": "h"})
+
+    def bury():
+        watcher._selector.unregister(ours)
+        rank.dead, rank.gone = "was killed", True
+        watcher._tell({"event": "died", "rank": 0, "how": "was killed", "code": 137, "ago_s": 0.0})
+
+    undisturbed = getattr(watcher, where)
+
+    def late(*given):
+        found = undisturbed(*given)
+        time.sleep((process.STAY_S + 0.1) * bool(rank.dead))
+        return found
+
+    monkeypatch.setattr(watcher, where, late)
+    watcher._selector.register(ours, 1, bury)
+    theirs.send(b".")
+    watcher.run()
+    launcher.kill()
+    launcher.wait()
+    os.close(of_launcher)
+    assert os.read(stderr, 1000) == b"allred: rank 0 on h was killed\n"
+    os.close(stderr)
+    for opened in (ours, theirs, watcher._selector, *(key.fileobj for key in watcher._selector.get_map().values())):
+        opened.close()
+
+
 @pytest.mark.parametrize("hushed", [False, True])
 def test_a_watcher_that_is_gone_is_told_of_once_unless_the_program_is_at_its_end(rank_and_watcher, hushed, capfd):
     rank, watcher = rank_and_watcher
@@ -947,9 +984,14 @@ def test_a_second_one_that_is_killed_is_told_of_when_no_launcher_has_done_it():
     die(script, 2, 1.0, 139, "was killed by signal 11 (SIGSEGV)")
     die(script, 3, 1.5)
     script.tick(1.5 + job.FAR_S)
+    assert [(to, m["rank"]) for to, m in script.messages if m["kind"] == "gone"] == [(None, 2), (None, 3)]
     assert [m["rank"] for _, m in script.take("speak")] == [2]
-    script.tick(1.5 + FOLLOW_S)
-    assert [m["rank"] for _, m in script.take("speak")] == [3]
+    script.tick(1.5 + job.FAR_S + FOLLOW_S)
+    assert [(to, m["text"]) for to, m in script.take("say")] == [
+        (0, "the others go on without rank 2 (worker 1)"),
+        (0, "rank 3 (worker 2) on host3 was killed by signal 9 (SIGKILL)"),
+        (0, "the others go on without rank 3 (worker 2)"),
+    ]
     assert script.job.verdict is None
 
 
