@@ -127,6 +127,7 @@ class Watcher:
             pass
         self._selector.unregister(rank.pidfd)
         rank.dead, code = state.how_it_ended(rank.pidfd, rank.pid)
+        self._open_outlet()  # which takes a while, so not between the time and what is told with it
         ago_s = time.monotonic() - (rank.hung_up_at or time.monotonic())
         self._tell({"event": "died", "rank": rank.number, "how": rank.dead, "code": code, "ago_s": ago_s})
 
@@ -200,16 +201,13 @@ class Watcher:
         for event in messages:
             if event["event"] == "joined":
                 self._places[event["rank"]] = link
+            elif event["event"] == "died":
+                self._open_outlet()
             self._tell(event)
 
     # Events up, messages down.
 
     def _tell(self, event: Event) -> None:
-        if event["event"] == "died" and self._outlet < 0:  # now: in a moment the launcher may be gone
-            living = [rank.pid for rank in self._ranks.values() if not rank.dead]
-            launchers = [pid for rank in self._ranks.values() for pid in rank.launcher if self._settings["launcher"]]
-            self._outlet = outlet(launchers, living)
-            self._last_death = time.monotonic()
         if self._job is not None:
             self._job.hear(event, time.monotonic())
         elif self._up is not None:
@@ -252,6 +250,14 @@ class Watcher:
             self._gone[message["rank"]] = message
             if message["rank"] in self._ranks:
                 self._ranks[message["rank"]].ending = "has failed"
+
+    def _open_outlet(self) -> None:
+        """At a death: in a moment the launcher may be gone."""
+        if self._outlet < 0:
+            living = [rank.pid for rank in self._ranks.values() if not rank.dead]
+            launchers = [pid for rank in self._ranks.values() for pid in rank.launcher if self._settings["launcher"]]
+            self._outlet = outlet(launchers, living)
+            self._last_death = time.monotonic()
 
     def _speak(self, line: str) -> None:
         descriptor, self._outlet = self._outlet, -1

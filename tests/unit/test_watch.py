@@ -681,6 +681,7 @@ def test_a_watcher_that_gets_no_core_for_a_while_tells_of_a_death_all_the_same(w
     def bury():
         watcher._selector.unregister(ours)
         rank.dead, rank.gone = "was killed", True
+        watcher._open_outlet()
         watcher._tell({"event": "died", "rank": 0, "how": "was killed", "code": 137, "ago_s": 0.0})
 
     undisturbed = getattr(watcher, where)
