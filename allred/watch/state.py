@@ -13,7 +13,7 @@ import signal
 import struct
 import time
 
-STACK_S = 0.3  # for ranks to write their stacks
+STACK_S = 0.5  # for ranks to write their stacks
 
 _PIDFD_GET_INFO = 3 << 30 | 64 << 16 | 0xFF << 8 | 11  # Linux 6.13
 _PIDFD_INFO_EXIT = 1 << 3  # Linux 6.15
@@ -97,21 +97,19 @@ def halted(pid: int) -> str:
 
 def stacks(ranks: dict[int, tuple[int, int, int]]) -> dict[int, str]:
     """Where each rank is in its program, in words: {rank: (pidfd, signal number, pipe)}. Waits for STACK_S at most."""
-    texts = dict.fromkeys(ranks, b"")
+    texts, silent = dict.fromkeys(ranks, ""), {pipe: rank for rank, (_, _, pipe) in ranks.items()}
     for pidfd, number, pipe in ranks.values():
         _read(pipe)  # what is left of an earlier answer
-        try:
+        with contextlib.suppress(OSError):
             signal.pidfd_send_signal(pidfd, number)
-        except OSError:
-            continue
     deadline = time.monotonic() + STACK_S
-    silent = {pipe: rank for rank, (_, _, pipe) in ranks.items()}
     while silent and (left := deadline - time.monotonic()) > 0:
-        ready, _, _ = select.select(list(silent), [], [], left)
-        for pipe in ready:
-            texts[silent.pop(pipe)] = b"."
-    time.sleep(0.01)  # a stack is written line by line
-    return {rank: place(_read(pipe).decode(errors="replace")) for rank, (_, _, pipe) in ranks.items()}
+        for pipe in select.select(list(silent), [], [], left)[0]:
+            new = _read(pipe).decode(errors="replace")
+            texts[silent[pipe]] += new
+            if not new or (new.endswith("\n") and _own(texts[silent[pipe]])):  # a stack is written piece by piece
+                del silent[pipe]
+    return {rank: place(text) for rank, text in texts.items()}
 
 
 def _read(pipe: int) -> bytes:
@@ -130,10 +128,15 @@ def place(stack: str) -> str:
     frames = _FRAME.findall(stack)
     if not frames:
         return "running, but not in Python, or without an answer"
-    own = next((frame for frame in frames if not _library(frame[0])), frames[-1])
+    own = (_own(stack) or frames[-1:])[0]
     path, line, function = own
     inner = "" if own == frames[0] else f", in {frames[0][2]} of {os.path.basename(frames[0][0])}"
     return f"in Python at {os.path.basename(path)}:{line} ({function}){inner}"
+
+
+def _own(stack: str) -> list[tuple[str, str, str]]:
+    """The frames of the user's program, the innermost first: path, line, function."""
+    return [frame for frame in _FRAME.findall(stack) if not _library(frame[0])]
 
 
 def _library(path: str) -> bool:

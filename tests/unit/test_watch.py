@@ -448,6 +448,26 @@ def test_where_a_program_is():
     assert "without an answer" in state.place("")
 
 
+def test_a_stack_that_comes_in_pieces_is_read_to_the_line_of_the_users_program(monkeypatch):
+    monkeypatch.setattr(state, "STACK_S", 20)
+    header, library = "Stack (most recent call first):\n", '  File "/usr/lib/python3.11/threading.py", line 9 in wait\n'
+    ours, theirs = os.pipe()
+    os.set_blocking(ours, False)
+    pidfd = os.pidfd_open(os.getpid())
+
+    def write():
+        for piece in (header, library, '  File "/home/me/train.py", line 8', "7 in st", "ep\n"):
+            time.sleep(0.05)
+            os.write(theirs, piece.encode())
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert state.stacks({3: (pidfd, 0, ours)}) == {3: "in Python at train.py:87 (step), in wait of threading.py"}
+    thread.join()
+    for file in (ours, theirs, pidfd):
+        os.close(file)
+
+
 @pytest.mark.parametrize("launcher", [True, False])
 def test_a_rank_that_has_just_died_does_not_keep_the_others_from_being_killed(launcher):
     """One that has left is not, where it ends by itself: without a launcher."""
