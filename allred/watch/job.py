@@ -266,7 +266,8 @@ class Job:
         self._speak(rank, text)
 
     def _lose_dead(self, deaths: list[Death]) -> None:
-        """A kill after another death may be the launcher's, which then ends all: it is told of when some live on."""
+        """A kill near another death may be the launcher's, which then ends all: one that lives on tells of it later. An
+        exit is no such death if the kill of a rank of another node may have caused it; see FAR_S."""
         near = [death for death in _by_themselves(deaths) if death[2]["code"] > 128 or self._nodes == 1]
         follow = bool(self._just_lost() or near)
         told = []

@@ -72,7 +72,7 @@ class Watcher:
         """Until the last rank of this node is gone, or has hung up after a good end."""
         now = time.monotonic()
         while not self._over(now):
-            now = time.monotonic()  # however long this process then gets no core, what was ready by now is heard first
+            now = time.monotonic()  # however long this gets no core then, whoever has died by now is heard of first
             for key, _ in self._selector.select(TICK_S):
                 key.data()
             if self._job is not None:
