@@ -24,10 +24,13 @@ class Batches(Loader):
     `load_state_dict`, when fewer are left, so that schedules and limits that are made of it stay what they were.
     """
 
+    function = "batches"
+
     def __init__(self, columns: Columns, sampler: Sampler, rank: int, size: int) -> None:
         super().__init__(rank, size, columns, {"rows": sampler.rows, "seed": sampler.seed})
         self._sampler = sampler
         self.rows, self.batch_size, self.epochs = sampler.rows, sampler.batch_size, sampler.epochs
+        self.drop_last = sampler.drop_last
         self.steps_per_epoch = sampler.steps_per_epoch
 
     def __len__(self) -> int:
@@ -72,6 +75,8 @@ def batches(
     any number of ranks and with any batch_size: no sample of an epoch is left out and none comes twice. After the end,
     and after a `break`, an iteration starts from the beginning.
 
+    All ranks need the same arguments: the first step compares them, and raises MismatchError if they differ.
+
     Raises InputError for columns of different lengths and for a batch too small for every rank to have a part.
 
     >>> data = batches([1, 2, 3, 4, 5], [10, 20, 30, 40, 50], batch_size=4, seed=None, rank=1, size=2)
@@ -93,4 +98,4 @@ def batches(
     if drop_last and batch_size > lengths[0]:
         raise InputError(f"drop_last leaves nothing: {lengths[0]} rows do not fill one batch of {batch_size}")
     seed = None if seed is None else int(seed)
-    return Batches(Columns(found), Sampler(lengths[0], int(batch_size), int(epochs), seed, drop_last), rank, size)
+    return Batches(Columns(found), Sampler(lengths[0], int(batch_size), int(epochs), seed, bool(drop_last)), rank, size)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from allred.cluster import topology
+from allred.data.arguments import Arguments
 from allred.data.sampler import BEGIN, Position
 from allred.data.share import Source
 from allred.errors import InputError
@@ -43,6 +44,8 @@ class Loader:
 
     batch_size: int  # samples over all ranks
     epochs: int
+    drop_last: bool
+    function: str  # that returns it
 
     def __init__(self, rank: int, size: int, load: Load, identity: dict[str, Any]) -> None:
         """load: makes a batch; can be pickled. identity: what must be the same for a position to mean the same."""
@@ -60,10 +63,16 @@ class Loader:
     def iterate(self, fetch: Fetch) -> Iterator[Any]:
         """An iteration over what `fetch` makes of the jobs."""
         start, self._start = self._start, BEGIN
-        return self._hand_out(fetch(self.jobs(start), self.load))
+        source = Source(self.rank, self.size, self.arguments, start)
+        return self._hand_out(fetch(self.jobs(start), self.load), source)
 
-    def _hand_out(self, fetched: Fetched) -> Iterator[Any]:
-        source = Source(self.size)
+    @property
+    def arguments(self) -> Arguments:
+        """The arguments that must be equal on all ranks that share its batches."""
+        own = {"batch_size": self.batch_size, "epochs": self.epochs, "drop_last": self.drop_last}
+        return Arguments(self.function, tuple({**self._identity, **own}.items()))
+
+    def _hand_out(self, fetched: Fetched, source: Source) -> Iterator[Any]:
         try:
             for job, batch in fetched:
                 source.give(job.share, job.total)

@@ -42,6 +42,11 @@ class Prefetch:
         return self._loader.epochs
 
     @property
+    def loader(self) -> Loader:
+        """What `prefetch` was given."""
+        return self._loader
+
+    @property
     def steps_per_epoch(self) -> int:
         """That of the batches. AttributeError if they have none."""
         return int(self._loader.steps_per_epoch)  # type: ignore[attr-defined]

@@ -5,14 +5,25 @@ belongs to. That does not matter as long as their shares are alike; where they a
 weights would show nowhere.
 """
 
+from allred.data.arguments import Arguments
+from allred.data.sampler import Position
 from allred.errors import InputError
 
 
 class Source:
-    """One running iteration over batches."""
+    """One running iteration over batches.
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
+    Arguments:
+        rank, ranks: which share of each global batch it gives, and into how many shares a batch is divided.
+        arguments: of its loader.
+        start: the position in the data at which it began.
+    """
+
+    def __init__(self, rank: int, ranks: int, arguments: Arguments, start: Position) -> None:
+        self.rank, self.ranks, self.arguments = rank, ranks, arguments
+        began = ("start", f"epoch {start.epoch}, sample {start.samples}")
+        self.arguments_and_start = Arguments(arguments.function, (*arguments.values, began))
+        self.key = str(self.arguments_and_start)
         self.share = 0  # of the batch it gave out last: samples of this rank
         self.ahead = 0  # batches given out that no step has followed yet
         self.totals: set[int] = set()  # their sizes, samples over all ranks
@@ -51,6 +62,11 @@ def forget() -> None:
     global _uneven_left
     _running.clear()
     _uneven_left = False
+
+
+def running() -> list[Source]:
+    """The iterations that have given out a batch and are not over; the one that gave last stands last."""
+    return list(_running)
 
 
 def claim(samples: int | None = None) -> int | None:

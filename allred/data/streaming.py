@@ -20,6 +20,8 @@ Decode = Callable[[Any], Any]
 class Stream(Loader):
     """What `stream` returns: iterate over it. It has no length, since nobody knows it."""
 
+    function = "stream"
+
     def __init__(
         self,
         records: Iterable[Any],
@@ -33,8 +35,8 @@ class Stream(Loader):
         of = records if isinstance(records, Shuffled) else None
         identity = {"seed": of.seed if of else None, "buffer": of.buffer if of else None}
         super().__init__(rank, size, Decoded(decode), identity)
-        self.batch_size, self.epochs = batch_size, epochs
-        self._records, self._drop_last = records, drop_last
+        self.batch_size, self.epochs, self.drop_last = batch_size, epochs, bool(drop_last)
+        self._records = records
 
     def jobs(self, start: Position) -> Iterator[Job]:
         """Records of this rank's parts; where there are none, one that tells what the others look like."""
@@ -43,7 +45,7 @@ class Stream(Loader):
             one_by_one = records.of_epoch(epoch) if isinstance(records, Shuffled) else iter(records)
             done = _skip(one_by_one, start.samples) if epoch == start.epoch else 0
             while batch := list(itertools.islice(one_by_one, self.batch_size)):
-                if self._drop_last and len(batch) < self.batch_size:
+                if self.drop_last and len(batch) < self.batch_size:
                     break
                 share = part(len(batch), self.rank, self.size)
                 mine, first = batch[share], done + share.start

@@ -113,7 +113,8 @@ class DistributedOptimizer:
         calls, where samples are not counted); the gradients are added up here and not overwritten.
 
         Silent mistakes are looked for (allred/modes/detect): gradients that are not finite, and in mode sync, at the
-        first steps and every check_steps, ranks that have drifted apart, have the same batch, or average twice.
+        first steps and every check_steps, ranks that have drifted apart, have the same batch, or average twice; in the
+        first step also ranks whose batches come from different arguments of allred.data.
 
         Raises InputError, MismatchError, DriftError or NonFiniteError before anything has been changed (a sum that
         overflows is found when the gradients have been overwritten); in mode sync with the same text on every rank.

@@ -22,6 +22,7 @@ from allred.errors import AllredError, DriftError, InputError, NonFiniteError, S
 from allred.fusion.plan import Plan, Tensor, plan
 from allred.modes.clipping import Clipper
 from allred.modes.detect import finite
+from allred.modes.detect.batches import compare_at_server
 from allred.modes.detect.outside import used
 from allred.modes.learning_rate import LearningRate
 from allred.modes.options import Options
@@ -213,6 +214,9 @@ class ServersMode:
         self._connect(self._title, params, own, leaves)
         if new:
             self._agree_on_start(params, check=True)
+        if self._checked is None:
+            assert self._client is not None
+            compare_at_server(self._client, self._title)
         self._start = self._start or time.perf_counter()
         self._checked = tensors
         used(self._optimizer)

@@ -63,6 +63,7 @@ class Calls:
         self._starts, self._digest = 0, ""  # how often worker 0 has given parameters, and the hash of the last
         self._awaiting: list[tuple[int, int]] = []  # worker, number of the start
         self._steps_before = 0  # of the checkpoint that training goes on from
+        self._batch_arguments: dict[int, Any] = {}  # of each worker's first step
         self._gone: set[int] = set()  # workers that have left, or died
         self._saver: int | None = None  # the worker that has the last checkpoint written
         self._saved_last: str | None = None  # what has become of it, in words
@@ -153,6 +154,11 @@ class Calls:
 
     def _list_boxes(self) -> None:
         self.box_workers, self.boxes = list(self.ports), [port.box for port in self.ports.values()]
+
+    def _batches(self, worker: int, arguments: Any) -> dict[int, Any]:
+        """Take the arguments of a worker's batches; those of all workers so far, by worker."""
+        self._batch_arguments[worker] = arguments
+        return self._batch_arguments
 
     # Parameters to start from.
 

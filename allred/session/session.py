@@ -138,8 +138,8 @@ class Session:
         saved by the chief (or the rank that fails), and loaded on all ranks.
 
         The number of the step that was restored; None if there was no checkpoint.
-        Raises InputError for what cannot be tracked, MismatchError if the ranks' sessions differ, CheckpointError if
-        one cannot be read or is of another model.
+        Raises InputError for what cannot be tracked, MismatchError if the ranks' sessions or the arguments of their
+        data differ, CheckpointError if one cannot be read or is of another model.
         """
         if not self._entered or self._done:
             raise InputError("session.track(): use the session in a with statement, and within it")
@@ -155,7 +155,7 @@ class Session:
         state = State(self.hooks, data, more)
         restored = extra = None
         with together.waiting(self._wait_s):
-            self._saver.directory = together.agree(self._saver.directory, self.max_steps, sorted(more))
+            self._saver.directory = together.agree(self._saver.directory, self.max_steps, sorted(more), data)
             if self._asks_to_save and not self._saves:
                 raise InputError("Session: save_secs and save_steps need a checkpoint_dir")
             self._check_directories()

@@ -10,15 +10,21 @@ from typing import Any
 
 from allred.comm import collectives
 from allred.errors import AllredError, MismatchError
+from allred.modes.detect.batches import arguments_of, difference
 from allred.modes.optimizer import DistributedOptimizer
 
 _FOREVER_S = 1e9
 
 
-def agree(directory: str, max_steps: int | None, tracked: list[str]) -> str:
-    """What has to be the same on all ranks; the directory that holds, the chief's. Raises MismatchError."""
+def agree(directory: str, max_steps: int | None, tracked: list[str], data: Any) -> str:
+    """What has to be the same on all ranks; the directory that holds, the chief's. Raises MismatchError.
+
+    data: as given to `track`."""
     names = "checkpoint_dir", "max_steps", "what else is tracked"
-    given = collectives.allgather_object((directory or None, max_steps, tracked))
+    gathered = collectives.allgather_object(((directory or None, max_steps, tracked), arguments_of(data)))
+    given = [settings for settings, _ in gathered]
+    if problem := difference([arguments for _, arguments in gathered], range(len(gathered))):
+        raise MismatchError(f"session.track(): {problem}")
     for rank, each in enumerate(given):
         for name, its, chiefs in zip(names, each, given[0], strict=True):
             if its != chiefs and (name != "checkpoint_dir" or its is not None):

@@ -185,3 +185,23 @@ class Own:
 opt = allred.distributed(Own())
 """
     run("layer, ones = Layer(**params), Layer(**ones)\n" + GOES_ON.replace("(params,", "(layer,"), make=make)
+
+
+@pytest.mark.parametrize(("seed", "refused"), [("allred.rank()", 1), ("0", 0)])
+def test_batches_of_different_arguments(seed, refused):
+    """The worker whose first step comes later is told. Positions may differ: a worker may have resumed at its own."""
+    body = f"""
+opt.broadcast(params)
+data = allred.data.batches(np.arange(8), batch_size=4, seed={seed}, epochs=2)
+data.load_state_dict(data.state_dict() | {{"samples": 4 * allred.rank()}})
+for x in data:
+    try:
+        opt.step(params, ones)
+    except allred.MismatchError as error:
+        print(error)
+opt.finish()
+"""
+    said = run(body, ranks=3)
+    words = "opt.step(): the ranks iterate over batches of different arguments: seed=0 on rank 0, seed=1 on rank 1."
+    assert (said.count(words) > 0) == refused
+    assert "start=" not in said

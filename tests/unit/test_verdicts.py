@@ -6,8 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from allred.data.arguments import Arguments
 from allred.fusion.plan import Tensor, plan
 from allred.modes.detect import drift, finite
+from allred.modes.detect.batches import difference
 
 A, B = ("parameter", "a"), ("parameter", "b")
 LR, COUNT = ("setting", "lr"), ("state", "global_step")
@@ -98,3 +100,30 @@ def test_what_is_not_flagged_as_large_cannot_overflow_in_a_sum(dtype, ranks):
     assert limit * ranks * 8 > largest  # and it is not flagged without need
     assert finite.scan(tensors, [np.array([0, 1, limit], dtype)], ranks) == finite.LARGE
     assert finite.scan(tensors, [np.array([0, np.inf, 1], dtype)], ranks) == finite.NONFINITE
+
+
+def described(function="batches", **values):
+    return Arguments(function, tuple({"rows": 100, "seed": 0, **values}.items()))
+
+
+TRAIN, OTHER, EVAL, STREAM = described(), described(seed=1), described(rows=9), described("stream")
+
+
+@pytest.mark.parametrize(
+    ("everyone", "words"),
+    [
+        ([[TRAIN], [TRAIN]], ""),
+        ([[TRAIN], []], ""),
+        ([[], []], ""),
+        ([[EVAL, TRAIN], [TRAIN], [], [TRAIN, EVAL]], ""),
+        ([[TRAIN], [OTHER], [TRAIN]], "seed=0 on ranks 4 and 6, seed=1 on rank 5"),
+        ([[], [TRAIN], [described(rows=9, seed=1)]], "rows=100 on rank 5, rows=9 on rank 6; seed=0 on rank 5, seed=1"),
+        ([[TRAIN, EVAL], [EVAL, OTHER]], "seed=0 on rank 4, seed=1 on rank 5. Samples would be skipped"),
+        ([[TRAIN, EVAL], [OTHER]], "batches(rows=100, seed=0), batches(rows=9, seed=0) on rank 4; batches(rows=100, "),
+        ([[TRAIN], [STREAM]], "batches(rows=100, seed=0) on rank 4; stream(rows=100, seed=0) on rank 5"),
+    ],
+)
+def test_arguments_of_batches_differ_unless_one_ranks_are_among_the_others(everyone, words):
+    said = difference(everyone, range(4, 4 + len(everyone)))
+    assert words in said
+    assert bool(said) == bool(words)

@@ -14,11 +14,13 @@ from allred.compression import Compression
 from allred.errors import DriftError, InputError, NonFiniteError
 from allred.fusion.plan import Plan
 from allred.modes.detect import drift, finite
+from allred.modes.detect.batches import BatchArguments
 from allred.modes.detect.outside import updates_of
 from allred.modes.detect.repeated import BITS, Repeated
 from allred.reducer import Inspector
 
 _CHECK = 4  # a flag beside those of finite.py: this rank asks for a check
+_BATCHES = 8  # another: this rank's batches come from arguments that were not compared yet
 _FIRST = 3  # steps, each of which is checked
 
 
@@ -44,6 +46,7 @@ class Checks(Inspector):
         self._optimizer, self._compression = optimizer, compression
         self._updates = None if optimizer is None else updates_of(optimizer)
         self._repeated = Repeated(title)
+        self._batches = BatchArguments(title)
         self._params: Any = None
         self._samples: int | None = None
         self._step = 0  # agreed on so far
@@ -69,15 +72,21 @@ class Checks(Inspector):
             self._updates.stepped(self, self._title)
 
     def asks(self, samples: int | None) -> bool:
-        ranks, every = collectives.current().size, collectives.config().check_steps
         self._samples = samples
         self._found: dict[str, str] = {}
+        self._asked = _CHECK * self._due() | _BATCHES * self._batches.new(self._step + 1)
+        return bool(self._asked)
+
+    def _due(self) -> bool:
+        """Whether this step is one of a check, or this rank has a reason for one."""
+        ranks, every = collectives.current().size, collectives.config().check_steps
         step = self._step + 1
         due = step <= _FIRST or (every and step % every == 0)
         return bool(ranks > 1 and every and (due or (self._updates and self._updates.outside())))
 
     def before(self, plan: Plan, values: Sequence[Any], samples: int | None) -> int:
-        return _CHECK * self.asks(samples) | self._scan(plan, values)
+        self.asks(samples)
+        return self._asked | self._scan(plan, values)
 
     def _scan(self, plan: Plan, values: Sequence[Any]) -> int:
         if self.policy == "ignore" or self._samples == 0:  # without samples they count for nothing
@@ -97,6 +106,8 @@ class Checks(Inspector):
         return self.reduced(flags, plan, values)
 
     def agreed(self, flags: list[int], plan: Plan, values: Sequence[Any]) -> bool:
+        if any(flag & _BATCHES for flag in flags):
+            self._batches.compare(self._step + 1)
         if any(flag & _CHECK for flag in flags):
             self._check(plan, values)
         self._step += 1

@@ -1,0 +1,19 @@
+"""The arguments of a loader that must be equal on all ranks. Pure."""
+
+from typing import Any, NamedTuple
+
+
+class Arguments(NamedTuple):
+    """Arguments that decide which samples are in which global batch, and how many batches there are.
+
+    function: "batches" or "stream". values: name and value of each argument.
+
+    >>> print(Arguments("batches", (("rows", 5), ("seed", None))))
+    batches(rows=5, seed=None)
+    """
+
+    function: str
+    values: tuple[tuple[str, Any], ...]
+
+    def __str__(self) -> str:
+        return f"{self.function}({', '.join(f'{name}={value!r}' for name, value in self.values)})"
