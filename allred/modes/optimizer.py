@@ -70,7 +70,7 @@ class DistributedOptimizer:
         self._sync = SyncMode(optimizer, op, accumulate, bucket_bytes, nonfinite, name, compression, self._clipper)
         self._op, self._compression = op, compression
         self._options = Options(name, nonfinite, consistency, placement, use_locking)
-        self._pairs = Pairs()
+        self._pairs = Pairs(f"{name}.step()")
         self._samples = Samples()
         self._chosen: Mode | None = None
         if optimizer is not None and running.serves():

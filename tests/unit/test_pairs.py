@@ -5,6 +5,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
+from allred.cluster import report
 from allred.modes.pairs import Pairs, parameter
 
 F4 = np.float32
@@ -109,3 +110,37 @@ def test_a_parameter_that_became_read_only_is_noticed():
 
 def test_a_parameter_as_a_plan_knows_it():
     assert parameter("w", np.zeros((2, 3), F4)) == ("w", (2, 3), np.dtype("float32"))
+
+
+@pytest.fixture
+def speaks():
+    report.speak(True)
+    yield
+    report.speak(False)
+
+
+WIDE = "opt.step(): the gradients of float32 parameters are float64 ('b'{}). They have twice the bytes"
+
+
+@pytest.mark.parametrize(
+    ("params", "grads", "words"),
+    [
+        ({"a": np.zeros(2, F4), "b": np.zeros(3, F4)}, {"a": np.ones(2, F4), "b": np.ones(3)}, WIDE.format("")),
+        (
+            {"b": np.zeros(2, F4), "c": np.zeros(3, F4)},
+            {"b": np.ones(2), "c": np.ones(3)},
+            WIDE.format(" and 1 more"),
+        ),
+        ({"a": np.zeros(2), "b": np.zeros(2, F4)}, {"a": np.ones(2), "b": np.ones(2, F4)}, ""),
+        ({"a": np.zeros(2, np.float16), "b": np.zeros((), F4)}, {"a": np.ones(2, F4), "b": 0.5}, ""),
+        ({"b": np.zeros((), F4)}, {"b": np.float64(0.5)}, ""),
+        ({"b": np.zeros(2, F4)}, {"b": None}, ""),
+    ],
+)
+def test_float64_gradients_of_float32_parameters_are_told_once(params, grads, words, capfd, speaks):
+    pairs = Pairs()
+    for _ in range(3):
+        assert pairs.match(params, grads)[3] == ""
+    told = capfd.readouterr().err
+    assert told.count("\n") == (words != "")
+    assert words in told
