@@ -1,10 +1,11 @@
-"""The last checkpoint: when training has ended well, and when an exception goes through.
+"""The last checkpoint: when training has ended well, when an exception goes through, and when all ranks have joined.
 
 1  well: all ranks are at the end of the same step (mode ps: of their own), the chief writes, all hear what came of it
 2  after an exception: the rank that raised it writes. In mode sync its parameters are those of all, so long as no
    update was cut short. Often all ranks fail at once: then one of them writes, and the others wait for it
 3  the others, who wait for that rank in a collective or have failed too, wait as long as it writes, and so does the end
    of the job (allred.watch.wait.busy). The same holds for a checkpoint that was being written
+4  after allred.join(): if the rank that joined last has made updates that the chief lacks, that rank writes
 """
 
 import contextlib
@@ -14,6 +15,7 @@ from collections.abc import Callable
 
 from allred import checkpoint
 from allred.cluster import report, topology
+from allred.comm import collectives
 from allred.errors import (
     AllredError,
     CheckpointError,
@@ -47,6 +49,32 @@ def write(saver: Saver, optimizer: DistributedOptimizer, step: int, make: Make) 
             failure = CheckpointError(f"the last checkpoint was not written: {error}; {_what_stands(saver.directory)}")
     together.hear_of(optimizer, failure)
     return path
+
+
+def write_joined(saver: Saver, optimizer: DistributedOptimizer, writer: int, make: Make) -> int:
+    """All ranks have joined, rank `writer` as the last one: if it has made updates that the chief lacks, it writes a
+    checkpoint. Collective; the number of its last update, on all ranks. Training goes on if it cannot be written."""
+    steps = collectives.allgather_object(optimizer.global_step)
+    step = int(steps[writer])
+    if not saver.directory or step == steps[0]:
+        return step
+    path, failure = None, ""
+    if topology.rank() == writer:
+        try:
+            path = saver.save_last(step, make)
+        except (CheckpointError, InputError) as error:
+            failure = str(error)
+    with together.waiting():
+        path, failure = collectives.broadcast_object((path, failure), writer)
+    if failure:
+        report.say(
+            f"rank {writer}, which joined last, could not write the checkpoint of step {step}: {failure}. Rank 0 lacks "
+            f"its last updates; opt.broadcast(params, root={writer}) gives them to all ranks"
+        )
+        return step
+    saver.begin(step)
+    report.inform(f"checkpoint {path}, by rank {writer}, which joined last")
+    return step
 
 
 def unwritable(saver: Saver) -> AllredError | None:

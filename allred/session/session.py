@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self, TypeVar
 
 from allred.cluster import report, topology
-from allred.comm import collectives
+from allred.comm import collectives, uneven
 from allred.errors import InputError, ShutdownError
 from allred.modes.optimizer import DistributedOptimizer
 from allred.session import checks, ending, last, random_states, together
@@ -129,6 +129,7 @@ class Session:
             raise
         finally:
             self._asked.stop()
+            uneven.forget(self._joined)
             self._done = True
             if optimizer is not None or failure is not None:
                 self._call_end(failure, path)
@@ -138,9 +139,8 @@ class Session:
         """End the session as the end of a with statement does, for a session that was begun without one. Collective
         without an error. A session that has ended already stays as it is.
 
-        error: the exception that ends it; None: it ends well. Raises CheckpointError if the last checkpoint cannot be
-        written.
-        """
+        error: the exception that ends it; None: it ends well. Raises CheckpointError, without an error, if the last
+        checkpoint cannot be written."""
         if error is self._handled:  # since before the session
             error = None
         if error is None and self._optimizer is not None and self._optimizer.torn:  # by a sys.exit() that Python hides
@@ -166,13 +166,7 @@ class Session:
             raise InputError("session.track(): use the session in a with statement, and within it")
         if self._optimizer is not None:
             raise InputError("session.track() was called already; track everything in one call")
-        if not isinstance(optimizer, DistributedOptimizer):
-            raise InputError(f"session.track(optimizer={optimizer!r}): expected what allred.distributed returns")
-        if optimizer.process_set is not None:
-            raise InputError(
-                "session.track(): a session is of all ranks, and this optimizer is of a process set; use its own save "
-                "and restore"
-            )
+        checks.optimizer("session.track()", optimizer)
         state = State(self.hooks, data, more)
         restored = extra = None
         with together.waiting(self._wait_s):
@@ -193,7 +187,9 @@ class Session:
         self.step = optimizer.global_step
         self._saver.begin(self.step)
         self._token = collectives.allgather_object(secrets.token_hex(4))[0]  # nobody steps before all know global_step
-        if not optimizer.in_step:
+        if optimizer.in_step:
+            uneven.observe(self._joined)
+        else:
             self._asked.noted = optimizer.ask_to_end
             if self._asked.reason:  # it came meanwhile
                 optimizer.ask_to_end()
@@ -326,15 +322,20 @@ class Session:
         self.rates.pause()
 
     def _gather_randoms(self, why: str = "") -> dict[int, Any] | None:
-        """The random states of all ranks, by rank, where they meet. why: for the error of a rank that is elsewhere."""
-        if not self.optimizer.in_step:
-            return None
-        return dict(collectives.allgather_object((topology.rank(), random_states.get()), why))
+        """The random states of all ranks, by rank, where they meet. why: see `random_states.gather`."""
+        return random_states.gather(why) if self.optimizer.in_step else None
 
     def _saving(self, randoms: Any = None, copy: bool = False) -> Callable[[str], str]:
         """What writes the checkpoint of now."""
         noted = self.step == self.optimizer.global_step
         return self.optimizer.saving(self.params, self._the_state.pack(randoms, noted), copy)
+
+    def _joined(self, writer: int) -> None:
+        """All ranks have joined, `writer` as the last one; the chief may lack its updates."""
+        if self.step != self.optimizer.global_step:  # the step at hand has made its update
+            self._the_state.note_position()
+        randoms = self._gather_randoms()
+        self.step = last.write_joined(self._saver, self.optimizer, writer, lambda: self._saving(randoms))
 
     # The end.
 
