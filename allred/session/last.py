@@ -102,22 +102,24 @@ def write_after(
     in_step: whether the step at hand was not over. token: of the session, the same on all ranks.
     """
     with wait.busy():
+        saver.wait()  # what is being written may be the newest
         if isinstance(error, (*_OTHERS, GeneratorExit)):
-            saver.wait()  # what is being written is the newest
             return None
         if why := _why_not(error, in_step, optimizer):
-            saver.wait()  # what is being written is the newest
             _tell_why_none(f"{why}; the newest one stands")
             return None
         try:
-            step = optimizer.global_step
+            step = optimizer.latest_step()
             if checkpoint.has(saver.directory, step):
                 return None
             claim = os.path.join(saver.directory, f".step-{step:08d}.{token}.0.tmp")
             if _is_first(claim):
                 try:
                     path = saver.save_last(step, make)
-                    report.say_here(f"the last checkpoint is {path}")
+                    if path is None:
+                        _tell_why_none(f"no update has been made since step {step}, where training began")
+                    else:
+                        report.say_here(f"the last checkpoint is {path}")
                     return path
                 finally:
                     with contextlib.suppress(OSError):  # if nothing was written, nobody is to wait for it
