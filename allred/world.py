@@ -150,8 +150,9 @@ def _meet(comm: Any, settings: dict[str, Any] | str, cluster: Cluster | None) ->
             running.install(here)
         if works:
             atexit.register(_leave_servers)
+    calling.install(None, in_cluster=cluster is not None)
     if clients and cluster is not None:
-        calling.install(calling.Calling(duplicate.Dup(), control.rank, cluster.tasks, clients, config))
+        calling.install(calling.Calling(duplicate.Dup(), control.rank, cluster.tasks, clients, config), in_cluster=True)
         if control.rank >= workers.stop:
             atexit.register(_leave_workers)
     report.speak(world.rank == 0, config.banner)

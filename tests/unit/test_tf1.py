@@ -30,6 +30,7 @@ ARGUMENTS = {
     "save_summaries_steps save_summaries_secs config stop_grace_period_secs log_step_count_steps max_wait_secs "
     "save_checkpoint_steps summary_dir save_graph_def",
     tf1.StopAtStepHook: "num_steps last_step",
+    tf1.Session: "target graph config",
     tf1.replica_device_setter: "ps_tasks ps_device worker_device merge_devices cluster ps_ops ps_strategy",
 }
 
