@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import os
 import socket
+import sys
 from typing import Any
 
 from allred import detached, native
@@ -27,6 +28,7 @@ from allred.errors import AllredError, ConfigError, InputError
 from allred.gpu import places
 from allred.modes.detect import outside
 from allred.ps import running
+from allred.watch import at_end
 from allred.watch import exit as exit_protocol
 from allred.watch import start as watch
 from allred.watch.alarm import waiting_for_ranks
@@ -148,8 +150,9 @@ def _meet(comm: Any, settings: dict[str, Any] | str, cluster: Cluster | None) ->
             running.install(here)
         if works:
             atexit.register(_leave_servers)
+    calling.install(None, in_cluster=cluster is not None)
     if clients and cluster is not None:
-        calling.install(calling.Calling(duplicate.Dup(), control.rank, cluster.tasks, clients, config))
+        calling.install(calling.Calling(duplicate.Dup(), control.rank, cluster.tasks, clients, config), in_cluster=True)
         if control.rank >= workers.stop:
             atexit.register(_leave_workers)
     report.speak(world.rank == 0, config.banner)
@@ -248,11 +251,12 @@ def is_initialized() -> bool:
 
 def shutdown() -> None:
     """Leave the other ranks; collective. Then init() may be called again, except after mode ps, of which the servers
-    have ended their programs. At the end of a script it is not needed.
+    have ended their programs. At the end of a script it is not needed. An open session ends, with its last checkpoint.
 
     Raises NotInitializedError before init().
     """
     communicator = collectives.current()
+    at_end.call(sys.exc_info()[1])
     if not communicator.queue.poisoned and topology.rank() < topology.size():
         communicator.check("shutdown", "shutdown()").wait()
         recording.compare_clocks_again()

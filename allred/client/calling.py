@@ -34,12 +34,19 @@ class Calling:
 
 
 _current: Calling | None = None
+_in_cluster = False
 
 
-def install(calling: Calling | None) -> None:
-    """Make it the one that `current` gives; None to take it away. For allred.init and allred.shutdown."""
-    global _current
-    _current = calling
+def install(calling: Calling | None, in_cluster: bool = False) -> None:
+    """Make it the one that `current` gives; None to take it away. For allred.init and allred.shutdown. in_cluster:
+    whether allred.Server() has made this process a task of a cluster."""
+    global _current, _in_cluster
+    _current, _in_cluster = calling, in_cluster
+
+
+def in_cluster() -> bool:
+    """Whether this process is a task of a cluster: after allred.Server(), before allred.shutdown()."""
+    return _in_cluster
 
 
 def current() -> Calling | None:

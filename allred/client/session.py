@@ -1,5 +1,6 @@
 """`allred.connect`: what a program of job "client" holds to have the other tasks run its functions."""
 
+import dataclasses
 import re
 import sys
 from collections.abc import Callable
@@ -8,11 +9,14 @@ from typing import Any, Self
 from allred.client import calling
 from allred.cluster import device, topology
 from allred.cluster.device import Place
-from allred.cluster.spec import SERVERS, task_name
-from allred.errors import InputError
+from allred.cluster.spec import SERVERS
+from allred.comm import collectives
+from allred.errors import InputError, NotInitializedError
 
 
-def connect(target: str = "", *, log_device_placement: bool = False) -> "ClientSession":
+def connect(
+    target: str = "", *, log_device_placement: bool = False, allow_soft_placement: bool = False
+) -> "ClientSession":
     """A session in which the cluster's tasks run this program's functions. It is for the task of job "client".
 
         cluster = allred.ClusterSpec({"worker": ["node1:2222", "node2:2222"], "client": ["node1:2223"]})
@@ -23,11 +27,19 @@ def connect(target: str = "", *, log_device_placement: bool = False) -> "ClientS
 
     target: of a task (`Server.target`), which runs what no `allred.device` sends elsewhere; "": this task.
     log_device_placement: a line on stderr for each function, `name: /job:worker/task:1/cpu:0`.
+    allow_soft_placement: a function inside allred.device("/job:worker/task:1/gpu:0") runs on that task, as one for
+        /cpu:0, whether the task has a GPU or not; without it that is an InputError.
 
     Whoever is a task of the cluster can have others run anything: for networks that you trust, with ALLRED_SECRET.
-    Raises InputError for what is no target, NotInitializedError before allred.Server().
+    Raises InputError for what is no target, NotInitializedError in a process that is no task of a cluster.
     """
-    found = Place(topology.job_name(), topology.task_index())
+    if not calling.in_cluster() and (target or not collectives.installed()):
+        raise NotInitializedError(
+            f"allred.connect({target!r}): this process is no task of a cluster, and a client has to be one. Give the "
+            "ClusterSpec of all tasks a job 'client', with the host:port of this program, and call "
+            "allred.Server(cluster, 'client', 0) before"
+        )
+    found = _this_task()
     if target:
         match = re.fullmatch(r"allred://[^/]*(/job:\w+/task:\d+)", target) if isinstance(target, str) else None
         if match is None:
@@ -35,7 +47,11 @@ def connect(target: str = "", *, log_device_placement: bool = False) -> "ClientS
                 f"allred.connect({target!r}): expected server.target, such as allred://node1:2222/job:worker/task:0"
             )
         found = device.parse(match[1])
-    return ClientSession(found, log_device_placement)
+    return ClientSession(found, log_device_placement, allow_soft_placement)
+
+
+def _this_task() -> Place:
+    return Place(topology.job_name(), topology.task_index())
 
 
 class Call:
@@ -93,8 +109,8 @@ class Call:
 class ClientSession:
     """What `allred.connect` gives. In a with statement its end waits for all that was started in it."""
 
-    def __init__(self, target: Place, log_device_placement: bool) -> None:
-        self._target, self._logs = target, log_device_placement
+    def __init__(self, target: Place, log_device_placement: bool, allow_soft_placement: bool = False) -> None:
+        self._target, self._logs, self._soft = target, log_device_placement, allow_soft_placement
         self._calls: list[Call] = []
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +132,7 @@ class ClientSession:
             sys.stderr.write(f"{name}: {place}\n")
             sys.stderr.flush()
         call = Call(name, place)
-        if place.task_name == task_name(topology.job_name(), topology.task_index()):
+        if place.task_name == _this_task().task_name:
             call.end(function(*args, **kwargs))
             return call
         from allred.client import caller  # imports MPI
@@ -128,12 +144,17 @@ class ClientSession:
     def _place(self) -> Place:
         """Where a function is to run. Raises InputError if that cannot be."""
         place = device.of_function().within(self._target)
-        here = task_name(topology.job_name(), topology.task_index())
+        if not collectives.installed():
+            raise NotInitializedError("session.run: allred.shutdown() was called, which ends the session")
+        here = _this_task().task_name
         if place.unit.startswith("gpu"):
-            raise InputError(
-                f"session.run: allred sends functions to tasks, not to GPUs; leave /{place.unit} out of allred.device, "
-                "and have the function choose its GPU"
-            )
+            if not self._soft:
+                raise InputError(
+                    f"session.run: allred sends functions to tasks, not to GPUs; leave /{place.unit} out of "
+                    "allred.device, and have the function choose its GPU; or allred.connect(allow_soft_placement=True) "
+                    "ignores it"
+                )
+            place = dataclasses.replace(place, unit="cpu:0")
         world = calling.current()
         if place.task_name == here:
             return place

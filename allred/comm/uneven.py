@@ -18,11 +18,24 @@ A rank that has joined takes part in every operation of the others, without brin
 """
 
 import math
+from collections.abc import Callable
 from types import TracebackType
 
 from allred.comm import collectives
 from allred.comm.process_set import ProcessSet
 from allred.errors import InputError
+
+_observers: list[Callable[[int], None]] = []
+
+
+def observe(observer: Callable[[int], None]) -> None:
+    """Have this called when all ranks have joined, with the rank that joined last. On all ranks."""
+    _observers.append(observer)
+
+
+def forget(observer: Callable[[int], None]) -> None:
+    """It is not called any more."""
+    _observers[:] = [each for each in _observers if each != observer]
 
 
 def join(process_set: ProcessSet | None = None) -> int:
@@ -39,9 +52,12 @@ def join(process_set: ProcessSet | None = None) -> int:
     try:
         while (last := communicator.join(first).wait(math.inf)) is None:
             first = False
-        return last
     finally:
         queue.quiet = quiet
+    if process_set is None:
+        for observer in list(_observers):
+            observer(last)
+    return last
 
 
 class Join:

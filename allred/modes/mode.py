@@ -70,6 +70,9 @@ class Mode(Protocol):
     @property
     def global_step(self) -> int: ...
 
+    def latest_step(self) -> int:
+        """global_step, of this moment: mode ps: asks the servers."""
+
     def count_from(self, step: int) -> None:
         """Worker 0 has restored the checkpoint of that step: the next ones are later. Mode ps: on worker 0 alone."""
 

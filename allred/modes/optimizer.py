@@ -302,6 +302,10 @@ class DistributedOptimizer:
         """Updates of the parameters so far, those before a restore included; in mode ps as of the last pull."""
         return self._mode.global_step
 
+    def latest_step(self) -> int:
+        """For a session: `global_step`, in mode ps as of now; this asks the servers."""
+        return self._mode.latest_step()
+
     @property
     def torn(self) -> bool:
         """Whether an exception has cut an update short, so that the parameters are of no step."""

@@ -404,6 +404,9 @@ class ServersMode:
             self._steps_before = step - version
         return self._steps_before + self._client.version
 
+    def latest_step(self) -> int:
+        return 0 if self._client is None else self._client.step_and_version()[0]
+
     def _part(self) -> None:
         """This worker leaves. Worker 0 tells in the end what has passed."""
         assert self._client is not None

@@ -150,6 +150,9 @@ class SyncMode:
             return self._optimizer.global_step
         return self._updates
 
+    def latest_step(self) -> int:
+        return self.global_step
+
     def count_from(self, step: int) -> None:
         self._updates = step
 

@@ -1,10 +1,11 @@
-"""Numbers and paths that users give."""
+"""Numbers, paths and optimizers that users give."""
 
 import operator
 import os
 from typing import Any
 
 from allred.errors import InputError
+from allred.modes.optimizer import DistributedOptimizer
 
 
 def whole(what: str, value: Any, least: int) -> int:
@@ -35,3 +36,13 @@ def path(what: str, value: Any) -> str:
     if not found or not isinstance(found, str):
         raise InputError(f"{what}={value!r} is no path")
     return found
+
+
+def optimizer(what: str, value: Any) -> None:
+    """An optimizer of allred.distributed, of all ranks. Raises InputError, which begins with `what`."""
+    if not isinstance(value, DistributedOptimizer):
+        raise InputError(f"{what}: optimizer={value!r}: expected what allred.distributed returns")
+    if value.process_set is not None:
+        raise InputError(
+            f"{what}: a session is of all ranks, and this optimizer is of a process set; use its own save and restore"
+        )

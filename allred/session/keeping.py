@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from allred import checkpoint
@@ -13,6 +14,18 @@ from allred.session.saver import Saver
 
 if TYPE_CHECKING:
     from allred.session.session import Session
+
+
+def check_apart(hooks: Iterable[Hook], directory: str) -> None:
+    """Two that write into one directory would delete each other's checkpoints. directory: the session's. Raises
+    InputError."""
+    places = [hook.directory for hook in hooks if isinstance(hook, Checkpoint)]
+    places = [os.path.realpath(place) for place in [*places, directory] if place]
+    if twice := next((place for place in places if places.count(place) > 1), None):
+        raise InputError(
+            f"Session: checkpoints go to {twice} from two sides, which would delete each other's; give each "
+            "Checkpoint hook a directory of its own"
+        )
 
 
 class Checkpoint(Hook):

@@ -1,10 +1,11 @@
-"""The last checkpoint: when training has ended well, and when an exception goes through.
+"""The last checkpoint: when training has ended well, when an exception goes through, and when all ranks have joined.
 
 1  well: all ranks are at the end of the same step (mode ps: of their own), the chief writes, all hear what came of it
 2  after an exception: the rank that raised it writes. In mode sync its parameters are those of all, so long as no
    update was cut short. Often all ranks fail at once: then one of them writes, and the others wait for it
 3  the others, who wait for that rank in a collective or have failed too, wait as long as it writes, and so does the end
    of the job (allred.watch.wait.busy). The same holds for a checkpoint that was being written
+4  after allred.join(): if the rank that joined last has made updates that the chief lacks, that rank writes
 """
 
 import contextlib
@@ -14,6 +15,7 @@ from collections.abc import Callable
 
 from allred import checkpoint
 from allred.cluster import report, topology
+from allred.comm import collectives
 from allred.errors import (
     AllredError,
     CheckpointError,
@@ -49,6 +51,32 @@ def write(saver: Saver, optimizer: DistributedOptimizer, step: int, make: Make) 
     return path
 
 
+def write_joined(saver: Saver, optimizer: DistributedOptimizer, writer: int, make: Make) -> int:
+    """All ranks have joined, rank `writer` as the last one: if it has made updates that the chief lacks, it writes a
+    checkpoint. Collective; the number of its last update, on all ranks. Training goes on if it cannot be written."""
+    steps = collectives.allgather_object(optimizer.global_step)
+    step = int(steps[writer])
+    if not saver.directory or step == steps[0]:
+        return step
+    path, failure = None, ""
+    if topology.rank() == writer:
+        try:
+            path = saver.save_last(step, make)
+        except (CheckpointError, InputError) as error:
+            failure = str(error)
+    with together.waiting():
+        path, failure = collectives.broadcast_object((path, failure), writer)
+    if failure:
+        report.say(
+            f"rank {writer}, which joined last, could not write the checkpoint of step {step}: {failure}. Rank 0 lacks "
+            f"its last updates; opt.broadcast(params, root={writer}) gives them to all ranks"
+        )
+        return step
+    saver.begin(step)
+    report.inform(f"checkpoint {path}, by rank {writer}, which joined last")
+    return step
+
+
 def unwritable(saver: Saver) -> AllredError | None:
     """The error of a directory in which no checkpoint can be written, before training rather than behind it."""
     try:
@@ -74,22 +102,24 @@ def write_after(
     in_step: whether the step at hand was not over. token: of the session, the same on all ranks.
     """
     with wait.busy():
+        saver.wait()  # what is being written may be the newest
         if isinstance(error, (*_OTHERS, GeneratorExit)):
-            saver.wait()  # what is being written is the newest
             return None
         if why := _why_not(error, in_step, optimizer):
-            saver.wait()  # what is being written is the newest
             _tell_why_none(f"{why}; the newest one stands")
             return None
         try:
-            step = optimizer.global_step
+            step = optimizer.latest_step()
             if checkpoint.has(saver.directory, step):
                 return None
             claim = os.path.join(saver.directory, f".step-{step:08d}.{token}.0.tmp")
             if _is_first(claim):
                 try:
                     path = saver.save_last(step, make)
-                    report.say_here(f"the last checkpoint is {path}")
+                    if path is None:
+                        _tell_why_none(f"no update has been made since step {step}, where training began")
+                    else:
+                        report.say_here(f"the last checkpoint is {path}")
                     return path
                 finally:
                     with contextlib.suppress(OSError):  # if nothing was written, nobody is to wait for it

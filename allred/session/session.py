@@ -10,32 +10,30 @@ Mode ps: workers run at their own pace, so they do not meet at the end of a step
 the global step is the servers', the position in the data is the chief's, and the servers write checkpoints.
 """
 
-import contextlib
 import os
 import secrets
+import sys
 import time
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self, TypeVar
 
-from allred import checkpoint
 from allred.cluster import report, topology
-from allred.comm import collectives
-from allred.errors import CheckpointError, InputError, ShutdownError
+from allred.comm import collectives, uneven
+from allred.errors import InputError, ShutdownError
 from allred.modes.optimizer import DistributedOptimizer
-from allred.session import checks, last, random_states, together
+from allred.session import checks, ending, last, random_states, together
 from allred.session.asked import Asked
-from allred.session.hooks import Hook, Outcome, StopAtStep
-from allred.session.keeping import Checkpoint
+from allred.session.hooks import Hook, StopAtStep
+from allred.session.keeping import check_apart
 from allred.session.rates import Rates
 from allred.session.saver import Saver
 from allred.session.state import State
 from allred.session.telling import Logging
 from allred.session.values import ANOTHER, Log
+from allred.watch import at_end
 
 T = TypeVar("T")
-
-_END_OF_DATA = "end of data"
 
 
 class Session:
@@ -94,6 +92,7 @@ class Session:
         self._asked, self._log = Asked(), Log()
         self._stops, self._requested = "", ""  # why the loop ends; why this rank would like it to
         self._in_step = self._entered = self._done = False
+        self._handled: BaseException | None = None  # the exception that was being handled when the session began
         self._begun_at_step = 0  # the global step when the step at hand began
         self._begun_at, self._batches = 0, 0  # the one that training began at; batches since then
         self._start, self._waited_s = time.monotonic(), 0.0
@@ -106,12 +105,17 @@ class Session:
         if self._entered:
             raise InputError("Session: it was used already; make a new one")
         self._entered = True
+        self._handled = sys.exc_info()[1]
         self._asked.listen()
+        at_end.register(self._end_with_program)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> bool:
+        if self._done:
+            return False
+        at_end.unregister(self._end_with_program)
         optimizer, path = self._optimizer, None
         asked = isinstance(error, ShutdownError) and optimizer is not None and not optimizer.in_step
         failure = None if asked else error
@@ -125,10 +129,27 @@ class Session:
             raise
         finally:
             self._asked.stop()
+            uneven.forget(self._joined)
             self._done = True
             if optimizer is not None or failure is not None:
                 self._call_end(failure, path)
         return asked
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End the session as the end of a with statement does, for a session that was begun without one. Collective
+        without an error. A session that has ended already stays as it is.
+
+        error: the exception that ends it; None: it ends well. Raises CheckpointError, without an error, if the last
+        checkpoint cannot be written."""
+        if error is self._handled:  # since before the session
+            error = None
+        if error is None and self._optimizer is not None and self._optimizer.torn:  # by a sys.exit() that Python hides
+            error = SystemExit()
+        self.__exit__(None if error is None else type(error), error, None)
+
+    def _end_with_program(self, error: BaseException | None) -> None:
+        with collectives.patience(together.FOREVER_S):  # the other ranks' programs may end much later
+            self.end(error)
 
     def track(self, *, params: Any, optimizer: DistributedOptimizer, data: Any = None, **more: Any) -> int | None:
         """Say what is trained; collective. Restores the newest checkpoint, else everybody starts from the chief's.
@@ -145,20 +166,14 @@ class Session:
             raise InputError("session.track(): use the session in a with statement, and within it")
         if self._optimizer is not None:
             raise InputError("session.track() was called already; track everything in one call")
-        if not isinstance(optimizer, DistributedOptimizer):
-            raise InputError(f"session.track(optimizer={optimizer!r}): expected what allred.distributed returns")
-        if optimizer.process_set is not None:
-            raise InputError(
-                "session.track(): a session is of all ranks, and this optimizer is of a process set; use its own save "
-                "and restore"
-            )
+        checks.optimizer("session.track()", optimizer)
         state = State(self.hooks, data, more)
         restored = extra = None
         with together.waiting(self._wait_s):
             self._saver.directory = together.agree(self._saver.directory, self.max_steps, sorted(more), data)
             if self._asks_to_save and not self._saves:
                 raise InputError("Session: save_secs and save_steps need a checkpoint_dir")
-            self._check_directories()
+            check_apart(self.hooks, self._saver.directory)
             if self._saves:
                 restored, extra = optimizer.restore_all(self._saver.directory, params)
             else:
@@ -172,7 +187,9 @@ class Session:
         self.step = optimizer.global_step
         self._saver.begin(self.step)
         self._token = collectives.allgather_object(secrets.token_hex(4))[0]  # nobody steps before all know global_step
-        if not optimizer.in_step:
+        if optimizer.in_step:
+            uneven.observe(self._joined)
+        else:
             self._asked.noted = optimizer.ask_to_end
             if self._asked.reason:  # it came meanwhile
                 optimizer.ask_to_end()
@@ -196,7 +213,7 @@ class Session:
 
         They are those of all epochs: the end of the data is that of the training. Raises InputError when it is called
         again after it."""
-        if self._stops == _END_OF_DATA:
+        if self._stops == ending.END_OF_DATA:
             raise InputError(
                 "session.steps() was called again after the end of the data: one call is for all epochs, as in "
                 "session.steps(allred.data.batches(..., epochs=10))"
@@ -213,7 +230,7 @@ class Session:
             except StopIteration:
                 self._in_step = False
                 self._batches -= 1
-                self._stops = _END_OF_DATA
+                self._stops = ending.END_OF_DATA
                 return
             yield batch
 
@@ -253,6 +270,8 @@ class Session:
         self.watched.update(nests)
 
     def _check_open(self) -> None:
+        if not self._entered:
+            raise InputError("session: it has not begun; use it in a with statement")
         if self._done:
             raise InputError("session: it has ended, for its with statement was left; make a new one to train on")
 
@@ -302,16 +321,21 @@ class Session:
         saver.save(self.step, lambda: self._saving(randoms, copy=True), apart=self.optimizer.in_step)
         self.rates.pause()
 
-    def _gather_randoms(self) -> dict[int, Any] | None:
-        """The random states of all ranks, by rank, where they meet."""
-        if not self.optimizer.in_step:
-            return None
-        return dict(collectives.allgather_object((topology.rank(), random_states.get())))
+    def _gather_randoms(self, why: str = "") -> dict[int, Any] | None:
+        """The random states of all ranks, by rank, where they meet. why: see `random_states.gather`."""
+        return random_states.gather(why) if self.optimizer.in_step else None
 
     def _saving(self, randoms: Any = None, copy: bool = False) -> Callable[[str], str]:
         """What writes the checkpoint of now."""
         noted = self.step == self.optimizer.global_step
         return self.optimizer.saving(self.params, self._the_state.pack(randoms, noted), copy)
+
+    def _joined(self, writer: int) -> None:
+        """All ranks have joined, `writer` as the last one; the chief may lack its updates."""
+        if self.step != self.optimizer.global_step:  # the step at hand has made its update
+            self._the_state.note_position()
+        randoms = self._gather_randoms()
+        self.step = last.write_joined(self._saver, self.optimizer, writer, lambda: self._saving(randoms))
 
     # The end.
 
@@ -319,7 +343,7 @@ class Session:
         if self._in_step:  # the loop was left by a break
             self._note_step()
         self._meet()
-        randoms = self._gather_randoms()
+        randoms = self._gather_randoms("the end of the session")
         return last.write(self._saver, self.optimizer, self.step, lambda: self._saving(randoms))
 
     def _end_asked(self) -> None:
@@ -337,51 +361,18 @@ class Session:
         self.step = optimizer.global_step if optimizer.in_step else self.step
         return path
 
-    def _check_directories(self) -> None:
-        """Two that write into one would delete each other's checkpoints."""
-        places = [hook.directory for hook in self.hooks if isinstance(hook, Checkpoint)]
-        places = [os.path.realpath(place) for place in [*places, self._saver.directory] if place]
-        if twice := next((place for place in places if places.count(place) > 1), None):
-            raise InputError(
-                f"Session: checkpoints go to {twice} from two sides, which would delete each other's; give each "
-                "Checkpoint hook a directory of its own"
-            )
-
-    def _tell_end(self, outcome: Outcome) -> None:
-        """Of a good end."""
-        of = f" of {self.max_steps}" if self.max_steps else ""
-        kept = f"; the newest checkpoint is {outcome.checkpoint}" if outcome.checkpoint else ""
-        report.inform(f"training ends at step {outcome.step}{of}: {outcome.reason}{kept}")
-        if self.step == self._begun_at and outcome.reason == _END_OF_DATA and not self.optimizer.skipped:
-            began = f"{self._batches} batches and not one update; was opt.step(...) called?"
-            report.say(f"session: {began if self._batches else 'the data gave no batch'}")
-
     def _meet(self) -> None:
         if not self.optimizer.in_step:
             together.meet(self.optimizer, self.params)
             self.step = self.optimizer.global_step
 
     def _call_end(self, failure: BaseException | None, path: str | None) -> None:
-        if self._saver.count or self._saver.failures:
-            report.inform(self._saver.text())
-        if self._saves and path is None:
-            with contextlib.suppress(CheckpointError):
-                path = str(checkpoint.newest(self._saver.directory) or "") or None
-        reason, text = self.asked or "stopped", ""
-        if failure is not None:
-            reason = "SystemExit" if isinstance(failure, SystemExit) else type(failure).__name__
-            text = str(failure)
-        outcome = Outcome(reason, failure is not None, text, self.step, time.monotonic() - self._start, path)
+        seconds = time.monotonic() - self._start
+        outcome = ending.outcome(failure, self.asked, self.step, seconds, self._saver, path)
         if failure is None:
-            self._tell_end(outcome)
-        problem: Exception | None = None
-        for hook in self.hooks:
-            try:
-                hook.end(self, outcome)
-            except Exception as error:
-                problem = problem or error
-        if problem is not None and failure is None:  # else the failure is what counts
-            raise problem
+            updated = self.step != self._begun_at or bool(self.optimizer.skipped)
+            ending.tell(outcome, self.max_steps, self._batches, updated)
+        ending.call_hooks(self, outcome)
 
     # For hooks.
 

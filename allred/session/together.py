@@ -13,7 +13,7 @@ from allred.errors import AllredError, MismatchError
 from allred.modes.detect.batches import arguments_of, difference
 from allred.modes.optimizer import DistributedOptimizer
 
-_FOREVER_S = 1e9
+FOREVER_S = 1e9
 
 
 def agree(directory: str, max_steps: int | None, tracked: list[str], data: Any) -> str:
@@ -35,7 +35,7 @@ def agree(directory: str, max_steps: int | None, tracked: list[str], data: Any) 
 
 
 @contextlib.contextmanager
-def waiting(seconds: float = _FOREVER_S) -> Iterator[None]:
+def waiting(seconds: float = FOREVER_S) -> Iterator[None]:
     """Operations may wait for so long."""
     queue = collectives.current().queue
     before, queue.timeout_s = queue.timeout_s, max(seconds, queue.timeout_s)

@@ -146,6 +146,43 @@ def test_when_all_fail_at_once_one_writes_it(mode, tmp_path):
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")], result.text
 
 
+FIRST_STEP = """
+import sys
+import numpy as np
+import allred
+
+allred.init(banner=False)
+opt, w = allred.distributed(allred.optim.SGD(lr=1.0)), np.zeros(3)
+with allred.Session(sys.argv[1], max_steps=6) as session:
+    session.track(params=w, optimizer=opt)
+    for _ in session.steps(range(6)):
+        if allred.rank() == 1:
+            while sys.argv[2] == "ps" and opt.statistics().servers[0].gradients < 6:
+                pass  # the other worker trains
+            raise ValueError("boom")
+        opt.step(w, np.ones(3))
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "step", "words"),
+    [
+        (
+            "sync",
+            None,
+            "no checkpoint was written at the end: no update has been made since step 0, where training began",
+        ),
+        ("ps", 6, "the last checkpoint is "),  # of the other worker's updates
+    ],
+)
+def test_a_rank_that_fails_in_its_first_step(mode, step, words, tmp_path):
+    result = mpirun(2 + (mode == "ps"), "-c", FIRST_STEP, tmp_path, mode, env={"ALLRED_MODE": mode})
+    assert result.code == 1, result.text
+    assert f"allred: {words}" in result.err, result.text
+    assert "None" not in result.err, result.text
+    assert steps_in(tmp_path) == [step] * (step is not None), result.text
+
+
 def test_an_update_that_is_cut_short_is_no_step(tmp_path):
     result = run(tmp_path, torn=5, save_steps=4, at=4, awaits="step-00000004")
     assert result.code == 1, result.text

@@ -9,7 +9,9 @@ import allred
 from allred.client.message import pack, unpack
 from allred.cluster import device
 from allred.cluster.device import Place
-from allred.errors import InputError
+from allred.compat import tf1
+from allred.compat.tf1 import ignored
+from allred.errors import InputError, NotInitializedError
 
 
 def test_inner_blocks_leave_to_outer_ones_what_they_do_not_say():
@@ -31,6 +33,50 @@ def test_inner_blocks_leave_to_outer_ones_what_they_do_not_say():
 def test_what_names_no_place(text):
     with pytest.raises(InputError, match="expected /job:NAME/task:NUMBER"), allred.device(text):
         pass
+
+
+@pytest.fixture
+def server():
+    yield allred.Server.create_local_server()
+    allred.shutdown()
+
+
+def test_a_function_for_a_gpu_runs_on_its_task_under_soft_placement(server, capfd, monkeypatch):
+    monkeypatch.setattr(ignored, "_told", set())
+    config = tf1.ConfigProto(allow_soft_placement=True, log_device_placement=True, gpu_options={})
+    for session in (
+        allred.connect(server.target, allow_soft_placement=True, log_device_placement=True),
+        tf1.Session(server.target, config=config),
+    ):
+        with allred.device("/job:local/task:0/gpu:1"):
+            assert session.run(max, 1, 2) == 2
+    said = capfd.readouterr().err
+    assert said.count("max: /job:local/task:0/cpu:0\n") == 2
+    assert said.count("allred: ConfigProto: of no effect here: gpu_options") == 1
+    for session in (allred.connect(server.target), tf1.Session(server.target)):
+        words = r"leave /gpu:1 out of .* or .*allow_soft_placement=True"
+        with pytest.raises(InputError, match=words), allred.device("/job:local/task:0/gpu:1"):
+            session.run(max, 1, 2)
+    with pytest.raises(InputError, match=r"expected a tf1\.ConfigProto"):
+        tf1.Session(server.target, config={"allow_soft_placement": True})
+
+
+def test_a_client_outside_the_cluster_hears_what_is_missing():
+    target = "allred://node1:2222/job:worker/task:0"
+    words = r"this process is no task of a cluster, .* job 'client', .*allred.Server\(cluster, 'client', 0\)"
+    for given in (target, ""):
+        with pytest.raises(NotInitializedError, match=words):
+            allred.connect(given)
+    allred.init(banner=False)
+    try:
+        with pytest.raises(NotInitializedError, match=words):  # and the function does not run here
+            allred.connect(target)
+        session = allred.connect()
+        assert session.run(max, 1, 2) == 2
+    finally:
+        allred.shutdown()
+    with pytest.raises(NotInitializedError, match=r"session.run: allred.shutdown\(\) was called"):
+        session.run(max, 1, 2)
 
 
 def test_arrays_travel_from_where_they_lie():

@@ -388,8 +388,8 @@ def test_a_commit_leaves_a_rank_that_writes_its_claim(tmp_path):
         checkpoint.write(tmp_path, step - 1, [])
         seen.extend(path.name for path in tmp_path.glob(".*"))
 
-    saver = types.SimpleNamespace(directory=str(tmp_path), save_last=save_last)
-    optimizer = types.SimpleNamespace(global_step=6, torn=False)
+    saver = types.SimpleNamespace(directory=str(tmp_path), save_last=save_last, wait=lambda: None)
+    optimizer = types.SimpleNamespace(latest_step=lambda: 6, torn=False)
     last.write_after(ValueError(), True, saver, optimizer, "ab12", lambda: str)
     assert len(seen) == 1
     assert not list(tmp_path.glob(".*"))

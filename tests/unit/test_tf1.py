@@ -30,6 +30,7 @@ ARGUMENTS = {
     "save_summaries_steps save_summaries_secs config stop_grace_period_secs log_step_count_steps max_wait_secs "
     "save_checkpoint_steps summary_dir save_graph_def",
     tf1.StopAtStepHook: "num_steps last_step",
+    tf1.Session: "target graph config",
     tf1.replica_device_setter: "ps_tasks ps_device worker_device merge_devices cluster ps_ops ps_strategy",
 }
 
@@ -129,6 +130,27 @@ def test_a_supervisor_around_a_loop(world, tmp_path):
         supervisor.request_stop(ZeroDivisionError())
 
 
+def test_a_session_that_was_prepared_ends_with_a_with_statement_or_with_shutdown(tmp_path):
+    allred.init(banner=False)
+    for step, prepared_in_with in ((2, True), (4, False)):
+        trained = Trained()
+        supervisor = tf1.Supervisor(logdir=tmp_path, save_summaries_secs=0, **trained.given)
+        session = supervisor.prepare_or_wait_for_session()
+        for _ in range(2):
+            assert not supervisor.should_stop()
+            trained.step()
+        if prepared_in_with:
+            with session as same:
+                assert same is session
+            with pytest.raises(InputError, match="used already"), session:
+                pass
+            assert (tmp_path / f"step-{step:08d}").is_dir()
+    allred.shutdown()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000004"]
+    with pytest.raises(InputError, match="it has ended"):
+        supervisor.should_stop()
+
+
 def test_gradients_find_their_variables_in_any_order(world):
     a, b, c = np.zeros(2), np.zeros(2), np.zeros(2)
     opt = tf1.SyncReplicasOptimizer(allred.optim.SGD(lr=1.0), 1)
@@ -183,6 +205,7 @@ def test_replica_device_setter_in_turn_and_by_a_strategy():
         ),
         (lambda t: tf1.MonitoredTrainingSession(**t.given).run("train"), "expected a function"),
         (lambda t: tf1.Supervisor(**t.given).should_stop(), "managed_session"),
+        (lambda t: tf1.MonitoredTrainingSession(**t.given).should_stop(), "it has not begun; use it in a with"),
         (lambda t: tf1.StopAtStepHook(), "give one of the two"),
         (lambda t: tf1.StopAtStepHook(1, 1), "give one of the two"),
         (lambda t: tf1.SyncReplicasOptimizer(t.opt, 1), "expected an optimizer with step"),

@@ -1,6 +1,7 @@
 """`tf.train.Supervisor`: what came before MonitoredTrainingSession."""
 
 import os
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -82,10 +83,13 @@ class Supervisor:
         max_wait_secs: float = 7200,
         start_standard_services: bool = True,
     ) -> MonitoredSession:
-        """The same, begun already; `stop` ends it."""
+        """The same session, already begun; it may be used in a with statement too.
+
+        `stop` ends it, or else the end of the program, however it ends: the last checkpoint is written in all cases
+        except a kill."""
         given = {"master": "", "config": None, "wait_for_checkpoint": False}
         ignored.tell("Supervisor.prepare_or_wait_for_session", locals(), given)
-        return self._new(start_standard_services, max_wait_secs).__enter__()
+        return self._new(start_standard_services, max_wait_secs).begin()
 
     def _new(self, services: bool, wait_s: float) -> MonitoredSession:
         secs, summary_secs = (seconds if services and seconds > 0 else None for seconds in self._secs)
@@ -114,8 +118,9 @@ class Supervisor:
         self.session.request_stop()
 
     def stop(self, threads: Any = None, close_summary_writer: bool = True, ignore_live_threads: bool = False) -> None:
-        """End the session that `prepare_or_wait_for_session` began, with the last checkpoint."""
-        self.session.__exit__(None, None, None)
+        """End the session that `prepare_or_wait_for_session` began, with the last checkpoint. In a `finally` clause
+        the session ends with the exception, if there is one."""
+        self.session.end(sys.exc_info()[1])
 
     def start_queue_runners(self, sess: Any, queue_runners: Iterable[Any] | None = None) -> list[Any]:
         """Nothing: there are no queues."""

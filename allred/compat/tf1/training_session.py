@@ -28,8 +28,18 @@ class MonitoredSession(Session):
             )
         super().__init__(**arguments)
         self._trained = {"params": params, "optimizer": optimizer, "data": data}
+        self._begun = False  # by `begin`, for a with statement that may follow
+
+    def begin(self) -> Self:
+        """Begin without a with statement: what `Supervisor.prepare_or_wait_for_session` gives."""
+        self.__enter__()
+        self._begun = True
+        return self
 
     def __enter__(self) -> Self:
+        if self._begun:
+            self._begun = False
+            return self
         super().__enter__()
         try:
             self.track(**self._trained)

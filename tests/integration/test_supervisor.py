@@ -1,0 +1,52 @@
+"""A session that no with statement ends writes its last checkpoint, however the program ends."""
+
+import pathlib
+
+import pytest
+from harness import mpirun, python
+
+from allred import checkpoint
+
+PROGRAM = pathlib.Path(__file__).with_name("supervisor_program.py")
+
+
+@pytest.mark.parametrize(
+    ("way", "mode", "mpi", "code", "steps"),
+    [
+        ("end", "sync", "mpich", 0, {6}),
+        ("exit 3", "sync", "mpich", 3, {3}),
+        ("SIGTERM", "sync", "mpich", 0, {4}),
+        ("raise, then stop", "sync", "mpich", 1, {3}),
+        ("raise", "sync", "openmpi", 1, {3}),
+        ("end", "ps", "mpich", 0, {12}),  # six of each worker
+        ("exit 3", "ps", "mpich", 3, range(3, 10)),
+    ],
+)
+def test_the_last_checkpoint_is_written(way, mode, mpi, code, steps, tmp_path):
+    env = {"ALLRED_MODE": mode, "ALLRED_CHECK_STEPS": "0"}
+    result = mpirun(2 + (mode == "ps"), PROGRAM, tmp_path, way, mpi=mpi, env=env)
+    assert result.code == code, result.text
+    [path] = checkpoint.steps(tmp_path)
+    assert checkpoint.load(path).step in steps, result.text
+    assert "MismatchError" not in result.err, result.text
+
+
+@pytest.mark.parametrize(("way", "code", "step"), [("raise", 1, 3), ("exit 3", 3, 3), ("end", 0, 6)])
+def test_of_one_process(way, code, step, tmp_path):
+    result = python(PROGRAM, tmp_path, way)
+    assert result.code == code, result.text
+    assert [path.name for path in checkpoint.steps(tmp_path)] == [f"step-{step:08d}"], result.text
+
+
+def test_the_ranks_may_end_at_different_times(tmp_path):
+    """The end of one rank's program waits for the other without a time limit."""
+    late = """
+import time
+from allred.comm import collectives
+collectives.current().queue.timeout_s = 0.5
+time.sleep(2 * allred.is_chief())
+"""
+    program = PROGRAM.read_text() + late
+    result = mpirun(2, "-c", program, tmp_path, "end", env={"ALLRED_CHECK_STEPS": "0"})
+    assert (result.code, result.err) == (0, ""), result.text
+    assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-00000006"]
