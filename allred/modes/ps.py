@@ -82,7 +82,8 @@ class ServersMode:
         leaves = [leaf for _, leaf in nest.leaves(params)]
         self._connect(f"{self._options.name}.broadcast()", params, tensors, leaves)
         self._agree_on_start(params)
-        self._pull(leaves)
+        if self._running.worker != 0:  # worker 0 has the parameters: it has just given them
+            self._pull(leaves)
         collectives.barrier()  # nobody changes them before all have pulled
 
     def _connect(self, title: str, params: Any, tensors: list[Tensor], leaves: list[Any]) -> None:
