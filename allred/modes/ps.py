@@ -23,6 +23,7 @@ from allred.fusion.plan import Plan, Tensor, plan
 from allred.modes.clipping import Clipper
 from allred.modes.detect import finite
 from allred.modes.detect.outside import used
+from allred.modes.detect.stale import tell_late_start
 from allred.modes.learning_rate import LearningRate
 from allred.modes.options import Options
 from allred.modes.pairs import parameter
@@ -203,6 +204,8 @@ class ServersMode:
         self._steps += 1
         if outcome.flags & DROPPED:
             self.dropped += 1
+        elif self._steps == 1:
+            tell_late_start(self._options.name, self._running.worker, self._running.workers, outcome.staleness)
         self.waited_s += time.perf_counter() - start
         if outcome.flags & DRAINING:
             self._end()

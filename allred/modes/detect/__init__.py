@@ -4,5 +4,6 @@ finite.py     a gradient with NaN or infinity                     every step, be
 drift.py      parameters or optimizer states that differ          at the first three steps, then every check_steps
 repeated.py   the same batch on all ranks; averaging twice        at the same steps
 outside.py    an optimizer stepped around its wrapper             at the next step, and at the end
+stale.py      a first gradient from old parameters, in mode ps at the first step
 checks.py     the object that an optimizer asks at each step, and that asks these
 """
