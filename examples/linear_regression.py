@@ -61,8 +61,8 @@ def run_worker(cluster):
     with allred.device(allred.replica_device_setter(cluster=cluster)):
         params = {"w": allred.variable(0.0, name="w"), "b": allred.variable(0.0, name="b")}
     opt = allred.distributed(allred.optim.SGD(lr=LEARNING_RATE))  # the servers, in join(), hear of it from worker 0
-    opt.broadcast(params)
     rng = np.random.default_rng(allred.task_index())
+    opt.broadcast(params)
     for _ in range(STEPS):
         batch = rng.integers(len(x), size=200)
         opt.step(params, gradients(params, x[batch], y[batch]))

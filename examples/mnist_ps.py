@@ -59,8 +59,8 @@ def train(args):
     opt = allred.distributed(
         allred.optim.Adagrad(lr=LEARNING_RATE), consistency="sync" if args.issync else "async"
     )  # the servers, in join(), hear of it from worker 0
-    opt.broadcast(params)
     rng = np.random.default_rng(allred.task_index())
+    opt.broadcast(params)
     for step in range(1, args.steps + 1):
         batch = rng.integers(len(x), size=BATCH)
         opt.step(params, gradients(params, x[batch], y[batch]))

@@ -24,6 +24,7 @@ from allred.modes.clipping import Clipper
 from allred.modes.detect import finite
 from allred.modes.detect.batches import compare_at_server
 from allred.modes.detect.outside import used
+from allred.modes.detect.stale import tell_late_start
 from allred.modes.learning_rate import LearningRate
 from allred.modes.options import Options
 from allred.modes.pairs import parameter
@@ -83,7 +84,8 @@ class ServersMode:
         leaves = [leaf for _, leaf in nest.leaves(params)]
         self._connect(f"{self._options.name}.broadcast()", params, tensors, leaves)
         self._agree_on_start(params)
-        self._pull(leaves)
+        if self._running.worker != 0:  # worker 0 has the parameters: it has just given them
+            self._pull(leaves)
         collectives.barrier()  # nobody changes them before all have pulled
 
     def _connect(self, title: str, params: Any, tensors: list[Tensor], leaves: list[Any]) -> None:
@@ -203,6 +205,8 @@ class ServersMode:
         self._steps += 1
         if outcome.flags & DROPPED:
             self.dropped += 1
+        elif self._steps == 1:
+            tell_late_start(self._options.name, self._running.worker, self._running.workers, outcome.staleness)
         self.waited_s += time.perf_counter() - start
         if outcome.flags & DRAINING:
             self._end()

@@ -59,7 +59,7 @@ _NO_PLACES = np.empty((0, 2), np.int64)
 
 @dataclasses.dataclass
 class _Link:
-    """To one server. `box`, `memory`: None where it goes by MPI. version: of the parameters pulled last."""
+    """To one server. `box`, `memory`: None where it goes by MPI. version: of this worker's parameters."""
 
     server: int
     layout: Layout
@@ -258,7 +258,7 @@ class Client:
             self._thread = None
         self._unusable = ""
         answers = [unpack_answer(each.reply) for each in pending]
-        if flags & PULL:
+        if flags & (PULL | INIT):
             for link, answer in zip(self._links, answers, strict=True):
                 link.version = answer.version
         return answers
@@ -358,7 +358,7 @@ class Client:
 
     @property
     def version(self) -> int:
-        """Of server 0's parameters that were pulled last."""
+        """Of server 0's parameters that were pulled last, or given."""
         return self._links[0].version
 
     def save(self, root: str, extra: Any = None) -> str:

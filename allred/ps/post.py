@@ -3,6 +3,11 @@ share no memory.
 
 Nothing blocks: sends are kept until they are complete, receives are looked for. Cells pass through buffers that this
 module owns, a few at a time, so an interrupted step never lets MPI write into a user's array.
+
+Cells are sent with Issend, which completes only when the receiver has matched the message. So at most _DEPTH cells of a
+sender wait without a posted receive, however long the receiver is busy with others. An Isend completes as soon as TCP
+has taken the bytes, which bounds nothing: libfabric's tcp provider stops reading a connection after 64 unexpected
+messages (FI_TCP_MAX_SAVED), and MPICH then hangs where data flows both ways.
 """
 
 import pickle
@@ -191,7 +196,7 @@ class Exchange:
             buffer = self._free.pop()
             cell = buffer[: self._up_sizes.popleft()]
             self._up.copy(cell, out=False)
-            self._sends.append((self._post.comm.Isend([cell, MPI.BYTE], self._server, UP), buffer))
+            self._sends.append((self._post.comm.Issend([cell, MPI.BYTE], self._server, UP), buffer))
         while self._receives and self._receives[0][0].Test():
             _, cell = self._receives.popleft()
             self._down.copy(cell, out=True)
@@ -276,7 +281,7 @@ class MpiPort:
         if not self._has_room():
             return False
         copy = cell.copy()
-        self._sends.append((self._post.comm.Isend([copy, MPI.BYTE], self._worker, DOWN), copy))
+        self._sends.append((self._post.comm.Issend([copy, MPI.BYTE], self._worker, DOWN), copy))
         return True
 
     def answer(self, record: bytes) -> None:

@@ -93,6 +93,7 @@ class Session:
         self._stops, self._requested = "", ""  # why the loop ends; why this rank would like it to
         self._in_step = self._entered = self._done = False
         self._handled: BaseException | None = None  # the exception that was being handled when the session began
+        self._is_fresh = False  # mode ps: whether the parameters were pulled for the first step
         self._begun_at_step = 0  # the global step when the step at hand began
         self._begun_at, self._batches = 0, 0  # the one that training began at; batches since then
         self._start, self._waited_s = time.monotonic(), 0.0
@@ -224,7 +225,7 @@ class Session:
                 "go on behind the last batch; pass it to session.track(data=...) too"
             )
         iterator = iter(batches)
-        while not self.should_stop():
+        while not self._ends():
             try:
                 batch = next(iterator)
             except StopIteration:
@@ -232,6 +233,7 @@ class Session:
                 self._batches -= 1
                 self._stops = ending.END_OF_DATA
                 return
+            self._freshen()
             yield batch
 
     def should_stop(self) -> bool:
@@ -242,6 +244,12 @@ class Session:
 
         With accumulate=k a step has k batches; hooks are called before the first and after the last of them.
         """
+        ends = self._ends()
+        if not ends:
+            self._freshen()
+        return ends
+
+    def _ends(self) -> bool:
         self._check_open()
         if self._optimizer is None:
             raise InputError("session: call session.track(params=..., optimizer=...) before the first step")
@@ -258,6 +266,13 @@ class Session:
         for hook in self.hooks:
             hook.before_step(self)
         return False
+
+    def _freshen(self) -> None:
+        """Mode ps: pull before the first gradient: others train while the hooks begin and the first batch comes."""
+        if not self._is_fresh and not self.optimizer.in_step:
+            self.optimizer.pull(self.params)
+            self.step = self._begun_at_step = self.optimizer.global_step
+        self._is_fresh = True
 
     def log(self, *, examples: Any = None, **values: Any) -> None:
         """Note numbers of this step: in mode sync they are averaged over ranks, weighted by `examples`, the number of

@@ -1,4 +1,8 @@
-"""Several hosts on one machine: a network namespace each, a bridge between them, and a stand-in for ssh. Takes root."""
+"""Several hosts on one machine: a network namespace each, a bridge between them, and a stand-in for ssh.
+
+Takes root; for others a test that uses `hosts` is skipped. The names have the process's id in them, so that no two runs
+share one. They are removed when the `with` block ends, also by an exception.
+"""
 
 import contextlib
 import os
@@ -7,6 +11,7 @@ import subprocess
 import uuid
 from collections.abc import Iterator
 
+import pytest
 from harness import BIN, Result, run
 
 _AGENT = """#!/bin/sh
@@ -38,30 +43,40 @@ class Hosts:
 
 @contextlib.contextmanager
 def hosts(count: int, directory: pathlib.Path) -> Iterator[Hosts]:
-    """`count` hosts. Raises subprocess.CalledProcessError where namespaces cannot be made."""
-    mark = uuid.uuid4().hex[:6]
-    hub, names = f"arhub{mark}", [f"ar{mark}n{number}" for number in range(count)]
+    """`count` hosts. Skips the test, with the reason, where namespaces cannot be made."""
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces can be made by root only")
     with contextlib.ExitStack() as stack:
-        _namespace(stack, hub)
-        _ip(hub, "link add br0 type bridge")
-        _ip(hub, "link set br0 up")
-        table = "127.0.0.1 localhost\n" + "".join(f"10.99.0.{n + 1} {name}\n" for n, name in enumerate(names))
-        for number, name in enumerate(names):
-            _namespace(stack, name)
-            own_etc = pathlib.Path("/etc/netns", name)
-            own_etc.mkdir(parents=True)
-            stack.callback(own_etc.rmdir)
-            (own_etc / "hosts").write_text(table)
-            stack.callback((own_etc / "hosts").unlink)
-            _ip(name, f"link add eth0 type veth peer name p{number} netns {hub}")
-            for words in ("link set lo up", f"addr add 10.99.0.{number + 1}/24 dev eth0", "link set eth0 up"):
-                _ip(name, words)
-            _ip(hub, f"link set p{number} master br0")
-            _ip(hub, f"link set p{number} up")
-        agent = directory / "agent"
-        agent.write_text(_AGENT)
-        os.chmod(agent, 0o755)
-        yield Hosts(names, agent)
+        try:
+            here = _make(stack, count, directory)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no namespaces here: {error}")
+        yield here
+
+
+def _make(stack: contextlib.ExitStack, count: int, directory: pathlib.Path) -> Hosts:
+    mark = f"{os.getpid()}x{uuid.uuid4().hex[:4]}"
+    hub, names = f"arhub{mark}", [f"ar{mark}n{number}" for number in range(count)]
+    _namespace(stack, hub)
+    _ip(hub, "link add br0 type bridge")
+    _ip(hub, "link set br0 up")
+    table = "127.0.0.1 localhost\n" + "".join(f"10.99.0.{n + 1} {name}\n" for n, name in enumerate(names))
+    for number, name in enumerate(names):
+        _namespace(stack, name)
+        own_etc = pathlib.Path("/etc/netns", name)
+        own_etc.mkdir(parents=True)
+        stack.callback(own_etc.rmdir)
+        (own_etc / "hosts").write_text(table)
+        stack.callback((own_etc / "hosts").unlink)
+        _ip(name, f"link add eth0 type veth peer name p{number} netns {hub}")
+        for words in ("link set lo up", f"addr add 10.99.0.{number + 1}/24 dev eth0", "link set eth0 up"):
+            _ip(name, words)
+        _ip(hub, f"link set p{number} master br0")
+        _ip(hub, f"link set p{number} up")
+    agent = directory / "agent"
+    agent.write_text(_AGENT)
+    os.chmod(agent, 0o755)
+    return Hosts(names, agent)
 
 
 def _namespace(stack: contextlib.ExitStack, name: str) -> None:

@@ -226,6 +226,41 @@ def slow():
     return {"steps": [s for s, _ in everyone], "dropped": [d for _, d in everyone], "text": str(opt.statistics())}
 
 
+def large():
+    """Each gradient takes many cells; all workers push at once."""
+    params = {"w": np.zeros(ARGUMENTS["elements"], np.float32)}
+    opt = allred.distributed(optimizer("count"))
+    opt.broadcast(params)
+    for _ in range(ARGUMENTS["steps"]):
+        opt.step(params, {"w": np.ones_like(params["w"])})
+    opt.finish()
+    allred.barrier()
+    opt.pull(params)
+    return {"w": np.unique(params["w"]).tolist()}
+
+
+def start():
+    """What passes at a broadcast, and at a second one, after three steps of worker 1."""
+    params = {name: np.full(1000, 1.0 + allred.rank()) for name in "ab"}
+    ones = {name: np.ones(1000) for name in "ab"}
+    opt = allred.distributed(optimizer("count"))
+    opt.broadcast(params)
+    servers = opt.statistics().servers
+    allred.barrier()
+    for _ in range(3 * (allred.rank() == 1)):
+        opt.step(params, ones)
+    allred.barrier()
+    opt.broadcast(params)
+    equal = len(set(allred.allgather_object(allred.digest(params)))) == 1
+    if allred.rank() == 0:
+        opt.step(params, ones)
+    return {
+        "up": sum(server.bytes_in for server in servers), "down": sum(server.bytes_out for server in servers),
+        "pulls": [server.pulls for server in servers], "equal": equal, "staleness": dict(opt.statistics().staleness),
+        "values": [*np.unique(params["a"]), *np.unique(params["b"])],
+    }  # fmt: skip
+
+
 def main():
     allred.init()
     result = globals()[CASE]()

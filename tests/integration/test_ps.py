@@ -90,6 +90,18 @@ def test_bounded_by_0_is_sync_with_the_learning_rate_shared_out():
     assert abs(in_sync["w"][0]) > 0.01
 
 
+# ---- the parameters to start from
+
+
+@pytest.mark.parametrize(("apart", "servers"), [(False, 1), (True, 2)], ids=["memory", "messages"])
+def test_a_broadcast_moves_the_parameters_once_for_each_worker(apart, servers):
+    found = run("start", 3, servers, apart=apart)
+    assert (found["up"], found["down"], found["pulls"]) == (16000, 2 * 16000, [2] * servers)
+    assert found["equal"]
+    assert found["staleness"] == {"0": 4 * servers}  # worker 0's step after the second broadcast too
+    assert found["values"] == [0.0, 0.0]
+
+
 # ---- nothing is lost, nothing comes twice
 
 

@@ -5,5 +5,6 @@ drift.py      parameters or optimizer states that differ          at the first t
 repeated.py   the same batch on all ranks; averaging twice        at the same steps
 batches.py    batches of different arguments on the ranks     at the first step in which a rank has new ones
 outside.py    an optimizer stepped around its wrapper             at the next step, and at the end
+stale.py      a first gradient from old parameters, in mode ps at the first step
 checks.py     the object that an optimizer asks at each step, and that asks these
 """
