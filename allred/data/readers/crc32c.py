@@ -5,14 +5,17 @@ it, and the first reader or writer warns.
 """
 
 import functools
+import importlib
+from typing import Any
 
 from allred.cluster import report
 
 try:
-    from google_crc32c import implementation
-    from google_crc32c import value as _installed
+    _installed: Any = importlib.import_module("google_crc32c")
 except ImportError:
-    implementation, _installed = "none", None
+    _installed = None
+
+implementation: str = "none" if _installed is None else _installed.implementation  # "c", "python"
 
 _POLYNOMIAL = 0x82F63B78  # 0x1EDC6F41, bits reversed
 _ONES = 0xFFFFFFFF
@@ -24,7 +27,7 @@ def crc32c(data: bytes) -> int:
     >>> hex(crc32c(b"123456789"))
     '0xe3069283'
     """
-    return int(_installed(data)) if _installed is not None else in_python(data)
+    return int(_installed.value(data)) if _installed is not None else in_python(data)
 
 
 def masked(data: bytes) -> int:
