@@ -7,7 +7,7 @@ usage: python -m allred COMMAND ...
 
   doctor  what is good here, what is not, and what to type; alone or under mpirun
   info    versions, paths, backend; with --config all settings
-  bench   how fast the collectives are here, and against raw MPI
+  bench   how fast the collectives are here, and against raw MPI; how fast the readers of data are
   checkpoint  ls, show, verify DIR: which checkpoints there are, what one holds, whether all bytes are right
   timeline  merge DIR: one trace of all ranks from what ALLRED_TIMELINE=DIR has written, and who waited for whom
 """

@@ -17,7 +17,7 @@ from typing import Any
 
 from allred import detached, native
 from allred.client import calling
-from allred.cluster import mpi, report, topology
+from allred.cluster import mpi, processors, report, topology
 from allred.cluster.spec import CLIENT
 from allred.comm import collectives, process_set, recording, registry
 from allred.comm.base import Communicator
@@ -105,7 +105,7 @@ def _meet(comm: Any, settings: dict[str, Any] | str, cluster: Cluster | None) ->
     duplicate, library = _join(comm, life)
     control = registry.BACKENDS["single" if duplicate is None else "mpi"](duplicate, Config.timeout_s, [])
     node = 0 if duplicate is None else topology.node_id(duplicate)
-    gathered = control.allgather_object((settings, node, native.available, _seen(settings))).wait()
+    gathered = control.allgather_object((settings, node, native.available, processors.look(), _seen(settings))).wait()
     try:
         config = settle([settings for settings, *_ in gathered])
         if life >= 0 and not config.watcher:
@@ -117,7 +117,7 @@ def _meet(comm: Any, settings: dict[str, Any] | str, cluster: Cluster | None) ->
         clients = 0 if cluster is None else cluster.clients
         servers = _servers(config, control.size - clients)
         workers = slice(servers, control.size - clients)
-        kernels = [available for _, _, available, _ in gathered[workers]]
+        kernels = [available for _, _, available, *_ in gathered[workers]]
         name, reason = registry.choose(config.backend, nodes[workers], duplicate is not None, kernels)
         seen = [gpus for *_, gpus in gathered[workers]]
         registry.devices(config, seen, nodes[workers])  # raises, before there is anything to close
@@ -165,7 +165,11 @@ def _meet(comm: Any, settings: dict[str, Any] | str, cluster: Cluster | None) ->
     process_set.install(
         process_set.Base(duplicate, control, servers, communicator, nodes[workers], kernels, seen, config)
     )
+    cores, hosts_of = [found for *_, found, _ in gathered], [node for _, node, *_ in gathered]
+    processors.install(cores, hosts_of, control.rank)
     report.inform(_banner(library))
+    if crowded := processors.crowded(cores, hosts_of):
+        report.inform(f"warning: {crowded}")
 
 
 def _seen(settings: dict[str, Any] | str) -> places.Seen:
@@ -270,4 +274,5 @@ def shutdown() -> None:
     recording.stop()
     collectives.install(None)
     topology.install(None)
+    processors.uninstall()
     report.speak(False)

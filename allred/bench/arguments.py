@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from allred import arrays, config
-from allred.bench import measure, sets
+from allred.bench import data, measure, sets
 from allred.comm.nccl_wire import TYPES
 from allred.compression import Compression, narrows
 
@@ -29,7 +29,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         epilog=measure.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    what = parser.add_subparsers(dest="bench", required=True, metavar="allreduce|fused|overlap|ps")
+    what = parser.add_subparsers(dest="bench", required=True, metavar="allreduce|fused|overlap|ps|data")
     one = what.add_parser("allreduce", help="one array in place, at several sizes")
     one.add_argument("--sizes", default=None, help=f"bytes an array, for example 4,64KiB,1MiB; default {SIZES}")
     many = what.add_parser("fused", help="many tensors of a real model in one call")
@@ -41,6 +41,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     served.add_argument("--set", default="resnet50", help=f"one of {', '.join(sets.SERVED)}; default resnet50")
     served.add_argument("--servers", type=int, default=1, help="how many ranks serve; default 1")
     served.add_argument("--consistency", choices=["async", "bounded", "sync"], help="default: ALLRED_CONSISTENCY")
+    read = what.add_parser(
+        "data",
+        help="records per second of each reader, shuffled and prefetch",
+        description=data.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    read.set_defaults(malloc_tuned=False)
     for sub in (one, many, hidden):
         sub.add_argument("--backend", default=None, help="as in allred.init(); default: the setting ALLRED_BACKEND")
         sub.add_argument(
@@ -57,15 +64,17 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     for sub in (one, many, hidden, served):
         sub.add_argument("--dtype", default="float32", help="float32 (default), or another that allred sums")
         sub.add_argument("--malloc-tuned", action="store_true", help="glibc keeps freed memory, in huge pages")
+    for sub in (one, many, hidden, served, read):
         sub.add_argument("--seconds", type=float, default=3.0, help="how long to measure for a line; default 3")
         sub.add_argument("--json", action="store_true", help="one JSON object a line, and nothing else, on stdout")
     options = parser.parse_args(arguments)
-    sub = {"allreduce": one, "fused": many, "overlap": hidden, "ps": served}[options.bench]
+    sub = {"allreduce": one, "fused": many, "overlap": hidden, "ps": served, "data": read}[options.bench]
     try:
-        options.dtype = _dtype(options.dtype, getattr(options, "against", None))
+        if sub is not read:
+            options.dtype = _dtype(options.dtype, getattr(options, "against", None))
         if sub is served:
             _check_served(options)
-        else:
+        elif sub is not read:
             options.device = getattr(options, "device", "cpu")
             _check_device(options)
             options.compression = Compression[options.compression or "none"]

@@ -14,7 +14,7 @@ from typing import Any
 
 import allred
 from allred import arrays
-from allred.bench import gpu, measure, overlap, ps, sets, setting, table, verify, ways
+from allred.bench import data, gpu, measure, overlap, ps, sets, setting, table, verify, ways
 from allred.bench.arguments import parse
 from allred.cluster import mpi
 from allred.comm import collectives
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
     if options.malloc_tuned:
         setting.tune_malloc()
     try:
-        action = {"ps": ps.run, "overlap": overlap.run}.get(options.bench, run)
+        action = {"ps": ps.run, "overlap": overlap.run, "data": data.run}.get(options.bench, run)
         action(options, command=shlex.join(["python", "-m", "allred", "bench", *arguments]))
     except ConfigError as error:  # the same on every rank
         return setting.fail(f"python -m allred bench: {error}")

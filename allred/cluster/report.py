@@ -3,6 +3,10 @@
 import contextlib
 import os
 import sys
+import warnings
+
+from allred.cluster import topology
+from allred.errors import NotInitializedError
 
 _speaking = _informing = False
 
@@ -31,3 +35,13 @@ def inform(line: str) -> None:
     """The same for what is no warning: who does not want it has set banner=False."""
     if _informing:
         say(line)
+
+
+def warn(text: str) -> None:
+    """Issue a RuntimeWarning on the chief; before init(), in every process."""
+    try:
+        chief = topology.rank() == 0
+    except NotInitializedError:
+        chief = True
+    if chief:
+        warnings.warn(f"allred: {text}", RuntimeWarning, stacklevel=3)

@@ -4,65 +4,12 @@ More busy threads than cores is the most frequent reason for slow training on CP
 core of the machine, in each rank, unless it is told otherwise.
 """
 
-import dataclasses
-import os
-from collections.abc import Mapping
-
-import numpy  # noqa: F401  (its BLAS is what is looked at)
-
 from allred.bench.setting import cores as numbers
-from allred.doctor import limits
+from allred.cluster.processors import Cores, look, usable
 from allred.doctor.line import NOTE, OK, WARN, Line
 from allred.doctor.ranks import Seen, by_host, compared, who
 
-_BLAS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP_NUM_THREADS")
-
-
-@dataclasses.dataclass(frozen=True)
-class Cores:
-    """The processors as a rank sees them."""
-
-    allowed: frozenset[int]
-    of_machine: int
-    quota: float | None  # of its cgroup, in cores
-    blas_threads: int
-    blas: str  # which libraries, or how the number was guessed
-    measured: bool  # by threadpoolctl
-
-
-def look() -> Cores:
-    """Look at this process."""
-    allowed = frozenset(os.sched_getaffinity(0))
-    try:
-        import threadpoolctl
-    except ImportError:
-        threads, blas, measured = *guess(os.environ, len(allowed)), False
-    else:
-        pools = [pool for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
-        threads = max((pool["num_threads"] for pool in pools), default=1)
-        blas = ", ".join(sorted({pool["internal_api"] for pool in pools})) or "no BLAS that starts threads"
-        measured = True
-    return Cores(allowed, os.cpu_count() or 1, limits.look().cpus, threads, blas, measured)
-
-
-def guess(environ: Mapping[str, str], cores: int) -> tuple[int, str]:
-    """BLAS's threads from what it would read, without asking it.
-
-    >>> guess({"OMP_NUM_THREADS": "2,1"}, cores=8), guess({}, cores=8)
-    ((2, 'OMP_NUM_THREADS=2,1'), (8, 'no OMP_NUM_THREADS: a thread a core'))
-    """
-    for name in _BLAS:
-        value = environ.get(name, "")
-        if value.split(",")[0].strip().isdigit():
-            return int(value.split(",")[0]), f"{name}={value}"
-    return cores, "no OMP_NUM_THREADS: a thread a core"
-
-
-def usable(ranks: list[Seen[Cores]]) -> int:
-    """How many cores the ranks of a host have together."""
-    cores = len(frozenset[int]().union(*(rank.facts.allowed for rank in ranks)))
-    quotas = [int(rank.facts.quota) or 1 for rank in ranks if rank.facts.quota is not None]
-    return min([cores, *quotas])
+__all__ = ["Cores", "judge", "look"]
 
 
 def judge(ranks: list[Seen[Cores]]) -> list[Line]:
@@ -89,7 +36,7 @@ def _binding(ranks: list[Seen[Cores]]) -> Line:
 
 def _room(host: str, ranks: list[Seen[Cores]]) -> list[Line]:
     lines = []
-    room = usable(ranks)
+    room = _usable(ranks)
     found = f"{len(ranks)} rank{'s' * (len(ranks) > 1)} on {room} core{'s' * (room > 1)} of {host}"
     if len(ranks) > room:
         remedy = f"mpirun -np {room} here: ranks that share a core wait for each other"
@@ -104,8 +51,12 @@ def _room(host: str, ranks: list[Seen[Cores]]) -> list[Line]:
     return lines
 
 
+def _usable(ranks: list[Seen[Cores]]) -> int:
+    return usable([rank.facts for rank in ranks])
+
+
 def _each(ranks: list[Seen[Cores]]) -> int:
-    return max(1, usable(ranks) // len(ranks))
+    return max(1, _usable(ranks) // len(ranks))
 
 
 def _threads(count: int) -> str:
@@ -122,15 +73,15 @@ def _blas(ranks: list[Seen[Cores]]) -> list[Line]:
         threads = sum(rank.facts.blas_threads for rank in there)
         squeezed = [rank for rank in there if rank.facts.blas_threads > len(rank.facts.allowed)]
         remedy = f"export OMP_NUM_THREADS={_each(there)} before mpirun"
-        if threads > max(usable(there), len(there)):  # with one thread each it is the ranks that are too many
-            text = f"{found}; together {threads} on {usable(there)} core{'s' * (usable(there) > 1)} of {host}"
+        if threads > max(_usable(there), len(there)):  # with one thread each it is the ranks that are too many
+            text = f"{found}; together {threads} on {_usable(there)} core{'s' * (_usable(there) > 1)} of {host}"
             return [*lines, Line(WARN, "BLAS threads", text, remedy)]
         if squeezed:
             cores = numbers(set(squeezed[0].facts.allowed))
             text = f"{found}; {who(squeezed[:1])} has only core{'s' * ('-' in cores or ',' in cores)} {cores}"
             return [*lines, Line(WARN, "BLAS threads", text, f"{remedy}, or mpirun --bind-to none")]
     if len(ranks) == 1 and ranks[0].facts.blas_threads > 1:
-        remedy = f"under mpirun -np N give each rank its share: export OMP_NUM_THREADS=$(({usable(ranks)} / N))"
+        remedy = f"under mpirun -np N give each rank its share: export OMP_NUM_THREADS=$(({_usable(ranks)} / N))"
         return [*lines, Line(NOTE, "BLAS threads", found, remedy)]
     different = len({rank.facts.blas_threads for rank in ranks}) > 1
     remedy = "export OMP_NUM_THREADS alike on all ranks: the slowest sets the pace" if different else ""

@@ -9,7 +9,7 @@ import pathlib
 import resource
 
 from allred.bench.table import size_name
-from allred.doctor import limits
+from allred.cluster import limits
 from allred.doctor.line import FAIL, NOTE, OK, WARN, Line
 from allred.doctor.ranks import Seen, by_host, compared, who
 

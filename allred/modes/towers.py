@@ -16,6 +16,7 @@ import numpy as np
 from allred import arrays, nest
 from allred.arrays import Array
 from allred.errors import InputError
+from allred.modes.blas_threads import BlasLimit
 
 
 class Towers:
@@ -44,7 +45,9 @@ class Towers:
             `torch.autograd.grad` instead of `backward()`. It must not call collectives of allred: those are not for
             several threads. Its loss is a number, its gradients a nest of float arrays, torch tensors (CPU) or numbers.
         parallel: each tower in a thread, which is kept for the next call, and ends with this object; else one after
-            the other. A tower may itself use several threads (BLAS, torch.set_num_threads): towers multiply them.
+            the other. With the package threadpoolctl a call limits BLAS threads to the cores of this rank divided by
+            `count`, in the whole process, and restores their number at its end; without it a warning says so if there
+            are more threads than cores. torch has threads of its own: see torch.set_num_threads.
 
     >>> def loss_and_grads(params, x):
     ...     return (params["w"] * x).mean(), {"w": x.mean()}
@@ -64,7 +67,8 @@ class Towers:
         self._function = loss_and_grads
         self._threads = None
         if parallel and self.count > 1:  # they start with their first part, and end with this object
-            self._threads = futures.ThreadPoolExecutor(self.count, thread_name_prefix="allred-tower")
+            self._blas = BlasLimit(self.count)
+            self._threads = futures.ThreadPoolExecutor(self.count, "allred-tower", self._blas.start_thread)
 
     def __call__(self, params: Any, *batch: Any) -> tuple[float, Any]:
         """Split the batch, within one sample, and give its loss and gradients.
@@ -103,10 +107,11 @@ class Towers:
         raised by a signal meanwhile (Ctrl-C, another rank's failure) does not wait for them."""
         if self._threads is None or len(parts) == 1:
             return []
-        running = [
-            self._threads.submit(contextvars.copy_context().run, self._function, params, *part) for part in parts
-        ]
-        futures.wait(running)
+        with self._blas():
+            running = [
+                self._threads.submit(contextvars.copy_context().run, self._function, params, *part) for part in parts
+            ]
+            futures.wait(running)
         return running
 
 

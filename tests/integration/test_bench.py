@@ -132,6 +132,19 @@ def test_ps_table_for_people():
     assert out.splitlines()[-1].strip().startswith("staleness: 0: ")
 
 
+def test_data():
+    """Costs 3 s: two jobs, each with two processes of prefetch."""
+    lines = [json.loads(line) for line in python("-m", "allred", "bench", "data", *TINY).out.splitlines()]
+    assert [line["what"].split(":")[0] for line in lines] == [
+        *("npy", "idx", "tfrecord", "shuffled(tfrecord)", "example", "example", "example"),
+        *("stream", "prefetch(stream)", "prefetch(stream, workers=2)"),
+    ]
+    assert all(line["records_per_s"] > 0 and line["crc32c"] == "c" for line in lines)
+    out = bench(2, "data", "--seconds", "0").out
+    assert out.startswith("data: google-crc32c: c; protobuf ")
+    assert len(out.splitlines()) == 12, out  # of rank 0 alone
+
+
 @pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
 def test_a_wrong_step_is_an_error_on_all_ranks(mpi):
     code = (

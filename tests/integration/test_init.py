@@ -1,5 +1,6 @@
 """init() in the surroundings that users have: variables, launchers, nodes."""
 
+import os
 import re
 
 import pytest
@@ -85,17 +86,26 @@ def test_two_nodes():
 
 @pytest.mark.parametrize("mpi", MPIS)
 def test_without_mpirun_it_is_a_world_of_one(mpi):
-    result = run([BIN[mpi] / "python", "-c", INIT], timeout_s=40)
+    result = run([BIN[mpi] / "python", "-c", INIT], timeout_s=40, env={"OMP_NUM_THREADS": "1"})
     assert (result.code, result.out) == (0, "0 of 1\n"), result.text
     assert result.err.count("\n") == 1, result.text  # the banner
 
 
 def test_the_banner_says_what_runs_where_and_can_be_silenced():
     result = mpirun(3, "-c", INIT, timeout_s=40)
-    assert result.err.count("allred: ") == 1, result.text
+    assert result.err.count("allred: 0.") == 1, result.text
     for words in ("3 ranks on ", "mode sync", "backend shm (ranks share a node)", "MPICH ", "C extension"):
         assert words in result.err
     assert mpirun(3, "-c", INIT, timeout_s=40, env={"ALLRED_BANNER": "0"}).err == ""
+
+
+def test_the_banner_warns_of_more_blas_threads_than_cores():
+    """Costs 1 s."""
+    result = mpirun(2, "-c", INIT, timeout_s=40, env={"OMP_NUM_THREADS": str(os.cpu_count())})
+    pattern = (
+        r"allred: warning: 2 ranks with \d+ BLAS threads on \d+ cores?: .*; export OMP_NUM_THREADS=\d+ before the start"
+    )
+    assert len(re.findall(pattern, result.err)) == 1, result.text
 
 
 def test_without_any_mpi_library():

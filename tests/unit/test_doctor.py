@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from allred import config
+from allred.cluster import limits
 from allred.doctor import (
     cores,
     gather,
@@ -16,7 +17,6 @@ from allred.doctor import (
     installation,
     launch,
     library,
-    limits,
     line,
     memory,
     network,

@@ -1,6 +1,12 @@
 """Towers: the gradients of a batch in parts are those of the whole, with threads and without."""
 
+import ctypes
 import gc
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -8,8 +14,10 @@ import traceback
 import ml_dtypes
 import numpy as np
 import pytest
+import threadpoolctl
 
 import allred
+from allred.cluster import processors
 from allred.errors import InputError
 from allred.watch import uncaught
 
@@ -155,6 +163,88 @@ def test_none_counts_as_zeros():
     towers = allred.Towers(2, lambda params, x: (0, {"w": np.ones(2) if x[0] else None, "b": None}))
     _, grads = towers(None, np.array([0, 0, 1, 1]))
     assert (grads["w"].tolist(), grads["b"]) == ([0.5, 0.5], None)
+
+
+# ---- BLAS threads: 3 s, of which 2 are two interpreters
+
+
+def threads_of(kind):
+    return [pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == kind]
+
+
+def test_blas_threads_are_a_towers_share_while_towers_run_and_then_as_before():
+    count, seen = processors.share() + 1, []
+
+    def note(params, x):
+        seen.extend(threads_of("blas"))
+        return 1 / params, [x.mean()]
+
+    towers = allred.Towers(count, note)
+    with threadpoolctl.threadpool_limits(4, user_api="blas"):
+        towers(1, np.zeros(count))
+        assert set(seen) == {1}
+        assert set(threads_of("blas")) == {4}
+        with pytest.raises(ZeroDivisionError):
+            towers(0, np.zeros(count))
+        assert set(threads_of("blas")) == {4}
+    seen.clear()
+    with threadpoolctl.threadpool_limits(1, user_api="blas"):
+        allred.Towers(2, note)(1, np.zeros(2))
+    assert set(seen) == {1}  # never more than the user wants
+
+
+def test_towers_of_two_threads_at_once_leave_the_blas_threads_as_before():
+    before, inside, first_is_done = threads_of("blas"), threading.Barrier(2, timeout=10), threading.Event()
+
+    def first(params, x):
+        if x[0] == 0:
+            inside.wait()
+        return 0, [x.mean()]
+
+    def second(params, x):
+        if x[0] == 0:
+            inside.wait()
+            assert first_is_done.wait(10)
+        return 0, [x.mean()]
+
+    other = threading.Thread(target=lambda: allred.Towers(2, second)(None, np.arange(2)))
+    other.start()
+    allred.Towers(2, first)(None, np.arange(2))
+    first_is_done.set()
+    other.join(10)
+    assert threads_of("blas") == before
+    allred.Towers(2, nothing)(None, np.arange(2))  # the limit can be set again
+    assert threads_of("blas") == before
+
+
+def test_openmp_threads_of_a_tower_are_its_share():
+    library = next(
+        iter(pathlib.Path(importlib.util.find_spec("sklearn").origin).parents[1].glob("scikit_learn.libs/libgomp*"))
+    )
+    ctypes.CDLL(str(library))
+    count, before, seen = processors.share() + 1, threads_of("openmp"), []
+
+    def note(params, x):
+        seen.extend(threads_of("openmp"))
+        return 0, [x.mean()]
+
+    allred.Towers(count, note)(None, np.zeros(count))
+    assert set(seen) == {1}
+    assert threads_of("openmp") == before
+
+
+@pytest.mark.parametrize(("threads", "warnings"), [("64", 1), ("1", 0)])
+def test_without_threadpoolctl_a_warning_says_so_once_if_there_are_too_many_threads(threads, warnings):
+    code = (
+        "import sys; sys.modules['threadpoolctl'] = None\n"
+        "import numpy as np, allred\n"
+        "for _ in range(2): print(allred.Towers(2, lambda params, x: (x.mean(), []))(None, np.arange(2))[0])"
+    )
+    environ = {**os.environ, "OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads}
+    result = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
+    assert result.stdout == "0.5\n0.5\n", result.stderr
+    assert result.stderr.count("RuntimeWarning: allred: Towers: 2 towers x 64 BLAS threads on ") == warnings
+    assert result.stderr.count("pip install threadpoolctl") == warnings
 
 
 # ---- what goes wrong

@@ -1,0 +1,113 @@
+"""The cores that the ranks of a node may use, and the BLAS threads that run on them.
+
+BLAS starts a thread for every core, in each rank, unless it is told otherwise. More busy threads than cores is the most
+frequent reason for slow training on CPU hosts.
+"""
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+
+import numpy  # noqa: F401  (its BLAS is what is looked at)
+
+from allred.cluster import limits
+
+_BLAS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP_NUM_THREADS")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cores:
+    """The processors as a rank sees them."""
+
+    allowed: frozenset[int]
+    of_machine: int
+    quota: float | None  # of its cgroup, in cores
+    blas_threads: int
+    blas: str  # which libraries, or how the number was guessed
+    measured: bool  # by threadpoolctl
+
+
+def look() -> Cores:
+    """Look at this process."""
+    allowed = frozenset(os.sched_getaffinity(0))
+    try:
+        import threadpoolctl
+    except ImportError:
+        threads, blas, measured = *guess(os.environ, len(allowed)), False
+    else:
+        pools = [pool for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
+        threads = max((pool["num_threads"] for pool in pools), default=1)
+        blas = ", ".join(sorted({pool["internal_api"] for pool in pools})) or "no BLAS that starts threads"
+        measured = True
+    return Cores(allowed, os.cpu_count() or 1, limits.look().cpus, threads, blas, measured)
+
+
+def guess(environ: Mapping[str, str], cores: int) -> tuple[int, str]:
+    """BLAS's threads from what it would read, without asking it.
+
+    >>> guess({"OMP_NUM_THREADS": "2,1"}, cores=8), guess({}, cores=8)
+    ((2, 'OMP_NUM_THREADS=2,1'), (8, 'no OMP_NUM_THREADS: a thread a core'))
+    """
+    for name in _BLAS:
+        value = environ.get(name, "")
+        if value.split(",")[0].strip().isdigit():
+            return int(value.split(",")[0]), f"{name}={value}"
+    return cores, "no OMP_NUM_THREADS: a thread a core"
+
+
+def usable(ranks: Sequence[Cores]) -> int:
+    """How many cores the ranks of a node have together."""
+    cores = len(frozenset[int]().union(*(rank.allowed for rank in ranks)))
+    quotas = [int(rank.quota) or 1 for rank in ranks if rank.quota is not None]
+    return min([cores, *quotas])
+
+
+def crowded(ranks: Sequence[Cores], nodes: Sequence[int]) -> str | None:
+    """A warning if the ranks of a node run more BLAS threads than it has cores; of several nodes, for the worst one.
+
+    ranks: of the whole job. nodes: the node of each rank.
+
+    >>> print(crowded([Cores(frozenset({0, 1}), 2, None, 2, "openblas", True)] * 2, nodes=[0, 0]))
+    2 ranks with 4 BLAS threads on 2 cores: steps may take many times as long; export OMP_NUM_THREADS=1 before the start
+    """
+    worst, text = 1.0, None
+    for node in dict.fromkeys(nodes):
+        there = [rank for rank, its in zip(ranks, nodes, strict=True) if its == node]
+        threads, cores = sum(max(1, rank.blas_threads) for rank in there), usable(there)
+        if threads > worst * cores:
+            worst, remedies = threads / cores, []
+            if threads > len(there):
+                remedies.append(f"export OMP_NUM_THREADS={max(1, cores // len(there))} before the start")
+            if len(there) > cores:
+                remedies.append(f"start at most {_count(cores, 'rank')} here")
+            where = " of one node" if len(set(nodes)) > 1 else ""
+            text = (
+                f"{_count(len(there), 'rank')} with {_count(threads, 'BLAS thread')} on {_count(cores, 'core')}{where}"
+                f": steps may take many times as long; {' and '.join(remedies)}"
+            )
+    return text
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+_share: int | None = None
+
+
+def install(ranks: Sequence[Cores], nodes: Sequence[int], rank: int) -> None:
+    """Let `share` know the ranks of the job, with their nodes, and which one this is."""
+    global _share
+    there = [one for one, node in zip(ranks, nodes, strict=True) if node == nodes[rank]]
+    _share = max(1, min(usable(there) // len(there), len(ranks[rank].allowed)))
+
+
+def uninstall() -> None:
+    """Forget the ranks."""
+    global _share
+    _share = None
+
+
+def share() -> int:
+    """How many cores this rank has for itself, at least 1. Before init() all that this process may use."""
+    return usable([look()]) if _share is None else _share

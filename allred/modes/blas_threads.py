@@ -1,0 +1,70 @@
+"""Limits BLAS threads while towers run, with threadpoolctl: towers times threads is at most this rank's cores."""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from allred.cluster import processors, report
+
+_limiting = threading.Lock()
+
+
+class BlasLimit:
+    """The limit for one object of `Towers`. The libraries are looked for at the first use."""
+
+    def __init__(self, towers: int) -> None:
+        self._towers = towers
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Lower the number of BLAS threads to a tower's share, and restore it at the end of the block.
+
+        The limit holds for the whole process. If another thread or a surrounding block has set it, nothing changes: the
+        first one restores the number. Without threadpoolctl nothing is limited, and a warning says so once.
+        """
+        if self._controller is None:
+            _warn_once(self._towers)
+            yield
+        elif not _limiting.acquire(blocking=False):
+            yield
+        else:
+            try:
+                with self._lower("blas"):
+                    yield
+            finally:
+                _limiting.release()
+
+    def start_thread(self) -> None:
+        """Limit this thread of a tower where OpenMP runs BLAS: OpenMP counts threads for each thread that uses it."""
+        if self._controller is not None:
+            self._lower("openmp")
+
+    @functools.cached_property
+    def _controller(self) -> Any:
+        try:
+            import threadpoolctl
+        except ImportError:
+            return None
+        return threadpoolctl.ThreadpoolController()
+
+    @functools.cached_property
+    def _share(self) -> int:
+        return max(1, processors.share() // self._towers)
+
+    def _lower(self, kind: str) -> Any:
+        libraries = self._controller.select(user_api=kind)
+        limits = [{**each, "num_threads": min(each["num_threads"], self._share)} for each in libraries.info()]
+        return libraries.limit(limits=limits)
+
+
+@functools.cache
+def _warn_once(towers: int) -> None:
+    cores, threads = processors.share(), processors.look().blas_threads
+    if towers * threads > max(cores, towers):
+        report.warn(
+            f"Towers: {towers} towers x {threads} BLAS threads on this rank's {cores} core{'s' * (cores != 1)}: steps "
+            "may take many times as long. pip install threadpoolctl, and Towers limits the threads, or export "
+            f"OMP_NUM_THREADS={max(1, cores // towers)} before the start"
+        )
