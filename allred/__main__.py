@@ -1,5 +1,8 @@
 """`python -m allred COMMAND`: the command line. A command's modules are imported when it is asked for."""
 
+import os
+import select
+import signal
 import sys
 
 USAGE = """\
@@ -44,5 +47,32 @@ def main(arguments: list[str]) -> int:
     return setting.fail(f"{USAGE}python -m allred: {f'unknown command {command!r}' if command else 'which command?'}")
 
 
+def run(arguments: list[str]) -> int | str | None:
+    """As `main`, for sys.exit. If the reader of the output has gone (`| head`), the exit code is that of SIGPIPE.
+
+    SIGPIPE itself stays ignored: it would also end a rank whose connection to another rank breaks.
+    """
+    try:
+        try:
+            code: int | str | None = main(arguments)
+        except SystemExit as end:  # argparse's, also after --help
+            code = end.code
+        print(end="", flush=True)
+        return code
+    except BrokenPipeError:
+        gone = [stream for stream in (sys.stdout, sys.stderr) if stream is not None and _has_no_reader(stream.fileno())]
+        if not gone:
+            raise
+        for stream in gone:  # what is left in its buffer goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _has_no_reader(file: int) -> bool:
+    poll = select.poll()
+    poll.register(file, 0)
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run(sys.argv[1:]))

@@ -13,6 +13,8 @@ STDERR = pytest.StashKey()  # the real one: pytest captures the other
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "limit(seconds): the time limit of a slow test")
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # by `make test &` in a script; programs would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with config.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
         config.stash[STDERR] = os.fdopen(os.dup(2), "w")
 

@@ -13,15 +13,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from allred import detached
+from allred.channel import AUTHENTICATE_S, Channel, HandshakeError, connect
 from allred.cluster import report
 from allred.errors import AllredError, CollectiveTimeout, ConfigError
 from allred.launch import places
+from allred.launch.meeting import PURPOSE
 from allred.launch.places import Place
-from allred.launch.wire import VERSION, Lines, new_nonce, proof, shows
 
 TELL_S = 5.0  # how often to say for whom this task waits
 _AGAIN_S = 0.2  # from one knock at the first task's address to the next
-_ANSWER_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,54 +67,26 @@ class _Knock:
         self._first = next(iter(addresses))
         self._at = f"{self._first} ({addresses[self._first]})"
 
-    def connect(self, where: list[Place], **hello: Any) -> Lines:
-        """A connection on which both know that the other knows the secret, and the hello is said. Raises _NotYetError,
-        ConfigError, or AllredError, if it makes no sense to try again."""
-        error: Exception | None = None
+    def connect(self, where: list[Place], **hello: Any) -> Channel:
+        """An authenticated channel on which the hello is sent. Raises _NotYetError, ConfigError, or AllredError, if it
+        makes no sense to try again."""
+        error: OSError | None = None
         for family, address in where:
-            connection = socket.socket(family, socket.SOCK_STREAM)
             try:
-                connection.settimeout(_ANSWER_S)
-                connection.connect(address)
-                lines = Lines(connection)
-                self._authenticate(lines)
-                lines.tell(**hello)
-                return lines
-            except TimeoutError:
-                error = TimeoutError("no answer")
-                connection.close()
+                found = connect(family, address, PURPOSE, self._secret)
+            except HandshakeError as caught:
+                raise ConfigError(f"{self._task}: the process at {self._at} {caught}") from None
             except OSError as caught:
                 error = caught
-                connection.close()
-            except EOFError:
-                error = EOFError("it has hung up")
-                connection.close()
-            except BaseException:
-                connection.close()
-                raise
+            else:
+                found.send(hello)
+                return found
         if isinstance(error, ConnectionRefusedError) and self._task == self._first:
             raise AllredError(
                 f"{self._task} has lost the process that it has started at {self._at}, at which the tasks meet; start "
                 "it again"
             )
         raise _NotYetError(f"{self._at}: {getattr(error, 'strerror', None) or error}")
-
-    def _authenticate(self, lines: Lines) -> None:
-        try:
-            greeting = lines.hear_one()
-            nonces, version = (str(greeting["nonce"]), new_nonce()), greeting["allred"]
-        except (ValueError, KeyError):
-            raise ConfigError(
-                f"what answers at {self._at} is no task of allred: another program uses that port"
-            ) from None
-        if version != VERSION:
-            raise ConfigError(f"{self._at} has another version of allred; install the same in all environments")
-        lines.tell(nonce=nonces[1], proof=proof(self._secret, "task", nonces), has=bool(self._secret))
-        answer = lines.hear_one()
-        if "refused" in answer:
-            raise ConfigError(f"{self._task} was turned away by {self._at}: {answer['refused']}")
-        if not shows(answer, self._secret, "meeting", nonces):
-            raise ConfigError(f"what answers at {self._at} does not know this cluster's secret")
 
 
 class _Waiting:
@@ -169,9 +141,8 @@ def meet(addresses: Mapping[str, str], task: str, secret: str, limit_s: float, m
         listener = places.take(task, addresses[task], where[task])
     except ConfigError as error:
         if task != first:
-            with contextlib.suppress(_NotYetError, AllredError, OSError, EOFError, ValueError):
-                lines = knock.connect(where[first], **hello, problem=str(error))
-                lines.hear_one()  # until it has been read
+            with contextlib.suppress(_NotYetError, AllredError, OSError, ValueError):
+                _answer(knock.connect(where[first], **hello, problem=str(error)))  # until it has been read
         raise
     if task == first:
         _start(addresses, secret, listener)
@@ -182,13 +153,17 @@ def meet(addresses: Mapping[str, str], task: str, secret: str, limit_s: float, m
     rank, size = list(addresses).index(task), len(addresses)
     try:
         pmi = knock.connect(where[first], rank=rank)
-        pmi.hear_one()
-    except (_NotYetError, OSError, EOFError, ValueError) as error:
+        _answer(pmi)
+    except (_NotYetError, OSError, ValueError) as error:
         raise AllredError(f"{task} has lost the process at {addresses[first]} as MPI was to start: {error}") from None
-    for lines in (pmi, life):
-        lines.connection.settimeout(None)
+    for each in (pmi, life):
+        each.connection.settimeout(None)
     kept = None if task == first else listener
     return Joined(rank, size, pmi.connection.detach(), life.connection.detach(), kept)
+
+
+def _answer(to: Channel) -> dict[str, Any]:
+    return to.receive_one(time.monotonic() + AUTHENTICATE_S)
 
 
 def _start(addresses: Mapping[str, str], secret: str, listener: socket.socket) -> None:
@@ -199,18 +174,18 @@ def _start(addresses: Mapping[str, str], secret: str, listener: socket.socket) -
         raise ConfigError(f"the process at which the tasks meet did not start: {found['problem']}")
 
 
-def _wait(knock: _Knock, where: list[Place], hello: dict[str, Any], waiting: _Waiting) -> Lines | None:
+def _wait(knock: _Knock, where: list[Place], hello: dict[str, Any], waiting: _Waiting) -> Channel | None:
     """The connection on which all are said to be there; None if it has ended before, and it is to be tried again."""
-    lines = None
+    life = None
     try:
-        lines = knock.connect(where, **hello)
+        life = knock.connect(where, **hello)
     except _NotYetError as error:
         waiting.for_whom = str(error)
-    if lines is None:
+    if life is None:
         time.sleep(min(_AGAIN_S, waiting.patience()))
         return None
     try:
-        while (messages := _next(lines, waiting.patience())) is not None:
+        while (messages := _next(life, waiting.patience())) is not None:
             for message in messages:
                 if "refused" in message:
                     raise ConfigError(str(message["refused"]))
@@ -219,20 +194,20 @@ def _wait(knock: _Knock, where: list[Place], hello: dict[str, Any], waiting: _Wa
                 if "missing" in message:
                     waiting.for_whom = " and ".join(message["missing"])
                 if "go" in message:
-                    return lines
+                    return life
     except BaseException:
-        lines.connection.close()
+        life.connection.close()
         raise
-    lines.connection.close()
+    life.connection.close()
     return None
 
 
-def _next(lines: Lines, patience_s: float) -> list[dict[str, Any]] | None:
+def _next(life: Channel, patience_s: float) -> list[dict[str, Any]] | None:
     """What comes in so many seconds; None at the end."""
-    lines.connection.settimeout(patience_s)
+    life.connection.settimeout(patience_s)
     try:
-        return lines.hear()
+        return life.receive()
     except TimeoutError:
         return []
-    except (OSError, EOFError, ValueError):
+    except (OSError, ValueError):
         return None

@@ -11,6 +11,8 @@ from typing import Any
 
 Message = dict[str, Any]
 
+PURPOSE = "meeting"  # of the channels (allred.channel)
+
 
 @dataclasses.dataclass
 class _Task:

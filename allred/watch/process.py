@@ -10,19 +10,21 @@ the one of the chief's node goes on for its own node.
 import contextlib
 import hmac
 import json
+import os
 import selectors
 import signal
 import socket
 import time
 from collections.abc import Callable
 
+from allred.channel import Channel, HandshakeError, Listener, connect, dispatch
 from allred.detached import serve
 from allred.watch import state
 from allred.watch.job import LARGEST, Event, Job
-from allred.watch.link import Guest, Link, connect
-from allred.watch.rank import HELLO_S, Rank
+from allred.watch.rank import HELLO_S, Rank, owner
 from allred.watch.speak import outlet, speak
 
+PURPOSE = "watcher"  # of the channels between watchers
 TICK_S = 0.05
 LONELY_S = 60.0  # to wait for the first ranks
 STAY_S = 0.5
@@ -30,16 +32,16 @@ STAY_S = 0.5
 
 class Watcher:
     """One node's. The settings: token, ranks (of this node), size and nodes (of the job), warn_s, spares, chief
-    (whether it is the chief's), reach ("" if there is no other node, "host" or "network"), launcher (whether there is
-    one)."""
+    (whether it is the chief's), address (where other nodes' watchers reach the chief's; "" if there are none), launcher
+    (whether there is one)."""
 
     def __init__(self, settings: Event) -> None:
         self._settings = settings
         self._selector = selectors.DefaultSelector()
         self._ranks: dict[int, Rank] = {}
-        self._links: list[Link] = []
-        self._places: dict[int, Link] = {}  # of ranks of other nodes
-        self._up: Link | None = None
+        self._links: list[Channel] = []
+        self._places: dict[int, Channel] = {}  # of ranks of other nodes
+        self._up: Channel | None = None
         self._job: Job | None = None
         if settings["chief"]:
             how = settings["spares"], settings["launcher"]
@@ -52,29 +54,22 @@ class Watcher:
         unix = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         unix.bind("")  # Linux chooses a name, which is not a file
         self.name = unix.getsockname().decode("latin-1")
-        self._listen(unix, self._accept_rank)
-        self.port = 0
-        if settings["chief"] and settings["reach"]:
-            tcp = socket.create_server(("" if settings["reach"] == "network" else "127.0.0.1", 0))
+        unix.listen(1024)
+        self._selector.register(unix, selectors.EVENT_READ, lambda: self._accept_rank(unix))
+        self.port, self._listener = 0, None
+        if settings["chief"] and settings["address"]:
+            tcp = socket.create_server((settings["address"], 0), family=_family(settings["address"]))
             self.port = tcp.getsockname()[1]
-            self._listen(tcp, self._accept_watcher)
-
-    def _listen(self, listener: socket.socket, accept: Callable[[socket.socket], None]) -> None:
-        listener.listen(1024)
-
-        def admit() -> None:
-            with contextlib.suppress(OSError):  # gone again, or too many files
-                accept(listener.accept()[0])
-
-        self._selector.register(listener, selectors.EVENT_READ, admit)
+            self._listener = Listener(self._selector, tcp, PURPOSE, settings["token"], self._accept_watcher)
 
     def run(self) -> None:
         """Until the last rank of this node is gone, or has hung up after a good end."""
         now = time.monotonic()
         while not self._over(now):
             now = time.monotonic()  # however long this gets no core then, whoever has died by now is heard of first
-            for key, _ in self._selector.select(TICK_S):
-                key.data()
+            dispatch(self._selector, TICK_S)
+            if self._listener is not None:
+                self._listener.close_late()
             if self._job is not None:
                 self._send(self._job.tick(now))
             if now > self._last_death + STAY_S:
@@ -91,8 +86,14 @@ class Watcher:
 
     # Ranks of this node.
 
-    def _accept_rank(self, connection: socket.socket) -> None:
+    def _accept_rank(self, listening: socket.socket) -> None:
         try:
+            connection, _ = listening.accept()
+        except OSError:  # gone again, or too many files
+            return
+        try:
+            if owner(connection)[1] != os.geteuid():
+                raise ValueError
             connection.settimeout(HELLO_S)
             data, files, _, _ = socket.recv_fds(connection, LARGEST, 2)
             hello = json.loads(data)
@@ -134,20 +135,24 @@ class Watcher:
     # Watchers of other nodes.
 
     def _join(self, chief: Event) -> None:
-        self._up = connect(chief["addresses"], chief["port"], chief["token"])
-        if self._up is None:
-            return self._go_on_alone(f"cannot reach that of the chief's node at {', '.join(chief['addresses'])}")
+        address, port = chief["address"], chief["port"]
+        try:
+            self._up = connect(_family(address), (address, port), PURPOSE, chief["token"])
+        except (HandshakeError, OSError) as error:
+            why = getattr(error, "strerror", None) or error
+            return self._go_on_alone(f"cannot reach that of the chief's node at {address} port {port} ({why})")
         self._selector.register(self._up.connection, selectors.EVENT_READ, self._hear_chief)
 
     def _hear_chief(self) -> None:
         assert self._up is not None
-        messages = self._up.receive()
-        if messages is None:
+        try:
+            messages = self._up.receive()
+        except (OSError, ValueError):
             self._selector.unregister(self._up.connection)
             self._up.connection.close()
             return self._go_on_alone("has lost that of the chief's node")
-        for rank, message in messages:
-            self._deliver(rank, message)
+        for each in messages:
+            self._deliver(each["rank"], each["message"])
 
     def _go_on_alone(self, why: str) -> None:
         launcher = self._settings["launcher"]
@@ -168,37 +173,25 @@ class Watcher:
             text = f"the watcher of {here[0].host} {why}; it goes on for the ranks of its own node"
             here[0].send({"kind": "say", "text": text})
 
-    def _accept_watcher(self, connection: socket.socket) -> None:
-        try:
-            guest = Guest(connection, self._settings["token"])
-        except OSError:
-            return connection.close()
-        self._selector.register(connection, selectors.EVENT_READ, lambda: self._admit(guest))
-
-    def _admit(self, guest: Guest) -> None:
-        try:
-            known = guest.admit()
-        except OSError:
-            known = False
-        if known is None:
-            return
-        self._selector.unregister(guest.connection)
-        if not known:
-            return guest.connection.close()
-        link = Link(guest.connection)
+    def _accept_watcher(self, link: Channel, events: list[Event]) -> None:
         self._links.append(link)
         self._selector.register(link.connection, selectors.EVENT_READ, lambda: self._hear_watcher(link))
+        self._take(link, events)
 
-    def _hear_watcher(self, link: Link) -> None:
-        messages = link.receive()
-        if messages is None:
+    def _hear_watcher(self, link: Channel) -> None:
+        try:
+            events = link.receive()
+        except (OSError, ValueError):
             self._selector.unregister(link.connection)
             link.connection.close()
             self._links.remove(link)
             for rank in [rank for rank, place in self._places.items() if place is link]:
                 self._tell({"event": "unwatched", "rank": rank})
             return
-        for event in messages:
+        self._take(link, events)
+
+    def _take(self, link: Channel, events: list[Event]) -> None:
+        for event in events:
             if event["event"] == "joined":
                 self._places[event["rank"]] = link
             elif event["event"] == "died":
@@ -219,7 +212,7 @@ class Watcher:
                 self._speak(f"allred: {message['text']}\n")
                 continue
             for link in self._links if rank is None else filter(None, [self._places.get(rank)]):
-                link.send((rank, message))
+                link.send({"rank": rank, "message": message})
             self._deliver(rank, message)
 
     def _deliver(self, rank: int | None, message: Event) -> None:
@@ -268,6 +261,10 @@ class Watcher:
         states = {rank.number: rank.doing() for rank in self._ranks.values()}
         silent = [rank for rank in self._ranks.values() if not states[rank.number]]
         return states | state.stacks({r.number: (r.pidfd, r.stack_signal, r.pipe) for r in silent})
+
+
+def _family(address: str) -> int:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _prepare(settings: Event) -> tuple[Event, Callable[[], None]]:

@@ -1,5 +1,7 @@
 """Starting the watchers, one on every node, and connecting each rank to its node's. Collective, in init()."""
 
+import contextlib
+import ipaddress
 import secrets
 import socket
 from typing import Any
@@ -10,13 +12,13 @@ from allred.cluster.topology import Topology
 from allred.config import Config
 from allred.watch import line
 from allred.watch.line import Line
-from allred.watch.link import own_addresses
 
 
 def start(
     communicator: Any, world: Topology, config: Config, reach: str, spares: tuple[int, ...] = (), launcher: bool = True
 ) -> None:
-    """Have all ranks of `communicator` watched. `reach`: how the watchers reach each other, see `process.Watcher`.
+    """Have all ranks of `communicator` watched. `reach`: how the watchers reach each other: "" if there is one node,
+    "host" if all nodes are this host, "network".
     `spares`: the ranks without which the others can go on, if the setting `worker_failure` says that they do.
     `launcher`: whether one has started the ranks, which ends them all when one of them ends the job.
 
@@ -25,12 +27,14 @@ def start(
     if world.size == 1 or not config.watcher:
         return
     spares = spares if config.worker_failure == "go_on" else ()
-    mine = _spawn(world, config, reach, spares, launcher) if world.local_rank == 0 else None
+    hosts = communicator.allgather_object(socket.gethostname()).wait() if reach == "network" else []
+    address = own_address(hosts) if reach == "network" and world.rank == 0 else "127.0.0.1" if reach else ""
+    mine = _spawn(world, config, address, spares, launcher) if world.local_rank == 0 else None
     found = communicator.allgather_object(mine).wait()
     here = found[world.leader]
     problem = here["problem"]
     if not problem:
-        chief = {key: found[0][key] for key in ("addresses", "port", "token")}
+        chief = {key: found[0][key] for key in ("address", "port", "token")}
         hello = {"rank": world.rank, "host": socket.gethostname(), "token": here["token"], "chief": chief}
         try:
             line.current = Line(here["name"], hello, world.local_rank == 0, config.stall_warning_s)
@@ -46,17 +50,37 @@ def start(
         )
 
 
-def _spawn(world: Topology, config: Config, reach: str, spares: tuple[int, ...], launcher: bool) -> dict[str, Any]:
-    """Where this node's watcher is: name, port, addresses, token; or the problem, in words."""
+def _spawn(world: Topology, config: Config, address: str, spares: tuple[int, ...], launcher: bool) -> dict[str, Any]:
+    """Where this node's watcher is: name, port, address, token; or the problem, in words."""
     token = secrets.token_hex(16)
     settings = {
         "token": token, "ranks": world.local_size, "size": world.size, "nodes": world.nodes,
-        "warn_s": config.stall_warning_s, "chief": world.rank == 0, "reach": reach,
+        "warn_s": config.stall_warning_s, "chief": world.rank == 0, "address": address,
         "spares": spares, "launcher": launcher,
     }  # fmt: skip
-    addresses = own_addresses() if reach == "network" else ["127.0.0.1"]
-    here = {"token": token, "addresses": addresses, "name": "", "port": 0}
+    here = {"token": token, "address": address, "name": "", "port": 0}
     return here | detached.start("allred.watch.process", settings)
+
+
+def own_address(hosts: list[str]) -> str:
+    """The address at which the other `hosts` reach this one.
+
+    It is that of this host's name; if that is loopback, the one from which this host reaches the first of the others;
+    else that of the default route. Without any of them it is loopback, and the other nodes' watchers say that they
+    cannot reach this one.
+    """
+    here = socket.gethostname()
+    for host in (here, *[host for host in hosts if host != here][:1], "192.0.2.1"):  # reserved by RFC 5737: no host's
+        with contextlib.suppress(OSError):
+            found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+            family, _, _, _, where = min(found, key=lambda each: each[0])  # IPv4 first
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(where)  # sends nothing: the kernel chooses the source address
+                address = str(probe.getsockname()[0])
+            kind = ipaddress.ip_address(address)
+            if not kind.is_loopback and not (kind.version == 6 and kind.is_link_local):  # that needs a scope
+                return address
+    return "127.0.0.1"
 
 
 def name_this(words: str) -> None:

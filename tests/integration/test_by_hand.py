@@ -195,10 +195,10 @@ def test_who_cannot_take_part_is_told_why_and_so_are_those_who_wait():
     assert [result.code for result in found.values()] == [0, 0, 0], text(found)
     expected = {
         "unset": (
-            "its ALLRED_SECRET is not that of /job:ps/task:0: it has none set",
-            "as ALLRED_SECRET it has none set",
+            "refuses this process: this task has no ALLRED_SECRET, but /job:ps/task:0 has an ALLRED_SECRET; set the",
+            "a task at 127.0.0.1 was refused: it has no ALLRED_SECRET, but /job:ps/task:0 has",
         ),
-        "differs": ("it has another one", "a task at 127.0.0.1 was turned away: as ALLRED_SECRET it has another one"),
+        "differs": ("has another ALLRED_SECRET than /job:ps/task:0; set the same one for all tasks",) * 2,
         "spec": (f"there /job:worker/task:1 is localhost:9, here it is {jobs['worker'][1]}",) * 2,
         "host": ("nowhere.invalid of /job:worker/task:1 (",) * 2,
         "twice": ("is /job:ps/task:0 already. Give each task its own task_index",) * 2,
@@ -236,7 +236,7 @@ def test_another_program_at_the_first_address():
         "Address already in use; /job:ps/task:0 runs here already, an earlier job ends still, or another"
         in found["ps", 0].err
     )
-    assert f"what answers at /job:ps/task:0 ({jobs['ps'][0]}) is no task of allred" in found["worker", 0].err
+    assert f"the process at /job:ps/task:0 ({jobs['ps'][0]}) is not an allred process" in found["worker", 0].err
 
 
 def test_join_with_an_optimizer_that_cannot_be_described():

@@ -553,6 +553,41 @@ def test_a_pool_of_forked_workers(mpi):
 # ---- several hosts
 
 
+LISTENS = """
+import pathlib
+import allred
+allred.init(banner=False)
+allred.barrier()
+
+def sockets(process):  # of processes that end meanwhile there are none
+    for file in process.glob("fd/*"):
+        try: yield file.readlink().name
+        except OSError: pass
+
+def is_watcher(process):
+    try: return (process / "cmdline").read_bytes().endswith(b"allred.watch.process\\0")
+    except OSError: return False
+
+if allred.rank() == 0:
+    held = {name for p in pathlib.Path("/proc").glob("[0-9]*") if is_watcher(p) for name in sockets(p)}
+    for line in [*open("/proc/net/tcp"), *open("/proc/net/tcp6")]:
+        _, local, _, state, *_, inode = line.split()[:10]
+        if state == "0A" and f"socket:[{inode}]" in held:
+            print("listens at", ".".join(map(str, reversed(bytes.fromhex(local.partition(":")[0])))), flush=True)
+allred.barrier()
+"""
+
+
+def test_the_watcher_of_pretended_nodes_listens_at_loopback():
+    own_network = ["unshare", "--net"]  # without the watchers of other jobs
+    if os.geteuid() != 0 or subprocess.run([*own_network, "true"], capture_output=True).returncode:
+        pytest.skip("no network namespaces here")
+    command = [*own_network, "sh", "-c", 'ip link set lo up; exec "$@"', "sh", BIN["mpich"] / "mpirun"]
+    command += ["-np", 2, BIN["mpich"] / "python", "-c", LISTENS]
+    result = run(command, env={"ALLRED_PRETEND_NODES": "1,1"})
+    assert (result.code, result.out, result.err) == (0, "listens at 127.0.0.1\n", ""), result.text
+
+
 @pytest.fixture(scope="module")
 def two_hosts(tmp_path_factory):
     if os.geteuid() != 0:
@@ -563,6 +598,11 @@ def two_hosts(tmp_path_factory):
         except (OSError, subprocess.CalledProcessError) as error:
             pytest.skip(f"no network namespaces here: {error}")
         yield made
+
+
+def test_the_watcher_listens_at_the_address_of_its_host_alone(two_hosts):
+    result = two_hosts.run("mpich", [1, 1], "-c", LISTENS, timeout_s=60)
+    assert (result.code, result.out) == (0, "listens at 10.99.0.1\n"), result.text
 
 
 @pytest.mark.parametrize("mpi", MPIS)

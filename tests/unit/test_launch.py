@@ -2,13 +2,12 @@
 
 import contextlib
 import itertools
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
+import time
 
 import pytest
 
@@ -18,7 +17,6 @@ from allred.errors import ConfigError
 from allred.launch import by_hand, places
 from allred.launch.meeting import Meeting
 from allred.launch.pmi import Pmi, mapping
-from allred.launch.wire import Lines, proof
 
 # ---- PMI-1
 
@@ -192,40 +190,6 @@ def test_the_secret_from_the_variable_or_a_file(tmp_path):
         secret(given)
 
 
-def knock(answer):
-    """What a task with a secret sends to one who answers its proof like that, and how it ends."""
-    heard = []
-
-    def impostor(server):
-        with server.accept()[0] as connection:
-            lines = Lines(connection)
-            lines.tell(allred=1, nonce="ab")
-            heard.append(lines.hear_one())
-            lines.tell(**answer(heard[0]))
-            connection.recv(1)
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        thread = threading.Thread(target=impostor, args=(server,))
-        thread.start()
-        where = [(socket.AF_INET, server.getsockname())]
-        try:
-            by_hand._Knock(ADDRESSES, W0, "open sesame").connect(where, task=W0).connection.close()
-        finally:
-            thread.join()
-    return heard
-
-
-def test_the_secret_is_never_sent():
-    [message] = knock(lambda m: {"proof": proof("open sesame", "meeting", ("ab", m["nonce"]))})
-    assert message["proof"] == proof("open sesame", "task", ("ab", message["nonce"]))
-    assert "open sesame" not in json.dumps(message)
-
-
-def test_one_who_does_not_know_it_is_not_believed():
-    with pytest.raises(ConfigError, match="does not know this cluster's secret"):
-        knock(lambda m: {"proof": m["proof"]})  # what it has just heard
-
-
 STRANGE = [
     b"", b"\n", b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"[" * 60_000 + b"\n", b"x" * 2**17, b'{"proof": "\\ud800"}\n',
     b'{"nonce": "\\ud800", "proof": {}}\n', b'{"nonce": 1e999}\n{"rank": 0}\n',
@@ -255,6 +219,10 @@ def test_strangers_do_not_end_the_meeting():
                 stranger.sendall(sent)
 
 
+def next_message(lines):
+    return lines.receive_one(time.monotonic() + 60)
+
+
 def test_a_task_that_comes_again_while_its_job_runs_waits_for_the_job_s_end():
     with meeting_place() as address, contextlib.ExitStack() as stack:
 
@@ -264,25 +232,15 @@ def test_a_task_that_comes_again_while_its_job_runs_waits_for_the_job_s_end():
 
         tasks = {task: come(task) for task in ADDRESSES}
         for _, lines in tasks.values():
-            while not any("go" in message for message in lines.hear()):
+            while not any("go" in message for message in lines.receive()):
                 pass
-        assert "was started a second time" in come(W1)[1].hear_one()["refused"]
+        assert "was started a second time" in next_message(come(W1)[1])["refused"]
         tasks[W1][0].close()
         late, lines = come(W1)
-        assert lines.hear_one() == {"missing": [f"the end of the job at {PS} (a:1), in which pid 7 on h was {W1}"]}
+        assert next_message(lines) == {"missing": [f"the end of the job at {PS} (a:1), in which pid 7 on h was {W1}"]}
         for task in (PS, W0):
             tasks[task][0].close()
         assert late.recv(1) == b"", "and now the next one can be met"
-
-
-def test_a_line_without_an_end():
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        lines = Lines.__new__(Lines)
-        lines.connection, lines._received = ours, b"x" * 2**16
-        theirs.sendall(b"x")
-        with pytest.raises(ValueError, match="without an end"):
-            lines.receive()
 
 
 FORKS = """

@@ -233,14 +233,17 @@ LOOP = """
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
 def test_a_program_that_is_interrupted_or_killed_leaves_no_process(tmp_path, workers, signum):
     path = script(tmp_path, LOOP.replace("WORKERS", str(workers)))
     with subprocess.Popen([sys.executable, path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
         pid = int(program.stdout.readline().split()[1])
         assert (pid != program.pid) == bool(workers)
         program.send_signal(signum)
-        _, err = program.communicate(timeout=20)
+        try:
+            _, err = program.communicate(timeout=20)
+        finally:
+            program.kill()
     assert program.returncode != 0
     assert err.count("Traceback") == (signum == signal.SIGINT), err
     deadline = time.monotonic() + 5

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -39,8 +41,31 @@ def test_a_command_and_how_it_ended():
     finally:
         del os.environ["TAKEN"]
     assert (result.code, result.out, result.err, result.left) == (7, "yes False\n", "no\n", [])
-    assert result.text.startswith("exit code 7 after 0.")
+    assert re.match(r"exit code 7 after \d+\.\d s\n", result.text)
     assert "--- stdout\nyes False\n\n--- stderr\nno\n" in result.text
+
+
+IGNORES = """
+import signal
+from allred import testing
+for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+    signal.signal(number, signal.SIG_IGN)
+for name in ("INT", "HUP", "QUIT"):
+    print(testing.run(["sh", "-c", f"ulimit -c 0; kill -s {name} $$; echo ignored"]).code)
+"""
+
+
+def test_a_command_can_be_interrupted_where_its_parent_ignores_that():
+    assert testing.run([sys.executable, "-c", IGNORES]).out == "-2\n-1\n-3\n"
+
+
+def test_tests_can_interrupt_programs_where_they_were_started_in_the_background():
+    """As `make test &` in a script starts them: with SIGINT ignored, which programs inherit."""
+    file = pathlib.Path(__file__).with_name("test_prefetch.py")
+    pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", "interrupted and SIGINT"]
+    result = testing.run(["sh", "-c", 'trap "" INT; exec "$@"', "sh", *pytest_], timeout_s=100)
+    assert result.code == 0, result.text
+    assert "2 passed" in result.out, result.text
 
 
 def test_output_that_is_no_text():

@@ -103,19 +103,19 @@ def test_a_batch_without_samples_goes_to_tower_0(parallel):
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
 def test_the_same_bits_whichever_tower_is_first(dtype):
     values = [RNG.normal(size=(5, 3)).astype(dtype) for _ in range(4)]
-    waits = [0.0] * 4
-    ended = []
+    order, ended, turn = (), [], threading.Condition()
 
     def late(params, x):
         tower = int(x[0])
-        time.sleep(waits[tower])
-        ended.append(tower)
+        with turn:
+            assert turn.wait_for(lambda: not order or order[len(ended)] == tower, timeout=60)
+            ended.append(tower)
+            turn.notify_all()
         return values[tower].astype(np.float64).sum(), {"w": values[tower], "b": float(values[tower][0, 0])}
 
     towers = allred.Towers(4, late)
     alone = allred.Towers(4, late, parallel=False)(None, np.arange(4))
     for order in ((0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)):
-        waits[:] = [order.index(tower) * 0.05 for tower in range(4)]
         ended.clear()
         loss, grads = towers(None, np.arange(4))
         assert tuple(ended) == order

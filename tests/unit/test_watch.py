@@ -1,5 +1,6 @@
 """The watchers' decisions, without processes: events in, messages out, with the time given."""
 
+import contextlib
 import json
 import os
 import re
@@ -13,8 +14,9 @@ import types
 
 import pytest
 
+from allred import channel
 from allred.errors import RemoteRankError
-from allred.watch import job, line, link, process, state, table
+from allred.watch import job, line, process, start, state, table
 from allred.watch.job import Job
 from allred.watch.process import Watcher
 from allred.watch.spares import FOLLOW_S
@@ -492,97 +494,80 @@ def test_a_rank_that_has_just_died_does_not_keep_the_others_from_being_killed(la
             os.close(pidfd)
 
 
-# The link between two watchers.
+# Watchers of several nodes; test_channel.py has more.
 
 
-def meet(secret, served):
-    """A Link to a Guest that knows `served`, and what the guest's admission came to."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    outcome = []
-
-    def serve():
-        connection = listener.accept()[0]
-        guest = link.Guest(connection, served)
-        while not outcome:
-            try:
-                known = guest.admit()
-            except BlockingIOError:
-                time.sleep(0.001)
-                continue
-            except OSError:
-                known = False
-            if known is not None:
-                outcome.append(link.Link(guest.connection) if known else None)
-                if not known:
-                    connection.close()
-
-    thread = threading.Thread(target=serve)
+@contextlib.contextmanager
+def running_watcher(**settings):
+    """The watcher of a chief's node, in a thread."""
+    of_job = {"token": "secret", "ranks": 1, "size": 2, "nodes": 2, "warn_s": 30.0, "spares": (), "launcher": True}
+    watcher = Watcher({"chief": True, "address": "127.0.0.1", **of_job, **settings})
+    thread = threading.Thread(target=watcher.run)
     thread.start()
-    found = link.connect(["127.0.0.1"], listener.getsockname()[1], secret)
-    thread.join()
-    listener.close()
-    return found, outcome[0]
+    try:
+        yield watcher
+    finally:
+        watcher._give_up_at = 0.0
+        thread.join()
+        for key in list(watcher._selector.get_map().values()):
+            key.fileobj.close() if isinstance(key.fileobj, socket.socket) else os.close(key.fd)
+        watcher._selector.close()
 
 
-def test_watchers_that_know_the_secret_talk():
-    mine, theirs = meet("secret", "secret")
-    messages = [{"event": "joined", "text": "x" * 300_000}, [None, {"kind": "kill"}]]
-    sender = threading.Thread(target=lambda: [mine.send(message) for message in messages])
-    sender.start()
-    received = []
-    while len(received) < 2:
-        received += theirs.receive()
-    sender.join()
-    assert received == messages
-    mine.connection.close()
-    assert theirs.receive() is None
-    theirs.connection.close()
+def test_a_watcher_closes_a_connection_on_which_nothing_comes():
+    with running_watcher() as watcher, socket.create_connection(("127.0.0.1", watcher.port), 10) as stranger:
+        stranger.settimeout(60)  # it takes 5 s
+        assert b"nonce" in stranger.recv(200)
+        assert stranger.recv(200) == b"", "closed"
 
 
-def test_half_a_message_is_the_end_of_a_link():
-    mine, theirs = meet("secret", "secret")
-    mine.connection.settimeout(0.1)
-    mine.send("x" * 50_000_000)  # more than the sockets hold, and nobody reads
-    mine.send("more")
-    assert mine.receive() is None
-    while (messages := theirs.receive()) is not None:
-        assert messages == []
-    mine.connection.close()
-    theirs.connection.close()
+def test_the_watcher_of_another_node_is_heard():
+    with running_watcher() as watcher:
+        where = socket.AF_INET, ("127.0.0.1", watcher.port)
+        with pytest.raises(channel.HandshakeError, match="refuses this process: its secret is another one"):
+            channel.connect(*where, process.PURPOSE, "guess")
+        found = channel.connect(*where, process.PURPOSE, "secret")
+        found.send({"event": "joined", "rank": 1, "host": "there"})
+        found.send({"event": "failed", "rank": 1, "code": 3, "words": "E", "traceback": ""})
+        verdict = found.receive_one(time.monotonic() + 60)
+        assert (verdict["rank"], verdict["message"]["kind"]) == (None, "verdict")
+        found.connection.close()
 
 
-def test_a_stranger_is_turned_away():
-    assert meet("guess", "secret") == (None, None)
+SILENT = """
+import os, socket, sys, time
+os.setuid(65534)
+found = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(30)]
+for each in found: each.connect(bytes.fromhex(sys.argv[1]))
+print("connected", flush=True)
+time.sleep(60)
+"""
 
 
-def test_nobody_proves_anything_with_a_watchers_own_answers():
-    """A stranger in the chief's place has the watcher come twice, and answers it with what it said the second time."""
-    size, outcome = link.NONCE_BYTES, []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = [["127.0.0.1"], listener.getsockname()[1], "secret"]
-        watchers = [threading.Thread(target=lambda: outcome.append(link.connect(*address))) for _ in range(2)]
-        first, second = (watcher.start() or listener.accept()[0] for watcher in watchers)
-        first.sendall(bytes(size))
-        nonce = link._exactly(first, link.PROOF_BYTES + size)[link.PROOF_BYTES :]
-        second.sendall(nonce)
-        first.sendall(link._exactly(second, link.PROOF_BYTES + size)[: link.PROOF_BYTES])
-        second.close()
-        for watcher in watchers:
-            watcher.join()
-        first.close()
-    assert outcome == [None, None]
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes root, to be another user")
+def test_a_watcher_does_not_wait_for_processes_of_other_users():
+    hello = {"rank": 0, "host": "here", "token": "secret", "stack_signal": 60, "chief": {}}
+    with contextlib.ExitStack() as stack:
+        watcher = stack.enter_context(running_watcher())
+        name = watcher.name.encode("latin-1")
+        others = [sys.executable, "-I", "-S", "-c", SILENT, name.hex()]
+        silent = stack.enter_context(subprocess.Popen(others, stdout=subprocess.PIPE))
+        stack.callback(silent.kill)
+        assert silent.stdout.readline() == b"connected\n"
+        rank = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        rank.settimeout(30)  # less than 3 s for each of them
+        rank.connect(name)
+        files = [os.pidfd_open(os.getpid()), *os.pipe()]
+        socket.send_fds(rank, [json.dumps(hello).encode()], files[:2])
+        assert b"welcome" in rank.recv(1000)
+        rank.send(b'{"event": "left"}')
+        for file in files:
+            os.close(file)
 
 
-def test_nobody_there():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    assert link.connect(["127.0.0.1"], port, "secret") is None
-
-
-def test_own_addresses_are_no_loopback():
-    found = link.own_addresses()
-    assert found[0] == socket.gethostname()
-    assert not any(address.startswith("127.") for address in found)
+def test_own_address_is_one_of_this_host():
+    with socket.create_server((start.own_address(["nowhere.invalid"]), 0)):
+        pass
 
 
 def test_the_launcher_ends_other_nodes_ranks_before_the_first_death_is_heard_of():
@@ -689,7 +674,7 @@ def test_a_verdict_is_not_raised_in_a_wait_nor_at_the_end(rank_and_watcher, flag
 @pytest.mark.parametrize("where", ["_tell", "_over"])
 def test_a_watcher_that_gets_no_core_for_a_while_tells_of_a_death_all_the_same(where, monkeypatch):
     of_job = {"size": 1, "nodes": 1, "warn_s": 30.0, "spares": [], "launcher": True}
-    watcher = Watcher({"token": "", "ranks": 1, "chief": True, "reach": "", **of_job})
+    watcher = Watcher({"token": "", "ranks": 1, "chief": True, "address": "", **of_job})
     ours, theirs = socket.socketpair()
     stderr, of_launcher = os.pipe()
     launcher = subprocess.Popen(["sleep", "60"], stderr=of_launcher)

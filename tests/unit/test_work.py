@@ -92,10 +92,10 @@ def test_a_time_limit_names_the_operation_and_poisons(queue, limit):
 
 
 def test_waiting_for_peers_is_told_from_moving_bytes(queue):
-    queue.start("a", operation([], "a", Gate(tests=2000, peers=True))).wait()
+    queue.start("a", operation([], "a", Gate(tests=20, peers=True))).wait()
     assert 0 < queue.waited_for_peers_s <= queue.waited_s
     before = queue.waited_for_peers_s
-    queue.start("b", operation([], "b", Gate(tests=2000))).wait()
+    queue.start("b", operation([], "b", Gate(tests=20))).wait()
     assert queue.waited_for_peers_s == before
 
 

@@ -1,0 +1,247 @@
+"""Authenticated TCP channels between the processes of a job, for launch/ and watch/. A message is a line: JSON or text.
+
+Both ends prove that they know the secret, which is never sent. N and M are random, and used once:
+
+    listening end                                    connecting end
+    {"allred": VERSION, "nonce": N}             -->
+                                                <--  {"nonce": M, "proof": P("connect"), "has": whether it has a secret}
+    {"proof": P("listen")}, {"refused": reason} -->
+                                                <--  its first message
+
+P(role) is HMAC-SHA256(secret, [purpose, role, N, M]), so that no proof can be sent back, or be used for another service
+that has the same secret. Without a secret the messages are the same, and protect nothing.
+"""
+
+import contextlib
+import dataclasses
+import hmac
+import json
+import secrets
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+Message = dict[str, Any]
+
+VERSION = 1
+AUTHENTICATE_S = 5.0  # from the connection to the first message of the connecting end
+PENDING = 128  # connections that are not authenticated yet; one more closes the oldest of them
+STRANGER_BYTES = 2**12  # longest line before authentication
+LINE_BYTES = 2**20  # and after it
+SEND_S = 3.0  # a peer that does not read for so long is closed
+_RETRY_S = 0.05
+_RECEIVE_BYTES = 2**16
+# The end of a peer whose machine lost power or network is noticed after 20 + 4 * 10 s.
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 4}
+
+
+class HandshakeError(Exception):
+    """The process that answers cannot be talked to. The text says why; its subject is that process."""
+
+
+class Channel:
+    """Lines over a TCP connection. `longest`: bytes of the longest line that is accepted."""
+
+    def __init__(self, connection: socket.socket, longest: int = LINE_BYTES) -> None:
+        self.connection, self.longest = connection, longest
+        self._received = bytearray()
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE.items():
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+    def send(self, message: Message) -> None:
+        """Send JSON; see `send_line`."""
+        self.send_line(json.dumps(message))
+
+    def send_line(self, line: str) -> None:
+        """Send text. An error closes the connection for sending and receiving: the next receive reports it."""
+        try:
+            self.connection.sendall(line.encode() + b"\n")
+        except OSError:
+            with contextlib.suppress(OSError):
+                self.connection.shutdown(socket.SHUT_RDWR)
+
+    def receive_lines(self) -> list[str]:
+        """The next complete lines; none if only a part has arrived. Waits as the socket's timeout says.
+
+        Raises ConnectionError if the peer has closed the connection, OSError, and ValueError for a line longer than
+        `longest`, of which no more than one read is kept.
+        """
+        try:
+            data = self.connection.recv(min(_RECEIVE_BYTES, self.longest + 1))
+        except BlockingIOError:
+            return []
+        if not data:
+            raise ConnectionError("the peer has closed the connection")
+        self._received += data
+        *lines, self._received = self._received.split(b"\n") if b"\n" in data else [self._received]
+        if any(len(line) > self.longest for line in (*lines, self._received)):
+            raise ValueError(f"a line of more than {self.longest} bytes")
+        return [line.decode(errors="replace") for line in lines]
+
+    def receive(self) -> list[Message]:
+        """As `receive_lines`, parsed as JSON objects. Raises ValueError for anything else."""
+        try:
+            messages = [json.loads(line) for line in self.receive_lines()]
+        except RecursionError:
+            raise ValueError("JSON is nested too deep") from None
+        if not all(isinstance(message, dict) for message in messages):
+            raise ValueError("a message is not a JSON object")
+        return messages
+
+    def receive_one(self, deadline: float) -> Message:
+        """The next message, where the peer sends no second one before an answer. Raises TimeoutError at `deadline`, a
+        time of time.monotonic()."""
+        while (left_s := deadline - time.monotonic()) > 0:
+            self.connection.settimeout(left_s)
+            if messages := self.receive():
+                return messages[0]
+        raise TimeoutError("no answer")
+
+
+def connect(family: int, address: Any, purpose: str, secret: str, limit_s: float = AUTHENTICATE_S) -> Channel:
+    """An authenticated channel to the listener at `address`, as socket.connect takes it, within `limit_s` seconds.
+
+    A listener that is flooded may close a connection before it is authenticated; then this connects again.
+    Raises HandshakeError if the peer refuses or is not the right one, else OSError (TimeoutError without an answer).
+    """
+    deadline = time.monotonic() + limit_s
+    while (left_s := deadline - time.monotonic()) > 0:
+        with contextlib.ExitStack() as on_error:
+            connection = on_error.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            connection.settimeout(left_s)
+            connection.connect(address)
+            channel = Channel(connection, STRANGER_BYTES)
+            with contextlib.suppress(ConnectionError):
+                _prove_as_connector(channel, purpose, secret, deadline)
+                connection.settimeout(SEND_S)
+                channel.longest = LINE_BYTES
+                on_error.pop_all()
+                return channel
+        time.sleep(_RETRY_S)
+    raise ConnectionError("it closes the connection before authentication")
+
+
+def _prove_as_connector(channel: Channel, purpose: str, secret: str, deadline: float) -> None:
+    try:
+        greeting = channel.receive_one(deadline)
+        version, nonces = greeting["allred"], (str(greeting["nonce"]), secrets.token_hex())
+        if version == VERSION:
+            proof = _proof(secret, purpose, "connect", nonces)
+            channel.send({"nonce": nonces[1], "proof": proof, "has": bool(secret)})
+            answer = channel.receive_one(deadline)
+    except (ValueError, KeyError):
+        raise HandshakeError("is not an allred process: another program uses that port") from None
+    if version != VERSION:
+        raise HandshakeError(
+            f"has another version of allred (protocol {version}, here {VERSION}); install the same in all environments"
+        )
+    if "refused" in answer:
+        raise HandshakeError(f"refuses this process: {answer['refused']}")
+    if not _proves(answer, _proof(secret, purpose, "listen", nonces)):
+        raise HandshakeError("does not know this job's secret")
+
+
+def _proof(secret: str, purpose: str, role: str, nonces: tuple[str, str]) -> str:
+    return hmac.digest(secret.encode(), json.dumps([purpose, role, *nonces]).encode(), "sha256").hex()
+
+
+def _proves(message: Message, proof: str) -> bool:
+    return hmac.compare_digest(str(message.get("proof", "")).encode(errors="replace"), proof.encode())
+
+
+@dataclasses.dataclass(eq=False)
+class _Pending:
+    channel: Channel
+    nonce: str
+    deadline: float
+    authenticated: bool = False
+
+
+class Listener:
+    """Accepts connections on a socket and authenticates them, in an event loop that runs `dispatch` and `close_late`.
+
+    No peer is waited for. A connection is closed if it is wrong, if its first message after authentication has not come
+    within AUTHENTICATE_S, or if PENDING younger ones are not authenticated.
+    admit(channel, messages): takes over a channel, which is no longer registered, with the first messages on it.
+    refusal(host, has): the reason that a peer with a wrong secret is told; `has`: whether the peer has one at all.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        listening: socket.socket,
+        purpose: str,
+        secret: str,
+        admit: Callable[[Channel, list[Message]], object],
+        refusal: Callable[[str, bool], str] = lambda host, has: "its secret is another one",
+    ) -> None:
+        self._selector, self._socket, self._purpose, self._secret = selector, listening, purpose, secret
+        self._admit, self._refusal = admit, refusal
+        self._pending: list[_Pending] = []
+        listening.setblocking(False)
+        listening.listen(1024)
+        selector.register(listening, selectors.EVENT_READ, self._accept)
+
+    def close_late(self) -> None:
+        """Close what has had its time. To be called often."""
+        now = time.monotonic()
+        for peer in [peer for peer in self._pending if now > peer.deadline]:
+            self._close(peer)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._socket.accept()
+        except OSError:  # the peer is gone again, or there are too many open files
+            return
+        strangers = [peer for peer in self._pending if not peer.authenticated]
+        if len(strangers) >= PENDING:
+            self._close(strangers[0])
+        connection.setblocking(False)
+        channel = Channel(connection, STRANGER_BYTES)
+        peer = _Pending(channel, secrets.token_hex(), time.monotonic() + AUTHENTICATE_S)
+        self._pending.append(peer)
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear(peer))
+        channel.send({"allred": VERSION, "nonce": peer.nonce})
+
+    def _hear(self, peer: _Pending) -> None:
+        try:
+            messages = peer.channel.receive()
+            if peer.authenticated and messages:
+                self._forget(peer)
+                peer.channel.connection.settimeout(SEND_S)
+                self._admit(peer.channel, messages)
+            elif messages:
+                self._authenticate(peer, *messages)
+        except Exception:  # closed, or not the protocol: a stranger's bytes must not end this process
+            self._close(peer)
+
+    def _authenticate(self, peer: _Pending, message: Message) -> None:
+        nonces = peer.nonce, str(message["nonce"])
+        if _proves(message, _proof(self._secret, self._purpose, "connect", nonces)):
+            peer.channel.send({"proof": _proof(self._secret, self._purpose, "listen", nonces)})
+            peer.authenticated, peer.channel.longest = True, LINE_BYTES
+        else:
+            host = peer.channel.connection.getpeername()[0]
+            peer.channel.send({"refused": self._refusal(host, bool(message.get("has")))})
+            self._close(peer)
+
+    def _forget(self, peer: _Pending) -> None:
+        with contextlib.suppress(ValueError):
+            self._pending.remove(peer)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(peer.channel.connection)
+
+    def _close(self, peer: _Pending) -> None:
+        self._forget(peer)
+        peer.channel.connection.close()
+
+
+def dispatch(selector: selectors.BaseSelector, timeout_s: float) -> None:
+    """Wait for events for `timeout_s` seconds at most, and call what was registered for each."""
+    for key, _ in selector.select(timeout_s):
+        if selector.get_map().get(key.fd) is key:  # not closed by an earlier call, and its number used again
+            key.data()

@@ -1,0 +1,282 @@
+"""The channel between processes of a job: handshake, limits, and what strangers may do to it. Real TCP connections."""
+
+import contextlib
+import json
+import selectors
+import socket
+import threading
+import time
+import tracemalloc
+
+import pytest
+
+from allred import channel
+from allred.channel import LINE_BYTES, PENDING, STRANGER_BYTES, Channel, HandshakeError, Listener, connect, dispatch
+
+WAIT_S = 60.0
+
+
+class Served:
+    """A Listener in a thread, that answers each message with itself. `refused`: what `refusal` was called with."""
+
+    def __init__(self, secret="secret", purpose="test"):
+        self.refused = []
+        self.selector = selectors.DefaultSelector()
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.where = socket.AF_INET, self.socket.getsockname()
+        self.listener = Listener(self.selector, self.socket, purpose, secret, self.admit, self.refusal)
+        self.ends = False
+
+    def refusal(self, host, has):
+        self.refused.append((host, has))
+        return "no"
+
+    def admit(self, peer, messages):
+        self.selector.register(peer.connection, selectors.EVENT_READ, lambda: self.answer(peer))
+        for message in messages:
+            peer.send(message)
+
+    def answer(self, peer):
+        try:
+            for message in peer.receive():
+                peer.send(message)
+        except (OSError, ValueError):
+            self.selector.unregister(peer.connection)
+            peer.connection.close()
+
+    def loop(self):
+        while not self.ends:
+            dispatch(self.selector, 0.02)
+            self.listener.close_late()
+
+    def __enter__(self):
+        self.thread = threading.Thread(target=self.loop)
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.ends = True
+        self.thread.join()
+        for key in list(self.selector.get_map().values()):
+            key.fileobj.close()
+        self.selector.close()
+
+    def stranger(self):
+        return socket.create_connection(self.where[1], WAIT_S)
+
+
+def echo(peer, message):
+    peer.send(message)
+    return peer.receive_one(time.monotonic() + WAIT_S) == message
+
+
+def test_peers_that_know_the_secret_talk():
+    with Served() as served:
+        peer = connect(*served.where, "test", "secret")
+        assert echo(peer, {"text": "x" * 300_000})
+        assert echo(peer, {"text": "\ud800 é"})
+        peer.connection.close()
+
+
+@pytest.mark.parametrize(("secret", "has"), [("guess", True), ("", False)])
+def test_a_wrong_secret_is_an_error_at_both_ends(secret, has):
+    with Served() as served:
+        with pytest.raises(HandshakeError, match="refuses this process: no"):
+            connect(*served.where, "test", secret)
+        assert served.refused == [("127.0.0.1", has)]
+
+
+def impostor(answers, purpose="test", count=1):
+    """What `connect` raises if a stranger answers: `answers` takes the connections of `count` peers."""
+    outcome = []
+
+    def come(where):
+        try:
+            connect(socket.AF_INET, where, purpose, "secret").connection.close()
+            outcome.append(None)
+        except (HandshakeError, OSError) as error:
+            outcome.append(error)
+
+    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as stack:
+        threads = [threading.Thread(target=come, args=(server.getsockname(),)) for _ in range(count)]
+        peers = []
+        for thread in threads:
+            thread.start()
+            peers.append(Channel(stack.enter_context(server.accept()[0])))
+        answers(*peers)
+        for thread in threads:
+            thread.join(WAIT_S)
+    return outcome
+
+
+def hear(peer):
+    return peer.receive_one(time.monotonic() + WAIT_S)
+
+
+def test_the_secret_is_not_sent():
+    heard = []
+
+    def answers(peer):
+        peer.send({"allred": channel.VERSION, "nonce": "ab"})
+        heard.append(hear(peer))
+        peer.send({"proof": "guess"})
+
+    [error] = impostor(answers)
+    assert str(error) == "does not know this job's secret"
+    assert "secret" not in json.dumps(heard)
+
+
+def test_a_reflected_proof_is_not_accepted():
+    def answers(peer):
+        peer.send({"allred": channel.VERSION, "nonce": "ab"})
+        peer.send({"proof": hear(peer)["proof"]})
+
+    [error] = impostor(answers)
+    assert str(error) == "does not know this job's secret"
+
+
+def test_a_proof_of_another_connection_is_not_accepted():
+    """The stranger has two peers connect, and answers the first with what the second sends for the same nonce."""
+
+    def answers(first, second):
+        first.send({"allred": channel.VERSION, "nonce": "ab"})
+        second.send({"allred": channel.VERSION, "nonce": hear(first)["nonce"]})
+        first.send({"proof": hear(second)["proof"]})
+        second.send({"proof": "ab"})
+
+    errors = impostor(answers, count=2)
+    assert {str(error) for error in errors} == {"does not know this job's secret"}
+
+
+def test_a_proof_for_one_purpose_is_not_accepted_for_another():
+    """The stranger passes on what it hears, between a peer of one service and the listener of the other."""
+
+    def answers(peer):
+        with served.stranger() as connection:
+            relayed = Channel(connection)
+            peer.send(hear(relayed))
+            relayed.send(hear(peer))
+            peer.send(hear(relayed))
+
+    with Served(purpose="watcher") as served:
+        [error] = impostor(answers, purpose="meeting")
+        assert str(error) == "refuses this process: no"
+
+
+@pytest.mark.parametrize(
+    ("greeting", "words"),
+    [
+        ("220 mail.example.org ESMTP", "is not an allred process: another program uses that port"),
+        ("[]", "is not an allred process"),
+        ("x" * 2**17, "is not an allred process"),
+        ('{"allred": 99, "nonce": "ab"}', "has another version of allred (protocol 99, here 1); install the same"),
+    ],
+)
+def test_other_programs_and_versions_are_told(greeting, words):
+    [error] = impostor(lambda peer: peer.send_line(greeting))
+    assert isinstance(error, HandshakeError)
+    assert words in str(error)
+
+
+def test_nobody_there():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        where = listening.getsockname()
+    with pytest.raises(ConnectionRefusedError):
+        connect(socket.AF_INET, where, "test", "secret")
+
+
+def test_no_answer():
+    with socket.create_server(("127.0.0.1", 0)) as listening, pytest.raises(TimeoutError):
+        connect(socket.AF_INET, listening.getsockname(), "test", "secret", limit_s=0.2)
+
+
+def test_a_peer_that_is_closed_before_authentication_connects_again():
+    served, found = Served(), []
+    peer = threading.Thread(target=lambda: found.append(connect(*served.where, "test", "secret")))
+    peer.start()
+    served.socket.setblocking(True)
+    served.socket.accept()[0].close()
+    served.socket.setblocking(False)
+    with served:
+        peer.join()
+        assert echo(found[0], {"here": True})
+        found[0].connection.close()
+
+
+def test_a_flood_of_strangers_is_bounded_and_stops_nobody():
+    with Served() as served, contextlib.ExitStack() as stack:
+        before = connect(*served.where, "test", "secret")
+        strangers = []
+        for number in range(2 * PENDING):
+            strangers.append(stack.enter_context(served.stranger()))
+            if number % 50 == 0:
+                assert echo(before, {"number": number})
+        after = connect(*served.where, "test", "secret")
+        assert echo(before, {"still": "here"})
+        assert echo(after, {"now": "here"})
+        for stranger in strangers[: PENDING + 1]:  # the oldest are closed, and had the greeting
+            while stranger.recv(200):
+                pass
+        assert len(served.listener._pending) <= PENDING
+        before.connection.close()
+        after.connection.close()
+
+
+@pytest.mark.parametrize("line", [b"x" * (STRANGER_BYTES + 1), b"x" * 2**17 + b"\n"])
+def test_a_stranger_s_long_line_closes_its_connection(line):
+    with Served() as served, served.stranger() as stranger:
+        with contextlib.suppress(ConnectionError):  # it may be closed in the midst of this
+            stranger.sendall(line)
+            while stranger.recv(200):
+                pass
+        peer = connect(*served.where, "test", "secret")
+        assert echo(peer, {"still": "here"})
+        peer.connection.close()
+
+
+def pair():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        ours = socket.create_connection(listening.getsockname(), WAIT_S)
+        return ours, listening.accept()[0]
+
+
+def read_all(peer):
+    while True:
+        assert peer.receive_lines() == []
+
+
+def test_a_long_line_is_refused_before_it_is_in_memory():
+    ours, theirs = pair()
+
+    def send():
+        with contextlib.suppress(OSError):  # refused, so nobody reads the rest
+            for _ in range(64):
+                ours.sendall(bytes(LINE_BYTES))
+
+    sender = threading.Thread(target=send)
+    tracemalloc.start()
+    try:
+        sender.start()
+        with pytest.raises(ValueError, match=f"a line of more than {LINE_BYTES} bytes"):
+            read_all(Channel(theirs))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        theirs.close()
+        sender.join()
+        ours.close()
+    assert peak < 8 * LINE_BYTES
+
+
+def test_a_message_that_is_sent_in_part_is_the_end_of_a_channel():
+    ours, theirs = pair()
+    ours.settimeout(0.1)
+    mine = Channel(ours)
+    mine.send({"text": "x" * 50_000_000})  # more than the sockets hold, and nobody reads
+    mine.send({"text": "more"})
+    with pytest.raises(ConnectionError):
+        mine.receive()
+    with pytest.raises((ConnectionError, ValueError)):
+        read_all(Channel(theirs))
+    ours.close()
+    theirs.close()

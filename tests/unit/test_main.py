@@ -1,0 +1,38 @@
+"""The command line, whatever the command: what becomes of its output."""
+
+import contextlib
+import os
+import subprocess
+import sys
+
+import pytest
+
+from allred.timeline.recorder import Recorder
+
+COMMANDS = {
+    "usage": ["--help"],
+    "wrong": ["no-such-command"],
+    "help": ["timeline", "--help"],
+    "unbuffered": ["info", "--config"],
+    "timeline": ["timeline", "merge", "."],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_reader_that_has_gone_is_not_told_of_by_a_traceback(command, tmp_path):
+    """As with `| head`. `wrong` writes to stderr, the others to stdout."""
+    with contextlib.closing(Recorder(str(tmp_path / "rank-0.timeline"))) as recorder:
+        about = {"job": "a", "rank": 0, "size": 1, "name": "rank 0", "host": "h", "pid": 1, "time": 1.0, "start": 0}
+        recorder.begin(about)
+    reading, writing = os.pipe()
+    os.close(reading)
+    streams = {"stdout": writing, "stderr": subprocess.PIPE}
+    if command == "wrong":
+        streams = {"stdout": subprocess.PIPE, "stderr": writing}
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1" * (command == "unbuffered")}
+    arguments = [sys.executable, "-m", "allred", *COMMANDS[command]]
+    result = subprocess.run(arguments, cwd=tmp_path, env=environment, timeout=60, check=False, **streams)
+    os.close(writing)
+    assert not result.stdout
+    assert not result.stderr
+    assert result.returncode == 141
