@@ -8,7 +8,7 @@ from typing import Any
 
 from allred import config, native
 from allred.client import calling
-from allred.cluster import mpi, topology
+from allred.cluster import launcher, mpi, topology
 from allred.cluster.spec import CLIENT, SERVERS, ClusterSpec, Tasks, task_name, tf_config
 from allred.comm import collectives
 from allred.errors import AllredError, ConfigError, InputError
@@ -48,7 +48,7 @@ class Server:
         self._check()
         if is_initialized():
             raise AllredError("allred.Server() calls allred.init() itself; call only one of them, and once")
-        launched = mpi.launched_size(os.environ)
+        launched = launcher.launched_size(os.environ)
         tasks = self.cluster.addresses()
         here = Cluster(self._workers_job(), tasks=tuple(tasks))
         servers = self.cluster.num_tasks(SERVERS) if SERVERS in self.cluster.jobs else 0

@@ -222,7 +222,7 @@ def _join(comm: Any, life: int) -> tuple[Any, str]:
     if comm is not None and (not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL):
         raise InputError(f"init(comm=...) takes an mpi4py intracommunicator, got {comm!r}")
     library = mpi.library_name(MPI.Get_library_version())
-    if comm is None:
+    if comm is None or comm.Get_size() == 1:
         mpi.check_world(MPI.COMM_WORLD.Get_size(), library)
     duplicate, request = (MPI.COMM_WORLD if comm is None else comm).Idup()
     while not request.Test():

@@ -14,7 +14,7 @@ import allred
 from allred import arrays, native
 from allred.bench import peer, sets, setting, table, values
 from allred.bench.verify import WrongResultError
-from allred.cluster import mpi
+from allred.cluster import launcher
 from allred.errors import ConfigError
 from allred.modes.options import Options
 from allred.ps import running
@@ -23,7 +23,7 @@ from allred.ps.consistency import Policy, Sync
 
 def run(options: argparse.Namespace, command: str) -> None:
     """Measure, and print on worker 0. Raises ConfigError or WrongResultError on all ranks."""
-    ranks = mpi.launched_size(os.environ)
+    ranks = launcher.launched_size(os.environ)
     if options.against and (options.servers, ranks) != (1, 2):
         raise ConfigError("--against mpi compares one server and one worker: mpirun -np 2, and --servers 1")
     mpi_settings = setting.before_mpi(against=options.against is not None)

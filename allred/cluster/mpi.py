@@ -5,12 +5,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from allred.cluster import launcher
+from allred.cluster.launcher import launched_size
 from allred.errors import ConfigError
-
-# What launchers tell each process about how many they start. The first that is set counts: an mpirun inside a Slurm job
-# starts its ranks through a step of other size.
-_LAUNCHED_SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-
 
 _given: dict[str, str] | None = None  # what MPI was started with; None where it was not allred that started it
 
@@ -18,35 +15,53 @@ _given: dict[str, str] | None = None  # what MPI was started with; None where it
 def load() -> tuple[Any, bool]:
     """The module mpi4py.MPI with MPI started, and whether it was this call that started it.
 
-    The module is None where no MPI can be loaded and no launcher started this process. Raises ConfigError if one did.
+    The module is None where no MPI can be loaded and no launcher started this process. Raises ConfigError if one did,
+    and if that launcher cannot start ranks of this MPI.
     """
     global _given
     import mpi4py
 
-    ours = "mpi4py.MPI" not in sys.modules
-    if ours:
+    imports = "mpi4py.MPI" not in sys.modules
+    if imports:
         mpi4py.rc.finalize = False  # watch/exit.py does it
-    passing = settings(os.environ) if ours else {}
+        mpi4py.rc.initialize = False  # _start does it, after the check of the launcher
+    passing = settings(os.environ) if imports else {}
     os.environ.update(passing)
+    try:
+        MPI = _module()  # noqa: N806  (mpi4py's spelling)
+        starts = MPI is not None and not MPI.Is_initialized()
+        if starts:
+            check_launcher(MPI.Get_library_version())
+            _start(MPI, mpi4py.rc)
+    finally:
+        for name in passing:  # not for programs that this one starts
+            os.environ.pop(name, None)
+    if imports and MPI is not None:
+        _given = passing
+    return MPI, starts
+
+
+def _module() -> Any:
+    """mpi4py.MPI; None where no MPI can be loaded and no launcher started this process."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         launched = launched_size(os.environ)
         if launched == 1:
-            return None, False
+            return None
         raise ConfigError(
             f"{launched} processes were launched, but mpi4py cannot load an MPI library ({error}); install the MPI of "
             "your launcher into this environment, for example: pip install 'allred[mpich]'"
         ) from None
-    finally:
-        for name in passing:  # not for programs that this one starts
-            os.environ.pop(name, None)
-    if ours:
-        _given = passing
-    if not MPI.Is_initialized():
-        MPI.Init_thread()
-        ours = True
-    return MPI, ours
+    return MPI
+
+
+def _start(MPI: Any, rc: Any) -> None:  # noqa: N803  (mpi4py's spelling)
+    """Start MPI with the thread level that mpi4py's settings ask for."""
+    if rc.threads:
+        MPI.Init_thread(getattr(MPI, f"THREAD_{rc.thread_level.upper()}"))
+    else:
+        MPI.Init()
 
 
 def look() -> tuple[str, bool]:
@@ -93,20 +108,34 @@ def settings(environ: Mapping[str, str]) -> dict[str, str]:
     return {}
 
 
-def launched_size(environ: Mapping[str, str]) -> int:
-    """How many processes the launcher says that it has started; 1 without a launcher."""
-    return next((int(environ[name]) for name in _LAUNCHED_SIZE if environ.get(name, "").isdigit()), 1)
+def check_launcher(library: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Raise ConfigError, before MPI starts, if it cannot start here: MPICH would end the process, and Open MPI would
+    make a world of one in each. library: the text of MPI_Get_library_version."""
+    if launched_size(environ) > 1 and launcher.strangers(launcher.name(environ), library):
+        raise ConfigError(launcher.mismatch(environ, library_name(library)))
+    if launcher.family(library) != "Open MPI" and not _is_open(environ.get("PMI_FD", "")):
+        raise ConfigError(
+            f"a rank started this process without its connection to the launcher (PMI_FD={environ['PMI_FD']} is not "
+            "open here), so it cannot be that rank; start it by os.exec or with subprocess.Popen(close_fds=False), or "
+            "for a world of its own without the variables PMI_* and MPI_*"
+        )
+
+
+def _is_open(descriptor: str) -> bool:
+    """Whether it is an open file; also True if it is no number."""
+    try:
+        os.fstat(int(descriptor))
+    except OSError:
+        return False
+    except ValueError:
+        return True
+    return True
 
 
 def check_world(size: int, library: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError if the launcher started more processes than this MPI sees: N worlds of one, silently wrong."""
-    launched = launched_size(environ)
-    if size == 1 and launched > 1:
-        raise ConfigError(
-            f"the launcher started {launched} processes, but {library} sees a world of one: the launcher belongs to "
-            "another MPI. Use the mpirun next to this Python, or in Slurm the --mpi= that fits: pmi2 for MPICH, pmix "
-            "for Open MPI"
-        )
+    """Raise ConfigError if the launcher started several processes and the world has one rank: N worlds of one."""
+    if size == 1 and launched_size(environ) > 1:
+        raise ConfigError(launcher.mismatch(environ, library))
 
 
 def library_name(text: str) -> str:

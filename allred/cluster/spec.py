@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Union
 
 from allred.cluster import topology
-from allred.cluster.mpi import launched_size
+from allred.cluster.launcher import launched_size
 from allred.errors import ConfigError, InputError
 
 SERVERS = "ps"  # the job whose tasks are parameter servers

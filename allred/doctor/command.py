@@ -15,7 +15,7 @@ from typing import Any
 import allred
 from allred.bench import setting
 from allred.comm import collectives
-from allred.doctor import gather, phases, ranks, start, topics, trials
+from allred.doctor import gather, library, phases, ranks, start, topics, trials
 from allred.doctor.arguments import parsed
 from allred.doctor.guard import Guard
 from allred.doctor.line import FAIL, NOTE, Line, exit_code, words
@@ -56,7 +56,9 @@ def examine(printer: Printer, limit_s: float) -> int:
         if warned:  # MPI may end all ranks as soon as the first starts it; their launcher drops what it has not read
             time.sleep(_BEHIND_S if printer.speaks else 3 * _BEHIND_S)
         with phases.starting(guard, printer, seen, limit_s):
-            MPI, world = start.start()  # noqa: N806  (mpi4py's spelling)
+            loaded = seen["MPI library"]
+            text = loaded.text if isinstance(loaded, library.Library) else ""
+            MPI, world = start.start(text)  # noqa: N806  (mpi4py's spelling)
             comm = MPI.COMM_WORLD.Dup() if MPI is not None else None
         printer.speaks = world.rank == 0 and (world.size > 1 or setting.first_rank())
         rank = Rank(world.rank, world.host, {**seen, "world": world})

@@ -6,19 +6,13 @@ An mpirun of another MPI than the one that mpi4py loads starts N worlds of one r
 import dataclasses
 import os
 import pathlib
-import re
 import shutil
-import subprocess
-import sys
-from collections.abc import Mapping
 
-from allred.cluster.mpi import launched_size
+from allred.cluster import launcher
 from allred.doctor.line import NOTE, OK, WARN, Line
 from allred.doctor.ranks import Seen, compared
 
-_LIMIT_S = 5.0
 _ROOT_IS_FINE = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
-_OF_A_LAUNCHER = ("PMI", "OMPI_COMM", "PRTE_", "HYDI", "MPI_LOCAL")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,55 +30,16 @@ class Launch:
 
 def look() -> Launch:
     """Look at this process and its PATH."""
-    launcher = name(os.environ)
-    beside = pathlib.Path(sys.executable).parent / "mpirun"
-    first = shutil.which("mpirun") or shutil.which("mpiexec") or ""
+    name, first = launcher.name(os.environ), launcher.first()
     return Launch(
-        launcher=launcher,
-        launched=launched_size(os.environ),
-        beside=str(beside) if os.access(beside, os.X_OK) else "",
+        launcher=name,
+        launched=launcher.launched_size(os.environ),
+        beside=launcher.beside(),
         first=first,
-        first_kind=_kind(first) if first and not launcher else "",
+        first_kind=launcher.family_of(first) if first and not name else "",
         slurm="SLURM_JOB_ID" in os.environ and shutil.which("srun") is not None,
         root_refused=os.geteuid() == 0 and not all(os.environ.get(name) == "1" for name in _ROOT_IS_FINE),
     )
-
-
-def name(environ: Mapping[str, str]) -> str:
-    """Who started this process, from the variables that it left.
-
-    >>> name({"PMI_RANK": "0", "PMI_FD": "7"}), name({"PMIX_RANK": "0", "SLURM_STEP_NUM_TASKS": "4"}), name({})
-    ("MPICH's mpirun", 'srun with PMIx', '')
-    """
-    protocol = " with PMIx" if "PMIX_RANK" in environ else " with PMI" if "PMI_RANK" in environ else " without PMI"
-    if "OMPI_COMM_WORLD_RANK" in environ:
-        return "Open MPI's mpirun"
-    if "PMI_FD" in environ or "HYDI_CONTROL_FD" in environ:
-        return "MPICH's mpirun"
-    if "SLURM_STEP_NUM_TASKS" in environ:
-        return f"srun{protocol}"
-    return f"a launcher{protocol}" if "PMI_RANK" in environ or "PMIX_RANK" in environ else ""
-
-
-def _kind(path: str) -> str:
-    environ = {key: value for key, value in os.environ.items() if not key.startswith(_OF_A_LAUNCHER)}
-    command = [path, "--version"]
-    asked = subprocess.run(
-        command, capture_output=True, text=True, timeout=_LIMIT_S, stdin=subprocess.DEVNULL, env=environ
-    )
-    return kind(asked.stdout + asked.stderr)
-
-
-def kind(text: str) -> str:
-    """Whose mpirun it is, from what --version says.
-
-    >>> kind("mpirun (Open MPI) 5.0.11"), kind("HYDRA build details:")
-    ('Open MPI', 'MPICH')
-    """
-    for pattern, found in (("Intel", "Intel MPI"), ("Open MPI|OpenRTE|PRRTE", "Open MPI"), ("HYDRA", "MPICH")):
-        if re.search(pattern, text, re.IGNORECASE):
-            return found
-    return ""
 
 
 def judge(ranks: list[Seen[Launch]]) -> list[Line]:

@@ -5,7 +5,7 @@ import socket
 from contextlib import AbstractContextManager
 from typing import Any
 
-from allred.cluster import mpi
+from allred.cluster import launcher
 from allred.doctor import launch, library, start, trials
 from allred.doctor.guard import Guard
 from allred.doctor.line import FAIL, WARN, Line, summary
@@ -16,10 +16,10 @@ from allred.doctor.topics import judge
 
 def starting(guard: Guard, printer: Printer, seen: dict[str, Any], limit_s: float) -> AbstractContextManager[None]:
     """The phase of MPI's start; what this rank has seen so far is printed where it does not come to an end."""
-    host, launched = socket.gethostname(), mpi.launched_size(os.environ)
+    host, launched = socket.gethostname(), launcher.launched_size(os.environ)
     fitting = seen["launcher"] if isinstance(seen["launcher"], launch.Launch) else None
-    loaded = seen["MPI library"].name if isinstance(seen["MPI library"], library.Library) else ""
-    typed = start.remedy(start.World(0, 0, host, launched), fitting, loaded)
+    loaded = seen["MPI library"] if isinstance(seen["MPI library"], library.Library) else library.Library()
+    typed = start.remedy(start.World(0, 0, host, launched), fitting, loaded.name)
     local = judge([Rank(0, host, seen)])
 
     def text(found: str, remedy: str) -> str:
@@ -29,8 +29,8 @@ def starting(guard: Guard, printer: Printer, seen: dict[str, Any], limit_s: floa
     late = f"MPI has not started within {limit_s:g} s, {launched} rank{'s' * (launched > 1)} of it: one has not come"
     look = "look with top or py-spy for it, and for a firewall between hosts; --limit-s 120 if it is only slow"
     gone = "this process, or another rank, ended while MPI started; its last words stand on stderr"
-    if fitting and loaded and start.strangers(fitting.launcher, loaded):
-        why = f"{fitting.launcher} does not start ranks of {loaded}"
+    if fitting and launcher.strangers(fitting.launcher, loaded.text):
+        why = f"{fitting.launcher} does not start ranks of {loaded.name}"
         late, gone, look = f"{late}; {why}", f"{gone}; {why}", typed
     return guard.phase(limit_s, text(late, look), text(gone, typed))
 
@@ -40,10 +40,10 @@ def warning(seen: dict[str, Any]) -> list[Line]:
     fitting, loaded = seen["launcher"], seen["MPI library"]
     if not isinstance(fitting, launch.Launch) or not isinstance(loaded, library.Library) or loaded.error:
         return []
-    if not fitting.launcher.startswith("Open MPI") or not start.strangers(fitting.launcher, loaded.name):
+    if not fitting.launcher.startswith("Open MPI") or not launcher.strangers(fitting.launcher, loaded.text):
         return []
     found = f"{fitting.launcher} starts ranks of {loaded.name} only if that was built with PMIx"
-    world = start.World(0, 0, socket.gethostname(), mpi.launched_size(os.environ))
+    world = start.World(0, 0, socket.gethostname(), launcher.launched_size(os.environ))
     return [Line(WARN, "launcher", found, start.remedy(world, fitting, loaded.name))]
 
 

@@ -5,7 +5,7 @@ import os
 import socket
 from typing import Any
 
-from allred.cluster import mpi
+from allred.cluster import launcher, mpi
 from allred.doctor.launch import Launch
 from allred.doctor.library import Library
 from allred.doctor.line import FAIL, NOTE, OK, Line
@@ -32,9 +32,14 @@ class World:
         return self.size <= 1 < self.launched
 
 
-def start() -> tuple[Any, World]:
-    """mpi4py.MPI, or None, and the world. Blocks in C until all ranks are there: call it under a guard."""
-    host, launched = socket.gethostname(), mpi.launched_size(os.environ)
+def start(library: str) -> tuple[Any, World]:
+    """mpi4py.MPI, or None, and the world. Blocks in C until all ranks are there: call it under a guard.
+
+    library: the text of MPI_Get_library_version, "" if it is unknown.
+    """
+    host, launched = socket.gethostname(), launcher.launched_size(os.environ)
+    if launched > 1 and launcher.strangers(launcher.name(os.environ), library):
+        return None, World(0, 0, host, launched)
     try:
         MPI, _ = mpi.load()  # noqa: N806  (mpi4py's spelling)
     except ConfigError as error:
@@ -66,22 +71,8 @@ def judge(ranks: list[Seen[World]], launch: Launch | None, library: Library | No
 
 def remedy(world: World, launch: Launch | None, library: str) -> str:
     """The launcher that fits this Python's MPI, as it is typed."""
-    if launch and launch.launcher.startswith("srun"):
-        plugin = "pmix" if library.startswith("Open MPI") else "pmi2"
-        return f"srun --mpi={plugin} python ... (srun --mpi=list shows what there is), or mpirun python ..."
-    if launch and launch.beside:
-        return f"{launch.beside} -np {world.launched} python ..."
-    return "the mpirun of the MPI that mpi4py loads, or pip install 'allred[mpich]', which brings one"
-
-
-def strangers(launcher: str, library: str) -> bool:
-    """Whether a launcher cannot start ranks of that MPI, as far as their names tell.
-
-    >>> strangers("MPICH's mpirun", "Open MPI 5.0.11"), strangers("srun with PMI", "MPICH 5.0.2")
-    (True, False)
-    """
-    families = {"MPICH's mpirun": False, "Open MPI's mpirun": True, "srun with PMI": False}
-    return launcher in families and families[launcher] != library.startswith("Open MPI")
+    name, beside = (launch.launcher, launch.beside) if launch else ("", "")
+    return launcher.remedy(name, library.startswith("Open MPI"), world.launched, beside)
 
 
 def _threads(ranks: list[Seen[World]]) -> Line:

@@ -60,17 +60,42 @@ def test_ranks_without_the_variable_take_the_chiefs():
 
 
 @pytest.mark.parametrize(
-    ("launcher", "environment", "message"),
+    ("launcher", "options", "environment", "found"),
     [
-        ("mpich", "openmpi", "ConfigError: the launcher started 2 processes, but Open MPI 5."),
-        ("openmpi", "mpich", "unsupported PMI version PMIx"),  # MPICH's own words: it ends the process in MPI_Init
+        ("mpich", [], "openmpi", "MPICH's mpirun started 2 processes (PMI_SIZE=2), but mpi4py loads Open MPI 5."),
+        ("mpich", ["-pmi-port"], "openmpi", "MPICH's mpirun started 2 processes (MPI_LOCALNRANKS=2), but mpi4py"),
+        ("openmpi", [], "mpich", "Open MPI's mpirun started 2 processes (OMPI_COMM_WORLD_SIZE=2), but mpi4py loads"),
     ],
 )
-def test_the_launcher_of_another_mpi_is_an_error_not_two_worlds_of_one(launcher, environment, message):
-    result = run([BIN[launcher] / "mpirun", "-np", 2, BIN[environment] / "python", "-c", INIT], timeout_s=40)
-    assert result.code != 0, result.text
-    assert message in result.err, result.text
+def test_the_mpirun_of_another_mpi_is_an_error_with_the_command_to_type(launcher, options, environment, found):
+    python_ = BIN[environment] / "python"
+    result = run([BIN[launcher] / "mpirun", *options, "-np", 2, python_, "-c", INIT], timeout_s=40)
+    assert result.code == 1, result.text
+    errors = [line for line in result.err.splitlines() if "ConfigError: " in line]
+    assert 1 <= len(errors) <= 2, result.text  # one for each rank; Open MPI's mpirun may drop the second
+    for error in errors:
+        assert f"ConfigError: {found}" in error, result.text
+        assert error.endswith(f"; type {BIN[environment] / 'mpirun'} -np 2 python ..."), result.text
+    assert "Sorry" not in result.err, result.text  # MPI has not been started
+    assert "Abort(" not in result.err, result.text
     assert " of 1" not in result.out, result.text
+
+
+@pytest.mark.parametrize(
+    ("launcher", "environment", "error"),
+    [
+        ("mpich", "openmpi", "ConfigError: MPICH's mpirun started 2 processes"),
+        ("mpich", "mpich", "ConfigError: a rank started this process without its connection to the launcher (PMI_FD="),
+    ],
+)
+def test_a_program_that_a_rank_starts_counts_as_launched(launcher, environment, error):
+    """It inherits the variables: training alone in each rank would be an accident. Without them it is on its own."""
+    start = "import os, subprocess, sys\n"
+    start += "alone = {k: v for k, v in os.environ.items() if not k.startswith(('PMI', 'MPI', 'OMPI_', 'HYDI'))}\n"
+    start += f"for env in (None, alone): subprocess.run([sys.executable, '-c', {INIT!r}], env=env)\n"
+    result = run([BIN[launcher] / "mpirun", "-np", 2, BIN[environment] / "python", "-c", start], timeout_s=60)
+    assert result.err.count(error) == 2, result.text
+    assert result.out == "0 of 1\n0 of 1\n", result.text
 
 
 def test_two_nodes():

@@ -138,4 +138,19 @@ def test_allred_refuses_worlds_of_one(submit: Submit) -> None:
     job = submit([ALLRED], "openmpi", "2 nodes", launcher="pmi2", uses_allred=True)
     assert_failed(job)
     assert "allred rank" not in job.output
-    assert "ConfigError: the launcher started 2 processes" in job.output, job.output
+    assert "ConfigError: srun with PMI started 2 processes (PMI_SIZE=2), but mpi4py loads Open MPI" in job.output
+    assert "type srun --mpi=pmix python ..." in job.output, job.output
+
+
+@mpis
+def test_the_shell_of_a_batch_job_runs_a_world_of_one(
+    slurm: Cluster, mpi_env: Callable[[str], dict[str, str]], tmp_path: Path, mpi: str
+) -> None:
+    """It has SLURM_NTASKS=2 and SLURM_PROCID, but no launcher has started it."""
+    env = mpi_env(mpi)
+    skip_without_allred(env["VENV"])
+    script = tmp_path / "alone.sh"
+    program = "import allred; allred.init(); print(allred.rank(), allred.size())"
+    script.write_text(f'#!/bin/sh\n"$VENV/bin/python" -c "{program}"\n')
+    job = slurm.run([str(script)], ["--nodes=1", "--ntasks=2"], env, tmp_path, JOB_LIMIT_S)
+    assert (job.state, last_line(job)) == ("COMPLETED", "0 1"), job.output
