@@ -106,7 +106,8 @@ class Config:
     )
     worker_failure: str = _setting(
         "end",
-        "what a worker of mode ps that fails or dies does: end the job, or go_on: the others do, without it",
+        "what a worker of mode ps that fails, dies, or stalls until the time limit does: end the job, or go_on: the "
+        "others do, without it",
         choices=("end", "go_on"),
     )
     pretend_nodes: str = _setting(

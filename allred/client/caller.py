@@ -148,7 +148,7 @@ def wait(call: Call) -> None:
 def leave() -> None:
     """The client's program is at its end: wait for what the tasks still do for it, and let them return from join()."""
     here = _the_caller()
-    idle("the functions that this client has started", here.look)
+    idle("the functions that this client has started", here.look, quiet=False)
     for call in here.calls:
         if call.unheard is not None:
             report.say_here(f"{call.title} failed, and nobody waited for it:")

@@ -42,18 +42,14 @@ def join(process_set: ProcessSet | None = None) -> int:
     """Take part in what the other ranks do, without bringing anything, until all ranks have joined.
 
     Returns the number of the rank that joined last, of several the lowest; the same on all ranks. There is no time
-    limit, as long as the others live. Errors that they raise, such as for calls that differ, are not raised here.
+    limit, as long as the others live; a long wait for their next operation is told. Errors that they raise, such as for
+    calls that differ, are not raised here.
 
     process_set: whose operations, those of all ranks without.
     """
-    communicator = collectives.current(process_set)
-    queue, first = communicator.queue, True
-    quiet, queue.quiet = queue.quiet, True
-    try:
-        while (last := communicator.join(first).wait(math.inf)) is None:
-            first = False
-    finally:
-        queue.quiet = quiet
+    communicator, first = collectives.current(process_set), True
+    while (last := communicator.join(first).wait(math.inf)) is None:
+        first = False
     if process_set is None:
         for observer in list(_observers):
             observer(last)

@@ -22,7 +22,7 @@ from allred.errors import AllredError, InputError
 from allred.timeline.track import Operation, Track
 from allred.watch import exit as exit_protocol
 from allred.watch import line
-from allred.watch.wait import Wait
+from allred.watch.wait import Awaited, Wait
 
 T = TypeVar("T")
 
@@ -221,6 +221,7 @@ class WorkQueue:
         self.poisoned = ""
         self.idle = True
         self.quiet = False  # whether a long wait is meant
+        self.awaited: Awaited | None = None  # for which ranks its waits are, where that is known
         self.advancing: Work[Any] | None = None  # the operation whose steps are being taken
         self.track: Track | None = None  # where operations are noted, if there is a timeline
         self._works: deque[Work[Any]] = deque()
@@ -304,13 +305,13 @@ class WorkQueue:
                 if peers:
                     self.waited_for_peers_s += now - before
                 if now > deadline:
-                    error = Wait(self.describe(), self.quiet).limit(limit_s)
-                    if error is not None:
+                    outcome = Wait(self.describe(), self.quiet, awaited=self.awaited).limit(limit_s)
+                    if isinstance(outcome, Exception):
                         self.poison(f"{self._works[0].title} timed out after {limit_s:g} s")
                         exit_protocol.stuck()
-                        raise error
-                    deadline = now + limit_s
-                if line.current is not None and line.current.verdict is not None:
+                        raise outcome
+                    deadline = now + outcome
+                if line.current is not None and line.current.over_here:
                     raise self._over(line.current.error())
         finally:
             if line.current is not None:
@@ -353,7 +354,7 @@ class WorkQueue:
                     )
         try:
             if self.poisoned:
-                if line.current is not None and line.current.verdict is not None:
+                if line.current is not None and line.current.over_here:
                     raise line.current.error()
                 raise AllredError(
                     f"this communicator cannot be used any more: {self.poisoned}; end the job and start again"

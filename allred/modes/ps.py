@@ -18,7 +18,7 @@ from allred import arrays, nest
 from allred.arrays import Array
 from allred.cluster import report, topology
 from allred.comm import collectives
-from allred.errors import AllredError, DriftError, InputError, NonFiniteError, ShutdownError
+from allred.errors import AllredError, CollectiveTimeout, DriftError, InputError, NonFiniteError, ShutdownError
 from allred.fusion.plan import Plan, Tensor, plan
 from allred.modes.clipping import Clipper
 from allred.modes.detect import finite
@@ -418,10 +418,14 @@ class ServersMode:
             return exit_protocol.stuck()
         if self._running.worker != 0:
             return self._client.leave()
-        with contextlib.suppress(AllredError):  # the job ends otherwise: that is told already
+        try:
             statistics = self._statistics(self._client.part())
-            for line in str(statistics).splitlines() if statistics.servers[0].gradients else ():
-                report.inform(line)
+        except CollectiveTimeout as error:  # it may be this worker's wait that ends the job, which nobody else tells
+            return report.say_here(str(error))
+        except AllredError:  # the job ends otherwise: that is told already
+            return
+        for line in str(statistics).splitlines() if statistics.servers[0].gradients else ():
+            report.inform(line)
 
 
 def _sharing(tensors: list[Tensor], leaves: list[Array]) -> str:

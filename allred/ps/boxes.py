@@ -45,8 +45,8 @@ class _Read:
     peers = False
     moves = 0
 
-    def __init__(self, has_read: Callable[[int], bool], number: int) -> None:
-        self._has_read, self._number = has_read, number
+    def __init__(self, has_read: Callable[[int], bool], number: int, worker: int) -> None:
+        self._has_read, self._number, self.worker = has_read, number, worker
 
     def done(self) -> bool:
         return self._has_read(self._number)
@@ -97,5 +97,6 @@ class BoxPort:
         """The worker will not copy what was given."""
         self._given = 0
 
-    def reading(self, number: int) -> _Read:
-        return _Read(self.has_read, number)
+    def reading(self, number: int, worker: int) -> _Read:
+        """Until the worker has copied that cell, to wait for."""
+        return _Read(self.has_read, number, worker)

@@ -6,7 +6,7 @@ A call's answer may come later: workers that register before worker 0 did, or wa
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,7 @@ class Calls:
         self._steps_before = 0  # of the checkpoint that training goes on from
         self._batch_arguments: dict[int, Any] = {}  # of each worker's first step
         self._gone: set[int] = set()  # workers that have left, or died
+        self._ended: set[int] = set()  # workers that have said that they leave
         self._saver: int | None = None  # the worker that has the last checkpoint written
         self._saved_last: str | None = None  # what has become of it, in words
         self._draining: list[int] = []  # workers that wait for it
@@ -307,14 +308,38 @@ class Calls:
             self._heard[waiting] += 1
 
     def _leave(self, worker: int) -> Any:
+        self._ended.add(worker)
         self._left(worker)
         return LATER  # it does not wait for an answer
 
     def _part(self, worker: int) -> Any:
         """The same, but it waits for what has passed here until the last worker has left."""
         self._parting.append(worker)
+        self._ended.add(worker)
         self._left(worker)
         return LATER
+
+    # Waiting.
+
+    def awaited(self, live: Collection[int]) -> set[int]:
+        """The workers for which others wait at this server, or in MPI_Finalize. live: those that have not left."""
+        found: set[int] = set()
+        early = {registration.worker for registration in self._early}
+        starting = early.union((worker for worker, _ in self._awaiting), self._hearing)
+        waiting = starting.union(self._service.parked, self._meeting, self._draining)
+        if self._service.parked or self._meeting:
+            found.update(set(live) - self._finished)
+        if starting:
+            found.add(0)
+        if self._draining and self._saver is not None:
+            found.add(self._saver)
+        if self._ended:
+            found.update(live)
+        return found.intersection(live) - waiting
+
+    def at_the_end(self) -> set[int]:
+        """The workers that wait for the others' last step, or in MPI_Finalize."""
+        return self._ended.union(self._meeting)
 
     def gone(self, worker: int) -> None:
         """A worker has left, or died."""

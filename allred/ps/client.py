@@ -45,6 +45,7 @@ from allred.ps.running import Running
 from allred.ps.shard import Parts
 from allred.timeline.recorder import span
 from allred.watch import line
+from allred.watch.wait import Awaited
 
 _CUT_SHORT = (
     "a request to the parameter servers was interrupted (Ctrl-C, a time limit), and cannot be taken back; end this "
@@ -138,8 +139,8 @@ class Client:
                 "two threads of this worker call the parameter servers at once; call them from one thread, or under a "
                 "lock"
             )
-        verdict = line.current is not None and line.current.verdict is not None
-        return line.current.error() if verdict and line.current is not None else AllredError(self._unusable)
+        over = line.current is not None and line.current.over_here
+        return line.current.error() if over and line.current is not None else AllredError(self._unusable)
 
     def _begin(self) -> None:
         """A request, of which there is one at a time."""
@@ -158,16 +159,20 @@ class Client:
 
     # Calls.
 
-    def _drive(self, title: str, steps: Steps[Any]) -> Any:
+    def _drive(self, title: str, steps: Steps[Any], trains: bool = False) -> Any:
         queue = collectives.current().queue
-        return drive(title, steps, queue.timeout_s, queue.quiet)
+        awaited = Awaited(servers=range(len(self._links)), trains=trains)
+        return drive(title, steps, queue.timeout_s, queue.quiet or trains, awaited=awaited)
 
-    def call(self, title: str, kind: str, arguments: Sequence[tuple[Any, ...]], late: bool = False) -> list[Any]:
-        """Call all servers, the r-th with arguments[r]; their answers. late: they may come to it later."""
+    def call(
+        self, title: str, kind: str, arguments: Sequence[tuple[Any, ...]], late: bool = False, trains: bool = False
+    ) -> list[Any]:
+        """Call all servers, the r-th with arguments[r]; their answers. late: they may come to it later. trains: for as
+        long as other workers make steps; then the servers warn of one that does not."""
         self._begin()
         try:
             with span("wait", title):
-                answers: list[Any] = self._drive(title, self._calls(kind, arguments, late))
+                answers: list[Any] = self._drive(title, self._calls(kind, arguments, late), trains)
         except LOST as error:
             raise self._lost(error) from error
         finally:
@@ -295,7 +300,7 @@ class Client:
 
     def meet(self) -> None:
         """Wait until all workers have finished, or are gone."""
-        self.call("the end of the other workers' steps", "meet", [()], late=True)
+        self.call("the end of the other workers' steps", "meet", [()], late=True, trains=True)
 
     def hear(self, failure: AllredError | None, tells: bool) -> AllredError | None:
         """What worker 0 tells all others, after they have met."""
@@ -407,7 +412,7 @@ class Client:
     def part(self) -> list[Account]:
         """The same. The servers' accounts, once the last worker has left."""
         steps = self._calls("part", [()] * len(self._layouts), late=False)
-        accounts: list[Account] = drive("the end of the other workers", steps, float("inf"), quiet=True)
+        accounts: list[Account] = self._drive("the end of the other workers", steps, trains=True)
         return accounts
 
 

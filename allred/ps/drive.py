@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from allred.comm.work import Pending, Steps, WorkQueue, linger
 from allred.watch import line
+from allred.watch.wait import Awaited
 
 T = TypeVar("T")
 
@@ -60,9 +61,11 @@ class All:
 
 
 def drive(
-    title: str, steps: Steps[T], timeout_s: float, quiet: bool = False, check: Callable[[], None] = lambda: None
-) -> T:
-    """Run `steps`. `check` is called now and then during a long wait, and may raise."""
+    title: str, steps: Steps[T], timeout_s: float, quiet: bool = False, check: Callable[[], None] = lambda: None,
+    awaited: Awaited | None = None,
+) -> T:  # fmt: skip
+    """Run `steps`. `check` is called now and then during a long wait, and may raise. `awaited`: the ranks that the wait
+    is for."""
     while True:
         try:
             pending = next(steps)
@@ -71,7 +74,7 @@ def drive(
             return result
         if not pending.done() and not pending.linger():
             queue = WorkQueue(timeout_s)
-            queue.quiet = quiet
+            queue.quiet, queue.awaited = quiet, awaited
             return queue.start(title, _rest(pending, steps, check)).wait()
 
 
@@ -85,13 +88,13 @@ def _rest(pending: Pending, steps: Steps[T], check: Callable[[], None]) -> Steps
             return result
 
 
-def idle(title: str, come: Callable[[], bool]) -> None:
-    """Wait until it has come, however long that takes; nobody is warned."""
+def idle(title: str, come: Callable[[], bool], quiet: bool = True) -> None:
+    """Wait until it has come, however long that takes. `quiet`: nobody is warned."""
     begun, told = time.monotonic(), False
     while not linger(come):
         idle_s = time.monotonic() - begun
         if line.current is not None and idle_s > _TELL_S and not told:
-            line.current.tell("waiting", what=title, since_s=idle_s, peers=False, quiet=True)
+            line.current.tell("waiting", what=title, since_s=idle_s, peers=False, quiet=quiet)
             told = True
         if idle_s > _AWAKE_S:
             time.sleep(_NAP_S)

@@ -10,7 +10,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from allred import native
@@ -23,9 +23,10 @@ from allred.ps.record import unpack_request
 from allred.ps.running import Running
 from allred.ps.service import Service
 from allred.ps.shard import locks
+from allred.ps.stalls import Stalls
 from allred.watch import line
+from allred.watch.wait import Awaited
 
-_TELL_S = 1.0  # without a request: tell the watcher what this server waits for
 _END_S = 2.0  # for answers that are still under way when the last worker has left; one that has failed takes none
 _NAP_US = 5000  # at most, on the mailboxes' bell, before messages by MPI are looked for
 _AWAKE_S = 0.1  # where there are no mailboxes: how long to go on looking without requests, before sleeping
@@ -63,7 +64,14 @@ class _Turn:
     def rest(self) -> Steps[None]:
         """What is left to do, with what it waits for."""
         yield self.pending
-        yield from self.steps
+        for pending in self.steps:
+            self.pending = pending
+            yield pending
+
+    def awaited(self) -> int | None:
+        """The worker that it waits for now: another one that copies what it pulled, or its own."""
+        other: int | None = getattr(self.pending, "worker", None)
+        return self.worker if other is None else other
 
 
 class Server:
@@ -85,8 +93,7 @@ class Server:
         )  # fmt: skip
         self._calls = calls(running, self._post, self._service, optimizer, settings, self._leave)
         self._mpi_ports: dict[int, MpiPort] = {}  # of workers that have sent a step by MPI
-        self._last_request = time.monotonic()
-        self._told = False  # the watcher, that there is no request
+        self._stalls = Stalls(running, time.monotonic())
         self._process = os.getpid()
         self._first = 0  # where to look for the next one, in turn
         self._in_a_row = 0  # requests from mailboxes, since messages by MPI were looked for
@@ -102,6 +109,7 @@ class Server:
                 signal.signal(signal.SIGINT, self._drain)  # the first one: mpirun sends it to workers too
         while self._workers or self._turns:
             self._mourn()
+            self._check_stalls(waits_here=True)
             if self._service.draining:
                 self._service.let_go()
             if self._locking:
@@ -151,11 +159,16 @@ class Server:
     def _wait_for(self, turn: _Turn) -> None:
         def check() -> None:
             self._mourn()
+            self._check_stalls(waits_here=False)
             if not self._lives(turn):
                 raise _GoneError
 
+        def ranks() -> Sequence[int]:
+            worker = turn.awaited()
+            return [] if worker is None else [worker + self._running.servers]
+
         title = "the leave of a worker" if turn.worker is None else f"a request of worker {turn.worker}"
-        drive(title, turn.rest(), self._running.config.timeout_s, check=check)
+        drive(title, turn.rest(), self._running.config.timeout_s, check=check, awaited=Awaited(ranks=ranks))
 
     # Who is next.
 
@@ -174,11 +187,9 @@ class Server:
                 return self._take(worker, self._calls.ports[worker], boxes[found].poll())
         if self._arrived() or not wait:
             return
-        idle_s = time.monotonic() - self._last_request
-        if line.current is not None and idle_s > min(_TELL_S, line.current.warn_s / 2) and not self._told:
-            what = f"service{f': {words}' if (words := self._service.waits()) else ', without a request'}"
-            line.current.tell("waiting", what=what, since_s=idle_s, peers=False, quiet=True)
-            self._told = True
+        now = time.monotonic()
+        idle_s = self._stalls.silent_s(now)
+        self._stalls.idle(self._service.waits, now)
         if not linger(self._arrived) and idle_s > _AWAKE_S:
             time.sleep(min(_SLEEP_SHARE * idle_s, _LONGEST_SLEEP_S))
 
@@ -196,22 +207,22 @@ class Server:
     def _take_message(self, source: int, tag: int) -> None:
         worker = source - self._running.servers
         if tag == CALL:
-            self._heard()
+            self._stalls.heard(worker, time.monotonic())
             self._turns.append(_Turn(worker, self._calls.answer(source)))
+        elif worker not in self._workers:  # the others have gone on without it, which it has not heard yet
+            self._post.receive_record(source, STEP)
         else:
             port = self._mpi_ports.setdefault(worker, MpiPort(self._post, source))
             self._take(worker, port, self._post.receive_record(source, STEP))
 
     def _take(self, worker: int, port: Any, record: bytes) -> None:
-        self._heard()
+        self._stalls.heard(worker, time.monotonic())
         self._turns.append(_Turn(worker, self._service.step(worker, port, unpack_request(record))))
 
-    def _heard(self) -> None:
-        """There is a request."""
-        self._last_request = time.monotonic()
-        if self._told and line.current is not None:
-            line.current.tell("going")
-        self._told = False
+    def _check_stalls(self, waits_here: bool) -> None:
+        now = time.monotonic()
+        if self._stalls.due(now):
+            self._stalls.look(self._calls.awaited(self._workers), self._calls.at_the_end(), waits_here, now)
 
     # Who is gone.
 

@@ -43,6 +43,7 @@ from allred.ps.record import (
     pack_answer,
 )
 from allred.ps.shard import Shard, Update
+from allred.ps.stalls import named
 from allred.timeline.recorder import span
 
 
@@ -143,7 +144,12 @@ class Service:
     def waits(self) -> str:
         """Who waits for whom, in words; empty if nobody does."""
         waiting, others = sorted(self._parked), sorted(self._workers - set(self._parked))
-        return f"{_named(waiting)} wait{'s' * (len(waiting) == 1)} for {_named(others)}" if waiting else ""
+        return f"{named(waiting)} wait{'s' * (len(waiting) == 1)} for {named(others)}" if waiting else ""
+
+    @property
+    def parked(self) -> Collection[int]:
+        """The workers that may not go on yet."""
+        return self._parked.keys()
 
     def forget(self, worker: int) -> None:
         """It copies nothing any more: it is gone."""
@@ -273,7 +279,7 @@ class Service:
         """Wait until nobody needs this cell as it was."""
         for worker, port in list(self._readers.items()) if self._locking else ():
             while worker in self._readers and not port.has_read(number):
-                yield port.reading(number)
+                yield port.reading(number, worker)
             if port.has_read(len(self._the_shard.bytes) - 1):
                 self._readers.pop(worker, None)
 
@@ -285,11 +291,3 @@ class Service:
 
 def _ignore(number: int, cell: Any) -> None:
     """A cell of a gradient that is dropped."""
-
-
-def _named(workers: list[int]) -> str:
-    """
-    >>> _named([0, 2])
-    'workers 0,2'
-    """
-    return f"worker{'s' * (len(workers) > 1)} {','.join(map(str, workers))}"

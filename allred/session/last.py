@@ -44,7 +44,8 @@ def write(saver: Saver, optimizer: DistributedOptimizer, step: int, make: Make) 
     failure: AllredError | None = None
     if saver.directory and topology.rank() == 0:
         try:
-            path = saver.save_last(step, make)
+            with wait.busy():
+                path = saver.save_last(step, make)
         except (CheckpointError, InputError) as error:
             failure = CheckpointError(f"the last checkpoint was not written: {error}; {_what_stands(saver.directory)}")
     together.hear_of(optimizer, failure)

@@ -1,7 +1,7 @@
 """What the ranks of a session do together outside of its steps: agree, wait for the chief, meet at the end and hear how
 it went.
 
-Their waits have a limit of their own, or none, and the usual warnings.
+Their waits have a limit of their own, and the usual warnings.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ from allred.comm import collectives
 from allred.errors import AllredError, MismatchError
 from allred.modes.detect.batches import arguments_of, difference
 from allred.modes.optimizer import DistributedOptimizer
+from allred.watch.wait import watched
 
 FOREVER_S = 1e9
 
@@ -47,14 +48,14 @@ def waiting(seconds: float = FOREVER_S) -> Iterator[None]:
 
 def meet(optimizer: DistributedOptimizer, params: Any) -> None:
     """Mode ps: workers make as many steps as they do. Then all have the same parameters."""
-    with waiting():
-        optimizer.meet()
+    optimizer.meet()
     optimizer.pull(params)
 
 
 def hear_of(optimizer: DistributedOptimizer, failure: AllredError | None) -> None:
-    """What the chief could not write is an error on all ranks."""
-    with waiting():
+    """What the chief could not write is an error on all ranks. The watchers know that the chief writes, and suspend the
+    time limit meanwhile; without them there is none."""
+    with contextlib.nullcontext() if watched() else waiting():
         failure = optimizer.hear(failure)
     if failure is not None:
         raise failure

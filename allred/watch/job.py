@@ -10,7 +10,10 @@ The watcher of the chief's node has the `Job`; the others send it their events. 
                                  that of all
     going                        it waits no more
     busy is_so                   whether it does something that takes as long as it takes, for which the others wait
-    limit what, limit_s          its wait has reached the time limit; no verdict while a rank is busy, or just was
+    limit what, limit_s, servers, ranks  its wait has reached the time limit; no verdict while a rank is busy, or just
+                                 was. servers: those that may hold the answer back (late.py); ranks: those at fault
+    holds silent                 of a server that holds answers back: {rank: seconds since its last request} of the
+                                 ranks that this is for; sent again and again, as a sign of life
     failed code, words, traceback    it is about to end with that exit code, and lingers for the others
     unwound                      it has heard the verdict, its program has ended, and it lingers
     left                         it ends well, and takes part in nothing more
@@ -37,8 +40,9 @@ import signal
 from collections.abc import Collection
 from typing import Any
 
+from allred.watch.late import at_fault, ended_since
 from allred.watch.spares import FOLLOW_S, Loss, Spares
-from allred.watch.table import table
+from allred.watch.table import ranks_text, table
 
 GRACE_S = 2.0  # for the others to unwind
 PRINT_S = 0.1  # from there for mpirun to pass on what they have printed: it takes the ranks' output in any order
@@ -80,6 +84,8 @@ class _Rank:
     warn_at: float = 0.0
     end: str = ""  # gone (a spare rank that lingers), unwound, left or dead
     end_at: float = 0.0
+    active: float = 0.0  # when it sent its last event
+    silent: dict[int, float] = dataclasses.field(default_factory=dict)  # of `holds`: rank, time of its last request
 
 
 class Job:
@@ -106,6 +112,7 @@ class Job:
         self._warned: tuple[int, str] | None = None  # who told of which operation
         self._spares = Spares(spares)
         self._notices: list[tuple[float, str]] = []  # when to say that the others go on
+        self._ended_warn_at = warn_s  # how long the ranks that have ended wait before that is told
         self._deaths: list[Death] = []  # not judged yet
         self._lost: list[Death] = []  # deaths of spare ranks
         self._death_due = float("inf")
@@ -124,6 +131,7 @@ class Job:
             self._take_states(event["look"], {int(rank): state for rank, state in event["states"].items()})
         elif event["event"] == "joined" or event["rank"] in self._ranks:
             getattr(self, f"_{event['event']}")(event["rank"], event)
+            self._ranks[event["rank"]].active = now
 
     def tick(self, now: float) -> list[tuple[int | None, Event]]:
         """What to send by now: (rank, message) to a rank, (None, message) to all watchers."""
@@ -133,6 +141,7 @@ class Job:
         if self.verdict is None:
             self._check_left()
             self._check_stalls()
+            self._check_ended()
             self._check_spares()
         else:
             self._tell_verdict()
@@ -183,14 +192,34 @@ class Job:
 
     def _limit(self, rank: int, event: Event) -> None:
         if self._busy_ranks() or self._now < self._busy_at + AFTER_S:
-            self._out.append((rank, {"kind": "wait on"}))
+            self._out.append((rank, {"kind": "wait on", "again_s": event["limit_s"]}))
         elif self.verdict is None and (self._look is None or self._look["event"] != "limit"):
-            self._begin_look(event)
+            late, again_s = list(event.get("ranks", [])), 0.0
+            if servers := event.get("servers"):
+                late, again_s = at_fault(servers, event["limit_s"], self._ranks, self._now)
+            if not again_s:
+                self._begin_look({**event, "late": late})
+            if again_s or self._can_lose(late):
+                self._out.append((rank, {"kind": "wait on", "again_s": again_s or LOOK_S}))
+        elif self.verdict is None and self._look is not None and self._can_lose(self._look["late"]):
+            self._out.append((rank, {"kind": "wait on", "again_s": LOOK_S}))
+
+    def _can_lose(self, late: list[int]) -> bool:
+        """Whether ranks that are silent count as failed, and the others go on."""
+        return bool(late) and self._spares.can_lose(late)
+
+    def _holds(self, rank: int, event: Event) -> None:
+        self._ranks[rank].silent = {int(other): self._now - for_s for other, for_s in event["silent"].items()}
 
     def _failed(self, rank: int, event: Event) -> None:
         if self.verdict is None and self._deaths:
             self._pass_death()
         how = f"failed with exit code {event['code']}" + (f": {event['words']}" if event["words"] else "")
+        if self.verdict is None and rank in self._spares.gone:  # the others have gone on without it before
+            self._end(rank, "gone")
+            self._out.append((rank, {"kind": "linger"}))
+            self._spares.gone[rank].traceback = event["traceback"]
+            return
         if self.verdict is None and self._spares.can_lose([rank]):
             self._end(rank, "gone")
             self._out.append((rank, {"kind": "linger"}))
@@ -460,11 +489,42 @@ class Job:
         roles = {rank: record.known_as.partition(";")[0] for rank, record in self._ranks.items()}
         shown = table(self._size, hosts, roles, states)
         if purpose["event"] == "limit":
-            self._pass(rank, f"{what}: not complete after {purpose['limit_s']:g} s\n{shown}", 1, timeout=True)
+            self._pass_limit(rank, purpose, shown)
+        elif purpose["event"] == "ended":
+            ended = ranks_text([other for other, record in self._ranks.items() if record.end == "left"])
+            waited = self._now - purpose["since"]
+            text = f"{ended} ended {waited:.0f} s ago, and cannot leave MPI before the other ranks end\n{shown}"
+            self._out.append((None, {"kind": "speak", "rank": rank, "text": text[:TEXT_CHARS], "opens": True}))
         elif self._ranks[rank].waits_in == what:
             self._warned = (rank, what)
             waited = self._now - self._ranks[rank].since
             self._say(rank, f"rank {rank} has waited for {waited:.0f} s in {what}\n{shown}")
+
+    def _pass_limit(self, rank: int, purpose: Event, shown: str) -> None:
+        """A wait of this rank has reached its time limit. Without ranks that can be lost the others go on."""
+        late = [other for other in purpose["late"] if not self._ranks[other].end]
+        if self._can_lose(purpose["late"]):
+            how = f"has made no request for {purpose['limit_s']:g} s while others waited for it"
+            for other in late:
+                self._end(other, "gone")
+                self._lose(other, Loss(how, 1, ""))
+            lines = "; ".join(self._line(other, how) for other in late)
+            return self._say(rank, f"{lines}; the others go on\n{shown}") if late else None
+        who = ", ".join(map(self._name, late))
+        did = "did not answer" if set(late).issubset(purpose.get("servers", [])) else "made no request"
+        told = f"; {who} {did} in this time" if who else ""
+        text = f"{purpose['what']}: not complete after {purpose['limit_s']:g} s{told}\n{shown}"
+        self._pass(rank, text, 1, timeout=True)
+
+    def _check_ended(self) -> None:
+        """Tell of ranks that have ended and wait in MPI_Finalize for others. That wait has no limit: a rank may compute
+        alone after the last collective. Servers tell of workers themselves."""
+        since = ended_since(self._ranks, {rank: record.end_at for rank, record in self._ranks.items()})
+        if since is None or self._look is not None or self._now < since + self._ended_warn_at:
+            return
+        self._ended_warn_at = WARN_FACTOR * (self._now - since)
+        rank = min(rank for rank, record in self._ranks.items() if record.end == "left")
+        self._begin_look({"event": "ended", "rank": rank, "what": "", "since": since})
 
     def _say(self, rank: int, text: str) -> None:
         self._out.append((rank, {"kind": "say", "text": text[:TEXT_CHARS]}))

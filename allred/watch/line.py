@@ -16,6 +16,7 @@ import signal
 import socket
 import time
 import types
+from collections.abc import Sequence
 from typing import Any
 
 from allred.errors import AllredError, CollectiveTimeout, RemoteRankError
@@ -67,11 +68,13 @@ class Line:
         self.failed = False  # and has said so
         self.gone: dict[int, str] = {}  # spare ranks that have failed or died (spares.py), and how, the first one first
         self.gone_code = 0  # the exit code of the first
+        self.dropped: CollectiveTimeout | None = None  # the others go on without this rank: it was silent for too long
         self.lingers = False  # for as long as it takes, until the watcher says that the others have ended
         self.waits = False  # in allred: then the waiting loop raises, not the handler
         self._host, self._speaks, self._pid = hello["host"], speaks, os.getpid()
         self.busy = False  # with what must not be cut short: then nothing is raised here
-        self._raised = self._may_wait = False
+        self._raised = False
+        self._again_s = 0.0  # a wait may go on, and reaches its limit again in so many seconds
         self._held_at = -RELEASE_S
         self.hushed = False  # the program is at its end: nothing is to be raised in it
         self._pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -110,17 +113,24 @@ class Line:
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
         self.read()
         hook = frame is not None and frame.f_globals.get("__name__") == "allred.watch.uncaught"
-        if self.verdict is not None and not (self._raised or self.waits or self.busy or self.hushed or hook):
+        if self.over_here and not (self._raised or self.waits or self.busy or self.hushed or hook):
             raise self.error()
+
+    @property
+    def over_here(self) -> bool:
+        """Whether this rank has an error to raise: the verdict, or that the others go on without it."""
+        return self.verdict is not None or self.dropped is not None
 
     def pending(self) -> bool:
         """Whether there is a verdict that nobody has raised here: it came in a wait, which then ended well."""
-        return self.verdict is not None and not (self._raised or self.hushed)
+        return self.over_here and not (self._raised or self.hushed)
 
     def error(self) -> AllredError:
-        """The verdict's exception, to be raised; by the handler only if it was not raised before."""
-        assert self.verdict is not None
+        """The exception of `over_here`, to be raised; by the handler only if it was not raised before."""
         self._raised = True
+        if self.verdict is None:
+            assert self.dropped is not None
+            return self.dropped
         return self.verdict.error()
 
     def duplicate(self) -> int:
@@ -150,12 +160,14 @@ class Line:
         elif message["kind"] == "linger":
             self.lingers = True
         elif message["kind"] == "wait on":
-            self._may_wait = True
+            self._again_s = message["again_s"]
         elif message["kind"] == "hold":
             self._held_at = time.monotonic()
         elif message["kind"] == "gone":
             self.gone[message["rank"]] = message["how"]
             self.gone_code = self.gone_code or message["code"]
+            if message["rank"] == self.rank and not (self.failed or self.hushed):
+                self.dropped = CollectiveTimeout(f"this rank {message['how']}; the others go on without it")
         elif message["kind"] == "verdict" and self.verdict is None:
             fields = {field.name: message[field.name] for field in dataclasses.fields(Verdict)}
             self.verdict = Verdict(**fields)
@@ -230,12 +242,21 @@ class Line:
         self.read()
         return self.released or self.verdict is not None or not self._alive()
 
-    def limit(self, what: str, limit_s: float) -> bool:
-        """A wait has reached its limit: ask for the verdict. True: the wait may go on, for another rank is busy."""
-        self._may_wait = False
-        self.tell("limit", what=what[:_WORDS_CHARS], limit_s=limit_s)
-        self._await(ANSWER_S, lambda: self.verdict is not None or self._may_wait)
-        return self._may_wait and self.verdict is None
+    def limit(self, what: str, limit_s: float, servers: Sequence[int] = (), ranks: Sequence[int] = ()) -> float:
+        """A wait has reached its limit: ask for the verdict. The seconds for which the wait may go on, since another
+        rank is busy or not silent for so long; 0.0: it may not. servers, ranks: see the event `limit` of job.py."""
+        self._again_s = 0.0
+        self.ask_for_verdict(what, limit_s, servers, ranks)
+        self._await(ANSWER_S, lambda: self.over_here or self._again_s > 0)
+        return 0.0 if self.over_here else self._again_s
+
+    def ask_for_verdict(self, what: str, limit_s: float, servers: Sequence[int], ranks: Sequence[int] = ()) -> None:
+        """`limit` without waiting for the answer: for a rank that goes on looking for other things."""
+        self.tell("limit", what=what[:_WORDS_CHARS], limit_s=limit_s, servers=list(servers), ranks=list(ranks))
+
+    def watched(self) -> bool:
+        """Whether there is still a watcher."""
+        return self._alive()
 
     def await_verdict(self) -> None:
         """For a moment, where there has to be one soon."""

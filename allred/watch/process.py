@@ -220,6 +220,8 @@ class Watcher:
 
     def _send(self, messages: list[tuple[int | None, Event]]) -> None:
         for rank, message in messages:
+            if message.get("opens"):  # there is no death by which it was opened before
+                self._open_outlet()
             if message["kind"] == "speak" and self._outlet >= 0:  # of this node, which is mpirun's as a rule
                 self._speak(f"allred: {message['text']}\n")
                 continue

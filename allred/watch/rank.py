@@ -62,13 +62,15 @@ class Rank:
         self.connection.close()
 
     def _note(self, event: Event) -> None:
+        if event["event"] == "holds":
+            return
         if event["event"] == "waiting":
             self.waits_in, self.since = event["what"], time.monotonic() - event["since_s"]
-        elif event["event"] == "limit":
+        elif event["event"] == "limit" and event["what"] != self.waits_in:
             self.waits_in, self.since = event["what"], time.monotonic() - event["limit_s"]
         elif event["event"] == "known_as":
             self.known_as = event["text"]
-        else:
+        elif event["event"] != "limit":
             self.waits_in = ""
         self.left = self.left or event["event"] == "left"
         self.ending = _ENDS.get(event["event"], self.ending)

@@ -1,7 +1,8 @@
 """A wait in allred that has become long: what this rank's watcher hears of it, and how it ends."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 
 from allred.errors import CollectiveTimeout
 from allred.watch import line
@@ -10,12 +11,34 @@ WHAT_CHARS = 500
 TELL_S = 1.0  # most waits are shorter, and nobody needs to hear of them
 
 
+def _nobody() -> Sequence[int]:
+    return ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Awaited:
+    """For which ranks a wait of mode ps is, by their numbers in the world. The time limit counts from their last sign
+    of progress.
+
+    servers: they may hold the answer back until other ranks make a request (watch/late.py).
+    ranks: called at the limit, those that are at fault then.
+    trains: the others may train on for as long as they like: without a watcher, that knows of it, there is no limit.
+    """
+
+    servers: Sequence[int] = ()
+    ranks: Callable[[], Sequence[int]] = _nobody
+    trains: bool = False
+
+
 class Wait:
     """`what`: the operation, in words. `quiet`: it is meant to take long, so nobody is to be warned. `members`: the
-    ranks that may be waited for, by their numbers in the world; None: all."""
+    ranks that may be waited for, by their numbers in the world; None: all. `awaited`: those that are, where known."""
 
-    def __init__(self, what: str, quiet: bool, members: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, what: str, quiet: bool, members: Sequence[int] | None = None, awaited: Awaited | None = None
+    ) -> None:
         self._what, self._quiet, self._told = what, quiet, False
+        self._awaited = awaited or Awaited()
         self._members = None if members is None else list(members)
 
     def go_on(self, waited_s: float, peers: bool) -> None:
@@ -35,18 +58,27 @@ class Wait:
         if line.current is not None and self._told:
             line.current.tell("going")
 
-    def limit(self, limit_s: float) -> Exception | None:
-        """The error for a wait that has reached its limit: with what all ranks are doing, where there are watchers.
-        None: a rank does something that takes as long as it takes (`busy`), so the wait has to begin anew."""
+    def limit(self, limit_s: float) -> Exception | float:
+        """The error for a wait that has reached its limit: with what all ranks are doing, where there are watchers. Or
+        the seconds for which it may go on: a rank does something that takes as long as it takes (`busy`), or those that
+        are waited for make progress."""
         if line.current is not None:
-            if line.current.limit(self._what, limit_s):
-                return None
-            if line.current.verdict is not None:
+            again_s = line.current.limit(self._what, limit_s, self._awaited.servers, self._awaited.ranks())
+            if again_s:
+                return again_s
+            if line.current.over_here:
                 return line.current.error()
+        if self._awaited.trains and not watched():
+            return limit_s
         return CollectiveTimeout(
             f"{self._what}: not complete after {limit_s:g} s; a rank is late, stopped or gone, or does not call this "
             "operation. If so long a wait is meant, raise ALLRED_TIMEOUT_S, or wait inside allred.patience(seconds)"
         )
+
+
+def watched() -> bool:
+    """Whether a watcher hears of this rank, and knows the other ranks."""
+    return line.current is not None and line.current.watched()
 
 
 @contextlib.contextmanager

@@ -323,7 +323,7 @@ def test_a_time_limit_is_put_off_while_a_rank_is_busy_and_for_a_moment_after():
     script.hear("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
     script.hear("busy", 0, 9.0, is_so=False)
     script.hear("limit", 2, 8.9 + job.AFTER_S, what="barrier() #5", limit_s=5.0)
-    assert script.take("wait on") == [(2, {"kind": "wait on"})] * 2
+    assert script.take("wait on") == [(2, {"kind": "wait on", "again_s": 5.0})] * 2
     script.hear("limit", 2, 9.1 + job.AFTER_S, what="barrier() #5", limit_s=5.0)
     assert len(script.take("look")) == 1
 

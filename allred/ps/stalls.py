@@ -1,0 +1,114 @@
+"""Workers that make no request while others wait for them: what a server tells its watcher.
+
+Every second in which a server holds answers back, it tells for which workers it does so, and for how long each of them
+has made no request (the event `holds` of watch/job.py). The waits of the other workers have their time limit from that.
+A worker that waits at its end cannot warn or end the job itself, so the server does both for it.
+"""
+
+from collections.abc import Callable, Collection
+
+from allred.errors import CollectiveTimeout
+from allred.ps.running import Running
+from allred.watch import line
+from allred.watch.wait import watched
+
+TICK_S = 1.0  # at most, between two looks
+_TELL_S = 1.0  # how long a worker is silent, or all of them, before the watcher hears of it
+
+
+class Stalls:
+    """Of one server. now: the clock, in seconds."""
+
+    def __init__(self, running: Running, now: float) -> None:
+        self._ranks = range(running.servers, running.servers + running.workers)
+        self._server, self._timeout_s = running.rank, float(running.config.timeout_s)
+        self._last = [now] * running.workers  # when each worker made its last request
+        self._last_of_all = now
+        self._ended_at: float | None = None  # when the first worker began to wait at its end
+        self._told = ""  # what the watcher has heard that this server waits in
+        self._told_of: list[int] = []  # workers that were silent then; none: it waited for any request
+        self._holds = False
+        self._next = now
+
+    def heard(self, worker: int, now: float) -> None:
+        """The worker has made a request."""
+        self._last[worker] = self._last_of_all = now
+        if self._told and (not self._told_of or worker in self._told_of):
+            self._tell_going()
+
+    def silent_s(self, now: float) -> float:
+        """For how long no worker has made a request."""
+        return now - self._last_of_all
+
+    def idle(self, words: Callable[[], str], now: float) -> None:
+        """No request is there. words: who waits for whom, if anybody does."""
+        tell_s = _TELL_S if line.current is None else min(_TELL_S, line.current.warn_s / 2)
+        if not self._told and self.silent_s(now) > tell_s:
+            who = words()
+            what = f"service: {who}" if who else "service, without a request"
+            self._tell_waiting(what, self.silent_s(now), [], quiet=True)
+
+    def due(self, now: float) -> bool:
+        """Whether it is time for `look`."""
+        return now >= self._next
+
+    def look(self, awaited: Collection[int], ended: Collection[int], waits_here: bool, now: float) -> None:
+        """Tell which workers are waited for. ended: those that wait at their end, for as long as others train.
+        waits_here: False in another wait of this server, which is told of, and has a time limit of its own. Raises
+        CollectiveTimeout at the time limit without a watcher."""
+        warn_s = line.current.warn_s if line.current is not None else TICK_S
+        self._next = now + min(TICK_S, warn_s / 4, self._timeout_s / 8)
+        self._tell_holds(awaited, now)
+        if not waits_here:
+            self._told, self._told_of = "", []
+            return
+        if not ended or not awaited:
+            self._ended_at = None
+            if self._told_of:
+                self._tell_going()
+            return
+        self._ended_at = now if self._ended_at is None else self._ended_at
+        silent = {worker: now - max(self._last[worker], self._ended_at) for worker in sorted(awaited)}
+        late = [worker for worker, for_s in silent.items() if for_s > min(_TELL_S, warn_s / 2)]
+        has, its, waits = ("has", "its", "waits") if len(ended) == 1 else ("have", "their", "wait")
+        what = f"service: {named(sorted(ended))} {has} made {its} last step, and {waits} for {named(late)}"
+        if late and late != self._told_of:
+            self._tell_waiting(what, max(silent.values()), late, quiet=False)
+        if any(for_s >= self._timeout_s for for_s in silent.values()):
+            self._ask(what, late)
+
+    def _ask(self, what: str, late: list[int]) -> None:
+        if watched() and line.current is not None:
+            line.current.ask_for_verdict(what, self._timeout_s, [self._server])
+            return
+        raise CollectiveTimeout(
+            f"{what}: {named(late)} made no request for {self._timeout_s:g} s, and is late, stopped or gone. If such a "
+            "pause is meant, raise ALLRED_TIMEOUT_S"
+        )
+
+    def _tell_holds(self, awaited: Collection[int], now: float) -> None:
+        if line.current is not None and (awaited or self._holds):
+            silent = {self._ranks[worker]: round(now - self._last[worker], 1) for worker in awaited}
+            line.current.tell("holds", silent=silent)
+            line.current.read()
+            if line.current.pending():
+                raise line.current.error()
+        self._holds = bool(awaited)
+
+    def _tell_waiting(self, what: str, since_s: float, late: list[int], quiet: bool) -> None:
+        if line.current is not None:
+            self._told, self._told_of = what, late
+            line.current.tell("waiting", what=self._told, since_s=since_s, peers=False, quiet=quiet)
+
+    def _tell_going(self) -> None:
+        if line.current is not None:
+            line.current.tell("going")
+        self._told, self._told_of = "", []
+
+
+def named(workers: list[int]) -> str:
+    """
+    >>> named([0, 2])
+    'workers 0,2'
+    """
+    return f"worker{'s' * (len(workers) > 1)} {','.join(map(str, workers))}"

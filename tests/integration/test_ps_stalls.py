@@ -1,0 +1,95 @@
+"""Mode ps: a worker that stalls while the others are at the end of their data, or wait for it in a step."""
+
+import re
+
+import pytest
+from ps_jobs import check_end, done, job
+
+LIMITS = {"stall_warning_s": 1, "timeout_s": 4, "check_steps": 0}
+SESSION = """
+with allred.Session(log_steps=None) as session:
+    opt = allred.distributed(allred.optim.SGD(lr=1.0))
+    session.track(params=params, optimizer=opt)
+    for step in session.steps(range(6)):
+        if me == 1 and step == 3: stall()
+        opt.step(params, ones)
+"""
+STEPS = "train(3)\nif me == 1: stall()\ntrain(3)\ndone()"
+SLEEPS = "def stall(): time.sleep(1e5)\n"
+STOPS = "def stall(): os.kill(os.getpid(), signal.SIGSTOP)\n"
+STATES = {SLEEPS: r"in Python at <string>:\d+ \(stall\)", STOPS: r"stopped \(kill -CONT"}
+
+
+def check_told(result, stall):
+    """One warning and one error, both with the table, which names the worker, its state and its line."""
+    table = rf"(?:  rank.*\n)*  rank 2 \(worker 1\) +\S+ +{STATES[stall]}"
+    assert len(re.findall(rf"^allred: rank \d has waited for \d s in .*\n{table}", result.err, re.M)) == 1, result.text
+    error = rf"not complete after 4 s; rank 2 \(worker 1\) made no request in this time\n{table}"
+    assert re.search(error, result.err), result.text
+
+
+@pytest.mark.parametrize(
+    ("stall", "make", "policy", "mpi"),
+    [(SLEEPS, "", "async", "mpich"), (STOPS, SESSION, "bounded", "openmpi")],
+    ids=["plain", "session"],
+)
+def test_the_others_are_at_the_end(stall, make, policy, mpi, tmp_path):
+    how = {"make": stall + make} if make else {"before": stall}
+    result = job(tmp_path, "" if make else STEPS, 2, 1, mpi=mpi, consistency=policy, **how, **LIMITS)
+    check_end(result, 1, mpi)
+    check_told(result, stall)
+
+
+def test_all_others_have_ended(tmp_path):
+    """Worker 0, which would print the statistics, is the one that stalls: the others are in MPI_Finalize."""
+    result = job(tmp_path, STEPS.replace("me == 1", "me == 0"), 3, 1, before=SLEEPS, **LIMITS)
+    check_end(result, 1)
+    words = "service: workers 1,2 have made their last step, and wait for worker 0"
+    assert f"has waited for 1 s in {words}\n" in result.err, result.text
+    error = rf"CollectiveTimeout: {words}: not complete after 4 s; rank 1 \(worker 0\) made no request in this time\n"
+    assert re.search(error, result.err), result.text
+
+
+def test_a_slow_worker_that_trains_on_is_not_late(tmp_path):
+    """It trains for longer than the time limit, but makes a step now and then."""
+    body = "train(2)\nif me == 1: train(50, 0.3)\ndone()"
+    result = job(tmp_path, body, 2, 1, **LIMITS | {"timeout_s": 8, "stall_warning_s": 8})
+    check_end(result, 0)
+    assert done(result) == {0, 1}, result.text
+    assert "has waited for" not in result.err, result.text
+
+
+@pytest.mark.parametrize(
+    ("stall", "policy", "mpi"), [(SLEEPS, "async", "openmpi"), (STOPS, "sync", "mpich")], ids=["end", "step"]
+)
+def test_the_others_go_on_without_it(stall, policy, mpi, tmp_path):
+    settings = {"worker_failure": "go_on", "consistency": policy, **LIMITS}
+    result = job(tmp_path, STEPS, 3, 1, before=stall, mpi=mpi, **settings)
+    check_end(result, 1, mpi)
+    assert done(result) == {0, 2}, result.text
+    words = r"rank 2 \(worker 1\) on \S+ has made no request for 4 s while others waited for it; the others go on\n"
+    assert re.search(rf"{words}(?:  rank.*\n)*  rank 2 \(worker 1\) +\S+ +{STATES[stall]}", result.err), result.text
+    if stall == SLEEPS:  # it hears of it, and raises
+        assert "CollectiveTimeout: this rank has made no request for 4 s" in result.err, result.text
+
+
+def test_a_worker_that_stops_in_the_middle_of_its_gradient_counts_as_failed(tmp_path):
+    """The server, which takes the gradient, waits for the rest of it."""
+    own = """
+class Slow:
+    count = 0
+    def step(self, params, grads):
+        self.count += 1
+        time.sleep(0.6 if self.count > 2 else 0)
+        params["w"] -= grads["w"]
+opt = allred.distributed(Slow())
+opt.broadcast(params)
+if me == 1: threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+for _ in range(8): opt.step(params, ones)
+print("done", me, flush=True)
+"""
+    result = job(tmp_path, "", 3, 1, False, 2_000_000, own, worker_failure="go_on", **LIMITS | {"timeout_s": 5})
+    check_end(result, 1)
+    assert done(result) == {0, 2}, result.text
+    assert "rank 2 (worker 1)" in result.err, result.text
+    assert "has made no request for 5 s while others waited for it; the others go on\n" in result.err, result.text

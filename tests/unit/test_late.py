@@ -1,0 +1,150 @@
+"""Which ranks are at fault at a time limit, and what the job makes of it. Rank 0 is a server, the others work."""
+
+import types
+
+import pytest
+
+from allred.watch import job
+from allred.watch.job import Job
+from allred.watch.late import AGAIN_S, at_fault, ended_since
+
+STEP = {"what": "step 4", "limit_s": 6.0, "servers": [0], "ranks": []}
+
+
+def seen(active=0.0, silent=None, end="", waits_in=""):
+    return types.SimpleNamespace(active=active, silent=silent or {}, end=end, waits_in=waits_in)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "late", "again_s"),
+    [
+        ({0: seen(10.0, {2: 4.0}), 2: seen()}, [2], 0.0),
+        ({0: seen(10.0, {2: 7.0}), 2: seen()}, [], 3.0),  # it made a request 3 s ago
+        ({0: seen(10.0, {2: 4.1}), 2: seen()}, [], AGAIN_S),
+        ({0: seen(10.0, {2: 4.0, 3: 9.0}), 2: seen(), 3: seen()}, [2], 0.0),
+        ({0: seen(10.0, {2: 1.0}), 2: seen(waits_in="barrier() #3")}, [], 6.0),  # that wait has its own limit
+        ({0: seen(10.0, {2: 1.0}), 2: seen(end="gone")}, [], 6.0),
+        ({0: seen(4.0, {2: 1.0}), 2: seen()}, [0], 0.0),  # the server does not answer: what it told is out of date
+        ({0: seen(7.0)}, [], 3.0),
+    ],
+)
+def test_who_is_at_fault(ranks, late, again_s):
+    assert at_fault([0], 6.0, ranks, 10.0) == (late, pytest.approx(again_s))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "since"),
+    [
+        ([seen(end="left"), seen(2.0)], 5.0),
+        ([seen(end="left"), seen(7.0)], 7.0),
+        ([seen(end="left"), seen(end="dead")], None),
+        ([seen(), seen()], None),
+        ([seen(end="left"), seen(waits_in="barrier() #3"), seen()], None),
+        ([seen(end="left"), seen(silent={2: 1.0}), seen()], None),  # a server tells of it
+    ],
+)
+def test_since_when_ranks_that_have_ended_wait(ranks, since):
+    assert ended_since(dict(enumerate(ranks)), dict.fromkeys(range(len(ranks)), 5.0)) == since
+
+
+class Script:
+    """A server and three workers; `messages` are those since the last `take`."""
+
+    def __init__(self, spares=()):
+        self.job, self.messages = Job(4, 1, 30.0, spares), []
+        for rank in range(4):
+            self.hear("joined", rank, 0.0, host="here")
+            self.hear("known_as", rank, 0.0, text=f"worker {rank - 1}" if rank else "parameter server 0")
+
+    def hear(self, event, rank, now, **rest):
+        self.job.hear({"event": event, "rank": rank, **rest}, now)
+        self.messages += self.job.tick(now)
+
+    def look(self, now):
+        """The watcher answers a look."""
+        states = {str(rank): "in Python at train.py:7 (step)" for rank in range(4)}
+        self.hear("looked", None, now, node=0, look=self.job._looks, states=states)
+
+    def take(self, kind):
+        found = [(rank, message) for rank, message in self.messages if message["kind"] == kind]
+        self.messages = []
+        return found
+
+
+def test_a_wait_goes_on_while_the_awaited_worker_makes_requests():
+    script = Script()
+    for now in (4.0, 8.0, 12.0):
+        script.hear("holds", 0, now, silent={"2": 1.0})
+    script.hear("limit", 1, 12.0, **STEP)
+    assert script.take("wait on") == [(1, {"kind": "wait on", "again_s": 5.0})]
+    assert script.job.verdict is None
+
+
+def test_a_worker_that_made_no_request_is_named_with_the_table():
+    script = Script()
+    script.hear("holds", 0, 8.0, silent={"2": 7.0})
+    script.hear("limit", 1, 8.0, **STEP)
+    assert not script.take("wait on")
+    script.look(8.1)
+    first, *shown = script.job.verdict["text"].splitlines()
+    assert first == "step 4: not complete after 6 s; rank 2 (worker 1) made no request in this time"
+    assert shown == ["  ranks 0-3  here         in Python at train.py:7 (step)"]
+    assert (script.job.verdict["timeout"], script.job.verdict["code"]) == (True, 1)
+
+
+def test_a_server_that_does_not_answer_is_named():
+    script = Script()
+    script.hear("holds", 0, 1.0, silent={"2": 7.0})
+    script.hear("limit", 1, 8.0, **STEP)
+    script.look(8.1)
+    assert "rank 0 (parameter server 0) did not answer in this time\n" in script.job.verdict["text"]
+
+
+def test_a_spare_worker_that_made_no_request_counts_as_failed():
+    script = Script(spares=(1, 2, 3))
+    script.hear("holds", 0, 8.0, silent={"2": 7.0})
+    script.hear("limit", 1, 8.0, **STEP)
+    assert script.take("wait on") == [(1, {"kind": "wait on", "again_s": job.LOOK_S})]
+    script.hear("limit", 3, 8.05, **STEP)  # which looks for the same worker
+    assert script.take("wait on") == [(3, {"kind": "wait on", "again_s": job.LOOK_S})]
+    script.look(8.1)
+    how = "has made no request for 6 s while others waited for it"
+    messages, script.messages = script.messages, []
+    assert (None, {"kind": "gone", "rank": 2, "host": "here", "how": how, "code": 1}) in messages
+    [text] = [message["text"] for _, message in messages if message["kind"] == "say"]
+    assert text.startswith(f"rank 2 (worker 1) on here {how}; the others go on\n  ranks 0-3")
+    assert script.job.verdict is None
+    script.hear("failed", 2, 9.0, code=1, words="CollectiveTimeout: ...", traceback="Traceback ...")
+    assert script.take("linger") == [(2, {"kind": "linger"})]
+    for rank in (0, 1, 3):
+        script.hear("left", rank, 20.0)
+    assert (script.job.verdict["rank"], script.job.verdict["code"]) == (2, 1)
+    assert (script.job.verdict["text"], script.job.verdict["traceback"]) == (
+        f"rank 2 (worker 1) on here {how}", "Traceback ...",
+    )  # fmt: skip
+
+
+def test_the_last_worker_that_is_left_is_not_spare():
+    script = Script(spares=(1, 2, 3))
+    for rank in (1, 3):
+        script.hear("failed", rank, 1.0, code=3, words="", traceback="")
+    script.hear("limit", 0, 8.0, what="a request of worker 1", limit_s=6.0, servers=[], ranks=[2])
+    script.look(8.1)
+    assert "; rank 2 (worker 1) made no request in this time" in script.job.verdict["text"]
+
+
+def test_ranks_that_have_ended_and_wait_are_told_of_again_and_again():
+    script = Script()
+    for rank in (0, 1, 3):
+        script.hear("left", rank, 5.0)
+    for now in (34.9, 35.0):
+        script.messages += script.job.tick(now)
+    assert [message["kind"] for _, message in script.messages] == ["look"]
+    script.look(35.1)
+    [(_, told)] = script.take("speak")
+    assert told["text"].startswith("ranks 0-1,3 ended 30 s ago, and cannot leave MPI before the other ranks end\n")
+    script.messages += script.job.tick(124.0)
+    assert not script.take("look")
+    script.messages += script.job.tick(125.5)
+    assert script.take("look")
+    assert script.job.verdict is None
