@@ -1,4 +1,5 @@
-"""Memory: /dev/shm, where MPI keeps its queues; what may be locked, which RDMA needs; what the cgroup allows.
+"""Memory: /dev/shm, where MPI keeps its queues, and the files of killed jobs there; what may be locked, which RDMA
+needs; what the cgroup allows.
 
 allred's own shared memory is a memfd, which is not in /dev/shm; which way ranks share it is tried in trials.py.
 """
@@ -12,6 +13,7 @@ from allred.bench.table import size_name
 from allred.doctor import limits
 from allred.doctor.line import FAIL, NOTE, OK, WARN, Line
 from allred.doctor.ranks import Seen, by_host, compared, who
+from allred.watch import shm_files
 
 # What a rank takes of /dev/shm: Open MPI 5 asks for files of 16 MiB, MPICH 5 fills about 5 MiB. Measured.
 SHM_RANK_BYTES = 16 * 2**20
@@ -29,6 +31,8 @@ class Memory:
     rdma: bool
     machine_bytes: int
     cgroup_bytes: int | None
+    unused_files: int = 0  # MPICH's in /dev/shm, of this user, which no process uses
+    unused_bytes: int = 0
 
 
 def look() -> Memory:
@@ -37,6 +41,7 @@ def look() -> Memory:
     if os.access(_SHM, os.W_OK):
         status = os.statvfs(_SHM)
         shm_bytes, shm_free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+    unused = shm_files.unused()
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return Memory(
         shm_bytes=shm_bytes,
@@ -45,6 +50,8 @@ def look() -> Memory:
         rdma=_INFINIBAND.is_dir() and any(_INFINIBAND.iterdir()),
         machine_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         cgroup_bytes=limits.look().memory_bytes,
+        unused_files=len(unused),
+        unused_bytes=sum(unused.values()),
     )
 
 
@@ -74,11 +81,16 @@ def _shm(host: str, ranks: list[Seen[Memory]]) -> Line:
     if facts.shm_bytes is None:
         found = f"not there, or not writable, on {host}; MPI's ranks of a host meet in it"
         return Line(FAIL, "/dev/shm", found, "mount -t tmpfs -o mode=1777,size=1g tmpfs /dev/shm")
-    found = f"{about(facts.shm_free)} free of {about(facts.shm_bytes)} on {host}"
-    if facts.shm_free >= needed:
-        return Line(OK, "/dev/shm", found)
-    found += f"; MPI may ask for {about(needed)} for {len(ranks)} rank{'s' * (len(ranks) > 1)}"
-    return Line(WARN, "/dev/shm", found, "docker run --shm-size=1g ..., or mount -o remount,size=1g /dev/shm")
+    found, remedies = f"{about(facts.shm_free)} free of {about(facts.shm_bytes)} on {host}", []
+    if facts.unused_files:
+        plural = "s" * (facts.unused_files > 1)
+        found += f"; {about(facts.unused_bytes)} in {facts.unused_files} file{plural} of killed MPICH jobs"
+        remedies.append("python -m allred.watch.shm_files")
+    if facts.shm_free < needed:
+        found += f"; MPI may ask for {about(needed)} for {len(ranks)} rank{'s' * (len(ranks) > 1)}"
+        remedies.append("docker run --shm-size=1g ..., or mount -o remount,size=1g /dev/shm")
+    verdict = WARN if facts.shm_free < needed else NOTE if facts.unused_files else OK
+    return Line(verdict, "/dev/shm", found, "; or ".join(remedies))
 
 
 def _locked(ranks: list[Seen[Memory]]) -> Line:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 from allred.detached import serve
-from allred.watch import state
+from allred.watch import shm_files, state
 from allred.watch.job import LARGEST, Event, Job
 from allred.watch.link import Guest, Link, connect
 from allred.watch.rank import HELLO_S, Rank
@@ -49,6 +49,7 @@ class Watcher:
         self._give_up_at = time.monotonic() + LONELY_S
         self._last_death = 0.0
         self._outlet = -1  # where a death may be told of
+        self._shm_files: set[shm_files.File] = set()  # of MPICH, which the ranks have mapped
         unix = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         unix.bind("")  # Linux chooses a name, which is not a file
         self.name = unix.getsockname().decode("latin-1")
@@ -79,6 +80,12 @@ class Watcher:
                 self._send(self._job.tick(now))
             if now > self._last_death + STAY_S:
                 self._speak("")
+            if all(rank.dead for rank in self._ranks.values()):
+                self._delete_shm_files()
+        deadline = time.monotonic() + STAY_S  # the kernel unmaps a dead rank's files a moment later
+        while self._shm_files and not all(rank.left for rank in self._ranks.values()) and time.monotonic() < deadline:
+            time.sleep(TICK_S)
+            self._delete_shm_files()
 
     def _over(self, now: float) -> bool:
         complete = len(self._ranks) == self._settings["ranks"] or now > self._give_up_at
@@ -88,6 +95,10 @@ class Watcher:
             return bool(self._ranks) and now > self._last_death + STAY_S
         untold = not all(rank.left for rank in self._ranks.values())
         return not untold or now > self._last_death + STAY_S  # it may take a moment to know whose death is to be told
+
+    def _delete_shm_files(self) -> None:
+        """Delete what the ranks have left in /dev/shm, except files that a process uses."""
+        self._shm_files = {file for file in self._shm_files if not shm_files.delete(file)}
 
     # Ranks of this node.
 
@@ -103,6 +114,7 @@ class Watcher:
             connection.close()
             return
         self._ranks[rank.number] = rank
+        self._shm_files |= shm_files.mapped(rank.pid)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear(rank))
         self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda: self._bury(rank))
         rank.send({"kind": "welcome"})

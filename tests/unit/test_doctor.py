@@ -205,6 +205,7 @@ MEMORY = memory.Memory(GiB, GiB, None, False, 64 * GiB, None)
         ({"shm_free": 32 * MiB}, "/dev/shm", OK),
         ({"shm_free": 32 * MiB - 1}, "/dev/shm", WARN),
         ({"shm_bytes": None}, "/dev/shm", FAIL),
+        ({"unused_files": 1, "unused_bytes": 4096}, "/dev/shm", NOTE),
         ({"locked_bytes": 8 * MiB}, "locked memory", OK),
         ({"locked_bytes": 8 * MiB, "rdma": True}, "locked memory", WARN),
         ({"rdma": True}, "locked memory", OK),
@@ -216,6 +217,16 @@ def test_memory(change, topic, verdict):
     lines = memory.judge(seen(*[dataclasses.replace(MEMORY, **change)] * 2))
     assert about(lines, topic).verdict == verdict
     assert [one.topic for one in lines] == ["/dev/shm", "locked memory", "memory"]
+
+
+def test_files_of_killed_jobs():
+    some = dataclasses.replace(MEMORY, unused_files=2, unused_bytes=4 * MiB)
+    line = about(memory.judge(seen(some)), "/dev/shm")
+    assert line.found.endswith("; 4 MiB in 2 files of killed MPICH jobs")
+    assert line.remedy == "python -m allred.watch.shm_files"
+    line = about(memory.judge(seen(dataclasses.replace(some, shm_free=0))), "/dev/shm")
+    assert line.verdict == WARN
+    assert line.remedy.startswith("python -m allred.watch.shm_files; or docker run --shm-size=1g")
 
 
 # ---- launchers

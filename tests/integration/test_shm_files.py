@@ -1,0 +1,75 @@
+"""What killed jobs leave in /dev/shm. Each job has a /dev/shm of its own, where no other job's files come and go."""
+
+import json
+
+import pytest
+from harness import BIN, run
+
+PROGRAM = """
+import os, pathlib, signal, sys, time
+import allred
+allred.init(banner=False)
+pathlib.Path(sys.argv[1], str(os.getpid())).touch()
+if sys.argv[2] == "one rank is killed" and allred.rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[2] == "a rank raises" and allred.rank() == 1:
+    raise OSError("on purpose")
+for _ in range(600):
+    allred.barrier()
+    time.sleep(0.1)
+"""
+
+# Creates a file that no rank maps, runs the job, and prints the files that are left.
+DRIVER = """
+import os, pathlib, signal, subprocess, sys, time
+directory, case, *command = sys.argv[1:]
+shm, pids = pathlib.Path("/dev/shm"), pathlib.Path(directory, "pids")
+pids.mkdir()
+(shm / "mpich_shm_1234abcd_0").write_bytes(bytes(4096))
+mpirun = subprocess.Popen([*command, str(pids), case])
+def wait(condition):
+    deadline = time.monotonic() + 40
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+if case == "all are killed":
+    wait(lambda: len(os.listdir(pids)) == 3)
+    print(len(list(shm.glob("mpich_shm_*"))), "files")
+    for pid in [mpirun.pid, *map(int, os.listdir(pids))]:
+        os.kill(pid, signal.SIGKILL)
+mpirun.wait()
+wait(lambda: len(os.listdir(shm)) == 1)
+print(*sorted(os.listdir(shm)))
+"""
+
+
+@pytest.fixture
+def alone():
+    """The beginning of a command that runs with an empty /dev/shm of its own."""
+    words = ["unshare", "--mount", "--map-root-user", "sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh"]
+    if run([*words, "true"]).code:
+        pytest.skip("unshare cannot make a mount namespace here")
+    return words
+
+
+@pytest.mark.parametrize("case", ["all are killed", "one rank is killed", "a rank raises"])
+def test_mpichs_file_of_a_dead_job_is_deleted_and_no_other(alone, tmp_path, case):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    mpirun = [BIN["mpich"] / "mpirun", "-np", 3, BIN["mpich"] / "python", tmp_path / "program.py"]
+    result = run([*alone, BIN["mpich"] / "python", "-c", DRIVER, tmp_path, case, *mpirun], timeout_s=90)
+    assert case != "all are killed" or "2 files" in result.out, result.text
+    assert result.out.splitlines()[-1] == "mpich_shm_1234abcd_0", result.text
+    assert not result.left, result.text
+
+
+def test_the_doctor_counts_files_of_killed_jobs_and_its_command_deletes_them(alone):
+    """The file of a rank without a watcher stays; a file that a process has open is not counted."""
+    killed = "import os; from mpi4py import MPI; os.kill(os.getpid(), 9)"
+    shell = 'exec 3<>/dev/shm/mpich_shm_1234abcd_0; "$0" -c "$1"; "$0" -m allred doctor --json; '
+    shell += '"$0" -m allred.watch.shm_files; ls /dev/shm'
+    result = run([*alone, "sh", "-c", shell, BIN["mpich"] / "python", killed])
+    (line,) = [json.loads(text) for text in result.out.splitlines() if '"/dev/shm"' in text]
+    assert (line["verdict"], line["remedy"]) == ("note", "python -m allred.watch.shm_files"), result.text
+    assert "in 1 file of killed MPICH jobs" in line["found"], result.text
+    deleted, left = result.out.splitlines()[-2:]
+    assert deleted.startswith("deleted in /dev/shm: 1 of MPICH's files that no process used, "), result.text
+    assert left == "mpich_shm_1234abcd_0", result.text

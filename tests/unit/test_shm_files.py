@@ -1,0 +1,98 @@
+"""allred.watch.shm_files: which files of MPICH are in use is asked of the kernel."""
+
+import mmap
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+
+import pytest
+
+from allred.watch import shm_files
+
+MAP = """
+import mmap, os, sys
+mapped = mmap.mmap(os.open(sys.argv[1], os.O_RDWR), 4096)
+print("mapped", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def path():
+    path = pathlib.Path(f"/dev/shm/mpich_shm_{uuid.uuid4().hex}_0")
+    path.write_bytes(bytes(4096))
+    path.chmod(0o600)
+    yield path
+    path.unlink(missing_ok=True)
+
+
+def file_of(path):
+    status = path.stat()
+    return shm_files.File(str(path), status.st_dev, status.st_ino)
+
+
+def test_mapped_files_are_found_by_name_device_and_inode(path, tmp_path):
+    other = tmp_path / "mpich_shm_1_0"
+    other.write_bytes(bytes(4096))
+    before = shm_files.mapped(os.getpid())  # of another test that has started MPI
+    with path.open("r+b") as file, other.open("r+b") as another:
+        maps = [mmap.mmap(opened.fileno(), 4096) for opened in (file, another)]
+    assert shm_files.mapped(os.getpid()) - before == {file_of(path)}
+    path.unlink()
+    assert shm_files.mapped(os.getpid()) == before
+    for each in maps:
+        each.close()
+
+
+@pytest.mark.parametrize("elsewhere", [[], ["unshare", "--map-root-user", "--pid", "--fork", "--kill-child"]])
+def test_a_file_that_any_process_has_mapped_is_in_use(path, elsewhere):
+    """Also a process in other namespaces."""
+    if elsewhere and subprocess.run([*elsewhere, "true"], timeout=20).returncode:
+        pytest.skip("unshare cannot make a PID namespace here")
+    file, command = file_of(path), [*elsewhere, sys.executable, "-c", MAP, path]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True) as process:
+        assert process.stdout.readline() == "mapped\n"
+        assert file not in shm_files.unused()
+        assert not shm_files.delete(file)
+        process.stdin.close()
+        process.wait(20)
+    assert shm_files.unused()[file] == 4096
+    assert shm_files.delete(file)
+    assert not path.exists()
+    assert shm_files.delete(file), "gone is gone, by whichever watcher"
+
+
+def test_another_file_of_the_same_name_stays(path):
+    file = file_of(path)
+    assert shm_files.delete(file._replace(inode=file.inode + 1))
+    assert path.exists()
+
+
+def test_what_is_no_own_file_stays(path):
+    file = file_of(path)
+    if os.geteuid() == 0:
+        os.chown(path, 12345, 12345)
+        assert not shm_files.delete(file)
+        assert file not in shm_files.unused()
+    path.unlink()
+    path.symlink_to("/dev/null")
+    assert not shm_files.delete(file)
+    assert str(path) not in [found.path for found in shm_files.unused()]
+    assert path.is_symlink()
+
+
+def test_a_process_that_opens_a_file_just_now_ends_nobody(path):
+    """The kernel then sends the holder of the lease a signal, SIGIO by default, which would end it."""
+    with shm_files._Leased(str(path)):
+        opening = threading.Thread(target=lambda: os.close(os.open(path, os.O_RDWR)))
+        opening.start()
+        opening.join(0.2)
+        assert opening.is_alive()
+        assert signal.getsignal(signal.SIGIO) == signal.SIG_DFL
+    opening.join(20)
+    assert not opening.is_alive()
