@@ -1,10 +1,15 @@
-"""Every test ends: after its time limit it shows the stacks of all threads, and then its process is killed."""
+"""Every test ends: after its time limit it shows the stacks of all threads, and then its process is killed. No file of
+MPICH's is left in /dev/shm.
+"""
 
 import faulthandler
 import os
+import re
 import signal
 
 import pytest
+
+from allred.watch import shm_files
 
 LIMIT_S = 120  # for one test, more than for a run in it, which shows its output; else @pytest.mark.limit(seconds)
 
@@ -28,3 +33,19 @@ def pytest_runtest_protocol(item):
     finally:
         signal.alarm(0)
         faulthandler.cancel_dump_traceback_later()
+
+
+SHM_FILES = pytest.StashKey()  # that were there before
+
+
+def pytest_sessionstart(session):
+    session.config.stash[SHM_FILES] = set(shm_files.unused())
+
+
+def pytest_sessionfinish(session):
+    """The watcher deletes what a dead job leaves; this is for jobs without one, and for ranks that die in MPI_Init."""
+    if hasattr(session.config, "workerinput"):
+        return  # of pytest-xdist: another worker's tests may still run
+    for file in set(shm_files.unused()) - session.config.stash[SHM_FILES]:
+        if re.search(r"mpich_shm_[0-9a-f]{1,8}_\d+$", file.path):  # not a file of tests/unit/test_shm_files.py
+            shm_files.delete(file)
