@@ -4,7 +4,9 @@ import faulthandler
 import os
 import signal
 
+import covering
 import pytest
+from covering import pytest_addoption, pytest_collection_modifyitems  # noqa: F401  (hooks)
 
 LIMIT_S = 120  # for one test, more than for a run in it, which shows its output; else @pytest.mark.limit(seconds)
 
@@ -13,6 +15,7 @@ STDERR = pytest.StashKey()  # the real one: pytest captures the other
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "limit(seconds): the time limit of a slow test")
+    config.addinivalue_line("markers", covering.MARKER)
     with config.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
         config.stash[STDERR] = os.fdopen(os.dup(2), "w")
 
