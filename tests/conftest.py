@@ -7,7 +7,9 @@ import os
 import re
 import signal
 
+import covering
 import pytest
+from covering import pytest_addoption, pytest_collection_modifyitems  # noqa: F401  (hooks)
 
 from allred.watch import shm_files
 
@@ -20,6 +22,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "limit(seconds): the time limit of a slow test")
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # by `make test &` in a script; programs would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    config.addinivalue_line("markers", covering.MARKER)
     with config.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
         config.stash[STDERR] = os.fdopen(os.dup(2), "w")
 

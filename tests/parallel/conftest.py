@@ -98,11 +98,33 @@ def _worlds():
                 yield pytest.param((backend, nodes), id=f"shm-{''.join(map(str, nodes))}")
 
 
-@pytest.fixture(params=_worlds())
-def comm(request):
-    """A communicator of each backend that can serve this world."""
-    backend, nodes = request.param
-    communicator = registry.BACKENDS[backend](MPI.COMM_WORLD.Dup(), 30.0, nodes)
-    yield communicator
+def _open(param):
+    backend, nodes = param
+    return registry.BACKENDS[backend](MPI.COMM_WORLD.Dup(), 30.0, nodes)
+
+
+def _close(communicator):
     communicator.barrier().wait()
     communicator.close()
+
+
+@pytest.fixture(scope="module", params=_worlds())
+def _module_comm(request):
+    communicator = _open(request.param)
+    yield communicator
+    _close(communicator)
+
+
+@pytest.fixture
+def comm(_module_comm):
+    """A communicator of each backend that can serve this world; one for all tests of a module, which leave it usable."""
+    yield _module_comm
+    _module_comm.barrier().wait()
+
+
+@pytest.fixture(params=_worlds())
+def fresh_comm(request):
+    """The same, used by one test alone."""
+    communicator = _open(request.param)
+    yield communicator
+    _close(communicator)

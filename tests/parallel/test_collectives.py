@@ -14,7 +14,7 @@ REDUCED = [np.dtype(t) for t in (*FLOATS, *INTS)]
 CHUNK = 2**20  # bytes of a chunk of the mpi backend
 SHAPES = [(), (0,), (0, 3), (1,), (7,), (2, 3), (1009,), (3, CHUNK // 8 + 5)]
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.cover(2)]  # every dtype with every shape, on one of the backends
 
 
 def data(rank, shape, dtype):

@@ -1,0 +1,73 @@
+"""Reduces parametrized tests to a covering subset: every value of every parameter occurs, not every combination.
+
+A test with the parameters mpi (2 values) and failure (16 values) runs 16 times instead of 32. `--full` runs all
+combinations; `--full --part 3/10` runs the third of ten parts of them. `@pytest.mark.cover(2)` keeps every pair of
+values of two parameters, `@pytest.mark.cover(3)` every triple, and so on.
+"""
+
+import itertools
+import random
+import zlib
+from collections.abc import Sequence
+
+
+MARKER = "cover(strength): keep all combinations of values of this many parameters (default 1)"
+
+
+def covering(cases: Sequence[Sequence[int]], strength: int, seed: str) -> list[int]:
+    """The positions of a subset of `cases` that has every combination of `strength` values that `cases` has.
+
+    Greedy: always the case with the most combinations that are still missing. `seed` decides between equals, so that
+    different tests combine values differently. Deterministic.
+
+    >>> covering([(mpi, failure) for mpi in range(2) for failure in range(3)], 1, "")
+    [0, 2, 4]
+    """
+    combinations = []
+    for case in cases:
+        columns = itertools.combinations(range(len(case)), min(strength, len(case)))
+        combinations.append({(chosen, tuple(case[column] for column in chosen)) for chosen in columns})
+    missing = set().union(*combinations)
+    order = list(range(len(cases)))
+    random.Random(zlib.crc32(seed.encode())).shuffle(order)
+    kept = []
+    while missing:
+        best = max(order, key=lambda position: len(combinations[position] & missing))
+        missing -= combinations[best]
+        kept.append(best)
+    return sorted(kept)
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("covering")
+    group.addoption("--full", action="store_true", help="run all combinations of parameters, not a covering subset")
+    group.addoption("--part", metavar="K/N", help="run the K-th of N parts of what was collected")
+
+
+def pytest_collection_modifyitems(config, items):
+    kept = items if config.getoption("--full") else _reduced(items)
+    if config.getoption("--part"):
+        part, parts = map(int, config.getoption("--part").split("/"))
+        kept = [item for item in kept if zlib.crc32(item.nodeid.encode()) % parts == part - 1]
+    if len(kept) < len(items):
+        keep = set(kept)
+        config.hook.pytest_deselected(items=[item for item in items if item not in keep])
+        items[:] = kept
+
+
+def _reduced(items):
+    functions: dict[str, list] = {}
+    keep = set()
+    for item in items:
+        if "unit" in item.path.parts:  # cheap: always complete
+            keep.add(item)
+            continue
+        functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, group in functions.items():
+        if not hasattr(group[0], "callspec"):
+            keep.update(group)
+            continue
+        marker = group[0].get_closest_marker("cover")
+        cases = [[id(value) for value in item.callspec.params.values()] for item in group]
+        keep.update(group[position] for position in covering(cases, marker.args[0] if marker else 1, name))
+    return [item for item in items if item in keep]
