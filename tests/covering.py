@@ -10,7 +10,6 @@ import random
 import zlib
 from collections.abc import Sequence
 
-
 MARKER = "cover(strength): keep all combinations of values of this many parameters (default 1)"
 
 
