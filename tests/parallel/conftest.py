@@ -117,7 +117,7 @@ def _module_comm(request):
 
 @pytest.fixture
 def comm(_module_comm):
-    """A communicator of each backend that can serve this world. One for all tests of a module, which leave it usable."""
+    """A communicator of each backend that can serve this world; tests of a module share it and leave it usable."""
     yield _module_comm
     _module_comm.barrier().wait()
 

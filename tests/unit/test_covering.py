@@ -1,12 +1,8 @@
 """The subset of a parametrized test's cases that runs by default: nothing that has to occur is missing."""
 
 import itertools
-import sys
 
 import pytest
-
-sys.path.insert(0, __file__.rpartition("/unit/")[0])
-
 from covering import covering
 
 SIZES = [(2, 16, 2), (3, 9, 8), (1,), (5,), (1, 1, 4), (2, 3, 4, 5)]
