@@ -86,14 +86,13 @@ def test_a_directory_that_cannot_be_written(tmp_path):
 
 @pytest.mark.parametrize("mpi", MPIS)
 def test_mpirun_is_asked_to_end(mpi, tmp_path):
-    """It passes the signal on, and kills after a while what has not ended."""
+    """It passes the signal on, and kills later what has not ended: MPICH's waits, Open MPI's kills after half a second,
+    which may be too short for a checkpoint. Then there is none, but no part of one."""
     launcher = "int(open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[1])" if mpi == "mpich" else ""
     body = f"train(3)\nif me == 0: os.kill({launcher or 'os.getppid()'}, signal.SIGTERM)\n" + DRAIN
-    for attempt in range(10):  # Open MPI's gives them half a second, which a busy machine may need for something else
-        directory = tmp_path / f"drained {attempt}"
-        result = job(tmp_path, body, 3, 2, mpi=mpi, checkpoint_dir=directory, consistency="sync")
-        assert not result.left, result.text
-        if checkpoint.newest(directory) is not None:
-            return
-        assert mpi == "openmpi", result.text
-    pytest.fail(result.text)
+    result = job(tmp_path, body, 3, 2, mpi=mpi, checkpoint_dir=tmp_path / "drained", consistency="sync")
+    assert not result.left, result.text
+    newest = checkpoint.newest(tmp_path / "drained")
+    assert newest is not None or mpi == "openmpi", result.text
+    if newest is not None:
+        assert set(checkpoint.read(newest).params) == {"w", "b"}, result.text
