@@ -27,8 +27,8 @@ Message = dict[str, Any]
 
 VERSION = 1
 AUTHENTICATE_S = 5.0  # from the connection to the first message of the connecting end
-PENDING = 128  # connections that are not authenticated yet; one more closes the oldest of them
-STRANGER_BYTES = 2**12  # longest line before authentication
+MAX_UNAUTHENTICATED = 128  # connections that are not authenticated yet; one more closes the oldest of them
+UNAUTHENTICATED_BYTES = 2**12  # longest line before authentication
 LINE_BYTES = 2**20  # and after it
 SEND_S = 3.0  # a peer that does not read for so long is closed
 _RETRY_S = 0.05
@@ -114,7 +114,7 @@ def connect(family: int, address: Any, purpose: str, secret: str, limit_s: float
             connection = on_error.enter_context(socket.socket(family, socket.SOCK_STREAM))
             connection.settimeout(left_s)
             connection.connect(address)
-            channel = Channel(connection, STRANGER_BYTES)
+            channel = Channel(connection, UNAUTHENTICATED_BYTES)
             with contextlib.suppress(ConnectionError):
                 _prove_as_connector(channel, purpose, secret, deadline)
                 connection.settimeout(SEND_S)
@@ -162,10 +162,10 @@ class _Pending:
 
 
 class Listener:
-    """Accepts connections on a socket and authenticates them, in an event loop that runs `dispatch` and `close_late`.
+    """Accepts connections on a socket and authenticates them. Its event loop calls `dispatch` and `close_expired`.
 
     No peer is waited for. A connection is closed if it is wrong, if its first message after authentication has not come
-    within AUTHENTICATE_S, or if PENDING younger ones are not authenticated.
+    within AUTHENTICATE_S, or if MAX_UNAUTHENTICATED younger ones are not authenticated.
     admit(channel, messages): takes over a channel, which is no longer registered, with the first messages on it.
     refusal(host, has): the reason that a peer with a wrong secret is told; `has`: whether the peer has one at all.
     """
@@ -186,7 +186,7 @@ class Listener:
         listening.listen(1024)
         selector.register(listening, selectors.EVENT_READ, self._accept)
 
-    def close_late(self) -> None:
+    def close_expired(self) -> None:
         """Close what has had its time. To be called often."""
         now = time.monotonic()
         for peer in [peer for peer in self._pending if now > peer.deadline]:
@@ -198,10 +198,10 @@ class Listener:
         except OSError:  # the peer is gone again, or there are too many open files
             return
         strangers = [peer for peer in self._pending if not peer.authenticated]
-        if len(strangers) >= PENDING:
+        if len(strangers) >= MAX_UNAUTHENTICATED:
             self._close(strangers[0])
         connection.setblocking(False)
-        channel = Channel(connection, STRANGER_BYTES)
+        channel = Channel(connection, UNAUTHENTICATED_BYTES)
         peer = _Pending(channel, secrets.token_hex(), time.monotonic() + AUTHENTICATE_S)
         self._pending.append(peer)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear(peer))

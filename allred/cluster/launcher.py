@@ -59,11 +59,11 @@ def name(environ: Mapping[str, str]) -> str:
     return f"a launcher{protocol}" if pmi or "PMIX_RANK" in environ else ""
 
 
-def family(text: str) -> str:
-    """The MPI that a text names: the output of mpirun --version, or of MPI_Get_library_version.
+def implementation(text: str) -> str:
+    """The MPI implementation that a text names: the output of mpirun --version, or of MPI_Get_library_version.
 
-    >>> family("mpirun (Open MPI) 5.0.11"), family("HYDRA build details:"), family("MPICH Version: 5.0.2")
-    ('Open MPI', 'MPICH', 'MPICH')
+    >>> implementation("mpirun (Open MPI) 5.0.11"), implementation("HYDRA build details:")
+    ('Open MPI', 'MPICH')
     """
     for pattern, found in (("Intel", "Intel MPI"), ("Open MPI|OpenRTE|PRRTE", "Open MPI"), ("HYDRA|MPICH", "MPICH")):
         if re.search(pattern, text, re.IGNORECASE):
@@ -71,10 +71,10 @@ def family(text: str) -> str:
     return ""
 
 
-def strangers(launcher: str, library: str) -> bool:
+def incompatible(launcher: str, library: str) -> bool:
     """Whether a launcher cannot start ranks of an MPI library. library: the text of MPI_Get_library_version.
 
-    >>> strangers("MPICH's mpirun", "Open MPI v5.0.11"), strangers("srun with PMI", "MPICH Version: 5.0.2")
+    >>> incompatible("MPICH's mpirun", "Open MPI v5.0.11"), incompatible("srun with PMI", "MPICH Version: 5.0.2")
     (True, False)
     """
     if launcher == "MPICH's mpirun":
@@ -86,11 +86,11 @@ def strangers(launcher: str, library: str) -> bool:
     return False
 
 
-def mismatch(environ: Mapping[str, str], library: str) -> str:
+def mismatch_error(environ: Mapping[str, str], library: str) -> str:
     """The error for several launched processes, each of which is a world of one rank. library: its name."""
     variable, size = _launched(environ)
     launcher = name(environ)
-    open_mpi = family(library) == "Open MPI"
+    open_mpi = implementation(library) == "Open MPI"
     return (
         f"{launcher or 'a launcher'} started {size} processes ({variable}={size}), but mpi4py loads {library}: each "
         f"process would be a world of one rank; type {remedy(launcher, open_mpi, size, mpirun_of(library))}"
@@ -110,22 +110,22 @@ def remedy(launcher: str, open_mpi: bool, size: int, mpirun: str) -> str:
 
 def mpirun_of(library: str) -> str:
     """The path of the mpirun next to this Python, or of the first on PATH, if it belongs to that MPI; else ""."""
-    found = (beside(), first())
-    return next((path for path in found if path and family_of(path) == family(library)), "")
+    found = (mpirun_next_to_python(), mpirun_on_path())
+    return next((path for path in found if path and implementation_of(path) == implementation(library)), "")
 
 
-def beside() -> str:
+def mpirun_next_to_python() -> str:
     """The path of the mpirun next to this Python; "" if there is none."""
     path = pathlib.Path(sys.executable).parent / "mpirun"
     return str(path) if os.access(path, os.X_OK) else ""
 
 
-def first() -> str:
+def mpirun_on_path() -> str:
     """The path of the first mpirun or mpiexec on PATH; "" if there is none."""
     return shutil.which("mpirun") or shutil.which("mpiexec") or ""
 
 
-def family_of(path: str) -> str:
+def implementation_of(path: str) -> str:
     """The MPI that an mpirun belongs to: it is asked for its version. "" if it does not tell."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith(_VARIABLES)}
     try:
@@ -134,4 +134,4 @@ def family_of(path: str) -> str:
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return family(asked.stdout + asked.stderr)
+    return implementation(asked.stdout + asked.stderr)

@@ -111,9 +111,9 @@ def settings(environ: Mapping[str, str]) -> dict[str, str]:
 def check_launcher(library: str, environ: Mapping[str, str] = os.environ) -> None:
     """Raise ConfigError, before MPI starts, if it cannot start here: MPICH would end the process, and Open MPI would
     make a world of one in each. library: the text of MPI_Get_library_version."""
-    if launched_size(environ) > 1 and launcher.strangers(launcher.name(environ), library):
-        raise ConfigError(launcher.mismatch(environ, library_name(library)))
-    if launcher.family(library) != "Open MPI" and not _is_open(environ.get("PMI_FD", "")):
+    if launched_size(environ) > 1 and launcher.incompatible(launcher.name(environ), library):
+        raise ConfigError(launcher.mismatch_error(environ, library_name(library)))
+    if launcher.implementation(library) != "Open MPI" and not _is_open(environ.get("PMI_FD", "")):
         raise ConfigError(
             f"a rank started this process without its connection to the launcher (PMI_FD={environ['PMI_FD']} is not "
             "open here), so it cannot be that rank; start it by os.exec or with subprocess.Popen(close_fds=False), or "
@@ -135,7 +135,7 @@ def _is_open(descriptor: str) -> bool:
 def check_world(size: int, library: str, environ: Mapping[str, str] = os.environ) -> None:
     """Raise ConfigError if the launcher started several processes and the world has one rank: N worlds of one."""
     if size == 1 and launched_size(environ) > 1:
-        raise ConfigError(launcher.mismatch(environ, library))
+        raise ConfigError(launcher.mismatch_error(environ, library))
 
 
 def library_name(text: str) -> str:

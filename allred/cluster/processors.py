@@ -33,7 +33,7 @@ def look() -> Cores:
     try:
         import threadpoolctl
     except ImportError:
-        threads, blas, measured = *guess(os.environ, len(allowed)), False
+        threads, blas, measured = *guess_blas_threads(os.environ, len(allowed)), False
     else:
         pools = [pool for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
         threads = max((pool["num_threads"] for pool in pools), default=1)
@@ -42,10 +42,10 @@ def look() -> Cores:
     return Cores(allowed, os.cpu_count() or 1, limits.look().cpus, threads, blas, measured)
 
 
-def guess(environ: Mapping[str, str], cores: int) -> tuple[int, str]:
+def guess_blas_threads(environ: Mapping[str, str], cores: int) -> tuple[int, str]:
     """BLAS's threads from what it would read, without asking it.
 
-    >>> guess({"OMP_NUM_THREADS": "2,1"}, cores=8), guess({}, cores=8)
+    >>> guess_blas_threads({"OMP_NUM_THREADS": "2,1"}, cores=8), guess_blas_threads({}, cores=8)
     ((2, 'OMP_NUM_THREADS=2,1'), (8, 'no OMP_NUM_THREADS: a thread a core'))
     """
     for name in _BLAS:
@@ -55,25 +55,25 @@ def guess(environ: Mapping[str, str], cores: int) -> tuple[int, str]:
     return cores, "no OMP_NUM_THREADS: a thread a core"
 
 
-def usable(ranks: Sequence[Cores]) -> int:
+def usable_cores(ranks: Sequence[Cores]) -> int:
     """How many cores the ranks of a node have together."""
     cores = len(frozenset[int]().union(*(rank.allowed for rank in ranks)))
     quotas = [int(rank.quota) or 1 for rank in ranks if rank.quota is not None]
     return min([cores, *quotas])
 
 
-def crowded(ranks: Sequence[Cores], nodes: Sequence[int]) -> str | None:
+def oversubscription(ranks: Sequence[Cores], nodes: Sequence[int]) -> str | None:
     """A warning if the ranks of a node run more BLAS threads than it has cores; of several nodes, for the worst one.
 
     ranks: of the whole job. nodes: the node of each rank.
 
-    >>> print(crowded([Cores(frozenset({0, 1}), 2, None, 2, "openblas", True)] * 2, nodes=[0, 0]))
+    >>> print(oversubscription([Cores(frozenset({0, 1}), 2, None, 2, "openblas", True)] * 2, nodes=[0, 0]))
     2 ranks with 4 BLAS threads on 2 cores: steps may take many times as long; export OMP_NUM_THREADS=1 before the start
     """
     worst, text = 1.0, None
     for node in dict.fromkeys(nodes):
         there = [rank for rank, its in zip(ranks, nodes, strict=True) if its == node]
-        threads, cores = sum(max(1, rank.blas_threads) for rank in there), usable(there)
+        threads, cores = sum(max(1, rank.blas_threads) for rank in there), usable_cores(there)
         if threads > worst * cores:
             worst, remedies = threads / cores, []
             if threads > len(there):
@@ -96,10 +96,10 @@ _share: int | None = None
 
 
 def install(ranks: Sequence[Cores], nodes: Sequence[int], rank: int) -> None:
-    """Let `share` know the ranks of the job, with their nodes, and which one this is."""
+    """Let `cores_per_rank` know the ranks of the job, with their nodes, and which one this is."""
     global _share
     there = [one for one, node in zip(ranks, nodes, strict=True) if node == nodes[rank]]
-    _share = max(1, min(usable(there) // len(there), len(ranks[rank].allowed)))
+    _share = max(1, min(usable_cores(there) // len(there), len(ranks[rank].allowed)))
 
 
 def uninstall() -> None:
@@ -108,6 +108,6 @@ def uninstall() -> None:
     _share = None
 
 
-def share() -> int:
+def cores_per_rank() -> int:
     """How many cores this rank has for itself, at least 1. Before init() all that this process may use."""
-    return usable([look()]) if _share is None else _share
+    return usable_cores([look()]) if _share is None else _share

@@ -28,12 +28,12 @@ from allred.errors import InputError
 _observers: list[Callable[[int], None]] = []
 
 
-def observe(observer: Callable[[int], None]) -> None:
+def add_observer(observer: Callable[[int], None]) -> None:
     """Have this called when all ranks have joined, with the rank that joined last. On all ranks."""
     _observers.append(observer)
 
 
-def forget(observer: Callable[[int], None]) -> None:
+def remove_observer(observer: Callable[[int], None]) -> None:
     """It is not called any more."""
     _observers[:] = [each for each in _observers if each != observer]
 

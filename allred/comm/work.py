@@ -311,7 +311,7 @@ class WorkQueue:
                         exit_protocol.stuck()
                         raise outcome
                     deadline = now + outcome
-                if line.current is not None and line.current.over_here:
+                if line.current is not None and line.current.has_error:
                     raise self._over(line.current.error())
         finally:
             if line.current is not None:
@@ -354,7 +354,7 @@ class WorkQueue:
                     )
         try:
             if self.poisoned:
-                if line.current is not None and line.current.over_here:
+                if line.current is not None and line.current.has_error:
                     raise line.current.error()
                 raise AllredError(
                     f"this communicator cannot be used any more: {self.poisoned}; end the job and start again"

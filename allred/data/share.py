@@ -5,7 +5,7 @@ belongs to. That does not matter as long as their shares are alike; where they a
 weights would show nowhere.
 """
 
-from allred.data.arguments import Arguments
+from allred.data.loader_arguments import LoaderArguments
 from allred.data.sampler import Position
 from allred.errors import InputError
 
@@ -19,10 +19,10 @@ class Source:
         start: the position in the data at which it began.
     """
 
-    def __init__(self, rank: int, ranks: int, arguments: Arguments, start: Position) -> None:
+    def __init__(self, rank: int, ranks: int, arguments: LoaderArguments, start: Position) -> None:
         self.rank, self.ranks, self.arguments = rank, ranks, arguments
         began = ("start", f"epoch {start.epoch}, sample {start.samples}")
-        self.arguments_and_start = Arguments(arguments.function, (*arguments.values, began))
+        self.arguments_and_start = LoaderArguments(arguments.function, (*arguments.values, began))
         self.key = str(self.arguments_and_start)
         self.share = 0  # of the batch it gave out last: samples of this rank
         self.ahead = 0  # batches given out that no step has followed yet

@@ -38,7 +38,7 @@ def start(library: str) -> tuple[Any, World]:
     library: the text of MPI_Get_library_version, "" if it is unknown.
     """
     host, launched = socket.gethostname(), launcher.launched_size(os.environ)
-    if launched > 1 and launcher.strangers(launcher.name(os.environ), library):
+    if launched > 1 and launcher.incompatible(launcher.name(os.environ), library):
         return None, World(0, 0, host, launched)
     try:
         MPI, _ = mpi.load()  # noqa: N806  (mpi4py's spelling)

@@ -46,7 +46,7 @@ class Process:
         """Until the last task is gone."""
         while self._tasks or time.monotonic() < self._over_at:
             dispatch(self._selector, _TICK_S)
-            self._listener.close_late()
+            self._listener.close_expired()
             now = time.monotonic()
             for _, names, text in [each for each in self._later if now >= each[0]]:
                 self._say(names, text)

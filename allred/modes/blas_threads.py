@@ -51,7 +51,7 @@ class BlasLimit:
 
     @functools.cached_property
     def _share(self) -> int:
-        return max(1, processors.share() // self._towers)
+        return max(1, processors.cores_per_rank() // self._towers)
 
     def _lower(self, kind: str) -> Any:
         libraries = self._controller.select(user_api=kind)
@@ -61,7 +61,7 @@ class BlasLimit:
 
 @functools.cache
 def _warn_once(towers: int) -> None:
-    cores, threads = processors.share(), processors.look().blas_threads
+    cores, threads = processors.cores_per_rank(), processors.look().blas_threads
     if towers * threads > max(cores, towers):
         report.warn(
             f"Towers: {towers} towers x {threads} BLAS threads on this rank's {cores} core{'s' * (cores != 1)}: steps "

@@ -22,9 +22,9 @@ from allred.errors import AllredError, CollectiveTimeout, DriftError, InputError
 from allred.fusion.plan import Plan, Tensor, plan
 from allred.modes.clipping import Clipper
 from allred.modes.detect import finite
-from allred.modes.detect.batches import compare_at_server
+from allred.modes.detect.batch_arguments import compare_at_server
 from allred.modes.detect.outside import used
-from allred.modes.detect.stale import tell_late_start
+from allred.modes.detect.stale import warn_of_stale_start
 from allred.modes.learning_rate import LearningRate
 from allred.modes.options import Options
 from allred.modes.pairs import parameter
@@ -206,7 +206,7 @@ class ServersMode:
         if outcome.flags & DROPPED:
             self.dropped += 1
         elif self._steps == 1:
-            tell_late_start(self._options.name, self._running.worker, self._running.workers, outcome.staleness)
+            warn_of_stale_start(self._options.name, self._running.worker, self._running.workers, outcome.staleness)
         self.waited_s += time.perf_counter() - start
         if outcome.flags & DRAINING:
             self._end()

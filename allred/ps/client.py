@@ -139,7 +139,7 @@ class Client:
                 "two threads of this worker call the parameter servers at once; call them from one thread, or under a "
                 "lock"
             )
-        over = line.current is not None and line.current.over_here
+        over = line.current is not None and line.current.has_error
         return line.current.error() if over and line.current is not None else AllredError(self._unusable)
 
     def _begin(self) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from allred.session.session import Session
 
 
-def check_apart(hooks: Iterable[Hook], directory: str) -> None:
+def check_directories(hooks: Iterable[Hook], directory: str) -> None:
     """Two that write into one directory would delete each other's checkpoints. directory: the session's. Raises
     InputError."""
     places = [hook.directory for hook in hooks if isinstance(hook, Checkpoint)]

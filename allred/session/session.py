@@ -25,13 +25,13 @@ from allred.modes.optimizer import DistributedOptimizer
 from allred.session import checks, ending, last, random_states, together
 from allred.session.asked import Asked
 from allred.session.hooks import Hook, StopAtStep
-from allred.session.keeping import check_apart
+from allred.session.keeping import check_directories
 from allred.session.rates import Rates
 from allred.session.saver import Saver
 from allred.session.state import State
 from allred.session.telling import Logging
 from allred.session.values import ANOTHER, Log
-from allred.watch import at_end
+from allred.watch import exit_callbacks
 
 T = TypeVar("T")
 
@@ -108,7 +108,7 @@ class Session:
         self._entered = True
         self._handled = sys.exc_info()[1]
         self._asked.listen()
-        at_end.register(self._end_with_program)
+        exit_callbacks.register(self._end_with_program)
         return self
 
     def __exit__(
@@ -116,7 +116,7 @@ class Session:
     ) -> bool:
         if self._done:
             return False
-        at_end.unregister(self._end_with_program)
+        exit_callbacks.unregister(self._end_with_program)
         optimizer, path = self._optimizer, None
         asked = isinstance(error, ShutdownError) and optimizer is not None and not optimizer.in_step
         failure = None if asked else error
@@ -130,7 +130,7 @@ class Session:
             raise
         finally:
             self._asked.stop()
-            uneven.forget(self._joined)
+            uneven.remove_observer(self._joined)
             self._done = True
             if optimizer is not None or failure is not None:
                 self._call_end(failure, path)
@@ -174,7 +174,7 @@ class Session:
             self._saver.directory = together.agree(self._saver.directory, self.max_steps, sorted(more), data)
             if self._asks_to_save and not self._saves:
                 raise InputError("Session: save_secs and save_steps need a checkpoint_dir")
-            check_apart(self.hooks, self._saver.directory)
+            check_directories(self.hooks, self._saver.directory)
             if self._saves:
                 restored, extra = optimizer.restore_all(self._saver.directory, params)
             else:
@@ -189,7 +189,7 @@ class Session:
         self._saver.begin(self.step)
         self._token = collectives.allgather_object(secrets.token_hex(4))[0]  # nobody steps before all know global_step
         if optimizer.in_step:
-            uneven.observe(self._joined)
+            uneven.add_observer(self._joined)
         else:
             self._asked.noted = optimizer.ask_to_end
             if self._asked.reason:  # it came meanwhile

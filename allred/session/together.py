@@ -10,7 +10,7 @@ from typing import Any
 
 from allred.comm import collectives
 from allred.errors import AllredError, MismatchError
-from allred.modes.detect.batches import arguments_of, difference
+from allred.modes.detect.batch_arguments import arguments_of, difference
 from allred.modes.optimizer import DistributedOptimizer
 from allred.watch.wait import watched
 

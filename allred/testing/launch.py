@@ -103,7 +103,7 @@ def run(
         errors="replace",
         start_new_session=True,
         env=_environment({**(env or {}), _MARK: mark}),
-        **_start(options),
+        **_with_default_signals(options),
     )
     try:
         out, err = process.communicate(timeout=timeout_s)
@@ -119,7 +119,7 @@ def run(
         raise
 
 
-def _start(options: dict[str, Any]) -> dict[str, Any]:
+def _with_default_signals(options: dict[str, Any]) -> dict[str, Any]:
     """Options of subprocess.Popen, with a function that resets signals where the command would inherit ignored ones."""
     if all(signal.getsignal(number) != signal.SIG_IGN for number in _SHELL_IGNORES):
         return options

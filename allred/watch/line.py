@@ -113,20 +113,20 @@ class Line:
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
         self.read()
         hook = frame is not None and frame.f_globals.get("__name__") == "allred.watch.uncaught"
-        if self.over_here and not (self._raised or self.waits or self.busy or self.hushed or hook):
+        if self.has_error and not (self._raised or self.waits or self.busy or self.hushed or hook):
             raise self.error()
 
     @property
-    def over_here(self) -> bool:
+    def has_error(self) -> bool:
         """Whether this rank has an error to raise: the verdict, or that the others go on without it."""
         return self.verdict is not None or self.dropped is not None
 
     def pending(self) -> bool:
         """Whether there is a verdict that nobody has raised here: it came in a wait, which then ended well."""
-        return self.over_here and not (self._raised or self.hushed)
+        return self.has_error and not (self._raised or self.hushed)
 
     def error(self) -> AllredError:
-        """The exception of `over_here`, to be raised; by the handler only if it was not raised before."""
+        """The exception of `has_error`, to be raised; by the handler only if it was not raised before."""
         self._raised = True
         if self.verdict is None:
             assert self.dropped is not None
@@ -247,8 +247,8 @@ class Line:
         rank is busy or not silent for so long; 0.0: it may not. servers, ranks: see the event `limit` of job.py."""
         self._again_s = 0.0
         self.ask_for_verdict(what, limit_s, servers, ranks)
-        self._await(ANSWER_S, lambda: self.over_here or self._again_s > 0)
-        return 0.0 if self.over_here else self._again_s
+        self._await(ANSWER_S, lambda: self.has_error or self._again_s > 0)
+        return 0.0 if self.has_error else self._again_s
 
     def ask_for_verdict(self, what: str, limit_s: float, servers: Sequence[int], ranks: Sequence[int] = ()) -> None:
         """`limit` without waiting for the answer: for a rank that goes on looking for other things."""

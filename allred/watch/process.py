@@ -70,7 +70,7 @@ class Watcher:
             now = time.monotonic()  # however long this gets no core then, whoever has died by now is heard of first
             dispatch(self._selector, TICK_S)
             if self._listener is not None:
-                self._listener.close_late()
+                self._listener.close_expired()
             if self._job is not None:
                 self._send(self._job.tick(now))
             if now > self._last_death + STAY_S:

@@ -20,7 +20,7 @@ class Awaited:
     """For which ranks a wait of mode ps is, by their numbers in the world. The time limit counts from their last sign
     of progress.
 
-    servers: they may hold the answer back until other ranks make a request (watch/late.py).
+    servers: they may hold the answer back until other ranks make a request (watch/unresponsive.py).
     ranks: called at the limit, those that are at fault then.
     trains: the others may train on for as long as they like: without a watcher, that knows of it, there is no limit.
     """
@@ -66,7 +66,7 @@ class Wait:
             again_s = line.current.limit(self._what, limit_s, self._awaited.servers, self._awaited.ranks())
             if again_s:
                 return again_s
-            if line.current.over_here:
+            if line.current.has_error:
                 return line.current.error()
         if self._awaited.trains and not watched():
             return limit_s

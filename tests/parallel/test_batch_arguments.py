@@ -11,7 +11,7 @@ import allred
 from allred.comm import collectives
 from allred.data import share, shuffled, stream
 from allred.errors import MismatchError
-from allred.modes.detect.batches import BatchArguments
+from allred.modes.detect.batch_arguments import BatchArguments
 
 pytestmark = [pytest.mark.mpi]
 ROWS = np.arange(200.0)

@@ -14,7 +14,7 @@ from allred.compression import Compression
 from allred.errors import DriftError, InputError, NonFiniteError
 from allred.fusion.plan import Plan
 from allred.modes.detect import drift, finite
-from allred.modes.detect.batches import BatchArguments
+from allred.modes.detect.batch_arguments import BatchArguments
 from allred.modes.detect.outside import updates_of
 from allred.modes.detect.repeated import BITS, Repeated
 from allred.reducer import Inspector

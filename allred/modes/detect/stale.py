@@ -9,7 +9,7 @@ from allred.cluster import report
 _STEPS = 10  # of each worker, which they make meanwhile where no start is late
 
 
-def tell_late_start(name: str, worker: int, workers: int, staleness: int) -> None:
+def warn_of_stale_start(name: str, worker: int, workers: int, staleness: int) -> None:
     """Print a warning if the first gradient is too old. staleness: the updates that its parameters lacked."""
     if staleness > _STEPS * workers:
         report.say_here(

@@ -6,7 +6,7 @@ import pytest
 
 from allred.watch import job
 from allred.watch.job import Job
-from allred.watch.late import AGAIN_S, at_fault, ended_since
+from allred.watch.unresponsive import AGAIN_S, finalize_wait_since, unresponsive_ranks
 
 STEP = {"what": "step 4", "limit_s": 6.0, "servers": [0], "ranks": []}
 
@@ -29,7 +29,7 @@ def seen(active=0.0, silent=None, end="", waits_in=""):
     ],
 )
 def test_who_is_at_fault(ranks, late, again_s):
-    assert at_fault([0], 6.0, ranks, 10.0) == (late, pytest.approx(again_s))
+    assert unresponsive_ranks([0], 6.0, ranks, 10.0) == (late, pytest.approx(again_s))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_who_is_at_fault(ranks, late, again_s):
     ],
 )
 def test_since_when_ranks_that_have_ended_wait(ranks, since):
-    assert ended_since(dict(enumerate(ranks)), dict.fromkeys(range(len(ranks)), 5.0)) == since
+    assert finalize_wait_since(dict(enumerate(ranks)), dict.fromkeys(range(len(ranks)), 5.0)) == since
 
 
 class Script:

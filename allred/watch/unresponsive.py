@@ -23,7 +23,9 @@ class Seen(Protocol):
     silent: dict[int, float]
 
 
-def at_fault(servers: Sequence[int], limit_s: float, ranks: Mapping[int, Seen], now: float) -> tuple[list[int], float]:
+def unresponsive_ranks(
+    servers: Sequence[int], limit_s: float, ranks: Mapping[int, Seen], now: float
+) -> tuple[list[int], float]:
     """The ranks that have been silent for `limit_s`, and, if there are none, in how many seconds to look again.
 
     A server that sends no events is at fault alone: what it has told last is out of date. A worker that waits itself is
@@ -44,7 +46,7 @@ def at_fault(servers: Sequence[int], limit_s: float, ranks: Mapping[int, Seen], 
     return late, 0.0 if late else max(AGAIN_S, min([*due.values(), *answers], default=math.inf) - now)
 
 
-def ended_since(ranks: Mapping[int, Seen], ended_at: Mapping[int, float]) -> float | None:
+def finalize_wait_since(ranks: Mapping[int, Seen], ended_at: Mapping[int, float]) -> float | None:
     """Since when ranks that have ended wait in MPI_Finalize for others that show nothing; None if that is not so, or if
     those that have not ended wait themselves, or are known to be waited for."""
     left = [ended_at[rank] for rank, seen in ranks.items() if seen.end == "left"]

@@ -13,7 +13,7 @@ from allred.cluster import topology
 from allred.comm import collectives
 from allred.comm.header import by_rank
 from allred.data import Batches, Prefetch, Stream, share
-from allred.data.arguments import Arguments
+from allred.data.loader_arguments import LoaderArguments
 from allred.data.share import Source
 from allred.errors import MismatchError
 
@@ -61,7 +61,7 @@ def compare_at_server(client: "Client", title: str) -> None:
             raise MismatchError(f"{title}: {problem}")
 
 
-def arguments_of(data: Any) -> list[Arguments]:
+def arguments_of(data: Any) -> list[LoaderArguments]:
     """The arguments of a loader; none of one that is not allred's, or does not share its batches with other ranks."""
     loader = data.loader if isinstance(data, Prefetch) else data
     if not isinstance(loader, Batches | Stream) or (loader.rank, loader.size) != (topology.rank(), topology.size()):
@@ -69,7 +69,7 @@ def arguments_of(data: Any) -> list[Arguments]:
     return [loader.arguments]
 
 
-def difference(everyone: Sequence[Sequence[Arguments]], ranks: Sequence[int]) -> str:
+def difference(everyone: Sequence[Sequence[LoaderArguments]], ranks: Sequence[int]) -> str:
     """What differs between the arguments that each rank uses, in words; "" if nothing does. The same on every rank.
 
     A rank may use more than another: of any two ranks, one's arguments must be among the other's.
