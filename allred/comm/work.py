@@ -221,7 +221,7 @@ class WorkQueue:
         self.poisoned = ""
         self.idle = True
         self.quiet = False  # whether a long wait is meant
-        self.awaited: Awaited | None = None  # for which ranks its waits are, where that is known
+        self.awaited: Awaited | None = None  # the ranks that its waits depend on, if known
         self.advancing: Work[Any] | None = None  # the operation whose steps are being taken
         self.track: Track | None = None  # where operations are noted, if there is a timeline
         self._works: deque[Work[Any]] = deque()

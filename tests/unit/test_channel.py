@@ -1,4 +1,4 @@
-"""The channel between processes of a job: handshake, limits, and what strangers may do to it. Real TCP connections."""
+"""The channel between processes of a job: handshake, limits, and peers that do not know the secret. Real TCP."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ WAIT_S = 60.0
 
 
 class Served:
-    """A Listener in a thread, that answers each message with itself. `refused`: what `refusal` was called with."""
+    """A Listener in a thread that echoes each message. `refused`: the arguments of the calls of `refusal`."""
 
     def __init__(self, secret="secret", purpose="test"):
         self.refused = []
@@ -158,7 +158,7 @@ def test_a_proof_of_another_connection_is_not_accepted():
 
 
 def test_a_proof_for_one_purpose_is_not_accepted_for_another():
-    """The stranger passes on what it hears, between a peer of one service and the listener of the other."""
+    """The stranger relays messages between a peer of one service and the listener of another."""
 
     def answers(peer):
         with served.stranger() as connection:
@@ -175,7 +175,7 @@ def test_a_proof_for_one_purpose_is_not_accepted_for_another():
 @pytest.mark.parametrize(
     ("greeting", "words"),
     [
-        ("220 mail.example.org ESMTP", "is not an allred process: another program uses that port"),
+        ("220 mail.example.org ESMTP", "is not an allred process: another program uses this port"),
         ("[]", "is not an allred process"),
         ("x" * 2**17, "is not an allred process"),
         ('{"allred": 99, "nonce": "ab"}', "has another version of allred (protocol 99, here 1); install the same"),

@@ -1,4 +1,4 @@
-"""Cores and BLAS threads of the ranks of a node: the warning, and the share of a rank. Takes no time."""
+"""Cores and BLAS threads of the ranks of a node: the warning, and the share of a rank."""
 
 import pytest
 
