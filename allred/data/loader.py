@@ -45,7 +45,7 @@ class Loader:
     batch_size: int  # samples over all ranks
     epochs: int
     drop_last: bool
-    function: str  # that returns it
+    function: str  # the public function that returns this loader
 
     def __init__(self, rank: int, size: int, load: Load, identity: dict[str, Any]) -> None:
         """load: makes a batch; can be pickled. identity: what must be the same for a position to mean the same."""

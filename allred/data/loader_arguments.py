@@ -4,9 +4,9 @@ from typing import Any, NamedTuple
 
 
 class LoaderArguments(NamedTuple):
-    """LoaderArguments that decide which samples are in which global batch, and how many batches there are.
+    """The arguments that decide which samples are in each global batch, and the number of batches.
 
-    function: "batches" or "stream". values: name and value of each argument.
+    function: "batches" or "stream". values: the name and value of each argument.
 
     >>> print(LoaderArguments("batches", (("rows", 5), ("seed", None))))
     batches(rows=5, seed=None)

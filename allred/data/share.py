@@ -14,9 +14,9 @@ class Source:
     """One running iteration over batches.
 
     Arguments:
-        rank, ranks: which share of each global batch it gives, and into how many shares a batch is divided.
-        arguments: of its loader.
-        start: the position in the data at which it began.
+        rank, ranks: the number of its share of each global batch, and the number of shares.
+        arguments: the arguments of its loader.
+        start: the position in the data where the iteration began.
     """
 
     def __init__(self, rank: int, ranks: int, arguments: LoaderArguments, start: Position) -> None:
@@ -65,7 +65,7 @@ def forget() -> None:
 
 
 def running() -> list[Source]:
-    """The iterations that have given out a batch and are not over; the one that gave last stands last."""
+    """Return the unfinished iterations that have given out a batch; the last element gave out the latest batch."""
     return list(_running)
 
 

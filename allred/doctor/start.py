@@ -35,7 +35,7 @@ class World:
 def start(library: str) -> tuple[Any, World]:
     """mpi4py.MPI, or None, and the world. Blocks in C until all ranks are there: call it under a guard.
 
-    library: the text of MPI_Get_library_version, "" if it is unknown.
+    library: the text of MPI_Get_library_version; "" if it is unknown.
     """
     host, launched = socket.gethostname(), launcher.launched_size(os.environ)
     if launched > 1 and launcher.incompatible(launcher.name(os.environ), library):

@@ -84,7 +84,7 @@ class ServersMode:
         leaves = [leaf for _, leaf in nest.leaves(params)]
         self._connect(f"{self._options.name}.broadcast()", params, tensors, leaves)
         self._agree_on_start(params)
-        if self._running.worker != 0:  # worker 0 has the parameters: it has just given them
+        if self._running.worker != 0:  # worker 0 has just sent the parameters
             self._pull(leaves)
         collectives.barrier()  # nobody changes them before all have pulled
 
@@ -420,7 +420,7 @@ class ServersMode:
             return self._client.leave()
         try:
             statistics = self._statistics(self._client.part())
-        except CollectiveTimeout as error:  # it may be this worker's wait that ends the job, which nobody else tells
+        except CollectiveTimeout as error:  # this worker's wait may end the job; no other process reports it
             return report.say_here(str(error))
         except AllredError:  # the job ends otherwise: that is told already
             return
