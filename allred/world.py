@@ -255,7 +255,8 @@ def is_initialized() -> bool:
 
 def shutdown() -> None:
     """Leave the other ranks; collective. Then init() may be called again, except after mode ps, of which the servers
-    have ended their programs. At the end of a script it is not needed. An open session ends, with its last checkpoint.
+    have ended their programs. At the end of a script it is not needed. It ends an open session, which writes its last
+    checkpoint.
 
     Raises NotInitializedError before init().
     """

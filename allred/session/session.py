@@ -137,11 +137,11 @@ class Session:
         return asked
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the session as the end of a with statement does, for a session that was begun without one. Collective
-        without an error. A session that has ended already stays as it is.
+        """End a session that was begun without a with statement, as the end of that statement does. Collective if
+        `error` is None. No effect on a session that has ended.
 
-        error: the exception that ends it; None: it ends well. Raises CheckpointError, without an error, if the last
-        checkpoint cannot be written."""
+        error: the exception that ends the session, or None. With None, raises CheckpointError if the last checkpoint
+        cannot be written."""
         if error is self._handled:  # since before the session
             error = None
         if error is None and self._optimizer is not None and self._optimizer.torn:  # by a sys.exit() that Python hides
@@ -268,7 +268,7 @@ class Session:
         return False
 
     def _freshen(self) -> None:
-        """Mode ps: pull before the first gradient: others train while the hooks begin and the first batch comes."""
+        """Mode ps: pull before the first gradient, since others train while hooks begin and the first batch is read."""
         if not self._is_fresh and not self.optimizer.in_step:
             self.optimizer.pull(self.params)
             self.step = self._begun_at_step = self.optimizer.global_step
@@ -286,7 +286,9 @@ class Session:
 
     def _check_open(self) -> None:
         if not self._entered:
-            raise InputError("session: it has not begun; use it in a with statement")
+            raise InputError(
+                "session: it has not begun; use it in a with statement: with allred.Session(...) as session"
+            )
         if self._done:
             raise InputError("session: it has ended, for its with statement was left; make a new one to train on")
 
@@ -346,7 +348,7 @@ class Session:
         return self.optimizer.saving(self.params, self._the_state.pack(randoms, noted), copy)
 
     def _joined(self, writer: int) -> None:
-        """All ranks have joined, `writer` as the last one; the chief may lack its updates."""
+        """Write a checkpoint of rank `writer`, which joined last, after all ranks have joined."""
         if self.step != self.optimizer.global_step:  # the step at hand has made its update
             self._the_state.note_position()
         randoms = self._gather_randoms()

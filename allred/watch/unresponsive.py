@@ -1,21 +1,20 @@
-"""Which ranks are at fault when a wait reaches its time limit: pure functions of what the watchers have heard.
+"""Finds the ranks that cause a wait to reach its time limit. Pure functions of the events that the watchers received.
 
 A worker of mode ps waits for a server, which holds its answer back until other workers have made their requests. The
-server tells its watcher, with the event `holds`, which workers these are and for how long each has made no request.
-So the limit of such a wait counts from the last request of the worker that is waited for, and a slow worker that
-still trains is never at fault.
+event `holds` of the server names these workers and the seconds since the last request of each. The time limit of
+the wait counts from these requests, so a slow worker that still trains never causes an error.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-AGAIN_S = 0.5  # at least, between two looks at one wait
+AGAIN_S = 0.5  # the shortest interval between two checks of one wait
 
 
 class Seen(Protocol):
-    """What is known of a rank. active: when it last sent an event. silent: {rank: time of its last request}, of the
-    ranks for which this server holds answers back."""
+    """The state of a rank. active: time of its last event. silent: for a server that holds answers back, {rank: time of
+    its last request} of the ranks that cause this."""
 
     waits_in: str
     end: str
@@ -26,10 +25,11 @@ class Seen(Protocol):
 def unresponsive_ranks(
     servers: Sequence[int], limit_s: float, ranks: Mapping[int, Seen], now: float
 ) -> tuple[list[int], float]:
-    """The ranks that have been silent for `limit_s`, and, if there are none, in how many seconds to look again.
+    """Return the ranks that have been silent for `limit_s` seconds, and if there are none, the seconds until the next
+    check.
 
-    A server that sends no events is at fault alone: what it has told last is out of date. A worker that waits itself is
-    not at fault, for its own wait has a limit.
+    If a server sends no events, only this server is returned: its last event is out of date. A worker that waits itself
+    is not returned: its own wait has a time limit.
     """
     lost = [server for server in servers if server in ranks and now >= ranks[server].active + limit_s]
     if lost:
@@ -47,8 +47,8 @@ def unresponsive_ranks(
 
 
 def finalize_wait_since(ranks: Mapping[int, Seen], ended_at: Mapping[int, float]) -> float | None:
-    """Since when ranks that have ended wait in MPI_Finalize for others that show nothing; None if that is not so, or if
-    those that have not ended wait themselves, or are known to be waited for."""
+    """Return the time since which ended ranks wait in MPI_Finalize for ranks that send no events. None if no rank has
+    ended or all have, or if a rank that has not ended waits itself or holds answers back."""
     left = [ended_at[rank] for rank, seen in ranks.items() if seen.end == "left"]
     others = [seen for seen in ranks.values() if not seen.end]
     if not left or not others or any(seen.waits_in or seen.silent for seen in others):

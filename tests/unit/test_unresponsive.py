@@ -1,4 +1,4 @@
-"""Which ranks are at fault at a time limit, and what the job makes of it. Rank 0 is a server, the others work."""
+"""Unresponsive ranks at a time limit, and the reaction of the job. Rank 0 is a server, the others are workers."""
 
 import types
 
@@ -24,7 +24,7 @@ def seen(active=0.0, silent=None, end="", waits_in=""):
         ({0: seen(10.0, {2: 4.0, 3: 9.0}), 2: seen(), 3: seen()}, [2], 0.0),
         ({0: seen(10.0, {2: 1.0}), 2: seen(waits_in="barrier() #3")}, [], 6.0),  # that wait has its own limit
         ({0: seen(10.0, {2: 1.0}), 2: seen(end="gone")}, [], 6.0),
-        ({0: seen(4.0, {2: 1.0}), 2: seen()}, [0], 0.0),  # the server does not answer: what it told is out of date
+        ({0: seen(4.0, {2: 1.0}), 2: seen()}, [0], 0.0),  # the server does not answer: its last event is out of date
         ({0: seen(7.0)}, [], 3.0),
     ],
 )
