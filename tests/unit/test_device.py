@@ -63,7 +63,7 @@ def test_a_function_for_a_gpu_runs_on_its_task_under_soft_placement(server, capf
 
 def test_a_client_outside_the_cluster_hears_what_is_missing():
     target = "allred://node1:2222/job:worker/task:0"
-    words = r"this process is not a task of a cluster, .* job 'client', .*allred.Server\(cluster, 'client', 0\)"
+    words = r"this process is not a task of a cluster, .* job 'client' .*allred.Server\(cluster, 'client', 0\)"
     for given in (target, ""):
         with pytest.raises(NotInitializedError, match=words):
             allred.connect(given)

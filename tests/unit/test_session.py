@@ -109,7 +109,7 @@ def test_what_is_used_wrongly(world, tmp_path):
     with Session() as session:
         with pytest.raises(InputError, match=r"call session\.track"):
             session.should_stop()
-        with pytest.raises(InputError, match=r"expected what allred\.distributed returns"):
+        with pytest.raises(InputError, match=r"expected the result of allred\.distributed"):
             session.track(params=params, optimizer=allred.optim.SGD(lr=1.0))
         with pytest.raises(InputError, match=r"session.track\(rng=...\): int has no state_dict"):
             session.track(params=params, optimizer=opt, rng=3)
