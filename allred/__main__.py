@@ -10,7 +10,7 @@ usage: python -m allred COMMAND ...
 
   doctor  what is good here, what is not, and what to type; alone or under mpirun
   info    versions, paths, backend; with --config all settings
-  bench   how fast the collectives are here, and against raw MPI; how fast the readers of data are
+  bench   speed of the collectives, also against raw MPI, and of the data readers
   checkpoint  ls, show, verify DIR: which checkpoints there are, what one holds, whether all bytes are right
   timeline  merge DIR: one trace of all ranks from what ALLRED_TIMELINE=DIR has written, and who waited for whom
 """
@@ -48,14 +48,15 @@ def main(arguments: list[str]) -> int:
 
 
 def run(arguments: list[str]) -> int | str | None:
-    """As `main`, for sys.exit. If the reader of the output has gone (`| head`), the exit code is that of SIGPIPE.
+    """Calls `main`, and returns the argument for sys.exit. The exit code is 128 + SIGPIPE = 141 if the reader of the
+    output has closed it (`| head`).
 
-    SIGPIPE itself stays ignored: it would also end a rank whose connection to another rank breaks.
+    SIGPIPE stays ignored: its default action would also end a rank whose connection to another rank breaks.
     """
     try:
         try:
             code: int | str | None = main(arguments)
-        except SystemExit as end:  # argparse's, also after --help
+        except SystemExit as end:  # raised by argparse, also after --help
             code = end.code
         print(end="", flush=True)
         return code
@@ -63,7 +64,7 @@ def run(arguments: list[str]) -> int | str | None:
         gone = [stream for stream in (sys.stdout, sys.stderr) if stream is not None and _has_no_reader(stream.fileno())]
         if not gone:
             raise
-        for stream in gone:  # what is left in its buffer goes nowhere
+        for stream in gone:  # the rest of its buffer goes to /dev/null
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return 128 + signal.SIGPIPE
 

@@ -1,6 +1,6 @@
 """Authenticated TCP channels between the processes of a job, for launch/ and watch/. A message is a line: JSON or text.
 
-Both ends prove that they know the secret, which is never sent. N and M are random, and used once:
+Both ends prove that they know the secret, which is never sent. The nonces N and M are random and used once:
 
     listening end                                    connecting end
     {"allred": VERSION, "nonce": N}             -->
@@ -8,8 +8,8 @@ Both ends prove that they know the secret, which is never sent. N and M are rand
     {"proof": P("listen")}, {"refused": reason} -->
                                                 <--  its first message
 
-P(role) is HMAC-SHA256(secret, [purpose, role, N, M]), so that no proof can be sent back, or be used for another service
-that has the same secret. Without a secret the messages are the same, and protect nothing.
+P(role) is HMAC-SHA256(secret, [purpose, role, N, M]), so that a proof cannot be reflected to its sender, nor replayed
+to another service with the same secret. Without a secret the same messages are exchanged, without any protection.
 """
 
 import contextlib
@@ -27,22 +27,22 @@ Message = dict[str, Any]
 
 VERSION = 1
 AUTHENTICATE_S = 5.0  # from the connection to the first message of the connecting end
-PENDING = 128  # connections that are not authenticated yet; one more closes the oldest of them
-STRANGER_BYTES = 2**12  # longest line before authentication
-LINE_BYTES = 2**20  # and after it
-SEND_S = 3.0  # a peer that does not read for so long is closed
+MAX_UNAUTHENTICATED = 128  # connections that are not authenticated yet; one more closes the oldest
+UNAUTHENTICATED_BYTES = 2**12  # the longest line before authentication
+LINE_BYTES = 2**20  # the longest line after authentication
+SEND_S = 3.0  # time limit of a send to a peer that does not read; then the connection is closed
 _RETRY_S = 0.05
 _RECEIVE_BYTES = 2**16
-# The end of a peer whose machine lost power or network is noticed after 20 + 4 * 10 s.
+# Keepalive detects after 20 + 4 * 10 s that the machine of a peer has lost power or network.
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 4}
 
 
 class HandshakeError(Exception):
-    """The process that answers cannot be talked to. The text says why; its subject is that process."""
+    """The handshake failed. The text is a predicate; its subject is the process that listens at the address."""
 
 
 class Channel:
-    """Lines over a TCP connection. `longest`: bytes of the longest line that is accepted."""
+    """A TCP connection that sends and receives lines. `longest`: bytes of the longest line that it accepts."""
 
     def __init__(self, connection: socket.socket, longest: int = LINE_BYTES) -> None:
         self.connection, self.longest = connection, longest
@@ -57,7 +57,7 @@ class Channel:
         self.send_line(json.dumps(message))
 
     def send_line(self, line: str) -> None:
-        """Send text. An error closes the connection for sending and receiving: the next receive reports it."""
+        """Send a line of text. An error shuts down the connection in both directions; the next receive reports it."""
         try:
             self.connection.sendall(line.encode() + b"\n")
         except OSError:
@@ -65,10 +65,10 @@ class Channel:
                 self.connection.shutdown(socket.SHUT_RDWR)
 
     def receive_lines(self) -> list[str]:
-        """The next complete lines; none if only a part has arrived. Waits as the socket's timeout says.
+        """Return the next complete lines; none if only a part of a line has arrived. Waits for the socket's timeout.
 
-        Raises ConnectionError if the peer has closed the connection, OSError, and ValueError for a line longer than
-        `longest`, of which no more than one read is kept.
+        Raises ConnectionError if the peer has closed the connection, OSError for other errors of the socket, and
+        ValueError for a line longer than `longest`; at most one read of such a line is kept in memory.
         """
         try:
             data = self.connection.recv(min(_RECEIVE_BYTES, self.longest + 1))
@@ -83,7 +83,8 @@ class Channel:
         return [line.decode(errors="replace") for line in lines]
 
     def receive(self) -> list[Message]:
-        """As `receive_lines`, parsed as JSON objects. Raises ValueError for anything else."""
+        """Return the next complete lines, parsed as JSON objects. Raises what `receive_lines` raises, and ValueError
+        for a line that is not a JSON object."""
         try:
             messages = [json.loads(line) for line in self.receive_lines()]
         except RecursionError:
@@ -93,8 +94,8 @@ class Channel:
         return messages
 
     def receive_one(self, deadline: float) -> Message:
-        """The next message, where the peer sends no second one before an answer. Raises TimeoutError at `deadline`, a
-        time of time.monotonic()."""
+        """Return the next message of a peer that waits for an answer to each message. Raises TimeoutError at
+        `deadline`, in seconds of time.monotonic(), else as `receive`."""
         while (left_s := deadline - time.monotonic()) > 0:
             self.connection.settimeout(left_s)
             if messages := self.receive():
@@ -103,10 +104,11 @@ class Channel:
 
 
 def connect(family: int, address: Any, purpose: str, secret: str, limit_s: float = AUTHENTICATE_S) -> Channel:
-    """An authenticated channel to the listener at `address`, as socket.connect takes it, within `limit_s` seconds.
+    """Connect to the listener at `address` (as in socket.connect) and authenticate, within `limit_s` seconds.
 
-    A listener that is flooded may close a connection before it is authenticated; then this connects again.
-    Raises HandshakeError if the peer refuses or is not the right one, else OSError (TimeoutError without an answer).
+    Connects again if the listener closes the connection before authentication, as it does with too many connections.
+    Raises HandshakeError if the listener refuses this process or is not an allred process with the same secret, and
+    OSError if there is no connection or no answer (TimeoutError).
     """
     deadline = time.monotonic() + limit_s
     while (left_s := deadline - time.monotonic()) > 0:
@@ -114,7 +116,7 @@ def connect(family: int, address: Any, purpose: str, secret: str, limit_s: float
             connection = on_error.enter_context(socket.socket(family, socket.SOCK_STREAM))
             connection.settimeout(left_s)
             connection.connect(address)
-            channel = Channel(connection, STRANGER_BYTES)
+            channel = Channel(connection, UNAUTHENTICATED_BYTES)
             with contextlib.suppress(ConnectionError):
                 _prove_as_connector(channel, purpose, secret, deadline)
                 connection.settimeout(SEND_S)
@@ -122,7 +124,7 @@ def connect(family: int, address: Any, purpose: str, secret: str, limit_s: float
                 on_error.pop_all()
                 return channel
         time.sleep(_RETRY_S)
-    raise ConnectionError("it closes the connection before authentication")
+    raise ConnectionError("the listener closes each connection before authentication")
 
 
 def _prove_as_connector(channel: Channel, purpose: str, secret: str, deadline: float) -> None:
@@ -134,7 +136,7 @@ def _prove_as_connector(channel: Channel, purpose: str, secret: str, deadline: f
             channel.send({"nonce": nonces[1], "proof": proof, "has": bool(secret)})
             answer = channel.receive_one(deadline)
     except (ValueError, KeyError):
-        raise HandshakeError("is not an allred process: another program uses that port") from None
+        raise HandshakeError("is not an allred process: another program uses this port; choose another port") from None
     if version != VERSION:
         raise HandshakeError(
             f"has another version of allred (protocol {version}, here {VERSION}); install the same in all environments"
@@ -162,12 +164,16 @@ class _Pending:
 
 
 class Listener:
-    """Accepts connections on a socket and authenticates them, in an event loop that runs `dispatch` and `close_late`.
+    """Accepts connections on a socket and authenticates them. Its event loop calls `dispatch` and `close_expired`.
 
-    No peer is waited for. A connection is closed if it is wrong, if its first message after authentication has not come
-    within AUTHENTICATE_S, or if PENDING younger ones are not authenticated.
-    admit(channel, messages): takes over a channel, which is no longer registered, with the first messages on it.
-    refusal(host, has): the reason that a peer with a wrong secret is told; `has`: whether the peer has one at all.
+    It never waits for a peer. It closes a connection if the peer sends something else than the protocol, if the first
+    message after authentication does not arrive within AUTHENTICATE_S seconds, and if MAX_UNAUTHENTICATED newer
+    connections are not authenticated.
+
+    admit(channel, messages): called with each authenticated channel and its first messages. The selector no longer
+        watches the channel.
+    refusal(host, has): returns the reason that is sent to a peer with a wrong secret. `has`: whether the peer has a
+        secret at all.
     """
 
     def __init__(
@@ -177,7 +183,7 @@ class Listener:
         purpose: str,
         secret: str,
         admit: Callable[[Channel, list[Message]], object],
-        refusal: Callable[[str, bool], str] = lambda host, has: "its secret is another one",
+        refusal: Callable[[str, bool], str] = lambda host, has: "its secret is not the secret of this job",
     ) -> None:
         self._selector, self._socket, self._purpose, self._secret = selector, listening, purpose, secret
         self._admit, self._refusal = admit, refusal
@@ -186,8 +192,8 @@ class Listener:
         listening.listen(1024)
         selector.register(listening, selectors.EVENT_READ, self._accept)
 
-    def close_late(self) -> None:
-        """Close what has had its time. To be called often."""
+    def close_expired(self) -> None:
+        """Close connections whose time limit is over. The event loop calls it in each iteration."""
         now = time.monotonic()
         for peer in [peer for peer in self._pending if now > peer.deadline]:
             self._close(peer)
@@ -195,19 +201,19 @@ class Listener:
     def _accept(self) -> None:
         try:
             connection, _ = self._socket.accept()
-        except OSError:  # the peer is gone again, or there are too many open files
+        except OSError:  # the peer has closed the connection, or there are too many open files
             return
-        strangers = [peer for peer in self._pending if not peer.authenticated]
-        if len(strangers) >= PENDING:
-            self._close(strangers[0])
+        unauthenticated = [peer for peer in self._pending if not peer.authenticated]
+        if len(unauthenticated) >= MAX_UNAUTHENTICATED:
+            self._close(unauthenticated[0])
         connection.setblocking(False)
-        channel = Channel(connection, STRANGER_BYTES)
+        channel = Channel(connection, UNAUTHENTICATED_BYTES)
         peer = _Pending(channel, secrets.token_hex(), time.monotonic() + AUTHENTICATE_S)
         self._pending.append(peer)
-        self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear(peer))
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._receive(peer))
         channel.send({"allred": VERSION, "nonce": peer.nonce})
 
-    def _hear(self, peer: _Pending) -> None:
+    def _receive(self, peer: _Pending) -> None:
         try:
             messages = peer.channel.receive()
             if peer.authenticated and messages:
@@ -216,7 +222,7 @@ class Listener:
                 self._admit(peer.channel, messages)
             elif messages:
                 self._authenticate(peer, *messages)
-        except Exception:  # closed, or not the protocol: a stranger's bytes must not end this process
+        except Exception:  # closed, or not the protocol: bytes of an unknown program must not end this process
             self._close(peer)
 
     def _authenticate(self, peer: _Pending, message: Message) -> None:
@@ -241,7 +247,7 @@ class Listener:
 
 
 def dispatch(selector: selectors.BaseSelector, timeout_s: float) -> None:
-    """Wait for events for `timeout_s` seconds at most, and call what was registered for each."""
+    """Wait for events for at most `timeout_s` seconds, and call the function that is registered for each of them."""
     for key, _ in selector.select(timeout_s):
-        if selector.get_map().get(key.fd) is key:  # not closed by an earlier call, and its number used again
+        if selector.get_map().get(key.fd) is key:  # an earlier call may close it, and the kernel reuse its number
             key.data()

@@ -106,8 +106,8 @@ class Config:
     )
     worker_failure: str = _setting(
         "end",
-        "what a worker of mode ps that fails, dies, or stalls until the time limit does: end the job, or go_on: the "
-        "others do, without it",
+        "what happens when a worker of mode ps fails, dies, or stalls until the time limit: the job ends (end), or the "
+        "other workers continue without it (go_on)",
         choices=("end", "go_on"),
     )
     pretend_nodes: str = _setting(

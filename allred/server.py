@@ -102,7 +102,7 @@ class Server:
             from allred.client import serving
 
             return serving.serve(world)
-        asynchronous.barrier_async().wait(_NO_END_S)  # a long wait is told
+        asynchronous.barrier_async().wait(_NO_END_S)  # a warning reports a long wait
 
     def _check(self) -> None:
         others = [job for job in self.cluster.jobs if job not in (SERVERS, CLIENT)]

@@ -28,8 +28,8 @@ from allred.errors import AllredError, ConfigError, InputError
 from allred.gpu import places
 from allred.modes.detect import outside
 from allred.ps import running
-from allred.watch import at_end
 from allred.watch import exit as exit_protocol
+from allred.watch import exit_callbacks
 from allred.watch import start as watch
 from allred.watch.alarm import waiting_for_ranks
 from allred.watch.uncaught import status_at_exit
@@ -168,8 +168,8 @@ def _meet(comm: Any, settings: dict[str, Any] | str, cluster: Cluster | None) ->
     cores, hosts_of = [found for *_, found, _ in gathered], [node for _, node, *_ in gathered]
     processors.install(cores, hosts_of, control.rank)
     report.inform(_banner(library))
-    if crowded := processors.crowded(cores, hosts_of):
-        report.inform(f"warning: {crowded}")
+    if oversubscription := processors.oversubscription(cores, hosts_of):
+        report.inform(f"warning: {oversubscription}")
 
 
 def _seen(settings: dict[str, Any] | str) -> places.Seen:
@@ -255,12 +255,13 @@ def is_initialized() -> bool:
 
 def shutdown() -> None:
     """Leave the other ranks; collective. Then init() may be called again, except after mode ps, of which the servers
-    have ended their programs. At the end of a script it is not needed. An open session ends, with its last checkpoint.
+    have ended their programs. At the end of a script it is not needed. It ends an open session, which writes its last
+    checkpoint.
 
     Raises NotInitializedError before init().
     """
     communicator = collectives.current()
-    at_end.call(sys.exc_info()[1])
+    exit_callbacks.call(sys.exc_info()[1])
     if not communicator.queue.poisoned and topology.rank() < topology.size():
         communicator.check("shutdown", "shutdown()").wait()
         recording.compare_clocks_again()

@@ -1,5 +1,5 @@
-"""Every test ends: after its time limit it shows the stacks of all threads, and then its process is killed. No file of
-MPICH's is left in /dev/shm.
+"""Time limits: a test that exceeds its limit shows the stacks of all threads, and its process is killed. The end of a
+run deletes the files of killed MPICH jobs in /dev/shm.
 """
 
 import faulthandler
@@ -20,7 +20,7 @@ STDERR = pytest.StashKey()  # the real one: pytest captures the other
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "limit(seconds): the time limit of a slow test")
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # by `make test &` in a script; programs would inherit it
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # `make test &` in a script; child processes would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", covering.MARKER)
     with config.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
@@ -40,7 +40,7 @@ def pytest_runtest_protocol(item):
         faulthandler.cancel_dump_traceback_later()
 
 
-SHM_FILES = pytest.StashKey()  # that were there before
+SHM_FILES = pytest.StashKey()  # the files that existed before the run
 
 
 def pytest_sessionstart(session):
@@ -48,7 +48,7 @@ def pytest_sessionstart(session):
 
 
 def pytest_sessionfinish(session):
-    """The watcher deletes what a dead job leaves; this is for jobs without one, and for ranks that die in MPI_Init."""
+    """Delete the files of jobs without a watcher and of ranks that die in MPI_Init; the watcher deletes the others."""
     if hasattr(session.config, "workerinput"):
         return  # of pytest-xdist: another worker's tests may still run
     for file in set(shm_files.unused()) - session.config.stash[SHM_FILES]:

@@ -16,8 +16,8 @@ MARKER = "cover(strength): keep all combinations of values of this many paramete
 def covering(cases: Sequence[Sequence[int]], strength: int, seed: str) -> list[int]:
     """The positions of a subset of `cases` that has every combination of `strength` values that `cases` has.
 
-    Greedy: always the case with the most combinations that are still missing. `seed` decides between equals, so that
-    different tests combine values differently. Deterministic.
+    Greedy: it always takes the case with the most missing combinations. `seed` breaks ties, so that different tests
+    combine values differently. Deterministic.
 
     >>> covering([(mpi, failure) for mpi in range(2) for failure in range(3)], 1, "")
     [0, 2, 4]

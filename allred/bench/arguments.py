@@ -43,7 +43,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     served.add_argument("--consistency", choices=["async", "bounded", "sync"], help="default: ALLRED_CONSISTENCY")
     read = what.add_parser(
         "data",
-        help="records per second of each reader, shuffled and prefetch",
+        help="records per second of each reader, of shuffled and of prefetch",
         description=data.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -65,7 +65,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         sub.add_argument("--dtype", default="float32", help="float32 (default), or another that allred sums")
         sub.add_argument("--malloc-tuned", action="store_true", help="glibc keeps freed memory, in huge pages")
     for sub in (one, many, hidden, served, read):
-        sub.add_argument("--seconds", type=float, default=3.0, help="how long to measure for a line; default 3")
+        sub.add_argument("--seconds", type=float, default=3.0, help="seconds of measurement for each line; default 3")
         sub.add_argument("--json", action="store_true", help="one JSON object a line, and nothing else, on stdout")
     options = parser.parse_args(arguments)
     sub = {"allreduce": one, "fused": many, "overlap": hidden, "ps": served, "data": read}[options.bench]

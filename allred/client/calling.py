@@ -38,8 +38,8 @@ _in_cluster = False
 
 
 def install(calling: Calling | None, in_cluster: bool = False) -> None:
-    """Make it the one that `current` gives; None to take it away. For allred.init and allred.shutdown. in_cluster:
-    whether allred.Server() has made this process a task of a cluster."""
+    """Set what `current` returns; None removes it. Called by allred.init and allred.shutdown. in_cluster: whether this
+    process is a task of a cluster, after allred.Server()."""
     global _current, _in_cluster
     _current, _in_cluster = calling, in_cluster
 

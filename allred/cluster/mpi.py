@@ -15,8 +15,8 @@ _given: dict[str, str] | None = None  # what MPI was started with; None where it
 def load() -> tuple[Any, bool]:
     """The module mpi4py.MPI with MPI started, and whether it was this call that started it.
 
-    The module is None where no MPI can be loaded and no launcher started this process. Raises ConfigError if one did,
-    and if that launcher cannot start ranks of this MPI.
+    The module is None if no MPI can be loaded and no launcher started this process. Raises ConfigError if a launcher
+    started this process and no MPI can be loaded, or if that launcher cannot start ranks of this MPI.
     """
     global _given
     import mpi4py
@@ -42,7 +42,7 @@ def load() -> tuple[Any, bool]:
 
 
 def _module() -> Any:
-    """mpi4py.MPI; None where no MPI can be loaded and no launcher started this process."""
+    """Import mpi4py.MPI; None if no MPI can be loaded and no launcher started this process."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -57,7 +57,7 @@ def _module() -> Any:
 
 
 def _start(MPI: Any, rc: Any) -> None:  # noqa: N803  (mpi4py's spelling)
-    """Start MPI with the thread level that mpi4py's settings ask for."""
+    """Start MPI with the thread level of mpi4py.rc."""
     if rc.threads:
         MPI.Init_thread(getattr(MPI, f"THREAD_{rc.thread_level.upper()}"))
     else:
@@ -109,20 +109,20 @@ def settings(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_launcher(library: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError, before MPI starts, if it cannot start here: MPICH would end the process, and Open MPI would
-    make a world of one in each. library: the text of MPI_Get_library_version."""
-    if launched_size(environ) > 1 and launcher.strangers(launcher.name(environ), library):
-        raise ConfigError(launcher.mismatch(environ, library_name(library)))
-    if launcher.family(library) != "Open MPI" and not _is_open(environ.get("PMI_FD", "")):
+    """Raise ConfigError if this launcher cannot start ranks of this MPI. Called before MPI starts: MPICH would end the
+    process, and Open MPI would start a world of one rank in each. library: the text of MPI_Get_library_version."""
+    if launched_size(environ) > 1 and launcher.incompatible(launcher.name(environ), library):
+        raise ConfigError(launcher.mismatch_error(environ, library_name(library)))
+    if launcher.implementation(library) != "Open MPI" and not _is_open(environ.get("PMI_FD", "")):
         raise ConfigError(
             f"a rank started this process without its connection to the launcher (PMI_FD={environ['PMI_FD']} is not "
-            "open here), so it cannot be that rank; start it by os.exec or with subprocess.Popen(close_fds=False), or "
-            "for a world of its own without the variables PMI_* and MPI_*"
+            "open here), so it cannot join the world in place of that rank; start it by os.exec or with "
+            "subprocess.Popen(close_fds=False). For a world of its own, start it without the variables PMI_* and MPI_*"
         )
 
 
 def _is_open(descriptor: str) -> bool:
-    """Whether it is an open file; also True if it is no number."""
+    """Return whether a descriptor is open; True also if the text is not a number."""
     try:
         os.fstat(int(descriptor))
     except OSError:
@@ -133,9 +133,9 @@ def _is_open(descriptor: str) -> bool:
 
 
 def check_world(size: int, library: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError if the launcher started several processes and the world has one rank: N worlds of one."""
+    """Raise ConfigError if the launcher started several processes, but MPI sees a world of one rank."""
     if size == 1 and launched_size(environ) > 1:
-        raise ConfigError(launcher.mismatch(environ, library))
+        raise ConfigError(launcher.mismatch_error(environ, library))
 
 
 def library_name(text: str) -> str:

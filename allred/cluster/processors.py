@@ -1,6 +1,6 @@
 """The cores that the ranks of a node may use, and the BLAS threads that run on them.
 
-BLAS starts a thread for every core, in each rank, unless it is told otherwise. More busy threads than cores is the most
+By default, BLAS starts a thread for every core in each rank. More busy threads than cores is the most
 frequent reason for slow training on CPU hosts.
 """
 
@@ -8,7 +8,7 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 
-import numpy  # noqa: F401  (its BLAS is what is looked at)
+import numpy  # noqa: F401  (loads the BLAS whose threads are counted)
 
 from allred.cluster import limits
 
@@ -17,23 +17,23 @@ _BLAS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP_NUM
 
 @dataclasses.dataclass(frozen=True)
 class Cores:
-    """The processors as a rank sees them."""
+    """The cores and BLAS threads of one rank."""
 
-    allowed: frozenset[int]
-    of_machine: int
-    quota: float | None  # of its cgroup, in cores
+    allowed: frozenset[int]  # the CPU affinity of the process
+    of_machine: int  # the number of cores of the machine
+    quota: float | None  # of the process's cgroup, in cores
     blas_threads: int
-    blas: str  # which libraries, or how the number was guessed
-    measured: bool  # by threadpoolctl
+    blas: str  # the BLAS libraries, or the source of the guess
+    measured: bool  # whether threadpoolctl counted the threads; else they are a guess
 
 
 def look() -> Cores:
-    """Look at this process."""
+    """Return the cores of this process."""
     allowed = frozenset(os.sched_getaffinity(0))
     try:
         import threadpoolctl
     except ImportError:
-        threads, blas, measured = *guess(os.environ, len(allowed)), False
+        threads, blas, measured = *guess_blas_threads(os.environ, len(allowed)), False
     else:
         pools = [pool for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
         threads = max((pool["num_threads"] for pool in pools), default=1)
@@ -42,10 +42,10 @@ def look() -> Cores:
     return Cores(allowed, os.cpu_count() or 1, limits.look().cpus, threads, blas, measured)
 
 
-def guess(environ: Mapping[str, str], cores: int) -> tuple[int, str]:
-    """BLAS's threads from what it would read, without asking it.
+def guess_blas_threads(environ: Mapping[str, str], cores: int) -> tuple[int, str]:
+    """Return the number of BLAS threads that the environment variables imply, and their text.
 
-    >>> guess({"OMP_NUM_THREADS": "2,1"}, cores=8), guess({}, cores=8)
+    >>> guess_blas_threads({"OMP_NUM_THREADS": "2,1"}, cores=8), guess_blas_threads({}, cores=8)
     ((2, 'OMP_NUM_THREADS=2,1'), (8, 'no OMP_NUM_THREADS: a thread a core'))
     """
     for name in _BLAS:
@@ -55,25 +55,26 @@ def guess(environ: Mapping[str, str], cores: int) -> tuple[int, str]:
     return cores, "no OMP_NUM_THREADS: a thread a core"
 
 
-def usable(ranks: Sequence[Cores]) -> int:
-    """How many cores the ranks of a node have together."""
+def usable_cores(ranks: Sequence[Cores]) -> int:
+    """Return the number of cores that the ranks of one node have together."""
     cores = len(frozenset[int]().union(*(rank.allowed for rank in ranks)))
     quotas = [int(rank.quota) or 1 for rank in ranks if rank.quota is not None]
     return min([cores, *quotas])
 
 
-def crowded(ranks: Sequence[Cores], nodes: Sequence[int]) -> str | None:
-    """A warning if the ranks of a node run more BLAS threads than it has cores; of several nodes, for the worst one.
+def oversubscription(ranks: Sequence[Cores], nodes: Sequence[int]) -> str | None:
+    """Return a warning if the ranks of a node have more BLAS threads than cores, else None. With several nodes: for the
+    node with the most threads per core.
 
-    ranks: of the whole job. nodes: the node of each rank.
+    ranks: the cores of all ranks of the job. nodes: the node of each rank.
 
-    >>> print(crowded([Cores(frozenset({0, 1}), 2, None, 2, "openblas", True)] * 2, nodes=[0, 0]))
+    >>> print(oversubscription([Cores(frozenset({0, 1}), 2, None, 2, "openblas", True)] * 2, nodes=[0, 0]))
     2 ranks with 4 BLAS threads on 2 cores: steps may take many times as long; export OMP_NUM_THREADS=1 before the start
     """
     worst, text = 1.0, None
     for node in dict.fromkeys(nodes):
         there = [rank for rank, its in zip(ranks, nodes, strict=True) if its == node]
-        threads, cores = sum(max(1, rank.blas_threads) for rank in there), usable(there)
+        threads, cores = sum(max(1, rank.blas_threads) for rank in there), usable_cores(there)
         if threads > worst * cores:
             worst, remedies = threads / cores, []
             if threads > len(there):
@@ -96,18 +97,18 @@ _share: int | None = None
 
 
 def install(ranks: Sequence[Cores], nodes: Sequence[int], rank: int) -> None:
-    """Let `share` know the ranks of the job, with their nodes, and which one this is."""
+    """Set the result of `cores_per_rank`. ranks, nodes: as in `oversubscription`. rank: the number of this rank."""
     global _share
     there = [one for one, node in zip(ranks, nodes, strict=True) if node == nodes[rank]]
-    _share = max(1, min(usable(there) // len(there), len(ranks[rank].allowed)))
+    _share = max(1, min(usable_cores(there) // len(there), len(ranks[rank].allowed)))
 
 
 def uninstall() -> None:
-    """Forget the ranks."""
+    """Reset `cores_per_rank`."""
     global _share
     _share = None
 
 
-def share() -> int:
-    """How many cores this rank has for itself, at least 1. Before init() all that this process may use."""
-    return usable([look()]) if _share is None else _share
+def cores_per_rank() -> int:
+    """Return this rank's share of the cores of its node, at least 1. Before init(): all cores of this process."""
+    return usable_cores([look()]) if _share is None else _share

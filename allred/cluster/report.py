@@ -38,7 +38,7 @@ def inform(line: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Issue a RuntimeWarning on the chief; before init(), in every process."""
+    """Issue a RuntimeWarning, on the chief only; before init() in every process."""
     try:
         chief = topology.rank() == 0
     except NotInitializedError:

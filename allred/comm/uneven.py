@@ -28,13 +28,13 @@ from allred.errors import InputError
 _observers: list[Callable[[int], None]] = []
 
 
-def observe(observer: Callable[[int], None]) -> None:
-    """Have this called when all ranks have joined, with the rank that joined last. On all ranks."""
+def add_observer(observer: Callable[[int], None]) -> None:
+    """Call `observer(last)` on every rank when all ranks have joined. last: the rank that joined last."""
     _observers.append(observer)
 
 
-def forget(observer: Callable[[int], None]) -> None:
-    """It is not called any more."""
+def remove_observer(observer: Callable[[int], None]) -> None:
+    """Remove an observer."""
     _observers[:] = [each for each in _observers if each != observer]
 
 
@@ -42,8 +42,8 @@ def join(process_set: ProcessSet | None = None) -> int:
     """Take part in what the other ranks do, without bringing anything, until all ranks have joined.
 
     Returns the number of the rank that joined last, of several the lowest; the same on all ranks. There is no time
-    limit, as long as the others live; a long wait for their next operation is told. Errors that they raise, such as for
-    calls that differ, are not raised here.
+    limit, as long as the others live; a warning reports a long wait for their next operation. Errors that they raise,
+    such as for calls that differ, are not raised here.
 
     process_set: whose operations, those of all ranks without.
     """

@@ -221,7 +221,7 @@ class WorkQueue:
         self.poisoned = ""
         self.idle = True
         self.quiet = False  # whether a long wait is meant
-        self.awaited: Awaited | None = None  # for which ranks its waits are, where that is known
+        self.awaited: Awaited | None = None  # the ranks that its waits depend on, if known
         self.advancing: Work[Any] | None = None  # the operation whose steps are being taken
         self.track: Track | None = None  # where operations are noted, if there is a timeline
         self._works: deque[Work[Any]] = deque()
@@ -311,7 +311,7 @@ class WorkQueue:
                         exit_protocol.stuck()
                         raise outcome
                     deadline = now + outcome
-                if line.current is not None and line.current.over_here:
+                if line.current is not None and line.current.has_error:
                     raise self._over(line.current.error())
         finally:
             if line.current is not None:
@@ -354,7 +354,7 @@ class WorkQueue:
                     )
         try:
             if self.poisoned:
-                if line.current is not None and line.current.over_here:
+                if line.current is not None and line.current.has_error:
                     raise line.current.error()
                 raise AllredError(
                     f"this communicator cannot be used any more: {self.poisoned}; end the job and start again"

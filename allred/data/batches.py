@@ -75,7 +75,7 @@ def batches(
     any number of ranks and with any batch_size: no sample of an epoch is left out and none comes twice. After the end,
     and after a `break`, an iteration starts from the beginning.
 
-    All ranks need the same arguments: the first step compares them, and raises MismatchError if they differ.
+    All ranks must pass the same arguments: the first step compares them, and raises MismatchError if they differ.
 
     Raises InputError for columns of different lengths and for a batch too small for every rank to have a part.
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from allred.cluster import topology
-from allred.data.arguments import Arguments
+from allred.data.loader_arguments import LoaderArguments
 from allred.data.sampler import BEGIN, Position
 from allred.data.share import Source
 from allred.errors import InputError
@@ -45,7 +45,7 @@ class Loader:
     batch_size: int  # samples over all ranks
     epochs: int
     drop_last: bool
-    function: str  # that returns it
+    function: str  # the public function that returns this loader
 
     def __init__(self, rank: int, size: int, load: Load, identity: dict[str, Any]) -> None:
         """load: makes a batch; can be pickled. identity: what must be the same for a position to mean the same."""
@@ -67,10 +67,10 @@ class Loader:
         return self._hand_out(fetch(self.jobs(start), self.load), source)
 
     @property
-    def arguments(self) -> Arguments:
+    def arguments(self) -> LoaderArguments:
         """The arguments that must be equal on all ranks that share its batches."""
         own = {"batch_size": self.batch_size, "epochs": self.epochs, "drop_last": self.drop_last}
-        return Arguments(self.function, tuple({**self._identity, **own}.items()))
+        return LoaderArguments(self.function, tuple({**self._identity, **own}.items()))
 
     def _hand_out(self, fetched: Fetched, source: Source) -> Iterator[Any]:
         try:

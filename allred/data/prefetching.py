@@ -43,7 +43,7 @@ class Prefetch:
 
     @property
     def loader(self) -> Loader:
-        """What `prefetch` was given."""
+        """The loader whose batches are fetched ahead."""
         return self._loader
 
     @property

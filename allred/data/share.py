@@ -5,7 +5,7 @@ belongs to. That does not matter as long as their shares are alike; where they a
 weights would show nowhere.
 """
 
-from allred.data.arguments import Arguments
+from allred.data.loader_arguments import LoaderArguments
 from allred.data.sampler import Position
 from allred.errors import InputError
 
@@ -14,15 +14,15 @@ class Source:
     """One running iteration over batches.
 
     Arguments:
-        rank, ranks: which share of each global batch it gives, and into how many shares a batch is divided.
-        arguments: of its loader.
-        start: the position in the data at which it began.
+        rank, ranks: the number of its share of each global batch, and the number of shares.
+        arguments: the arguments of its loader.
+        start: the position in the data where the iteration began.
     """
 
-    def __init__(self, rank: int, ranks: int, arguments: Arguments, start: Position) -> None:
+    def __init__(self, rank: int, ranks: int, arguments: LoaderArguments, start: Position) -> None:
         self.rank, self.ranks, self.arguments = rank, ranks, arguments
         began = ("start", f"epoch {start.epoch}, sample {start.samples}")
-        self.arguments_and_start = Arguments(arguments.function, (*arguments.values, began))
+        self.arguments_and_start = LoaderArguments(arguments.function, (*arguments.values, began))
         self.key = str(self.arguments_and_start)
         self.share = 0  # of the batch it gave out last: samples of this rank
         self.ahead = 0  # batches given out that no step has followed yet
@@ -65,7 +65,7 @@ def forget() -> None:
 
 
 def running() -> list[Source]:
-    """The iterations that have given out a batch and are not over; the one that gave last stands last."""
+    """Return the unfinished iterations that have given out a batch; the last element gave out the latest batch."""
     return list(_running)
 
 

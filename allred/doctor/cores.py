@@ -5,7 +5,7 @@ core of the machine, in each rank, unless it is told otherwise.
 """
 
 from allred.bench.setting import cores as numbers
-from allred.cluster.processors import Cores, look, usable
+from allred.cluster.processors import Cores, look, usable_cores
 from allred.doctor.line import NOTE, OK, WARN, Line
 from allred.doctor.ranks import Seen, by_host, compared, who
 
@@ -52,7 +52,7 @@ def _room(host: str, ranks: list[Seen[Cores]]) -> list[Line]:
 
 
 def _usable(ranks: list[Seen[Cores]]) -> int:
-    return usable([rank.facts for rank in ranks])
+    return usable_cores([rank.facts for rank in ranks])
 
 
 def _each(ranks: list[Seen[Cores]]) -> int:

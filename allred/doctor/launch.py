@@ -30,13 +30,13 @@ class Launch:
 
 def look() -> Launch:
     """Look at this process and its PATH."""
-    name, first = launcher.name(os.environ), launcher.first()
+    name, first = launcher.name(os.environ), launcher.mpirun_on_path()
     return Launch(
         launcher=name,
         launched=launcher.launched_size(os.environ),
-        beside=launcher.beside(),
+        beside=launcher.mpirun_next_to_python(),
         first=first,
-        first_kind=launcher.family_of(first) if first and not name else "",
+        first_kind=launcher.implementation_of(first) if first and not name else "",
         slurm="SLURM_JOB_ID" in os.environ and shutil.which("srun") is not None,
         root_refused=os.geteuid() == 0 and not all(os.environ.get(name) == "1" for name in _ROOT_IS_FINE),
     )

@@ -1,5 +1,5 @@
-"""Memory: /dev/shm, where MPI keeps its queues, and the files of killed jobs there; what may be locked, which RDMA
-needs; what the cgroup allows.
+"""Memory: /dev/shm, which MPI uses for its queues, and the files of killed jobs in it; the limit of locked memory,
+which RDMA needs; the limit of the cgroup.
 
 allred's own shared memory is a memfd, which is not in /dev/shm; which way ranks share it is tried in trials.py.
 """
@@ -31,7 +31,7 @@ class Memory:
     rdma: bool
     machine_bytes: int
     cgroup_bytes: int | None
-    unused_files: int = 0  # MPICH's in /dev/shm, of this user, which no process uses
+    unused_files: int = 0  # MPICH's files of this user in /dev/shm that no process uses
     unused_bytes: int = 0
 
 

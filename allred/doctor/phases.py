@@ -29,7 +29,7 @@ def starting(guard: Guard, printer: Printer, seen: dict[str, Any], limit_s: floa
     late = f"MPI has not started within {limit_s:g} s, {launched} rank{'s' * (launched > 1)} of it: one has not come"
     look = "look with top or py-spy for it, and for a firewall between hosts; --limit-s 120 if it is only slow"
     gone = "this process, or another rank, ended while MPI started; its last words stand on stderr"
-    if fitting and launcher.strangers(fitting.launcher, loaded.text):
+    if fitting and launcher.incompatible(fitting.launcher, loaded.text):
         why = f"{fitting.launcher} does not start ranks of {loaded.name}"
         late, gone, look = f"{late}; {why}", f"{gone}; {why}", typed
     return guard.phase(limit_s, text(late, look), text(gone, typed))
@@ -40,7 +40,7 @@ def warning(seen: dict[str, Any]) -> list[Line]:
     fitting, loaded = seen["launcher"], seen["MPI library"]
     if not isinstance(fitting, launch.Launch) or not isinstance(loaded, library.Library) or loaded.error:
         return []
-    if not fitting.launcher.startswith("Open MPI") or not launcher.strangers(fitting.launcher, loaded.text):
+    if not fitting.launcher.startswith("Open MPI") or not launcher.incompatible(fitting.launcher, loaded.text):
         return []
     found = f"{fitting.launcher} starts ranks of {loaded.name} only if that was built with PMIx"
     world = start.World(0, 0, socket.gethostname(), launcher.launched_size(os.environ))

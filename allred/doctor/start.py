@@ -35,10 +35,10 @@ class World:
 def start(library: str) -> tuple[Any, World]:
     """mpi4py.MPI, or None, and the world. Blocks in C until all ranks are there: call it under a guard.
 
-    library: the text of MPI_Get_library_version, "" if it is unknown.
+    library: the text of MPI_Get_library_version; "" if it is unknown.
     """
     host, launched = socket.gethostname(), launcher.launched_size(os.environ)
-    if launched > 1 and launcher.strangers(launcher.name(os.environ), library):
+    if launched > 1 and launcher.incompatible(launcher.name(os.environ), library):
         return None, World(0, 0, host, launched)
     try:
         MPI, _ = mpi.load()  # noqa: N806  (mpi4py's spelling)

@@ -68,8 +68,8 @@ class _Knock:
         self._at = f"{self._first} ({addresses[self._first]})"
 
     def connect(self, where: list[Place], **hello: Any) -> Channel:
-        """An authenticated channel on which the hello is sent. Raises _NotYetError, ConfigError, or AllredError, if it
-        makes no sense to try again."""
+        """Open an authenticated channel and send the hello. Raises _NotYetError if the caller should try again, else
+        ConfigError or AllredError."""
         error: OSError | None = None
         for family, address in where:
             try:
@@ -155,7 +155,9 @@ def meet(addresses: Mapping[str, str], task: str, secret: str, limit_s: float, m
         pmi = knock.connect(where[first], rank=rank)
         _answer(pmi)
     except (_NotYetError, OSError, ValueError) as error:
-        raise AllredError(f"{task} has lost the process at {addresses[first]} as MPI was to start: {error}") from None
+        raise AllredError(
+            f"{task}: the connection to the process at {addresses[first]} failed before MPI started: {error}"
+        ) from None
     for each in (pmi, life):
         each.connection.settimeout(None)
     kept = None if task == first else listener
@@ -171,7 +173,7 @@ def _start(addresses: Mapping[str, str], secret: str, listener: socket.socket) -
     found = detached.start("allred.launch.process", settings, files=[listener.fileno()])
     listener.close()
     if found["problem"]:
-        raise ConfigError(f"the process at which the tasks meet did not start: {found['problem']}")
+        raise ConfigError(f"the rendezvous process of the tasks did not start: {found['problem']}")
 
 
 def _wait(knock: _Knock, where: list[Place], hello: dict[str, Any], waiting: _Waiting) -> Channel | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 Message = dict[str, Any]
 
-PURPOSE = "meeting"  # of the channels (allred.channel)
+PURPOSE = "meeting"  # of the channels to this process (allred.channel)
 
 
 @dataclasses.dataclass

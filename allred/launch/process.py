@@ -46,7 +46,7 @@ class Process:
         """Until the last task is gone."""
         while self._tasks or time.monotonic() < self._over_at:
             dispatch(self._selector, _TICK_S)
-            self._listener.close_late()
+            self._listener.close_expired()
             now = time.monotonic()
             for _, names, text in [each for each in self._later if now >= each[0]]:
                 self._say(names, text)
@@ -56,7 +56,7 @@ class Process:
         def ready() -> None:
             try:
                 hear()
-            except Exception:  # closed, or not the protocol: whatever a peer sends, the others go on
+            except Exception:  # closed, or not the protocol: no bytes of a peer may end this process
                 self._close(channel)
                 lost()
 
@@ -75,16 +75,16 @@ class Process:
     # New connections.
 
     def _refusal(self, host: str, has: bool) -> str:
-        text = f"has another ALLRED_SECRET than {self._first}"
+        text = f"has a different ALLRED_SECRET than {self._first}"
         if has != bool(self._secret):
             one, none = "an ALLRED_SECRET", "no ALLRED_SECRET"
             text = f"has {one if has else none}, but {self._first} has {none if has else one}"
-        text += "; set the same one for all tasks"
+        text += "; set the same ALLRED_SECRET for all tasks"
         self._notice(f"a task at {host} was refused: it {text}")
         return f"this task {text}"
 
     def _take(self, channel: Channel, messages: list[Message]) -> None:
-        """A task, or its MPI, has connected."""
+        """Take the new channel of a task, or of its MPI."""
         hello = messages[0]
         if "rank" in hello:
             return self._take_speaker(channel, hello)

@@ -1,4 +1,4 @@
-"""Limits BLAS threads while towers run, with threadpoolctl: towers times threads is at most this rank's cores."""
+"""Limits BLAS threads while towers run, with threadpoolctl: towers x BLAS threads <= cores of this rank."""
 
 import contextlib
 import functools
@@ -12,17 +12,17 @@ _limiting = threading.Lock()
 
 
 class BlasLimit:
-    """The limit for one object of `Towers`. The libraries are looked for at the first use."""
+    """The BLAS limit of one `Towers` object. The first use searches for the BLAS libraries."""
 
     def __init__(self, towers: int) -> None:
         self._towers = towers
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        """Lower the number of BLAS threads to a tower's share, and restore it at the end of the block.
+        """Lower the number of BLAS threads to the share of one tower, and restore it at the end of the block.
 
-        The limit holds for the whole process. If another thread or a surrounding block has set it, nothing changes: the
-        first one restores the number. Without threadpoolctl nothing is limited, and a warning says so once.
+        The limit holds for the whole process. A block inside another one, or in another thread meanwhile, changes
+        nothing: the first block restores the number. Without threadpoolctl there is no limit, and one warning says so.
         """
         if self._controller is None:
             _warn_once(self._towers)
@@ -37,7 +37,7 @@ class BlasLimit:
                 _limiting.release()
 
     def start_thread(self) -> None:
-        """Limit this thread of a tower where OpenMP runs BLAS: OpenMP counts threads for each thread that uses it."""
+        """Limit OpenMP in this thread of a tower: OpenMP has a number of threads for each thread that calls it."""
         if self._controller is not None:
             self._lower("openmp")
 
@@ -51,7 +51,7 @@ class BlasLimit:
 
     @functools.cached_property
     def _share(self) -> int:
-        return max(1, processors.share() // self._towers)
+        return max(1, processors.cores_per_rank() // self._towers)
 
     def _lower(self, kind: str) -> Any:
         libraries = self._controller.select(user_api=kind)
@@ -61,10 +61,10 @@ class BlasLimit:
 
 @functools.cache
 def _warn_once(towers: int) -> None:
-    cores, threads = processors.share(), processors.look().blas_threads
+    cores, threads = processors.cores_per_rank(), processors.look().blas_threads
     if towers * threads > max(cores, towers):
         report.warn(
             f"Towers: {towers} towers x {threads} BLAS threads on this rank's {cores} core{'s' * (cores != 1)}: steps "
-            "may take many times as long. pip install threadpoolctl, and Towers limits the threads, or export "
-            f"OMP_NUM_THREADS={max(1, cores // towers)} before the start"
+            "may take many times as long. Install threadpoolctl (pip install threadpoolctl), with which Towers limits "
+            f"the threads, or export OMP_NUM_THREADS={max(1, cores // towers)} before the start"
         )

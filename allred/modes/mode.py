@@ -71,7 +71,7 @@ class Mode(Protocol):
     def global_step(self) -> int: ...
 
     def latest_step(self) -> int:
-        """global_step, of this moment: mode ps: asks the servers."""
+        """The global step of this moment. Mode ps: a request to the servers."""
 
     def count_from(self, step: int) -> None:
         """Worker 0 has restored the checkpoint of that step: the next ones are later. Mode ps: on worker 0 alone."""

@@ -113,8 +113,8 @@ class DistributedOptimizer:
         calls, where samples are not counted); the gradients are added up here and not overwritten.
 
         Silent mistakes are looked for (allred/modes/detect): gradients that are not finite, and in mode sync, at the
-        first steps and every check_steps, ranks that have drifted apart, have the same batch, or average twice; in the
-        first step also ranks whose batches come from different arguments of allred.data.
+        first steps and every check_steps, ranks that have drifted apart, have the same batch, or average twice. The
+        first step also compares the arguments of allred.data.batches and stream between the ranks.
 
         Raises InputError, MismatchError, DriftError or NonFiniteError before anything has been changed (a sum that
         overflows is found when the gradients have been overwritten); in mode sync with the same text on every rank.
@@ -303,7 +303,7 @@ class DistributedOptimizer:
         return self._mode.global_step
 
     def latest_step(self) -> int:
-        """For a session: `global_step`, in mode ps as of now; this asks the servers."""
+        """For a session: the global step of this moment. In mode ps this is a request to the servers."""
         return self._mode.latest_step()
 
     @property

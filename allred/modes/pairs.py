@@ -20,11 +20,11 @@ Matched = tuple[list[Tensor], list[Any], list[Any], str]
 
 
 class Pairs:
-    """Of one optimizer. `title`: what its lines begin with."""
+    """Matches the parameters and gradients of one optimizer. `title`: prefix of its warnings."""
 
     def __init__(self, title: str = "opt.step()") -> None:
         self._title = title
-        self._told = False  # that gradients are float64 and parameters float32
+        self._warned_float64 = False
         self._tensors: list[Tensor] = []  # of the last step, if it brought plain arrays
         self._keys: Any = None  # of its dict, in order; or None, of a list
         self._there: list[Any] | None = None  # what they were on a GPU, if they were there
@@ -38,8 +38,8 @@ class Pairs:
             return again
         matched = _match(params, grads)
         tensors, leaves, values, problem = matched
-        if not self._told and not problem:
-            self._tell_wide(tensors, leaves, values)
+        if not self._warned_float64 and not problem:
+            self._warn_float64(tensors, leaves, values)
         self._tensors = []
         if not problem and _plain(params):
             here = native.alike(tensors, leaves, values)
@@ -49,20 +49,20 @@ class Pairs:
                 self._keys = sorted(params, key=str) if type(params) is dict else None
         return matched
 
-    def _tell_wide(self, tensors: list[Tensor], leaves: list[Any], values: list[Any]) -> None:
-        """Print a line, once, if gradients are float64 and their parameters float32."""
+    def _warn_float64(self, tensors: list[Tensor], leaves: list[Any], values: list[Any]) -> None:
+        """Print one warning if gradients are float64 and their parameters float32."""
         wide = [
             tensor.name
             for tensor, leaf, value in zip(tensors, leaves, values, strict=True)
             if tensor.dtype == np.float64 and value is not None and tensor_of(tensor.name, leaf).dtype == np.float32
         ]
         if wide:
-            self._told = True
+            self._warned_float64 = True
             others = f" and {len(wide) - 1} more" if len(wide) > 1 else ""
             report.say(
-                f"{self._title}: the gradients of float32 parameters are float64 ('{wide[0]}'{others}). They have "
-                "twice the bytes of float32, and the parameters stay float32. Compute them in float32 (float64 data or "
-                "constants make them float64), or pass grad.astype(numpy.float32)"
+                f"{self._title}: the gradients of float32 parameters are float64 ('{wide[0]}'{others}). float64 "
+                "doubles the bytes that are sent, and the parameters stay float32. Compute the gradients in float32 "
+                "(float64 data or constants make them float64), or pass grad.astype(numpy.float32)"
             )
 
     def _match_again(self, params: Any, grads: Any) -> Matched | None:

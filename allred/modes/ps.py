@@ -22,9 +22,9 @@ from allred.errors import AllredError, CollectiveTimeout, DriftError, InputError
 from allred.fusion.plan import Plan, Tensor, plan
 from allred.modes.clipping import Clipper
 from allred.modes.detect import finite
-from allred.modes.detect.batches import compare_at_server
+from allred.modes.detect.batch_arguments import compare_at_server
 from allred.modes.detect.outside import used
-from allred.modes.detect.stale import tell_late_start
+from allred.modes.detect.stale import warn_of_stale_start
 from allred.modes.learning_rate import LearningRate
 from allred.modes.options import Options
 from allred.modes.pairs import parameter
@@ -84,7 +84,7 @@ class ServersMode:
         leaves = [leaf for _, leaf in nest.leaves(params)]
         self._connect(f"{self._options.name}.broadcast()", params, tensors, leaves)
         self._agree_on_start(params)
-        if self._running.worker != 0:  # worker 0 has the parameters: it has just given them
+        if self._running.worker != 0:  # worker 0 has just sent the parameters
             self._pull(leaves)
         collectives.barrier()  # nobody changes them before all have pulled
 
@@ -206,7 +206,7 @@ class ServersMode:
         if outcome.flags & DROPPED:
             self.dropped += 1
         elif self._steps == 1:
-            tell_late_start(self._options.name, self._running.worker, self._running.workers, outcome.staleness)
+            warn_of_stale_start(self._options.name, self._running.worker, self._running.workers, outcome.staleness)
         self.waited_s += time.perf_counter() - start
         if outcome.flags & DRAINING:
             self._end()
@@ -420,7 +420,7 @@ class ServersMode:
             return self._client.leave()
         try:
             statistics = self._statistics(self._client.part())
-        except CollectiveTimeout as error:  # it may be this worker's wait that ends the job, which nobody else tells
+        except CollectiveTimeout as error:  # this worker's wait may end the job; no other process reports it
             return report.say_here(str(error))
         except AllredError:  # the job ends otherwise: that is told already
             return

@@ -45,8 +45,8 @@ class Towers:
             `torch.autograd.grad` instead of `backward()`. It must not call collectives of allred: those are not for
             several threads. Its loss is a number, its gradients a nest of float arrays, torch tensors (CPU) or numbers.
         parallel: each tower in a thread, which is kept for the next call, and ends with this object; else one after
-            the other. With the package threadpoolctl a call limits BLAS threads to the cores of this rank divided by
-            `count`, in the whole process, and restores their number at its end; without it a warning says so if there
+            the other. With the package threadpoolctl, a call limits the BLAS threads of the process to the cores of
+            this rank divided by `count`, and restores their number at its end. Without it a warning says so if there
             are more threads than cores. torch has threads of its own: see torch.set_num_threads.
 
     >>> def loss_and_grads(params, x):

@@ -98,5 +98,5 @@ class BoxPort:
         self._given = 0
 
     def reading(self, number: int, worker: int) -> _Read:
-        """Until the worker has copied that cell, to wait for."""
+        """The pending copy of this cell by the worker, to be waited for."""
         return _Read(self.has_read, number, worker)

@@ -63,9 +63,9 @@ class Calls:
         self._starts, self._digest = 0, ""  # how often worker 0 has given parameters, and the hash of the last
         self._awaiting: list[tuple[int, int]] = []  # worker, number of the start
         self._steps_before = 0  # of the checkpoint that training goes on from
-        self._batch_arguments: dict[int, Any] = {}  # of each worker's first step
+        self._batch_arguments: dict[int, Any] = {}  # by worker: the arguments of its batches in its first step
         self._gone: set[int] = set()  # workers that have left, or died
-        self._ended: set[int] = set()  # workers that have said that they leave
+        self._ended: set[int] = set()  # workers that make no more requests
         self._saver: int | None = None  # the worker that has the last checkpoint written
         self._saved_last: str | None = None  # what has become of it, in words
         self._draining: list[int] = []  # workers that wait for it
@@ -157,7 +157,7 @@ class Calls:
         self.box_workers, self.boxes = list(self.ports), [port.box for port in self.ports.values()]
 
     def _batches(self, worker: int, arguments: Any) -> dict[int, Any]:
-        """Take the arguments of a worker's batches; those of all workers so far, by worker."""
+        """Store the arguments of a worker's batches. Returns the arguments of all workers so far, by worker."""
         self._batch_arguments[worker] = arguments
         return self._batch_arguments
 
@@ -319,10 +319,10 @@ class Calls:
         self._left(worker)
         return LATER
 
-    # Waiting.
+    # Workers that others wait for.
 
     def awaited(self, live: Collection[int]) -> set[int]:
-        """The workers for which others wait at this server, or in MPI_Finalize. live: those that have not left."""
+        """Return the workers that others wait for, here or in MPI_Finalize. live: the workers that have not left."""
         found: set[int] = set()
         early = {registration.worker for registration in self._early}
         starting = early.union((worker for worker, _ in self._awaiting), self._hearing)
@@ -338,7 +338,7 @@ class Calls:
         return found.intersection(live) - waiting
 
     def at_the_end(self) -> set[int]:
-        """The workers that wait for the others' last step, or in MPI_Finalize."""
+        """Return the workers that wait for the last step of the others, or in MPI_Finalize."""
         return self._ended.union(self._meeting)
 
     def gone(self, worker: int) -> None:

@@ -139,7 +139,7 @@ class Client:
                 "two threads of this worker call the parameter servers at once; call them from one thread, or under a "
                 "lock"
             )
-        over = line.current is not None and line.current.over_here
+        over = line.current is not None and line.current.has_error
         return line.current.error() if over and line.current is not None else AllredError(self._unusable)
 
     def _begin(self) -> None:
@@ -167,8 +167,8 @@ class Client:
     def call(
         self, title: str, kind: str, arguments: Sequence[tuple[Any, ...]], late: bool = False, trains: bool = False
     ) -> list[Any]:
-        """Call all servers, the r-th with arguments[r]; their answers. late: they may come to it later. trains: for as
-        long as other workers make steps; then the servers warn of one that does not."""
+        """Call all servers, server r with arguments[r], and return their answers. late: the servers may answer later.
+        trains: the wait lasts while other workers make steps, and the servers warn of a worker that makes none."""
         self._begin()
         try:
             with span("wait", title):
@@ -363,7 +363,7 @@ class Client:
 
     @property
     def version(self) -> int:
-        """Of server 0's parameters that were pulled last, or given."""
+        """The version of this worker's parameters at server 0: of the last pull or broadcast."""
         return self._links[0].version
 
     def save(self, root: str, extra: Any = None) -> str:

@@ -64,8 +64,8 @@ def drive(
     title: str, steps: Steps[T], timeout_s: float, quiet: bool = False, check: Callable[[], None] = lambda: None,
     awaited: Awaited | None = None,
 ) -> T:  # fmt: skip
-    """Run `steps`. `check` is called now and then during a long wait, and may raise. `awaited`: the ranks that the wait
-    is for."""
+    """Run `steps`. `check` is called repeatedly during a long wait, and may raise. `awaited`: the ranks that the wait
+    depends on."""
     while True:
         try:
             pending = next(steps)
@@ -89,7 +89,7 @@ def _rest(pending: Pending, steps: Steps[T], check: Callable[[], None]) -> Steps
 
 
 def idle(title: str, come: Callable[[], bool], quiet: bool = True) -> None:
-    """Wait until it has come, however long that takes. `quiet`: nobody is warned."""
+    """Wait until `come()` is true, without a time limit. `quiet`: without warnings of a long wait."""
     begun, told = time.monotonic(), False
     while not linger(come):
         idle_s = time.monotonic() - begun

@@ -5,9 +5,9 @@ Nothing blocks: sends are kept until they are complete, receives are looked for.
 module owns, a few at a time, so an interrupted step never lets MPI write into a user's array.
 
 Cells are sent with Issend, which completes only when the receiver has matched the message. So at most _DEPTH cells of a
-sender wait without a posted receive, however long the receiver is busy with others. An Isend completes as soon as TCP
-has taken the bytes, which bounds nothing: libfabric's tcp provider stops reading a connection after 64 unexpected
-messages (FI_TCP_MAX_SAVED), and MPICH then hangs where data flows both ways.
+sender are unexpected messages, even while the receiver serves other workers. Isend completes as soon as TCP has taken
+the bytes, and limits nothing: libfabric's tcp provider stops reading a connection after 64 unexpected messages
+(FI_TCP_MAX_SAVED), and MPICH then hangs if data flows in both directions.
 """
 
 import pickle

@@ -69,7 +69,7 @@ class _Turn:
             yield pending
 
     def awaited(self) -> int | None:
-        """The worker that it waits for now: another one that copies what it pulled, or its own."""
+        """The worker that this turn waits for: another worker that copies a cell, else the worker of the request."""
         other: int | None = getattr(self.pending, "worker", None)
         return self.worker if other is None else other
 
@@ -209,7 +209,7 @@ class Server:
         if tag == CALL:
             self._stalls.heard(worker, time.monotonic())
             self._turns.append(_Turn(worker, self._calls.answer(source)))
-        elif worker not in self._workers:  # the others have gone on without it, which it has not heard yet
+        elif worker not in self._workers:  # the others have continued without it, and it does not know that yet
             self._post.receive_record(source, STEP)
         else:
             port = self._mpi_ports.setdefault(worker, MpiPort(self._post, source))

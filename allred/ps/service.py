@@ -148,7 +148,7 @@ class Service:
 
     @property
     def parked(self) -> Collection[int]:
-        """The workers that may not go on yet."""
+        """The workers whose answers are held back."""
         return self._parked.keys()
 
     def forget(self, worker: int) -> None:

@@ -1,7 +1,7 @@
-"""Workers that make no request while others wait for them: what a server tells its watcher.
+"""Detects workers that make no request while others wait for them, and reports them to the watcher of the server.
 
-Every second in which a server holds answers back, it tells for which workers it does so, and for how long each of them
-has made no request (the event `holds` of watch/job.py). The waits of the other workers have their time limit from that.
+While a server holds answers back, it sends every second the workers that cause this, and the seconds since the last
+request of each (event `holds` of watch/job.py). The watcher computes the time limits of the other workers from these.
 A worker that waits at its end cannot warn or end the job itself, so the server does both for it.
 """
 
@@ -12,36 +12,36 @@ from allred.ps.running import Running
 from allred.watch import line
 from allred.watch.wait import watched
 
-TICK_S = 1.0  # at most, between two looks
-_TELL_S = 1.0  # how long a worker is silent, or all of them, before the watcher hears of it
+TICK_S = 1.0  # the longest interval between two checks
+_TELL_S = 1.0  # time without a request before the server reports it to the watcher
 
 
 class Stalls:
-    """Of one server. now: the clock, in seconds."""
+    """Stall detection of one server. now: the current time of one clock, in seconds."""
 
     def __init__(self, running: Running, now: float) -> None:
         self._ranks = range(running.servers, running.servers + running.workers)
         self._server, self._timeout_s = running.rank, float(running.config.timeout_s)
         self._last = [now] * running.workers  # when each worker made its last request
-        self._last_of_all = now
+        self._last_of_all = now  # time of the last request of any worker
         self._ended_at: float | None = None  # when the first worker began to wait at its end
-        self._told = ""  # what the watcher has heard that this server waits in
-        self._told_of: list[int] = []  # workers that were silent then; none: it waited for any request
-        self._holds = False
-        self._next = now
+        self._told = ""  # the wait that was reported to the watcher; "" for none
+        self._told_of: list[int] = []  # the silent workers of that report; none: a wait for any request
+        self._holds = False  # whether the last event `holds` named a worker
+        self._next = now  # time of the next check
 
     def heard(self, worker: int, now: float) -> None:
-        """The worker has made a request."""
+        """Record a request of a worker."""
         self._last[worker] = self._last_of_all = now
         if self._told and (not self._told_of or worker in self._told_of):
             self._tell_going()
 
     def silent_s(self, now: float) -> float:
-        """For how long no worker has made a request."""
+        """Return the seconds since the last request of any worker."""
         return now - self._last_of_all
 
     def idle(self, words: Callable[[], str], now: float) -> None:
-        """No request is there. words: who waits for whom, if anybody does."""
+        """Report that there is no request. words: returns which workers wait for which, or ""."""
         tell_s = _TELL_S if line.current is None else min(_TELL_S, line.current.warn_s / 2)
         if not self._told and self.silent_s(now) > tell_s:
             who = words()
@@ -53,9 +53,11 @@ class Stalls:
         return now >= self._next
 
     def look(self, awaited: Collection[int], ended: Collection[int], waits_here: bool, now: float) -> None:
-        """Tell which workers are waited for. ended: those that wait at their end, for as long as others train.
-        waits_here: False in another wait of this server, which is told of, and has a time limit of its own. Raises
-        CollectiveTimeout at the time limit without a watcher."""
+        """Report the workers that others wait for, and end the job at the time limit.
+
+        awaited: the workers that others wait for. ended: the workers that wait at their end while others train.
+        waits_here: False during another wait of this server, which has its own report and time limit. Raises
+        CollectiveTimeout at the time limit if there is no watcher."""
         warn_s = line.current.warn_s if line.current is not None else TICK_S
         self._next = now + min(TICK_S, warn_s / 4, self._timeout_s / 8)
         self._tell_holds(awaited, now)
@@ -82,8 +84,8 @@ class Stalls:
             line.current.ask_for_verdict(what, self._timeout_s, [self._server])
             return
         raise CollectiveTimeout(
-            f"{what}: {named(late)} made no request for {self._timeout_s:g} s, and is late, stopped or gone. If such a "
-            "pause is meant, raise ALLRED_TIMEOUT_S"
+            f"{what}: {named(late)} made no request for {self._timeout_s:g} s; it is late, stopped or dead. If such a "
+            "pause is intended, increase ALLRED_TIMEOUT_S"
         )
 
     def _tell_holds(self, awaited: Collection[int], now: float) -> None:

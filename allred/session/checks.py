@@ -39,10 +39,11 @@ def path(what: str, value: Any) -> str:
 
 
 def optimizer(what: str, value: Any) -> None:
-    """An optimizer of allred.distributed, of all ranks. Raises InputError, which begins with `what`."""
+    """Check an optimizer: from allred.distributed, without process set. Raises InputError, which begins with `what`."""
     if not isinstance(value, DistributedOptimizer):
-        raise InputError(f"{what}: optimizer={value!r}: expected what allred.distributed returns")
+        raise InputError(f"{what}: optimizer={value!r}: expected the result of allred.distributed(...)")
     if value.process_set is not None:
         raise InputError(
-            f"{what}: a session is of all ranks, and this optimizer is of a process set; use its own save and restore"
+            f"{what}: a session trains on all ranks, but this optimizer has a process set; use optimizer.save and "
+            "optimizer.restore instead of a session"
         )

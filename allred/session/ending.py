@@ -1,4 +1,4 @@
-"""What a session tells when it ends: lines for a person, and the outcome for its hooks."""
+"""The end of a session: its outcome, its last lines on stderr, and the call of `end` of its hooks."""
 
 import contextlib
 from typing import TYPE_CHECKING
@@ -18,7 +18,10 @@ END_OF_DATA = "end of data"
 def outcome(
     failure: BaseException | None, asked: str, step: int, seconds: float, saver: Saver, path: str | None
 ) -> Outcome:
-    """The outcome. asked: why the loop ended, if nothing failed. path: of the last checkpoint if this rank wrote it."""
+    """Return the outcome, and print the statistics of the checkpoints.
+
+    asked: why the loop ended, if nothing failed. path: the last checkpoint, if this rank wrote it.
+    """
     if saver.count or saver.failures:
         report.inform(saver.text())
     if saver.directory and path is None:
@@ -31,17 +34,20 @@ def outcome(
 
 
 def tell(outcome: Outcome, max_steps: int | None, batches: int, updated: bool) -> None:
-    """Tell of a good end. batches: so many were trained on; updated: whether an update was made of them."""
+    """Print the outcome of a session that ended without an error.
+
+    batches: the number of batches. updated: whether the session made an update.
+    """
     of = f" of {max_steps}" if max_steps else ""
     kept = f"; the newest checkpoint is {outcome.checkpoint}" if outcome.checkpoint else ""
     report.inform(f"training ends at step {outcome.step}{of}: {outcome.reason}{kept}")
     if not updated and outcome.reason == END_OF_DATA:
-        began = f"{batches} batches and not one update; was opt.step(...) called?"
+        began = f"{batches} batches, but no update; call opt.step(...) for each batch"
         report.say(f"session: {began if batches else 'the data gave no batch'}")
 
 
 def call_hooks(session: "Session", outcome: Outcome) -> None:
-    """Call `end` of all hooks. Raises the first error of a hook, except after a failure, which matters more."""
+    """Call `end` of all hooks. Raises the first error of a hook, except after a failure of the session."""
     problem: Exception | None = None
     for hook in session.hooks:
         try:

@@ -16,15 +16,14 @@ if TYPE_CHECKING:
     from allred.session.session import Session
 
 
-def check_apart(hooks: Iterable[Hook], directory: str) -> None:
-    """Two that write into one directory would delete each other's checkpoints. directory: the session's. Raises
-    InputError."""
+def check_directories(hooks: Iterable[Hook], directory: str) -> None:
+    """Raise InputError if two writers of checkpoints share a directory. directory: that of the session, or ""."""
     places = [hook.directory for hook in hooks if isinstance(hook, Checkpoint)]
     places = [os.path.realpath(place) for place in [*places, directory] if place]
     if twice := next((place for place in places if places.count(place) > 1), None):
         raise InputError(
-            f"Session: checkpoints go to {twice} from two sides, which would delete each other's; give each "
-            "Checkpoint hook a directory of its own"
+            f"Session: two writers of checkpoints share the directory {twice}, and would delete each other's "
+            "checkpoints; give each Checkpoint hook its own directory"
         )
 
 

@@ -1,11 +1,11 @@
-"""The last checkpoint: when training has ended well, when an exception goes through, and when all ranks have joined.
+"""The last checkpoint: after training without an error, after an exception, and after all ranks have joined.
 
 1  well: all ranks are at the end of the same step (mode ps: of their own), the chief writes, all hear what came of it
 2  after an exception: the rank that raised it writes. In mode sync its parameters are those of all, so long as no
    update was cut short. Often all ranks fail at once: then one of them writes, and the others wait for it
 3  the others, who wait for that rank in a collective or have failed too, wait as long as it writes, and so does the end
    of the job (allred.watch.wait.busy). The same holds for a checkpoint that was being written
-4  after allred.join(): if the rank that joined last has made updates that the chief lacks, that rank writes
+4  after allred.join(): the rank that joined last writes, if it has made updates that the chief lacks
 """
 
 import contextlib
@@ -53,8 +53,9 @@ def write(saver: Saver, optimizer: DistributedOptimizer, step: int, make: Make) 
 
 
 def write_joined(saver: Saver, optimizer: DistributedOptimizer, writer: int, make: Make) -> int:
-    """All ranks have joined, rank `writer` as the last one: if it has made updates that the chief lacks, it writes a
-    checkpoint. Collective; the number of its last update, on all ranks. Training goes on if it cannot be written."""
+    """Write a checkpoint after all ranks have joined, if rank `writer`, which joined last, has made updates that the
+    chief lacks. Collective. Returns the global step of rank `writer`. If the checkpoint cannot be written, the chief
+    prints a warning and training continues."""
     steps = collectives.allgather_object(optimizer.global_step)
     step = int(steps[writer])
     if not saver.directory or step == steps[0]:
@@ -69,12 +70,12 @@ def write_joined(saver: Saver, optimizer: DistributedOptimizer, writer: int, mak
         path, failure = collectives.broadcast_object((path, failure), writer)
     if failure:
         report.say(
-            f"rank {writer}, which joined last, could not write the checkpoint of step {step}: {failure}. Rank 0 lacks "
-            f"its last updates; opt.broadcast(params, root={writer}) gives them to all ranks"
+            f"rank {writer}, which joined last, could not write the checkpoint of step {step}: {failure}. Rank 0 does "
+            f"not have the last updates of rank {writer}; call opt.broadcast(params, root={writer}) on all ranks"
         )
         return step
     saver.begin(step)
-    report.inform(f"checkpoint {path}, by rank {writer}, which joined last")
+    report.inform(f"checkpoint {path}, written by rank {writer}, which joined last")
     return step
 
 
@@ -103,7 +104,7 @@ def write_after(
     in_step: whether the step at hand was not over. token: of the session, the same on all ranks.
     """
     with wait.busy():
-        saver.wait()  # what is being written may be the newest
+        saver.wait()  # the checkpoint that is being written may be the newest
         if isinstance(error, (*_OTHERS, GeneratorExit)):
             return None
         if why := _why_not(error, in_step, optimizer):

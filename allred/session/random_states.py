@@ -15,7 +15,7 @@ def get() -> Any:
 
 
 def gather(why: str = "") -> dict[int, Any]:
-    """Of all ranks, by rank; collective. why: for the error of a rank that calls something else."""
+    """The random states of all ranks, by rank. Collective. why: shown in the error if a rank calls something else."""
     return dict(collectives.allgather_object((topology.rank(), get()), why))
 
 

@@ -25,13 +25,13 @@ from allred.modes.optimizer import DistributedOptimizer
 from allred.session import checks, ending, last, random_states, together
 from allred.session.asked import Asked
 from allred.session.hooks import Hook, StopAtStep
-from allred.session.keeping import check_apart
+from allred.session.keeping import check_directories
 from allred.session.rates import Rates
 from allred.session.saver import Saver
 from allred.session.state import State
 from allred.session.telling import Logging
 from allred.session.values import ANOTHER, Log
-from allred.watch import at_end
+from allred.watch import exit_callbacks
 
 T = TypeVar("T")
 
@@ -108,7 +108,7 @@ class Session:
         self._entered = True
         self._handled = sys.exc_info()[1]
         self._asked.listen()
-        at_end.register(self._end_with_program)
+        exit_callbacks.register(self._end_with_program)
         return self
 
     def __exit__(
@@ -116,7 +116,7 @@ class Session:
     ) -> bool:
         if self._done:
             return False
-        at_end.unregister(self._end_with_program)
+        exit_callbacks.unregister(self._end_with_program)
         optimizer, path = self._optimizer, None
         asked = isinstance(error, ShutdownError) and optimizer is not None and not optimizer.in_step
         failure = None if asked else error
@@ -130,18 +130,18 @@ class Session:
             raise
         finally:
             self._asked.stop()
-            uneven.forget(self._joined)
+            uneven.remove_observer(self._joined)
             self._done = True
             if optimizer is not None or failure is not None:
                 self._call_end(failure, path)
         return asked
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the session as the end of a with statement does, for a session that was begun without one. Collective
-        without an error. A session that has ended already stays as it is.
+        """End a session that was begun without a with statement, as the end of that statement does. Collective if
+        `error` is None. No effect on a session that has ended.
 
-        error: the exception that ends it; None: it ends well. Raises CheckpointError, without an error, if the last
-        checkpoint cannot be written."""
+        error: the exception that ends the session, or None. With None, raises CheckpointError if the last checkpoint
+        cannot be written."""
         if error is self._handled:  # since before the session
             error = None
         if error is None and self._optimizer is not None and self._optimizer.torn:  # by a sys.exit() that Python hides
@@ -174,7 +174,7 @@ class Session:
             self._saver.directory = together.agree(self._saver.directory, self.max_steps, sorted(more), data)
             if self._asks_to_save and not self._saves:
                 raise InputError("Session: save_secs and save_steps need a checkpoint_dir")
-            check_apart(self.hooks, self._saver.directory)
+            check_directories(self.hooks, self._saver.directory)
             if self._saves:
                 restored, extra = optimizer.restore_all(self._saver.directory, params)
             else:
@@ -189,7 +189,7 @@ class Session:
         self._saver.begin(self.step)
         self._token = collectives.allgather_object(secrets.token_hex(4))[0]  # nobody steps before all know global_step
         if optimizer.in_step:
-            uneven.observe(self._joined)
+            uneven.add_observer(self._joined)
         else:
             self._asked.noted = optimizer.ask_to_end
             if self._asked.reason:  # it came meanwhile
@@ -268,7 +268,7 @@ class Session:
         return False
 
     def _freshen(self) -> None:
-        """Mode ps: pull before the first gradient: others train while the hooks begin and the first batch comes."""
+        """Mode ps: pull before the first gradient, since others train while hooks begin and the first batch is read."""
         if not self._is_fresh and not self.optimizer.in_step:
             self.optimizer.pull(self.params)
             self.step = self._begun_at_step = self.optimizer.global_step
@@ -286,7 +286,9 @@ class Session:
 
     def _check_open(self) -> None:
         if not self._entered:
-            raise InputError("session: it has not begun; use it in a with statement")
+            raise InputError(
+                "session: it has not begun; use it in a with statement: with allred.Session(...) as session"
+            )
         if self._done:
             raise InputError("session: it has ended, for its with statement was left; make a new one to train on")
 
@@ -346,7 +348,7 @@ class Session:
         return self.optimizer.saving(self.params, self._the_state.pack(randoms, noted), copy)
 
     def _joined(self, writer: int) -> None:
-        """All ranks have joined, `writer` as the last one; the chief may lack its updates."""
+        """Write a checkpoint of rank `writer`, which joined last, after all ranks have joined."""
         if self.step != self.optimizer.global_step:  # the step at hand has made its update
             self._the_state.note_position()
         randoms = self._gather_randoms()

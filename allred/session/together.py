@@ -10,7 +10,7 @@ from typing import Any
 
 from allred.comm import collectives
 from allred.errors import AllredError, MismatchError
-from allred.modes.detect.batches import arguments_of, difference
+from allred.modes.detect.batch_arguments import arguments_of, difference
 from allred.modes.optimizer import DistributedOptimizer
 from allred.watch.wait import watched
 
@@ -18,9 +18,9 @@ FOREVER_S = 1e9
 
 
 def agree(directory: str, max_steps: int | None, tracked: list[str], data: Any) -> str:
-    """What has to be the same on all ranks; the directory that holds, the chief's. Raises MismatchError.
+    """Compare the settings that must be equal on all ranks. Returns the directory of the chief. Raises MismatchError.
 
-    data: as given to `track`."""
+    data: the argument of `session.track`."""
     names = "checkpoint_dir", "max_steps", "what else is tracked"
     gathered = collectives.allgather_object(((directory or None, max_steps, tracked), arguments_of(data)))
     given = [settings for settings, _ in gathered]
@@ -53,8 +53,8 @@ def meet(optimizer: DistributedOptimizer, params: Any) -> None:
 
 
 def hear_of(optimizer: DistributedOptimizer, failure: AllredError | None) -> None:
-    """What the chief could not write is an error on all ranks. The watchers know that the chief writes, and suspend the
-    time limit meanwhile; without them there is none."""
+    """Raise the chief's `failure` to write on all ranks. The watchers suspend the time limit while the chief writes;
+    without watchers there is no time limit."""
     with contextlib.nullcontext() if watched() else waiting():
         failure = optimizer.hear(failure)
     if failure is not None:

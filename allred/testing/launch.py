@@ -22,7 +22,7 @@ _MARK = "TESTING_RUN"
 _LAUNCHERS = ("PMI", "OMPI_COMM", "PRTE_LAUNCHED", "HYDI_")  # of a test that is itself a rank
 _TERMINATE_S = 10.0  # for mpirun to clean up
 _LEAVE_S = 5.0  # for what is still there when the command has ended
-_SHELL_IGNORES = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)  # nohup the first, `&` in a script the others
+_SHELL_IGNORES = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)  # nohup ignores SIGHUP, `&` in a script the others
 
 # Open MPI's mpirun, about once in a thousand starts, after some milliseconds and before any rank is started.
 _LAUNCHER_FAILED = "The PMIx server's listener thread failed to start."
@@ -88,7 +88,7 @@ def run(
 ) -> Result:
     """Run a command in a session of its own, with nothing to read, and wait until it ends.
 
-    It can be interrupted (SIGINT, SIGHUP, SIGQUIT), also where this process ignores these signals, as under nohup.
+    The command has the default actions of SIGINT, SIGHUP and SIGQUIT, also if this process ignores them (nohup).
     env: variables to add to those of this process; None takes one away.
     options: as in subprocess.Popen, for example cwd.
     Raises TimeoutError with all output if it does not end within `timeout_s` seconds; it has been ended then.
@@ -103,7 +103,7 @@ def run(
         errors="replace",
         start_new_session=True,
         env=_environment({**(env or {}), _MARK: mark}),
-        **_start(options),
+        **_with_default_signals(options),
     )
     try:
         out, err = process.communicate(timeout=timeout_s)
@@ -119,8 +119,8 @@ def run(
         raise
 
 
-def _start(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of subprocess.Popen, with a function that resets signals where the command would inherit ignored ones."""
+def _with_default_signals(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options for subprocess.Popen that reset the signals which the command would inherit as ignored."""
     if all(signal.getsignal(number) != signal.SIG_IGN for number in _SHELL_IGNORES):
         return options
 

@@ -11,7 +11,7 @@ The watcher of the chief's node has the `Job`; the others send it their events. 
     going                        it waits no more
     busy is_so                   whether it does something that takes as long as it takes, for which the others wait
     limit what, limit_s, servers, ranks  its wait has reached the time limit; no verdict while a rank is busy, or just
-                                 was. servers: those that may hold the answer back (late.py); ranks: those at fault
+                                 was. servers: those that may delay the answer (unresponsive.py); ranks: those at fault
     holds silent                 of a server that holds answers back: {rank: seconds since its last request} of the
                                  ranks that this is for; sent again and again, as a sign of life
     failed code, words, traceback    it is about to end with that exit code, and lingers for the others
@@ -40,9 +40,9 @@ import signal
 from collections.abc import Collection
 from typing import Any
 
-from allred.watch.late import at_fault, ended_since
 from allred.watch.spares import FOLLOW_S, Loss, Spares
 from allred.watch.table import ranks_text, table
+from allred.watch.unresponsive import finalize_wait_since, unresponsive_ranks
 
 GRACE_S = 2.0  # for the others to unwind
 PRINT_S = 0.1  # from there for mpirun to pass on what they have printed: it takes the ranks' output in any order
@@ -196,7 +196,7 @@ class Job:
         elif self.verdict is None and (self._look is None or self._look["event"] != "limit"):
             late, again_s = list(event.get("ranks", [])), 0.0
             if servers := event.get("servers"):
-                late, again_s = at_fault(servers, event["limit_s"], self._ranks, self._now)
+                late, again_s = unresponsive_ranks(servers, event["limit_s"], self._ranks, self._now)
             if not again_s:
                 self._begin_look({**event, "late": late})
             if again_s or self._can_lose(late):
@@ -519,7 +519,7 @@ class Job:
     def _check_ended(self) -> None:
         """Tell of ranks that have ended and wait in MPI_Finalize for others. That wait has no limit: a rank may compute
         alone after the last collective. Servers tell of workers themselves."""
-        since = ended_since(self._ranks, {rank: record.end_at for rank, record in self._ranks.items()})
+        since = finalize_wait_since(self._ranks, {rank: record.end_at for rank, record in self._ranks.items()})
         if since is None or self._look is not None or self._now < since + self._ended_warn_at:
             return
         self._ended_warn_at = WARN_FACTOR * (self._now - since)

@@ -68,13 +68,13 @@ class Line:
         self.failed = False  # and has said so
         self.gone: dict[int, str] = {}  # spare ranks that have failed or died (spares.py), and how, the first one first
         self.gone_code = 0  # the exit code of the first
-        self.dropped: CollectiveTimeout | None = None  # the others go on without this rank: it was silent for too long
+        self.dropped: CollectiveTimeout | None = None  # set if the others continue without this rank, which was silent
         self.lingers = False  # for as long as it takes, until the watcher says that the others have ended
         self.waits = False  # in allred: then the waiting loop raises, not the handler
         self._host, self._speaks, self._pid = hello["host"], speaks, os.getpid()
         self.busy = False  # with what must not be cut short: then nothing is raised here
         self._raised = False
-        self._again_s = 0.0  # a wait may go on, and reaches its limit again in so many seconds
+        self._again_s = 0.0  # seconds by which the watcher extends a wait that reached its limit
         self._held_at = -RELEASE_S
         self.hushed = False  # the program is at its end: nothing is to be raised in it
         self._pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -113,20 +113,20 @@ class Line:
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
         self.read()
         hook = frame is not None and frame.f_globals.get("__name__") == "allred.watch.uncaught"
-        if self.over_here and not (self._raised or self.waits or self.busy or self.hushed or hook):
+        if self.has_error and not (self._raised or self.waits or self.busy or self.hushed or hook):
             raise self.error()
 
     @property
-    def over_here(self) -> bool:
-        """Whether this rank has an error to raise: the verdict, or that the others go on without it."""
+    def has_error(self) -> bool:
+        """Whether this rank has to raise an error: the verdict, or `dropped`."""
         return self.verdict is not None or self.dropped is not None
 
     def pending(self) -> bool:
         """Whether there is a verdict that nobody has raised here: it came in a wait, which then ended well."""
-        return self.over_here and not (self._raised or self.hushed)
+        return self.has_error and not (self._raised or self.hushed)
 
     def error(self) -> AllredError:
-        """The exception of `over_here`, to be raised; by the handler only if it was not raised before."""
+        """Return the exception to raise if `has_error`. The signal handler raises it only if nothing else has."""
         self._raised = True
         if self.verdict is None:
             assert self.dropped is not None
@@ -167,7 +167,7 @@ class Line:
             self.gone[message["rank"]] = message["how"]
             self.gone_code = self.gone_code or message["code"]
             if message["rank"] == self.rank and not (self.failed or self.hushed):
-                self.dropped = CollectiveTimeout(f"this rank {message['how']}; the others go on without it")
+                self.dropped = CollectiveTimeout(f"this rank {message['how']}; the others continue without it")
         elif message["kind"] == "verdict" and self.verdict is None:
             fields = {field.name: message[field.name] for field in dataclasses.fields(Verdict)}
             self.verdict = Verdict(**fields)
@@ -243,19 +243,20 @@ class Line:
         return self.released or self.verdict is not None or not self._alive()
 
     def limit(self, what: str, limit_s: float, servers: Sequence[int] = (), ranks: Sequence[int] = ()) -> float:
-        """A wait has reached its limit: ask for the verdict. The seconds for which the wait may go on, since another
-        rank is busy or not silent for so long; 0.0: it may not. servers, ranks: see the event `limit` of job.py."""
+        """Report a wait that has reached its limit, and await the verdict. Returns the seconds for which the wait may
+        continue, if another rank is busy or the ranks were not silent for `limit_s`; 0.0 if there is an error to raise
+        or no answer. servers, ranks: see the event `limit` of job.py."""
         self._again_s = 0.0
         self.ask_for_verdict(what, limit_s, servers, ranks)
-        self._await(ANSWER_S, lambda: self.over_here or self._again_s > 0)
-        return 0.0 if self.over_here else self._again_s
+        self._await(ANSWER_S, lambda: self.has_error or self._again_s > 0)
+        return 0.0 if self.has_error else self._again_s
 
     def ask_for_verdict(self, what: str, limit_s: float, servers: Sequence[int], ranks: Sequence[int] = ()) -> None:
-        """`limit` without waiting for the answer: for a rank that goes on looking for other things."""
+        """Report a wait that has reached its limit, without waiting for the answer. Arguments as for `limit`."""
         self.tell("limit", what=what[:_WORDS_CHARS], limit_s=limit_s, servers=list(servers), ranks=list(ranks))
 
     def watched(self) -> bool:
-        """Whether there is still a watcher."""
+        """Whether the watcher of this rank is alive."""
         return self._alive()
 
     def await_verdict(self) -> None:

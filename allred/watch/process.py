@@ -32,7 +32,7 @@ STAY_S = 0.5
 
 class Watcher:
     """One node's. The settings: token, ranks (of this node), size and nodes (of the job), warn_s, spares, chief
-    (whether it is the chief's), address (where other nodes' watchers reach the chief's; "" if there are none), launcher
+    (whether it is the chief's), address (of the chief's watcher, for those of other nodes; "" with one node), launcher
     (whether there is one)."""
 
     def __init__(self, settings: Event) -> None:
@@ -51,7 +51,7 @@ class Watcher:
         self._give_up_at = time.monotonic() + LONELY_S
         self._last_death = 0.0
         self._outlet = -1  # where a death may be told of
-        self._shm_files: set[shm_files.File] = set()  # of MPICH, which the ranks have mapped
+        self._shm_files: set[shm_files.File] = set()  # files of MPICH that the ranks have mapped
         unix = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         unix.bind("")  # Linux chooses a name, which is not a file
         self.name = unix.getsockname().decode("latin-1")
@@ -70,14 +70,14 @@ class Watcher:
             now = time.monotonic()  # however long this gets no core then, whoever has died by now is heard of first
             dispatch(self._selector, TICK_S)
             if self._listener is not None:
-                self._listener.close_late()
+                self._listener.close_expired()
             if self._job is not None:
                 self._send(self._job.tick(now))
             if now > self._last_death + STAY_S:
                 self._speak("")
             if all(rank.dead for rank in self._ranks.values()):
                 self._delete_shm_files()
-        deadline = time.monotonic() + STAY_S  # the kernel unmaps a dead rank's files a moment later
+        deadline = time.monotonic() + STAY_S  # the kernel unmaps the files of a dead rank a moment later
         while self._shm_files and not all(rank.left for rank in self._ranks.values()) and time.monotonic() < deadline:
             time.sleep(TICK_S)
             self._delete_shm_files()
@@ -92,7 +92,7 @@ class Watcher:
         return not untold or now > self._last_death + STAY_S  # it may take a moment to know whose death is to be told
 
     def _delete_shm_files(self) -> None:
-        """Delete what the ranks have left in /dev/shm, except files that a process uses."""
+        """Delete the files of the ranks in /dev/shm that no process uses."""
         self._shm_files = {file for file in self._shm_files if not shm_files.delete(file)}
 
     # Ranks of this node.
@@ -100,7 +100,7 @@ class Watcher:
     def _accept_rank(self, listening: socket.socket) -> None:
         try:
             connection, _ = listening.accept()
-        except OSError:  # gone again, or too many files
+        except OSError:  # the rank has closed the connection, or there are too many open files
             return
         try:
             if owner(connection)[1] != os.geteuid():
@@ -220,7 +220,7 @@ class Watcher:
 
     def _send(self, messages: list[tuple[int | None, Event]]) -> None:
         for rank, message in messages:
-            if message.get("opens"):  # there is no death by which it was opened before
+            if message.get("opens"):  # else the death of a rank opens it
                 self._open_outlet()
             if message["kind"] == "speak" and self._outlet >= 0:  # of this node, which is mpirun's as a rule
                 self._speak(f"allred: {message['text']}\n")

@@ -16,7 +16,7 @@ _ENDS = {"failed": "at its end", "unwound": "at its end", "left": "has ended"}
 
 
 def owner(connection: socket.socket) -> tuple[int, int]:
-    """The process and the user at the other end of a Unix socket."""
+    """Return the process id and the user id of the peer of a Unix socket."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, user, _ = struct.unpack("3i", credentials)
     return pid, user

@@ -1,8 +1,9 @@
-"""MPICH's files of shared memory in /dev/shm. MPI_Init creates one for the ranks of a node and MPI_Finalize deletes it,
-so a job that is killed leaves it.
+"""MPICH's shared-memory files in /dev/shm. MPI_Init creates one for the ranks of a node and MPI_Finalize deletes it. A
+killed job leaves its file there.
 
-Whether a file is in use is asked of the kernel: it grants a read lease only if no process on this machine has the file
-open or mapped for writing, also of other users and in other namespaces, whose /proc/PID/maps may not be readable.
+A file is in use if the kernel refuses a read lease. The kernel grants the lease only if no process of this machine has
+the file open or mapped for writing. That includes processes of other users and namespaces, whose /proc/PID/maps may not
+be readable.
 
 python -m allred.watch.shm_files deletes the files of this user that no process uses.
 """
@@ -28,7 +29,7 @@ class File(NamedTuple):
 
 
 def mapped(pid: int) -> set[File]:
-    """The files of MPICH that a process has mapped; empty if that cannot be read. MPICH maps them in MPI_Init."""
+    """Return the files of MPICH that a process has mapped, which MPI_Init does; empty if they cannot be read."""
     try:
         with open(f"/proc/{pid}/maps") as maps:
             found = _MAPPED.findall(maps.read())
@@ -38,7 +39,7 @@ def mapped(pid: int) -> set[File]:
 
 
 def unused() -> dict[File, int]:
-    """The files of MPICH that belong to this user and that no process uses, with their bytes in memory."""
+    """Return the files of MPICH of this user that no process uses, with the bytes of memory of each."""
     found = {}
     for path in sorted(glob.glob("/dev/shm/mpich_shm_*")):
         with contextlib.suppress(OSError), _Leased(path) as status:
@@ -47,7 +48,7 @@ def unused() -> dict[File, int]:
 
 
 def delete(file: File) -> bool:
-    """Delete a file that no process uses. False if it is in use, or if that is unknown; True if it is gone."""
+    """Delete a file if no process uses it. Returns whether the file no longer exists."""
     try:
         with _Leased(file.path) as status:
             if (status.st_dev, status.st_ino) == (file.device, file.inode):
@@ -60,8 +61,8 @@ def delete(file: File) -> bool:
 
 
 class _Leased:
-    """An own file that no process uses, with its status. Raises OSError if it is in use, or belongs to another user. A
-    process that opens it for writing waits until the end of the block."""
+    """Context manager: a read lease on a file of this user; gives the file's status. Raises OSError if a process uses
+    the file or it belongs to another user. A process that opens it for writing waits until the end of the block."""
 
     def __init__(self, path: str) -> None:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -71,7 +72,9 @@ class _Leased:
             status = os.fstat(self._descriptor)
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
                 raise PermissionError
-            fcntl.fcntl(self._descriptor, fcntl.F_SETSIG, signal.SIGURG)  # at such an open; it is ignored by default
+            fcntl.fcntl(
+                self._descriptor, fcntl.F_SETSIG, signal.SIGURG
+            )  # the signal that reports such an open; its default action is to ignore it
             fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
         except OSError:
             os.close(self._descriptor)
@@ -84,4 +87,4 @@ class _Leased:
 
 if __name__ == "__main__":
     deleted = [nbytes for file, nbytes in unused().items() if delete(file)]
-    print(f"deleted in /dev/shm: {len(deleted)} of MPICH's files that no process used, {sum(deleted)} bytes")
+    print(f"deleted {len(deleted)} files of MPICH in /dev/shm that no process used, {sum(deleted)} bytes")

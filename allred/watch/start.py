@@ -17,8 +17,8 @@ from allred.watch.line import Line
 def start(
     communicator: Any, world: Topology, config: Config, reach: str, spares: tuple[int, ...] = (), launcher: bool = True
 ) -> None:
-    """Have all ranks of `communicator` watched. `reach`: how the watchers reach each other: "" if there is one node,
-    "host" if all nodes are this host, "network".
+    """Have all ranks of `communicator` watched. `reach`: how the watchers reach each other: "" with one node, "host" if
+    all nodes are on this host, else "network".
     `spares`: the ranks without which the others can go on, if the setting `worker_failure` says that they do.
     `launcher`: whether one has started the ranks, which ends them all when one of them ends the job.
 
@@ -63,10 +63,10 @@ def _spawn(world: Topology, config: Config, address: str, spares: tuple[int, ...
 
 
 def own_address(hosts: list[str]) -> str:
-    """The address at which the other `hosts` reach this one.
+    """Return the address at which the other `hosts` reach this one.
 
-    It is that of this host's name; if that is loopback, the one from which this host reaches the first of the others;
-    else that of the default route. Without any of them it is loopback, and the other nodes' watchers say that they
+    The first of these that is not loopback: the address of this host's name, the source address towards the first other
+    host, the source address of the default route. Else loopback; then the watchers of other nodes report that they
     cannot reach this one.
     """
     here = socket.gethostname()

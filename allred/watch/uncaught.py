@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from allred.watch import at_end, line
+from allred.watch import exit_callbacks, line
 
 _STATUS: dict[Any, int] = {KeyboardInterrupt: 130}  # by exception; 1 for any other
 
@@ -36,7 +36,7 @@ def watch(end_soon: Callable[[int], None]) -> None:
         ends = _called_by_the_interpreter() and not hasattr(sys, "ps1")  # at a prompt an exception ends nothing
         shown = not ends
         if ends:
-            at_end.call_and_tell(error)
+            exit_callbacks.call_and_tell(error)
         try:
             shown = shown or _tell(kind, error, trace)
         finally:
@@ -108,7 +108,7 @@ class _Exit(SystemExit):
     def code(self) -> Any:
         if _called_by_the_interpreter():
             status = 0 if self._code is None else self._code & 0xFF if isinstance(self._code, int) else 1
-            at_end.call_and_tell(self if status else None)
+            exit_callbacks.call_and_tell(self if status else None)
             if status and line.current is not None:
                 line.current.begin_to_fail(status, f"sys.exit({self._code!r})")
             _note(status)

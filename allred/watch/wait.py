@@ -17,12 +17,12 @@ def _nobody() -> Sequence[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Awaited:
-    """For which ranks a wait of mode ps is, by their numbers in the world. The time limit counts from their last sign
-    of progress.
+    """The ranks that a wait of mode ps depends on, by their numbers in the world. The time limit counts from their last
+    progress.
 
-    servers: they may hold the answer back until other ranks make a request (watch/late.py).
-    ranks: called at the limit, those that are at fault then.
-    trains: the others may train on for as long as they like: without a watcher, that knows of it, there is no limit.
+    servers: servers that may hold the answer back until other ranks make a request (watch/unresponsive.py).
+    ranks: called at the time limit; returns the ranks that cause the wait.
+    trains: the wait lasts while other workers train. Without a watcher it has no time limit.
     """
 
     servers: Sequence[int] = ()
@@ -31,8 +31,9 @@ class Awaited:
 
 
 class Wait:
-    """`what`: the operation, in words. `quiet`: it is meant to take long, so nobody is to be warned. `members`: the
-    ranks that may be waited for, by their numbers in the world; None: all. `awaited`: those that are, where known."""
+    """A long wait. `what`: the text of the operation. `quiet`: a long wait is intended, so there is no warning.
+    `members`: the ranks of the operation, by their numbers in the world; None: all. `awaited`: the ranks that the wait
+    depends on, if known."""
 
     def __init__(
         self, what: str, quiet: bool, members: Sequence[int] | None = None, awaited: Awaited | None = None
@@ -59,14 +60,14 @@ class Wait:
             line.current.tell("going")
 
     def limit(self, limit_s: float) -> Exception | float:
-        """The error for a wait that has reached its limit: with what all ranks are doing, where there are watchers. Or
-        the seconds for which it may go on: a rank does something that takes as long as it takes (`busy`), or those that
-        are waited for make progress."""
+        """Return the error for a wait that has reached its limit, with the state of all ranks if there are watchers.
+        Return instead the seconds for which the wait may continue, if a rank is `busy` or the awaited ranks make
+        progress."""
         if line.current is not None:
             again_s = line.current.limit(self._what, limit_s, self._awaited.servers, self._awaited.ranks())
             if again_s:
                 return again_s
-            if line.current.over_here:
+            if line.current.has_error:
                 return line.current.error()
         if self._awaited.trains and not watched():
             return limit_s
@@ -77,7 +78,7 @@ class Wait:
 
 
 def watched() -> bool:
-    """Whether a watcher hears of this rank, and knows the other ranks."""
+    """Whether this rank has a watcher."""
     return line.current is not None and line.current.watched()
 
 

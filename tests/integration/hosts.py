@@ -1,7 +1,7 @@
 """Several hosts on one machine: a network namespace each, a bridge between them, and a stand-in for ssh.
 
-Takes root; for others a test that uses `hosts` is skipped. The names have the process's id in them, so that no two runs
-share one. They are removed when the `with` block ends, also by an exception.
+Requires root; for other users a test that uses `hosts` is skipped. The names contain the process id, so that two runs
+do not share one. The end of the `with` block removes them, also after an exception.
 """
 
 import contextlib

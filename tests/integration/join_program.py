@@ -1,7 +1,7 @@
-"""Ranks with uneven data in a session: rank r has 3 + 2 r batches. What is on disk is judged by test_join_session.py.
+"""Ranks with uneven data in a session: rank r has 3 + 2 r batches. test_join_session.py checks the files on disk.
 
-join_program.py DIRECTORY BROADCASTS FAILS    0 or 1: whether the parameters of the last rank are broadcast at the end;
-whether rank 0 then raises
+join_program.py DIRECTORY BROADCASTS FAILS    BROADCASTS, 0 or 1: whether the parameters of the last rank are broadcast
+at the end. FAILS, 0 or 1: whether rank 0 then raises an exception.
 """
 
 import sys

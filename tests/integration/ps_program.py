@@ -227,7 +227,7 @@ def slow():
 
 
 def large():
-    """Each gradient takes many cells; all workers push at once."""
+    """All workers push large gradients, of many cells, at the same time."""
     params = {"w": np.zeros(ARGUMENTS["elements"], np.float32)}
     opt = allred.distributed(optimizer("count"))
     opt.broadcast(params)
@@ -240,7 +240,7 @@ def large():
 
 
 def start():
-    """What passes at a broadcast, and at a second one, after three steps of worker 1."""
+    """Count the bytes of a broadcast, and of a second one after three steps of worker 1."""
     params = {name: np.full(1000, 1.0 + allred.rank()) for name in "ab"}
     ones = {name: np.ones(1000) for name in "ab"}
     opt = allred.distributed(optimizer("count"))

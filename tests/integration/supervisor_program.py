@@ -1,6 +1,6 @@
-"""A training whose session no with statement ends: what is on disk at the end is judged by test_supervisor.py.
+"""A training loop with a session outside of a with statement. test_supervisor.py checks the files on disk.
 
-supervisor_program.py DIRECTORY WAY    WAY: how the program ends on the last worker, see `act`
+supervisor_program.py DIRECTORY WAY    WAY: how the program of the last worker ends, see `act`
 """
 
 import os
@@ -14,7 +14,7 @@ from allred.compat import tf1
 
 
 def act(way):
-    """This worker has made three updates."""
+    """End the program of this worker, after three updates."""
     if way == "raise":
         raise ValueError("boom")
     if way == "raise, then stop":

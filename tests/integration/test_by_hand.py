@@ -198,7 +198,7 @@ def test_who_cannot_take_part_is_told_why_and_so_are_those_who_wait():
             "refuses this process: this task has no ALLRED_SECRET, but /job:ps/task:0 has an ALLRED_SECRET; set the",
             "a task at 127.0.0.1 was refused: it has no ALLRED_SECRET, but /job:ps/task:0 has",
         ),
-        "differs": ("has another ALLRED_SECRET than /job:ps/task:0; set the same one for all tasks",) * 2,
+        "differs": ("has a different ALLRED_SECRET than /job:ps/task:0; set the same ALLRED_SECRET for all tasks",) * 2,
         "spec": (f"there /job:worker/task:1 is localhost:9, here it is {jobs['worker'][1]}",) * 2,
         "host": ("nowhere.invalid of /job:worker/task:1 (",) * 2,
         "twice": ("is /job:ps/task:0 already. Give each task its own task_index",) * 2,

@@ -1,4 +1,4 @@
-"""Uneven data in a session: what the last rank has trained on is in the last checkpoint."""
+"""Uneven data in a session: the last checkpoint contains the updates of the rank that joined last."""
 
 import pathlib
 

@@ -9,7 +9,7 @@ PROGRAM = pathlib.Path(__file__).with_name("ps_program.py")
 
 
 def test_two_workers_of_one_host_push_large_gradients_to_a_server_on_another(tmp_path):
-    """MPICH hung: while one worker was served, all cells of the other came as unexpected messages."""
+    """Regression: MPICH hung, because all cells of one worker were unexpected while the server served the other."""
     env = {"ALLRED_MODE": "ps"}
     with hosts(2, tmp_path) as here:
         arguments = json.dumps({"elements": 12_000_000, "steps": 3})  # 92 cells; libfabric takes 64 unexpected ones

@@ -189,7 +189,7 @@ opt = allred.distributed(Own())
 
 @pytest.mark.parametrize(("seed", "refused"), [("allred.rank()", 1), ("0", 0)])
 def test_batches_of_different_arguments(seed, refused):
-    """The worker whose first step comes later is told. Positions may differ: a worker may have resumed at its own."""
+    """The worker that makes its first step later raises the error. Start positions may differ between workers."""
     body = f"""
 opt.broadcast(params)
 data = allred.data.batches(np.arange(8), batch_size=4, seed={seed}, epochs=2)
@@ -202,6 +202,6 @@ for x in data:
 opt.finish()
 """
     said = run(body, ranks=3)
-    words = "opt.step(): the ranks iterate over batches of different arguments: seed=0 on rank 0, seed=1 on rank 1."
+    words = "opt.step(): the ranks iterate over batches with different arguments: seed=0 on rank 0, seed=1 on rank 1."
     assert (said.count(words) > 0) == refused
     assert "start=" not in said

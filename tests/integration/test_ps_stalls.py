@@ -1,4 +1,4 @@
-"""Mode ps: a worker that stalls while the others are at the end of their data, or wait for it in a step."""
+"""Mode ps: a worker stalls while the others are at the end of their data, or wait for it in a step."""
 
 import re
 
@@ -21,7 +21,7 @@ STATES = {SLEEPS: r"in Python at <string>:\d+ \(stall\)", STOPS: r"stopped \(kil
 
 
 def check_told(result, stall):
-    """One warning and one error, both with the table, which names the worker, its state and its line."""
+    """Check for one warning and one error, with a table that names the worker, its state and its line of code."""
     table = rf"(?:  rank.*\n)*  rank 2 \(worker 1\) +\S+ +{STATES[stall]}"
     assert len(re.findall(rf"^allred: rank \d has waited for \d s in .*\n{table}", result.err, re.M)) == 1, result.text
     error = rf"not complete after 4 s; rank 2 \(worker 1\) made no request in this time\n{table}"
@@ -41,7 +41,7 @@ def test_the_others_are_at_the_end(stall, make, policy, mpi, tmp_path):
 
 
 def test_all_others_have_ended(tmp_path):
-    """Worker 0, which would print the statistics, is the one that stalls: the others are in MPI_Finalize."""
+    """Worker 0 stalls, which would print the statistics; the others wait in MPI_Finalize."""
     result = job(tmp_path, STEPS.replace("me == 1", "me == 0"), 3, 1, before=SLEEPS, **LIMITS)
     check_end(result, 1)
     words = "service: workers 1,2 have made their last step, and wait for worker 0"
@@ -51,7 +51,7 @@ def test_all_others_have_ended(tmp_path):
 
 
 def test_a_slow_worker_that_trains_on_is_not_late(tmp_path):
-    """It trains for longer than the time limit, but makes a step now and then."""
+    """The worker trains for longer than the time limit, and makes steps in shorter intervals than the limit."""
     body = "train(2)\nif me == 1: train(50, 0.3)\ndone()"
     result = job(tmp_path, body, 2, 1, **LIMITS | {"timeout_s": 8, "stall_warning_s": 8})
     check_end(result, 0)
@@ -69,12 +69,12 @@ def test_the_others_go_on_without_it(stall, policy, mpi, tmp_path):
     assert done(result) == {0, 2}, result.text
     words = r"rank 2 \(worker 1\) on \S+ has made no request for 4 s while others waited for it; the others go on\n"
     assert re.search(rf"{words}(?:  rank.*\n)*  rank 2 \(worker 1\) +\S+ +{STATES[stall]}", result.err), result.text
-    if stall == SLEEPS:  # it hears of it, and raises
+    if stall == SLEEPS:  # it runs Python, so it raises the error
         assert "CollectiveTimeout: this rank has made no request for 4 s" in result.err, result.text
 
 
 def test_a_worker_that_stops_in_the_middle_of_its_gradient_counts_as_failed(tmp_path):
-    """The server, which takes the gradient, waits for the rest of it."""
+    """The server waits for the rest of the gradient that it is receiving."""
     own = """
 class Slow:
     count = 0

@@ -1,4 +1,4 @@
-"""Mode ps, async: the parameters that the first gradient of a late worker is computed from."""
+"""Mode ps, async: the parameters from which a late worker computes its first gradient."""
 
 import json
 
@@ -69,8 +69,8 @@ for _ in range(2 * (me == 1)):
     opt.step(params, ones)
 """
 WARNING = (
-    "allred: opt.step(): the first gradient of worker 1 came from parameters that lack 60 updates; let "
-    "opt.broadcast(params) or opt.pull(params) be the last call before the training loop"
+    "allred: opt.step(): the first gradient of worker 1 was computed from parameters that lack 60 updates; "
+    "call opt.broadcast(params) or opt.pull(params) directly before the training loop"
 )
 
 

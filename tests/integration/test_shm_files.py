@@ -1,4 +1,4 @@
-"""What killed jobs leave in /dev/shm. Each job has a /dev/shm of its own, where no other job's files come and go."""
+"""The files of killed jobs in /dev/shm. Each job has its own /dev/shm, without the files of other jobs."""
 
 import json
 
@@ -71,5 +71,5 @@ def test_the_doctor_counts_files_of_killed_jobs_and_its_command_deletes_them(alo
     assert (line["verdict"], line["remedy"]) == ("note", "python -m allred.watch.shm_files"), result.text
     assert "in 1 file of killed MPICH jobs" in line["found"], result.text
     deleted, left = result.out.splitlines()[-2:]
-    assert deleted.startswith("deleted in /dev/shm: 1 of MPICH's files that no process used, "), result.text
+    assert deleted.startswith("deleted 1 files of MPICH in /dev/shm that no process used, "), result.text
     assert left == "mpich_shm_1234abcd_0", result.text

@@ -1,4 +1,4 @@
-"""Ranks that give `batches`, `stream` or `prefetch` different arguments: all raise an error, and update nothing."""
+"""Ranks that pass different arguments to `batches`, `stream` or `prefetch`: all raise an error before any update."""
 
 import contextlib
 import dataclasses
@@ -11,7 +11,7 @@ import allred
 from allred.comm import collectives
 from allred.data import share, shuffled, stream
 from allred.errors import MismatchError
-from allred.modes.detect.batches import BatchArguments
+from allred.modes.detect.batch_arguments import BatchArguments
 
 pytestmark = [pytest.mark.mpi]
 ROWS = np.arange(200.0)
@@ -52,7 +52,7 @@ class Training:
         self.steps += 1
 
     def run(self, data, steps=None):
-        """A step for each batch, or for the first ones."""
+        """Make a step for each batch, or for the first `steps` batches."""
         with contextlib.closing(iter(data)) as running:
             for number, _ in enumerate(running, 1):
                 self.step()
@@ -84,8 +84,8 @@ def refused(call, *words):
 def test_arguments_that_differ_are_an_error_before_the_first_update(rank, size, make, name, value, other, ahead):
     data, training = make(**{name: other if rank == size - 1 else value}), Training()
     data = allred.data.prefetch(data) if ahead else data
-    words = f"opt.step(): the ranks iterate over batches of different arguments: {name}={value} on rank"
-    for _ in range(2):  # again, as long as it is not repaired
+    words = f"opt.step(): the ranks iterate over batches with different arguments: {name}={value} on rank"
+    for _ in range(2):  # every step raises the error
         refused(lambda: training.run(data), words)
     with pytest.raises(MismatchError, match=rf"{name}={other} on rank {size - 1}\. Samples would be skipped"):
         training.run(data)
@@ -200,7 +200,9 @@ def test_with_a_gradient_function(rank):
         return [x.sum(keepdims=True)]
 
     data = iter(batches(seed=rank))
-    refused(lambda: gradients(next(data)), "gradients(): the ranks iterate over batches of different arguments: seed=0")
+    refused(
+        lambda: gradients(next(data)), "gradients(): the ranks iterate over batches with different arguments: seed=0"
+    )
     data.close()
     for x in batches():
         gradients(x)
@@ -238,7 +240,7 @@ def test_a_session_compares_them_when_it_tracks(rank, size):
     with allred.Session(log_steps=None) as session:
         refused(
             lambda: session.track(params=training.params, optimizer=training.opt, data=data),
-            "session.track(): the ranks iterate over batches of different arguments: epochs=1 on rank",
+            "session.track(): the ranks iterate over batches with different arguments: epochs=1 on rank",
         )
     with allred.Session(log_steps=None) as session:
         session.track(params=training.params, optimizer=training.opt, data=batches())

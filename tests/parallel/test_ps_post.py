@@ -1,4 +1,4 @@
-"""MPI between workers and a server: how many cells a sender has on their way that the receiver has not matched."""
+"""MPI between workers and a server: the number of sent cells that the receiver has not matched is limited."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from mpi4py import MPI
 from allred.ps.post import _DEPTH, DOWN, STEP, Exchange, MpiPort, Post
 from allred.ps.record import RECORD_BYTES
 
-CELLS, NBYTES = 20, 64  # MPI sends such small messages at once, so only the matching can hold a sender back
+CELLS, NBYTES = 20, 64  # MPI sends such small messages eagerly, so only the limit holds a sender back
 SIZES = np.full(CELLS, NBYTES)
 NONE = np.empty(0, np.int64)
 
@@ -22,12 +22,12 @@ def comm():
 
 
 def looks(done):
-    """Ask 1000 times; MPI makes progress meanwhile."""
+    """Poll 1000 times, so that MPI makes progress."""
     return [done() for _ in range(1000)]
 
 
 def serve(post, worker):
-    """Take a worker's cells; what was in them."""
+    """Receive the cells of a worker; returns their contents."""
     post.receive_record(worker, STEP)
     port = MpiPort(post, worker)
     port.open(SIZES)

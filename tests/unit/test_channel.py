@@ -1,4 +1,4 @@
-"""The channel between processes of a job: handshake, limits, and what strangers may do to it. Real TCP connections."""
+"""The channel between processes of a job: handshake, limits, and peers that do not know the secret. Real TCP."""
 
 import contextlib
 import json
@@ -11,13 +11,22 @@ import tracemalloc
 import pytest
 
 from allred import channel
-from allred.channel import LINE_BYTES, PENDING, STRANGER_BYTES, Channel, HandshakeError, Listener, connect, dispatch
+from allred.channel import (
+    LINE_BYTES,
+    MAX_UNAUTHENTICATED,
+    UNAUTHENTICATED_BYTES,
+    Channel,
+    HandshakeError,
+    Listener,
+    connect,
+    dispatch,
+)
 
 WAIT_S = 60.0
 
 
 class Served:
-    """A Listener in a thread, that answers each message with itself. `refused`: what `refusal` was called with."""
+    """A Listener in a thread that echoes each message. `refused`: the arguments of the calls of `refusal`."""
 
     def __init__(self, secret="secret", purpose="test"):
         self.refused = []
@@ -47,7 +56,7 @@ class Served:
     def loop(self):
         while not self.ends:
             dispatch(self.selector, 0.02)
-            self.listener.close_late()
+            self.listener.close_expired()
 
     def __enter__(self):
         self.thread = threading.Thread(target=self.loop)
@@ -149,7 +158,7 @@ def test_a_proof_of_another_connection_is_not_accepted():
 
 
 def test_a_proof_for_one_purpose_is_not_accepted_for_another():
-    """The stranger passes on what it hears, between a peer of one service and the listener of the other."""
+    """The stranger relays messages between a peer of one service and the listener of another."""
 
     def answers(peer):
         with served.stranger() as connection:
@@ -166,7 +175,7 @@ def test_a_proof_for_one_purpose_is_not_accepted_for_another():
 @pytest.mark.parametrize(
     ("greeting", "words"),
     [
-        ("220 mail.example.org ESMTP", "is not an allred process: another program uses that port"),
+        ("220 mail.example.org ESMTP", "is not an allred process: another program uses this port"),
         ("[]", "is not an allred process"),
         ("x" * 2**17, "is not an allred process"),
         ('{"allred": 99, "nonce": "ab"}', "has another version of allred (protocol 99, here 1); install the same"),
@@ -207,22 +216,22 @@ def test_a_flood_of_strangers_is_bounded_and_stops_nobody():
     with Served() as served, contextlib.ExitStack() as stack:
         before = connect(*served.where, "test", "secret")
         strangers = []
-        for number in range(2 * PENDING):
+        for number in range(2 * MAX_UNAUTHENTICATED):
             strangers.append(stack.enter_context(served.stranger()))
             if number % 50 == 0:
                 assert echo(before, {"number": number})
         after = connect(*served.where, "test", "secret")
         assert echo(before, {"still": "here"})
         assert echo(after, {"now": "here"})
-        for stranger in strangers[: PENDING + 1]:  # the oldest are closed, and had the greeting
+        for stranger in strangers[: MAX_UNAUTHENTICATED + 1]:  # the oldest are closed, and had the greeting
             while stranger.recv(200):
                 pass
-        assert len(served.listener._pending) <= PENDING
+        assert len(served.listener._pending) <= MAX_UNAUTHENTICATED
         before.connection.close()
         after.connection.close()
 
 
-@pytest.mark.parametrize("line", [b"x" * (STRANGER_BYTES + 1), b"x" * 2**17 + b"\n"])
+@pytest.mark.parametrize("line", [b"x" * (UNAUTHENTICATED_BYTES + 1), b"x" * 2**17 + b"\n"])
 def test_a_stranger_s_long_line_closes_its_connection(line):
     with Served() as served, served.stranger() as stranger:
         with contextlib.suppress(ConnectionError):  # it may be closed in the midst of this

@@ -1,4 +1,4 @@
-"""The subset of a parametrized test's cases that runs by default: nothing that has to occur is missing."""
+"""The default subset of a parametrized test's cases contains every required combination of values."""
 
 import itertools
 

@@ -54,7 +54,7 @@ def test_a_function_for_a_gpu_runs_on_its_task_under_soft_placement(server, capf
     assert said.count("max: /job:local/task:0/cpu:0\n") == 2
     assert said.count("allred: ConfigProto: of no effect here: gpu_options") == 1
     for session in (allred.connect(server.target), tf1.Session(server.target)):
-        words = r"leave /gpu:1 out of .* or .*allow_soft_placement=True"
+        words = r"remove /gpu:1 from .* or .*allow_soft_placement=True"
         with pytest.raises(InputError, match=words), allred.device("/job:local/task:0/gpu:1"):
             session.run(max, 1, 2)
     with pytest.raises(InputError, match=r"expected a tf1\.ConfigProto"):
@@ -63,7 +63,7 @@ def test_a_function_for_a_gpu_runs_on_its_task_under_soft_placement(server, capf
 
 def test_a_client_outside_the_cluster_hears_what_is_missing():
     target = "allred://node1:2222/job:worker/task:0"
-    words = r"this process is no task of a cluster, .* job 'client', .*allred.Server\(cluster, 'client', 0\)"
+    words = r"this process is not a task of a cluster, .* job 'client' .*allred.Server\(cluster, 'client', 0\)"
     for given in (target, ""):
         with pytest.raises(NotInitializedError, match=words):
             allred.connect(given)
@@ -75,7 +75,7 @@ def test_a_client_outside_the_cluster_hears_what_is_missing():
         assert session.run(max, 1, 2) == 2
     finally:
         allred.shutdown()
-    with pytest.raises(NotInitializedError, match=r"session.run: allred.shutdown\(\) was called"):
+    with pytest.raises(NotInitializedError, match=r"session.run: allred.shutdown\(\) has ended the session"):
         session.run(max, 1, 2)
 
 

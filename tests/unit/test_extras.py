@@ -1,4 +1,4 @@
-"""The table of extras in README has the extras of pyproject.toml, with the packages that each of them adds."""
+"""The table of extras in README lists the extras of pyproject.toml, with the packages of each."""
 
 import pathlib
 import re

@@ -1,4 +1,4 @@
-"""allred.cluster.launcher: which variables count, and what is to be typed."""
+"""allred.cluster.launcher: the environment variables that count, and the command in the error."""
 
 import os
 

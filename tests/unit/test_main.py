@@ -1,4 +1,4 @@
-"""The command line, whatever the command: what becomes of its output."""
+"""The command line: the reader of the output closes it, for every command."""
 
 import contextlib
 import os

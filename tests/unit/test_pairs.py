@@ -119,7 +119,7 @@ def speaks():
     report.speak(False)
 
 
-WIDE = "opt.step(): the gradients of float32 parameters are float64 ('b'{}). They have twice the bytes"
+WIDE = "opt.step(): the gradients of float32 parameters are float64 ('b'{}). float64 doubles the bytes"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Cores and BLAS threads of the ranks of a node: the warning, and the share of a rank. Takes no time."""
+"""Cores and BLAS threads of the ranks of a node: the warning, and the share of a rank."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def rank(cores, threads=1, quota=None):
     ],
 )
 def test_more_threads_than_cores_is_told(ranks, nodes, words):
-    found = processors.crowded(ranks, nodes)
+    found = processors.oversubscription(ranks, nodes)
     assert (found is None) == (words is None), found
     assert words is None or words in found
 
@@ -48,10 +48,10 @@ def test_more_threads_than_cores_is_told(ranks, nodes, words):
     ],
 )
 def test_the_share_of_the_first_rank(ranks, nodes, share):
-    alone = processors.share()
+    alone = processors.cores_per_rank()
     processors.install(ranks, nodes, 0)
     try:
-        assert processors.share() == share
+        assert processors.cores_per_rank() == share
     finally:
         processors.uninstall()
-    assert processors.share() == alone
+    assert processors.cores_per_rank() == alone

@@ -1,4 +1,4 @@
-"""What a server makes of workers that make no request: without a watcher, with the time given."""
+"""Stall detection of a server without a watcher, with an explicit clock."""
 
 from types import SimpleNamespace
 

@@ -109,7 +109,7 @@ def test_what_is_used_wrongly(world, tmp_path):
     with Session() as session:
         with pytest.raises(InputError, match=r"call session\.track"):
             session.should_stop()
-        with pytest.raises(InputError, match=r"expected what allred\.distributed returns"):
+        with pytest.raises(InputError, match=r"expected the result of allred\.distributed"):
             session.track(params=params, optimizer=allred.optim.SGD(lr=1.0))
         with pytest.raises(InputError, match=r"session.track\(rng=...\): int has no state_dict"):
             session.track(params=params, optimizer=opt, rng=3)
@@ -509,7 +509,10 @@ def test_a_directory_that_cannot_be_written_is_found_before_training(world, tmp_
 
 def test_two_sides_may_not_write_into_one_directory(world, tmp_path):
     with (
-        pytest.raises(InputError, match="from two sides, which would delete each other's"),
+        pytest.raises(
+            InputError,
+            match=r"two writers of checkpoints share the directory .*; give each Checkpoint hook its own directory",
+        ),
         Session(tmp_path, hooks=[Checkpoint(tmp_path / ".", best="loss")]) as session,
     ):
         train(session, [1.0])
@@ -530,7 +533,7 @@ def test_what_the_end_says(world, tmp_path, capfd):
         session.track(params=[np.zeros(1)], optimizer=allred.distributed(allred.optim.SGD(lr=1.0)))
         for _ in session.steps(range(5)):
             session.log(loss=1.0)
-    assert "session: 5 batches and not one update; was opt.step(...) called?" in capfd.readouterr().err
+    assert "session: 5 batches, but no update; call opt.step(...) for each batch" in capfd.readouterr().err
 
 
 def test_a_value_that_is_never_logged_is_told(world, tmp_path, capfd):

@@ -1,4 +1,4 @@
-"""allred.watch.shm_files: which files of MPICH are in use is asked of the kernel."""
+"""allred.watch.shm_files: files of MPICH that are in use are not deleted."""
 
 import mmap
 import os

@@ -173,7 +173,7 @@ def threads_of(kind):
 
 
 def test_blas_threads_are_a_towers_share_while_towers_run_and_then_as_before():
-    count, seen = processors.share() + 1, []
+    count, seen = processors.cores_per_rank() + 1, []
 
     def note(params, x):
         seen.extend(threads_of("blas"))
@@ -222,7 +222,7 @@ def test_openmp_threads_of_a_tower_are_its_share():
         iter(pathlib.Path(importlib.util.find_spec("sklearn").origin).parents[1].glob("scikit_learn.libs/libgomp*"))
     )
     ctypes.CDLL(str(library))
-    count, before, seen = processors.share() + 1, threads_of("openmp"), []
+    count, before, seen = processors.cores_per_rank() + 1, threads_of("openmp"), []
 
     def note(params, x):
         seen.extend(threads_of("openmp"))

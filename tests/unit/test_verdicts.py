@@ -6,10 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from allred.data.arguments import Arguments
+from allred.data.loader_arguments import LoaderArguments
 from allred.fusion.plan import Tensor, plan
 from allred.modes.detect import drift, finite
-from allred.modes.detect.batches import difference
+from allred.modes.detect.batch_arguments import difference
 
 A, B = ("parameter", "a"), ("parameter", "b")
 LR, COUNT = ("setting", "lr"), ("state", "global_step")
@@ -103,7 +103,7 @@ def test_what_is_not_flagged_as_large_cannot_overflow_in_a_sum(dtype, ranks):
 
 
 def described(function="batches", **values):
-    return Arguments(function, tuple({"rows": 100, "seed": 0, **values}.items()))
+    return LoaderArguments(function, tuple({"rows": 100, "seed": 0, **values}.items()))
 
 
 TRAIN, OTHER, EVAL, STREAM = described(), described(seed=1), described(rows=9), described("stream")

@@ -524,7 +524,9 @@ def test_a_watcher_closes_a_connection_on_which_nothing_comes():
 def test_the_watcher_of_another_node_is_heard():
     with running_watcher() as watcher:
         where = socket.AF_INET, ("127.0.0.1", watcher.port)
-        with pytest.raises(channel.HandshakeError, match="refuses this process: its secret is another one"):
+        with pytest.raises(
+            channel.HandshakeError, match="refuses this process: its secret is not the secret of this job"
+        ):
             channel.connect(*where, process.PURPOSE, "guess")
         found = channel.connect(*where, process.PURPOSE, "secret")
         found.send({"event": "joined", "rank": 1, "host": "there"})

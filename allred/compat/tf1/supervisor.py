@@ -83,10 +83,10 @@ class Supervisor:
         max_wait_secs: float = 7200,
         start_standard_services: bool = True,
     ) -> MonitoredSession:
-        """The same session, already begun; it may be used in a with statement too.
+        """Return a session that has already begun. It may also be used in a with statement.
 
-        `stop` ends it, or else the end of the program, however it ends: the last checkpoint is written in all cases
-        except a kill."""
+        `stop` ends the session, else the end of the program does. The last checkpoint is written in both cases, also
+        after an exception, but not if the process is killed."""
         given = {"master": "", "config": None, "wait_for_checkpoint": False}
         ignored.tell("Supervisor.prepare_or_wait_for_session", locals(), given)
         return self._new(start_standard_services, max_wait_secs).begin()
@@ -118,8 +118,8 @@ class Supervisor:
         self.session.request_stop()
 
     def stop(self, threads: Any = None, close_summary_writer: bool = True, ignore_live_threads: bool = False) -> None:
-        """End the session that `prepare_or_wait_for_session` began, with the last checkpoint. In a `finally` clause
-        the session ends with the exception, if there is one."""
+        """End the session that `prepare_or_wait_for_session` began, and write the last checkpoint. In a `finally`
+        clause the session ends with the exception that is being handled, if there is one."""
         self.session.end(sys.exc_info()[1])
 
     def start_queue_runners(self, sess: Any, queue_runners: Iterable[Any] | None = None) -> list[Any]:

@@ -28,10 +28,10 @@ class MonitoredSession(Session):
             )
         super().__init__(**arguments)
         self._trained = {"params": params, "optimizer": optimizer, "data": data}
-        self._begun = False  # by `begin`, for a with statement that may follow
+        self._begun = False  # whether `begin` was called and no with statement has followed
 
     def begin(self) -> Self:
-        """Begin without a with statement: what `Supervisor.prepare_or_wait_for_session` gives."""
+        """Begin the session without a with statement, for `Supervisor.prepare_or_wait_for_session`."""
         self.__enter__()
         self._begun = True
         return self

@@ -1,7 +1,7 @@
 """CRC-32C (Castagnoli), the checksum in TFRecord files.
 
-The extra `tfrecord` brings google-crc32c, which computes it in C. Without that package a loop over the bytes computes
-it, and the first reader or writer warns.
+The package google-crc32c (extra `tfrecord`) computes it in C. Without that package a Python loop over the bytes does,
+and the first reader or writer issues a warning.
 """
 
 import functools
@@ -15,7 +15,7 @@ try:
 except ImportError:
     _installed = None
 
-implementation: str = "none" if _installed is None else _installed.implementation  # "c", "python"
+implementation: str = "none" if _installed is None else _installed.implementation  # "none", "c" or "python"
 
 _POLYNOMIAL = 0x82F63B78  # 0x1EDC6F41, bits reversed
 _ONES = 0xFFFFFFFF
@@ -31,13 +31,13 @@ def crc32c(data: bytes) -> int:
 
 
 def masked(data: bytes) -> int:
-    """The CRC-32C as TFRecord files store it: rotated, and a constant added, so that a record may hold records."""
+    """The masked CRC-32C of TFRecord files: rotated, plus a constant. The mask allows records that contain records."""
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & _ONES
 
 
 def in_python(data: bytes) -> int:
-    """The CRC-32C of some bytes without google-crc32c."""
+    """The CRC-32C of some bytes, computed without google-crc32c."""
     table = _table()
     register = _ONES
     for byte in data:
@@ -47,11 +47,11 @@ def in_python(data: bytes) -> int:
 
 @functools.cache
 def warn_if_slow() -> None:
-    """Warn, once in a process and on the chief alone, if no compiled google-crc32c is installed."""
+    """Warn if no compiled google-crc32c is installed: once in a process, and only on the chief."""
     if implementation != "c":
         report.warn(
-            "TFRecord checksums are computed in Python, about 0.1 ms a kilobyte, because google-crc32c is not "
-            "installed, or not compiled: pip install 'allred[tfrecord]'"
+            "TFRecord checksums are computed in Python, in about 0.1 ms per kilobyte, because google-crc32c is not "
+            "installed or not compiled: pip install 'allred[tfrecord]'"
         )
 
 

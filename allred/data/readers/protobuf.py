@@ -1,10 +1,11 @@
-"""tf.train.Example, read and written with Google's protobuf, which the extra `tfrecord` brings.
+"""tf.train.Example, read and written with Google's package protobuf (extra `tfrecord`).
 
     Example  { 1: Features }          Feature { one of 1: BytesList, 2: FloatList, 3: Int64List }
     Features { 1: entry, ... }        entry   { 1: name, 2: Feature }          lists { 1: value, ... }
 
-The messages are those of example.proto and feature.proto in tensorflow/core/example, declared here in a pool of their
-own, so that TensorFlow may be loaded beside them. A map is a list of entries on the wire; a list is faster to read.
+The messages are those of example.proto and feature.proto in tensorflow/core/example, declared here in a descriptor pool
+of their own, so that the process may also load TensorFlow. On the wire a map is a list of entries; here it is declared
+as a list, which is faster to read.
 """
 
 import functools
@@ -19,16 +20,16 @@ from allred.errors import DataError, InputError
 
 _OBJECT, _FLOAT = np.dtype(object), np.dtype(np.float32)
 _DTYPES = {"bytes_list": _OBJECT, "float_list": _FLOAT, "int64_list": np.dtype(np.int64)}
-_SHORT = 32  # elements up to which a list of Python objects is the fastest way to an array
+_SHORT = 32  # elements; up to this length conversion through a list of Python objects is the fastest
 
 
 def example(record: bytes) -> dict[str, Array]:
     """The features of a serialized tf.train.Example, by name.
 
-    Each is a new 1-d array: int64, float32, or, for bytes, of dtype object. A feature without a list is left out. An
-    Example knows no shapes: reshape the arrays.
+    Each feature is a new 1-d array: int64, float32, or object (of bytes). A feature without a list is left out. An
+    Example has no shapes: reshape the arrays.
 
-    Raises DataError for bytes that are no such message, and ImportError if protobuf is not installed (extra
+    Raises DataError if `record` is not a serialized Example, and ImportError if protobuf is not installed (extra
     `tfrecord`).
 
     >>> example(make_example({"label": 3, "image": b"abc", "size": [2.5, 1.0]}))
@@ -53,7 +54,7 @@ def example(record: bytes) -> dict[str, Array]:
         count, dtype = len(values), _DTYPES[kind]
         if count <= _SHORT or dtype is _OBJECT:
             found[entry.key] = np.array(values[:], dtype)
-        elif dtype is _FLOAT:  # the floats are the end of the serialized list
+        elif dtype is _FLOAT:  # the serialized list ends with the floats
             serialized = bytearray(listed.SerializeToString())
             found[entry.key] = np.frombuffer(serialized, dtype, count, len(serialized) - 4 * count)
         else:
@@ -67,15 +68,15 @@ def make_example(features: Mapping[str, Any]) -> bytes:
     features: by name, bytes, a string (as UTF-8), a number, or a list or an array of these, flattened in C order.
     Integers and bools are saved as int64, floats as float32.
 
-    Raises InputError for anything else, and for integers that are no int64; ImportError if protobuf is not installed
-    (extra `tfrecord`).
+    Raises InputError for other values, and for integers outside int64; ImportError if protobuf is not installed (extra
+    `tfrecord`).
     """
     message = _protobuf()[0]()
     for name, value in features.items():
         kind, values = _list(name, value)
         entry = message.features.feature.add(key=name)
         found = getattr(entry.value, kind)
-        found.SetInParent()  # an empty list has a kind, too
+        found.SetInParent()  # so that an empty list has a kind too
         found.value.extend(values)
     serialized: bytes = message.SerializeToString()
     return serialized
@@ -104,7 +105,7 @@ def _list(name: str, value: Any) -> tuple[str, list[Any]]:
 
 @functools.cache
 def _protobuf() -> tuple[Any, type[Exception]]:
-    """The class of an Example, and the error that it raises for other bytes."""
+    """The message class of tf.train.Example, and the error that it raises if decoding fails."""
     try:
         from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory
     except ImportError as error:

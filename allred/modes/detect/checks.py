@@ -14,13 +14,13 @@ from allred.compression import Compression
 from allred.errors import DriftError, InputError, NonFiniteError
 from allred.fusion.plan import Plan
 from allred.modes.detect import drift, finite
-from allred.modes.detect.batches import BatchArguments
+from allred.modes.detect.batch_arguments import BatchArguments
 from allred.modes.detect.outside import updates_of
 from allred.modes.detect.repeated import BITS, Repeated
 from allred.reducer import Inspector
 
 _CHECK = 4  # a flag beside those of finite.py: this rank asks for a check
-_BATCHES = 8  # another: this rank's batches come from arguments that were not compared yet
+_BATCHES = 8  # another flag: this rank uses batch arguments that have not been compared yet
 _FIRST = 3  # steps, each of which is checked
 
 
@@ -78,7 +78,7 @@ class Checks(Inspector):
         return bool(self._asked)
 
     def _due(self) -> bool:
-        """Whether this step is one of a check, or this rank has a reason for one."""
+        """Whether the ranks check this step, or this rank has a reason for a check."""
         ranks, every = collectives.current().size, collectives.config().check_steps
         step = self._step + 1
         due = step <= _FIRST or (every and step % every == 0)

@@ -1,18 +1,18 @@
-"""A late start in mode ps: the program does something slow between the parameters and the first step of a worker.
+"""Warns of a stale first gradient in mode ps: a worker does something slow between the last pull and its first step.
 
-The other workers train meanwhile. So the first gradient comes from parameters that lack many updates, and may move the
-parameters back. It is applied as every gradient is; only the program can pull before it computes the gradient.
+The other workers train meanwhile, so the first gradient is computed from parameters that lack many updates, and may
+undo progress. It is applied like every gradient. Only the program can pull before it computes the gradient.
 """
 
 from allred.cluster import report
 
-_STEPS = 10  # of each worker, which they make meanwhile where no start is late
+_STEPS = 10  # per worker; a smaller staleness of the first gradient is normal
 
 
-def tell_late_start(name: str, worker: int, workers: int, staleness: int) -> None:
-    """Print a warning if the first gradient is too old. staleness: the updates that its parameters lacked."""
+def warn_of_stale_start(name: str, worker: int, workers: int, staleness: int) -> None:
+    """Print a warning if the first gradient is too stale. staleness: the number of updates that its parameters lack."""
     if staleness > _STEPS * workers:
         report.say_here(
-            f"{name}.step(): the first gradient of worker {worker} came from parameters that lack {staleness} updates; "
-            f"let {name}.broadcast(params) or {name}.pull(params) be the last call before the training loop"
+            f"{name}.step(): the first gradient of worker {worker} was computed from parameters that lack {staleness} "
+            f"updates; call {name}.broadcast(params) or {name}.pull(params) directly before the training loop"
         )

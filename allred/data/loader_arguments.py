@@ -3,12 +3,12 @@
 from typing import Any, NamedTuple
 
 
-class Arguments(NamedTuple):
-    """Arguments that decide which samples are in which global batch, and how many batches there are.
+class LoaderArguments(NamedTuple):
+    """The arguments that decide which samples are in each global batch, and the number of batches.
 
-    function: "batches" or "stream". values: name and value of each argument.
+    function: "batches" or "stream". values: the name and value of each argument.
 
-    >>> print(Arguments("batches", (("rows", 5), ("seed", None))))
+    >>> print(LoaderArguments("batches", (("rows", 5), ("seed", None))))
     batches(rows=5, seed=None)
     """
 

@@ -1,4 +1,4 @@
-"""Which ranks are at fault at a time limit, and what the job makes of it. Rank 0 is a server, the others work."""
+"""Unresponsive ranks at a time limit, and the reaction of the job. Rank 0 is a server, the others are workers."""
 
 import types
 
@@ -6,7 +6,7 @@ import pytest
 
 from allred.watch import job
 from allred.watch.job import Job
-from allred.watch.late import AGAIN_S, at_fault, ended_since
+from allred.watch.unresponsive import AGAIN_S, finalize_wait_since, unresponsive_ranks
 
 STEP = {"what": "step 4", "limit_s": 6.0, "servers": [0], "ranks": []}
 
@@ -24,12 +24,12 @@ def seen(active=0.0, silent=None, end="", waits_in=""):
         ({0: seen(10.0, {2: 4.0, 3: 9.0}), 2: seen(), 3: seen()}, [2], 0.0),
         ({0: seen(10.0, {2: 1.0}), 2: seen(waits_in="barrier() #3")}, [], 6.0),  # that wait has its own limit
         ({0: seen(10.0, {2: 1.0}), 2: seen(end="gone")}, [], 6.0),
-        ({0: seen(4.0, {2: 1.0}), 2: seen()}, [0], 0.0),  # the server does not answer: what it told is out of date
+        ({0: seen(4.0, {2: 1.0}), 2: seen()}, [0], 0.0),  # the server does not answer: its last event is out of date
         ({0: seen(7.0)}, [], 3.0),
     ],
 )
 def test_who_is_at_fault(ranks, late, again_s):
-    assert at_fault([0], 6.0, ranks, 10.0) == (late, pytest.approx(again_s))
+    assert unresponsive_ranks([0], 6.0, ranks, 10.0) == (late, pytest.approx(again_s))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_who_is_at_fault(ranks, late, again_s):
     ],
 )
 def test_since_when_ranks_that_have_ended_wait(ranks, since):
-    assert ended_since(dict(enumerate(ranks)), dict.fromkeys(range(len(ranks)), 5.0)) == since
+    assert finalize_wait_since(dict(enumerate(ranks)), dict.fromkeys(range(len(ranks)), 5.0)) == since
 
 
 class Script:

@@ -1,8 +1,9 @@
-"""Compares the arguments of `batches` and `stream` over the ranks. If they differ, samples are skipped and repeated.
+"""Compares the arguments of `batches` and `stream` between the ranks. Different arguments skip and repeat samples.
 
-The ranks exchange the arguments in the first step, and in a later step where a rank has new ones. An iteration takes
-part if it gives out the shares of this communicator's ranks, or of the world's. A rank that reads data of its own, or
-has a loader that is not allred's, shows nothing. A rank may show more than the others (a validation on the chief).
+The ranks exchange the arguments in the first step, and in later steps in which a rank has new arguments. They include
+iterations that are shared between the ranks of this communicator or of the world. Data that one rank reads for itself
+(rank=0, size=1) and other loaders than allred's are not compared. One rank may have more iterations than the others,
+such as a validation on the chief.
 """
 
 import itertools
@@ -13,33 +14,33 @@ from allred.cluster import topology
 from allred.comm import collectives
 from allred.comm.header import by_rank
 from allred.data import Batches, Prefetch, Stream, share
-from allred.data.arguments import Arguments
+from allred.data.loader_arguments import LoaderArguments
 from allred.data.share import Source
 from allred.errors import MismatchError
 
 if TYPE_CHECKING:
     from allred.ps.client import Client
 
-_APART = 20  # steps from one comparison to the next at least: an exchange of objects takes about 0.1 ms
+_APART = 20  # the least number of steps between comparisons: an exchange of objects takes about 0.1 ms
 
 
 class BatchArguments:
-    """Compares the arguments of the batches of one wrapper's steps. `title`: what errors begin with."""
+    """Compares the arguments of the batches that one optimizer or gradient function uses. `title`: prefix of errors."""
 
     def __init__(self, title: str) -> None:
         self._title = title
         self._compared: set[str] = set()  # keys of the iterations in the last comparison
-        self._next_at = 0  # the step from which on there may be another
+        self._next_at = 0  # the earliest step of the next comparison
 
     def new(self, step: int) -> bool:
-        """Whether this rank's batches come from arguments that were not compared yet."""
+        """Whether this rank uses arguments that have not been compared yet."""
         unknown = [source for source in share.running() if source.key not in self._compared]
         if not unknown or step < self._next_at or collectives.current().size == 1:
             return False
         return any(map(_shared, unknown))
 
     def compare(self, step: int) -> None:
-        """Exchange them. Raises MismatchError on all ranks if they differ. Collective."""
+        """Exchange the arguments in use. Collective. Raises MismatchError on all ranks if they differ."""
         mine = {source.key: source.arguments_and_start for source in share.running() if _shared(source)}
         everyone = collectives.allgather_object(list(mine.values()), f"{self._title}: arguments of the batches")
         if problem := difference(everyone, collectives.current().active.ranks):
@@ -48,10 +49,10 @@ class BatchArguments:
 
 
 def compare_at_server(client: "Client", title: str) -> None:
-    """Mode ps: compare the arguments of this worker's batches with those of the workers that made a step before it.
+    """Mode ps: compare this worker's arguments with those of the workers that have already made a step.
 
-    The positions at which iterations began are not compared: workers may resume at different ones.
-    Raises MismatchError on this worker.
+    Start positions are not compared: workers may resume at different positions.
+    Raises MismatchError on this worker only.
     """
     mine = list(dict.fromkeys(source.arguments for source in share.running() if _shared(source)))
     if mine:
@@ -61,22 +62,22 @@ def compare_at_server(client: "Client", title: str) -> None:
             raise MismatchError(f"{title}: {problem}")
 
 
-def arguments_of(data: Any) -> list[Arguments]:
-    """The arguments of a loader; none of one that is not allred's, or does not share its batches with other ranks."""
+def arguments_of(data: Any) -> list[LoaderArguments]:
+    """Return the arguments of a loader; [] if it is not allred's or does not share its batches with all ranks."""
     loader = data.loader if isinstance(data, Prefetch) else data
     if not isinstance(loader, Batches | Stream) or (loader.rank, loader.size) != (topology.rank(), topology.size()):
         return []
     return [loader.arguments]
 
 
-def difference(everyone: Sequence[Sequence[Arguments]], ranks: Sequence[int]) -> str:
-    """What differs between the arguments that each rank uses, in words; "" if nothing does. The same on every rank.
+def difference(everyone: Sequence[Sequence[LoaderArguments]], ranks: Sequence[int]) -> str:
+    """Return the difference between the arguments of the ranks as text, the same on every rank; "" if there is none.
 
-    A rank may use more than another: of any two ranks, one's arguments must be among the other's.
+    One rank may use more arguments than another: of any two ranks, one's set must contain the other's.
 
     Arguments:
         everyone: the arguments in use on each rank.
-        ranks: the numbers of the ranks, in the same order.
+        ranks: the numbers of these ranks.
     """
     sets = sorted({frozenset(each) for each in everyone}, key=len)
     if all(fewer <= more for fewer, more in itertools.pairwise(sets)):
@@ -92,12 +93,12 @@ def difference(everyone: Sequence[Sequence[Arguments]], ranks: Sequence[int]) ->
     else:
         words = by_rank([", ".join(map(str, each)) for _, each in odd], numbers)
     return (
-        f"the ranks iterate over batches of different arguments: {words}. Samples would be skipped or used twice; give "
-        "every rank the same data, arguments and state. A rank that reads data of its own passes rank=0, size=1"
+        f"the ranks iterate over batches with different arguments: {words}. Samples would be skipped or used twice; "
+        "give all ranks the same data, arguments and start position, or pass rank=0, size=1 for data of one rank alone"
     )
 
 
 def _shared(source: Source) -> bool:
-    """Whether it gives out shares to the ranks of this communicator, or of the world."""
+    """Whether an iteration is shared between the ranks of this communicator or of the world."""
     here = collectives.current()
     return (source.rank, source.ranks) in ((here.rank, here.size), (topology.rank(), topology.size()))

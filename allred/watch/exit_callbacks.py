@@ -1,0 +1,65 @@
+"""Callbacks that run before the program ends. An open session registers one, which writes its last checkpoint.
+
+Each callback runs once. Its argument is the exception that ends the program, or None. The first of these runs it:
+
+    uncaught.py       an uncaught exception or sys.exit(), with several ranks: before the report to the watcher
+    allred.shutdown   the argument is the exception that is being handled, if there is one
+    atexit            every other end; the argument is the exception that Python has printed, if there is one
+"""
+
+import atexit
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+
+from allred.cluster import report
+from allred.errors import AllredError
+from allred.watch import line
+
+End = Callable[[BaseException | None], None]
+
+_ends: list[tuple[int, End]] = []  # with the process that registered it: a forked process does not run it
+
+
+def register(end: End) -> None:
+    """Register a callback. No effect outside the main thread: the loop of another thread may run on at the end."""
+    if threading.current_thread() is threading.main_thread():
+        _ends.append((os.getpid(), end))
+        atexit.unregister(
+            _at_exit
+        )  # atexit runs in reverse order: these run before the functions that init() registers
+        atexit.register(_at_exit)
+
+
+def unregister(end: End) -> None:
+    """Remove a callback."""
+    _ends[:] = [each for each in _ends if each[1] != end]
+
+
+def call(error: BaseException | None) -> None:
+    """Run the callbacks in reverse order. Raises what they raise."""
+    while _ends:
+        process, end = _ends.pop()
+        if process == os.getpid():
+            end(error)
+
+
+def call_and_tell(error: BaseException | None) -> None:
+    """Run the callbacks, and print their errors: at the end of the program no caller can catch them."""
+    while _ends:
+        try:
+            call(error)
+        except AllredError as problem:
+            if line.current is None or line.current.verdict is None:  # else the watcher reports it
+                report.say_here(str(problem))
+        except BaseException as problem:  # a hook of the user raised it, or Ctrl-C
+            report.say_here("".join(traceback.format_exception(problem)).rstrip())
+
+
+def _at_exit() -> None:
+    shown = (
+        None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+    )  # at a prompt an exception does not end the program
+    call_and_tell(shown)
