@@ -1,19 +1,21 @@
-"""Reduces parametrized tests to a covering subset: every value of every parameter occurs, not every combination.
+"""Reduces parametrized tests to a covering subset: every row of every table occurs, not every combination of rows.
 
-A test with the parameters mpi (2 values) and failure (16 values) runs 16 times instead of 32. `--full` runs all
+A table is one `@pytest.mark.parametrize` or one parametrized fixture. A test with two tables, mpi (2 rows) and failure
+(16 rows), runs 16 times instead of 32. `--full` runs all
 combinations; `--full --part 3/10` runs the third of ten parts of them. `@pytest.mark.cover(2)` keeps every pair of
-values of two parameters, `@pytest.mark.cover(3)` every triple, and so on.
+rows of two tables, `@pytest.mark.cover(3)` every triple, and so on.
 """
 
 import itertools
 import random
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
-MARKER = "cover(strength): keep all combinations of values of this many parameters (default 1)"
+MARKER = "cover(strength): keep all combinations of rows of this many tables of parameters (default 1)"
 
 
-def covering(cases: Sequence[Sequence[int]], strength: int, seed: str) -> list[int]:
+def covering(cases: Sequence[Sequence[Any]], strength: int, seed: str) -> list[int]:
     """The positions of a subset of `cases` that has every combination of `strength` values that `cases` has.
 
     Greedy: it always takes the case with the most missing combinations. `seed` breaks ties, so that different tests
@@ -67,6 +69,16 @@ def _reduced(items):
             keep.update(group)
             continue
         marker = group[0].get_closest_marker("cover")
-        cases = [[id(value) for value in item.callspec.params.values()] for item in group]
+        cases = [_rows(item) for item in group]
         keep.update(group[position] for position in covering(cases, marker.args[0] if marker else 1, name))
     return [item for item in items if item in keep]
+
+
+def _rows(item):
+    """What identifies the row of each table of parameters that this item uses; a parametrized fixture is a table."""
+    params = dict(item.callspec.params)
+    rows = []
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        rows.append(tuple(id(params.pop(name.strip())) for name in names))
+    return [*rows, *map(id, params.values())]

@@ -77,8 +77,10 @@ def claim(samples: int | None = None) -> int | None:
     global _uneven_left
     if not _running and not _uneven_left:
         return samples
-    sizes = set().union(*(source.totals for source in _running))
-    unknown = len(sizes) > 1 and any(source.uneven() for source in _running)
+    shared = [source for source in _running if source.ranks > 1]
+    sources = shared or list(_running)  # a rank's own batches, such as a validation's, are not those of its steps
+    sizes = set().union(*(source.totals for source in sources))
+    unknown = len(sizes) > 1 and any(source.uneven() for source in sources)
     unknown = unknown or (_uneven_left and not _running)
     known = samples is not None or unknown
     _uneven_left = False
@@ -91,4 +93,4 @@ def claim(samples: int | None = None) -> int | None:
             "batches with uneven shares were iterated without a step for each (fetched ahead, skipped or evaluated), "
             "so it is not known how many samples this step is for; say so with step(..., samples=len(x))"
         )
-    return next(reversed(_running)).share if _running else None
+    return sources[-1].share if sources else None

@@ -5,11 +5,12 @@ position is a number of records, and to go on from one those before it are read 
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
 
 from allred.data.collate import collate
 from allred.data.loader import Job, Loader, check_numbers, whose_share
+from allred.data.loader_arguments import LoaderArguments
 from allred.data.sampler import Position, part
 from allred.data.shuffle import Shuffled
 from allred.errors import InputError
@@ -37,6 +38,15 @@ class Stream(Loader):
         super().__init__(rank, size, Decoded(decode), identity)
         self.batch_size, self.epochs, self.drop_last = batch_size, epochs, bool(drop_last)
         self._records = records
+
+    @property
+    def arguments(self) -> LoaderArguments:
+        """The arguments that must be equal on all ranks, with the number of records if they have a length."""
+        source = self._records.records if isinstance(self._records, Shuffled) else self._records
+        found = super().arguments
+        if not isinstance(source, Sized):
+            return found
+        return LoaderArguments(found.function, (("rows", len(source)), *found.values))
 
     def jobs(self, start: Position) -> Iterator[Job]:
         """Records of this rank's parts; where there are none, one that tells what the others look like."""

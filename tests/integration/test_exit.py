@@ -48,7 +48,6 @@ def program(failure="raise", peers="collective", culprit=1, before="", init="ban
 def check(result, failure, culprit=1):
     _, code, words = FAILURES[failure]
     assert result.code == code if code else result.code != 0, result.text
-    assert result.seconds < 24, result.text
     assert "never" not in result.out, result.text
     if words:
         assert result.err.count(words) == 1, result.text
@@ -98,7 +97,6 @@ def test_in_the_middle_of_training(mpi, tmp_path):
     )
     result = mpirun(3, script, mpi=mpi, timeout_s=40)
     assert result.code == 1, result.text
-    assert result.seconds < 24, result.text
     assert result.err.count("RuntimeError: step five") == result.err.count("Traceback") == 1, result.text
     assert "finally on 1" in result.out, result.text
 
@@ -173,7 +171,6 @@ def test_after_a_time_limit_the_job_ends_and_not_well(mpi, end, before):
     )
     result = mpirun(2, "-c", code + end, mpi=mpi, timeout_s=40)
     assert result.code == 1, result.text
-    assert result.seconds < 24, result.text
     assert "barrier() #" in result.out, result.text
     assert ": not complete after 0.3 s" in result.out, result.text
     assert "allred: rank 0 on " in result.err, result.text
@@ -198,7 +195,6 @@ def test_before_init_while_the_others_wait_in_it(mpi, failure, code):
     )
     result = mpirun(3, "-c", program, mpi=mpi, timeout_s=40)
     assert result.code == code, result.text
-    assert result.seconds < 24, result.text
     assert result.err.count("Traceback") == (code == 1), result.text
 
 
@@ -209,7 +205,6 @@ def test_a_rank_whose_threads_go_on_is_ended_too(mpi, failure, before):
     threads = f"{before}\nimport threading; threading.Thread(target=threading.Event().wait).start()"
     result = mpirun(2, "-c", program(failure, before=threads), mpi=mpi, timeout_s=40)
     assert result.code == FAILURES[failure][1], result.text
-    assert result.seconds < 24, result.text
     assert result.err.count("not left after 3 s: threads or atexit functions run; ending the job") == 1, result.text
 
 
@@ -240,7 +235,6 @@ def test_whatever_the_users_excepthook_does(mpi, before, hook):
         )
         result = mpirun(2, "-c", code, mpi=mpi, timeout_s=40)
         assert result.code == 1, result.text
-        assert result.seconds < 24, result.text
 
 
 @pytest.mark.parametrize("mpi", MPIS)
@@ -263,4 +257,3 @@ def test_output_that_is_closed_does_not_keep_the_job_alive():
     )
     result = mpirun(2, "-c", code, timeout_s=40)
     assert result.code == 3, result.text
-    assert result.seconds < 24, result.text

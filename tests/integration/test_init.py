@@ -204,7 +204,7 @@ def test_who_waits_for_ranks_that_do_not_come_says_so(mpi):
     result = mpirun(2, "-c", LATE.format(4), mpi=mpi, timeout_s=30, env={"ALLRED_STALL_WARNING_S": "2"})
     assert (result.code, result.out.count("there")) == (0, 2), result.text
     [line] = result.err.splitlines()
-    assert re.match(r"allred: rank 0 on \S+ has waited for 2 s in allred.init\(\) for the other ranks: one has", line)
+    assert re.match(r"allred: rank 0 on \S+ has waited for \d+ s in allred.init\(\) for the other ranks: one has", line)
 
 
 @pytest.mark.parametrize("mpi", MPIS)
@@ -214,6 +214,6 @@ def test_and_gives_up_at_the_time_limit(mpi):
     )
     result = mpirun(2, "-c", shorter, mpi=mpi, timeout_s=30, env={"ALLRED_TIMEOUT_S": "3"})
     assert result.code != 0, result.text
-    assert result.err.count("has waited for 3 s in allred.init()") == 1, result.text
+    assert len(re.findall(r"has waited for \d+ s in allred.init\(\)", result.err)) == 1, result.text
     assert "that is the limit" in result.err, result.text
     assert "there" not in result.out, result.text

@@ -46,7 +46,8 @@ def test_the_banner(tmp_path):
     file = tmp_path / "train.py"
     file.write_text(programs("index.md")[0])
     shown = re.findall(r"^allred: .*$", (ROOT / "docs/index.md").read_text(), flags=re.MULTILINE)
-    printed = mpirun(4, file).err.splitlines()
+    printed = mpirun(4, file, env={"OMP_NUM_THREADS": "1"}).err.splitlines()
+    printed = [line for line in printed if "warning: 4 ranks with" not in line]  # on fewer cores
     no_names = [re.sub(r"on \S+;|MPICH [\d.]+", "", line) for line in shown]
     assert [re.sub(r"on \S+;|MPICH [\d.]+", "", line) for line in printed] == no_names
 

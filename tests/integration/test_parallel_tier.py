@@ -9,7 +9,8 @@ MPIS = ["mpich", "openmpi"]
 
 
 def pytest_under_mpirun(mpi, tmp_path, test, limit_s=3):
-    shutil.copy(ROOT / "tests/conftest.py", tmp_path)
+    for file in ("conftest.py", "covering.py"):
+        shutil.copy(ROOT / "tests" / file, tmp_path)
     (tmp_path / "parallel").mkdir()
     shutil.copy(ROOT / "tests/parallel/conftest.py", tmp_path / "parallel")
     marks = f"pytestmark = [pytest.mark.mpi, pytest.mark.limit({limit_s})]"

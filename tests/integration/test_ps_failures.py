@@ -22,7 +22,6 @@ def test_it_ends_the_job(fails, mpi, tmp_path):
     body = f"train(3)\nif me == 1:\n    {action}\ntrain(10_000)"
     result = job(tmp_path, body, 3, 2, mpi=mpi, consistency="sync")
     check_failure(result, code, "; ending the job", mpi, tracebacks=int(fails != "exits"))
-    assert result.seconds < 24, result.text
 
 
 @pytest.mark.parametrize("mpi", MPIS)
@@ -84,7 +83,6 @@ def test_all_workers_raise(policy, setting, tmp_path):
     result = job(tmp_path, "train(3)\nraise ValueError('boom')", 3, 2, worker_failure=setting, **POLICIES[policy])
     check_end(result, 1)
     assert "ValueError: boom" in result.err, result.text
-    assert result.seconds < 24, result.text
 
 
 def test_a_step_after_one_that_was_interrupted_is_an_error(tmp_path):
@@ -155,7 +153,6 @@ class Own:
 """
     result = job(tmp_path, "train(10_000)", 3, 2, make=own + make, mpi=mpi, worker_failure=setting, placement="greedy")
     check_failure(result, 1, "ZeroDivisionError: on the server", mpi)
-    assert result.seconds < 24, result.text
 
 
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])
@@ -220,7 +217,6 @@ def test_control_c(mpi, tmp_path):
     result = job(tmp_path, body, 3, 2, mpi=mpi, consistency="sync")
     assert result.code != 0, result.text
     assert not result.left, result.text
-    assert result.seconds < 24, result.text
 
 
 # ---- a rank that stalls

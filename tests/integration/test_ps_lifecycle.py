@@ -82,7 +82,6 @@ def test_the_server_ends_without_an_optimizer(tmp_path):
     check_end(result, 1)
     assert "rank 0 (parameter server 0)" in result.err, result.text
     assert "has ended, and will never" in result.err, result.text
-    assert result.seconds < 24, result.text
 
 
 def test_collectives_are_not_for_servers(tmp_path):

@@ -85,7 +85,7 @@ def test_the_others_wait_for_the_chief_longer_than_for_anything_else(tmp_path):
     env = {"ALLRED_TIMEOUT_S": "1", "ALLRED_STALL_WARNING_S": "0.5"}
     result = run(tmp_path, 2, env=env, late_s=2.5, max_steps=2)
     assert result.code == 0, result.text
-    assert "rank 1 has waited for 0 s" in result.err or "rank 1 has waited for 1 s" in result.err, result.text
+    assert re.search(r"rank 1 has waited for \d+ s", result.err), result.text
     assert "in Python at session_program.py" in result.err, result.text
     result = run(tmp_path, 2, env=env, late_s=4, max_steps=4, wait_for_chief_s=2)
     assert result.code != 0, result.text
@@ -269,7 +269,7 @@ def test_neither_has_the_wait_for_the_last_checkpoint_but_it_is_told(tmp_path):
     result = run(tmp_path, max_steps=2, slow=True, env={"ALLRED_TIMEOUT_S": "1", "ALLRED_STALL_WARNING_S": "0.5"})
     assert result.code == 0, result.text
     assert steps_in(tmp_path) == [2], result.text
-    assert re.search(r"rank 1 has waited for \d s in ", result.err), result.text
+    assert re.search(r"rank 1 has waited for \d+ s in ", result.err), result.text
 
 
 def test_the_chiefs_directory_is_enough(tmp_path):

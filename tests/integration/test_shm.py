@@ -143,7 +143,6 @@ def test_a_rank_that_stays_stopped_is_a_timeout_on_the_others(mpi, mark):
     result = mpirun(3, "-c", code, mpi=mpi, timeout_s=25, env=environment)
     assert result.code != 0, result.text
     assert re.search(r"CollectiveTimeout: allreduce\(Sum\) .*: not complete after 2 s", result.err), result.text
-    assert result.seconds < 24, result.text
     assert_nothing_left(mark, before, result)
 
 
@@ -167,7 +166,6 @@ def test_an_interrupt_ends_a_wait(mpi, count, mark):
     result = mpirun(3, "-c", program(INTERRUPTED.format(count=count)), mpi=mpi, timeout_s=40, env=mark)
     assert result.code != 0, result.text
     assert "left by KeyboardInterrupt" in result.out, result.text
-    assert result.seconds < 24, result.text
     assert_nothing_left(mark, before, result)
 
 

@@ -76,6 +76,7 @@ def refused(call, *words):
         (batches, "batch_size", 20, 25),
         (batches, "epochs", 1, 2),
         (batches, "drop_last", False, True),
+        (streamed, "rows", 200, 190),
         (streamed, "seed", 0, 1),
         (streamed, "buffer", 10, 11),
         (streamed, "batch_size", 20, 25),

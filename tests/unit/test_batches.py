@@ -104,6 +104,15 @@ def test_two_sources_at_once():
         share.claim()
 
 
+def test_a_validation_of_this_rank_alone_does_not_count_beside_shared_batches():
+    training, validation = running(10, size=3), running(7)
+    for _ in range(2):
+        next(training), next(validation)
+        assert share.claim() == 4
+    next(validation), next(training)
+    assert share.claim() == 4
+
+
 def test_given_samples_settle_it():
     list(running(10, size=3))
     held = running(20, size=3)
