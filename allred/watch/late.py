@@ -8,22 +8,15 @@ still trains is never at fault.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+
+from allred.watch.records import Record
 
 AGAIN_S = 0.5  # at least, between two looks at one wait
 
 
-class Seen(Protocol):
-    """What is known of a rank. active: when it last sent an event. silent: {rank: time of its last request}, of the
-    ranks for which this server holds answers back."""
-
-    waits_in: str
-    end: str
-    active: float
-    silent: dict[int, float]
-
-
-def at_fault(servers: Sequence[int], limit_s: float, ranks: Mapping[int, Seen], now: float) -> tuple[list[int], float]:
+def at_fault(
+    servers: Sequence[int], limit_s: float, ranks: Mapping[int, Record], now: float
+) -> tuple[list[int], float]:
     """The ranks that have been silent for `limit_s`, and, if there are none, in how many seconds to look again.
 
     A server that sends no events is at fault alone: what it has told last is out of date. A worker that waits itself is
@@ -44,10 +37,10 @@ def at_fault(servers: Sequence[int], limit_s: float, ranks: Mapping[int, Seen], 
     return late, 0.0 if late else max(AGAIN_S, min([*due.values(), *answers], default=math.inf) - now)
 
 
-def ended_since(ranks: Mapping[int, Seen], ended_at: Mapping[int, float]) -> float | None:
+def ended_since(ranks: Mapping[int, Record]) -> float | None:
     """Since when ranks that have ended wait in MPI_Finalize for others that show nothing; None if that is not so, or if
     those that have not ended wait themselves, or are known to be waited for."""
-    left = [ended_at[rank] for rank, seen in ranks.items() if seen.end == "left"]
+    left = [seen.end_at for seen in ranks.values() if seen.end == "left"]
     others = [seen for seen in ranks.values() if not seen.end]
     if not left or not others or any(seen.waits_in or seen.silent for seen in others):
         return None
