@@ -101,8 +101,7 @@ class Session:
         topology.current()  # raises
         if self._entered:
             raise InputError("Session: it was used already; make a new one")
-        self._entered = True
-        self._handled = sys.exc_info()[1]
+        self._entered, self._handled = True, sys.exc_info()[1]
         self._asked.listen()
         at_end.register(self._end_with_program)
         return self
@@ -310,8 +309,8 @@ class Session:
     def _note_step(self) -> None:
         """The step at hand is over. A batch that made no update (skipped, accumulated, left by a break) comes again."""
         self._in_step = False
-        self.step = self.optimizer.global_step
-        if self.step != self._begun_at_step:
+        if self.optimizer.global_step != self._begun_at_step:
+            self.step = self.optimizer.global_step
             self._the_state.note_position()
 
     # Checkpoints.
@@ -337,6 +336,7 @@ class Session:
             self._the_state.note_position()
         randoms = together.gather_random_states(self.optimizer)
         self.step = last.write_joined(self._saver, self.optimizer, writer, lambda: self._saving(randoms))
+        self._begun_at_step = self.optimizer.global_step  # so that `_note_step` does not set the step back
 
     # The end.
 
