@@ -45,7 +45,7 @@ def test_a_wait_lasts_for_the_limit_at_least():
 def test_a_limit_of_less_than_a_second_names_the_worker():
     stalls = make(timeout_s=0.4)
     stalls.look([1], [0], True, 100.0)
-    with pytest.raises(CollectiveTimeout, match="waits for worker 1: worker 1 made no request for 0.4 s"):
+    with pytest.raises(CollectiveTimeout, match=r"waits for worker 1: worker 1 made no request for 0\.4 s"):
         stalls.look([1], [0], True, 100.4)
 
 
