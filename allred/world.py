@@ -106,6 +106,7 @@ def _meet(comm: Any, settings: dict[str, Any] | str, cluster: Cluster | None) ->
     control = registry.BACKENDS["single" if duplicate is None else "mpi"](duplicate, Config.timeout_s, [])
     node = 0 if duplicate is None else topology.node_id(duplicate)
     gathered = control.allgather_object((settings, node, native.available, processors.look(), _seen(settings))).wait()
+    hosts = [node for _, node, *_ in gathered]
     try:
         config = settle([settings for settings, *_ in gathered])
         if life >= 0 and not config.watcher:
@@ -113,7 +114,7 @@ def _meet(comm: Any, settings: dict[str, Any] | str, cluster: Cluster | None) ->
                 "ALLRED_WATCHER=0 is for jobs with a launcher, which ends all ranks when one dies; tasks that were "
                 "started by hand have only the watchers"
             )
-        nodes = topology.pretend(config.pretend_nodes, control.size) or [node for _, node, *_ in gathered]
+        nodes = topology.pretend(config.pretend_nodes, control.size) or hosts
         clients = 0 if cluster is None else cluster.clients
         servers = _servers(config, control.size - clients)
         workers = slice(servers, control.size - clients)
@@ -150,14 +151,14 @@ def _meet(comm: Any, settings: dict[str, Any] | str, cluster: Cluster | None) ->
             running.install(here)
         if works:
             atexit.register(_leave_servers)
-    calling.install(None, in_cluster=cluster is not None)
+    calls = None
     if clients and cluster is not None:
-        calling.install(calling.Calling(duplicate.Dup(), control.rank, cluster.tasks, clients, config), in_cluster=True)
+        calls = calling.Calling(duplicate.Dup(), control.rank, cluster.tasks, clients, config)
         if control.rank >= workers.stop:
             atexit.register(_leave_workers)
+    calling.install(calls, in_cluster=cluster is not None)
     report.speak(world.rank == 0, config.banner)
-    hosts = len({node for _, node, *_ in gathered})
-    reach = "network" if hosts > 1 else "host" if world.nodes > 1 else ""
+    reach = "network" if len(set(hosts)) > 1 else "host" if world.nodes > 1 else ""
     everyone, spares = topology.number(nodes, control.rank), range(workers.start, workers.stop) if servers else ()
     watch.start(control, everyone, config, reach, spares=tuple(spares), launcher=life < 0)
     if servers or clients:
@@ -165,10 +166,10 @@ def _meet(comm: Any, settings: dict[str, Any] | str, cluster: Cluster | None) ->
     process_set.install(
         process_set.Base(duplicate, control, servers, communicator, nodes[workers], kernels, seen, config)
     )
-    cores, hosts_of = [found for *_, found, _ in gathered], [node for _, node, *_ in gathered]
-    processors.install(cores, hosts_of, control.rank)
+    cores = [found for *_, found, _ in gathered]
+    processors.install(cores, hosts, control.rank)
     report.inform(_banner(library))
-    if oversubscription := processors.oversubscription(cores, hosts_of):
+    if oversubscription := processors.oversubscription(cores, hosts):
         report.inform(f"warning: {oversubscription}")
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from allred.cluster import launcher
-from allred.cluster.launcher import launched_size
 from allred.errors import ConfigError
 
 _given: dict[str, str] | None = None  # what MPI was started with; None where it was not allred that started it
@@ -46,7 +45,7 @@ def _module() -> Any:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        launched = launched_size(os.environ)
+        launched = launcher.launched_size(os.environ)
         if launched == 1:
             return None
         raise ConfigError(
@@ -101,7 +100,7 @@ def settings(environ: Mapping[str, str]) -> dict[str, str]:
     """
     if "OMPI_MCA_btl" in environ:
         return {}
-    if "PMIX_RANK" not in environ and launched_size(environ) == 1:
+    if "PMIX_RANK" not in environ and launcher.launched_size(environ) == 1:
         return {"OMPI_MCA_btl": "self"}
     if environ.get("OMPI_COMM_WORLD_SIZE") == environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "several nodes, perhaps"):
         return {"OMPI_MCA_btl": "^ofi"}
@@ -111,7 +110,7 @@ def settings(environ: Mapping[str, str]) -> dict[str, str]:
 def check_launcher(library: str, environ: Mapping[str, str] = os.environ) -> None:
     """Raise ConfigError if this launcher cannot start ranks of this MPI. Called before MPI starts: MPICH would end the
     process, and Open MPI would start a world of one rank in each. library: the text of MPI_Get_library_version."""
-    if launched_size(environ) > 1 and launcher.incompatible(launcher.name(environ), library):
+    if launcher.launched_size(environ) > 1 and launcher.incompatible(launcher.name(environ), library):
         raise ConfigError(launcher.mismatch_error(environ, library_name(library)))
     if launcher.implementation(library) != "Open MPI" and not _is_open(environ.get("PMI_FD", "")):
         raise ConfigError(
@@ -134,7 +133,7 @@ def _is_open(descriptor: str) -> bool:
 
 def check_world(size: int, library: str, environ: Mapping[str, str] = os.environ) -> None:
     """Raise ConfigError if the launcher started several processes, but MPI sees a world of one rank."""
-    if size == 1 and launched_size(environ) > 1:
+    if size == 1 and launcher.launched_size(environ) > 1:
         raise ConfigError(launcher.mismatch_error(environ, library))
 
 

@@ -5,23 +5,20 @@ the program changes by hand (worker 0's goes along with its steps).
 """
 
 import contextlib
-import itertools
 import os
 import signal
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
-
 from allred import arrays, nest
 from allred.arrays import Array
 from allred.cluster import report, topology
 from allred.comm import collectives
 from allred.errors import AllredError, CollectiveTimeout, DriftError, InputError, NonFiniteError, ShutdownError
-from allred.fusion.plan import Plan, Tensor, plan
+from allred.fusion.plan import Tensor
+from allred.modes import served
 from allred.modes.clipping import Clipper
-from allred.modes.detect import finite
 from allred.modes.detect.batch_arguments import compare_at_server
 from allred.modes.detect.outside import used
 from allred.modes.detect.stale import warn_of_stale_start
@@ -30,7 +27,6 @@ from allred.modes.options import Options
 from allred.modes.pairs import parameter
 from allred.modes.pinned import Pinned
 from allred.optim.base import Optimizer
-from allred.optim.tensors import compute_dtype
 from allred.ps import running
 from allred.ps.account import Account, Statistics
 from allred.ps.placement import place
@@ -68,7 +64,6 @@ class ServersMode:
         self._saves_last: Callable[[], str] | None = None  # a session's, instead of a checkpoint in checkpoint_dir
         self._steps_before: int | None = None  # of the checkpoint that training goes on from; None: to be asked for
         self._steps, self._start, self.waited_s = 0, 0.0, 0.0
-        self._zeros: dict[int, Array] = {}
         self._pinned = Pinned()
 
     # Beginning.
@@ -94,9 +89,12 @@ class ServersMode:
 
         twins = self._pinned.twins(leaves)
         if arrays.overlap([twin for twin in twins if twin.size]):
-            raise InputError(f"{title}: {_sharing(tensors, twins)}")
+            raise InputError(f"{title}: {served.sharing(tensors, twins)}")
         if self._client is not None:
-            return self._check_same(title, tensors)
+            if tensors != self._tensors:
+                what = served.difference(tensors, self._tensors)
+                raise InputError(f"{title}: parameters differ from those that the servers have: {what}")
+            return
         if not tensors:
             raise InputError(f"{title}: there are no parameters to train")
         for tensor in tensors:
@@ -125,12 +123,7 @@ class ServersMode:
         )
         client.register(skeleton, self._options.agreement(self._optimizer, settings), described)
         self._client, self._tensors = client, tensors
-        self._gradient_dtypes = [compute_dtype(np.empty(0, tensor.dtype)) for tensor in tensors]
-        self._plan: Plan = plan(
-            tuple(Tensor(t.name, t.shape, d) for t, d in zip(tensors, self._gradient_dtypes, strict=True)), 2**20
-        )
-        self._looks = finite.looks(self._plan)
-        self._same_dtypes = [tensor.dtype for tensor in tensors] == self._gradient_dtypes
+        self._gradients = served.Gradients(tensors)
         report.inform(f"mode ps, {policy.describe()}")
         if self._options.locks(self._optimizer, settings) and not self._options.asks_to_lock(settings):
             report.inform("use_locking=0 has no effect: gradients are gathered before they are applied")
@@ -141,23 +134,13 @@ class ServersMode:
                 signal.signal(signal.SIGTERM, self._on_signal)
         running.on_leave(self._part)
 
-    def _check_same(self, title: str, tensors: list[Tensor]) -> None:
-        if tensors != self._tensors:
-            what = f"there are {len(tensors)}, not {len(self._tensors)}"
-            for tensor, known in zip(tensors, self._tensors, strict=False):
-                if tensor != known:
-                    what = f"{tensor} where they have {known}"
-                    break
-            raise InputError(f"{title}: parameters differ from those that the servers have: {what}")
-
     def _agree_on_start(self, params: Any, check: bool = False) -> None:
         """Worker 0 gives the servers its parameters, the others wait for that. check: theirs have to be the same."""
         assert self._client is not None
         values = self._pinned.down([leaf for _, leaf in nest.leaves(params)])
         digest = nest.digest(nest.rebuild(params, values)) if check or self._running.worker == 0 else ""
         if self._running.worker == 0:
-            sources = [self._gradient(i, value) for i, value in enumerate(values)]
-            self._client.give_start(sources, self._states(), digest)
+            self._client.give_start(self._gradients.travelling(values), self._states(), digest)
         elif (chiefs := self._client.await_start()) != digest and check:
             raise DriftError(
                 f"{self._title}: worker {self._running.worker} starts from other parameters (hash {digest}) than "
@@ -187,10 +170,9 @@ class ServersMode:
         sources, targets, absent = values, leaves, _NONE
         if samples == 0:  # then the gradients mean nothing
             values = [None] * len(values)
-        if not (as_before and self._same_dtypes and samples != 0):
+        if not (as_before and self._gradients.same_dtypes and samples != 0):
             absent = [index for index, value in enumerate(values) if value is None]
-            sources = [self._gradient(index, value) for index, value in enumerate(values)]
-            targets = self._targets(leaves)
+            sources, targets = self._gradients.travelling(values), served.targets(leaves)
         fits = self._finite(sources)
         if fits and self._clipper.active:
             sources = self._clipper.own(sources)
@@ -200,7 +182,7 @@ class ServersMode:
             return
         outcome = client.step(sources, absent, targets, self._lr.now(), self._asked_to_end)
         if not as_before:
-            self._put_back(leaves, targets)
+            served.put_back(leaves, targets)
             self._pinned.up(given, leaves)
         self._steps += 1
         if outcome.flags & DROPPED:
@@ -225,37 +207,15 @@ class ServersMode:
         self._checked = tensors
         used(self._optimizer)
 
-    @staticmethod
-    def _targets(leaves: list[Any]) -> list[Any]:
-        """What can be written into in one piece: the parameters, or arrays in their stead."""
-        return [leaf if leaf.flags.c_contiguous else np.empty(leaf.shape, leaf.dtype) for leaf in leaves]
-
-    @staticmethod
-    def _put_back(leaves: list[Any], targets: list[Any]) -> None:
-        for leaf, target in zip(leaves, targets, strict=True):
-            if target is not leaf:
-                leaf[...] = target
-
-    def _gradient(self, index: int, value: Any) -> Array:
-        """As it travels: contiguous, in the dtype of the update."""
-        dtype = self._gradient_dtypes[index]
-        if type(value) is np.ndarray and value.dtype == dtype and value.flags.c_contiguous:
-            return value
-        if value is None:
-            if index not in self._zeros:
-                self._zeros[index] = np.zeros(self._tensors[index].shape, dtype)
-            return self._zeros[index]
-        return np.ascontiguousarray(value, dtype).reshape(self._tensors[index].shape)
-
     def _finite(self, sources: list[Array]) -> bool:
         """Whether the gradients may be used."""
         policy = self._options.nonfinite or self._running.config.nonfinite
-        if policy == "ignore" or not self._looks(sources):
+        if policy == "ignore" or not self._gradients.any_not_finite(sources):
             return True
         if policy == "skip":
             self.skipped += 1
             return False
-        found = finite.describe(self._plan, sources)
+        found = self._gradients.describe(sources)
         name, how = next(iter(found.items()))
         more = f", and {len(found) - 1} more" if len(found) > 1 else ""
         raise NonFiniteError(
@@ -278,9 +238,9 @@ class ServersMode:
     def _pull(self, leaves: list[Any]) -> None:
         assert self._client is not None
         twins = self._pinned.twins(leaves)
-        targets = self._targets(twins)
+        targets = served.targets(twins)
         self._client.pull(targets)
-        self._put_back(twins, targets)
+        served.put_back(twins, targets)
         self._pinned.up(leaves, twins)
 
     def finish(self) -> None:
@@ -426,13 +386,3 @@ class ServersMode:
             return
         for line in str(statistics).splitlines() if statistics.servers[0].gradients else ():
             report.inform(line)
-
-
-def _sharing(tensors: list[Tensor], leaves: list[Array]) -> str:
-    """Which parameters share memory, in words."""
-    pairs = itertools.combinations(zip(tensors, leaves, strict=True), 2)
-    one, other = next(((a.name, b.name) for (a, x), (b, y) in pairs if np.may_share_memory(x, y)), ("?", "?"))
-    return (
-        f"parameters '{one}' and '{other}' share memory. The servers would train them apart, and one's gradient would "
-        "be lost; give such a parameter once, with the sum of its gradients"
-    )

@@ -71,12 +71,14 @@ class Stalls:
             return
         self._ended_at = now if self._ended_at is None else self._ended_at
         silent = {worker: now - max(self._last[worker], self._ended_at) for worker in sorted(awaited)}
-        late = [worker for worker, for_s in silent.items() if for_s > min(_TELL_S, warn_s / 2)]
+        late = [worker for worker, for_s in silent.items() if for_s > min(_TELL_S, warn_s / 2, self._timeout_s / 2)]
+        if not late:
+            return
         has, its, waits = ("has", "its", "waits") if len(ended) == 1 else ("have", "their", "wait")
         what = f"service: {named(sorted(ended))} {has} made {its} last step, and {waits} for {named(late)}"
-        if late and late != self._told_of:
+        if late != self._told_of:
             self._tell_waiting(what, max(silent.values()), late, quiet=False)
-        if any(for_s >= self._timeout_s for for_s in silent.values()):
+        if max(silent.values()) >= self._timeout_s:
             self._ask(what, late)
 
     def _ask(self, what: str, late: list[int]) -> None:

@@ -30,6 +30,12 @@ class Asked:
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._before[number] = signal.signal(number, self._hear)
 
+    def notify(self, noted: Callable[[], None]) -> None:
+        """Have this called when one comes, or now if one has come."""
+        self.noted = noted
+        if self.reason:
+            noted()
+
     def stop(self) -> None:
         """Put back what was there before."""
         for number, handler in self._before.items():

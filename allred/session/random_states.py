@@ -5,18 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from allred.cluster import topology
-from allred.comm import collectives
-
 
 def get() -> Any:
     """Of this process, to be pickled."""
     return random.getstate(), np.random.get_state()
-
-
-def gather(why: str = "") -> dict[int, Any]:
-    """The random states of all ranks, by rank. Collective. why: shown in the error if a rank calls something else."""
-    return dict(collectives.allgather_object((topology.rank(), get()), why))
 
 
 def put(state: Any) -> None:

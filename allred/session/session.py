@@ -22,14 +22,14 @@ from allred.cluster import report, topology
 from allred.comm import collectives, uneven
 from allred.errors import InputError, ShutdownError
 from allred.modes.optimizer import DistributedOptimizer
-from allred.session import checks, ending, last, random_states, together
+from allred.session import checks, ending, last, together
 from allred.session.asked import Asked
-from allred.session.hooks import Hook, StopAtStep
+from allred.session.hooks import Hook
 from allred.session.keeping import check_directories
 from allred.session.rates import Rates
 from allred.session.saver import Saver
 from allred.session.state import State
-from allred.session.telling import Logging
+from allred.session.telling import with_own
 from allred.session.values import ANOTHER, Log
 from allred.watch import exit_callbacks
 
@@ -77,11 +77,7 @@ class Session:
         directory = "" if checkpoint_dir is None else checks.path("Session: checkpoint_dir", checkpoint_dir)
         self._saver = Saver(directory, save_secs, save_steps, keep, keep_every)
         self._asks_to_save = (save_secs, save_steps) != (None, None)
-        self.hooks: list[Hook] = [hooks] if isinstance(hooks, Hook) else [*(hooks or ())]
-        self.hooks += [] if log_steps is None else [Logging(log_steps)]
-        self.hooks += [] if max_steps is None else [StopAtStep(max_steps)]
-        if odd := [hook for hook in self.hooks if not isinstance(hook, Hook)]:
-            raise InputError(f"Session: {odd[0]!r} is no hook; subclass allred.session.Hook")
+        self.hooks = with_own(hooks, log_steps, max_steps)
         self.step, self.max_steps = 0, None if max_steps is None else int(max_steps)
         self.params: Any = None
         self.rates = Rates()
@@ -105,8 +101,7 @@ class Session:
         topology.current()  # raises
         if self._entered:
             raise InputError("Session: it was used already; make a new one")
-        self._entered = True
-        self._handled = sys.exc_info()[1]
+        self._entered, self._handled = True, sys.exc_info()[1]
         self._asked.listen()
         exit_callbacks.register(self._end_with_program)
         return self
@@ -191,9 +186,7 @@ class Session:
         if optimizer.in_step:
             uneven.add_observer(self._joined)
         else:
-            self._asked.noted = optimizer.ask_to_end
-            if self._asked.reason:  # it came meanwhile
-                optimizer.ask_to_end()
+            self._asked.notify(optimizer.ask_to_end)
             if self._saves:
                 optimizer.end_with(lambda: self._saving()(self._saver.directory))
         for hook in self.hooks:
@@ -219,11 +212,8 @@ class Session:
                 "session.steps() was called again after the end of the data: one call is for all epochs, as in "
                 "session.steps(allred.data.batches(..., epochs=10))"
             )
-        if self._saves and self._state is not None and self._state.misses(batches):
-            report.say(
-                "session.steps(): a training that goes on from a checkpoint will begin this data anew, though it could "
-                "go on behind the last batch; pass it to session.track(data=...) too"
-            )
+        if self._saves and self._state is not None:
+            self._state.tell_of_missing(batches)
         iterator = iter(batches)
         while not self._ends():
             try:
@@ -244,8 +234,7 @@ class Session:
 
         With accumulate=k a step has k batches; hooks are called before the first and after the last of them.
         """
-        ends = self._ends()
-        if not ends:
+        if not (ends := self._ends()):
             self._freshen()
         return ends
 
@@ -322,14 +311,14 @@ class Session:
     def _note_step(self) -> None:
         """The step at hand is over. A batch that made no update (skipped, accumulated, left by a break) comes again."""
         self._in_step = False
-        self.step = self.optimizer.global_step
-        if self.step != self._begun_at_step:
+        if self.optimizer.global_step != self._begun_at_step:
+            self.step = self.optimizer.global_step
             self._the_state.note_position()
 
     # Checkpoints.
 
     def _save(self) -> None:
-        randoms = self._gather_randoms()
+        randoms = together.gather_random_states(self.optimizer)
         if self.is_chief:
             self.save_by(self._saver, randoms)
 
@@ -337,10 +326,6 @@ class Session:
         """For hooks, on the chief, after a step: have this Saver write a checkpoint of now."""
         saver.save(self.step, lambda: self._saving(randoms, copy=True), apart=self.optimizer.in_step)
         self.rates.pause()
-
-    def _gather_randoms(self, why: str = "") -> dict[int, Any] | None:
-        """The random states of all ranks, by rank, where they meet. why: see `random_states.gather`."""
-        return random_states.gather(why) if self.optimizer.in_step else None
 
     def _saving(self, randoms: Any = None, copy: bool = False) -> Callable[[str], str]:
         """What writes the checkpoint of now."""
@@ -351,8 +336,9 @@ class Session:
         """Write a checkpoint of rank `writer`, which joined last, after all ranks have joined."""
         if self.step != self.optimizer.global_step:  # the step at hand has made its update
             self._the_state.note_position()
-        randoms = self._gather_randoms()
+        randoms = together.gather_random_states(self.optimizer)
         self.step = last.write_joined(self._saver, self.optimizer, writer, lambda: self._saving(randoms))
+        self._begun_at_step = self.optimizer.global_step  # so that `_note_step` does not set the step back
 
     # The end.
 
@@ -360,7 +346,7 @@ class Session:
         if self._in_step:  # the loop was left by a break
             self._note_step()
         self._meet()
-        randoms = self._gather_randoms("the end of the session")
+        randoms = together.gather_random_states(self.optimizer, "the end of the session")
         return last.write(self._saver, self.optimizer, self.step, lambda: self._saving(randoms))
 
     def _end_asked(self) -> None:

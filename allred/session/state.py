@@ -36,9 +36,13 @@ class State:
         for title, give in self._parts(None):
             _pickle(title, give)
 
-    def misses(self, batches: Any) -> bool:
-        """Whether these could go on where a checkpoint was made, and no data was given to `track`."""
-        return self._data is None and _keeps(batches)
+    def tell_of_missing(self, batches: Any) -> None:
+        """Warn if these could go on where a checkpoint was made, and no data was given to `track`."""
+        if self._data is None and _keeps(batches):
+            report.say(
+                "session.steps(): a training that goes on from a checkpoint will begin this data anew, though it could "
+                "go on behind the last batch; pass it to session.track(data=...) too"
+            )
 
     def note_position(self) -> None:
         """An update was made of all batches so far."""

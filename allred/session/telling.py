@@ -1,6 +1,7 @@
 """Hooks that tell how training goes: lines for a person, numbers for TensorBoard. Only the chief's speak."""
 
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, TextIO
 
 from allred import nest
@@ -8,12 +9,22 @@ from allred.arrays import as_host_array
 from allred.cluster import report
 from allred.errors import InputError
 from allred.session.checks import whole
-from allred.session.hooks import Hook, Outcome
+from allred.session.hooks import Hook, Outcome, StopAtStep
 from allred.session.progress import Display, PlainDisplay, display
 from allred.session.summary import SummaryWriter
 
 if TYPE_CHECKING:
     from allred.session.session import Session
+
+
+def with_own(hooks: Hook | Iterable[Hook] | None, log_steps: int | None, max_steps: int | None) -> list[Hook]:
+    """A session's hooks: those that it was given, and those for its arguments log_steps and max_steps. Raises
+    InputError for what is no hook."""
+    found = [hooks] if isinstance(hooks, Hook) else [*(hooks or ())]
+    if odd := [hook for hook in found if not isinstance(hook, Hook)]:
+        raise InputError(f"Session: {odd[0]!r} is no hook; subclass allred.session.Hook")
+    found += [] if log_steps is None else [Logging(log_steps)]
+    return found + ([] if max_steps is None else [StopAtStep(max_steps)])
 
 
 class Logging(Hook):

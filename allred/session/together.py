@@ -8,10 +8,12 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from allred.cluster import topology
 from allred.comm import collectives
 from allred.errors import AllredError, MismatchError
 from allred.modes.detect.batch_arguments import arguments_of, difference
 from allred.modes.optimizer import DistributedOptimizer
+from allred.session import random_states
 from allred.watch.wait import watched
 
 FOREVER_S = 1e9
@@ -44,6 +46,13 @@ def waiting(seconds: float = FOREVER_S) -> Iterator[None]:
         yield
     finally:
         queue.timeout_s = before
+
+
+def gather_random_states(optimizer: DistributedOptimizer, why: str = "") -> dict[int, Any] | None:
+    """Those of all ranks, by rank; collective; None in mode ps. why: for the error of a rank that calls another one."""
+    if not optimizer.in_step:
+        return None
+    return dict(collectives.allgather_object((topology.rank(), random_states.get()), why))
 
 
 def meet(optimizer: DistributedOptimizer, params: Any) -> None:

@@ -20,12 +20,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from allred.errors import AllredError, CollectiveTimeout, RemoteRankError
-from allred.watch.job import LARGEST
+from allred.watch.records import LARGEST
 
 WELCOME_S = 10.0
-RELEASE_S = 3.0  # more than Job.GRACE_S
+RELEASE_S = 3.0  # more than release.GRACE_S
 LOOK_AGAIN_S = 1.0  # for what the signal's handler has read just before a poll
-ANSWER_S = 2.0  # for the table of a time limit; more than job.LOOK_S
+ANSWER_S = 2.0  # for the table of a time limit; more than stalls.LOOK_S
 
 # What is sent around of a traceback (its end) and of other words. JSON makes 12 bytes of a character at most, and all
 # together, with the words twice, has to be less than LARGEST.

@@ -20,8 +20,9 @@ from collections.abc import Callable
 from allred.channel import Channel, HandshakeError, Listener, connect, dispatch
 from allred.detached import serve
 from allred.watch import shm_files, state
-from allred.watch.job import LARGEST, Event, Job
+from allred.watch.job import Job
 from allred.watch.rank import HELLO_S, Rank, owner
+from allred.watch.records import LARGEST, Event
 from allred.watch.speak import outlet, speak
 
 PURPOSE = "watcher"  # of the channels between watchers

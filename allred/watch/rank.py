@@ -8,7 +8,7 @@ import struct
 import time
 
 from allred.watch import state
-from allred.watch.job import LARGEST, Event
+from allred.watch.records import LARGEST, Event
 
 HELLO_S = 3.0
 

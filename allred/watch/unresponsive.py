@@ -7,23 +7,14 @@ the wait counts from these requests, so a slow worker that still trains never ca
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+
+from allred.watch.records import Record
 
 AGAIN_S = 0.5  # the shortest interval between two checks of one wait
 
 
-class Seen(Protocol):
-    """The state of a rank. active: time of its last event. silent: for a server that holds answers back, {rank: time of
-    its last request} of the ranks that cause this."""
-
-    waits_in: str
-    end: str
-    active: float
-    silent: dict[int, float]
-
-
 def unresponsive_ranks(
-    servers: Sequence[int], limit_s: float, ranks: Mapping[int, Seen], now: float
+    servers: Sequence[int], limit_s: float, ranks: Mapping[int, Record], now: float
 ) -> tuple[list[int], float]:
     """Return the ranks that have been silent for `limit_s` seconds, and if there are none, the seconds until the next
     check.
@@ -46,10 +37,10 @@ def unresponsive_ranks(
     return late, 0.0 if late else max(AGAIN_S, min([*due.values(), *answers], default=math.inf) - now)
 
 
-def finalize_wait_since(ranks: Mapping[int, Seen], ended_at: Mapping[int, float]) -> float | None:
+def finalize_wait_since(ranks: Mapping[int, Record]) -> float | None:
     """Return the time since which ended ranks wait in MPI_Finalize for ranks that send no events. None if no rank has
     ended or all have, or if a rank that has not ended waits itself or holds answers back."""
-    left = [ended_at[rank] for rank, seen in ranks.items() if seen.end == "left"]
+    left = [seen.end_at for seen in ranks.values() if seen.end == "left"]
     others = [seen for seen in ranks.values() if not seen.end]
     if not left or not others or any(seen.waits_in or seen.silent for seen in others):
         return None

@@ -96,8 +96,8 @@ def test_a_slow_rank_changes_nothing_else():
 @pytest.mark.parametrize("mpi", MPIS)
 def test_ranks_that_hang_are_ended_even_if_stopped(mpi):
     hang = "import os, signal, allred\nallred.init(banner=False)\nos.kill(os.getpid(), signal.SIGSTOP)"
+    where = {"mpirun": BIN[mpi] / "mpirun", "python": BIN[mpi] / "python"}
     with pytest.raises(TimeoutError, match="did not end after 3 s") as error:
-        where = {"mpirun": BIN[mpi] / "mpirun", "python": BIN[mpi] / "python"}
         testing.mpirun(2, "-c", hang, timeout_s=3, env=OPENMPI, **where)
     assert "TESTING_RUN" not in str(error.value)
 

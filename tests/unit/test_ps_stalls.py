@@ -9,8 +9,8 @@ from allred.ps.running import Running
 from allred.ps.stalls import TICK_S, Stalls
 
 
-def make(workers=3):
-    return Stalls(Running(None, 0, 1, (0,) * (workers + 1), SimpleNamespace(timeout_s=6.0)), 0.0)
+def make(workers=3, timeout_s=6.0):
+    return Stalls(Running(None, 0, 1, (0,) * (workers + 1), SimpleNamespace(timeout_s=timeout_s)), 0.0)
 
 
 def test_it_looks_once_a_second_or_more_often():
@@ -40,6 +40,13 @@ def test_a_wait_lasts_for_the_limit_at_least():
     stalls.look([1], [0], True, 106.9)
     with pytest.raises(CollectiveTimeout, match="service: worker 0 has made its last step, and waits for worker 1: "):
         stalls.look([1], [0], True, 107.0)
+
+
+def test_a_limit_of_less_than_a_second_names_the_worker():
+    stalls = make(timeout_s=0.4)
+    stalls.look([1], [0], True, 100.0)
+    with pytest.raises(CollectiveTimeout, match=r"waits for worker 1: worker 1 made no request for 0\.4 s"):
+        stalls.look([1], [0], True, 100.4)
 
 
 def test_nobody_is_late_where_nobody_is_waited_for():

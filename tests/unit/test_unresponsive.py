@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from allred.watch import job
+from allred.watch import stalls
 from allred.watch.job import Job
 from allred.watch.unresponsive import AGAIN_S, finalize_wait_since, unresponsive_ranks
 
@@ -12,7 +12,7 @@ STEP = {"what": "step 4", "limit_s": 6.0, "servers": [0], "ranks": []}
 
 
 def seen(active=0.0, silent=None, end="", waits_in=""):
-    return types.SimpleNamespace(active=active, silent=silent or {}, end=end, waits_in=waits_in)
+    return types.SimpleNamespace(active=active, silent=silent or {}, end=end, end_at=5.0, waits_in=waits_in)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def seen(active=0.0, silent=None, end="", waits_in=""):
         ({0: seen(7.0)}, [], 3.0),
     ],
 )
-def test_who_is_at_fault(ranks, late, again_s):
+def test_who_is_unresponsive_ranks(ranks, late, again_s):
     assert unresponsive_ranks([0], 6.0, ranks, 10.0) == (late, pytest.approx(again_s))
 
 
@@ -44,7 +44,7 @@ def test_who_is_at_fault(ranks, late, again_s):
     ],
 )
 def test_since_when_ranks_that_have_ended_wait(ranks, since):
-    assert finalize_wait_since(dict(enumerate(ranks)), dict.fromkeys(range(len(ranks)), 5.0)) == since
+    assert finalize_wait_since(dict(enumerate(ranks))) == since
 
 
 class Script:
@@ -63,7 +63,7 @@ class Script:
     def look(self, now):
         """The watcher answers a look."""
         states = {str(rank): "in Python at train.py:7 (step)" for rank in range(4)}
-        self.hear("looked", None, now, node=0, look=self.job._looks, states=states)
+        self.hear("looked", None, now, node=0, look=self.job._stalls._looks, states=states)
 
     def take(self, kind):
         found = [(rank, message) for rank, message in self.messages if message["kind"] == kind]
@@ -104,9 +104,9 @@ def test_a_spare_worker_that_made_no_request_counts_as_failed():
     script = Script(spares=(1, 2, 3))
     script.hear("holds", 0, 8.0, silent={"2": 7.0})
     script.hear("limit", 1, 8.0, **STEP)
-    assert script.take("wait on") == [(1, {"kind": "wait on", "again_s": job.LOOK_S})]
+    assert script.take("wait on") == [(1, {"kind": "wait on", "again_s": stalls.LOOK_S})]
     script.hear("limit", 3, 8.05, **STEP)  # which looks for the same worker
-    assert script.take("wait on") == [(3, {"kind": "wait on", "again_s": job.LOOK_S})]
+    assert script.take("wait on") == [(3, {"kind": "wait on", "again_s": stalls.LOOK_S})]
     script.look(8.1)
     how = "has made no request for 6 s while others waited for it"
     messages, script.messages = script.messages, []

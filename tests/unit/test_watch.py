@@ -16,7 +16,7 @@ import pytest
 
 from allred import channel
 from allred.errors import RemoteRankError
-from allred.watch import job, line, process, start, state, table
+from allred.watch import job, line, process, records, release, stalls, start, state, table
 from allred.watch.job import Job
 from allred.watch.process import Watcher
 from allred.watch.spares import FOLLOW_S
@@ -66,7 +66,7 @@ def test_the_one_that_failed_is_released_when_all_others_have_unwound():
     assert not script.take("release")
     script.hear("unwound", 2, 0.2)
     assert not script.take("release")  # mpirun has to pass on what rank 2 has printed
-    script.tick(0.2 + job.PRINT_S)
+    script.tick(0.2 + release.PRINT_S)
     assert script.take("release") == [(1, {"kind": "release"})]
     script.tick(0.5)
     assert not script.take("release")
@@ -76,9 +76,9 @@ def test_without_a_launcher_all_are_released_the_late_ones_too():
     script = Script(launcher=False)
     fail(script, 1)
     script.hear("unwound", 0, 0.1)
-    script.tick(job.GRACE_S)
+    script.tick(release.GRACE_S)
     assert script.take("release") == [(0, {"kind": "release"}), (1, {"kind": "release"})]
-    script.hear("unwound", 2, job.GRACE_S + 0.1)
+    script.hear("unwound", 2, release.GRACE_S + 0.1)
     assert script.take("release") == [(2, {"kind": "release"})]
 
 
@@ -98,7 +98,7 @@ def test_ranks_that_all_fail_by_themselves_hear_whose_came_first_before_the_rele
     script = Script(size=2)
     fail(script, 1)
     fail(script, 0, 0.01)
-    script.tick(0.01 + job.PRINT_S)
+    script.tick(0.01 + release.PRINT_S)
     kinds = [(rank, message["kind"]) for rank, message in script.messages]
     assert kinds == [(None, "verdict"), (1, "release")]
 
@@ -110,7 +110,7 @@ def test_who_is_gone_need_not_unwind(end):
     script.hear(end, 2, how="ended", code=1, ago_s=0.0)
     script.messages = []
     script.hear("unwound", 0, 0.1)
-    script.tick(0.1 + job.PRINT_S)
+    script.tick(0.1 + release.PRINT_S)
     assert script.take("release") == [(1, {"kind": "release"})]
 
 
@@ -118,9 +118,9 @@ def test_after_the_grace_it_is_released_anyway():
     script = Script()
     fail(script, 1)
     script.hear("unwound", 0, 0.1)
-    script.tick(job.GRACE_S - 0.01)
+    script.tick(release.GRACE_S - 0.01)
     assert not script.take("release")
-    script.tick(job.GRACE_S)
+    script.tick(release.GRACE_S)
     assert script.take("release") == [(1, {"kind": "release"})]
 
 
@@ -138,16 +138,16 @@ def test_the_job_does_not_end_while_a_rank_is_busy():
     [(_, told)] = script.take("say")
     assert told["text"] == "rank 0 still writes; the job ends when it is done"
     script.hear("busy", 0, 20.0, is_so=False)
-    script.tick(20.0 + job.GRACE_S)
+    script.tick(20.0 + release.GRACE_S)
     assert script.take("release") == [(1, {"kind": "release"})]
 
 
-@pytest.mark.parametrize(("dies", "at"), [(True, 1.0 + job.GONE_S), (False, job.PRINT_S + job.ABORT_S)])
+@pytest.mark.parametrize(("dies", "at"), [(True, 1.0 + release.GONE_S), (False, release.PRINT_S + release.ABORT_S)])
 def test_ranks_that_outlive_the_abort_are_killed(dies, at):
     script = Script(size=2)
     fail(script, 1)
     script.hear("unwound", 0)
-    script.tick(job.PRINT_S)
+    script.tick(release.PRINT_S)
     if dies:
         script.hear("died", 1, 1.0, how="ended with exit code 3", code=3, ago_s=0.0)
     script.tick(at - 0.01)
@@ -167,7 +167,7 @@ def test_a_rank_that_dies_is_told_of_and_the_lowest_survivor_ends_the_job():
     assert script.job.verdict["code"] == 137
     script.hear("unwound", 2, 1.1)
     script.hear("unwound", 1, 1.2)
-    script.tick(1.2 + job.PRINT_S)
+    script.tick(1.2 + release.PRINT_S)
     assert script.take("release") == [(1, {"kind": "release"})]
 
 
@@ -290,7 +290,7 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_look():
     script = Script(nodes=2, warn_s=10)
     wait(script, 1, 1.0)
     script.tick(10.0)
-    script.tick(10.0 + job.LOOK_S)
+    script.tick(10.0 + stalls.LOOK_S)
     script.hear("limit", 1, 12.0, what="barrier() #5", limit_s=12.0)
     first, second = [message["look"] for _, message in script.take("look")]
     script.hear("looked", None, 12.1, look=first, states={"0": "old"})
@@ -305,7 +305,7 @@ def test_a_time_limit_comes_before_a_warning():
     wait(script, 1, 1.0)
     script.tick(10.0)
     script.hear("limit", 1, 10.1, what="barrier() #5", limit_s=10.0)
-    script.tick(10.1 + job.LOOK_S)
+    script.tick(10.1 + stalls.LOOK_S)
     assert script.take("verdict")[0][1]["timeout"]
 
 
@@ -313,7 +313,7 @@ def test_a_failure_comes_before_a_time_limit_that_is_looked_into():
     script = Script(nodes=2)
     script.hear("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
     fail(script, 1, 5.1)
-    script.tick(5.0 + job.LOOK_S)
+    script.tick(5.0 + stalls.LOOK_S)
     assert [message["rank"] for _, message in script.take("verdict")] == [1]
 
 
@@ -322,9 +322,9 @@ def test_a_time_limit_is_put_off_while_a_rank_is_busy_and_for_a_moment_after():
     script.hear("busy", 0, 1.0, is_so=True)
     script.hear("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
     script.hear("busy", 0, 9.0, is_so=False)
-    script.hear("limit", 2, 8.9 + job.AFTER_S, what="barrier() #5", limit_s=5.0)
+    script.hear("limit", 2, 8.9 + stalls.AFTER_S, what="barrier() #5", limit_s=5.0)
     assert script.take("wait on") == [(2, {"kind": "wait on", "again_s": 5.0})] * 2
-    script.hear("limit", 2, 9.1 + job.AFTER_S, what="barrier() #5", limit_s=5.0)
+    script.hear("limit", 2, 9.1 + stalls.AFTER_S, what="barrier() #5", limit_s=5.0)
     assert len(script.take("look")) == 1
 
 
@@ -374,7 +374,7 @@ def test_the_table_of_a_large_job_is_short(state):
     look(script, {rank: state.format(rank % kinds) for rank in range(size)} | {1234: "stopped"}, 5.1)
     message = script.take("verdict")[0][1]
     assert len(message["text"].splitlines()) == 1 + min(kinds + 1, table.TABLE_LINES)
-    assert len(json.dumps(message)) < job.LARGEST
+    assert len(json.dumps(message)) < records.LARGEST
     if kinds == 3:
         assert re.search(r"^  rank 1234 +stopped$", message["text"], re.M)
 
@@ -383,7 +383,7 @@ def test_a_node_that_does_not_answer_is_not_waited_for():
     script = Script(nodes=2)
     script.hear("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
     script.take("look")
-    script.tick(5.0 + job.LOOK_S)
+    script.tick(5.0 + stalls.LOOK_S)
     assert "not heard from" in script.take("verdict")[0][1]["text"]
 
 
@@ -636,7 +636,7 @@ def rank_and_watcher():
 
         def welcome():
             ends.append(listener.accept()[0])
-            _, files, _, _ = socket.recv_fds(ends[0], job.LARGEST, 2)
+            _, files, _, _ = socket.recv_fds(ends[0], records.LARGEST, 2)
             for file in files:
                 os.close(file)
             ends[0].send(b"welcome")
@@ -730,7 +730,7 @@ def test_a_fork_says_nothing_and_hears_nothing(rank_and_watcher):
         os._exit(0)
     os.wait()
     rank.tell("going")
-    assert json.loads(watcher.recv(job.LARGEST))["event"] == "going"
+    assert json.loads(watcher.recv(records.LARGEST))["event"] == "going"
 
 
 def test_a_rank_that_is_killed_while_the_others_unwind_is_told_of_with_what_it_had_to_say():
@@ -790,7 +790,7 @@ def test_the_table_of_a_job_shows_roles_only():
 def test_what_a_rank_says_it_is_takes_one_line_and_keeps_its_wait(rank_and_watcher):
     rank, watcher = rank_and_watcher
     rank.known_as("server 0;\n last checkpoint " + "x" * 1000)
-    event = json.loads(watcher.recv(job.LARGEST))
+    event = json.loads(watcher.recv(records.LARGEST))
     assert event["event"] == "known_as"
     assert event["text"].startswith("server 0; last checkpoint xxx")
     assert len(event["text"]) == 200
@@ -855,7 +855,7 @@ def test_when_all_others_have_ended_well_the_spare_rank_that_failed_ends_the_job
     assert [script.job.verdict[key] for key in ("rank", "code", "traceback")] == [2, 3, "Traceback ..."]
     script.messages = []
     script.hear("unwound", 2, 300.1)
-    script.tick(300.1 + job.PRINT_S)
+    script.tick(300.1 + release.PRINT_S)
     assert kinds(script) == [(2, "release")]
     die(script, 2, 300.5, 3, "ended with exit code 3")
     die(script, 1, 300.5)
@@ -870,10 +870,10 @@ def test_of_several_the_first_that_failed_is_the_last_to_speak():
         script.hear("left", rank, 100.0)
     script.messages = []
     script.hear("unwound", 3, 100.1)
-    script.tick(100.1 + job.PRINT_S)
+    script.tick(100.1 + release.PRINT_S)
     assert kinds(script) == []  # rank 2 shows its traceback first
     script.hear("unwound", 2, 100.2)
-    script.tick(100.2 + job.PRINT_S)
+    script.tick(100.2 + release.PRINT_S)
     assert kinds(script) == [(3, "release")]
     assert script.job.verdict["code"] == 3
 
@@ -916,7 +916,7 @@ def test_a_rank_that_is_not_spare_is_the_verdict_and_those_that_linger_unwind_fi
         script.hear("unwound", rank, 500.1)
     assert "release" not in [kind for _, kind in kinds(script)]
     script.hear("unwound", 2, 500.3)
-    script.tick(500.3 + job.PRINT_S)
+    script.tick(500.3 + release.PRINT_S)
     assert (0, "release") in kinds(script)
     assert script.job.verdict["code"] == 5
 
@@ -938,7 +938,7 @@ def test_a_spare_rank_that_dies_is_told_of_and_the_others_go_on():
     gone = {"kind": "gone", "rank": 2, "host": "host2", "how": "was killed by signal 9 (SIGKILL)", "code": 137}
     assert script.messages == [(None, gone), (None, spoken)]
     script.messages = []
-    script.tick(1.0 + job.FAR_S + job.GONE_S)
+    script.tick(1.0 + job.FAR_S + release.GONE_S)
     assert script.messages == [(0, {"kind": "say", "text": "the others go on without rank 2 (worker 1)"})]
     script.tick(1000.0)
     assert script.job.verdict is None
@@ -1023,7 +1023,7 @@ def test_after_a_death_one_that_ended_well_ends_the_job_with_its_code():
     assert script.job.verdict["code"] == 137
     script.messages = []
     script.hear("unwound", 3, 100.1)  # as all do that linger
-    script.tick(100.1 + job.PRINT_S)
+    script.tick(100.1 + release.PRINT_S)
     assert kinds(script) == [(3, "release")]
 
 
@@ -1035,7 +1035,7 @@ def test_if_nobody_can_end_the_job_the_watchers_do():
     die(script, 2, 2.0)
     script.tick(2.0 + job.FAR_S)
     script.messages = []
-    script.tick(2.0 + job.FAR_S + job.GRACE_S)
+    script.tick(2.0 + job.FAR_S + release.GRACE_S)
     assert kinds(script) == [(None, "kill")]
     script.tick(1000.0)
     assert kinds(script) == []
@@ -1069,7 +1069,7 @@ def test_a_spare_rank_that_others_wait_for_in_a_collective():
     assert script.job.verdict["code"] == 3
     for rank in (0, 1, 2):
         script.hear("unwound", rank, 12.1)
-    script.tick(12.1 + job.PRINT_S)
+    script.tick(12.1 + release.PRINT_S)
     assert (2, "release") in kinds(script)
 
 
@@ -1111,7 +1111,7 @@ def test_a_watcher_that_goes_on_alone_makes_a_loss_the_verdict():
     assert (to, verdict["text"]) == (None, "rank 3 on host3 was killed by signal 9 (SIGKILL)")
     alone.hear("unwound", 1, 5.1)
     alone.hear("unwound", 0, 5.2)
-    alone.tick(5.2 + job.PRINT_S)
+    alone.tick(5.2 + release.PRINT_S)
     assert alone.take("release") == [(0, {"kind": "release"})]
 
 
@@ -1130,13 +1130,13 @@ def test_a_rank_that_lingers_does_so_until_there_is_an_end(rank_and_watcher, end
     heard = []
 
     def play():
-        heard.append(json.loads(watcher.recv(job.LARGEST))["event"])
+        heard.append(json.loads(watcher.recv(records.LARGEST))["event"])
         watcher.send(b'l{"kind": "linger"}')
         time.sleep(line.RELEASE_S + 0.5)
         heard.append(rank.released)
         if end == "verdict":
             watcher.send(b"v" + json.dumps(VERDICT | {"rank": 0}).encode())
-            heard.append(json.loads(watcher.recv(job.LARGEST))["event"])
+            heard.append(json.loads(watcher.recv(records.LARGEST))["event"])
         if end == "no watcher":
             watcher.shutdown(socket.SHUT_RDWR)
         else:

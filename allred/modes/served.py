@@ -1,0 +1,74 @@
+"""The tensors that parameter servers train, on a worker: gradients as they travel, what parameters are pulled into."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from allred.arrays import Array
+from allred.fusion.plan import Tensor, plan
+from allred.modes.detect import finite
+from allred.optim.tensors import compute_dtype
+
+
+class Gradients:
+    """Of one optimizer, whose parameters are `tensors`."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._shapes = [tensor.shape for tensor in tensors]
+        self._dtypes = [compute_dtype(np.empty(0, tensor.dtype)) for tensor in tensors]
+        self._plan = plan(
+            tuple(Tensor(t.name, t.shape, dtype) for t, dtype in zip(tensors, self._dtypes, strict=True)), 2**20
+        )
+        self.any_not_finite = finite.looks(self._plan)
+        self.same_dtypes = [tensor.dtype for tensor in tensors] == self._dtypes
+        self._zeros: dict[int, Array] = {}
+
+    def travelling(self, values: Sequence[Any]) -> list[Array]:
+        """Gradients as they travel: contiguous, in the dtype of the update; zeros for None."""
+        return [self._travelling(index, value) for index, value in enumerate(values)]
+
+    def _travelling(self, index: int, value: Any) -> Array:
+        dtype, shape = self._dtypes[index], self._shapes[index]
+        if type(value) is np.ndarray and value.dtype == dtype and value.flags.c_contiguous:
+            return value
+        if value is None:
+            if index not in self._zeros:
+                self._zeros[index] = np.zeros(shape, dtype)
+            return self._zeros[index]
+        return np.ascontiguousarray(value, dtype).reshape(shape)
+
+    def describe(self, sources: Sequence[Array]) -> dict[str, str]:
+        """Name of each gradient that is not finite, and how it is not."""
+        return finite.describe(self._plan, sources)
+
+
+def targets(leaves: Sequence[Any]) -> list[Any]:
+    """What can be written into in one piece: the parameters, or arrays in their stead."""
+    return [leaf if leaf.flags.c_contiguous else np.empty(leaf.shape, leaf.dtype) for leaf in leaves]
+
+
+def put_back(leaves: Sequence[Any], targets: Sequence[Any]) -> None:
+    """Copy what was written to the parameters that it is not in."""
+    for leaf, target in zip(leaves, targets, strict=True):
+        if target is not leaf:
+            leaf[...] = target
+
+
+def difference(tensors: Sequence[Tensor], known: Sequence[Tensor]) -> str:
+    """How parameters differ from those that the servers have, in words."""
+    for tensor, one in zip(tensors, known, strict=False):
+        if tensor != one:
+            return f"{tensor} where they have {one}"
+    return f"there are {len(tensors)}, not {len(known)}"
+
+
+def sharing(tensors: Sequence[Tensor], leaves: Sequence[Array]) -> str:
+    """Which parameters share memory, in words."""
+    pairs = itertools.combinations(zip(tensors, leaves, strict=True), 2)
+    one, other = next(((a.name, b.name) for (a, x), (b, y) in pairs if np.may_share_memory(x, y)), ("?", "?"))
+    return (
+        f"parameters '{one}' and '{other}' share memory. The servers would train them apart, and one's gradient would "
+        "be lost; give such a parameter once, with the sum of its gradients"
+    )

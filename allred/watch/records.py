@@ -1,0 +1,63 @@
+"""What the `Job` knows of each rank, and the messages that it sends next. Shared by job.py, stalls.py, release.py."""
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any
+
+TEXT_CHARS = 9000  # of a verdict; twelve bytes of JSON a character at most, and the whole less than LARGEST
+LARGEST = 2**17  # bytes of a message between a rank and its watcher; Linux takes no more than 208 KiB
+
+Event = dict[str, Any]
+
+
+@dataclasses.dataclass
+class Record:
+    """What is known of a rank."""
+
+    host: str
+    known_as: str = ""
+    waits_in: str = ""
+    busy: bool = False  # with something that takes as long as it takes
+    misses: bool = False  # ranks that have not begun it: one that has left may have
+    members: Collection[int] | None = None  # whose operation it is; None: that of all
+    since: float = 0.0
+    warn_at: float = 0.0
+    end: str = ""  # gone (a spare rank that lingers), unwound, left or dead
+    end_at: float = 0.0
+    active: float = 0.0  # when it sent its last event
+    silent: dict[int, float] = dataclasses.field(default_factory=dict)  # of `holds`: rank, time of its last request
+
+
+class Records(dict[int, Record]):
+    """The records of the ranks that have joined, by rank. `now`: the time of the event or tick in hand. `out`: what to
+    send: (rank, message) to a rank, (None, message) to all watchers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.out: list[tuple[int | None, Event]] = []
+
+    def ended(self, end: str) -> list[int]:
+        """The ranks that have ended in that way, in ascending order."""
+        return sorted(rank for rank, record in self.items() if record.end == end)
+
+    def busy(self) -> list[int]:
+        """The ranks that are busy."""
+        return [rank for rank, record in self.items() if record.busy and not record.end]
+
+    def name(self, rank: int) -> str:
+        """A rank, in words."""
+        known_as = self[rank].known_as
+        return f"rank {rank}" + (f" ({known_as})" if known_as else "")
+
+    def line(self, rank: int, how: str) -> str:
+        """What a rank did, in words."""
+        return f"{self.name(rank)} on {self[rank].host} {how}"
+
+    def say(self, rank: int, text: str) -> None:
+        """Have a rank print a line."""
+        self.out.append((rank, {"kind": "say", "text": text[:TEXT_CHARS]}))
+
+    def speak(self, rank: int, text: str, **more: Any) -> None:
+        """Have the watchers print a line about a rank that cannot print it."""
+        self.out.append((None, {"kind": "speak", "rank": rank, "text": text, **more}))
