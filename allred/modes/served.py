@@ -1,4 +1,4 @@
-"""The tensors that parameter servers train, on a worker: gradients as they travel, what parameters are pulled into."""
+"""The tensors of a worker in mode ps: gradients in the form that is sent, and the arrays that a pull writes into."""
 
 import itertools
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from allred.optim.tensors import compute_dtype
 
 
 class Gradients:
-    """Of one optimizer, whose parameters are `tensors`."""
+    """Converts the gradients of one optimizer, whose parameters are `tensors`, to the form that is sent."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._shapes = [tensor.shape for tensor in tensors]
@@ -26,7 +26,7 @@ class Gradients:
         self._zeros: dict[int, Array] = {}
 
     def travelling(self, values: Sequence[Any]) -> list[Array]:
-        """Gradients as they travel: contiguous, in the dtype of the update; zeros for None."""
+        """Return the gradients contiguous and in the dtype of the update; zeros for None."""
         return [self._travelling(index, value) for index, value in enumerate(values)]
 
     def _travelling(self, index: int, value: Any) -> Array:
@@ -40,24 +40,24 @@ class Gradients:
         return np.ascontiguousarray(value, dtype).reshape(shape)
 
     def describe(self, sources: Sequence[Array]) -> dict[str, str]:
-        """Name of each gradient that is not finite, and how it is not."""
+        """Return {name: problem} of the gradients that have a NaN or infinity."""
         return finite.describe(self._plan, sources)
 
 
 def targets(leaves: Sequence[Any]) -> list[Any]:
-    """What can be written into in one piece: the parameters, or arrays in their stead."""
+    """Return the arrays that a pull writes into: the parameters, or buffers for those that are not contiguous."""
     return [leaf if leaf.flags.c_contiguous else np.empty(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
 def put_back(leaves: Sequence[Any], targets: Sequence[Any]) -> None:
-    """Copy what was written to the parameters that it is not in."""
+    """Copy the buffers of `targets` to their parameters."""
     for leaf, target in zip(leaves, targets, strict=True):
         if target is not leaf:
             leaf[...] = target
 
 
 def difference(tensors: Sequence[Tensor], known: Sequence[Tensor]) -> str:
-    """How parameters differ from those that the servers have, in words."""
+    """Describe how the parameters differ from those of the servers."""
     for tensor, one in zip(tensors, known, strict=False):
         if tensor != one:
             return f"{tensor} where they have {one}"

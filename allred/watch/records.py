@@ -1,10 +1,10 @@
-"""What the `Job` knows of each rank, and the messages that it sends next. Shared by job.py, stalls.py, release.py."""
+"""The state of each rank and the messages to send next. job.py, stalls.py and release.py share them."""
 
 import dataclasses
 from collections.abc import Collection
 from typing import Any
 
-TEXT_CHARS = 9000  # of a verdict; twelve bytes of JSON a character at most, and the whole less than LARGEST
+TEXT_CHARS = 9000  # longest verdict: a character takes at most 12 bytes of JSON, and the message less than LARGEST
 LARGEST = 2**17  # bytes of a message between a rank and its watcher; Linux takes no more than 208 KiB
 
 Event = dict[str, Any]
@@ -12,14 +12,14 @@ Event = dict[str, Any]
 
 @dataclasses.dataclass
 class Record:
-    """What is known of a rank."""
+    """The state of a rank. Times are in seconds of the job's clock."""
 
     host: str
     known_as: str = ""
     waits_in: str = ""
-    busy: bool = False  # with something that takes as long as it takes
-    misses: bool = False  # ranks that have not begun it: one that has left may have
-    members: Collection[int] | None = None  # whose operation it is; None: that of all
+    busy: bool = False  # with work that has no time limit
+    misses: bool = False  # whether it waits for ranks that have not begun the operation
+    members: Collection[int] | None = None  # the ranks of the operation; None: all
     since: float = 0.0
     warn_at: float = 0.0
     end: str = ""  # gone (a spare rank that lingers), unwound, left or dead
@@ -29,8 +29,8 @@ class Record:
 
 
 class Records(dict[int, Record]):
-    """The records of the ranks that have joined, by rank. `now`: the time of the event or tick in hand. `out`: what to
-    send: (rank, message) to a rank, (None, message) to all watchers."""
+    """The records of the ranks that have joined, by rank. now: the time of the current event or tick. out: the messages
+    to send: (rank, message) to a rank, (None, message) to all watchers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,22 +42,22 @@ class Records(dict[int, Record]):
         return sorted(rank for rank, record in self.items() if record.end == end)
 
     def busy(self) -> list[int]:
-        """The ranks that are busy."""
+        """The ranks that are busy and have not ended."""
         return [rank for rank, record in self.items() if record.busy and not record.end]
 
     def name(self, rank: int) -> str:
-        """A rank, in words."""
+        """The rank and its role, for messages."""
         known_as = self[rank].known_as
         return f"rank {rank}" + (f" ({known_as})" if known_as else "")
 
     def line(self, rank: int, how: str) -> str:
-        """What a rank did, in words."""
+        """The rank, its host and what it did, for messages."""
         return f"{self.name(rank)} on {self[rank].host} {how}"
 
     def say(self, rank: int, text: str) -> None:
-        """Have a rank print a line."""
+        """Let a rank print a line."""
         self.out.append((rank, {"kind": "say", "text": text[:TEXT_CHARS]}))
 
     def speak(self, rank: int, text: str, **more: Any) -> None:
-        """Have the watchers print a line about a rank that cannot print it."""
+        """Let the watchers print a line about a rank that cannot print it."""
         self.out.append((None, {"kind": "speak", "rank": rank, "text": text, **more}))

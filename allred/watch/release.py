@@ -1,20 +1,20 @@
-"""The part of the `Job` that ends it: after the verdict the ranks unwind and linger until one of them is released."""
+"""The part of `Job` that ends the job. After the verdict all ranks unwind and linger; then one rank is released."""
 
 from collections.abc import Collection
 
 from allred.watch.records import Records
 
-GRACE_S = 2.0  # for the others to unwind
-PRINT_S = 0.1  # from there for mpirun to pass on what they have printed: it takes the ranks' output in any order
-ABORT_S = 8.0  # from the release to the end; then the watchers end the ranks
-GONE_S = 1.0  # from the end of the one that was to abort the job, to the same
-HOLD_S = 0.5  # between words to ranks that linger: the job is not to end yet; less than line.RELEASE_S
-TELL_HOLD_S = 5.0  # then the user hears of it
+GRACE_S = 2.0  # how long the ranks may unwind
+PRINT_S = 0.1  # how long mpirun may take to print the output of ranks that have unwound; it has no fixed order
+ABORT_S = 8.0  # the longest time from the release to the end of the job; then the watchers kill the ranks
+GONE_S = 1.0  # the same, from the death of the released rank, which should have aborted the job
+HOLD_S = 0.5  # interval of the message `hold` to lingering ranks; shorter than line.RELEASE_S
+TELL_HOLD_S = 5.0  # a hold of this length is printed
 
 
 class Release:
-    """`launcher`: whether one has started the ranks, which ends them all when one of them ends the job. `gone`: spare
-    ranks that have failed or died."""
+    """launcher: whether a launcher started the ranks; it ends all of them when one ends the job. gone: spare ranks that
+    have failed or died."""
 
     def __init__(self, records: Records, gone: Collection[int], launcher: bool) -> None:
         self._ranks, self._gone, self._launcher = records, gone, launcher
@@ -25,22 +25,22 @@ class Release:
 
     @property
     def begun(self) -> bool:
-        """Whether a rank was released."""
+        """Whether a rank has been released."""
         return self._released is not None
 
     def start_clock(self) -> None:
-        """Give the others GRACE_S to unwind from now."""
+        """Let the other ranks unwind for GRACE_S from now."""
         self._clock = self._ranks.now
 
     def unwound(self, rank: int) -> None:
-        """A rank lingers. Without a launcher, it is released if another one was."""
+        """Handle the event `unwound`. Without a launcher the rank is released if another one was."""
         if self._clock is None:
             self.start_clock()
         if self.begun and not self._launcher:
             self._ranks.out.append((rank, {"kind": "release"}))
 
     def check(self, culprit: int) -> list[int]:
-        """The ranks to release now: the culprit, else another rank that lingers; without a launcher all that linger."""
+        """Return the ranks to release now: the culprit, else another lingering rank; without a launcher all of them."""
         if self._released is not None:
             self._kill_if_late(self._released)
             return []
@@ -51,7 +51,7 @@ class Release:
         lingering = self._ranks.ended("unwound")
         if not lingering:
             if self._gone and late:
-                self._ranks.out.append((None, {"kind": "kill"}))  # MPI_Finalize, where they may be, does not return
+                self._ranks.out.append((None, {"kind": "kill"}))  # they may be in MPI_Finalize, which does not return
                 self._clock = float("inf")
             return []
         chosen = culprit if culprit in lingering else lingering[0]
@@ -66,13 +66,13 @@ class Release:
 
     def _kill_if_late(self, released: int) -> None:
         record = self._ranks[released]
-        gone = record.end == "dead" and self._ranks.now >= record.end_at + GONE_S  # and the launcher lets the others be
+        gone = record.end == "dead" and self._ranks.now >= record.end_at + GONE_S  # the launcher ends no other rank
         if gone or self._ranks.now >= self._released_at + ABORT_S:
             self._ranks.out.append((None, {"kind": "kill"}))
             self._released_at = record.end_at = float("inf")
 
     def _hold(self, busy: list[int]) -> None:
-        """The job ends when they have done what must not be cut short."""
+        """Delay the end of the job until these ranks have finished work that must not be interrupted."""
         now = self._ranks.now
         if self._clock is not None:
             self._clock = now

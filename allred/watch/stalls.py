@@ -1,6 +1,6 @@
-"""The part of the `Job` that tells of long waits, and judges a wait that has reached its time limit.
+"""The part of `Job` that warns of long waits and decides what a wait that has reached its time limit causes.
 
-Both take a look first: all watchers tell what the ranks of their nodes are doing, which is shown as a table.
+Both begin with a look: every watcher sends the states of the ranks on its node. The message shows them as a table.
 """
 
 from collections.abc import Callable
@@ -10,15 +10,15 @@ from allred.watch.spares import Spares
 from allred.watch.table import ranks_text, table
 from allred.watch.unresponsive import finalize_wait_since, unresponsive_ranks
 
-AFTER_S = 2.0  # since a rank was busy: what comes of that is to be heard of before a time limit
-LOOK_S = 1.0  # for the watchers of other nodes to answer
-WARN_FACTOR = 4  # a stall is told again when it has lasted so many times as long
+AFTER_S = 2.0  # no time limit ends the job this soon after a rank was busy: its failure may follow and comes first
+LOOK_S = 1.0  # how long a look waits for the watchers of other nodes
+WARN_FACTOR = 4  # the next warning of a wait comes when it has lasted this many times as long
 
 
 class Stalls:
-    """Of a job of `size` ranks on `nodes` nodes. `warn_s`: when a wait is told of, in seconds.
+    """The waits of a job of `size` ranks on `nodes` nodes. A wait of `warn_s` seconds causes a warning.
 
-    fail(rank, text, code, timeout=True): passes the verdict. lose(ranks, how): counts spare ranks as failed.
+    fail(rank, text, code, timeout=True): ends the job. lose(ranks, how): counts spare ranks as failed.
     """
 
     def __init__(
@@ -34,24 +34,24 @@ class Stalls:
         self._ranks, self._spares, self._fail, self._lose = records, spares, fail, lose
         self._size, self._nodes, self._warn_s = size, nodes, warn_s
         self._busy_at = float("-inf")  # when a rank was busy last
-        self._look: Event | None = None  # what the look under way is for
+        self._look: Event | None = None  # the event that caused the current look
         self._looks = 0
         self._states: list[dict[int, str]] = []
         self._look_until = 0.0
-        self._warned: tuple[int, str] | None = None  # who told of which operation
-        self._ended_warn_at = warn_s  # how long the ranks that have ended wait before that is told
+        self._warned: tuple[int, str] | None = None  # the rank and the operation of the last warning
+        self._ended_warn_at = warn_s  # how long ended ranks wait before the next warning
 
-    # What is heard.
+    # Events.
 
     def waiting(self, rank: int, event: Event) -> None:
-        """A rank waits."""
+        """Handle the event `waiting`."""
         record = self._ranks[rank]
         record.waits_in, record.since = event["what"], self._ranks.now - event["since_s"]
         record.misses, record.members = event["peers"], event.get("members")
         record.warn_at = float("inf") if event["quiet"] else record.since + self._warn_s
 
     def going(self, rank: int, tells: bool) -> None:
-        """It waits no more. tells: whether to say so where the wait was told of."""
+        """Handle the event `going`. tells: whether to print that a wait is over, if a warning was printed."""
         record = self._ranks[rank]
         if self._warned == (rank, record.waits_in) and tells:
             waited = self._ranks.now - record.since
@@ -60,12 +60,12 @@ class Stalls:
         record.waits_in = ""
 
     def busy(self, rank: int, event: Event) -> None:
-        """A rank does something that takes as long as it takes, or no more."""
+        """Handle the event `busy`: a rank begins or ends work without a time limit, such as a checkpoint."""
         self._ranks[rank].busy = event["is_so"]
         self._busy_at = self._ranks.now
 
     def limit(self, rank: int, event: Event, judged: bool) -> None:
-        """A wait has reached its time limit. judged: whether there is a verdict."""
+        """Handle the event `limit`: a wait has reached its time limit. judged: whether the job is already ending."""
         if self._ranks.busy() or self._ranks.now < self._busy_at + AFTER_S:
             return self._go_on(rank, event["limit_s"])
         if judged:
@@ -85,13 +85,13 @@ class Stalls:
         self._ranks.out.append((rank, {"kind": "wait on", "again_s": again_s}))
 
     def _can_lose(self, late: list[int]) -> bool:
-        """Whether ranks that are silent count as failed, and the others go on."""
+        """Whether the job continues without these ranks."""
         return bool(late) and self._spares.can_lose(late)
 
     # Long waits.
 
     def check(self) -> None:
-        """Look where a wait has lasted for so long that it is told."""
+        """Begin a look if a wait is long enough for a warning. Called in every tick."""
         waiting = [rank for rank, record in self._ranks.items() if record.waits_in]
         due = [rank for rank in waiting if self._ranks.now >= self._ranks[rank].warn_at]
         if due and self._look is None:
@@ -104,8 +104,8 @@ class Stalls:
         self._check_ended()
 
     def _check_ended(self) -> None:
-        """Tell of ranks that have ended and wait in MPI_Finalize for others. That wait has no limit: a rank may compute
-        alone after the last collective. Servers tell of workers themselves."""
+        """Warn if ranks have ended and wait in MPI_Finalize for others. That wait has no limit, because a rank may
+        compute alone after its last collective. Servers report such workers themselves."""
         since = finalize_wait_since(self._ranks)
         if since is None or self._look is not None or self._ranks.now < since + self._ended_warn_at:
             return
@@ -120,18 +120,18 @@ class Stalls:
         self._ranks.out.append((None, {"kind": "look", "look": self._looks}))
 
     def forget_look(self) -> None:
-        """The look under way has no purpose any more."""
+        """Discard the current look."""
         self._look = None
 
     def take_states(self, look: int, states: dict[int, str]) -> None:
-        """A watcher has told what the ranks of its node are doing."""
-        if self._look is not None and look == self._looks:  # else it comes too late
+        """Take a watcher's answer: the states of the ranks on its node."""
+        if self._look is not None and look == self._looks:  # else the answer is late
             self._states.append(states)
             if len(self._states) == self._nodes:
                 self._finish_look()
 
     def end_look(self) -> None:
-        """Finish the look under way if its time is over."""
+        """Finish the current look without the missing answers if LOOK_S has passed."""
         if self._look is not None and self._ranks.now >= self._look_until:
             self._finish_look()
 
@@ -153,14 +153,14 @@ class Stalls:
             self._ranks.say(rank, f"rank {rank} has waited for {waited:.0f} s in {what}\n{shown}")
 
     def _table(self) -> str:
-        """What the ranks are doing, from the answers to the look."""
+        """The states of all ranks as a table, from the answers to the look."""
         states = {rank: state for some in self._states for rank, state in some.items()}
         hosts = {rank: record.host for rank, record in self._ranks.items()}
         roles = {rank: record.known_as.partition(";")[0] for rank, record in self._ranks.items()}
         return table(self._size, hosts, roles, states)
 
     def _judge_limit(self, rank: int, purpose: Event, shown: str) -> None:
-        """A wait of this rank has reached its time limit. Without ranks that can be lost the others go on."""
+        """End the job because a wait of this rank has reached its limit, or continue without the ranks at fault."""
         late = [other for other in purpose["late"] if not self._ranks[other].end]
         if self._can_lose(purpose["late"]):
             how = f"has made no request for {purpose['limit_s']:g} s while others waited for it"
