@@ -1,138 +1,274 @@
-"""`python -m allred doctor`: the order of things.
+"""`python -m allred doctor`: compares the ranks of a job, tries MPI and allred, and prints findings.
 
-    every rank looks for itself -> MPI starts -> what all have seen goes to rank 0, which judges and prints
-    -> the trials, by all ranks together -> what came of them goes to rank 0, which judges and prints -> the end
+1. Every rank probes its process and its host (TOPICS), without MPI.
+2. MPI starts.
+3. Rank 0 gathers the facts of all ranks and prints the findings.
+4. All ranks run the trials (trials.py). Rank 0 gathers the results and prints the findings.
 
-Whatever waits for other ranks has a limit: here, or by a guard (guard.py) where it waits in C. The exit code is 1 if a
-line says FAIL, else 0.
+Every wait for other ranks has a time limit: `gather` and `broadcast` in Python, the watchdog where a rank waits in C.
+The exit code is 1 if a finding is FAIL, else 0.
 """
 
 import argparse
+import os
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import allred
 from allred.bench import setting
+from allred.cluster import launcher, processors
 from allred.comm import collectives
-from allred.doctor import gather, library, phases, ranks, start, topics, trials
-from allred.doctor.arguments import parsed
-from allred.doctor.guard import Guard
-from allred.doctor.line import FAIL, NOTE, Line, exit_code, words
-from allred.doctor.printer import Printer
-from allred.doctor.ranks import Rank, Unseen
+from allred.doctor import findings, gpu, host, info, mpi, trials
+from allred.doctor.findings import (
+    FAIL,
+    NOTE,
+    WARN,
+    Finding,
+    ProbeFailure,
+    RankReport,
+    ReportPrinter,
+    Topic,
+    error_line,
+    exit_code,
+    parse_arguments,
+    summary,
+)
+from allred.doctor.watchdog import Watchdog
+from allred.errors import CollectiveTimeout
 
-Trial = tuple[str, str, Callable[[], Any]]  # its topic in what is gathered, its title in the report, and what to call
+TOPICS: list[Topic[Any]] = [  # in the order of the report
+    Topic("software", info.probe, info.diagnose),
+    Topic("MPI library", mpi.probe_library, mpi.diagnose_library),
+    Topic("launcher", mpi.probe_launch, mpi.diagnose_launch),
+    Topic("processors", processors.look, host.diagnose_processors),
+    Topic("memory", host.probe_memory, host.diagnose_memory),
+    Topic("network", host.probe_network, host.diagnose_network),
+    Topic("GPU", gpu.probe, gpu.diagnose),
+]
 
-_LOOKING = 3  # limits, for what a rank looks at by itself: each probe that could take long has a limit of its own
-_PATIENCE = 4  # limits, for rank 0's answer: it may be waiting for others
-_GUARD_S = 10.0  # after which the guard ends what should have ended by its own limit
-_BEHIND_S = 1.0  # by which ranks that say nothing go on later than the one that speaks, where nothing else orders them
+_Trial = tuple[str, str, Callable[[], Any]]  # key in RankReport.topics, title in the report, function
+
+_PROBE_FACTOR = 3  # limit of all probes of a rank, in units of --limit-s; slow probes have limits of their own
+_ANSWER_FACTOR = 4  # limit of the wait for rank 0, in units of --limit-s; rank 0 may itself wait for others
+_WATCHDOG_EXTRA_S = 10.0  # after a trial's own limit
+_DELAY_S = 1.0  # by which silent ranks end later than the rank that prints
+_PAUSE_S = 0.001
+_SLOW = "if the machine is slow, add --limit-s 120"
 
 
 def main(arguments: list[str]) -> int:
-    """Examine what is here; the exit code."""
+    """Run the doctor; the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m allred doctor",
-        description="What is good here, what is not, and what to type. Under mpirun ranks are compared.",
-        epilog="Verdicts: ok; note, good to know; warn, slow or not as meant; FAIL, which makes the exit code 1.",
+        description="Finds problems of MPI, this host and allred, and says what to type. Compares ranks under mpirun.",
+        epilog="Verdicts: ok; note (good to know); warn (slow, or not as intended); FAIL (the exit code is 1).",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object a line: verdict, topic, found, remedy")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line: verdict, topic, found, remedy")
     parser.add_argument("--limit-s", type=float, default=30.0, help="longest wait for other ranks; default 30")
-    options = parsed(parser, arguments)
+    options = parse_arguments(parser, arguments)
     if isinstance(options, int):
         return options
-    return examine(Printer(options.json), options.limit_s)
+    return examine(ReportPrinter(options.json), options.limit_s)
 
 
-def examine(printer: Printer, limit_s: float) -> int:
-    """Look, start MPI, judge, try; the exit code."""
-    guard = Guard(printer.speaks)
+def examine(printer: ReportPrinter, limit_s: float) -> int:
+    """Probe, start MPI, diagnose, run the trials; the exit code."""
+    watchdog = Watchdog(printer.enabled)
     try:
-        with phases.waiting(guard, printer, "ranks", _LOOKING * limit_s):
-            seen = ranks.look(topics.TOPICS)
-            warned = phases.warning(seen)
-            printer.add(warned)
-        if warned:  # MPI may end all ranks as soon as the first starts it; their launcher drops what it has not read
-            time.sleep(_BEHIND_S if printer.speaks else 3 * _BEHIND_S)
-        with phases.starting(guard, printer, seen, limit_s):
-            loaded = seen["MPI library"]
-            text = loaded.text if isinstance(loaded, library.Library) else ""
-            MPI, world = start.start(text)  # noqa: N806  (mpi4py's spelling)
+        with phase(watchdog, printer, "ranks", _PROBE_FACTOR * limit_s):
+            facts = findings.probe(TOPICS)
+            warnings = _warn_before_start(facts)
+            printer.add(warnings)
+        if warnings:  # MPI may end all ranks when the first one starts it, and the launcher drops unread output
+            time.sleep(_DELAY_S if printer.enabled else 3 * _DELAY_S)
+        with start_phase(watchdog, printer, facts, limit_s):
+            library = _fact(facts, "MPI library", mpi.LibraryFacts)
+            MPI, world = mpi.start(library.text if library else "")  # noqa: N806  (mpi4py's spelling)
             comm = MPI.COMM_WORLD.Dup() if MPI is not None else None
-        printer.speaks = world.rank == 0 and (world.size > 1 or setting.first_rank())
-        rank = Rank(world.rank, world.host, {**seen, "world": world})
-        code = _examine(guard, printer, comm, rank, limit_s)
+        printer.enabled = world.rank == 0 and (world.size > 1 or setting.first_rank())
+        report = RankReport(world.rank, world.host, {**facts, "world": world})
+        code = _examine_world(watchdog, printer, comm, report, limit_s)
         if comm is not None and allred.is_initialized() and collectives.current().queue.poisoned:
-            comm.Abort(1)  # an operation of MPI's is under way for ever
-        with phases.waiting(guard, printer, "MPI's end", limit_s):
-            _finish(MPI)
+            comm.Abort(1)  # an operation of MPI never finishes
+        with phase(watchdog, printer, "MPI's end", limit_s):
+            if allred.is_initialized():
+                allred.shutdown()
+            if MPI is not None and not MPI.Is_finalized():  # so that the launcher gets the exit code
+                MPI.Finalize()
     finally:
-        guard.close()
-    if code and not printer.speaks and world.worlds_of_one:
-        time.sleep(_BEHIND_S)
+        watchdog.close()
+    if code and not printer.enabled and world.singletons:
+        time.sleep(_DELAY_S)
     return code
 
 
-def _examine(guard: Guard, printer: Printer, comm: Any, rank: Rank, limit_s: float) -> int:
-    """Judge and try, with all ranks of the world; the exit code, on all of them."""
-    with phases.waiting(guard, printer, "ranks", 2 * limit_s):
-        found = gather.to_first(comm, rank, limit_s)
-    printer.add(topics.judge(list(found.values())))
-    _require_all(printer, comm, found, limit_s)
-    if not gather.from_first(comm, exit_code(printer.lines) == 0, _PATIENCE * limit_s):
-        printer.add([Line(NOTE, "allreduce", "not tried: first put right what fails")])
+def _examine_world(watchdog: Watchdog, printer: ReportPrinter, comm: Any, report: RankReport, limit_s: float) -> int:
+    """Diagnose all ranks and run the trials. Collective; the exit code is the same on all ranks."""
+    with phase(watchdog, printer, "ranks", 2 * limit_s):
+        reports = gather(comm, report, limit_s)
+    printer.add(diagnose(list(reports.values())))
+    _require_all(printer, comm, reports, limit_s)
+    if not broadcast(comm, exit_code(printer.findings) == 0, _ANSWER_FACTOR * limit_s):
+        printer.add([Finding(NOTE, "allreduce", "not tried: fix the failures above first")])
     else:
-        for made in _rounds(comm, limit_s):
-            tried = Rank(rank.rank, rank.host, _tried(guard, printer, made, limit_s))
-            with phases.waiting(guard, printer, "ranks", 3 * limit_s):
-                found = gather.to_first(comm, tried, 2 * limit_s)
-            printer.add(trials.judge(list(found.values())))
-            _require_all(printer, comm, found, 2 * limit_s)
-    return int(gather.from_first(comm, printer.end(), _PATIENCE * limit_s))
+        for group in _trials(comm, limit_s):
+            result = RankReport(report.rank, report.host, _run(watchdog, printer, group, limit_s))
+            with phase(watchdog, printer, "ranks", 3 * limit_s):
+                reports = gather(comm, result, 2 * limit_s)
+            printer.add(trials.diagnose(list(reports.values())))
+            _require_all(printer, comm, reports, 2 * limit_s)
+    return int(broadcast(comm, printer.end(), _ANSWER_FACTOR * limit_s))
 
 
-def _rounds(comm: Any, limit_s: float) -> list[list[Trial]]:
-    """The trials. MPI's own sums come last, when the rest is printed: an error in them ends the process in MPICH."""
-    alone: list[Trial] = [
+def diagnose(reports: list[RankReport]) -> list[Finding]:
+    """The findings about the facts of all ranks. A pure function."""
+    first = reports[0].topics
+    launch, library = _fact(first, "launcher", mpi.LaunchFacts), _fact(first, "MPI library", mpi.LibraryFacts)
+    found = findings.diagnose(TOPICS, reports)
+    if "world" not in first:
+        return found
+    if launch and library and not library.error:
+        found += mpi.diagnose_start(launch, library.name)
+    if not (library and library.error and first["world"].error):  # the same error, which "MPI library" reports
+        found += mpi.diagnose_world([report.topic("world") for report in reports], launch, library)
+    return found
+
+
+def _fact(facts: Any, topic: str, kind: type[Any]) -> Any:
+    """The facts of a topic, None if the probe failed."""
+    return facts[topic] if isinstance(facts[topic], kind) else None
+
+
+def _trials(comm: Any, limit_s: float) -> list[list[_Trial]]:
+    """The trials, in groups that are reported together. MPI's sums come last: with MPICH an error ends the process."""
+    alone: list[_Trial] = [
         ("init", "allred.init()", lambda: trials.init(limit_s)),
         ("allreduce", "allreduce", lambda: [trials.time_allreduce(nbytes) for nbytes in trials.SIZES]),
     ]
     if comm is None or comm.Get_size() == 1:
         return [alone]
-    together: Trial = ("sharing", "shared memory", lambda: trials.share(comm))
-    return [[together, *alone], [("mpi", trials.MPI_SUMS, lambda: trials.mpi_sums(comm))]]
+    sharing: _Trial = ("sharing", "shared memory", lambda: trials.share(comm))
+    return [[sharing, *alone], [("mpi", trials.MPI_SUMS, lambda: trials.mpi_sums(comm))]]
 
 
-def _tried(guard: Guard, printer: Printer, made: list[Trial], limit_s: float) -> dict[str, Any]:
-    """What came of the trials on this rank; an Unseen for one that raised."""
-    tried: dict[str, Any] = {}
-    for name, title, trial in made:
+def _run(watchdog: Watchdog, printer: ReportPrinter, group: list[_Trial], limit_s: float) -> dict[str, Any]:
+    """Run trials on this rank; the results, a ProbeFailure for a trial that raised."""
+    results: dict[str, Any] = {}
+    for name, title, trial in group:
         if name == "allreduce" and not allred.is_initialized():
             break
         try:
-            with phases.waiting(guard, printer, title, limit_s + _GUARD_S):
-                tried[name] = trial()
-        except Exception as error:  # a trial that fails must not end the others
-            tried[name] = Unseen(words(error))
-    return tried
+            with phase(watchdog, printer, title, limit_s + _WATCHDOG_EXTRA_S):
+                results[name] = trial()
+        except Exception as error:  # the other trials continue
+            results[name] = ProbeFailure(error_line(error))
+    return results
 
 
-def _require_all(printer: Printer, comm: Any, found: dict[int, Any], limit_s: float) -> None:
-    """End the job where rank 0 lacks a rank's answer: nothing collective can be done any more."""
-    missing = set(range(comm.Get_size())) - set(found) if comm is not None and comm.Get_rank() == 0 else set()
+def _require_all(printer: ReportPrinter, comm: Any, reports: dict[int, Any], limit_s: float) -> None:
+    """Abort the job if rank 0 lacks a report: collective operations would hang."""
+    missing = set(range(comm.Get_size())) - set(reports) if comm is not None and comm.Get_rank() == 0 else set()
     if missing:
-        number = setting.cores(missing)
-        who = f"rank{'s' * (len(missing) > 1)} {number} of {comm.Get_size()}"
-        remedy = "look there with top or py-spy for what hangs; --limit-s 120 if the machine is only slow"
-        printer.add([Line(FAIL, "ranks", f"no answer from {who} within {limit_s:g} s", remedy)])
+        names = f"rank{'s' * (len(missing) > 1)} {setting.cores(missing)} of {comm.Get_size()}"
+        remedy = f"find what hangs there with top or py-spy; {_SLOW}"
+        printer.add([Finding(FAIL, "ranks", f"no answer from {names} within {limit_s:g} s", remedy)])
         printer.end()
         comm.Abort(1)
 
 
-def _finish(MPI: Any) -> None:  # noqa: N803
-    """Leave the world, so that the exit code is what the launcher gets."""
-    if allred.is_initialized():
-        allred.shutdown()
-    if MPI is not None and not MPI.Is_finalized():
-        MPI.Finalize()
+def phase(watchdog: Watchdog, printer: ReportPrinter, title: str, limit_s: float) -> AbstractContextManager[None]:
+    """A phase in which ranks wait for each other."""
+    remedy = f"read the findings above; find the rank that hangs with top or py-spy; {_SLOW}"
+    late = Finding(FAIL, title, f"not finished after {limit_s:g} s", remedy)
+    remedy = trials.NO_CMA if title == trials.MPI_SUMS else remedy
+    gone = Finding(FAIL, title, "a rank ended during this step; read its error on stderr", remedy)
+    return watchdog.phase(limit_s, printer.text([late]), printer.text([gone]))
+
+
+def start_phase(
+    watchdog: Watchdog, printer: ReportPrinter, facts: dict[str, Any], limit_s: float
+) -> AbstractContextManager[None]:
+    """The phase in which MPI starts. If it fails, the watchdog prints the findings of this rank."""
+    launched = launcher.launched_size(os.environ)
+    launch, library = _fact(facts, "launcher", mpi.LaunchFacts), _fact(facts, "MPI library", mpi.LibraryFacts)
+    command = mpi.launch_command(launched, launch, library.name if library else "")
+    local = diagnose([RankReport(0, socket.gethostname(), facts)])
+
+    def text(found: str, remedy: str) -> str:
+        report = [*local, Finding(FAIL, "world", found, remedy)]
+        return printer.text(report) + ("" if printer.as_json else f"\n{summary(report)}")
+
+    late = f"MPI did not start within {limit_s:g} s: not all of {findings.count(launched, 'rank')} arrived"
+    remedy = f"find the missing rank with top or py-spy; check for a firewall between hosts; {_SLOW}"
+    gone = "this process or another rank ended while MPI started; read its error on stderr"
+    if launch and library and launcher.incompatible(launch.launcher, library.text):
+        reason = f"{launch.launcher} cannot start ranks of {library.name}"
+        late, gone, remedy = f"{late}; {reason}", f"{gone}; {reason}", command
+    return watchdog.phase(limit_s, text(late, remedy), text(gone, command))
+
+
+def _warn_before_start(facts: dict[str, Any]) -> list[Finding]:
+    """A warning to print before MPI starts: MPICH ends ranks of Open MPI's mpirun, and later output may be lost."""
+    launch, library = _fact(facts, "launcher", mpi.LaunchFacts), _fact(facts, "MPI library", mpi.LibraryFacts)
+    if not launch or not library or library.error or not launch.launcher.startswith("Open MPI"):
+        return []
+    if not launcher.incompatible(launch.launcher, library.text):
+        return []
+    found = f"{launch.launcher} can start ranks of {library.name} only if MPICH was built with PMIx"
+    return [Finding(WARN, "launcher", found, mpi.launch_command(launch.launched, launch, library.name))]
+
+
+def gather(comm: Any, value: Any, limit_s: float) -> dict[int, Any]:
+    """On rank 0: the values that arrived within limit_s, by rank. On other ranks: the own value.
+
+    Uses point-to-point messages of mpi4py, so that rank 0 knows which ranks are missing. comm None: one process.
+    Raises CollectiveTimeout if rank 0 does not receive the value of this rank.
+    """
+    if comm is None:
+        return {0: value}
+    if comm.Get_rank() == 0:
+        values = {0: value}
+        for _ in _polls(limit_s):
+            while (message := comm.improbe()) is not None:
+                from mpi4py import MPI
+
+                status = MPI.Status()
+                received = message.recv(status=status)
+                values[status.Get_source()] = received
+            if len(values) == comm.Get_size():
+                break
+        return dict(sorted(values.items()))
+    request = comm.isend(value, dest=0)
+    for _ in _polls(limit_s):
+        if request.test()[0]:
+            return {comm.Get_rank(): value}
+    raise CollectiveTimeout(f"rank 0 did not receive the facts of rank {comm.Get_rank()} within {limit_s:g} s")
+
+
+def broadcast(comm: Any, value: Any, limit_s: float) -> Any:
+    """Rank 0's value, on all ranks. Raises CollectiveTimeout after limit_s."""
+    if comm is None:
+        return value
+    if comm.Get_rank() == 0:
+        requests = [comm.isend(value, dest=rank) for rank in range(1, comm.Get_size())]
+        for _ in _polls(limit_s):
+            requests = [request for request in requests if not request.test()[0]]
+            if not requests:
+                return value
+        raise CollectiveTimeout(f"{len(requests)} ranks did not receive rank 0's answer within {limit_s:g} s")
+    for _ in _polls(limit_s):
+        if (message := comm.improbe(source=0)) is not None:
+            return message.recv()
+    raise CollectiveTimeout(f"rank 0 did not answer rank {comm.Get_rank()} within {limit_s:g} s")
+
+
+def _polls(limit_s: float) -> Iterator[None]:
+    """Yield at once, then every _PAUSE_S seconds until limit_s has passed."""
+    until = time.monotonic() + limit_s
+    yield
+    while time.monotonic() < until:
+        time.sleep(_PAUSE_S)
+        yield

@@ -1,4 +1,4 @@
-"""`python -m allred doctor` and `info`: alone, under two MPIs, in wrong surroundings, and with ranks that hang."""
+"""`python -m allred doctor` and `info`: one process, two MPIs, wrong environments, and ranks that hang."""
 
 import json
 
@@ -13,15 +13,16 @@ TOPICS = ["software", "C extension", "settings", "MPI library", "ABI", "launcher
 TOPICS += ["BLAS threads", "/dev/shm", "locked memory", "memory", "network", "GPU", "world", "thread level"]
 TRIED = ["shared memory", "backend", "allreduce", "MPI's sums"]
 
-# A doctor in which rank 1 is changed before it begins, or all are.
+# A program that changes the doctor on some ranks, then runs it.
 CHANGED = """
 import os, signal, sys, time
 RANK = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK", 0))
-from allred.doctor import command, gather, phases, ranks, topics, trials
-starting = phases.starting
-phases.starting = lambda guard, printer, seen, limit_s: starting(guard, printer, seen, {start_s})
-def replace(name, look):
-    topics.TOPICS[:] = [ranks.Topic(t.name, look, t.judge) if t.name == name else t for t in topics.TOPICS]
+from allred.doctor import command, findings, trials
+start_phase = command.start_phase
+command.start_phase = lambda watchdog, printer, facts, limit_s: start_phase(watchdog, printer, facts, {start_s})
+def replace(name, probe):
+    topics = command.TOPICS
+    topics[:] = [findings.Topic(t.name, probe, t.diagnose) if t.name == name else t for t in topics]
 {change}
 sys.exit(command.main(["--json", "--limit-s", "{limit_s}"]))
 """
@@ -32,7 +33,7 @@ def changed(change, limit_s=30, start_s=50):
 
 
 def lines_of(result):
-    """The report as a list of lines; every line of stdout has to be one, but for what a launcher says."""
+    """The findings in stdout. Lines that do not start with { come from the launcher."""
     found = [json.loads(line) for line in result.out.splitlines() if line.startswith("{")]
     for line in found:
         assert list(line) == ["verdict", "topic", "found", "remedy"], result.text
@@ -67,14 +68,13 @@ def test_alone(mpi):
     assert library.startswith(name), result.text
     assert f"from {BIN[mpi].parent}/lib" in library, result.text
     assert line_about(result, "ABI")["found"].endswith(f"built for the ABI {mpi}"), result.text
-    assert line_about(result, "launcher")["found"].startswith("nobody"), result.text
+    assert line_about(result, "launcher")["found"].startswith("none"), result.text
     assert line_about(result, "backend")["found"] == "single (one rank)", result.text
     assert result.err == "", result.text
 
 
-@pytest.mark.parametrize("mpi", MPIS)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_make_one_report(mpi, ranks):
+@pytest.mark.parametrize(("mpi", "ranks"), [("mpich", 3), ("openmpi", 2)])
+def test_one_report_for_all_ranks(mpi, ranks):
     result = doctor(ranks, mpi)
     assert result.code == 0, result.text
     topics = [line["topic"] for line in lines_of(result)]
@@ -86,7 +86,7 @@ def test_ranks_make_one_report(mpi, ranks):
     assert line_about(result, "backend")["found"] == "shm (ranks share a node)", result.text
     measured = line_about(result, "allreduce")["found"]
     assert "4 MiB" in measured, result.text
-    assert "GB/s; sums are right" in measured, result.text
+    assert "GB/s; sums are correct" in measured, result.text
 
 
 def test_report_for_people():
@@ -118,11 +118,11 @@ def test_the_rank_that_differs_is_named():
     line = line_about(result, "BLAS threads")
     assert line["verdict"] == "warn", result.text
     assert line["found"].startswith("rank 2 on "), result.text
-    assert ": 2 threads (openblas); the others: 1 thread (openblas)" in line["found"], result.text
+    assert ": 2 threads (openblas); other ranks: 1 thread (openblas)" in line["found"], result.text
     assert "OMP_NUM_THREADS=" in line["remedy"], result.text
 
 
-def test_settings_that_differ_fail_with_the_words_of_init():
+def test_settings_that_differ_fail_with_the_error_of_init():
     result = mixed({"ALLRED_TIMEOUT_S": "5"}, {"ALLRED_TIMEOUT_S": "6"})
     assert result.code == 1, result.text
     assert failing(result) == ["settings"], result.text
@@ -130,15 +130,14 @@ def test_settings_that_differ_fail_with_the_words_of_init():
     assert line_about(result, "allreduce")["found"].startswith("not tried"), result.text
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_unknown_setting_fails(ranks):
-    result = doctor(ranks, env={"ALLRED_BUCKETS": "1"})
+def test_an_unknown_setting_fails():
+    result = doctor(2, env={"ALLRED_BUCKETS": "1"})
     assert result.code == 1, result.text
     assert failing(result) == ["settings"], result.text
     assert "did you mean ALLRED_BUCKET_BYTES?" in line_about(result, "settings")["found"], result.text
 
 
-# ---- surroundings that are wrong
+# ---- wrong environments
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -149,19 +148,18 @@ def test_without_any_mpi(ranks):
     assert "RuntimeError: cannot load MPI library; /nonexistent/libmpi.so: cannot open" in line["found"], result.text
     assert line["remedy"].startswith("unset MPI4PY_LIBMPI"), result.text
     assert "Traceback" not in result.text
-    assert result.code == 1 or ranks > 1, result.text  # MPICH's mpirun does not know that these are ranks
+    assert result.code == 1 or ranks > 1, result.text  # MPICH's mpirun ignores exit codes before MPI_Init
 
 
-@pytest.mark.parametrize("mpi", MPIS)
-def test_without_the_extension(mpi):
-    result = mpirun(2, "-c", "import sys; sys.modules['allred.native._kernels'] = None" + changed(""), mpi=mpi)
+def test_without_the_extension():
+    result = mpirun(2, "-c", "import sys; sys.modules['allred.native._kernels'] = None" + changed(""))
     assert result.code == 0, result.text
     line = line_about(result, "C extension")
     assert (line["verdict"], "python -m allred.native" in line["remedy"]) == ("warn", True), result.text
     backend = line_about(result, "backend")
     assert backend["verdict"] == "warn", result.text
     assert "mpi (rank 0 lacks the C extension" in backend["found"], result.text
-    assert "sums are right" in line_about(result, "allreduce")["found"], result.text
+    assert "sums are correct" in line_about(result, "allreduce")["found"], result.text
 
 
 def test_worlds_of_one_under_the_launcher_of_another_mpi():
@@ -175,10 +173,10 @@ def test_worlds_of_one_under_the_launcher_of_another_mpi():
 
 
 def test_an_mpi_that_ends_the_process_while_it_starts():
-    """Open MPI's mpirun may drop what is under way at the first rank's end, so the warning comes well before."""
+    """Open MPI's mpirun may drop output when the first rank ends, so the warning is printed earlier."""
     result = run([BIN["openmpi"] / "mpirun", "-np", 2, BIN["mpich"] / "python", "-m", "allred", "doctor", "--json"])
     assert result.code != 0, result.text
-    line = line_about(result, "launcher", "Open MPI's mpirun starts ranks of MPICH ")
+    line = line_about(result, "launcher", "Open MPI's mpirun can start ranks of MPICH ")
     assert line["verdict"] == "warn", result.text
     assert line["remedy"] == f"{BIN['mpich'] / 'mpirun'} -np 2 python ...", result.text
     assert failing(result) in (["world"], []), result.text
@@ -188,9 +186,8 @@ def test_another_mpirun_first_on_the_path():
     result = doctor(env={"PATH": f"{BIN['openmpi']}:/usr/bin:/bin"})
     line = line_about(result, "mpirun")
     assert line["verdict"] == "warn", result.text
-    assert f"the first on PATH is {BIN['openmpi'] / 'mpirun'} of Open MPI" in line["found"], result.text
+    assert f"the first mpirun on PATH is {BIN['openmpi'] / 'mpirun'} (Open MPI)" in line["found"], result.text
     assert line["remedy"].startswith(f"export PATH={BIN['mpich']}:$PATH"), result.text
-    assert line_about(doctor(env={"PATH": f"{BIN['mpich']}:/usr/bin:/bin"}), "mpirun")["verdict"] == "ok"
 
 
 def test_ranks_that_cannot_share_memory():
@@ -207,52 +204,53 @@ NO_SEGMENT = "from allred.comm import shm; shm.share = lambda *_: None"
 # ---- probes that fail and ranks that hang
 
 
-@pytest.mark.parametrize("mpi", MPIS)
-def test_a_probe_that_raises_is_a_line_and_the_others_go_on(mpi):
+def test_a_probe_that_raises_is_a_note_and_the_others_continue():
     change = "if RANK == 1: replace('network', lambda: open('/nonexistent'))"
-    result = mpirun(2, "-c", changed(change), mpi=mpi)
+    result = mpirun(2, "-c", changed(change))
     assert result.code == 0, result.text
-    line = line_about(result, "network", "could not be looked at: FileNotFoundError")
+    line = line_about(result, "network", "could not be examined: FileNotFoundError")
     assert line["verdict"] == "note", result.text
     assert "(rank 1 on " in line["found"], result.text
     assert line_about(result, "allreduce")["verdict"] in ("ok", "warn"), result.text
 
 
-def test_a_judgement_that_raises_is_a_line():
+def test_a_diagnosis_that_raises_is_a_note():
     result = python("-c", changed("replace('network', lambda: 'no facts')"))
     assert result.code == 0, result.text
-    assert line_about(result, "network")["found"].startswith("could not be looked at: AttributeError"), result.text
+    assert line_about(result, "network")["found"].startswith("could not be examined: AttributeError"), result.text
 
 
 HANGS = [
-    ("mpich", "replace('network', lambda: time.sleep(60))", "world", "MPI has not started within 2 s"),
-    ("openmpi", "replace('network', lambda: time.sleep(60))", "world", "MPI has not started within 2 s"),
-    ("openmpi", "gather.to_first = lambda *_: time.sleep(60)", "ranks", "no answer from rank 1 of 3 within 3 s"),
-    ("mpich", "trials.share = lambda _: os.kill(os.getpid(), signal.SIGSTOP)", "shared memory", "not complete after "),
-    ("openmpi", "trials.init = lambda _: time.sleep(60)", "allred.init()", "not complete after "),
+    ("mpich", "replace('network', lambda: time.sleep(60))", "world", "MPI did not start within 2 s"),
+    ("openmpi", "replace('network', lambda: time.sleep(60))", "world", "MPI did not start within 2 s"),
+    ("openmpi", "command.gather = lambda *_: time.sleep(60)", "ranks", "no answer from rank 1 of 3 within 3 s"),
+    ("mpich", "trials.share = lambda _: os.kill(os.getpid(), signal.SIGSTOP)", "shared memory", "not finished after "),
+    ("openmpi", "trials.init = lambda _: time.sleep(60)", "allred.init()", "not finished after "),
     ("mpich", "trials.time_allreduce = lambda _: time.sleep(60)", "allreduce", "CollectiveTimeout: "),
 ]
 
 
 @pytest.mark.parametrize(("mpi", "change", "topic", "found"), HANGS)
-def test_a_rank_that_hangs_does_not_make_the_doctor_hang(mpi, change, topic, found):
-    code = changed(f"command._GUARD_S = 1.0\nif RANK == 1: {change}", limit_s=3, start_s=2 if topic == "world" else 50)
+def test_the_doctor_ends_if_a_rank_hangs(mpi, change, topic, found):
+    code = changed(
+        f"command._WATCHDOG_EXTRA_S = 1.0\nif RANK == 1: {change}", limit_s=3, start_s=2 if topic == "world" else 50
+    )
     result = mpirun(3, "-c", code, mpi=mpi)
     assert result.code != 0, result.text
     assert found in line_about(result, topic)["found"], result.text
     assert failing(result)[0] == topic, result.text
-    assert line_about(result, "memory")["verdict"] in ("ok", "note"), result.text  # the report is there all the same
+    assert line_about(result, "memory")["verdict"] in ("ok", "note"), result.text  # the report is printed
 
 
 def test_a_rank_that_dies_while_mpi_starts():
-    """MPICH's mpirun only: Open MPI's kills the others within milliseconds, and may drop what their guards say."""
+    """MPICH's mpirun only: Open MPI's kills the other ranks within milliseconds, and may drop their output."""
     result = mpirun(3, "-c", changed("if RANK == 1: replace('network', lambda: os._exit(3))", start_s=5))
     assert result.code != 0, result.text
-    assert failing(result) in (["world"], ["ranks"]), result.text  # the latter where rank 0 still looks for itself
+    assert failing(result) in (["world"], ["ranks"]), result.text  # ranks: rank 0 was still probing
 
 
-def test_a_trial_that_raises_on_one_rank_is_told_with_its_error():
-    change = "if RANK == 1: trials.time_allreduce = lambda _: 1 / 0"
+def test_a_trial_that_raises_on_one_rank_is_reported_with_its_error():
+    change = "command._WATCHDOG_EXTRA_S = 1.0\nif RANK == 1: trials.time_allreduce = lambda _: 1 / 0"
     result = mpirun(2, "-c", changed(change, limit_s=3))
     assert result.code != 0, result.text
     line = line_about(result, "allreduce", "ZeroDivisionError: division by zero (rank 1 on ")
@@ -260,8 +258,7 @@ def test_a_trial_that_raises_on_one_rank_is_told_with_its_error():
     assert line_about(result, "allreduce", "CollectiveTimeout")["verdict"] == "FAIL", result.text
 
 
-@pytest.mark.parametrize("mpi", MPIS)
-def test_wrong_sums_fail(mpi):
+def test_wrong_sums_fail():
     change = (
         "import allred; right = allred.allreduce_\n"
         "def wrong(array, op):\n"
@@ -269,7 +266,7 @@ def test_wrong_sums_fail(mpi):
         "    array[0] += allred.rank()\n"
         "allred.allreduce_ = wrong"
     )
-    result = mpirun(2, "-c", changed(change), mpi=mpi)
+    result = mpirun(2, "-c", changed(change))
     assert result.code == 1, result.text
     assert failing(result) == ["allreduce"], result.text
     assert "4 B: wrong on rank 1 on " in line_about(result, "allreduce")["found"], result.text
@@ -304,18 +301,15 @@ def test_info(mpi):
     assert result.err == "", result.text
 
 
-def test_info_of_a_program_that_had_started_mpi_before():
+def test_info_of_a_program_that_started_mpi_before():
     code = "from mpi4py import MPI; import allred; from allred.doctor import info; print(*info.lines(), sep='\\n')"
     result = run([BIN["openmpi"] / "python", "-c", code])
     assert result.code == 0, result.text
     assert "too late for OMPI_MCA_btl=self: MPI was started before allred.init()" in result.out, result.text
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_info_where_init_fails(ranks):
-    arguments = ("-m", "allred", "info")
-    env = {"ALLRED_BUCKETS": "1"}
-    result = mpirun(ranks, *arguments, env=env) if ranks > 1 else python(*arguments, env=env)
+def test_info_if_init_fails():
+    result = mpirun(2, "-m", "allred", "info", env={"ALLRED_BUCKETS": "1"})
     assert result.code == 0, result.text
     assert result.out.count("ConfigError: unknown variable ALLRED_BUCKETS") == 1, result.text
 
@@ -333,13 +327,12 @@ def test_info_config_needs_no_mpi():
     assert result.code == 0, result.text
     assert "ALLRED_TIMEOUT_S: 5.0 (variable)\n    float, default 1800.0; longest wait" in result.out, result.text
     assert "ALLRED_MODE: sync (default)" in result.out, result.text
-    assert "ALLRED_X: (set) (unknown variable)\n    no setting of this version" in result.out, result.text
+    assert "ALLRED_X: (set) (unknown variable)\n    not a setting of this version" in result.out, result.text
 
 
-@pytest.mark.parametrize("command", ["doctor", "info"])
-def test_arguments(command):
-    wrong = mpirun(2, "-m", "allred", command, "--jsno")
+def test_arguments():
+    wrong = mpirun(2, "-m", "allred", "doctor", "--jsno")
     assert wrong.code == 2, wrong.text
     assert wrong.err.count("unrecognized arguments: --jsno") == 1, wrong.text
-    helped = mpirun(2, "-m", "allred", command, "--help")
+    helped = mpirun(2, "-m", "allred", "info", "--help")
     assert (helped.code, helped.out.count("usage:")) == (0, 1), helped.text

@@ -1,0 +1,264 @@
+"""Facts of all ranks, and findings about them: verdict, topic, what was found, and a remedy.
+
+Every rank probes all topics. Rank 0 receives the facts of all ranks, compares them and makes the findings. A probe that
+fails on a rank becomes a ProbeFailure there; the other topics continue.
+"""
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Generic, TypeVar
+
+from allred.bench import setting
+
+F = TypeVar("F")
+
+OK = "ok"  # as it should be
+NOTE = "note"  # good to know; nothing has to be done
+WARN = "warn"  # works, but slowly, or not as intended
+FAIL = "FAIL"  # does not work, or gives wrong results
+VERDICTS = (OK, NOTE, WARN, FAIL)
+
+_TOPIC_WIDTH = 13
+_SUBPROCESS_LIMIT_S = 20.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One entry of the report. `remedy` is what to type or to change; "" if nothing has to be done."""
+
+    verdict: str
+    topic: str
+    found: str
+    remedy: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class ProbeFailure:
+    """The error of a probe that raised."""
+
+    error: str
+
+
+@dataclasses.dataclass(frozen=True)
+class RankFacts(Generic[F]):
+    """The facts of one topic on one rank."""
+
+    rank: int
+    host: str
+    facts: F
+
+
+@dataclasses.dataclass(frozen=True)
+class RankReport:
+    """All topics of one rank: the facts of each topic, or a ProbeFailure."""
+
+    rank: int
+    host: str
+    topics: Mapping[str, Any]
+
+    def topic(self, name: str) -> RankFacts[Any]:
+        """The facts of one topic."""
+        return RankFacts(self.rank, self.host, self.topics[name])
+
+
+@dataclasses.dataclass(frozen=True)
+class Topic(Generic[F]):
+    """A topic of the report. `probe` runs on every rank; `diagnose` is a pure function of the facts of all ranks."""
+
+    name: str
+    probe: Callable[[], F]
+    diagnose: Callable[[list[RankFacts[F]]], list[Finding]]
+
+
+def probe(topics: list[Topic[Any]]) -> dict[str, Any]:
+    """The facts of every topic on this rank; a ProbeFailure for each probe that raises."""
+    facts: dict[str, Any] = {}
+    for topic in topics:
+        try:
+            facts[topic.name] = topic.probe()
+        except Exception as error:  # the other probes continue
+            facts[topic.name] = ProbeFailure(error_line(error))
+    return facts
+
+
+def diagnose(topics: list[Topic[Any]], reports: list[RankReport]) -> list[Finding]:
+    """The findings about all topics."""
+    findings: list[Finding] = []
+    for topic in topics:
+        ranks = [report.topic(topic.name) for report in reports]
+        failed = [rank for rank in ranks if isinstance(rank.facts, ProbeFailure)]
+        probed = [rank for rank in ranks if not isinstance(rank.facts, ProbeFailure)]
+        try:
+            findings += topic.diagnose(probed) if probed else []
+        except Exception as error:  # the other topics continue
+            findings.append(Finding(NOTE, topic.name, f"could not be examined: {error_line(error)}"))
+        for text in sorted({rank.facts.error for rank in failed}):
+            where = f" ({rank_names([rank for rank in failed if rank.facts.error == text])})" * (len(ranks) > 1)
+            findings.append(Finding(NOTE, topic.name, f"could not be examined: {text}{where}"))
+    return findings
+
+
+def count(number: int, noun: str) -> str:
+    """A number with its noun.
+
+    >>> count(1, "rank"), count(2, "rank")
+    ('1 rank', '2 ranks')
+    """
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def rank_names(ranks: list[Any]) -> str:
+    """Ranks by number, with their host if they share one.
+
+    >>> rank_names([RankFacts(0, "a", None), RankFacts(1, "a", None)])
+    'ranks 0-1 on a'
+    >>> rank_names([RankFacts(3, "a", None), RankFacts(5, "b", None)])
+    'ranks 3,5'
+    """
+    names = f"rank{'s' * (len(ranks) > 1)} {setting.cores({rank.rank for rank in ranks})}"
+    hosts = {rank.host for rank in ranks}
+    return f"{names} on {hosts.pop()}" if len(hosts) == 1 else names
+
+
+def compare(ranks: list[RankFacts[F]], text: Callable[[F], Hashable]) -> str:
+    """`text` of the facts: once if all ranks agree, else with the ranks that differ from the most frequent text.
+
+    >>> compare([RankFacts(0, "a", 1), RankFacts(1, "a", 1), RankFacts(2, "b", 16)], lambda n: f"{n} threads")
+    'rank 2 on b: 16 threads; other ranks: 1 threads'
+    """
+    groups: dict[str, list[RankFacts[F]]] = {}
+    for rank in ranks:
+        groups.setdefault(str(text(rank.facts)), []).append(rank)
+    most = max(groups, key=lambda group: len(groups[group]))
+    if len(groups) == 1:
+        return most
+    unique = len(groups[most]) == 1
+    texts = [f"{rank_names(group)}: {own}" for own, group in groups.items() if unique or own != most]
+    return "; ".join(texts if unique else [*texts, f"other ranks: {most}"])
+
+
+def by_host(ranks: list[RankFacts[F]]) -> dict[str, list[RankFacts[F]]]:
+    """The ranks of each host, in rank order."""
+    hosts: dict[str, list[RankFacts[F]]] = {}
+    for rank in ranks:
+        hosts.setdefault(rank.host, []).append(rank)
+    return hosts
+
+
+def shorten(findings: list[Finding], hosts: int, topic: str, good: str) -> list[Finding]:
+    """The findings of several hosts: those that are not ok, or one finding if all are ok. One host: unchanged."""
+    if hosts == 1:
+        return findings
+    return [one for one in findings if one.verdict != OK] or [Finding(OK, topic, f"{good} each of the {hosts} hosts")]
+
+
+def probe_in_subprocess(code: str) -> tuple[dict[str, Any], str]:
+    """Run Python code in a new process, which may crash; the JSON object that it prints, and "" or the error."""
+    command = [sys.executable, "-c", code]
+    try:
+        process = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SUBPROCESS_LIMIT_S, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired:
+        return {}, f"loading took longer than {_SUBPROCESS_LIMIT_S:g} s"
+    if process.returncode:
+        return {}, last_error(process.stderr, process.returncode)
+    return json.loads(process.stdout.splitlines()[-1]), ""
+
+
+def last_error(stderr: str, code: int) -> str:
+    """The exception of a traceback in one line, or how the process ended.
+
+    >>> last_error("Traceback ...\\n  File x\\nRuntimeError: cannot load MPI library\\nlibmpi.so: not found\\n", 1)
+    'RuntimeError: cannot load MPI library; libmpi.so: not found'
+    >>> last_error("", -11)
+    'the process that loaded it was killed by signal 11'
+    """
+    lines = [line.rstrip() for line in stderr.splitlines() if line.strip()]
+    starts = [i for i, line in enumerate(lines) if line[0] not in " \t" and not line.startswith("Traceback")]
+    if code < 0:
+        return f"the process that loaded it was killed by signal {-code}"
+    if not starts:
+        return f"the process that loaded it ended with exit code {code}"
+    return "; ".join(lines[starts[0] :][:3])
+
+
+def error_line(error: BaseException) -> str:
+    """An exception in one line.
+
+    >>> error_line(OSError(2, "No such file"))
+    'FileNotFoundError: [Errno 2] No such file'
+    """
+    return f"{type(error).__name__}: {error}".strip().strip(":").replace("\n", "; ")
+
+
+def exit_code(findings: list[Finding]) -> int:
+    """1 if a finding is FAIL, else 0."""
+    return int(any(one.verdict == FAIL for one in findings))
+
+
+def summary(findings: list[Finding]) -> str:
+    """The last line of the report: the number of findings of each verdict.
+
+    >>> summary([Finding("ok", "a", ""), Finding("warn", "b", ""), Finding("warn", "c", "")])
+    '1 ok, 0 note, 2 warn, 0 FAIL'
+    """
+    counts = collections.Counter(one.verdict for one in findings)
+    return ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS)
+
+
+class ReportPrinter:
+    """Prints findings on one rank, as lines for people or as JSON objects, and keeps them for the summary.
+
+    >>> printer = ReportPrinter(as_json=False)
+    >>> print(printer.text([Finding("warn", "BLAS", "4 threads", "export OMP_NUM_THREADS=1")]))
+    warn  BLAS          4 threads
+                        -> export OMP_NUM_THREADS=1
+    """
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json = as_json
+        self.enabled = setting.first_rank()
+        self.findings: list[Finding] = []
+
+    def text(self, findings: list[Finding]) -> str:
+        """The findings as they are printed."""
+        return "\n".join(map(self._text, findings))
+
+    def _text(self, finding: Finding) -> str:
+        if self.as_json:
+            return json.dumps(dataclasses.asdict(finding))
+        text = f"{finding.verdict:<5} {finding.topic:<{_TOPIC_WIDTH}} {finding.found}"
+        return text + (f"\n{'':{_TOPIC_WIDTH + 6}} -> {finding.remedy}" if finding.remedy else "")
+
+    def add(self, findings: list[Finding]) -> None:
+        """Print findings."""
+        self.findings += findings
+        if self.enabled and findings:
+            print(self.text(findings), flush=True)
+
+    def end(self) -> int:
+        """Print the summary, unless the output is JSON; return the exit code."""
+        if self.enabled and not self.as_json:
+            print(summary(self.findings), flush=True)
+        return exit_code(self.findings)
+
+
+def parse_arguments(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace | int:
+    """The options, or the exit code after --help or an error. argparse prints on the first rank only."""
+    with contextlib.ExitStack() as silence:
+        if not setting.first_rank():
+            null = silence.enter_context(open(os.devnull, "w"))
+            silence.enter_context(contextlib.redirect_stdout(null))
+            silence.enter_context(contextlib.redirect_stderr(null))
+        try:
+            return parser.parse_args(arguments)
+        except SystemExit as stop:
+            return setting.fail("") if stop.code else 0

@@ -1,0 +1,311 @@
+"""Resources of a host: cores and BLAS threads, memory and /dev/shm, network interfaces."""
+
+import dataclasses
+import fcntl
+import os
+import pathlib
+import resource
+import socket
+import struct
+from collections.abc import Mapping
+
+from allred.bench.setting import cores as core_numbers
+from allred.bench.table import size_name
+from allred.cluster import limits
+from allred.cluster.processors import Cores, usable_cores
+from allred.doctor.findings import (
+    FAIL,
+    NOTE,
+    OK,
+    WARN,
+    Finding,
+    RankFacts,
+    by_host,
+    compare,
+    count,
+    rank_names,
+    shorten,
+)
+from allred.watch import shm_files
+
+# A rank's part of /dev/shm: Open MPI 5 asks for files of 16 MiB, MPICH 5 fills about 5 MiB (measured).
+SHM_RANK_BYTES = 16 * 2**20
+_SHM = "/dev/shm"
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
+_VIRTUAL = ("docker", "virbr", "br-", "veth", "cni", "podman", "lxc", "tun", "tap")
+_SLOW_MBPS = 10_000
+_NETWORK_VARIABLES = (
+    *("OMPI_MCA_pml", "OMPI_MCA_btl", "OMPI_MCA_btl_tcp_if_include"),
+    *("MPIR_CVAR_CH4_NETMOD", "FI_PROVIDER", "UCX_TLS", "UCX_NET_DEVICES", "I_MPI_FABRICS"),
+)
+
+
+def diagnose_processors(ranks: list[RankFacts[Cores]]) -> list[Finding]:
+    """Binding, ranks per core, the cgroup's quota, BLAS threads."""
+    hosts = by_host(ranks)
+    cores = [finding for host, there in hosts.items() for finding in _diagnose_cores(host, there)]
+    return [_diagnose_binding(ranks), *shorten(cores, len(hosts), "cores", "enough for the ranks on"), *_blas(ranks)]
+
+
+def _diagnose_binding(ranks: list[RankFacts[Cores]]) -> Finding:
+    found = compare(ranks, lambda facts: f"cores {core_numbers(set(facts.allowed))} of {facts.of_machine}")
+    for there in by_host(ranks).values():
+        for i, one in enumerate(there):
+            for other in there[i + 1 :]:
+                a, b = one.facts.allowed, other.facts.allowed
+                if a & b and (a != b or len(a) == 1):
+                    both = f"{rank_names([one, other])} are bound to the same core {core_numbers(set(a & b))}"
+                    remedy = "mpirun --bind-to core, or mpirun --bind-to none"
+                    return Finding(WARN, "binding", f"{both}; {found}", remedy)
+    return Finding(OK, "binding", found)
+
+
+def _diagnose_cores(host: str, ranks: list[RankFacts[Cores]]) -> list[Finding]:
+    cores = _usable(ranks)
+    found = f"{count(len(ranks), 'rank')} on {count(cores, 'core')} of {host}"
+    few = len(ranks) > cores
+    remedy = f"mpirun -np {cores} on this host; ranks that share a core wait for each other" if few else ""
+    findings = [Finding(WARN if few else OK, "cores", found, remedy)]
+    quota, visible = ranks[0].facts.quota, len(ranks[0].facts.allowed)
+    if quota is not None and quota < visible:
+        found = f"the cgroup on {host} allows the time of {quota:g} cores, but {visible} cores are visible"
+        remedy = f"docker run --cpuset-cpus=0-{cores - 1}, or request whole cores; export OMP_NUM_THREADS="
+        findings.append(Finding(WARN, "cpu quota", found, f"{remedy}{_cores_per_rank(ranks)}"))
+    return findings
+
+
+def _usable(ranks: list[RankFacts[Cores]]) -> int:
+    return usable_cores([rank.facts for rank in ranks])
+
+
+def _cores_per_rank(ranks: list[RankFacts[Cores]]) -> int:
+    return max(1, _usable(ranks) // len(ranks))
+
+
+def _blas(ranks: list[RankFacts[Cores]]) -> list[Finding]:
+    findings = [_diagnose_blas(ranks)]
+    if not all(rank.facts.measured for rank in ranks):
+        found = "read from environment variables, because threadpoolctl is not installed"
+        findings.insert(0, Finding(NOTE, "BLAS threads", found, "pip install 'allred[doctor]'"))
+    return findings
+
+
+def _diagnose_blas(ranks: list[RankFacts[Cores]]) -> Finding:
+    found = compare(ranks, lambda facts: f"{count(facts.blas_threads, 'thread')} ({facts.blas})")
+    for host, there in by_host(ranks).items():
+        threads = sum(rank.facts.blas_threads for rank in there)
+        remedy = f"export OMP_NUM_THREADS={_cores_per_rank(there)} before mpirun"
+        if threads > max(_usable(there), len(there)):  # with one thread each, the finding `cores` is enough
+            total = f"in total {count(threads, 'thread')} on {count(_usable(there), 'core')} of {host}"
+            return Finding(WARN, "BLAS threads", f"{found}; {total}", remedy)
+        squeezed = [rank for rank in there if rank.facts.blas_threads > len(rank.facts.allowed)]
+        if squeezed:
+            allowed = set(squeezed[0].facts.allowed)
+            only = f"{rank_names(squeezed[:1])} may use only core{'s' * (len(allowed) > 1)} {core_numbers(allowed)}"
+            return Finding(WARN, "BLAS threads", f"{found}; {only}", f"{remedy}, or mpirun --bind-to none")
+    if len(ranks) == 1 and ranks[0].facts.blas_threads > 1:
+        remedy = f"before mpirun -np N: export OMP_NUM_THREADS=$(({_usable(ranks)} / N))"
+        return Finding(NOTE, "BLAS threads", found, remedy)
+    if len({rank.facts.blas_threads for rank in ranks}) > 1:
+        remedy = "export the same OMP_NUM_THREADS on all ranks; other ranks wait for the slowest"
+        return Finding(WARN, "BLAS threads", found, remedy)
+    return Finding(OK, "BLAS threads", found)
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryFacts:
+    """Memory of a rank's host in bytes. None: no limit; shm_bytes None: /dev/shm is missing or not writable."""
+
+    shm_bytes: int | None
+    shm_free: int
+    locked_bytes: int | None
+    rdma: bool
+    machine_bytes: int
+    cgroup_bytes: int | None
+    unused_files: int = 0  # files of MPICH in /dev/shm that belong to this user and that no process uses
+    unused_bytes: int = 0
+
+
+def probe_memory() -> MemoryFacts:
+    """Memory and limits of this process."""
+    shm_bytes, shm_free = None, 0
+    if os.access(_SHM, os.W_OK):
+        status = os.statvfs(_SHM)
+        shm_bytes, shm_free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+    unused = shm_files.unused()
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return MemoryFacts(
+        shm_bytes=shm_bytes,
+        shm_free=shm_free,
+        locked_bytes=None if locked == resource.RLIM_INFINITY else locked,
+        rdma=any(pathlib.Path("/sys/class/infiniband").glob("*")),
+        machine_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        cgroup_bytes=limits.look().memory_bytes,
+        unused_files=len(unused),
+        unused_bytes=sum(unused.values()),
+    )
+
+
+def rounded_size(nbytes: int) -> str:
+    """Bytes with three significant digits.
+
+    >>> rounded_size(67108864), rounded_size(25 * 2**30 + 5), rounded_size(9 * 2**20 // 2)
+    ('64 MiB', '25 GiB', '4.5 MiB')
+    """
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if nbytes >= 1024**power:
+            return f"{nbytes / 1024**power:.3g} {unit}"
+    return size_name(nbytes)
+
+
+def diagnose_memory(ranks: list[RankFacts[MemoryFacts]]) -> list[Finding]:
+    """/dev/shm of every host, locked memory, the cgroup's limit."""
+    hosts = by_host(ranks)
+    shm = [_diagnose_shm(host, there) for host, there in hosts.items()]
+    shm = shorten(shm, len(hosts), _SHM, "enough space on")
+    return [*shm, _diagnose_locked(ranks), _diagnose_cgroup(ranks)]
+
+
+def _diagnose_shm(host: str, ranks: list[RankFacts[MemoryFacts]]) -> Finding:
+    facts, needed = ranks[0].facts, len(ranks) * SHM_RANK_BYTES
+    if facts.shm_bytes is None:
+        found = f"missing or not writable on {host}; MPI needs it between the ranks of a host"
+        return Finding(FAIL, _SHM, found, "mount -t tmpfs -o mode=1777,size=1g tmpfs /dev/shm")
+    found, remedies = f"{rounded_size(facts.shm_free)} free of {rounded_size(facts.shm_bytes)} on {host}", []
+    if facts.unused_files:
+        files = count(facts.unused_files, "file")
+        found += f"; {rounded_size(facts.unused_bytes)} in {files} of killed MPICH jobs"
+        remedies.append("python -m allred.watch.shm_files")
+    if facts.shm_free < needed:
+        found += f"; MPI may need {rounded_size(needed)} for {count(len(ranks), 'rank')}"
+        remedies.append("docker run --shm-size=1g ..., or mount -o remount,size=1g /dev/shm")
+    verdict = WARN if facts.shm_free < needed else NOTE if facts.unused_files else OK
+    return Finding(verdict, _SHM, found, "; or ".join(remedies))
+
+
+def _diagnose_locked(ranks: list[RankFacts[MemoryFacts]]) -> Finding:
+    found = compare(
+        ranks, lambda facts: "unlimited" if facts.locked_bytes is None else rounded_size(facts.locked_bytes)
+    )
+    short = [rank for rank in ranks if rank.facts.rdma and rank.facts.locked_bytes is not None]
+    if short:
+        remedy = "ulimit -l unlimited; permanently: '* - memlock unlimited' in /etc/security/limits.d, docker run "
+        remedy += "--ulimit memlock=-1, or LimitMEMLOCK=infinity for slurmd"
+        return Finding(WARN, "locked memory", f"{found}; InfiniBand on {rank_names(short)} needs more", remedy)
+    rdma = any(rank.facts.rdma for rank in ranks)
+    return Finding(OK, "locked memory", found if rdma else f"{found}; enough without InfiniBand")
+
+
+def _diagnose_cgroup(ranks: list[RankFacts[MemoryFacts]]) -> Finding:
+    def text(facts: MemoryFacts) -> str:
+        if facts.cgroup_bytes is None or facts.cgroup_bytes >= facts.machine_bytes:
+            return f"{rounded_size(facts.machine_bytes)}, no smaller limit of a cgroup"
+        return f"the cgroup allows {rounded_size(facts.cgroup_bytes)} of {rounded_size(facts.machine_bytes)}"
+
+    found = compare(ranks, text)
+    if any((rank.facts.cgroup_bytes or 2**62) < rank.facts.machine_bytes for rank in ranks):
+        remedy = "raise it with docker run --memory=... or sbatch --mem=...; above it ranks are killed without a "
+        return Finding(NOTE, "memory", found, f"{remedy}message (exit code 137)")
+    return Finding(OK, "memory", found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Interface:
+    """A network interface that is up. address: IPv4 or ""; mbps: 0 if unknown."""
+
+    name: str
+    address: str
+    mbps: int
+
+    def __str__(self) -> str:
+        speed = f"{self.mbps / 1000:g} Gbit/s" if self.mbps else "unknown speed"
+        return f"{self.name} {self.address or 'no IPv4 address'} {speed}"
+
+
+@dataclasses.dataclass(frozen=True)
+class NetworkFacts:
+    """Network of a rank's host, and the variables that select MPI's network."""
+
+    interfaces: tuple[Interface, ...]
+    infiniband: tuple[str, ...]  # "mlx5_0 port 1: ACTIVE, 200 Gb/sec (4X HDR)"
+    variables: Mapping[str, str]
+
+    @property
+    def active(self) -> bool:
+        """Whether an InfiniBand port is active."""
+        return any("ACTIVE" in port for port in self.infiniband)
+
+
+def probe_network(sys_class: pathlib.Path = pathlib.Path("/sys/class")) -> NetworkFacts:
+    """Interfaces and InfiniBand ports of this host."""
+    interfaces = []
+    for path in sorted((sys_class / "net").glob("*")):
+        if path.name != "lo" and _read(path / "operstate") in ("up", "unknown"):
+            speed = _read(path / "speed")  # -1 or an error on virtual interfaces
+            interfaces.append(Interface(path.name, _address(path.name), int(speed) if speed.isdigit() else 0))
+    ports = []
+    for port in sorted(sys_class.glob("infiniband/*/ports/*")):
+        state = _read(port / "state").split(":")[-1].strip()
+        ports.append(f"{port.parts[-3]} port {port.name}: {state}, {_read(port / 'rate')}")
+    variables = {name: os.environ[name] for name in _NETWORK_VARIABLES if name in os.environ}
+    return NetworkFacts(tuple(one for one in interfaces if one.address or one.mbps), tuple(ports), variables)
+
+
+def _address(name: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            request = struct.pack("256s", name.encode()[:15])
+            return socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)[20:24])
+        except OSError:  # the interface has no IPv4 address
+            return ""
+
+
+def _read(path: pathlib.Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def diagnose_network(ranks: list[RankFacts[NetworkFacts]]) -> list[Finding]:
+    """Interfaces, InfiniBand and, with several hosts, which network MPI probably uses."""
+    several = len(by_host(ranks)) > 1
+    found = compare(ranks, lambda facts: ", ".join(map(str, facts.interfaces)) or "only loopback")
+    findings = [Finding(OK, "network", found)]
+    alone = [rank for rank in ranks if not rank.facts.interfaces and not rank.facts.infiniband]
+    if several and alone:
+        remedy = "docker run --network=host ..., or give every host an interface with an address"
+        found = f"no interface to the other hosts for {rank_names(alone)}; {found}"
+        findings = [Finding(WARN, "network", found, remedy)]
+    if any(rank.facts.infiniband for rank in ranks):
+        findings.append(_diagnose_infiniband(ranks))
+    return [*findings, *(_diagnose_between_hosts(ranks) if several else [])]
+
+
+def _diagnose_infiniband(ranks: list[RankFacts[NetworkFacts]]) -> Finding:
+    found = compare(ranks, lambda facts: ", ".join(facts.infiniband) or "none")
+    down = [rank for rank in ranks if not rank.facts.active]
+    if down:
+        found = f"no active port for {rank_names(down)}; {found}"
+        return Finding(WARN, "InfiniBand", found, "run ibstat on that host")
+    return Finding(OK, "InfiniBand", found)
+
+
+def _diagnose_between_hosts(ranks: list[RankFacts[NetworkFacts]]) -> list[Finding]:
+    topic, facts = "between hosts", ranks[0].facts
+    chosen = " ".join(f"{name}={value}" for name, value in facts.variables.items())
+    infiniband = all(rank.facts.active for rank in ranks)
+    network = "InfiniBand if this MPI was built for it (check with ucx_info -d or fi_info)" if infiniband else "TCP"
+    found = f"MPI probably uses {network}; variables that select it: {chosen or 'none'}"
+    findings = [Finding(OK if infiniband else NOTE, topic, found)]
+    virtual = [one.name for one in facts.interfaces if one.name.startswith(_VIRTUAL)]
+    real = [one.name for one in facts.interfaces if one.name not in virtual and one.address]
+    if virtual and real and not chosen and not infiniband:
+        remedy = f"Open MPI: mpirun --mca btl_tcp_if_include {real[0]}; MPICH: mpirun -iface {real[0]}"
+        found = f"{', '.join(virtual)} on {ranks[0].host} cannot reach other hosts"
+        findings.append(Finding(NOTE, topic, found, remedy))
+    fastest = max((one.mbps for one in facts.interfaces), default=0)
+    if not infiniband and 0 < fastest < _SLOW_MBPS:
+        found = f"{fastest / 1000:g} Gbit/s is {fastest / 8000:.3g} GB/s for all ranks of a host together"
+        findings.append(Finding(NOTE, topic, found, "send gradients less often: larger batches, or accumulate="))
+    return findings

@@ -1,0 +1,154 @@
+"""The doctor's findings about cores, memory and the network, from given facts."""
+
+import dataclasses
+import sys
+
+import pytest
+from doctor_facts import GiB, MiB, finding_about, rank_facts, verdicts, write_files
+
+from allred.cluster import processors
+from allred.cluster.processors import Cores
+from allred.doctor import host
+from allred.doctor.findings import FAIL, NOTE, OK, WARN, Finding
+
+# ---- cores
+
+
+def facts_of_cores(allowed, threads=1, quota=None, measured=True):
+    return Cores(frozenset(allowed), 8, quota, threads, "openblas", measured)
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ([facts_of_cores(range(8))] * 4, {"binding": OK, "cores": OK, "BLAS threads": OK}),
+        ([facts_of_cores(range(8), threads=8)] * 4, {"binding": OK, "cores": OK, "BLAS threads": WARN}),
+        ([facts_of_cores(range(8), threads=8)], {"binding": OK, "cores": OK, "BLAS threads": NOTE}),
+        ([facts_of_cores({0}), facts_of_cores({1})], {"binding": OK, "cores": OK, "BLAS threads": OK}),
+        ([facts_of_cores({0}), facts_of_cores({0})], {"binding": WARN, "cores": WARN, "BLAS threads": OK}),
+        ([facts_of_cores({0, 1}), facts_of_cores({1, 2})], {"binding": WARN, "cores": OK, "BLAS threads": OK}),
+        ([facts_of_cores({0}, 3), facts_of_cores({1, 2, 3}, 1)], {"binding": OK, "cores": OK, "BLAS threads": WARN}),
+        (
+            [facts_of_cores(range(8), 1), facts_of_cores(range(8), 2)],
+            {"binding": OK, "cores": OK, "BLAS threads": WARN},
+        ),
+        ([facts_of_cores(range(2))] * 3, {"binding": OK, "cores": WARN, "BLAS threads": OK}),
+        (
+            [facts_of_cores(range(8), quota=2.0)] * 2,
+            {"binding": OK, "cores": OK, "cpu quota": WARN, "BLAS threads": OK},
+        ),
+        (
+            [facts_of_cores(range(8), quota=2.0)] * 3,
+            {"binding": OK, "cores": WARN, "cpu quota": WARN, "BLAS threads": OK},
+        ),
+    ],
+)
+def test_cores_and_threads(facts, expected):
+    assert verdicts(host.diagnose_processors(rank_facts(*facts))) == expected
+
+
+def test_the_remedy_for_too_many_threads_is_the_share_of_a_rank():
+    lines = host.diagnose_processors(rank_facts(*[facts_of_cores(range(8), threads=8)] * 4))
+    found = finding_about(lines, "BLAS threads")
+    assert found.found == "8 threads (openblas); in total 32 threads on 8 cores of nodeA"
+    assert found.remedy == "export OMP_NUM_THREADS=2 before mpirun"
+
+
+def test_ranks_of_several_hosts_are_counted_by_host():
+    facts = [facts_of_cores(range(2))] * 4
+    assert finding_about(host.diagnose_processors(rank_facts(*facts, hosts="aabb")), "cores") == Finding(
+        OK, "cores", "enough for the ranks on each of the 2 hosts"
+    )
+    assert (
+        finding_about(host.diagnose_processors(rank_facts(*facts, hosts="aaab")), "cores").found
+        == "3 ranks on 2 cores of a"
+    )
+
+
+def test_a_note_says_that_threadpoolctl_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "threadpoolctl", None)
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "3")
+    facts = processors.look()
+    assert (facts.measured, facts.blas_threads, facts.blas) == (False, 3, "OPENBLAS_NUM_THREADS=3")
+    lines = host.diagnose_processors(rank_facts(dataclasses.replace(facts, allowed=frozenset(range(4)))))
+    assert "pip install 'allred[doctor]'" in next(one.remedy for one in lines if "threadpoolctl" in one.found)
+
+
+# ---- memory
+
+MEMORY = host.MemoryFacts(GiB, GiB, None, False, 64 * GiB, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "topic", "verdict"),
+    [
+        ({}, "/dev/shm", OK),
+        ({"shm_free": 32 * MiB}, "/dev/shm", OK),
+        ({"shm_free": 32 * MiB - 1}, "/dev/shm", WARN),
+        ({"shm_bytes": None}, "/dev/shm", FAIL),
+        ({"unused_files": 1, "unused_bytes": 4096}, "/dev/shm", NOTE),
+        ({"locked_bytes": 8 * MiB}, "locked memory", OK),
+        ({"locked_bytes": 8 * MiB, "rdma": True}, "locked memory", WARN),
+        ({"rdma": True}, "locked memory", OK),
+        ({"cgroup_bytes": 4 * GiB}, "memory", NOTE),
+        ({"cgroup_bytes": 65 * GiB}, "memory", OK),
+    ],
+)
+def test_memory(change, topic, verdict):
+    lines = host.diagnose_memory(rank_facts(*[dataclasses.replace(MEMORY, **change)] * 2))
+    assert finding_about(lines, topic).verdict == verdict
+    assert [one.topic for one in lines] == ["/dev/shm", "locked memory", "memory"]
+
+
+def test_files_of_killed_jobs():
+    some = dataclasses.replace(MEMORY, unused_files=2, unused_bytes=4 * MiB)
+    line = finding_about(host.diagnose_memory(rank_facts(some)), "/dev/shm")
+    assert line.found.endswith("; 4 MiB in 2 files of killed MPICH jobs")
+    assert line.remedy == "python -m allred.watch.shm_files"
+    line = finding_about(host.diagnose_memory(rank_facts(dataclasses.replace(some, shm_free=0))), "/dev/shm")
+    assert line.verdict == WARN
+    assert line.remedy.startswith("python -m allred.watch.shm_files; or docker run --shm-size=1g")
+
+
+# ---- network
+
+ETHERNET = host.Interface("eth0", "10.0.0.1", 1000)
+DOCKER = host.Interface("docker0", "172.17.0.1", 0)
+
+
+def facts_of_network(*interfaces, infiniband=(), choices=()):
+    return host.NetworkFacts(interfaces, tuple(infiniband), dict(choices))
+
+
+def test_one_host_needs_no_network():
+    assert verdicts(host.diagnose_network(rank_facts(facts_of_network(), facts_of_network()))) == {"network": OK}
+
+
+def test_between_hosts():
+    def lines(*facts):
+        return host.diagnose_network(rank_facts(*facts, hosts="ab"))
+
+    tcp = facts_of_network(ETHERNET, DOCKER)
+    texts = [one.found for one in lines(tcp, tcp) if one.topic == "between hosts"]
+    assert texts[0] == "MPI probably uses TCP; variables that select it: none"
+    assert texts[1] == "docker0 on a cannot reach other hosts"
+    assert texts[2].startswith("1 Gbit/s is 0.125 GB/s")
+    assert finding_about(lines(tcp, facts_of_network()), "network").verdict == WARN
+    up, down = "mlx5_0 port 1: ACTIVE, 200 Gb/sec", "mlx5_0 port 1: DOWN, 10 Gb/sec"
+    fast = facts_of_network(ETHERNET, infiniband=[up])
+    assert verdicts(lines(fast, fast)) == {"network": OK, "InfiniBand": OK, "between hosts": OK}
+    broken = finding_about(lines(fast, facts_of_network(ETHERNET, infiniband=[down])), "InfiniBand")
+    assert broken.verdict == WARN
+    assert broken.found.startswith("no active port for rank 1 on b")
+
+
+def test_interfaces_and_infiniband_are_read_from_sysfs(tmp_path):
+    write_files(tmp_path, {"net/lo/operstate": "unknown", "net/x1/operstate": "up\n", "net/x1/speed": "25000\n"})
+    write_files(tmp_path, {"net/x2/operstate": "down", "net/x2/speed": "-1"})
+    write_files(
+        tmp_path, {"infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n", "infiniband/mlx5_0/ports/1/rate": "200 Gb/sec\n"}
+    )
+    facts = host.probe_network(tmp_path)
+    assert [str(one) for one in facts.interfaces] == ["x1 no IPv4 address 25 Gbit/s"]
+    assert facts.infiniband == ("mlx5_0 port 1: ACTIVE, 200 Gb/sec",)
+    assert host.probe_network(tmp_path / "nothing").interfaces == ()
