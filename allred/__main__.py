@@ -8,8 +8,8 @@ import sys
 USAGE = """\
 usage: python -m allred COMMAND ...
 
-  doctor  what is good here, what is not, and what to type; alone or under mpirun
-  info    versions, paths, backend; with --config all settings
+  doctor  finds problems of MPI, this host and allred, and says what to type; alone or under mpirun
+  info    versions, paths, backend; --config: all settings
   bench   speed of the collectives, also against raw MPI, and of the data readers
   checkpoint  ls, show, verify DIR: which checkpoints there are, what one holds, whether all bytes are right
   timeline  merge DIR: one trace of all ranks from what ALLRED_TIMELINE=DIR has written, and who waited for whom

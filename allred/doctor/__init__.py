@@ -1,1 +1,1 @@
-"""`python -m allred doctor`: what is good here and what is not, and what to type. And `python -m allred info`."""
+"""`python -m allred doctor`: finds problems and says what to type; `python -m allred info`: versions and settings."""

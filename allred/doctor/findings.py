@@ -152,7 +152,7 @@ def by_host(ranks: list[RankFacts[F]]) -> dict[str, list[RankFacts[F]]]:
     return hosts
 
 
-def shorten(findings: list[Finding], hosts: int, topic: str, good: str) -> list[Finding]:
+def summarize_hosts(findings: list[Finding], hosts: int, topic: str, good: str) -> list[Finding]:
     """The findings of several hosts: those that are not ok, or one finding if all are ok. One host: unchanged."""
     if hosts == 1:
         return findings

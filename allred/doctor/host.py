@@ -24,7 +24,7 @@ from allred.doctor.findings import (
     compare,
     count,
     rank_names,
-    shorten,
+    summarize_hosts,
 )
 from allred.watch import shm_files
 
@@ -44,7 +44,11 @@ def diagnose_processors(ranks: list[RankFacts[Cores]]) -> list[Finding]:
     """Binding, ranks per core, the cgroup's quota, BLAS threads."""
     hosts = by_host(ranks)
     cores = [finding for host, there in hosts.items() for finding in _diagnose_cores(host, there)]
-    return [_diagnose_binding(ranks), *shorten(cores, len(hosts), "cores", "enough for the ranks on"), *_blas(ranks)]
+    return [
+        _diagnose_binding(ranks),
+        *summarize_hosts(cores, len(hosts), "cores", "enough for the ranks on"),
+        *_blas(ranks),
+    ]
 
 
 def _diagnose_binding(ranks: list[RankFacts[Cores]]) -> Finding:
@@ -162,12 +166,13 @@ def diagnose_memory(ranks: list[RankFacts[MemoryFacts]]) -> list[Finding]:
     """/dev/shm of every host, locked memory, the cgroup's limit."""
     hosts = by_host(ranks)
     shm = [_diagnose_shm(host, there) for host, there in hosts.items()]
-    shm = shorten(shm, len(hosts), _SHM, "enough space on")
+    shm = summarize_hosts(shm, len(hosts), _SHM, "enough space on")
     return [*shm, _diagnose_locked(ranks), _diagnose_cgroup(ranks)]
 
 
 def _diagnose_shm(host: str, ranks: list[RankFacts[MemoryFacts]]) -> Finding:
     facts, needed = ranks[0].facts, len(ranks) * SHM_RANK_BYTES
+    short = facts.shm_free < needed
     if facts.shm_bytes is None:
         found = f"missing or not writable on {host}; MPI needs it between the ranks of a host"
         return Finding(FAIL, _SHM, found, "mount -t tmpfs -o mode=1777,size=1g tmpfs /dev/shm")
@@ -176,10 +181,10 @@ def _diagnose_shm(host: str, ranks: list[RankFacts[MemoryFacts]]) -> Finding:
         files = count(facts.unused_files, "file")
         found += f"; {rounded_size(facts.unused_bytes)} in {files} of killed MPICH jobs"
         remedies.append("python -m allred.watch.shm_files")
-    if facts.shm_free < needed:
+    if short:
         found += f"; MPI may need {rounded_size(needed)} for {count(len(ranks), 'rank')}"
         remedies.append("docker run --shm-size=1g ..., or mount -o remount,size=1g /dev/shm")
-    verdict = WARN if facts.shm_free < needed else NOTE if facts.unused_files else OK
+    verdict = WARN if short else NOTE if facts.unused_files else OK
     return Finding(verdict, _SHM, found, "; or ".join(remedies))
 
 

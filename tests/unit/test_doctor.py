@@ -156,12 +156,13 @@ def test_wrong_sums_of_mpi_itself():
     assert (found.verdict, found.found[:24]) == (FAIL, "wrong on rank 1 on nodeA")
 
 
-def test_no_way_to_share_memory():
-    assert trials.diagnose_sharing(rank_facts(*[trials.SharingResult("", 2)] * 2))[0].verdict == WARN
-    assert trials.diagnose_sharing(rank_facts(*[trials.SharingResult("", 1)] * 2, hosts="ab"))[0].verdict == NOTE
-    assert (
-        trials.diagnose_sharing(rank_facts(*[trials.SharingResult("memfd over a Unix socket", 2)] * 2))[0].verdict == OK
-    )
+@pytest.mark.parametrize(
+    ("way", "ranks", "hosts", "verdict"),
+    [("", 2, "aa", WARN), ("", 1, "ab", NOTE), ("memfd through /proc", 2, "aa", OK)],
+)
+def test_shared_memory(way, ranks, hosts, verdict):
+    (found,) = trials.diagnose_sharing(rank_facts(*[trials.SharingResult(way, ranks)] * 2, hosts=hosts))
+    assert found.verdict == verdict
 
 
 def test_the_whole_report_of_this_process():

@@ -38,10 +38,10 @@ def test_warnings_about_an_mpirun_of_another_mpi_and_about_root():
     alone = facts_of_launch(beside="", first="/usr/bin/mpirun")
     assert verdicts(mpi.diagnose_start(alone, "Open MPI 5.0.11")) == {"mpirun": WARN, "root": WARN}
     assert mpi.diagnose_start(alone, "MPICH 5.0.2") == []
-    assert (
-        mpi.diagnose_start(dataclasses.replace(alone, launcher="Open MPI's mpirun", first_kind=""), "Open MPI 5.0.11")
-        == []
-    )
+    beside = facts_of_launch(first="/usr/bin/mpirun", root_refused=False)
+    assert mpi.diagnose_start(beside, "Open MPI 5.0.11") == []
+    launched = dataclasses.replace(alone, launcher="Open MPI's mpirun", first_kind="")
+    assert mpi.diagnose_start(launched, "Open MPI 5.0.11") == []
 
 
 WORLD = mpi.WorldFacts(0, 1, "nodeA", 4, "multiple")
