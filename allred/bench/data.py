@@ -1,18 +1,17 @@
 """`bench data`: records per second of the readers, of `shuffled` and of `prefetch`.
 
-A record is an image of 784 bytes and an int label, as in MNIST, unless the line says otherwise. The files are written
-to a temporary directory and read over and over, from the page cache: the time is that of the code, not of the disk. A
-line counts records for `--seconds`, after the first batch, which opens files and starts threads and processes.
+A record is an image of 784 bytes and an int label, as in MNIST, unless the line names another one. The files are in a
+temporary directory and are read repeatedly from the page cache, so the time is that of the code, not of the disk. Each
+line counts records for `--seconds`, after a warm-up batch, which opens files and starts threads and processes.
 
-npy, tfrecord             batches of mapped arrays in a shuffled order; records as bytes, both checksums checked
+npy, tfrecord             batches of memory-mapped arrays in shuffled order; records as bytes, both checksums verified
 idx                       the whole file into one array
 example                   a serialized tf.train.Example into arrays
 shuffled                  tfrecord through a buffer of 1000 records
 stream                    tfrecord, example and collate to batches of 100
-prefetch                  the same by a thread, and by two processes that decode
+prefetch                  stream in a thread, and in two processes
 
-No rank waits for another: under mpirun all ranks read at the same time, each its own files, and rank 0 prints its
-numbers.
+Under mpirun all ranks read at the same time, each its own files, without barriers; rank 0 prints its own numbers.
 """
 
 import argparse
@@ -38,32 +37,32 @@ from allred.errors import ConfigError
 ROWS, BATCH, BUFFER = 2000, 100, 1000
 _ENDLESS = 10**9  # epochs
 
-Counts = Iterator[int]  # of records, one number for each step
+Counts = Iterator[int]  # number of records of each step
 
 
 def run(options: argparse.Namespace, command: str) -> None:
-    """Measure every way, and print a line for each. Raises ConfigError if a package is missing."""
+    """Measure and print all cases. Raises ConfigError if a package is missing."""
     with tempfile.TemporaryDirectory(prefix="allred-bench-") as directory:
         try:
-            ways = _ways(pathlib.Path(directory))
+            cases = _cases(pathlib.Path(directory))
         except ImportError as error:
             raise ConfigError(f"bench data: {error}") from None
-        where = {
+        conditions = {
             "crc32c": crc32c.implementation,
             "protobuf": importlib.metadata.version("protobuf"),
             "cores": setting.cores(os.sched_getaffinity(0)),
             "command": command,
         }
-        speaks = setting.first_rank()
-        if speaks and not options.json:
-            print(f"data: google-crc32c: {where['crc32c']}; protobuf {where['protobuf']}; cores {where['cores']}")
+        prints = setting.first_rank()
+        if prints and not options.json:
+            print("data: google-crc32c: {crc32c}; protobuf {protobuf}; cores {cores}".format(**conditions))
             print(f"{'':36} {'records/s':>12} {'us/record':>10}")
-        for name, way in ways.items():
-            rate = records_per_s(way(), options.seconds)
+        for name, case in cases.items():
+            rate = records_per_s(case(), options.seconds)
             record = {"bench": "data", "what": name, "records_per_s": short(rate), "us_per_record": short(1e6 / rate)}
-            if speaks and options.json:
-                print(json.dumps({**record, **where}), flush=True)
-            elif speaks:
+            if prints and options.json:
+                print(json.dumps({**record, **conditions}), flush=True)
+            elif prints:
                 print(f"{name:36} {rate:12,.0f} {1e6 / rate:10.4g}", flush=True)
 
 
@@ -83,31 +82,31 @@ def records_per_s(counts: Counts, seconds: float) -> float:
     return done / elapsed
 
 
-def _ways(directory: pathlib.Path) -> dict[str, Callable[[], Counts]]:
-    """What is measured, by name."""
-    chance = np.random.default_rng(0)
-    images, labels = chance.integers(0, 256, (ROWS, 784), np.uint8), chance.integers(0, 10, ROWS)
+def _cases(directory: pathlib.Path) -> dict[str, Callable[[], Counts]]:
+    """Starts of the measured iterators, by name."""
+    rng = np.random.default_rng(0)
+    images, labels = rng.integers(0, 256, (ROWS, 784), np.uint8), rng.integers(0, 10, ROWS)
     np.save(directory / "x.npy", images)
     np.save(directory / "y.npy", labels)
     (directory / "x.idx").write_bytes(struct.pack(">HBBII", 0, 8, 2, *images.shape) + images.tobytes())
     records = [data.make_example({"image": x.tobytes(), "label": y}) for x, y in zip(images, labels, strict=True)]
     data.write_tfrecord(directory / "records", records)
-    floats = data.make_example({"x": chance.normal(size=784), "label": 7})
+    floats = data.make_example({"x": rng.normal(size=784), "label": 7})
     small = data.make_example({f"feature_{i}": (i, i / 2, b"abc")[i % 3] for i in range(20)})
     read = data.tfrecord(directory / "records")
-    of_one: dict[str, Any] = {"batch_size": BATCH, "epochs": _ENDLESS, "rank": 0, "size": 1}
+    one_rank: dict[str, Any] = {"batch_size": BATCH, "epochs": _ENDLESS, "rank": 0, "size": 1}
 
     def stream() -> data.Stream:
-        return data.stream(read, decode=decode, **of_one)
+        return data.stream(read, decode=decode, **one_rank)
 
     def decoded(record: bytes) -> Callable[[], Counts]:
         return lambda: _counted(map(data.example, itertools.repeat(record)))
 
     return {
-        "npy": lambda: _batches(data.batches(data.npy(directory / "x.npy"), data.npy(directory / "y.npy"), **of_one)),
+        "npy": lambda: _batches(data.batches(data.npy(directory / "x.npy"), data.npy(directory / "y.npy"), **one_rank)),
         "idx": lambda: (len(data.idx(directory / "x.idx")) for _ in itertools.count()),
-        "tfrecord": lambda: _counted(_again(read)),
-        "shuffled(tfrecord)": lambda: _counted(_again(data.shuffled(read, BUFFER))),
+        "tfrecord": lambda: _counted(_forever(read)),
+        "shuffled(tfrecord)": lambda: _counted(_forever(data.shuffled(read, BUFFER))),
         "example: image and label": decoded(records[0]),
         "example: 784 floats and label": decoded(floats),
         "example: 20 small features": decoded(small),
@@ -118,12 +117,12 @@ def _ways(directory: pathlib.Path) -> dict[str, Callable[[], Counts]]:
 
 
 def decode(record: bytes) -> tuple[Any, Any]:
-    """An image, uint8 (784,), and its label."""
+    """The image, uint8 (784,), and its label, an int."""
     features = data.example(record)
     return np.frombuffer(features["image"][0], np.uint8), features["label"][0]
 
 
-def _again(records: Iterable[Any]) -> Iterator[Any]:
+def _forever(records: Iterable[Any]) -> Iterator[Any]:
     while True:
         yield from records
 
