@@ -1,8 +1,8 @@
-"""Markdown from what `python -m allred bench --json` printed: `make bench` calls it.
+"""Writes Markdown from the output of `python -m allred bench --json`. Called by `make bench`.
 
     python benchmarks/report.py LINES.jsonl benchmarks/RESULTS.md
 
-Every line says the command, the MPI and the settings it was measured under; lines that share these make one section.
+Lines with the same command, MPI, backend and settings form one section.
 """
 
 import datetime
@@ -14,28 +14,29 @@ import platform
 import re
 import sys
 
+from allred.bench.table import size_name
+
 INTRODUCTION = """\
-# What `make bench` measured
+# Results of `make bench`
 
 {date}, {machine}.
 
-Times are medians over samples; a sample is the mean of a batch of calls (of one call where it takes long), on the
-slowest rank. allred and raw MPI, called through mpi4py, take turns of some milliseconds in the same processes, on the
-same arrays, in place, blocking; results are verified before. algbw = bytes / p50, busbw = algbw * 2 (n - 1) / n,
-GB = 10^9 bytes; "times faster" is MPI's p50 / allred's. `allred/bench/measure.py` has the details. Absolute times drift
-on a shared machine; ratios less.
+Times are medians (p50) of samples. A sample is the mean of a batch of calls, or one long call, on the slowest rank.
+allred and raw MPI (mpi4py) run interleaved in the same processes, on the same arrays, in place, blocking; results are
+verified before and after. algbw = bytes / p50, busbw = algbw * 2 (n - 1) / n, GB = 10^9 bytes; "speedup" is MPI's p50 /
+allred's. `allred/bench/measure.py` has the details. On a shared machine absolute times vary more than ratios.
 
-Of `ps` a sample is of any worker, algbw counts the bytes of the model once, and a step moves them twice, there and
-back. The peer keeps gradients and parameters in flat arrays of its own; `allred/bench/peer.py` has its forms.
-Staleness: updates between the parameters that a gradient was computed with and those that it was applied to.
+`ps`: a sample is that of any worker. algbw counts the bytes of the model once; a step moves them twice, to the server
+and back. The raw MPI baseline keeps gradients and parameters in flat arrays; `allred/bench/baselines.py` describes its
+variants. Staleness: updates between the parameters that a gradient was computed with and those that it was applied to.
 
 "Concatenate + split" copies into a flat array that is allocated once, reduces it with one call, and copies back.
-"Tuned" means that glibc keeps freed memory and uses huge pages, for allred and for MPI alike.
+"Tuned": glibc keeps freed memory and uses huge pages, both for allred and for MPI.
 """
 
-_ROWS = 8
+_STALENESS_COUNTS = 8  # shown at most
 
-SHARED = ("command", "mpi", "backend", "mpi_settings", "glibc_tunables")
+SECTION_KEYS = ("command", "mpi", "backend", "mpi_settings", "glibc_tunables")
 
 
 def machine() -> str:
@@ -49,27 +50,21 @@ def machine() -> str:
     )
 
 
-def size(nbytes: int) -> str:
-    """65536 -> 64 KiB"""
-    power = next((power for power in (3, 2, 1) if nbytes % 1024**power == 0), 0)
-    return f"{nbytes // 1024**power} {('B', 'KiB', 'MiB', 'GiB')[power]}"
-
-
 def number(value: float) -> str:
     """Three significant digits, without an exponent."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value >= 0.01 else f"{value:.4f}"
 
 
 def section(lines: list[dict]) -> str:
-    """One command's heading, setting and table."""
+    """Heading, conditions and table of one command."""
     first = lines[0]
     settings = [f"`{name}={value}`" for name, value in first["mpi_settings"].items()]
     settings += [f"`GLIBC_TUNABLES={first['glibc_tunables']}`"] * bool(first["glibc_tunables"])
     cores = first["binding"]
-    cores = f"cores {cores[0]} for each rank" if len(set(cores)) == 1 else f"cores {', '.join(cores)}"
+    cores = f"cores {cores[0]} on each rank" if len(set(cores)) == 1 else f"cores {', '.join(cores)}"
     ranks = f"{first['ranks']} ranks"
     if first["bench"] == "ps":
-        ranks += f" ({first['servers']} to serve, {first['workers']} to work; {first['consistency']})"
+        ranks += f" (servers {first['servers']}, workers {first['workers']}, {first['consistency']})"
     rows = [row(line) for line in lines]
     table = [list(rows[0]), ["---", *["---:"] * (len(rows[0]) - 1)], *(list(row.values()) for row in rows)]
     return "\n".join(
@@ -87,8 +82,10 @@ def section(lines: list[dict]) -> str:
 
 
 def row(line: dict) -> dict[str, str]:
-    """One line's cells, by the heads of the columns."""
-    cells = {"set": f"{line['set']}: {line['tensors']} tensors"} if "set" in line else {"size": size(line["bytes"])}
+    """The cells of one line, by column header."""
+    cells = (
+        {"set": f"{line['set']}: {line['tensors']} tensors"} if "set" in line else {"size": size_name(line["bytes"])}
+    )
     cells |= {
         "allred p50, us": number(line["p50_us"]),
         "p99, us": number(line["p99_us"]),
@@ -101,23 +98,23 @@ def row(line: dict) -> dict[str, str]:
     if line["against"]:
         name = "raw MPI" if line["against"] == "mpi" else line["against"].replace("mpi", "raw MPI,")
         if "set" in line:
-            cells["against"] = name
-        cells["its p50, us" if "set" in line else f"{name} p50, us"] = number(line["against_p50_us"])
-        cells["times faster"] = f"{line['speedup']:.2f}"
+            cells["baseline"] = name
+        cells["baseline p50, us" if "set" in line else f"{name} p50, us"] = number(line["against_p50_us"])
+        cells["speedup"] = f"{line['speedup']:.2f}"
     return cells | {"samples": f"{line['samples']} of {line['calls_per_sample']}"}
 
 
 def staleness(counts: dict[str, int]) -> str:
-    """{"0": 90, "1": 9, "2": 1} -> 0: 90 %, 1: 9 %, 2: 1 %; the most frequent, where there are many"""
+    """Shares of the most frequent values: {"0": 90, "1": 9, "2": 1} -> 0: 90 %, 1: 9 %, 2: 1 %"""
     total = sum(counts.values())
-    most = sorted(sorted(counts, key=counts.__getitem__)[-_ROWS:], key=int)
+    most = sorted(sorted(counts, key=counts.__getitem__)[-_STALENESS_COUNTS:], key=int)
     return ", ".join(f"{value}: {100 * counts[value] / total:.3g} %" for value in most)
 
 
 def report(lines: list[dict]) -> str:
-    """The whole page."""
+    """The Markdown page."""
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    groups = itertools.groupby(lines, key=lambda line: [line[name] for name in SHARED])
+    groups = itertools.groupby(lines, key=lambda line: [line[name] for name in SECTION_KEYS])
     sections = [section(list(group)) for _, group in groups]
     return "\n\n".join([INTRODUCTION.format(date=date, machine=machine()).rstrip(), *sections]) + "\n"
 

@@ -1,8 +1,8 @@
-"""What recording costs: `mpirun -np 2 python benchmarks/timeline.py [BYTES ...]`.
+"""The cost of recording a timeline: `mpirun -np 2 python benchmarks/timeline.py [BYTES ...]`.
 
-An allreduce with a timeline against the same without, in the same processes, in turns of some milliseconds
-(allred/bench/measure.py says how). The thread that writes runs beside both; its share of the time is on its own line.
-On a machine that others use too, look at p10: the samples in which nobody came between.
+Measures an allreduce with and without a timeline in the same processes, interleaved (allred/bench/measure.py). The
+writing thread runs during both; the last line gives its CPU time per record. On a shared machine compare p10: these
+samples were not disturbed by other programs.
 """
 
 import mmap
@@ -36,7 +36,7 @@ def main() -> None:
         for size in [int(size) for size in sys.argv[1:]] or [4, 65536, 2**20, 2**24]:
             line(size, comm)
         if comm.Get_rank() == 0:
-            print(f"to write a record: {writing_ns():.0f} ns of the thread that writes")
+            print(f"writing thread: {writing_ns():.0f} ns per record")
         comm.Barrier()
         allred.shutdown()
 
@@ -45,28 +45,28 @@ def line(size: int, comm: Any) -> None:
     """Measure one size."""
     communicator, array = collectives.current(), np.zeros(size // 4, np.float32)
     allreduce, note = communicator.allreduce_now, communicator._segment.note
-    ways = {
+    calls = {
         "off": lambda: (note(False), allreduce(array, True, allred.Sum, "w")),
         "on": lambda: (note(True), allreduce(array, True, allred.Sum, "w")),
     }
-    found = measure.measure(ways, comm, SECONDS)
+    found = measure.interleave(calls, comm, SECONDS)
     for percent in (10, 50):
-        off, on = (found[way].us(percent) for way in ("off", "on"))
+        off, on = (found[name].us(percent) for name in ("off", "on"))
         if comm.Get_rank() == 0:
             change = f"{on - off:+6.2f} us {100 * (on / off - 1):+6.2f} %"
             print(f"{size:>9} B  p{percent}  off {off:10.2f} us  on {on:10.2f} us  {change}", flush=True)
 
 
 def writing_ns() -> float:
-    """CPU time to write a record, from writing many, of 100 names."""
+    """CPU time to write a record, the mean of 100 000 records with 100 names."""
     with tempfile.TemporaryDirectory() as directory:
-        mine = recorder.Recorder(f"{directory}/rank-0.timeline")
+        one = recorder.Recorder(f"{directory}/rank-0.timeline")
         communicator, array = ShmCommunicator(0, 1, mmap.mmap(-1, segment_bytes(1, CHUNK_BYTES)), 1.0), np.zeros(1)
-        communicator.record(Track(mine, "one rank"))
+        communicator.record(Track(one, "one rank"))
         for number in range(100_000):
             communicator.allreduce_now(array, True, allred.Sum, f"layer {number % 100}")
         start = time.process_time_ns()
-        mine._write_records()
+        one._write_records()
         return (time.process_time_ns() - start) / 100_000
 
 

@@ -1,1 +1,1 @@
-"""`python -m allred bench`: how fast the collectives are on this machine, and against raw MPI."""
+"""`python -m allred bench`: speed of the collectives, of parameter servers and of the readers, also against raw MPI."""

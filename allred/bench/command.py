@@ -1,104 +1,218 @@
-"""`python -m allred bench`: the order of things.
+"""`python -m allred bench`: arguments, setup, and the choice of the benchmark.
 
-    arguments -> malloc's settings (starts the process again) -> MPI's settings -> init -> for each size or set:
-    allocate, verify every way, time them in turns (measure.py says how), verify, print
+    parse arguments -> set malloc's tunables (restarts the process) -> set MPI's settings -> init -> run the benchmark
 
-A wrong argument is found before MPI starts, on all ranks, and is exit code 2; a wrong sum is exit code 1.
+A wrong argument is reported before MPI starts, with exit code 2 on all ranks; a wrong result has exit code 1.
 """
 
 import argparse
 import contextlib
+import importlib
 import os
 import shlex
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import numpy as np
 
 import allred
-from allred import arrays
-from allred.bench import data, gpu, measure, overlap, ps, sets, setting, table, verify, ways
-from allred.bench.arguments import parse
-from allred.cluster import mpi
-from allred.comm import collectives
-from allred.compression import Compression
+from allred import arrays, config
+from allred.bench import data, measure, sets, setting
+from allred.bench.verify import WrongResultError
+from allred.cluster import launcher, mpi
+from allred.comm.nccl_wire import TYPES
+from allred.compression import Compression, narrows
 from allred.errors import ConfigError
+
+SIZES = "4,1KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB,256MiB"
+DTYPES = [name for name in arrays.DTYPES if name != "bool"]  # bool has no sum
+_NOT_IN_MPI = ("float16", "bfloat16")
+_PROGRAM = "python -m allred bench"
 
 
 def main(arguments: list[str]) -> int:
-    """Run the benchmark that the arguments ask for; the exit code."""
-    with contextlib.ExitStack() as silence:
+    """Run the benchmark that the arguments name. Returns the exit code: 0, 1 (wrong result) or 2 (wrong argument)."""
+    with contextlib.ExitStack() as stack:
         if not setting.first_rank():
-            null = silence.enter_context(open(os.devnull, "w"))
-            silence.enter_context(contextlib.redirect_stdout(null))
-            silence.enter_context(contextlib.redirect_stderr(null))
+            null = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stdout(null))
+            stack.enter_context(contextlib.redirect_stderr(null))
         try:
             options = parse(arguments)
-        except SystemExit as stop:  # argparse has spoken
+        except SystemExit as stop:  # argparse has printed the message
             return setting.fail("") if stop.code else 0
     if options.malloc_tuned:
         setting.tune_malloc()
     try:
-        action = {"ps": ps.run, "overlap": overlap.run, "data": data.run}.get(options.bench, run)
-        action(options, command=shlex.join(["python", "-m", "allred", "bench", *arguments]))
+        _run(options, shlex.join([*_PROGRAM.split(), *arguments]))
     except ConfigError as error:  # the same on every rank
-        return setting.fail(f"python -m allred bench: {error}")
-    except verify.WrongResultError as error:
-        return setting.fail(f"python -m allred bench: {error}", code=1)
+        return setting.fail(f"{_PROGRAM}: {error}")
+    except WrongResultError as error:
+        return setting.fail(f"{_PROGRAM}: {error}", code=1)
     return 0
 
 
-def run(options: argparse.Namespace, command: str) -> None:
-    """Measure, and print on rank 0. Raises on all ranks if a result is wrong."""
-    mpi_settings = setting.before_mpi(against=options.against == "mpi")
-    allred.init(backend=options.backend, banner=False)
+def _run(options: argparse.Namespace, command: str) -> None:
+    if options.bench == "data":
+        return data.run(options, command)
+    ranks = launcher.launched_size(os.environ)
+    if options.bench == "ps" and options.against and (options.servers, ranks) != (1, 2):
+        raise ConfigError("--against mpi compares one server and one worker: mpirun -np 2, and --servers 1")
+    mpi_settings = setting.before_mpi(against_mpi=options.against == "mpi")
+    if options.bench == "overlap":
+        os.environ["ALLRED_PROGRESS"] = options.progress
+        allred.init(backend=options.backend, banner=False, check_steps=0)
+    elif options.bench == "ps":
+        allred.init(mode="ps", num_ps=options.servers, banner=False)
+    else:
+        allred.init(backend=options.backend, banner=False)
     MPI, _ = mpi.load()  # noqa: N806  (mpi4py's spelling)
     if MPI is None:
-        raise ConfigError("a benchmark's barriers need an MPI, and none could be loaded; pip install 'allred[mpich]'")
+        raise ConfigError("bench uses MPI's barriers, and no MPI could be loaded; pip install 'allred[mpich]'")
     comm = MPI.COMM_WORLD.Dup()
-    ranks = comm.Get_size()
-    common = {"ranks": ranks, "dtype": arrays.name_of(options.dtype), "backend": collectives.current().name}
-    if options.compression is not Compression.none:
-        common["compression"] = options.compression.name
-    where = {
-        "op": "Sum",
-        **({"device": "cuda", **gpu.describe()} if options.device == "cuda" else {}),
+    conditions = {
         **setting.describe(comm, mpi_settings),
         "allred": allred.__version__,
-        "command": f"mpirun -np {ranks} {command}" if ranks > 1 else command,
+        "command": f"mpirun -np {comm.Get_size()} {command}" if comm.Get_size() > 1 else command,
     }
-    printer = table.Printer(options.json, speaks=comm.Get_rank() == 0)
-    printer.begin(options.bench, common, where, options.against or common.get("compression"))
-    theirs: ways.Ways | None = None
-    if options.against:
-        theirs = ways.Mpi(comm) if options.against == "mpi" else gpu.Raw(comm, options.dtype)
-    for item in options.items:
-        what, measured = _measured(item, options, comm, theirs)
-        thread = {"progress_thread": collectives.current().queue.engine.attended}
-        for numbers in measured:
-            printer.line({"bench": options.bench, **what, **common, **numbers, **where, **thread})
-    printer.end(collectives.current().queue.engine.attended)
-    if theirs is not None:
-        theirs.close()
-    comm.Free()
-    allred.shutdown()
+    name = "allreduce" if options.bench == "fused" else options.bench
+    return importlib.import_module(f"allred.bench.{name}").run(options, comm, conditions)  # type: ignore[no-any-return]
 
 
-def _measured(
-    item: Any, options: argparse.Namespace, comm: Any, theirs: ways.Ways | None
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What was measured, and the numbers: one record for each way to compare with."""
-    one, on_gpu = options.bench == "allreduce", options.device == "cuda"
-    shapes = [(item // options.dtype.itemsize,)] if one else sets.SETS[item]()
-    group = (gpu if on_gpu else ways).allocate(shapes, options.dtype)
-    what = {"bytes": item} if one else {"set": item, "bytes": sum(a.nbytes for a in group), "tensors": len(group)}
-    calls = ways.ours(group, one, options.compression)
-    if theirs is not None:
-        calls |= theirs.of_array(group[0]) if one else theirs.of_group(group)
-    for name, call in calls.items():
-        verify.check(f"{options.bench} {item} by {name}", call, group, comm)
-    lines = max(1, len(calls) - 1)
-    samples = measure.measure(calls, comm, options.seconds * lines, gpu.settle if on_gpu else measure.nothing)
-    verify.check_zeros(f"{options.bench} {item}", group, comm)
-    ours = samples.pop("allred")
-    more = gpu.host_and_kernels(group, comm, options.seconds) if on_gpu and not one else {}
-    others = samples.items() or [(None, None)]
-    size = comm.Get_size()
-    return what, [{**table.numbers(ours, name, other, what["bytes"], size), **more} for name, other in others]
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; --help lists all options\n")
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The checked options. On a wrong argument, prints one line and raises SystemExit.
+
+    >>> parse(["allreduce", "--sizes", "4,1KiB"]).items
+    [4, 1024]
+    """
+    parser, commands = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        _check(options)
+    except ValueError as error:
+        commands[options.bench].error(str(error))
+    return options
+
+
+def _parser() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
+    """The parser, and those of the commands by name."""
+    text: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = _Parser(
+        prog=_PROGRAM,
+        description="Measure collectives on all ranks that mpirun started. Results are verified.",
+        epilog=measure.__doc__,
+        **text,
+    )
+    parser.set_defaults(against=None, device="cpu", malloc_tuned=False)
+    commands = parser.add_subparsers(dest="bench", required=True, metavar="allreduce|fused|overlap|ps|data")
+    allreduce = commands.add_parser("allreduce", help="one array in place, at several sizes")
+    allreduce.add_argument("--sizes", help=f"bytes per array, for example 4,64KiB,1MiB; default {SIZES}")
+    fused = commands.add_parser("fused", help="all gradients of a model in one call")
+    fused.add_argument("--set", dest="sets", default=",".join(sets.SETS), help="default: all, which are %(default)s")
+    overlap = commands.add_parser("overlap", help="steps that reduce gradients during the backward pass")
+    names = ", ".join(sets.OVERLAP_SETS)
+    overlap.add_argument("--set", dest="sets", default="resnet50", help=f"of {names}; default %(default)s")
+    overlap.add_argument("--progress", choices=["thread", "caller"], default="thread", help="as ALLRED_PROGRESS")
+    ps = commands.add_parser("ps", help="steps with parameter servers; the first ranks are the servers")
+    ps.add_argument("--set", default="resnet50", help=f"one of {', '.join(sets.PS_SETS)}; default %(default)s")
+    ps.add_argument("--servers", type=int, default=1, help="number of servers; default 1")
+    ps.add_argument("--consistency", choices=["async", "bounded", "sync"], help="default: ALLRED_CONSISTENCY")
+    ps.add_argument("--against", choices=["mpi"], help="also time raw MPI on the same arrays, interleaved")
+    help_text = "records per second of each reader, of shuffled and of prefetch"
+    reader = commands.add_parser("data", help=help_text, description=data.__doc__, **text)
+    for command in (allreduce, fused, overlap):
+        command.add_argument("--backend", help="as in allred.init(); default: ALLRED_BACKEND")
+        command.add_argument(
+            "--compression",
+            choices=[each.name for each in Compression],
+            help="wire dtype of float32 and float64; other than none: also timed without compression, interleaved",
+        )
+    for command in (allreduce, fused):
+        command.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: arrays on each rank's GPU")
+        command.add_argument(
+            "--against", choices=["mpi", "nccl"], help="also time raw MPI, or raw NCCL on GPUs, on the same arrays"
+        )
+    for command in (allreduce, fused, overlap, ps):
+        command.add_argument("--dtype", default="float32", help=f"one of {', '.join(DTYPES)}; default float32")
+        command.add_argument("--malloc-tuned", action="store_true", help="glibc keeps freed memory and uses huge pages")
+    for command in (allreduce, fused, overlap, ps, reader):
+        command.add_argument("--seconds", type=float, default=3.0, help="measuring time per line; default 3")
+        command.add_argument("--json", action="store_true", help="print one JSON object per line and nothing else")
+    return parser, commands.choices  # type: ignore[return-value]
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Convert and check the options of one command. Raises ValueError."""
+    if options.bench != "data":
+        options.dtype = _dtype(options.dtype, options.against)
+    if options.bench == "ps":
+        _check_ps(options)
+    elif options.bench != "data":
+        _check_device(options)
+        options.compression = Compression[options.compression or "none"]
+        if options.compression.value and not narrows(options.dtype, options.compression.value):
+            raise ValueError(f"--compression needs --dtype float32 or float64, got {options.dtype}")
+        if options.bench == "allreduce":
+            options.items = _sizes(options.sizes, options.dtype)
+        else:
+            options.items = options.sets.split(",")
+            _check_sets(options.items, sets.OVERLAP_SETS if options.bench == "overlap" else sets.SETS)
+    if not 0 <= options.seconds < float("inf"):
+        raise ValueError(f"--seconds must be a finite number of at least 0, got {options.seconds:g}")
+
+
+def _dtype(name: str, against: str | None) -> np.dtype[Any]:
+    if name not in DTYPES:
+        raise ValueError(f"unknown dtype {name!r}; choose from {', '.join(DTYPES)}")
+    if against == "nccl" and name not in TYPES:
+        raise ValueError(f"NCCL in cupy has no dtype {name}; omit --against, or choose another dtype")
+    if against == "mpi" and name in _NOT_IN_MPI:
+        raise ValueError(f"MPI has no dtype {name}; omit --against, or choose another dtype")
+    if name == "bfloat16":
+        try:
+            import ml_dtypes
+        except ImportError:
+            raise ValueError("bfloat16 needs ml_dtypes: pip install ml_dtypes") from None
+        return np.dtype(ml_dtypes.bfloat16)  # type: ignore[no-any-return]
+    return np.dtype(name)
+
+
+def _check_device(options: argparse.Namespace) -> None:
+    if options.device == "cpu" and options.against == "nccl":
+        raise ValueError("--against nccl needs arrays on GPUs: --device cuda")
+    if options.device == "cuda":
+        if options.against == "mpi":
+            raise ValueError("--against mpi needs host arrays, and --device is cuda; compare with --against nccl")
+        if options.backend not in (None, "nccl"):
+            raise ValueError(f"--device cuda needs backend nccl, got --backend {options.backend}")
+        options.backend = "nccl"
+
+
+def _check_ps(options: argparse.Namespace) -> None:
+    _check_sets([options.set], sets.PS_SETS)
+    if options.dtype not in (np.float32, np.float64):
+        raise ValueError("bench ps needs --dtype float32 or float64")  # it verifies exact sums after many steps
+    if options.servers < 1:
+        raise ValueError(f"--servers must be at least 1, got {options.servers}")
+
+
+def _check_sets(names: Iterable[str], known: Iterable[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise ValueError(f"unknown set {name!r}; choose from {', '.join(known)}")
+
+
+def _sizes(text: str | None, dtype: np.dtype[Any]) -> list[int]:
+    if text is None:
+        return [max(config.parse_bytes(word), dtype.itemsize) for word in SIZES.split(",")]
+    found = [config.parse_bytes(word) for word in text.split(",")]
+    for nbytes in found:
+        if nbytes == 0 or nbytes % dtype.itemsize:
+            name = arrays.name_of(dtype)
+            raise ValueError(f"--sizes: expected a positive multiple of {dtype.itemsize} bytes ({name}), got {nbytes}")
+    return found

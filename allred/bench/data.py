@@ -1,18 +1,17 @@
 """`bench data`: records per second of the readers, of `shuffled` and of `prefetch`.
 
-A record is an image of 784 bytes and an int label, as in MNIST, unless the line says otherwise. The benchmark writes
-the files to a temporary directory and reads them repeatedly from the page cache, so it does not measure the disk. Each
-line is measured for `--seconds` after the first batch. The first batch opens files and starts threads and processes.
+A record is an image of 784 bytes and an int label, as in MNIST, unless the line names another one. The files are in a
+temporary directory and are read repeatedly from the page cache, so the time is that of the code, not of the disk. Each
+line counts records for `--seconds`, after a warm-up batch, which opens files and starts threads and processes.
 
-npy, tfrecord             batches of mapped arrays in a shuffled order; records as bytes, both checksums checked
+npy, tfrecord             batches of memory-mapped arrays in shuffled order; records as bytes, both checksums verified
 idx                       the whole file into one array
 example                   a serialized tf.train.Example into arrays
 shuffled                  tfrecord through a buffer of 1000 records
 stream                    tfrecord, example and collate to batches of 100
-prefetch                  stream, fetched ahead by a thread, and by two processes that decode
+prefetch                  stream in a thread, and in two processes
 
-Ranks do not wait for each other. Under mpirun all ranks read at the same time, each its own files, and rank 0 prints
-its own numbers.
+Under mpirun all ranks read at the same time, each its own files, without barriers; rank 0 prints its own numbers.
 """
 
 import argparse
@@ -38,17 +37,17 @@ from allred.errors import ConfigError
 ROWS, BATCH, BUFFER = 2000, 100, 1000
 _ENDLESS = 10**9  # epochs
 
-Counts = Iterator[int]  # number of records in each step
+Counts = Iterator[int]  # number of records of each step
 
 
 def run(options: argparse.Namespace, command: str) -> None:
-    """Run all benchmarks, and print a line for each. Raises ConfigError if a package is missing."""
+    """Measure and print all cases. Raises ConfigError if a package is missing."""
     with tempfile.TemporaryDirectory(prefix="allred-bench-") as directory:
         try:
-            benchmarks = _benchmarks(pathlib.Path(directory))
+            cases = _cases(pathlib.Path(directory))
         except ImportError as error:
             raise ConfigError(f"bench data: {error}") from None
-        where = {
+        conditions = {
             "crc32c": crc32c.implementation,
             "protobuf": importlib.metadata.version("protobuf"),
             "cores": setting.cores(os.sched_getaffinity(0)),
@@ -56,13 +55,13 @@ def run(options: argparse.Namespace, command: str) -> None:
         }
         prints = setting.first_rank()
         if prints and not options.json:
-            print(f"data: google-crc32c: {where['crc32c']}; protobuf {where['protobuf']}; cores {where['cores']}")
+            print("data: google-crc32c: {crc32c}; protobuf {protobuf}; cores {cores}".format(**conditions))
             print(f"{'':36} {'records/s':>12} {'us/record':>10}")
-        for name, begin in benchmarks.items():
-            rate = records_per_s(begin(), options.seconds)
+        for name, case in cases.items():
+            rate = records_per_s(case(), options.seconds)
             record = {"bench": "data", "what": name, "records_per_s": short(rate), "us_per_record": short(1e6 / rate)}
             if prints and options.json:
-                print(json.dumps({**record, **where}), flush=True)
+                print(json.dumps({**record, **conditions}), flush=True)
             elif prints:
                 print(f"{name:36} {rate:12,.0f} {1e6 / rate:10.4g}", flush=True)
 
@@ -83,8 +82,8 @@ def records_per_s(counts: Counts, seconds: float) -> float:
     return done / elapsed
 
 
-def _benchmarks(directory: pathlib.Path) -> dict[str, Callable[[], Counts]]:
-    """The benchmarks by name: functions that start an iteration over records."""
+def _cases(directory: pathlib.Path) -> dict[str, Callable[[], Counts]]:
+    """Return the cases by name: functions that start an iteration over records."""
     rng = np.random.default_rng(0)
     images, labels = rng.integers(0, 256, (ROWS, 784), np.uint8), rng.integers(0, 10, ROWS)
     np.save(directory / "x.npy", images)
@@ -106,8 +105,8 @@ def _benchmarks(directory: pathlib.Path) -> dict[str, Callable[[], Counts]]:
     return {
         "npy": lambda: _batches(data.batches(data.npy(directory / "x.npy"), data.npy(directory / "y.npy"), **one_rank)),
         "idx": lambda: (len(data.idx(directory / "x.idx")) for _ in itertools.count()),
-        "tfrecord": lambda: _counted(_repeated(read)),
-        "shuffled(tfrecord)": lambda: _counted(_repeated(data.shuffled(read, BUFFER))),
+        "tfrecord": lambda: _counted(_forever(read)),
+        "shuffled(tfrecord)": lambda: _counted(_forever(data.shuffled(read, BUFFER))),
         "example: image and label": decoded(records[0]),
         "example: 784 floats and label": decoded(floats),
         "example: 20 small features": decoded(small),
@@ -123,7 +122,7 @@ def decode(record: bytes) -> tuple[Any, Any]:
     return np.frombuffer(features["image"][0], np.uint8), features["label"][0]
 
 
-def _repeated(records: Iterable[Any]) -> Iterator[Any]:
+def _forever(records: Iterable[Any]) -> Iterator[Any]:
     while True:
         yield from records
 

@@ -1,13 +1,14 @@
-"""`bench --device cuda`: arrays on GPUs, against what a user would write by hand with cupy's NcclCommunicator.
+"""`bench --device cuda`: arrays on GPUs, and baselines by cupy's NcclCommunicator without allred.
 
 nccl                       allReduce in place on cupy's current stream
-nccl per tensor            one such call a tensor, in a group, which NCCL may put together
-nccl concatenate + split   cupy.concatenate, one call, everything back. The flat array is made anew in every call, from
-                           cupy's pool
+nccl per tensor            one allReduce per tensor, inside one NCCL group
+nccl concatenate + split   cupy.concatenate, one allReduce, copy back; the flat array is allocated from cupy's pool in
+                           every call
 
-A sample ends when the GPU is through; in a sample of several calls they are queued one behind the other. `fused` tells
-as well how long the host takes to enqueue a call (enqueue_us, p50), and how fast the kernels pack a bucket and unpack
-it, beside a copy on the device: in GB/s read and written (pack_GBps, unpack_GBps, and scaled; copy_GBps), on rank 0.
+A sample ends when the GPU has finished; the calls of a batch are queued one after another. `bench fused` also measures
+the host time to enqueue a call (enqueue_us, p50), and on rank 0 the bandwidth of the kernels that pack and unpack a
+bucket, and of a copy on the device: GB/s read and written (copy_GBps, pack_GBps, unpack_GBps, pack_scaled_GBps,
+unpack_divided_GBps).
 """
 
 import functools
@@ -29,20 +30,20 @@ from allred.gpu.device import Device
 from allred.gpu.values import adopt
 
 NCCL, PER_TENSOR, CONCATENATED = "nccl", "nccl per tensor", "nccl concatenate + split"
-_ENQUEUED = 100  # samples
+_ENQUEUE_SAMPLES = 100
 
 
 def _device() -> Device:
     return cast(NcclCommunicator, collectives.current()).device
 
 
-def settle() -> None:
-    """Wait until the GPU is through."""
+def synchronize() -> None:
+    """Wait until the GPU has finished."""
     _device().xp.cuda.Device().synchronize()
 
 
 def describe() -> dict[str, Any]:
-    """What it runs on, for the record."""
+    """The GPU's name and the versions of NCCL and cupy, for the JSON record."""
     device = _device()
     name = device.xp.cuda.runtime.getDeviceProperties(device.index)["name"]
     return {"gpu": name.decode(), "nccl": device.nccl.get_version(), "cupy": device.xp.__version__}
@@ -53,31 +54,31 @@ def allocate(shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> list[An
     return [_device().xp.zeros(shape, dtype) for shape in shapes]
 
 
-class Raw:
-    """NCCL without allred, over the ranks of the mpi4py communicator `comm`."""
+class NcclBaseline:
+    """NCCL without allred, on the ranks of the mpi4py communicator `comm`. Collective."""
 
     def __init__(self, comm: Any, dtype: np.dtype[Any]) -> None:
         nccl = _device().nccl
         unique_id = comm.bcast(nccl.get_unique_id() if comm.Get_rank() == 0 else None)
         self._nccl = _device().communicator(comm.Get_size(), unique_id, comm.Get_rank())
-        self._kind, self._sum = getattr(nccl, TYPES[arrays.name_of(dtype)]), nccl.NCCL_SUM
+        self._dtype, self._sum = getattr(nccl, TYPES[arrays.name_of(dtype)]), nccl.NCCL_SUM
 
     def allreduce(self, address: int, count: int) -> None:
         stream = _device().current().ptr
-        self._nccl.allReduce(address, address, count, self._kind, self._sum, stream)
+        self._nccl.allReduce(address, address, count, self._dtype, self._sum, stream)
 
-    def of_array(self, array: Any) -> dict[str, Call]:
+    def array_calls(self, array: Any) -> dict[str, Call]:
         return {NCCL: functools.partial(self.allreduce, adopt(array).array.data.ptr, array.size)}
 
-    def of_group(self, group: list[Any]) -> dict[str, Call]:
+    def group_calls(self, group: list[Any]) -> dict[str, Call]:
         nccl, concatenate = _device().nccl, _device().xp.concatenate
-        there = [(adopt(array).array.data.ptr, array.size) for array in group]
+        addresses = [(adopt(array).array.data.ptr, array.size) for array in group]
         flats = [array.reshape(-1) for array in group]
         ends = np.cumsum([flat.size for flat in flats]).tolist()
 
         def per_tensor() -> None:
             nccl.groupStart()
-            for address, count in there:
+            for address, count in addresses:
                 self.allreduce(address, count)
             nccl.groupEnd()
 
@@ -90,44 +91,44 @@ class Raw:
         return {PER_TENSOR: per_tensor, CONCATENATED: concatenated}
 
     def close(self) -> None:
-        """Collective."""
-        settle()
+        """Destroy the NCCL communicator. Collective."""
+        synchronize()
         self._nccl.destroy()
 
 
 def enqueue_us(call: Call, comm: Any) -> float:
-    """How long the host is in a call, on the slowest rank; p50."""
+    """Host time of one call in microseconds: the slowest rank, p50. Collective."""
     times = []
-    for _ in range(_ENQUEUED):
-        settle()
+    for _ in range(_ENQUEUE_SAMPLES):
+        synchronize()
         comm.Barrier()
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
-    settle()
+    synchronize()
     return float(np.median(measure.slowest(times, comm))) * 1e6
 
 
-def packing(group: list[Any], comm: Any, seconds: float) -> dict[str, float]:
-    """GB/s, read and written, of packing a group and unpacking it, and of copying as many bytes."""
+def packing_bandwidths(group: list[Any], comm: Any, seconds: float) -> dict[str, float]:
+    """GB/s, read and written, of packing and unpacking all arrays, and of a copy of the same size. Collective."""
     xp, kernels = _device().xp, _device().kernels
-    name, flats = arrays.name_of(group[0].dtype), [adopt(array).flat() for array in group]
+    dtype, flats = arrays.name_of(group[0].dtype), [adopt(array).flat() for array in group]
     table = kernels.table(flats, flats[0].itemsize)
-    buffer, other = (xp.zeros(table.room, flats[0].dtype) for _ in range(2))
-    ways: dict[str, Call] = {
-        "copy": lambda: xp.copyto(other, buffer),
-        "pack": lambda: kernels.pack(table, name, buffer, None),
-        "unpack": lambda: kernels.unpack(buffer, table, name, None),
+    buffer, copied = (xp.zeros(table.room, flats[0].dtype) for _ in range(2))
+    calls: dict[str, Call] = {
+        "copy": lambda: xp.copyto(copied, buffer),
+        "pack": lambda: kernels.pack(table, dtype, buffer, None),
+        "unpack": lambda: kernels.unpack(buffer, table, dtype, None),
     }
     if arrays.accumulator(group[0].dtype) == group[0].dtype and arrays.is_float(group[0].dtype):
-        ways["pack_scaled"] = lambda: kernels.pack(table, name, buffer, 0.5)
-        ways["unpack_divided"] = lambda: kernels.unpack(buffer, table, name, 2.0)
-    samples = measure.measure(ways, comm, seconds, settle)
+        calls["pack_scaled"] = lambda: kernels.pack(table, dtype, buffer, 0.5)
+        calls["unpack_divided"] = lambda: kernels.unpack(buffer, table, dtype, 2.0)
+    times = measure.interleave(calls, comm, seconds, synchronize)
     nbytes = 2 * sum(flat.nbytes for flat in flats)
-    return {f"{way}_GBps": short(measure.algbw(nbytes, found.us(50))) for way, found in samples.items()}
+    return {f"{name}_GBps": short(measure.algbw(nbytes, each.us(50))) for name, each in times.items()}
 
 
-def host_and_kernels(group: list[Any], comm: Any, seconds: float) -> dict[str, float]:
-    """Of `fused`: both of these."""
+def enqueue_and_pack(group: list[Any], comm: Any, seconds: float) -> dict[str, float]:
+    """The additional numbers of `bench fused`. Collective."""
     call = functools.partial(allred.grouped_allreduce_, group, allred.Sum)
-    return {"enqueue_us": short(enqueue_us(call, comm)), **packing(group, comm, seconds)}
+    return {"enqueue_us": short(enqueue_us(call, comm)), **packing_bandwidths(group, comm, seconds)}

@@ -1,23 +1,21 @@
-"""`bench overlap`: how much of the communication disappears behind a backward pass, on the user's own path.
+"""`bench overlap`: how much of the communication is hidden behind a synthetic backward pass.
 
-A step is a synthetic backward pass that makes the gradients of a model, the last layer first, and `opt.step` of a
-distributed optimizer that itself does nothing. The pass takes about as long as the communication alone, where there is
-most to gain: between their sum and the longer of the two. Its parts, one for each tensor, are as long as these are
-large.
+A step runs the backward pass, which produces the gradients of a model from the last layer to the first, and `opt.step`
+of a distributed optimizer that leaves the parameters unchanged. The pass takes about as long as the communication
+alone, where overlap can save most. It has one part per tensor, proportional to the tensor's size.
 
-    sleep    the core is free meanwhile, as when a GPU computes
-    numpy    the core computes, in numpy: a thread for the communication only takes cycles from it
-    python   the same in one call of Python's own at a time, which keeps the GIL
+    sleep    the core is free during the pass, as when a GPU computes
+    numpy    the pass computes in numpy: a communication thread competes for cores
+    python   the pass computes in one call of Python code per part, which holds the GIL
 
-after: step() communicates when all is computed. early: opt.reduce(name, grad) after each part. share: (after - early)
-/ (compute + communicate - max of the two): how much of what could disappear has. --progress: who moves the buckets. The
-last lines are of a rank's peers: the time of an allreduce of 64 KiB that all ranks have started, while
-rank 0 is in one call that keeps the GIL for `busy_ms`, and while it waits.
+after: all communication in step(). early: opt.reduce(name, grad) after each part. share: (after - early) / (compute +
+communicate - max of the two), the hidden part of the communication that can be hidden. --progress: the thread or the
+caller advances the operations. The last two lines are times of the peers of rank 0: an allreduce of 64 KiB that all
+ranks have started, while rank 0 waits too, and while rank 0 is in one call that holds the GIL for `busy_ms`.
 """
 
 import argparse
 import functools
-import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,80 +24,71 @@ import numpy as np
 
 import allred
 from allred.arrays import Array
-from allred.bench import measure, sets, setting, table, ways
+from allred.bench import baselines, measure, sets, setting, table
 from allred.bench.measure import Call
-from allred.cluster import mpi
 from allred.comm import collectives
-from allred.errors import ConfigError
 
-Part = Callable[[float], object]
+Part = Callable[[float], object]  # takes the seconds to work
 BUSY_S = 0.2
 PEER_BYTES = 65536
 
 
-class _Nothing:
-    """An optimizer that leaves the parameters as they are."""
+class _NoUpdate:
+    """An optimizer that leaves the parameters unchanged."""
 
     def step(self, params: Any, grads: Any) -> None:
         pass
 
 
-def run(options: argparse.Namespace, command: str) -> None:
-    """Measure, and print on rank 0."""
-    mpi_settings = setting.before_mpi(against=False)
-    os.environ["ALLRED_PROGRESS"] = options.progress
-    allred.init(backend=options.backend, banner=False, check_steps=0)
-    MPI, _ = mpi.load()  # noqa: N806  (mpi4py's spelling)
-    if MPI is None:
-        raise ConfigError("a benchmark's barriers need an MPI, and none could be loaded; pip install 'allred[mpich]'")
-    comm = MPI.COMM_WORLD.Dup()
-    where = {
-        **setting.describe(comm, mpi_settings),
-        "allred": allred.__version__,
-        "command": f"mpirun -np {comm.Get_size()} {command}",
-    }
-    common = {"ranks": comm.Get_size(), "backend": collectives.current().name, "progress": options.progress}
-    speaks = comm.Get_rank() == 0
+def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> None:
+    """Measure; rank 0 prints. Calls allred.shutdown()."""
+    labels = {"ranks": comm.Get_size(), "backend": collectives.current().name, "progress": options.progress}
+    prints = comm.Get_rank() == 0
     assert not collectives.current().queue.engine.attended
-    if speaks and not options.json:
-        print(f"overlap: {common['ranks']} ranks, backend {common['backend']}, progress {common['progress']}")
-        print(*setting.lines(where), sep="\n")
-    for name in options.items:  # the first step with reduce() starts the thread
-        for numbers in _steps(name, options, comm):
-            _tell({"bench": "overlap", "set": name, **common, **numbers, **where}, options.json, speaks)
-    for numbers in _peers(comm):
-        _tell({"bench": "overlap", "set": "peers", **common, **numbers, **where}, options.json, speaks)
+    if prints and not options.json:
+        print(f"overlap: {labels['ranks']} ranks, backend {labels['backend']}, progress {labels['progress']}")
+        print(*setting.lines(conditions), sep="\n")
+
+    def write(name: str, result: dict[str, Any]) -> None:
+        if prints:
+            _print({"bench": "overlap", "set": name, **labels, **result, **conditions}, options.json)
+
+    for name in options.items:  # the first step with reduce() starts the progress thread
+        for result in _measure_steps(name, options, comm):
+            write(name, result)
+    for result in _measure_peers(comm):
+        write("peers", result)
     comm.Free()
     allred.shutdown()
 
 
-def _steps(name: str, options: argparse.Namespace, comm: Any) -> Iterator[dict[str, Any]]:
-    """A line for each kind of backward pass."""
-    group = ways.allocate(sets.OVERLAPPED[name](), options.dtype)
+def _measure_steps(name: str, options: argparse.Namespace, comm: Any) -> Iterator[dict[str, Any]]:
+    """One record per kind of backward pass."""
+    group = baselines.allocate(sets.OVERLAP_SETS[name](), options.dtype)
     grads = {f"{index:04}": array for index, array in enumerate(group)}
-    opt = allred.distributed(_Nothing(), name=name)
-    for _ in range(2):  # from the second on they go out early
+    opt = allred.distributed(_NoUpdate(), name=name)
+    for _ in range(2):  # overlap starts with the second step
         _step(opt, grads, 0.0, _sleep, early=True)
-    alone = measure.measure({"step": lambda: opt.step(grads, grads)}, comm, options.seconds / 2)
+    alone = measure.interleave({"step": lambda: opt.step(grads, grads)}, comm, options.seconds / 2)
     compute_s = float(np.median(alone["step"].seconds))
-    for kind, part in (("sleep", _sleep), ("numpy", _numpy()), ("python", _python())):
+    for kind, part in (("sleep", _sleep), ("numpy", _numpy_part()), ("python", _python_part())):
         calls: dict[str, Call] = {
             "compute": functools.partial(_backward, grads, compute_s, part, None),
             "after": functools.partial(_step, opt, grads, compute_s, part, False),
             "early": functools.partial(_step, opt, grads, compute_s, part, True),
         }
-        samples = measure.measure(calls, comm, options.seconds)
-        compute, after, early = (samples[way].us(50) for way in calls)
+        times = measure.interleave(calls, comm, options.seconds)
+        compute, after, early = (times[name].us(50) for name in calls)
         communicate = compute_s * 1e6
-        most = compute + communicate - max(compute, communicate)
+        can_be_hidden = compute + communicate - max(compute, communicate)
         yield {
             "backward": kind,
             "compute_us": table.short(compute),
             "communicate_us": table.short(communicate),
             "after_us": table.short(after),
             "early_us": table.short(early),
-            "share": table.short((after - early) / most),
-            "samples": len(samples["early"].seconds),
+            "share": table.short((after - early) / can_be_hidden),
+            "samples": len(times["early"].seconds),
         }
 
 
@@ -109,12 +98,13 @@ def _step(opt: Any, grads: dict[str, Array], compute_s: float, part: Part, early
 
 
 def _backward(grads: dict[str, Array], compute_s: float, part: Part, opt: Any) -> None:
-    """A part for each tensor. They are sliced so that the sleeps come out right: what took too long is taken off."""
-    whole, end = sum(grad.size for grad in grads.values()), time.perf_counter()
+    """One part per tensor. A sleep that took too long shortens the following ones, so that the sum is right."""
+    elements, end = sum(grad.size for grad in grads.values()), time.perf_counter()
     for name in reversed(grads):
-        end += compute_s * grads[name].size / whole
+        part_s = compute_s * grads[name].size / elements
+        end += part_s
         if part is not _sleep:
-            part(compute_s * grads[name].size / whole)
+            part(part_s)
         elif (left := end - time.perf_counter()) > 0:
             part(left)
         if opt is not None:
@@ -125,17 +115,17 @@ def _sleep(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def _numpy() -> Part:
-    """Work in numpy of a given time, as long as nothing else is on the core."""
+def _numpy_part() -> Part:
     x, y = np.full(8192, 1.1, np.float32), np.empty(8192, np.float32)
-    return _repeated(lambda count: [np.sqrt(x, out=y) for _ in range(count)])
+    return _calibrated(lambda count: [np.sqrt(x, out=y) for _ in range(count)])
 
 
-def _python() -> Part:
-    return _repeated(lambda count: sum(range(100 * count)))
+def _python_part() -> Part:
+    return _calibrated(lambda count: sum(range(100 * count)))
 
 
-def _repeated(work: Callable[[int], object]) -> Part:
+def _calibrated(work: Callable[[int], object]) -> Part:
+    """A function of seconds, from a function of a repeat count; the seconds hold if nothing else uses the core."""
     work(1000)
     times = []
     for _ in range(5):
@@ -146,24 +136,24 @@ def _repeated(work: Callable[[int], object]) -> Part:
     return lambda seconds: work(max(1, round(seconds / each_s)))
 
 
-def _peers(comm: Any) -> list[dict[str, Any]]:
-    """How long rank 0's peers wait for each of many allreduces while it is busy, and while it is not."""
-    busy, found = _python(), []
-    arrays_ = ways.allocate([(PEER_BYTES // 4,)] * 200, np.dtype(np.float32))
+def _measure_peers(comm: Any) -> list[dict[str, Any]]:
+    """How long the peers of rank 0 wait for each of 200 allreduces, while rank 0 waits and while it is busy."""
+    busy, found = _python_part(), []
+    group = baselines.allocate([(PEER_BYTES // 4,)] * 200, np.dtype(np.float32))
     for state in ("waits", "busy"):
         times: list[float] = []
         for _ in range(5):
             comm.Barrier()
-            works = [allred.allreduce_async_(array, allred.Sum) for array in arrays_]
+            works = [allred.allreduce_async_(array, allred.Sum) for array in group]
             if comm.Get_rank() == 0 and state == "busy":
                 busy(BUSY_S)
             for work in works:
                 start = time.perf_counter()
                 work.wait()
                 times.append(time.perf_counter() - start)
-        everyone = comm.gather(times)
-        if everyone is not None and len(everyone) > 1:
-            us = np.array(everyone[1:]).reshape(-1) * 1e6
+        times_of_ranks = comm.gather(times)
+        if times_of_ranks is not None and len(times_of_ranks) > 1:
+            us = np.array(times_of_ranks[1:]).reshape(-1) * 1e6
             found.append(
                 {
                     "rank_0": state,
@@ -177,12 +167,10 @@ def _peers(comm: Any) -> list[dict[str, Any]]:
     return comm.bcast(found)  # type: ignore[no-any-return]
 
 
-def _tell(record: dict[str, Any], as_json: bool, speaks: bool) -> None:
-    if not speaks:
-        return
+def _print(record: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        table.Printer(True, True).line(record)
+        table.ResultWriter(as_json=True, enabled=True).line(record)
         return
     texts = {key: table.number(value) for key, value in record.items() if key.endswith(("_us", "share"))}
-    head = f"{record['set']:>12} {record.get('backward') or 'rank 0 ' + record['rank_0']:>12}"
-    print(head + "".join(f"  {key.removesuffix('_us')} {text}" for key, text in texts.items()), flush=True)
+    label = f"{record['set']:>12} {record.get('backward') or 'rank 0 ' + record['rank_0']:>12}"
+    print(label + "".join(f"  {key.removesuffix('_us')} {text}" for key, text in texts.items()), flush=True)

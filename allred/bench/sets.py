@@ -1,10 +1,10 @@
-"""Gradient sets to measure with: the shapes of real models' parameters, in the order in which the models make them.
+"""Gradient sets: shapes of the parameters of real models, in the order in which the model creates them.
 
-resnet50      torchvision's ResNet-50: 161 tensors, 25 557 032 elements, most of them small, a few of 9 MB
-transformer   BERT-base, uncased, with its pooler: 199 tensors, 109 482 240 elements, one of them 94 MB
-mlp           eight dense layers of 512: 16 tensors, 2 101 248 elements; for overlap
-small         1000 tensors of 256 elements: what a call costs, and hardly anything else
-tiny          one tensor of 256 elements: what a round trip to a parameter server costs
+resnet50      torchvision's ResNet-50: 161 tensors, 25 557 032 elements; most tensors are small, a few have 9 MB
+transformer   BERT-base, uncased, with its pooler: 199 tensors, 109 482 240 elements, one tensor of 94 MB
+mlp           eight dense layers of 512 units: 16 tensors, 2 101 248 elements; for `bench overlap`
+small         1000 tensors of 256 elements: measures the cost per tensor
+tiny          one tensor of 256 elements: measures the round trip to a parameter server
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ Shape = tuple[int, ...]
 
 
 def resnet50() -> list[Shape]:
-    """Convolutions (out, in, height, width), each with its batch norm's weight and bias; fc.weight, fc.bias."""
+    """Convolutions (out, in, height, width), each followed by weight and bias of its batch norm; fc.weight, fc.bias."""
     shapes = [(64, 3, 7, 7), (64,), (64,)]
     channels = 64
     for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
@@ -43,21 +43,21 @@ def transformer() -> list[Shape]:
 
 
 def mlp() -> list[Shape]:
-    """Weights and biases."""
+    """Eight layers, each a weight (512, 512) and a bias (512,)."""
     layer: list[Shape] = [(512, 512), (512,)]
     return layer * 8
 
 
 def small() -> list[Shape]:
-    """1 KiB each, in float32."""
+    """1000 tensors of 1 KiB in float32."""
     return [(256,)] * 1000
 
 
 def tiny() -> list[Shape]:
-    """1 KiB, in float32."""
+    """One tensor of 1 KiB in float32."""
     return [(256,)]
 
 
 SETS = {"resnet50": resnet50, "transformer": transformer, "small": small}
-OVERLAPPED = {**SETS, "mlp": mlp}
-SERVED = {**SETS, "tiny": tiny}  # what parameter servers are measured with
+OVERLAP_SETS = {**SETS, "mlp": mlp}
+PS_SETS = {**SETS, "tiny": tiny}

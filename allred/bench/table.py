@@ -1,4 +1,4 @@
-"""What a benchmark prints, on rank 0: a JSON object a line for programs, or a table for people."""
+"""Output of a benchmark on rank 0: one JSON object per line, or a table."""
 
 import json
 from collections import Counter
@@ -11,31 +11,36 @@ _RATES = ("copy_GBps", "pack_GBps", "unpack_GBps", "pack_scaled_GBps", "unpack_d
 _COLUMNS = {"p50_us": "p50 us", "p99_us": "p99 us", "algbw_GBps": "algbw GB/s"}
 
 
-def numbers(
-    ours: measure.Samples, against: str | None, theirs: measure.Samples | None, nbytes: int, size: int | None = None
+def result(
+    ours: measure.CallTimes,
+    against: str | None,
+    theirs: measure.CallTimes | None,
+    nbytes: int,
+    size: int | None = None,
 ) -> dict[str, Any]:
-    """The measured part of a line: times in microseconds, bandwidths in GB/s, how many times faster than `against`.
+    """The measured part of a record: times in microseconds, bandwidths in GB/s, speedup over `against`.
 
-    size: ranks of an allreduce, for its busbw."""
+    size: number of ranks of an allreduce, for busbw.
+    """
     p50 = ours.us(50)
     algbw = measure.algbw(nbytes, p50)
-    other = theirs.us(50) if theirs else None
+    their_p50 = theirs.us(50) if theirs else None
     return {
         "p50_us": short(p50),
         "p99_us": short(ours.us(99)),
         "algbw_GBps": short(algbw),
         **({} if size is None else {"busbw_GBps": short(measure.busbw(algbw, size))}),
         "against": against,
-        "against_p50_us": other and short(other),
+        "against_p50_us": their_p50 and short(their_p50),
         "against_p99_us": theirs and short(theirs.us(99)),
-        "speedup": other and short(other / p50),
+        "speedup": their_p50 and short(their_p50 / p50),
         "samples": len(ours.seconds),
         "calls_per_sample": ours.batch,
     }
 
 
 def short(value: float) -> float:
-    """Four significant digits.
+    """Round to four significant digits.
 
     >>> short(0.123456)
     0.1235
@@ -44,45 +49,45 @@ def short(value: float) -> float:
 
 
 def _columns(bench: str) -> dict[str, str]:
-    """The heads of a table's numbers, by their names in a record."""
+    """Column headers by JSON key."""
     last = {"updates_per_s": "updates/s"} if bench == "ps" else {"busbw_GBps": "busbw GB/s"}
     return {**_COLUMNS, **last}
 
 
-class Printer:
-    """Prints lines as they come, in one of the two forms, if this rank is the one that speaks."""
+class ResultWriter:
+    """Prints each record when it is measured, as JSON or as a row of a table. enabled: this rank prints."""
 
-    def __init__(self, as_json: bool, speaks: bool) -> None:
+    def __init__(self, as_json: bool, enabled: bool) -> None:
         self.as_json = as_json
-        self.speaks = speaks
+        self.enabled = enabled
 
-    def begin(self, bench: str, common: dict[str, Any], where: dict[str, Any], against: str | None) -> None:
-        """What holds for all lines, and the head of the table."""
-        if self.as_json or not self.speaks:
+    def header(self, bench: str, labels: dict[str, Any], conditions: dict[str, Any], against: str | None) -> None:
+        """Print what all rows share, and the column headers."""
+        if self.as_json or not self.enabled:
             return
-        ranks = f"{common['ranks']} rank{'s' * (common['ranks'] > 1)}"
+        ranks = f"{labels['ranks']} rank{'s' * (labels['ranks'] > 1)}"
         if bench == "ps":
-            ranks += f": {common['servers']} to serve, {common['workers']} to work, {common['consistency']}"
-        dtype = f"{common['dtype']} as {common['compression']}" if "compression" in common else common["dtype"]
-        print(f"{bench}: {dtype}, {where['op']}, in place, blocking; {ranks}, backend {common['backend']}")
-        if "gpu" in where:
-            print(f"{where['gpu']}, NCCL {where['nccl']}, cupy {where['cupy']}")
-        print(*setting.lines(where), sep="\n")
-        head = [
+            ranks += f": servers {labels['servers']}, workers {labels['workers']}, {labels['consistency']}"
+        dtype = f"{labels['dtype']} as {labels['compression']}" if "compression" in labels else labels["dtype"]
+        print(f"{bench}: {dtype}, {conditions['op']}, in place, blocking; {ranks}, backend {labels['backend']}")
+        if "gpu" in conditions:
+            print(f"{conditions['gpu']}, NCCL {conditions['nccl']}, cupy {conditions['cupy']}")
+        print(*setting.lines(conditions), sep="\n")
+        columns = [
             f"{'size' if bench == 'allreduce' else 'set':>12}",
             *(f"{name:>11}" for name in _columns(bench).values()),
         ]
-        head += [f"{'samples':>14}", *(["  against", " its p50 us, speedup"] if against else [])]
-        print("".join(head), flush=True)
+        columns += [f"{'samples':>14}", *(["  against: p50 us, speedup"] if against else [])]
+        print("".join(columns), flush=True)
 
-    def end(self, progress_thread: bool) -> None:
-        """What holds at the end: whether a thread for started operations has taken cycles from the measured calls."""
-        if self.speaks and not self.as_json:
-            print(f"{'a' if progress_thread else 'no'} progress thread alive", flush=True)
+    def footer(self, progress_thread: bool) -> None:
+        """Print whether a progress thread runs: it competes with the measured calls for cores."""
+        if self.enabled and not self.as_json:
+            print(f"progress thread: {'running' if progress_thread else 'not running'}", flush=True)
 
     def line(self, record: dict[str, Any]) -> None:
-        """One measured line."""
-        if not self.speaks:
+        """Print one record."""
+        if not self.enabled:
             return
         if self.as_json:
             print(json.dumps(record), flush=True)
@@ -91,17 +96,17 @@ class Printer:
         text = f"{record.get('set') or size_name(record['bytes']):>12}{times}"
         text += f"{record['samples']:>6} x {record['calls_per_sample']:<5}"
         if record["against"]:
-            text += f"  {record['against']} {number(record['against_p50_us'])} us, {record['speedup']:.2f}x"
+            text += f"  {record['against']}: {number(record['against_p50_us'])}, {record['speedup']:.2f}x"
         print(text.rstrip(), flush=True)
         if "enqueue_us" in record:
             rates = ", ".join(f"{key[:-5].replace('_', ' ')} {number(record[key])}" for key in record if key in _RATES)
-            print(f"{'':>12}  enqueueing a call: {number(record['enqueue_us'])} us; GB/s of a {rates}", flush=True)
+            print(f"{'':>12}  enqueue: {number(record['enqueue_us'])} us per call; GB/s: {rates}", flush=True)
         if "staleness" in record:
             print(f"{'':>12}  staleness: {histogram(Counter(record['staleness']))}", flush=True)
 
 
 def number(value: float) -> str:
-    """Four significant digits, without an exponent.
+    """Four significant digits without an exponent.
 
     >>> number(12345.6), number(1.23456), number(0.000012)
     ('12,346', '1.235', '0.00001')
@@ -110,7 +115,7 @@ def number(value: float) -> str:
 
 
 def size_name(nbytes: int) -> str:
-    """Bytes as people write them.
+    """A size in bytes, KiB, MiB or GiB.
 
     >>> size_name(4), size_name(65536), size_name(1500)
     ('4 B', '64 KiB', '1500 B')

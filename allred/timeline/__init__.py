@@ -1,6 +1,6 @@
-"""A timeline of all ranks: what each of them did when, and who waited for whom (ALLRED_TIMELINE, docs/timeline.md).
+"""Timeline of all ranks: what each rank did when, and which rank waited for which (ALLRED_TIMELINE, docs/timeline.md).
 
-While a job runs: recorder.py, and track.py for the operations of a communicator. Afterwards, `python -m allred timeline
-merge DIR`: file.py reads what the ranks have written, clock.py aligns their clocks, collectives.py compares when they
-arrived, trace.py makes the trace, summary.py the tables.
+Recording: recorder.py; track.py for the operations of a communicator. Evaluation, `python -m allred timeline merge
+DIR`: rank_file.py reads the files and aligns the clocks, collectives.py matches the operations of all ranks, trace.py
+makes the trace, summary.py the tables.
 """

@@ -1,18 +1,18 @@
-"""Which of the ranks' operations belong together, when each rank arrived at them, and who waited for whom."""
+"""Matches the operations of all ranks, and computes when each rank arrived and which rank it waited for."""
 
 import bisect
 import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
 
-from allred.timeline.file import Rank, Span
+from allred.timeline.rank_file import RankTimeline, Span
 
-_JOIN = "join"  # what a rank that has joined is in, while the others are in an operation
+_JOIN = "join"  # the operation of a rank that has joined
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """An operation that all its members have completed. arrivals: when each started it."""
+    """An operation that all its members have completed. arrivals: start time in ns, by rank."""
 
     kind: str
     name: str
@@ -20,43 +20,45 @@ class Collective:
 
     @property
     def last(self) -> int:
-        """Who came last."""
+        """The rank that arrived last."""
         return max(self.arrivals, key=lambda rank: self.arrivals[rank])
 
     @property
-    def late(self) -> int:
-        """By how much that was after the last but one, in nanoseconds."""
+    def lateness(self) -> int:
+        """Nanoseconds between the last two arrivals."""
         *_, before, last = sorted(self.arrivals.values())
         return last - before
 
 
-def match(ranks: Sequence[Rank]) -> list[Collective]:
-    """Those of several ranks, as far as their numbers and kinds agree."""
+def match(ranks: Sequence[RankTimeline]) -> list[Collective]:
+    """Collectives of at least two ranks, in order of completion; operations match by members, number and kind."""
     found = []
     for members in sorted({each.members for rank in ranks for each in rank.operations}):
-        by_rank = {
-            rank.number: {each.number: each for each in own}
+        by_number = {
+            rank.number: {each.number: each for each in mine}
             for rank in ranks
-            if (own := [each for each in rank.operations if each.members == members])
+            if (mine := [each for each in rank.operations if each.members == members])
         }
-        for number in sorted(set.intersection(*(set(each) for each in by_rank.values()))):
-            here = {rank: each[number] for rank, each in by_rank.items() if each[number].kind != _JOIN}
-            if len({each.kind for each in here.values()}) > 1:
-                break  # the ranks were not in step any more
-            if len(here) > 1:
-                first = next(iter(here.values()))
-                found.append(Collective(first.kind, first.name, {rank: each.start for rank, each in here.items()}))
+        for number in sorted(set.intersection(*(set(each) for each in by_number.values()))):
+            matching = {rank: each[number] for rank, each in by_number.items() if each[number].kind != _JOIN}
+            if len({each.kind for each in matching.values()}) > 1:
+                break  # from here on the ranks made different calls
+            if len(matching) > 1:
+                first = next(iter(matching.values()))
+                found.append(Collective(first.kind, first.name, {rank: each.start for rank, each in matching.items()}))
     return sorted(found, key=lambda each: max(each.arrivals.values()))
 
 
-def waits(collectives: Sequence[Collective], ranks: Sequence[Rank]) -> dict[int, list[Span]]:
-    """When each rank did nothing but wait for another one, and for which: the time from its arrival to the last one's,
-    while it was in a wait or a call that blocks. The name of a span is the number of the one that it waited for."""
+def waits(collectives: Sequence[Collective], ranks: Sequence[RankTimeline]) -> dict[int, list[Span]]:
+    """Spans in which a rank only waited, by rank; the name of a span is the number of the rank that it waited for.
+
+    A rank waits from its own arrival to the last arrival, as long as it is in Work.wait or in a blocking call.
+    """
     found: dict[int, list[Span]] = defaultdict(list)
     for rank in ranks:
         blocked = _blocked(rank)
         ends = [end for _, end in blocked]
-        free = 0  # of several that it waited for at a time, one after the other counts
+        free = 0  # end of the last span: overlapping waits are counted once
         for each in collectives:
             if rank.number not in each.arrivals or each.last == rank.number:
                 continue
@@ -71,8 +73,8 @@ def waits(collectives: Sequence[Collective], ranks: Sequence[Rank]) -> dict[int,
     return found
 
 
-def _blocked(rank: Rank) -> list[tuple[int, int]]:
-    """When it was in calls that wait for others, in order."""
+def _blocked(rank: RankTimeline) -> list[tuple[int, int]]:
+    """The outermost intervals in which the rank was in waits and blocking calls, in order."""
     calls = [(each.start, each.end) for each in rank.operations if each.blocking]
     mine = sorted([*calls, *((span.start, span.end) for span in rank.spans if span.kind == "wait" and not span.row)])
     outer: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""`python -m allred timeline merge DIR`: one trace of all ranks, and a summary.
+"""`python -m allred timeline merge DIR`: writes one trace of all ranks and prints a summary.
 
 Needs no MPI. Exit code 0; 2: DIR has no timeline, or the trace cannot be written.
 """
@@ -13,23 +13,27 @@ from typing import NoReturn
 
 from allred.errors import InputError
 from allred.timeline import collectives, summary, trace
-from allred.timeline.file import Rank, read
+from allred.timeline.rank_file import RankTimeline, read_timeline
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; --help lists what there is\n")
+        self.exit(2, f"{self.prog}: {message}; --help lists all options\n")
 
 
 def main(arguments: list[str]) -> int:
-    """Do what the arguments ask for; the exit code."""
-    parser = _Parser(prog="python -m allred timeline", description="What every rank did when (ALLRED_TIMELINE=DIR).")
-    words = "one trace of all ranks, DIR/trace.json, for https://ui.perfetto.dev or chrome://tracing; and a summary"
-    merge = parser.add_subparsers(dest="what", required=True, metavar="merge").add_parser(
-        "merge", help=words, description=words
+    """Run the command. Returns the exit code."""
+    parser = _Parser(
+        prog="python -m allred timeline", description="Evaluates timelines that ALLRED_TIMELINE=DIR has recorded."
     )
-    merge.add_argument("directory", metavar="DIR", help="what ALLRED_TIMELINE was")
-    merge.add_argument("--output", metavar="FILE", help="where to write the trace")
+    text = (
+        "write a trace of all ranks, DIR/trace.json, for https://ui.perfetto.dev or chrome://tracing; print a summary"
+    )
+    merge = parser.add_subparsers(dest="what", required=True, metavar="merge").add_parser(
+        "merge", help=text, description=text
+    )
+    merge.add_argument("directory", metavar="DIR", help="the value of ALLRED_TIMELINE")
+    merge.add_argument("--output", metavar="FILE", help="path of the trace; default DIR/trace.json")
     options = parser.parse_args(arguments)
     directory = pathlib.Path(options.directory)
     try:
@@ -41,49 +45,56 @@ def main(arguments: list[str]) -> int:
 
 
 def _merge(directory: pathlib.Path, output: pathlib.Path) -> None:
-    ranks, odd = _newest(directory)
+    ranks, notes = _newest(directory)
     matched = collectives.match(ranks)
     waits = collectives.waits(matched, ranks)
-    found = {"traceEvents": list(trace.events(ranks, waits)), "displayTimeUnit": "ms"}
+    document = {"traceEvents": list(trace.events(ranks, waits)), "displayTimeUnit": "ms"}
     try:
-        output.write_text(json.dumps(found), "utf-8")
+        output.write_text(json.dumps(document), "utf-8")
     except OSError as error:
-        raise InputError(f"{output} cannot be written: {error.strerror}; --output FILE puts it elsewhere") from error
+        raise InputError(f"cannot write {output}: {error.strerror}; choose another path with --output FILE") from error
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ranks[0].about["time"]))
-    noted, apart = sum(len(rank.spans) + len(rank.operations) for rank in ranks), max(rank.error for rank in ranks)
-    clocks = f"clocks aligned within {apart / 1e3:.0f} us" if apart else "one clock"
-    print(f"{output}: a job of {when}; {_count(ranks)}, {noted} spans; {clocks}")
-    for line in (*odd, *(rank.left_out for rank in ranks if rank.left_out)):
+    spans, clock_error = (
+        sum(len(rank.spans) + len(rank.operations) for rank in ranks),
+        max(rank.error for rank in ranks),
+    )
+    clocks = f"clocks aligned within {clock_error / 1e3:.0f} us" if clock_error else "one clock"
+    print(f"{output}: a job of {when}; {_count(ranks)}, {spans} spans; {clocks}")
+    for line in (*notes, *(rank.left_out for rank in ranks if rank.left_out)):
         print(line)
     print(f"\n{summary.text(ranks, matched, waits)}")
 
 
-def _count(ranks: Sequence[Rank]) -> str:
+def _count(ranks: Sequence[RankTimeline]) -> str:
     size = ranks[0].about["size"]
-    here = {rank.number for rank in ranks}
-    missing = [str(number) for number in range(size) if number not in here]
-    return f"{size} rank{'s' * (size != 1)}" + f" (nothing of {', '.join(missing)})" * bool(missing)
+    present = {rank.number for rank in ranks}
+    missing = [str(number) for number in range(size) if number not in present]
+    return f"{size} rank{'s' * (size != 1)}" + f" (no file of {', '.join(missing)})" * bool(missing)
 
 
-def _newest(directory: pathlib.Path) -> tuple[list[Rank], list[str]]:
-    """The ranks of the newest job in it, in order; and what is odd about its files, in words."""
-    odd: list[str] = []
+def _newest(directory: pathlib.Path) -> tuple[list[RankTimeline], list[str]]:
+    """The timelines of the newest job in `directory`, by rank; and notes on files that were ignored."""
+    notes: list[str] = []
     paths: dict[tuple[str, int], pathlib.Path] = {}
     found = []
     for path in sorted(directory.glob("rank-*.timeline")):
         try:
-            rank = read(path)
+            rank = read_timeline(path)
         except InputError as error:
-            odd.append(f"left out: {error}")
+            notes.append(f"ignored: {error}")
             continue
         first = paths.setdefault((rank.about["job"], rank.number), path)
         if first is path:
             found.append(rank)
         else:
-            odd.append(f"left out: {path} is of the same rank and job as {first}")
+            notes.append(f"ignored: {path} has the same rank and job as {first}")
     if not found:
-        raise InputError(odd[0] if odd else f"{directory} has no files rank-*.timeline; give what ALLRED_TIMELINE was")
+        raise InputError(
+            notes[0]
+            if notes
+            else f"{directory} has no files rank-*.timeline; expected the directory that ALLRED_TIMELINE named"
+        )
     job = max(found, key=lambda rank: rank.about["time"]).about["job"]
     if older := sorted(rank.number for rank in found if rank.about["job"] != job):
-        odd.append(f"left out: files of an earlier job, of ranks {', '.join(map(str, older))}")
-    return sorted((rank for rank in found if rank.about["job"] == job), key=lambda rank: rank.number), odd
+        notes.append(f"ignored: files of an earlier job, ranks {', '.join(map(str, older))}")
+    return sorted((rank for rank in found if rank.about["job"] == job), key=lambda rank: rank.number), notes

@@ -1,19 +1,18 @@
-"""What a rank notes of itself while a timeline is wanted, and the file that it goes to.
+"""Records the timeline of this process, and writes it to a file.
 
-A record is a tuple of words and numbers; times are nanoseconds of this process's clock, time.perf_counter_ns().
+A record is a tuple of strings and integers; times are nanoseconds of this process's clock, time.perf_counter_ns().
 
-    begin      about: a dict; see file.Rank
-    clock      when, offset, error: the chief's clock shows so much more than this one, give or take
-    span       row, kind, name, start, end, bytes: what a thread did; those of a row nest
-    operation  members, kind, name, start, agreed, end, bytes: of a communicator, from when it was started until it was
-               complete; agreed: when all headers were there, 0 if that is not known
-    call       members, kind, start: one that blocks; the next operation of this kind is its own
-    calls      members, names, rows: blocking allreduces, and some of `call`'s sort, as C has noted them (ROW)
-    end        when
+    begin      about: a dict, see rank_file.RankTimeline
+    clock      time, offset of the chief's clock, error bound
+    span       row, kind, name, start, end, bytes: a phase of a thread; the spans of a row nest
+    operation  members, kind, name, start, agreed, end, bytes: of a communicator, from its start until it was complete;
+               agreed: when all headers had arrived, or 0 if unknown
+    call       members, kind, start: a blocking call; it starts the next operation of this kind
+    calls      members, names, rows: blocking allreduces that C has recorded (ROW); some rows are starts like `call`
+    end        time
 
-To note one is to append to a list. A thread writes what has come, ten times a second, as a chunk: length and CRC-32,
-then marshal's bytes. So a rank that is killed loses what came last, and a file system that stalls does not stall the
-training.
+Recording appends to a list. A thread writes the list ten times per second as a chunk: length, CRC-32, marshalled
+records. A rank that is killed loses only its last records, and a file system that stalls does not stall training.
 """
 
 import atexit
@@ -31,30 +30,30 @@ from allred.cluster import report
 
 MAGIC = b"allred timeline 1\n"
 CHUNK = struct.Struct("<II")  # length, CRC-32
-ROW = struct.Struct("<qqqII")  # start, end or 0 if it went on as an operation, bytes, which of the names, if of a group
-_MARSHAL_VERSION = 4  # which every Python since 3.4 can read
+ROW = struct.Struct("<qqqII")  # start; end, or 0 if an operation continues it; bytes; index into names; grouped
+_MARSHAL_VERSION = 4  # readable by every Python since 3.4
 _WRITE_S = 0.1
-_LAST_WRITE_S = 2.0  # at the end of the program, for a file system that stalls
+_LAST_WRITE_S = 2.0  # limit at the end of the program, if the file system stalls
 
 Record = tuple[Any, ...]
 
 
 class Recorder:
-    """Of this process, into the file `path`, which is made anew. Raises OSError if that cannot be."""
+    """Recorder of this process; creates or truncates the file `path`. Raises OSError."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         self._records: list[Record] = []
-        self.sources: list[Callable[[], None]] = []  # which add what is noted elsewhere, when asked
+        self.sources: list[Callable[[], None]] = []  # called before each write: add records that were kept elsewhere
         self.add: Callable[[Record], None] = self._records.append
         self._process = os.getpid()
         self._failed = False
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._go_on, name="allred-timeline", daemon=True)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._write_until_closed, name="allred-timeline", daemon=True)
 
     def begin(self, about: dict[str, Any]) -> None:
-        """From now on write."""
+        """Write the header and start the writing thread."""
         self.add(("begin", about))
         self._write(MAGIC)
         self._write_records()
@@ -62,21 +61,21 @@ class Recorder:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Write what is left, and no more. In a fork of the process nothing happens."""
+        """Write the remaining records and stop. Does nothing in a forked child."""
         if os.getpid() != self._process:
             return
         atexit.unregister(self.close)
         self.add(("end", time.perf_counter_ns()))
-        self._over.set()
+        self._closing.set()
         self._thread.join(_LAST_WRITE_S)
 
     def give_up(self) -> None:
-        """Before `begin`: there will be no timeline."""
+        """Delete the file. Only before `begin`."""
         os.close(self._file)
         os.unlink(self._path)
 
-    def _go_on(self) -> None:
-        while not self._over.wait(_WRITE_S):
+    def _write_until_closed(self) -> None:
+        while not self._closing.wait(_WRITE_S):
             self._write_records()
         self._write_records()
         os.close(self._file)
@@ -84,7 +83,7 @@ class Recorder:
     def _write_records(self) -> None:
         for source in self.sources:
             source()
-        count = len(self._records)  # others may come meanwhile
+        count = len(self._records)  # other threads may append meanwhile
         records = self._records[:count]
         del self._records[:count]
         if records and not self._failed:
@@ -98,8 +97,8 @@ class Recorder:
         except OSError as error:
             self._failed = True
             report.say_here(
-                f"{self._path} cannot be written any more: {error.strerror}; the program goes on, the timeline of this "
-                "rank ends here"
+                f"cannot write {self._path}: {error.strerror}; the timeline of this rank ends here, the program "
+                "continues"
             )
 
 
@@ -107,7 +106,7 @@ current: Recorder | None = None
 
 
 def install(recorder: Recorder | None) -> None:
-    """Make it the one that spans are noted in; None: there is none any more."""
+    """Set the recorder that `span` uses; None: no timeline. Closes the previous one."""
     global current
     if current is not None and current is not recorder:
         current.close()
@@ -127,7 +126,7 @@ class _Span:
         self._add(("span", self._row, self._kind, self._name, self._start, time.perf_counter_ns(), self._nbytes))
 
 
-class _Nothing:
+class _NoSpan:
     def __enter__(self) -> None:
         pass
 
@@ -137,9 +136,13 @@ class _Nothing:
         pass
 
 
-_NOTHING = _Nothing()
+_NO_SPAN = _NoSpan()
 
 
-def span(kind: str, name: str = "", nbytes: int = 0, row: str = "") -> _Span | _Nothing:
-    """A context manager: what is done inside is a span, if there is a timeline. row: "" is the thread that trains."""
-    return _NOTHING if current is None else _Span(current.add, row, kind, name, nbytes)
+def span(kind: str, name: str = "", nbytes: int = 0, row: str = "") -> _Span | _NoSpan:
+    """A context manager that records a span, if there is a timeline. row: "" is the training thread.
+
+    >>> with span("apply", "layer 1", nbytes=4096):
+    ...     pass
+    """
+    return _NO_SPAN if current is None else _Span(current.add, row, kind, name, nbytes)

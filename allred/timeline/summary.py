@@ -1,42 +1,48 @@
-"""Tables: where the time of each rank went, when it arrived at collectives, and who waited for whom."""
+"""Summary tables: time of each rank by kind of span, arrival at collectives, and which rank waited for which."""
 
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from allred.timeline.collectives import Collective
-from allred.timeline.file import Rank, Span
+from allred.timeline.rank_file import RankTimeline, Span
 
 KINDS = ("negotiate", "pack", "allreduce", "unpack", "apply", "wait", "push", "pull", "push+pull")
 _OTHER, _OUTSIDE = "rest of step", "outside"
 _COLUMNS = (*KINDS, "other", _OTHER, _OUTSIDE)
-_SAME = {"grouped_allreduce": "allreduce", "step": _OTHER}
-_MOST_RANKS = 12  # for who waits for whom as a matrix
-_PAIRS = 10  # else so many of the longest
+_COUNTED_AS = {"grouped_allreduce": "allreduce", "step": _OTHER}
+_MAX_MATRIX_RANKS = 12  # more ranks: a list of the longest waits
+_LONGEST_WAITS = 10
 
 
-def text(ranks: Sequence[Rank], collectives: Sequence[Collective], waits: dict[int, list[Span]]) -> str:
-    """All of them."""
+def text(ranks: Sequence[RankTimeline], collectives: Sequence[Collective], waits: dict[int, list[Span]]) -> str:
+    """All tables as one text."""
     names = {rank.number: rank.name for rank in ranks}
-    parts = [_where(ranks, waits)]
+    parts = [_time_table(ranks, waits)]
     if collectives:
-        waited = {rank: _by_name(spans) for rank, spans in waits.items()}
-        parts += [_arrivals(names, collectives, waited), _matrix(names, waited), _longest(names, collectives, waited)]
+        waited = {rank: _by_rank(spans) for rank, spans in waits.items()}
+        parts += [
+            _arrival_table(names, collectives, waited),
+            _wait_table(names, waited),
+            _slowest_rank(names, collectives, waited),
+        ]
     return "\n\n".join(part for part in parts if part)
 
 
-def shares(rank: Rank) -> dict[str, int]:
-    """Nanoseconds of a rank in spans of each kind, without what is nested in them; a wait in anything but a step is
-    part of that. "outside" of all spans is the rest."""
+def shares(rank: RankTimeline) -> dict[str, int]:
+    """Nanoseconds of a rank by kind of span, nested spans not counted twice.
+
+    A wait inside another span than a step counts as that span. "outside" is the time without a span.
+    """
     found: dict[str, int] = defaultdict(int)
-    inside: list[tuple[int, str]] = []  # end and kind of those that are open
+    inside: list[tuple[int, str]] = []  # end and kind of the open spans
     row, covered, until = "", 0, rank.start
     for span in rank.spans:
         if span.row != row:
             row, inside = span.row, []
         while inside and inside[-1][0] <= span.start:
             inside.pop()
-        kind = _SAME.get(span.kind, span.kind if span.kind in KINDS else "other")
+        kind = _COUNTED_AS.get(span.kind, span.kind if span.kind in KINDS else "other")
         if kind == "wait" and inside and inside[-1][1] != _OTHER:
             kind = inside[-1][1]
         if inside:
@@ -50,7 +56,7 @@ def shares(rank: Rank) -> dict[str, int]:
     return dict(found)
 
 
-def _where(ranks: Sequence[Rank], waits: dict[int, list[Span]]) -> str:
+def _time_table(ranks: Sequence[RankTimeline], waits: dict[int, list[Span]]) -> str:
     every = {rank.number: shares(rank) for rank in ranks}
     columns = [column for column in _COLUMNS if any(each.get(column) for each in every.values())]
     rows = [["", "recorded", *columns, "waits for others"]]
@@ -62,52 +68,52 @@ def _where(ranks: Sequence[Rank], waits: dict[int, list[Span]]) -> str:
     return f"where the time went\n{_table(rows)}"
 
 
-def _arrivals(names: dict[int, str], collectives: Sequence[Collective], waited: dict[int, dict[int, int]]) -> str:
+def _arrival_table(names: dict[int, str], collectives: Sequence[Collective], waited: dict[int, dict[int, int]]) -> str:
     rows = [["", "before the last one", "last", "by", "others waited for it"]]
     for rank, name in names.items():
         mine = [each for each in collectives if rank in each.arrivals]
         last = [each for each in mine if each.last == rank]
         if mine:
             ahead = statistics.median(each.arrivals[each.last] - each.arrivals[rank] for each in mine)
-            by = _ms(statistics.median(each.late for each in last)) if last else "-"
-            rows.append([name, _ms(ahead), f"{len(last)} of {len(mine)}", by, _s(_for(rank, waited))])
+            by = _ms(statistics.median(each.lateness for each in last)) if last else "-"
+            rows.append([name, _ms(ahead), f"{len(last)} of {len(mine)}", by, _s(_waited_for(rank, waited))])
     return f"arrival at collectives (medians)\n{_table(rows)}"
 
 
-def _matrix(names: dict[int, str], waited: dict[int, dict[int, int]]) -> str:
-    if len(names) <= _MOST_RANKS:
-        those = [rank for rank in names if rank in waited or any(rank in each for each in waited.values())]
-        rows = [["", *(names[rank] for rank in those)]]
-        for rank in those:
-            times = ["-" if rank == other else _s(waited.get(rank, {}).get(other, 0)) for other in those]
+def _wait_table(names: dict[int, str], waited: dict[int, dict[int, int]]) -> str:
+    if len(names) <= _MAX_MATRIX_RANKS:
+        involved = [rank for rank in names if rank in waited or any(rank in each for each in waited.values())]
+        rows = [["", *(names[rank] for rank in involved)]]
+        for rank in involved:
+            times = ["-" if rank == other else _s(waited.get(rank, {}).get(other, 0)) for other in involved]
             rows.append([names[rank], *times])
-        return f"who (row) waited for whom (column)\n{_table(rows)}" if those else ""
+        return f"who (row) waited for whom (column)\n{_table(rows)}" if involved else ""
     pairs = sorted(((time, rank, other) for rank, each in waited.items() for other, time in each.items()), reverse=True)
-    lines = (f"{names[rank]} waited {_s(time)} for {names[other]}" for time, rank, other in pairs[:_PAIRS])
+    lines = (f"{names[rank]} waited {_s(time)} for {names[other]}" for time, rank, other in pairs[:_LONGEST_WAITS])
     return "\n".join(lines)
 
 
-def _longest(names: dict[int, str], collectives: Sequence[Collective], waited: dict[int, dict[int, int]]) -> str:
-    rank = max(names, key=lambda rank: _for(rank, waited))
-    late = [each.late for each in collectives if each.last == rank]
+def _slowest_rank(names: dict[int, str], collectives: Sequence[Collective], waited: dict[int, dict[int, int]]) -> str:
+    rank = max(names, key=lambda rank: _waited_for(rank, waited))
+    late = [each.lateness for each in collectives if each.last == rank]
     mine = sum(rank in each.arrivals for each in collectives)
     if not late:
         return ""
     return (
-        f"{names[rank]} was waited for longest: {_s(_for(rank, waited))} in all; it came last to {len(late)} of {mine} "
-        f"collectives, by {_ms(statistics.median(late))} (median)"
+        f"{names[rank]} was waited for longest: {_s(_waited_for(rank, waited))} in all; it arrived last at {len(late)} "
+        f"of {mine} collectives, by {_ms(statistics.median(late))} (median)"
     )
 
 
-def _by_name(spans: Sequence[Span]) -> dict[int, int]:
-    """For whom how long."""
+def _by_rank(spans: Sequence[Span]) -> dict[int, int]:
+    """Nanoseconds waited, by the rank waited for."""
     found: dict[int, int] = defaultdict(int)
     for span in spans:
         found[int(span.name)] += span.end - span.start
     return found
 
 
-def _for(rank: int, waited: dict[int, dict[int, int]]) -> int:
+def _waited_for(rank: int, waited: dict[int, dict[int, int]]) -> int:
     return sum(each.get(rank, 0) for each in waited.values())
 
 

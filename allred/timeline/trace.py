@@ -1,16 +1,16 @@
-"""The trace, in the JSON format of Chrome's trace events, which Perfetto and chrome://tracing show: a process for each
-rank, in it a row for what the rank did, one for whom it waited for, and the operations that it had started."""
+"""The trace in Chrome's trace event format, for Perfetto and chrome://tracing: one process per rank with a row per
+thread, a row "waits for", and one track per started operation."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from allred.timeline.file import Rank, Span
+from allred.timeline.rank_file import RankTimeline, Span
 
 _WAITED_FOR = "waits for"
 
 
-def events(ranks: Sequence[Rank], waits: dict[int, list[Span]]) -> Iterator[dict[str, Any]]:
-    """All events; times are microseconds since the first of them."""
+def events(ranks: Sequence[RankTimeline], waits: dict[int, list[Span]]) -> Iterator[dict[str, Any]]:
+    """All events; times are microseconds since the earliest start of a rank."""
     zero = min(rank.start for rank in ranks)
     names = {rank.number: rank.name for rank in ranks}
     for rank in ranks:

@@ -1,8 +1,8 @@
-"""The operations of one communicator, as they are noted.
+"""Records the operations of one communicator.
 
-One that is started (comm/work.py) is noted from there until it is complete. If a call that blocks has started it, the
-beginning of that call is noted before, and file.py finds that they are one. A blocking allreduce that takes the short
-way in C (csrc/segment_short.c) starts nothing in Python: C notes it, and `gather` fetches that now and then.
+A started operation (comm/work.py) is recorded from its start until it is complete. If a blocking call starts it, the
+start of the call is recorded before, and rank_file.py joins the two. A blocking allreduce on the fast path in C
+(csrc/segment_short.c) starts nothing in Python: C records it, and `gather` fetches these records.
 """
 
 import time
@@ -12,7 +12,7 @@ from allred.timeline.recorder import Recorder
 
 
 class Operation:
-    """One that is under way."""
+    """Times of an operation in progress."""
 
     __slots__ = ("agreed", "end", "nbytes", "start", "title")
 
@@ -20,34 +20,34 @@ class Operation:
         self.title, self.start, self.agreed, self.end, self.nbytes = title, time.perf_counter_ns(), 0, 0, 0
 
     def agree(self) -> None:
-        """All ranks' headers are there."""
+        """The headers of all ranks have arrived."""
         self.agreed = time.perf_counter_ns()
 
 
 class Track:
-    """Of one communicator. members: which ranks they are, in words that are the same on these."""
+    """Records the operations of one communicator. members: its ranks as text, the same on all of them."""
 
     def __init__(self, recorder: Recorder, members: str) -> None:
         self._recorder, self._add, self._members = recorder, recorder.add, members
 
     def call(self, kind: str) -> None:
-        """A blocking call begins: the operation of this kind that is started next is its own."""
+        """A blocking call begins; it starts the next operation of this kind."""
         self._add(("call", self._members, kind, time.perf_counter_ns()))
 
     def end(self, operation: Operation) -> None:
-        """It is complete."""
+        """Record a complete operation."""
         kind, _, name = operation.title.partition(" '")
         start, agreed, nbytes = operation.start, operation.agreed, operation.nbytes
         operation.end = time.perf_counter_ns()
         self._add(("operation", self._members, kind, name[:-1], start, agreed, operation.end, nbytes))
 
     def waited(self, operation: Operation, start_s: float) -> None:
-        """The caller has waited for one, from a time.perf_counter() on until it was complete, or in vain until now."""
+        """Record a wait from `start_s` (time.perf_counter()) until the operation was complete, or until now."""
         end = operation.end or time.perf_counter_ns()
         self._add(("span", "", "wait", operation.title, int(start_s * 1e9), end, 0))
 
     def gather(self, noted: Callable[[], tuple[list[str], bytes]]) -> None:
-        """From now on fetch what C has noted, names and rows, each time before the file is written."""
+        """Call `noted` before each write of the file; it returns names and rows of the records in C."""
 
         def fetch() -> None:
             names, rows = noted()

@@ -16,7 +16,7 @@ from allred.config import Config
 from allred.errors import InputError
 from allred.testing import Result
 from allred.timeline.collectives import match, waits
-from allred.timeline.file import read
+from allred.timeline.rank_file import read_timeline
 from allred.timeline.trace import events
 
 WATCHED = hasattr(allred, "RemoteRankError")
@@ -111,7 +111,7 @@ def broken_timeline(job: Job, directory: pathlib.Path) -> list[str]:
     if not job.recorded:
         return []
     try:
-        ranks = [read(directory / f"rank-{rank}.timeline") for rank in range(job.ranks)]
+        ranks = [read_timeline(directory / f"rank-{rank}.timeline") for rank in range(job.ranks)]
     except (OSError, InputError) as error:
         return [f"the timeline cannot be read: {error}"]
     list(events(ranks, waits(match(ranks), ranks)))

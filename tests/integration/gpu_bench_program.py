@@ -17,7 +17,7 @@ from allred.comm.nccl_connect import around
 standin_gpu.install(setattr)
 gpu.adopt = standin_gpu.adopt
 gpu.allocate = lambda shapes, dtype: [standin_gpu.on_gpu(np.zeros(shape, dtype)) for shape in shapes]
-gpu._ENQUEUED = 3
+gpu._ENQUEUE_SAMPLES = 3
 sets.SETS["small"] = lambda: [(256,)] * 10
 registry.devices = lambda *_: (True, "")
 registry.with_devices = lambda below, *_: around(below, standin_gpu.Device(MPI.COMM_WORLD.Dup()), staged=False)

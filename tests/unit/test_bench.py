@@ -1,4 +1,4 @@
-"""The pure parts of the benchmark: tensor sets, known values, plans of measuring, arguments, settings, the report."""
+"""The benchmark without MPI: gradient sets, expected values, interleaving, arguments, settings, the report."""
 
 import contextlib
 import importlib.util
@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 import allred
-from allred.bench import arguments, command, measure, peer, sets, setting, table, turns, values, verify
+from allred.bench import baselines, command, measure, sets, setting, table, verify
 
 REPORT = pathlib.Path(allred.__file__).parents[1] / "benchmarks/report.py"
-NUMBERS = {"p50_us", "p99_us", "algbw_GBps", "busbw_GBps", "against", "against_p50_us", "speedup"}
+RESULT_KEYS = {"p50_us", "p99_us", "algbw_GBps", "busbw_GBps", "against", "against_p50_us", "speedup"}
 
 
 class OneRank:
-    """As much of an mpi4py communicator as measuring needs."""
+    """The part of an mpi4py communicator that measure.py uses, for one rank."""
 
     barriers = 0
 
@@ -55,7 +55,7 @@ class OneRank:
     ],
 )
 def test_sets_have_the_models_sizes(name, tensors, elements, largest):
-    shapes = sets.SERVED[name]()
+    shapes = sets.PS_SETS[name]()
     assert len(shapes) == tensors
     assert sum(map(math.prod, shapes)) == elements
     assert max(shapes, key=math.prod) == largest
@@ -85,19 +85,19 @@ def test_expected_values_are_the_sums(size, dtype):
         assert verify.wrong(groups[0], size).startswith("element ")
 
 
-def test_swapped_chunks_are_wrong():
+def test_swapped_chunks_are_detected():
     group = [np.empty(4096, np.float32)]
     verify.fill(group, 0)
     group[0][:2048], group[0][2048:] = group[0][2048:].copy(), group[0][:2048].copy()
-    assert verify.wrong(group, 1) == "element 0 is 35.0, and should be 0.0"
+    assert verify.wrong(group, 1) == "element 0 is 35.0, expected 0.0"
 
 
-def test_check_raises_and_else_leaves_zeros():
+def test_check_raises_or_leaves_zeros():
     group = [np.empty(100, np.float32)]
     verify.check("sum", lambda: None, group, OneRank())
     assert not group[0].any()
     verify.check_zeros("sum", group, OneRank())
-    with pytest.raises(verify.WrongResultError, match=r"sum is wrong on rank 0: element 3 is 0.0, and should be 3.0"):
+    with pytest.raises(verify.WrongResultError, match=r"sum is wrong on rank 0: element 3 is 0.0, expected 3.0"):
         verify.check("sum", lambda: group[0][3:].fill(0), group, OneRank())
     group[0][99] = 1e-45
     with pytest.raises(verify.WrongResultError, match="not zero after timing"):
@@ -116,11 +116,11 @@ def test_plans_are_bounded(ours, theirs):
     assert turn == 2 or batch * turn * max(ours, theirs) < 2 * measure.TURN_S
 
 
-def test_ways_take_turns_with_the_same_number_of_calls():
+def test_calls_are_interleaved_with_the_same_number_of_samples():
     calls = []
     comm = OneRank()
-    ways = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
-    found = measure.measure(ways, comm, seconds=0)
+    named = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
+    found = measure.interleave(named, comm, seconds=0)
     assert len(found["a"].seconds) == len(found["b"].seconds) >= 2 * measure.MIN_ROUNDS
     assert found["a"].batch == found["b"].batch
     turns = [name for name, _ in itertools.groupby(calls)]
@@ -128,7 +128,7 @@ def test_ways_take_turns_with_the_same_number_of_calls():
     assert comm.barriers >= 2 * len(found["a"].seconds)
 
 
-def test_a_sample_is_the_slowest_ranks():
+def test_slowest_is_the_maximum_over_ranks():
     class TwoRanks(OneRank):
         def allgather(self, value):
             return [value, [3.0, 1.0]]
@@ -136,106 +136,106 @@ def test_a_sample_is_the_slowest_ranks():
     assert measure.slowest([2.0, 2.0], TwoRanks()).tolist() == [3.0, 2.0]
 
 
-def test_numbers():
-    ours = measure.Samples(np.array([1e-3, 2e-3, 3e-3]), batch=1)
-    theirs = measure.Samples(np.array([4e-3, 8e-3, 5e-3]), batch=1)
-    found = table.numbers(ours, "mpi", theirs, nbytes=8_000_000, size=4)
-    assert found.keys() >= NUMBERS
+def test_result_record():
+    ours = measure.CallTimes(np.array([1e-3, 2e-3, 3e-3]), batch=1)
+    theirs = measure.CallTimes(np.array([4e-3, 8e-3, 5e-3]), batch=1)
+    found = table.result(ours, "mpi", theirs, nbytes=8_000_000, size=4)
+    assert found.keys() >= RESULT_KEYS
     assert (found["p50_us"], found["p99_us"], found["against_p50_us"], found["speedup"]) == (2000, 2980, 5000, 2.5)
     assert (found["algbw_GBps"], found["busbw_GBps"]) == (4, 6)
-    alone = table.numbers(ours, None, None, nbytes=4, size=1)
+    alone = table.result(ours, None, None, nbytes=4, size=1)
     assert alone.keys() == found.keys()
     assert alone["against"] is alone["against_p50_us"] is alone["speedup"] is None
 
 
-def test_workers_take_turns_and_meet_at_their_beginning_only():
+def test_steps_are_interleaved_with_a_barrier_per_turn():
     calls, comm = [], OneRank()
 
     @contextlib.contextmanager
-    def around(name, count):
+    def context(name, count):
         before = len(calls)
         yield
         assert calls[before:] == [name] * count
 
-    ways = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
-    found = turns.measure(ways, comm, 0, around)
-    assert len(found["a"].samples.seconds) == len(found["b"].samples.seconds) >= 2 * measure.MIN_ROUNDS
-    assert comm.barriers < len(found["a"].samples.seconds)
-    assert {name: way.steps for name, way in found.items()} == {name: calls.count(name) for name in ways}
+    named = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
+    found = measure.interleave_steps(named, comm, 0, context)
+    assert len(found["a"].times.seconds) == len(found["b"].times.seconds) >= 2 * measure.MIN_ROUNDS
+    assert comm.barriers < len(found["a"].times.seconds)
+    assert {name: way.steps for name, way in found.items()} == {name: calls.count(name) for name in named}
 
 
-def test_the_rate_is_that_of_all_workers_by_the_slowest():
+def test_steps_per_s_counts_all_workers_and_the_slowest_time():
     class TwoWorkers(OneRank):
         def allgather(self, value):
             times, elapsed = value
             return [value, (times * 3, elapsed * 3)]
 
-    found = turns.measure(
+    found = measure.interleave_steps(
         {"a": lambda: time.sleep(0.003)}, TwoWorkers(), 0, lambda name, count: contextlib.nullcontext()
     )
-    each = found["a"].samples.seconds
+    each = found["a"].times.seconds
     assert 0.009 <= each.max() < 0.3
     assert 2 / each.max() <= found["a"].steps_per_s <= 2 / 0.009
 
 
-# ---- values of training
+# ---- verification of training
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_step_of_all_workers_is_what_optimizers_make_of_it(dtype, workers):
-    params, grads = (values.random([(40, 3), ()], dtype, seed) for seed in (0, 1))
-    alone, opt = [param.copy() for param in params], allred.optim.SGD(lr=values.LR)
+def test_expected_step_equals_that_of_the_optimizer(dtype, workers):
+    params, grads = (verify.random_arrays([(40, 3), ()], dtype, seed) for seed in (0, 1))
+    alone, opt = [param.copy() for param in params], allred.optim.SGD(lr=verify.LR)
     for _ in range(workers):
         opt.step(alone, grads)
-    assert values.different(values.after_a_step(params, grads, workers, averages=False), alone) == ""
-    mean = values.after_a_step(params, grads, workers, averages=True)
-    assert (mean[0] == params[0] - grads[0] * values.LR).mean() > 0.5  # the rest is rounded
-    assert np.allclose(mean[0], params[0] - grads[0] * values.LR)
+    assert verify.first_difference(verify.after_one_step(params, grads, workers, averages=False), alone) == ""
+    mean = verify.after_one_step(params, grads, workers, averages=True)
+    assert (mean[0] == params[0] - grads[0] * verify.LR).mean() > 0.5  # the rest is rounded
+    assert np.allclose(mean[0], params[0] - grads[0] * verify.LR)
 
 
-def test_one_update_more_or_less_is_seen():
+def test_a_missing_or_additional_update_is_detected():
     shapes = [(100,), (7, 9)]
-    start, grads = values.whole_start(shapes, "float32"), values.whole_gradients(shapes, "float32")
-    params, opt = [param.copy() for param in start], allred.optim.SGD(lr=values.LR)
+    start, grads = verify.whole_params(shapes, "float32"), verify.whole_gradients(shapes, "float32")
+    params, opt = [param.copy() for param in start], allred.optim.SGD(lr=verify.LR)
     for _ in range(1000):
         opt.step(params, grads)
-    assert values.wrong_after(1000, params, start, grads) == ""
-    assert values.wrong_after(999, params, start, grads) == "element 0 of tensor 0 is 3000.0, and should be 2997.0"
+    assert verify.wrong_after_updates(1000, params, start, grads) == ""
+    assert verify.wrong_after_updates(999, params, start, grads) == "element 0 of tensor 0 is 3000.0, expected 2997.0"
     params[1][2, 2] += 3
-    assert values.wrong_after(1000, params, start, grads).startswith("element 20 of tensor 1 is ")
-    assert values.wrong_after(2**23, params, start, grads) == ""  # beyond whole numbers of float32
+    assert verify.wrong_after_updates(1000, params, start, grads).startswith("element 20 of tensor 1 is ")
+    assert verify.wrong_after_updates(2**23, params, start, grads) == ""  # beyond whole numbers of float32
 
 
 def test_a_nan_differs_and_so_does_the_sign_of_zero():
     zeros = [np.zeros(2, np.float32)]
     assert (
-        values.different(zeros, [np.array([0, np.nan], np.float32)])
-        == "element 1 of tensor 0 is 0.0, and should be nan"
+        verify.first_difference(zeros, [np.array([0, np.nan], np.float32)])
+        == "element 1 of tensor 0 is 0.0, expected nan"
     )
-    assert values.different(zeros, [np.array([0.0, -0.0], np.float32)])
+    assert verify.first_difference(zeros, [np.array([0.0, -0.0], np.float32)])
 
 
-def test_what_the_peer_gives_is_checked():
-    raw = peer.prepare(OneRank(), [(2**19,)], np.float32, lr=0.5)
-    assert list(raw.forms) == ["mpi chunks", "mpi all chunks"]
-    assert raw.wrong("mpi chunks").startswith("element 0 of tensor 0 is ")
-    raw.params[...] = raw.expected - 0.5 * raw.gradients
-    assert raw.wrong("mpi chunks") == ""
-    assert list(peer.prepare(OneRank(), [(256,)], np.float32, lr=0.5).forms) == [peer.PING_PONG]
+def test_server_baseline_is_verified():
+    baseline = baselines.server_baseline(OneRank(), [(2**19,)], np.float32, lr=0.5)
+    assert list(baseline.round_trips) == ["mpi chunks", "mpi all chunks"]
+    assert baseline.wrong("mpi chunks").startswith("element 0 of tensor 0 is ")
+    baseline.params[...] = baseline.expected - 0.5 * baseline.gradients
+    assert baseline.wrong("mpi chunks") == ""
+    assert list(baselines.server_baseline(OneRank(), [(256,)], np.float32, lr=0.5).round_trips) == [baselines.PING_PONG]
 
 
 # ---- arguments
 
 
 def test_defaults():
-    options = arguments.parse(["allreduce"])
+    options = command.parse(["allreduce"])
     assert options.items == [4 * 1024**0, 2**10, 2**14, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26, 2**28]
     assert (options.dtype, options.against, options.json) == (np.float32, None, False)
-    assert arguments.parse(["allreduce", "--dtype", "float64"]).items[0] == 8
-    assert arguments.parse(["fused"]).items == ["resnet50", "transformer", "small"]
-    assert arguments.parse(["fused", "--set", "small"]).items == ["small"]
-    served = arguments.parse(["ps"])
+    assert command.parse(["allreduce", "--dtype", "float64"]).items[0] == 8
+    assert command.parse(["fused"]).items == ["resnet50", "transformer", "small"]
+    assert command.parse(["fused", "--set", "small"]).items == ["small"]
+    served = command.parse(["ps"])
     assert (served.set, served.servers, served.consistency, served.against) == ("resnet50", 1, None, None)
 
 
@@ -243,27 +243,27 @@ def test_defaults():
     ("words", "message"),
     [
         ("allreduce --sizes 4,huge", "'huge' is not a size"),
-        ("allreduce --sizes 6", "6 bytes are no whole number of float32; take a multiple of 4"),
-        ("allreduce --sizes 0", "0 bytes are no whole number"),
-        ("fused --dtype int32 --compression fp16", "--compression is of float32 and float64, and --dtype is int32"),
-        ("allreduce --dtype bool", "unknown dtype 'bool'; choose one of uint8, "),
-        ("allreduce --dtype bfloat16 --against mpi", "MPI has no bfloat16"),
-        ("allreduce --seconds -1", "--seconds -1 is not a time"),
-        ("allreduce --seconds nan", "--seconds nan is not a time"),
-        ("allreduce --against nccl", "--against nccl is of arrays on GPUs: --device cuda"),
+        ("allreduce --sizes 6", "--sizes: expected a positive multiple of 4 bytes (float32), got 6"),
+        ("allreduce --sizes 0", "--sizes: expected a positive multiple of 4 bytes (float32), got 0"),
+        ("fused --dtype int32 --compression fp16", "--compression needs --dtype float32 or float64, got int32"),
+        ("allreduce --dtype bool", "unknown dtype 'bool'; choose from uint8, "),
+        ("allreduce --dtype bfloat16 --against mpi", "MPI has no dtype bfloat16"),
+        ("allreduce --seconds -1", "--seconds must be a finite number of at least 0, got -1"),
+        ("allreduce --seconds nan", "--seconds must be a finite number of at least 0, got nan"),
+        ("allreduce --against nccl", "--against nccl needs arrays on GPUs: --device cuda"),
         ("fused --device cuda --against mpi", "--device is cuda; compare with --against nccl"),
-        ("fused --device cuda --backend shm", "--device cuda is of backend nccl, and --backend is shm"),
-        ("fused --device cuda --against nccl --dtype int16", "cupy's NCCL has no int16"),
+        ("fused --device cuda --backend shm", "--device cuda needs backend nccl, got --backend shm"),
+        ("fused --device cuda --against nccl --dtype int16", "NCCL in cupy has no dtype int16"),
         ("fused --set resnet", "unknown set 'resnet'; choose from resnet50, transformer, small"),
-        ("ps --set resnet", "unknown set 'resnet'; choose one of resnet50, transformer, small, tiny"),
-        ("ps --dtype float16", "bench ps takes float32 or float64"),
-        ("ps --servers 0", "--servers 0 must be at least 1"),
+        ("ps --set resnet", "unknown set 'resnet'; choose from resnet50, transformer, small, tiny"),
+        ("ps --dtype float16", "bench ps needs --dtype float32 or float64"),
+        ("ps --servers 0", "--servers must be at least 1, got 0"),
         ("ps --consistency none", "invalid choice: 'none'"),
         ("ps --backend mpi", "unrecognized arguments: --backend mpi"),
         ("", "the following arguments are required: allreduce|fused|overlap|ps"),
     ],
 )
-def test_wrong_arguments_are_one_line_and_exit_code_2(words, message, capsys):
+def test_argument_errors_are_one_line_and_exit_code_2(words, message, capsys):
     assert command.main(words.split()) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -271,9 +271,26 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(words, message, capsys):
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("ps --servers 2 --against mpi", "--against mpi compares one server and one worker"),
+        ("allreduce --device cuda", "backend 'nccl': rank 0 has no cupy"),
+        ("allreduce --backend magic", "init(backend='magic') is not available"),
+    ],
+)
+def test_errors_of_init_are_one_line_and_exit_code_2(words, message):
+    """In a process of its own, because init() may start MPI. Costs 2 s."""
+    command = [sys.executable, "-m", "allred", "bench", *words.split()]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_other_ranks_are_silent(monkeypatch, capfd):
     monkeypatch.setenv("PMI_RANK", "1")
-    monkeypatch.setattr(setting, "_BEHIND_S", 0)
+    monkeypatch.setattr(setting, "_EXIT_DELAY_S", 0)
     assert command.main(["--help"]) == 0
     assert command.main(["allreduce", "--sizes", "?"]) == 2
     assert capfd.readouterr() == ("", "")
@@ -350,10 +367,10 @@ def test_report(tmp_path):
     assert result.stdout == page
     assert page.count("\n## ") == 3
     assert "| tiny: 1 tensors | 12.3 | 1,234 | 5.3 | 123 | 2: 75 %, 10: 25 % | 60 of 4 |" in page
-    assert "2 ranks (1 to serve, 1 to work; async), float32, push; thread" in page
+    assert "2 ranks (servers 1, workers 1, async), float32, push; thread" in page
     assert "## MPICH 5.0.2: allreduce\n\n`mpirun ... allreduce`\n" in page
     assert "| 64 KiB | 12.3 | 1,234 | 5.3 | 5.3 | 98.7 | 7.99 | 60 of 4 |\n| 4 B |" in page
     assert "| small: 1000 tensors | 12.3 | 1,234 | 5.3 | 5.3 | raw MPI, per tensor | 98.7 | 7.99 |" in page
-    assert "cores 0-1 for each rank; settings: `OMPI_MCA_btl=^ofi`." in page
+    assert "cores 0-1 on each rank; settings: `OMPI_MCA_btl=^ofi`." in page
     assert f"{os.cpu_count()} cores" in page
     assert str(pathlib.Path.cwd()) not in page

@@ -1,4 +1,4 @@
-"""The command line: the reader of the output closes it, for every command."""
+"""The command line: unknown commands, and a closed standard output."""
 
 import contextlib
 import os
@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from allred.__main__ import main
 from allred.timeline.recorder import Recorder
 
 COMMANDS = {
@@ -36,3 +37,12 @@ def test_a_reader_that_has_gone_is_not_told_of_by_a_traceback(command, tmp_path)
     assert not result.stdout
     assert not result.stderr
     assert result.returncode == 141
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [([], "which command?"), (["benhc"], "python -m allred: unknown command 'benhc'")]
+)
+def test_missing_or_unknown_command_is_exit_code_2(arguments, message, capsys):
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert (out, message in err) == ("", True)

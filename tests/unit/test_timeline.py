@@ -1,4 +1,4 @@
-"""What ranks note, read again, with clocks that differ and files that are damaged; and what is made of it."""
+"""Recording, reading with different clocks and damaged files, matching, trace and tables."""
 
 import json
 import marshal
@@ -18,9 +18,8 @@ from allred.comm.shm import CHUNK_BYTES, ShmCommunicator
 from allred.comm.single import SingleCommunicator
 from allred.errors import InputError
 from allred.native._kernels import segment_bytes
-from allred.timeline import collectives, file, recorder, summary
-from allred.timeline.clock import Clock
-from allred.timeline.file import read
+from allred.timeline import collectives, rank_file, recorder, summary
+from allred.timeline.rank_file import ClockAlignment, read_timeline
 from allred.timeline.recorder import Recorder
 from allred.timeline.track import Operation, Track
 
@@ -41,7 +40,7 @@ def written(directory, rank, *records, job="a", size=2, start=0, end=0, time=1.0
 
 
 def records_of(path):
-    return [record for part in file._chunks(path.read_bytes()) for record in marshal.loads(part)]
+    return [record for part in rank_file._chunks(path.read_bytes()) for record in marshal.loads(part)]
 
 
 def call(start, end, grouped=False, members="all ranks"):
@@ -79,7 +78,7 @@ def test_what_is_noted_can_be_read(tmp_path, monkeypatch):
     recorder.install(None)
     with recorder.span("apply"):
         pass
-    found = read(tmp_path / "rank-0.timeline")
+    found = read_timeline(tmp_path / "rank-0.timeline")
     assert [(each.kind, each.name, each.nbytes) for each in found.spans] == [
         ("step", "opt", 0),
         ("apply", "opt", 12),
@@ -106,7 +105,7 @@ def test_a_timeline_begins_and_ends_with_a_world(tmp_path):
     recording.stop()
     assert recorder.current is None
     assert [each[0] for each in records_of(path)] == ["begin", "clock", "span", "clock", "end"]
-    found = read(path)
+    found = read_timeline(path)
     assert (found.name, found.left_out, [each.kind for each in found.spans]) == ("rank 0", "", ["apply"])
 
 
@@ -134,7 +133,7 @@ def test_a_track_numbers_calls_and_started_operations_alike(tmp_path):
     alone.close()
     alone.close()
     mine.close()
-    found = read(path)
+    found = read_timeline(path)
     assert [(each.number, each.kind, each.name, each.nbytes, each.blocking) for each in found.operations] == [
         (0, "allreduce", "short", 24, True),
         (1, "broadcast", "b", 5, False),
@@ -159,7 +158,7 @@ def test_a_program_may_end_without_closing_anything(tmp_path):
     idle.record(Track(mine, "[0]"))
     alone.allreduce_now(np.zeros(3), True, ReduceOp.SUM, "last")
     mine.close()
-    found = read(path)
+    found = read_timeline(path)
     assert ([each.name for each in found.operations], found.left_out) == (["last"], "")
     assert sorted(each[0] for each in records_of(path)) == ["begin", "calls", "end"]
     alone.close()
@@ -172,38 +171,38 @@ def test_a_file_that_was_cut_gives_what_is_whole(tmp_path):
     first = len(recorder.MAGIC) + recorder.CHUNK.size + recorder.CHUNK.unpack_from(data, len(recorder.MAGIC))[0]
     for length in (len(data) - 1, first + recorder.CHUNK.size, first + 3):
         mine.write_bytes(data[:length])
-        found = read(mine)
-        assert f"the last {length - first} bytes of {mine} are left out" in found.left_out
+        found = read_timeline(mine)
+        assert f"{mine}: ignored the last {length - first} bytes" in found.left_out
         assert (found.about["rank"], found.spans) == (0, [])
     flipped = bytearray(data)
     flipped[-5] ^= 1
     mine.write_bytes(flipped)
-    assert "are left out" in read(mine).left_out
+    assert "are incomplete" in read_timeline(mine).left_out
     mine.write_bytes(data + bytes(20))  # as a machine that loses power may leave it
-    assert len(read(mine).spans) == 50
-    assert f"the last 20 bytes of {mine} are left out" in read(mine).left_out
+    assert len(read_timeline(mine).spans) == 50
+    assert f"{mine}: ignored the last 20 bytes" in read_timeline(mine).left_out
 
 
 def test_a_file_without_its_end_is_of_a_rank_that_was_killed(tmp_path):
     path = tmp_path / "rank-0.timeline"
     mine = Recorder(str(path))
     mine.begin({"rank": 0, "name": "rank 0", "start": 5})
-    found = read(path)
+    found = read_timeline(path)
     assert (found.start, found.spans, found.operations) == (5, [], [])
-    assert found.left_out.endswith("just ends: its rank was killed or aborted, and what it did last is missing")
+    assert found.left_out.endswith("has no end: its rank was killed or aborted, and its last records are missing")
     mine.close()
 
 
 def test_a_file_of_something_else_is_refused(tmp_path):
     (tmp_path / "x").write_bytes(b"something else")
-    with pytest.raises(InputError, match="is no file of a timeline"):
-        read(tmp_path / "x")
+    with pytest.raises(InputError, match="is not a timeline of this version"):
+        read_timeline(tmp_path / "x")
     (tmp_path / "x").write_bytes(recorder.MAGIC)
     with pytest.raises(InputError, match="is empty"):
-        read(tmp_path / "x")
+        read_timeline(tmp_path / "x")
     (tmp_path / "x").write_bytes(recorder.MAGIC + chunk(("begin", 7)))
-    with pytest.raises(InputError, match="holds what no rank has written"):
-        read(tmp_path / "x")
+    with pytest.raises(InputError, match="has invalid records: "):
+        read_timeline(tmp_path / "x")
 
 
 def test_a_full_disk_is_told_once_and_nothing_else_happens(tmp_path, capfd):
@@ -213,7 +212,7 @@ def test_a_full_disk_is_told_once_and_nothing_else_happens(tmp_path, capfd):
     mine.add(span("step", 0, 1))
     mine.close()
     told = capfd.readouterr().err
-    assert told.count("cannot be written any more: No space left on device; the program goes on") == 1
+    assert told.count("rank-0.timeline: No space left on device; the timeline of this rank ends here") == 1
 
 
 @pytest.mark.parametrize("drift", [0.0, 1e-4, -3e-5])
@@ -222,30 +221,32 @@ def test_clocks_that_differ_and_drift_are_aligned(drift):
         return 7 * 10**15 + round(when * (1 + drift))
 
     asked = [1000 * MS, 4000 * MS]
-    clock = Clock([(local(when), when - local(when), error) for when, error in zip(asked, (500, 400), strict=True)])
+    clock = ClockAlignment(
+        [(local(when), when - local(when), error) for when, error in zip(asked, (500, 400), strict=True)]
+    )
     assert [abs(clock(local(when)) - when) <= 2 for when in (0, 1000 * MS, 2500 * MS, 9000 * MS)] == [True] * 4
-    assert clock.error == 500
+    assert clock.max_error == 500
 
 
 def test_one_measurement_gives_a_constant_offset():
-    clock = Clock([(5, 300, 10)])
+    clock = ClockAlignment([(5, 300, 10)])
     assert [clock(0), clock(10**12)] == [300, 10**12 + 300]
 
 
 def test_what_is_less_than_its_error_is_no_difference():
-    clock = Clock([(0, 300, 400), (10**9, -200, 300)])
-    assert (clock(77), clock.error) == (77, 0)
-    assert Clock([(0, 300, 400), (10**9, -400, 300)])(10**9) == 10**9 - 400
+    clock = ClockAlignment([(0, 300, 400), (10**9, -200, 300)])
+    assert (clock(77), clock.max_error) == (77, 0)
+    assert ClockAlignment([(0, 300, 400), (10**9, -400, 300)])(10**9) == 10**9 - 400
 
 
 def test_ranks_with_other_clocks_are_compared_by_the_chiefs(tmp_path):
     ahead = 10**15
     one = [("clock", 0, 0, 0), call(1 * MS, 9 * MS)]
     other = [("clock", ahead, -ahead, 1000), call(ahead + 8 * MS, ahead + 9 * MS)]
-    ranks = [read(written(tmp_path, 0, *one)), read(written(tmp_path, 1, *other, start=ahead))]
+    ranks = [read_timeline(written(tmp_path, 0, *one)), read_timeline(written(tmp_path, 1, *other, start=ahead))]
     (found,) = collectives.match(ranks)
     assert found.arrivals == {0: 1 * MS, 1: 8 * MS}
-    assert (found.last, found.late) == (1, 7 * MS)
+    assert (found.last, found.lateness) == (1, 7 * MS)
     waits = collectives.waits([found], ranks)
     assert [(each.start, each.end, each.name) for each in waits[0]] == [(1 * MS, 8 * MS, "1")]
     assert 1 not in waits
@@ -254,13 +255,13 @@ def test_ranks_with_other_clocks_are_compared_by_the_chiefs(tmp_path):
 def test_operations_of_the_same_number_and_kind_belong_together(tmp_path):
     one = [call(0, 1), call(2, 3), started("broadcast", 4, 5), call(6, 7), call(1, 2, members="[0]")]
     other = [call(1, 3), call(4, 5), call(6, 7), call(8, 9)]
-    ranks = [read(written(tmp_path, 0, *one)), read(written(tmp_path, 1, *other))]
+    ranks = [read_timeline(written(tmp_path, 0, *one)), read_timeline(written(tmp_path, 1, *other))]
     assert [each.arrivals for each in collectives.match(ranks)] == [{0: 0, 1: 1}, {0: 2, 1: 4}]
 
 
 def test_a_rank_that_has_joined_is_not_waited_for(tmp_path):
     files = [call(0, 1), call(2, 9)], [call(1, 2), call(3, 9)], [call(0, 1), started("join", 8, 9)]
-    ranks = [read(written(tmp_path, rank, *records)) for rank, records in enumerate(files)]
+    ranks = [read_timeline(written(tmp_path, rank, *records)) for rank, records in enumerate(files)]
     assert [each.arrivals for each in collectives.match(ranks)] == [{0: 0, 1: 1, 2: 0}, {0: 2, 1: 3}]
 
 
@@ -270,7 +271,7 @@ def test_only_who_is_blocked_waits_and_for_one_at_a_time(tmp_path):
     waits = [span("wait", 40, 45), span("wait", 47, 100), span("wait", 0, 100, row="another thread")]
     late = [call(50, 60), call(70, 80, members="[0, 1]")]
     files = [*both, *waits], late, [call(10, 60)]
-    ranks = [read(written(tmp_path, rank, *records)) for rank, records in enumerate(files)]
+    ranks = [read_timeline(written(tmp_path, rank, *records)) for rank, records in enumerate(files)]
     found = collectives.waits(collectives.match(ranks), ranks)
     assert [(each.start, each.end) for each in found[0]] == [(40, 45), (47, 50), (50, 70)]
 
@@ -285,7 +286,7 @@ def test_what_a_call_has_started_is_that_call(begun, tmp_path):
         ("call", "all ranks", "allreduce", 6),
     ]
     other = started("allreduce", 7, 8, "the others")
-    found = read(written(tmp_path, 0, *refused, ("clock", 0, 100, 0), *operations, begun, other)).operations
+    found = read_timeline(written(tmp_path, 0, *refused, ("clock", 0, 100, 0), *operations, begun, other)).operations
     assert [(each.number, each.blocking, each.start, each.agreed, each.end) for each in found] == [
         (0, False, 102, 0, 109),
         (1, True, 103, 107, 108),
@@ -313,7 +314,7 @@ rank 0       -  0.00 s  0.03 s
 rank 1  0.00 s       -  0.01 s
 rank 2  0.00 s  0.00 s       -
 
-rank 2 was waited for longest: 0.03 s in all; it came last to 1 of 1 collectives, by 5.000 ms (median)
+rank 2 was waited for longest: 0.03 s in all; it arrived last at 1 of 1 collectives, by 5.000 ms (median)
 """
 
 
@@ -362,9 +363,10 @@ def test_the_command_makes_a_trace_and_names_who_is_waited_for(tmp_path, capsys)
     code, out, events = merge(tmp_path, capsys)
     assert code == 0
     assert "a job of" in out
-    assert "3 ranks (nothing of 2), 20 spans; one clock" in out
+    assert "3 ranks (no file of 2), 20 spans; one clock" in out
     assert (
-        "rank 1 was waited for longest: 0.03 s in all; it came last to 5 of 5 collectives, by 6.000 ms (median)" in out
+        "rank 1 was waited for longest: 0.03 s in all; it arrived last at 5 of 5 collectives, by 6.000 ms (median)"
+        in out
     )
     names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {"rank 0 (h)", "rank 1 (h)"}
@@ -391,7 +393,7 @@ def test_files_of_an_earlier_job_are_left_out(tmp_path, capsys):
     written(tmp_path, 0, size=1, job="new", time=2.0)
     written(tmp_path, 1, size=2, job="old", time=1.0)
     _, out, events = merge(tmp_path, capsys)
-    assert "left out: files of an earlier job, of ranks 1" in out
+    assert "ignored: files of an earlier job, ranks 1" in out
     assert {event["pid"] for event in events} == {0}
 
 
@@ -403,26 +405,29 @@ def test_files_that_are_no_good_are_named_and_the_others_merged(tmp_path, capsys
     (tmp_path / "rank-3.timeline").symlink_to("nowhere")
     code, out, events = merge(tmp_path, capsys)
     assert code == 0
-    assert f"left out: {one} is of the same rank and job as {tmp_path}/rank-0 (copy).timeline" in out
-    assert f"left out: {tmp_path}/rank-2.timeline cannot be read: Is a directory" in out
-    assert f"left out: {tmp_path}/rank-3.timeline cannot be read: No such file or directory" in out
+    assert f"ignored: {one} has the same rank and job as {tmp_path}/rank-0 (copy).timeline" in out
+    assert f"ignored: cannot read {tmp_path}/rank-2.timeline: Is a directory" in out
+    assert f"ignored: cannot read {tmp_path}/rank-3.timeline: No such file or directory" in out
     assert sum(each["name"] == "allreduce w" for each in events) == 2
 
 
 def test_a_trace_that_cannot_be_written_is_named(tmp_path, capsys):
     written(tmp_path, 0, call(0, MS))
     assert main(["timeline", "merge", str(tmp_path), "--output", "/dev/full"]) == 2
-    assert "/dev/full cannot be written: No space left on device; --output FILE" in capsys.readouterr().err
+    assert (
+        "cannot write /dev/full: No space left on device; choose another path with --output FILE"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("there", [True, False])
 def test_a_directory_without_a_timeline(there, tmp_path, capsys):
     assert main(["timeline", "merge", str(tmp_path / ("" if there else "missing"))]) == 2
-    assert "has no files rank-*.timeline; give what ALLRED_TIMELINE was" in capsys.readouterr().err
+    assert "has no files rank-*.timeline; expected the directory that ALLRED_TIMELINE named" in capsys.readouterr().err
 
 
 def test_many_ranks_get_no_matrix_but_the_longest_waits(tmp_path):
     found = {rank: {0: rank * 10**9} for rank in range(1, 20)}
-    text = summary._matrix({rank: f"rank {rank}" for rank in range(20)}, found)
+    text = summary._wait_table({rank: f"rank {rank}" for rank in range(20)}, found)
     assert text.splitlines()[0] == "rank 19 waited 19.00 s for rank 0"
     assert len(text.splitlines()) == 10
