@@ -19,7 +19,7 @@ reduce: Callable[..., None]  # twins.reduce is its signature
 narrow: Callable[..., None]  # twins.narrow is its signature
 update: Callable[..., bool]  # twins.update is its signature
 hashes: Callable[[list[Any]], list[int]]
-alike: Callable[[list[Any], list[Any], list[Any]], bool]  # twins.alike says what
+match: Callable[[list[Any], list[Any], list[Any]], bool]  # twins.match says what
 exceeds: Callable[..., bool]  # twins.exceeds is its signature
 variants: tuple[str, ...]
 arm_exit: Callable[..., bool] | None  # see csrc/exit.h
@@ -37,22 +37,22 @@ except ImportError as error:
         reason = f"built, but it cannot be loaded: {error}"
     pack, unpack, reduce, arm_exit = twins.pack, twins.unpack, twins.reduce, None
     hashes, exceeds, update, narrow = twins.hashes, twins.exceeds, twins.update, twins.narrow
-    alike = twins.alike
+    match = twins.match
     alarm, cancel_alarm, Mailbox, mailbox_bytes = None, None, None, None
     variants = ()
 else:
     available, reason = True, "built"
     pack, unpack, reduce, arm_exit = _kernels.pack, _kernels.unpack, _kernels.reduce, _kernels.arm_exit
     hashes, exceeds, update, narrow = _kernels.hashes, _kernels.exceeds, _kernels.update, _kernels.narrow
-    alike = twins.alike
+    match = twins.match
     if _kernels.reads_arrays(np.zeros((2, 3))):
-        alike = functools.partial(_kernels.alike, np.ndarray)
+        match = functools.partial(_kernels.match, np.ndarray)
     alarm, cancel_alarm = _kernels.alarm, _kernels.cancel_alarm
     Mailbox, mailbox_bytes = _kernels.Mailbox, _kernels.mailbox_bytes
     variants = _kernels.variants()
 
 __all__ = [
-    *("alarm", "alike", "arm_exit", "available", "cancel_alarm", "exceeds", "hashes"),
+    *("alarm", "match", "arm_exit", "available", "cancel_alarm", "exceeds", "hashes"),
     *("pack", "reason", "reduce", "unpack"),
     *("Mailbox", "mailbox_bytes", "narrow", "update", "variants"),
 ]

@@ -121,13 +121,13 @@ def update(rule: str, arrays: tuple[Array | None, ...], numbers: tuple[float, ..
     return False
 
 
-def alike(tensors: list[Any], params: list[Any], grads: list[Any]) -> bool:
+def match(tensors: list[Any], params: list[Any], grads: list[Any]) -> bool:
     """Whether these are plain arrays in one piece, each with the shape and dtype of its tensor (a Tensor of
-    fusion/plan.py), the params writable. See csrc/alike.c."""
-    return len(tensors) == len(params) == len(grads) and all(map(_alike, tensors, params, grads))
+    fusion/plan.py), the params writable. See csrc/match.c."""
+    return len(tensors) == len(params) == len(grads) and all(map(_matches, tensors, params, grads))
 
 
-def _alike(tensor: Any, param: Any, grad: Any) -> bool:
+def _matches(tensor: Any, param: Any, grad: Any) -> bool:
     return (
         type(param) is np.ndarray
         and type(grad) is np.ndarray

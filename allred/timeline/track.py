@@ -2,7 +2,7 @@
 
 One that is started (comm/work.py) is noted from there until it is complete. If a call that blocks has started it, the
 beginning of that call is noted before, and file.py finds that they are one. A blocking allreduce that takes the short
-way in C (csrc/segment_short.c) starts nothing in Python: C notes it, and `gather` fetches that now and then.
+way in C (csrc/segment_fast.c) starts nothing in Python: C notes it, and `gather` fetches that now and then.
 """
 
 import time
