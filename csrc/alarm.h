@@ -1,5 +1,4 @@
-/* A warning and a time limit for waits in which Python cannot run: MPI's start holds the GIL, its end comes after
- * Python. */
+/* A warning and a time limit for waits without Python: MPI's start holds the GIL, its end comes after Python. */
 #ifndef ALLRED_ALARM_H
 #define ALLRED_ALARM_H
 

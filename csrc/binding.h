@@ -1,6 +1,5 @@
 /*
- * What the files that include Python.h share: entries of method tables, the types and functions that module.c
- * registers.
+ * What the files that include Python.h share: entries of method tables; what module.c registers.
  *
  * Limited API of Python 3.11: one build runs on every later version. Arguments are checked completely in these files,
  * before the GIL is released; the C code below them trusts its arguments.

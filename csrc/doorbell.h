@@ -1,6 +1,5 @@
 /*
- * How a process waits for another: it spins, then yields its core, then sleeps on a doorbell, a futex word (0 or 1) in
- * shared memory.
+ * How a process waits for another: it spins, yields its core, then sleeps on a doorbell, a shared futex word (0 or 1).
  *
  *   sleeper  1  set the word
  *            2  check again for the event that it waits for
@@ -10,8 +9,7 @@
  *            2  read the word; if it is set, clear it and wake the sleeper
  *
  * At least one of them sees the other, because all four accesses are sequentially consistent; release and acquire would
- * not be enough. So a waker pays for a system call (7 us) only if a process sleeps. A doorbell has one sleeper and any
- * number of wakers.
+ * not be enough. So a waker pays for a system call (7 us) only if a process sleeps. A doorbell has one sleeper.
  */
 #ifndef ALLRED_DOORBELL_H
 #define ALLRED_DOORBELL_H

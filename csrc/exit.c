@@ -62,8 +62,7 @@ static void leave(int status) {
   _exit(status);
 }
 
-/* Without a launcher: whether the rendezvous process is gone. MPI_Finalize needs it, and MPICH's can crash without it.
- */
+/* Without a launcher: whether the rendezvous process is gone. Without it MPICH's MPI_Finalize can crash. */
 static int is_closed(int fd) {
   char byte;
   const ssize_t got = recv(fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT);

@@ -39,9 +39,9 @@ typedef struct {
  * Arm the exit handler of this process, or change its plan. It runs inside libc's exit(), after Python has shut down:
  *
  *   1  if MPI is already finalized: tell the watcher, and return;
- *   2  if the status is 0, nothing is stuck, and the job has not failed: tell the watcher, and call finalize(), which
- * waits for all ranks; 3  else: do the duty, print a line with the reason, and call abort(comm, code), which ends the
- * other ranks too. To finalize would hang, because the others wait for this rank in a collective.
+ *   2  if the status is 0, nothing is stuck, and the job has not failed: tell the watcher; finalize(), which waits;
+ *   3  else: do the duty, print a line with the reason, and call abort(comm, code), which ends the other ranks too. To
+ *      finalize would hang, because the others wait for this rank in a collective.
  *
  * With a launcher: it ends the job when the first rank ends. So after a verdict a rank waits until the others have
  * unwound, and until the rank that failed has printed its error last (allred/watch/job.py). If the job goes on without

@@ -32,8 +32,7 @@ static inline uint64_t allred_mix(uint64_t hash, uint64_t word) {
   return hash ^ (hash >> 29);
 }
 
-/* Return the hash of a text: of its length, then of its bytes as little-endian words, the last one padded with zeros.
- */
+/* Return the hash of a text: its length, then its bytes as little-endian words, the last padded with zeros. */
 static inline uint64_t allred_hash_text(const char *text, size_t length) {
   uint64_t hash = allred_mix(0, length);
   for (size_t i = 0; i < length; i += sizeof(uint64_t)) {

@@ -15,23 +15,21 @@
  *   7  server   write the reply; then `replied` = o. It reads no slot after this, taken or not, and gives no cell
  *   8  worker   see `replied`; send no more; copy the given cells; the request is complete
  *
- * Why counters need no reset: each holds the number of the request and the count in one word. The count of another
- * request reads as 0.
+ * Why counters need no reset: each holds the number of its request too; the count of another request reads as 0.
  *
  * Why no side writes memory that the other reads:
  *
  *   1  A slot is filled again after the cell before in it was taken. The first time in a request this is after step 8
- * of the request before, and so after step 7, since when the server reads no slot. 2  The record of a request is
- * written after step 8 of the request before. The server has read that record before 7. 3  A reply is written after the
- * server saw the next `requested` (2), which the worker set after it read the last reply (8). 4  The server may keep a
- * given cell of the shard unchanged until `read` is past it. This is its own choice.
+ *      of the request before, and so after step 7, since when the server reads no slot.
+ *   2  The record of a request is written after step 8 of the request before. The server read that record before 7.
+ *   3  A reply is written after the server saw the next `requested` (2), set after the worker read the last reply (8).
+ *   4  The server may keep a given cell of the shard unchanged until `read` is past it. This is its own choice.
  *
  * tests/csrc/mailbox_model.c explores all orders of steps.
  *
  * Each side writes to cache lines of its own. Flags are stored with release after the data that they stand for, and
  * loaded with acquire before it is read; they are also sequentially consistent, because of the doorbells (doorbell.h).
- * The other process may have died or write nonsense: its values are checked against the known sizes before memory is
- * accessed.
+ * The other process may have died or write nonsense: its values are checked before memory is accessed.
  *
  * No Python, no globals, no allocation.
  */
@@ -69,8 +67,7 @@ allred_doorbell *allred_mailbox_server_doorbell(const allred_mailbox *);
 void allred_mailbox_close(const allred_mailbox *);
 int allred_mailbox_closed(const allred_mailbox *);
 
-/* Return the memory of a slot. Set and return the bytes of its cell; the size is not checked: it may exceed slot_bytes.
- */
+/* Return the memory of a slot. Set and return the bytes of its cell, not checked: may exceed slot_bytes. */
 char *allred_mailbox_slot(const allred_mailbox *, size_t slot);
 void allred_mailbox_set_size(const allred_mailbox *, size_t slot, size_t bytes);
 size_t allred_mailbox_size(const allred_mailbox *, size_t slot);
@@ -80,8 +77,7 @@ typedef enum { ALLRED_SENT, ALLRED_TAKEN, ALLRED_GIVEN, ALLRED_READ } allred_cou
 void allred_mailbox_publish(const allred_mailbox *, allred_counter, uint64_t number, uint64_t count);
 uint64_t allred_mailbox_count(const allred_mailbox *, allred_counter, uint64_t number, uint64_t most);
 
-/* Write the record of a request or reply, and publish its number (`requested` or `replied`); return this number; read
- * the record. */
+/* Write a record, and publish its number (`requested` or `replied`); return this number; read the record. */
 typedef enum { ALLRED_REQUESTED, ALLRED_REPLIED } allred_message;
 void allred_mailbox_post(const allred_mailbox *, allred_message, uint64_t number, const char *record, size_t bytes);
 uint64_t allred_mailbox_posted(const allred_mailbox *, allred_message);

@@ -1,5 +1,4 @@
-/* The server's methods of `Mailbox`. Only the methods that wait release the GIL; the others only read or write a flag.
- */
+/* The server's methods of `Mailbox`. Only the methods that wait release the GIL; the others access a flag. */
 #include "mailbox_object.h"
 
 #define MAX_BOXES 1024
@@ -18,8 +17,7 @@ static int serves(const Mailbox *self) {
   return self->service.open;
 }
 
-/* Return the slot of the next cell as a memoryview. Most cells have one size, so the last view of the slot often fits.
- */
+/* Return the slot of the next cell as a memoryview: the last one if it fits, because most cells have one size. */
 static PyObject *view_slot(Mailbox *self) {
   size_t bytes;
   const size_t slot = allred_service_slot(&self->service, &self->box, &bytes);

@@ -1,8 +1,7 @@
 /*
  * Whether a step has arrays of the same shapes and dtypes as the step before.
  *
- * Each step checks thousands of arrays. By the fields of numpy_array.h a parameter and its gradient take 23 ns, by
- * Python attributes 415 ns.
+ * Each step checks thousands of arrays. A parameter and its gradient take 23 ns by numpy_array.h, 415 ns in Python.
  */
 #include "binding.h"
 #include "numpy_array.h"

@@ -1,5 +1,4 @@
-/* The extension module allred.native._kernels: functions on tensors, and the registration of all types. See binding.h.
- */
+/* The extension module allred.native._kernels: functions on tensors; registration of the types. See binding.h. */
 #include <float.h>
 #include <math.h>
 #include <string.h>
@@ -193,8 +192,8 @@ static PyObject *narrow(PyObject *self, PyObject *args) {
 
 #define SMALL_BYTES (1 << 14) /* below this a kernel takes less time than releasing the GIL */
 
-/* Whether all numbers are exact Python floats within the range of the elements: only then numpy rounds them as C does,
- * and gives no warning. */
+/* Whether all numbers are exact Python floats within the range of the elements: else numpy rounds otherwise, or warns.
+ */
 static int read_numbers(PyObject *tuple, int element_bytes, double *numbers) {
   const double largest = element_bytes == 4 ? FLT_MAX : DBL_MAX;
   for (Py_ssize_t i = 0; i < PyTuple_Size(tuple); i++) {

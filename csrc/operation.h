@@ -16,10 +16,11 @@
  *   1  A rank that fills round r has seen all ranks publish round r - 1. They drained round r - 2 before that. So only
  *      the chunk of round r - 1 may still be read.
  *   2  The next chunk does not touch it: it lies behind it, or at the start of a ring that has room for three chunks.
- * (With room for two, a short chunk and a long one behind it would reach back to the start.) 3  The same holds for
- * inline slots between operations: a rank that begins operation o has seen all ranks publish o - 1. They had completed
- * o - 2, which used the same slot. 4  All ranks agree on places, because these depend only on operations whose headers
- * agree. If headers differ, no rank reads data, and no place is used.
+ *      (With room for two, a short chunk and a long one behind it would reach back to the start.)
+ *   3  The same holds for inline slots between operations: a rank that begins operation o has seen all ranks publish
+ *      o - 1. They had completed o - 2, which used the same slot.
+ *   4  All ranks agree on places, because these depend only on operations whose headers agree. If headers differ, no
+ *      rank reads data, and no place is used.
  *
  * tests/csrc/model.c explores all orders of steps.
  */
@@ -90,9 +91,10 @@ struct allred_operation {
  * exchange       only the headers: a barrier
  * allreduce      tensors reduced over all ranks; the table of tensors is the fusion: they pass as one stream
  * allgather      bytes starts[r] to starts[r + 1] of `receive` come from `send` of rank r, which may be this part of
- * its own `receive`. A broadcast is an allgather to which only the root contributes alltoall       send_starts[r] to
- * send_starts[r + 1] of `send` go to rank r; receive_starts likewise; largest: the most bytes that any rank sends to
- * any other reducescatter  starts[r] to starts[r + 1] of `send`, reduced over all ranks, go to `receive` of rank r
+ *                its own `receive`. A broadcast is an allgather to which only the root contributes
+ * alltoall       send_starts[r] to send_starts[r + 1] of `send` go to rank r; receive_starts likewise;
+ *                largest: the most bytes that any rank sends to any other
+ * reducescatter  starts[r] to starts[r + 1] of `send`, reduced over all ranks, go to `receive` of rank r
  *
  * Offsets are in bytes, ranks + 1 of them. divisor: the divisor of an average.
  */

@@ -13,28 +13,15 @@ Operation *allred_new_operation(Py_ssize_t tensors) {
 }
 
 int allred_make_room(Operation *self, Py_ssize_t tensors) {
-  if (2 * tensors > self->view_capacity) {
-    Py_buffer *views = PyMem_Realloc(self->views, (size_t)tensors * 2 * sizeof *views);
-    if (!views) return PyErr_NoMemory(), -1;
-    self->views = views;
-    PyObject **arrays = PyMem_Realloc(self->arrays, (size_t)tensors * 2 * sizeof *arrays);
-    if (!arrays) return PyErr_NoMemory(), -1;
-    self->arrays = arrays;
-    self->view_capacity = 2 * tensors;
-  }
-  if (tensors > self->tensor_capacity) {
-    allred_tensor *table = PyMem_Realloc(self->tensors, (size_t)tensors * sizeof *table);
-    if (!table) return PyErr_NoMemory(), -1;
-    self->tensors = table;
-    self->tensor_capacity = tensors;
-  }
-  return 0;
-}
-
-int allred_make_starts(Operation *self, int ranks) {
-  self->send_starts = PyMem_Calloc((size_t)ranks + 1, sizeof *self->send_starts);
-  self->receive_starts = PyMem_Calloc((size_t)ranks + 1, sizeof *self->receive_starts);
-  if (!self->send_starts || !self->receive_starts) return PyErr_NoMemory(), -1;
+  if (tensors <= self->capacity) return 0;
+  Py_buffer *views = PyMem_Realloc(self->views, (size_t)tensors * 2 * sizeof *views);
+  if (views) self->views = views;
+  PyObject **arrays = PyMem_Realloc(self->arrays, (size_t)tensors * 2 * sizeof *arrays);
+  if (arrays) self->arrays = arrays;
+  allred_tensor *table = PyMem_Realloc(self->tensors, (size_t)tensors * sizeof *table);
+  if (table) self->tensors = table;
+  if (!views || !arrays || !table) return PyErr_NoMemory(), -1;
+  self->capacity = tensors;
   return 0;
 }
 
@@ -133,8 +120,7 @@ static PyObject *get_progress_count(Operation *self, void *unused) {
   return PyLong_FromUnsignedLongLong(progress_of(self));
 }
 
-/* If the operation is freed while in flight (an exception in its owner), its buffers must no longer be written: stop
- * the queue. */
+/* If the operation is freed in flight (an exception), stop the queue. */
 static void destruct(Operation *self) {
   Segment *segment = self->segment;
   if (segment && allred_is_own(segment)) {

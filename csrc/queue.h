@@ -10,8 +10,7 @@
  *                              because another process may need its core
  *
  * An operation blocks the operations behind it if its headers differ, or if it `holds` the queue: it has further parts,
- * which only its owner knows. The parts that the owner then adds by allred_queue_continue go first, until
- * allred_queue_release.
+ * which only its owner knows. The parts that it adds by allred_queue_continue go first, until allred_queue_release.
  *
  * Any thread may call these functions. The progress thread takes no signals, and does not use Python.
  */
@@ -52,8 +51,7 @@ void allred_queue_release(allred_queue *queue, const allred_operation *op);
 /* Whether an operation is complete. If so, this thread may read its results. */
 int allred_queue_settled(const allred_operation *op);
 
-/* The same, after taking steps, or letting another thread take them, for about 20 ms at most, until `idle_limit_ns`
- * pass without progress. */
+/* The same, after taking steps for about 20 ms at most, until `idle_limit_ns` pass without progress. */
 int allred_queue_run(allred_queue *queue, allred_operation *op, int64_t idle_limit_ns);
 
 /* Start the progress thread, if it does not run. 0, or an error number. */

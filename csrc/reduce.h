@@ -37,13 +37,11 @@ typedef void (*allred_narrow)(void *out, const void *in, size_t count);
 /* Bytes of an element. */
 size_t allred_dtype_bytes(int dtype);
 
-/* Variants are the same kernels compiled for larger instruction sets; 0, "baseline", runs on every CPU. Return the
- * number of variants for this CPU, of which the last is the fastest; the name of one. */
+/* Variants are the same kernels for larger instruction sets; 0 runs on every CPU, the last of this CPU is fastest. */
 int allred_variants(void);
 const char *allred_variant_name(int variant);
 
-/* Return the kernel of a variant below allred_variants(); NULL if the operator is not defined for the dtype: Average of
- * integers, Sum of bool. */
+/* Return the kernel of a variant below allred_variants(); NULL if it is undefined: Average of integers, Sum of bool. */
 allred_reduce allred_reduce_kernel(int variant, int dtype, int op);
 
 /*

@@ -1,8 +1,10 @@
 /*
  * The reduction kernels for one instruction set. reduce.c includes this file once for each, with these macros, which
- * are undefined at the end: VARIANT(name)          the name of a type, function or table in this variant; WIDE_BYTES
- * the bytes of its vectors; EXTEND                 uint16_t to uint32_t in vectors, and TO_WIDE, TO_FLOAT16    float16
- * to float32 and back, if there are instructions for it.
+ * are undefined at the end.
+ *   VARIANT(name)          the name of a type, function or table in this variant
+ *   WIDE_BYTES             the bytes of its vectors
+ *   EXTEND                 uint16_t to uint32_t in vectors, and
+ *   TO_WIDE, TO_FLOAT16    float16 to float32 and back, if there are instructions for it
  */
 
 typedef float WIDE __attribute__((vector_size(WIDE_BYTES)));

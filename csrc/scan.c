@@ -11,8 +11,7 @@ static inline uint64_t term(uint64_t pair, size_t j) {
   return (uint64_t)a * b + pair;
 }
 
-/* Return the sum of the terms of the first `pairs` pairs, two at a time: compilers do not find the product instruction.
- */
+/* Return the sum of the first terms, two at a time: compilers do not find the instruction for the product. */
 static uint64_t terms(const char *data, size_t pairs) {
   uint64_t sum = 0;
   size_t j = 0;

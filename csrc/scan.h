@@ -10,8 +10,8 @@
  * 32-bit words a[j], b[j] (the last one padded with zeros), k[j] = j * ALLRED_HASH_A, l[j] = j * ALLRED_HASH_B mod
  * 2**32:
  *
- *   hash = bytes * ALLRED_HASH_LENGTH + sum of ((a[j] + k[j]) mod 2**32) * ((b[j] + l[j]) mod 2**32) + a[j] + 2**32
- * b[j]
+ *   hash = bytes * ALLRED_HASH_LENGTH
+ *          + sum of ((a[j] + k[j]) mod 2**32) * ((b[j] + l[j]) mod 2**32) + a[j] + 2**32 * b[j]
  *
  * mod 2**64. The products make the hash depend on the positions of words; the words are added so that a word counts
  * even if the other factor is 0.

@@ -18,8 +18,7 @@
  * two to three times as fast between cores that seemed to share no L3; between cores that did, it cost up to a sixth.
  * Small operations use only two slots: for them fewer lines are faster.
  *
- * No Python, no globals, no allocation: all functions work on their arguments, so that threads can act as ranks in
- * tests.
+ * No Python, no globals, no allocation: in tests, threads act as ranks.
  */
 #ifndef ALLRED_SEGMENT_H
 #define ALLRED_SEGMENT_H

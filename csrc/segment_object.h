@@ -3,8 +3,8 @@
  *
  *   segment_type.c     Segment: one rank's view of the shared memory of its node, and the queue of its operations
  *   segment_fast.c     the fast path of Segment: plain arrays are checked and hashed in C, and usually reduced at once
- *   segment_begin.c    begin_...() of Segment: flat contiguous buffers, and a header made in Python
  *   operation_type.c   Operation: a pending operation, and the buffers that it holds until it is complete
+ *   trace.c            the trace of the fast path, for the timeline
  *
  * Each file uses only files below it. The ranks of one operation may use the fast path or not, independently.
  */
@@ -16,7 +16,21 @@
 #include <unistd.h>
 
 #include "queue.h"
-#include "trace.h"
+
+/* The trace of the fast path: start and end of each call. Between two allreduces of 1 MiB the caches are replaced, so
+ * to record a call only reads the clock and writes one row. */
+typedef struct {
+  int64_t start, end; /* ns of CLOCK_MONOTONIC, as time.perf_counter_ns(); end 0: Python completes the operation */
+  uint64_t bytes;
+  uint32_t grouped;
+  PyObject *name;
+} allred_trace_event;
+
+typedef struct {
+  int enabled;
+  allred_trace_event *table;
+  size_t count, capacity;
+} allred_trace;
 
 typedef struct allred_segment_object Segment;
 
@@ -24,11 +38,11 @@ typedef struct {
   PyObject_HEAD Segment *segment; /* NULL before the operation is queued; then a reference */
   allred_operation operation;
   Py_buffer *views;
-  Py_ssize_t view_count, view_capacity;
+  Py_ssize_t view_count;
   PyObject **arrays; /* held without a view */
   Py_ssize_t array_count;
   allred_tensor *tensors;
-  Py_ssize_t tensor_capacity;
+  Py_ssize_t capacity; /* tensors for which there is room */
   uint64_t *send_starts, *receive_starts;
 } Operation;
 
@@ -55,10 +69,8 @@ static inline int allred_is_own(const Segment *self) { return self->open && self
 /* Return a new operation with room for this many tensors; NULL with an exception set. */
 Operation *allred_new_operation(Py_ssize_t tensors);
 
-/* Make room for the views and the table of this many tensors; for the offsets of all ranks. 0, or -1 with an exception
- * set. */
+/* Make room for the views and the table of this many tensors: 0, or -1 with an exception set. */
 int allred_make_room(Operation *self, Py_ssize_t tensors);
-int allred_make_starts(Operation *self, int ranks);
 
 /* Hold a buffer until the operation is complete; NULL with an exception set. Hold an array whose memory is known
  * without a view. Release all of them. */
@@ -83,14 +95,17 @@ void allred_prepare_allreduce(Segment *self, Operation *operation, const allred_
  * new count, or -1 with an exception set. */
 Py_ssize_t allred_group_by_dtype(allred_tensor *tensors, Py_ssize_t count);
 
+/* Record an event. If there is no memory, the event is lost. */
+void allred_trace_add(allred_trace *trace, const allred_trace_event *event);
+
+/* Return and remove all events: (names, bytes). Each event has 32 bytes: start, end, bytes (int64), the index of its
+ * name, grouped (uint32). NULL with an exception set if there is no memory. */
+PyObject *allred_trace_take(allred_trace *trace);
+
+void allred_trace_free(allred_trace *trace);
+
 /* Methods of Segment. */
 PyObject *allred_segment_allreduce(Segment *self, PyObject *const *args, Py_ssize_t count);
 PyObject *allred_segment_grouped_allreduce(Segment *self, PyObject *const *args, Py_ssize_t count);
-PyObject *allred_segment_begin_exchange(Segment *self, PyObject *args);
-PyObject *allred_segment_begin_allreduce(Segment *self, PyObject *args);
-PyObject *allred_segment_begin_allgather(Segment *self, PyObject *args);
-PyObject *allred_segment_begin_broadcast(Segment *self, PyObject *args);
-PyObject *allred_segment_begin_alltoall(Segment *self, PyObject *args);
-PyObject *allred_segment_begin_reducescatter(Segment *self, PyObject *args);
 
 #endif

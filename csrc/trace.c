@@ -1,4 +1,4 @@
-#include "trace.h"
+#include "segment_object.h"
 
 #include <string.h>
 

@@ -184,8 +184,7 @@ void allred_begin_allreduce(allred_operation *op, allred_segment *segment, const
 }
 
 /*
- * allgather: a rank's chunk is the next part of its data; all ranks read it. A broadcast is an allgather to which one
- * rank contributes.
+ * allgather: a rank's chunk is the next part of its data; all ranks read it. In a broadcast only one rank has data.
  */
 
 /* Return the bytes of this round between starts[rank] and starts[rank + 1], if `part` bytes pass in a round. */
@@ -233,8 +232,7 @@ void allred_begin_allgather(allred_operation *op, allred_segment *segment, const
 }
 
 /*
- * alltoall and reducescatter: a chunk has a part for each rank. A rank reads its part of all chunks, and concatenates
- * or reduces them.
+ * alltoall and reducescatter: a chunk has a part for each rank. A rank concatenates or reduces its part of all chunks.
  */
 
 static void fill_parts(allred_operation *op, char *chunk) {

@@ -37,8 +37,8 @@ const allred_rule *allred_find_rule(const char *name);
  */
 typedef void (*allred_update)(void *const *arrays, const double *numbers, size_t count);
 
-/* Return the kernel for elements of 4 (float) or 8 bytes (double). `variant` is one of reduce.h; the variants from AVX2
- * on share a kernel. */
+/* Return the kernel for elements of 4 (float) or 8 bytes (double). `variant` is one of reduce.h; from AVX2 on they
+ * share a kernel. */
 allred_update allred_update_kernel(const allred_rule *rule, int element_bytes, int variant);
 
 #endif

@@ -8,8 +8,7 @@
  *   EACH, ROOT, POSITIVE, FIX as in update.c, and STORAGE, the attributes of elements in memory.
  * The first three are undefined at the end.
  *
- * A loop takes the options of an optimizer as constants, and is compiled for each combination of them, so that no loop
- * contains a branch.
+ * A loop takes the options of an optimizer as constants, and is compiled for each combination: it has no branch.
  */
 
 #define LOOP static inline __attribute__((always_inline)) TARGET void

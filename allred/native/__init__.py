@@ -1,8 +1,8 @@
-"""The compiled kernels (csrc/), or their numpy twins where the extension was not built.
+"""The compiled kernels (csrc/), or their numpy twins if the extension was not built.
 
-`available` says which, `reason` why; allred.init() prints it in the banner. `variants` are the instruction sets that
-`reduce` was compiled for and this CPU has, the best last; () where it is numpy's. Arrays must be C-contiguous and of a
-type that has the buffer protocol (bfloat16 has not: pass a view as uint16).
+`available` says which, `reason` why; the banner of allred.init() shows both. `variants` are the instruction sets of
+this CPU for which `reduce` was compiled, the fastest last; () for the twins. Arrays must be C-contiguous and support
+the buffer protocol (bfloat16 does not: pass a view as uint16). The signatures are those of `twins` and _kernels.pyi.
 """
 
 import functools
@@ -15,17 +15,17 @@ from allred.native import twins
 
 pack: Callable[[list[Any], Any], None]
 unpack: Callable[[list[Any], Any], None]
-reduce: Callable[..., None]  # twins.reduce is its signature
-narrow: Callable[..., None]  # twins.narrow is its signature
-update: Callable[..., bool]  # twins.update is its signature
+reduce: Callable[..., None]
+narrow: Callable[..., None]
+update: Callable[..., bool]
 hashes: Callable[[list[Any]], list[int]]
-match: Callable[[list[Any], list[Any], list[Any]], bool]  # twins.match says what
-exceeds: Callable[..., bool]  # twins.exceeds is its signature
+match: Callable[[list[Any], list[Any], list[Any]], bool]
+exceeds: Callable[..., bool]
 variants: tuple[str, ...]
 arm_exit: Callable[..., bool] | None  # see csrc/exit.h
 alarm: Callable[[float, float, str, str, int], bool] | None  # see csrc/alarm.h
 cancel_alarm: Callable[[], None] | None
-Mailbox: Any  # see csrc/mailbox.h; None where it was not built
+Mailbox: Any  # see csrc/mailbox.h; None if it was not built
 mailbox_bytes: Callable[[int, int], int] | None
 
 try:

@@ -1,8 +1,8 @@
 """The operations of one communicator, as they are noted.
 
 One that is started (comm/work.py) is noted from there until it is complete. If a call that blocks has started it, the
-beginning of that call is noted before, and file.py finds that they are one. A blocking allreduce that takes the short
-way in C (csrc/segment_fast.c) starts nothing in Python: C notes it, and `gather` fetches that now and then.
+beginning of that call is noted before, and file.py finds that they are one. A blocking allreduce on the fast
+path in C (csrc/segment_fast.c) starts nothing in Python: C records it, and `gather` fetches the records.
 """
 
 import time

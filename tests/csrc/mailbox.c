@@ -214,12 +214,12 @@ static void serve(int count, uint64_t dice) {
 
 static void run_case(int count, size_t slots, size_t slot_bytes, int requests, uint64_t seed, int one_doorbell) {
   pthread_t threads[MAX_WORKERS];
-  allred_doorbell bell = 0;
+  allred_doorbell doorbell = 0;
   for (int i = 0; i < count; i++) {
     const size_t bytes = allred_mailbox_bytes(slots, slot_bytes), shard = MAX_CELLS * slot_bytes;
     char *memory = aligned_alloc(4096, bytes);
     memset(memory, 0, bytes);
-    workers[i] = (worker){.box = {memory, slots, slot_bytes, &bell},
+    workers[i] = (worker){.box = {memory, slots, slot_bytes, &doorbell},
                           .index = i,
                           .requests = requests,
                           .shard = calloc(shard, 1),

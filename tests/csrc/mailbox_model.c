@@ -1,5 +1,5 @@
 /*
- * All orders in which a worker and a server can take the steps of mailbox.h, gone through one by one on the real code.
+ * Explores all orders in which a worker and a server can take the steps of mailbox.h, on the real code.
  *
  * One thread plays both, as in model.c, where it says why whole steps are enough: no two cells hold the same number, so
  * whoever reads what is written meanwhile has a wrong one in some order. That argument needs that nobody who writes can
@@ -67,8 +67,8 @@ typedef struct {
 } state;
 
 static state now, saved[MAX_MOVES + 1];
-static allred_doorbell bell;
-static allred_mailbox box = {.memory = now.box, .slot_bytes = SLOT_BYTES, .server_doorbell = &bell};
+static allred_doorbell doorbell;
+static allred_mailbox box = {.memory = now.box, .slot_bytes = SLOT_BYTES, .server_doorbell = &doorbell};
 static size_t cells_of[REQUESTS];
 static const uint64_t sizes[CELLS] = {8, 8, 8};
 static const allred_cell rows[CELLS] = {{0, 8}, {8, 8}, {16, 8}};

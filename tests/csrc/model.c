@@ -1,5 +1,5 @@
 /*
- * All orders in which ranks can take the steps of operation.h, gone through one by one on the real code.
+ * Explores all orders in which ranks can take the steps of operation.h, on the real code.
  *
  * One thread plays all ranks. A state is the shared memory, and each rank's operation and arrays; from each state every
  * rank that can move does, depth first, and what it changed (its own part of all that) is put back. A state seen before
@@ -24,9 +24,10 @@
 #include "mutations.h"
 #include "operation.h"
 
-enum { EXCHANGE, DIRECT, SHARED_OUT, ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER, MISMATCH, KINDS };
-static const char *const kind_names[] = {"exchange",  "direct allreduce", "shared-out allreduce", "allgather",
-                                         "broadcast", "alltoall",         "reducescatter",        "mismatch"};
+enum { EXCHANGE, ONE_PHASE, TWO_PHASES, ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER, MISMATCH, KINDS };
+static const char *const kind_names[] = {
+    "exchange", "one-phase allreduce", "two-phase allreduce", "allgather", "broadcast", "alltoall", "reducescatter",
+    "mismatch"};
 
 #define MAX_RANKS 3
 #define MAX_ROUNDS 4
@@ -34,7 +35,7 @@ static const char *const kind_names[] = {"exchange",  "direct allreduce", "share
 #define CHUNK_BYTES(ranks) ((size_t)(ranks) * ALLRED_LINE)
 #define GIVEN_BYTES (MAX_ROUNDS * CHUNK_BYTES(MAX_RANKS))
 #define MEMORY_BYTES (MAX_RANKS * 16384)
-/* Moves of all ranks: a round has up to five steps, and each of its two meetings can come further by one rank. */
+/* Moves of all ranks: a round has up to five steps, and each of its two waits can advance by one rank. */
 #define MAX_MOVES (MAX_RANKS * OPERATIONS * MAX_ROUNDS * (5 + 2 * MAX_RANKS))
 #define TABLE (1 << 20)
 
@@ -85,16 +86,16 @@ static const allred_transfer *transfer_of(int ranks, size_t bytes) {
 }
 
 static void begin(player *me) {
-  static const allred_transfer *direct, *shared_out;
+  static const allred_transfer *one_phase, *two_phases;
   const int operation = me->ended, ranks = config.ranks, rank = me->segment.rank;
   if (operation == OPERATIONS) return;
   const int kind = config.kinds[operation];
   const size_t chunk = me->segment.chunk_bytes, bytes = bytes_of(operation, chunk),
                part = bytes_of(operation, ALLRED_LINE);
-  const int in_place = kind == SHARED_OUT || kind == MISMATCH;
+  const int in_place = kind == TWO_PHASES || kind == MISMATCH;
   const allred_header header = {.kind = (uint8_t)kind, .problem = kind == MISMATCH && rank == ranks - 1};
-  if (!direct) direct = transfer_of(2, 8), shared_out = transfer_of(MAX_RANKS, (size_t)1 << 40);
-  if (direct->reduce || !shared_out->reduce) exit((fprintf(stderr, "model: which allreduce is which?\n"), 2));
+  if (!one_phase) one_phase = transfer_of(2, 8), two_phases = transfer_of(MAX_RANKS, (size_t)1 << 40);
+  if (one_phase->reduce || !two_phases->reduce) exit((fprintf(stderr, "model: which allreduce is which?\n"), 2));
   for (size_t i = 0; i < GIVEN_BYTES / 8; i++) me->given[i] = number(operation, rank, i);
   memset(me->got, 0, sizeof me->got);
   me->tensor = (allred_tensor){(char *)me->given, (char *)(in_place ? me->given : me->got), bytes, ALLRED_INT64, 0};
@@ -109,11 +110,11 @@ static void begin(player *me) {
   case EXCHANGE:
     allred_begin_exchange(op, &me->segment, &header);
     break;
-  case DIRECT:
-  case SHARED_OUT:
+  case ONE_PHASE:
+  case TWO_PHASES:
   case MISMATCH:
     allred_begin_allreduce(op, &me->segment, &header, &me->tensor, 1, 0, ALLRED_SUM, 1);
-    op->transfer = kind == DIRECT ? direct : shared_out;
+    op->transfer = kind == ONE_PHASE ? one_phase : two_phases;
     break;
   case ALLTOALL:
     allred_begin_alltoall(op, &me->segment, &header, send, receive, me->starts, me->receive_starts, part);
@@ -130,7 +131,7 @@ static int right(const player *me, int status) {
   const int operation = me->ended, kind = config.kinds[operation], ranks = config.ranks, rank = me->segment.rank;
   const size_t all = bytes_of(operation, me->segment.chunk_bytes) / 8, part = bytes_of(operation, ALLRED_LINE) / 8;
   if (status != (kind == MISMATCH ? ALLRED_DIFFER : ALLRED_DONE)) return 0;
-  if (kind == DIRECT || kind == SHARED_OUT)
+  if (kind == ONE_PHASE || kind == TWO_PHASES)
     for (size_t i = 0; i < all; i++)
       if (((const uint64_t *)(const void *)me->tensor.out)[i] != sum(operation, i)) return 0;
   if (kind == REDUCESCATTER)

@@ -1,7 +1,7 @@
 /*
- * The flags and places of segment.h with as few places as there may be, and with one rule of the protocol broken: what
- * model.c must notice. Included once; linked with --wrap for each of the functions named __wrap_..., so that csrc/
- * calls these instead.
+ * The flags and places of segment.h, with the smallest ring and with one rule of the protocol broken, which model.c
+ * must notice. Included once; linked with --wrap for each of the functions named __wrap_..., so that csrc/ calls these
+ * instead.
  */
 #ifndef MUTATIONS_H
 #define MUTATIONS_H
@@ -22,11 +22,11 @@ enum {
 };
 static const char *const mutation_names[] = {"sound",
                                              "one place instead of two",
-                                             "one card instead of two",
-                                             "no meeting in the first round",
-                                             "no meeting in later rounds",
-                                             "no meeting after meld",
-                                             "each rank meets only the next",
+                                             "one inline slot instead of two",
+                                             "no wait in the first round",
+                                             "no wait in later rounds",
+                                             "no wait after the reduce phase",
+                                             "each rank waits only for the next",
                                              "stage without the operation's number",
                                              "stage must be equal to the tick"};
 

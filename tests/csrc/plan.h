@@ -57,7 +57,7 @@ static size_t some_count(uint64_t dice, size_t chunk, int ranks) {
   case 8:
     return ALLRED_INLINE_BYTES + 1;
   case 9:
-    return ALLRED_INLINE_BYTES / 8 + rest % 2; /* a card, of the widest elements */
+    return ALLRED_INLINE_BYTES / 8 + rest % 2; /* an inline slot of the widest elements */
   default:
     return rest % 40;
   }

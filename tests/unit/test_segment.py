@@ -45,7 +45,7 @@ ARRAYS = [
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("array", ARRAYS, ids=lambda a: f"{a.dtype}{a.shape}")
-def test_the_short_way_makes_pythons_header(segment, array, name):
+def test_the_fast_path_makes_pythons_header(segment, array, name):
     for sequence in (1, 2):
         assert segment.allreduce(array, array, ReduceOp.SUM, name) is DONE
         assert segment.headers() == [array_call("allreduce", array, name, ReduceOp.SUM).pack(sequence)]
@@ -201,7 +201,7 @@ def test_of_what_goes_on_the_arrays_are_held_and_nothing_overtakes_it():
 @pytest.mark.parametrize(
     "probe", [np.zeros(3), np.zeros((2, 4))[:, ::2], memoryview(bytearray(6)).cast("B", (2, 3)), None]
 )
-def test_where_c_cannot_read_arrays_none_goes_the_short_way(probe):
+def test_no_fast_path_where_c_cannot_read_arrays(probe):
     made, array = alone(probe), np.ones(3)
     assert made.allreduce(array, array, ReduceOp.SUM, "") is NOT_TAKEN
     assert made.grouped_allreduce([array], [array], ReduceOp.SUM, "") is NOT_TAKEN
