@@ -44,7 +44,7 @@ def main() -> None:
 def line(size: int, comm: Any) -> None:
     """Measure one size."""
     communicator, array = collectives.current(), np.zeros(size // 4, np.float32)
-    allreduce, note = communicator.allreduce_now, communicator._segment.note
+    allreduce, note = communicator.allreduce_now, communicator._segment.set_tracing
     calls = {
         "off": lambda: (note(False), allreduce(array, True, allred.Sum, "w")),
         "on": lambda: (note(True), allreduce(array, True, allred.Sum, "w")),

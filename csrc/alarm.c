@@ -1,53 +1,50 @@
 #define _DEFAULT_SOURCE /* dprintf */
 #include "alarm.h"
 
+#include "doorbell.h"
+
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <sys/eventfd.h>
-#include <time.h>
 #include <unistd.h>
 
 #define AGAIN_FACTOR 4
 
-/* Process-wide, as the wait is. */
+/* Process-wide: MPI starts and ends once in a process. */
 static struct {
   pthread_t thread;
   int set, cancel; /* cancel: an eventfd */
-  int life, status;
+  int rendezvous_fd, status;
   double warn_s, limit_s;
   char who[128], what[512];
 } alarm_state;
 
-static double now_s(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (double)now.tv_sec + (double)now.tv_nsec / 1e9;
-}
+static double now_s(void) { return (double)allred_now_ns() / 1e9; }
 
-/* A line has come on `life`, or its end. */
+/* The rendezvous process has sent a line, or is gone. */
 static void end(void) {
   char text[1024];
-  const ssize_t length = read(alarm_state.life, text, sizeof text);
+  const ssize_t length = read(alarm_state.rendezvous_fd, text, sizeof text);
   if (length > 1) dprintf(STDERR_FILENO, "allred: %.*s", (int)length, text);
   if (length <= 0 && alarm_state.status)
     dprintf(STDERR_FILENO, "allred: %s ends: the process at which the tasks have met is gone\n", alarm_state.who);
   _exit(alarm_state.status);
 }
 
-static void *wait_and_tell(void *unused) {
-  (void)unused;
+static void *wait_and_warn(void *unused) {
   const double begun_s = now_s();
   double next_s = alarm_state.warn_s;
   for (;;) {
     const double until_s = next_s < alarm_state.limit_s ? next_s : alarm_state.limit_s;
     const double left_s = begun_s + until_s - now_s();
-    struct pollfd files[] = {{.fd = alarm_state.cancel, .events = POLLIN}, {.fd = alarm_state.life, .events = POLLIN}};
-    const int come = poll(files, 2, left_s > 86400 ? 86400000 : left_s > 0 ? (int)(1000 * left_s) + 1 : 0);
-    if (come > 0 && files[0].revents) return NULL;
-    if (come > 0 && files[1].revents) end();
+    struct pollfd files[] = {{.fd = alarm_state.cancel, .events = POLLIN},
+                             {.fd = alarm_state.rendezvous_fd, .events = POLLIN}};
+    const int ready = poll(files, 2, left_s > 86400 ? 86400000 : left_s > 0 ? (int)(1000 * left_s) + 1 : 0);
+    if (ready > 0 && files[0].revents) return NULL;
+    if (ready > 0 && files[1].revents) end();
     if (now_s() < begun_s + until_s) continue;
     const int over = until_s >= alarm_state.limit_s;
     dprintf(STDERR_FILENO, "allred: %s has waited for %g s %s%s\n", alarm_state.who, until_s, alarm_state.what,
@@ -57,20 +54,20 @@ static void *wait_and_tell(void *unused) {
   }
 }
 
-int allred_alarm_set(double warn_s, double limit_s, const char *who, const char *what, int life, int status) {
+int allred_alarm_set(double warn_s, double limit_s, const char *who, const char *what, int rendezvous_fd, int status) {
   allred_alarm_cancel();
   sigset_t all, before;
   alarm_state.warn_s = warn_s;
   alarm_state.limit_s = limit_s;
-  alarm_state.life = life;
+  alarm_state.rendezvous_fd = rendezvous_fd;
   alarm_state.status = status;
   snprintf(alarm_state.who, sizeof alarm_state.who, "%s", who);
   snprintf(alarm_state.what, sizeof alarm_state.what, "%s", what);
   alarm_state.cancel = eventfd(0, EFD_CLOEXEC);
   if (alarm_state.cancel < 0) return -1;
   sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before); /* which the thread inherits */
-  alarm_state.set = pthread_create(&alarm_state.thread, NULL, wait_and_tell, NULL) == 0;
+  pthread_sigmask(SIG_SETMASK, &all, &before); /* the thread inherits the mask */
+  alarm_state.set = pthread_create(&alarm_state.thread, NULL, wait_and_warn, NULL) == 0;
   pthread_sigmask(SIG_SETMASK, &before, NULL);
   if (!alarm_state.set) close(alarm_state.cancel);
   return alarm_state.set ? 0 : -1;

@@ -1,22 +1,21 @@
-/* A warning, and an end, for a wait that nobody can look into: MPI's start and its end hold the GIL, or come after
- * Python. */
+/* A warning and a time limit for waits without Python: MPI's start holds the GIL, its end comes after Python. */
 #ifndef ALLRED_ALARM_H
 #define ALLRED_ALARM_H
 
 /*
- * After `warn_s` seconds, and again after 4 times as long and so on, a thread writes a line to stderr:
- * "allred: <who> has waited for 30 s <what>". After `limit_s` it says so too, and ends the process with code 1.
+ * Start a thread. After `warn_s` seconds, and again each time after 4 times as long, it writes a line to stderr:
+ * "allred: <who> has waited for 30 s <what>". After `limit_s` it writes this too, and ends the process with code 1.
  *
- * `life`: a descriptor; -1: none. As soon as a line comes on it, or its end, the thread prints the line, if it is not
- * empty, and ends the process with `status`.
+ * rendezvous_fd: a descriptor, or -1. When it has data or is closed, the thread prints the line that it reads, if any,
+ * and ends the process with `status`.
  *
- * The thread takes no signals and needs no GIL. One at a time. Returns 0, or -1 if there is no thread to be had.
+ * The thread takes no signals and needs no GIL. A process has at most one. Returns 0, or -1 if the thread cannot start.
  */
-int allred_alarm_set(double warn_s, double limit_s, const char *who, const char *what, int life, int status);
+int allred_alarm_set(double warn_s, double limit_s, const char *who, const char *what, int rendezvous_fd, int status);
 
 #define ALLRED_ALARM_NEVER 1e9 /* seconds: about thirty years */
 
-/* Take it away, if there is one. */
+/* End the thread, if there is one. */
 void allred_alarm_cancel(void);
 
 #endif

@@ -1,12 +1,12 @@
 /*
  * Copies into memory that other cores read.
  *
- * Between cores that share no cache a line that another core holds can be slow to write: 30 ns were measured, 2 GB/s,
- * for as long as the ring fits into the caches. Stores that go around the caches took a sixth of that then; but twice
- * the time of plain ones where the cores are near each other, or between most that are not. What a machine is like is
- * seen by how fast a plain copy is, and may change while it runs (virtual machines move). This is a rule of thumb:
- * where plain copies are slow for another reason (the first touch of the memory, a slow DRAM), some go around the
- * caches too.
+ * Between cores that share no cache, a line that another core holds can be slow to write: 30 ns per line (2 GB/s) were
+ * measured while the ring fits into the caches. Streaming stores, which bypass the caches, then took a sixth of the
+ * time; between cores that are close to each other, and between most others, they took twice the time of plain stores.
+ * The copy policy decides by the measured speed of plain copies, which can change while the program runs (virtual
+ * machines move). It is a heuristic: if plain copies are slow for another reason (first touch of the memory, slow
+ * DRAM), some copies use streaming stores too.
  */
 #ifndef ALLRED_COPY_H
 #define ALLRED_COPY_H
@@ -14,15 +14,15 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* How a rank copies at present. Zeros at first. */
+/* How a rank copies at present. Initially zeros. */
 typedef struct {
-  int slow;   /* plain copies in a row that were slow */
-  int around; /* copies still to be made around the caches, before a plain one is tried again */
-} allred_pace;
+  int slow_copies; /* consecutive slow plain copies */
+  int streaming;   /* copies that still use streaming stores, before a plain copy is tried again */
+} allred_copy_policy;
 
-/* A copy of one or more pieces: begin, the pieces, end. After `end` what was written may be published. */
+/* A copy of one or more pieces: begin, then the pieces, then end. Publish the copied bytes only after `end`. */
 uint64_t allred_copy_begin(void);
-void allred_copy(const allred_pace *pace, char *to, const char *from, size_t bytes);
-void allred_copy_end(allred_pace *pace, uint64_t begun, size_t bytes);
+void allred_copy(const allred_copy_policy *policy, char *to, const char *from, size_t bytes);
+void allred_copy_end(allred_copy_policy *policy, uint64_t begun, size_t bytes);
 
 #endif

@@ -2,11 +2,11 @@
  * Tensor fusion on a GPU: one launch packs all tensors of a bucket into its buffer, one unpacks. allred/gpu/kernels.py
  * compiles this with NVRTC; `make cuda` with nvcc; the unit tests as plain C, where a launch is a loop (EMULATED).
  *
- *   piece   a tensor: where it is, where it starts in the buffer, how many elements it has (of the copies: bytes)
- *   tile    TILE elements of a piece: what one block does, so that a large tensor takes many and a small one wastes little
+ *   piece   a tensor: its address, its start in the buffer, its number of elements (of bytes, for copies)
+ *   tile    TILE elements of a piece: the work of one block. A large tensor has many tiles, a small one wastes little
  *
- * Copies move bytes, 16 at a time where the tensor allows it (buffers and starts always do). The others take a number
- * along: pack multiplies by it, unpack divides; 16-bit floats are float32 in the buffer then, and are rounded once.
+ * Copies move bytes, 16 at a time if the tensor is aligned (buffers and starts always are). The other kernels scale: pack
+ * multiplies by a number, unpack divides; 16-bit floats are float32 in the buffer then, and are rounded once.
  */
 #ifdef EMULATED
 #include <stdint.h>
@@ -97,7 +97,7 @@ INLINE float from_bfloat16(uint16_t half) {
   return w.value;
 }
 
-/* Rounded to the nearest, to even between two; a NaN stays one. */
+/* Round to nearest even; a NaN stays a NaN. */
 INLINE uint16_t to_bfloat16(float x) {
   word w;
   w.value = x;
@@ -133,7 +133,7 @@ INLINE uint16_t to_float16(float x) {
   return (uint16_t)(sign | (w.bits - 0x3f000000u));
 }
 
-/* HELD: what a tensor's elements are; MOVED: what the buffer's are, in which the arithmetic is done. */
+/* HELD: the type of a tensor's elements; MOVED: the type of the buffer's elements, and of the arithmetic. */
 #define SCALED(NAME, HELD, MOVED)                                                                                 \
   KERNEL pack_##NAME(const piece *pieces, const tile *tiles, MOVED *buffer, double factor) {                      \
     BOUNDS;                                                                                                       \
@@ -152,7 +152,7 @@ INLINE uint16_t to_float16(float x) {
 SCALED(float16, uint16_t, float)
 SCALED(bfloat16, uint16_t, float)
 
-/* float32 and float64 four and two at a time, 16 bytes, where the tensor allows it. */
+/* float32 four and float64 two at a time, 16 bytes, if the tensor is aligned. */
 #define SCALED_WIDE(NAME, TYPE, EACH)                                                                             \
   typedef struct ALIGNED {                                                                                        \
     TYPE v[EACH];                                                                                                 \
@@ -192,8 +192,8 @@ SCALED_WIDE(float32, float, 4)
 SCALED_WIDE(float64, double, 2)
 
 /*
- * Whether a magnitude is beyond a limit, both as their bits (of float64 the upper half): what looks for NaN and infinity.
- * A piece's start is not looked at. Several threads may set the flag; they write the same.
+ * Whether a magnitude exceeds a limit, compared as bits (of float64 the upper half): finds NaN and infinity. The start of
+ * a piece is not used. Several threads may set the flag, all to the same value.
  */
 #define EXCEEDS(NAME, TYPE, UPPER)                                                                    \
   KERNEL exceeds_##NAME(const piece *pieces, const tile *tiles, uint32_t limit, uint32_t *flag) {     \
@@ -212,7 +212,7 @@ EXCEEDS(8, uint64_t, 32)
 #define from_float32(x) x
 #define from_float64(x) x
 
-/* Of each thread the sum of its elements' squares: a place of its own for each, so that the whole has an order. */
+/* The sum of the squares of each thread's elements; each has its own place, so that the total has a fixed order. */
 #define SQUARES(NAME, TYPE)                                                           \
   KERNEL squares_##NAME(const piece *pieces, const tile *tiles, double *sums) {       \
     BOUNDS;                                                                           \

@@ -1,51 +1,54 @@
 /*
  * The link between one worker and one parameter server of a node: a box of shared memory, and the server's shard.
  *
- * A worker makes one request at a time. Its gradients go up through a ring of slots in cells: the worker gathers many
- * small tensors into one slot, and the server applies the slot straight to its shard. Parameters come down without a
- * ring: the server says how far its shard may be read, and the worker scatters that into its own tensors. While the
- * worker gathers cell k + 1 the server applies cell k, and cell k - 1 is on its way down. Request number o:
+ * A worker makes one request at a time. Its gradients go up through a ring of slots, one cell per slot: the worker
+ * gathers many small tensors into a slot, and the server applies the slot directly to its shard. Parameters come down
+ * without a ring: the server publishes how far its shard may be read, and the worker copies that into its own tensors.
+ * While the worker gathers cell k + 1, the server applies cell k, and cell k - 1 comes down. Request number o:
  *
- *   1  worker   write the record; then `asked` = o
- *   2  server   see `asked`, read the record
- *   3  worker   up cell k: wait until fewer than `slots` cells are not taken, fill slot k % slots; `sent` = (o, k + 1)
+ *   1  worker   write the record; then `requested` = o
+ *   2  server   see `requested`; read the record
+ *   3  worker   up cell k: wait until fewer than `slots` cells are not taken; fill slot k % slots; `sent` = (o, k + 1)
  *   4  server   wait until `sent` is past k; read the slot; `taken` = (o, k + 1)
- *   5  server   down cell k of the shard is as the worker may have it; `given` = (o, k + 1)
+ *   5  server   down cell k of the shard is ready for the worker; `given` = (o, k + 1)
  *   6  worker   wait until `given` is past k; copy the cell; `read` = (o, k + 1)
- *   7  server   write the reply; then `answered` = o. It is done with the slots, taken or not, and gives no more
- *   8  worker   see `answered`; send no more, copy what is given: the operation is over
+ *   7  server   write the reply; then `replied` = o. It reads no slot after this, taken or not, and gives no cell
+ *   8  worker   see `replied`; send no more; copy the given cells; the request is complete
  *
- * Why counters start anew without anybody setting them to 0: they hold the number of the request and the count in one
- * word, and the count of another request reads as 0.
+ * Why counters need no reset: each holds the number of its request too; the count of another request reads as 0.
  *
- * Why nothing is written where somebody reads. A slot is filled again when the cell before in it was taken; and the
- * first time in a request after the worker has seen the reply to the one before (8), with which the server let go of
- * all slots (7). A request's record is written after 8 of the one before; the server has read that one before 7. A
- * reply is written after the server saw the next `asked` (2), which the worker raised after it had read the last reply
- * (8). What is given of the shard is for the server to keep as it is until `read` is past it, if it wants to.
- * tests/csrc/mailbox_model.c goes through all orders of steps.
+ * Why no side writes memory that the other reads:
  *
- * Each side writes to lines of its own. Flags are stored with release after what they stand for and loaded with acquire
- * before that is read; they are sequentially consistent as well, because of the bells (bell.h). The other side may be
- * dead or mad: what it says is held against the sizes known here before anything is read or written by it.
+ *   1  A slot is filled again after the cell before in it was taken. The first time in a request this is after step 8
+ *      of the request before, and so after step 7, since when the server reads no slot.
+ *   2  The record of a request is written after step 8 of the request before. The server read that record before 7.
+ *   3  A reply is written after the server saw the next `requested` (2), set after the worker read the last reply (8).
+ *   4  The server may keep a given cell of the shard unchanged until `read` is past it. This is its own choice.
  *
- * request.h is the worker's side, service.h the server's. No Python, no globals, no allocation.
+ * tests/csrc/mailbox_model.c explores all orders of steps.
+ *
+ * Each side writes to cache lines of its own. Flags are stored with release after the data that they stand for, and
+ * loaded with acquire before it is read; they are also sequentially consistent, because of the doorbells (doorbell.h).
+ * The other process may have died or write nonsense: its values are checked before memory is accessed.
+ *
+ * No Python, no globals, no allocation.
  */
 #ifndef ALLRED_MAILBOX_H
 #define ALLRED_MAILBOX_H
 
 #include <stddef.h>
 
-#include "bell.h"
+#include "copy.h"
+#include "doorbell.h"
 
 #define ALLRED_RECORD_BYTES 192 /* at most */
-#define ALLRED_MOST_SLOTS 62
-#define ALLRED_MOST_CELLS ((1 << 24) - 1) /* of one request, each way */
+#define ALLRED_MAX_SLOTS 62
+#define ALLRED_MAX_CELLS ((1 << 24) - 1) /* of one request, each way */
 
 typedef struct {
-  char *memory; /* zeros at first */
+  char *memory; /* initially zeros */
   size_t slots, slot_bytes;
-  allred_bell *server_bell; /* of all boxes of a server: it sleeps on one word */
+  allred_doorbell *server_doorbell; /* the same for all boxes of a server, so that it can sleep on one word */
 } allred_mailbox;
 
 typedef struct {
@@ -53,33 +56,119 @@ typedef struct {
   char record[ALLRED_RECORD_BYTES];
 } allred_record;
 
-/* Bytes that a box takes. slot_bytes: a multiple of 64. */
+/* Return the bytes of a box. slot_bytes: a multiple of 64. */
 size_t allred_mailbox_bytes(size_t slots, size_t slot_bytes);
 
-/* On which the worker sleeps; and a server, if it has this box alone. */
-allred_bell *allred_mailbox_worker_bell(const allred_mailbox *);
-allred_bell *allred_mailbox_server_bell(const allred_mailbox *);
+/* The doorbell of the worker; of a server that has only this box. */
+allred_doorbell *allred_mailbox_worker_doorbell(const allred_mailbox *);
+allred_doorbell *allred_mailbox_server_doorbell(const allred_mailbox *);
 
-/* Either side leaves, for good, and wakes the other; whether one has. */
+/* Close the box for good, and wake the other side; whether either side has closed it. */
 void allred_mailbox_close(const allred_mailbox *);
 int allred_mailbox_closed(const allred_mailbox *);
 
-/* The memory of a slot; and how many bytes of it are a cell, which may be nonsense: more than slot_bytes. */
+/* Return the memory of a slot. Set and return the bytes of its cell, not checked: may exceed slot_bytes. */
 char *allred_mailbox_slot(const allred_mailbox *, size_t slot);
 void allred_mailbox_set_size(const allred_mailbox *, size_t slot, size_t bytes);
 size_t allred_mailbox_size(const allred_mailbox *, size_t slot);
 
-/* Publish how many cells of a request have come so far, with everything written before; how many have, at most `most`.
- */
+/* Publish the number of cells of a request, with all data written before; return it, at most `most`. */
 typedef enum { ALLRED_SENT, ALLRED_TAKEN, ALLRED_GIVEN, ALLRED_READ } allred_counter;
 void allred_mailbox_publish(const allred_mailbox *, allred_counter, uint64_t number, uint64_t count);
 uint64_t allred_mailbox_count(const allred_mailbox *, allred_counter, uint64_t number, uint64_t most);
 
-/* Write the record of a request or reply, and publish its number: `asked` or `answered`; which number there is; read
- * the record. */
-typedef enum { ALLRED_ASKED, ALLRED_ANSWERED } allred_letter;
-void allred_mailbox_post(const allred_mailbox *, allred_letter, uint64_t number, const char *record, size_t bytes);
-uint64_t allred_mailbox_posted(const allred_mailbox *, allred_letter);
-void allred_mailbox_open(const allred_mailbox *, allred_letter, allred_record *);
+/* Write a record, and publish its number (`requested` or `replied`); return this number; read the record. */
+typedef enum { ALLRED_REQUESTED, ALLRED_REPLIED } allred_message;
+void allred_mailbox_post(const allred_mailbox *, allred_message, uint64_t number, const char *record, size_t bytes);
+uint64_t allred_mailbox_posted(const allred_mailbox *, allred_message);
+void allred_mailbox_open(const allred_mailbox *, allred_message, allred_record *);
+
+/* ---- mailbox_steps.c: the worker's request, as steps that never wait: 1, 3, 6 and 8 */
+
+typedef struct {
+  uint64_t offset, bytes; /* in the shard */
+} allred_cell;
+
+/* Pieces of memory as one stream. */
+typedef struct {
+  char *data;
+  size_t bytes;
+} allred_piece;
+
+typedef struct {
+  const allred_piece *pieces;
+  size_t piece, offset; /* the position in the stream */
+} allred_stream;
+
+enum {
+  ALLRED_REQUEST_NONE,
+  ALLRED_REQUEST_PENDING,
+  ALLRED_REQUEST_PROGRESSED,
+  ALLRED_REQUEST_DONE,
+  ALLRED_REQUEST_BROKEN
+};
+
+/* A request; initially zeros. The caller sets `up` to `down_count`, which must stay valid until the request is
+ * complete. */
+typedef struct {
+  allred_stream up, down;
+  const uint64_t *up_cells; /* bytes of each cell, at most slot_bytes; together those of `up` */
+  size_t up_count;
+  const char *shard;
+  const allred_cell *down_cells; /* together the bytes of `down` */
+  size_t down_count;
+  int streaming; /* `down` is too large for the caches: it is written by streaming stores */
+  uint64_t number, sent, read;
+  uint64_t progress_count; /* steps taken */
+  int64_t idle_from;       /* time of the last progress; 0 while there is progress */
+  int status;
+  allred_copy_policy copy_policy;
+  allred_record reply;
+} allred_request;
+
+void allred_request_begin(allred_request *, const allred_mailbox *, const char *record, size_t bytes);
+
+/* Take one step. PROGRESSED; PENDING if it must wait; DONE; or BROKEN: the server closed the box before it answered. */
+int allred_request_step(allred_request *, const allred_mailbox *);
+
+/* Take steps for 20 ms at most, until `idle_limit_ns` pass without progress; meanwhile spin, then yield the core, then
+ * (after some milliseconds without progress) sleep. */
+int allred_request_run(allred_request *, const allred_mailbox *, int64_t idle_limit_ns);
+
+/* ---- mailbox_steps.c: the server's end of mailboxes: 2, 4, 5 and 7 */
+
+/* The state of a server's current request; initially zeros. */
+typedef struct {
+  uint64_t number, taken, given;
+  int open;          /* not answered yet */
+  int64_t idle_from; /* of the first box: since when wait_any finds no request; 0 if it found one */
+} allred_service;
+
+/* Whether there is a new request. If so, poll begins to serve it, and copies its record. */
+int allred_service_has_request(const allred_service *, const allred_mailbox *);
+int allred_service_poll(allred_service *, const allred_mailbox *, allred_record *);
+
+/* Return how many cells are in the ring and not taken; the slot of the first of them. `bytes` is its size as the worker
+ * states it, which is not checked: it may be more than slot_bytes. */
+size_t allred_service_cells(const allred_service *, const allred_mailbox *);
+size_t allred_service_slot(const allred_service *, const allred_mailbox *, size_t *bytes);
+
+/* Publish that this many more cells are taken; may be read. */
+void allred_service_take(allred_service *, const allred_mailbox *, size_t cells);
+void allred_service_give(allred_service *, const allred_mailbox *, size_t cells);
+
+/* Return how many cells of this request the worker has copied, also after the answer. */
+size_t allred_service_read(const allred_service *, const allred_mailbox *);
+
+void allred_service_answer(allred_service *, const allred_mailbox *, const char *record, size_t bytes);
+
+/* Wait for a cell, for at most `idle_limit_ns`; whether there is one. */
+int allred_service_wait(const allred_service *, const allred_mailbox *, int64_t idle_limit_ns);
+
+/* Return the index of a box with a new request, searched from `first` on; -1 after the limit. Spins, yields, and sleeps
+ * if this call and those before have found no request for 1 ms: on the doorbell that the boxes have in common, if any.
+ */
+int allred_mailbox_wait_any(allred_service *const *, const allred_mailbox *const *, int count, int first,
+                            int64_t limit_ns);
 
 #endif

@@ -1,7 +1,7 @@
 /*
- * What numpy promises of its arrays to programs that were compiled earlier: the fields of PyArrayObject_fields, of its
- * ndarraytypes.h, at the same places in numpy 1 and 2. To read them takes less than to ask for a buffer. It is done
- * only where an array was found to be so (allred_array_is_as_here).
+ * The fields of a numpy array: those of PyArrayObject_fields in numpy's ndarraytypes.h, which numpy 1 and 2 keep at the
+ * same places for programs compiled earlier. To read them is faster than to request a buffer. They are read only after
+ * allred_array_layout_is_known() has found them to be correct for an array of the same type.
  */
 #ifndef ALLRED_NUMPY_ARRAY_H
 #define ALLRED_NUMPY_ARRAY_H
@@ -23,22 +23,8 @@ static inline const allred_array *allred_as_array(PyObject *object) {
   return (const allred_array *)(const void *)object;
 }
 
-/* Whether the fields of this array, a C-contiguous and writable one of at least two dimensions, are what its buffer and
- * its dtype are. 0 too if it is none. */
-static inline int allred_array_is_as_here(PyObject *object) {
-  const allred_array *array = allred_as_array(object);
-  const int wanted = ALLRED_ARRAY_C_CONTIGUOUS | ALLRED_ARRAY_WRITEABLE;
-  Py_buffer view = {0};
-  PyObject *dtype = PyObject_GetAttrString(object, "dtype");
-  int is = dtype && PyObject_GetBuffer(object, &view, PyBUF_STRIDES | PyBUF_WRITABLE) == 0;
-  is = is && view.ndim > 1 && array->data == view.buf && array->nd == view.ndim && array->descr == dtype &&
-       (array->flags & wanted) == wanted;
-  for (int i = 0; is && i < view.ndim; i++)
-    is = array->dimensions[i] == view.shape[i] && array->strides[i] == view.strides[i];
-  if (view.obj) PyBuffer_Release(&view);
-  Py_XDECREF(dtype);
-  PyErr_Clear();
-  return is;
-}
+/* Whether the fields of this array (C-contiguous, writable, two dimensions or more) equal those of its buffer and its
+ * dtype. 0 also if the object is not an array. Defined in match.c. */
+int allred_array_layout_is_known(PyObject *object);
 
 #endif

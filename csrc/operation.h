@@ -1,22 +1,28 @@
 /*
- * An operation of the ranks of one node, as steps that never wait.
+ * A collective operation of the ranks of one node, as steps that never wait.
  *
- * Data passes in rounds of one chunk. All ranks take the same rounds, in lockstep; a round of operation `o`:
+ * Data passes in rounds of one chunk per rank. All ranks take the same rounds. A round of operation number o:
  *
- *   1  fill    write what this round brings to this rank's ring, or to its card if that is all there is and small
- *   2          publish it: in round 0 with the header of operation o, later as tick 2*round of `stage`
- *   3  meet    wait until every rank has come to 2; in round 0 compare the headers, and end here if they differ
- *   4  meld    only where ranks reduce for each other: reduce this rank's part of all chunks into its own chunk,
- *              publish it as tick 2*round + 1, and wait until every rank has
- *   5  drain   read the chunks of all ranks into this rank's memory
+ *   1  FILL          write this rank's data of the round to its ring, or to its inline slot if this is all and small
+ *   2                publish it: in round 0 with the header of operation o, in later rounds as tick 2*round of `stage`
+ *   3  WAIT_FILLED   wait until every rank has published; in round 0 compare the headers, and end here if they differ
+ *   4  REDUCE        only in a two-phase allreduce: reduce this rank's part of all chunks into its own chunk, and
+ *                    publish it as tick 2*round + 1
+ *   5  WAIT_REDUCED  wait until every rank has published its reduced part
+ *   6  DRAIN         read the chunks of all ranks into this rank's arrays
  *
- * Why nothing is written where somebody reads. A rank that fills a round has met all ranks in the round before, and
- * these had drained the one before that before they came there: so only the last chunk may still be read. The next one
- * does not touch it: it lies behind it, or at the start of a ring that has room for three. (With room for two, a short
- * chunk and a long one behind it would reach back to the start.) Cards likewise, from operation to operation: a rank
- * that begins one has met all ranks in the last one, and these were done with the one before that, which had the same
- * card. All ranks agree on places, since these depend only on operations that all have found to agree; where headers
- * differ nobody reads on, and no place is used up. tests/csrc/model.c goes through all orders of steps.
+ * Why no rank writes memory that another reads:
+ *
+ *   1  A rank that fills round r has seen all ranks publish round r - 1. They drained round r - 2 before that. So only
+ *      the chunk of round r - 1 may still be read.
+ *   2  The next chunk does not touch it: it lies behind it, or at the start of a ring that has room for three chunks.
+ *      (With room for two, a short chunk and a long one behind it would reach back to the start.)
+ *   3  The same holds for inline slots between operations: a rank that begins operation o has seen all ranks publish
+ *      o - 1. They had completed o - 2, which used the same slot.
+ *   4  All ranks agree on places, because these depend only on operations whose headers agree. If headers differ, no
+ *      rank reads data, and no place is used.
+ *
+ * tests/csrc/model.c explores all orders of steps.
  */
 #ifndef ALLRED_OPERATION_H
 #define ALLRED_OPERATION_H
@@ -26,8 +32,8 @@
 #include "reduce.h"
 #include "segment.h"
 
-/* A tensor to reduce: `bytes` bytes of one of reduce.h's dtypes. `out` may be `in`. wire: the dtype to travel in where
- * that is a narrower one (allred_narrows), else 0. */
+/* A tensor to reduce: `bytes` bytes of a dtype of reduce.h. `out` may be `in`. wire: the narrower dtype in which it
+ * travels (allred_narrows), or 0. */
 typedef struct {
   const char *in;
   char *out;
@@ -39,14 +45,14 @@ typedef struct {
   size_t tensor, offset;
 } allred_cursor;
 
-enum { ALLRED_DONE, ALLRED_PENDING, ALLRED_MOVED, ALLRED_DIFFER };
+enum { ALLRED_DONE, ALLRED_PENDING, ALLRED_PROGRESSED, ALLRED_DIFFER };
 
 typedef struct allred_operation allred_operation;
 
-/* What one kind of operation does in the steps of a round. `meld` may be NULL. */
+/* What one kind of operation does in FILL, REDUCE and DRAIN. `reduce` may be NULL: then there is no step 4 and 5. */
 typedef struct {
   void (*fill)(allred_operation *, char *chunk);
-  void (*meld)(allred_operation *, char *chunk);
+  void (*reduce)(allred_operation *, char *chunk);
   void (*drain)(allred_operation *);
 } allred_transfer;
 
@@ -56,18 +62,18 @@ struct allred_operation {
   allred_header header;
   uint64_t number, round, rounds;
   uint64_t first_tick;
-  int on_card;
-  _Atomic uint64_t moves; /* steps taken: whoever waits, in whichever thread, sees by it that there was progress */
-  int phase, met, status;
-  /* of a reduction */
+  int is_inline;                   /* whether all data fits into the inline slot */
+  _Atomic uint64_t progress_count; /* steps taken; any thread may read it to detect progress */
+  int phase, ready_ranks, status;  /* ready_ranks: the ranks below have reached the phase */
+  /* a reduction */
   int variant, op, divisor;
   size_t tensor_count;
   const allred_tensor *tensors;
   allred_cursor filled, drained;
-  size_t chunk_bytes; /* of the round: what is brought, and with room for results where these lie behind it */
-  size_t data_bytes;  /* what is brought */
+  size_t chunk_bytes; /* of the round: its data, and the room for wide results behind it */
+  size_t data_bytes;
   int chunk_dtype, chunk_wire;
-  /* of an exchange: what goes to and comes from each rank, from these offsets on */
+  /* an exchange: the offsets of the data for each rank in `send`, and of the data from each rank in `receive` */
   const char *send;
   char *receive;
   const uint64_t *send_starts, *receive_starts;
@@ -79,18 +85,18 @@ struct allred_operation {
 };
 
 /*
- * Prepare an operation. It gets its number with its first step: one at a time on a segment, in the order of these. The
- * header is copied, everything else must stay until the end.
+ * Prepare an operation. It gets its number with its first step; the operations of a segment run one at a time, in the
+ * order of these steps. The header is copied; everything else must stay valid until the operation is complete.
  *
- * exchange       nothing but the headers: a barrier
- * allreduce      tensors reduced over all ranks; one table of tensors is the fusion: they pass as one stream
- * allgather      starts[r] to starts[r + 1] of everyone's `receive` from rank r's `send`, which may be that stretch of
- *                its own `receive`. A broadcast is an allgather to which the root alone gives something
+ * exchange       only the headers: a barrier
+ * allreduce      tensors reduced over all ranks; the table of tensors is the fusion: they pass as one stream
+ * allgather      bytes starts[r] to starts[r + 1] of `receive` come from `send` of rank r, which may be this part of
+ *                its own `receive`. A broadcast is an allgather to which only the root contributes
  * alltoall       send_starts[r] to send_starts[r + 1] of `send` go to rank r; receive_starts likewise;
- *                largest: most bytes that any rank sends to any
- * reducescatter  starts[r] to starts[r + 1] of `send`, reduced over all ranks, into rank r's `receive`
+ *                largest: the most bytes that any rank sends to any other
+ * reducescatter  starts[r] to starts[r + 1] of `send`, reduced over all ranks, go to `receive` of rank r
  *
- * Offsets are in bytes, ranks + 1 of them. divisor: what an average divides by.
+ * Offsets are in bytes, ranks + 1 of them. divisor: the divisor of an average.
  */
 void allred_begin_exchange(allred_operation *, allred_segment *, const allred_header *);
 void allred_begin_allreduce(allred_operation *, allred_segment *, const allred_header *, const allred_tensor *, size_t,
@@ -102,17 +108,16 @@ void allred_begin_alltoall(allred_operation *, allred_segment *, const allred_he
 void allred_begin_reducescatter(allred_operation *, allred_segment *, const allred_header *, const char *send,
                                 char *receive, const uint64_t *starts, int dtype, int variant, int op, int divisor);
 
-/* A rank's chunk of the present round. */
+/* Return a rank's chunk of the current round. */
 char *allred_operation_chunk(const allred_operation *, int rank);
 
-/* Take one step. MOVED; PENDING if it must wait for a rank; DONE; or DIFFER: the headers do not agree. */
+/* Take one step. PROGRESSED; PENDING if it must wait for a rank; DONE; or DIFFER: the headers do not agree. */
 int allred_step(allred_operation *);
 
-/* Take steps for as long as there is progress, but 20 ms at most, and for up to `patience_ns` without any: spin, then
- * yield the core. */
-int allred_run(allred_operation *, int64_t patience_ns);
+/* Take steps for 20 ms at most, until `idle_limit_ns` pass without progress; meanwhile spin, then yield the core. */
+int allred_run(allred_operation *, int64_t idle_limit_ns);
 
-/* The same, but PENDING as soon as `leave` is not 0. */
-int allred_run_unless(allred_operation *, int64_t patience_ns, const _Atomic int *leave);
+/* The same, but return PENDING as soon as `leave` is not 0. */
+int allred_run_unless(allred_operation *, int64_t idle_limit_ns, const _Atomic int *leave);
 
 #endif

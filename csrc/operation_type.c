@@ -1,43 +1,27 @@
-/* The Python type `Operation`: one that is under way on a Segment, and the buffers that it holds until it is complete.
- */
+/* The Python type `Operation`: a pending operation on a Segment. It holds its buffers until it is complete. */
 #include <string.h>
 
 #include "segment_object.h"
 
-static PyTypeObject *operation_type; /* for good, once the module is there */
-
-int allred_is_operation(PyObject *object) { return Py_TYPE(object) == operation_type; }
+PyTypeObject *allred_operation_type;
 
 Operation *allred_new_operation(Py_ssize_t tensors) {
-  allocfunc allocate = (allocfunc)PyType_GetSlot(operation_type, Py_tp_alloc);
-  Operation *self = (Operation *)(void *)allocate(operation_type, 0);
+  allocfunc allocate = (allocfunc)PyType_GetSlot(allred_operation_type, Py_tp_alloc);
+  Operation *self = (Operation *)(void *)allocate(allred_operation_type, 0);
   if (self && allred_make_room(self, tensors) < 0) Py_CLEAR(self);
   return self;
 }
 
 int allred_make_room(Operation *self, Py_ssize_t tensors) {
-  if (2 * tensors > self->view_room) {
-    Py_buffer *views = PyMem_Realloc(self->views, (size_t)tensors * 2 * sizeof *views);
-    if (!views) return PyErr_NoMemory(), -1;
-    self->views = views;
-    PyObject **arrays = PyMem_Realloc(self->arrays, (size_t)tensors * 2 * sizeof *arrays);
-    if (!arrays) return PyErr_NoMemory(), -1;
-    self->arrays = arrays;
-    self->view_room = 2 * tensors;
-  }
-  if (tensors > self->tensor_room) {
-    allred_tensor *table = PyMem_Realloc(self->tensors, (size_t)tensors * sizeof *table);
-    if (!table) return PyErr_NoMemory(), -1;
-    self->tensors = table;
-    self->tensor_room = tensors;
-  }
-  return 0;
-}
-
-int allred_make_starts(Operation *self, int ranks) {
-  self->send_starts = PyMem_Calloc((size_t)ranks + 1, sizeof *self->send_starts);
-  self->receive_starts = PyMem_Calloc((size_t)ranks + 1, sizeof *self->receive_starts);
-  if (!self->send_starts || !self->receive_starts) return PyErr_NoMemory(), -1;
+  if (tensors <= self->capacity) return 0;
+  Py_buffer *views = PyMem_Realloc(self->views, (size_t)tensors * 2 * sizeof *views);
+  if (views) self->views = views;
+  PyObject **arrays = PyMem_Realloc(self->arrays, (size_t)tensors * 2 * sizeof *arrays);
+  if (arrays) self->arrays = arrays;
+  allred_tensor *table = PyMem_Realloc(self->tensors, (size_t)tensors * sizeof *table);
+  if (table) self->tensors = table;
+  if (!views || !arrays || !table) return PyErr_NoMemory(), -1;
+  self->capacity = tensors;
   return 0;
 }
 
@@ -48,77 +32,96 @@ Py_buffer *allred_hold(Operation *self, PyObject *object, int flags) {
   return view;
 }
 
-void allred_hold_array(Operation *self, PyObject *array) {
-  Py_INCREF(array);
-  self->arrays[self->array_count++] = array;
-}
+void allred_hold_array(Operation *self, PyObject *array) { self->arrays[self->array_count++] = Py_NewRef(array); }
 
 void allred_release(Operation *self) {
   while (self->view_count) PyBuffer_Release(&self->views[--self->view_count]);
   while (self->array_count) Py_DECREF(self->arrays[--self->array_count]);
 }
 
-void allred_under_way(Operation *self, Segment *segment) {
+void allred_attach(Operation *self, Segment *segment) {
   Py_INCREF((PyObject *)segment);
   self->segment = segment;
 }
 
+PyObject *allred_headers(const Segment *segment, uint64_t number) {
+  PyObject *list = PyList_New(segment->segment.ranks);
+  for (int rank = 0; list && rank < segment->segment.ranks; rank++) {
+    const void *header = allred_segment_header(&segment->segment, rank, number);
+    PyObject *bytes = PyBytes_FromStringAndSize(header, sizeof(allred_header));
+    if (!bytes || PyList_SetItem(list, rank, bytes) < 0) Py_CLEAR(list);
+  }
+  return list;
+}
+
+void allred_prepare_allreduce(Segment *self, Operation *operation, const allred_header *header, Py_ssize_t count,
+                              int op) {
+  allred_begin_allreduce(&operation->operation, &self->segment, header, operation->tensors, (size_t)count,
+                         self->variant, op, self->segment.ranks);
+}
+
+Py_ssize_t allred_group_by_dtype(allred_tensor *tensors, Py_ssize_t count) {
+  Py_ssize_t same = 0;
+  while (same < count && tensors[same].bytes && tensors[same].dtype == tensors->dtype) same++;
+  if (same == count) return count;
+  allred_tensor *sorted = PyMem_Malloc((size_t)count * sizeof *sorted);
+  Py_ssize_t kept = 0;
+  if (!sorted) return PyErr_NoMemory(), -1;
+  for (int dtype = 0; dtype < ALLRED_DTYPES; dtype++)
+    for (Py_ssize_t i = 0; i < count; i++)
+      if (tensors[i].dtype == dtype && tensors[i].bytes) sorted[kept++] = tensors[i];
+  memcpy(tensors, sorted, (size_t)kept * sizeof *sorted);
+  PyMem_Free(sorted);
+  return kept;
+}
+
+/* Whether the operation is complete. If so, its buffers are released. */
 static int settled(Operation *self) {
   const int is = allred_queue_settled(&self->operation);
   if (is) allred_release(self);
   return is;
 }
 
-static PyObject *run_for(Operation *self, int64_t patience_ns) {
+static PyObject *run_for(Operation *self, int64_t idle_limit_ns) {
   if (!settled(self) && self->segment->open) {
     Py_BEGIN_ALLOW_THREADS;
-    allred_queue_run(&self->segment->queue, &self->operation, patience_ns);
+    allred_queue_run(&self->segment->queue, &self->operation, idle_limit_ns);
     Py_END_ALLOW_THREADS;
   }
   return PyBool_FromLong(settled(self));
 }
 
-/* Where a thread sees to progress, looking is all. */
+/* If the queue has a progress thread, this only looks. */
 static PyObject *done(Operation *self, PyObject *unused) {
-  (void)unused;
   return self->segment->queue.threaded ? PyBool_FromLong(settled(self)) : run_for(self, 0);
 }
 
-static PyObject *linger(Operation *self, PyObject *unused) {
-  (void)unused;
-  return run_for(self, ALLRED_PATIENCE_NS);
-}
+static PyObject *spin_wait(Operation *self, PyObject *unused) { return run_for(self, ALLRED_SPIN_WAIT_NS); }
 
 static PyObject *headers(Operation *self, PyObject *unused) {
-  (void)unused;
   if (!settled(self)) return PyErr_Format(PyExc_ValueError, "the operation is not complete");
   return allred_headers(self->segment, self->operation.number);
 }
 
-static PyObject *get_agreed(Operation *self, void *unused) {
-  (void)unused;
+static PyObject *get_headers_agree(Operation *self, void *unused) {
   return PyBool_FromLong(atomic_load_explicit(&self->operation.settled, memory_order_acquire) != ALLRED_DIFFER);
 }
 
-static uint64_t moves_of(const Operation *self) {
-  return atomic_load_explicit(&self->operation.moves, memory_order_relaxed);
+static uint64_t progress_of(const Operation *self) {
+  return atomic_load_explicit(&self->operation.progress_count, memory_order_relaxed);
 }
 
-/* Whether what it waits for is that the others begin the operation at all: it has taken one step, or none. */
-static PyObject *get_peers(Operation *self, void *unused) {
-  (void)unused;
-  return PyBool_FromLong(moves_of(self) < 2 && !allred_queue_settled(&self->operation));
+/* After at most one step the operation waits for the headers of the other ranks. */
+static PyObject *get_waits_for_peers(Operation *self, void *unused) {
+  return PyBool_FromLong(progress_of(self) < 2 && !allred_queue_settled(&self->operation));
 }
 
-static PyObject *get_moves(Operation *self, void *unused) {
-  (void)unused;
-  return PyLong_FromUnsignedLongLong(moves_of(self));
+static PyObject *get_progress_count(Operation *self, void *unused) {
+  return PyLong_FromUnsignedLongLong(progress_of(self));
 }
 
-/* Whoever lets go of an operation that is under way, with buffers that the peers' numbers are written to, has lost it
- * by an exception at a wrong moment: the queue cannot go on without it. */
+/* If the operation is freed in flight (an exception), stop the queue. */
 static void destruct(Operation *self) {
-  PyTypeObject *type = Py_TYPE((PyObject *)self);
   Segment *segment = self->segment;
   if (segment && allred_is_own(segment)) {
     if (!allred_queue_settled(&self->operation)) {
@@ -135,35 +138,26 @@ static void destruct(Operation *self) {
   PyMem_Free(self->send_starts);
   PyMem_Free(self->receive_starts);
   Py_XDECREF((PyObject *)segment);
-  freefunc release_type = (freefunc)PyType_GetSlot(type, Py_tp_free);
-  release_type(self);
-  Py_DECREF(type);
+  allred_free_object(self);
 }
 
 static PyMethodDef methods[] = {
-    {"done", (PyCFunction)(void (*)(void))done, METH_NOARGS, "done(): what can be done without waiting; if complete."},
-    {"linger", (PyCFunction)(void (*)(void))linger, METH_NOARGS, "linger(): the same, waiting for a millisecond."},
-    {"headers", (PyCFunction)(void (*)(void))headers, METH_NOARGS, "headers(): those of all ranks, while it holds."},
+    METHOD("done", done, METH_NOARGS, "Take the steps that need no waiting; whether the operation is complete."),
+    METHOD("spin_wait", spin_wait, METH_NOARGS, "The same, until 1 ms passes without progress."),
+    METHOD("headers", headers, METH_NOARGS, "Return the headers of all ranks."),
     {NULL, NULL, 0, NULL}};
 
 static PyGetSetDef attributes[] = {
-    {"agreed", (getter)get_agreed, NULL, "whether the headers agreed", NULL},
-    {"moves", (getter)get_moves, NULL, "steps taken", NULL},
-    {"peers", (getter)get_peers, NULL, "whether it waits for ranks that have not begun the operation", NULL},
+    ATTRIBUTE("headers_agree", get_headers_agree, "False if the headers of the ranks differ"),
+    ATTRIBUTE("progress_count", get_progress_count, "steps taken"),
+    ATTRIBUTE("waits_for_peers", get_waits_for_peers, "whether some ranks have not begun the operation"),
     {NULL, NULL, NULL, NULL, NULL}};
 
-static PyType_Slot slots[] = {{Py_tp_doc, "One that is under way; Segment makes it."},
+static PyType_Slot slots[] = {{Py_tp_doc, "A pending operation, made by Segment."},
                               {Py_tp_dealloc, destruct},
                               {Py_tp_methods, methods},
                               {Py_tp_getset, attributes},
                               {0, NULL}};
 
-static PyType_Spec spec = {.name = "allred.native._kernels.Operation",
-                           .basicsize = sizeof(Operation),
-                           .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-                           .slots = slots};
-
-int allred_add_operation_type(PyObject *module) {
-  if (!operation_type) operation_type = (PyTypeObject *)PyType_FromSpec(&spec);
-  return operation_type ? PyModule_AddObjectRef(module, "Operation", (PyObject *)operation_type) : -1;
-}
+PyType_Spec allred_operation_spec = {"allred.native._kernels.Operation", sizeof(Operation), 0,
+                                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};

@@ -1,18 +1,18 @@
 /*
- * The operations of one rank on one segment that are not complete, oldest first, and who takes steps with them.
+ * The pending operations of one rank on one segment, oldest first, and which thread takes their steps.
  *
- * One at a time does, the driver: a caller that waits (allred_queue_run), or the queue's own thread, if it was started.
- * Whoever finds that somebody drives leaves it to them. A caller that waits is there with a core of its own, so the
- * thread stays away from the wheel as long as one does. Otherwise it goes on with what there is, and sleeps
+ *   1  One thread at a time takes steps: a caller that waits (allred_queue_run), or the progress thread, if it was
+ *      started. It claims the queue for that; other threads leave the steps to it.
+ *   2  A caller that waits occupies a core of its own, so the progress thread does not claim the queue meanwhile.
+ *   3  Otherwise the progress thread takes steps, and sleeps
+ *        without limit         while no operation can go on
+ *        for growing intervals while the peers have not begun: an eighth of the time waited so far, 1 ms at most,
+ *                              because another process may need its core
  *
- *   without limit      while there is nothing, or nothing that may go on
- *   ever longer naps   while the peers have not come, an eighth of the time that it has waited, 1 ms at most:
- *                      its core is somebody else's meanwhile
+ * An operation blocks the operations behind it if its headers differ, or if it `holds` the queue: it has further parts,
+ * which only its owner knows. The parts that it adds by allred_queue_continue go first, until allred_queue_release.
  *
- * An operation stops the queue behind it when its headers differ, and when it `holds`: more belongs to it, which only
- * its owner knows. What the owner then gives with allred_queue_continue goes first, until allred_queue_release.
- *
- * All functions may be called by any thread. The thread takes no signals, and knows nothing of Python.
+ * Any thread may call these functions. The progress thread takes no signals, and does not use Python.
  */
 #ifndef ALLRED_QUEUE_H
 #define ALLRED_QUEUE_H
@@ -22,44 +22,42 @@
 #include "operation.h"
 
 typedef struct {
-  pthread_mutex_t mutex; /* of all that is not atomic */
-  pthread_cond_t news;   /* for the thread */
+  pthread_mutex_t mutex; /* of all fields that are not atomic */
+  pthread_cond_t wakeup; /* of the progress thread */
   allred_operation *_Atomic first, *last;
-  const allred_operation *_Atomic holder;
-  int driven, halted;
-  _Atomic int threaded; /* whether there is a thread */
-  _Atomic int waiting;  /* callers that wait, or want everybody else to leave */
+  const allred_operation *_Atomic holder; /* the operation that blocks the queue */
+  int claimed, halted;
+  _Atomic int threaded; /* whether the progress thread runs */
+  _Atomic int waiting;  /* callers that wait, or that want other threads to stop taking steps */
   pthread_t thread;
 } allred_queue;
 
 /* 0, or an error number. */
 int allred_queue_open(allred_queue *queue);
 
-/* Whether nothing is under way, and nothing holds the queue. */
+/* Whether no operation is pending, and none holds the queue. */
 int allred_queue_idle(allred_queue *queue);
 
-/* Let an operation that was prepared come behind all others; or before them, as a part of the one that holds them up.
- */
+/* Add a prepared operation behind all others; or before them, as a part of the operation that holds the queue. */
 void allred_queue_put(allred_queue *queue, allred_operation *op);
 void allred_queue_continue(allred_queue *queue, allred_operation *op);
 
-/* The operation, which was not in the queue, is complete, and holds it. */
+/* An operation that was not in the queue is complete, and holds the queue. */
 void allred_queue_hold(allred_queue *queue, allred_operation *op, int status);
 
-/* The operation does not hold the queue any more, if it did. */
+/* If the operation holds the queue, let the others go on. */
 void allred_queue_release(allred_queue *queue, const allred_operation *op);
 
-/* Whether an operation is complete; what the operation left can then be read by this thread. */
+/* Whether an operation is complete. If so, this thread may read its results. */
 int allred_queue_settled(const allred_operation *op);
 
-/* The same, after taking steps, or letting others take them, for as long as there is progress but about 20 ms at most,
- * and for `patience_ns` without. */
-int allred_queue_run(allred_queue *queue, allred_operation *op, int64_t patience_ns);
+/* The same, after taking steps for about 20 ms at most, until `idle_limit_ns` pass without progress. */
+int allred_queue_run(allred_queue *queue, allred_operation *op, int64_t idle_limit_ns);
 
-/* Have a thread see to it that there is progress; once. 0, or an error number. */
-int allred_queue_attend(allred_queue *queue);
+/* Start the progress thread, if it does not run. 0, or an error number. */
+int allred_queue_start_thread(allred_queue *queue);
 
-/* Nobody takes a step from now on, and there is no thread. What is under way stays so for ever. */
+/* Stop all progress, for good, and end the thread. Pending operations stay pending. */
 void allred_queue_halt(allred_queue *queue);
 
 #endif

@@ -4,17 +4,17 @@
 #include <string.h>
 
 #define PAGE 4096
-/* Processors fetch lines in aligned pairs: a header and the first bytes behind it are one. */
+/* Processors fetch cache lines in aligned pairs; a header and the first data bytes are one pair. */
 #define PAIR ((size_t)2 * ALLRED_LINE)
 
 static size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-static size_t card_bytes(void) { return round_up(sizeof(allred_header) + ALLRED_CARD_BYTES, PAIR); }
+static size_t inline_slot_bytes(void) { return round_up(sizeof(allred_header) + ALLRED_INLINE_BYTES, PAIR); }
 
 static size_t ring_bytes(size_t chunk_bytes) { return ALLRED_RING_CHUNKS * chunk_bytes; }
 
 static size_t area_bytes(size_t chunk_bytes) {
-  return round_up(PAIR + 2 * card_bytes() + ring_bytes(chunk_bytes), PAGE);
+  return round_up(PAIR + 2 * inline_slot_bytes() + ring_bytes(chunk_bytes), PAGE);
 }
 
 size_t allred_segment_bytes(int ranks, size_t chunk_bytes) { return (size_t)ranks * area_bytes(chunk_bytes); }
@@ -27,20 +27,20 @@ static _Atomic uint64_t *stage(const allred_segment *segment, int rank) {
   return (_Atomic uint64_t *)(void *)area(segment, rank);
 }
 
-static char *card(const allred_segment *segment, int rank, uint64_t operation) {
-  return area(segment, rank) + PAIR + (operation & 1) * card_bytes();
+static char *inline_slot(const allred_segment *segment, int rank, uint64_t operation) {
+  return area(segment, rank) + PAIR + (operation & 1) * inline_slot_bytes();
 }
 
 allred_header *allred_segment_header(const allred_segment *segment, int rank, uint64_t operation) {
-  return (allred_header *)(void *)card(segment, rank, operation);
+  return (allred_header *)(void *)inline_slot(segment, rank, operation);
 }
 
-char *allred_segment_card(const allred_segment *segment, int rank, uint64_t operation) {
-  return card(segment, rank, operation) + sizeof(allred_header);
+char *allred_segment_inline_slot(const allred_segment *segment, int rank, uint64_t operation) {
+  return inline_slot(segment, rank, operation) + sizeof(allred_header);
 }
 
 char *allred_segment_chunk(const allred_segment *segment, int rank, size_t place) {
-  return area(segment, rank) + PAIR + 2 * card_bytes() + place;
+  return area(segment, rank) + PAIR + 2 * inline_slot_bytes() + place;
 }
 
 size_t allred_segment_place(const allred_segment *segment) {
@@ -52,14 +52,14 @@ void allred_segment_advance(allred_segment *segment, size_t bytes) {
 }
 
 static _Atomic uint64_t *sequence(const allred_segment *segment, int rank, uint64_t operation) {
-  return (_Atomic uint64_t *)(void *)card(segment, rank, operation);
+  return (_Atomic uint64_t *)(void *)inline_slot(segment, rank, operation);
 }
 
 void allred_segment_publish_header(const allred_segment *segment, const allred_header *header) {
   const size_t flag = sizeof header->sequence;
   const uint64_t operation = header->sequence;
-  char *shown = card(segment, segment->rank, operation);
-  memcpy(shown + flag, (const char *)header + flag, sizeof *header - flag);
+  char *slot = inline_slot(segment, segment->rank, operation);
+  memcpy(slot + flag, (const char *)header + flag, sizeof *header - flag);
   atomic_store_explicit(sequence(segment, segment->rank, operation), operation, memory_order_release);
 }
 

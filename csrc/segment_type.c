@@ -1,62 +1,35 @@
-/*
- * The Python type `Segment`: one rank's view of a node's shared memory. segment_object.h says what is where.
- */
-#define _GNU_SOURCE /* mmap, madvise */
-#include "segment_type.h"
-
+/* The Python type `Segment`: one rank's view of the shared memory of its node. segment_object.h lists its files. */
+#define _GNU_SOURCE /* mmap, madvise, SSIZE_MAX */
+#include <string.h>
 #include <sys/mman.h>
 
 #include "numpy_array.h"
 #include "segment_object.h"
 
-#define MOST_CHUNK_BYTES (1 << 30)
+#define MAX_CHUNK_BYTES (1 << 30)
 
-void allred_start_allreduce(Segment *self, Operation *operation, const allred_header *header, Py_ssize_t count,
-                            int op) {
-  allred_begin_allreduce(&operation->operation, &self->segment, header, operation->tensors, (size_t)count,
-                         self->variant, op, self->segment.ranks);
-}
-
-PyObject *allred_headers(const Segment *segment, uint64_t number) {
-  PyObject *list = PyList_New(segment->segment.ranks);
-  for (int rank = 0; list && rank < segment->segment.ranks; rank++) {
-    const void *shown = allred_segment_header(&segment->segment, rank, number);
-    PyObject *bytes = PyBytes_FromStringAndSize(shown, sizeof(allred_header));
-    if (!bytes || PyList_SetItem(list, rank, bytes) < 0) Py_CLEAR(list);
-  }
-  return list;
-}
-
-/* The headers of the operation that was begun last. They stay until this rank begins another. */
+/* The headers of the last operation stay readable until this rank begins another. */
 static PyObject *headers(Segment *self, PyObject *unused) {
-  (void)unused;
   if (!self->segment.operation || !allred_queue_idle(&self->queue))
     return PyErr_Format(PyExc_ValueError, "no operation is complete");
   return allred_headers(self, self->segment.operation);
 }
 
 static PyObject *get_number(Segment *self, void *unused) {
-  (void)unused;
   return PyLong_FromUnsignedLongLong(self->segment.operation);
 }
 
-static PyObject *get_sent(Segment *self, void *unused) {
-  (void)unused;
-  return PyLong_FromUnsignedLongLong(self->segment.sent);
-}
+static PyObject *get_sent(Segment *self, void *unused) { return PyLong_FromUnsignedLongLong(self->segment.sent); }
 
-static PyObject *get_pending(Segment *self, void *unused) {
-  (void)unused;
-  return PyBool_FromLong(!allred_queue_idle(&self->queue));
-}
+static PyObject *get_pending(Segment *self, void *unused) { return PyBool_FromLong(!allred_queue_idle(&self->queue)); }
 
-static PyObject *attend(Segment *self, PyObject *unused) {
-  (void)unused;
-  return PyBool_FromLong(allred_is_own(self) && allred_queue_attend(&self->queue) == 0);
+static PyObject *get_has_progress_thread(Segment *self, void *unused) { return PyBool_FromLong(self->queue.threaded); }
+
+static PyObject *start_progress_thread(Segment *self, PyObject *unused) {
+  return PyBool_FromLong(allred_is_own(self) && allred_queue_start_thread(&self->queue) == 0);
 }
 
 static PyObject *halt(Segment *self, PyObject *unused) {
-  (void)unused;
   if (allred_is_own(self)) {
     Py_BEGIN_ALLOW_THREADS;
     allred_queue_halt(&self->queue);
@@ -65,80 +38,284 @@ static PyObject *halt(Segment *self, PyObject *unused) {
   Py_RETURN_NONE;
 }
 
-static PyObject *over(Segment *self, PyObject *first) {
-  if (allred_is_operation(first) && allred_is_own(self))
+static PyObject *on_complete(Segment *self, PyObject *first) {
+  if (Py_TYPE(first) == allred_operation_type && allred_is_own(self))
     allred_queue_release(&self->queue, &((Operation *)(void *)first)->operation);
   Py_RETURN_NONE;
 }
 
-static PyObject *get_attended(Segment *self, void *unused) {
-  (void)unused;
-  return PyBool_FromLong(self->queue.threaded);
-}
-
-static PyObject *note(Segment *self, PyObject *wanted) {
-  const int is = PyObject_IsTrue(wanted);
+static PyObject *set_tracing(Segment *self, PyObject *enabled) {
+  const int is = PyObject_IsTrue(enabled);
   if (is < 0) return NULL;
-  self->notes.wanted = is;
+  self->trace.enabled = is;
   Py_RETURN_NONE;
 }
 
-static PyObject *noted(Segment *self, PyObject *unused) {
-  (void)unused;
-  return allred_notes_take(&self->notes);
-}
+static PyObject *take_trace(Segment *self, PyObject *unused) { return allred_trace_take(&self->trace); }
 
-/* ---- a lock that is never waited for: the interface of threading.Lock, and seen by the short way */
+/* ---- a try-lock with the interface of threading.Lock, which the fast path checks too */
 
 static PyObject *acquire(Segment *self, PyObject *unused) {
-  (void)unused;
-  const int free = !self->taken && (!self->finisher || self->finisher == PyThread_get_thread_ident());
-  if (free) self->taken = 1, self->finisher = 0;
+  const int free = !self->locked && (!self->finishing_thread || self->finishing_thread == PyThread_get_thread_ident());
+  if (free) self->locked = 1, self->finishing_thread = 0;
   return PyBool_FromLong(free);
 }
 
 static PyObject *release(Segment *self, PyObject *unused) {
-  (void)unused;
-  self->taken = 0;
+  self->locked = 0;
   Py_RETURN_NONE;
+}
+
+/*
+ * ---- begin_...(record, ...): flat contiguous buffers in, a queued Operation out
+ *
+ * record: the header, 64 bytes; or None for a further part of the operation that holds the queue, which goes first.
+ */
+
+/* Return a new operation with room for this many tensors and the header of a record; NULL: an exception. */
+static Operation *prepare(Segment *self, PyObject *record, Py_ssize_t tensors) {
+  char *bytes = NULL;
+  Py_ssize_t length = sizeof(allred_header);
+  if (!self->open) return PyErr_SetString(PyExc_ValueError, "the segment is closed"), NULL;
+  if (record != Py_None && PyBytes_AsStringAndSize(record, &bytes, &length) < 0) return NULL;
+  if (length != sizeof(allred_header)) {
+    PyErr_Format(PyExc_ValueError, "a header has %zu bytes, not %zd", sizeof(allred_header), length);
+    return NULL;
+  }
+  Operation *operation = allred_new_operation(tensors);
+  if (!operation) return NULL;
+  operation->send_starts = PyMem_Calloc((size_t)self->segment.ranks + 1, sizeof(uint64_t));
+  operation->receive_starts = PyMem_Calloc((size_t)self->segment.ranks + 1, sizeof(uint64_t));
+  if (!operation->send_starts || !operation->receive_starts)
+    return Py_DECREF((PyObject *)operation), (Operation *)(void *)PyErr_NoMemory();
+  if (bytes) memcpy(&operation->operation.header, bytes, sizeof(allred_header));
+  return operation;
+}
+
+/* Queue the operation. If it is not prepared, an exception is set. */
+static PyObject *begin(Segment *self, Operation *operation, PyObject *record, int prepared) {
+  if (!prepared) return Py_DECREF((PyObject *)operation), NULL;
+  allred_attach(operation, self);
+  if (record == Py_None)
+    allred_queue_continue(&self->queue, &operation->operation);
+  else
+    allred_queue_put(&self->queue, &operation->operation);
+  return (PyObject *)operation;
+}
+
+static PyObject *begin_exchange(Segment *self, PyObject *args) {
+  PyObject *record;
+  int holds;
+  if (!PyArg_ParseTuple(args, "Op:begin_exchange", &record, &holds)) return NULL;
+  Operation *operation = prepare(self, record, 1);
+  if (!operation) return NULL;
+  allred_begin_exchange(&operation->operation, &self->segment, &operation->operation.header);
+  operation->operation.holds = holds;
+  return begin(self, operation, record, 1);
+}
+
+static int kernel_exists(const Segment *self, int dtype, int op) {
+  if (dtype >= 0 && dtype < ALLRED_DTYPES && op >= 0 && op < ALLRED_OPS &&
+      allred_reduce_kernel(self->variant, dtype, op))
+    return 1;
+  PyErr_Format(PyExc_ValueError, "operator %d is not defined for dtype %d", op, dtype);
+  return 0;
+}
+
+/* Make a table entry of a source and a target; 0, or -1 with an exception set. */
+static int enter(const Segment *self, Operation *operation, PyObject *source, PyObject *target, long dtype, int op,
+                 int wire, allred_tensor *tensor) {
+  if (!kernel_exists(self, (int)dtype, op)) return -1;
+  const Py_buffer *in = allred_hold(operation, source, PyBUF_CONTIG_RO), *out;
+  if (!in || !(out = allred_hold(operation, target, PyBUF_CONTIG))) return -1;
+  if (in->len != out->len || (size_t)in->len % allred_dtype_bytes((int)dtype)) {
+    PyErr_Format(PyExc_ValueError, "%zd bytes cannot be reduced into %zd", in->len, out->len);
+    return -1;
+  }
+  *tensor = (allred_tensor){in->buf, out->buf, (size_t)in->len, (int)dtype, allred_wire_of((int)dtype, wire)};
+  return 0;
+}
+
+static PyObject *begin_allreduce(Segment *self, PyObject *args) {
+  PyObject *record, *sources, *targets, *dtypes;
+  int op, wire = 0;
+  if (!PyArg_ParseTuple(args, "OOOOi|i:begin_allreduce", &record, &sources, &targets, &dtypes, &op, &wire)) return NULL;
+  const Py_ssize_t count = PyList_Check(sources) ? PyList_Size(sources) : -1;
+  if (count < 0 || !PyList_Check(targets) || !PyList_Check(dtypes) || PyList_Size(targets) != count ||
+      PyList_Size(dtypes) != count)
+    return PyErr_Format(PyExc_TypeError, "sources, targets and dtypes must be lists of one length");
+  if (op <= 0 || op >= ALLRED_OPS) return PyErr_Format(PyExc_ValueError, "operator %d does not exist", op);
+  if (wire && !allred_narrows(ALLRED_FLOAT32, wire))
+    return PyErr_Format(PyExc_ValueError, "dtype %d is not a wire type; float16 and bfloat16 are", wire);
+  Operation *operation = prepare(self, record, count ? count : 1);
+  if (!operation) return NULL;
+  Py_ssize_t kept = 0;
+  for (Py_ssize_t i = 0; i < count && kept == 0; i++) {
+    const long dtype = PyLong_AsLong(PyList_GetItem(dtypes, i));
+    kept = enter(self, operation, PyList_GetItem(sources, i), PyList_GetItem(targets, i), dtype, op, wire,
+                 &operation->tensors[i]);
+  }
+  if (kept == 0) kept = allred_group_by_dtype(operation->tensors, count);
+  if (kept >= 0) allred_prepare_allreduce(self, operation, &operation->operation.header, kept, op);
+  return begin(self, operation, record, kept >= 0);
+}
+
+/* Turn a list of byte counts, one per rank, into offsets. Return whether it is valid. */
+static int read_counts(const Segment *self, PyObject *counts, uint64_t *starts) {
+  if (!PyList_Check(counts) || PyList_Size(counts) != self->segment.ranks) {
+    PyErr_Format(PyExc_ValueError, "counts must be a list of %d numbers of bytes", self->segment.ranks);
+    return 0;
+  }
+  starts[0] = 0;
+  for (int rank = 0; rank < self->segment.ranks; rank++) {
+    const Py_ssize_t bytes = PyLong_AsSsize_t(PyList_GetItem(counts, rank));
+    if (PyErr_Occurred()) return 0;
+    if (bytes < 0 || starts[rank] + (uint64_t)bytes > PY_SSIZE_T_MAX)
+      return PyErr_Format(PyExc_ValueError, "%zd is not a count", bytes), 0;
+    starts[rank + 1] = starts[rank] + (uint64_t)bytes;
+  }
+  return 1;
+}
+
+/* Hold a buffer of exactly this many bytes; NULL with an exception set. */
+static const Py_buffer *hold(Operation *operation, const char *what, PyObject *object, int flags, uint64_t bytes) {
+  const Py_buffer *view = allred_hold(operation, object, flags);
+  if (!view || (uint64_t)view->len == bytes) return view;
+  PyErr_Format(PyExc_ValueError, "%s has %zd bytes, but the counts add up to %llu", what, view->len,
+               (unsigned long long)bytes);
+  return NULL;
+}
+
+static const Py_buffer *hold_send(Operation *operation, PyObject *object, uint64_t bytes) {
+  return hold(operation, "send", object, PyBUF_CONTIG_RO, bytes);
+}
+
+static const Py_buffer *hold_receive(Operation *operation, PyObject *object, uint64_t bytes) {
+  return hold(operation, "receive", object, PyBUF_CONTIG, bytes);
+}
+
+/* Bytes of this rank's part, and of all parts. */
+static uint64_t own_bytes(const Segment *self, const uint64_t *starts) {
+  return starts[self->segment.rank + 1] - starts[self->segment.rank];
+}
+
+static uint64_t all_bytes(const Segment *self, const uint64_t *starts) { return starts[self->segment.ranks]; }
+
+static PyObject *begin_allgather(Segment *self, PyObject *args) {
+  PyObject *record, *send, *receive, *counts;
+  if (!PyArg_ParseTuple(args, "OOOO:begin_allgather", &record, &send, &receive, &counts)) return NULL;
+  Operation *operation = prepare(self, record, 1);
+  if (!operation) return NULL;
+  uint64_t *starts = operation->receive_starts;
+  const Py_buffer *from, *to;
+  const int prepared = read_counts(self, counts, starts) &&
+                       (from = hold_send(operation, send, own_bytes(self, starts))) &&
+                       (to = hold_receive(operation, receive, all_bytes(self, starts)));
+  if (prepared)
+    allred_begin_allgather(&operation->operation, &self->segment, &operation->operation.header, from->buf, to->buf,
+                           starts);
+  return begin(self, operation, record, prepared);
+}
+
+/* An allgather to which only the root contributes. Nothing is written to the root's memory, which may be read-only. */
+static PyObject *begin_broadcast(Segment *self, PyObject *args) {
+  PyObject *record, *data;
+  int root;
+  if (!PyArg_ParseTuple(args, "OOi:begin_broadcast", &record, &data, &root)) return NULL;
+  if (root < 0 || root >= self->segment.ranks) return PyErr_Format(PyExc_ValueError, "root %d is not a rank", root);
+  Operation *operation = prepare(self, record, 1);
+  if (!operation) return NULL;
+  const Py_buffer *view = allred_hold(operation, data, root == self->segment.rank ? PyBUF_CONTIG_RO : PyBUF_CONTIG);
+  if (!view) return begin(self, operation, record, 0);
+  for (int rank = 0; rank <= self->segment.ranks; rank++)
+    operation->receive_starts[rank] = rank > root ? (uint64_t)view->len : 0;
+  allred_begin_allgather(&operation->operation, &self->segment, &operation->operation.header, view->buf, view->buf,
+                         operation->receive_starts);
+  return begin(self, operation, record, 1);
+}
+
+static PyObject *begin_alltoall(Segment *self, PyObject *args) {
+  PyObject *record, *send, *receive, *send_counts, *receive_counts;
+  Py_ssize_t largest;
+  if (!PyArg_ParseTuple(args, "OOOOOn:begin_alltoall", &record, &send, &receive, &send_counts, &receive_counts,
+                        &largest))
+    return NULL;
+  Operation *operation = prepare(self, record, 1);
+  if (!operation) return NULL;
+  uint64_t *out = operation->send_starts, *in = operation->receive_starts;
+  const Py_buffer *from, *to;
+  int prepared = read_counts(self, send_counts, out) && read_counts(self, receive_counts, in) &&
+                 (from = hold_send(operation, send, all_bytes(self, out))) &&
+                 (to = hold_receive(operation, receive, all_bytes(self, in)));
+  for (int rank = 0; rank < self->segment.ranks && prepared; rank++) {
+    prepared =
+        largest >= 0 && out[rank + 1] - out[rank] <= (uint64_t)largest && in[rank + 1] - in[rank] <= (uint64_t)largest;
+    if (!prepared) PyErr_Format(PyExc_ValueError, "a count is larger than largest=%zd", largest);
+  }
+  if (prepared)
+    allred_begin_alltoall(&operation->operation, &self->segment, &operation->operation.header, from->buf, to->buf, out,
+                          in, (size_t)largest);
+  return begin(self, operation, record, prepared);
+}
+
+static PyObject *begin_reducescatter(Segment *self, PyObject *args) {
+  PyObject *record, *send, *receive, *counts;
+  int dtype, op;
+  if (!PyArg_ParseTuple(args, "OOOOii:begin_reducescatter", &record, &send, &receive, &counts, &dtype, &op))
+    return NULL;
+  if (!kernel_exists(self, dtype, op)) return NULL;
+  Operation *operation = prepare(self, record, 1);
+  if (!operation) return NULL;
+  uint64_t *starts = operation->send_starts;
+  const Py_buffer *from, *to;
+  int prepared = read_counts(self, counts, starts) && (from = hold_send(operation, send, all_bytes(self, starts))) &&
+                 (to = hold_receive(operation, receive, own_bytes(self, starts)));
+  for (int rank = 1; rank <= self->segment.ranks && prepared; rank++) {
+    prepared = starts[rank] % allred_dtype_bytes(dtype) == 0;
+    if (!prepared) PyErr_Format(PyExc_ValueError, "counts must be whole elements");
+  }
+  if (prepared)
+    allred_begin_reducescatter(&operation->operation, &self->segment, &operation->operation.header, from->buf, to->buf,
+                               starts, dtype, self->variant, op, self->segment.ranks);
+  return begin(self, operation, record, prepared);
 }
 
 /* ---- the type */
 
-/* A page that the kernel shows to forked children as zeros: that this is a rank's own process can be seen for free. */
+/* Return a page that the kernel fills with zeros in forked children: the fast path recognizes a child without a system
+ * call. NULL on Linux before 4.14: then there is no fast path. */
 static const volatile char *own_process_page(void) {
   char *page = mmap(NULL, 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (page == MAP_FAILED) return NULL;
   if (madvise(page, 1, MADV_WIPEONFORK) < 0) {
     munmap(page, 1);
-    return NULL; /* Linux before 4.14: then there is no short way */
+    return NULL;
   }
   *page = 1;
   return page;
 }
 
 static int construct(Segment *self, PyObject *args, PyObject *unused) {
-  (void)unused;
   PyObject *memory, *array;
   int rank, ranks;
   Py_ssize_t chunk_bytes;
-  if (self->open) return PyErr_SetString(PyExc_TypeError, "it is constructed already"), -1;
-  if (!PyArg_ParseTuple(args, "OiinOOO:Segment", &memory, &rank, &ranks, &chunk_bytes, &array, &self->dtypes,
-                        &self->ops))
-    return -1;
+  if (self->open) return PyErr_SetString(PyExc_TypeError, "the segment is constructed already"), -1;
+  if (!PyArg_ParseTuple(args, "OiinOO!O!:Segment", &memory, &rank, &ranks, &chunk_bytes, &array, &PyTuple_Type,
+                        &self->dtypes, &PyTuple_Type, &self->ops))
+    return self->dtypes = self->ops = NULL, -1;
   Py_INCREF(self->dtypes), Py_INCREF(self->ops);
-  if (allred_array_is_as_here(array)) self->array_type = PyObject_Type(array);
+  if (allred_array_layout_is_known(array)) self->array_type = PyObject_Type(array);
   if (ranks < 1 || ranks > ALLRED_MAX_RANKS || rank < 0 || rank >= ranks || chunk_bytes < ranks * ALLRED_LINE ||
-      chunk_bytes > MOST_CHUNK_BYTES || chunk_bytes % ALLRED_LINE || !PyTuple_Check(self->dtypes) ||
-      PyTuple_Size(self->dtypes) > ALLRED_DTYPES || !PyTuple_Check(self->ops) || PyTuple_Size(self->ops) > ALLRED_OPS)
+      chunk_bytes > MAX_CHUNK_BYTES || chunk_bytes % ALLRED_LINE || PyTuple_Size(self->dtypes) > ALLRED_DTYPES ||
+      PyTuple_Size(self->ops) > ALLRED_OPS)
     return PyErr_SetString(PyExc_ValueError, "no such rank, ranks or chunk_bytes"), -1;
   const size_t needed = allred_segment_bytes(ranks, (size_t)chunk_bytes);
   if (PyObject_GetBuffer(memory, &self->memory, PyBUF_CONTIG) < 0) return -1;
-  if (allred_queue_open(&self->queue)) return PyErr_SetString(PyExc_OSError, "no lock is to be had"), -1;
+  if (allred_queue_open(&self->queue)) return PyErr_SetString(PyExc_OSError, "cannot create the queue mutex"), -1;
   self->open = 1;
   self->pid = getpid();
   if ((size_t)self->memory.len < needed) {
-    PyErr_Format(PyExc_ValueError, "the memory has %zd bytes, and the ranks take %zu", self->memory.len, needed);
+    PyErr_Format(PyExc_ValueError, "the memory has %zd bytes, but the ranks need %zu", self->memory.len, needed);
     return -1;
   }
   self->variant = allred_variants() - 1;
@@ -150,7 +327,7 @@ static int construct(Segment *self, PyObject *args, PyObject *unused) {
 
 static PyObject *close_segment(Segment *self, PyObject *unused) {
   if (!self->open) Py_RETURN_NONE;
-  if (self->taken) return PyErr_Format(PyExc_ValueError, "another thread is in an operation on this segment");
+  if (self->locked) return PyErr_Format(PyExc_ValueError, "another thread is in an operation on this segment");
   Py_XDECREF(halt(self, unused));
   self->open = 0;
   PyBuffer_Release(&self->memory);
@@ -160,56 +337,41 @@ static PyObject *close_segment(Segment *self, PyObject *unused) {
 }
 
 static void destruct(Segment *self) {
-  PyTypeObject *type = Py_TYPE((PyObject *)self);
-  self->taken = 0; /* who is inside holds a reference */
+  self->locked = 0; /* a thread inside would hold a reference */
   Py_XDECREF(close_segment(self, NULL));
   Py_XDECREF((PyObject *)self->spare);
-  allred_notes_free(&self->notes);
-  PyMem_Free(self->apart);
+  allred_trace_free(&self->trace);
+  PyMem_Free(self->disjoint);
   Py_XDECREF(self->array_type), Py_XDECREF(self->dtypes), Py_XDECREF(self->ops);
-  freefunc release_type = (freefunc)PyType_GetSlot(type, Py_tp_free);
-  release_type(self);
-  Py_DECREF(type);
+  allred_free_object(self);
 }
 
 static PyMethodDef methods[] = {
-    {"allreduce", (PyCFunction)(void (*)(void))allred_segment_allreduce, METH_FASTCALL,
-     "allreduce(source, target, op, name, wire=0): True when it is done, an Operation when it was begun, None when it "
-     "must go "
-     "the long way."},
-    {"grouped_allreduce", (PyCFunction)(void (*)(void))allred_segment_grouped_allreduce, METH_FASTCALL,
-     "grouped_allreduce(sources, targets, op, name, wire=0): the same for lists."},
-    {"begin_exchange", (PyCFunction)(void (*)(void))allred_segment_begin_exchange, METH_VARARGS,
-     "begin_exchange(record, holds)"},
-    {"begin_allreduce", (PyCFunction)(void (*)(void))allred_segment_begin_allreduce, METH_VARARGS,
-     "begin_allreduce(record, sources, targets, dtypes, op, wire=0)"},
-    {"begin_allgather", (PyCFunction)(void (*)(void))allred_segment_begin_allgather, METH_VARARGS,
-     "begin_allgather(record, send, receive, counts)"},
-    {"begin_broadcast", (PyCFunction)(void (*)(void))allred_segment_begin_broadcast, METH_VARARGS,
-     "begin_broadcast(record, data, root)"},
-    {"begin_alltoall", (PyCFunction)(void (*)(void))allred_segment_begin_alltoall, METH_VARARGS,
-     "begin_alltoall(record, send, receive, send_counts, receive_counts, largest)"},
-    {"begin_reducescatter", (PyCFunction)(void (*)(void))allred_segment_begin_reducescatter, METH_VARARGS,
-     "begin_reducescatter(record, send, receive, counts, dtype, op)"},
-    {"headers", (PyCFunction)(void (*)(void))headers, METH_NOARGS, "headers(): those of all ranks, when complete."},
-    {"attend", (PyCFunction)(void (*)(void))attend, METH_NOARGS,
-     "attend(): have a thread make progress from now on; False if none is to be had."},
-    {"over", (PyCFunction)(void (*)(void))over, METH_O,
-     "over(first): nothing more belongs to that operation; those behind it go on."},
-    {"halt", (PyCFunction)(void (*)(void))halt, METH_NOARGS, "halt(): nothing moves any more, and the thread ends."},
-    {"note", (PyCFunction)(void (*)(void))note, METH_O, "note(wanted): from now on, what passes the short way."},
-    {"noted", (PyCFunction)(void (*)(void))noted, METH_NOARGS, "noted(): what has come since the last time."},
-    {"acquire", (PyCFunction)(void (*)(void))acquire, METH_O,
-     "acquire(blocking): take the lock; False if it is taken."},
-    {"release", (PyCFunction)(void (*)(void))release, METH_NOARGS, "release(): give the lock back."},
-    {"close", (PyCFunction)(void (*)(void))close_segment, METH_NOARGS, "close(): let go of the memory."},
+    METHOD("allreduce", allred_segment_allreduce, METH_FASTCALL,
+           "Reduce by the fast path: True if done, an Operation if begun, None if the fast path is not possible."),
+    METHOD("grouped_allreduce", allred_segment_grouped_allreduce, METH_FASTCALL, "The same for lists of arrays."),
+    METHOD("begin_exchange", begin_exchange, METH_VARARGS, "Begin a barrier."),
+    METHOD("begin_allreduce", begin_allreduce, METH_VARARGS, "Begin an allreduce."),
+    METHOD("begin_allgather", begin_allgather, METH_VARARGS, "Begin an allgather."),
+    METHOD("begin_broadcast", begin_broadcast, METH_VARARGS, "Begin a broadcast."),
+    METHOD("begin_alltoall", begin_alltoall, METH_VARARGS, "Begin an alltoall."),
+    METHOD("begin_reducescatter", begin_reducescatter, METH_VARARGS, "Begin a reducescatter."),
+    METHOD("headers", headers, METH_NOARGS, "Return the headers of all ranks in the last operation."),
+    METHOD("start_progress_thread", start_progress_thread, METH_NOARGS, "Start the thread; False if it cannot start."),
+    METHOD("on_complete", on_complete, METH_O, "Let the queue go on after this operation."),
+    METHOD("halt", halt, METH_NOARGS, "Stop all progress, for good, and end the thread."),
+    METHOD("set_tracing", set_tracing, METH_O, "Whether to record the calls of the fast path from now on."),
+    METHOD("take_trace", take_trace, METH_NOARGS, "Return and remove the recorded calls."),
+    METHOD("acquire", acquire, METH_O, "Take the lock; False if another thread has it. Never waits."),
+    METHOD("release", release, METH_NOARGS, "Release the lock."),
+    METHOD("close", close_segment, METH_NOARGS, "Release the memory."),
     {NULL, NULL, 0, NULL}};
 
 static PyGetSetDef attributes[] = {
-    {"number", (getter)get_number, NULL, "of the operation that was begun last, counted from 1", NULL},
-    {"sent", (getter)get_sent, NULL, "bytes that this rank has written for allreduces", NULL},
-    {"pending", (getter)get_pending, NULL, "whether an operation is under way", NULL},
-    {"attended", (getter)get_attended, NULL, "whether a thread makes progress", NULL},
+    ATTRIBUTE("number", get_number, "number of the last operation that was begun, from 1"),
+    ATTRIBUTE("sent", get_sent, "bytes that this rank has written for allreduces"),
+    ATTRIBUTE("pending", get_pending, "whether an operation is pending"),
+    ATTRIBUTE("has_progress_thread", get_has_progress_thread, "whether a thread makes progress"),
     {NULL, NULL, NULL, NULL, NULL}};
 
 static PyType_Slot slots[] = {
@@ -220,14 +382,4 @@ static PyType_Slot slots[] = {
     {Py_tp_getset, attributes},
     {0, NULL}};
 
-static PyType_Spec spec = {.name = "allred.native._kernels.Segment",
-                           .basicsize = sizeof(Segment),
-                           .flags = Py_TPFLAGS_DEFAULT,
-                           .slots = slots};
-
-int allred_add_segment_type(PyObject *module) {
-  PyObject *type = PyType_FromSpec(&spec);
-  const int status = type ? PyModule_AddObjectRef(module, "Segment", type) : -1;
-  Py_XDECREF(type);
-  return status < 0 ? status : allred_add_operation_type(module);
-}
+PyType_Spec allred_segment_spec = {"allred.native._kernels.Segment", sizeof(Segment), 0, Py_TPFLAGS_DEFAULT, slots};

@@ -1,4 +1,4 @@
-/* What each kind of operation does in the rounds of operation.h. */
+/* FILL, REDUCE and DRAIN (operation.h) of each kind of operation. */
 #include <string.h>
 
 #include "operation.h"
@@ -10,24 +10,26 @@ static size_t round_up(size_t bytes) { return (bytes + ALLRED_LINE - 1) / ALLRED
 static uint64_t rounds_for(size_t bytes, size_t chunk) { return bytes ? (bytes + chunk - 1) / chunk : 1; }
 
 /*
- * allreduce. A chunk holds consecutive tensors, or parts of them, of one dtype: the fusion buffer is one chunk long.
- * Where that dtype travels as a narrower one, numbers are rounded on their way into the chunk, and everybody reduces
- * what is in the chunks, its own included: else ranks would sum different numbers. The sums are not rounded again.
+ * allreduce. A chunk holds consecutive tensors, or parts of them, of one dtype: it is the fusion buffer. If this dtype
+ * travels as a narrower one, numbers are rounded while they are copied into the chunk, and every rank reduces the
+ * rounded numbers, its own too; otherwise ranks would sum different numbers. The results are not rounded again.
  *
- * Few bytes, or two ranks: every rank reads all chunks and reduces for itself. More: each reduces one part of the chunk
- * for all, in place in its chunk, and everyone copies the parts; that is one meeting more, and less to read.
- * The order of the sum is that of the ranks either way, so both give the same bits. Reduced narrow numbers are wide and
- * have no room where they come from: they lie behind what the rank has brought.
+ *   one phase   few bytes, or two ranks: every rank reads all chunks, and reduces them for itself
+ *   two phases  each rank reduces one part of the chunk for all ranks, in its own chunk; then all copy the parts. This
+ *               needs one more wait, and reads fewer bytes
+ *
+ * Both add in the order of the ranks, so both give the same bits. The results of narrow numbers are wide, and have no
+ * room in place: they are written behind the data of the chunk.
  */
 
-/* Up to which all read all, in bytes of the chunk times ranks. */
-#define DIRECT_BYTES 32768
-/* A chunk that has room for a line of narrow numbers of each rank, and for wide results behind it. */
-#define LEAST_BEHIND (8 * ALLRED_LINE)
+/* One phase up to this many bytes of a chunk times ranks. */
+#define ONE_PHASE_BYTES 32768
+/* The smallest chunk with room for a line of narrow numbers of each rank, and for wide results behind them. */
+#define MIN_TWO_PHASE_BYTES (8 * ALLRED_LINE)
 
-/* The next stretch of memory of a cursor, at most `room` bytes; the cursor goes behind it. */
-static size_t stretch(const allred_operation *op, allred_cursor *cursor, size_t room, const allred_tensor **tensor,
-                      size_t *offset) {
+/* Return the next piece of memory of a cursor, at most `room` bytes, and advance the cursor. */
+static size_t next_piece(const allred_operation *op, allred_cursor *cursor, size_t room, const allred_tensor **tensor,
+                         size_t *offset) {
   *tensor = &op->tensors[cursor->tensor];
   *offset = cursor->offset;
   const size_t bytes = smaller(room, (*tensor)->bytes - cursor->offset);
@@ -36,7 +38,7 @@ static size_t stretch(const allred_operation *op, allred_cursor *cursor, size_t 
   return bytes;
 }
 
-/* How often the bytes of a tensor have to be halved to be those that travel. */
+/* log2 of the bytes of a tensor per byte that travels. */
 static int narrowing(const allred_tensor *tensor) {
   if (!tensor->wire) return 0;
   return tensor->dtype == ALLRED_FLOAT64 ? 2 : 1;
@@ -46,33 +48,33 @@ static int chunk_narrowing(const allred_operation *op) {
   return narrowing(&(allred_tensor){.dtype = op->chunk_dtype, .wire = op->chunk_wire});
 }
 
-/* What a chunk of this many bytes takes of what a rank brings. Each rank's results may lie behind it, wide. */
-static size_t room_in(size_t chunk, int ranks, int narrowing, int melds) {
-  if (!narrowing || !melds) return chunk;
+/* Return how many data bytes a chunk takes, if wide results may have to fit behind them. */
+static size_t room_in(size_t chunk, int ranks, int narrowing, int two_phase) {
+  if (!narrowing || !two_phase) return chunk;
   const size_t wide = (size_t)1 << narrowing, whole = chunk - wide * ALLRED_LINE; /* parts are rounded up to lines */
   return whole * (size_t)ranks / ((size_t)ranks + wide) / ALLRED_LINE * ALLRED_LINE;
 }
 
-/* Whether more of the tensors goes into this chunk. An empty one always does: it is not counted in the rounds. */
+/* Whether the next tensor goes into this chunk. An empty one always does: it does not count in the rounds. */
 static int takes_more(const allred_operation *op, size_t room) {
   if (op->filled.tensor == op->tensor_count) return 0;
   const allred_tensor *next = &op->tensors[op->filled.tensor];
   return next->dtype == op->chunk_dtype && next->wire == op->chunk_wire && (room || !next->bytes);
 }
 
-/* Numbers rounded on their way into the chunk; by way of a near cache where they have to go around the others. */
+/* Copy numbers into the chunk, rounded. With streaming stores, by way of a block in the L1 cache. */
 static void narrow(const allred_operation *op, char *chunk, const char *from, size_t count) {
   const allred_narrow kernel = allred_narrow_kernel(op->variant, op->chunk_dtype, op->chunk_wire);
   const size_t item = allred_dtype_bytes(op->chunk_dtype), wire = allred_dtype_bytes(op->chunk_wire);
   char block[4096];
-  if (!op->segment->pace.around) {
+  if (!op->segment->copy_policy.streaming) {
     kernel(chunk, from, count);
     return;
   }
   for (size_t done = 0, part; done < count; done += part) {
     part = smaller(count - done, sizeof block / wire);
     kernel(block, from + done * item, part);
-    allred_copy(&op->segment->pace, chunk + done * wire, block, part * wire);
+    allred_copy(&op->segment->copy_policy, chunk + done * wire, block, part * wire);
   }
 }
 
@@ -80,28 +82,28 @@ static size_t part_of(const allred_operation *op) {
   return round_up((op->data_bytes + (size_t)op->segment->ranks - 1) / (size_t)op->segment->ranks);
 }
 
-static void gather(allred_operation *op, char *chunk) {
+static void fill_tensors(allred_operation *op, char *chunk) {
   static const allred_tensor none = {.dtype = 0};
   const allred_tensor *tensor = op->filled.tensor < op->tensor_count ? &op->tensors[op->filled.tensor] : &none;
-  const int by = narrowing(tensor), melds = op->transfer->meld != NULL;
-  const size_t all = room_in(op->segment->chunk_bytes, op->segment->ranks, by, melds);
+  const int by = narrowing(tensor), two_phase = op->transfer->reduce != NULL;
+  const size_t all = room_in(op->segment->chunk_bytes, op->segment->ranks, by, two_phase);
   const uint64_t begun = allred_copy_begin();
   size_t offset, room = all;
   op->chunk_dtype = tensor->dtype;
   op->chunk_wire = tensor->wire;
   while (takes_more(op, room)) {
-    const size_t bytes = stretch(op, &op->filled, room << by, &tensor, &offset);
+    const size_t bytes = next_piece(op, &op->filled, room << by, &tensor, &offset);
     if (by)
       narrow(op, chunk, tensor->in + offset, bytes / allred_dtype_bytes(op->chunk_dtype));
     else
-      allred_copy(&op->segment->pace, chunk, tensor->in + offset, bytes);
+      allred_copy(&op->segment->copy_policy, chunk, tensor->in + offset, bytes);
     chunk += bytes >> by;
     room -= bytes >> by;
   }
   op->data_bytes = op->chunk_bytes = all - room;
-  if (by && melds) op->chunk_bytes = round_up(op->data_bytes) + (part_of(op) << by);
+  if (by && two_phase) op->chunk_bytes = round_up(op->data_bytes) + (part_of(op) << by);
   op->segment->sent += op->data_bytes;
-  allred_copy_end(&op->segment->pace, begun, op->data_bytes << by);
+  allred_copy_end(&op->segment->copy_policy, begun, op->data_bytes << by);
 }
 
 static allred_reduce kernel_of(const allred_operation *op) {
@@ -109,8 +111,7 @@ static allred_reduce kernel_of(const allred_operation *op) {
   return allred_reduce_kernel(op->variant, op->chunk_dtype, op->op);
 }
 
-/* This rank's own numbers are read where they come from, unless they were rounded: the same bits as in its chunk, and
- * in a nearer cache. */
+/* This rank's own numbers, unless they were rounded, are read from its arrays: the same bits, in a nearer cache. */
 static void reduce_all(allred_operation *op) {
   const allred_reduce reduce = kernel_of(op);
   const size_t item = allred_dtype_bytes(op->chunk_dtype);
@@ -121,7 +122,7 @@ static void reduce_all(allred_operation *op) {
   size_t offset;
   for (int rank = 0; rank < op->segment->ranks; rank++) chunks[rank] = allred_operation_chunk(op, rank);
   for (size_t at = 0, bytes; at < op->data_bytes; at += bytes >> by) {
-    bytes = stretch(op, &op->drained, (op->data_bytes - at) << by, &tensor, &offset);
+    bytes = next_piece(op, &op->drained, (op->data_bytes - at) << by, &tensor, &offset);
     for (int rank = 0; rank < op->segment->ranks; rank++) sources[rank] = chunks[rank] + at;
     if (!by) sources[op->segment->rank] = tensor->in + offset;
     reduce(tensor->out + offset, sources, op->segment->ranks, bytes / item, op->divisor);
@@ -138,20 +139,20 @@ static void reduce_part(allred_operation *op, char *chunk) {
                 (bytes << by) / allred_dtype_bytes(op->chunk_dtype), op->divisor);
 }
 
-static void scatter_parts(allred_operation *op) {
+static void copy_parts(allred_operation *op) {
   const size_t part = part_of(op), behind = round_up(op->data_bytes);
   const int by = chunk_narrowing(op);
   const allred_tensor *tensor;
   size_t offset;
   for (size_t at = 0, bytes; at < op->data_bytes; at += bytes >> by) {
-    bytes = stretch(op, &op->drained, smaller(op->data_bytes - at, part - at % part) << by, &tensor, &offset);
+    bytes = next_piece(op, &op->drained, smaller(op->data_bytes - at, part - at % part) << by, &tensor, &offset);
     const char *from = allred_operation_chunk(op, (int)(at / part)) + (by ? behind + (at % part << by) : at);
     memcpy(tensor->out + offset, from, bytes);
   }
 }
 
-static const allred_transfer direct = {gather, NULL, reduce_all};
-static const allred_transfer shared_out = {gather, reduce_part, scatter_parts};
+static const allred_transfer one_phase = {fill_tensors, NULL, reduce_all};
+static const allred_transfer two_phases = {fill_tensors, reduce_part, copy_parts};
 
 void allred_begin_allreduce(allred_operation *op, allred_segment *segment, const allred_header *header,
                             const allred_tensor *tensors, size_t count, int variant, int reduction, int divisor) {
@@ -161,62 +162,61 @@ void allred_begin_allreduce(allred_operation *op, allred_segment *segment, const
   op->variant = variant;
   op->op = reduction;
   op->divisor = divisor;
-  size_t bytes = 0; /* that travel */
+  size_t bytes = 0; /* on the wire */
   int narrows = 0;
   for (size_t i = 0; i < count; i++) {
     bytes += tensors[i].bytes >> narrowing(&tensors[i]);
     narrows |= tensors[i].wire;
   }
-  const int few = segment->ranks == 2 || bytes * (size_t)segment->ranks <= DIRECT_BYTES;
-  op->transfer = few || (narrows && segment->chunk_bytes < LEAST_BEHIND) ? &direct : &shared_out;
-  const int melds = op->transfer->meld != NULL;
+  const int small = segment->ranks == 2 || bytes * (size_t)segment->ranks <= ONE_PHASE_BYTES;
+  op->transfer = small || (narrows && segment->chunk_bytes < MIN_TWO_PHASE_BYTES) ? &one_phase : &two_phases;
+  const int two_phase = op->transfer->reduce != NULL;
   op->rounds = 0;
   for (size_t i = 0, run = 0; i < count; i++) {
     const int by = narrowing(&tensors[i]);
     run += tensors[i].bytes >> by;
     if (i + 1 < count && tensors[i + 1].dtype == tensors[i].dtype && tensors[i + 1].wire == tensors[i].wire) continue;
-    op->rounds += rounds_for(run, room_in(segment->chunk_bytes, segment->ranks, by, melds));
+    op->rounds += rounds_for(run, room_in(segment->chunk_bytes, segment->ranks, by, two_phase));
     run = 0;
   }
   if (op->rounds == 0) op->rounds = 1;
-  op->on_card = op->rounds == 1 && bytes <= ALLRED_CARD_BYTES && !(narrows && melds);
+  op->is_inline = op->rounds == 1 && bytes <= ALLRED_INLINE_BYTES && !(narrows && two_phase);
 }
 
 /*
- * allgather: each rank's chunk is the next one of what it gives, and all read it. A broadcast is an allgather to
- * which one rank alone gives something.
+ * allgather: a rank's chunk is the next part of its data; all ranks read it. In a broadcast only one rank has data.
  */
 
-/* What this round moves of a rank's stretch of memory, if `part` bytes of it pass in a round. */
-static size_t left(const allred_operation *op, const uint64_t *starts, int rank, size_t part) {
+/* Return the bytes of this round between starts[rank] and starts[rank + 1], if `part` bytes pass in a round. */
+static size_t round_bytes(const allred_operation *op, const uint64_t *starts, int rank, size_t part) {
   const size_t bytes = starts[rank + 1] - starts[rank], passed = op->round * part;
   return passed < bytes ? smaller(bytes - passed, part) : 0;
 }
 
-static size_t largest_stretch(const uint64_t *starts, int ranks) {
+static size_t largest_part(const uint64_t *starts, int ranks) {
   size_t largest = 0;
   for (int rank = 0; rank < ranks; rank++)
     if (starts[rank + 1] - starts[rank] > largest) largest = starts[rank + 1] - starts[rank];
   return largest;
 }
 
-static void give(allred_operation *op, char *chunk) {
-  const size_t part = op->part_bytes, bytes = left(op, op->receive_starts, op->segment->rank, part);
+static void fill_own(allred_operation *op, char *chunk) {
+  const size_t part = op->part_bytes, bytes = round_bytes(op, op->receive_starts, op->segment->rank, part);
   const uint64_t begun = allred_copy_begin();
-  allred_copy(&op->segment->pace, chunk, op->send + op->round * part, bytes);
-  allred_copy_end(&op->segment->pace, begun, bytes);
+  allred_copy(&op->segment->copy_policy, chunk, op->send + op->round * part, bytes);
+  allred_copy_end(&op->segment->copy_policy, begun, bytes);
 }
 
-static void take_all(allred_operation *op) {
+static void read_all(allred_operation *op) {
   const size_t part = op->part_bytes, passed = op->round * part;
   for (int rank = 0; rank < op->segment->ranks; rank++) {
     char *to = op->receive + op->receive_starts[rank] + passed;
     if (rank == op->segment->rank && to == op->send + passed) continue; /* in place */
-    memcpy(to, allred_operation_chunk(op, rank), left(op, op->receive_starts, rank, part));
+    memcpy(to, allred_operation_chunk(op, rank), round_bytes(op, op->receive_starts, rank, part));
   }
 }
 
-static const allred_transfer allgather = {give, NULL, take_all};
+static const allred_transfer allgather = {fill_own, NULL, read_all};
 
 void allred_begin_allgather(allred_operation *op, allred_segment *segment, const allred_header *header,
                             const char *send, char *receive, const uint64_t *starts) {
@@ -225,38 +225,37 @@ void allred_begin_allgather(allred_operation *op, allred_segment *segment, const
   op->send = send;
   op->receive = receive;
   op->receive_starts = starts;
-  const size_t largest = largest_stretch(starts, segment->ranks);
+  const size_t largest = largest_part(starts, segment->ranks);
   op->part_bytes = op->chunk_bytes = smaller(largest, segment->chunk_bytes);
   op->rounds = rounds_for(largest, segment->chunk_bytes);
-  op->on_card = op->rounds == 1 && largest <= ALLRED_CARD_BYTES;
+  op->is_inline = op->rounds == 1 && largest <= ALLRED_INLINE_BYTES;
 }
 
 /*
- * alltoall and reducescatter: a chunk has a part for each rank. It reads its part of all chunks, and puts them one
- * behind the other, or reduces them.
+ * alltoall and reducescatter: a chunk has a part for each rank. A rank concatenates or reduces its part of all chunks.
  */
 
-static void deal(allred_operation *op, char *chunk) {
+static void fill_parts(allred_operation *op, char *chunk) {
   const size_t part = op->part_bytes;
   const uint64_t begun = allred_copy_begin();
   size_t all = 0;
   for (int rank = 0; rank < op->segment->ranks; rank++) {
-    const size_t bytes = left(op, op->send_starts, rank, part);
+    const size_t bytes = round_bytes(op, op->send_starts, rank, part);
     const char *from = op->send + op->send_starts[rank] + op->round * part;
-    allred_copy(&op->segment->pace, chunk + (size_t)rank * part, from, bytes);
+    allred_copy(&op->segment->copy_policy, chunk + (size_t)rank * part, from, bytes);
     all += bytes;
   }
-  allred_copy_end(&op->segment->pace, begun, all);
+  allred_copy_end(&op->segment->copy_policy, begun, all);
 }
 
-static void collect(allred_operation *op) {
+static void read_parts(allred_operation *op) {
   const size_t part = op->part_bytes, mine = part * (size_t)op->segment->rank;
   for (int rank = 0; rank < op->segment->ranks; rank++)
     memcpy(op->receive + op->receive_starts[rank] + op->round * part, allred_operation_chunk(op, rank) + mine,
-           left(op, op->receive_starts, rank, part));
+           round_bytes(op, op->receive_starts, rank, part));
 }
 
-static void begin_dealt(allred_operation *op, allred_segment *segment, const allred_header *header,
+static void begin_parts(allred_operation *op, allred_segment *segment, const allred_header *header,
                         const allred_transfer *transfer, const char *send, char *receive, const uint64_t *send_starts,
                         size_t largest) {
   allred_begin_exchange(op, segment, header);
@@ -266,33 +265,33 @@ static void begin_dealt(allred_operation *op, allred_segment *segment, const all
   op->send_starts = send_starts;
   op->chunk_bytes = segment->chunk_bytes;
   op->part_bytes = segment->chunk_bytes / (size_t)segment->ranks / ALLRED_LINE * ALLRED_LINE;
-  op->on_card = 0;
+  op->is_inline = 0;
   op->rounds = rounds_for(largest, op->part_bytes);
 }
 
-static const allred_transfer alltoall = {deal, NULL, collect};
+static const allred_transfer alltoall = {fill_parts, NULL, read_parts};
 
 void allred_begin_alltoall(allred_operation *op, allred_segment *segment, const allred_header *header, const char *send,
                            char *receive, const uint64_t *send_starts, const uint64_t *receive_starts, size_t largest) {
-  begin_dealt(op, segment, header, &alltoall, send, receive, send_starts, largest);
+  begin_parts(op, segment, header, &alltoall, send, receive, send_starts, largest);
   op->receive_starts = receive_starts;
 }
 
-static void reduce_collected(allred_operation *op) {
+static void reduce_parts(allred_operation *op) {
   const size_t part = op->part_bytes, mine = part * (size_t)op->segment->rank;
   const void *sources[ALLRED_MAX_RANKS];
   for (int rank = 0; rank < op->segment->ranks; rank++) sources[rank] = allred_operation_chunk(op, rank) + mine;
   allred_reduce_kernel(op->variant, op->chunk_dtype, op->op)(
       op->receive + op->round * part, sources, op->segment->ranks,
-      left(op, op->send_starts, op->segment->rank, part) / allred_dtype_bytes(op->chunk_dtype), op->divisor);
+      round_bytes(op, op->send_starts, op->segment->rank, part) / allred_dtype_bytes(op->chunk_dtype), op->divisor);
 }
 
-static const allred_transfer reducescatter = {deal, NULL, reduce_collected};
+static const allred_transfer reducescatter = {fill_parts, NULL, reduce_parts};
 
 void allred_begin_reducescatter(allred_operation *op, allred_segment *segment, const allred_header *header,
                                 const char *send, char *receive, const uint64_t *starts, int dtype, int variant,
                                 int reduction, int divisor) {
-  begin_dealt(op, segment, header, &reducescatter, send, receive, starts, largest_stretch(starts, segment->ranks));
+  begin_parts(op, segment, header, &reducescatter, send, receive, starts, largest_part(starts, segment->ranks));
   op->chunk_dtype = dtype;
   op->variant = variant;
   op->op = reduction;

@@ -12,11 +12,11 @@
 #define STORAGE __attribute__((aligned(1), may_alias))
 #define EACH(count) INDEPENDENT for (size_t i = 0; i < (count); i++)
 
-/* Correctly rounded, as numpy's is. Compiled with -fno-math-errno, or it is a call for each element. */
+/* Correctly rounded, as in numpy. Needs -fno-math-errno; otherwise it is a function call for each element. */
 #define ROOT(x) _Generic((x), float: sqrtf, double: sqrt)(x)
-/* max(x, 0), a NaN if x is: no comparison holds for it. */
+/* max(x, 0); NaN if x is NaN, for which every comparison is false. */
 #define POSITIVE(x) ((((x) > 0) | ((x) != (x))) ? (x) : 0)
-/* The statement with `flag` a constant, so that a loop in it is compiled for either value. */
+/* Compile the statement twice, with `flag` as a constant 1 and 0. */
 #define FIX(flag, condition, statement)                                                                                \
   if (condition) {                                                                                                     \
     enum { flag = 1 };                                                                                                 \
@@ -35,7 +35,7 @@
 #define TARGET
 #include "update_body.h"
 
-/* AVX2 gives 2 to 1 where roots and divisions count. AVX-512 gives no more: memory is not faster, and those are not. */
+/* AVX2 is twice as fast if roots and divisions dominate. AVX-512 is not faster: neither memory nor these are. */
 #if defined __x86_64__ && defined __GNUC__
 #define MULTIVERSION
 #define REAL float
@@ -63,6 +63,5 @@ allred_update allred_update_kernel(const allred_rule *rule, int element_bytes, i
 #ifdef MULTIVERSION
   if (variant > 0) return (element_bytes == 4 ? kernels_float_avx2 : kernels_double_avx2)[index];
 #endif
-  (void)variant;
   return (element_bytes == 4 ? kernels_float_baseline : kernels_double_baseline)[index];
 }

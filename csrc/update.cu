@@ -1,6 +1,6 @@
 /*
- * The optimizers' updates on a GPU: the loops of update_body.h, each thread with its elements. One launch a tensor, with
- * the bits that the C kernels and numpy give (no fused multiply-adds: -fmad=false), but that float32 numbers below 1.2e-38
+ * The optimizers' updates on a GPU: the loops of update_body.h, one launch per tensor. The results have the same bits as
+ * those of the C kernels and of numpy (no fused multiply-adds: -fmad=false), except that float32 numbers below 1.2e-38
  * count as 0 (cupy adds -ftz=true). allred/gpu/kernels.py compiles this.
  */
 #ifndef NULL
@@ -29,7 +29,7 @@
 #define TARGET __device__
 #include "update_body.h"
 
-/* Arrays and numbers as update.h lists them; NULL and 0 for what a rule does without. */
+/* Arrays and numbers as listed in update.h; NULL and 0 for those that a rule does not use. */
 #define UPDATE(RULE)                                                                                                  \
   extern "C" __global__ void update_##RULE(void *a, void *b, void *c, void *d, void *e, double p, double q, double r, \
                                            double s, double t, double u, size_t count) {                              \

@@ -1,15 +1,14 @@
 /*
- * The update kernels for one type of elements and one instruction set. update.c includes this once for each, and
- * update.cu for a GPU, after defining
+ * The update kernels for one element type and one instruction set. update.c includes this file once for each, and
+ * update.cu for a GPU. They define before
  *   REAL          float or double;
  *   NAME(name)    the name of a type, function or table;
  *   TARGET        the attribute that selects the instructions;
- * and once
+ * and, once for all,
  *   EACH, ROOT, POSITIVE, FIX as in update.c, and STORAGE, the attributes of elements in memory.
  * The first three are undefined at the end.
  *
- * The loops are written once, with constants for what an optimizer can do without: a loop is compiled for each
- * combination, so that none has a condition inside.
+ * A loop takes the options of an optimizer as constants, and is compiled for each combination: it has no branch.
  */
 
 #define LOOP static inline __attribute__((always_inline)) TARGET void
@@ -17,7 +16,7 @@
 #define STORED NAME(stored)
 typedef REAL STORED STORAGE;
 
-/* grad + weight_decay * param, and the gradient itself where the decay is 0: param may be infinite. */
+/* grad + weight_decay * param; only the gradient if the decay is 0, because param may be infinite. */
 #define DECAYED_GRADIENT (decays ? param[i] * weight_decay + grad[i] : grad[i])
 
 LOOP NAME(sgd_loop)(void *const *arrays, const double *numbers, size_t count, int decays, int has_momentum,
@@ -108,7 +107,7 @@ KERNEL NAME(adamw)(void *const *arrays, const double *numbers, size_t count) {
   NAME(adam_loop)(arrays, numbers, count, 0, 1);
 }
 
-/* In the order of update.c's rules. */
+/* In the order of `rules` in update.c. */
 #ifndef __CUDACC__
 static const allred_update NAME(kernels)[] = {NAME(sgd), NAME(adagrad), NAME(rmsprop), NAME(adam), NAME(adamw)};
 #endif

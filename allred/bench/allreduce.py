@@ -28,9 +28,9 @@ def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> N
     for item in options.items:
         what, results = _measure(item, options, comm, baseline)
         for result in results:
-            thread = {"progress_thread": collectives.current().queue.engine.attended}
+            thread = {"progress_thread": collectives.current().queue.engine.has_progress_thread}
             writer.line({"bench": options.bench, **what, **labels, **result, **conditions, **thread})
-    writer.footer(collectives.current().queue.engine.attended)
+    writer.footer(collectives.current().queue.engine.has_progress_thread)
     if baseline is not None:
         baseline.close()
     comm.Free()

@@ -44,7 +44,7 @@ def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> N
     """Measure; rank 0 prints. Calls allred.shutdown()."""
     labels = {"ranks": comm.Get_size(), "backend": collectives.current().name, "progress": options.progress}
     prints = comm.Get_rank() == 0
-    assert not collectives.current().queue.engine.attended
+    assert not collectives.current().queue.engine.has_progress_thread
     if prints and not options.json:
         print(f"overlap: {labels['ranks']} ranks, backend {labels['backend']}, progress {labels['progress']}")
         print(*setting.lines(conditions), sep="\n")

@@ -15,7 +15,7 @@ from allred.client.message import pack, unpack
 from allred.client.session import Call
 from allred.cluster import report
 from allred.comm import collectives
-from allred.comm.work import Steps, WorkQueue, linger
+from allred.comm.work import Steps, WorkQueue, spin_wait
 from allred.errors import AllredError
 from allred.ps.drive import idle
 from allred.ps.post import CALL, REPLY, Post
@@ -74,7 +74,7 @@ def _settle(call: Call, parts: list[Array]) -> None:
 class _Ended:
     """A call, to wait for."""
 
-    peers, moves = True, 0
+    waits_for_peers, progress_count = True, 0
 
     def __init__(self, call: Call) -> None:
         self._call = call
@@ -83,8 +83,8 @@ class _Ended:
         look()
         return self._call.ended
 
-    def linger(self) -> bool:
-        return linger(self.done)
+    def spin_wait(self) -> bool:
+        return spin_wait(self.done)
 
 
 class _Caller:

@@ -32,12 +32,12 @@ def measure(comm: Any, ranks: Sequence[int]) -> Steps[tuple[int, int, int]]:
         for _ in range(_QUESTIONS):
             asked = time.perf_counter_ns()
             if comm.Get_rank() == chief:
-                yield Request(comm.Irecv(word, other, _TAG), peers=True)
+                yield Request(comm.Irecv(word, other, _TAG), waits_for_peers=True)
                 word[0] = time.perf_counter_ns()
                 yield Request(comm.Isend(word, other, _TAG))
             else:
                 yield Request(comm.Isend(word, chief, _TAG))
-                yield Request(comm.Irecv(word, chief, _TAG), peers=True)
+                yield Request(comm.Irecv(word, chief, _TAG), waits_for_peers=True)
                 now = time.perf_counter_ns()
                 error = (now - asked) // 2
                 best = min(best, (now, int(word[0]) - (asked + error), error), key=lambda found: found[2])

@@ -22,7 +22,7 @@ from allred.arrays import Array
 from allred.comm import header, ops
 from allred.comm.base import Communicator
 from allred.comm.ops import ReduceOp
-from allred.comm.work import Steps, linger
+from allred.comm.work import Steps, spin_wait
 from allred.compression import narrow, widen
 
 CHUNK_BYTES = 2**20
@@ -46,17 +46,17 @@ _NUMPY_OPS: dict[ReduceOp, Any] = {
 class Request:
     """An MPI request as something to wait for."""
 
-    moves = 0
+    progress_count = 0
 
-    def __init__(self, request: MPI.Request, peers: bool = False) -> None:
-        self.peers = peers
+    def __init__(self, request: MPI.Request, waits_for_peers: bool = False) -> None:
+        self.waits_for_peers = waits_for_peers
         self._request = request
 
     def done(self) -> bool:
         return self._request.Test()
 
-    def linger(self) -> bool:
-        return linger(self.done)
+    def spin_wait(self) -> bool:
+        return spin_wait(self.done)
 
 
 class MpiCommunicator(Communicator):
@@ -87,7 +87,7 @@ class MpiCommunicator(Communicator):
 
     def _exchange(self, record: bytes) -> Steps[list[bytes]]:
         self._record[:] = np.frombuffer(record, np.uint8)
-        yield Request(self._comm.Iallgather(self._record, self._records), peers=True)
+        yield Request(self._comm.Iallgather(self._record, self._records), waits_for_peers=True)
         data = self._records.tobytes()
         return [data[start : start + header.BYTES] for start in range(0, len(data), header.BYTES)]
 

@@ -31,7 +31,7 @@ _OPS = {
 class Starting:
     """Something that blocks, in a thread: to be waited for."""
 
-    peers, moves = True, 0
+    waits_for_peers, progress_count = True, 0
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self.made: Any = None
@@ -49,7 +49,7 @@ class Starting:
     def done(self) -> bool:
         return not self._thread.is_alive()
 
-    def linger(self) -> bool:
+    def spin_wait(self) -> bool:
         self._thread.join(0.001)
         return self.done()
 

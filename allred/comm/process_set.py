@@ -182,9 +182,9 @@ def _meet(comm: Any, world: list[int], title: str) -> Steps[None]:
     first, *others = world
     if mine != first:
         yield Request(comm.Isend(word, first, tag))
-        yield Request(comm.Irecv(word, first, tag), peers=True)
+        yield Request(comm.Irecv(word, first, tag), waits_for_peers=True)
         return
     for other in others:
-        yield Request(comm.Irecv(word, other, tag), peers=True)
+        yield Request(comm.Irecv(word, other, tag), waits_for_peers=True)
     for other in others:
         yield Request(comm.Isend(word, other, tag))

@@ -54,8 +54,8 @@ class ShmCommunicator(Communicator):
 
     def record(self, track: Track) -> None:
         super().record(track)
-        self._segment.note(True)
-        track.gather(self._segment.noted)
+        self._segment.set_tracing(True)
+        track.gather(self._segment.take_trace)
 
     def close(self) -> None:
         super().close()
@@ -63,8 +63,8 @@ class ShmCommunicator(Communicator):
         self._memory.close()
 
     def attend(self) -> None:
-        if not self._segment.attended:
-            self._segment.attend()
+        if not self._segment.has_progress_thread:
+            self._segment.start_progress_thread()
 
     @property
     def _short(self) -> bool:
@@ -142,7 +142,7 @@ class ShmCommunicator(Communicator):
         be moved. Raises what all ranks raise if the headers differ."""
         self._under_way(call, lambda: self._segment.number)
         yield operation
-        if operation.agreed:
+        if operation.headers_agree:
             self._active = None
             return self
         group, _ = yield from self._narrowed(call())
@@ -200,7 +200,7 @@ class ShmCommunicator(Communicator):
     def _moved(self, operation: Operation) -> Steps[None]:
         """Wait for an operation without a header: one that some rank is not in would be a mistake of ours."""
         yield operation
-        if not operation.agreed:
+        if not operation.headers_agree:
             raise RuntimeError("the ranks are in different operations")
 
     def _exchange(self, record: bytes) -> Steps[list[bytes]]:

@@ -11,14 +11,14 @@ import numpy as np
 from allred import arrays
 from allred.comm.base import Communicator
 from allred.comm.ops import ReduceOp
-from allred.comm.work import Steps, linger
+from allred.comm.work import Steps, spin_wait
 from allred.gpu.device import Device, End, Lane
 
 
 class Until:
     """The end of something on the GPU, as what a host waits for."""
 
-    peers, moves = False, 0
+    waits_for_peers, progress_count = False, 0
 
     def __init__(self, end: End) -> None:
         self._end = end
@@ -26,8 +26,8 @@ class Until:
     def done(self) -> bool:
         return self._end.done()
 
-    def linger(self) -> bool:
-        return linger(self.done)
+    def spin_wait(self) -> bool:
+        return spin_wait(self.done)
 
 
 class StagedTransport:

@@ -27,7 +27,7 @@ from allred.watch.wait import Awaited, Wait
 T = TypeVar("T")
 
 _SPINS = 50  # tests in a row before the core is offered to others; about 20 us
-LINGER_S = 0.001
+SPIN_WAIT_S = 0.001
 _AWAKE_S = 0.1  # how long to go on looking without any progress, before sleeping
 _SLEEP_SHARE = 0.01  # then sleep for this part of the time since the last progress: a wait is not much prolonged by it
 _LONGEST_SLEEP_S = 0.01
@@ -38,23 +38,23 @@ class Pending(Protocol):
     """Something under way."""
 
     @property
-    def peers(self) -> bool:
+    def waits_for_peers(self) -> bool:
         """Whether it waits for the other ranks to arrive rather than for bytes."""
 
     @property
-    def moves(self) -> int:
+    def progress_count(self) -> int:
         """Grows while bytes move."""
 
     def done(self) -> bool:
         """Whether it is complete; does not wait."""
 
-    def linger(self) -> bool:
+    def spin_wait(self) -> bool:
         """The same, waiting for a millisecond at most: spinning first, then offering the core to others."""
 
 
-def linger(done: Callable[[], bool]) -> bool:
-    """`Pending.linger` for what can only be tested."""
-    tests, until = 0, time.perf_counter() + LINGER_S
+def spin_wait(done: Callable[[], bool]) -> bool:
+    """`Pending.spin_wait` for what can only be tested."""
+    tests, until = 0, time.perf_counter() + SPIN_WAIT_S
     while not done():
         tests += 1
         if tests > _SPINS:
@@ -87,7 +87,7 @@ class Engine(Protocol):
     """What keeps the order of operations that are begun ahead, and moves them."""
 
     @property
-    def attended(self) -> bool:
+    def has_progress_thread(self) -> bool:
         """Whether it does so while nobody waits."""
 
     def acquire(self, blocking: bool) -> bool:
@@ -95,7 +95,7 @@ class Engine(Protocol):
 
     def release(self) -> object: ...
 
-    def over(self, first: Any) -> object:
+    def on_complete(self, first: Any) -> object:
         """An operation is complete, that waited for this first: what was begun behind it may go on."""
 
     def halt(self) -> object:
@@ -105,13 +105,13 @@ class Engine(Protocol):
 class _NoEngine:
     """Nothing moves but while somebody waits."""
 
-    attended = False
+    has_progress_thread = False
 
     def __init__(self) -> None:
         lock = threading.Lock()
         self.acquire, self.release = lock.acquire, lock.release
 
-    def over(self, first: Any) -> None:
+    def on_complete(self, first: Any) -> None:
         pass
 
     def halt(self) -> None:
@@ -196,7 +196,7 @@ class Work(Generic[T]):
 
     def _finish(self, outcome: T | AllredError) -> None:
         self._outcome, self._finished = outcome, True
-        self._queue.engine.over(self._first)
+        self._queue.engine.on_complete(self._first)
         self._queue.advancing = None  # who keeps it has its result, which may be large
         self._pending = self._first = None
         if self.noted is not None and self._queue.track is not None:
@@ -240,7 +240,7 @@ class WorkQueue:
             self.idle = False
             if self._ahead:
                 work._step()
-            if not self.engine.attended or len(self._works) > _MOST_UNSEEN:
+            if not self.engine.has_progress_thread or len(self._works) > _MOST_UNSEEN:
                 self._progress(work)
         return work
 
@@ -292,15 +292,15 @@ class WorkQueue:
                     queue._nudge()
                 pending = self._works[0]._pending
                 assert pending is not None
-                if (self.steps_taken, pending.moves) != taken:
-                    taken, last_progress = (self.steps_taken, pending.moves), now
-                peers = pending.peers
+                if (self.steps_taken, pending.progress_count) != taken:
+                    taken, last_progress = (self.steps_taken, pending.progress_count), now
+                peers = pending.waits_for_peers
                 if now - last_progress > _AWAKE_S:
                     told = told or Wait(self.describe(), self.quiet, self.members)
                     told.go_on(now - start, peers)
                     time.sleep(min(_SLEEP_SHARE * (now - last_progress), _LONGEST_SLEEP_S))
                 else:
-                    pending.linger()
+                    pending.spin_wait()
                 before, now = now, time.perf_counter()
                 if peers:
                     self.waited_for_peers_s += now - before

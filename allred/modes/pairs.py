@@ -42,7 +42,7 @@ class Pairs:
             self._warn_float64(tensors, leaves, values)
         self._tensors = []
         if not problem and _plain(params):
-            here = native.alike(tensors, leaves, values)
+            here = native.match(tensors, leaves, values)
             self._there = None if here else _on_gpu(leaves, values)
             if here or self._there:
                 self._tensors = tensors
@@ -79,7 +79,7 @@ class Pairs:
         else:
             return None
         if self._there is None:
-            return (self._tensors, leaves, values, "") if native.alike(self._tensors, leaves, values) else None
+            return (self._tensors, leaves, values, "") if native.match(self._tensors, leaves, values) else None
         if takes_gpu() and self._there == _on_gpu(leaves, values):
             return list(self._tensors), leaves, values, ""
         return None

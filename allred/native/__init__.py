@@ -1,8 +1,8 @@
-"""The compiled kernels (csrc/), or their numpy twins where the extension was not built.
+"""The compiled kernels (csrc/), or their numpy twins if the extension was not built.
 
-`available` says which, `reason` why; allred.init() prints it in the banner. `variants` are the instruction sets that
-`reduce` was compiled for and this CPU has, the best last; () where it is numpy's. Arrays must be C-contiguous and of a
-type that has the buffer protocol (bfloat16 has not: pass a view as uint16).
+`available` says which, `reason` why; the banner of allred.init() shows both. `variants` are the instruction sets of
+this CPU for which `reduce` was compiled, the fastest last; () for the twins. Arrays must be C-contiguous and support
+the buffer protocol (bfloat16 does not: pass a view as uint16). The signatures are those of `twins` and _kernels.pyi.
 """
 
 import functools
@@ -15,17 +15,17 @@ from allred.native import twins
 
 pack: Callable[[list[Any], Any], None]
 unpack: Callable[[list[Any], Any], None]
-reduce: Callable[..., None]  # twins.reduce is its signature
-narrow: Callable[..., None]  # twins.narrow is its signature
-update: Callable[..., bool]  # twins.update is its signature
+reduce: Callable[..., None]
+narrow: Callable[..., None]
+update: Callable[..., bool]
 hashes: Callable[[list[Any]], list[int]]
-alike: Callable[[list[Any], list[Any], list[Any]], bool]  # twins.alike says what
-exceeds: Callable[..., bool]  # twins.exceeds is its signature
+match: Callable[[list[Any], list[Any], list[Any]], bool]
+exceeds: Callable[..., bool]
 variants: tuple[str, ...]
 arm_exit: Callable[..., bool] | None  # see csrc/exit.h
 alarm: Callable[[float, float, str, str, int], bool] | None  # see csrc/alarm.h
 cancel_alarm: Callable[[], None] | None
-Mailbox: Any  # see csrc/mailbox.h; None where it was not built
+Mailbox: Any  # see csrc/mailbox.h; None if it was not built
 mailbox_bytes: Callable[[int, int], int] | None
 
 try:
@@ -37,22 +37,22 @@ except ImportError as error:
         reason = f"built, but it cannot be loaded: {error}"
     pack, unpack, reduce, arm_exit = twins.pack, twins.unpack, twins.reduce, None
     hashes, exceeds, update, narrow = twins.hashes, twins.exceeds, twins.update, twins.narrow
-    alike = twins.alike
+    match = twins.match
     alarm, cancel_alarm, Mailbox, mailbox_bytes = None, None, None, None
     variants = ()
 else:
     available, reason = True, "built"
     pack, unpack, reduce, arm_exit = _kernels.pack, _kernels.unpack, _kernels.reduce, _kernels.arm_exit
     hashes, exceeds, update, narrow = _kernels.hashes, _kernels.exceeds, _kernels.update, _kernels.narrow
-    alike = twins.alike
+    match = twins.match
     if _kernels.reads_arrays(np.zeros((2, 3))):
-        alike = functools.partial(_kernels.alike, np.ndarray)
+        match = functools.partial(_kernels.match, np.ndarray)
     alarm, cancel_alarm = _kernels.alarm, _kernels.cancel_alarm
     Mailbox, mailbox_bytes = _kernels.Mailbox, _kernels.mailbox_bytes
     variants = _kernels.variants()
 
 __all__ = [
-    *("alarm", "alike", "arm_exit", "available", "cancel_alarm", "exceeds", "hashes"),
+    *("alarm", "match", "arm_exit", "available", "cancel_alarm", "exceeds", "hashes"),
     *("pack", "reason", "reduce", "unpack"),
     *("Mailbox", "mailbox_bytes", "narrow", "update", "variants"),
 ]

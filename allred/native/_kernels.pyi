@@ -1,3 +1,6 @@
+"""Signatures of the C extension (csrc/). Buffers are C-contiguous unless stated otherwise. Dtype and operator codes are
+those of headers: positions in `arrays.DTYPES`, and `CODES` of comm/ops.py."""
+
 from typing import Any, Literal
 
 def pack(tensors: list[Any], buffer: Any, /) -> None: ...
@@ -9,32 +12,52 @@ def narrow(source: Any, out: Any, dtype_code: int, wire_code: int, variant: str 
 def hashes(tensors: list[Any], /) -> list[int]: ...
 def exceeds(tensors: list[Any], element_bytes: int, limit: int, variant: str = "", /) -> bool: ...
 def update(rule: str, arrays: tuple[Any, ...], numbers: tuple[float, ...], variant: str = "", /) -> bool: ...
-def reads_arrays(array: Any, /) -> bool: ...
-def alike(array_type: type, tensors: list[Any], params: list[Any], grads: list[Any], /) -> bool: ...
+def reads_arrays(array: Any, /) -> bool:
+    """Whether match() supports arrays of this type. array: writable, two dimensions or more."""
+
+def match(array_type: type, tensors: list[Any], params: list[Any], grads: list[Any], /) -> bool: ...
 def variants() -> tuple[str, ...]: ...
-def alarm(warn_s: float, limit_s: float, who: str, what: str, life: int, /) -> bool: ...
+def alarm(warn_s: float, limit_s: float, who: str, what: str, rendezvous_fd: int, /) -> bool: ...
 def cancel_alarm() -> None: ...
 def arm_exit(
-    mpi: tuple[int, int, int, int], who: str, words: str, code: int, stuck: bool, line: int, owed: int, life: int, /
-) -> bool: ...
+    mpi: tuple[int, int, int, int],
+    who: str,
+    reason: str,
+    code: int,
+    stuck: bool,
+    watcher_fd: int,
+    duty: int,
+    rendezvous_fd: int,
+    /,
+) -> bool:
+    """Set what this process does at exit (csrc/exit.h). mpi: the addresses of MPI_Finalized, MPI_Finalize and
+    MPI_Abort, and the handle of the communicator to abort. False if libc has no on_exit()."""
+
 def segment_bytes(ranks: int, chunk_bytes: int, /) -> int: ...
 
 class Operation:
-    """One that is under way on a Segment. Buffers are held until somebody has seen that it is complete."""
+    """A pending operation, made by Segment. It holds its buffers until done() or spin_wait() has returned True."""
 
-    agreed: bool  # whether the ranks' headers do
-    moves: int
-    peers: bool
-    def done(self) -> bool: ...
-    def linger(self) -> bool: ...
-    def headers(self) -> list[bytes]: ...
+    headers_agree: bool  # False if the headers of the ranks differ
+    progress_count: int  # steps taken
+    waits_for_peers: bool  # whether some ranks have not begun the operation
+    def done(self) -> bool:
+        """Take the steps that need no waiting. Returns whether the operation is complete."""
+    def spin_wait(self) -> bool:
+        """The same, until 1 ms passes without progress."""
+    def headers(self) -> list[bytes]:
+        """The headers of all ranks. ValueError if the operation is not complete."""
 
 class Segment:
-    """A rank's view of its node's shared memory, and the queue of its operations (csrc/queue.h).
+    """One rank's view of the shared memory of its node, and the queue of its operations (csrc/queue.h).
 
-    array: a C-contiguous writable numpy array of two dimensions or more, from which is seen whether C can read arrays
-    here; if not, none takes the short way. dtypes, ops: by their codes.
-    A `record` is a header of 64 bytes; or None for what is a part of the operation that holds up those behind it.
+    memory: a writable buffer of segment_bytes(ranks, chunk_bytes) bytes, initially zeros, shared by all ranks.
+    chunk_bytes: a multiple of 64. array: a writable numpy array of two dimensions or more, by which C checks whether it
+    can read numpy arrays; if not, there is no fast path. dtypes, ops: the numpy dtypes and the operators, by their
+    codes.
+
+    A `record` is a header of 64 bytes; or None for a further part of the operation that holds the queue. ValueError and
+    TypeError for arguments that do not fit together; then nothing is queued.
     """
 
     def __init__(
@@ -48,18 +71,20 @@ class Segment:
         ops: tuple[Any, ...],
         /,
     ) -> None: ...
-    attended: bool
-    number: int
-    pending: bool
-    sent: int
+    has_progress_thread: bool
+    number: int  # of the last operation that was begun, from 1
+    pending: bool  # whether an operation is pending
+    sent: int  # bytes that this rank has written for allreduces
     def allreduce(
         self, source: Any, target: Any, op: Any, name: Any, wire: int = 0, /
     ) -> Operation | Literal[True] | None:
-        """True when it is done; what was begun, if that takes longer; None if it must go the long way."""
+        """Reduce by the fast path. True if done; an Operation that takes longer; None if the fast path is not
+        possible."""
     def grouped_allreduce(
         self, sources: list[Any], targets: list[Any], op: Any, name: Any, wire: int = 0, /
     ) -> Operation | Literal[True] | None: ...
-    def begin_exchange(self, record: bytes | None, holds: bool, /) -> Operation: ...
+    def begin_exchange(self, record: bytes | None, holds: bool, /) -> Operation:
+        """Begin a barrier. holds: it holds the queue when it is complete, until on_complete()."""
     def begin_allreduce(
         self, record: bytes | None, sources: list[Any], targets: list[Any], dtypes: list[int], op: int, wire: int = 0, /
     ) -> Operation: ...
@@ -74,76 +99,88 @@ class Segment:
         receive_counts: list[int],
         largest: int,
         /,
-    ) -> Operation: ...
+    ) -> Operation:
+        """counts: bytes for each rank, from each rank. largest: the most bytes that any rank sends to any other."""
     def begin_reducescatter(
         self, record: bytes | None, send: Any, receive: Any, counts: list[int], dtype: int, op: int, /
     ) -> Operation: ...
-    def headers(self) -> list[bytes]: ...
-    def attend(self) -> bool:
-        """Have a thread make progress from now on; False if none is to be had."""
-    def over(self, first: Any, /) -> None:
-        """Nothing more belongs to that operation: if it holds up those behind it (its headers differ, or it was begun
-        with `holds`), they go on."""
-    def halt(self) -> None: ...
-    def note(self, wanted: bool, /) -> None:
-        """Whether from now on what passes the short way is noted, for a timeline."""
-    def noted(self) -> tuple[list[str], bytes]:
-        """What has come since the last time: the names, and 32 bytes for each call, struct `<qqqII`: start and end, ns
-        of time.perf_counter_ns() (end 0: what it has begun is under way); bytes of its arrays; the index of its name;
-        whether it was of a group."""
-    def acquire(self, blocking: bool, /) -> bool: ...
+    def headers(self) -> list[bytes]:
+        """The headers of all ranks in the last operation. ValueError if it is not complete."""
+    def start_progress_thread(self) -> bool:
+        """Start a thread that makes progress while no caller waits. False if it cannot start."""
+    def on_complete(self, first: Any, /) -> None:
+        """Let the queue go on, if this operation holds it: its headers differ, or it was begun with `holds`."""
+    def halt(self) -> None:
+        """Stop all progress, for good, and end the thread."""
+    def set_tracing(self, enabled: bool, /) -> None:
+        """Whether to record the calls of the fast path from now on, for the timeline."""
+    def take_trace(self) -> tuple[list[str], bytes]:
+        """Return and remove the recorded calls: the names, and 32 bytes for each call, struct `<qqqII`: start and end
+        in ns of time.perf_counter_ns() (end 0: an Operation was begun); bytes of the arrays; the index of the name;
+        whether the call was grouped."""
+    def acquire(self, blocking: bool, /) -> bool:
+        """Take the lock; False if another thread has it. Never waits."""
     def release(self) -> None: ...
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release the memory. ValueError if another thread is in an operation."""
 
 def mailbox_bytes(slots: int, slot_bytes: int, /) -> int: ...
 
 class Mailbox:
     """One end of the link between a worker and a parameter server of its node (csrc/mailbox.h).
 
-    memory: a writable buffer of mailbox_bytes(slots, slot_bytes) bytes at an address that is a multiple of 8; zeros
-    before either end is made, shared by the two, kept alive by both. slot_bytes: a multiple of 64. bell: the bytes on
-    which a server sleeps, 4 or more, zeros at first, the same for all its boxes: a writable buffer at a multiple of 8
-    that server and workers share; None: the box's own, and then a server of several boxes takes naps of 200 us.
+    memory: a writable buffer of mailbox_bytes(slots, slot_bytes) bytes at an address that is a multiple of 8, initially
+    zeros, shared by both ends. slot_bytes: a multiple of 64. doorbell: a writable buffer of 4 bytes or more at a
+    multiple of 8, initially zeros, on which the server sleeps: shared by the server and all its workers. None: the
+    doorbell of the box; then a server of several boxes polls every 200 us.
     """
 
-    def __init__(self, memory: Any, slots: int, slot_bytes: int, bell: Any = None, /) -> None: ...
+    def __init__(self, memory: Any, slots: int, slot_bytes: int, doorbell: Any = None, /) -> None: ...
     closed: bool  # by either end
     # the worker
-    moves: int
-    peers: bool
+    progress_count: int  # steps taken in this request
+    waits_for_peers: bool  # False
     pending: bool
-    reply: bytes  # of the request that is complete; else ValueError
+    reply: bytes  # the record with which the server ended the request. ValueError if the request is not complete
     def begin(
         self, record: bytes, up: list[Any], up_cells: Any, down: list[Any], shard: Any, down_cells: Any, /
     ) -> bool:
-        """Start a request, and go on with it until a millisecond passes without progress. Whether it is complete.
+        """Begin a request, and take steps until 1 ms passes without progress. Returns whether it is complete.
 
-        record: at most 192 bytes. up: contiguous buffers, sent as one stream in cells of `up_cells` bytes.
-        down: writable ones, filled as one stream from the shard's cells `down_cells`: rows (offset, bytes) in bytes.
-        Both tables are int64, and copied; buffers are held until the request is complete. After an exception in between
-        (KeyboardInterrupt) there is nothing but close().
-        ConnectionResetError, also from done() and linger(): the server has closed the box.
+        record: at most 192 bytes. up: buffers, sent as one stream in cells of `up_cells` bytes. down: writable buffers,
+        filled as one stream from the cells `down_cells` of the shard: rows (offset, bytes) in bytes. Both tables are
+        int64, and copied; the buffers are held until the request is complete. After an exception before that
+        (KeyboardInterrupt) only close() is possible. ConnectionResetError, also from done() and spin_wait(): the server
+        has closed the box.
         """
-    def done(self) -> bool: ...
-    def linger(self) -> bool: ...
+    def done(self) -> bool:
+        """Take the steps that need no waiting. Returns whether the request is complete."""
+    def spin_wait(self) -> bool:
+        """The same, until 1 ms passes without progress."""
     # the server
-    read: int
-    def poll(self) -> bytes | None: ...
+    read: int  # cells of the last request that the worker has copied
+    def poll(self) -> bytes | None:
+        """The record of a new request, or None."""
     def cell(self) -> memoryview | None:
-        """The next cell of the ring, to be used until it is taken or the request answered.
+        """The next cell of the ring, valid until it is taken or the request is answered; None if there is none yet.
 
-        ConnectionResetError: the worker has closed the box within its request, and no cell is left.
+        ConnectionResetError: the worker has closed the box during its request, and no cell is left.
         """
-    def linger_cell(self) -> memoryview | None: ...
-    def take(self, n: int = 1, /) -> None: ...
-    def give(self, n: int = 1, /) -> None: ...
-    def answer(self, record: bytes, /) -> None: ...
+    def spin_wait_cell(self) -> memoryview | None:
+        """The same, waiting up to 1 ms for the cell."""
+    def take(self, n: int = 1, /) -> None:
+        """Give the slots of the next n cells back to the worker."""
+    def give(self, n: int = 1, /) -> None:
+        """Let the worker read n more cells of the shard."""
+    def answer(self, record: bytes, /) -> None:
+        """End the request."""
     @classmethod
     def wait_any(cls, boxes: list[Mailbox], limit_us: int, first: int = 0, /) -> int:
-        """The index of a box with a request that was not polled, looked for from `first` on; -1 after `limit_us`.
+        """The index of a box with a new request, searched from `first` on; -1 after `limit_us`.
 
-        It waits at most 20 ms, whatever the limit, so that Python can look at signals. A box that its worker has
-        closed counts as one without a request: look at `closed`.
+        It waits at most 20 ms, whatever the limit, so that Python can handle signals. A box that its worker has closed
+        counts as a box without a request: check `closed`.
         """
     # both
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close the box for both ends, and release the memory. ValueError if another thread uses it."""

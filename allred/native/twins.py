@@ -1,4 +1,4 @@
-"""The numpy twins of the C kernels: slow, obvious, and the oracle their tests compare with."""
+"""numpy versions of the C kernels: slow and simple. Tests compare the kernels with them."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from allred.arrays import DTYPES, Array
 
-# The constants of hashes (csrc/scan.h), and the bytes that are read at once: what numpy needs for them stays in cache.
+# The constants of hashes (csrc/scan.h), and the bytes per block: numpy's temporaries for a block stay in the cache.
 _HASH_A, _HASH_B = np.uint32(0x9E3779B1), np.uint32(0x85EBCA77)
 _HASH_LENGTH = 0xC2B2AE3D27D4EB4F
 _AT_ONCE_BYTES = 2**18
@@ -24,7 +24,7 @@ _FUNCTIONS: dict[int, Any] = {
 
 
 def pack(tensors: list[Array], buffer: Array) -> None:
-    """Copy the tensors' bytes, in order and without gaps, to the front of `buffer`."""
+    """Copy the tensors' bytes, in order and without gaps, to the start of `buffer`. ValueError if it is too small."""
     target, offset = _bytes(buffer), 0
     _check_size(tensors, target)
     for tensor in tensors:
@@ -33,7 +33,7 @@ def pack(tensors: list[Array], buffer: Array) -> None:
 
 
 def unpack(tensors: list[Array], buffer: Array) -> None:
-    """Fill the tensors, in order, from the front of `buffer`."""
+    """Fill the tensors, in order, from the start of `buffer`. ValueError if it is too small."""
     source, offset = _bytes(buffer), 0
     _check_size(tensors, source)
     for tensor in tensors:
@@ -44,10 +44,12 @@ def unpack(tensors: list[Array], buffer: Array) -> None:
 def reduce(
     sources: list[Array], out: Array, dtype_code: int, op_code: int, divisor: int, variant: str = "", into: int = -1
 ) -> None:
-    """out = sources[0] op sources[1] op ..., in this order; an Average is divided by `divisor`. See csrc/reduce.h.
+    """Reduce arrays: out = sources[0] op sources[1] op ..., in this order. See csrc/reduce.h.
 
-    The codes are those of headers. `out` may be one of the sources. `variant` means something only to the C kernels.
-    into: the dtype of `out`, where 16-bit floats are reduced into wider ones; then it overlaps no source.
+    sources: one or more arrays of one size. The codes are those of headers. divisor: of an Average, 1 to 2**24.
+    `out` may be one of the sources. `variant` selects a C kernel; ignored here. into: the dtype code of `out`, if
+    16-bit floats are reduced into wider ones; then it overlaps no source. Raises ValueError for an undefined operator
+    or dtype, or sizes that differ.
     """
     into = dtype_code if into < 0 else into
     _check_reduction(sources, out, dtype_code, op_code, divisor, into)
@@ -64,7 +66,10 @@ def reduce(
 
 
 def narrow(source: Array, out: Array, dtype_code: int, wire_code: int, variant: str = "") -> None:
-    """out = source, as it travels: float32 or float64 rounded to the 16-bit float of that code. See csrc/reduce.h."""
+    """Round float32 or float64 into 16-bit floats of the dtype `wire_code`. See csrc/reduce.h.
+
+    Raises ValueError for other dtypes, or if `out` has another number of elements.
+    """
     if not narrows(dtype_code, wire_code):
         raise ValueError(f"dtype {dtype_code} does not travel as dtype {wire_code}")
     item = np.dtype(DTYPES[dtype_code]).itemsize
@@ -76,13 +81,13 @@ def narrow(source: Array, out: Array, dtype_code: int, wire_code: int, variant: 
 
 
 def narrows(dtype_code: int, wire_code: int) -> bool:
-    """Whether numbers of a dtype can travel as a narrower one."""
+    """Whether numbers of a dtype can travel in this narrower dtype."""
     names = [DTYPES[code] if 0 <= code < len(DTYPES) else "" for code in (dtype_code, wire_code)]
     return names[0] in ("float32", "float64") and names[1] in ("float16", "bfloat16")
 
 
 def hashes(tensors: list[Array]) -> list[int]:
-    """A 64-bit hash of each tensor's bytes. See csrc/scan.h."""
+    """Return a 64-bit hash of each tensor's bytes. See csrc/scan.h."""
     return [_hash(_bytes(tensor)) for tensor in tensors]
 
 
@@ -98,9 +103,10 @@ def _hash(memory: NDArray[np.uint8]) -> int:
 
 
 def exceeds(tensors: list[Array], element_bytes: int, limit: int, variant: str = "") -> bool:
-    """Whether the magnitude of a float of so many bytes, as bits, is above `limit`. See csrc/scan.h.
+    """Whether the magnitude of any element is above `limit`, compared as bits. See csrc/scan.h.
 
-    `variant` means something only to the C kernel.
+    element_bytes: 2, 4 or 8. `variant` selects a C kernel; ignored here. Raises ValueError for other sizes, or a limit
+    that has the sign's bit.
     """
     if element_bytes not in (2, 4, 8):
         raise ValueError(f"elements must have 2, 4 or 8 bytes, got {element_bytes}")
@@ -117,17 +123,17 @@ def exceeds(tensors: list[Array], element_bytes: int, limit: int, variant: str =
 
 
 def update(rule: str, arrays: tuple[Array | None, ...], numbers: tuple[float, ...], variant: str = "") -> bool:
-    """Whether an optimizer's update was done: never here. The numpy code in allred/optim is the twin, and goes on."""
+    """Update a parameter in place by a C kernel. Always False here: the caller then uses numpy (allred/optim)."""
     return False
 
 
-def alike(tensors: list[Any], params: list[Any], grads: list[Any]) -> bool:
-    """Whether these are plain arrays in one piece, each with the shape and dtype of its tensor (a Tensor of
-    fusion/plan.py), the params writable. See csrc/alike.c."""
-    return len(tensors) == len(params) == len(grads) and all(map(_alike, tensors, params, grads))
+def match(tensors: list[Any], params: list[Any], grads: list[Any]) -> bool:
+    """Whether params and grads are C-contiguous numpy arrays with the shapes and dtypes of the tensors (fusion/plan.py
+    Tensor), and the params are writable. See csrc/match.c."""
+    return len(tensors) == len(params) == len(grads) and all(map(_matches, tensors, params, grads))
 
 
-def _alike(tensor: Any, param: Any, grad: Any) -> bool:
+def _matches(tensor: Any, param: Any, grad: Any) -> bool:
     return (
         type(param) is np.ndarray
         and type(grad) is np.ndarray
@@ -142,7 +148,7 @@ def _alike(tensor: Any, param: Any, grad: Any) -> bool:
 
 
 def _widened(array: Array, dtype: str) -> Array:
-    """A copy of the elements in the type that they are computed in."""
+    """Return a copy of the elements in the dtype of the computation."""
     memory = _bytes(array)
     if dtype == "bfloat16":  # the upper half of a float32
         return (memory.view(np.uint16).astype(np.uint32) << 16).view(np.float32)

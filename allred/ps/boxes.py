@@ -10,7 +10,7 @@ from typing import Any
 from allred import native
 from allred.arrays import Array
 from allred.comm.shared_memory import Offer, accept, offer
-from allred.comm.work import linger
+from allred.comm.work import spin_wait
 from allred.ps.layout import CELL_BYTES
 
 SLOTS = 8
@@ -42,8 +42,8 @@ def open_box(offers: tuple[Offer | None, Offer | None]) -> tuple[Any, Any] | Non
 class _Read:
     """A cell that a worker has still to copy, to wait for."""
 
-    peers = False
-    moves = 0
+    waits_for_peers = False
+    progress_count = 0
 
     def __init__(self, has_read: Callable[[int], bool], number: int, worker: int) -> None:
         self._has_read, self._number, self.worker = has_read, number, worker
@@ -51,18 +51,18 @@ class _Read:
     def done(self) -> bool:
         return self._has_read(self._number)
 
-    def linger(self) -> bool:
-        return linger(self.done)
+    def spin_wait(self) -> bool:
+        return spin_wait(self.done)
 
 
 class BoxPort:
     """A server's end of a mailbox."""
 
-    peers = False
+    waits_for_peers = False
 
     def __init__(self, box: Any) -> None:
         self.box = box
-        self.moves = 0
+        self.progress_count = 0
         self.cell, self._take, self._give, self.answer = box.cell, box.take, box.give, box.answer
         self._given = 0
 
@@ -73,14 +73,14 @@ class BoxPort:
     def take(self) -> None:
         """The cell is done with."""
         self._take(1)
-        self.moves += 1
+        self.progress_count += 1
 
     def done(self) -> bool:
         """Whether a cell has come."""
         return self.cell() is not None
 
-    def linger(self) -> bool:
-        return bool(self.box.linger_cell() is not None)
+    def spin_wait(self) -> bool:
+        return bool(self.box.spin_wait_cell() is not None)
 
     def give(self, cell: Array) -> bool:
         """The next cell of the parameters may be read."""

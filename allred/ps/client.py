@@ -188,7 +188,7 @@ class Client:
             self._post.send(server, CALL, (kind, each))
         answers = []
         for server in range(len(arguments)):
-            answers.append((yield from self._post.receive(server, REPLY, peers=late)))
+            answers.append((yield from self._post.receive(server, REPLY, waits_for_peers=late)))
         return answers
 
     def register(self, skeleton: Any, settings: str, description: bytes | str = b"") -> None:

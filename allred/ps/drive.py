@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from allred.comm.work import Pending, Steps, WorkQueue, linger
+from allred.comm.work import Pending, Steps, WorkQueue, spin_wait
 from allred.watch import line
 from allred.watch.wait import Awaited
 
@@ -22,42 +22,44 @@ class _Checked:
         self._pending, self._check = pending, check
 
     @property
-    def peers(self) -> bool:
-        return self._pending.peers
+    def waits_for_peers(self) -> bool:
+        return self._pending.waits_for_peers
 
     @property
-    def moves(self) -> int:
-        return self._pending.moves
+    def progress_count(self) -> int:
+        return self._pending.progress_count
 
     def done(self) -> bool:
         self._check()
         return self._pending.done()
 
-    def linger(self) -> bool:
+    def spin_wait(self) -> bool:
         self._check()
-        return self._pending.linger()
+        return self._pending.spin_wait()
 
 
 class All:
     """Several things under way, of which all have to end."""
 
-    peers = False
+    waits_for_peers = False
 
     def __init__(self, pending: list[Any]) -> None:
         self._left = pending
 
     @property
-    def moves(self) -> int:
-        return sum(int(each.moves) for each in self._left) - 10**9 * len(self._left)  # one that ends is progress
+    def progress_count(self) -> int:
+        return sum(int(each.progress_count) for each in self._left) - 10**9 * len(
+            self._left
+        )  # one that ends is progress
 
     def done(self) -> bool:
         self._left = [each for each in self._left if not each.done()]
         return not self._left
 
-    def linger(self) -> bool:
+    def spin_wait(self) -> bool:
         if len(self._left) != 1 and self.done():
             return True
-        return self._left[0].linger() and self.done()
+        return self._left[0].spin_wait() and self.done()
 
 
 def drive(
@@ -72,7 +74,7 @@ def drive(
         except StopIteration as stop:
             result: T = stop.value
             return result
-        if not pending.done() and not pending.linger():
+        if not pending.done() and not pending.spin_wait():
             queue = WorkQueue(timeout_s)
             queue.quiet, queue.awaited = quiet, awaited
             return queue.start(title, _rest(pending, steps, check)).wait()
@@ -91,7 +93,7 @@ def _rest(pending: Pending, steps: Steps[T], check: Callable[[], None]) -> Steps
 def idle(title: str, come: Callable[[], bool], quiet: bool = True) -> None:
     """Wait until `come()` is true, without a time limit. `quiet`: without warnings of a long wait."""
     begun, told = time.monotonic(), False
-    while not linger(come):
+    while not spin_wait(come):
         idle_s = time.monotonic() - begun
         if line.current is not None and idle_s > _TELL_S and not told:
             line.current.tell("waiting", what=title, since_s=idle_s, peers=False, quiet=quiet)

@@ -19,7 +19,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allred.arrays import Array
-from allred.comm.work import Steps, linger
+from allred.comm.work import Steps, spin_wait
 from allred.ps.layout import CELL_BYTES
 from allred.ps.record import RECORD_BYTES
 from allred.watch import line
@@ -46,12 +46,12 @@ def _complete(request: Any, lost: bool = False) -> bool:
 
 
 class Arrival:
-    """A message with this tag, or one from that rank, to wait for. peers: its sender may come late."""
+    """A message with this tag, or one from that rank, to wait for. waits_for_peers: its sender may come late."""
 
-    moves = 0
+    progress_count = 0
 
-    def __init__(self, comm: Any, source: int, tag: int, peers: bool = False) -> None:
-        self.peers = peers
+    def __init__(self, comm: Any, source: int, tag: int, waits_for_peers: bool = False) -> None:
+        self.waits_for_peers = waits_for_peers
         self.nbytes = 0  # of the message, once it is there
         self._comm, self._source, self._tag = comm, source, tag
 
@@ -62,8 +62,8 @@ class Arrival:
         self.nbytes = status.Get_count(MPI.BYTE)
         return True
 
-    def linger(self) -> bool:
-        return linger(self.done)
+    def spin_wait(self) -> bool:
+        return spin_wait(self.done)
 
 
 class Post:
@@ -116,14 +116,14 @@ class Post:
         self.comm.Recv([record, MPI.BYTE], source, tag)
         return record.tobytes()
 
-    def receive(self, source: int, tag: int, peers: bool = False) -> Steps[Any]:
+    def receive(self, source: int, tag: int, waits_for_peers: bool = False) -> Steps[Any]:
         """The object that a rank has sent, or is about to."""
-        [data] = yield from self.receive_parts(source, tag, peers)
+        [data] = yield from self.receive_parts(source, tag, waits_for_peers)
         return pickle.loads(data.data)
 
-    def receive_parts(self, source: int, tag: int, peers: bool = False) -> Steps[list[Array]]:
+    def receive_parts(self, source: int, tag: int, waits_for_peers: bool = False) -> Steps[list[Array]]:
         """The same, of `send_parts`."""
-        arrival = Arrival(self.comm, source, tag, peers)
+        arrival = Arrival(self.comm, source, tag, waits_for_peers)
         yield arrival
         sizes = np.empty(arrival.nbytes // 8, np.int64)
         self.comm.Recv([sizes.view(np.uint8), MPI.BYTE], source, tag)
@@ -162,13 +162,13 @@ class _Stream:
 class Exchange:
     """A worker's request, on its way; as `Pending`. `up`, `down`: arrays of bytes; sizes: of their cells."""
 
-    peers = False
+    waits_for_peers = False
 
     def __init__(
         self, post: Post, server: int, record: bytes, up: Sequence[Array], up_sizes: Array, down: Sequence[Array],
         down_sizes: Array,
     ) -> None:  # fmt: skip
-        self.moves = 0
+        self.progress_count = 0
         self.reply = b""
         self._post, self._server = post, server
         self._up, self._down = _Stream(up), _Stream(down)
@@ -191,7 +191,7 @@ class Exchange:
         self._post.tend()
         while self._sends and self._sends[0][0].Test():
             self._free.append(self._sends.popleft()[1])
-            self.moves += 1
+            self.progress_count += 1
         while self._up_sizes and self._free:
             buffer = self._free.pop()
             cell = buffer[: self._up_sizes.popleft()]
@@ -200,7 +200,7 @@ class Exchange:
         while self._receives and self._receives[0][0].Test():
             _, cell = self._receives.popleft()
             self._down.copy(cell, out=True)
-            self.moves += 1
+            self.progress_count += 1
             if self._down_sizes:
                 self._await_cell(cell.base if cell.base is not None else cell)
         if self._receives or self._sends or self._up_sizes or not self._last.Test():
@@ -208,30 +208,30 @@ class Exchange:
         self.reply = self._answer.tobytes()
         return True
 
-    def linger(self) -> bool:
-        return linger(self.done)
+    def spin_wait(self) -> bool:
+        return spin_wait(self.done)
 
 
 class _Room:
     """A condition, to wait for."""
 
-    peers = False
-    moves = 0
+    waits_for_peers = False
+    progress_count = 0
 
     def __init__(self, done: Callable[[], bool]) -> None:
         self.done = done
 
-    def linger(self) -> bool:
-        return linger(self.done)
+    def spin_wait(self) -> bool:
+        return spin_wait(self.done)
 
 
 class MpiPort:
     """A server's end of the same."""
 
-    peers = False
+    waits_for_peers = False
 
     def __init__(self, post: Post, worker: int) -> None:
-        self.moves = 0
+        self.progress_count = 0
         self._post, self._worker = post, worker
         self._sizes: deque[int] = deque()
         self._receives: deque[tuple[Any, Array]] = deque()
@@ -255,7 +255,7 @@ class MpiPort:
     def take(self) -> None:
         """That one is done with."""
         self._receives.popleft()
-        self.moves += 1
+        self.progress_count += 1
         if self._sizes:
             self._await_cell()
 
@@ -263,8 +263,8 @@ class MpiPort:
         """Whether a cell has come."""
         return self.cell() is not None
 
-    def linger(self) -> bool:
-        return linger(self.done)
+    def spin_wait(self) -> bool:
+        return spin_wait(self.done)
 
     @property
     def room(self) -> "_Room":

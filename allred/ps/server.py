@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from allred import native
-from allred.comm.work import Steps, linger
+from allred.comm.work import Steps, spin_wait
 from allred.errors import AllredError
 from allred.ps.calls import Call, Calls
 from allred.ps.drive import drive
@@ -150,7 +150,7 @@ class Server:
         """To its end, waiting for its worker where that is slow."""
         try:
             while not turn.advance():
-                if not turn.pending.linger():
+                if not turn.pending.spin_wait():
                     self._wait_for(turn)
                     return
         except (_GoneError, ConnectionResetError):  # in the latter case it will be heard of
@@ -190,7 +190,7 @@ class Server:
         now = time.monotonic()
         idle_s = self._stalls.silent_s(now)
         self._stalls.idle(self._service.waits, now)
-        if not linger(self._arrived) and idle_s > _AWAKE_S:
+        if not spin_wait(self._arrived) and idle_s > _AWAKE_S:
             time.sleep(min(_SLEEP_SHARE * idle_s, _LONGEST_SLEEP_S))
 
     def _arrived(self) -> bool:

@@ -35,11 +35,11 @@ typedef struct {
   const plan *plan;
   uint64_t dice;             /* of what is this rank's own: its pace */
   _Atomic int number, ended; /* for whoever watches */
-  int covered[ALLRED_DTYPES][ALLRED_OPS], melded, differed;
+  int covered[ALLRED_DTYPES][ALLRED_OPS], two_phase_count, differed;
   int narrowed[2]; /* operations with a tensor that travels as a narrower one: reduced by each rank, or in parts */
 } player;
 
-static player players[MOST_RANKS];
+static player players[MAX_RANKS];
 static size_t missing; /* bytes of all memory */
 
 static uint64_t throw(player *me) { return me->dice = allred_mix(me->dice, 1); }
@@ -47,8 +47,9 @@ static uint64_t throw(player *me) { return me->dice = allred_mix(me->dice, 1); }
 static void show_ranks(int ranks) {
   for (int rank = 0; rank < ranks; rank++) {
     const allred_operation *op = &players[rank].operation;
-    fprintf(stderr, "  rank %d: operation %d, round %d of %d, phase %d, met %d, status %d\n", rank,
-            atomic_load(&players[rank].number), (int)op->round, (int)op->rounds, op->phase, op->met, op->status);
+    fprintf(stderr, "  rank %d: operation %d, round %d of %d, phase %d, ready ranks %d, status %d\n", rank,
+            atomic_load(&players[rank].number), (int)op->round, (int)op->rounds, op->phase, op->ready_ranks,
+            op->status);
   }
 }
 
@@ -106,21 +107,21 @@ static int advance(player *me) {
   switch (throw(me) % 3) {
   case 0:
     for (uint64_t moves = -1; (status = allred_run(&me->operation, (int64_t)PATIENCE_S * 1000000000)) == ALLRED_PENDING;
-         moves = me->operation.moves)
-      if (moves == me->operation.moves) wrong(me, "no progress", 0, 0);
+         moves = me->operation.progress_count)
+      if (moves == me->operation.progress_count) wrong(me, "no progress", 0, 0);
     return status;
   case 1:
     while ((status = allred_run(&me->operation, 0)) == ALLRED_PENDING) rest(me);
     return status;
   default:
-    while ((status = allred_step(&me->operation)) == ALLRED_PENDING || status == ALLRED_MOVED) rest(me);
+    while ((status = allred_step(&me->operation)) == ALLRED_PENDING || status == ALLRED_PROGRESSED) rest(me);
     return status;
   }
 }
 
 static int allreduce(player *me, const plan *p, const allred_header *header) {
-  allred_tensor tensors[MOST_TENSORS];
-  char *before[MOST_TENSORS];
+  allred_tensor tensors[MAX_TENSORS];
+  char *before[MAX_TENSORS];
   const int ranks = me->scene->ranks, variant = (int)(throw(me) % (uint64_t)allred_variants());
   for (size_t t = 0; t < p->tensors; t++) {
     const size_t bytes = p->counts[t] * allred_dtype_bytes(p->dtypes[t]);
@@ -132,15 +133,15 @@ static int allreduce(player *me, const plan *p, const allred_header *header) {
     me->covered[p->dtypes[t]][p->op] = 1;
   }
   allred_begin_allreduce(&me->operation, &me->segment, header, tensors, p->tensors, variant, p->op, ranks);
-  const int melds = me->operation.transfer->meld != NULL;
-  me->melded += melds;
+  const int two_phase = me->operation.transfer->reduce != NULL;
+  me->two_phase_count += two_phase;
   const uint64_t sent = me->segment.sent;
   uint64_t travels = 0;
   const int status = advance(me);
   for (size_t t = 0; t < p->tensors; t++) {
     const size_t item = allred_dtype_bytes(p->dtypes[t]);
     travels += p->counts[t] * allred_dtype_bytes(tensors[t].wire ? tensors[t].wire : p->dtypes[t]);
-    me->narrowed[melds] += tensors[t].wire != 0;
+    me->narrowed[two_phase] += tensors[t].wire != 0;
     char *expected = allocate(tensors[t].bytes);
     write_numbers(me->scene, p, -1, t, p->dtypes[t], 0, p->counts[t], expected);
     check(me, status, tensors[t].out, before[t], expected, tensors[t].bytes, item, t);
@@ -155,7 +156,7 @@ static int allreduce(player *me, const plan *p, const allred_header *header) {
 
 static int allgather(player *me, const plan *p, const allred_header *header) {
   const int ranks = me->scene->ranks, rank = me->segment.rank;
-  uint64_t starts[MOST_RANKS + 1] = {0};
+  uint64_t starts[MAX_RANKS + 1] = {0};
   for (int r = 0; r < ranks; r++)
     starts[r + 1] = starts[r] + (p->kind == BROADCAST && r != p->root
                                      ? 0
@@ -177,10 +178,10 @@ static int allgather(player *me, const plan *p, const allred_header *header) {
 
 static int alltoall(player *me, const plan *p, const allred_header *header) {
   const int ranks = me->scene->ranks, rank = me->segment.rank;
-  uint64_t from[MOST_RANKS + 1] = {0}, to[MOST_RANKS + 1] = {0}, sizes[MOST_RANKS][MOST_RANKS], largest = 0;
+  uint64_t from[MAX_RANKS + 1] = {0}, to[MAX_RANKS + 1] = {0}, sizes[MAX_RANKS][MAX_RANKS], largest = 0;
   for (int r = 0; r < ranks; r++)
     for (int s = 0; s < ranks; s++) {
-      const uint64_t dice = draw(p->seed, 12, (uint64_t)(r * MOST_RANKS + s));
+      const uint64_t dice = draw(p->seed, 12, (uint64_t)(r * MAX_RANKS + s));
       sizes[r][s] = some_count(dice, me->scene->chunk_bytes / (size_t)ranks, ranks * ranks);
       if (sizes[r][s] > largest) largest = sizes[r][s];
     }
@@ -203,7 +204,7 @@ static int reducescatter(player *me, const plan *p, const allred_header *header)
   const int ranks = me->scene->ranks, rank = me->segment.rank, dtype = p->dtypes[0];
   const size_t item = allred_dtype_bytes(dtype), chunk = me->scene->chunk_bytes / (size_t)ranks / item;
   const int variant = (int)(throw(me) % (uint64_t)allred_variants());
-  uint64_t starts[MOST_RANKS + 1] = {0};
+  uint64_t starts[MAX_RANKS + 1] = {0};
   for (int r = 0; r < ranks; r++)
     starts[r + 1] = starts[r] + item * some_count(draw(p->seed, 13, (uint64_t)r), chunk, ranks * ranks);
   const size_t own = starts[rank + 1] - starts[rank];
@@ -235,7 +236,7 @@ static void operate(player *me, uint64_t seed) {
   const plan *p = me->plan = rank == agreed.odd && seed & 1 ? &other : &agreed;
   const allred_header header = make_header(me, rank == agreed.odd);
   int status;
-  me->segment.pace.around = seed % 3 ? 0 : 4; /* both ways to copy */
+  me->segment.copy_policy.streaming = seed % 3 ? 0 : 4; /* both ways to copy */
   rest(me);
   switch (p->kind) {
   case ALLREDUCE:
@@ -292,7 +293,7 @@ static void watch(int ranks) {
 
 static void run_case(scene *scene) {
   const size_t bytes = allred_segment_bytes(scene->ranks, scene->chunk_bytes);
-  pthread_t threads[MOST_RANKS];
+  pthread_t threads[MAX_RANKS];
   scene->memory = aligned_alloc(4096, bytes);
   memset(scene->memory, 0, bytes);
   for (int rank = 0; rank < scene->ranks; rank++) {
@@ -330,7 +331,7 @@ int main(int count, char **arguments) {
         return fprintf(stderr, "too few operations: dtype %d with operator %d is not among them\n", dtype, op), 1;
   if (!players[0].narrowed[0] || !players[0].narrowed[1])
     return fprintf(stderr, "too few operations: none of some kind travels as a narrower one\n"), 1;
-  if (!players[0].melded) return fprintf(stderr, "no rank reduced for others: LARGE_BYTES is too small\n"), 1;
+  if (!players[0].two_phase_count) return fprintf(stderr, "no rank reduced for others: LARGE_BYTES is too small\n"), 1;
   printf("driver, %s sanitizer: %ld operations of 1, 2, 3, 4 and 8 ranks checked, %d with headers that differ; seed "
          "%llu\n",
          SANITIZER, checked, players[0].differed, (unsigned long long)seed);

@@ -26,7 +26,7 @@
 #define SLOTS ALLRED_RING_CHUNKS /* as long as the library's: with 2, 256 KiB to 4 MiB take 2.5 times as long */
 #define LARGEST ((size_t)64 << 20)
 #define ROUND_NS 4000000 /* what an operation is repeated for in a round */
-#define MOST_ROUNDS 101
+#define MAX_ROUNDS 101
 #define LIMIT_S 300
 #define SPINS 40 /* then yield */
 
@@ -145,7 +145,7 @@ static double median(double *times, int count) {
 
 static int measure(int rounds) {
   static const size_t sizes[] = {4, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, LARGEST};
-  double loop_us[MOST_ROUNDS], library_us[MOST_ROUNDS];
+  double loop_us[MAX_ROUNDS], library_us[MAX_ROUNDS];
   float *array = aligned_alloc(4096, LARGEST);
   if (rank == 0) printf("%12s %12s %12s %8s\n", "bytes", "loop us", "library us", "ratio");
   for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
@@ -165,7 +165,7 @@ static int measure(int rounds) {
 
 int main(int count, char **arguments) {
   const int rounds = count > 1 ? atoi(arguments[1]) : 21;
-  if (rounds < 1 || rounds > MOST_ROUNDS) return fprintf(stderr, "1 to %d rounds\n", MOST_ROUNDS), 2;
+  if (rounds < 1 || rounds > MAX_ROUNDS) return fprintf(stderr, "1 to %d rounds\n", MAX_ROUNDS), 2;
   const size_t bytes = allred_segment_bytes(2, SLOT_BYTES);
   common = mmap(NULL, sizeof *common, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   segment = (allred_segment){.ranks = 2, .chunk_bytes = SLOT_BYTES};

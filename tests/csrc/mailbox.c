@@ -19,23 +19,22 @@
 #include <unistd.h>
 
 #include "header.h" /* allred_mix */
-#include "request.h"
-#include "service.h"
+#include "mailbox.h"
 
 #ifndef SANITIZER
 #define SANITIZER "no"
 #endif
 
-#define MOST_WORKERS 4
-#define MOST_CELLS 24
-#define PATIENCE_NS 1000000
+#define MAX_WORKERS 4
+#define MAX_CELLS 24
+#define SPIN_WAIT_NS 1000000
 #define LIMIT_S 60 /* without progress: far more than a sanitizer or a busy machine takes */
 #define UNWRITTEN 0xA5
 
 typedef struct {
   uint64_t seed;
-  size_t cells, bytes, sizes[MOST_CELLS]; /* both ways */
-  size_t applied, given;                  /* before the server answers */
+  size_t cells, bytes, sizes[MAX_CELLS]; /* both ways */
+  size_t applied, given;                 /* before the server answers */
 } plan;
 
 typedef struct {
@@ -47,7 +46,7 @@ typedef struct {
   int dropped;
 } worker;
 
-static worker workers[MOST_WORKERS];
+static worker workers[MAX_WORKERS];
 static size_t missing;
 
 static uint64_t draw(uint64_t seed, uint64_t a, uint64_t b) {
@@ -62,7 +61,7 @@ static void wrong(const char *what, int index, uint64_t number, size_t where) {
 }
 
 static plan make_plan(uint64_t seed, size_t slot_bytes) {
-  plan p = {.seed = seed, .cells = draw(seed, 2, 0) % (MOST_CELLS + 1)};
+  plan p = {.seed = seed, .cells = draw(seed, 2, 0) % (MAX_CELLS + 1)};
   for (size_t i = 0; i < p.cells; i++) {
     p.sizes[i] = draw(seed, 3, i) % 3 ? slot_bytes : draw(seed, 4, i) % (slot_bytes + 1);
     p.bytes += p.sizes[i];
@@ -101,7 +100,8 @@ static size_t cut(const plan *p, char *memory, allred_piece *pieces) {
 
 static int finish(worker *me, allred_request *request) {
   int status;
-  for (long idle = 0; (status = allred_request_run(request, &me->box, PATIENCE_NS)) == ALLRED_REQUEST_PENDING; idle++) {
+  for (long idle = 0; (status = allred_request_run(request, &me->box, SPIN_WAIT_NS)) == ALLRED_REQUEST_PENDING;
+       idle++) {
     if (idle > LIMIT_S * 1000) wrong("no progress", me->index, request->number, request->read);
     rest(&me->dice);
   }
@@ -124,8 +124,8 @@ static void *work(void *argument) {
   for (int number = 1; number <= me->requests; number++) {
     const uint64_t seed = draw(me->dice, 9, (uint64_t)number);
     const plan p = make_plan(seed, me->box.slot_bytes);
-    uint64_t sizes[MOST_CELLS];
-    allred_cell cells[MOST_CELLS];
+    uint64_t sizes[MAX_CELLS];
+    allred_cell cells[MAX_CELLS];
     for (size_t i = 0, at = 0; i < p.cells; at += p.sizes[i++]) {
       sizes[i] = p.sizes[i];
       cells[i] = (allred_cell){at, p.sizes[i]};
@@ -141,7 +141,7 @@ static void *work(void *argument) {
     request.down_cells = cells;
     request.up_count = request.down_count = p.cells;
     request.shard = (const char *)me->shard;
-    request.pace.around = number % 3 ? 0 : 4; /* both ways to copy */
+    request.copy_policy.streaming = number % 3 ? 0 : 4; /* both ways to copy */
     allred_request_begin(&request, &me->box, (const char *)&seed, sizeof seed);
     const int status = finish(me, &request), last = number == me->requests;
     if (status != (last ? ALLRED_REQUEST_BROKEN : ALLRED_REQUEST_DONE))
@@ -165,7 +165,7 @@ static void *work(void *argument) {
 /* ---- the server */
 
 static void apply(worker *of, allred_service *service, const plan *p, size_t cell, size_t at) {
-  for (long idle = 0; !allred_service_wait(service, &of->box, PATIENCE_NS); idle++)
+  for (long idle = 0; !allred_service_wait(service, &of->box, SPIN_WAIT_NS); idle++)
     if (idle > LIMIT_S * 1000) wrong("no cell", of->index, service->number, cell);
   size_t bytes;
   const char *slot = allred_mailbox_slot(&of->box, allred_service_slot(service, &of->box, &bytes));
@@ -198,13 +198,13 @@ static void serve_one(worker *of, allred_service *service, uint64_t *dice) {
 }
 
 static void serve(int count, uint64_t dice) {
-  allred_service services[MOST_WORKERS] = {0};
-  allred_service *asked[MOST_WORKERS];
-  const allred_mailbox *boxes[MOST_WORKERS];
+  allred_service services[MAX_WORKERS] = {0};
+  allred_service *asked[MAX_WORKERS];
+  const allred_mailbox *boxes[MAX_WORKERS];
   for (int i = 0; i < count; i++) asked[i] = &services[i], boxes[i] = &workers[i].box;
   long left = (long)count * workers[0].requests;
   for (int last = 0, idle = 0; left; idle++) {
-    const int found = allred_mailbox_wait_any(asked, boxes, count, last, 20 * PATIENCE_NS);
+    const int found = allred_mailbox_wait_any(asked, boxes, count, last, 20 * SPIN_WAIT_NS);
     if (idle > LIMIT_S * 50) wrong("no request comes", -1, 0, (size_t)left);
     if (found < 0) continue;
     serve_one(&workers[found], &services[found], &dice);
@@ -212,21 +212,21 @@ static void serve(int count, uint64_t dice) {
   }
 }
 
-static void run_case(int count, size_t slots, size_t slot_bytes, int requests, uint64_t seed, int one_bell) {
-  pthread_t threads[MOST_WORKERS];
-  allred_bell bell = 0;
+static void run_case(int count, size_t slots, size_t slot_bytes, int requests, uint64_t seed, int one_doorbell) {
+  pthread_t threads[MAX_WORKERS];
+  allred_doorbell doorbell = 0;
   for (int i = 0; i < count; i++) {
-    const size_t bytes = allred_mailbox_bytes(slots, slot_bytes), shard = MOST_CELLS * slot_bytes;
+    const size_t bytes = allred_mailbox_bytes(slots, slot_bytes), shard = MAX_CELLS * slot_bytes;
     char *memory = aligned_alloc(4096, bytes);
     memset(memory, 0, bytes);
-    workers[i] = (worker){.box = {memory, slots, slot_bytes, &bell},
+    workers[i] = (worker){.box = {memory, slots, slot_bytes, &doorbell},
                           .index = i,
                           .requests = requests,
                           .shard = calloc(shard, 1),
                           .known = calloc(shard, 1),
                           .shard_bytes = shard,
                           .dice = draw(seed, 10, (uint64_t)i)};
-    if (!one_bell) workers[i].box.server_bell = allred_mailbox_server_bell(&workers[i].box);
+    if (!one_doorbell) workers[i].box.server_doorbell = allred_mailbox_server_doorbell(&workers[i].box);
     if (pthread_create(&threads[i], NULL, work, &workers[i])) exit(2);
   }
   serve(count, seed);

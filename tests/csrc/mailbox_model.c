@@ -1,5 +1,5 @@
 /*
- * All orders in which a worker and a server can take the steps of mailbox.h, gone through one by one on the real code.
+ * Explores all orders in which a worker and a server can take the steps of mailbox.h, on the real code.
  *
  * One thread plays both, as in model.c, where it says why whole steps are enough: no two cells hold the same number, so
  * whoever reads what is written meanwhile has a wrong one in some order. That argument needs that nobody who writes can
@@ -18,15 +18,14 @@
 #include <string.h>
 
 #include "header.h" /* allred_mix */
-#include "request.h"
-#include "service.h"
+#include "mailbox.h"
 
 #define REQUESTS 3
 #define CELLS 3
-#define MOST_SLOTS 3
+#define MAX_SLOTS 3
 #define SLOT_BYTES 64
 #define BOX_BYTES 4096
-#define MOST_MOVES (REQUESTS * (5 * CELLS + 4))
+#define MAX_MOVES (REQUESTS * (5 * CELLS + 4))
 #define TABLE (1 << 20)
 
 enum {
@@ -67,9 +66,9 @@ typedef struct {
   _Alignas(64) char box[BOX_BYTES];
 } state;
 
-static state now, saved[MOST_MOVES + 1];
-static allred_bell bell;
-static allred_mailbox box = {.memory = now.box, .slot_bytes = SLOT_BYTES, .server_bell = &bell};
+static state now, saved[MAX_MOVES + 1];
+static allred_doorbell doorbell;
+static allred_mailbox box = {.memory = now.box, .slot_bytes = SLOT_BYTES, .server_doorbell = &doorbell};
 static size_t cells_of[REQUESTS];
 static const uint64_t sizes[CELLS] = {8, 8, 8};
 static const allred_cell rows[CELLS] = {{0, 8}, {8, 8}, {16, 8}};
@@ -90,10 +89,10 @@ uint64_t __wrap_allred_mailbox_count(const allred_mailbox *at, allred_counter co
   return __real_allred_mailbox_count(at, counter, mutation == COUNTS_WITHOUT_NUMBER ? 0 : number, most);
 }
 
-uint64_t __real_allred_mailbox_posted(const allred_mailbox *, allred_letter);
-uint64_t __wrap_allred_mailbox_posted(const allred_mailbox *at, allred_letter letter) {
+uint64_t __real_allred_mailbox_posted(const allred_mailbox *, allred_message);
+uint64_t __wrap_allred_mailbox_posted(const allred_mailbox *at, allred_message letter) {
   const uint64_t number = __real_allred_mailbox_posted(at, letter);
-  return mutation == ANY_ANSWER && number ? __real_allred_mailbox_posted(at, ALLRED_ASKED) : number;
+  return mutation == ANY_ANSWER && number ? __real_allred_mailbox_posted(at, ALLRED_REQUESTED) : number;
 }
 
 char *__real_allred_mailbox_slot(const allred_mailbox *, size_t);
@@ -138,7 +137,7 @@ static int move_worker(void) {
   if (me->ended == REQUESTS) return 0;
   const int status = allred_request_step(&me->request, &box);
   if (status == ALLRED_REQUEST_PENDING) return 0;
-  if (status == ALLRED_REQUEST_MOVED) return 1;
+  if (status == ALLRED_REQUEST_PROGRESSED) return 1;
   if (!right(me)) failure = "wrong parameter or reply";
   me->ended++;
   begin(me);
@@ -207,8 +206,8 @@ static double explore(int depth) {
   size_t at = key % TABLE;
   while (table[at].key && table[at].key != key) at = (at + 1) % TABLE;
   if (table[at].key) return table[at].orders;
-  if (known == TABLE / 2 || depth == MOST_MOVES)
-    exit((fprintf(stderr, "mailbox_model: TABLE or MOST_MOVES is too small\n"), 2));
+  if (known == TABLE / 2 || depth == MAX_MOVES)
+    exit((fprintf(stderr, "mailbox_model: TABLE or MAX_MOVES is too small\n"), 2));
   table[at].key = key;
   used[known++] = at;
   double orders = 0;
@@ -247,7 +246,7 @@ static void show_failure(void) {
 }
 
 int main(void) {
-  for (size_t slots = 1; slots <= MOST_SLOTS; slots++) {
+  for (size_t slots = 1; slots <= MAX_SLOTS; slots++) {
     states = edges = 0;
     const double most = search(slots);
     if (failure) return show_failure(), 1;
@@ -255,7 +254,7 @@ int main(void) {
            (unsigned long long)states, (unsigned long long)edges, most);
   }
   for (mutation = 1; mutation < MUTATIONS; mutation++) {
-    for (size_t slots = 2; slots <= MOST_SLOTS && !failure; slots++) search(slots);
+    for (size_t slots = 2; slots <= MAX_SLOTS && !failure; slots++) search(slots);
     printf("  mutation, %s: ", mutation_names[mutation]);
     if (!failure) return puts("NOT NOTICED"), 1;
     show_failure();

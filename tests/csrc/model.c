@@ -1,5 +1,5 @@
 /*
- * All orders in which ranks can take the steps of operation.h, gone through one by one on the real code.
+ * Explores all orders in which ranks can take the steps of operation.h, on the real code.
  *
  * One thread plays all ranks. A state is the shared memory, and each rank's operation and arrays; from each state every
  * rank that can move does, depth first, and what it changed (its own part of all that) is put back. A state seen before
@@ -24,18 +24,19 @@
 #include "mutations.h"
 #include "operation.h"
 
-enum { EXCHANGE, DIRECT, SHARED_OUT, ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER, MISMATCH, KINDS };
-static const char *const kind_names[] = {"exchange",  "direct allreduce", "shared-out allreduce", "allgather",
-                                         "broadcast", "alltoall",         "reducescatter",        "mismatch"};
+enum { EXCHANGE, ONE_PHASE, TWO_PHASES, ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER, MISMATCH, KINDS };
+static const char *const kind_names[] = {
+    "exchange", "one-phase allreduce", "two-phase allreduce", "allgather", "broadcast", "alltoall", "reducescatter",
+    "mismatch"};
 
-#define MOST_RANKS 3
-#define MOST_ROUNDS 4
+#define MAX_RANKS 3
+#define MAX_ROUNDS 4
 #define OPERATIONS 3
 #define CHUNK_BYTES(ranks) ((size_t)(ranks) * ALLRED_LINE)
-#define GIVEN_BYTES (MOST_ROUNDS * CHUNK_BYTES(MOST_RANKS))
-#define MEMORY_BYTES (MOST_RANKS * 16384)
-/* Moves of all ranks: a round has up to five steps, and each of its two meetings can come further by one rank. */
-#define MOST_MOVES (MOST_RANKS * OPERATIONS * MOST_ROUNDS * (5 + 2 * MOST_RANKS))
+#define GIVEN_BYTES (MAX_ROUNDS * CHUNK_BYTES(MAX_RANKS))
+#define MEMORY_BYTES (MAX_RANKS * 16384)
+/* Moves of all ranks: a round has up to five steps, and each of its two waits can advance by one rank. */
+#define MAX_MOVES (MAX_RANKS * OPERATIONS * MAX_ROUNDS * (5 + 2 * MAX_RANKS))
 #define TABLE (1 << 20)
 
 typedef struct {
@@ -43,22 +44,22 @@ typedef struct {
   allred_operation operation;
   allred_tensor tensor;
   int ended; /* operations */
-  uint64_t starts[MOST_RANKS + 1], receive_starts[MOST_RANKS + 1];
-  uint64_t given[GIVEN_BYTES / 8], got[MOST_RANKS * GIVEN_BYTES / 8];
+  uint64_t starts[MAX_RANKS + 1], receive_starts[MAX_RANKS + 1];
+  uint64_t given[GIVEN_BYTES / 8], got[MAX_RANKS * GIVEN_BYTES / 8];
 } player;
 
 static struct {
   int ranks, kinds[OPERATIONS], rounds[OPERATIONS];
 } config;
-static player players[MOST_RANKS];
+static player players[MAX_RANKS];
 static _Alignas(4096) char memory[MEMORY_BYTES];
 static size_t area_bytes;
 static const char *failure;
 
 static struct {
   player player;
-  char area[MEMORY_BYTES / MOST_RANKS];
-} saved[MOST_MOVES + 1];
+  char area[MEMORY_BYTES / MAX_RANKS];
+} saved[MAX_MOVES + 1];
 
 /* ---- operations */
 
@@ -85,16 +86,16 @@ static const allred_transfer *transfer_of(int ranks, size_t bytes) {
 }
 
 static void begin(player *me) {
-  static const allred_transfer *direct, *shared_out;
+  static const allred_transfer *one_phase, *two_phases;
   const int operation = me->ended, ranks = config.ranks, rank = me->segment.rank;
   if (operation == OPERATIONS) return;
   const int kind = config.kinds[operation];
   const size_t chunk = me->segment.chunk_bytes, bytes = bytes_of(operation, chunk),
                part = bytes_of(operation, ALLRED_LINE);
-  const int in_place = kind == SHARED_OUT || kind == MISMATCH;
+  const int in_place = kind == TWO_PHASES || kind == MISMATCH;
   const allred_header header = {.kind = (uint8_t)kind, .problem = kind == MISMATCH && rank == ranks - 1};
-  if (!direct) direct = transfer_of(2, 8), shared_out = transfer_of(MOST_RANKS, (size_t)1 << 40);
-  if (direct->meld || !shared_out->meld) exit((fprintf(stderr, "model: which allreduce is which?\n"), 2));
+  if (!one_phase) one_phase = transfer_of(2, 8), two_phases = transfer_of(MAX_RANKS, (size_t)1 << 40);
+  if (one_phase->reduce || !two_phases->reduce) exit((fprintf(stderr, "model: which allreduce is which?\n"), 2));
   for (size_t i = 0; i < GIVEN_BYTES / 8; i++) me->given[i] = number(operation, rank, i);
   memset(me->got, 0, sizeof me->got);
   me->tensor = (allred_tensor){(char *)me->given, (char *)(in_place ? me->given : me->got), bytes, ALLRED_INT64, 0};
@@ -109,11 +110,11 @@ static void begin(player *me) {
   case EXCHANGE:
     allred_begin_exchange(op, &me->segment, &header);
     break;
-  case DIRECT:
-  case SHARED_OUT:
+  case ONE_PHASE:
+  case TWO_PHASES:
   case MISMATCH:
     allred_begin_allreduce(op, &me->segment, &header, &me->tensor, 1, 0, ALLRED_SUM, 1);
-    op->transfer = kind == DIRECT ? direct : shared_out;
+    op->transfer = kind == ONE_PHASE ? one_phase : two_phases;
     break;
   case ALLTOALL:
     allred_begin_alltoall(op, &me->segment, &header, send, receive, me->starts, me->receive_starts, part);
@@ -130,7 +131,7 @@ static int right(const player *me, int status) {
   const int operation = me->ended, kind = config.kinds[operation], ranks = config.ranks, rank = me->segment.rank;
   const size_t all = bytes_of(operation, me->segment.chunk_bytes) / 8, part = bytes_of(operation, ALLRED_LINE) / 8;
   if (status != (kind == MISMATCH ? ALLRED_DIFFER : ALLRED_DONE)) return 0;
-  if (kind == DIRECT || kind == SHARED_OUT)
+  if (kind == ONE_PHASE || kind == TWO_PHASES)
     for (size_t i = 0; i < all; i++)
       if (((const uint64_t *)(const void *)me->tensor.out)[i] != sum(operation, i)) return 0;
   if (kind == REDUCESCATTER)
@@ -150,9 +151,9 @@ static int right(const player *me, int status) {
 /* One step of a rank, and the next operation begun if it was the last; whether anything changed. */
 static int move(player *me) {
   if (me->ended == OPERATIONS) return 0;
-  const int met = me->operation.met, status = allred_step(&me->operation);
-  if (status == ALLRED_PENDING) return me->operation.met != met;
-  if (status == ALLRED_MOVED) return 1;
+  const int met = me->operation.ready_ranks, status = allred_step(&me->operation);
+  if (status == ALLRED_PENDING) return me->operation.ready_ranks != met;
+  if (status == ALLRED_PROGRESSED) return 1;
   if (!right(me, status)) failure = "wrong result";
   me->ended++;
   begin(me);
@@ -202,7 +203,7 @@ static double explore(int depth, const uint64_t *hashes) {
     memcpy(saved[depth].area, area, area_bytes);
     if (!move(me)) continue;
     edges++;
-    uint64_t next[MOST_RANKS];
+    uint64_t next[MAX_RANKS];
     memcpy(next, hashes, sizeof next);
     next[rank] = hash_rank(rank);
     if (!failure) orders += explore(depth + 1, next);
@@ -221,12 +222,12 @@ static double explore(int depth, const uint64_t *hashes) {
 /* Go through all orders of one configuration; in how many ways it can go. */
 static double search(int ranks, const int *kinds, const int *rounds) {
   const allred_segment segment = {.memory = memory, .ranks = ranks, .chunk_bytes = CHUNK_BYTES(ranks)};
-  uint64_t hashes[MOST_RANKS] = {0};
+  uint64_t hashes[MAX_RANKS] = {0};
   config.ranks = ranks;
   memcpy(config.kinds, kinds, sizeof config.kinds);
   memcpy(config.rounds, rounds, sizeof config.rounds);
   area_bytes = allred_segment_bytes(1, segment.chunk_bytes);
-  if (area_bytes > MEMORY_BYTES / MOST_RANKS) exit((fprintf(stderr, "model: MEMORY_BYTES is too small\n"), 2));
+  if (area_bytes > MEMORY_BYTES / MAX_RANKS) exit((fprintf(stderr, "model: MEMORY_BYTES is too small\n"), 2));
   memset(memory, 0, sizeof memory);
   memset(players, 0, sizeof players);
   for (int rank = 0; rank < ranks; rank++) {
@@ -250,7 +251,7 @@ static double search_all(int ranks, int every, int choices) {
       const int kinds[] = {i % KINDS, i / KINDS % KINDS, i / KINDS / KINDS};
       int rounds[OPERATIONS];
       for (int k = 0; k < OPERATIONS; k++)
-        rounds[k] = kinds[k] == EXCHANGE ? 1 : 1 + (int)(dice >> 8 * k & 255) % MOST_ROUNDS;
+        rounds[k] = kinds[k] == EXCHANGE ? 1 : 1 + (int)(dice >> 8 * k & 255) % MAX_ROUNDS;
       const double orders = search(ranks, kinds, rounds);
       if (orders > most) most = orders;
     }
@@ -265,7 +266,7 @@ static void show_failure(void) {
 
 int main(void) {
   for (places = 2; places <= 3; places++)
-    for (int ranks = 2; ranks <= MOST_RANKS; ranks++) {
+    for (int ranks = 2; ranks <= MAX_RANKS; ranks++) {
       states = edges = 0;
       const double most = search_all(ranks, places == 2 ? 1 : 5, ranks == 2 ? 8 : 1);
       if (failure) return show_failure(), 1;
@@ -274,7 +275,7 @@ int main(void) {
     }
   places = 2;
   for (mutation = 1; mutation < MUTATIONS; mutation++) {
-    for (int ranks = 2; ranks <= MOST_RANKS && !failure; ranks++) search_all(ranks, 1, 1);
+    for (int ranks = 2; ranks <= MAX_RANKS && !failure; ranks++) search_all(ranks, 1, 1);
     printf("  mutation, %s: ", mutation_names[mutation]);
     if (!failure) return puts("NOT NOTICED"), 1;
     show_failure();

@@ -13,8 +13,8 @@ enum { EXCHANGE, ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER, KINDS
 static const char *const kind_names[] = {"exchange",  "allreduce", "allgather",
                                          "broadcast", "alltoall",  "reducescatter"};
 
-#define MOST_RANKS 8
-#define MOST_TENSORS 40
+#define MAX_RANKS 8
+#define MAX_TENSORS 40
 #define LARGE_BYTES 40000 /* given by all ranks together: an allreduce then has them reduce for each other */
 
 typedef struct {
@@ -32,8 +32,8 @@ typedef struct {
   uint64_t seed;
   int kind, op, in_place, root, odd; /* odd: the rank whose header differs, or -1 */
   int wire;                          /* what wide floats of an allreduce travel as; 0: as they are */
-  size_t tensors, counts[MOST_TENSORS];
-  int dtypes[MOST_TENSORS];
+  size_t tensors, counts[MAX_TENSORS];
+  int dtypes[MAX_TENSORS];
 } plan;
 
 static size_t some_count(uint64_t dice, size_t chunk, int ranks) {
@@ -53,11 +53,11 @@ static size_t some_count(uint64_t dice, size_t chunk, int ranks) {
   case 6:
     return rest % 4 ? 7 : (size_t)(LARGE_BYTES / ranks);
   case 7:
-    return ALLRED_CARD_BYTES;
+    return ALLRED_INLINE_BYTES;
   case 8:
-    return ALLRED_CARD_BYTES + 1;
+    return ALLRED_INLINE_BYTES + 1;
   case 9:
-    return ALLRED_CARD_BYTES / 8 + rest % 2; /* a card, of the widest elements */
+    return ALLRED_INLINE_BYTES / 8 + rest % 2; /* an inline slot of the widest elements */
   default:
     return rest % 40;
   }
@@ -73,7 +73,7 @@ static plan make_plan(const scene *scene, uint64_t seed) {
   p.root = (int)(draw(seed, 3, 0) % (uint64_t)scene->ranks);
   p.odd = draw(seed, 4, 0) % 12 ? -1 : (int)(draw(seed, 5, 0) % (uint64_t)scene->ranks);
   p.wire = (int[]){0, ALLRED_FLOAT16, ALLRED_BFLOAT16}[draw(seed, 15, 0) % 3];
-  p.tensors = draw(seed, 6, 0) % (draw(seed, 6, 1) % 4 ? 4 : MOST_TENSORS + 1);
+  p.tensors = draw(seed, 6, 0) % (draw(seed, 6, 1) % 4 ? 4 : MAX_TENSORS + 1);
   uint64_t dice = seed;
   p.op = 1 + (int)(draw(seed, 7, 0) % (ALLRED_OPS - 1));
   int dtypes[2];
@@ -139,7 +139,7 @@ static void write_numbers(const scene *scene, const plan *p, int rank, size_t te
 }
 
 static void write_bytes(const plan *p, int from, int to, size_t count, char *into) {
-  for (size_t i = 0; i < count; i++) into[i] = (char)draw(p->seed, 1000 + (uint64_t)(from * MOST_RANKS + to), i);
+  for (size_t i = 0; i < count; i++) into[i] = (char)draw(p->seed, 1000 + (uint64_t)(from * MAX_RANKS + to), i);
 }
 
 #endif

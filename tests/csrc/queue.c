@@ -15,10 +15,10 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "bell.h"
+#include "doorbell.h"
 #include "queue.h"
 
-#define MOST_RANKS 4
+#define MAX_RANKS 4
 #define BATCH 12
 #define MOST 3000 /* numbers of an operation: several chunks */
 #define CHUNK_BYTES 4096
@@ -28,8 +28,8 @@ typedef struct {
   allred_operation operation, part;
   allred_tensor tensor;
   int64_t numbers[MOST], more;
-  uint64_t starts[MOST_RANKS + 1];
-  int64_t all[MOST_RANKS];
+  uint64_t starts[MAX_RANKS + 1];
+  int64_t all[MAX_RANKS];
 } entry;
 
 typedef struct {
@@ -39,7 +39,7 @@ typedef struct {
   entry entries[BATCH];
 } player;
 
-static player players[MOST_RANKS];
+static player players[MAX_RANKS];
 static _Atomic int halted_ranks;
 
 static uint64_t mix(uint64_t a, uint64_t b) { return allred_mix(allred_mix(1, a), b); }
@@ -114,7 +114,7 @@ static void *play(void *argument) {
     const uint64_t seed = mix((uint64_t)me->ranks, (uint64_t)turn);
     const int count = 1 + (int)(seed % BATCH);
     me->dice = mix(me->dice, 2);
-    if (me->dice % 4 == 0 && allred_queue_attend(&queue)) fail(me, turn, 0, "no thread");
+    if (me->dice % 4 == 0 && allred_queue_start_thread(&queue)) fail(me, turn, 0, "no thread");
     for (int i = 0; i < count; i++) {
       put(&queue, &segment, me, mix(seed, (uint64_t)i), i);
       if (me->dice % 5 == 0) usleep(20);
@@ -141,8 +141,8 @@ static void *play(void *argument) {
 
 int main(int count, char **arguments) {
   const int turns = count > 1 ? atoi(arguments[1]) : 200;
-  for (int ranks = 1; ranks <= MOST_RANKS; ranks++) {
-    pthread_t threads[MOST_RANKS];
+  for (int ranks = 1; ranks <= MAX_RANKS; ranks++) {
+    pthread_t threads[MAX_RANKS];
     const size_t bytes = allred_segment_bytes(ranks, CHUNK_BYTES);
     char *memory = aligned_alloc(4096, bytes);
     memset(memory, 0, bytes);

@@ -52,11 +52,11 @@ def test_no_cell_of_a_gradient_counts_as_sent_before_the_server_takes_it(comm):
     else:
         exchange = Exchange(post, 0, bytes(RECORD_BYTES), [data], SIZES, [], NONE)
         looks(exchange.done)
-        assert exchange.moves == 0
+        assert exchange.progress_count == 0
         comm.Barrier()
         while not exchange.done():
             pass
-        assert exchange.moves == CELLS
+        assert exchange.progress_count == CELLS
 
 
 def test_a_server_gives_no_more_cells_than_a_worker_takes(comm):

@@ -58,14 +58,14 @@ def pull(worker, record, targets, shard):
 
 def finish(worker):
     until = time.monotonic() + LIMIT_S
-    while not worker.linger():
+    while not worker.spin_wait():
         assert time.monotonic() < until
     return worker.reply
 
 
 def next_cell(server):
     until = time.monotonic() + LIMIT_S
-    while (cell := server.linger_cell()) is None:
+    while (cell := server.spin_wait_cell()) is None:
         assert time.monotonic() < until
     return cell
 
@@ -104,7 +104,7 @@ def test_up_in_cells_from_many_tensors(ends):
     tensors = [rng.integers(0, 255, n, np.uint8) for n in (1, 0, 300, 256, 3, 0, 5, 1000, 7)]
     stream = b"".join(bytes(tensor) for tensor in tensors)
     assert not push(worker, b"up", tensors)
-    assert worker.moves == SLOTS  # no more before one was taken
+    assert worker.progress_count == SLOTS  # no more before one was taken
     assert server.poll() == b"up"
     got = b""
     while len(got) < len(stream):
@@ -226,11 +226,11 @@ def test_what_is_refused_leaves_the_box_as_it_was(ends):
         worker.done()
     with pytest.raises(ValueError, match="no request is complete"):
         _ = worker.reply
-    for call in (server.cell, server.linger_cell, server.take, server.give, lambda: server.answer(b"")):
+    for call in (server.cell, server.spin_wait_cell, server.take, server.give, lambda: server.answer(b"")):
         with pytest.raises(ValueError, match="no request is being served"):
             call()
     push(worker, b"", [read_only])
-    with pytest.raises(ValueError, match="under way"):
+    with pytest.raises(ValueError, match="pending"):
         push(worker, b"", [read_only])
     server.poll()
     with pytest.raises(ValueError, match=r"take\(2\), but 1"):
@@ -278,7 +278,7 @@ def test_either_end_is_told_that_the_other_has_left(memory):
     data.append(0)
     assert server.closed
     server.take(2)  # what was sent before
-    for call in (server.cell, server.linger_cell):
+    for call in (server.cell, server.spin_wait_cell):
         with pytest.raises(ConnectionResetError, match="worker"):
             call()
     with pytest.raises(ValueError, match="closed"):
@@ -301,7 +301,7 @@ def test_a_worker_is_told_but_keeps_what_was_answered(memory):
             assert worker.reply == b"last"
         else:
             with pytest.raises(ConnectionResetError, match="server"):
-                worker.linger()
+                worker.spin_wait()
         with pytest.raises(ConnectionResetError, match="server"):
             worker.begin(b"", [], NONE, [], None, NONE)
         worker.close()
@@ -329,7 +329,7 @@ def test_a_mad_server_is_not_believed(ends, memory):
     flag(memory, TAKEN, 1, HUGE)
     flag(memory, GIVEN, 1, HUGE)
     assert not worker.done()
-    assert worker.moves == 5 + 4
+    assert worker.progress_count == 5 + 4
     np.testing.assert_array_equal(target, shard)
     server.poll()
     server.answer(b"x" * 192)

@@ -138,25 +138,25 @@ def test_whether_arrays_are_alike(kernels, what):
     array, as_param, as_grad = ODD[what]
     for place in range(3):
         odd = [*plain[:place], array, *plain[place + 1 :]]
-        assert kernels.alike(tensors, odd, plain) is as_param
-        assert kernels.alike(tensors, plain, odd) is as_grad
-    assert kernels.alike(tensors, plain, plain)
+        assert kernels.match(tensors, odd, plain) is as_param
+        assert kernels.match(tensors, plain, odd) is as_grad
+    assert kernels.match(tensors, plain, plain)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_alike_of_scalars_empty_arrays_and_lists_of_other_lengths(kernels):
     tensors = [Tensor("a", (), np.dtype(np.float64)), Tensor("b", (0, 2), np.dtype(ml_dtypes.bfloat16))]
     group = [np.zeros(()), np.zeros((0, 2), ml_dtypes.bfloat16)]
-    assert kernels.alike(tensors, group, group)
-    assert not kernels.alike(tensors, group, group[:1])
-    assert not kernels.alike(tensors[:1], group, group)
-    assert kernels.alike([], [], [])
+    assert kernels.match(tensors, group, group)
+    assert not kernels.match(tensors, group, group[:1])
+    assert not kernels.match(tensors[:1], group, group)
+    assert kernels.match([], [], [])
 
 
 @pytest.mark.skipif(not native.available, reason=native.reason)
 def test_c_reads_numpys_arrays_here():
-    assert native.alike is not twins.alike
+    assert native.match is not twins.match
     with pytest.raises(TypeError, match="tensor 0 is not"):
-        native.alike([("a", (1,))], [np.zeros(1)], [np.zeros(1)])
+        native.match([("a", (1,))], [np.zeros(1)], [np.zeros(1)])
     with pytest.raises(TypeError):
-        native.alike([("a", ("one",), np.dtype(float))], [np.zeros(1)], [np.zeros(1)])
+        native.match([("a", ("one",), np.dtype(float))], [np.zeros(1)], [np.zeros(1)])

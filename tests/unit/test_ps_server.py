@@ -41,7 +41,7 @@ class Post:
         assert len(record) == RECORD_BYTES
         return record
 
-    def receive(self, source, tag, peers=False):
+    def receive(self, source, tag, waits_for_peers=False):
         yield from ()
         return self.waiting[tag].pop(0)[1]
 
@@ -64,7 +64,7 @@ class Mailboxes:
 class Port:
     """A worker's; its cells are there at once, but not more than `cells`."""
 
-    peers, moves = False, 0
+    waits_for_peers, progress_count = False, 0
 
     def __init__(self, cells=0):
         self.cells, self.given = cells, 0
@@ -91,7 +91,7 @@ class Port:
     def done(self):
         return self.cell() is not None
 
-    def linger(self):
+    def spin_wait(self):
         return self.done()
 
     forget = poll = lambda self: PULL_RECORD
@@ -262,5 +262,5 @@ def test_all_of_nothing_is_done():
         for pending in nothing._left:
             pending.sizes = [1]
         assert nothing.done()
-        assert nothing.linger()
+        assert nothing.spin_wait()
         assert nothing.done()

@@ -25,7 +25,7 @@ SYNC = BEGIN | PUSH | DONE | PULL  # of a step of sync with one server
 class Port:
     """A server's end of one worker's traffic. `room_for`: how many more cells the worker takes."""
 
-    peers, moves = False, 0
+    waits_for_peers, progress_count = False, 0
 
     def __init__(self):
         self.cells, self.given, self.answers, self.room_for, self.dead = deque(), [], [], 10**9, False

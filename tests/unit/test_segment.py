@@ -45,7 +45,7 @@ ARRAYS = [
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("array", ARRAYS, ids=lambda a: f"{a.dtype}{a.shape}")
-def test_the_short_way_makes_pythons_header(segment, array, name):
+def test_the_fast_path_makes_pythons_header(segment, array, name):
     for sequence in (1, 2):
         assert segment.allreduce(array, array, ReduceOp.SUM, name) is DONE
         assert segment.headers() == [array_call("allreduce", array, name, ReduceOp.SUM).pack(sequence)]
@@ -107,7 +107,7 @@ def test_both_source_and_target_must_be_plain_and_alike(segment, other):
     assert segment.allreduce(other, good, ReduceOp.SUM, "") is NOT_TAKEN
 
 
-def test_no_short_way_while_somebody_else_is_at_it(segment):
+def test_no_fast_path_while_another_thread_has_the_lock(segment):
     array = np.ones(3)
     assert segment.acquire(False)
     assert not segment.acquire(False)
@@ -128,11 +128,14 @@ EIGHT = np.zeros(8, np.uint8)
         (lambda s: s.begin_allreduce(RECORD, [EIGHT[:7]], [EIGHT[:7]], [8], 2), "7 bytes cannot be reduced into 7"),
         (lambda s: s.begin_allreduce(RECORD, [EIGHT], [EIGHT], [0], 2), "operator 2 is not defined for dtype 0"),
         (lambda s: s.begin_allreduce(RECORD, [EIGHT], [EIGHT], [77], 2), "operator 2 is not defined for dtype 77"),
-        (lambda s: s.begin_allgather(RECORD, EIGHT, EIGHT, [4]), "send has 8 bytes, and the counts say 4"),
+        (lambda s: s.begin_allgather(RECORD, EIGHT, EIGHT, [4]), "send has 8 bytes, but the counts add up to 4"),
         (lambda s: s.begin_allgather(RECORD, EIGHT, EIGHT, [4, 4]), "a list of 1 numbers"),
         (lambda s: s.begin_allgather(RECORD, EIGHT, EIGHT, [-1]), "-1 is not a count"),
         (lambda s: s.begin_broadcast(RECORD, EIGHT, 1), "root 1 is not a rank"),
-        (lambda s: s.begin_alltoall(RECORD, EIGHT, EIGHT, [8], [4], 8), "receive has 8 bytes, and the counts say 4"),
+        (
+            lambda s: s.begin_alltoall(RECORD, EIGHT, EIGHT, [8], [4], 8),
+            "receive has 8 bytes, but the counts add up to 4",
+        ),
         (lambda s: s.begin_reducescatter(RECORD, EIGHT[:6], EIGHT[:6], [6], 8, 2), "counts must be whole elements"),
         (lambda s: s.headers(), "no operation is complete"),
     ],
@@ -142,7 +145,7 @@ def test_wrong_arguments_are_refused_before_anything_moves(segment, call, messag
         call(segment)
     operation = segment.begin_exchange(RECORD, False)
     assert operation.done()
-    assert operation.agreed
+    assert operation.headers_agree
 
 
 @pytest.mark.parametrize(("rank", "ranks", "chunk"), [(1, 1, 64), (-1, 1, 64), (0, 0, 64), (0, 2, 64), (0, 1, 65)])
@@ -177,7 +180,7 @@ def test_codes_are_the_same_in_c_and_python():
 def test_of_what_goes_on_the_arrays_are_held_and_nothing_overtakes_it():
     memory, array, target = bytearray(segment_bytes(2, SLOT)), np.ones(3), np.ones(3)
     late, peer = (Segment(memory, rank, 2, SLOT, PROBE, _DTYPES, _OPS) for rank in range(2))
-    late.note(True)
+    late.set_tracing(True)
     begun = late.allreduce(array, target, ReduceOp.SUM, "")
     assert (sys.getrefcount(array), sys.getrefcount(target)) == (3, 3)
     answer = peer.allreduce(target.copy(), np.ones(3), ReduceOp.SUM, "")
@@ -192,13 +195,13 @@ def test_of_what_goes_on_the_arrays_are_held_and_nothing_overtakes_it():
     late.release()
     assert late.pending
     assert late.allreduce(array, array, ReduceOp.SUM, "") is NOT_TAKEN
-    assert [row[1] for row in ROW.iter_unpack(late.noted()[1])] == [0, 0]  # they end elsewhere
+    assert [row[1] for row in ROW.iter_unpack(late.take_trace()[1])] == [0, 0]  # they end elsewhere
 
 
 @pytest.mark.parametrize(
     "probe", [np.zeros(3), np.zeros((2, 4))[:, ::2], memoryview(bytearray(6)).cast("B", (2, 3)), None]
 )
-def test_where_c_cannot_read_arrays_none_goes_the_short_way(probe):
+def test_no_fast_path_where_c_cannot_read_arrays(probe):
     made, array = alone(probe), np.ones(3)
     assert made.allreduce(array, array, ReduceOp.SUM, "") is NOT_TAKEN
     assert made.grouped_allreduce([array], [array], ReduceOp.SUM, "") is NOT_TAKEN
@@ -279,20 +282,20 @@ def test_a_list_that_changes_while_it_is_looked_at(segment):
 
 def test_any_number_of_notes_is_fetched_once_and_in_order(segment):
     array, names = np.ones(3, np.float32), [f"w{number}" for number in range(7)]
-    segment.note(True)
+    segment.set_tracing(True)
     for number in range(20_000):
         segment.allreduce(array, array, ReduceOp.SUM, names[number % 7])
-    noted, rows = segment.noted()
+    noted, rows = segment.take_trace()
     found = list(ROW.iter_unpack(rows))
     assert noted == names
     assert max(map(sys.getrefcount, names)) < 10
     assert [row[2:] for row in found] == [(12, number % 7, 0) for number in range(20_000)]
     times = [time for row in found for time in row[:2]]
     assert times == sorted(times)
-    assert segment.noted() == ([], b"")
+    assert segment.take_trace() == ([], b"")
     name, forgotten = names[0], alone()
     references = sys.getrefcount(name)
-    forgotten.note(True)
+    forgotten.set_tracing(True)
     forgotten.allreduce(array, array, ReduceOp.SUM, name)
     del forgotten
     assert sys.getrefcount(name) == references
@@ -306,19 +309,19 @@ def test_what_is_noted_while_notes_are_fetched_is_fetched_later(segment):
         passed.append(1)
 
     array, passed, threshold = np.ones(3), [], gc.get_threshold()
-    segment.note(True)
+    segment.set_tracing(True)
     segment.allreduce(array, array, ReduceOp.SUM, "")
     _kept = [(number, -number) for number in range(5000)]  # so that new tuples take new memory
     gc.callbacks.append(more)
     gc.set_threshold(1)
     try:
-        rows = segment.noted()[1]
+        rows = segment.take_trace()[1]
     finally:
         gc.callbacks.remove(more)
         gc.set_threshold(*threshold)
-    assert len(rows + segment.noted()[1]) == 32 * (1 + len(passed))
+    assert len(rows + segment.take_trace()[1]) == 32 * (1 + len(passed))
 
 
 def test_what_has_no_truth_is_no_answer_to_whether_to_note(segment):
     with pytest.raises(ValueError, match="ambiguous"):
-        segment.note(np.ones(2))
+        segment.set_tracing(np.ones(2))

@@ -6,25 +6,25 @@ import time
 
 import pytest
 
-from allred.comm.work import WorkQueue, linger
+from allred.comm.work import WorkQueue, spin_wait
 from allred.errors import AllredError, CollectiveTimeout, InputError
 
 
 class Gate:
     """Opens when told, or after some tests."""
 
-    moves = 0
+    progress_count = 0
 
-    def __init__(self, tests=None, peers=False):
-        self.tests, self.peers, self.open = tests, peers, False
+    def __init__(self, tests=None, waits_for_peers=False):
+        self.tests, self.waits_for_peers, self.open = tests, waits_for_peers, False
 
     def done(self):
         if self.tests is not None:
             self.tests -= 1
         return self.open or (self.tests is not None and self.tests < 0)
 
-    def linger(self):
-        return linger(self.done)
+    def spin_wait(self):
+        return spin_wait(self.done)
 
 
 def operation(log, name, *gates):
@@ -92,7 +92,7 @@ def test_a_time_limit_names_the_operation_and_poisons(queue, limit):
 
 
 def test_waiting_for_peers_is_told_from_moving_bytes(queue):
-    queue.start("a", operation([], "a", Gate(tests=20, peers=True))).wait()
+    queue.start("a", operation([], "a", Gate(tests=20, waits_for_peers=True))).wait()
     assert 0 < queue.waited_for_peers_s <= queue.waited_s
     before = queue.waited_for_peers_s
     queue.start("b", operation([], "b", Gate(tests=20))).wait()

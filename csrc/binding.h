@@ -1,0 +1,35 @@
+/*
+ * What the files that include Python.h share: entries of method tables; what module.c registers.
+ *
+ * Limited API of Python 3.11: one build runs on every later version. Arguments are checked completely in these files,
+ * before the GIL is released; the C code below them trusts its arguments.
+ */
+#ifndef ALLRED_BINDING_H
+#define ALLRED_BINDING_H
+
+#include <Python.h>
+
+#define ALLRED_SPIN_WAIT_NS 1000000 /* how long spin_wait() waits without progress */
+
+/* An entry of a method table for any calling convention; a read-only attribute. */
+#define METHOD(name, function, flags, doc) {name, (PyCFunction)(void (*)(void))(function), flags, doc}
+#define ATTRIBUTE(name, get, doc) {name, (getter)(get), NULL, doc, NULL}
+
+/* The end of a destructor: free the memory of an object of a heap type. */
+static inline void allred_free_object(void *self) {
+  PyTypeObject *type = Py_TYPE((PyObject *)self);
+  ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+  Py_DECREF(type);
+}
+
+extern PyTypeObject *allred_operation_type; /* set by module.c */
+extern PyType_Spec allred_operation_spec, allred_segment_spec, allred_mailbox_spec;
+
+/* match.c */
+PyObject *allred_python_reads_arrays(PyObject *module, PyObject *array);
+PyObject *allred_python_match(PyObject *module, PyObject *const *args, Py_ssize_t count);
+
+/* mailbox_type.c */
+PyObject *allred_python_mailbox_bytes(PyObject *module, PyObject *args);
+
+#endif

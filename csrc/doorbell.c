@@ -1,0 +1,30 @@
+#define _GNU_SOURCE /* syscall, clock_gettime */
+#include "doorbell.h"
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#define SECOND_NS 1000000000
+
+void allred_doorbell_set(allred_doorbell *doorbell) { atomic_store_explicit(doorbell, 1, memory_order_seq_cst); }
+
+void allred_doorbell_clear(allred_doorbell *doorbell) { atomic_store_explicit(doorbell, 0, memory_order_seq_cst); }
+
+void allred_doorbell_sleep(allred_doorbell *doorbell, int64_t limit_ns) {
+  const struct timespec limit = {limit_ns / SECOND_NS, limit_ns % SECOND_NS};
+  if (limit_ns > 0) syscall(SYS_futex, doorbell, FUTEX_WAIT, 1, &limit, NULL, 0);
+}
+
+void allred_doorbell_ring(allred_doorbell *doorbell) {
+  if (!atomic_load_explicit(doorbell, memory_order_seq_cst)) return;
+  if (atomic_exchange_explicit(doorbell, 0, memory_order_seq_cst))
+    syscall(SYS_futex, doorbell, FUTEX_WAKE, 1, NULL, NULL, 0);
+}
+
+int64_t allred_now_ns(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (int64_t)now.tv_sec * SECOND_NS + now.tv_nsec;
+}
