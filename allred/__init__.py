@@ -31,7 +31,7 @@ from allred.comm.asynchronous import (
     reducescatter_async,
     synchronize,
 )
-from allred.comm.collectives import (
+from allred.comm.functions import (
     allgather,
     allgather_object,
     allreduce,
@@ -46,9 +46,9 @@ from allred.comm.collectives import (
     patience,
     reducescatter,
 )
+from allred.comm.join import Join, join
 from allred.comm.ops import ReduceOp
 from allred.comm.process_set import ProcessSet
-from allred.comm.uneven import Join, join
 from allred.comm.work import Work
 from allred.compression.wire import Compression
 from allred.errors import (

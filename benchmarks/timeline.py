@@ -16,8 +16,8 @@ import numpy as np
 
 import allred
 from allred.bench import measure
-from allred.comm import collectives
-from allred.comm.shm import CHUNK_BYTES, ShmCommunicator
+from allred.comm import functions
+from allred.comm.backends.shm import CHUNK_BYTES, ShmCommunicator
 from allred.native._kernels import segment_bytes
 from allred.timeline import recorder
 from allred.timeline.track import Track
@@ -43,7 +43,7 @@ def main() -> None:
 
 def line(size: int, comm: Any) -> None:
     """Measure one size."""
-    communicator, array = collectives.current(), np.zeros(size // 4, np.float32)
+    communicator, array = functions.current(), np.zeros(size // 4, np.float32)
     allreduce, note = communicator.allreduce_now, communicator._segment.note
     ways = {
         "off": lambda: (note(False), allreduce(array, True, allred.Sum, "w")),

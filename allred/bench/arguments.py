@@ -8,7 +8,7 @@ import numpy as np
 
 from allred import arrays, config
 from allred.bench import data, measure, sets
-from allred.comm.nccl_wire import TYPES
+from allred.comm.backends.nccl_types import TYPES
 from allred.compression import Compression, narrows
 
 SIZES = "4,1KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB,256MiB"

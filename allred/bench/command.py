@@ -17,7 +17,7 @@ from allred import arrays
 from allred.bench import data, gpu, measure, overlap, ps, sets, setting, table, verify, ways
 from allred.bench.arguments import parse
 from allred.cluster import mpi
-from allred.comm import collectives
+from allred.comm import functions
 from allred.compression import Compression
 from allred.errors import ConfigError
 
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace, command: str) -> None:
         raise ConfigError("a benchmark's barriers need an MPI, and none could be loaded; pip install 'allred[mpich]'")
     comm = MPI.COMM_WORLD.Dup()
     ranks = comm.Get_size()
-    common = {"ranks": ranks, "dtype": arrays.name_of(options.dtype), "backend": collectives.current().name}
+    common = {"ranks": ranks, "dtype": arrays.name_of(options.dtype), "backend": functions.current().name}
     if options.compression is not Compression.none:
         common["compression"] = options.compression.name
     where = {
@@ -71,10 +71,10 @@ def run(options: argparse.Namespace, command: str) -> None:
         theirs = ways.Mpi(comm) if options.against == "mpi" else gpu.Raw(comm, options.dtype)
     for item in options.items:
         what, measured = _measured(item, options, comm, theirs)
-        thread = {"progress_thread": collectives.current().queue.engine.attended}
+        thread = {"progress_thread": functions.current().queue.engine.attended}
         for numbers in measured:
             printer.line({"bench": options.bench, **what, **common, **numbers, **where, **thread})
-    printer.end(collectives.current().queue.engine.attended)
+    printer.end(functions.current().queue.engine.attended)
     if theirs is not None:
         theirs.close()
     comm.Free()

@@ -22,9 +22,9 @@ from allred import arrays
 from allred.bench import measure
 from allred.bench.measure import Call
 from allred.bench.table import short
-from allred.comm import collectives
-from allred.comm.nccl import NcclCommunicator
-from allred.comm.nccl_wire import TYPES
+from allred.comm import functions
+from allred.comm.backends.nccl_types import TYPES
+from allred.comm.device_collectives import NcclCommunicator
 from allred.gpu.device import Device
 from allred.gpu.values import adopt
 
@@ -33,7 +33,7 @@ _ENQUEUED = 100  # samples
 
 
 def _device() -> Device:
-    return cast(NcclCommunicator, collectives.current()).device
+    return cast(NcclCommunicator, functions.current()).device
 
 
 def settle() -> None:

@@ -29,7 +29,7 @@ from allred.arrays import Array
 from allred.bench import measure, sets, setting, table, ways
 from allred.bench.measure import Call
 from allred.cluster import mpi
-from allred.comm import collectives
+from allred.comm import functions
 from allred.errors import ConfigError
 
 Part = Callable[[float], object]
@@ -58,9 +58,9 @@ def run(options: argparse.Namespace, command: str) -> None:
         "allred": allred.__version__,
         "command": f"mpirun -np {comm.Get_size()} {command}",
     }
-    common = {"ranks": comm.Get_size(), "backend": collectives.current().name, "progress": options.progress}
+    common = {"ranks": comm.Get_size(), "backend": functions.current().name, "progress": options.progress}
     speaks = comm.Get_rank() == 0
-    assert not collectives.current().queue.engine.attended
+    assert not functions.current().queue.engine.attended
     if speaks and not options.json:
         print(f"overlap: {common['ranks']} ranks, backend {common['backend']}, progress {common['progress']}")
         print(*setting.lines(where), sep="\n")

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 
 from allred.arrays import Array
 from allred.comm import header
-from allred.comm.base import Communicator
-from allred.comm.collectives import config, current
+from allred.comm.communicator import Communicator
+from allred.comm.functions import config, current
 from allred.comm.ops import ReduceOp
 from allred.comm.process_set import ProcessSet
 from allred.comm.work import Work

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from allred.arrays import Array
-from allred.comm.base import Communicator, T
+from allred.comm.communicator import Communicator, T
 from allred.comm.header import Call
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Steps, Work

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from allred.comm.mpi import Request
+from allred.comm.backends.mpi import Request
 from allred.comm.work import Steps
 
 _QUESTIONS = 20  # to each rank, of which the first finds the way cold

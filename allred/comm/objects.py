@@ -13,7 +13,7 @@ from allred.comm.work import Steps
 from allred.errors import InputError
 
 if TYPE_CHECKING:
-    from allred.comm.base import Communicator
+    from allred.comm.communicator import Communicator
 
 
 def dumps(value: Any) -> Array:

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from allred.cluster import topology
-from allred.comm import recording, registry
-from allred.comm.base import Communicator
+from allred.comm import recording
+from allred.comm.backends import select
+from allred.comm.communicator import Communicator
 from allred.comm.work import Steps, WorkQueue
 from allred.config import Config
 from allred.errors import InputError
@@ -161,21 +162,21 @@ def _make(base: Base, ranks: tuple[int, ...], title: str) -> Steps[Communicator]
     nodes = [base.nodes[rank] for rank in ranks]
     kernels = [base.kernels[rank] for rank in ranks]
     config, world = base.config, [rank + base.servers for rank in ranks]
-    name, _ = registry.choose(config.backend, nodes, True, kernels)
+    name, _ = select.choose(config.backend, nodes, True, kernels)
     yield from _meet(base.comm, world, title)
     comm = base.comm.Create_group(base.comm.Get_group().Incl(world))
-    communicator = registry.BACKENDS[name](comm, config.timeout_s, nodes)
+    communicator = select.BACKENDS[name](comm, config.timeout_s, nodes)
     communicator.queue.timeout_s = base.everyone.queue.timeout_s
     communicator.queue.members, communicator.ranks = world, ranks
     communicator.checks_places = base.everyone.checks_places
     recording.attach(communicator, title)
     seen = [base.seen[rank] for rank in ranks]
-    return registry.with_devices(communicator, config, seen, nodes)[0]
+    return select.with_devices(communicator, config, seen, nodes)[0]
 
 
 def _meet(comm: Any, world: list[int], title: str) -> Steps[None]:
     """Wait until all members are here: what makes a communicator can only be waited for in C, without a limit."""
-    from allred.comm.mpi import Request
+    from allred.comm.backends.mpi import Request
 
     tag, mine = zlib.crc32(title.encode()) % 2**15, comm.Get_rank()
     word = np.zeros(1, np.uint8)

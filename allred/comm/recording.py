@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from allred.comm.base import Communicator
+from allred.comm.communicator import Communicator
 from allred.errors import InputError
 from allred.timeline import recorder
 from allred.timeline.track import Track

@@ -14,7 +14,7 @@ from typing import Any
 
 import allred
 from allred.bench import setting
-from allred.comm import collectives
+from allred.comm import functions
 from allred.doctor import gather, library, phases, ranks, start, topics, trials
 from allred.doctor.arguments import parsed
 from allred.doctor.guard import Guard
@@ -63,7 +63,7 @@ def examine(printer: Printer, limit_s: float) -> int:
         printer.speaks = world.rank == 0 and (world.size > 1 or setting.first_rank())
         rank = Rank(world.rank, world.host, {**seen, "world": world})
         code = _examine(guard, printer, comm, rank, limit_s)
-        if comm is not None and allred.is_initialized() and collectives.current().queue.poisoned:
+        if comm is not None and allred.is_initialized() and functions.current().queue.poisoned:
             comm.Abort(1)  # an operation of MPI's is under way for ever
         with phases.waiting(guard, printer, "MPI's end", limit_s):
             _finish(MPI)

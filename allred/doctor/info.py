@@ -15,7 +15,7 @@ import allred
 from allred import config
 from allred.bench import setting
 from allred.cluster import mpi
-from allred.comm import collectives
+from allred.comm import functions
 from allred.doctor import installation, library
 from allred.doctor.arguments import parsed
 from allred.doctor.guard import Guard
@@ -125,7 +125,7 @@ def records(loaded: library.Library, problem: str = "") -> list[dict[str, Any]]:
     software = installation.look()
     backend = "allred.init() was not called"
     if allred.is_initialized():
-        backend = f"{collectives.current().name} ({collectives.reason()})"
+        backend = f"{functions.current().name} ({functions.reason()})"
     found = {
         "allred": software.allred,
         "its files": pathlib.Path(allred.__file__).parent,

@@ -12,7 +12,8 @@ import numpy as np
 import allred
 from allred.bench import measure, table, verify
 from allred.cluster import topology
-from allred.comm import collectives, shared_memory
+from allred.comm import functions
+from allred.comm.backends import segment
 from allred.doctor.line import FAIL, NOTE, OK, WARN, Line, words
 from allred.doctor.ranks import Rank, Seen, Unseen, compared, who
 from allred.errors import AllredError
@@ -58,7 +59,7 @@ def share(comm: Any) -> Sharing:
 
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     try:
-        return Sharing(shared_memory.way(node) if node.Get_size() > 1 else "", node.Get_size())
+        return Sharing(segment.way(node) if node.Get_size() > 1 else "", node.Get_size())
     finally:
         node.Free()
 
@@ -82,7 +83,7 @@ def init(limit_s: float) -> Init:
         allred.init(banner=False, timeout_s=limit_s)
     except AllredError as error:
         return Init(error=words(error))
-    return Init(collectives.current().name, collectives.reason(), topology.current().nodes)
+    return Init(functions.current().name, functions.reason(), topology.current().nodes)
 
 
 def time_allreduce(nbytes: int) -> Timed:

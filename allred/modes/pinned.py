@@ -11,9 +11,9 @@ from typing import Any, cast
 import numpy as np
 
 from allred.arrays import Array
-from allred.comm import collectives
-from allred.comm.nccl import NcclCommunicator
-from allred.comm.nccl_calls import adopted
+from allred.comm import functions
+from allred.comm.device_arguments import adopted
+from allred.comm.device_collectives import NcclCommunicator
 from allred.gpu.device import Device, End
 from allred.gpu.values import Adopted, is_device
 
@@ -27,7 +27,7 @@ class Pinned:
 
     @property
     def _device(self) -> Device:
-        return cast(NcclCommunicator, collectives.current()).device  # there are device arrays only where it serves
+        return cast(NcclCommunicator, functions.current()).device  # there are device arrays only where it serves
 
     def down(self, values: Sequence[Any]) -> list[Any]:
         """Host arrays with the values of those on the GPU; until the next call."""

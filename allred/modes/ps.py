@@ -17,7 +17,7 @@ import numpy as np
 from allred import arrays, nest
 from allred.arrays import Array
 from allred.cluster import report, topology
-from allred.comm import collectives
+from allred.comm import functions
 from allred.errors import AllredError, CollectiveTimeout, DriftError, InputError, NonFiniteError, ShutdownError
 from allred.fusion.plan import Plan, Tensor, plan
 from allred.modes.clipping import Clipper
@@ -86,7 +86,7 @@ class ServersMode:
         self._agree_on_start(params)
         if self._running.worker != 0:  # worker 0 has the parameters: it has just given them
             self._pull(leaves)
-        collectives.barrier()  # nobody changes them before all have pulled
+        functions.barrier()  # nobody changes them before all have pulled
 
     def _connect(self, title: str, params: Any, tensors: list[Tensor], leaves: list[Any]) -> None:
         """Register with the servers, once; later, see that these are the parameters that they have."""

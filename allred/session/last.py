@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from allred import checkpoint
 from allred.cluster import report, topology
-from allred.comm import collectives
+from allred.comm import functions
 from allred.errors import (
     AllredError,
     CheckpointError,
@@ -55,7 +55,7 @@ def write(saver: Saver, optimizer: DistributedOptimizer, step: int, make: Make) 
 def write_joined(saver: Saver, optimizer: DistributedOptimizer, writer: int, make: Make) -> int:
     """All ranks have joined, rank `writer` as the last one: if it has made updates that the chief lacks, it writes a
     checkpoint. Collective; the number of its last update, on all ranks. Training goes on if it cannot be written."""
-    steps = collectives.allgather_object(optimizer.global_step)
+    steps = functions.allgather_object(optimizer.global_step)
     step = int(steps[writer])
     if not saver.directory or step == steps[0]:
         return step
@@ -66,7 +66,7 @@ def write_joined(saver: Saver, optimizer: DistributedOptimizer, writer: int, mak
         except (CheckpointError, InputError) as error:
             failure = str(error)
     with together.waiting():
-        path, failure = collectives.broadcast_object((path, failure), writer)
+        path, failure = functions.broadcast_object((path, failure), writer)
     if failure:
         report.say(
             f"rank {writer}, which joined last, could not write the checkpoint of step {step}: {failure}. Rank 0 lacks "

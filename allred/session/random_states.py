@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from allred.cluster import topology
-from allred.comm import collectives
+from allred.comm import functions
 
 
 def get() -> Any:
@@ -16,7 +16,7 @@ def get() -> Any:
 
 def gather(why: str = "") -> dict[int, Any]:
     """Of all ranks, by rank; collective. why: for the error of a rank that calls something else."""
-    return dict(collectives.allgather_object((topology.rank(), get()), why))
+    return dict(functions.allgather_object((topology.rank(), get()), why))
 
 
 def put(state: Any) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self, TypeVar
 
 from allred.cluster import report, topology
-from allred.comm import collectives, uneven
+from allred.comm import functions, join
 from allred.errors import InputError, ShutdownError
 from allred.modes.optimizer import DistributedOptimizer
 from allred.session import checks, ending, last, random_states, together
@@ -130,7 +130,7 @@ class Session:
             raise
         finally:
             self._asked.stop()
-            uneven.forget(self._joined)
+            join.forget(self._joined)
             self._done = True
             if optimizer is not None or failure is not None:
                 self._call_end(failure, path)
@@ -149,7 +149,7 @@ class Session:
         self.__exit__(None if error is None else type(error), error, None)
 
     def _end_with_program(self, error: BaseException | None) -> None:
-        with collectives.patience(together.FOREVER_S):  # the other ranks' programs may end much later
+        with functions.patience(together.FOREVER_S):  # the other ranks' programs may end much later
             self.end(error)
 
     def track(self, *, params: Any, optimizer: DistributedOptimizer, data: Any = None, **more: Any) -> int | None:
@@ -187,9 +187,9 @@ class Session:
             report.inform(f"goes on from step {restored}, of {self._saver.directory}")
         self.step = optimizer.global_step
         self._saver.begin(self.step)
-        self._token = collectives.allgather_object(secrets.token_hex(4))[0]  # nobody steps before all know global_step
+        self._token = functions.allgather_object(secrets.token_hex(4))[0]  # nobody steps before all know global_step
         if optimizer.in_step:
-            uneven.observe(self._joined)
+            join.observe(self._joined)
         else:
             self._asked.noted = optimizer.ask_to_end
             if self._asked.reason:  # it came meanwhile

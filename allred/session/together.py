@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from allred.comm import collectives
+from allred.comm import functions
 from allred.errors import AllredError, MismatchError
 from allred.modes.detect.batches import arguments_of, difference
 from allred.modes.optimizer import DistributedOptimizer
@@ -22,7 +22,7 @@ def agree(directory: str, max_steps: int | None, tracked: list[str], data: Any) 
 
     data: as given to `track`."""
     names = "checkpoint_dir", "max_steps", "what else is tracked"
-    gathered = collectives.allgather_object(((directory or None, max_steps, tracked), arguments_of(data)))
+    gathered = functions.allgather_object(((directory or None, max_steps, tracked), arguments_of(data)))
     given = [settings for settings, _ in gathered]
     if problem := difference([arguments for _, arguments in gathered], range(len(gathered))):
         raise MismatchError(f"session.track(): {problem}")
@@ -38,7 +38,7 @@ def agree(directory: str, max_steps: int | None, tracked: list[str], data: Any) 
 @contextlib.contextmanager
 def waiting(seconds: float = FOREVER_S) -> Iterator[None]:
     """Operations may wait for so long."""
-    queue = collectives.current().queue
+    queue = functions.current().queue
     before, queue.timeout_s = queue.timeout_s, max(seconds, queue.timeout_s)
     try:
         yield

@@ -11,14 +11,14 @@ import standin_gpu
 from mpi4py import MPI
 
 from allred.bench import command, gpu, sets
-from allred.comm import registry
-from allred.comm.nccl_connect import around
+from allred.comm.backends import select
+from allred.comm.create import around
 
 standin_gpu.install(setattr)
 gpu.adopt = standin_gpu.adopt
 gpu.allocate = lambda shapes, dtype: [standin_gpu.on_gpu(np.zeros(shape, dtype)) for shape in shapes]
 gpu._ENQUEUED = 3
 sets.SETS["small"] = lambda: [(256,)] * 10
-registry.devices = lambda *_: (True, "")
-registry.with_devices = lambda below, *_: around(below, standin_gpu.Device(MPI.COMM_WORLD.Dup()), staged=False)
+select.devices = lambda *_: (True, "")
+select.with_devices = lambda below, *_: around(below, standin_gpu.Device(MPI.COMM_WORLD.Dup()), staged=False)
 sys.exit(command.main(sys.argv[1:]))

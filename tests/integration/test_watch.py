@@ -306,7 +306,7 @@ def test_a_rank_that_ends_well_while_the_others_wait_for_it(mpi, end):
 def test_a_rank_that_ends_well_while_others_finish_what_it_has_done(mpi):
     """Rank 2 is slow to pass on to rank 3 what ranks 0 and 1 have already."""
     code = (
-        "import time\nimport numpy as np\nimport allred\nfrom allred.comm.mpi import MpiCommunicator\n"
+        "import time\nimport numpy as np\nimport allred\nfrom allred.comm.backends.mpi import MpiCommunicator\n"
         "allred.init(banner=False)\nbroadcast = MpiCommunicator._broadcast\n"
         "def slow(*arguments):\n"
         "    time.sleep(5)\n"

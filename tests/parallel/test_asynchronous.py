@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import allred
-from allred.comm.shm import ShmCommunicator
+from allred.comm.backends.shm import ShmCommunicator
 from allred.errors import AllredError, InputError, MismatchError
 
 pytestmark = pytest.mark.mpi
@@ -160,7 +160,7 @@ def test_another_order_is_told_as_such(comm, who):
 
 
 def test_the_place_is_where_it_was_started(size):
-    several(allred.comm.collectives.current())
+    several(allred.comm.functions.current())
     work = allred.allreduce_async(np.ones(2 + (allred.rank() == 1)), name="w")  # here
     with pytest.raises(MismatchError, match=r"called at test_asynchronous\.py:\d+ on rank") as error:
         allred.synchronize(work)
@@ -261,7 +261,7 @@ def test_the_thread_starts_with_the_first_operation_that_is_not_waited_for(size)
 def _memory():
     from mpi4py import MPI
 
-    from allred.comm.shm import segment_memory
+    from allred.comm.backends.shm import segment_memory
 
     return segment_memory(MPI.COMM_WORLD), 20.0
 
@@ -297,7 +297,7 @@ def test_a_wait_of_no_time_is_refused(timeout_s):
 def test_patience_ends_for_a_set_that_is_new_in_it(rank, size):
     members = allred.ProcessSet({0, size - 1} | {size // 2})
     if members.included():
-        before = allred.comm.collectives.current().queue.timeout_s
+        before = allred.comm.functions.current().queue.timeout_s
         with allred.patience(before + 100):
             allred.barrier(process_set=members)
         assert members.communicator().queue.timeout_s == before

@@ -7,7 +7,7 @@ import pytest
 from mpi4py import MPI
 
 from allred.comm import clock
-from allred.comm.mpi import MpiCommunicator
+from allred.comm.backends.mpi import MpiCommunicator
 
 pytestmark = pytest.mark.mpi
 

@@ -205,7 +205,7 @@ def test_what_is_no_compression_is_an_error_on_all(comm, odd):
 
 
 def test_the_header_says_it():
-    from allred.comm.calls import array_call
+    from allred.comm.arguments import array_call
 
     call = array_call("allreduce", np.ones(3, np.float32), "w", allred.Sum, compression=Compression.bf16)
     assert "op=2 dtype=float32 as bfloat16 count=3" in decode(call.pack(1))

@@ -213,7 +213,7 @@ def test_an_error_in_the_block_does_not_join(size):
 
 
 def test_who_waits_has_no_time_limit(rank):
-    communicator = allred.comm.collectives.current()
+    communicator = allred.comm.functions.current()
     limit_s, communicator.queue.timeout_s = communicator.queue.timeout_s, 0.2
     try:
         if rank == 0:
@@ -242,7 +242,7 @@ def test_the_last_one_had_most_under_way(rank, size):
 
 @pytest.fixture
 def checked_places():
-    communicator = allred.comm.collectives.current()
+    communicator = allred.comm.functions.current()
     communicator.checks_places = True
     yield
     communicator.checks_places = False

@@ -15,8 +15,9 @@ from mpi4py import MPI
 from standin_gpu import DeviceArray, host, on_gpu
 
 import allred
-from allred.comm import collectives, nccl_calls, nccl_reduce, registry
-from allred.comm.nccl_connect import around
+from allred.comm import device_arguments, device_reduce, functions
+from allred.comm.backends import select
+from allred.comm.create import around
 from allred.errors import InputError, MismatchError
 from allred.modes.pairs import Pairs
 
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.mpi
 
 def connect(transport):
     size = MPI.COMM_WORLD.Get_size()
-    below = registry.BACKENDS[registry.choose("auto", [0] * size, True, [True] * size)[0]]
+    below = select.BACKENDS[select.choose("auto", [0] * size, True, [True] * size)[0]]
     device = standin_gpu.Device(MPI.COMM_WORLD)
     return around(below(MPI.COMM_WORLD.Dup(), 30.0, [0] * size), device, staged=transport == "staged")[0]
 
@@ -41,8 +42,8 @@ def connected(request):
 
 @pytest.fixture
 def comm(connected, monkeypatch):
-    monkeypatch.setattr(nccl_calls, "adopt", standin_gpu.adopt)
-    monkeypatch.setattr(nccl_reduce, "layouts", standin_gpu.layouts)
+    monkeypatch.setattr(device_arguments, "adopt", standin_gpu.adopt)
+    monkeypatch.setattr(device_reduce, "layouts", standin_gpu.layouts)
     connected.device.ordered = connected.device.synchronized = 0
     yield connected
     connected.barrier().wait()
@@ -115,7 +116,7 @@ def test_integers_wrap_around(comm, dtype, op):
 @pytest.mark.parametrize("op", [allred.Sum, allred.Average])
 def test_a_group_travels_in_buckets(comm, in_place, op, monkeypatch):
     """Small tensors of a dtype in one, a large one alone; of other layouts; the gaps between tensors do no harm."""
-    monkeypatch.setattr("allred.comm.nccl_reduce.BUCKET_BYTES", 4096)
+    monkeypatch.setattr("allred.comm.device_reduce.BUCKET_BYTES", 4096)
     shapes = [(3,), (), (0,), (1009,), (2, 2), (5,), (7,)]
     dtypes = [np.float32, np.float64, np.float32, np.float32, ml_dtypes.bfloat16, np.float32, ml_dtypes.bfloat16]
 
@@ -159,7 +160,7 @@ def test_a_group_that_comes_again_is_not_looked_through_again(comm, monkeypatch)
     """It is the same if all that matters is, whoever owns the memory now. What is strided is looked at every time, and
     what travels where it lies."""
     looked = []
-    monkeypatch.setattr(nccl_calls, "adopt", lambda value: looked.append(1) or standin_gpu.adopt(value))
+    monkeypatch.setattr(device_arguments, "adopt", lambda value: looked.append(1) or standin_gpu.adopt(value))
     alike = Alike()
     for group, op, weight in alike.groups * 2:
         for _ in range(2):
@@ -181,10 +182,10 @@ def test_a_group_that_comes_again_is_not_looked_through_again(comm, monkeypatch)
 
 def test_a_group_that_comes_again_is_looked_at_before_the_ranks_agree(comm, monkeypatch):
     """Behind that nobody would hear of what is wrong with it."""
-    looked, wanted = [], nccl_reduce.Wanted(allred.Sum, "", allred.Compression.none, in_place=True)
+    looked, wanted = [], device_reduce.Wanted(allred.Sum, "", allred.Compression.none, in_place=True)
     whole = on_gpu(np.ones(1000))
     comm.grouped_allreduce_([whole], allred.Sum).wait()
-    monkeypatch.setattr(nccl_calls, "adopt", lambda value: looked.append(value) or standin_gpu.adopt(value))
+    monkeypatch.setattr(device_arguments, "adopt", lambda value: looked.append(value) or standin_gpu.adopt(value))
     comm._reduction_steps([whole], wanted).close()
     assert len(looked) == 1
 
@@ -337,7 +338,7 @@ def test_what_cannot_be_used_is_known_to_all(comm, monkeypatch):
 def test_ranks_that_have_joined_are_left_out(monkeypatch):
     if MPI.COMM_WORLD.Get_size() == 1:
         return
-    monkeypatch.setattr(nccl_calls, "adopt", standin_gpu.adopt)
+    monkeypatch.setattr(device_arguments, "adopt", standin_gpu.adopt)
     comm = connect("nccl")
     if comm.rank == 0:
         while comm.join(0).wait() is None:
@@ -347,7 +348,7 @@ def test_ranks_that_have_joined_are_left_out(monkeypatch):
 
     def among(ranks):
         yield from ()
-        below = registry.BACKENDS["mpi"](few.Dup(), 30.0, [0] * len(ranks))
+        below = select.BACKENDS["mpi"](few.Dup(), 30.0, [0] * len(ranks))
         below.ranks = tuple(ranks)
         return around(below, standin_gpu.Device(few), staged=False)[0]
 
@@ -379,7 +380,7 @@ class Model:
 def world_on_gpus(comm, monkeypatch):
     """The running world, with this communicator."""
     standin_gpu.install(monkeypatch.setattr)
-    monkeypatch.setattr(collectives, "_communicator", comm)
+    monkeypatch.setattr(functions, "_communicator", comm)
     return comm
 
 

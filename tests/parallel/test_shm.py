@@ -14,20 +14,20 @@ from mpi4py import MPI
 
 import allred
 from allred import native
-from allred.comm import registry
+from allred.comm.backends import select
 from allred.errors import AllredError, MismatchError
 
 if not native.available:
     pytest.skip(f"C extension: {native.reason}", allow_module_level=True)
 
-from allred.comm.shm import CHUNK_BYTES, ShmCommunicator, segment_memory
+from allred.comm.backends.shm import CHUNK_BYTES, ShmCommunicator, segment_memory
 
 pytestmark = pytest.mark.mpi
 several = pytest.mark.skipif(MPI.COMM_WORLD.Get_size() == 1, reason="takes several ranks")
 
 
 def make():
-    """A communicator of all ranks on one node; of one rank too, which the registry gives plain MPI."""
+    """A communicator of all ranks on one node; of one rank too."""
     world = MPI.COMM_WORLD
     return ShmCommunicator(world.Get_rank(), world.Get_size(), segment_memory(world), 20.0)
 
@@ -105,7 +105,7 @@ def test_groups_whose_layouts_differ_between_ranks(shm, in_place):
 
 def test_public_functions_and_methods_match(rank, size):
     """One rank in the short way of allred.allreduce_, its neighbour in a Work that it waits for."""
-    comm = allred.comm.collectives.current()
+    comm = allred.comm.functions.current()
     public = [
         lambda x: allred.allreduce_(x, allred.Sum),
         lambda x: allred.allreduce(x, allred.Sum),
@@ -246,19 +246,19 @@ def test_two_communicators_in_turn_then_one_alone():
     assert footprint() == (fds, maps)
 
 
-def from_registry():
+def from_select():
     """As allred.init() has it made; where there is one rank that is no shm, but it comes and goes all the same."""
-    return registry.BACKENDS["shm"](MPI.COMM_WORLD.Dup(), 20.0, [0] * MPI.COMM_WORLD.Get_size())
+    return select.BACKENDS["shm"](MPI.COMM_WORLD.Dup(), 20.0, [0] * MPI.COMM_WORLD.Get_size())
 
 
 def on_nodes():
     """The same over pretended nodes, the last rank alone on its own."""
     size = MPI.COMM_WORLD.Get_size()
-    return registry.BACKENDS["shm"](MPI.COMM_WORLD.Dup(), 20.0, [0] * (size - 1) + [1])
+    return select.BACKENDS["shm"](MPI.COMM_WORLD.Dup(), 20.0, [0] * (size - 1) + [1])
 
 
 # With MPI's Dup, Split and Free a round takes three times as long, and one lost communicator shows in any number.
-@pytest.mark.parametrize(("make_one", "rounds"), [(make, 1000), (from_registry, 50), (on_nodes, 50)])
+@pytest.mark.parametrize(("make_one", "rounds"), [(make, 1000), (from_select, 50), (on_nodes, 50)])
 def test_a_thousand_communicators_leave_nothing_behind(make_one, rounds):
     def once():
         comm = make_one()

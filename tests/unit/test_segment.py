@@ -9,13 +9,13 @@ import pytest
 
 from allred import arrays, native
 from allred.comm import header, ops
-from allred.comm.calls import array_call, group_call
+from allred.comm.arguments import array_call, group_call
 from allred.comm.ops import ReduceOp
 
 if not native.available:
     pytest.skip(f"C extension: {native.reason}", allow_module_level=True)
 
-from allred.comm.shm import _DTYPES, _OPS
+from allred.comm.backends.shm import _DTYPES, _OPS
 from allred.native._kernels import Operation, Segment, segment_bytes
 from allred.timeline.recorder import ROW
 

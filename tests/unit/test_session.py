@@ -583,7 +583,7 @@ def test_ranks_that_log_examples_and_ranks_that_do_not_are_told_apart(world, mon
         titles.append(name)
         return array
 
-    monkeypatch.setattr("allred.session.values.collectives.allreduce", allreduce)
+    monkeypatch.setattr("allred.session.values.functions.allreduce", allreduce)
     for examples in (None, 0, 4):
         log = Log()
         log.add({"loss": 1.0}, examples)

@@ -13,9 +13,9 @@ import pytest
 
 from allred.__main__ import main
 from allred.comm import recording
+from allred.comm.backends.shm import CHUNK_BYTES, ShmCommunicator
+from allred.comm.backends.single import SingleCommunicator
 from allred.comm.ops import ReduceOp
-from allred.comm.shm import CHUNK_BYTES, ShmCommunicator
-from allred.comm.single import SingleCommunicator
 from allred.errors import InputError
 from allred.native._kernels import segment_bytes
 from allred.timeline import collectives, file, recorder, summary

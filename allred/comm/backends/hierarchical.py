@@ -19,11 +19,11 @@ from mpi4py import MPI
 from allred import arrays
 from allred.arrays import Array
 from allred.cluster.topology import number
-from allred.comm.base import Communicator
-from allred.comm.mpi import CHUNK_BYTES, MpiCommunicator
+from allred.comm.backends.mpi import CHUNK_BYTES, MpiCommunicator
+from allred.comm.backends.shm import ShmCommunicator, segment_memory
+from allred.comm.backends.single import SingleCommunicator
+from allred.comm.communicator import Communicator
 from allred.comm.ops import ReduceOp
-from allred.comm.shm import ShmCommunicator, segment_memory
-from allred.comm.single import SingleCommunicator
 from allred.comm.work import Steps
 
 

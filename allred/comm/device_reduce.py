@@ -16,12 +16,12 @@ import numpy as np
 
 from allred import arrays
 from allred.arrays import Array
-from allred.comm.base import Communicator, T
+from allred.comm.arguments import array_call, group_call
+from allred.comm.backends.nccl_guard import Guard
 from allred.comm.beside import Beside
-from allred.comm.calls import array_call, group_call
+from allred.comm.communicator import Communicator, T
+from allred.comm.device_arguments import Transport, adopted, buckets, check_writable, on_gpu, refused
 from allred.comm.header import Call
-from allred.comm.nccl_calls import Transport, adopted, buckets, check_writable, on_gpu, refused
-from allred.comm.nccl_guard import Guard
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Steps, Work
 from allred.compression import Compression, narrows

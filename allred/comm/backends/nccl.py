@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from allred import arrays
-from allred.comm import nccl_wire, objects
-from allred.comm.base import Communicator
-from allred.comm.nccl_guard import HINT, Guard
+from allred.comm import objects
+from allred.comm.backends import nccl_types
+from allred.comm.backends.nccl_guard import HINT, Guard
+from allred.comm.communicator import Communicator
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Steps
 from allred.errors import AllredError
@@ -94,15 +95,15 @@ class NcclTransport:
     def allreduce(self, lane: Lane, flat: Any, name: str, op: ReduceOp, wire: str) -> Steps[None]:
         """In place. name: of the dtype, which is uint16 for bfloat16. wire: the 16-bit type to travel in, or ""."""
         yield from ()
-        xp, halves = self._device.xp, nccl_wire.halves(name, op, wire)
+        xp, halves = self._device.xp, nccl_types.halves(name, op, wire)
         with lane.enter() as stream:
             if halves:
                 self._allreduce_halves(stream, flat, name, op, halves)
                 return
-            how = nccl_wire.travel(name, op)
-            moved = nccl_wire.encode(xp, flat, name, how)
+            how = nccl_types.travel(name, op)
+            moved = nccl_types.encode(xp, flat, name, how)
             self._call("allReduce", moved, moved, moved.size, self._type(how.name), self._op(how.op), stream.ptr)
-            nccl_wire.decode(xp, moved, flat, name, how)
+            nccl_types.decode(xp, moved, flat, name, how)
             if op is ReduceOp.AVERAGE:
                 xp.divide(flat, self._host.size, out=flat)
 
@@ -114,7 +115,7 @@ class NcclTransport:
         rows = xp.empty_like(out)
         part = share * 2
         self._alltoall(stream, out.view(np.uint8), rows.view(np.uint8), [part] * size, [part] * size)
-        mine = nccl_wire.combine(xp, rows.reshape(size, share), halves, op)
+        mine = nccl_types.combine(xp, rows.reshape(size, share), halves, op)
         count, kind = share * 2, self._type("uint8")
         self._call("allGather", mine, out, count, kind, stream.ptr)
         back = out[: flat.size]
@@ -185,7 +186,7 @@ class NcclTransport:
         self._guard.check()
 
     def _type(self, name: str) -> int:
-        return int(getattr(self._device.nccl, nccl_wire.TYPES[name]))
+        return int(getattr(self._device.nccl, nccl_types.TYPES[name]))
 
     def _op(self, op: ReduceOp) -> int:
         return int(getattr(self._device.nccl, _OPS[op]))

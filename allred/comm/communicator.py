@@ -11,7 +11,7 @@ after what the caller's current stream holds, and `wait` makes the current strea
 Results are the same on every rank, bit for bit (but for the payload of a NaN). Whether they are the same from run to
 run is the backend's to say.
 
-Ranks may have joined (uneven.py): to every operation they bring a header that says so. Then the headers differ, nothing
+Ranks may have joined (join.py): to every operation they bring a header that says so. Then the headers differ, nothing
 has been moved, and the others move their bytes on a communicator of their own, as if they were all there is.
 """
 
@@ -26,7 +26,7 @@ import numpy as np
 from allred import arrays
 from allred.arrays import Array
 from allred.comm import header, objects, work
-from allred.comm.calls import (
+from allred.comm.arguments import (
     array_call,
     check_name,
     group_call,

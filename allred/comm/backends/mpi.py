@@ -20,7 +20,7 @@ from mpi4py import MPI
 from allred import arrays, native
 from allred.arrays import Array
 from allred.comm import header, ops
-from allred.comm.base import Communicator
+from allred.comm.communicator import Communicator
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Steps, linger
 from allred.compression import narrow, widen

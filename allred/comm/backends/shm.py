@@ -17,11 +17,11 @@ import numpy as np
 from allred import arrays
 from allred.arrays import Array
 from allred.comm import ops
-from allred.comm.base import Communicator
-from allred.comm.calls import array_call, group_call
+from allred.comm.arguments import array_call, group_call
+from allred.comm.backends.segment import share
+from allred.comm.communicator import Communicator
 from allred.comm.header import Call, quoted
 from allred.comm.ops import ReduceOp
-from allred.comm.shared_memory import share
 from allred.comm.work import Steps
 from allred.compression import Compression
 from allred.errors import AllredError

@@ -5,7 +5,7 @@ that disagree, one with an array on the GPU and one without, say, are told so as
 go through a transport on a stream of its own: NCCL, or the host (staged.py). An operation's `wait` orders the caller's
 stream after it, and the host goes on.
 
-Here are the collectives, as users call them; how arrays are reduced is in nccl_reduce.py.
+Here are the collectives, as users call them; how arrays are reduced is in device_reduce.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +16,10 @@ import numpy as np
 from allred import arrays
 from allred.arrays import Array
 from allred.comm import header
-from allred.comm.base import T
-from allred.comm.calls import array_call, index_of, splits_of
-from allred.comm.nccl_calls import adopted, check_writable, on_gpu
-from allred.comm.nccl_reduce import Reductions, Wanted
+from allred.comm.arguments import array_call, index_of, splits_of
+from allred.comm.communicator import T
+from allred.comm.device_arguments import adopted, check_writable, on_gpu
+from allred.comm.device_reduce import Reductions, Wanted
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Steps, Work
 from allred.compression import Compression

@@ -12,7 +12,7 @@ from typing import Any
 
 from allred.arrays import Array
 from allred.cluster import topology
-from allred.comm.base import Communicator
+from allred.comm.communicator import Communicator
 from allred.comm.ops import ReduceOp
 from allred.comm.process_set import ProcessSet, communicators
 from allred.compression import Compression

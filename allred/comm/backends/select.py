@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from allred.comm.base import Communicator
-from allred.comm.single import SingleCommunicator
+from allred.comm.backends.single import SingleCommunicator
+from allred.comm.communicator import Communicator
 from allred.config import Config
 from allred.errors import ConfigError
 from allred.gpu import places
@@ -16,13 +16,13 @@ def _single(_: Any, timeout_s: float, nodes: list[int]) -> Communicator:
 
 
 def _mpi(comm: Any, timeout_s: float, nodes: list[int]) -> Communicator:
-    from allred.comm.mpi import MpiCommunicator  # imports MPI
+    from allred.comm.backends.mpi import MpiCommunicator  # imports MPI
 
     return MpiCommunicator(comm, timeout_s)
 
 
 def _shm(comm: Any, timeout_s: float, nodes: list[int]) -> Communicator:
-    from allred.comm.nodes import connect  # imports MPI, and the C extension
+    from allred.comm.backends.hierarchical import connect  # imports MPI, and the C extension
 
     return connect(comm, timeout_s, nodes)
 
@@ -81,6 +81,6 @@ def with_devices(host: Communicator, config: Config, seen: list[Seen], nodes: li
     wanted, words = devices(config, seen, nodes)
     if not wanted:
         return host, words
-    from allred.comm.nccl_connect import connect  # imports cupy
+    from allred.comm.create import connect  # imports cupy
 
     return connect(host, config, places.bind(seen, nodes, host.rank), len(set(nodes)) > 1)

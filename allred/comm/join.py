@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable
 from types import TracebackType
 
-from allred.comm import collectives
+from allred.comm import functions
 from allred.comm.process_set import ProcessSet
 from allred.errors import InputError
 
@@ -47,7 +47,7 @@ def join(process_set: ProcessSet | None = None) -> int:
 
     process_set: whose operations, those of all ranks without.
     """
-    communicator, first = collectives.current(process_set), True
+    communicator, first = functions.current(process_set), True
     while (last := communicator.join(first).wait(math.inf)) is None:
         first = False
     if process_set is None:
@@ -67,7 +67,7 @@ class Join:
         self._last: int | None = None
 
     def __enter__(self) -> "Join":
-        collectives.current(self._set)  # raises before the first batch what join would raise behind the last
+        functions.current(self._set)  # raises before the first batch what join would raise behind the last
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

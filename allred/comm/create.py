@@ -1,11 +1,11 @@
 """How the backend of device arrays is put together on this rank: its GPU, and what moves arrays between GPUs."""
 
-from allred.comm.base import Communicator
-from allred.comm.nccl import NcclCommunicator
-from allred.comm.nccl_calls import Transport
-from allred.comm.nccl_guard import Guard
-from allred.comm.nccl_transport import NcclTransport
-from allred.comm.staged import StagedTransport
+from allred.comm.backends.nccl import NcclTransport
+from allred.comm.backends.nccl_guard import Guard
+from allred.comm.backends.staged import StagedTransport
+from allred.comm.communicator import Communicator
+from allred.comm.device_arguments import Transport
+from allred.comm.device_collectives import NcclCommunicator
 from allred.config import Config
 from allred.errors import ConfigError
 from allred.gpu.device import Device

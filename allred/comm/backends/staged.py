@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from allred import arrays
-from allred.comm.base import Communicator
+from allred.comm.communicator import Communicator
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Steps, linger
 from allred.gpu.device import Device, End, Lane

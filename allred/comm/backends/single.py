@@ -3,7 +3,7 @@
 import numpy as np
 
 from allred.arrays import Array
-from allred.comm.base import Communicator, T
+from allred.comm.communicator import Communicator, T
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Steps, Work
 from allred.compression import narrow, widen
