@@ -18,8 +18,7 @@ import numpy as np
 
 from allred import arrays
 from allred.arrays import Array
-from allred.comm import asynchronous, functions, ops
-from allred.comm.device_collectives import NcclCommunicator
+from allred.comm import functions, ops
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Work
 from allred.compression import Compression
@@ -216,12 +215,12 @@ class Reducer:
     def _run(self, whole: Plan, values: list[Any], weight: float | None) -> None:
         """Reduce in place; those on a GPU first, which the others do not wait for."""
         communicator = functions.current()
-        if isinstance(communicator, NcclCommunicator):
+        if (devices := communicator.gpu) is not None:
             order = [i for bucket in whole.buckets for i in bucket.indices]
             on_gpu = list(map(gpu.is_device, values))
             there = [values[i] for i in order if on_gpu[i]]
             if there:
-                communicator.weighted_allreduce_(there, self.op, self._title, self.compression, weight).wait()
+                devices.weighted_allreduce_(there, self.op, self._title, self.compression, weight).wait()
                 here = [i for i in sorted(order) if not on_gpu[i]]
                 whole, values = self.plan([whole.tensors[i] for i in here]), [values[i] for i in here]
         if whole.buckets:
@@ -262,11 +261,11 @@ class Reducer:
     def start(self, targets: list[Any], weight: float | None, name: str) -> Work[list[Any]]:
         """Begin to reduce arrays of one dtype and place; the results are they, or the work's where those are others."""
         communicator = functions.current()
-        if isinstance(communicator, NcclCommunicator) and gpu.is_device(targets[0]):
-            return communicator.weighted_allreduce_(targets, self.op, name, self.compression, weight)
+        if (devices := communicator.gpu) is not None and gpu.is_device(targets[0]):
+            return devices.weighted_allreduce_(targets, self.op, name, self.compression, weight)
         weighted = [self.weighted(target, weight) for target in targets]
         moved, compression = [array for array, _ in weighted], weighted[0][1]
-        return asynchronous.grouped_allreduce_async_(moved, self.op, name, compression)
+        return functions.grouped_allreduce_async_(moved, self.op, name, compression)
 
     def weighted(self, array: Array, weight: float | None) -> tuple[Array, Compression]:
         """What is reduced in place of an array that counts by `weight`, and how it travels. 16-bit floats are weighted
@@ -329,7 +328,7 @@ def _writable_on_gpu(value: Any, seen: set[int]) -> Any:
 
 def takes_gpu() -> bool:
     """Whether gradients may be on a GPU."""
-    return isinstance(functions.current(), NcclCommunicator)
+    return functions.current().takes_device_arrays
 
 
 def tensor_of(name: str, value: Any) -> Tensor:

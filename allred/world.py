@@ -21,8 +21,8 @@ from allred.cluster import mpi, processors, report, topology
 from allred.cluster.spec import CLIENT
 from allred.comm import functions, process_set, recording
 from allred.comm.backends import select
-from allred.comm.backends.single import NoCollectives
 from allred.comm.communicator import Communicator
+from allred.comm.create import NoCollectives, add_devices, create
 from allred.config import Config, explicit_settings, settle
 from allred.data import processes, share
 from allred.errors import AllredError, ConfigError, InputError
@@ -104,7 +104,7 @@ def enter(comm: Any, cluster: Cluster | None = None, **arguments: Any) -> None:
 def _meet(comm: Any, settings: dict[str, Any] | str, cluster: Cluster | None) -> None:
     life = -1 if cluster is None else cluster.life
     duplicate, library = _join(comm, life)
-    control = select.BACKENDS["single" if duplicate is None else "mpi"](duplicate, Config.timeout_s, [])
+    control = create("single" if duplicate is None else "mpi", duplicate, Config.timeout_s, [])
     node = 0 if duplicate is None else topology.node_id(duplicate)
     gathered = control.allgather_object((settings, node, native.available, processors.look(), _seen(settings))).wait()
     try:
@@ -129,17 +129,18 @@ def _meet(comm: Any, settings: dict[str, Any] | str, cluster: Cluster | None) ->
     communicator: Communicator = control
     works = workers.start <= control.rank < workers.stop
     if not works:
-        communicator, name = NoCollectives(config.timeout_s, control.rank >= workers.stop), NoCollectives.name
+        communicator = NoCollectives(config.timeout_s, control.rank >= workers.stop)
+        name = communicator.name
     elif name != control.name or servers or clients:
         ours = None if name == "single" else _workers(duplicate, workers)
-        communicator = select.BACKENDS[name](ours, config.timeout_s, nodes[workers])
+        communicator = create(name, ours, config.timeout_s, nodes[workers])
     if communicator.name != name:
         reason = "no two ranks could share memory; on one node that takes /proc or a Unix socket between them"
     communicator.queue.timeout_s = control.queue.timeout_s = config.timeout_s
     communicator.checks_places = config.check == "full"
     recording.attach(communicator, "all ranks")
     if works:
-        communicator, gpus = select.with_devices(communicator, config, seen, nodes[workers])
+        gpus = add_devices(communicator, config, seen, nodes[workers])
         reason = f"{reason}; {gpus}" if gpus else reason
     world = topology.number(nodes, control.rank, servers, clients)
     topology.install(world, "worker" if cluster is None else cluster.workers_job)

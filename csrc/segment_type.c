@@ -192,10 +192,10 @@ static PyMethodDef methods[] = {
     {"begin_reducescatter", (PyCFunction)(void (*)(void))allred_segment_begin_reducescatter, METH_VARARGS,
      "begin_reducescatter(record, send, receive, counts, dtype, op)"},
     {"headers", (PyCFunction)(void (*)(void))headers, METH_NOARGS, "headers(): those of all ranks, when complete."},
-    {"attend", (PyCFunction)(void (*)(void))attend, METH_NOARGS,
-     "attend(): have a thread make progress from now on; False if none is to be had."},
-    {"over", (PyCFunction)(void (*)(void))over, METH_O,
-     "over(first): nothing more belongs to that operation; those behind it go on."},
+    {"start_progress_thread", (PyCFunction)(void (*)(void))attend, METH_NOARGS,
+     "start_progress_thread(): False if there can be none."},
+    {"on_complete", (PyCFunction)(void (*)(void))over, METH_O,
+     "on_complete(first): that operation is complete; the next ones may run."},
     {"halt", (PyCFunction)(void (*)(void))halt, METH_NOARGS, "halt(): nothing moves any more, and the thread ends."},
     {"note", (PyCFunction)(void (*)(void))note, METH_O, "note(wanted): from now on, what passes the short way."},
     {"noted", (PyCFunction)(void (*)(void))noted, METH_NOARGS, "noted(): what has come since the last time."},
@@ -209,7 +209,7 @@ static PyGetSetDef attributes[] = {
     {"number", (getter)get_number, NULL, "of the operation that was begun last, counted from 1", NULL},
     {"sent", (getter)get_sent, NULL, "bytes that this rank has written for allreduces", NULL},
     {"pending", (getter)get_pending, NULL, "whether an operation is under way", NULL},
-    {"attended", (getter)get_attended, NULL, "whether a thread makes progress", NULL},
+    {"has_progress_thread", (getter)get_attended, NULL, "whether a thread makes progress", NULL},
     {NULL, NULL, NULL, NULL, NULL}};
 
 static PyType_Slot slots[] = {

@@ -71,10 +71,10 @@ def run(options: argparse.Namespace, command: str) -> None:
         theirs = ways.Mpi(comm) if options.against == "mpi" else gpu.Raw(comm, options.dtype)
     for item in options.items:
         what, measured = _measured(item, options, comm, theirs)
-        thread = {"progress_thread": functions.current().queue.engine.attended}
+        thread = {"progress_thread": functions.current().queue.engine.has_progress_thread}
         for numbers in measured:
             printer.line({"bench": options.bench, **what, **common, **numbers, **where, **thread})
-    printer.end(functions.current().queue.engine.attended)
+    printer.end(functions.current().queue.engine.has_progress_thread)
     if theirs is not None:
         theirs.close()
     comm.Free()

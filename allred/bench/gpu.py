@@ -13,7 +13,7 @@ it, beside a copy on the device: in GB/s read and written (pack_GBps, unpack_GBp
 import functools
 import time
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +24,6 @@ from allred.bench.measure import Call
 from allred.bench.table import short
 from allred.comm import functions
 from allred.comm.backends.nccl_types import TYPES
-from allred.comm.device_collectives import NcclCommunicator
 from allred.gpu.device import Device
 from allred.gpu.values import adopt
 
@@ -33,7 +32,9 @@ _ENQUEUED = 100  # samples
 
 
 def _device() -> Device:
-    return cast(NcclCommunicator, functions.current()).device
+    devices = functions.current().devices
+    assert devices is not None  # --device cuda requires it
+    return devices.device
 
 
 def settle() -> None:

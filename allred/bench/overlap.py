@@ -60,7 +60,7 @@ def run(options: argparse.Namespace, command: str) -> None:
     }
     common = {"ranks": comm.Get_size(), "backend": functions.current().name, "progress": options.progress}
     speaks = comm.Get_rank() == 0
-    assert not functions.current().queue.engine.attended
+    assert not functions.current().queue.engine.has_progress_thread
     if speaks and not options.json:
         print(f"overlap: {common['ranks']} ranks, backend {common['backend']}, progress {common['progress']}")
         print(*setting.lines(where), sep="\n")

@@ -1,60 +1,44 @@
-"""What an operation on device arrays is made of: its arrays, its header, a group's buckets, what moves them."""
+"""Checks the arrays of an operation on a GPU, and plans how a group of them is packed into buckets."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from allred import arrays
-from allred.arrays import Array
-from allred.comm.header import Call
-from allred.comm.ops import ReduceOp
+from allred.comm.header import OpDescriptor
 from allred.comm.work import Steps
 from allred.errors import InputError
-from allred.gpu.device import Lane
 from allred.gpu.values import Adopted, adopt, is_device
 
-_ON_GPU = 128  # in the header's hash, beside the dtype's code
-
-
-class Transport(Protocol):
-    """What moves flat device arrays, once the ranks agree. Nothing of it is in force while it waits for the host."""
-
-    name: str
-
-    def ready(self) -> Steps[None]: ...
-    def close(self, well: bool) -> None: ...
-    def allreduce(self, lane: Lane, flat: Any, name: str, op: ReduceOp, wire: str) -> Steps[None]: ...
-    def broadcast(self, lane: Lane, data: Any, root: int) -> Steps[None]: ...
-    def allgather(self, lane: Lane, send: Any, recv: Any, counts: list[int]) -> Steps[None]: ...
-    def alltoall(self, lane: Lane, send: Any, recv: Any, counts: Array) -> Steps[None]: ...
-    def reducescatter(
-        self, lane: Lane, flat: Any, out: Any, name: str, counts: list[int], op: ReduceOp
-    ) -> Steps[None]: ...
+_ON_GPU = 128  # added to the code of the dtype in the hash of the header
 
 
 def adopted(value: Any, index: int) -> Adopted:
-    """An array on this rank's GPU, which has this index."""
+    """Return `value` as an array on this rank's GPU, whose index is `index`. Raises InputError if it is elsewhere."""
     if not is_device(value):
         kind = f"{type(value).__module__}.{type(value).__name__}"
-        raise InputError(f"a group of arrays has some on the GPU and some on the host ({kind}); reduce them apart")
+        raise InputError(f"the group has arrays on the GPU and on the host ({kind}); reduce them in two calls")
     found = adopt(value)
     if (there := found.array.data.device_id) != index:
         raise InputError(
-            f"the array is on GPU {there}, and this rank's, as allred.init() has bound it, is GPU {index} (as CUDA "
-            "counts what this process sees); make it there, or move it"
+            f"the array is on GPU {there}, but allred.init() has bound this rank to GPU {index} (numbers "
+            "of the GPUs that this process sees); create the array there, or move it"
         )
     return found
 
 
 def refused(error: Exception) -> Steps[Any]:
-    """Arguments that cannot be used, as an operation: the other ranks hear of it."""
+    """Raise `error` as the first step of an operation, so that the other ranks receive it in the header."""
     yield from ()
     raise error
 
 
 def check_writable(given: list[Adopted]) -> None:
+    """Raise InputError if an array cannot be reduced in place: it is read-only, or shares memory with another."""
     if not all(one.writable for one in given):
-        raise InputError("the array is read-only, or of a framework whose arrays are; use the form without underscore")
+        raise InputError(
+            "the array is read-only (all arrays of some frameworks are); use the form without the underscore"
+        )
     some = [one.array for one in given if one.array.size]
     whole = [array for array in some if array.flags.c_contiguous]
     if len({array.data.ptr for array in some}) < len(some) or (
@@ -63,14 +47,16 @@ def check_writable(given: list[Adopted]) -> None:
         raise InputError("the same memory is in the group twice, and would be reduced twice")
 
 
-def on_gpu(call: Call) -> Call:
-    """The call as one on device arrays: a rank with a host array does not agree."""
-    marked = None if call.arrays is None else tuple((code | _ON_GPU, shape) for code, shape in call.arrays)
-    return dataclasses.replace(call, title=f"{call.title} on the GPU", arrays=marked)
+def on_gpu(descriptor: OpDescriptor) -> OpDescriptor:
+    """Mark the operation as one on device arrays: the header of a rank with a host array differs."""
+    marked = None
+    if descriptor.arrays is not None:
+        marked = tuple((code | _ON_GPU, shape) for code, shape in descriptor.arrays)
+    return dataclasses.replace(descriptor, title=f"{descriptor.title} on the GPU", arrays=marked)
 
 
 def buckets(sizes: Sequence[int], dtypes: Sequence[Any], limit_bytes: int) -> list[list[int]]:
-    """Which tensors travel together, by position: those of a dtype, in order, up to so many bytes; empty ones nowhere.
+    """Pack tensors into buckets of one dtype and at most `limit_bytes`: lists of positions; empty tensors are left out.
 
     >>> buckets([4, 8, 0, 100, 4], ["f", "d", "f", "f", "f"], limit_bytes=16)
     [[1], [3], [0, 4]]

@@ -1,43 +1,47 @@
-"""How device arrays are reduced, most of them in groups: the gradients of a step. And what all their collectives share.
+"""The allreduce of arrays on GPUs, usually in groups: the gradients of a step. And what all device collectives share.
 
-A group travels in buckets: tensors of a dtype are packed one after the other by one kernel and unpacked by one, which
-scale and cast on the way. A bucket of one array is reduced where it lies.
+A group is reduced in buckets: one kernel packs tensors of a dtype one after the other, one unpacks them; both scale and
+cast. A bucket of one array is reduced in place, without packing.
 
-Training brings the same group at every step. So what was found out about one (header, buckets, the tables of addresses
-that the kernels read) is used again when arrays come that lie where those did, in the same layout: `Known`. It holds
-addresses and no array. Who owns the memory now makes no difference to what a kernel has to know.
+Training reduces the same group at every step. So the header, the buckets and the tables of addresses for the kernels
+are kept, and used again for arrays at the same addresses with the same layout: `CachedGroup`. It holds addresses, no
+arrays; a kernel does not depend on who owns the memory.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
 from allred import arrays
 from allred.arrays import Array
-from allred.comm.arguments import array_call, group_call
-from allred.comm.backends.nccl_guard import Guard
-from allred.comm.beside import Beside
-from allred.comm.communicator import Communicator, T
-from allred.comm.device_arguments import Transport, adopted, buckets, check_writable, on_gpu, refused
-from allred.comm.header import Call
+from allred.comm.arguments import array_descriptor, group_descriptor
+from allred.comm.backends.device_backend import DeviceBackend
+from allred.comm.device_arguments import adopted, buckets, check_writable, on_gpu, refused
+from allred.comm.group import Group
+from allred.comm.header import OpDescriptor
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Steps, Work
 from allred.compression import Compression, narrows
-from allred.gpu.device import Device, Handle, Lane
+from allred.gpu.device import Handle, Lane
 from allred.gpu.halves import HALVES, element
 from allred.gpu.kernels import Table
 from allred.gpu.values import Adopted, layouts
 
-BUCKET_BYTES = 2**25  # a GPU's fusion buffer: large enough that NCCL runs at full speed
-_KEPT = 64  # calls, and groups
+T = TypeVar("T")
+
+BUCKET_BYTES = 2**25  # the fusion buffer on a GPU: large enough for the full speed of NCCL
+_KEPT = 64  # descriptors, and groups
 
 
 @dataclasses.dataclass(frozen=True)
-class Bucket:
-    """Tensors of a group that travel together, by position; of this dtype. source, target: where they are packed from
-    and unpacked to, into a buffer of dtype `moved` and from it; None: there is one, which is reduced where it lies."""
+class DeviceBucket:
+    """Tensors of a group that are reduced together.
+
+    positions: their indices in the group; dtype: theirs; moved: the dtype of the buffer. source, target: where they are
+    packed from and unpacked to; None: the bucket has one tensor, which is reduced in place.
+    """
 
     positions: list[int]
     dtype: np.dtype[Any]
@@ -47,17 +51,17 @@ class Bucket:
 
 
 @dataclasses.dataclass(frozen=True)
-class Known:
-    """A group that has come before, to be reduced in place."""
+class CachedGroup:
+    """A group that was reduced in place before. streams: the current streams of its owners."""
 
-    layouts: list[Any]  # what must be the same
-    call: Call
-    streams: list[Handle | None]  # of its callers
-    buckets: list[Bucket]
+    layouts: list[Any]  # of the arrays; the cache applies only if these are equal
+    descriptor: OpDescriptor
+    streams: list[Handle | None]
+    buckets: list[DeviceBucket]
 
 
-class Wanted(NamedTuple):
-    """What somebody asks for. weight: see `weighted_allreduce_`. one: an array, which is no group of one."""
+class ReduceRequest(NamedTuple):
+    """The arguments of an allreduce. weight: see `weighted_allreduce_`. one: a single array, not a group of one."""
 
     op: ReduceOp
     name: str
@@ -67,187 +71,191 @@ class Wanted(NamedTuple):
     one: bool = False
 
 
-class Reductions(Beside):
-    """Of device arrays, between the ranks of `host`, which becomes this object's own."""
+class DeviceReductions:
+    """Allreduces of arrays on GPUs, for a communicator with a device backend."""
 
-    def __init__(self, host: Communicator, device: Device, transport: Transport, guard: Guard) -> None:
-        super().__init__(host)
-        self.device = device
-        self._transport, self._guard = transport, guard
-        self._buffers: dict[Any, Any] = {}  # by dtype
-        self._calls: dict[Any, tuple[Call, list[list[int]]]] = {}
-        self._known: dict[Any, Known] = {}  # the last one that began with an array there
-
-    def close(self) -> None:
-        self._transport.close(self._guard.close() and not self.queue.poisoned)
-        self._buffers.clear()
-        self._known.clear()
-        super().close()
+    def __init__(self, communicator: Group) -> None:
+        assert communicator.devices is not None
+        self.communicator = communicator
+        self.devices = communicator.devices
+        self._descriptors: dict[Any, tuple[OpDescriptor, list[list[int]]]] = {}
+        self._cache: dict[Any, CachedGroup] = {}  # by the address of the first array
 
     def weighted_allreduce_(
         self, group: Sequence[Any], op: ReduceOp, name: str, compression: Compression, weight: float | None
     ) -> Work[list[Any]]:
-        """Gradients on the GPU: grouped_allreduce_ of them, multiplied by this rank's `weight` where that is not None.
+        """grouped_allreduce_ of gradients on GPUs, multiplied by this rank's `weight` before (None: by 1).
 
-        16-bit floats are weighted in float32, summed as such and rounded once. A weight of 0 makes zeros of NaN too.
+        16-bit floats are multiplied and summed in float32 and rounded once. A weight of 0 also turns NaN into 0.
         """
-        return self._reduction(group, Wanted(op, name, compression, True, weight))
+        return self._reduction(group, ReduceRequest(op, name, compression, True, weight))
 
-    def _reduction(self, values: Sequence[Any], wanted: Wanted) -> Work[Any]:
-        kind = "allreduce" if wanted.one else "grouped_allreduce"
-        return self._begin(kind, wanted.name, lambda: self._reduction_steps(values, wanted))
+    def _reduction(self, values: Sequence[Any], request: ReduceRequest) -> Work[Any]:
+        kind = "allreduce" if request.one else "grouped_allreduce"
+        return self._begin(kind, request.name, lambda: self._reduction_steps(values, request))
 
-    def _reduction_steps(self, values: Sequence[Any], wanted: Wanted) -> Steps[Any]:
-        if not (isinstance(wanted.op, ReduceOp) and isinstance(wanted.compression, Compression)):
-            group_call([], wanted.name, wanted.op, wanted.compression)  # raises
-        where = layouts(values) if wanted.in_place and not wanted.one else None
-        key = (where[0], wanted._replace(weight=None), wanted.weight is None) if where else None
-        known = self._known.get(key)
-        if known is None or known.layouts != where:
-            given = [adopted(value, self.device.index) for value in values]
-            if wanted.in_place:
+    def _reduction_steps(self, values: Sequence[Any], request: ReduceRequest) -> Steps[Any]:
+        if not (isinstance(request.op, ReduceOp) and isinstance(request.compression, Compression)):
+            group_descriptor([], request.name, request.op, request.compression)  # raises
+        where = layouts(values) if request.in_place and not request.one else None
+        key = (where[0], request._replace(weight=None), request.weight is None) if where else None
+        cached = self._cache.get(key)
+        if cached is None or cached.layouts != where:
+            given = [adopted(value, self.devices.device.index) for value in values]
+            if request.in_place:
                 check_writable(given)
-            call, together = self._reduction_call(given, wanted)
+            descriptor, together = self._describe(given, request)
             streams = list(dict.fromkeys(one.stream for one in given))
             if not where or not all(one.array.flags.c_contiguous for one in given):
-                return self._reduce_given(values, given, self.device.lane(streams), call, together, wanted)
+                return self._reduce_given(
+                    values, given, self.devices.device.lane(streams), descriptor, together, request
+                )
             there = [one.array for one in given]
-            chosen = [self._bucket(each, given[each[0]].dtype, there, there, wanted) for each in together]
-            known = Known(where, call, streams, chosen)
-            if len(self._known) >= _KEPT:
-                self._known.clear()
-            self._known[key] = known
-        flats = [None if one.source else adopted(values[one.positions[0]], self.device.index) for one in known.buckets]
-        return self._reduce_known(list(values), flats, known, self.device.lane(known.streams), wanted)
+            chosen = [self._bucket(each, given[each[0]].dtype, there, there, request) for each in together]
+            cached = CachedGroup(where, descriptor, streams, chosen)
+            if len(self._cache) >= _KEPT:
+                self._cache.clear()
+            self._cache[key] = cached
+        flats = [
+            None if one.source else adopted(values[one.positions[0]], self.devices.device.index)
+            for one in cached.buckets
+        ]
+        return self._reduce_cached(list(values), flats, cached, self.devices.device.lane(cached.streams), request)
 
-    def _reduce_known(
-        self, values: list[Any], flats: list[Adopted | None], known: Known, lane: Lane, wanted: Wanted
+    def _reduce_cached(
+        self, values: list[Any], flats: list[Adopted | None], cached: CachedGroup, lane: Lane, request: ReduceRequest
     ) -> Steps[list[Any]]:
-        """In place, of contiguous arrays that lie there. flats: by bucket, the array that is reduced where it lies,
-        looked at before the ranks agree: what is wrong with it then, the others would not hear of."""
-        group, _ = yield from self._agreed(known.call)
-        for bucket, one in zip(known.buckets, flats, strict=True):
-            yield from group._reduce_bucket(lane, bucket, one and one.flat(), wanted)
-        self._end(group, lane, values, flats)
+        """Reduce contiguous arrays of a cached group in place.
+
+        flats: for each bucket, the array that is reduced without packing, or None. They are checked before the ranks
+        agree, because the other ranks would not receive an error after that.
+        """
+        group, devices, _ = yield from self._agree(cached.descriptor)
+        for bucket, one in zip(cached.buckets, flats, strict=True):
+            yield from _reduce_bucket(devices, group.size, lane, bucket, one and one.flat(), request)
+        self._end(devices, lane, values, flats)
         return values
 
     def _reduce_given(
-        self, values: Sequence[Any], given: list[Adopted], lane: Lane, call: Call, together: list[list[int]],
-        wanted: Wanted,
+        self, values: Sequence[Any], given: list[Adopted], lane: Lane, descriptor: OpDescriptor,
+        together: list[list[int]], request: ReduceRequest,
     ) -> Steps[Any]:  # fmt: skip
-        """Of any layout, in place or not."""
-        group, _ = yield from self._agreed(call)
-        made = [] if wanted.in_place else lane.empty([(one.shape, one.array.dtype) for one in given])
+        """Reduce arrays of any layout, in place or not."""
+        group, devices, _ = yield from self._agree(descriptor)
+        made = [] if request.in_place else lane.empty([(one.shape, one.array.dtype) for one in given])
         with lane.enter():
-            sources = [one.flat() for one in given] if wanted.in_place else list(map(_source, given, made))
-        targets = sources if wanted.in_place else [new.reshape(-1) for new in made]
+            sources = [one.flat() for one in given] if request.in_place else list(map(_source, given, made))
+        targets = sources if request.in_place else [new.reshape(-1) for new in made]
         for positions in together:
             first = positions[0]
-            bucket = self._bucket(positions, given[first].dtype, sources, targets, wanted)
-            if not bucket.source and not wanted.in_place:
+            bucket = self._bucket(positions, given[first].dtype, sources, targets, request)
+            if not bucket.source and not request.in_place:
                 with lane.enter():
                     targets[first][...] = sources[first]
-            yield from group._reduce_bucket(lane, bucket, targets[first], wanted)
+            yield from _reduce_bucket(devices, group.size, lane, bucket, targets[first], request)
         with lane.enter():
             for one, flat in zip(given, sources, strict=True):
-                if wanted.in_place and not one.array.flags.c_contiguous:
+                if request.in_place and not one.array.flags.c_contiguous:
                     one.array[...] = flat.reshape(one.array.shape)
-        self._end(group, lane, given, sources, targets)
-        results = list(values) if wanted.in_place else [one.give(new) for one, new in zip(given, made, strict=True)]
-        return results[0] if wanted.one else results
+        self._end(devices, lane, given, sources, targets)
+        results = list(values) if request.in_place else [one.give(new) for one, new in zip(given, made, strict=True)]
+        return results[0] if request.one else results
 
     def _bucket(
-        self, positions: list[int], dtype: np.dtype[Any], sources: list[Any], targets: list[Any], wanted: Wanted
-    ) -> Bucket:
-        """Tensors of one dtype; several, or those with a weight, pass through the buffer."""
-        weighs = wanted.weight is not None and arrays.is_float(dtype)
+        self, positions: list[int], dtype: np.dtype[Any], sources: list[Any], targets: list[Any], request: ReduceRequest
+    ) -> DeviceBucket:
+        """Make a bucket of tensors of one dtype; several tensors, or those with a weight, are packed."""
+        weighs = request.weight is not None and arrays.is_float(dtype)
         moved = arrays.accumulator(dtype) if weighs else element(arrays.name_of(dtype))
         if len(positions) == 1 and not weighs:
-            return Bucket(positions, dtype, moved, None, None)
+            return DeviceBucket(positions, dtype, moved, None, None)
         source, target = (
-            self.device.kernels.table([there[i] for i in positions], moved.itemsize) for there in (sources, targets)
+            self.devices.device.kernels.table([there[i] for i in positions], moved.itemsize)
+            for there in (sources, targets)
         )
-        return Bucket(positions, dtype, moved, source, target)
+        return DeviceBucket(positions, dtype, moved, source, target)
 
-    def _reduce_bucket(self, lane: Lane, bucket: Bucket, flat: Any, wanted: Wanted) -> Steps[None]:
-        """flat: the array, where it is one that is reduced where it lies."""
-        dtype, moved, op, weight = bucket.dtype, bucket.moved, wanted.op, wanted.weight
-        name, kernels = arrays.name_of(dtype), self.device.kernels
-        wire = arrays.DTYPES[wanted.compression.value] if narrows(dtype, wanted.compression.value) else ""
-        weighs = weight is not None and arrays.is_float(dtype)
-        nothing = weight == 0 and not weighs  # integers count whole or, weighted 0, not at all
-        if not bucket.source or not bucket.target:
-            if nothing:
-                with lane.enter():
-                    flat.fill(0)
-            self._sent_bytes += flat.nbytes // (dtype.itemsize // 2 if wire else 1)
-            yield from self._transport.allreduce(lane, flat, name, op, wire)
-            return
-        carried = moved.name if weighs else name
-        divides = op is ReduceOp.AVERAGE and not wire and carried not in HALVES  # by the kernel that unpacks
-        with lane.enter():
-            buffer = self._buffer(bucket.source.room, moved)
-            if nothing:
-                buffer.fill(0)
-            else:
-                kernels.pack(bucket.source, name, buffer, weight if weighs else None)
-        inner = ReduceOp.SUM if divides else op
-        self._sent_bytes += buffer.nbytes // (dtype.itemsize // 2 if wire else 1)
-        yield from self._transport.allreduce(lane, buffer, carried, inner, wire)
-        with lane.enter():
-            divisor = float(self.size) if divides else 1.0 if weighs else None
-            kernels.unpack(buffer, bucket.target, name, divisor)
-
-    def _buffer(self, room: int, dtype: np.dtype[Any]) -> Any:
-        """Room for a bucket, with the gaps between tensors; nothing but operations, one after the other, uses it."""
-        if dtype not in self._buffers or self._buffers[dtype].size < room:
-            self._buffers[dtype] = self.device.xp.zeros(room, dtype)
-        return self._buffers[dtype][:room]
-
-    def _reduction_call(self, given: list[Adopted], wanted: Wanted) -> tuple[Call, list[list[int]]]:
-        """What the ranks compare, and what travels together; found once for what comes at every step."""
-        op, name, compression = wanted.op, wanted.name, wanted.compression
-        key = wanted.one, name, op, compression, tuple([(one.shape, one.dtype) for one in given])
-        found = self._calls.get(key)
+    def _describe(self, given: list[Adopted], request: ReduceRequest) -> tuple[OpDescriptor, list[list[int]]]:
+        """Return the descriptor and the buckets, from a cache if the same call was made before."""
+        op, name, compression = request.op, request.name, request.compression
+        key = request.one, name, op, compression, tuple([(one.shape, one.dtype) for one in given])
+        found = self._descriptors.get(key)
         if found is None:
-            if wanted.one:
-                call = array_call("allreduce", cast(Array, given[0]), name, op, compression=compression)
+            if request.one:
+                descriptor = array_descriptor("allreduce", cast(Array, given[0]), name, op, compression=compression)
             else:
-                call = group_call(cast(list[Array], given), name, op, compression)
-            found = on_gpu(call), buckets([one.nbytes for one in given], [one.dtype for one in given], BUCKET_BYTES)
-            if len(self._calls) >= _KEPT:
-                self._calls.clear()
-            self._calls[key] = found
+                descriptor = group_descriptor(cast(list[Array], given), name, op, compression)
+            found = (
+                on_gpu(descriptor),
+                buckets([one.nbytes for one in given], [one.dtype for one in given], BUCKET_BYTES),
+            )
+            if len(self._descriptors) >= _KEPT:
+                self._descriptors.clear()
+            self._descriptors[key] = found
         return found
 
-    # What all collectives of device arrays have in common.
+    # The common part of all device collectives.
 
     def _begin(self, kind: str, name: str, make: Callable[[], Steps[T]]) -> Work[T]:
-        """Start an operation on device arrays. It comes after what the caller's streams hold now. What is wrong with
-        the arrays, as `make` finds it, the other ranks are told in place of a header."""
+        """Start an operation on device arrays, after the work already enqueued on the caller's streams.
+
+        If `make` finds arguments that cannot be used, the header says so to the other ranks.
+        """
         steps: Steps[T]
         try:
             steps = make()
         except Exception as error:
             steps = refused(error)
-        return self._start(kind, name, steps)
+        return self.communicator.start(kind, name, steps)
 
-    def _agreed(self, call: Call) -> "Steps[tuple[Reductions, list[bytes]]]":
-        """The communicator that moves the bytes, of all ranks that have not joined, and their headers; it is ready."""
-        moving, headers = yield from self._agree(call)
-        group = moving if isinstance(moving, Reductions) else self
-        yield from group._transport.ready()
-        return group, headers
+    def _agree(self, descriptor: OpDescriptor) -> Steps[tuple[Group, DeviceBackend, list[bytes]]]:
+        """Exchange headers. Return the group that runs the operation, its device backend, and its headers."""
+        group, headers = yield from self.communicator.agree(descriptor)
+        assert group.devices is not None
+        yield from group.devices.ready()
+        return group, group.devices, headers
 
-    def _end(self, group: "Reductions", lane: Lane, *kept: Any) -> None:
-        """All of the operation that runs is enqueued: `wait` orders the caller's streams after it."""
-        work = self.queue.advancing
+    def _end(self, devices: DeviceBackend, lane: Lane, *kept: Any) -> None:
+        """The current operation is enqueued: `wait` orders the caller's streams after it. kept: memory that it uses."""
+        work = self.communicator.queue.advancing
         assert work is not None
-        work.end = group._guard.watch(lane.end(kept), work.title)
+        work.end = devices.guard.watch(lane.end(kept), work.title)
+
+
+def _reduce_bucket(
+    devices: DeviceBackend, size: int, lane: Lane, bucket: DeviceBucket, flat: Any, request: ReduceRequest
+) -> Steps[None]:
+    """Reduce a bucket between `size` ranks. flat: the array of a bucket without packing."""
+    dtype, moved, op, weight = bucket.dtype, bucket.moved, request.op, request.weight
+    name, kernels = arrays.name_of(dtype), devices.device.kernels
+    wire = arrays.DTYPES[request.compression.value] if narrows(dtype, request.compression.value) else ""
+    weighs = weight is not None and arrays.is_float(dtype)
+    nothing = weight == 0 and not weighs  # an integer has weight 1 or 0
+    if not bucket.source or not bucket.target:
+        if nothing:
+            with lane.enter():
+                flat.fill(0)
+        devices.sent_bytes += flat.nbytes // (dtype.itemsize // 2 if wire else 1)
+        yield from devices.allreduce(lane, flat, name, op, wire)
+        return
+    carried = moved.name if weighs else name
+    divides = op is ReduceOp.AVERAGE and not wire and carried not in HALVES  # the kernel that unpacks divides
+    with lane.enter():
+        buffer = devices.buffer(bucket.source.room, moved)
+        if nothing:
+            buffer.fill(0)
+        else:
+            kernels.pack(bucket.source, name, buffer, weight if weighs else None)
+    inner = ReduceOp.SUM if divides else op
+    devices.sent_bytes += buffer.nbytes // (dtype.itemsize // 2 if wire else 1)
+    yield from devices.allreduce(lane, buffer, carried, inner, wire)
+    with lane.enter():
+        divisor = float(size) if divides else 1.0 if weighs else None
+        kernels.unpack(buffer, bucket.target, name, divisor)
 
 
 def _source(given: Adopted, made: Any) -> Any:
-    """What was given as memory in one piece: its own, or what was made for the result."""
+    """Return the elements as a flat array: a view if `given` is contiguous, else a copy in `made`."""
     if given.array.flags.c_contiguous:
         return given.flat()
     made[...] = given.array

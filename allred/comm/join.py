@@ -1,20 +1,20 @@
-"""Uneven data: ranks that have no batches left while others have.
+"""Join: ranks without batches left wait for ranks that still have some.
 
     with allred.Join() as joined:
         for x, y in loader:                        # of another length on every rank
             opt.step(params, gradients(params, x, y))
-    opt.broadcast(params, root=joined.last)        # whoever was out has older parameters
+    opt.broadcast(params, root=joined.last)        # ranks that joined early have older parameters
 
-A rank that has joined takes part in every operation of the others, without bringing anything, until all have joined:
+A rank that has joined takes part in every operation of the others, without data, until all have joined:
 
-    allreduce, also grouped    reduces what the others bring; Average divides by how many these are
-    allgather, also objects    nothing comes from it
-    broadcast                  it gets nothing; as the root it is an InputError on the others
-    alltoall                   no rows come from it; rows that are for it are an InputError
-    reducescatter              is an InputError, for it would get rows
-    barrier                    is complete once all others are there
+    allreduce, also grouped    reduces the arrays of the others; Average divides by their number
+    allgather, also objects    has no part from it
+    broadcast                  it receives nothing; if it is the root, InputError on the others
+    alltoall                   no rows come from it; rows for it are an InputError
+    reducescatter              is an InputError, because it would receive rows
+    barrier                    is complete once all others have called it
 
-`size` stays what it was. Each operation costs the others a second exchange of headers meanwhile (base.py).
+`size` does not change. Each operation costs the others a second header exchange meanwhile (group.py).
 """
 
 import math
@@ -29,23 +29,25 @@ _observers: list[Callable[[int], None]] = []
 
 
 def observe(observer: Callable[[int], None]) -> None:
-    """Have this called when all ranks have joined, with the rank that joined last. On all ranks."""
+    """Call `observer` on this rank with the number of the rank that joined last, when all ranks have joined."""
     _observers.append(observer)
 
 
 def forget(observer: Callable[[int], None]) -> None:
-    """It is not called any more."""
+    """Remove an observer."""
     _observers[:] = [each for each in _observers if each != observer]
 
 
 def join(process_set: ProcessSet | None = None) -> int:
-    """Take part in what the other ranks do, without bringing anything, until all ranks have joined.
+    """Take part in the operations of the other ranks, without data, until all ranks have joined.
 
-    Returns the number of the rank that joined last, of several the lowest; the same on all ranks. There is no time
-    limit, as long as the others live; a long wait for their next operation is told. Errors that they raise, such as for
-    calls that differ, are not raised here.
+    Returns the number of the rank that joined last (the lowest of several), the same on all ranks. There is no time
+    limit while the other ranks live; a long wait for their next operation is shown. Errors of the other ranks, such as
+    MismatchError, are not raised here.
 
-    process_set: whose operations, those of all ranks without.
+    process_set: the ranks whose operations these are; default: all ranks.
+
+    Example: after a loop over batches whose number differs between ranks, `last = allred.join()`.
     """
     communicator, first = functions.current(process_set), True
     while (last := communicator.join(first).wait(math.inf)) is None:
@@ -57,9 +59,9 @@ def join(process_set: ProcessSet | None = None) -> int:
 
 
 class Join:
-    """A block at whose end this rank joins: `with allred.Join() as joined:`. An error ends the block without that.
+    """A context manager that calls `join` at its end: `with allred.Join() as joined:`. After an exception it does not.
 
-    process_set: as of `join`. Afterwards `joined.last` is what that returns; before, it is an InputError.
+    process_set: as for `join`. `joined.last` is the result of `join`; inside the block it raises InputError.
     """
 
     def __init__(self, process_set: ProcessSet | None = None) -> None:
@@ -67,7 +69,7 @@ class Join:
         self._last: int | None = None
 
     def __enter__(self) -> "Join":
-        functions.current(self._set)  # raises before the first batch what join would raise behind the last
+        functions.current(self._set)  # raises early what `join` would raise at the end
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -78,5 +80,5 @@ class Join:
     def last(self) -> int:
         """The rank that joined last."""
         if self._last is None:
-            raise InputError("Join.last is known behind the block, once all ranks have joined")
+            raise InputError("Join.last is known after the block, when all ranks have joined")
         return self._last

@@ -154,7 +154,7 @@ def judge_init(ranks: list[Seen[Init]]) -> list[Line]:
     if facts.error:
         return [Line(FAIL, "allred.init()", facts.error, "see the lines above; python -m allred info --config")]
     found = compared(ranks, lambda facts: f"{facts.backend} ({facts.reason})")
-    if facts.backend == "mpi" and facts.reason != "as asked" and facts.nodes < len(ranks):
+    if facts.backend == "mpi" and facts.reason != "as requested" and facts.nodes < len(ranks):
         remedy = "the warning above, on the C extension or on shared memory, is the reason"
         return [Line(WARN, "backend", found, remedy)]
     return [Line(OK, "backend", found)]

@@ -48,7 +48,7 @@ class Segment:
         ops: tuple[Any, ...],
         /,
     ) -> None: ...
-    attended: bool
+    has_progress_thread: bool
     number: int
     pending: bool
     sent: int
@@ -79,9 +79,9 @@ class Segment:
         self, record: bytes | None, send: Any, receive: Any, counts: list[int], dtype: int, op: int, /
     ) -> Operation: ...
     def headers(self) -> list[bytes]: ...
-    def attend(self) -> bool:
-        """Have a thread make progress from now on; False if none is to be had."""
-    def over(self, first: Any, /) -> None:
+    def start_progress_thread(self) -> bool:
+        """Start a thread that makes progress; False if it cannot be started."""
+    def on_complete(self, first: Any, /) -> None:
         """Nothing more belongs to that operation: if it holds up those behind it (its headers differ, or it was begun
         with `holds`), they go on."""
     def halt(self) -> None: ...

@@ -131,7 +131,7 @@ class Client:
         os.register_at_fork(after_in_child=self._forked)
 
     def _forked(self) -> None:
-        self._unusable = "this process was forked from a rank after allred.init(); only the rank itself is one"
+        self._unusable = "this process was forked from a rank after allred.init(); use allred in the rank only"
 
     def _refusal(self) -> AllredError:
         if self._thread not in (None, threading.get_ident()):

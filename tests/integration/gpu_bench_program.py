@@ -10,9 +10,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "parallel"))
 import standin_gpu
 from mpi4py import MPI
 
+from allred import world
 from allred.bench import command, gpu, sets
 from allred.comm.backends import select
-from allred.comm.create import around
+from allred.comm.create import add_device
 
 standin_gpu.install(setattr)
 gpu.adopt = standin_gpu.adopt
@@ -20,5 +21,7 @@ gpu.allocate = lambda shapes, dtype: [standin_gpu.on_gpu(np.zeros(shape, dtype))
 gpu._ENQUEUED = 3
 sets.SETS["small"] = lambda: [(256,)] * 10
 select.devices = lambda *_: (True, "")
-select.with_devices = lambda below, *_: around(below, standin_gpu.Device(MPI.COMM_WORLD.Dup()), staged=False)
+world.add_devices = lambda communicator, *_: add_device(
+    communicator, standin_gpu.Device(MPI.COMM_WORLD.Dup()), staged=False
+)
 sys.exit(command.main(sys.argv[1:]))

@@ -22,6 +22,7 @@ from mpi4py import MPI
 import allred
 from allred import native
 from allred.comm.backends import select
+from allred.comm.create import create
 from allred.errors import ConfigError
 
 NODES = {2: [[0, 1]], 3: [[0, 0, 1]], 4: [[0, 0, 1, 1], [0, 1, 0, 0], [0, 1, 1, 0]]}  # the node of each rank
@@ -100,7 +101,7 @@ def _worlds():
 
 def _open(param):
     backend, nodes = param
-    return select.BACKENDS[backend](MPI.COMM_WORLD.Dup(), 30.0, nodes)
+    return create(backend, MPI.COMM_WORLD.Dup(), 30.0, nodes)
 
 
 def _close(communicator):

@@ -438,7 +438,7 @@ def test_software():
     [
         ([trials.Init("mpi", "rank 1 lacks the C extension", 1)] * 2, WARN),
         ([trials.Init("mpi", "every rank is on a node of its own", 2)] * 2, OK),
-        ([trials.Init("mpi", "as asked", 1)] * 2, OK),
+        ([trials.Init("mpi", "as requested", 1)] * 2, OK),
         ([trials.Init("shm", "ranks share a node", 1)] * 2, OK),
         ([trials.Init(error="ConfigError: no")] * 2, FAIL),
     ],

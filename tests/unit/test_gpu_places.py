@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from allred.comm.backends import select
-from allred.comm.backends.single import SingleCommunicator
+from allred.comm.create import add_devices, create
 from allred.config import Config
 from allred.errors import ConfigError
 from allred.gpu import places, values
@@ -55,8 +55,9 @@ def test_without_gpus_nothing_is_said(backend, seen):
 
 def test_nccl_stands_on_the_backend_that_auto_takes():
     assert select.choose("nccl", [0, 0], True, [True, True])[0] == "shm"
-    host = SingleCommunicator(1.0)
-    assert select.with_devices(host, Config(), [NOTHING], [0]) == (host, "")
+    host = create("single", None, 1.0, [0])
+    assert add_devices(host, Config(), [NOTHING], [0]) == ""
+    assert not host.takes_device_arrays
 
 
 @pytest.mark.parametrize(

@@ -1,56 +1,58 @@
-"""Which backend serves, chosen in one place that says why."""
+"""Selects the backend, with the reason that the banner shows."""
 
 from collections.abc import Callable
 from typing import Any
 
-from allred.comm.backends.single import SingleCommunicator
-from allred.comm.communicator import Communicator
+from allred.comm.backends.backend import Backend
+from allred.comm.backends.single import SingleBackend
 from allred.config import Config
 from allred.errors import ConfigError
 from allred.gpu import places
 from allred.gpu.places import Seen
 
 
-def _single(_: Any, timeout_s: float, nodes: list[int]) -> Communicator:
-    return SingleCommunicator(timeout_s)
+def _single(_: Any, nodes: list[int]) -> Backend:
+    return SingleBackend()
 
 
-def _mpi(comm: Any, timeout_s: float, nodes: list[int]) -> Communicator:
-    from allred.comm.backends.mpi import MpiCommunicator  # imports MPI
+def _mpi(comm: Any, nodes: list[int]) -> Backend:
+    from allred.comm.backends.mpi import MpiBackend  # imports MPI
 
-    return MpiCommunicator(comm, timeout_s)
+    return MpiBackend(comm)
 
 
-def _shm(comm: Any, timeout_s: float, nodes: list[int]) -> Communicator:
+def _shm(comm: Any, nodes: list[int]) -> Backend:
     from allred.comm.backends.hierarchical import connect  # imports MPI, and the C extension
 
-    return connect(comm, timeout_s, nodes)
+    return connect(comm, nodes)
 
 
-# From an mpi4py communicator (None where there is no MPI), the time limit, and the name of every rank's node.
-BACKENDS: dict[str, Callable[[Any, float, list[int]], Communicator]] = {"single": _single, "mpi": _mpi, "shm": _shm}
+# Each makes a backend from an mpi4py communicator (None without MPI) and the node of every rank.
+BACKENDS: dict[str, Callable[[Any, list[int]], Backend]] = {"single": _single, "mpi": _mpi, "shm": _shm}
 
 
 def choose(wanted: str, nodes: list[int], has_mpi: bool, kernels: list[bool]) -> tuple[str, str]:
-    """The backend to use and the reason, in words.
+    """Return the name of the backend, and the reason.
 
-    wanted: the setting `backend`. nodes, kernels: of every rank the name of its node, and whether it has the C
-    extension.
+    wanted: the setting `backend`. nodes, kernels: for every rank, its node and whether it has the C extension.
 
-    Raises ConfigError if what was asked for cannot serve.
+    Raises ConfigError if the backend in `wanted` cannot be used.
+
+    >>> choose("auto", [0, 0, 1], has_mpi=True, kernels=[True] * 3)
+    ('shm', 'ranks share a node')
     """
     size = len(nodes)
     if wanted == "single" and size > 1:
-        raise ConfigError(f"backend 'single' is for one rank, and there are {size}; use auto, shm or mpi")
+        raise ConfigError(f"backend 'single' is for one rank, but there are {size}; use auto, shm or mpi")
     if wanted in ("mpi", "shm") and not has_mpi:
-        raise ConfigError(f"backend '{wanted}' needs an MPI, and none could be loaded; pip install 'allred[mpich]'")
+        raise ConfigError(f"backend '{wanted}' needs an MPI, but none could be loaded; pip install 'allred[mpich]'")
     if wanted == "shm" and not all(kernels):
         raise ConfigError(
-            f"backend 'shm' needs the C extension, and rank {kernels.index(False)} has none (python -m allred.native "
-            "says why there); or use backend mpi"
+            f"backend 'shm' needs the C extension, but rank {kernels.index(False)} does not have it (python -m "
+            "allred.native shows the reason); or use backend mpi"
         )
-    if wanted not in ("auto", "nccl"):  # which is a second one beside that of host arrays
-        return wanted, "as asked"
+    if wanted not in ("auto", "nccl"):  # NCCL is added to a host backend, not used instead of it
+        return wanted, "as requested"
     if size == 1:
         return "single", "one rank"
     if len(set(nodes)) == size:
@@ -61,11 +63,11 @@ def choose(wanted: str, nodes: list[int], has_mpi: bool, kernels: list[bool]) ->
 
 
 def devices(config: Config, seen: list[Seen], nodes: list[int]) -> tuple[bool, str]:
-    """Whether arrays on GPUs are taken too, and if not, and there are GPUs, why, in words.
+    """Return whether collectives accept arrays on GPUs; if there are GPUs but they do not, also the reason.
 
-    seen, nodes: of every rank what GPUs it sees, and the name of its node.
+    seen, nodes: for every rank, the GPUs that it sees and its node.
 
-    Raises ConfigError if the setting `backend` asks for nccl and that cannot serve.
+    Raises ConfigError if the setting `backend` is nccl but NCCL cannot be used.
     """
     if config.backend not in ("auto", "nccl") or (config.backend == "auto" and not any(one.devices for one in seen)):
         return False, ""
@@ -73,14 +75,3 @@ def devices(config: Config, seen: list[Seen], nodes: list[int]) -> tuple[bool, s
     if problem and config.backend == "nccl":
         raise ConfigError(f"backend 'nccl': {problem}")
     return not problem, problem and f"GPUs are not used: {problem}"
-
-
-def with_devices(host: Communicator, config: Config, seen: list[Seen], nodes: list[int]) -> tuple[Communicator, str]:
-    """A communicator that takes arrays on GPUs too, where it can, and a few words about it; from that of host arrays,
-    of whose ranks `seen` and `nodes` are. Collective."""
-    wanted, words = devices(config, seen, nodes)
-    if not wanted:
-        return host, words
-    from allred.comm.create import connect  # imports cupy
-
-    return connect(host, config, places.bind(seen, nodes, host.rank), len(set(nodes)) > 1)
