@@ -140,7 +140,7 @@ def test_training(rank, size, weighted):
     """Rank r has 2 + 2 r batches of one gradient, r + 1; each mean is of the ranks that have one."""
     opt, params = allred.distributed(Sum()), np.zeros(3)
     with allred.Join() as joined:
-        with pytest.raises(InputError, match="behind the block"):
+        with pytest.raises(InputError, match="after the block"):
             _ = joined.last
         for _ in range(2 + 2 * rank):
             opt.step(params, np.full(3, rank + 1.0), samples=rank + 1 if weighted else None)

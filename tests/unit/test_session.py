@@ -427,7 +427,7 @@ def test_all_ranks_count_from_the_restored_step(world, tmp_path, monkeypatch):
         current=lambda: types.SimpleNamespace(rank=1, ranks=range(2)),
         broadcast_object=lambda *_: next(told),
     )
-    monkeypatch.setattr("allred.modes.optimizer.collectives", others)
+    monkeypatch.setattr("allred.modes.optimizer.functions", others)
     assert opt.restore_all(tmp_path, [np.zeros(2)]) == (7, "extra")
     assert opt.global_step == 7
     for gradient in (1.0, math.nan):
