@@ -69,7 +69,7 @@ class Subclass(np.ndarray):
     pass
 
 
-# Which array rank r passes is LAYOUTS[(r + turn) % 5]; only the first goes the short way.
+# Which array rank r passes is LAYOUTS[(r + turn) % 5]; only the first takes the fast path.
 LAYOUTS = [np.ascontiguousarray, np.asfortranarray, strided, lambda x: x[::-1].copy()[::-1], lambda x: x.view(Subclass)]
 SHAPES = [(), (0, 3), (1,), (5, 7), (3, 1009), (3, CHUNK_BYTES // 8 + 5)]
 
@@ -105,7 +105,7 @@ def test_groups_whose_layouts_differ_between_ranks(shm, in_place):
 
 
 def test_public_functions_and_methods_match(rank, size):
-    """One rank in the short way of allred.allreduce_, its neighbour in a Work that it waits for."""
+    """One rank on the fast path of allred.allreduce_, its neighbour in a Work that it waits for."""
     comm = allred.comm.functions.current()
     public = [
         lambda x: allred.allreduce_(x, allred.Sum),
@@ -151,7 +151,7 @@ DIFFERENT = {
 
 
 @several
-@pytest.mark.parametrize("odd_layout", [np.array, strided], ids=["short way", "long way"])
+@pytest.mark.parametrize("odd_layout", [np.array, strided], ids=["fast path", "general path"])
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_a_mismatch_is_the_same_error_on_all_ranks_and_the_next_call_works(shm, what, odd_layout):
     theirs, value, op, name = DIFFERENT[what]
@@ -300,11 +300,11 @@ IN_C = [
     lambda shm, x: shm.allreduce_blocking(x, True, allred.Sum, ""),
     lambda shm, x: shm.allreduce_(x, allred.Sum).wait(),
 ]
-short_and_long = pytest.mark.parametrize("call", IN_C, ids=["short way", "long way"])
+fast_and_general = pytest.mark.parametrize("call", IN_C, ids=["fast path", "general path"])
 
 
 @several
-@short_and_long
+@fast_and_general
 @pytest.mark.parametrize("length", [3, 10**5])
 def test_the_gil_is_free_while_a_rank_waits(shm, call, length):
     x, ran = np.zeros(length), []
@@ -315,7 +315,7 @@ def test_the_gil_is_free_while_a_rank_waits(shm, call, length):
     assert any(ran) or shm.rank == 0
 
 
-@short_and_long
+@fast_and_general
 def test_the_gil_is_free_while_bytes_move(shm, call):
     """With one rank there is nothing to wait for: it is the bytes alone."""
     x = np.zeros(2**22, np.float32)
