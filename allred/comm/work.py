@@ -354,7 +354,7 @@ class WorkQueue:
             with self._nudging:  # wait for `_nudge`, which is short
                 if not self.engine.acquire(False):
                     raise AllredError(
-                        "two threads use allred at once; the order of operations must be the same on all ranks"
+                        "two threads use allred at once; use one, so that all ranks have the same order of operations"
                     )
         try:
             if self.poisoned:

@@ -19,7 +19,7 @@ from allred.watch import exit as exit_protocol
 from allred.watch import line
 
 LOOK_S = 0.05
-HINT = "run it again with NCCL_DEBUG=WARN (or INFO), with which NCCL prints what it met, on every rank"
+HINT = "run it again with NCCL_DEBUG=WARN (or INFO), which makes NCCL print its errors, on every rank"
 
 
 class Aborts(Protocol):
@@ -117,7 +117,7 @@ class Guard:
                 return AllredError(f"{title} was cut short: {line.current.verdict.text}")
         if waited_s > self._queue.timeout_s:
             return CollectiveTimeout(
-                f"{title}: not complete on the GPU after {self._queue.timeout_s:g} s, though all ranks had begun it; a "
+                f"{title}: not complete on the GPU after {self._queue.timeout_s:g} s, although all ranks started it; a "
                 f"rank has stopped or died since, or a link between GPUs is down; {HINT}"
             )
         return None
