@@ -17,38 +17,36 @@ from allred.cluster.topology import (
     world_rank,
     world_size,
 )
-from allred.comm.asynchronous import (
-    allgather_async,
-    allreduce_async,
-    allreduce_async_,
-    alltoall_async,
-    barrier_async,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    poll,
-    reducescatter_async,
-    synchronize,
-)
-from allred.comm.collectives import (
+from allred.comm.functions import (
     allgather,
+    allgather_async,
     allgather_object,
     allreduce,
     allreduce_,
+    allreduce_async,
+    allreduce_async_,
     alltoall,
+    alltoall_async,
     barrier,
+    barrier_async,
     broadcast,
     broadcast_,
+    broadcast_async,
+    broadcast_async_,
     broadcast_object,
     grouped_allreduce,
     grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
     patience,
+    poll,
     reducescatter,
+    reducescatter_async,
+    synchronize,
 )
+from allred.comm.join import Join, join
 from allred.comm.ops import ReduceOp
 from allred.comm.process_set import ProcessSet
-from allred.comm.uneven import Join, join
 from allred.comm.work import Work
 from allred.compression.wire import Compression
 from allred.errors import (

@@ -18,8 +18,7 @@ import numpy as np
 
 from allred import arrays
 from allred.arrays import Array
-from allred.comm import asynchronous, collectives, ops
-from allred.comm.nccl import NcclCommunicator
+from allred.comm import functions, ops
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Work
 from allred.compression import Compression
@@ -134,7 +133,7 @@ class Reducer:
         note = self.note(samples, flags, any(value is None for value in ready)) | _EARLY * early
         words = self.agreement(inspector, settings)
         with span("negotiate", self._title):
-            notes = collectives.current().check("step", self._title, whole.lines, words, note, problem).wait()
+            notes = functions.current().check("step", self._title, whole.lines, words, note, problem).wait()
         self.early = any(each & _EARLY for each in notes)
         weight, everyones = self.heard(notes)
         if self.any_missing(notes):
@@ -171,7 +170,7 @@ class Reducer:
     @property
     def bucket_bytes(self) -> int:
         """The limit of a bucket: this reducer's own, else the setting."""
-        return self._bucket_bytes or collectives.config().bucket_bytes
+        return self._bucket_bytes or functions.config().bucket_bytes
 
     def plan(self, tensors: Sequence[Tensor]) -> Plan:
         """The buckets in which `tensors` are reduced."""
@@ -194,11 +193,11 @@ class Reducer:
     def anywhere(self, here: list[bool]) -> list[bool]:
         """Whether some rank has a gradient, for each, from what this rank has. Collective."""
         found = np.array(here, np.uint8)
-        return collectives.allreduce_(found, ReduceOp.MAX, f"{self._title}: who has which gradient").tolist()  # type: ignore[no-any-return]
+        return functions.allreduce_(found, ReduceOp.MAX, f"{self._title}: who has which gradient").tolist()  # type: ignore[no-any-return]
 
     def _weight(self, notes: list[int]) -> float | None:
         """By how much this rank's gradients count; None where all ranks' count alike. Without samples: not at all."""
-        active = collectives.current().active
+        active = functions.current().active
         counted = [not note & _UNCOUNTED for note in notes]
         if any(counted) and not all(counted):
             ranks = [rank for rank, known in zip(active.ranks, counted, strict=True) if not known]
@@ -215,27 +214,27 @@ class Reducer:
 
     def _run(self, whole: Plan, values: list[Any], weight: float | None) -> None:
         """Reduce in place; those on a GPU first, which the others do not wait for."""
-        communicator = collectives.current()
-        if isinstance(communicator, NcclCommunicator):
+        communicator = functions.current()
+        if (devices := communicator.gpu) is not None:
             order = [i for bucket in whole.buckets for i in bucket.indices]
             on_gpu = list(map(gpu.is_device, values))
             there = [values[i] for i in order if on_gpu[i]]
             if there:
-                communicator.weighted_allreduce_(there, self.op, self._title, self.compression, weight).wait()
+                devices.weighted_allreduce_(there, self.op, self._title, self.compression, weight).wait()
                 here = [i for i in sorted(order) if not on_gpu[i]]
                 whole, values = self.plan([whole.tensors[i] for i in here]), [values[i] for i in here]
         if whole.buckets:
             self._run_on_host(whole, values, weight)
 
     def _run_on_host(self, plan: Plan, values: list[Array], weight: float | None) -> None:
-        if collectives.current().fuses and weight is None:
+        if functions.current().fuses and weight is None:
             whole = [values[i] for bucket in plan.buckets for i in bucket.indices]
-            queue, start = collectives.current().queue, time.perf_counter()
+            queue, start = functions.current().queue, time.perf_counter()
             before = queue.waited_s
-            collectives.grouped_allreduce_(whole, self.op, self._title, self.compression)
+            functions.grouped_allreduce_(whole, self.op, self._title, self.compression)
             queue.waited_s = before + time.perf_counter() - start  # all of it, not only what the queue saw
             return
-        buffer = buffer_of(collectives.current())
+        buffer = buffer_of(functions.current())
         for number, bucket in enumerate(plan.buckets):
             targets = [values[i] for i in bucket.indices]
             if len(targets) == 1:
@@ -255,18 +254,18 @@ class Reducer:
     def _reduce(self, array: Array, weight: float | None, name: str) -> None:
         """Reduce in place."""
         moved, compression = self.weighted(array, weight)
-        collectives.allreduce_(moved, self.op, name, compression)
+        functions.allreduce_(moved, self.op, name, compression)
         if moved is not array:
             array[...] = moved
 
     def start(self, targets: list[Any], weight: float | None, name: str) -> Work[list[Any]]:
         """Begin to reduce arrays of one dtype and place; the results are they, or the work's where those are others."""
-        communicator = collectives.current()
-        if isinstance(communicator, NcclCommunicator) and gpu.is_device(targets[0]):
-            return communicator.weighted_allreduce_(targets, self.op, name, self.compression, weight)
+        communicator = functions.current()
+        if (devices := communicator.gpu) is not None and gpu.is_device(targets[0]):
+            return devices.weighted_allreduce_(targets, self.op, name, self.compression, weight)
         weighted = [self.weighted(target, weight) for target in targets]
         moved, compression = [array for array, _ in weighted], weighted[0][1]
-        return asynchronous.grouped_allreduce_async_(moved, self.op, name, compression)
+        return functions.grouped_allreduce_async_(moved, self.op, name, compression)
 
     def weighted(self, array: Array, weight: float | None) -> tuple[Array, Compression]:
         """What is reduced in place of an array that counts by `weight`, and how it travels. 16-bit floats are weighted
@@ -329,7 +328,7 @@ def _writable_on_gpu(value: Any, seen: set[int]) -> Any:
 
 def takes_gpu() -> bool:
     """Whether gradients may be on a GPU."""
-    return isinstance(collectives.current(), NcclCommunicator)
+    return functions.current().takes_device_arrays
 
 
 def tensor_of(name: str, value: Any) -> Tensor:

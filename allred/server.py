@@ -10,7 +10,7 @@ from allred import config, native
 from allred.client import calling
 from allred.cluster import launcher, mpi, topology
 from allred.cluster.spec import CLIENT, SERVERS, ClusterSpec, Tasks, task_name, tf_config
-from allred.comm import asynchronous
+from allred.comm import functions
 from allred.errors import AllredError, ConfigError, InputError
 from allred.launch import by_hand
 from allred.ps import running
@@ -102,7 +102,7 @@ class Server:
             from allred.client import serving
 
             return serving.serve(world)
-        asynchronous.barrier_async().wait(_NO_END_S)  # a warning reports a long wait
+        functions.barrier_async().wait(_NO_END_S)  # a warning reports a long wait
 
     def _check(self) -> None:
         others = [job for job in self.cluster.jobs if job not in (SERVERS, CLIENT)]

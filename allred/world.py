@@ -19,9 +19,10 @@ from allred import detached, native
 from allred.client import calling
 from allred.cluster import mpi, processors, report, topology
 from allred.cluster.spec import CLIENT
-from allred.comm import collectives, process_set, recording, registry
-from allred.comm.base import Communicator
-from allred.comm.single import NoCollectives
+from allred.comm import functions, process_set, recording
+from allred.comm.backends import select
+from allred.comm.communicator import Communicator
+from allred.comm.create import NoCollectives, add_devices, create
 from allred.config import Config, explicit_settings, settle
 from allred.data import processes, share
 from allred.errors import AllredError, ConfigError, InputError
@@ -103,7 +104,7 @@ def enter(comm: Any, cluster: Cluster | None = None, **arguments: Any) -> None:
 def _meet(comm: Any, settings: dict[str, Any] | str, cluster: Cluster | None) -> None:
     life = -1 if cluster is None else cluster.life
     duplicate, library = _join(comm, life)
-    control = registry.BACKENDS["single" if duplicate is None else "mpi"](duplicate, Config.timeout_s, [])
+    control = create("single" if duplicate is None else "mpi", duplicate, Config.timeout_s, [])
     node = 0 if duplicate is None else topology.node_id(duplicate)
     gathered = control.allgather_object((settings, node, native.available, processors.look(), _seen(settings))).wait()
     hosts = [node for _, node, *_ in gathered]
@@ -119,9 +120,9 @@ def _meet(comm: Any, settings: dict[str, Any] | str, cluster: Cluster | None) ->
         servers = _servers(config, control.size - clients)
         workers = slice(servers, control.size - clients)
         kernels = [available for _, _, available, *_ in gathered[workers]]
-        name, reason = registry.choose(config.backend, nodes[workers], duplicate is not None, kernels)
+        name, reason = select.choose(config.backend, nodes[workers], duplicate is not None, kernels)
         seen = [gpus for *_, gpus in gathered[workers]]
-        registry.devices(config, seen, nodes[workers])  # raises, before there is anything to close
+        select.devices(config, seen, nodes[workers])  # raises, before there is anything to close
         recording.start(config.timeline, control, duplicate, range(workers.start, workers.stop))
     except (ConfigError, InputError):
         control.close()
@@ -129,21 +130,22 @@ def _meet(comm: Any, settings: dict[str, Any] | str, cluster: Cluster | None) ->
     communicator: Communicator = control
     works = workers.start <= control.rank < workers.stop
     if not works:
-        communicator, name = NoCollectives(config.timeout_s, control.rank >= workers.stop), NoCollectives.name
+        communicator = NoCollectives(config.timeout_s, control.rank >= workers.stop)
+        name = communicator.name
     elif name != control.name or servers or clients:
         ours = None if name == "single" else _workers(duplicate, workers)
-        communicator = registry.BACKENDS[name](ours, config.timeout_s, nodes[workers])
+        communicator = create(name, ours, config.timeout_s, nodes[workers])
     if communicator.name != name:
         reason = "no two ranks could share memory; on one node that takes /proc or a Unix socket between them"
     communicator.queue.timeout_s = control.queue.timeout_s = config.timeout_s
     communicator.checks_places = config.check == "full"
     recording.attach(communicator, "all ranks")
     if works:
-        communicator, gpus = registry.with_devices(communicator, config, seen, nodes[workers])
+        gpus = add_devices(communicator, config, seen, nodes[workers])
         reason = f"{reason}; {gpus}" if gpus else reason
     world = topology.number(nodes, control.rank, servers, clients)
     topology.install(world, "worker" if cluster is None else cluster.workers_job)
-    collectives.install(communicator, config, reason)
+    functions.install(communicator, config, reason)
     if servers:
         ranks = tuple(nodes[: workers.stop])
         here = running.Running(duplicate.Dup(), control.rank, servers, ranks, config, joins=cluster is not None)
@@ -234,7 +236,7 @@ def _join(comm: Any, life: int) -> tuple[Any, str]:
 def _banner(library: str) -> str:
     from allred import __version__
 
-    world, config, reason = topology.current(), collectives.config(), collectives.reason()
+    world, config, reason = topology.current(), functions.config(), functions.reason()
     ranks, servers = f"{world.size} rank{'s' * (world.size > 1)}", world.servers
     clients = world.world_size - world.size - servers
     if servers or clients:
@@ -244,14 +246,14 @@ def _banner(library: str) -> str:
     nodes = f"{world.nodes} nodes, chief on {socket.gethostname()}" if world.nodes > 1 else socket.gethostname()
     extension = "C extension" if native.available else "no C extension (python -m allred.native says why)"
     return (
-        f"{__version__}: {ranks} on {nodes}; mode {config.mode}; backend {collectives.current().name} ({reason}); "
+        f"{__version__}: {ranks} on {nodes}; mode {config.mode}; backend {functions.current().name} ({reason}); "
         f"{library}; {extension}"
     )
 
 
 def is_initialized() -> bool:
     """Whether this process is a rank: after init(), before shutdown()."""
-    return collectives.installed()
+    return functions.installed()
 
 
 def shutdown() -> None:
@@ -261,7 +263,7 @@ def shutdown() -> None:
 
     Raises NotInitializedError before init().
     """
-    communicator = collectives.current()
+    communicator = functions.current()
     exit_callbacks.call(sys.exc_info()[1])
     if not communicator.queue.poisoned and topology.rank() < topology.size():
         communicator.check("shutdown", "shutdown()").wait()
@@ -274,7 +276,7 @@ def shutdown() -> None:
     process_set.install(None)
     communicator.close()
     recording.stop()
-    collectives.install(None)
+    functions.install(None)
     topology.install(None)
     processors.uninstall()
     report.speak(False)

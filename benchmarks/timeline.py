@@ -16,8 +16,9 @@ import numpy as np
 
 import allred
 from allred.bench import measure
-from allred.comm import collectives
-from allred.comm.shm import CHUNK_BYTES, ShmCommunicator
+from allred.comm import functions
+from allred.comm.backends.shm import CHUNK_BYTES, ShmBackend
+from allred.comm.communicator import Communicator
 from allred.native._kernels import segment_bytes
 from allred.timeline import recorder
 from allred.timeline.track import Track
@@ -43,8 +44,8 @@ def main() -> None:
 
 def line(size: int, comm: Any) -> None:
     """Measure one size."""
-    communicator, array = collectives.current(), np.zeros(size // 4, np.float32)
-    allreduce, note = communicator.allreduce_now, communicator._segment.set_tracing
+    communicator, array = functions.current(), np.zeros(size // 4, np.float32)
+    allreduce, note = communicator.allreduce_blocking, communicator.backend.segment.set_tracing
     calls = {
         "off": lambda: (note(False), allreduce(array, True, allred.Sum, "w")),
         "on": lambda: (note(True), allreduce(array, True, allred.Sum, "w")),
@@ -61,10 +62,11 @@ def writing_ns() -> float:
     """CPU time to write a record, the mean of 100 000 records with 100 names."""
     with tempfile.TemporaryDirectory() as directory:
         one = recorder.Recorder(f"{directory}/rank-0.timeline")
-        communicator, array = ShmCommunicator(0, 1, mmap.mmap(-1, segment_bytes(1, CHUNK_BYTES)), 1.0), np.zeros(1)
+        backend = ShmBackend(0, 1, mmap.mmap(-1, segment_bytes(1, CHUNK_BYTES)))
+        communicator, array = Communicator(backend, 1.0), np.zeros(1)
         communicator.record(Track(one, "one rank"))
         for number in range(100_000):
-            communicator.allreduce_now(array, True, allred.Sum, f"layer {number % 100}")
+            communicator.allreduce_blocking(array, True, allred.Sum, f"layer {number % 100}")
         start = time.process_time_ns()
         one._write_records()
         return (time.process_time_ns() - start) / 100_000

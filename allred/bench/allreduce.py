@@ -9,13 +9,13 @@ from typing import Any
 import allred
 from allred import arrays
 from allred.bench import baselines, gpu, measure, sets, table, verify
-from allred.comm import collectives
+from allred.comm import functions
 from allred.compression import Compression
 
 
 def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> None:
     """Measure all sizes or sets; rank 0 prints. Raises WrongResultError on all ranks. Calls allred.shutdown()."""
-    labels = {"ranks": comm.Get_size(), "dtype": arrays.name_of(options.dtype), "backend": collectives.current().name}
+    labels = {"ranks": comm.Get_size(), "dtype": arrays.name_of(options.dtype), "backend": functions.current().name}
     if options.compression is not Compression.none:
         labels["compression"] = options.compression.name
     on_gpu = {"device": "cuda", **gpu.describe()} if options.device == "cuda" else {}
@@ -28,9 +28,9 @@ def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> N
     for item in options.items:
         what, results = _measure(item, options, comm, baseline)
         for result in results:
-            thread = {"progress_thread": collectives.current().queue.engine.has_progress_thread}
+            thread = {"progress_thread": functions.current().queue.engine.has_progress_thread}
             writer.line({"bench": options.bench, **what, **labels, **result, **conditions, **thread})
-    writer.footer(collectives.current().queue.engine.has_progress_thread)
+    writer.footer(functions.current().queue.engine.has_progress_thread)
     if baseline is not None:
         baseline.close()
     comm.Free()

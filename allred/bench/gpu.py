@@ -14,7 +14,7 @@ unpack_divided_GBps).
 import functools
 import time
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -23,9 +23,8 @@ from allred import arrays
 from allred.bench import measure
 from allred.bench.measure import Call
 from allred.bench.table import short
-from allred.comm import collectives
-from allred.comm.nccl import NcclCommunicator
-from allred.comm.nccl_wire import TYPES
+from allred.comm import functions
+from allred.comm.backends.nccl_types import TYPES
 from allred.gpu.device import Device
 from allred.gpu.values import adopt
 
@@ -34,7 +33,9 @@ _ENQUEUE_SAMPLES = 100
 
 
 def _device() -> Device:
-    return cast(NcclCommunicator, collectives.current()).device
+    devices = functions.current().devices
+    assert devices is not None  # --device cuda requires it
+    return devices.device
 
 
 def synchronize() -> None:

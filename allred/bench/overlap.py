@@ -26,7 +26,7 @@ import allred
 from allred.arrays import Array
 from allred.bench import baselines, measure, sets, setting, table
 from allred.bench.measure import Call
-from allred.comm import collectives
+from allred.comm import functions
 
 Part = Callable[[float], object]  # takes the seconds to work
 BUSY_S = 0.2
@@ -42,9 +42,9 @@ class _NoUpdate:
 
 def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> None:
     """Measure; rank 0 prints. Calls allred.shutdown()."""
-    labels = {"ranks": comm.Get_size(), "backend": collectives.current().name, "progress": options.progress}
+    labels = {"ranks": comm.Get_size(), "backend": functions.current().name, "progress": options.progress}
     prints = comm.Get_rank() == 0
-    assert not collectives.current().queue.engine.has_progress_thread
+    assert not functions.current().queue.engine.has_progress_thread
     if prints and not options.json:
         print(f"overlap: {labels['ranks']} ranks, backend {labels['backend']}, progress {labels['progress']}")
         print(*setting.lines(conditions), sep="\n")

@@ -14,7 +14,7 @@ from allred.client import calling
 from allred.client.message import pack, unpack
 from allred.client.session import Call
 from allred.cluster import report
-from allred.comm import collectives
+from allred.comm import functions
 from allred.comm.work import Steps, WorkQueue, spin_wait
 from allred.errors import AllredError
 from allred.ps.drive import idle
@@ -138,7 +138,7 @@ def wait(call: Call) -> None:
     def steps() -> Steps[None]:
         yield _Ended(call)
 
-    here, ours = _the_caller(), collectives.current().queue
+    here, ours = _the_caller(), functions.current().queue
     rank = here.world.tasks.index(call.place.task_name)
     queue = WorkQueue(ours.timeout_s, members=[rank, here.world.rank])
     queue.quiet = ours.quiet

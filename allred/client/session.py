@@ -10,7 +10,7 @@ from allred.client import calling
 from allred.cluster import device, topology
 from allred.cluster.device import Place
 from allred.cluster.spec import SERVERS
-from allred.comm import collectives
+from allred.comm import functions
 from allred.errors import InputError, NotInitializedError
 
 
@@ -33,7 +33,7 @@ def connect(
     Whoever is a task of the cluster can have others run anything: for networks that you trust, with ALLRED_SECRET.
     Raises InputError for a target in another form, NotInitializedError in a process that is not a task of a cluster.
     """
-    if not calling.in_cluster() and (target or not collectives.installed()):
+    if not calling.in_cluster() and (target or not functions.installed()):
         raise NotInitializedError(
             f"allred.connect({target!r}): this process is not a task of a cluster, and a client must be one. Add a job "
             "'client' with the host:port of this program to the ClusterSpec of all tasks, and call "
@@ -144,7 +144,7 @@ class ClientSession:
     def _place(self) -> Place:
         """Where a function is to run. Raises InputError if that cannot be."""
         place = device.of_function().within(self._target)
-        if not collectives.installed():
+        if not functions.installed():
             raise NotInitializedError(
                 "session.run: allred.shutdown() has ended the session; call it after the last session.run"
             )

@@ -1,1 +1,1 @@
-"""Communicators: the contract (base), its backends (single, mpi), and the collectives as functions."""
+"""Communication: the collectives as functions, the communicator, and its backends."""

@@ -1,22 +1,22 @@
-"""The 64-byte header that every rank shows every other before an operation moves its first payload byte.
+"""The 64-byte header that ranks exchange before an operation moves its first payload byte.
 
-The first 48 bytes must agree on all ranks; the last 16 are each rank's own. When they disagree, the ranks exchange
-their full descriptions and `verdict` turns these into one error, the same text everywhere.
+The first 48 bytes must agree on all ranks; the last 16 may differ. If they disagree, the ranks exchange their full
+descriptors, and `verdict` makes one error of these, with the same text on all ranks.
 
-    0   sequence   u64   the number of the operation on this communicator; shared memory has its own count
+    0   sequence   u64   number of the operation on this communicator; shared memory counts itself
     8   kind       u8    see KINDS
-    9   op         u8    reduction, 0 if none; its upper 4 bits the dtype that float32 and float64 travel in, 0 as is
+    9   op         u8    reduction, 0 if none; upper 4 bits: wire dtype of float32 and float64, 0: uncompressed
     10  dtype      u8    arrays.DTYPES, 255 if none
-    11  problem    u8    1: this rank's arguments cannot be used; nobody moves anything
+    11  problem    u8    1: the arguments of this rank cannot be used; no bytes are moved
     12  root       i32   -1 if none
     16  name       u64   hash of the tensor's name
-    24  words      u64   hash of what else must agree: of an allreduce the dtypes and shapes, else everything, in words
-    32  count      u64   elements, of an allreduce
-    40  place      u64   hash of where in the program the call stands, if that is compared (ALLRED_CHECK=full), else 0
-    48  rows       u64   this rank's first dimension (allgather), own
-    56  note       u64   whatever the operation tells its peers, own
+    24  words      u64   hash of what else must agree: dtypes and shapes of an allreduce; else the text of title etc.
+    32  count      u64   elements of an allreduce
+    40  place      u64   hash of the line of the program, with ALLRED_CHECK=full; else 0
+    48  rows       u64   first dimension on this rank (allgather); may differ
+    56  note       u64   a number that the operation sends to all ranks; may differ
 
-The shared-memory backend makes the headers of its short way in C (csrc/header.h): the same bytes.
+The fast path of backend shm makes the same bytes in C (csrc/header.h).
 """
 
 import dataclasses
@@ -45,25 +45,25 @@ _OWN = struct.Struct("<QQ")
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
-    """One rank's view of an operation: what the header is made of, and the words for it if the ranks disagree."""
+class OpDescriptor:
+    """One rank's description of an operation: the content of its header, and the texts for errors."""
 
     kind: str
     name: str = ""
-    title: str = ""  # how messages call it: "allreduce(Sum) 'fc1.weight' float32 (64, 10)"
-    tensors: tuple[str, ...] = ()  # one line a tensor, where there are several
-    settings: str = ""  # what else must agree, told only where it does not
-    arrays: tuple[tuple[int, tuple[int, ...]], ...] | None = None  # dtype code and shape of each, in an allreduce
+    title: str = ""  # in messages: "allreduce(Sum) 'fc1.weight' float32 (64, 10)"
+    tensors: tuple[str, ...] = ()  # one line per tensor of a group
+    settings: str = ""  # what else must agree; shown only if it does not
+    arrays: tuple[tuple[int, tuple[int, ...]], ...] | None = None  # dtype code and shape of each array of an allreduce
     op: int = 0
     dtype: int = 255
     root: int = -1
     rows: int = 0
-    nbytes: int = 0  # of this rank's arrays; only to tell
+    nbytes: int = 0  # of this rank's arrays; only shown
     note: int = 0
     problem: str = ""
-    place: str = ""  # where in the program the call stands, "train.py:87", if that must agree
-    found_at: str = ""  # the same, looked up once the ranks disagree
-    behind: tuple[str, ...] = ()  # likewise: kind and name of what this rank has started behind it
+    place: str = ""  # the line of the program, "train.py:87", if it must agree
+    found_at: str = ""  # the same, found after the ranks disagree
+    behind: tuple[str, ...] = ()  # kind and name of the operations that this rank started after it
 
     @property
     def short(self) -> str:
@@ -87,9 +87,9 @@ class Call:
         )
 
     def describe(self, number: int) -> str:
-        """It, as the `number`-th operation.
+        """Return the title with the number of the operation.
 
-        >>> Call("allreduce", title="allreduce(sum, compression=fp16) 'w' float32 (2,)").describe(7)
+        >>> OpDescriptor("allreduce", title="allreduce(sum, compression=fp16) 'w' float32 (2,)").describe(7)
         "allreduce(sum, compression=fp16) #7 'w' float32 (2,)"
         """
         title = self.title or self.kind
@@ -129,18 +129,18 @@ def hash_arrays(arrays: tuple[tuple[int, tuple[int, ...]], ...]) -> int:
 
 
 def rows_and_note(header: bytes) -> tuple[int, int]:
-    """The two fields of a header that are each rank's own."""
+    """Return the two fields of a header that may differ between ranks."""
     rows, note = _OWN.unpack(header[48:])
     return rows, note
 
 
 def agree(headers: list[bytes]) -> bool:
-    """Whether all ranks are in the same operation with arguments that can be used."""
+    """Return whether all ranks are in the same operation with arguments that can be used."""
     return all(header[AGREED] == headers[0][AGREED] for header in headers) and headers[0][11] == 0
 
 
 def decode(header: bytes) -> str:
-    """A header in words, for who has nothing but its bytes (a debugger, a post-mortem)."""
+    """Describe a header from its bytes, for debuggers."""
     sequence, kind, op, dtype, problem, root, _, _, count, _, rows, note = _LAYOUT.unpack(header)
     kind_name = KINDS[kind] if kind < len(KINDS) else f"kind {kind}"
     dtype_name = DTYPES[dtype] if dtype < len(DTYPES) else "none"
@@ -153,24 +153,25 @@ def decode(header: bytes) -> str:
 
 
 def call_site() -> str:
-    """Where the caller's program is: the innermost line outside allred, as "train.py:87"."""
+    """Return the innermost line of the caller outside allred, such as "train.py:87"."""
     frame: types.FrameType | None = sys._getframe()
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_PROGRAM:
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""
 
 
-def verdict(calls: list[Call], ranks: Sequence[int] | None = None) -> AllredError:
-    """The error that all ranks raise, given every rank's call: a pure function, so its text is the same everywhere.
+def verdict(calls: list[OpDescriptor], ranks: Sequence[int] | None = None) -> AllredError:
+    """Return the error that all ranks raise, from every rank's descriptor. Pure, so the text is the same on all ranks.
 
-    ranks: the numbers of those that have called; 0 and so on without."""
+    ranks: the numbers of the ranks; default: 0, 1, ...
+    """
     error = _verdict(calls, range(len(calls)) if ranks is None else ranks)
     if isinstance(error, MismatchError) and any(call.found_at for call in calls):
         return MismatchError(f"{error}\n  called at {by_rank([call.found_at or '?' for call in calls], ranks)}")
     return error
 
 
-def _verdict(calls: list[Call], ranks: Sequence[int]) -> AllredError:
+def _verdict(calls: list[OpDescriptor], ranks: Sequence[int]) -> AllredError:
     problems = {index: call.problem for index, call in enumerate(calls) if call.problem}
     if problems:
         first = min(problems)
@@ -195,13 +196,13 @@ def _verdict(calls: list[Call], ranks: Sequence[int]) -> AllredError:
             )
     if len({call.settings for call in calls}) == 1:
         return MismatchError(
-            f"{titles[0]}: ranks call it in different places, which ALLRED_CHECK=full takes for a mistake"
+            f"{titles[0]}: ranks call it at different lines of the program, which is an error with ALLRED_CHECK=full"
         )
     return MismatchError(f"{titles[0]}: ranks differ: {by_rank([call.settings for call in calls], ranks)}")
 
 
-def _swapped(calls: list[Call], ranks: Sequence[int]) -> str:
-    """Of two ranks that have started the same operations in another order, in words; "" if that is not what it is."""
+def _swapped(calls: list[OpDescriptor], ranks: Sequence[int]) -> str:
+    """Describe two ranks that started the same operations in different orders; "" if there are none."""
     for one, first in enumerate(calls):
         for other, second in enumerate(calls[:one]):
             if first.short != second.short and first.short in second.behind and second.short in first.behind:
@@ -214,12 +215,12 @@ def _swapped(calls: list[Call], ranks: Sequence[int]) -> str:
 
 
 def quoted(name: str) -> str:
-    """A tensor's name as titles have it."""
+    """Return a tensor's name as shown in titles: quoted, after a space; "" without a name."""
     return f" '{name}'" if name else ""
 
 
 def by_rank(texts: list[str], ranks: Sequence[int] | None = None) -> str:
-    """Each text once, with the ranks that have it: `3 on ranks 0 and 2; 4 on rank 1`. ranks: whose texts they are."""
+    """Group equal texts: `3 on ranks 0 and 2; 4 on rank 1`. ranks: their numbers; default: 0, 1, ..."""
     groups: dict[str, list[int]] = {}
     for rank, text in zip(range(len(texts)) if ranks is None else ranks, texts, strict=True):
         groups.setdefault(text, []).append(rank)
@@ -227,5 +228,5 @@ def by_rank(texts: list[str], ranks: Sequence[int] | None = None) -> str:
 
 
 def rank_list(ranks: list[int]) -> str:
-    """`rank 2`, or `ranks 0, 1 and 3`."""
+    """Return `rank 2` or `ranks 0, 1 and 3`."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

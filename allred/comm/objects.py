@@ -1,44 +1,42 @@
-"""Picklable objects as bytes that a communicator can move. For settings, state and error messages, not for speed.
+"""Picklable objects as bytes that a backend can move: for settings, state and error messages, not for speed.
 
-Pickle runs code when it loads: the ranks of one job trust each other, as everywhere in MPI.
+Unpickling can run any code: the ranks of one job trust each other, as everywhere in MPI.
 """
 
 import pickle
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from allred.arrays import Array, as_bytes
+from allred.comm.backends.backend import Backend
 from allred.comm.work import Steps
 from allred.errors import InputError
 
-if TYPE_CHECKING:
-    from allred.comm.base import Communicator
-
 
 def dumps(value: Any) -> Array:
-    """An object's bytes. Raises InputError if it cannot be pickled."""
+    """Pickle an object into a uint8 array. Raises InputError if it cannot be pickled."""
     try:
         return np.frombuffer(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), np.uint8)
     except Exception as error:
         raise InputError(f"a {type(value).__name__} cannot be pickled ({error})") from error
 
 
-def gather(comm: "Communicator", data: Array) -> Steps[list[Any]]:
-    """The objects of all ranks, from this one's bytes, in rank order."""
+def gather(backend: Backend, data: Array) -> Steps[list[Any]]:
+    """Return the objects of all ranks in rank order. data: this rank's pickled object."""
     length = np.array([data.nbytes], np.int64)
-    lengths = np.empty(comm.size, np.int64)
-    yield from comm._allgather(as_bytes(length), as_bytes(lengths), [length.nbytes] * comm.size)
+    lengths = np.empty(backend.size, np.int64)
+    yield from backend.allgather(as_bytes(length), as_bytes(lengths), [length.nbytes] * backend.size)
     everything = np.empty(int(lengths.sum()), np.uint8)
-    yield from comm._allgather(data, everything, lengths.tolist())
+    yield from backend.allgather(data, everything, lengths.tolist())
     return [pickle.loads(part.data) for part in np.split(everything, np.cumsum(lengths)[:-1])]
 
 
-def cast(comm: "Communicator", data: Array, root: int) -> Steps[Any]:
-    """The root's object, from its bytes; those of the others do not matter."""
+def broadcast(backend: Backend, data: Array, root: int) -> Steps[Any]:
+    """Return the root's object. data: this rank's pickled object; only the root's is used."""
     length = np.array([data.nbytes], np.int64)
-    yield from comm._broadcast(as_bytes(length), root)
-    if comm.rank != root:
+    yield from backend.broadcast(as_bytes(length), root)
+    if backend.rank != root:
         data = np.empty(int(length[0]), np.uint8)
-    yield from comm._broadcast(data, root)
+    yield from backend.broadcast(data, root)
     return pickle.loads(data.data)

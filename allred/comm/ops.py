@@ -1,4 +1,4 @@
-"""The reduction operators, and what they mean for each dtype.
+"""The reduction operators, and their meaning for each dtype.
 
 Average   the sum divided by the number of ranks; floating point only
 Sum       integers wrap around; the 16-bit floats are summed in float32 and rounded once
@@ -17,7 +17,7 @@ from allred import arrays
 
 
 class ReduceOp(enum.Enum):
-    """How the ranks' elements become one. Also available as allred.Average, allred.Sum and so on."""
+    """A reduction operator. Also available as allred.Average, allred.Sum, allred.Min, allred.Max and allred.Product."""
 
     AVERAGE = "Average"
     SUM = "Sum"
@@ -33,7 +33,7 @@ CODES = {op: code for code, op in enumerate(ReduceOp, start=1)}
 
 
 def refusal(op: Any, dtype: np.dtype[Any]) -> str | None:
-    """Why `op` cannot reduce `dtype`, as a sentence that says what to do; None if it can."""
+    """Return why `op` cannot reduce `dtype` and what to do instead; None if it can."""
     if not isinstance(op, ReduceOp):
         return f"op={op!r} is not a reduction; use allred.Average, Sum, Min, Max or Product"
     if arrays.name_of(dtype) == "bool" and op in (ReduceOp.SUM, ReduceOp.AVERAGE):

@@ -4,9 +4,9 @@
     if evens.included():
         mean = allred.allreduce(x, process_set=evens)
 
-A set has a communicator of its own, with a backend of its own: made at its first use, for which its members wait for
-each other, and nobody else. Sets that have no rank in common work at the same time. Of sets that have, each rank in
-several calls in one order; if two ranks do not, they wait for each other, and are told of after a while.
+A set has a communicator and a backend of its own. They are created at the first use of the set, which only its members
+take part in. Sets without a common rank run at the same time. Ranks in several sets must call these in one order: two
+ranks with different orders wait for each other, and a warning is shown after a while.
 """
 
 import dataclasses
@@ -19,8 +19,10 @@ from typing import Any
 import numpy as np
 
 from allred.cluster import topology
-from allred.comm import recording, registry
-from allred.comm.base import Communicator
+from allred.comm import recording
+from allred.comm.backends import select
+from allred.comm.communicator import Communicator
+from allred.comm.create import add_devices, create
 from allred.comm.work import Steps, WorkQueue
 from allred.config import Config
 from allred.errors import InputError
@@ -29,9 +31,12 @@ from allred.gpu.places import Seen
 
 @dataclasses.dataclass(frozen=True)
 class Base:
-    """What sets are made from: an mpi4py communicator (None where there is no MPI) that belongs to `control`, in which
-    the workers come after so many servers; the communicator of all workers, which may be `control` too; of each worker
-    the node, whether it has the C extension, and what GPUs it sees."""
+    """What process sets are created from.
+
+    comm: the mpi4py communicator of `control`, None without MPI. In it the workers come after `servers` servers.
+    everyone: the communicator of all workers, possibly `control`. nodes, kernels, seen: for each worker its node,
+    whether it has the C extension, and the GPUs that it sees.
+    """
 
     comm: Any
     control: Communicator
@@ -44,14 +49,14 @@ class Base:
 
 
 _base: Base | None = None
-_made: dict[tuple[Any, ...], Communicator] = {}  # by ranks: equal sets share one; and as `_left` has it
+_made: dict[tuple[Any, ...], Communicator] = {}  # by ranks, shared by equal sets; and by the keys of `_subgroup`
 
 
 def install(base: Base | None) -> None:
-    """The running world; None closes what was made in it. For allred.init and allred.shutdown."""
+    """Set what sets are created from; None closes their communicators. For allred.init and allred.shutdown."""
     global _base
     if base is not None:
-        base.everyone.among = functools.partial(_left, tuple(range(len(base.nodes))))
+        base.everyone.make_subgroup = functools.partial(_subgroup, tuple(range(len(base.nodes))))
     else:
         for communicator in _made.values():
             communicator.close()
@@ -62,18 +67,21 @@ def install(base: Base | None) -> None:
 
 
 def communicators() -> list[Communicator]:
-    """Those that were made so far."""
+    """Return the communicators that were created so far."""
     return list(_made.values())
 
 
 class ProcessSet:
-    """Some of the ranks, to be given to collectives and to `allred.distributed` as `process_set`.
+    """A subset of the ranks, for the argument `process_set` of collectives and `allred.distributed`.
 
-    ranks: numbers as allred.rank() gives them, in any order; or an mpi4py communicator, of which the members are taken.
-    `ranks` is then the sorted tuple of them. It may be made before allred.init() from numbers, and by every rank,
-    whether it is in it or not.
+    ranks: numbers as returned by allred.rank(), in any order; or an mpi4py communicator, whose members are taken. The
+    attribute `ranks` is the sorted tuple of numbers. Every rank may create it, member or not; from numbers also before
+    allred.init().
 
-    Raises InputError for what are no ranks, NotInitializedError for a communicator before allred.init().
+    Raises InputError if `ranks` are no ranks, NotInitializedError for a communicator before allred.init().
+
+    >>> ProcessSet([2, 0])
+    ProcessSet([0, 2])
     """
 
     def __init__(self, ranks: Iterable[int] | Any) -> None:
@@ -99,21 +107,21 @@ class ProcessSet:
         return hash(self.ranks)
 
     def size(self) -> int:
-        """How many ranks are in it."""
+        """Return the number of ranks in the set."""
         return len(self.ranks)
 
     def included(self) -> bool:
-        """Whether this rank is in it."""
+        """Return whether this rank is in the set."""
         return topology.rank() in self.ranks
 
     def rank(self) -> int:
-        """This rank's number among them, 0 to size() - 1. Raises InputError if it is not in it."""
+        """Return this rank's index in the set, 0 to size() - 1. Raises InputError if it is not in the set."""
         if not self.included():
             raise InputError(f"rank {topology.rank()} is not in {self}; call this only where included() is true")
         return self.ranks.index(topology.rank())
 
     def communicator(self) -> Communicator:
-        """That of its members; made at the first call, collective among them. Raises InputError on other ranks."""
+        """Return the communicator of the members. The first call is collective. Raises InputError on other ranks."""
         base = _current()
         self.rank()  # raises
         if self.ranks[-1] >= len(base.nodes):
@@ -123,7 +131,7 @@ class ProcessSet:
         if self.ranks not in _made:
             queue = WorkQueue(base.config.timeout_s, members=[rank + base.servers for rank in self.ranks])
             _made[self.ranks] = queue.start(f"the first use of {self}", _make(base, self.ranks, str(self))).wait()
-            _made[self.ranks].among = functools.partial(_left, self.ranks)
+            _made[self.ranks].make_subgroup = functools.partial(_subgroup, self.ranks)
         return _made[self.ranks]
 
 
@@ -135,7 +143,7 @@ def _current() -> Base:
 
 
 def _translated(comm: Any) -> list[int]:
-    """The numbers of a communicator's members."""
+    """Return the numbers of the members of an mpi4py communicator."""
     base = _current()
     if base.comm is None:
         return [0]
@@ -146,9 +154,11 @@ def _translated(comm: Any) -> list[int]:
     return [number - base.servers for number in numbers]
 
 
-def _left(parent: tuple[int, ...], ranks: Sequence[int]) -> Steps[Communicator]:
-    """That of those of a communicator's ranks that have not joined: its own, not that of the set that a user may have
-    of the same ranks, and on which other operations may be under way."""
+def _subgroup(parent: tuple[int, ...], ranks: Sequence[int]) -> Steps[Communicator]:
+    """Return the communicator of the ranks of `parent` that have not joined.
+
+    It differs from that of a process set of the same ranks, which may have other operations under way.
+    """
     key = parent, tuple(ranks)
     if key not in _made:
         title = f"{ProcessSet(ranks)}, which have not joined, of {list(parent)}"
@@ -157,25 +167,26 @@ def _left(parent: tuple[int, ...], ranks: Sequence[int]) -> Steps[Communicator]:
 
 
 def _make(base: Base, ranks: tuple[int, ...], title: str) -> Steps[Communicator]:
-    """A communicator of these ranks, who all come here."""
+    """Create a communicator of these ranks. Collective among them."""
     nodes = [base.nodes[rank] for rank in ranks]
     kernels = [base.kernels[rank] for rank in ranks]
     config, world = base.config, [rank + base.servers for rank in ranks]
-    name, _ = registry.choose(config.backend, nodes, True, kernels)
-    yield from _meet(base.comm, world, title)
+    name, _ = select.choose(config.backend, nodes, True, kernels)
+    yield from _wait_for_members(base.comm, world, title)
     comm = base.comm.Create_group(base.comm.Get_group().Incl(world))
-    communicator = registry.BACKENDS[name](comm, config.timeout_s, nodes)
+    communicator = create(name, comm, config.timeout_s, nodes)
     communicator.queue.timeout_s = base.everyone.queue.timeout_s
     communicator.queue.members, communicator.ranks = world, ranks
     communicator.checks_places = base.everyone.checks_places
     recording.attach(communicator, title)
     seen = [base.seen[rank] for rank in ranks]
-    return registry.with_devices(communicator, config, seen, nodes)[0]
+    add_devices(communicator, config, seen, nodes)
+    return communicator
 
 
-def _meet(comm: Any, world: list[int], title: str) -> Steps[None]:
-    """Wait until all members are here: what makes a communicator can only be waited for in C, without a limit."""
-    from allred.comm.mpi import Request
+def _wait_for_members(comm: Any, world: list[int], title: str) -> Steps[None]:
+    """Wait until all members are here: MPI would wait for them in C, without a time limit."""
+    from allred.comm.backends.mpi import Request
 
     tag, mine = zlib.crc32(title.encode()) % 2**15, comm.Get_rank()
     word = np.zeros(1, np.uint8)

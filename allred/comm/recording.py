@@ -1,4 +1,4 @@
-"""Starting a timeline when a world begins, on all ranks or on none, and ending it with that world."""
+"""Starts the timeline of a job on all ranks or on none, compares the clocks of the ranks, and ends the timeline."""
 
 import os
 import secrets
@@ -7,23 +7,29 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from allred.comm.base import Communicator
+import numpy as np
+
+from allred.comm.communicator import Communicator
+from allred.comm.work import Steps
 from allred.errors import InputError
 from allred.timeline import recorder
 from allred.timeline.track import Track
 
-_compared: tuple[Communicator, Any, range] | None = None  # whose clocks are, while there is a timeline; see `start`
+_REQUESTS = 20  # to each rank; the first ones are slower
+_TAG = 2**14 + 1
+
+_compared: tuple[Communicator, Any, range] | None = None  # the arguments of `start`, during a timeline
 
 
 def start(directory: str, control: Communicator, comm: Any, workers: range) -> None:
-    """Into a file of this rank's own in `directory`, if that is the name of one. Collective.
+    """Start a timeline in a file of this rank in `directory`; "none" and "": no timeline. Collective.
 
-    control: the communicator of all ranks, to which `comm` belongs; before its workers there may be parameter servers,
-    behind them clients.
-    Raises InputError on all ranks.
+    control: the communicator of all ranks; comm: its mpi4py communicator. workers: the ranks of the workers; parameter
+    servers have lower ranks, clients higher ones.
+    Raises InputError on all ranks if one of them cannot write to the directory.
     """
     global _compared
-    stop()  # what an init() that failed has left
+    stop()  # one that was left by a failed init()
     if directory in ("none", ""):
         return
     mine, problem = _file(os.path.join(os.path.abspath(directory), f"rank-{control.rank}.timeline"))
@@ -50,7 +56,7 @@ def start(directory: str, control: Communicator, comm: Any, workers: range) -> N
 
 
 def _name(rank: int, workers: range, size: int) -> str:
-    """How messages call a rank."""
+    """Return the name of a rank in messages."""
     if rank < workers.start:
         return f"parameter server {rank}"
     if rank >= workers.stop:
@@ -59,7 +65,7 @@ def _name(rank: int, workers: range, size: int) -> str:
 
 
 def _file(path: str) -> tuple[recorder.Recorder | None, str]:
-    """What writes it; or why it cannot be written."""
+    """Open the file. Returns (recorder, "") or (None, problem)."""
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         return recorder.Recorder(path), ""
@@ -68,13 +74,13 @@ def _file(path: str) -> tuple[recorder.Recorder | None, str]:
 
 
 def attach(communicator: Communicator, members: str) -> None:
-    """Have what passes through a communicator noted, if there is a timeline. members: as Track has it."""
+    """Record the operations of a communicator, if there is a timeline. members: see Track."""
     if recorder.current is not None:
         communicator.record(Track(recorder.current, members))
 
 
 def compare_clocks_again() -> None:
-    """The workers are about to part; collective among them."""
+    """Compare the clocks at the end of the job. Collective among the workers."""
     if _compared is not None and _compared[0].rank in _compared[2]:
         _compare_clocks(*_compared)
 
@@ -83,14 +89,45 @@ def _compare_clocks(control: Communicator, comm: Any, ranks: Sequence[int]) -> N
     assert recorder.current is not None
     found = time.perf_counter_ns(), 0, 0
     if len(ranks) > 1:
-        from allred.comm import clock  # imports MPI
-
-        found = control.queue.start("the comparison of clocks", clock.measure(comm, ranks)).wait()
+        found = control.queue.start("the comparison of clocks", measure_clock(comm, ranks)).wait()
     recorder.current.add(("clock", *found))
 
 
 def stop() -> None:
-    """Write what is left, and no more."""
+    """Write the remaining records and end the timeline."""
     global _compared
     recorder.install(None)
     _compared = None
+
+
+def measure_clock(comm: Any, ranks: Sequence[int]) -> Steps[tuple[int, int, int]]:
+    """Compare this rank's clock with that of the first of `ranks`, the chief. Returns (time, offset, error) in ns.
+
+    comm: an mpi4py communicator. The chief sends its clock to each rank several times. A request sent at time a whose
+    reply c arrives at time b, by the clock of the rank, shows that the clock of the chief is ahead by
+
+        c - (a + b) / 2  +-  (b - a) / 2
+
+    The fastest reply gives the smallest error. An offset within the error may be 0: both clocks are of one machine.
+    """
+    from allred.comm.backends.mpi import Request  # imports MPI
+
+    chief, *others = ranks
+    word = np.zeros(1, np.int64)
+    best = time.perf_counter_ns(), 0, 0 if comm.Get_rank() == chief else 2**62
+    for other in others:
+        if comm.Get_rank() not in (chief, other):
+            continue
+        for _ in range(_REQUESTS):
+            sent = time.perf_counter_ns()
+            if comm.Get_rank() == chief:
+                yield Request(comm.Irecv(word, other, _TAG), waits_for_peers=True)
+                word[0] = time.perf_counter_ns()
+                yield Request(comm.Isend(word, other, _TAG))
+            else:
+                yield Request(comm.Isend(word, chief, _TAG))
+                yield Request(comm.Irecv(word, chief, _TAG), waits_for_peers=True)
+                now = time.perf_counter_ns()
+                error = (now - sent) // 2
+                best = min(best, (now, int(word[0]) - (sent + error), error), key=lambda found: found[2])
+    return best

@@ -1,11 +1,11 @@
 """Started operations and how they make progress.
 
-A collective is written as a generator that yields whenever it has to wait and returns its result: `Steps`. The queue of
-a communicator runs them strictly in the order they were started, because MPI matches collectives by order; whoever
-waits for one drives those before it, and, as its peers may be waiting there, those of other communicators. Where
-something else keeps the order and drives (shm.py), they are begun ahead: all up to their first wait, without a look at
-whether those before are complete. Nothing blocks in C for more than 20 ms, or a millisecond without progress: every
-wait is a loop with a time limit, so Ctrl-C works and a missing peer ends in an error.
+A collective is a generator that yields whenever it has to wait and returns its result: `Steps`. The queue of a
+communicator runs operations strictly in the order in which they were started, because MPI matches collectives by order.
+A wait for one operation also runs the operations before it, and those of other communicators, because other ranks may
+be waiting there. With an engine that keeps the order itself (backend shm), operations are begun ahead: each runs up to
+its first wait, without a look at whether those before are complete. Nothing blocks in C for more than 20 ms, or a
+millisecond without progress: every wait is a loop with a time limit, so Ctrl-C works and a missing rank is an error.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ from allred.watch.wait import Awaited, Wait
 
 T = TypeVar("T")
 
-_SPINS = 50  # tests in a row before the core is offered to others; about 20 us
+_SPINS = 50  # tests in a row before the core is yielded; about 20 us
 SPIN_WAIT_S = 0.001
-_AWAKE_S = 0.1  # how long to go on looking without any progress, before sleeping
-_SLEEP_SHARE = 0.01  # then sleep for this part of the time since the last progress: a wait is not much prolonged by it
+_AWAKE_S = 0.1  # without progress for this long, start to sleep
+_SLEEP_SHARE = 0.01  # a sleep, as a share of the time since the last progress: it hardly prolongs a wait
 _LONGEST_SLEEP_S = 0.01
-_MOST_UNSEEN = 64  # operations that are kept, complete perhaps, before somebody looks
+_MAX_UNCHECKED = 64  # started operations, possibly complete, before the queue checks them
 
 
 class Pending(Protocol):
-    """Something under way."""
+    """Something that an operation waits for."""
 
     @property
     def waits_for_peers(self) -> bool:
@@ -49,11 +49,11 @@ class Pending(Protocol):
         """Whether it is complete; does not wait."""
 
     def spin_wait(self) -> bool:
-        """The same, waiting for a millisecond at most: spinning first, then offering the core to others."""
+        """As `done`, but wait for at most a millisecond: spin first, then yield the core."""
 
 
 def spin_wait(done: Callable[[], bool]) -> bool:
-    """`Pending.spin_wait` for what can only be tested."""
+    """`Pending.spin_wait` for something that can only be tested."""
     tests, until = 0, time.perf_counter() + SPIN_WAIT_S
     while not done():
         tests += 1
@@ -65,45 +65,45 @@ def spin_wait(done: Callable[[], bool]) -> bool:
 
 
 class End(Protocol):
-    """What a complete operation has left to do on a GPU."""
+    """The end of an operation on a GPU: its work is enqueued, but may still be running."""
 
     def order(self) -> None:
-        """Have what the caller enqueues from now on wait for it."""
+        """Order what the caller enqueues from now on after it."""
 
     def done(self) -> bool:
-        """Whether it is over."""
+        """Whether it has finished."""
 
     def synchronize(self) -> None:
-        """Wait for it, on the host."""
+        """Wait for it on the host."""
 
 
 class Described(Protocol):
-    """What knows the words for an operation: a header's Call."""
+    """Describes an operation in messages (header.OpDescriptor)."""
 
     def describe(self, number: int) -> str: ...
 
 
 class Engine(Protocol):
-    """What keeps the order of operations that are begun ahead, and moves them."""
+    """Runs operations that are begun ahead, in order."""
 
     @property
     def has_progress_thread(self) -> bool:
-        """Whether it does so while nobody waits."""
+        """Whether a thread runs them while the program computes."""
 
     def acquire(self, blocking: bool) -> bool:
-        """A lock: False if it is taken."""
+        """Take the lock; False if it is taken."""
 
     def release(self) -> object: ...
 
     def on_complete(self, first: Any) -> object:
-        """An operation is complete, that waited for this first: what was begun behind it may go on."""
+        """An operation is complete, whose first wait was for `first`: the operations begun after it may run."""
 
     def halt(self) -> object:
-        """Nothing is to move any more."""
+        """Stop moving bytes."""
 
 
 class _NoEngine:
-    """Nothing moves but while somebody waits."""
+    """No engine: operations make progress only in waits."""
 
     has_progress_thread = False
 
@@ -122,18 +122,20 @@ Steps = Generator[Pending, None, T]
 
 
 class Work(Generic[T]):
-    """A started operation: what the functions whose name ends in `_async` return.
+    """A started operation, as returned by the functions whose name ends in `_async`.
 
-    On the host `wait` blocks; on a GPU it orders the caller's current stream after it. Whether somebody keeps this
-    object makes no difference to the operation.
+    For host arrays `wait` blocks; for device arrays it orders the caller's current stream after the operation. The
+    operation runs whether the program keeps this object or not.
+
+    Example: `work = allred.allreduce_async(x)`, then `y = work.wait()`.
     """
 
     def __init__(self, queue: "WorkQueue", title: str, steps: Steps[T]) -> None:
         self.title = title
-        self.place = ""  # where it was started, "train.py:87", if whoever started it noted that
-        self.described: tuple[Callable[[], Described], Callable[[], int]] | None = None  # by what, as which number
-        self.end: End | None = None  # of an operation on device arrays, once it is enqueued
-        self.noted: Operation | None = None  # in the timeline, if there is one
+        self.place = ""  # the line that started it, such as "train.py:87", if known
+        self.described: tuple[Callable[[], Described], Callable[[], int]] | None = None  # descriptor and number
+        self.end: End | None = None  # of an operation on device arrays, after it is enqueued
+        self.noted: Operation | None = None  # its record in the timeline
         self._queue = queue
         self._steps = steps
         self._pending: Pending | None = None
@@ -142,15 +144,17 @@ class Work(Generic[T]):
         self._finished = False
 
     def done(self) -> bool:
-        """Whether it is complete; makes what progress can be made without waiting."""
+        """Return whether it is complete. Makes all progress that is possible without waiting."""
         self._queue.progress(self)
         return self._finished and (self.end is None or self.end.done())
 
     def wait(self, timeout_s: float | None = None) -> T:
-        """The result, once the operation is complete.
+        """Wait until the operation is complete, and return its result.
 
-        Raises what every rank raises if the ranks disagree, and CollectiveTimeout after `timeout_s` seconds (default:
-        the setting of that name), after which the communicator cannot be used.
+        timeout_s: the limit in seconds; default: the setting of that name.
+
+        Raises InputError or MismatchError, the same on all ranks, if the ranks disagree. Raises CollectiveTimeout
+        after `timeout_s`; the communicator cannot be used afterwards.
         """
         if timeout_s is not None and not (isinstance(timeout_s, (int, float)) and timeout_s > 0):
             raise InputError(f"wait({timeout_s!r}) must be a positive number of seconds, or None for the setting")
@@ -165,14 +169,14 @@ class Work(Generic[T]):
         return self._outcome  # type: ignore[return-value]
 
     def synchronize(self, timeout_s: float | None = None) -> T:
-        """As `wait`; and of device arrays the host waits too, until the GPU is done with it."""
+        """As `wait`, but for device arrays the host also waits until the GPU has finished."""
         result = self.wait(timeout_s)
         if self.end is not None:
             self.end.synchronize()
         return result
 
     def _advance(self) -> bool:
-        """Take all steps that need no waiting; True when the operation is complete."""
+        """Run until it has to wait; True if the operation is complete."""
         while not self._finished:
             if self._pending is not None and not self._pending.done():
                 return False
@@ -180,7 +184,7 @@ class Work(Generic[T]):
         return True
 
     def _step(self) -> None:
-        """Go on until it has to wait for something else."""
+        """Run until it has to wait for something else."""
         self._queue.steps_taken += 1
         self._queue.advancing = self
         try:
@@ -188,7 +192,7 @@ class Work(Generic[T]):
             self._first = self._first or self._pending
         except StopIteration as stop:
             self._finish(stop.value)
-        except AllredError as error:  # a verdict, the same on all ranks: the next operation can go on
+        except AllredError as error:  # the same error on all ranks: the next operation can run
             self._finish(error)
         except BaseException as error:
             self._queue.poison(f"{self.title} was cut short by {type(error).__name__}")
@@ -197,41 +201,41 @@ class Work(Generic[T]):
     def _finish(self, outcome: T | AllredError) -> None:
         self._outcome, self._finished = outcome, True
         self._queue.engine.on_complete(self._first)
-        self._queue.advancing = None  # who keeps it has its result, which may be large
+        self._queue.advancing = None  # release the operation: its result may be large
         self._pending = self._first = None
         if self.noted is not None and self._queue.track is not None:
             self._queue.track.end(self.noted)
 
 
-communicators: "weakref.WeakSet[WorkQueue]" = weakref.WeakSet()  # whose queues go on in every wait
+communicators: "weakref.WeakSet[WorkQueue]" = weakref.WeakSet()  # the queues that make progress in every wait
 
 
 class WorkQueue:
     """The operations of one communicator that are not complete yet, oldest first. Used by one thread at a time.
 
-    `idle` says that there are none, and that one may be started. With an engine they are begun ahead.
+    idle: whether there are none, and one may be started. With an engine they are begun ahead.
     """
 
     def __init__(self, timeout_s: float, engine: Engine | None = None, members: Sequence[int] | None = None) -> None:
         self.timeout_s = timeout_s
-        self.members = members  # of a process set, by their numbers in the world; None: all ranks
+        self.members = members  # world ranks of a process set; None: all ranks
         self.steps_taken = 0
         self.waited_for_peers_s = 0.0
-        self.waited_s = 0.0  # in all, the former included
+        self.waited_s = 0.0  # total, including waits for peers
         self.poisoned = ""
         self.idle = True
-        self.quiet = False  # whether a long wait is meant
-        self.awaited: Awaited | None = None  # the ranks that its waits depend on, if known
-        self.advancing: Work[Any] | None = None  # the operation whose steps are being taken
-        self.track: Track | None = None  # where operations are noted, if there is a timeline
+        self.quiet = False  # whether long waits are intended: no warnings
+        self.awaited: Awaited | None = None  # the ranks that it waits for, if known
+        self.advancing: Work[Any] | None = None  # the operation that is running
+        self.track: Track | None = None  # records operations, if there is a timeline
         self._works: deque[Work[Any]] = deque()
-        self._nudging = threading.RLock()  # of a thread that waits for another queue and moves this one
+        self._nudging = threading.RLock()  # taken by a thread that waits for another queue and runs this one
         self._pid = os.getpid()
         self._ahead = engine is not None
         self.engine: Engine = engine or _NoEngine()
 
     def start(self, title: str, steps: Steps[T]) -> Work[T]:
-        """Begin an operation, after all those before it."""
+        """Start an operation, which runs after all those before it."""
         with self._alone():
             work = Work(self, title, steps)
             if self.track is not None:
@@ -240,17 +244,17 @@ class WorkQueue:
             self.idle = False
             if self._ahead:
                 work._step()
-            if not self.engine.has_progress_thread or len(self._works) > _MOST_UNSEEN:
+            if not self.engine.has_progress_thread or len(self._works) > _MAX_UNCHECKED:
                 self._progress(work)
         return work
 
     def behind(self, work: Work[Any], count: int) -> list[str]:
-        """The titles of the next operations that were started after this one, so many at most."""
+        """Return the titles of up to `count` operations that were started after `work`."""
         later = itertools.dropwhile(lambda other: other is not work, self._works)
         return [other.title for other in itertools.islice(later, 1, 1 + count)]
 
     def progress(self, work: Work[Any]) -> bool:
-        """Drive the queue up to `work` as far as it goes without waiting; True once `work` is complete."""
+        """Run the queue up to `work` without waiting; True if `work` is complete."""
         with self._alone():
             return self._progress(work)
 
@@ -261,7 +265,7 @@ class WorkQueue:
         return work._finished
 
     def _nudge(self) -> None:
-        """Drive all of it as far as it goes without waiting, if nobody else does."""
+        """Run the whole queue without waiting, unless another thread does."""
         if not self._works or self.poisoned or not self._nudging.acquire(False):
             return
         try:
@@ -274,7 +278,7 @@ class WorkQueue:
             self._nudging.release()
 
     def wait(self, work: Work[Any], timeout_s: float | None) -> None:
-        """Drive the queue until `work` is complete."""
+        """Run the queue until `work` is complete."""
         with self._alone():
             self._wait(work, timeout_s)
 
@@ -324,7 +328,7 @@ class WorkQueue:
                 self.track.waited(work.noted, start)
 
     def describe(self) -> str:
-        """The operation under way, in words."""
+        """Describe the current operation."""
         if self._works[0].described is None:
             return self._works[0].title
         call, number = self._works[0].described
@@ -336,21 +340,21 @@ class WorkQueue:
         return error
 
     def poison(self, reason: str) -> None:
-        """Refuse everything from now on: an MPI operation cannot be taken back, and the ranks no longer match."""
+        """Refuse all further operations: an MPI operation cannot be cancelled, and the ranks no longer match."""
         self.poisoned = self.poisoned or reason
         self.idle = False
         self.engine.halt()
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """For one thread of the rank's own process at a time, and only while the communicator is sound."""
+        """Allow one thread of the rank's own process at a time, and only if the communicator is usable."""
         if os.getpid() != self._pid:
-            raise AllredError("this process was forked from a rank after allred.init(); only the rank itself is one")
+            raise AllredError("this process was forked from a rank after allred.init(); use allred in the rank only")
         if not self.engine.acquire(False):
-            with self._nudging:  # then it is not for a nudge, which is soon over
+            with self._nudging:  # wait for `_nudge`, which is short
                 if not self.engine.acquire(False):
                     raise AllredError(
-                        "two threads use allred at once; the order of operations must be the same on all ranks"
+                        "two threads use allred at once; use one, so that all ranks have the same order of operations"
                     )
         try:
             if self.poisoned:

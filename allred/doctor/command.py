@@ -20,7 +20,7 @@ from typing import Any
 import allred
 from allred.bench import setting
 from allred.cluster import launcher, processors
-from allred.comm import collectives
+from allred.comm import functions
 from allred.doctor import findings, gpu, host, info, mpi, trials
 from allred.doctor.findings import (
     FAIL,
@@ -91,7 +91,7 @@ def examine(printer: ReportPrinter, limit_s: float) -> int:
         printer.enabled = world.rank == 0 and (world.size > 1 or setting.first_rank())
         report = RankReport(world.rank, world.host, {**facts, "world": world})
         code = _examine_world(watchdog, printer, comm, report, limit_s)
-        if comm is not None and allred.is_initialized() and collectives.current().queue.poisoned:
+        if comm is not None and allred.is_initialized() and functions.current().queue.poisoned:
             comm.Abort(1)  # an operation of MPI never finishes
         with phase(watchdog, printer, "MPI's end", limit_s):
             if allred.is_initialized():

@@ -19,7 +19,7 @@ import allred
 from allred import config, native
 from allred.bench import setting
 from allred.cluster import mpi
-from allred.comm import collectives
+from allred.comm import functions
 from allred.doctor.findings import FAIL, OK, WARN, Finding, RankFacts, compare, error_line, parse_arguments, rank_names
 from allred.doctor.mpi import LibraryFacts, probe_library
 from allred.doctor.watchdog import Watchdog
@@ -126,7 +126,7 @@ def records(library: LibraryFacts, problem: str = "") -> list[dict[str, Any]]:
     software = probe()
     backend = "allred.init() was not called"
     if allred.is_initialized():
-        backend = f"{collectives.current().name} ({collectives.reason()})"
+        backend = f"{functions.current().name} ({functions.reason()})"
     found = {
         "allred": software.allred,
         "its files": pathlib.Path(allred.__file__).parent,

@@ -12,7 +12,8 @@ import numpy as np
 import allred
 from allred.bench import measure, table, verify
 from allred.cluster import topology
-from allred.comm import collectives, shared_memory
+from allred.comm import functions
+from allred.comm.backends import segment
 from allred.doctor.findings import (
     FAIL,
     NOTE,
@@ -69,7 +70,7 @@ def share(comm: Any) -> SharingResult:
 
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     try:
-        return SharingResult(shared_memory.way(node) if node.Get_size() > 1 else "", node.Get_size())
+        return SharingResult(segment.way(node) if node.Get_size() > 1 else "", node.Get_size())
     finally:
         node.Free()
 
@@ -93,7 +94,7 @@ def init(limit_s: float) -> InitResult:
         allred.init(banner=False, timeout_s=limit_s)
     except AllredError as error:
         return InitResult(error=error_line(error))
-    return InitResult(collectives.current().name, collectives.reason(), topology.current().nodes)
+    return InitResult(functions.current().name, functions.reason(), topology.current().nodes)
 
 
 def time_allreduce(nbytes: int) -> AllreduceResult:
@@ -164,7 +165,7 @@ def diagnose_init(ranks: list[RankFacts[InitResult]]) -> list[Finding]:
         remedy = "read the findings above; python -m allred info --config lists the settings"
         return [Finding(FAIL, "allred.init()", facts.error, remedy)]
     found = compare(ranks, lambda facts: f"{facts.backend} ({facts.reason})")
-    if facts.backend == "mpi" and facts.reason != "as asked" and facts.nodes < len(ranks):
+    if facts.backend == "mpi" and facts.reason != "as requested" and facts.nodes < len(ranks):
         remedy = "see the warning above about the C extension or shared memory"
         return [Finding(WARN, "backend", found, remedy)]
     return [Finding(OK, "backend", found)]

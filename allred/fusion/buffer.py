@@ -8,7 +8,7 @@ import numpy as np
 
 from allred import arrays, native
 from allred.arrays import Array
-from allred.comm.base import Communicator
+from allred.comm.communicator import Communicator
 
 
 class FusionBuffer:

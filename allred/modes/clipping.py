@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from allred import arrays
-from allred.comm import collectives
+from allred.comm import functions
 from allred.comm.ops import ReduceOp
 from allred.errors import InputError
 from allred.fusion.plan import Tensor
@@ -85,7 +85,7 @@ def _norm(grads: Sequence[Any]) -> float:
 def _norm_of_all(grads: Sequence[Any]) -> float:
     """The norm of gradients that all ranks have alike; the same bits on all of them. Collective."""
     here = [(grad, _count(grad)) for grad in grads if grad is not None]
-    active = collectives.current().active  # of the reduction that was just made
+    active = functions.current().active  # of the reduction that was just made
     shares = arrays.split_sizes(sum(count for _, count in here), active.size)
     start, at = sum(shares[: active.rank]), 0
     stop = start + shares[active.rank]
@@ -95,7 +95,7 @@ def _norm_of_all(grads: Sequence[Any]) -> float:
         if low < high:
             mine.append((grad, low, high))
         at += count
-    return math.sqrt(collectives.allreduce(np.array(squares(mine)), ReduceOp.SUM, "norm of the gradients"))
+    return math.sqrt(functions.allreduce(np.array(squares(mine)), ReduceOp.SUM, "norm of the gradients"))
 
 
 def _count(grad: Any) -> int:

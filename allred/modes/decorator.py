@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from allred import nest
-from allred.comm import collectives
+from allred.comm import functions
 from allred.comm.ops import ReduceOp
 from allred.comm.process_set import ProcessSet
 from allred.compression import Compression
@@ -147,7 +147,7 @@ class _Distributed:
                 )
             result = function(*args, **kwargs)
             *others, grads = result if isinstance(result, tuple) and result else (result,)
-            with collectives.within(process_set):
+            with functions.within(process_set):
                 mean = _reduce(reducer, checks, grads)
             return (*others, mean) if isinstance(result, tuple) and result else mean
 

@@ -24,8 +24,8 @@ import numpy as np
 
 from allred import arrays
 from allred.arrays import Array
-from allred.comm import collectives
-from allred.comm.base import Communicator
+from allred.comm import functions
+from allred.comm.communicator import Communicator
 from allred.comm.work import Work
 from allred.errors import AllredError, InputError
 from allred.fusion.plan import Plan, Tensor, plan
@@ -82,7 +82,7 @@ class Early:
             self._problem = self._problem or f"reduce({name!r}) was called twice for one step; call step() after each"
             return
         if not self.begun:
-            self._communicator = collectives.current()
+            self._communicator = functions.current()
             self._communicator.unfinished[self] = f"reduce({name!r}) has begun a step; call {self._title} before"
         self._given[name] = grad
         self._follow([grad])
@@ -124,7 +124,7 @@ class Early:
         flags = _ASKS * self._inspector.asks(samples)
         note = self._reducer.note(samples, flags)
         title = f"{self._title}: the gradients that come early, in their order"
-        self._opening = collectives.current().check("step", title, self._all.lines, settings, note)
+        self._opening = functions.current().check("step", title, self._all.lines, settings, note)
 
     def _advance(self) -> None:
         """Send what can go, if the ranks have agreed by now."""
@@ -140,7 +140,7 @@ class Early:
                 break
             self._send()
         if self._running and any(self._on_gpu):
-            collectives.current().queue.progress(self._running[-1][0])  # which nobody else does, as C does on the host
+            functions.current().queue.progress(self._running[-1][0])  # which nobody else does, as C does on the host
 
     def _hear(self) -> None:
         """What all ranks said when they opened. Raises what all of them raise."""
@@ -200,14 +200,14 @@ class Early:
         settings = self._settings()
         given = bool(self._given)
         mean = self._reducer.reduce(tensors, values, samples, problem, self._inspector, settings, given)
-        if self._reducer.early and not collectives.current().checks_places:  # which call sends a bucket is chance
+        if self._reducer.early and not functions.current().checks_places:  # which call sends a bucket is chance
             order = [names[name] for name in self._given]
             order += [index for index in reversed(range(len(tensors))) if index not in order]
-            first = collectives.current().active.ranks[0]
+            first = functions.current().active.ranks[0]
             like = next(filter(gpu.is_device, mean or values), None)
             on_gpu = [gpu.is_device(like if value is None else value) for value in mean or values]
             title = f"{self._title}: the order of early gradients"
-            order, self._on_gpu = collectives.broadcast_object((order, on_gpu), first, title)
+            order, self._on_gpu = functions.broadcast_object((order, on_gpu), first, title)
             self._like = gpu.zeros(like, (0,), np.dtype(np.float32))
             self._tensors, self._positions = list(tensors), {tensor.name: i for i, tensor in enumerate(tensors)}
             self._all = plan([tensors[index] for index in order], self._reducer.bucket_bytes)
@@ -251,7 +251,7 @@ class Early:
         note = self._reducer.note(None, self._flags, missing=bool(missing))
         title = f"{self._title}: the end of early gradients"
         with span("negotiate", title):
-            notes = collectives.current().check("step", title, note=note, problem=problem).wait()
+            notes = functions.current().check("step", title, note=note, problem=problem).wait()
         mean = [self._ready[index] for index in range(len(self._tensors))]
         if self._reducer.any_missing(notes):
             here = [index not in missing for index in range(len(self._tensors))]

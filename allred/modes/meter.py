@@ -2,7 +2,7 @@
 
 import time
 
-from allred.comm.base import Communicator
+from allred.comm.communicator import Communicator
 
 
 class Meter:

@@ -10,7 +10,7 @@ from typing import Any
 
 from allred import nest
 from allred.cluster import report
-from allred.comm import collectives
+from allred.comm import functions
 from allred.comm.ops import ReduceOp
 from allred.comm.process_set import ProcessSet
 from allred.compression import Compression
@@ -89,7 +89,7 @@ class DistributedOptimizer:
             if running.serves():
                 self._options.serve(self.optimizer)
                 raise SystemExit(0)
-            in_sync = collectives.current() and not running.running()
+            in_sync = functions.current() and not running.running()
             if not in_sync and self._compression is not Compression.none:
                 report.inform(
                     f"{self.name}: compression is of mode sync; to parameter servers gradients go as they are"
@@ -135,7 +135,7 @@ class DistributedOptimizer:
         if problem:  # the others hear of it when they reduce
             tensors, leaves, values, samples = [], [], [], None
             self._accumulator.clear()
-        with span("step", self.name), collectives.within(self.process_set):
+        with span("step", self.name), functions.within(self.process_set):
             mode.step(params, grads, tensors, leaves, values, samples, problem)
 
     def reduce(self, name: str, grad: Any, samples: int | None = None) -> None:
@@ -165,7 +165,7 @@ class DistributedOptimizer:
                 "of several, which step() has only with the last of them; leave reduce() out"
             )
         mode = self._mode
-        with collectives.within(self.process_set):
+        with functions.within(self.process_set):
             mode.reduce(name, grad, self._samples.of_reduce(samples))
 
     @property
@@ -196,12 +196,12 @@ class DistributedOptimizer:
             problem, tensors = "", [parameter(name, leaf) for name, leaf in nest.leaves(params)]
         except InputError as error:
             problem, tensors = str(error), []
-        with collectives.within(self.process_set):
-            root = collectives.current().ranks[0] if root is None else root
+        with functions.within(self.process_set):
+            root = functions.current().ranks[0] if root is None else root
             self._mode.broadcast(params, tensors, root, problem)
             if (scaler := self._clipper.scaler) is not None:
                 title = f"scaler of {self.name}"
-                scaler.load_state_dict(collectives.broadcast_object(scaler.state_dict(), root, title))
+                scaler.load_state_dict(functions.broadcast_object(scaler.state_dict(), root, title))
 
     def pull(self, params: Any) -> None:
         """Mode ps: overwrite the parameters with what the servers have now. Mode sync: nothing, they are equal."""
@@ -256,7 +256,7 @@ class DistributedOptimizer:
         number of ranks or servers. Raises CheckpointError.
         """
         self._needs_state()
-        if collectives.current(self.process_set).rank != 0:
+        if functions.current(self.process_set).rank != 0:
             return None
         return self._mode.save(params, checkpoints.with_scaler(None, self._clipper.scaler), False)(os.fspath(directory))
 
@@ -272,19 +272,19 @@ class DistributedOptimizer:
         """The same, and what the session that saved it added, on all ranks; None where there is nothing."""
         self._needs_state()
         step = extra = failure = None
-        with collectives.within(self.process_set):
-            first = collectives.current().ranks[0]
-            if collectives.current().rank == 0:
+        with functions.within(self.process_set):
+            first = functions.current().ranks[0]
+            if functions.current().rank == 0:
                 try:
                     step, extra = checkpoints.load(directory, params, self._mode)
                 except AllredError as error:
                     failure = error
-            if heard := collectives.broadcast_object(failure, first):
+            if heard := functions.broadcast_object(failure, first):
                 raise failure or heard
             self.broadcast(params)
             if step is not None:
                 self._mode.count_from(step)
-            step, extra = collectives.broadcast_object((step, extra), first)
+            step, extra = functions.broadcast_object((step, extra), first)
             if step is not None:
                 restored(self.optimizer)
                 if self._mode.in_step:
@@ -319,7 +319,7 @@ class DistributedOptimizer:
     @property
     def waited_s(self) -> float:
         """Seconds that this rank has spent in communication so far, waiting for others included."""
-        with collectives.within(self.process_set):
+        with functions.within(self.process_set):
             return self._mode.waited_s
 
     def ask_to_end(self) -> None:
@@ -332,5 +332,5 @@ class DistributedOptimizer:
 
     def summary(self) -> str:
         """World, backend and why, speed, and where the time of a step went on this rank; one line a topic."""
-        with collectives.within(self.process_set):
+        with functions.within(self.process_set):
             return self._mode.summary()

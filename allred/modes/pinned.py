@@ -6,14 +6,13 @@ All pass on the communication stream, each at the speed of the GPU's link, in me
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from allred.arrays import Array
-from allred.comm import collectives
-from allred.comm.nccl import NcclCommunicator
-from allred.comm.nccl_calls import adopted
+from allred.comm import functions
+from allred.comm.device_arguments import adopted
 from allred.gpu.device import Device, End
 from allred.gpu.values import Adopted, is_device
 
@@ -27,7 +26,9 @@ class Pinned:
 
     @property
     def _device(self) -> Device:
-        return cast(NcclCommunicator, collectives.current()).device  # there are device arrays only where it serves
+        devices = functions.current().devices
+        assert devices is not None  # else there are no device arrays
+        return devices.device
 
     def down(self, values: Sequence[Any]) -> list[Any]:
         """Host arrays with the values of those on the GPU; until the next call."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from allred import arrays, nest
 from allred.arrays import Array
 from allred.cluster import report, topology
-from allred.comm import collectives
+from allred.comm import functions
 from allred.errors import AllredError, CollectiveTimeout, DriftError, InputError, NonFiniteError, ShutdownError
 from allred.fusion.plan import Tensor
 from allred.modes import served
@@ -81,7 +81,7 @@ class ServersMode:
         self._agree_on_start(params)
         if self._running.worker != 0:  # worker 0 has just sent the parameters
             self._pull(leaves)
-        collectives.barrier()  # nobody changes them before all have pulled
+        functions.barrier()  # nobody changes them before all have pulled
 
     def _connect(self, title: str, params: Any, tensors: list[Tensor], leaves: list[Any]) -> None:
         """Register with the servers, once; later, see that these are the parameters that they have."""

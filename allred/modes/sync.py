@@ -12,7 +12,7 @@ import numpy as np
 
 from allred import arrays, checkpoint, nest
 from allred.cluster import report, topology
-from allred.comm import collectives
+from allred.comm import functions
 from allred.comm.ops import ReduceOp
 from allred.compression import Compression
 from allred.errors import AllredError, InputError
@@ -60,7 +60,7 @@ class SyncMode:
         samples: int | None, problem: str,
     ) -> None:  # fmt: skip
         """Average the gradients over all ranks, then let the optimizer update the parameters."""
-        communicator = collectives.current()
+        communicator = functions.current()
         if not self._early.begun:
             self._meter.begin(communicator)
         self._checks.begin(params)
@@ -82,7 +82,7 @@ class SyncMode:
 
     def reduce(self, name: str, grad: Any, samples: int | None) -> None:
         if not self._early.begun:
-            self._meter.begin(collectives.current())
+            self._meter.begin(functions.current())
         self._early.reduce(name, grad, samples)
 
     @property
@@ -90,7 +90,7 @@ class SyncMode:
         return self._checks.skipped
 
     def broadcast(self, params: Any, tensors: list[Tensor], root: int, problem: str) -> None:
-        communicator = collectives.current()
+        communicator = functions.current()
         title, settings = f"{self._name}.broadcast()", f"optimizer has a state: {has_state(self._optimizer)}"
         communicator.check("parameters", title, [str(t) for t in tensors], settings, problem=problem).wait()
         for name, leaf in nest.leaves(params):
@@ -113,7 +113,7 @@ class SyncMode:
         pass
 
     def hear(self, failure: AllredError | None) -> AllredError | None:
-        heard: AllredError | None = collectives.broadcast_object(failure)
+        heard: AllredError | None = functions.broadcast_object(failure)
         return heard
 
     def statistics(self) -> Statistics:
@@ -158,7 +158,7 @@ class SyncMode:
 
     @property
     def waited_s(self) -> float:
-        return collectives.current().queue.waited_s
+        return functions.current().queue.waited_s
 
     def ask_to_end(self) -> None:
         pass
@@ -167,12 +167,12 @@ class SyncMode:
         pass
 
     def summary(self) -> str:
-        world, config = topology.current(), collectives.config()
+        world, config = topology.current(), functions.config()
         skipped = f"\nskipped: {self.skipped} steps with gradients that were not finite" if self.skipped else ""
         return (
             f"world: {world.size} rank{'s' * (world.size > 1)} on {world.nodes} node{'s' * (world.nodes > 1)}, "
             f"mode {config.mode}\n"
-            f"backend: {collectives.current().name} ({collectives.reason()})\n"
+            f"backend: {functions.current().name} ({functions.reason()})\n"
             f"speed: {self._meter.text()}{skipped}{self._wire()}"
         )
 
@@ -192,7 +192,7 @@ def has_state(optimizer: Any) -> bool:
 
 def _first_step(optimizer: Any, reducer: Reducer, tensors: list[Tensor]) -> str:
     """What this job does at each step, in a line; said once."""
-    plan, size, rate = reducer.plan(tensors), collectives.current().size, getattr(optimizer, "lr", None)
+    plan, size, rate = reducer.plan(tensors), functions.current().size, getattr(optimizer, "lr", None)
     batch = f"; global batch {reducer.samples} over {size} rank{'s' * (size > 1)}" if reducer.samples else ""
     lr = f"; learning rate {rate:g}, not scaled by the number of ranks" if isinstance(rate, float) else ""
     return (

@@ -9,7 +9,7 @@ from typing import Any
 
 from allred import native
 from allred.arrays import Array
-from allred.comm.shared_memory import Offer, accept, offer
+from allred.comm.backends.segment import Offer, accept, offer
 from allred.comm.work import spin_wait
 from allred.ps.layout import CELL_BYTES
 

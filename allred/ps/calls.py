@@ -13,7 +13,7 @@ from typing import Any
 from allred import checkpoint
 from allred.arrays import Array
 from allred.cluster import topology
-from allred.comm.shared_memory import Offer
+from allred.comm.backends.segment import Offer
 from allred.comm.work import Steps
 from allred.errors import AllredError, InputError, MismatchError
 from allred.optim.base import Optimizer

@@ -18,7 +18,7 @@ import numpy as np
 
 from allred import checkpoint
 from allred.arrays import Array, as_buffer
-from allred.comm import collectives
+from allred.comm import functions
 from allred.comm.work import Steps
 from allred.errors import AllredError, InputError
 from allred.ps.account import Account
@@ -131,7 +131,7 @@ class Client:
         os.register_at_fork(after_in_child=self._forked)
 
     def _forked(self) -> None:
-        self._unusable = "this process was forked from a rank after allred.init(); only the rank itself is one"
+        self._unusable = "this process was forked from a rank after allred.init(); use allred in the rank only"
 
     def _refusal(self) -> AllredError:
         if self._thread not in (None, threading.get_ident()):
@@ -160,7 +160,7 @@ class Client:
     # Calls.
 
     def _drive(self, title: str, steps: Steps[Any], trains: bool = False) -> Any:
-        queue = collectives.current().queue
+        queue = functions.current().queue
         awaited = Awaited(servers=range(len(self._links)), trains=trains)
         return drive(title, steps, queue.timeout_s, queue.quiet or trains, awaited=awaited)
 

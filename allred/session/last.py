@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from allred import checkpoint
 from allred.cluster import report, topology
-from allred.comm import collectives
+from allred.comm import functions
 from allred.errors import (
     AllredError,
     CheckpointError,
@@ -56,7 +56,7 @@ def write_joined(saver: Saver, optimizer: DistributedOptimizer, writer: int, mak
     """Write a checkpoint after all ranks have joined, if rank `writer`, which joined last, has made updates that the
     chief lacks. Collective. Returns the global step of rank `writer`. If the checkpoint cannot be written, the chief
     prints a warning and training continues."""
-    steps = collectives.allgather_object(optimizer.global_step)
+    steps = functions.allgather_object(optimizer.global_step)
     step = int(steps[writer])
     if not saver.directory or step == steps[0]:
         return step
@@ -67,7 +67,7 @@ def write_joined(saver: Saver, optimizer: DistributedOptimizer, writer: int, mak
         except (CheckpointError, InputError) as error:
             failure = str(error)
     with together.waiting():
-        path, failure = collectives.broadcast_object((path, failure), writer)
+        path, failure = functions.broadcast_object((path, failure), writer)
     if failure:
         report.say(
             f"rank {writer}, which joined last, could not write the checkpoint of step {step}: {failure}. Rank 0 does "

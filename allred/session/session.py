@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self, TypeVar
 
 from allred.cluster import report, topology
-from allred.comm import collectives, uneven
+from allred.comm import functions, join
 from allred.errors import InputError, ShutdownError
 from allred.modes.optimizer import DistributedOptimizer
 from allred.session import checks, ending, last, together
@@ -125,7 +125,7 @@ class Session:
             raise
         finally:
             self._asked.stop()
-            uneven.remove_observer(self._joined)
+            join.remove_observer(self._joined)
             self._done = True
             if optimizer is not None or failure is not None:
                 self._call_end(failure, path)
@@ -144,7 +144,7 @@ class Session:
         self.__exit__(None if error is None else type(error), error, None)
 
     def _end_with_program(self, error: BaseException | None) -> None:
-        with collectives.patience(together.FOREVER_S):  # the other ranks' programs may end much later
+        with functions.patience(together.FOREVER_S):  # the other ranks' programs may end much later
             self.end(error)
 
     def track(self, *, params: Any, optimizer: DistributedOptimizer, data: Any = None, **more: Any) -> int | None:
@@ -182,9 +182,9 @@ class Session:
             report.inform(f"goes on from step {restored}, of {self._saver.directory}")
         self.step = optimizer.global_step
         self._saver.begin(self.step)
-        self._token = collectives.allgather_object(secrets.token_hex(4))[0]  # nobody steps before all know global_step
+        self._token = functions.allgather_object(secrets.token_hex(4))[0]  # nobody steps before all know global_step
         if optimizer.in_step:
-            uneven.add_observer(self._joined)
+            join.add_observer(self._joined)
         else:
             self._asked.notify(optimizer.ask_to_end)
             if self._saves:

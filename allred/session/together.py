@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from allred.cluster import topology
-from allred.comm import collectives
+from allred.comm import functions
 from allred.errors import AllredError, MismatchError
 from allred.modes.detect.batch_arguments import arguments_of, difference
 from allred.modes.optimizer import DistributedOptimizer
@@ -24,7 +24,7 @@ def agree(directory: str, max_steps: int | None, tracked: list[str], data: Any) 
 
     data: the argument of `session.track`."""
     names = "checkpoint_dir", "max_steps", "what else is tracked"
-    gathered = collectives.allgather_object(((directory or None, max_steps, tracked), arguments_of(data)))
+    gathered = functions.allgather_object(((directory or None, max_steps, tracked), arguments_of(data)))
     given = [settings for settings, _ in gathered]
     if problem := difference([arguments for _, arguments in gathered], range(len(gathered))):
         raise MismatchError(f"session.track(): {problem}")
@@ -40,7 +40,7 @@ def agree(directory: str, max_steps: int | None, tracked: list[str], data: Any) 
 @contextlib.contextmanager
 def waiting(seconds: float = FOREVER_S) -> Iterator[None]:
     """Operations may wait for so long."""
-    queue = collectives.current().queue
+    queue = functions.current().queue
     before, queue.timeout_s = queue.timeout_s, max(seconds, queue.timeout_s)
     try:
         yield
@@ -52,7 +52,7 @@ def gather_random_states(optimizer: DistributedOptimizer, why: str = "") -> dict
     """Those of all ranks, by rank; collective; None in mode ps. why: for the error of a rank that calls another one."""
     if not optimizer.in_step:
         return None
-    return dict(collectives.allgather_object((topology.rank(), random_states.get()), why))
+    return dict(functions.allgather_object((topology.rank(), random_states.get()), why))
 
 
 def meet(optimizer: DistributedOptimizer, params: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from allred.comm import collectives
+from allred.comm import functions
 from allred.comm.ops import ReduceOp
 from allred.errors import InputError
 from allred.session.asked import SIGNALS
@@ -67,7 +67,7 @@ class Log:
         first = len(mine)
         mine += [values[name] * weight if weight else 0.0 for name in names]
         title = f"session.log({', '.join(['examples'] * (examples is not None) + names)})"
-        total = collectives.allreduce(np.array(mine), ReduceOp.SUM, name=title).tolist()
+        total = functions.allreduce(np.array(mine), ReduceOp.SUM, name=title).tolist()
         save_votes, all_examples, all_weight, *votes = total[:first]
         means = {
             name: value / all_weight if all_weight else math.nan

@@ -183,6 +183,6 @@ def test_mistakes_are_known_to_all():
     if allred.size() > 1:
         with pytest.raises(MismatchError, match="on the GPU on rank"):
             allred.allreduce(host if allred.rank() else cupy.asarray(host))
-    with pytest.raises(InputError, match="some on the GPU and some on the host"):
+    with pytest.raises(InputError, match="arrays on the GPU and on the host"):
         allred.grouped_allreduce([host, cupy.asarray(host)])
     assert allred.allreduce(host, allred.Sum).tolist() == [allred.size()] * 3

@@ -10,15 +10,18 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "parallel"))
 import standin_gpu
 from mpi4py import MPI
 
+from allred import world
 from allred.bench import command, gpu, sets
-from allred.comm import registry
-from allred.comm.nccl_connect import around
+from allred.comm.backends import select
+from allred.comm.create import add_device
 
 standin_gpu.install(setattr)
 gpu.adopt = standin_gpu.adopt
 gpu.allocate = lambda shapes, dtype: [standin_gpu.on_gpu(np.zeros(shape, dtype)) for shape in shapes]
 gpu._ENQUEUE_SAMPLES = 3
 sets.SETS["small"] = lambda: [(256,)] * 10
-registry.devices = lambda *_: (True, "")
-registry.with_devices = lambda below, *_: around(below, standin_gpu.Device(MPI.COMM_WORLD.Dup()), staged=False)
+select.devices = lambda *_: (True, "")
+world.add_devices = lambda communicator, *_: add_device(
+    communicator, standin_gpu.Device(MPI.COMM_WORLD.Dup()), staged=False
+)
 sys.exit(command.main(sys.argv[1:]))

@@ -23,13 +23,13 @@ else:
     from standin_gpu import DeviceArray as Kind
     from standin_gpu import host, on_gpu
 
-    from allred.comm import registry
-    from allred.comm.nccl_connect import around
+    from allred import world
+    from allred.comm.create import add_device
 
     HALF = ml_dtypes.bfloat16
     standin_gpu.install(setattr)
     device = standin_gpu.Device(None)
-    registry.with_devices = lambda below, *_: around(below, device, staged=False)
+    world.add_devices = lambda communicator, *_: add_device(communicator, device, staged=False)
 
 random = np.random.default_rng(0)
 SHAPES = {"w": (40, 30), "b": (30,), "scale": (), "none": (0, 3), "half": (7,)}

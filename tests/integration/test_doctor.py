@@ -191,14 +191,14 @@ def test_another_mpirun_first_on_the_path():
 
 
 def test_ranks_that_cannot_share_memory():
-    result = mpirun(2, "-c", changed("trials.shared_memory.share = lambda *_: None\n" + NO_SEGMENT))
+    result = mpirun(2, "-c", changed("trials.segment.share = lambda *_: None\n" + NO_SEGMENT))
     assert result.code == 0, result.text
     assert line_about(result, "shared memory")["found"].startswith("ranks 0-1 on "), result.text
     backend = line_about(result, "backend")
     assert (backend["verdict"], "no two ranks could share memory" in backend["found"]) == ("warn", True), result.text
 
 
-NO_SEGMENT = "from allred.comm import shm; shm.share = lambda *_: None"
+NO_SEGMENT = "from allred.comm.backends import shm; shm.share = lambda *_: None"
 
 
 # ---- probes that fail and ranks that hang

@@ -164,7 +164,7 @@ def test_after_a_time_limit_the_job_ends_and_not_well(mpi, end, before):
     code = (
         f"import sys, time\n{before}\nimport allred\nallred.init(banner=False)\n"
         "if allred.rank() == 1: time.sleep(600)\n"
-        "try: allred.comm.collectives.current().barrier().wait(timeout_s=0.3)\n"
+        "try: allred.comm.functions.current().barrier().wait(timeout_s=0.3)\n"
         "except allred.CollectiveTimeout as error: print(error, flush=True)\n"
         "allred.shutdown()\n"
         "assert not allred.is_initialized()\n"

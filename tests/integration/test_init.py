@@ -16,7 +16,7 @@ INIT = "import allred; allred.init(); print(allred.rank(), 'of', allred.size(), 
     [
         ("ALLRED_BUCKETS", "1", "unknown variable ALLRED_BUCKETS; did you mean ALLRED_BUCKET_BYTES?"),
         ("ALLRED_MODE", "pz", "ALLRED_MODE='pz' is not available; choose one of sync, ps"),
-        ("ALLRED_BACKEND", "single", "backend 'single' is for one rank, and there are 2; use auto, shm or mpi"),
+        ("ALLRED_BACKEND", "single", "backend 'single' is for one rank, but there are 2; use auto, shm or mpi"),
     ],
 )
 def test_a_bad_variable_is_one_clear_error(mpi, variable, value, message):
@@ -38,7 +38,7 @@ def test_variables_that_differ_between_ranks():
 
 
 def test_ranks_without_the_variable_take_the_chiefs():
-    code = "import allred; allred.init(); from allred.comm import collectives; print(collectives.config().timeout_s)"
+    code = "import allred; allred.init(); from allred.comm import functions; print(functions.config().timeout_s)"
     python_ = BIN["mpich"] / "python"
     command = [
         BIN["mpich"] / "mpirun",

@@ -21,7 +21,8 @@ import numpy as np
 RANK = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
 {before}
 import allred
-from allred.comm import collectives, shared_memory
+from allred.comm import functions
+from allred.comm.backends import segment
 {patch}
 allred.init()
 rank, size = allred.rank(), allred.size()
@@ -42,7 +43,7 @@ assert allred.reducescatter(np.arange(2 * size), allred.Sum).tolist() == [2 * ra
 assert allred.alltoall(np.full(size, rank))[0].tolist() == list(range(size))
 assert allred.allgather_object("x" * rank * 10_000) == ["x" * r * 10_000 for r in range(size)]
 allred.barrier()
-print(f"right by {collectives.current().name}\\n", end="", flush=True)
+print(f"right by {functions.current().name}\\n", end="", flush=True)
 """
 
 
@@ -197,10 +198,10 @@ def refuse(way):
         return {instead}
     return refused
 """
-NO_PROC = "shared_memory._through_proc = refuse(shared_memory._through_proc)\n"
-NO_SOCKET = "shared_memory._over_socket = refuse(shared_memory._over_socket)\n"
+NO_PROC = "segment._through_proc = refuse(segment._through_proc)\n"
+NO_SOCKET = "segment._over_socket = refuse(segment._over_socket)\n"
 NO_MEMFD = "def fail(*_): raise OSError(28, 'No space left on device')\nif RANK == 0: os.{function} = fail\n"
-ANOTHER_USER = "shared_memory.SOCKET_S = 0.5\nif RANK == 0: os.geteuid = lambda: 12345\n"
+ANOTHER_USER = "segment.SOCKET_S = 0.5\nif RANK == 0: os.geteuid = lambda: 12345\n"
 WAYS = {
     "no /proc": (REFUSE.format(odd=2, instead=-1) + NO_PROC, "shm"),
     "no /proc for the first": (REFUSE.format(odd=0, instead=-1) + NO_PROC, "shm"),
@@ -223,7 +224,7 @@ def test_ranks_agree_on_another_way(mpi, way, mark):
 
 # Rank 2 is led to a memfd of its own: of the same size, and in the worst case with the same first bytes.
 WRONG = """
-true_map = shared_memory._map
+true_map = segment._map
 def wrong(fd, nbytes, identity):
     if RANK == 2 and not led:
         led.append(os.memfd_create("other"))
@@ -233,7 +234,7 @@ def wrong(fd, nbytes, identity):
         fd = os.dup(led[0])
     return true_map(fd, nbytes, identity)
 led = []
-shared_memory._map = wrong
+segment._map = wrong
 """
 WRONG_CHECK = """
 maps = open("/proc/self/maps").read()

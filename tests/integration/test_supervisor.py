@@ -42,8 +42,8 @@ def test_the_ranks_may_end_at_different_times(tmp_path):
     """The end of one rank's program waits for the other without a time limit."""
     late = """
 import time
-from allred.comm import collectives
-collectives.current().queue.timeout_s = 0.5
+from allred.comm import functions
+functions.current().queue.timeout_s = 0.5
 time.sleep(2 * allred.is_chief())
 """
     program = PROGRAM.read_text() + late

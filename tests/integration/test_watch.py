@@ -304,12 +304,12 @@ def test_a_rank_that_ends_well_while_the_others_wait_for_it(mpi, end):
 def test_a_rank_that_ends_well_while_others_finish_what_it_has_done(mpi):
     """Rank 2 is slow to pass on to rank 3 what ranks 0 and 1 have already."""
     code = (
-        "import time\nimport numpy as np\nimport allred\nfrom allred.comm.mpi import MpiCommunicator\n"
-        "allred.init(banner=False)\nbroadcast = MpiCommunicator._broadcast\n"
+        "import time\nimport numpy as np\nimport allred\nfrom allred.comm.backends.mpi import MpiBackend\n"
+        "allred.init(banner=False)\nbroadcast = MpiBackend.broadcast\n"
         "def slow(*arguments):\n"
         "    time.sleep(5)\n"
         "    yield from broadcast(*arguments)\n"
-        "if allred.rank() == 2: MpiCommunicator._broadcast = slow\n"
+        "if allred.rank() == 2: MpiBackend.broadcast = slow\n"
         "print(allred.broadcast(np.ones(4), 0)[0], flush=True)\n"
     )
     result = mpirun(4, "-c", code, mpi=mpi, timeout_s=30, env={"ALLRED_BACKEND": "mpi"})
@@ -653,7 +653,7 @@ def test_a_mismatch_says_where_each_rank_called(backend, check):
     if check == "basic":
         assert lines[2:] == ["agreed", "agreed"]
     else:
-        assert lines[2].startswith("allreduce(Average) 'g' float64 (4,): ranks call it in different places")
+        assert lines[2].startswith("allreduce(Average) 'g' float64 (4,): ranks call it at different lines")
         assert lines[3:] == ["  called at <string>:5 on rank 0; <string>:6 on ranks 1 and 2", "agreed"]
 
 

@@ -21,7 +21,8 @@ from mpi4py import MPI
 
 import allred
 from allred import native
-from allred.comm import registry
+from allred.comm.backends import select
+from allred.comm.create import create
 from allred.errors import ConfigError
 
 NODES = {2: [[0, 1]], 3: [[0, 0, 1]], 4: [[0, 0, 1, 1], [0, 1, 0, 0], [0, 1, 1, 0]]}  # the node of each rank
@@ -87,9 +88,9 @@ def size():
 def _worlds():
     """Each backend that can serve this world, on one node, and on pretended nodes where that makes a difference."""
     size = _world.Get_size()
-    for backend in sorted(registry.BACKENDS):
+    for backend in sorted(select.BACKENDS):
         try:
-            registry.choose(backend, [0] * size, has_mpi=True, kernels=[native.available] * size)
+            select.choose(backend, [0] * size, has_mpi=True, kernels=[native.available] * size)
         except ConfigError:
             continue
         yield pytest.param((backend, [0] * size), id=backend)
@@ -100,7 +101,7 @@ def _worlds():
 
 def _open(param):
     backend, nodes = param
-    return registry.BACKENDS[backend](MPI.COMM_WORLD.Dup(), 30.0, nodes)
+    return create(backend, MPI.COMM_WORLD.Dup(), 30.0, nodes)
 
 
 def _close(communicator):

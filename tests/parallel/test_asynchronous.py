@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import allred
-from allred.comm.shm import ShmCommunicator
+from allred.comm.backends.shm import ShmBackend
+from allred.comm.communicator import Communicator
 from allred.errors import AllredError, InputError, MismatchError
 
 pytestmark = pytest.mark.mpi
@@ -26,8 +27,8 @@ def who(request):
 def comm(comm, who):
     """Each backend, with the thread where there is one, and without."""
     if who == "thread":
-        comm.attend()
-        if not isinstance(comm, ShmCommunicator):
+        comm.start_progress_thread()
+        if not isinstance(comm.backend, ShmBackend):
             pytest.skip("no thread there")
     return comm
 
@@ -109,7 +110,7 @@ def test_many_under_way_and_waited_for_in_any_order(comm, seed):
 def test_blocking_calls_come_behind_what_was_started(comm):
     x = np.ones(1000, np.float32)
     works = [comm.allreduce_(x, allred.Sum) for _ in range(3)]
-    assert comm.allreduce_now(x.copy() * 0 + 1, True, allred.Sum, "").tolist() == [comm.size] * 1000
+    assert comm.allreduce_blocking(x.copy() * 0 + 1, True, allred.Sum, "").tolist() == [comm.size] * 1000
     assert all(work.done() for work in works)
     assert set(x) == {comm.size**3}
 
@@ -160,7 +161,7 @@ def test_another_order_is_told_as_such(comm, who):
 
 
 def test_the_place_is_where_it_was_started(size):
-    several(allred.comm.collectives.current())
+    several(allred.comm.functions.current())
     work = allred.allreduce_async(np.ones(2 + (allred.rank() == 1)), name="w")  # here
     with pytest.raises(MismatchError, match=r"called at test_asynchronous\.py:\d+ on rank") as error:
         allred.synchronize(work)
@@ -219,7 +220,7 @@ def burn(seconds):
 def test_a_peer_that_holds_the_gil_keeps_nobody(comm):
     """With the thread: the others are through while rank 0 is still inside its call. All but allgather and alltoall."""
     several(comm)
-    if not (isinstance(comm, ShmCommunicator) and comm._segment.has_progress_thread):
+    if not comm.queue.engine.has_progress_thread:
         pytest.skip("takes the thread")
     x, count = np.ones(100_000), comm.size
     comm.barrier().wait()
@@ -241,14 +242,14 @@ def test_the_thread_starts_with_the_first_operation_that_is_not_waited_for(size)
 
     if size == 1:
         pytest.skip("takes several ranks")
-    one = ShmCommunicator(allred.rank(), size, *_memory())
+    one = Communicator(ShmBackend(allred.rank(), size, _memory()), 20.0)
     try:
         before = alive().count("allred-progress")
-        one.allreduce_now(np.ones(3), True, allred.Sum, "")
+        one.allreduce_blocking(np.ones(3), True, allred.Sum, "")
         one.allreduce(np.ones(3), allred.Sum).wait()
         assert alive().count("allred-progress") == before
-        one.attend()
-        one.attend()
+        one.start_progress_thread()
+        one.start_progress_thread()
         assert alive().count("allred-progress") == before + 1
         one.allreduce(np.ones(3), allred.Sum).wait()
         one.barrier().wait()
@@ -261,9 +262,9 @@ def test_the_thread_starts_with_the_first_operation_that_is_not_waited_for(size)
 def _memory():
     from mpi4py import MPI
 
-    from allred.comm.shm import segment_memory
+    from allred.comm.backends.shm import segment_memory
 
-    return segment_memory(MPI.COMM_WORLD), 20.0
+    return segment_memory(MPI.COMM_WORLD)
 
 
 @pytest.mark.parametrize("thread", [True, False])
@@ -271,9 +272,9 @@ def test_closed_with_operations_under_way(size, thread):
     """What is under way stays so; nothing is written any more, nobody hangs, and the arrays are given back."""
     if size == 1:
         pytest.skip("takes several ranks")
-    one = ShmCommunicator(allred.rank(), size, *_memory())
+    one = Communicator(ShmBackend(allred.rank(), size, _memory()), 20.0)
     if thread:
-        one.attend()
+        one.start_progress_thread()
     arrays = [np.ones(10_000) for _ in range(3)]
     works = [one.allreduce_(x, allred.Sum) for x in arrays] if allred.rank() else []
     threads = threading.active_count()
@@ -297,7 +298,7 @@ def test_a_wait_of_no_time_is_refused(timeout_s):
 def test_patience_ends_for_a_set_that_is_new_in_it(rank, size):
     members = allred.ProcessSet({0, size - 1} | {size // 2})
     if members.included():
-        before = allred.comm.collectives.current().queue.timeout_s
+        before = allred.comm.functions.current().queue.timeout_s
         with allred.patience(before + 100):
             allred.barrier(process_set=members)
         assert members.communicator().queue.timeout_s == before

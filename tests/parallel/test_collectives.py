@@ -309,11 +309,11 @@ BAD = [
     (lambda c: c.grouped_allreduce([], "sum"), "grouped_allreduce: op='sum' is not a reduction"),
     (lambda c: c.grouped_allreduce_([np.zeros(3)] * 2), "grouped_allreduce: the same memory is in the group twice"),
     (lambda c: c.grouped_allreduce_(halves(np.zeros(9))), "grouped_allreduce: the same memory is in the group twice"),
-    (lambda c: c.grouped_allreduce_now([], True, "Sum", ""), "grouped_allreduce: op='Sum' is not a reduction"),
-    (lambda c: c.grouped_allreduce_now([], True, None, ""), "grouped_allreduce: op=None is not a reduction"),
-    (lambda c: c.grouped_allreduce_now([], True, allred.Sum, 7), "grouped_allreduce '7': name=7 must be a string"),
+    (lambda c: c.grouped_allreduce_blocking([], True, "Sum", ""), "grouped_allreduce: op='Sum' is not a reduction"),
+    (lambda c: c.grouped_allreduce_blocking([], True, None, ""), "grouped_allreduce: op=None is not a reduction"),
+    (lambda c: c.grouped_allreduce_blocking([], True, allred.Sum, 7), "grouped_allreduce '7': name=7 must be a string"),
     (
-        lambda c: c.grouped_allreduce_now(halves(np.zeros(9)), True, allred.Sum, ""),
+        lambda c: c.grouped_allreduce_blocking(halves(np.zeros(9)), True, allred.Sum, ""),
         "grouped_allreduce: the same memory",
     ),
     (lambda c: c.alltoall(np.zeros(4), [2**63] * c.size), "alltoall: .* must be .* whole numbers"),
@@ -421,7 +421,7 @@ def test_mpi_never_sees_the_users_memory(comm, monkeypatch):
 
             return call
 
-    monkeypatch.setattr(comm, "_comm", Spy(comm._comm))
+    monkeypatch.setattr(comm.backend, "_comm", Spy(comm.backend._comm))
     mine = np.ones((1000, 4))
     comm.allreduce_(mine, allred.Sum).wait()
     comm.grouped_allreduce_([mine, mine.copy()], allred.Max).wait()
@@ -430,7 +430,7 @@ def test_mpi_never_sees_the_users_memory(comm, monkeypatch):
     comm.reducescatter(mine).wait()
     comm.alltoall(np.ones((comm.size, 5))).wait()
     assert len(seen) >= 10
-    owned = comm._kept
+    owned = comm.backend._kept
     assert all(any(np.shares_memory(buffer, piece) for piece in owned) for buffer in seen)
     assert not any(np.shares_memory(buffer, mine) for buffer in seen)
     seen.clear()

@@ -24,6 +24,11 @@ COUNTS = [0, 1, 1009, 2**16 + 1, 2**19 + 3]
 SHAPES = [(), (5, 7), (3, 1009)]
 
 
+def is_hierarchical(comm):
+    """Whether ranks of several (pretended) nodes reduce in shared memory first."""
+    return type(comm.backend).__name__ == "HierarchicalBackend"
+
+
 @functools.cache
 def constant(rank, shape, dtype, hard):
     count = int(np.prod(shape, dtype=np.int64))
@@ -57,7 +62,7 @@ def expected(comm, op, wire, shape, dtype, hard=False):
         total = reduced([rounded(data(r, shape, dtype, hard), wire) for r in range(comm.size)], op)
         if op is allred.Average:
             total = total / np.float32(comm.size)
-        if type(comm).__name__ == "MpiCommunicator":
+        if comm.name == "mpi":
             total = rounded(np.asarray(total), wire)  # as it came back
         return np.asarray(total).astype(dtype)
 
@@ -65,7 +70,7 @@ def expected(comm, op, wire, shape, dtype, hard=False):
 def check(comm, got, op, wire, shape, dtype, hard=False):
     want = expected(comm, op, wire, shape, dtype, hard)
     assert (got.dtype, got.shape) == (np.dtype(dtype), shape)
-    if type(comm).__name__ == "NodesCommunicator":
+    if is_hierarchical(comm):
         scale = sum(np.abs(data(r, shape, dtype, hard).astype(np.float64)) for r in range(comm.size))
         near = np.abs(got - want) <= 4 * float(ml_dtypes.finfo(wire).eps) * scale + 2.0**-22
         assert near.all()
@@ -82,7 +87,7 @@ def test_everybody_gets_the_sum_of_the_rounded_numbers(comm, compression, count)
     ]:  # fmt: skip
         x = data(comm.rank, (count,), dtype)
         if now:
-            y = comm.allreduce_now(x, False, op, "w", compression)
+            y = comm.allreduce_blocking(x, False, op, "w", compression)
         else:
             y = comm.allreduce(x, op, "w", compression).wait()
         check(comm, y, op, WIRES[compression], (count,), dtype)
@@ -92,7 +97,7 @@ def test_everybody_gets_the_sum_of_the_rounded_numbers(comm, compression, count)
 @pytest.mark.parametrize("compression", WIRES)
 @pytest.mark.parametrize("op", OPS)
 def test_every_op_and_what_is_not_finite(comm, compression, op):
-    if type(comm).__name__ == "NodesCommunicator":
+    if is_hierarchical(comm):
         pytest.skip("a node's sum may be finite where its parts, rounded, are not")
     for dtype, shape in itertools.product((np.float32, np.float64), SHAPES):
         x = data(comm.rank, shape, dtype, hard=True)
@@ -109,7 +114,7 @@ def test_a_group_of_all_dtypes_narrows_only_wide_floats(comm, compression, in_pl
     for now in (True, False):
         group = [np.asarray(data(comm.rank, s, "f8") * 10).astype(d) for s, d in zip(shapes, dtypes, strict=True)]
         if now:
-            results = comm.grouped_allreduce_now(group, in_place, allred.Max, "g", compression)
+            results = comm.grouped_allreduce_blocking(group, in_place, allred.Max, "g", compression)
         else:
             start = comm.grouped_allreduce_ if in_place else comm.grouped_allreduce
             results = start(group, allred.Max, "g", compression).wait()
@@ -120,7 +125,7 @@ def test_a_group_of_all_dtypes_narrows_only_wide_floats(comm, compression, in_pl
             want = parts[0]
             for part in parts[1:]:
                 want = np.maximum(want, part)
-            if type(comm).__name__ == "NodesCommunicator" and np.dtype(d).itemsize > 2 and np.dtype(d).kind == "f":
+            if is_hierarchical(comm) and np.dtype(d).itemsize > 2 and np.dtype(d).kind == "f":
                 np.testing.assert_allclose(got, want, rtol=float(ml_dtypes.finfo(wire).eps))
             else:
                 np.testing.assert_array_equal(got, want)
@@ -141,7 +146,7 @@ def test_any_layout(comm, layout):
         memory = np.frombuffer(bytearray(x.nbytes + 1), np.uint8)[1:].view(np.float32).reshape(shape)
         memory[...] = x
         x = memory
-    comm.allreduce_now(x, True, allred.Sum, "", Compression.fp16)
+    comm.allreduce_blocking(x, True, allred.Sum, "", Compression.fp16)
     check(comm, np.ascontiguousarray(x), allred.Sum, np.float16, shape, np.float32)
 
 
@@ -158,7 +163,7 @@ def test_without_the_c_extension_it_is_the_same(comm, monkeypatch):
 def test_half_or_a_quarter_of_the_bytes_travel(comm):
     def sent(dtype, compression):
         before = comm.sent_bytes
-        comm.allreduce_now(np.ones(300_000, dtype), True, allred.Sum, "", compression)
+        comm.allreduce_blocking(np.ones(300_000, dtype), True, allred.Sum, "", compression)
         comm.allreduce(np.ones(3, dtype), allred.Sum, "", compression).wait()
         return comm.sent_bytes - before
 
@@ -168,7 +173,7 @@ def test_half_or_a_quarter_of_the_bytes_travel(comm):
         assert sent(np.float64, compression) == half
         assert sent(np.float64, Compression.none) == 4 * half
         assert sent(np.int32, compression) == full
-        if type(comm).__name__ == "NodesCommunicator":  # slices of each node's sum
+        if is_hierarchical(comm):  # slices of each node's sum
             nodes, rest = divmod(sum(comm.allgather_object(half).wait()), 600_006)
             assert rest == 0
             assert 1 < nodes < comm.size
@@ -184,11 +189,11 @@ def test_ranks_that_differ_raise_an_error_that_names_it(comm):
     other = Compression.fp16 if last else Compression.bf16
     x = np.ones(3, np.float32)
     for compression, now in itertools.product((one, other), (True, False)):
-        start = comm.allreduce_now if now else lambda x, _, *rest: comm.allreduce_(x, *rest).wait()
+        start = comm.allreduce_blocking if now else lambda x, _, *rest: comm.allreduce_(x, *rest).wait()
         with pytest.raises(MismatchError, match=r"allreduce\(Sum, compression=fp16\) .*'w' float32 \(3,\) on rank"):
             start(x, True, allred.Sum, "w", compression)
         with pytest.raises(MismatchError, match=r"grouped_allreduce\(Sum, compression=fp16\)"):
-            comm.grouped_allreduce_now([x], True, allred.Sum, "w", compression)
+            comm.grouped_allreduce_blocking([x], True, allred.Sum, "w", compression)
         assert x.tolist() == [1, 1, 1]
 
 
@@ -196,8 +201,8 @@ def test_ranks_that_differ_raise_an_error_that_names_it(comm):
 def test_what_is_no_compression_is_an_error_on_all(comm, odd):
     mine = odd if comm.rank == 0 else Compression.fp16
     for call in (
-        lambda: comm.allreduce_now(np.ones(3), True, allred.Sum, "", mine),
-        lambda: comm.grouped_allreduce_now([np.ones(3)], True, allred.Sum, "", mine),
+        lambda: comm.allreduce_blocking(np.ones(3), True, allred.Sum, "", mine),
+        lambda: comm.grouped_allreduce_blocking([np.ones(3)], True, allred.Sum, "", mine),
         lambda: comm.allreduce(np.ones(3), allred.Sum, "", mine).wait(),
     ):
         with pytest.raises(InputError, match=r"compression=.*: expected allred.Compression.none, .fp16 or .bf16"):
@@ -205,9 +210,9 @@ def test_what_is_no_compression_is_an_error_on_all(comm, odd):
 
 
 def test_the_header_says_it():
-    from allred.comm.calls import array_call
+    from allred.comm.arguments import array_descriptor
 
-    call = array_call("allreduce", np.ones(3, np.float32), "w", allred.Sum, compression=Compression.bf16)
+    call = array_descriptor("allreduce", np.ones(3, np.float32), "w", allred.Sum, compression=Compression.bf16)
     assert "op=2 dtype=float32 as bfloat16 count=3" in decode(call.pack(1))
 
 

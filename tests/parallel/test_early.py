@@ -288,7 +288,7 @@ def test_accumulated_gradients_are_known_in_step():
 
 def test_with_places_compared_every_step_is_as_any_other(rank):
     """Which of the calls here sends a bucket depends on chance."""
-    communicator = allred.comm.collectives.current()
+    communicator = allred.comm.functions.current()
     communicator.checks_places = True
     try:
         early = train(6, lambda step: NAMES[:: 1 if rank else -1])

@@ -140,7 +140,7 @@ def test_training(rank, size, weighted):
     """Rank r has 2 + 2 r batches of one gradient, r + 1; each mean is of the ranks that have one."""
     opt, params = allred.distributed(Sum()), np.zeros(3)
     with allred.Join() as joined:
-        with pytest.raises(InputError, match="behind the block"):
+        with pytest.raises(InputError, match="after the block"):
             _ = joined.last
         for _ in range(2 + 2 * rank):
             opt.step(params, np.full(3, rank + 1.0), samples=rank + 1 if weighted else None)
@@ -213,7 +213,7 @@ def test_an_error_in_the_block_does_not_join(size):
 
 
 def test_who_waits_has_no_time_limit(rank):
-    communicator = allred.comm.collectives.current()
+    communicator = allred.comm.functions.current()
     limit_s, communicator.queue.timeout_s = communicator.queue.timeout_s, 0.2
     try:
         if rank == 0:
@@ -242,7 +242,7 @@ def test_the_last_one_had_most_under_way(rank, size):
 
 @pytest.fixture
 def checked_places():
-    communicator = allred.comm.collectives.current()
+    communicator = allred.comm.functions.current()
     communicator.checks_places = True
     yield
     communicator.checks_places = False

@@ -9,7 +9,7 @@ import pytest
 import allred
 from allred import optim
 from allred.cluster import report
-from allred.comm import collectives
+from allred.comm import functions
 from allred.errors import DriftError, InputError
 
 pytestmark = [pytest.mark.mpi]
@@ -29,7 +29,7 @@ def chief_speaks(rank):
 @pytest.fixture
 def check_steps(monkeypatch):
     def set_to(steps):
-        monkeypatch.setattr(collectives, "_config", dataclasses.replace(collectives.config(), check_steps=steps))
+        monkeypatch.setattr(functions, "_config", dataclasses.replace(functions.config(), check_steps=steps))
 
     set_to(5)
     return set_to

@@ -15,8 +15,9 @@ from mpi4py import MPI
 from standin_gpu import DeviceArray, host, on_gpu
 
 import allred
-from allred.comm import collectives, nccl_calls, nccl_reduce, registry
-from allred.comm.nccl_connect import around
+from allred.comm import device_arguments, device_reduce, functions
+from allred.comm.backends import select
+from allred.comm.create import add_device, create
 from allred.errors import InputError, MismatchError
 from allred.modes.pairs import Pairs
 
@@ -25,9 +26,11 @@ pytestmark = pytest.mark.mpi
 
 def connect(transport):
     size = MPI.COMM_WORLD.Get_size()
-    below = registry.BACKENDS[registry.choose("auto", [0] * size, True, [True] * size)[0]]
+    name, _ = select.choose("auto", [0] * size, True, [True] * size)
+    communicator = create(name, MPI.COMM_WORLD.Dup(), 30.0, [0] * size)
     device = standin_gpu.Device(MPI.COMM_WORLD)
-    return around(below(MPI.COMM_WORLD.Dup(), 30.0, [0] * size), device, staged=transport == "staged")[0]
+    add_device(communicator, device, staged=transport == "staged")
+    return communicator
 
 
 @pytest.fixture(scope="module", params=["nccl", "staged"])
@@ -41,9 +44,9 @@ def connected(request):
 
 @pytest.fixture
 def comm(connected, monkeypatch):
-    monkeypatch.setattr(nccl_calls, "adopt", standin_gpu.adopt)
-    monkeypatch.setattr(nccl_reduce, "layouts", standin_gpu.layouts)
-    connected.device.ordered = connected.device.synchronized = 0
+    monkeypatch.setattr(device_arguments, "adopt", standin_gpu.adopt)
+    monkeypatch.setattr(device_reduce, "layouts", standin_gpu.layouts)
+    connected.devices.device.ordered = connected.devices.device.synchronized = 0
     yield connected
     connected.barrier().wait()
 
@@ -115,7 +118,7 @@ def test_integers_wrap_around(comm, dtype, op):
 @pytest.mark.parametrize("op", [allred.Sum, allred.Average])
 def test_a_group_travels_in_buckets(comm, in_place, op, monkeypatch):
     """Small tensors of a dtype in one, a large one alone; of other layouts; the gaps between tensors do no harm."""
-    monkeypatch.setattr("allred.comm.nccl_reduce.BUCKET_BYTES", 4096)
+    monkeypatch.setattr("allred.comm.device_reduce.BUCKET_BYTES", 4096)
     shapes = [(3,), (), (0,), (1009,), (2, 2), (5,), (7,)]
     dtypes = [np.float32, np.float64, np.float32, np.float32, ml_dtypes.bfloat16, np.float32, ml_dtypes.bfloat16]
 
@@ -159,7 +162,7 @@ def test_a_group_that_comes_again_is_not_looked_through_again(comm, monkeypatch)
     """It is the same if all that matters is, whoever owns the memory now. What is strided is looked at every time, and
     what travels where it lies."""
     looked = []
-    monkeypatch.setattr(nccl_calls, "adopt", lambda value: looked.append(1) or standin_gpu.adopt(value))
+    monkeypatch.setattr(device_arguments, "adopt", lambda value: looked.append(1) or standin_gpu.adopt(value))
     alike = Alike()
     for group, op, weight in alike.groups * 2:
         for _ in range(2):
@@ -170,7 +173,7 @@ def test_a_group_that_comes_again_is_not_looked_through_again(comm, monkeypatch)
             if weight is None:
                 comm.grouped_allreduce_(group, op).wait()
             else:
-                comm.weighted_allreduce_(group, op, "", allred.Compression.none, weight).wait()
+                comm.gpu.weighted_allreduce_(group, op, "", allred.Compression.none, weight).wait()
             expected = -1 if op is allred.Max else -sum(range(1, comm.size + 1)) * (weight or 1)
             for array in group:
                 np.testing.assert_array_equal(host(array), np.full(array.shape, expected))
@@ -181,11 +184,11 @@ def test_a_group_that_comes_again_is_not_looked_through_again(comm, monkeypatch)
 
 def test_a_group_that_comes_again_is_looked_at_before_the_ranks_agree(comm, monkeypatch):
     """Behind that nobody would hear of what is wrong with it."""
-    looked, wanted = [], nccl_reduce.Wanted(allred.Sum, "", allred.Compression.none, in_place=True)
+    looked, wanted = [], device_reduce.ReduceRequest(allred.Sum, "", allred.Compression.none, in_place=True)
     whole = on_gpu(np.ones(1000))
     comm.grouped_allreduce_([whole], allred.Sum).wait()
-    monkeypatch.setattr(nccl_calls, "adopt", lambda value: looked.append(value) or standin_gpu.adopt(value))
-    comm._reduction_steps([whole], wanted).close()
+    monkeypatch.setattr(device_arguments, "adopt", lambda value: looked.append(value) or standin_gpu.adopt(value))
+    comm.gpu._reduction_steps([whole], wanted).close()
     assert len(looked) == 1
 
 
@@ -216,14 +219,14 @@ def test_weighted_gradients(comm, dtype):
     group = [np.arange(4) + 1.0, np.full(3, 1 / 3)]
     mine = [on_gpu((x if comm.rank == 0 else x * np.nan).astype(dtype)) for x in group]
     weight = float(comm.size) if comm.rank == 0 else 0.0
-    comm.weighted_allreduce_(mine, allred.Average, "", allred.Compression.none, weight).wait()
+    comm.gpu.weighted_allreduce_(mine, allred.Average, "", allred.Compression.none, weight).wait()
     for x, y in zip(group, mine, strict=True):
         np.testing.assert_array_equal(host(y), x.astype(dtype))
 
 
 def test_whole_numbers_of_ranks_without_samples_count_for_nothing(comm):
     mine = [on_gpu(np.full(n, 7, np.int32)) for n in (3, 5)]
-    comm.weighted_allreduce_(mine, allred.Sum, "", allred.Compression.none, float(comm.rank == 0)).wait()
+    comm.gpu.weighted_allreduce_(mine, allred.Sum, "", allred.Compression.none, float(comm.rank == 0)).wait()
     for x in mine:
         np.testing.assert_array_equal(host(x), np.full(x.shape, 7))
 
@@ -290,19 +293,19 @@ def test_host_arrays_and_others_go_on_beside(comm):
     started = [comm.allreduce_(on_gpu(x), allred.Sum), comm.allreduce(x, allred.Sum), comm.allgather_object(comm.rank)]
     assert host(started[0].wait()).tolist() == started[1].wait().tolist() == [sum(range(comm.size))] * 3
     assert started[2].wait() == list(range(comm.size))
-    assert comm.allreduce_now(on_gpu(x), False, allred.Max, "").tolist() == [comm.size - 1] * 3
+    assert comm.allreduce_blocking(on_gpu(x), False, allred.Max, "").tolist() == [comm.size - 1] * 3
 
 
 def test_wait_orders_the_callers_stream_and_not_the_host(comm):
     work = comm.allreduce(on_gpu(np.ones(3)))
     work.wait()
-    assert (comm.device.ordered, comm.device.synchronized) == (1, 0)
-    comm.device.stuck = True
+    assert (comm.devices.device.ordered, comm.devices.device.synchronized) == (1, 0)
+    comm.devices.device.stuck = True
     assert not work.done()
-    comm.device.stuck = False
+    comm.devices.device.stuck = False
     assert work.done()
     work.synchronize()
-    assert (comm.device.ordered, comm.device.synchronized) == (2, 1)
+    assert (comm.devices.device.ordered, comm.devices.device.synchronized) == (2, 1)
 
 
 def test_one_rank_with_a_host_array_is_a_mismatch(comm):
@@ -325,19 +328,19 @@ def test_what_cannot_be_used_is_known_to_all(comm, monkeypatch):
     for other in (one, one[3:], one[::2]):
         with pytest.raises(InputError, match="the same memory is in the group twice"):
             comm.grouped_allreduce_([one, other] if comm.rank == 0 else [one, on_gpu(other)]).wait()
-    with pytest.raises(InputError, match="some on the GPU and some on the host"):
+    with pytest.raises(InputError, match="arrays on the GPU and on the host"):
         comm.grouped_allreduce([on_gpu(np.ones(3)), np.ones(3)]).wait()
     with pytest.raises(InputError, match="is not supported"):
         comm.allreduce(on_gpu(np.ones(3, np.complex64))).wait()
     monkeypatch.setattr(standin_gpu.Data, "device_id", 1 if comm.rank == 0 else 0)
-    with pytest.raises(InputError, match=r"the array is on GPU 1, and this rank's.* is GPU 0"):
+    with pytest.raises(InputError, match=r"the array is on GPU 1, but .* has bound this rank to GPU 0"):
         comm.allreduce(on_gpu(np.ones(3))).wait()
 
 
 def test_ranks_that_have_joined_are_left_out(monkeypatch):
     if MPI.COMM_WORLD.Get_size() == 1:
         return
-    monkeypatch.setattr(nccl_calls, "adopt", standin_gpu.adopt)
+    monkeypatch.setattr(device_arguments, "adopt", standin_gpu.adopt)
     comm = connect("nccl")
     if comm.rank == 0:
         while comm.join(0).wait() is None:
@@ -345,13 +348,14 @@ def test_ranks_that_have_joined_are_left_out(monkeypatch):
         return
     few = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Excl([0]))
 
-    def among(ranks):
+    def make_subgroup(ranks):
         yield from ()
-        below = registry.BACKENDS["mpi"](few.Dup(), 30.0, [0] * len(ranks))
-        below.ranks = tuple(ranks)
-        return around(below, standin_gpu.Device(few), staged=False)[0]
+        subgroup = create("mpi", few.Dup(), 30.0, [0] * len(ranks))
+        subgroup.ranks = tuple(ranks)
+        add_device(subgroup, standin_gpu.Device(few), staged=False)
+        return subgroup
 
-    comm.among = among
+    comm.make_subgroup = make_subgroup
     x = comm.allreduce(on_gpu(np.full(3, comm.rank, np.float32)), allred.Average).wait()
     np.testing.assert_array_equal(host(x), np.full(3, sum(range(1, comm.size)) / (comm.size - 1), np.float32))
     assert comm.active.ranks == tuple(range(1, comm.size))
@@ -379,7 +383,7 @@ class Model:
 def world_on_gpus(comm, monkeypatch):
     """The running world, with this communicator."""
     standin_gpu.install(monkeypatch.setattr)
-    monkeypatch.setattr(collectives, "_communicator", comm)
+    monkeypatch.setattr(functions, "_communicator", comm)
     return comm
 
 
@@ -566,7 +570,7 @@ def test_gradients_on_a_gpu_go_out_before_the_step(world_on_gpus):
     assert len(running) == len(opt._sync._early._buckets) > 1
     while not all(work.end is not None for work in running):
         opt._sync._early._advance()
-    assert world_on_gpus.device.synchronized == 0
+    assert world_on_gpus.devices.device.synchronized == 0
     np.testing.assert_allclose(host(grads["w"]), (1 + allred.size()) / 2)
     opt.step({name: on_gpu(np.zeros(shape, np.float32)) for name, shape in SHAPES.items()}, grads)
 

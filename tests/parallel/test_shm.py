@@ -14,22 +14,23 @@ from mpi4py import MPI
 
 import allred
 from allred import native
-from allred.comm import registry
+from allred.comm.communicator import Communicator
+from allred.comm.create import create
 from allred.errors import AllredError, MismatchError
 
 if not native.available:
     pytest.skip(f"C extension: {native.reason}", allow_module_level=True)
 
-from allred.comm.shm import CHUNK_BYTES, ShmCommunicator, segment_memory
+from allred.comm.backends.shm import CHUNK_BYTES, ShmBackend, segment_memory
 
 pytestmark = pytest.mark.mpi
 several = pytest.mark.skipif(MPI.COMM_WORLD.Get_size() == 1, reason="takes several ranks")
 
 
 def make():
-    """A communicator of all ranks on one node; of one rank too, which the registry gives plain MPI."""
+    """A communicator of all ranks on one node; of one rank too."""
     world = MPI.COMM_WORLD
-    return ShmCommunicator(world.Get_rank(), world.Get_size(), segment_memory(world), 20.0)
+    return Communicator(ShmBackend(world.Get_rank(), world.Get_size(), segment_memory(world)), 20.0)
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ class Subclass(np.ndarray):
     pass
 
 
-# Which array rank r passes is LAYOUTS[(r + turn) % 5]; only the first goes the short way.
+# Which array rank r passes is LAYOUTS[(r + turn) % 5]; only the first takes the fast path.
 LAYOUTS = [np.ascontiguousarray, np.asfortranarray, strided, lambda x: x[::-1].copy()[::-1], lambda x: x.view(Subclass)]
 SHAPES = [(), (0, 3), (1,), (5, 7), (3, 1009), (3, CHUNK_BYTES // 8 + 5)]
 
@@ -81,9 +82,9 @@ def test_layouts_differ_between_ranks(shm, shape, dtype):
         layout = LAYOUTS[(shm.rank + turn) % len(LAYOUTS)] if shape else np.array
         x = layout(data(shm.rank, shape, dtype))
         for y in (
-            shm.allreduce_now(x, False, allred.Sum, "w"),
-            shm.allreduce_now(locked(x.copy()), False, allred.Sum, "w"),
-            shm.allreduce_now(x, True, allred.Sum, "w"),
+            shm.allreduce_blocking(x, False, allred.Sum, "w"),
+            shm.allreduce_blocking(locked(x.copy()), False, allred.Sum, "w"),
+            shm.allreduce_blocking(x, True, allred.Sum, "w"),
         ):
             assert (y.dtype, y.shape) == (dtype, shape)
             np.testing.assert_array_equal(y, result)
@@ -97,15 +98,15 @@ def test_groups_whose_layouts_differ_between_ranks(shm, in_place):
         layout = LAYOUTS[(shm.rank + turn) % len(LAYOUTS)]
         group = [data(shm.rank, s, d) for s, d in zip(shapes, dtypes, strict=True)]
         group = [layout(x) if x.ndim > 1 else x for x in group]
-        results = shm.grouped_allreduce_now(group, in_place, allred.Sum, "g")
+        results = shm.grouped_allreduce_blocking(group, in_place, allred.Sum, "g")
         for x, y, shape, dtype in zip(group, results, shapes, dtypes, strict=True):
             np.testing.assert_array_equal(y, total(shm.size, shape, dtype))
             assert (x is y) == in_place
 
 
 def test_public_functions_and_methods_match(rank, size):
-    """One rank in the short way of allred.allreduce_, its neighbour in a Work that it waits for."""
-    comm = allred.comm.collectives.current()
+    """One rank on the fast path of allred.allreduce_, its neighbour in a Work that it waits for."""
+    comm = allred.comm.functions.current()
     public = [
         lambda x: allred.allreduce_(x, allred.Sum),
         lambda x: allred.allreduce(x, allred.Sum),
@@ -132,8 +133,8 @@ def test_calls_after_works_that_are_not_waited_for_come_after_them(shm):
             if (shm.rank + turn) % 2:
                 works = [shm.allreduce_(y, allred.Sum) for _ in range(3)]
             else:
-                works = [shm.allreduce_now(y, True, allred.Sum, "") for _ in range(3)]
-            z = shm.allreduce_now(y, False, allred.Sum, "")
+                works = [shm.allreduce_blocking(y, True, allred.Sum, "") for _ in range(3)]
+            z = shm.allreduce_blocking(y, False, allred.Sum, "")
             assert all(work is y or work.done() for work in works)
             np.testing.assert_array_equal(y, total(shm.size, (length,), "f8") * shm.size**2)
             np.testing.assert_array_equal(z, y * shm.size)
@@ -150,13 +151,13 @@ DIFFERENT = {
 
 
 @several
-@pytest.mark.parametrize("odd_layout", [np.array, strided], ids=["short way", "long way"])
+@pytest.mark.parametrize("odd_layout", [np.array, strided], ids=["fast path", "general path"])
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_a_mismatch_is_the_same_error_on_all_ranks_and_the_next_call_works(shm, what, odd_layout):
     theirs, value, op, name = DIFFERENT[what]
     odd = shm.size - 1
     mine = (odd_layout(value), False, op, name) if shm.rank == odd else (theirs, False, allred.Sum, "w")
-    for now in (shm.allreduce_now, lambda x, *rest: shm.grouped_allreduce_now([x, X], *rest)):
+    for now in (shm.allreduce_blocking, lambda x, *rest: shm.grouped_allreduce_blocking([x, X], *rest)):
         with pytest.raises(MismatchError, match=rf" on ranks? 0.*; .* on rank {odd};") as error:
             now(*mine)
         assert len(set(allred.allgather_object(str(error.value)))) == 1
@@ -191,7 +192,7 @@ def test_sums_are_those_of_numpy_in_rank_order(shm, nbytes, dtype):
             if shm.rank == late:
                 time.sleep(0.001)
             x = ranks[shm.rank].copy()
-            y = shm.allreduce_now(x if late % 2 else strided(x), False, op, "")
+            y = shm.allreduce_blocking(x if late % 2 else strided(x), False, op, "")
             assert y.tobytes() == expected.tobytes()
     assert shm.size < 3 or nbytes < CHUNK or dtype is np.float64 or _order_matters(ranks, wire)
 
@@ -231,38 +232,38 @@ def test_two_communicators_in_turn_then_one_alone():
     assert footprint() == (fds + 2, maps + 2)
     for step in range(20):
         for comm, factor in ((one, 1), (two, 2)):
-            y = comm.allreduce_now(np.full(1 + 700 * step, factor * step), True, allred.Sum, "")
+            y = comm.allreduce_blocking(np.full(1 + 700 * step, factor * step), True, allred.Sum, "")
             assert (y == factor * step * comm.size).all()
     work = two.allreduce(np.ones(3), allred.Sum)
     one.barrier().wait()
     one.close()
     assert footprint() == (fds + 1, maps + 1)
     assert work.wait().tolist() == [two.size] * 3
-    assert set(two.allreduce_now(np.ones(40_000), True, allred.Sum, "")) == {two.size}
+    assert set(two.allreduce_blocking(np.ones(40_000), True, allred.Sum, "")) == {two.size}
     with pytest.raises(AllredError, match="it was shut down"):
-        one.allreduce_now(np.ones(3), True, allred.Sum, "")
+        one.allreduce_blocking(np.ones(3), True, allred.Sum, "")
     two.barrier().wait()
     two.close()
     assert footprint() == (fds, maps)
 
 
-def from_registry():
+def created():
     """As allred.init() has it made; where there is one rank that is no shm, but it comes and goes all the same."""
-    return registry.BACKENDS["shm"](MPI.COMM_WORLD.Dup(), 20.0, [0] * MPI.COMM_WORLD.Get_size())
+    return create("shm", MPI.COMM_WORLD.Dup(), 20.0, [0] * MPI.COMM_WORLD.Get_size())
 
 
 def on_nodes():
     """The same over pretended nodes, the last rank alone on its own."""
     size = MPI.COMM_WORLD.Get_size()
-    return registry.BACKENDS["shm"](MPI.COMM_WORLD.Dup(), 20.0, [0] * (size - 1) + [1])
+    return create("shm", MPI.COMM_WORLD.Dup(), 20.0, [0] * (size - 1) + [1])
 
 
 # With MPI's Dup, Split and Free a round takes three times as long, and one lost communicator shows in any number.
-@pytest.mark.parametrize(("make_one", "rounds"), [(make, 1000), (from_registry, 50), (on_nodes, 50)])
+@pytest.mark.parametrize(("make_one", "rounds"), [(make, 1000), (created, 50), (on_nodes, 50)])
 def test_a_thousand_communicators_leave_nothing_behind(make_one, rounds):
     def once():
         comm = make_one()
-        comm.allreduce_now(np.ones(300), True, allred.Sum, "")
+        comm.allreduce_blocking(np.ones(300), True, allred.Sum, "")
         comm.barrier().wait()
         comm.close()
 
@@ -295,12 +296,15 @@ def runs_during(call):
         thread.join()
 
 
-IN_C = [lambda shm, x: shm.allreduce_now(x, True, allred.Sum, ""), lambda shm, x: shm.allreduce_(x, allred.Sum).wait()]
-short_and_long = pytest.mark.parametrize("call", IN_C, ids=["short way", "long way"])
+IN_C = [
+    lambda shm, x: shm.allreduce_blocking(x, True, allred.Sum, ""),
+    lambda shm, x: shm.allreduce_(x, allred.Sum).wait(),
+]
+fast_and_general = pytest.mark.parametrize("call", IN_C, ids=["fast path", "general path"])
 
 
 @several
-@short_and_long
+@fast_and_general
 @pytest.mark.parametrize("length", [3, 10**5])
 def test_the_gil_is_free_while_a_rank_waits(shm, call, length):
     x, ran = np.zeros(length), []
@@ -311,7 +315,7 @@ def test_the_gil_is_free_while_a_rank_waits(shm, call, length):
     assert any(ran) or shm.rank == 0
 
 
-@short_and_long
+@fast_and_general
 def test_the_gil_is_free_while_bytes_move(shm, call):
     """With one rank there is nothing to wait for: it is the bytes alone."""
     x = np.zeros(2**22, np.float32)
@@ -328,19 +332,19 @@ def test_runs_during_can_say_no():
 def test_no_other_thread_while_one_is_inside(shm, wait_s):
     x, y = np.full(3, 1.0), np.full(3, 5.0)
     if shm.rank:
-        thread = threading.Thread(target=shm.allreduce_now, args=(x, True, allred.Sum, ""))
+        thread = threading.Thread(target=shm.allreduce_blocking, args=(x, True, allred.Sum, ""))
         thread.start()
-        while not shm._segment.pending:
+        while not shm.backend.segment.pending:
             time.sleep(0)
         time.sleep(wait_s)
-        for call in (shm.allreduce_now, lambda *_: shm.allreduce_(y), lambda *_: shm.barrier()):
+        for call in (shm.allreduce_blocking, lambda *_: shm.allreduce_(y), lambda *_: shm.barrier()):
             with pytest.raises(AllredError, match="two threads use allred at once"):
                 call(y, True, allred.Sum, "")
         allred.barrier()
         thread.join()
     else:
         allred.barrier()
-        shm.allreduce_now(x, True, allred.Sum, "")
+        shm.allreduce_blocking(x, True, allred.Sum, "")
     assert x.tolist() == [shm.size] * 3
     assert y.tolist() == [5] * 3
 
@@ -348,8 +352,8 @@ def test_no_other_thread_while_one_is_inside(shm, wait_s):
 @pytest.mark.filterwarnings("ignore:This process")  # is multi-threaded: MPI's threads
 def test_a_forked_child_gets_an_error(shm):
     calls = (
-        lambda: shm.allreduce_now(np.ones(3), True, allred.Sum, ""),
-        lambda: shm.grouped_allreduce_now([np.ones(3)], True, allred.Sum, ""),
+        lambda: shm.allreduce_blocking(np.ones(3), True, allred.Sum, ""),
+        lambda: shm.grouped_allreduce_blocking([np.ones(3)], True, allred.Sum, ""),
         lambda: shm.barrier().wait(),
     )
     child = os.fork()
@@ -372,4 +376,4 @@ def test_a_forked_child_gets_an_error(shm):
         os.waitpid(child, 0)
     assert ended, "the child hangs"
     assert os.waitstatus_to_exitcode(status) == len(calls)
-    assert shm.allreduce_now(np.ones(3), True, allred.Sum, "").tolist() == [shm.size] * 3
+    assert shm.allreduce_blocking(np.ones(3), True, allred.Sum, "").tolist() == [shm.size] * 3

@@ -131,7 +131,7 @@ def test_software():
     [
         ([trials.InitResult("mpi", "rank 1 lacks the C extension", 1)] * 2, WARN),
         ([trials.InitResult("mpi", "every rank is on a node of its own", 2)] * 2, OK),
-        ([trials.InitResult("mpi", "as asked", 1)] * 2, OK),
+        ([trials.InitResult("mpi", "as requested", 1)] * 2, OK),
         ([trials.InitResult("shm", "ranks share a node", 1)] * 2, OK),
         ([trials.InitResult(error="ConfigError: no")] * 2, FAIL),
     ],

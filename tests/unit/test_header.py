@@ -3,12 +3,12 @@
 import pytest
 
 from allred.comm import header
-from allred.comm.header import Call
+from allred.comm.header import OpDescriptor
 from allred.errors import InputError, MismatchError
 
 
 def reduce_call(shape="(4,)", **changes):
-    return Call("allreduce", "w", f"allreduce(Sum) 'w' float32 {shape}", op=2, dtype=8, **changes)
+    return OpDescriptor("allreduce", "w", f"allreduce(Sum) 'w' float32 {shape}", op=2, dtype=8, **changes)
 
 
 def test_64_bytes_that_can_be_read():
@@ -26,10 +26,10 @@ def test_rows_and_notes_are_each_ranks_own():
     "other",
     [
         reduce_call("(5,)"),
-        Call("allreduce", "v", "allreduce(Sum) 'w' float32 (4,)", op=2, dtype=8),
-        Call("allreduce", "w", "allreduce(Sum) 'w' float32 (4,)", op=3, dtype=8),
-        Call("allreduce", "w", "allreduce(Sum) 'w' float32 (4,)", op=2, dtype=9),
-        Call("broadcast", "w", "allreduce(Sum) 'w' float32 (4,)", op=2, dtype=8),
+        OpDescriptor("allreduce", "v", "allreduce(Sum) 'w' float32 (4,)", op=2, dtype=8),
+        OpDescriptor("allreduce", "w", "allreduce(Sum) 'w' float32 (4,)", op=3, dtype=8),
+        OpDescriptor("allreduce", "w", "allreduce(Sum) 'w' float32 (4,)", op=2, dtype=9),
+        OpDescriptor("broadcast", "w", "allreduce(Sum) 'w' float32 (4,)", op=2, dtype=8),
         reduce_call(root=0),
         reduce_call(tensors=("x",)),
     ],
@@ -53,13 +53,18 @@ def test_different_operations_are_listed_by_rank():
 
 
 def test_the_first_different_tensor_is_named_with_both_values():
-    a = Call("step", title="opt.step()", tensors=("'b' float32 (4,)", "'w' float32 (2, 3)"))
-    b = Call("step", title="opt.step()", tensors=("'b' float32 (4,)", "'w' float32 (2, 4)", "'z' float32 ()"))
+    a = OpDescriptor("step", title="opt.step()", tensors=("'b' float32 (4,)", "'w' float32 (2, 3)"))
+    b = OpDescriptor("step", title="opt.step()", tensors=("'b' float32 (4,)", "'w' float32 (2, 4)", "'z' float32 ()"))
     assert "tensor 1 of 3 differs: 'w' float32 (2, 3) on rank 0; 'w' float32 (2, 4) on rank 1" in str(
         header.verdict([a, b])
     )
     assert "no such tensor on rank 0; 'z' float32 () on rank 1" in str(
-        header.verdict([Call("step", tensors=a.tensors[:1]), Call("step", tensors=(a.tensors[0], "'z' float32 ()"))])
+        header.verdict(
+            [
+                OpDescriptor("step", tensors=a.tensors[:1]),
+                OpDescriptor("step", tensors=(a.tensors[0], "'z' float32 ()")),
+            ]
+        )
     )
 
 

@@ -18,7 +18,7 @@ HOUSE = (
 
 
 def room(module: str) -> str:
-    """allred.comm.mpi -> comm; allred -> __init__"""
+    """allred.comm.backends.mpi -> comm; allred -> __init__"""
     return [*module.split("."), "__init__"][1]
 
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from allred.comm.nccl_guard import Guard
+from allred.comm.backends.nccl_guard import Guard
 from allred.comm.work import WorkQueue
 from allred.errors import AllredError, CollectiveTimeout
 from allred.watch import line

@@ -9,13 +9,13 @@ import pytest
 
 from allred import arrays, native
 from allred.comm import header, ops
-from allred.comm.calls import array_call, group_call
+from allred.comm.arguments import array_descriptor, group_descriptor
 from allred.comm.ops import ReduceOp
 
 if not native.available:
     pytest.skip(f"C extension: {native.reason}", allow_module_level=True)
 
-from allred.comm.shm import _DTYPES, _OPS
+from allred.comm.backends.shm import _DTYPES, _OPS
 from allred.native._kernels import Operation, Segment, segment_bytes
 from allred.timeline.recorder import ROW
 
@@ -48,14 +48,14 @@ ARRAYS = [
 def test_the_fast_path_makes_pythons_header(segment, array, name):
     for sequence in (1, 2):
         assert segment.allreduce(array, array, ReduceOp.SUM, name) is DONE
-        assert segment.headers() == [array_call("allreduce", array, name, ReduceOp.SUM).pack(sequence)]
+        assert segment.headers() == [array_descriptor("allreduce", array, name, ReduceOp.SUM).pack(sequence)]
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 30])
 def test_of_groups_too(segment, count):
     group = [np.ones((i, 3), _DTYPES[i % 5]) for i in range(count)]
     assert segment.grouped_allreduce(group, group, ReduceOp.MAX, "g") is DONE
-    assert segment.headers() == [group_call(group, "g", ReduceOp.MAX).pack(1)]
+    assert segment.headers() == [group_descriptor(group, "g", ReduceOp.MAX).pack(1)]
     assert header.decode(segment.headers()[0]).startswith("#1 grouped_allreduce")
 
 

@@ -427,7 +427,7 @@ def test_all_ranks_count_from_the_restored_step(world, tmp_path, monkeypatch):
         current=lambda: types.SimpleNamespace(rank=1, ranks=range(2)),
         broadcast_object=lambda *_: next(told),
     )
-    monkeypatch.setattr("allred.modes.optimizer.collectives", others)
+    monkeypatch.setattr("allred.modes.optimizer.functions", others)
     assert opt.restore_all(tmp_path, [np.zeros(2)]) == (7, "extra")
     assert opt.global_step == 7
     for gradient in (1.0, math.nan):
@@ -586,7 +586,7 @@ def test_ranks_that_log_examples_and_ranks_that_do_not_are_told_apart(world, mon
         titles.append(name)
         return array
 
-    monkeypatch.setattr("allred.session.values.collectives.allreduce", allreduce)
+    monkeypatch.setattr("allred.session.values.functions.allreduce", allreduce)
     for examples in (None, 0, 4):
         log = Log()
         log.add({"loss": 1.0}, examples)

@@ -13,9 +13,10 @@ import pytest
 
 from allred.__main__ import main
 from allred.comm import recording
+from allred.comm.backends.shm import CHUNK_BYTES, ShmBackend
+from allred.comm.backends.single import SingleBackend
+from allred.comm.communicator import Communicator
 from allred.comm.ops import ReduceOp
-from allred.comm.shm import CHUNK_BYTES, ShmCommunicator
-from allred.comm.single import SingleCommunicator
 from allred.errors import InputError
 from allred.native._kernels import segment_bytes
 from allred.timeline import collectives, rank_file, recorder, summary
@@ -91,7 +92,7 @@ def test_what_is_noted_can_be_read(tmp_path, monkeypatch):
 
 def test_a_timeline_begins_and_ends_with_a_world(tmp_path):
     """And is made anew where one was left open, by an init() that failed."""
-    alone, path = SingleCommunicator(1.0), tmp_path / "made" / "rank-0.timeline"
+    alone, path = Communicator(SingleBackend(), 1.0), tmp_path / "made" / "rank-0.timeline"
     recording.start("none", alone, None, range(1))
     recording.compare_clocks_again()
     assert (recorder.current, os.listdir(tmp_path)) == (None, [])
@@ -120,15 +121,15 @@ def test_a_track_numbers_calls_and_started_operations_alike(tmp_path):
     path = tmp_path / "rank-0.timeline"
     mine = Recorder(str(path))
     mine.begin({"rank": 0, "name": "rank 0", "start": 0})
-    alone = ShmCommunicator(0, 1, mmap.mmap(-1, segment_bytes(1, CHUNK_BYTES)), 1.0)
-    alone.allreduce_now(np.zeros(7), True, ReduceOp.SUM, "before")
+    alone = Communicator(ShmBackend(0, 1, mmap.mmap(-1, segment_bytes(1, CHUNK_BYTES))), 1.0)
+    alone.allreduce_blocking(np.zeros(7), True, ReduceOp.SUM, "before")
     alone.record(Track(mine, "all ranks"))
-    alone.allreduce_now(np.zeros(3), True, ReduceOp.SUM, np.str_("short"))
+    alone.allreduce_blocking(np.zeros(3), True, ReduceOp.SUM, np.str_("short"))
     alone.broadcast(np.zeros(5, np.uint8), 0, "b")
-    alone.grouped_allreduce_now([np.zeros(2), np.zeros(1)], True, ReduceOp.SUM, "two")
-    alone.allreduce_now(np.zeros((4, 4))[::2], False, ReduceOp.SUM, "long")
+    alone.grouped_allreduce_blocking([np.zeros(2), np.zeros(1)], True, ReduceOp.SUM, "two")
+    alone.allreduce_blocking(np.zeros((4, 4))[::2], False, ReduceOp.SUM, "long")
     with pytest.raises(InputError):
-        alone.allreduce_now(np.zeros(1), True, ReduceOp.SUM, pathlib.Path("wrong"))
+        alone.allreduce_blocking(np.zeros(1), True, ReduceOp.SUM, pathlib.Path("wrong"))
     alone.queue.track.waited(Operation("barrier"), 1.5)
     alone.close()
     alone.close()
@@ -153,10 +154,10 @@ def test_a_program_may_end_without_closing_anything(tmp_path):
     path = tmp_path / "rank-0.timeline"
     mine = Recorder(str(path))
     mine.begin({"rank": 0, "name": "rank 0", "start": 0})
-    alone, idle = (ShmCommunicator(0, 1, mmap.mmap(-1, segment_bytes(1, CHUNK_BYTES)), 1.0) for _ in range(2))
+    alone, idle = (Communicator(ShmBackend(0, 1, mmap.mmap(-1, segment_bytes(1, CHUNK_BYTES))), 1.0) for _ in range(2))
     alone.record(Track(mine, "all ranks"))
     idle.record(Track(mine, "[0]"))
-    alone.allreduce_now(np.zeros(3), True, ReduceOp.SUM, "last")
+    alone.allreduce_blocking(np.zeros(3), True, ReduceOp.SUM, "last")
     mine.close()
     found = read_timeline(path)
     assert ([each.name for each in found.operations], found.left_out) == (["last"], "")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from allred.cluster import topology
-from allred.comm import collectives
+from allred.comm import functions
 from allred.comm.header import by_rank
 from allred.data import Batches, Prefetch, Stream, share
 from allred.data.loader_arguments import LoaderArguments
@@ -35,15 +35,15 @@ class BatchArguments:
     def new(self, step: int) -> bool:
         """Whether this rank uses arguments that have not been compared yet."""
         unknown = [source for source in share.running() if source.key not in self._compared]
-        if not unknown or step < self._next_at or collectives.current().size == 1:
+        if not unknown or step < self._next_at or functions.current().size == 1:
             return False
         return any(map(_shared, unknown))
 
     def compare(self, step: int) -> None:
         """Exchange the arguments in use. Collective. Raises MismatchError on all ranks if they differ."""
         mine = {source.key: source.arguments_and_start for source in share.running() if _shared(source)}
-        everyone = collectives.allgather_object(list(mine.values()), f"{self._title}: arguments of the batches")
-        if problem := difference(everyone, collectives.current().active.ranks):
+        everyone = functions.allgather_object(list(mine.values()), f"{self._title}: arguments of the batches")
+        if problem := difference(everyone, functions.current().active.ranks):
             raise MismatchError(f"{self._title}: {problem}")
         self._compared, self._next_at = set(mine), step + _APART
 
@@ -100,5 +100,5 @@ def difference(everyone: Sequence[Sequence[LoaderArguments]], ranks: Sequence[in
 
 def _shared(source: Source) -> bool:
     """Whether an iteration is shared between the ranks of this communicator or of the world."""
-    here = collectives.current()
+    here = functions.current()
     return (source.rank, source.ranks) in ((here.rank, here.size), (topology.rank(), topology.size()))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from allred.cluster import report
-from allred.comm import collectives
+from allred.comm import functions
 from allred.compression import Compression
 from allred.errors import DriftError, InputError, NonFiniteError
 from allred.fusion.plan import Plan
@@ -55,7 +55,7 @@ class Checks(Inspector):
     @property
     def policy(self) -> str:
         """What happens to gradients that are not finite."""
-        return self._nonfinite or collectives.config().nonfinite
+        return self._nonfinite or functions.config().nonfinite
 
     @property
     def settings(self) -> str:
@@ -79,7 +79,7 @@ class Checks(Inspector):
 
     def _due(self) -> bool:
         """Whether the ranks check this step, or this rank has a reason for a check."""
-        ranks, every = collectives.current().size, collectives.config().check_steps
+        ranks, every = functions.current().size, functions.config().check_steps
         step = self._step + 1
         due = step <= _FIRST or (every and step % every == 0)
         return bool(ranks > 1 and every and (due or (self._updates and self._updates.outside())))
@@ -91,7 +91,7 @@ class Checks(Inspector):
     def _scan(self, plan: Plan, values: Sequence[Any]) -> int:
         if self.policy == "ignore" or self._samples == 0:  # without samples they count for nothing
             return 0
-        return finite.scan(plan, values, collectives.current().size, self._compression)
+        return finite.scan(plan, values, functions.current().size, self._compression)
 
     def look(self, plan: Plan, values: Sequence[Any]) -> int:
         flags = self._scan(plan, values)
@@ -112,13 +112,13 @@ class Checks(Inspector):
             self._check(plan, values)
         self._step += 1
         if any(flag & finite.NONFINITE for flag in flags):
-            found = finite.describe(plan, values) if flags[collectives.current().active.rank] & finite.NONFINITE else {}
+            found = finite.describe(plan, values) if flags[functions.current().active.rank] & finite.NONFINITE else {}
             return self._refuse_nonfinite(found)
         return True
 
     def _refuse_nonfinite(self, found: dict[str, str]) -> bool:
-        everyone = collectives.allgather_object(found, f"{self._title}: not finite")
-        return self._refuse(finite.verdict(everyone, collectives.current().active.ranks))
+        everyone = functions.allgather_object(found, f"{self._title}: not finite")
+        return self._refuse(finite.verdict(everyone, functions.current().active.ranks))
 
     def reduced(self, flags: list[int], plan: Plan, values: Sequence[Any]) -> bool:
         self._repeated.remember(values)
@@ -151,7 +151,7 @@ class Checks(Inspector):
         except Exception as error:  # of the user's state_dict, say: the other ranks wait in the check
             problem = f"comparing the ranks' parameters: {type(error).__name__}: {error}"
         title = f"{self._title}: check of the ranks' parameters"
-        notes = collectives.current().check("step", title, note=note, problem=problem).wait()
+        notes = functions.current().check("step", title, note=note, problem=problem).wait()
         if len({note >> BITS for note in notes}) > 1:
             self._compare(parts)
         self._repeated.compare([note % 2**BITS for note in notes])
@@ -160,10 +160,10 @@ class Checks(Inspector):
     def _compare(self, parts: list[drift.Part]) -> None:
         outside = self._updates.outside() if self._updates else 0
         mine = drift.table(parts), outside, self._step + 1, self._equal_at
-        everyone = collectives.allgather_object(mine, f"{self._title}: what differs")
+        everyone = functions.allgather_object(mine, f"{self._title}: what differs")
         tables, counts, steps, equal_at = (
             list(each) for each in zip(*everyone, strict=True)
         )  # who had joined is behind
-        ranks = collectives.current().active.ranks
+        ranks = functions.current().active.ranks
         if problem := drift.verdict(tables, max(steps), max(equal_at), counts, ranks, len(set(steps)) > 1):
             raise DriftError(f"{self._title}: {problem}")

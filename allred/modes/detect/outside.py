@@ -9,7 +9,7 @@ import weakref
 from typing import Any
 
 from allred.cluster import report
-from allred.comm import collectives
+from allred.comm import functions
 
 
 class Updates:
@@ -76,7 +76,7 @@ def say_unused() -> None:
     """Name the optimizers that were wrapped, and then stepped without the wrapper only: each rank trained alone."""
     for optimizer, before in [(reference(), count) for reference, count in _unused.values()]:
         made = (_count(optimizer) or 0) - before
-        if made > 0 and collectives.installed() and collectives.current().size > 1:
+        if made > 0 and functions.installed() and functions.current().size > 1:
             report.say(
                 f"a distributed {type(optimizer).__name__} made no step, but the optimizer it wraps made {made} by "
                 "itself: each rank trained alone. Call step of what allred.distributed returned"

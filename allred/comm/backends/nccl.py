@@ -1,19 +1,21 @@
-"""Device arrays through NCCL: the primitives of nccl.py, enqueued on the communication stream.
+"""Backend nccl: arrays on GPUs through NCCL, enqueued on the communication stream.
 
-NCCL's communicator is made when the first of them is needed. Making it blocks in NCCL until all ranks are there, so a
-thread does it, and this rank waits as for any operation: with a limit, and with words.
+The NCCL communicator is created when it is first used. NCCL blocks until all ranks create it, so a thread does that,
+and this rank waits as for any operation, with the time limit and its messages.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from allred import arrays
-from allred.comm import nccl_wire, objects
-from allred.comm.base import Communicator
-from allred.comm.nccl_guard import HINT, Guard
+from allred.comm import objects
+from allred.comm.backends import nccl_types
+from allred.comm.backends.backend import Backend
+from allred.comm.backends.device_backend import DeviceBackend
+from allred.comm.backends.nccl_guard import HINT, Guard
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Steps
 from allred.errors import AllredError
@@ -29,7 +31,7 @@ _OPS = {
 
 
 class Starting:
-    """Something that blocks, in a thread: to be waited for."""
+    """A blocking call in a thread, which an operation can wait for (work.Pending)."""
 
     waits_for_peers, progress_count = True, 0
 
@@ -54,80 +56,79 @@ class Starting:
         return self.done()
 
 
-class NcclTransport:
-    """Between the GPUs of all ranks of `host`, over which they agree."""
+class NcclBackend(DeviceBackend):
+    """NCCL between the GPUs of all ranks of `host`, the host backend. ranks: their numbers, for messages."""
 
     name = "nccl"
 
-    def __init__(self, host: Communicator, device: Device, guard: Guard) -> None:
-        self._host, self._device, self._guard = host, device, guard
+    def __init__(self, host: Backend, ranks: Sequence[int], device: Device, guard: Guard) -> None:
+        super().__init__(device, guard)
+        self._host, self._ranks = host, ranks
         self._nccl: Any = None
 
     def ready(self) -> Steps[None]:
-        """Make NCCL's communicator if there is none. Collective. Raises AllredError on all ranks."""
-        self._guard.check()
+        """Create the NCCL communicator if there is none. Collective. Raises AllredError on all ranks."""
+        self.guard.check()
         if self._nccl is not None:
             return
-        starting = Starting(self._device.nccl.get_unique_id if self._host.rank == 0 else lambda: None)
+        starting = Starting(self.device.nccl.get_unique_id if self._host.rank == 0 else lambda: None)
         yield starting
-        unique_id, problem = yield from objects.cast(self._host, objects.dumps((starting.made, starting.problem)), 0)
+        unique_id, problem = yield from objects.broadcast(
+            self._host, objects.dumps((starting.made, starting.problem)), 0
+        )
         if not problem:
-            starting = Starting(lambda: self._device.communicator(self._host.size, unique_id, self._host.rank))
+            starting = Starting(lambda: self.device.communicator(self._host.size, unique_id, self._host.rank))
             yield starting
             problems = yield from objects.gather(self._host, objects.dumps(starting.problem))
-            problem = next((f"rank {self._host.ranks[r]}: {text}" for r, text in enumerate(problems) if text), "")
+            problem = next((f"rank {self._ranks[r]}: {text}" for r, text in enumerate(problems) if text), "")
         if problem:
-            raise AllredError(f"NCCL does not start: {problem}; {HINT}")
+            raise AllredError(f"NCCL cannot start: {problem}; {HINT}")
         self._nccl = starting.made
-        self._guard.begin(self._nccl, self._device.use)
+        self.guard.begin(self._nccl, self.device.use)
 
-    def close(self, well: bool) -> None:
-        """Give it back; `well`: nothing has gone wrong."""
+    def _release(self, sound: bool) -> None:
         if self._nccl is not None:
-            if well:
-                self._device.stream.synchronize()
+            if sound:
+                self.device.stream.synchronize()
                 self._nccl.destroy()
             else:
                 self._nccl.abort()
         self._nccl = None
 
     def allreduce(self, lane: Lane, flat: Any, name: str, op: ReduceOp, wire: str) -> Steps[None]:
-        """In place. name: of the dtype, which is uint16 for bfloat16. wire: the 16-bit type to travel in, or ""."""
         yield from ()
-        xp, halves = self._device.xp, nccl_wire.halves(name, op, wire)
+        xp, halves = self.device.xp, nccl_types.halves(name, op, wire)
         with lane.enter() as stream:
             if halves:
                 self._allreduce_halves(stream, flat, name, op, halves)
                 return
-            how = nccl_wire.travel(name, op)
-            moved = nccl_wire.encode(xp, flat, name, how)
+            how = nccl_types.travel(name, op)
+            moved = nccl_types.encode(xp, flat, name, how)
             self._call("allReduce", moved, moved, moved.size, self._type(how.name), self._op(how.op), stream.ptr)
-            nccl_wire.decode(xp, moved, flat, name, how)
+            nccl_types.decode(xp, moved, flat, name, how)
             if op is ReduceOp.AVERAGE:
                 xp.divide(flat, self._host.size, out=flat)
 
     def _allreduce_halves(self, stream: Any, flat: Any, name: str, op: ReduceOp, halves: str) -> None:
-        xp, size = self._device.xp, self._host.size
+        xp, size = self.device.xp, self._host.size
         share = -(-flat.size // size)
         out = xp.zeros(size * share, element(halves))
         out[: flat.size] = flat if name == halves else narrow(xp, flat, halves)
         rows = xp.empty_like(out)
         part = share * 2
         self._alltoall(stream, out.view(np.uint8), rows.view(np.uint8), [part] * size, [part] * size)
-        mine = nccl_wire.combine(xp, rows.reshape(size, share), halves, op)
+        mine = nccl_types.combine(xp, rows.reshape(size, share), halves, op)
         count, kind = share * 2, self._type("uint8")
         self._call("allGather", mine, out, count, kind, stream.ptr)
         back = out[: flat.size]
         flat[...] = back if name == halves else widen(back, halves)
 
     def broadcast(self, lane: Lane, data: Any, root: int) -> Steps[None]:
-        """Bytes of the root."""
         yield from ()
         with lane.enter() as stream:
             self._call("broadcast", data, data, data.size, self._type("uint8"), root, stream.ptr)
 
     def allgather(self, lane: Lane, send: Any, recv: Any, counts: list[int]) -> Steps[None]:
-        """Bytes; counts[r] from rank r."""
         yield from ()
         starts = np.cumsum([0, *counts]).tolist()
         with lane.enter() as stream:
@@ -138,10 +139,9 @@ class NcclTransport:
                 part = recv[start : start + count]
                 if count:
                     self._call("broadcast", part, part, count, self._type("uint8"), root, stream.ptr)
-            self._group(over=True)
+            self._group(end=True)
 
     def alltoall(self, lane: Lane, send: Any, recv: Any, counts: arrays.Array) -> Steps[None]:
-        """Bytes; counts[i, j] from rank i to rank j."""
         yield from ()
         rank = self._host.rank
         with lane.enter() as stream:
@@ -157,10 +157,10 @@ class NcclTransport:
                 self._call("send", send[out[peer] : out[peer + 1]], to[peer], kind, peer, stream.ptr)
             if peer != rank and come[peer]:
                 self._call("recv", recv[back[peer] : back[peer + 1]], come[peer], kind, peer, stream.ptr)
-        self._group(over=True)
+        self._group(end=True)
 
     def reducescatter(self, lane: Lane, flat: Any, out: Any, name: str, counts: list[int], op: ReduceOp) -> Steps[None]:
-        """Rank r gets the r-th part, of counts[r] elements. As an allreduce of a copy: simple, and the same bits."""
+        """As an allreduce of a copy: simple, and the same bits."""
         with lane.enter():
             whole = flat.copy()
         yield from self.allreduce(lane, whole, name, op, "")
@@ -169,23 +169,23 @@ class NcclTransport:
             out[...] = whole[start : start + out.size]
 
     def _call(self, function: str, *arguments: Any) -> None:
-        """One of NCCL's functions; device arrays go as their addresses. NCCL takes no counts of 0 amiss, but we do."""
+        """Call a function of NCCL; arrays are passed as their addresses. No count may be 0."""
         addresses = [a.data.ptr if hasattr(a, "dtype") else a for a in arguments]
         self._enter(function, getattr(self._nccl, function), *addresses)
 
-    def _group(self, over: bool = False) -> None:
-        nccl = self._device.nccl
-        self._enter("groupEnd" if over else "groupStart", nccl.groupEnd if over else nccl.groupStart)
+    def _group(self, end: bool = False) -> None:
+        nccl = self.device.nccl
+        self._enter("groupEnd" if end else "groupStart", nccl.groupEnd if end else nccl.groupStart)
 
     def _enter(self, title: str, function: Callable[..., Any], *arguments: Any) -> None:
         try:
-            self._guard.call(function, *arguments)
-        except Exception as error:  # perhaps since the guard has aborted it
-            self._guard.failure = self._guard.failure or AllredError(f"NCCL's {title}: {error}; {HINT}")
-        self._guard.check()
+            self.guard.call(function, *arguments)
+        except Exception as error:  # possibly because the guard has aborted it
+            self.guard.failure = self.guard.failure or AllredError(f"NCCL's {title}: {error}; {HINT}")
+        self.guard.check()
 
     def _type(self, name: str) -> int:
-        return int(getattr(self._device.nccl, nccl_wire.TYPES[name]))
+        return int(getattr(self.device.nccl, nccl_types.TYPES[name]))
 
     def _op(self, op: ReduceOp) -> int:
-        return int(getattr(self._device.nccl, _OPS[op]))
+        return int(getattr(self.device.nccl, _OPS[op]))

@@ -1,11 +1,10 @@
-"""Sees to it that nobody waits in a kernel of NCCL's for ever: a thread that looks at what has not finished.
+"""Ends NCCL kernels that would wait forever: a thread that watches operations which have not finished.
 
-Ranks meet on the CPU before every operation (header.py), so most that goes wrong is noticed there, with every word.
-What is left is a rank that is stopped or dies after that, and a link that breaks: the others' kernels then spin.
-Every 50 ms this thread looks whether NCCL has met an error, another rank has failed, or an operation is beyond the
-time limit; then it aborts NCCL's communicator, which ends the kernels, and the next call of allred raises what it
-was. The host may sit in a wait of CUDA's meanwhile, or in NCCL itself, which waits for the other ranks when it connects
-and when there is no room for more: that returns, and what the watcher has to say is raised there.
+Ranks exchange headers on the CPU before every operation (header.py), so most errors are found there. The rest: a rank
+stops or dies after that, or a link fails; then the kernels of the other ranks spin. Every 50 ms the thread checks
+whether NCCL reports an error, another rank has failed, or an operation has exceeded the time limit. Then it aborts the
+NCCL communicator, which ends the kernels, and the next call of allred raises the error. The host may be blocked
+meanwhile in CUDA, or in NCCL itself, which waits for other ranks when it connects: the abort ends that too.
 """
 
 import threading
@@ -14,58 +13,50 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from allred.comm.work import WorkQueue
+from allred.comm.work import End, WorkQueue
 from allred.errors import AllredError, CollectiveTimeout
 from allred.watch import exit as exit_protocol
 from allred.watch import line
 
 LOOK_S = 0.05
-HINT = "run it again with NCCL_DEBUG=WARN (or INFO), with which NCCL prints what it met, on every rank"
+HINT = "run it again with NCCL_DEBUG=WARN (or INFO), which makes NCCL print its errors, on every rank"
 
 
 class Aborts(Protocol):
-    """NCCL's communicator, as much of it as is needed here."""
+    """The functions of an NCCL communicator that the guard uses."""
 
     def check_async_error(self) -> None: ...
     def abort(self) -> None: ...
 
 
-class Over(Protocol):
-    """An End of gpu/device.py."""
-
-    def order(self) -> None: ...
-    def done(self) -> bool: ...
-    def synchronize(self) -> None: ...
-
-
 class Guard:
-    """Of one communicator; `queue` is where its operations are started."""
+    """Watches the operations of one NCCL communicator. queue: that of the communicator that starts them."""
 
     def __init__(self, queue: WorkQueue) -> None:
         self.failure: AllredError | None = None
         self._queue = queue
         self._communicator: Aborts | None = None
-        self._running: deque[tuple[Over, str, float]] = deque()  # oldest first: what, in words, since when
-        self._calling: tuple[str, float] | None = None  # what the host is in NCCL for, and since when
+        self._running: deque[tuple[End, str, float]] = deque()  # oldest first: (end, title, start time)
+        self._calling: tuple[str, float] | None = None  # the NCCL call in which the host is: title, start time
         self._thread: threading.Thread | None = None
         self._told = False
         self._closed = threading.Event()
 
     def begin(self, communicator: Aborts, prepare: Callable[[], object] = lambda: None) -> None:
-        """From now on look after this one. prepare: what the thread has to do first."""
+        """Start to watch `communicator` in a thread, which calls `prepare` first."""
         self._communicator = communicator
         self._thread = threading.Thread(target=self._run, args=(prepare,), name="allred-nccl", daemon=True)
         self._thread.start()
 
-    def watch(self, end: Over, title: str) -> Over:
-        """An operation is on its way."""
-        if self._communicator is None:  # nothing of NCCL's
+    def watch(self, end: End, title: str) -> End:
+        """Watch an operation that was enqueued."""
+        if self._communicator is None:  # NCCL is not in use
             return end
         self._running.append((end, title, time.monotonic()))
         return Guarded(self, end)
 
     def call(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Call NCCL, for the operation that advances, where the host may come to wait."""
+        """Call a function of NCCL, which may block the host, for the current operation."""
         title = "NCCL" if self._queue.advancing is None else self._queue.advancing.title
         self._calling = title, time.monotonic()
         try:
@@ -74,7 +65,7 @@ class Guard:
             self._calling = None
 
     def check(self) -> None:
-        """Raise what has gone wrong, if anything has; nothing can be done any more then."""
+        """Raise the error that the guard found, if any; the communicator is unusable then."""
         if self.failure is not None:
             self._queue.poison(str(self.failure).partition("\n")[0])
             exit_protocol.stuck()
@@ -83,7 +74,7 @@ class Guard:
             raise self.failure
 
     def close(self) -> bool:
-        """Look until nothing is on its way any more, or nothing can be done; whether all is well."""
+        """Wait until all operations have ended or failed. Returns whether there was no error."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
@@ -95,14 +86,14 @@ class Guard:
             self.look(time.monotonic())
 
     def _idle(self) -> bool:
-        """At the end: whether there is nothing to look after, or nobody who could go on."""
+        """Return whether the thread can end: no operation is running, or the communicator is unusable."""
         if self._running and not self._queue.poisoned:
             time.sleep(LOOK_S)
             return False
         return True
 
     def look(self, now: float) -> None:
-        """Whether something is wrong, now."""
+        """Check the running operations once. now: time.monotonic()."""
         while self._running and self._running[0][0].done():
             self._running.popleft()
             self._tell_going()
@@ -126,7 +117,7 @@ class Guard:
                 return AllredError(f"{title} was cut short: {line.current.verdict.text}")
         if waited_s > self._queue.timeout_s:
             return CollectiveTimeout(
-                f"{title}: not complete on the GPU after {self._queue.timeout_s:g} s, though all ranks had begun it; a "
+                f"{title}: not complete on the GPU after {self._queue.timeout_s:g} s, although all ranks started it; a "
                 f"rank has stopped or died since, or a link between GPUs is down; {HINT}"
             )
         return None
@@ -140,7 +131,7 @@ class Guard:
             self.failure = AllredError(f"{problem}; and NCCL could not be aborted: {error}")
 
     def _tell(self, title: str, waited_s: float) -> None:
-        """The watcher hears of a long wait, if the rank itself is not in one where it can tell."""
+        """Report a long wait to the watcher, unless the rank is in a wait that reports itself."""
         if line.current is None or self._told or waited_s < line.current.warn_s / 2:
             return
         if line.current.waits and self._calling is None:
@@ -157,9 +148,9 @@ class Guard:
 
 
 class Guarded:
-    """An End, which raises what has gone wrong instead of letting the caller go on with half a result."""
+    """An End that raises the error of the guard, so that the caller does not use an incomplete result."""
 
-    def __init__(self, guard: Guard, end: Over) -> None:
+    def __init__(self, guard: Guard, end: End) -> None:
         self._guard, self._end = guard, end
 
     def order(self) -> None:
@@ -171,6 +162,6 @@ class Guarded:
         return self._end.done()
 
     def synchronize(self) -> None:
-        """Wait on the host; what ended the wait is raised."""
+        """Wait on the host; raise the error that ended the wait, if any."""
         self._end.synchronize()
         self._guard.check()

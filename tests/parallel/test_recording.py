@@ -6,8 +6,8 @@ import types
 import pytest
 from mpi4py import MPI
 
-from allred.comm import clock
-from allred.comm.mpi import MpiCommunicator
+from allred.comm import recording
+from allred.comm.create import create
 
 pytestmark = pytest.mark.mpi
 
@@ -16,11 +16,11 @@ def test_clocks_are_compared_with_that_of_the_first(rank, size, monkeypatch):
     """Each is 100 s ahead of that of the rank before; the first of those that are given is the last."""
     ahead = 100 * 10**9
     shifted = types.SimpleNamespace(perf_counter_ns=lambda: time.perf_counter_ns() + rank * ahead)
-    monkeypatch.setattr(clock, "time", shifted)
+    monkeypatch.setattr(recording, "time", shifted)
     comm = MPI.COMM_WORLD.Dup()
-    communicator = MpiCommunicator(comm, 30.0)
+    communicator = create("mpi", comm, 30.0, [])
     before = shifted.perf_counter_ns()
-    when, offset, error = communicator.queue.start("clocks", clock.measure(comm, range(size)[::-1])).wait()
+    when, offset, error = communicator.queue.start("clocks", recording.measure_clock(comm, range(size)[::-1])).wait()
     assert before <= when <= shifted.perf_counter_ns()
     assert error < ahead
     assert abs(offset - (size - 1 - rank) * ahead) <= error

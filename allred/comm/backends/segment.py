@@ -1,12 +1,11 @@
-"""Memory that the ranks of one node share, and that leaves nothing behind: a memfd has no name.
+"""Shared memory of the ranks of one node. It is a memfd, which has no name, so nothing is left behind after a crash.
 
-    1  the first rank makes it, and writes a nonce at its start
-    2  the others open it through /proc, and look whether it is the same file: in another PID namespace the same path
-       may be another process's
-    3  if that fails on any of them, they try the next way: the descriptor is sent to them over a Unix socket
-    4  if that fails too there is no shared memory, and all of them know it
+    1  the first rank creates it, and writes a nonce at its start
+    2  the others open it through /proc and check the nonce: in another PID namespace the path may lead elsewhere
+    3  if that fails on any rank, the first rank sends the descriptor to the others over a Unix socket
+    4  if that fails too, there is no shared memory
 
-Every step is agreed on by all ranks, so that none is left waiting for one on which it failed.
+All ranks agree on the result of every step, so none waits for a rank on which it failed.
 """
 
 import contextlib
@@ -21,12 +20,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 NONCE_BYTES = 16
-SOCKET_S = 10.0  # a rank that is connected answers at once; this bounds one that died in between
+SOCKET_S = 10.0  # a connected rank answers at once; this bounds the wait for one that died
 
 
 @dataclasses.dataclass(frozen=True)
 class _Identity:
-    """By which the others know that they have opened the right file."""
+    """Identifies the file, so that another process knows that it has opened the right one."""
 
     device: int
     inode: int
@@ -35,7 +34,7 @@ class _Identity:
 
 @dataclasses.dataclass(frozen=True)
 class Offer:
-    """How another process of this node opens memory that one has made."""
+    """How another process of this node can open shared memory."""
 
     path: str
     nbytes: int
@@ -43,14 +42,14 @@ class Offer:
 
 
 def offer(nbytes: int) -> tuple[mmap.mmap, Offer]:
-    """New memory, and how others open it; its descriptor stays open. Raises OSError if it cannot be had."""
-    fd, identity = _create(mmap.PAGESIZE + nbytes)  # the nonce stays, on a page of its own
+    """Create `nbytes` bytes of shared memory. The descriptor stays open. Raises OSError if there is no memory."""
+    fd, identity = _create(mmap.PAGESIZE + nbytes)  # the nonce has a page of its own
     memory = mmap.mmap(fd, nbytes, offset=mmap.PAGESIZE)
     return memory, Offer(f"/proc/{os.getpid()}/fd/{fd}", nbytes, identity)
 
 
 def accept(offered: Offer) -> mmap.mmap | None:
-    """The memory that another process has made; None if it cannot be opened here."""
+    """Open the memory of another process; None if that is not possible."""
     try:
         fd = os.open(offered.path, os.O_RDWR | os.O_CLOEXEC)
         return _map(fd, offered.nbytes, offered.identity, mmap.PAGESIZE)
@@ -59,9 +58,9 @@ def accept(offered: Offer) -> mmap.mmap | None:
 
 
 def share(comm: Any, nbytes: int, ways: Sequence[Callable[[Any, int], int]] = ()) -> mmap.mmap | None:
-    """`nbytes` bytes of zeros, the same on all ranks of an mpi4py communicator; None if they cannot share memory.
+    """Create `nbytes` bytes of zeros, shared by all ranks of an mpi4py communicator; None if they cannot share memory.
 
-    Collective and blocking. The ranks have to be on one node. ways: other than the two below, in turn.
+    Collective and blocking. All ranks are on one node. ways: how to pass the descriptor, tried in turn; default: both.
     """
     fd, identity = -1, None
     if comm.Get_rank() == 0:
@@ -87,7 +86,7 @@ def share(comm: Any, nbytes: int, ways: Sequence[Callable[[Any, int], int]] = ()
 
 
 def way(comm: Any) -> str:
-    """Which way the ranks of an mpi4py communicator take, in words; "" if they have none. Collective and blocking."""
+    """Describe how the ranks of an mpi4py communicator share memory; "" if they cannot. Collective and blocking."""
     for words, one in (("memfd through /proc", _through_proc), ("memfd over a Unix socket", _over_socket)):
         memory = share(comm, mmap.PAGESIZE, [one])
         if memory is not None:
@@ -99,7 +98,7 @@ def way(comm: Any) -> str:
 def _create(nbytes: int) -> tuple[int, _Identity]:
     fd = os.memfd_create("allred", os.MFD_CLOEXEC)
     try:
-        os.posix_fallocate(fd, 0, nbytes)  # now, where it is an error; later it would be a SIGBUS
+        os.posix_fallocate(fd, 0, nbytes)  # fails now with an error instead of a SIGBUS later
         nonce = secrets.token_bytes(NONCE_BYTES)
         os.pwrite(fd, nonce, 0)
     except OSError:
@@ -110,7 +109,7 @@ def _create(nbytes: int) -> tuple[int, _Identity]:
 
 
 def _map(fd: int, nbytes: int, identity: _Identity, offset: int = 0) -> mmap.mmap | None:
-    """The memory, if this is the right file. The descriptor is closed, but for the first rank's, which is in use."""
+    """Map the memory if this is the right file, else None. Closes the descriptor `fd`."""
     if fd < 0:
         return None
     try:
@@ -124,7 +123,7 @@ def _map(fd: int, nbytes: int, identity: _Identity, offset: int = 0) -> mmap.mma
 
 
 def _through_proc(comm: Any, fd: int) -> int:
-    """A descriptor of the first rank's memory, or -1."""
+    """Return a descriptor of the first rank's memory, or -1."""
     path = comm.bcast(f"/proc/{os.getpid()}/fd/{fd}")
     try:
         return os.dup(fd) if fd >= 0 else os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -133,7 +132,7 @@ def _through_proc(comm: Any, fd: int) -> int:
 
 
 def _over_socket(comm: Any, fd: int) -> int:
-    """The same; it serves between PID namespaces, as long as they share the network namespace."""
+    """As `_through_proc`; works between PID namespaces that share the network namespace."""
     with socket.socket(socket.AF_UNIX) as mine:
         mine.settimeout(SOCKET_S)
         name, ready = "", False
@@ -148,7 +147,7 @@ def _over_socket(comm: Any, fd: int) -> int:
                 mine.connect(name)
                 ready = True
         connected = sum(comm.allgather(ready))
-        with contextlib.suppress(OSError, IndexError):  # the latter: the first rank closed without sending it
+        with contextlib.suppress(OSError, IndexError):  # IndexError: closed without a descriptor
             if fd >= 0:
                 _serve(mine, fd, connected)
                 return os.dup(fd)
@@ -157,7 +156,7 @@ def _over_socket(comm: Any, fd: int) -> int:
 
 
 def _serve(listener: socket.socket, fd: int, count: int) -> None:
-    """Send the descriptor to `count` processes of this user; the name can be seen, and used, by others."""
+    """Send the descriptor to `count` processes of this user; other users can connect too, and are refused."""
     deadline = time.monotonic() + SOCKET_S
     while count and time.monotonic() < deadline:
         with listener.accept()[0] as peer:

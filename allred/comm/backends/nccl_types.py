@@ -1,11 +1,12 @@
-"""As what device arrays travel through NCCL, so that results are those of the other backends (ops.py says what these
-are). Pure functions of arrays; `xp` is cupy, or numpy where they are tested. bfloat16 is uint16 here, by its name.
+"""The dtypes and operators that NCCL gets, so that results are those of the other backends (ops.py).
+
+Pure functions of arrays; `xp` is cupy, or numpy in tests. Arrays of bfloat16 are uint16 here.
 
     bool                            as uint8: Min and Product are its minimum, Max its maximum
-    int16                           as int32; what is cut off is how it wraps around
-    floats, Min and Max             as integers of the same order, NaN the outermost: NCCL's own drop a NaN
-    16-bit floats, other ops        as they are: each rank adds up a part in float32 and rounds it once (`halves`)
-    everything else                 as it is
+    int16                           as int32; truncation makes it wrap around
+    floats, Min and Max             as integers of the same order, NaN the extreme: NCCL ignores NaN
+    16-bit floats, other ops        each rank sums a part in float32 and rounds it once (`halves`)
+    everything else                 unchanged
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ Device = Any  # a cupy array
 _WIDE = {"bool": "uint8", "int16": "int32"}
 _KEYS = {"float16": "int32", "bfloat16": "int32", "float32": "int32", "float64": "int64"}
 _FLOATS = {"int32": "float32", "int64": "float64"}
-TYPES = {  # that NCCL has, as cupy calls them
+TYPES = {  # NCCL's names of dtypes, as in cupy
     "uint8": "NCCL_UINT8",
     "int8": "NCCL_INT8",
     "int32": "NCCL_INT32",
@@ -33,8 +34,8 @@ TYPES = {  # that NCCL has, as cupy calls them
 
 
 @dataclasses.dataclass(frozen=True)
-class Travel:
-    """`name`: of the dtype that NCCL reduces, and how. `keyed`: floats as ordered integers."""
+class NcclDtype:
+    """What NCCL reduces. name: the dtype; keyed: floats as ordered integers."""
 
     name: str
     op: ReduceOp
@@ -42,28 +43,28 @@ class Travel:
 
 
 @functools.cache
-def travel(name: str, op: ReduceOp) -> Travel:
-    """For an allreduce of this dtype, other than those of `halves`.
+def travel(name: str, op: ReduceOp) -> NcclDtype:
+    """Return the conversion for an allreduce of dtype `name`, unless `halves` applies.
 
     >>> travel("int16", ReduceOp.SUM).name, travel("bool", ReduceOp.PRODUCT).op, travel("float32", ReduceOp.MAX).name
     ('int32', allred.Min, 'int32')
     """
     if name == "bool":
-        return Travel("uint8", ReduceOp.MAX if op is ReduceOp.MAX else ReduceOp.MIN)
+        return NcclDtype("uint8", ReduceOp.MAX if op is ReduceOp.MAX else ReduceOp.MIN)
     if name in _KEYS and op in (ReduceOp.MIN, ReduceOp.MAX):
-        return Travel(_KEYS[name], op, keyed=True)
-    return Travel(_WIDE.get(name, name), ReduceOp.SUM if op is ReduceOp.AVERAGE else op)
+        return NcclDtype(_KEYS[name], op, keyed=True)
+    return NcclDtype(_WIDE.get(name, name), ReduceOp.SUM if op is ReduceOp.AVERAGE else op)
 
 
 def halves(name: str, op: ReduceOp, wire: str) -> str:
-    """The 16-bit type in which floats go to one rank each part, to be added up there; "" where they do not."""
+    """Return the 16-bit dtype in which each rank receives a part to sum; "" if NCCL sums."""
     if op in (ReduceOp.MIN, ReduceOp.MAX):
         return ""
     return wire or (name if name in HALVES else "")
 
 
-def encode(xp: Any, flat: Device, name: str, how: Travel) -> Device:
-    """What travels: `flat` itself where nothing has to be changed."""
+def encode(xp: Any, flat: Device, name: str, how: NcclDtype) -> Device:
+    """Return the array that NCCL reduces: `flat` itself if no conversion is necessary."""
     if how.keyed:
         return _keys(xp, widen(flat, name) if name in HALVES else flat, how)
     if name == "bool":
@@ -71,8 +72,8 @@ def encode(xp: Any, flat: Device, name: str, how: Travel) -> Device:
     return flat if how.name == name else flat.astype(how.name)
 
 
-def decode(xp: Any, moved: Device, flat: Device, name: str, how: Travel) -> None:
-    """Put what came back where it belongs."""
+def decode(xp: Any, moved: Device, flat: Device, name: str, how: NcclDtype) -> None:
+    """Convert the result of NCCL back into `flat`."""
     if how.keyed:
         value = _unkeyed(xp, moved, how)
         flat[...] = narrow(xp, value, name) if name in HALVES else value
@@ -80,22 +81,22 @@ def decode(xp: Any, moved: Device, flat: Device, name: str, how: Travel) -> None
         flat[...] = moved.astype(name)
 
 
-def _keys(xp: Any, value: Device, how: Travel) -> Device:
-    """Integers in the order of floats: those of negative numbers run backwards, so their magnitude is turned around."""
+def _keys(xp: Any, value: Device, how: NcclDtype) -> Device:
+    """Map floats to integers of the same order: the bits of negative numbers are inverted, except the sign."""
     bits, limits = value.view(how.name), np.iinfo(how.name)
     keys = xp.where(bits < 0, bits ^ limits.max, bits)
     outermost = limits.max if how.op is ReduceOp.MAX else limits.min
     return xp.where(xp.isnan(value), xp.asarray(outermost, how.name), keys)
 
 
-def _unkeyed(xp: Any, keys: Device, how: Travel) -> Device:
-    """The floats again. The outermost integers are no number's, and their bits those of a NaN."""
+def _unkeyed(xp: Any, keys: Device, how: NcclDtype) -> Device:
+    """Map integers back to floats. The extreme integers are the bits of a NaN."""
     limits = np.iinfo(how.name)
     return xp.where(keys < 0, keys ^ limits.max, keys).view(_FLOATS[how.name])
 
 
 def combine(xp: Any, rows: Device, name: str, op: ReduceOp) -> Device:
-    """The reduction of 16-bit rows, a rank's each, in float32, rounded once; an average is divided before that."""
+    """Reduce 16-bit rows, one per rank, in float32; divide an average; round once."""
     wide = widen(rows.reshape(-1), name).reshape(rows.shape)
     total = wide.prod(axis=0) if op is ReduceOp.PRODUCT else wide.sum(axis=0)
     return narrow(xp, total / np.float32(len(rows)) if op is ReduceOp.AVERAGE else total, name)

@@ -1,14 +1,14 @@
-"""The backend of plain mpi4py: the readable reference, and the fallback where nothing faster serves.
+"""Backend mpi: plain mpi4py. The readable reference, and the fallback when no faster backend can be used.
 
-Arrays pass in chunks through a staging buffer that this communicator owns: an MPI operation cannot be withdrawn, so
-after a time limit or Ctrl-C MPI may go on writing, and it must not write into the user's arrays. The buffer is small
-and kept for good, and no count ever comes near 2**31.
+Arrays pass in chunks through staging buffers of the backend: an MPI operation cannot be cancelled, so after a timeout
+or Ctrl-C MPI may go on writing, and it must not write into the user's arrays. The buffers are small and kept for the
+life of the backend; no count reaches 2**31.
 
-16-bit floats are reduced in float32 and rounded once. Wide numbers that travel as 16-bit floats go to the ranks in
-parts; each adds up its part in rank order, and all get the sums, rounded once more, in the same type.
+16-bit floats are reduced in float32 and rounded once. Compressed float32 and float64 are sent as 16-bit floats in an
+all-to-all; each rank sums its part in rank order, rounds once, and sends the result to all ranks in the same dtype.
 
-All other sums come in the order that MPI chooses for a chunk of this size on this number of ranks: the same on all
-ranks in both MPIs' algorithms, and from run to run in the tests, though the MPI standard only recommends it.
+Other sums have the order that MPI chooses for a chunk of this size and this number of ranks: the same on all ranks with
+both MPIs, and the same from run to run in the tests, which the MPI standard only recommends.
 """
 
 import functools
@@ -20,7 +20,7 @@ from mpi4py import MPI
 from allred import arrays, native
 from allred.arrays import Array
 from allred.comm import header, ops
-from allred.comm.base import Communicator
+from allred.comm.backends.backend import Backend
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Steps, spin_wait
 from allred.compression import narrow, widen
@@ -44,7 +44,7 @@ _NUMPY_OPS: dict[ReduceOp, Any] = {
 
 
 class Request:
-    """An MPI request as something to wait for."""
+    """An MPI request that a started operation waits for (work.Pending)."""
 
     progress_count = 0
 
@@ -59,16 +59,16 @@ class Request:
         return spin_wait(self.done)
 
 
-class MpiCommunicator(Communicator):
-    """All ranks of an mpi4py communicator, which becomes this object's own: nobody else may use it."""
+class MpiBackend(Backend):
+    """All ranks of the mpi4py communicator `comm`. The backend owns `comm`: no other code may use it."""
 
     name = "mpi"
 
-    def __init__(self, comm: MPI.Intracomm, timeout_s: float) -> None:
-        super().__init__(comm.Get_rank(), comm.Get_size(), timeout_s)
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        super().__init__(comm.Get_rank(), comm.Get_size())
         self._comm = comm
         self._owned: list[tuple[int, int]] = []  # address ranges that MPI may read and write at any time
-        self._kept: list[Array] = []  # and what keeps them alive
+        self._kept: list[Array] = []  # the arrays at these addresses
         self._stage = self.allocate(CHUNK_BYTES, np.dtype(np.uint8))
         self._back_stage = self.allocate(CHUNK_BYTES, np.dtype(np.uint8))
         self._records = self.allocate(self.size * header.BYTES, np.dtype(np.uint8))
@@ -80,18 +80,17 @@ class MpiCommunicator(Communicator):
         self._kept.append(array)
         return array
 
-    def close(self) -> None:
-        if not self.queue.poisoned:
+    def close(self, sound: bool) -> None:
+        if sound:
             self._comm.Free()
-        super().close()
 
-    def _exchange(self, record: bytes) -> Steps[list[bytes]]:
+    def exchange(self, record: bytes) -> Steps[list[bytes]]:
         self._record[:] = np.frombuffer(record, np.uint8)
         yield Request(self._comm.Iallgather(self._record, self._records), waits_for_peers=True)
         data = self._records.tobytes()
         return [data[start : start + header.BYTES] for start in range(0, len(data), header.BYTES)]
 
-    def _allreduce(self, flat: Array, op: ReduceOp, wire: int = 0) -> Steps[None]:
+    def allreduce(self, flat: Array, op: ReduceOp, wire: int = 0) -> Steps[None]:
         if wire:
             yield from self._allreduce_narrow(flat, op, wire)
             return
@@ -121,14 +120,14 @@ class MpiCommunicator(Communicator):
             yield Request(self._comm.Iallgather(halves[:share], back[: self.size * share]))
             widen(back[: part.size], part, wire)
 
-    def _reducescatter(self, flat: Array, out: Array, counts: list[int], op: ReduceOp) -> Steps[None]:
+    def reducescatter(self, flat: Array, out: Array, counts: list[int], op: ReduceOp) -> Steps[None]:
         moved, chunk = self._moved(flat.dtype)
         mpi_op = self._mpi_op(op, moved)
         chunk = max(1, min(chunk // self.size, max(counts)))
         starts = np.cumsum([0, *counts])
         for start in range(0, max(counts), chunk):
             stage = self._stage.view(moved)[: self.size * chunk].reshape(self.size, chunk)
-            stage[:] = 0  # the parts' ends do not coincide
+            stage[:] = 0  # the parts may have different lengths
             for rank, count in enumerate(counts):
                 part = flat[starts[rank] + start : starts[rank] + min(start + chunk, count)]
                 stage[rank, : part.size] = part
@@ -137,7 +136,7 @@ class MpiCommunicator(Communicator):
             part = out[start : start + chunk]
             self._finish(mine[: part.size], op, part)
 
-    def _broadcast(self, data: Array, root: int) -> Steps[None]:
+    def broadcast(self, data: Array, root: int) -> Steps[None]:
         for start in range(0, data.size, CHUNK_BYTES):
             part = data[start : start + CHUNK_BYTES]
             stage = self._stage[: part.size]
@@ -147,7 +146,7 @@ class MpiCommunicator(Communicator):
             if self.rank != root:
                 part[:] = stage
 
-    def _allgather(self, send: Array, recv: Array, counts: list[int]) -> Steps[None]:
+    def allgather(self, send: Array, recv: Array, counts: list[int]) -> Steps[None]:
         # One round moves up to `chunk` bytes of every rank.
         chunk = max(1, CHUNK_BYTES // self.size)
         starts = np.cumsum([0, *counts])
@@ -161,7 +160,7 @@ class MpiCommunicator(Communicator):
                 to = starts[rank] + start
                 recv[to : to + count] = self._back_stage[where[rank] : where[rank] + count]
 
-    def _alltoall(self, send: Array, recv: Array, counts: Array) -> Steps[None]:
+    def alltoall(self, send: Array, recv: Array, counts: Array) -> Steps[None]:
         # One round moves up to `chunk` bytes between every pair of ranks.
         chunk = max(1, CHUNK_BYTES // self.size)
         to, come = counts[self.rank], counts[:, self.rank]
@@ -180,7 +179,7 @@ class MpiCommunicator(Communicator):
                 recv[part : part + count] = self._back_stage[where[rank] : where[rank] + count]
 
     def _moved(self, dtype: np.dtype[Any]) -> tuple[np.dtype[Any], int]:
-        """The dtype that MPI reduces, and how many of it fill a chunk."""
+        """Return the dtype that MPI reduces, and its number of elements in a chunk."""
         moved = np.dtype(np.uint8) if arrays.name_of(dtype) == "bool" else arrays.accumulator(dtype)
         return moved, CHUNK_BYTES // moved.itemsize
 
@@ -189,11 +188,11 @@ class MpiCommunicator(Communicator):
         return any(low <= start and stop <= high for low, high in self._owned)
 
     def _finish(self, reduced: Array, op: ReduceOp, target: Array) -> None:
-        """Divide where it is an average, and put the result where it belongs."""
+        """Divide if the operation is an average, and store the result in `target`."""
         if op is ReduceOp.AVERAGE:
             np.divide(reduced, self.size, out=reduced)
         elif op in (ReduceOp.MIN, ReduceOp.MAX) and arrays.is_float(reduced.dtype):
-            np.add(reduced, 0.0, out=reduced)  # -0.0 and 0.0 are equal: which of them wins depends on the order
+            np.add(reduced, 0.0, out=reduced)  # -0.0 == 0.0: the result must not depend on the order
         self._put(reduced, target)
 
     def _put(self, reduced: Array, target: Array) -> None:
@@ -202,14 +201,14 @@ class MpiCommunicator(Communicator):
                 target[...] = reduced
 
     def _mpi_op(self, op: ReduceOp, wire: np.dtype[Any]) -> MPI.Op:
-        """MPI's own operator; numpy's where MPI leaves NaN open, or Open MPI saturates integers instead of wrapping."""
+        """Return the MPI operator; a numpy one if MPI leaves NaN undefined or Open MPI saturates small integers."""
         small_integer = wire.kind in "iu" and wire.itemsize <= 2
         if not (op in (ReduceOp.MIN, ReduceOp.MAX) and arrays.is_float(wire)) and not small_integer:
             return _MPI_OPS[op]
         return _numpy_op(op, wire)
 
 
-@functools.cache  # for good and for all communicators: mpi4py has room for 32 in a process
+@functools.cache  # shared by all communicators: mpi4py allows 32 per process
 def _numpy_op(op: ReduceOp, wire: np.dtype[Any]) -> MPI.Op:
     function = _NUMPY_OPS[op]
 

@@ -1,4 +1,4 @@
-"""What the arguments of an operation come to: the arrays it works on, and its Call. InputError for what is none."""
+"""Checks the arguments of an operation: returns the arrays it works on and its OpDescriptor, or raises InputError."""
 
 import functools
 import operator
@@ -10,18 +10,19 @@ import numpy as np
 from allred import arrays
 from allred.arrays import Array
 from allred.comm import header, ops
-from allred.comm.header import Call, quoted
+from allred.comm.header import OpDescriptor, quoted
 from allred.comm.ops import ReduceOp
 from allred.compression import Compression
 from allred.errors import InputError
 
-_NO_OP = object()  # of an operation that does not reduce; None is something that somebody may pass
+_NO_OP = object()  # the operation does not reduce; None is a value that a user may pass by mistake
 
 
 def source_and_target(value: Any, in_place: bool) -> tuple[Array, Array]:
-    """What to reduce and where to put it: the caller's array twice, or a new contiguous array for the result.
+    """Return what to reduce and where to store it: the caller's array twice, or a new contiguous array for the result.
 
-    Raises InputError."""
+    Raises InputError.
+    """
     if in_place:
         target = target_of(value, in_place)
         return target, target
@@ -30,10 +31,10 @@ def source_and_target(value: Any, in_place: bool) -> tuple[Array, Array]:
 
 
 def target_of(value: Any, in_place: bool) -> Array:
-    """The array that an operation works on: the caller's, or a contiguous copy of what the caller gave."""
+    """Return the array that an operation works on: the caller's, or a contiguous copy of it. Raises InputError."""
     if not in_place:
         return np.array(arrays.as_host_array(value), copy=True, order="C")
-    arrays.as_host_array(value)  # raises its own words about devices, torch and masks
+    arrays.as_host_array(value)  # raises for device arrays, torch tensors and masked arrays
     if not isinstance(value, np.ndarray):
         kind = type(value).__name__
         raise InputError(f"in place needs a numpy array, got {kind}; use the form without the underscore")
@@ -43,13 +44,13 @@ def target_of(value: Any, in_place: bool) -> Array:
 
 
 def check_name(name: Any) -> None:
-    """Raises InputError."""
+    """Raise InputError if `name` is not a string."""
     if not isinstance(name, str):
         raise InputError(f"name={name!r} must be a string")
 
 
 def listed(group: Any) -> Sequence[Any]:
-    """Several arrays. Raises InputError for what does not have any."""
+    """Return a list of arrays. Raises InputError if `group` is not iterable."""
     try:
         return list(group)
     except TypeError:
@@ -57,7 +58,7 @@ def listed(group: Any) -> Sequence[Any]:
 
 
 def index_of(root: Any, ranks: Sequence[int]) -> int:
-    """The place of a root among the ranks' numbers. Raises InputError."""
+    """Return the index of `root` in `ranks`. Raises InputError."""
     try:
         return ranks.index(operator.index(root))
     except (TypeError, ValueError):
@@ -66,7 +67,7 @@ def index_of(root: Any, ranks: Sequence[int]) -> int:
 
 
 def splits_of(rows: int, splits: Sequence[int] | None, size: int) -> Array:
-    """How many rows go to each rank. Raises InputError."""
+    """Return the number of rows for each rank, int64 of shape (size,). Raises InputError."""
     if splits is None:
         if rows % size:
             raise InputError(f"{rows} rows do not divide over {size} ranks; give splits, the rows for each rank")
@@ -76,11 +77,11 @@ def splits_of(rows: int, splits: Sequence[int] | None, size: int) -> Array:
     except ValueError:  # lists of different lengths
         sent = np.empty(0)
     if sent.shape != (size,) or sent.dtype.kind not in "iu" or (sent < 0).any() or sum(sent.tolist()) != rows:
-        raise InputError(f"splits={splits!r} must be {size} whole numbers, one a rank, that add up to {rows} rows")
+        raise InputError(f"splits={splits!r} must be {size} whole numbers, one per rank, that add up to {rows} rows")
     return sent.astype(np.int64)
 
 
-def array_call(
+def array_descriptor(
     kind: str,
     array: Array,
     name: str,
@@ -89,19 +90,19 @@ def array_call(
     shape: tuple[Any, ...] | None = None,
     rows: int = 0,
     compression: Compression = Compression.none,
-) -> Call:
-    """The call of an operation on one array. Raises InputError if its arguments cannot be used."""
+) -> OpDescriptor:
+    """Return the descriptor of an operation on one array. Raises InputError if its arguments cannot be used."""
     arrays.dtype_code(array.dtype)  # raises
     if op is not _NO_OP and (problem := ops.refusal(op, array.dtype)):
         raise InputError(problem)
     _check_compression(compression)
     reduction = op if op is not _NO_OP else None
     shape = array.shape if shape is None else shape
-    return _call(kind, shape, array.dtype, name, reduction, root, rows, compression, array.nbytes)
+    return _descriptor(kind, shape, array.dtype, name, reduction, root, rows, compression, array.nbytes)
 
 
 @functools.lru_cache(maxsize=4096)  # training calls the same operations over and over
-def _call(
+def _descriptor(
     kind: str,
     shape: tuple[Any, ...],
     dtype: np.dtype[Any],
@@ -111,29 +112,44 @@ def _call(
     rows: int,
     compression: Compression,
     nbytes: int,
-) -> Call:
+) -> OpDescriptor:
     how = _how(op, compression) if op is not None else f"root={root}" if root >= 0 else ""
     tensor = arrays.describe(shape, dtype)
     title = f"{kind}({how}){quoted(name)} {tensor}"
     op_code = ops.CODES[op] | compression.value << header.WIRE_SHIFT if op is not None else 0
     code = arrays.dtype_code(dtype)
     hashed = ((code, shape),) if kind == "allreduce" else None
-    return Call(kind, name, title, arrays=hashed, op=op_code, dtype=code, root=root, rows=rows, nbytes=nbytes)
+    return OpDescriptor(kind, name, title, arrays=hashed, op=op_code, dtype=code, root=root, rows=rows, nbytes=nbytes)
 
 
-def group_call(group: list[Array], name: str, op: Any, compression: Compression = Compression.none) -> Call:
-    """The call of a grouped allreduce; likewise."""
+def group_descriptor(
+    group: list[Array], name: str, op: Any, compression: Compression = Compression.none
+) -> OpDescriptor:
+    """Return the descriptor of a grouped allreduce. Raises InputError if its arguments cannot be used."""
     if problem := ops.refusal(op, np.dtype(np.float32)):
         raise InputError(problem)
     _check_compression(compression)
     for array in group:
-        array_call("grouped_allreduce", array, name, op)  # raises
+        array_descriptor("grouped_allreduce", array, name, op)  # raises
     lines = tuple(arrays.describe(array.shape, array.dtype) for array in group)
     title = f"grouped_allreduce({_how(op, compression)}){quoted(name)} of {len(group)} tensors"
     hashed = tuple((arrays.dtype_code(array.dtype), array.shape) for array in group)
     how = ops.CODES[op] | compression.value << header.WIRE_SHIFT
     nbytes = sum(array.nbytes for array in group)
-    return Call("grouped_allreduce", name, title, lines, arrays=hashed, op=how, nbytes=nbytes)
+    return OpDescriptor("grouped_allreduce", name, title, lines, arrays=hashed, op=how, nbytes=nbytes)
+
+
+def empty_like(value: Array) -> Array | None:
+    """Return a new array for the result; None if there is no memory, which the general path tells the other ranks."""
+    try:
+        return np.empty(value.shape, value.dtype)
+    except MemoryError:
+        return None
+
+
+def wire_code(compression: Any) -> int:
+    """Return the code of the wire dtype; -1, which sends C to the general path, for anything but a Compression."""
+    return compression.value if type(compression) is Compression else -1
 
 
 def _check_compression(compression: Any) -> None:

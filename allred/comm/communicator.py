@@ -1,0 +1,399 @@
+"""The communicator: collectives with checked arguments, on one host backend and, with GPUs, one device backend.
+
+Each method starts an operation and returns its Work; `wait()` returns the result. Operations complete in the order in
+which they are started, and an array belongs to the operation until then. On GPUs, an operation on device arrays runs
+after the work already enqueued on the caller's current stream; `wait` makes that stream wait, not the host.
+
+Results are the same on every rank, bit for bit, except for the payload of a NaN. Each backend documents whether results
+are reproducible from run to run.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from allred import arrays
+from allred.arrays import Array
+from allred.comm import header, objects
+from allred.comm.arguments import (
+    array_descriptor,
+    empty_like,
+    group_descriptor,
+    index_of,
+    listed,
+    source_and_target,
+    splits_of,
+    target_of,
+    wire_code,
+)
+from allred.comm.backends.backend import Backend, CheckedOperation
+from allred.comm.device_collectives import DeviceCollectives
+from allred.comm.group import Group
+from allred.comm.header import OpDescriptor, quoted
+from allred.comm.ops import ReduceOp
+from allred.comm.work import Steps, Work
+from allred.compression import Compression, narrows
+from allred.errors import AllredError, InputError
+from allred.gpu.values import is_device
+
+_NONE = Compression.none
+
+
+class Communicator(Group):
+    """Collectives of the ranks of `backend`. Arrays may have any layout; a root is one of `ranks`."""
+
+    def __init__(self, backend: Backend, timeout_s: float) -> None:
+        super().__init__(backend, timeout_s)
+        self.gpu: DeviceCollectives | None = None
+        self._fast = backend.fast_path
+
+    def allreduce(
+        self, value: Any, op: ReduceOp = ReduceOp.AVERAGE, name: str = "", compression: Compression = _NONE
+    ) -> Work[Array]:
+        """Reduce `value` (an array or a number) over all ranks: a new array of the same shape and dtype."""
+        if self.gpu is not None and is_device(value):
+            return self.gpu.allreduce(value, op, name, compression, in_place=False)
+        return self.start("allreduce", name, self._reduce_one(value, op, name, compression, in_place=False))
+
+    def allreduce_(
+        self, array: Array, op: ReduceOp = ReduceOp.AVERAGE, name: str = "", compression: Compression = _NONE
+    ) -> Work[Array]:
+        """As `allreduce`, in place; the result is `array`, which must be writable."""
+        if self.gpu is not None and is_device(array):
+            return self.gpu.allreduce(array, op, name, compression, in_place=True)
+        return self.start("allreduce", name, self._reduce_one(array, op, name, compression, in_place=True))
+
+    def allreduce_blocking(
+        self, value: Any, in_place: bool, op: ReduceOp, name: str, compression: Compression = _NONE
+    ) -> Array:
+        """Start allreduce or allreduce_ and wait for the result; takes the fast path of the backend if possible."""
+        if self._fast is not None and type(value) is np.ndarray and self.queue.idle and not self.checks_places:
+            target = value if in_place else empty_like(value)
+            if target is not None:
+                try:
+                    if compression is _NONE:
+                        begun = self._fast.allreduce(value, target, op, name)
+                    else:
+                        begun = self._fast.allreduce(value, target, op, name, wire_code(compression))
+                    if begun is True:
+                        return target
+                    if begun is not None:
+                        steps = self._finish_reduce(
+                            begun, lambda: array_descriptor("allreduce", value, name, op, compression=compression),
+                            [value], [target], op, compression,
+                        )  # fmt: skip
+                        self.queue.start(f"allreduce{quoted(name)}", steps).wait()
+                        return target
+                except BaseException as error:
+                    self._cut_short(error)
+                    raise
+        if self.queue.track is not None:
+            self.queue.track.call("allreduce")
+        start = self.allreduce_ if in_place else self.allreduce
+        return start(value, op, name, compression).wait()
+
+    def _reduce_one(
+        self, value: Any, op: ReduceOp, name: str, compression: Compression, in_place: bool
+    ) -> Steps[Array]:
+        source, target = source_and_target(value, in_place)
+        descriptor = array_descriptor("allreduce", source, name, op, compression=compression)
+        yield from self._reduce(descriptor, [source], [target], op, compression)
+        return target
+
+    def grouped_allreduce(
+        self, group: Sequence[Any], op: ReduceOp = ReduceOp.AVERAGE, name: str = "", compression: Compression = _NONE
+    ) -> Work[list[Array]]:
+        """Reduce several arrays as one operation: new arrays."""
+        if self.gpu is not None and any(map(is_device, group)):
+            return self.gpu.grouped_allreduce(group, op, name, compression, in_place=False)
+        return self.start("grouped_allreduce", name, self._reduce_group(group, op, name, compression, in_place=False))
+
+    def grouped_allreduce_(
+        self, group: Sequence[Array], op: ReduceOp = ReduceOp.AVERAGE, name: str = "", compression: Compression = _NONE
+    ) -> Work[list[Array]]:
+        """As `grouped_allreduce`, in place."""
+        if self.gpu is not None and any(map(is_device, group)):
+            return self.gpu.grouped_allreduce(group, op, name, compression, in_place=True)
+        return self.start("grouped_allreduce", name, self._reduce_group(group, op, name, compression, in_place=True))
+
+    def grouped_allreduce_blocking(
+        self, group: Sequence[Any], in_place: bool, op: ReduceOp, name: str, compression: Compression = _NONE
+    ) -> list[Array]:
+        """Start grouped_allreduce or grouped_allreduce_ and wait for the results; see `allreduce_blocking`."""
+        if self._fast is not None and type(group) is list and self.queue.idle and not self.checks_places:
+            targets: list[Any] = (
+                group if in_place else [empty_like(value) for value in group if type(value) is np.ndarray]
+            )
+            if len(targets) == len(group):
+                try:
+                    begun = self._fast.grouped_allreduce(group, targets, op, name, wire_code(compression))
+                    if begun is True:
+                        return targets
+                    if begun is not None:
+                        steps = self._finish_reduce(
+                            begun, lambda: group_descriptor(group, name, op, compression),
+                            group, targets, op, compression,
+                        )  # fmt: skip
+                        self.queue.start(f"grouped_allreduce{quoted(name)}", steps).wait()
+                        return targets
+                except BaseException as error:
+                    self._cut_short(error)
+                    raise
+        if self.queue.track is not None:
+            self.queue.track.call("grouped_allreduce")
+        start = self.grouped_allreduce_ if in_place else self.grouped_allreduce
+        return start(group, op, name, compression).wait()
+
+    def _cut_short(self, error: BaseException) -> None:
+        """An exception on the fast path, other than one that all ranks raise, may leave the others in an operation."""
+        if not isinstance(error, AllredError) and self._fast is not None and self._fast.pending:
+            self.queue.poison(f"an allreduce was cut short by {type(error).__name__}")
+
+    def _finish_reduce(
+        self,
+        operation: CheckedOperation,
+        describe: Callable[[], OpDescriptor],
+        sources: list[Array],
+        targets: list[Array],
+        op: ReduceOp,
+        compression: Compression,
+    ) -> Steps[None]:
+        """Wait for an allreduce of contiguous arrays that the fast path began; repeat it if some ranks have joined."""
+        group = yield from self.finish(operation, describe)
+        if group is not self:
+            flats = [arrays.flat(target) for target in targets]
+            yield from _reduce_all(group.backend, sources, targets, flats, op, compression)
+
+    def _reduce_group(
+        self, group: Sequence[Any], op: ReduceOp, name: str, compression: Compression, in_place: bool
+    ) -> Steps[list[Array]]:
+        pairs = [source_and_target(value, in_place) for value in listed(group)]
+        sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
+        if in_place and arrays.overlap([target for target in targets if target.size]):
+            raise InputError("the same memory is in the group twice, and would be reduced twice")
+        yield from self._reduce(group_descriptor(sources, name, op, compression), sources, targets, op, compression)
+        return targets
+
+    def _reduce(
+        self,
+        descriptor: OpDescriptor,
+        sources: list[Array],
+        targets: list[Array],
+        op: ReduceOp,
+        compression: Compression,
+    ) -> Steps[None]:
+        """Agree, then reduce each source into its target, which is the source itself or a new contiguous array."""
+        flats = [arrays.flat(target) for target in targets]
+        yield from self.agree_and_move(
+            descriptor,
+            lambda backend, record: backend.begin_allreduce(
+                record, _flat_sources(sources, targets, flats), flats, op, compression.value
+            ),
+            lambda group: _reduce_all(group.backend, sources, targets, flats, op, compression),
+        )
+        for target, flat in zip(targets, flats, strict=True):
+            arrays.put_back(target, flat)
+
+    def broadcast(self, value: Any, root: int = 0, name: str = "") -> Work[Array]:
+        """Copy the root's `value` into a new array on every rank; shape and dtype must be the same on all ranks."""
+        if self.gpu is not None and is_device(value):
+            return self.gpu.broadcast(value, root, name, in_place=False)
+        return self.start("broadcast", name, self._broadcast(value, root, name, in_place=False))
+
+    def broadcast_(self, array: Array, root: int = 0, name: str = "") -> Work[Array]:
+        """As `broadcast`, in place."""
+        if self.gpu is not None and is_device(array):
+            return self.gpu.broadcast(array, root, name, in_place=True)
+        return self.start("broadcast", name, self._broadcast(array, root, name, in_place=True))
+
+    def _broadcast(self, value: Any, root: int, name: str, in_place: bool) -> Steps[Array]:
+        target = target_of(value, in_place)
+        source = index_of(root, self.ranks)
+        flat = arrays.flat(target)
+        data = arrays.as_bytes(flat)
+        descriptor = array_descriptor("broadcast", target, name, root=self.ranks[source])
+        yield from self.agree_and_move(
+            descriptor,
+            lambda backend, record: backend.begin_broadcast(record, data, source),
+            lambda group: group.backend.broadcast(data, self.root_in(group, source, descriptor)),
+        )
+        arrays.put_back(target, flat)
+        return target
+
+    def allgather(self, value: Any, name: str = "") -> Work[Array]:
+        """Concatenate the arrays of all ranks along the first dimension in rank order: a new array on every rank.
+
+        Ranks may differ in the first dimension. A 0-d value counts as one of shape (1,).
+        """
+        if self.gpu is not None and is_device(value):
+            return self.gpu.allgather(value, name)
+
+        def steps() -> Steps[Array]:
+            source = np.atleast_1d(arrays.as_host_array(value))
+            rest = source.shape[1:]
+            descriptor = array_descriptor("allgather", source, name, shape=("any", *rest), rows=len(source))
+            group, headers = yield from self.agree(descriptor)
+            rows = [header.rows_and_note(record)[0] for record in headers]
+            result = np.empty((sum(rows), *rest), source.dtype)
+            row_bytes = arrays.size_of(rest) * source.itemsize
+            send, recv = arrays.as_bytes(source), arrays.as_bytes(result)
+            yield from group.backend.allgather(send, recv, [count * row_bytes for count in rows])
+            return result
+
+        return self.start("allgather", name, steps())
+
+    def reducescatter(self, value: Any, op: ReduceOp = ReduceOp.AVERAGE, name: str = "") -> Work[Array]:
+        """Reduce, and return this rank's rows of the result: a new array.
+
+        If the rows do not divide evenly, the first ranks get one more.
+        """
+        if self.gpu is not None and is_device(value):
+            return self.gpu.reducescatter(value, op, name)
+
+        def steps() -> Steps[Array]:
+            source = arrays.as_host_array(value)
+            descriptor = array_descriptor("reducescatter", source, name, op)
+            if source.ndim == 0:
+                raise InputError("a 0-d array has no first dimension to split; use allreduce")
+            rest = source.shape[1:]
+            rows = arrays.split_sizes(len(source), self.size)
+            result = np.empty((rows[self.rank], *rest), source.dtype)
+            counts = [count * arrays.size_of(rest) for count in rows]
+            flat, out = arrays.flat(source), result.reshape(-1)
+
+            def move(group: Group) -> Steps[None]:
+                self.require_all(group, descriptor)
+                yield from self.backend.reducescatter(flat, out, counts, op)
+
+            yield from self.agree_and_move(
+                descriptor,
+                lambda backend, record: backend.begin_reducescatter(record, flat, out, counts, op),
+                move,
+            )
+            return result
+
+        return self.start("reducescatter", name, steps())
+
+    def alltoall(self, value: Any, splits: Sequence[int] | None = None, name: str = "") -> Work[tuple[Array, Array]]:
+        """Send rows to every rank and receive rows from every rank: (new array, int64 array of the rows received).
+
+        `splits[r]` rows go to rank r; without it the rows must divide evenly. Rows are received in rank order.
+        """
+        if self.gpu is not None and is_device(value):
+            return self.gpu.alltoall(value, splits, name)
+
+        def steps() -> Steps[tuple[Array, Array]]:
+            source = np.atleast_1d(arrays.as_host_array(value))
+            rest = source.shape[1:]
+            sent = splits_of(len(source), splits, self.size)
+            descriptor = array_descriptor("alltoall", source, name, shape=("any", *rest))
+            group, _ = yield from self.agree(descriptor)
+            rows = np.empty((group.size, self.size), np.int64)
+            yield from group.backend.allgather(arrays.as_bytes(sent), arrays.as_bytes(rows), [sent.nbytes] * group.size)
+            matrix, here = np.zeros((self.size, self.size), np.int64), [self.ranks.index(rank) for rank in group.ranks]
+            matrix[here] = rows
+            if matrix.sum() != matrix[:, here].sum():
+                self.require_all(group, descriptor)
+            result = np.empty((int(matrix[:, self.rank].sum()), *rest), source.dtype)
+            counts = matrix[np.ix_(here, here)] * (arrays.size_of(rest) * source.itemsize)
+            yield from group.backend.alltoall(arrays.as_bytes(source), arrays.as_bytes(result), counts)
+            return result, matrix[:, self.rank].copy()
+
+        return self.start("alltoall", name, steps())
+
+    def allgather_object(self, value: Any, name: str = "") -> Work[list[Any]]:
+        """Return every rank's picklable object, in rank order."""
+
+        def steps() -> Steps[list[Any]]:
+            data = objects.dumps(value)
+            descriptor = OpDescriptor("allgather_object", name, f"allgather_object(){quoted(name)}")
+            group, _ = yield from self.agree(descriptor)
+            return (yield from objects.gather(group.backend, data))
+
+        return self.start("allgather_object", name, steps())
+
+    def broadcast_object(self, value: Any, root: int = 0, name: str = "") -> Work[Any]:
+        """Return the root's picklable object; a copy of it on the other ranks."""
+
+        def steps() -> Steps[Any]:
+            source = index_of(root, self.ranks)
+            data = objects.dumps(value if self.rank == source else None)
+            title = f"broadcast_object(root={self.ranks[source]}){quoted(name)}"
+            descriptor = OpDescriptor("broadcast_object", name, title, root=self.ranks[source])
+            group, _ = yield from self.agree(descriptor)
+            received = yield from objects.broadcast(group.backend, data, self.root_in(group, source, descriptor))
+            return value if self.rank == source else received
+
+        return self.start("broadcast_object", name, steps())
+
+    def barrier(self) -> Work[None]:
+        """Complete once every rank has started it; only headers are exchanged."""
+        descriptor = OpDescriptor("barrier", title="barrier()")
+        begun = self.agree_and_move(descriptor, lambda backend, record: backend.begin_exchange(record), _move_nothing)
+        return self.start("barrier", "", begun)
+
+    def check(
+        self, kind: str, title: str, tensors: Sequence[str] = (), settings: str = "", note: int = 0, problem: str = ""
+    ) -> Work[list[int]]:
+        """Check that all ranks pass the same title, tensors (a line each) and settings.
+
+        The result is the `note`, 0 to 2**64 - 1, of every rank of `active`. A `problem` (a sentence) on any rank is an
+        InputError on all.
+        """
+
+        def steps() -> Steps[list[int]]:
+            descriptor = OpDescriptor(kind, "", title, tuple(tensors), settings, note=note, problem=problem)
+            _, headers = yield from self.agree(descriptor)
+            return [header.rows_and_note(record)[1] for record in headers]
+
+        return self.start(kind, "", steps())
+
+    def join(self, first: bool) -> Work[int | None]:
+        """Take part in the next operation of the other ranks without data; the result is None.
+
+        If all ranks have joined, the result is the number of the rank that joined last. first: whether this rank joins
+        with this operation.
+        """
+
+        def steps() -> Steps[int | None]:
+            problem = next(iter(self.unfinished.values()), "")
+            descriptor = OpDescriptor("join", title="join()", note=first, problem=problem)
+            if problem:
+                yield from self.agree(descriptor)
+            headers = yield from self.exchange(descriptor)
+            if header.agree(headers):
+                notes = [header.rows_and_note(record)[1] for record in headers]
+                return self.ranks[notes.index(1)]
+            yield from objects.gather(self.backend, objects.dumps(descriptor))
+            return None
+
+        return self.start("join", "", steps())
+
+
+def _flat_sources(sources: list[Array], targets: list[Array], flats: list[Array]) -> list[Array]:
+    """The sources as flat arrays; `flats` are the flat targets."""
+    return [
+        flat if source is target else arrays.flat(source)
+        for source, target, flat in zip(sources, targets, flats, strict=True)
+    ]
+
+
+def _reduce_all(
+    backend: Backend,
+    sources: list[Array],
+    targets: list[Array],
+    flats: list[Array],
+    op: ReduceOp,
+    compression: Compression,
+) -> Steps[None]:
+    """Reduce one array after the other. flats: the flat targets."""
+    for source, target, flat in zip(sources, targets, flats, strict=True):
+        if source is not target:
+            target[...] = source
+        wire = compression.value if narrows(flat.dtype, compression.value) else 0
+        yield from backend.allreduce(flat, op, wire)
+
+
+def _move_nothing(_: Group) -> Steps[None]:
+    yield from ()

@@ -1,0 +1,141 @@
+"""The collectives of arrays on GPUs (cupy, torch on CUDA, and others).
+
+The host backend exchanges the headers of all operations, so they have one order, and a rank that passes a host array
+where another passes a device array gets the usual error. After that, the device backend moves the bytes on a stream of
+its own. `wait` orders the caller's stream after the operation; the host goes on. device_reduce.py has the allreduce.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from allred import arrays
+from allred.arrays import Array
+from allred.comm import header
+from allred.comm.arguments import array_descriptor, index_of, splits_of
+from allred.comm.device_arguments import adopted, check_writable, on_gpu
+from allred.comm.device_reduce import DeviceReductions, ReduceRequest
+from allred.comm.ops import ReduceOp
+from allred.comm.work import Steps, Work
+from allred.compression import Compression
+from allred.errors import InputError
+from allred.gpu.device import Lane
+from allred.gpu.values import Adopted
+
+T = TypeVar("T")
+
+
+class DeviceCollectives(DeviceReductions):
+    """The collectives of a communicator with a device backend. Arguments and results are those of Communicator."""
+
+    def allreduce(self, value: Any, op: ReduceOp, name: str, compression: Compression, in_place: bool) -> Work[Any]:
+        """Reduce one array."""
+        return self._reduction([value], ReduceRequest(op, name, compression, in_place, one=True))
+
+    def grouped_allreduce(
+        self, group: Sequence[Any], op: ReduceOp, name: str, compression: Compression, in_place: bool
+    ) -> Work[list[Any]]:
+        """Reduce several arrays as one operation."""
+        return self._reduction(group, ReduceRequest(op, name, compression, in_place))
+
+    def broadcast(self, value: Any, root: int, name: str, in_place: bool) -> Work[Any]:
+        """Copy the root's array to every rank."""
+
+        def body(g: Adopted, lane: Lane) -> Steps[Any]:
+            source = index_of(root, self.communicator.ranks)
+            if in_place:
+                check_writable([g])
+            number = self.communicator.ranks[source]
+            descriptor = on_gpu(array_descriptor("broadcast", cast(Array, g), name, root=number))
+            group, devices, _ = yield from self._agree(descriptor)
+            first = self.communicator.root_in(group, source, descriptor)
+            made = [] if in_place else lane.empty([(g.shape, g.array.dtype)])
+            with lane.enter():
+                flat = g.flat() if in_place else made[0].reshape(-1)
+                if not in_place:
+                    made[0][...] = g.array
+            if flat.size:
+                yield from devices.broadcast(lane, flat.view(np.uint8), first)
+            with lane.enter():
+                if in_place and not g.array.flags.c_contiguous:
+                    g.array[...] = flat.reshape(g.array.shape)
+            self._end(devices, lane, g, flat)
+            return value if in_place else g.give(made[0])
+
+        return self._of_one("broadcast", name, value, body)
+
+    def allgather(self, value: Any, name: str) -> Work[Any]:
+        """Concatenate the arrays of all ranks along the first dimension."""
+
+        def body(g: Adopted, lane: Lane) -> Steps[Any]:
+            shape = g.shape or (1,)
+            descriptor = array_descriptor("allgather", cast(Array, g), name, shape=("any", *shape[1:]), rows=shape[0])
+            _, devices, headers = yield from self._agree(on_gpu(descriptor))
+            rows = [header.rows_and_note(record)[0] for record in headers]
+            (result,) = lane.empty([((sum(rows), *shape[1:]), g.array.dtype)])
+            with lane.enter():
+                send = g.flat().view(np.uint8)
+            if result.size:
+                row_bytes = arrays.size_of(shape[1:]) * g.array.itemsize
+                recv = result.reshape(-1).view(np.uint8)
+                yield from devices.allgather(lane, send, recv, [count * row_bytes for count in rows])
+            self._end(devices, lane, g, result)
+            return g.give(result)
+
+        return self._of_one("allgather", name, value, body)
+
+    def reducescatter(self, value: Any, op: ReduceOp, name: str) -> Work[Any]:
+        """Reduce, and return this rank's rows of the result."""
+
+        def body(g: Adopted, lane: Lane) -> Steps[Any]:
+            descriptor = on_gpu(array_descriptor("reducescatter", cast(Array, g), name, op))
+            if not g.shape:
+                raise InputError("a 0-d array has no first dimension to split; use allreduce")
+            group, devices, _ = yield from self._agree(descriptor)
+            self.communicator.require_all(group, descriptor)
+            rows = arrays.split_sizes(g.shape[0], self.communicator.size)
+            counts = [count * arrays.size_of(g.shape[1:]) for count in rows]
+            (result,) = lane.empty([((rows[self.communicator.rank], *g.shape[1:]), g.array.dtype)])
+            with lane.enter():
+                flat = g.flat()
+            if flat.size:
+                out = result.reshape(-1)
+                yield from devices.reducescatter(lane, flat, out, arrays.name_of(g.dtype), counts, op)
+            self._end(devices, lane, g, result)
+            return g.give(result)
+
+        return self._of_one("reducescatter", name, value, body)
+
+    def alltoall(self, value: Any, splits: Sequence[int] | None, name: str) -> Work[tuple[Any, Array]]:
+        """Send rows to every rank and receive rows from every rank."""
+
+        def body(g: Adopted, lane: Lane) -> Steps[tuple[Any, Array]]:
+            shape = g.shape or (1,)
+            sent = splits_of(shape[0], splits, self.communicator.size)
+            descriptor = on_gpu(array_descriptor("alltoall", cast(Array, g), name, shape=("any", *shape[1:])))
+            group, devices, _ = yield from self._agree(descriptor)
+            self.communicator.require_all(group, descriptor)
+            size, host = self.communicator.size, self.communicator.backend
+            matrix = np.empty((size, size), np.int64)
+            yield from host.allgather(arrays.as_bytes(sent), arrays.as_bytes(matrix), [sent.nbytes] * size)
+            received = matrix[:, self.communicator.rank].copy()
+            (result,) = lane.empty([((int(received.sum()), *shape[1:]), g.array.dtype)])
+            with lane.enter():
+                send = g.flat().view(np.uint8)
+            counts = matrix * (arrays.size_of(shape[1:]) * g.array.itemsize)
+            if counts.any():
+                yield from devices.alltoall(lane, send, result.reshape(-1).view(np.uint8), counts)
+            self._end(devices, lane, g, result)
+            return g.give(result), received
+
+        return self._of_one("alltoall", name, value, body)
+
+    def _of_one(self, kind: str, name: str, value: Any, body: Callable[[Adopted, Lane], Steps[T]]) -> Work[T]:
+        """Start an operation on one array."""
+
+        def steps() -> Steps[T]:
+            given = adopted(value, self.devices.device.index)
+            return body(given, self.devices.device.lane([given.stream]))
+
+        return self._begin(kind, name, steps)

@@ -1,0 +1,262 @@
+"""The allreduce of arrays on GPUs, usually in groups: the gradients of a step. And what all device collectives share.
+
+A group is reduced in buckets: one kernel packs tensors of a dtype one after the other, one unpacks them; both scale and
+cast. A bucket of one array is reduced in place, without packing.
+
+Training reduces the same group at every step. So the header, the buckets and the tables of addresses for the kernels
+are kept, and used again for arrays at the same addresses with the same layout: `CachedGroup`. It holds addresses, no
+arrays; a kernel does not depend on who owns the memory.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+
+from allred import arrays
+from allred.arrays import Array
+from allred.comm.arguments import array_descriptor, group_descriptor
+from allred.comm.backends.device_backend import DeviceBackend
+from allred.comm.device_arguments import adopted, buckets, check_writable, on_gpu, refused
+from allred.comm.group import Group
+from allred.comm.header import OpDescriptor
+from allred.comm.ops import ReduceOp
+from allred.comm.work import Steps, Work
+from allred.compression import Compression, narrows
+from allred.gpu.device import Handle, Lane
+from allred.gpu.halves import HALVES, element
+from allred.gpu.kernels import Table
+from allred.gpu.values import Adopted, layouts
+
+T = TypeVar("T")
+
+BUCKET_BYTES = 2**25  # the fusion buffer on a GPU: large enough for the full speed of NCCL
+_KEPT = 64  # descriptors, and groups
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceBucket:
+    """Tensors of a group that are reduced together.
+
+    positions: their indices in the group; dtype: theirs; moved: the dtype of the buffer. source, target: where they are
+    packed from and unpacked to; None: the bucket has one tensor, which is reduced in place.
+    """
+
+    positions: list[int]
+    dtype: np.dtype[Any]
+    moved: np.dtype[Any]
+    source: Table | None
+    target: Table | None
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedGroup:
+    """A group that was reduced in place before. streams: the current streams of its owners."""
+
+    layouts: list[Any]  # of the arrays; the cache applies only if these are equal
+    descriptor: OpDescriptor
+    streams: list[Handle | None]
+    buckets: list[DeviceBucket]
+
+
+class ReduceRequest(NamedTuple):
+    """The arguments of an allreduce. weight: see `weighted_allreduce_`. one: a single array, not a group of one."""
+
+    op: ReduceOp
+    name: str
+    compression: Compression
+    in_place: bool
+    weight: float | None = None
+    one: bool = False
+
+
+class DeviceReductions:
+    """Allreduces of arrays on GPUs, for a communicator with a device backend."""
+
+    def __init__(self, communicator: Group) -> None:
+        assert communicator.devices is not None
+        self.communicator = communicator
+        self.devices = communicator.devices
+        self._descriptors: dict[Any, tuple[OpDescriptor, list[list[int]]]] = {}
+        self._cache: dict[Any, CachedGroup] = {}  # by the address of the first array
+
+    def weighted_allreduce_(
+        self, group: Sequence[Any], op: ReduceOp, name: str, compression: Compression, weight: float | None
+    ) -> Work[list[Any]]:
+        """grouped_allreduce_ of gradients on GPUs, multiplied by this rank's `weight` before (None: by 1).
+
+        16-bit floats are multiplied and summed in float32 and rounded once. A weight of 0 also turns NaN into 0.
+        """
+        return self._reduction(group, ReduceRequest(op, name, compression, True, weight))
+
+    def _reduction(self, values: Sequence[Any], request: ReduceRequest) -> Work[Any]:
+        kind = "allreduce" if request.one else "grouped_allreduce"
+        return self._begin(kind, request.name, lambda: self._reduction_steps(values, request))
+
+    def _reduction_steps(self, values: Sequence[Any], request: ReduceRequest) -> Steps[Any]:
+        if not (isinstance(request.op, ReduceOp) and isinstance(request.compression, Compression)):
+            group_descriptor([], request.name, request.op, request.compression)  # raises
+        where = layouts(values) if request.in_place and not request.one else None
+        key = (where[0], request._replace(weight=None), request.weight is None) if where else None
+        cached = self._cache.get(key)
+        if cached is None or cached.layouts != where:
+            given = [adopted(value, self.devices.device.index) for value in values]
+            if request.in_place:
+                check_writable(given)
+            descriptor, together = self._describe(given, request)
+            streams = list(dict.fromkeys(one.stream for one in given))
+            if not where or not all(one.array.flags.c_contiguous for one in given):
+                return self._reduce_given(
+                    values, given, self.devices.device.lane(streams), descriptor, together, request
+                )
+            there = [one.array for one in given]
+            chosen = [self._bucket(each, given[each[0]].dtype, there, there, request) for each in together]
+            cached = CachedGroup(where, descriptor, streams, chosen)
+            if len(self._cache) >= _KEPT:
+                self._cache.clear()
+            self._cache[key] = cached
+        flats = [
+            None if one.source else adopted(values[one.positions[0]], self.devices.device.index)
+            for one in cached.buckets
+        ]
+        return self._reduce_cached(list(values), flats, cached, self.devices.device.lane(cached.streams), request)
+
+    def _reduce_cached(
+        self, values: list[Any], flats: list[Adopted | None], cached: CachedGroup, lane: Lane, request: ReduceRequest
+    ) -> Steps[list[Any]]:
+        """Reduce contiguous arrays of a cached group in place.
+
+        flats: for each bucket, the array that is reduced without packing, or None. They are checked before the ranks
+        agree, because the other ranks would not receive an error after that.
+        """
+        group, devices, _ = yield from self._agree(cached.descriptor)
+        for bucket, one in zip(cached.buckets, flats, strict=True):
+            yield from _reduce_bucket(devices, group.size, lane, bucket, one and one.flat(), request)
+        self._end(devices, lane, values, flats)
+        return values
+
+    def _reduce_given(
+        self, values: Sequence[Any], given: list[Adopted], lane: Lane, descriptor: OpDescriptor,
+        together: list[list[int]], request: ReduceRequest,
+    ) -> Steps[Any]:  # fmt: skip
+        """Reduce arrays of any layout, in place or not."""
+        group, devices, _ = yield from self._agree(descriptor)
+        made = [] if request.in_place else lane.empty([(one.shape, one.array.dtype) for one in given])
+        with lane.enter():
+            sources = [one.flat() for one in given] if request.in_place else list(map(_source, given, made))
+        targets = sources if request.in_place else [new.reshape(-1) for new in made]
+        for positions in together:
+            first = positions[0]
+            bucket = self._bucket(positions, given[first].dtype, sources, targets, request)
+            if not bucket.source and not request.in_place:
+                with lane.enter():
+                    targets[first][...] = sources[first]
+            yield from _reduce_bucket(devices, group.size, lane, bucket, targets[first], request)
+        with lane.enter():
+            for one, flat in zip(given, sources, strict=True):
+                if request.in_place and not one.array.flags.c_contiguous:
+                    one.array[...] = flat.reshape(one.array.shape)
+        self._end(devices, lane, given, sources, targets)
+        results = list(values) if request.in_place else [one.give(new) for one, new in zip(given, made, strict=True)]
+        return results[0] if request.one else results
+
+    def _bucket(
+        self, positions: list[int], dtype: np.dtype[Any], sources: list[Any], targets: list[Any], request: ReduceRequest
+    ) -> DeviceBucket:
+        """Make a bucket of tensors of one dtype; several tensors, or those with a weight, are packed."""
+        weighs = request.weight is not None and arrays.is_float(dtype)
+        moved = arrays.accumulator(dtype) if weighs else element(arrays.name_of(dtype))
+        if len(positions) == 1 and not weighs:
+            return DeviceBucket(positions, dtype, moved, None, None)
+        source, target = (
+            self.devices.device.kernels.table([there[i] for i in positions], moved.itemsize)
+            for there in (sources, targets)
+        )
+        return DeviceBucket(positions, dtype, moved, source, target)
+
+    def _describe(self, given: list[Adopted], request: ReduceRequest) -> tuple[OpDescriptor, list[list[int]]]:
+        """Return the descriptor and the buckets, from a cache if the same call was made before."""
+        op, name, compression = request.op, request.name, request.compression
+        key = request.one, name, op, compression, tuple([(one.shape, one.dtype) for one in given])
+        found = self._descriptors.get(key)
+        if found is None:
+            if request.one:
+                descriptor = array_descriptor("allreduce", cast(Array, given[0]), name, op, compression=compression)
+            else:
+                descriptor = group_descriptor(cast(list[Array], given), name, op, compression)
+            found = (
+                on_gpu(descriptor),
+                buckets([one.nbytes for one in given], [one.dtype for one in given], BUCKET_BYTES),
+            )
+            if len(self._descriptors) >= _KEPT:
+                self._descriptors.clear()
+            self._descriptors[key] = found
+        return found
+
+    # The common part of all device collectives.
+
+    def _begin(self, kind: str, name: str, make: Callable[[], Steps[T]]) -> Work[T]:
+        """Start an operation on device arrays, after the work already enqueued on the caller's streams.
+
+        If `make` finds arguments that cannot be used, the header says so to the other ranks.
+        """
+        steps: Steps[T]
+        try:
+            steps = make()
+        except Exception as error:
+            steps = refused(error)
+        return self.communicator.start(kind, name, steps)
+
+    def _agree(self, descriptor: OpDescriptor) -> Steps[tuple[Group, DeviceBackend, list[bytes]]]:
+        """Exchange headers. Return the group that runs the operation, its device backend, and its headers."""
+        group, headers = yield from self.communicator.agree(descriptor)
+        assert group.devices is not None
+        yield from group.devices.ready()
+        return group, group.devices, headers
+
+    def _end(self, devices: DeviceBackend, lane: Lane, *kept: Any) -> None:
+        """The current operation is enqueued: `wait` orders the caller's streams after it. kept: memory that it uses."""
+        work = self.communicator.queue.advancing
+        assert work is not None
+        work.end = devices.guard.watch(lane.end(kept), work.title)
+
+
+def _reduce_bucket(
+    devices: DeviceBackend, size: int, lane: Lane, bucket: DeviceBucket, flat: Any, request: ReduceRequest
+) -> Steps[None]:
+    """Reduce a bucket between `size` ranks. flat: the array of a bucket without packing."""
+    dtype, moved, op, weight = bucket.dtype, bucket.moved, request.op, request.weight
+    name, kernels = arrays.name_of(dtype), devices.device.kernels
+    wire = arrays.DTYPES[request.compression.value] if narrows(dtype, request.compression.value) else ""
+    weighs = weight is not None and arrays.is_float(dtype)
+    nothing = weight == 0 and not weighs  # an integer has weight 1 or 0
+    if not bucket.source or not bucket.target:
+        if nothing:
+            with lane.enter():
+                flat.fill(0)
+        devices.sent_bytes += flat.nbytes // (dtype.itemsize // 2 if wire else 1)
+        yield from devices.allreduce(lane, flat, name, op, wire)
+        return
+    carried = moved.name if weighs else name
+    divides = op is ReduceOp.AVERAGE and not wire and carried not in HALVES  # the kernel that unpacks divides
+    with lane.enter():
+        buffer = devices.buffer(bucket.source.room, moved)
+        if nothing:
+            buffer.fill(0)
+        else:
+            kernels.pack(bucket.source, name, buffer, weight if weighs else None)
+    inner = ReduceOp.SUM if divides else op
+    devices.sent_bytes += buffer.nbytes // (dtype.itemsize // 2 if wire else 1)
+    yield from devices.allreduce(lane, buffer, carried, inner, wire)
+    with lane.enter():
+        divisor = float(size) if divides else 1.0 if weighs else None
+        kernels.unpack(buffer, bucket.target, name, divisor)
+
+
+def _source(given: Adopted, made: Any) -> Any:
+    """Return the elements as a flat array: a view if `given` is contiguous, else a copy in `made`."""
+    if given.array.flags.c_contiguous:
+        return given.flat()
+    made[...] = given.array
+    return made.reshape(-1)

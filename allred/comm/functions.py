@@ -1,0 +1,338 @@
+"""The collectives as functions over the ranks that allred.init() joined. Every rank calls them in the same order.
+
+Arrays may have any layout and any dtype in arrays.DTYPES; numbers and lists count as arrays except in place. Results
+are the same on every rank, bit for bit. `name` is shown in messages. `process_set`: the ranks that take part (default:
+all); a root is one of them, by its number allred.rank().
+
+All functions raise InputError if the arguments of a rank cannot be used, and MismatchError if the calls of the ranks
+differ, on every rank and with the same text; and CollectiveTimeout on a rank that waits longer than ALLRED_TIMEOUT_S.
+
+The functions named ..._async start an operation and return a Work:
+
+    work = allred.allreduce_async_(gradient)
+    ...                                         # compute something else
+    work.wait()                                 # or allred.synchronize(work)
+
+Until it is complete, the arguments belong to the operation: do not write to them, and do not read what is reduced in
+place. Any number may be under way. They complete in the order in which they were started, together with the blocking
+functions; this order must be the same on all ranks. Errors are raised by `wait`.
+
+Who makes progress: on one node (backend shm) a C thread, if ALLRED_PROGRESS is thread. It needs no GIL, starts with the
+first ..._async call, and sleeps while there is nothing to do. It cannot run the Python parts: between the two phases of
+allgather and alltoall (sizes first), and when ranks disagree. Otherwise, and always between nodes and on backend mpi,
+operations make progress when the program waits for one, calls `done`, or starts another.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+from allred.arrays import Array
+from allred.cluster import topology
+from allred.comm import header
+from allred.comm.communicator import Communicator
+from allred.comm.ops import ReduceOp
+from allred.comm.process_set import ProcessSet, communicators
+from allred.comm.work import Work
+from allred.compression import Compression
+from allred.config import Config
+from allred.errors import InputError
+
+T = TypeVar("T")
+
+_communicator: Communicator | None = None
+_config = Config()
+_reason = ""
+
+
+def install(communicator: Communicator | None, config: Config | None = None, reason: str = "") -> None:
+    """Set the communicator that init() made; None removes it."""
+    global _communicator, _config, _reason
+    _communicator, _config, _reason = communicator, config or Config(), reason
+
+
+def installed() -> bool:
+    """Return whether allred.init() has set a communicator."""
+    return _communicator is not None
+
+
+def current(process_set: ProcessSet | None = None) -> Communicator:
+    """Return the communicator of all ranks, or of a process set. Raises NotInitializedError before allred.init()."""
+    if process_set is not None:
+        if not isinstance(process_set, ProcessSet):
+            raise InputError(f"process_set={process_set!r} must be an allred.ProcessSet, or None for all ranks")
+        return process_set.communicator()
+    if _communicator is None:
+        topology.current()  # raises
+    assert _communicator is not None
+    return _communicator
+
+
+def config() -> Config:
+    """Return the settings; the defaults before allred.init()."""
+    return _config
+
+
+def reason() -> str:
+    """Return the reason why this backend was selected."""
+    return _reason
+
+
+class within:  # noqa: N801  (a cheap context manager, used in every step)
+    """Inside this block `current` returns the communicator of the set. Raises InputError if this rank is not in it."""
+
+    def __init__(self, process_set: ProcessSet | None) -> None:
+        self._set = process_set
+
+    def __enter__(self) -> None:
+        global _communicator
+        if self._set is not None:
+            self._before, _communicator = _communicator, current(self._set)
+
+    def __exit__(self, *_: object) -> None:
+        global _communicator
+        if self._set is not None:
+            _communicator = self._before
+
+
+@contextlib.contextmanager
+def patience(timeout_s: float) -> Iterator[None]:
+    """Set the time limit of operations inside this block on this rank, in seconds, and show no warnings about waits.
+
+        with allred.patience(3600):
+            allred.barrier()            # the chief is writing a large file
+
+    Raises InputError if it is not a positive number.
+    """
+    if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
+        raise InputError(f"patience({timeout_s!r}) must be a positive number of seconds")
+    queues = [communicator.queue for communicator in (current(), *communicators())]
+    before = {queue: (queue.timeout_s, queue.quiet) for queue in queues}
+    for queue in queues:
+        queue.timeout_s, queue.quiet = float(timeout_s), True
+    try:
+        yield
+    finally:
+        for queue in (*queues, *(communicator.queue for communicator in communicators())):  # some are new
+            queue.timeout_s, queue.quiet = before.get(queue, before[queues[0]])
+
+
+def allreduce(
+    value: Any,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    name: str = "",
+    compression: Compression = Compression.none,
+    process_set: ProcessSet | None = None,
+) -> Array:
+    """Reduce `value` over all ranks with `op`. Returns a new array of the same shape and dtype.
+
+    compression: the dtype in which float32 and float64 are sent, an `allred.Compression`; docs/modes.md has the cost.
+
+    Example: on 2 ranks, `allred.allreduce(np.full(3, float(allred.rank())))` returns `[0.5, 0.5, 0.5]`.
+    """
+    return current(process_set).allreduce_blocking(value, False, op, name, compression)
+
+
+def allreduce_(
+    array: Array,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    name: str = "",
+    compression: Compression = Compression.none,
+    process_set: ProcessSet | None = None,
+) -> Array:
+    """As `allreduce`, in place: overwrite the writable array `array` and return it."""
+    return current(process_set).allreduce_blocking(array, True, op, name, compression)
+
+
+def grouped_allreduce(
+    group: Sequence[Any],
+    op: ReduceOp = ReduceOp.AVERAGE,
+    name: str = "",
+    compression: Compression = Compression.none,
+    process_set: ProcessSet | None = None,
+) -> list[Array]:
+    """Reduce a list of arrays of any shapes and dtypes as one operation. Returns a list of new arrays.
+
+    Example: on 2 ranks, `allred.grouped_allreduce([1.0, np.ones(2)], allred.Sum)` returns `[2.0, [2.0, 2.0]]`.
+    """
+    return current(process_set).grouped_allreduce_blocking(group, False, op, name, compression)
+
+
+def grouped_allreduce_(
+    group: Sequence[Array],
+    op: ReduceOp = ReduceOp.AVERAGE,
+    name: str = "",
+    compression: Compression = Compression.none,
+    process_set: ProcessSet | None = None,
+) -> list[Array]:
+    """As `grouped_allreduce`, in place: overwrite the arrays and return them."""
+    return current(process_set).grouped_allreduce_blocking(group, True, op, name, compression)
+
+
+def broadcast(value: Any, root: int = 0, name: str = "", process_set: ProcessSet | None = None) -> Array:
+    """Copy the root's `value` to every rank. Returns a new array; all ranks pass the same shape and dtype.
+
+    Example: on 2 ranks, `allred.broadcast(np.array([allred.rank()]), root=1)` returns `[1]`.
+    """
+    return current(process_set).broadcast(value, root, name).wait()
+
+
+def broadcast_(array: Array, root: int = 0, name: str = "", process_set: ProcessSet | None = None) -> Array:
+    """As `broadcast`, in place: overwrite the writable array `array` and return it."""
+    return current(process_set).broadcast_(array, root, name).wait()
+
+
+def allgather(value: Any, name: str = "", process_set: ProcessSet | None = None) -> Array:
+    """Concatenate the arrays of all ranks along the first dimension, in rank order. Returns a new array.
+
+    Ranks may differ in the first dimension only. A 0-d array counts as one of shape (1,).
+
+    Example: on 2 ranks, `allred.allgather([allred.rank(), 5])` returns `[0, 5, 1, 5]`.
+    """
+    return current(process_set).allgather(value, name).wait()
+
+
+def reducescatter(
+    value: Any, op: ReduceOp = ReduceOp.AVERAGE, name: str = "", process_set: ProcessSet | None = None
+) -> Array:
+    """Reduce `value` over all ranks and return this rank's rows of the result, a new array.
+
+    If the number of rows is not a multiple of the number of ranks, the first ranks get one more.
+
+    Example: on 2 ranks, `allred.reducescatter([1, 2, 3], allred.Sum)` returns `[2, 4]` on rank 0 and `[6]` on rank 1.
+    """
+    return current(process_set).reducescatter(value, op, name).wait()
+
+
+def alltoall(
+    value: Any, splits: Sequence[int] | None = None, name: str = "", process_set: ProcessSet | None = None
+) -> tuple[Array, Array]:
+    """Send splits[r] rows to each rank r. Returns (new array of the rows received in rank order, int64 array of their
+    numbers by rank). Without `splits` the number of rows must be a multiple of the number of ranks.
+
+    Example: on 2 ranks, `allred.alltoall([allred.rank(), 5])` returns `([0, 1], [1, 1])` on rank 0.
+    """
+    return current(process_set).alltoall(value, splits, name).wait()
+
+
+def barrier(process_set: ProcessSet | None = None) -> None:
+    """Wait until every rank has called this function."""
+    current(process_set).barrier().wait()
+
+
+def broadcast_object(value: Any, root: int = 0, name: str = "", process_set: ProcessSet | None = None) -> Any:
+    """Return the root's picklable object; the `value` of other ranks is ignored."""
+    return current(process_set).broadcast_object(value, root, name).wait()
+
+
+def allgather_object(value: Any, name: str = "", process_set: ProcessSet | None = None) -> list[Any]:
+    """Return the picklable objects of all ranks, in rank order."""
+    return current(process_set).allgather_object(value, name).wait()
+
+
+def allreduce_async(
+    value: Any,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    name: str = "",
+    compression: Compression = Compression.none,
+    process_set: ProcessSet | None = None,
+) -> Work[Array]:
+    """Start `allreduce`. Returns a Work; its result is a new array."""
+    return _started(_current(process_set).allreduce(value, op, name, compression))
+
+
+def allreduce_async_(
+    array: Array,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    name: str = "",
+    compression: Compression = Compression.none,
+    process_set: ProcessSet | None = None,
+) -> Work[Array]:
+    """Start `allreduce_`. Returns a Work; its result is `array`."""
+    return _started(_current(process_set).allreduce_(array, op, name, compression))
+
+
+def grouped_allreduce_async(
+    group: Sequence[Any],
+    op: ReduceOp = ReduceOp.AVERAGE,
+    name: str = "",
+    compression: Compression = Compression.none,
+    process_set: ProcessSet | None = None,
+) -> Work[list[Array]]:
+    """Start `grouped_allreduce`. Returns a Work; its result is a list of new arrays."""
+    return _started(_current(process_set).grouped_allreduce(group, op, name, compression))
+
+
+def grouped_allreduce_async_(
+    group: Sequence[Array],
+    op: ReduceOp = ReduceOp.AVERAGE,
+    name: str = "",
+    compression: Compression = Compression.none,
+    process_set: ProcessSet | None = None,
+) -> Work[list[Array]]:
+    """Start `grouped_allreduce_`. Returns a Work; its result is the list of arrays."""
+    return _started(_current(process_set).grouped_allreduce_(group, op, name, compression))
+
+
+def broadcast_async(value: Any, root: int = 0, name: str = "", process_set: ProcessSet | None = None) -> Work[Array]:
+    """Start `broadcast`. Returns a Work; its result is a new array."""
+    return _started(_current(process_set).broadcast(value, root, name))
+
+
+def broadcast_async_(array: Array, root: int = 0, name: str = "", process_set: ProcessSet | None = None) -> Work[Array]:
+    """Start `broadcast_`. Returns a Work; its result is `array`."""
+    return _started(_current(process_set).broadcast_(array, root, name))
+
+
+def allgather_async(value: Any, name: str = "", process_set: ProcessSet | None = None) -> Work[Array]:
+    """Start `allgather`. Returns a Work; its result is a new array."""
+    return _started(_current(process_set).allgather(value, name))
+
+
+def reducescatter_async(
+    value: Any, op: ReduceOp = ReduceOp.AVERAGE, name: str = "", process_set: ProcessSet | None = None
+) -> Work[Array]:
+    """Start `reducescatter`. Returns a Work; its result is a new array, this rank's rows."""
+    return _started(_current(process_set).reducescatter(value, op, name))
+
+
+def alltoall_async(
+    value: Any, splits: Sequence[int] | None = None, name: str = "", process_set: ProcessSet | None = None
+) -> Work[tuple[Array, Array]]:
+    """Start `alltoall`. Returns a Work; its result is (new array, int64 array of the rows that each rank sent)."""
+    return _started(_current(process_set).alltoall(value, splits, name))
+
+
+def barrier_async(process_set: ProcessSet | None = None) -> Work[None]:
+    """Start `barrier`. Returns a Work, which is complete once every rank has started the barrier."""
+    return _started(_current(process_set).barrier())
+
+
+def poll(work: Work[Any]) -> bool:
+    """Return whether an operation is complete, successfully or not; does not wait."""
+    return _checked(work, "poll").done()
+
+
+def synchronize(work: Work[T]) -> T:
+    """Wait for an operation and return its result, or raise the error that all ranks raise: `work.wait()`."""
+    return _checked(work, "synchronize").wait()
+
+
+def _current(process_set: ProcessSet | None) -> Communicator:
+    """As `current`, with a progress thread if the settings ask for it."""
+    communicator = current(process_set)
+    if config().progress == "thread":
+        communicator.start_progress_thread()
+    return communicator
+
+
+def _started(work: Work[T]) -> Work[T]:
+    """Keep the line of the program that started the operation, for messages."""
+    work.place = header.call_site()
+    return work
+
+
+def _checked(work: Work[T], function: str) -> Work[T]:
+    if not isinstance(work, Work):
+        raise InputError(f"{function}({type(work).__name__}): expected what a function named ..._async has returned")
+    return work

@@ -1,0 +1,226 @@
+"""A group of ranks: its queue of operations, and the header exchange that every operation starts with.
+
+At the start of an operation each rank sends every other a header (header.py). If the headers disagree, or the arguments
+of one rank cannot be used, all ranks raise the same error and no bytes have moved. So a check that fails on one rank
+never leaves the others waiting.
+
+Ranks may have joined (join.py): their header of every operation is `join`. Then headers differ, no bytes have moved,
+and the other ranks run the operation on a subgroup of their own.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from allred.arrays import Array
+from allred.comm import header, objects, work
+from allred.comm.arguments import check_name
+from allred.comm.backends.backend import Backend, CheckedOperation, WithHeader
+from allred.comm.backends.device_backend import DeviceBackend
+from allred.comm.header import OpDescriptor, quoted
+from allred.comm.work import Steps, Work, WorkQueue
+from allred.errors import InputError
+from allred.timeline.track import Operation, Track
+
+T = TypeVar("T")
+
+_BEHIND = 16  # later operations sent along with a mismatch, because they may explain it
+
+
+class Group:
+    """The ranks of `backend`, which the group owns. timeout_s: how long an operation may wait, in seconds.
+
+    ranks: the numbers of the members as callers know them, for roots and messages. devices: moves arrays on GPUs.
+    """
+
+    def __init__(self, backend: Backend, timeout_s: float) -> None:
+        self.backend = backend
+        self.name = backend.name
+        self.rank, self.size = backend.rank, backend.size
+        self.ranks: Sequence[int] = range(backend.size)
+        self.queue = WorkQueue(timeout_s, backend.engine)
+        work.communicators.add(self.queue)
+        self.devices: DeviceBackend | None = None
+        self.checks_places = False  # whether all ranks must call an operation at the same line of the program
+        self.make_subgroup: Callable[[Sequence[int]], Steps[Group]] | None = None  # of some ranks, by their numbers
+        self.unfinished: WeakKeyDictionary[object, str] = WeakKeyDictionary()  # what must end before this rank joins
+        self._active: Group | None = None
+        self._sequence = 0
+
+    @property
+    def number(self) -> int:
+        """This rank's number in `ranks`."""
+        return self.ranks[self.rank]
+
+    @property
+    def active(self) -> "Group":
+        """The group that ran the last operation: this one, or the subgroup of the ranks that have not joined."""
+        return self._active or self
+
+    @property
+    def takes_device_arrays(self) -> bool:
+        """Whether the collectives accept arrays on this rank's GPU."""
+        return self.devices is not None
+
+    @property
+    def fuses(self) -> bool:
+        """Whether a grouped allreduce of host arrays needs no fusion buffer."""
+        return self.backend.fuses
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank has contributed to allreduces so far; see Backend.sent_bytes."""
+        return self.backend.sent_bytes + (0 if self.devices is None else self.devices.sent_bytes)
+
+    def allocate(self, count: int, dtype: np.dtype[Any]) -> Array:
+        """Zeros that live as long as the communicator; it may reduce them without a copy."""
+        return self.backend.allocate(count, dtype)
+
+    def start_progress_thread(self) -> None:
+        """Start a thread that runs operations while the program computes, if the backend has one.
+
+        Without it, operations make progress when the program waits for one, tests one, or starts another.
+        """
+        self.backend.start_progress_thread()
+
+    def close(self) -> None:
+        """Release all resources; collective. The communicator cannot be used afterwards."""
+        poisoned = bool(self.queue.poisoned)
+        if self.devices is not None:
+            self.devices.close(poisoned)
+        self.queue.poison("it was shut down")
+        self.backend.close(sound=not poisoned)
+
+    def record(self, track: Track) -> None:
+        """Record operations for the timeline."""
+        self.queue.track = track
+        self.backend.record(track)
+
+    def start(self, kind: str, name: str, body: Steps[T]) -> Work[T]:
+        """Start an operation. If its arguments cannot be used on this rank, its header says so to the other ranks."""
+
+        title = f"{kind}{quoted(name)}".encode(errors="backslashreplace").decode()
+
+        def steps() -> "Steps[T]":  # quoted: evaluating the annotation takes a microsecond for every operation
+            before = self._sequence
+            try:
+                check_name(name)
+                return (yield from body)
+            except Exception as error:
+                if self._sequence != before:  # after the header exchange: the other ranks know
+                    raise
+                problem = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+            yield from self.agree(OpDescriptor(kind, title=title, problem=problem))
+            raise AssertionError("a header with a problem never agrees")
+
+        return self.queue.start(title, steps())
+
+    def agree(self, descriptor: OpDescriptor) -> "Steps[tuple[Group, list[bytes]]]":
+        """Exchange headers. Return the group that runs the operation, and the headers of its ranks.
+
+        Raises the same error on every rank if the headers disagree.
+        """
+        headers = yield from self.backend.exchange(self._announce(descriptor))
+        if (noted := self._noted) is not None:
+            noted.agree()
+        if header.agree(headers):
+            self._active = None
+            return self, headers
+        return (yield from self._resolve(descriptor))
+
+    def agree_and_move(
+        self,
+        descriptor: OpDescriptor,
+        begin: Callable[[WithHeader, bytes], CheckedOperation],
+        move: "Callable[[Group], Steps[None]]",
+    ) -> Steps[None]:
+        """Exchange headers, then move the bytes of the operation.
+
+        begin: starts both as one operation, for a backend that can; move: moves the bytes on a group that has agreed.
+        """
+        if (backend := self.backend.with_header) is None:
+            group, _ = yield from self.agree(descriptor)
+        else:
+            operation = begin(backend, self._announce(descriptor))
+            group = yield from self.finish(operation, lambda: descriptor)
+            if group is self:
+                return
+        yield from move(group)
+
+    def exchange(self, descriptor: OpDescriptor) -> Steps[list[bytes]]:
+        """Return the headers of all ranks, whether they agree or not."""
+        return (yield from self.backend.exchange(self._announce(descriptor)))
+
+    def finish(self, operation: CheckedOperation, describe: Callable[[], OpDescriptor]) -> "Steps[Group]":
+        """Wait for an operation that includes the header exchange.
+
+        Returns this group; or the subgroup on which the bytes have still to be moved, if some ranks have joined. Raises
+        the same error on every rank if the headers disagree.
+        """
+        assert self.backend.with_header is not None
+        backend = self.backend.with_header
+        self._describe(describe, lambda: backend.number)
+        yield operation
+        if operation.headers_agree:
+            self._active = None
+            return self
+        group, _ = yield from self._resolve(describe())
+        return group
+
+    @property
+    def _noted(self) -> Operation | None:
+        """The record of the current operation in the timeline."""
+        return None if self.queue.advancing is None else self.queue.advancing.noted
+
+    def _announce(self, descriptor: OpDescriptor) -> bytes:
+        """Return the header of the operation. From here on the other ranks know of it."""
+        if self.checks_places and descriptor.kind != "join":  # ranks may join at any line
+            descriptor = dataclasses.replace(descriptor, place=self._place())
+        number = self._sequence
+        if (noted := self._noted) is not None:
+            noted.nbytes = descriptor.nbytes
+        self._describe(lambda: descriptor, lambda: number)
+        self._sequence += 1
+        return descriptor.pack(number)
+
+    def _describe(self, describe: Callable[[], OpDescriptor], number: Callable[[], int]) -> None:
+        """Keep what a message needs to describe the current operation. The text is made only if it is shown."""
+        assert self.queue.advancing is not None
+        self.queue.advancing.described = describe, number
+
+    def _place(self) -> str:
+        """Return the line of the program that started the current operation."""
+        return self.queue.advancing.place if self.queue.advancing and self.queue.advancing.place else header.call_site()
+
+    def _resolve(self, descriptor: OpDescriptor) -> "Steps[tuple[Group, list[bytes]]]":
+        """As `agree`, after headers differ: exchange descriptors, and find the ranks that have not joined."""
+        assert self.queue.advancing is not None
+        behind, place = tuple(self.queue.behind(self.queue.advancing, _BEHIND)), self._place()
+        mine = dataclasses.replace(descriptor, found_at=place, place=place if self.checks_places else "", behind=behind)
+        descriptors = yield from objects.gather(self.backend, objects.dumps(mine))
+        if self.make_subgroup is None or any(each.kind == "shutdown" for each in descriptors):
+            raise header.verdict(descriptors, self.ranks)
+        here = [index for index, each in enumerate(descriptors) if each.kind != "join" or each.problem]
+        ranks = [self.ranks[index] for index in here]
+        headers = [descriptors[index].pack(0) for index in here]
+        if not header.agree(headers):
+            raise header.verdict([descriptors[index] for index in here], ranks)
+        self._active = yield from self.make_subgroup(ranks)
+        return self._active, headers
+
+    def root_in(self, group: "Group", root: int, descriptor: OpDescriptor) -> int:
+        """Return the index in `group` of a root given by its index in this group. Raises InputError if it joined."""
+        number = self.ranks[root]
+        if number not in group.ranks:
+            raise InputError(
+                f"{descriptor.title}: rank {number} has joined; the root must be one of {list(group.ranks)}"
+            )
+        return group.ranks.index(number)
+
+    def require_all(self, group: "Group", descriptor: OpDescriptor) -> None:
+        """Raise InputError if a rank has joined, for an operation that sends rows to every rank."""
+        if gone := [rank for rank in self.ranks if rank not in group.ranks]:
+            raise InputError(f"{descriptor.title}: some rows are for {header.rank_list(gone)}, which joined before")
