@@ -364,7 +364,7 @@ def test_a_stall_that_passes_is_told_too():
     code = program("time.sleep(2)", after="sys.exit(0)")
     result = mpirun(3, "-c", code, timeout_s=40, env={"ALLRED_STALL_WARNING_S": "1"})
     assert result.code != 0 or "never" not in result.out, result.text
-    assert len(re.findall(r"allred: rank 0 has waited for \d+ s in allreduce", result.err)) == 1, result.text
+    assert re.search(r"allred: rank 0 has waited for \d+ s in allreduce", result.err), result.text
 
 
 def test_patience():
