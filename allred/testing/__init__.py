@@ -1,4 +1,4 @@
-"""For tests of training programs: an mpirun that ends for certain, and faults at a chosen rank and step.
+"""For tests of training programs: an mpirun that ends for certain, faults at a rank and step, ranks as threads.
 
     # train.py
     import numpy as np
@@ -21,10 +21,12 @@
         assert "OSError: disk full" in result.err, result.text
         assert result.left == [], result.text
 
-Both run under any test runner; pytest is not needed. Importing this starts no MPI.
+Both run under any test runner; pytest is not needed. `threads(2, function)` runs a function as 2 ranks of this process,
+without mpirun. Importing this starts no MPI.
 """
 
 from allred.testing.faults import Fault, exit_at, fail_at, kill_at, slow, stop_at
 from allred.testing.launch import Result, mpirun, run
+from allred.testing.thread_ranks import threads
 
-__all__ = ["Fault", "Result", "exit_at", "fail_at", "kill_at", "mpirun", "run", "slow", "stop_at"]
+__all__ = ["Fault", "Result", "exit_at", "fail_at", "kill_at", "mpirun", "run", "slow", "stop_at", "threads"]
