@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 from allred import native, world
-from allred.watch import uncaught
+from allred.watch import excepthook
 
 GRACE_S = 3.0  # from failing to leaving
 FOLLOWER_S = 10.0  # the same where another rank has failed before; as in csrc/exit.c
@@ -52,7 +52,7 @@ def before_init() -> None:
     if stat.S_ISSOCK(status.st_mode) and os.environ.get("PMI_SIZE", "1") != "1" and "mpi4py.MPI" not in sys.modules:
         os.set_inheritable(descriptor, False)  # a program that this one starts is no rank
         _pid, _pmi = os.getpid(), (descriptor, status.st_ino)
-        uncaught.watch(_end_soon)
+        excepthook.watch(_end_soon)
         atexit.register(_leave, False)
 
 
@@ -65,7 +65,7 @@ def own(MPI: Any, finalizes: bool, life: int = -1) -> None:  # noqa: N803  (mpi4
     _pid, _mpi, _pmi, _life = os.getpid(), MPI, None, life
     atexit.unregister(_leave)
     if MPI.COMM_WORLD.Get_size() > 1:
-        uncaught.watch(_end_soon)
+        excepthook.watch(_end_soon)
         if finalizes and native.arm_exit is not None:
             functions, arm, who = _functions(MPI), native.arm_exit, _who()
             _arm = lambda words, code, fd, owed: arm(functions, who, words, code, _stuck, fd, owed, life)  # noqa: E731
@@ -121,7 +121,7 @@ def _leave(finalizes: bool) -> None:
     """At the end of Python. The C extension, where it decides, is told what is left to do."""
     if os.getpid() != _pid:
         return
-    status, watcher = uncaught.status_at_exit(), world.watcher()
+    status, watcher = excepthook.status_at_exit(), world.watcher()
     owed, code, words = _TELL, 0, ""
     if watcher is not None:
         watcher.ending()
@@ -135,7 +135,7 @@ def _leave(finalizes: bool) -> None:
         elif watcher.gone:
             rank, how = next(iter(watcher.gone.items()))
             owed, code, words = _STAY, watcher.gone_code, _printable(f"rank {rank} {how}")
-    if _arm is not None and not uncaught.interrupted():  # after Ctrl-C Python ends by a signal, not by exit()
+    if _arm is not None and not excepthook.interrupted():  # after Ctrl-C Python ends by a signal, not by exit()
         _arm(words, code, -1 if watcher is None else watcher.duplicate(), owed)
     else:
         _leave_without_c(finalizes, status, owed, code, words)

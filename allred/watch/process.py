@@ -14,16 +14,16 @@ import os
 import selectors
 import signal
 import socket
+import stat
 import time
 from collections.abc import Callable
 
 from allred.channel import Channel, HandshakeError, Listener, connect, dispatch
 from allred.detached import serve
-from allred.watch import shm_files, state
-from allred.watch.job import Job
-from allred.watch.rank import HELLO_S, Rank, owner
+from allred.watch import process_state, shm_files
+from allred.watch.job_state import JobState
+from allred.watch.rank import HELLO_S, WatchedRank, owner
 from allred.watch.records import LARGEST, Event
-from allred.watch.speak import outlet, speak
 
 PURPOSE = "watcher"  # of the channels between watchers
 TICK_S = 0.05
@@ -39,14 +39,14 @@ class Watcher:
     def __init__(self, settings: Event) -> None:
         self._settings = settings
         self._selector = selectors.DefaultSelector()
-        self._ranks: dict[int, Rank] = {}
+        self._ranks: dict[int, WatchedRank] = {}
         self._links: list[Channel] = []
         self._places: dict[int, Channel] = {}  # of ranks of other nodes
         self._up: Channel | None = None
-        self._job: Job | None = None
+        self._job: JobState | None = None
         if settings["chief"]:
             how = settings["spares"], settings["launcher"]
-            self._job = Job(settings["size"], settings["nodes"], settings["warn_s"], *how)
+            self._job = JobState(settings["size"], settings["nodes"], settings["warn_s"], *how)
         self._gone: dict[int, Event] = {}  # spare ranks, with the message that says so
         self._ends = False  # the job, with a verdict
         self._give_up_at = time.monotonic() + LONELY_S
@@ -111,7 +111,7 @@ class Watcher:
             hello = json.loads(data)
             if not hmac.compare_digest(hello["token"], self._settings["token"]):
                 raise ValueError
-            rank = Rank(connection, hello, *files)
+            rank = WatchedRank(connection, hello, *files)
         except (OSError, ValueError, KeyError, TypeError):
             connection.close()
             return
@@ -124,7 +124,7 @@ class Watcher:
             self._join(hello["chief"])
         self._tell({"event": "joined", "rank": rank.number, "host": rank.host})
 
-    def _hear(self, rank: Rank) -> bool:
+    def _hear(self, rank: WatchedRank) -> bool:
         """Take one message of a rank, if there is one."""
         event = rank.receive()
         if event is None:
@@ -136,11 +136,11 @@ class Watcher:
         self._tell(event | {"rank": rank.number})
         return True
 
-    def _bury(self, rank: Rank) -> None:
+    def _bury(self, rank: WatchedRank) -> None:
         while self._hear(rank):  # its last words
             pass
         self._selector.unregister(rank.pidfd)
-        rank.dead, code = state.how_it_ended(rank.pidfd, rank.pid)
+        rank.dead, code = process_state.how_it_ended(rank.pidfd, rank.pid)
         self._open_outlet()  # which takes a while, so not between the time and what is told with it
         ago_s = time.monotonic() - (rank.hung_up_at or time.monotonic())
         self._tell({"event": "died", "rank": rank.number, "how": rank.dead, "code": code, "ago_s": ago_s})
@@ -169,7 +169,7 @@ class Watcher:
 
     def _go_on_alone(self, why: str) -> None:
         launcher = self._settings["launcher"]
-        self._up, self._job = None, Job(self._settings["size"], 1, self._settings["warn_s"], launcher=launcher)
+        self._up, self._job = None, JobState(self._settings["size"], 1, self._settings["warn_s"], launcher=launcher)
         here = [rank for rank in self._ranks.values() if not rank.dead]
         for rank in here:
             self._tell({"event": "joined", "rank": rank.number, "host": rank.host})
@@ -264,18 +264,18 @@ class Watcher:
         if self._outlet < 0:
             living = [rank.pid for rank in self._ranks.values() if not rank.dead]
             launchers = [pid for rank in self._ranks.values() for pid in rank.launcher if self._settings["launcher"]]
-            self._outlet = outlet(launchers, living)
+            self._outlet = open_stderr(launchers, living)
             self._last_death = time.monotonic()
 
     def _speak(self, line: str) -> None:
         descriptor, self._outlet = self._outlet, -1
-        speak(descriptor, line)
+        write_and_close(descriptor, line)
 
     def _look(self) -> dict[int, str]:
         """What each rank of this node is doing."""
         states = {rank.number: rank.doing() for rank in self._ranks.values()}
         silent = [rank for rank in self._ranks.values() if not states[rank.number]]
-        return states | state.stacks({r.number: (r.pidfd, r.stack_signal, r.pipe) for r in silent})
+        return states | process_state.stacks({r.number: (r.pidfd, r.stack_signal, r.pipe) for r in silent})
 
 
 def _family(address: str) -> int:
@@ -290,3 +290,43 @@ def _prepare(settings: Event) -> tuple[Event, Callable[[], None]]:
 def main() -> None:
     """See detached.py."""
     serve(_prepare)
+
+
+_NULL = os.makedev(1, 3)
+
+
+def open_stderr(launcher: list[int], ranks: list[int]) -> int:
+    """A descriptor of the job's stderr, -1 if there is none: that of a process of the launcher, outermost last in the
+    list and taken first, where it leads on (a pipe, a terminal); else that of a rank.
+
+    The launcher lives longer than the ranks; but where its stderr is a plain file, it may write over what we add.
+    """
+    kinds = {pid: _kind(pid) for pid in (*reversed(launcher), *ranks)}
+    streams = [pid for pid, kind in kinds.items() if kind == "stream"]
+    files = [pid for pid, kind in kinds.items() if kind == "file"]
+    return next((opened for pid in (*streams, *files) if (opened := _open(pid)) >= 0), -1)
+
+
+def write_and_close(descriptor: int, line: str) -> None:
+    """Write a line, and close the outlet."""
+    if descriptor >= 0:
+        with contextlib.suppress(OSError):
+            os.write(descriptor, line.encode())
+        os.close(descriptor)
+
+
+def _kind(pid: int) -> str:
+    try:
+        status = os.stat(f"/proc/{pid}/fd/2")
+    except OSError:
+        return ""
+    if stat.S_ISCHR(status.st_mode) and status.st_rdev == _NULL:
+        return ""
+    return "file" if stat.S_ISREG(status.st_mode) else "stream"
+
+
+def _open(pid: int) -> int:
+    try:
+        return os.open(f"/proc/{pid}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        return -1

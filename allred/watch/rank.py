@@ -7,7 +7,7 @@ import socket
 import struct
 import time
 
-from allred.watch import state
+from allred.watch import process_state
 from allred.watch.records import LARGEST, Event
 
 HELLO_S = 3.0
@@ -22,7 +22,7 @@ def owner(connection: socket.socket) -> tuple[int, int]:
     return pid, user
 
 
-class Rank:
+class WatchedRank:
     """`hello`: rank, host, stack_signal. The files are a descriptor of its process, and a pipe for its stack."""
 
     def __init__(self, connection: socket.socket, hello: Event, pidfd: int, pipe: int) -> None:
@@ -32,7 +32,7 @@ class Rank:
         self.known_as = ""
         self.pid, _ = owner(connection)
         self.hung_up_at = 0.0  # which may be long before its process is dead to the last thread
-        self.launcher = state.launcher(self.pid)
+        self.launcher = process_state.launcher(self.pid)
         os.set_blocking(pipe, False)
 
     def send(self, message: Event) -> None:
@@ -85,4 +85,4 @@ class Rank:
         if self.dead:
             return self.dead
         waits = f"in {self.waits_in} since {time.monotonic() - self.since:.0f} s" if self.waits_in else self.ending
-        return ", ".join(text for text in (state.halted(self.pid), waits) if text)
+        return ", ".join(text for text in (process_state.halted(self.pid), waits) if text)

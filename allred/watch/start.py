@@ -2,15 +2,16 @@
 
 import contextlib
 import ipaddress
+import os
 import secrets
 import socket
+from collections.abc import Iterator
 from typing import Any
 
-from allred import detached, world
-from allred.cluster import report
+from allred import detached, log, native, world
 from allred.cluster.topology import Topology
 from allred.config import Config
-from allred.watch.line import Line
+from allred.watch.watcher_client import WatcherClient
 
 
 def start(
@@ -36,14 +37,14 @@ def start(
         chief = {key: found[0][key] for key in ("address", "port", "token")}
         hello = {"rank": shape.rank, "host": socket.gethostname(), "token": here["token"], "chief": chief}
         try:
-            world.current().watcher = Line(here["name"], hello, shape.local_rank == 0, config.stall_warning_s)
+            world.current().watcher = WatcherClient(here["name"], hello, shape.local_rank == 0, config.stall_warning_s)
         except OSError as error:
             problem = f"{error.strerror or error}"
     problems = communicator.allgather_object(problem).wait()
     bad = {rank: text for rank, text in enumerate(problems) if text}
     if bad:
         rank, text = next(iter(bad.items()))
-        report.say(
+        log.warning(
             f"no watcher for {len(bad)} of {shape.size} ranks (rank {rank}: {text}); there a rank that stalls is "
             "noticed by the time limit only"
         )
@@ -83,7 +84,7 @@ def own_address(hosts: list[str]) -> str:
 
 
 def name_this(words: str) -> None:
-    """What this rank is, for what the watchers say of it; see `Line.known_as`."""
+    """What this rank is, for what the watchers say of it; see `WatcherClient.known_as`."""
     if (watcher := world.watcher()) is not None:
         watcher.known_as(words)
 
@@ -95,3 +96,35 @@ def stop() -> None:
         here.watcher.tell("left")
         here.watcher.close()
         here.watcher = None
+
+
+SHORTEST_S = 60.0  # ALLRED_TIMEOUT_S is about a running job, and may be short; a start over many hosts takes its time
+
+_RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+
+_WHAT = (
+    "in allred.init() for the other ranks: one has not started, ended before it came there, or cannot be reached over "
+    "the network (python -m allred doctor, under the same mpirun, tells which)"
+)
+_WHAT_BY_HAND = (
+    "in allred.Server() for the other tasks, which had all come: one has been stopped since, or MPI cannot reach it "
+    "over the network"
+)
+
+
+@contextlib.contextmanager
+def startup_timeout(settings: dict[str, Any] | str, life: int = -1) -> Iterator[None]:
+    """Around what waits for the other ranks. `settings`: what was set on this rank, or why that cannot be used. `life`:
+    a descriptor on which a line comes if one of them has died; then this rank ends, too."""
+    known = settings if isinstance(settings, dict) else {}
+    rank = next((os.environ[name] for name in _RANK if os.environ.get(name, "").isdigit()), None)
+    if native.alarm is None or native.cancel_alarm is None or rank is None:
+        yield
+        return
+    what = _WHAT if life < 0 else _WHAT_BY_HAND
+    warn_s, limit_s = (float(known.get(name, getattr(Config, name))) for name in ("stall_warning_s", "timeout_s"))
+    native.alarm(warn_s, max(limit_s, SHORTEST_S), f"rank {rank} on {socket.gethostname()}", what, life)
+    try:
+        yield
+    finally:
+        native.cancel_alarm()

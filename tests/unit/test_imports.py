@@ -13,7 +13,8 @@ ROOT = pathlib.Path(allred.__file__).parent
 HOUSE = (
     *("__main__", "doctor", "bench", "testing", "compat", "__init__", "server", "startup", "session", "client"),
     *("launch", "modes", "ps", "reducer", "fusion", "comm", "timeline", "compression", "watch", "data", "optim"),
-    *("cluster", "checkpoint", "gpu", "native", "nest", "arrays", "world", "config", "errors", "detached", "channel"),
+    *("cluster", "checkpoint", "gpu", "native", "nest", "arrays", "log", "world", "config", "errors", "detached"),
+    "channel",
 )
 
 

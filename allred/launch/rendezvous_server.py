@@ -10,27 +10,27 @@ that is started again while the job that it was of still runs.
 
 import contextlib
 import os
+import secrets
 import selectors
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 
 from allred.channel import Channel, Listener, dispatch
 from allred.detached import serve
-from allred.launch.meeting import PURPOSE, Meeting, Message
-from allred.launch.pmi import Pmi
+from allred.launch.rendezvous_state import PURPOSE, Message, RendezvousState
 
 DEATH_S = 0.5  # for the others to fail by themselves of what a task has failed of
 _TICK_S = 0.1
 
 
-class Process:
+class RendezvousServer:
     """The settings: addresses (of tasks, by name), secret, listener (a descriptor), pid (of the first task)."""
 
     def __init__(self, settings: Message) -> None:
         self._secret: str = settings["secret"]
         self._first = next(iter(settings["addresses"]))
-        self._meeting = Meeting(settings["addresses"])
+        self._state = RendezvousState(settings["addresses"])
         self._selector = selectors.DefaultSelector()
         self._tasks: dict[str, Channel] = {}
         self._pmi: Pmi | None = None
@@ -88,10 +88,10 @@ class Process:
         hello = messages[0]
         if "rank" in hello:
             return self._take_speaker(channel, hello)
-        if late := self._meeting.late(hello):
+        if late := self._state.late(hello):
             self._watch(channel, channel.receive, lambda: None)  # until this process ends
             return channel.send({"missing": [late]})
-        refusal = self._meeting.come(hello)
+        refusal = self._state.come(hello)
         if refusal:
             self._notice(refusal)
             channel.send({"refused": refusal})
@@ -99,8 +99,8 @@ class Process:
         name = hello["task"]
         self._watch(channel, lambda: self._hear_task(name), lambda: self._lose(name))
         self._tasks[name] = channel
-        if self._meeting.began:
-            self._pmi = Pmi(self._meeting.nodes())
+        if self._state.began:
+            self._pmi = Pmi(self._state.nodes())
             self._send_to_all({"go": True})
         else:
             self._tell_missing()
@@ -109,11 +109,11 @@ class Process:
 
     def _notice(self, text: str) -> None:
         """Say it to those who wait."""
-        if not self._meeting.began:
+        if not self._state.began:
             self._send_to_all({"notice": text})
 
     def _tell_missing(self) -> None:
-        self._send_to_all({"missing": self._meeting.missing()})
+        self._send_to_all({"missing": self._state.missing()})
 
     def _send_to_all(self, message: Message) -> None:
         for channel in self._tasks.values():
@@ -121,15 +121,15 @@ class Process:
 
     def _hear_task(self, name: str) -> None:
         for word in self._tasks[name].receive_lines():
-            {"up": self._meeting.up, "left": self._meeting.left}[word](name)
+            {"up": self._state.up, "left": self._state.left}[word](name)
         self._end()
 
     def _lose(self, name: str) -> None:
         del self._tasks[name]
-        started = self._meeting.began
+        started = self._state.began
         if started:
             self._over_at = time.monotonic()
-        names, text = self._meeting.go(name)
+        names, text = self._state.go(name)
         if started:
             self._later.append((time.monotonic() + DEATH_S, names, text))
             self._end()
@@ -142,14 +142,14 @@ class Process:
         """The first task has ended, or given up. If not all were there, others are to find another at its address."""
         with contextlib.suppress(KeyError):
             self._selector.unregister(self._first_task)
-        if not self._meeting.began:
+        if not self._state.began:
             for channel in self._tasks.values():
                 self._close(channel)
             self._tasks.clear()
             self._over_at = time.monotonic()
 
     def _end(self) -> None:
-        self._say(self._meeting.end(), "")
+        self._say(self._state.end(), "")
 
     # MPI.
 
@@ -173,10 +173,73 @@ class Process:
 
 
 def _prepare(settings: Message) -> tuple[Message, Callable[[], None]]:
-    process = Process(settings)
+    process = RendezvousServer(settings)
     return {}, process.run
 
 
 def main() -> None:
     """See detached.py."""
     serve(_prepare)
+
+
+_MAXES = "cmd=maxes rc=0 kvsname_max=256 keylen_max=64 vallen_max=1024"
+
+
+def mapping(nodes: Sequence[Hashable]) -> str:
+    """MPICH's PMI_process_mapping, where nodes[r] names the node of rank r: (first node, nodes, ranks of each) blocks.
+
+    >>> mapping(["a", "a", "b", "a"])
+    '(vector,(0,1,2),(1,1,1),(0,1,1))'
+    """
+    numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+    blocks: list[list[int]] = []
+    for node in nodes:
+        if blocks and blocks[-1][0] == numbers[node]:
+            blocks[-1][1] += 1
+        else:
+            blocks.append([numbers[node], 1])
+    return f"(vector,{','.join(f'({node},1,{count})' for node, count in blocks)})"
+
+
+class Pmi:
+    """Of a world of so many ranks as there are nodes given.
+
+    Its name is one of its own: MPICH names its shared memory by it, and would take that of a job that was killed.
+    """
+
+    def __init__(self, nodes: Sequence[Hashable]) -> None:
+        self._name = f"allred_{secrets.token_hex(8)}"
+        self._size = len(nodes)
+        self._values = {"PMI_process_mapping": mapping(nodes)}
+        self._in_barrier: set[int] = set()
+
+    def hear(self, rank: int, line: str) -> list[tuple[int, str]]:
+        """What to say to whom on a line of that rank. Raises ValueError if it is none of PMI-1."""
+        words = dict(word.partition("=")[::2] for word in line.split())
+        command = words.get("cmd", "")
+        if command == "put":
+            self._values[words.get("key", "")] = words.get("value", "")
+            return [(rank, "cmd=put_result rc=0 msg=success")]
+        if command == "get":
+            value = self._values.get(words.get("key", ""))
+            found = f"rc=0 value={value}" if value is not None else "rc=1 msg=key_not_found"
+            return [(rank, f"cmd=get_result {found}")]
+        if command == "barrier_in":
+            self._in_barrier.add(rank)
+            if len(self._in_barrier) < self._size:
+                return []
+            self._in_barrier.clear()
+            return [(each, "cmd=barrier_out rc=0") for each in range(self._size)]
+        if command == "abort":  # allred's own exit protocol ends the others
+            return []
+        answer = {
+            "init": "cmd=response_to_init rc=0 pmi_version=1 pmi_subversion=2",
+            "get_maxes": _MAXES,
+            "get_appnum": "cmd=appnum rc=0 appnum=0",
+            "get_my_kvsname": f"cmd=my_kvsname rc=0 kvsname={self._name}",
+            "get_universe_size": f"cmd=universe_size rc=0 size={self._size}",
+            "finalize": "cmd=finalize_ack rc=0",
+        }.get(command)
+        if answer is None:
+            raise ValueError(f"not of PMI-1, or not needed by MPICH: {line!r}")
+        return [(rank, answer)]

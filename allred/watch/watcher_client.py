@@ -52,7 +52,7 @@ class Verdict:
         return RemoteRankError(self.text, self.rank, self.host, self.code, self.traceback)
 
 
-class Line:
+class WatcherClient:
     """The rank's connection, and what has come over it."""
 
     def __init__(self, name: str, hello: dict[str, Any], speaks: bool, warn_s: float) -> None:
@@ -109,7 +109,7 @@ class Line:
 
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
         self.read()
-        hook = frame is not None and frame.f_globals.get("__name__") == "allred.watch.uncaught"
+        hook = frame is not None and frame.f_globals.get("__name__") == "allred.watch.excepthook"
         if self.has_error and not (self._raised or self.waits or self.busy or self.hushed or hook):
             raise self.error()
 

@@ -6,22 +6,24 @@ that tells of this task's life and the others' death while they are inside MPI.
 
 import contextlib
 import dataclasses
+import errno
+import ipaddress
 import os
 import socket
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from allred import detached
+from allred import detached, log
 from allred.channel import AUTHENTICATE_S, Channel, HandshakeError, connect
-from allred.cluster import report
 from allred.errors import AllredError, CollectiveTimeout, ConfigError
-from allred.launch import places
-from allred.launch.meeting import PURPOSE
-from allred.launch.places import Place
+from allred.launch.rendezvous_state import PURPOSE
 
 TELL_S = 5.0  # how often to say for whom this task waits
-_AGAIN_S = 0.2  # from one knock at the first task's address to the next
+_AGAIN_S = 0.2  # between two attempts to connect to the first task's address
+_FREE_S = 2.0  # how long the process of an earlier job may keep the address
+
+SocketAddress = tuple[Any, Any]  # the address family, and the argument of socket.bind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +61,7 @@ class _NotYetError(Exception):
     """Nobody is there who answers; in words."""
 
 
-class _Knock:
+class Connector:
     """`task` of the cluster with these addresses, with its secret."""
 
     def __init__(self, addresses: Mapping[str, str], task: str, secret: str) -> None:
@@ -67,7 +69,7 @@ class _Knock:
         self._first = next(iter(addresses))
         self._at = f"{self._first} ({addresses[self._first]})"
 
-    def connect(self, where: list[Place], **hello: Any) -> Channel:
+    def connect(self, where: list[SocketAddress], **hello: Any) -> Channel:
         """Open an authenticated channel and send the hello. Raises _NotYetError if the caller should try again, else
         ConfigError or AllredError."""
         error: OSError | None = None
@@ -108,7 +110,7 @@ class _Waiting:
                 f"{self._task} has waited for {waited:.0f} s (ALLRED_START_TIMEOUT_S) for {self.for_whom}{notice}"
             )
         if now >= self._say_at:
-            report.say_here(
+            log.rank_warning(
                 f"{self._task} waits for {self.for_whom}, since {waited:.0f} s; for {self._limit_s:g} s at most"
             )
             self._say_at += TELL_S
@@ -117,7 +119,7 @@ class _Waiting:
     def notice(self, text: str) -> None:
         """Something has happened at the meeting."""
         self._notice = text
-        report.say_here(text)
+        log.rank_warning(text)
 
 
 def meet(addresses: Mapping[str, str], task: str, secret: str, limit_s: float, mpi: str, problem: str = "") -> Joined:
@@ -129,30 +131,30 @@ def meet(addresses: Mapping[str, str], task: str, secret: str, limit_s: float, m
     """
     detached.keep_standard_files()
     first = next(iter(addresses))
-    where = places.look_up({first: addresses[first]})
-    knock = _Knock(addresses, task, secret)
-    hello: dict[str, Any] = {"task": task, "addresses": dict(addresses), "mpi": mpi, "node": places.node()}
+    where = look_up({first: addresses[first]})
+    connector = Connector(addresses, task, secret)
+    hello: dict[str, Any] = {"task": task, "addresses": dict(addresses), "mpi": mpi, "node": node()}
     hello |= {"host": socket.gethostname(), "pid": os.getpid(), "user": os.geteuid()}
     try:
-        where = places.look_up(addresses)
-        places.check(addresses, where, secret)
+        where = look_up(addresses)
+        check(addresses, where, secret)
         if problem:
             raise ConfigError(problem)
-        listener = places.take(task, addresses[task], where[task])
+        listener = take(task, addresses[task], where[task])
     except ConfigError as error:
         if task != first:
             with contextlib.suppress(_NotYetError, AllredError, OSError, ValueError):
-                _answer(knock.connect(where[first], **hello, problem=str(error)))  # until it has been read
+                _answer(connector.connect(where[first], **hello, problem=str(error)))  # until it has been read
         raise
     if task == first:
         _start(addresses, secret, listener)
     waiting = _Waiting(task, limit_s, f"{first} ({addresses[first]})")
     life = None
     while life is None:
-        life = _wait(knock, where[first], hello, waiting)
+        life = _wait(connector, where[first], hello, waiting)
     rank, size = list(addresses).index(task), len(addresses)
     try:
-        pmi = knock.connect(where[first], rank=rank)
+        pmi = connector.connect(where[first], rank=rank)
         _answer(pmi)
     except (_NotYetError, OSError, ValueError) as error:
         raise AllredError(
@@ -170,17 +172,17 @@ def _answer(to: Channel) -> dict[str, Any]:
 
 def _start(addresses: Mapping[str, str], secret: str, listener: socket.socket) -> None:
     settings = {"addresses": dict(addresses), "secret": secret, "listener": listener.fileno(), "pid": os.getpid()}
-    found = detached.start("allred.launch.process", settings, files=[listener.fileno()])
+    found = detached.start("allred.launch.rendezvous_server", settings, files=[listener.fileno()])
     listener.close()
     if found["problem"]:
         raise ConfigError(f"the rendezvous process of the tasks did not start: {found['problem']}")
 
 
-def _wait(knock: _Knock, where: list[Place], hello: dict[str, Any], waiting: _Waiting) -> Channel | None:
+def _wait(connector: Connector, where: list[SocketAddress], hello: dict[str, Any], waiting: _Waiting) -> Channel | None:
     """The connection on which all are said to be there; None if it has ended before, and it is to be tried again."""
     life = None
     try:
-        life = knock.connect(where, **hello)
+        life = connector.connect(where, **hello)
     except _NotYetError as error:
         waiting.for_whom = str(error)
     if life is None:
@@ -213,3 +215,84 @@ def _next(life: Channel, patience_s: float) -> list[dict[str, Any]] | None:
         return []
     except (OSError, ValueError):
         return None
+
+
+def look_up(addresses: Mapping[str, str]) -> dict[str, list[SocketAddress]]:
+    """Of each task, by name, where its address leads, IPv4 first. Raises ConfigError for hosts that are not known."""
+    places, unknown = {}, []
+    for task, address in addresses.items():
+        host, _, port = address.rpartition(":")
+        try:
+            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        except OSError as error:
+            unknown.append(f"{host} of {task} ({error.strerror})")
+            continue
+        places[task] = [(family, where) for family, _, _, _, where in sorted(found, key=lambda f: f[0])]
+    if unknown:
+        raise ConfigError(
+            f"unknown host on {socket.gethostname()}: {', '.join(unknown)}; write a name or number that all tasks know"
+        )
+    return places
+
+
+def is_loopback(places: list[SocketAddress]) -> bool:
+    """Whether only this machine reaches it."""
+    return all(ipaddress.ip_address(where[0].partition("%")[0]).is_loopback for _, where in places)
+
+
+def check(addresses: Mapping[str, str], places: Mapping[str, list[SocketAddress]], secret: str) -> None:
+    """Raises ConfigError where a secret is missing, some tasks cannot reach the first, or two are at one place."""
+    there: dict[Any, str] = {}
+    for task in places:
+        other = there.setdefault(places[task][0], task)
+        if other != task:
+            raise ConfigError(
+                f"{addresses[other]} of {other} and {addresses[task]} of {task} are the same place; give each task a "
+                "port of its own"
+            )
+    near = [task for task in places if is_loopback(places[task])]
+    far = [task for task in places if task not in near]
+    if near and far:
+        raise ConfigError(
+            f"{addresses[near[0]]} of {near[0]} is this machine's loopback ({places[near[0]][0][1][0]}), which "
+            f"{far[0]} at {addresses[far[0]]} cannot reach; write the address that {near[0]} has in the network"
+        )
+    if far and not secret:
+        raise ConfigError(
+            f"{addresses[far[0]]} of {far[0]} can be reached from other machines: set ALLRED_SECRET, or "
+            "ALLRED_SECRET_FILE, to the same secret for all tasks, so that nobody else can join them"
+        )
+
+
+def take(task: str, address: str, places: list[SocketAddress]) -> socket.socket:
+    """Listen at this task's address, and at no other. Raises ConfigError if that cannot be."""
+    family, where = places[0]
+    until = time.monotonic() + _FREE_S
+    while True:
+        try:
+            return socket.create_server(where[:2], family=family, backlog=128)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and time.monotonic() < until:
+                time.sleep(0.1)
+                continue
+            why = os.strerror(error.errno) if error.errno else str(error)
+            hint = "choose another port"
+            if error.errno == errno.EADDRINUSE:
+                which = f"ss -ltnp 'sport = :{where[1]}' shows which"
+                hint = f"{task} runs here already, an earlier job ends still, or another program has the port ({which})"
+            if error.errno == errno.EADDRNOTAVAIL:
+                hint = f"this machine is {socket.gethostname()}; start {task} on the machine that has this address"
+            raise ConfigError(f"{task} cannot listen at {address} ({where[0]}): {why}; {hint}") from None
+
+
+def node() -> str:
+    """What processes that can share memory have in common: kernel, /dev/shm, and the namespaces of net, IPC, PIDs."""
+    found = []
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        found.append(file.read().strip())
+    with contextlib.suppress(OSError):
+        found.append(str(os.stat("/dev/shm").st_dev))
+    for space in ("net", "ipc", "pid"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/self/ns/{space}"))
+    return " ".join(found)

@@ -26,7 +26,7 @@ class _Task:
     ended: str = ""  # "left", after a good end; "gone", without
 
 
-class Meeting:
+class RendezvousState:
     """Of tasks at `addresses`, by name, in the order of ranks."""
 
     def __init__(self, addresses: dict[str, str]) -> None:
