@@ -1,4 +1,4 @@
-"""The cores that the ranks of a node may use, and the BLAS threads that run on them.
+"""The cores that the ranks of a node may use, the BLAS threads that run on them, and the limits of cgroups.
 
 By default, BLAS starts a thread for every core in each rank. More busy threads than cores is the most
 frequent reason for slow training on CPU hosts.
@@ -110,19 +110,23 @@ def cores_per_rank() -> int:
     return usable_cores([look()]) if here is None else here.cores
 
 
-UNLIMITED = 2**60  # version 1 says so with a number of about 2**63
+UNLIMITED = 2**60  # cgroups of version 1 have a number of about 2**63
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """None where there is none."""
+    """The limits of a process's cgroups; None: unlimited. cpus: in cores."""
 
     memory_bytes: int | None
     cpus: float | None
 
 
 def limits(root: pathlib.Path = pathlib.Path("/sys/fs/cgroup"), own: str | None = None) -> Limits:
-    """The limits of the process whose /proc/PID/cgroup is `own`; default: this one."""
+    """Return the memory and CPU limits of cgroups, version 1 and 2, for a process; the smallest limit of all levels.
+
+    own: the text of its /proc/PID/cgroup; default: this process. In a container this text often has the path of the
+    host. If the path does not exist under `root`, the mount is the container's own group.
+    """
     text = pathlib.Path("/proc/self/cgroup").read_text() if own is None else own
     memory: list[int] = []
     cpus: list[float] = []
@@ -137,7 +141,7 @@ def limits(root: pathlib.Path = pathlib.Path("/sys/fs/cgroup"), own: str | None 
 
 
 def _upwards(mount: pathlib.Path, path: str) -> list[pathlib.Path]:
-    """The process's group and those above it, as far as they can be seen."""
+    """Return the group of the process and its visible parents."""
     group = mount / path.lstrip("/")
     inside = [group, *group.parents]
     return [one for one in inside if one.is_relative_to(mount) and one.is_dir()]

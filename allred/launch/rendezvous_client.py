@@ -1,7 +1,7 @@
-"""A task that was started by hand, until all are there: it waits at the first task's address, and says for whom.
+"""The rendezvous of a task that was started without mpirun: it waits until all tasks have connected.
 
-What comes of it are two connections to the process there (process.py): one for MPI's start, which speaks PMI-1, and one
-that tells of this task's life and the others' death while they are inside MPI.
+A process at the first task's address serves it (rendezvous_server.py). The result is two connections to this process:
+one with PMI-1 for the start of MPI, and one that reports the end of this task, and of the others during MPI_Init.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from allred.channel import AUTHENTICATE_S, Channel, HandshakeError, connect
 from allred.errors import AllredError, CollectiveTimeout, ConfigError
 from allred.launch.rendezvous_state import PURPOSE
 
-TELL_S = 5.0  # how often to say for whom this task waits
+TELL_S = 5.0  # interval of the message that names the missing tasks
 _AGAIN_S = 0.2  # between two attempts to connect to the first task's address
 _FREE_S = 2.0  # how long the process of an earlier job may keep the address
 
@@ -28,8 +28,8 @@ SocketAddress = tuple[Any, Any]  # the address family, and the argument of socke
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """All tasks are there. `pmi`, `life`: descriptors of the two connections. `listener`: at this task's address; None
-    for the first task, where the process listens."""
+    """The result of the rendezvous. pmi, life: descriptors of the two connections. listener: the socket at this task's
+    address; None for the first task, where the process listens."""
 
     rank: int
     size: int
@@ -39,30 +39,30 @@ class Joined:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What MPICH looks for when it starts."""
+        """The environment variables with which MPICH starts."""
         return {"PMI_FD": str(self.pmi), "PMI_RANK": str(self.rank), "PMI_SIZE": str(self.size)}
 
     def __post_init__(self) -> None:
         os.register_at_fork(after_in_child=self._forked)
 
     def _forked(self) -> None:
-        """In a child of this task, which may outlive it: its end must show all the same."""
+        """Close the connections in a forked child, which may outlive this task and would hide its end."""
         os.close(self.life)
         if self.listener is not None:
             self.listener.close()
 
     def up(self) -> None:
-        """Tell that MPI has started."""
-        with contextlib.suppress(OSError):  # the process is gone, of which the watchers have no need
+        """Report that MPI has started."""
+        with contextlib.suppress(OSError):  # the process has ended; the watchers do not need it
             os.write(self.life, b"up\n")
 
 
 class _NotYetError(Exception):
-    """Nobody is there who answers; in words."""
+    """No process answers at the address."""
 
 
 class Connector:
-    """`task` of the cluster with these addresses, with its secret."""
+    """Connects `task` of the cluster with these addresses to the rendezvous process."""
 
     def __init__(self, addresses: Mapping[str, str], task: str, secret: str) -> None:
         self._addresses, self._task, self._secret = dict(addresses), task, secret
@@ -85,14 +85,13 @@ class Connector:
                 return found
         if isinstance(error, ConnectionRefusedError) and self._task == self._first:
             raise AllredError(
-                f"{self._task} has lost the process that it has started at {self._at}, at which the tasks meet; start "
-                "it again"
+                f"{self._task}: the rendezvous process that it started at {self._at} has ended; start it again"
             )
         raise _NotYetError(f"{self._at}: {getattr(error, 'strerror', None) or error}")
 
 
 class _Waiting:
-    """What the person at the terminal hears while a task waits, until the limit."""
+    """The messages to the user while a task waits, and its time limit. for_whom: the tasks that are missing."""
 
     def __init__(self, task: str, limit_s: float, for_whom: str) -> None:
         self.for_whom = for_whom
@@ -101,7 +100,7 @@ class _Waiting:
         self._notice = ""
 
     def patience(self) -> float:
-        """Seconds until there is something to say. Raises CollectiveTimeout at the limit."""
+        """Return the seconds until the next message. Raises CollectiveTimeout at the limit."""
         now = time.monotonic()
         waited = now - self._begun
         if waited >= self._limit_s:
@@ -117,17 +116,16 @@ class _Waiting:
         return max(0.01, min(self._say_at - now, self._begun + self._limit_s - now))
 
     def notice(self, text: str) -> None:
-        """Something has happened at the meeting."""
+        """Print a notice of the rendezvous process."""
         self._notice = text
         log.rank_warning(text)
 
 
 def meet(addresses: Mapping[str, str], task: str, secret: str, limit_s: float, mpi: str, problem: str = "") -> Joined:
-    """Wait until all tasks are there, `limit_s` seconds at most.
+    """Wait until all tasks have connected, `limit_s` seconds at most.
 
-    addresses: of all tasks, by name, the first one first. mpi: which this Python has. problem: why this task cannot
-    take part, which the others are told.
-    Raises ConfigError if it cannot, or is not let in; CollectiveTimeout at the limit.
+    addresses: of all tasks by name, in rank order. mpi: the MPI of this Python. problem: why this task cannot take
+    part; it is sent to the others. Raises ConfigError if it cannot or is refused; CollectiveTimeout at the limit.
     """
     detached.keep_standard_files()
     first = next(iter(addresses))
@@ -144,7 +142,7 @@ def meet(addresses: Mapping[str, str], task: str, secret: str, limit_s: float, m
     except ConfigError as error:
         if task != first:
             with contextlib.suppress(_NotYetError, AllredError, OSError, ValueError):
-                _answer(connector.connect(where[first], **hello, problem=str(error)))  # until it has been read
+                _answer(connector.connect(where[first], **hello, problem=str(error)))  # wait until it was read
         raise
     if task == first:
         _start(addresses, secret, listener)
@@ -179,7 +177,7 @@ def _start(addresses: Mapping[str, str], secret: str, listener: socket.socket) -
 
 
 def _wait(connector: Connector, where: list[SocketAddress], hello: dict[str, Any], waiting: _Waiting) -> Channel | None:
-    """The connection on which all are said to be there; None if it has ended before, and it is to be tried again."""
+    """Connect and wait. Return the connection after all tasks have connected; None if the caller should try again."""
     life = None
     try:
         life = connector.connect(where, **hello)
@@ -207,7 +205,7 @@ def _wait(connector: Connector, where: list[SocketAddress], hello: dict[str, Any
 
 
 def _next(life: Channel, patience_s: float) -> list[dict[str, Any]] | None:
-    """What comes in so many seconds; None at the end."""
+    """Return the messages of the next `patience_s` seconds; None at the end of the connection."""
     life.connection.settimeout(patience_s)
     try:
         return life.receive()
@@ -218,7 +216,7 @@ def _next(life: Channel, patience_s: float) -> list[dict[str, Any]] | None:
 
 
 def look_up(addresses: Mapping[str, str]) -> dict[str, list[SocketAddress]]:
-    """Of each task, by name, where its address leads, IPv4 first. Raises ConfigError for hosts that are not known."""
+    """Return the socket addresses of each task by name, IPv4 first. Raises ConfigError for an unknown host."""
     places, unknown = {}, []
     for task, address in addresses.items():
         host, _, port = address.rpartition(":")
@@ -236,19 +234,19 @@ def look_up(addresses: Mapping[str, str]) -> dict[str, list[SocketAddress]]:
 
 
 def is_loopback(places: list[SocketAddress]) -> bool:
-    """Whether only this machine reaches it."""
+    """Return whether only this machine can connect to it."""
     return all(ipaddress.ip_address(where[0].partition("%")[0]).is_loopback for _, where in places)
 
 
 def check(addresses: Mapping[str, str], places: Mapping[str, list[SocketAddress]], secret: str) -> None:
-    """Raises ConfigError where a secret is missing, some tasks cannot reach the first, or two are at one place."""
+    """Raise ConfigError if a secret is missing, a task cannot connect to the first, or two have the same address."""
     there: dict[Any, str] = {}
     for task in places:
         other = there.setdefault(places[task][0], task)
         if other != task:
             raise ConfigError(
-                f"{addresses[other]} of {other} and {addresses[task]} of {task} are the same place; give each task a "
-                "port of its own"
+                f"{addresses[other]} of {other} and {addresses[task]} of {task} are the same address; give each task a "
+                "different port"
             )
     near = [task for task in places if is_loopback(places[task])]
     far = [task for task in places if task not in near]
@@ -265,7 +263,7 @@ def check(addresses: Mapping[str, str], places: Mapping[str, list[SocketAddress]
 
 
 def take(task: str, address: str, places: list[SocketAddress]) -> socket.socket:
-    """Listen at this task's address, and at no other. Raises ConfigError if that cannot be."""
+    """Listen at this task's address only. Raises ConfigError if that fails."""
     family, where = places[0]
     until = time.monotonic() + _FREE_S
     while True:
@@ -286,7 +284,7 @@ def take(task: str, address: str, places: list[SocketAddress]) -> socket.socket:
 
 
 def node() -> str:
-    """What processes that can share memory have in common: kernel, /dev/shm, and the namespaces of net, IPC, PIDs."""
+    """Return the kernel, /dev/shm and the net, IPC and PID namespaces; processes with equal ones can share memory."""
     found = []
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         found.append(file.read().strip())

@@ -1,11 +1,11 @@
-"""The process at which tasks meet: it listens at the first task's address, and is gone when they are.
+"""The rendezvous process of tasks without mpirun. It listens at the first task's address, and ends after the tasks.
 
-Each task has a connection to it for life, which tells of its end: the kernel closes it, however it ends. Until all are
-there, that says who is missing; then it says "go", and each task makes another one, which its MPI speaks PMI-1 over.
-From a task come "up" and "left", a word a line. What goes to a task after "go" is a line for its person: it ends there.
+Each task keeps a connection, which the kernel closes when the task ends. Until all tasks have connected, this process
+sends the names of the missing ones; then it sends "go", and each task opens a second connection, which its MPI uses for
+PMI-1. A task sends the lines "up" and "left". A line sent to a task after "go" is a message to the user that ends it.
 
-If the first task ends before all were there, so does this; the others go on knocking at its address. So does a task
-that is started again while the job that it was of still runs.
+If the first task ends before all have connected, this process ends; the others try to connect again. A task that is
+restarted while its job runs waits for the end of the job.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ from allred.channel import Channel, Listener, dispatch
 from allred.detached import serve
 from allred.launch.rendezvous_state import PURPOSE, Message, RendezvousState
 
-DEATH_S = 0.5  # for the others to fail by themselves of what a task has failed of
+DEATH_S = 0.5  # for the others to fail by themselves of the same error
 _TICK_S = 0.1
 
 
 class RendezvousServer:
-    """The settings: addresses (of tasks, by name), secret, listener (a descriptor), pid (of the first task)."""
+    """Keys of settings: addresses of the tasks by name; secret; listener, a descriptor; pid of the first task."""
 
     def __init__(self, settings: Message) -> None:
         self._secret: str = settings["secret"]
@@ -34,8 +34,8 @@ class RendezvousServer:
         self._selector = selectors.DefaultSelector()
         self._tasks: dict[str, Channel] = {}
         self._pmi: Pmi | None = None
-        self._speakers: dict[int, Channel] = {}  # connections of MPI, by rank
-        self._later: list[tuple[float, list[str], str]] = []  # what to tell to whom, and when
+        self._speakers: dict[int, Channel] = {}  # PMI-1 connections, by rank
+        self._later: list[tuple[float, list[str], str]] = []  # (time, tasks, message)
         self._over_at = float("inf")
         self._first_task = os.pidfd_open(settings["pid"])
         self._selector.register(self._first_task, selectors.EVENT_READ, self._lose_first)
@@ -43,7 +43,7 @@ class RendezvousServer:
         self._listener = Listener(self._selector, listening, PURPOSE, self._secret, self._take, self._refusal)
 
     def run(self) -> None:
-        """Until the last task is gone."""
+        """Run until all tasks have disconnected."""
         while self._tasks or time.monotonic() < self._over_at:
             dispatch(self._selector, _TICK_S)
             self._listener.close_expired()
@@ -84,7 +84,7 @@ class RendezvousServer:
         return f"this task {text}"
 
     def _take(self, channel: Channel, messages: list[Message]) -> None:
-        """Take the new channel of a task, or of its MPI."""
+        """Handle the new channel of a task, or of its MPI."""
         hello = messages[0]
         if "rank" in hello:
             return self._take_speaker(channel, hello)
@@ -108,7 +108,7 @@ class RendezvousServer:
     # Tasks.
 
     def _notice(self, text: str) -> None:
-        """Say it to those who wait."""
+        """Send a notice to the waiting tasks."""
         if not self._state.began:
             self._send_to_all({"notice": text})
 
@@ -139,7 +139,7 @@ class RendezvousServer:
             self._tell_missing()
 
     def _lose_first(self) -> None:
-        """The first task has ended, or given up. If not all were there, others are to find another at its address."""
+        """The first task has ended. Unless all had connected, the others try to connect to its address again."""
         with contextlib.suppress(KeyError):
             self._selector.unregister(self._first_task)
         if not self._state.began:
@@ -186,7 +186,7 @@ _MAXES = "cmd=maxes rc=0 kvsname_max=256 keylen_max=64 vallen_max=1024"
 
 
 def mapping(nodes: Sequence[Hashable]) -> str:
-    """MPICH's PMI_process_mapping, where nodes[r] names the node of rank r: (first node, nodes, ranks of each) blocks.
+    """Return MPICH's PMI_process_mapping, blocks of (first node, nodes, ranks per node). nodes: the node of each rank.
 
     >>> mapping(["a", "a", "b", "a"])
     '(vector,(0,1,2),(1,1,1),(0,1,1))'
@@ -202,9 +202,22 @@ def mapping(nodes: Sequence[Hashable]) -> str:
 
 
 class Pmi:
-    """Of a world of so many ranks as there are nodes given.
+    """The PMI-1 server of one world: MPICH's processes start and find each other by this protocol. No sockets.
 
-    Its name is one of its own: MPICH names its shared memory by it, and would take that of a job that was killed.
+    nodes: the node of each rank. Values that processes have put are visible to all after the next barrier.
+
+        client                                  server
+        cmd=init pmi_version= pmi_subversion=   cmd=response_to_init rc=0 pmi_version=1 pmi_subversion=2
+        cmd=get_maxes                           cmd=maxes rc=0 kvsname_max= keylen_max= vallen_max=
+        cmd=get_appnum                          cmd=appnum rc=0 appnum=0
+        cmd=get_my_kvsname                      cmd=my_kvsname rc=0 kvsname=
+        cmd=get_universe_size                   cmd=universe_size rc=0 size=
+        cmd=put kvsname= key= value=            cmd=put_result rc=0 msg=success
+        cmd=get kvsname= key=                   cmd=get_result rc=0 value=     (rc=1 without a value)
+        cmd=barrier_in                          cmd=barrier_out rc=0           to all, once all are in
+        cmd=finalize                            cmd=finalize_ack rc=0
+
+    The name is unique: MPICH derives the name of its shared memory from it, and would use that of a killed job.
     """
 
     def __init__(self, nodes: Sequence[Hashable]) -> None:
@@ -214,7 +227,7 @@ class Pmi:
         self._in_barrier: set[int] = set()
 
     def hear(self, rank: int, line: str) -> list[tuple[int, str]]:
-        """What to say to whom on a line of that rank. Raises ValueError if it is none of PMI-1."""
+        """Handle a line of a rank. Return the answers: (rank, line). Raises ValueError if it is not PMI-1."""
         words = dict(word.partition("=")[::2] for word in line.split())
         command = words.get("cmd", "")
         if command == "put":

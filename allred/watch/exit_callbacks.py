@@ -2,7 +2,7 @@
 
 Each callback runs once. Its argument is the exception that ends the program, or None. The first of these runs it:
 
-    excepthook.py       an uncaught exception or sys.exit(), with several ranks: before the report to the watcher
+    excepthook.py     an uncaught exception or sys.exit(), with several ranks: before the report to the watcher
     allred.shutdown   the argument is the exception that is being handled, if there is one
     atexit            every other end; the argument is the exception that Python has printed, if there is one
 """

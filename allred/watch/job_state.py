@@ -225,7 +225,7 @@ class JobState:
         self._ranks.speak(rank, text)
 
     def _lose_dead(self, deaths: list[Death]) -> None:
-        """Count dead expendable ranks as gone. A kill near another death may come from the launcher, which then ends all
+        """Count dead expendable ranks as gone. A kill near another death may come from the launcher, which ends all
         ranks: a living rank prints it later. An exit does not count if the kill of a rank on another node may have
         caused it; see FAR_S."""
         near = [death for death in _by_themselves(deaths) if death[2]["code"] > 128 or self._nodes == 1]
@@ -289,7 +289,7 @@ class JobState:
             self._release.start_clock()
 
     def _unwatched(self, rank: int, event: Event) -> None:
-        """The ends of the ranks are no longer known: no rank is expendable now, and a gone rank is the verdict."""
+        """The ends of ranks are no longer known: no rank is expendable now, and a gone rank is the verdict."""
         if self._ranks[rank].end in ("left", "dead"):
             return
         self._expendable.ranks = frozenset()

@@ -93,5 +93,5 @@ class ExpendableWorkers:
         self.gone: dict[int, Loss] = {}
 
     def can_lose(self, ranks: Collection[int]) -> bool:
-        """Return whether the others can continue without these ranks. A rank that has left or not joined has not failed."""
+        """Return whether the others can continue without these ranks."""
         return self.ranks.issuperset(ranks) and not self.ranks.issubset({*self.gone, *ranks})

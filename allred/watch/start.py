@@ -1,4 +1,4 @@
-"""Starting the watchers, one on every node, and connecting each rank to its node's. Collective, in init()."""
+"""Starts the watchers in init(), one on every node, and connects the ranks to them; the time limit of MPI_Init."""
 
 import contextlib
 import ipaddress
@@ -17,12 +17,13 @@ from allred.watch.watcher_client import WatcherClient
 def start(
     communicator: Any, shape: Topology, config: Config, reach: str, spares: tuple[int, ...] = (), launcher: bool = True
 ) -> None:
-    """Have all ranks of `communicator` watched. `reach`: how the watchers reach each other: "" with one node, "host" if
-    all nodes are on this host, else "network".
-    `spares`: the ranks without which the others can go on, if the setting `worker_failure` says that they do.
-    `launcher`: whether one has started the ranks, which ends them all when one of them ends the job.
+    """Start a watcher on every node and connect all ranks of `communicator`. Collective.
 
-    Where that cannot be, a line says so, and the job goes on without.
+    reach: how the watchers reach each other: "" with one node, "host" if all nodes are on this host, else "network".
+    spares: the ranks that are expendable with worker_failure=go_on. launcher: whether a launcher started the ranks,
+    which ends all of them when one ends the job.
+
+    If a watcher cannot be used, a warning says so, and the job continues without it.
     """
     if shape.size == 1 or not config.watcher:
         return
@@ -51,7 +52,7 @@ def start(
 
 
 def _spawn(shape: Topology, config: Config, address: str, spares: tuple[int, ...], launcher: bool) -> dict[str, Any]:
-    """Where this node's watcher is: name, port, address, token; or the problem, in words."""
+    """Start the watcher of this node. Return its name, port, address and token; and a problem, or ""."""
     token = secrets.token_hex(16)
     settings = {
         "token": token, "ranks": shape.local_size, "size": shape.size, "nodes": shape.nodes,
@@ -84,13 +85,13 @@ def own_address(hosts: list[str]) -> str:
 
 
 def name_this(words: str) -> None:
-    """What this rank is, for what the watchers say of it; see `WatcherClient.known_as`."""
+    """Set the role of this rank for messages; see `WatcherClient.known_as`."""
     if (watcher := world.watcher()) is not None:
         watcher.known_as(words)
 
 
 def stop() -> None:
-    """This process is no rank any more."""
+    """Disconnect from the watcher."""
     here = world.current()
     if here.watcher is not None and here.watcher.verdict is None:
         here.watcher.tell("left")
@@ -98,7 +99,7 @@ def stop() -> None:
         here.watcher = None
 
 
-SHORTEST_S = 60.0  # ALLRED_TIMEOUT_S is about a running job, and may be short; a start over many hosts takes its time
+SHORTEST_S = 60.0  # ALLRED_TIMEOUT_S may be shorter than the start of many hosts
 
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
@@ -114,8 +115,12 @@ _WHAT_BY_HAND = (
 
 @contextlib.contextmanager
 def startup_timeout(settings: dict[str, Any] | str, life: int = -1) -> Iterator[None]:
-    """Around what waits for the other ranks. `settings`: what was set on this rank, or why that cannot be used. `life`:
-    a descriptor on which a line comes if one of them has died; then this rank ends, too."""
+    """Limit the time inside this block, which waits for the other ranks in MPI_Init. MPI_Init holds the GIL and cannot
+    be interrupted: a thread of the C extension warns, and ends this rank at the time limit.
+
+    settings: those of this rank, or a problem. life: a descriptor that receives a line if another rank has died; then
+    this rank ends too.
+    """
     known = settings if isinstance(settings, dict) else {}
     rank = next((os.environ[name] for name in _RANK if os.environ.get(name, "").isdigit()), None)
     if native.alarm is None or native.cancel_alarm is None or rank is None:

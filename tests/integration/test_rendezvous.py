@@ -162,7 +162,7 @@ def test_the_process_at_which_they_meet_is_killed(tmp_path):
         os.kill(listener(port), signal.SIGKILL)
         trains.unlink()
         found = {("worker", 0): worker.result(), ("ps", 0): first.result()}
-    assert "AllredError: /job:ps/task:0 has lost the process that it has started at " in lost.err, lost.text
+    assert "AllredError: /job:ps/task:0: the rendezvous process that it started at " in lost.err, lost.text
     assert lost.code == 1
     assert [result.code for result in found.values()] == [0, 0], text(found)
     assert not any(result.left for result in found.values()), text(found)

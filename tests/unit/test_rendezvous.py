@@ -154,7 +154,7 @@ def test_places_and_the_secret():
     with pytest.raises(ConfigError, match=r"loopback \(127\.0\.0\.1\), which b at 10\.0\.0\.2:1 cannot reach"):
         rendezvous_client.check(mixed, rendezvous_client.look_up(mixed), "s")
     twice = {"a": "localhost:1", "b": "127.0.0.1:1"}
-    with pytest.raises(ConfigError, match=r"localhost:1 of a and 127\.0\.0\.1:1 of b are the same place"):
+    with pytest.raises(ConfigError, match=r"localhost:1 of a and 127\.0\.0\.1:1 of b are the same address"):
         rendezvous_client.check(twice, rendezvous_client.look_up(twice), "")
 
 
