@@ -138,15 +138,15 @@ class Server:
         settings = config.explicit_settings(os.environ, {})
         limit_s = settings.get("start_timeout_s", config.Config.start_timeout_s)
         library, problem = _mpi()
-        meeting = rendezvous_client.meet(addresses, task, config.secret(os.environ), limit_s, library, problem)
-        self._listener = meeting.listener
-        os.environ.update(meeting.environment)
+        joined = rendezvous_client.rendezvous(addresses, task, config.secret(os.environ), limit_s, library, problem)
+        self._listener = joined.listener
+        os.environ.update(joined.environment)
         try:
-            enter(None, dataclasses.replace(cluster, life=meeting.life), **modes)
+            enter(None, dataclasses.replace(cluster, life=joined.life), **modes)
         finally:
-            for name in meeting.environment:  # not for programs that this one starts
+            for name in joined.environment:  # not for programs that this one starts
                 os.environ.pop(name, None)
-        meeting.up()
+        joined.up()
 
 
 def _mpi() -> tuple[str, str]:

@@ -121,7 +121,9 @@ class _Waiting:
         log.rank_warning(text)
 
 
-def meet(addresses: Mapping[str, str], task: str, secret: str, limit_s: float, mpi: str, problem: str = "") -> Joined:
+def rendezvous(
+    addresses: Mapping[str, str], task: str, secret: str, limit_s: float, mpi: str, problem: str = ""
+) -> Joined:
     """Wait until all tasks have connected, `limit_s` seconds at most.
 
     addresses: of all tasks by name, in rank order. mpi: the MPI of this Python. problem: why this task cannot take

@@ -1,7 +1,7 @@
 """Detects workers that make no request while others wait for them, and reports them to the watcher of the server.
 
 While a server holds answers back, it sends every second the workers that cause this, and the seconds since the last
-request of each (event `holds`, watch/job_state.py). The watcher computes the time limits of the other workers from these.
+request of each (event `holds`, watch/job_state.py). The watcher computes the time limits of the other workers from it.
 A worker that waits at its end cannot warn or end the job itself, so the server does both for it.
 """
 

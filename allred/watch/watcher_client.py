@@ -19,6 +19,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
+from allred import log
 from allred.errors import AllredError, CollectiveTimeout, RemoteRankError
 from allred.watch.records import LARGEST
 
@@ -151,7 +152,7 @@ class WatcherClient:
 
     def _take(self, message: dict[str, Any]) -> None:
         if message["kind"] == "say":
-            _print(message["text"])
+            log.rank_warning(message["text"])
         elif message["kind"] == "release":
             self.released = True
         elif message["kind"] == "linger":
@@ -172,7 +173,7 @@ class WatcherClient:
     def _lost(self) -> None:
         self.close()
         if self._speaks and not self.hushed:
-            _print(
+            log.rank_warning(
                 f"the watcher process on {self._host} is gone; training goes on, but a rank that stalls is now noticed "
                 "by the time limit only, and one that fails ends the others at once"
             )
@@ -310,8 +311,3 @@ def _free_signals() -> tuple[int, int]:
 
 def _is_free(number: int) -> bool:
     return signal.getsignal(number) in (signal.SIG_DFL, signal.SIG_IGN)
-
-
-def _print(text: str) -> None:
-    with contextlib.suppress(OSError):
-        os.write(2, f"allred: {text}\n".encode())
