@@ -59,7 +59,7 @@ class Checkpoint(Hook):
     def begin(self, session: "Session") -> None:
         self._saver.begin(session.step)
         newest = checkpoint.newest(self._saver.directory) if session.is_chief else None
-        if newest is not None and checkpoint.load(newest).step > session.step:
+        if newest is not None and checkpoint.read_manifest(newest).step > session.step:
             report.say(
                 f"Checkpoint: {newest} is of a later step than this training, which begins at step {session.step}; it "
                 "is left alone, but whoever restores from there gets it"

@@ -25,7 +25,7 @@ def run(directory, ranks=2, mpi="mpich", mode="sync", env=None, timeout_s=60, **
 
 
 def steps_in(directory):
-    return [checkpoint.load(path).step for path in checkpoint.steps(directory)]
+    return [checkpoint.read_manifest(path).step for path in checkpoint.list_complete(directory)]
 
 
 @pytest.mark.parametrize("mpi", MPIS)

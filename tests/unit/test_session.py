@@ -154,14 +154,14 @@ def test_checkpoints_that_are_kept(world, tmp_path):
     waits.before_step = lambda session: session._saver.wait()
     with Session(tmp_path, save_steps=2, keep=2, keep_every=10, hooks=[waits]) as session:
         train(session, range(15))
-    assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-00000010", "step-00000014", "step-00000015"]
+    assert [path.name for path in checkpoint.list_complete(tmp_path)] == ["step-00000010", "step-00000014", "step-00000015"]
 
 
 def test_numbers_of_any_kind(world, tmp_path):
     with Session(tmp_path, save_steps=np.int64(2), keep=np.int32(1), max_steps=np.int64(3), hooks=None) as session:
         train(session, [1.0] * 5)
     assert session.step == 3
-    assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-00000003"]
+    assert [path.name for path in checkpoint.list_complete(tmp_path)] == ["step-00000003"]
 
 
 def test_a_state_that_cannot_be_saved_is_named(world, tmp_path, capfd):
@@ -745,9 +745,9 @@ def test_the_best_is_kept(world, tmp_path):
     best, some = Checkpoint(tmp_path / "best", best="loss"), Checkpoint(tmp_path / "some", 2, keep=9)
     with Session(hooks=[best, some, Waits(some)]) as session:
         train(session, [3.0, 1.0, 2.0, 0.5, 0.7])
-    [best] = checkpoint.steps(tmp_path / "best")
-    assert checkpoint.read(best).params["w"].tolist() == [-4, -4]
-    assert [path.name for path in checkpoint.steps(tmp_path / "some")] == ["step-00000002", "step-00000004"]
+    [best] = checkpoint.list_complete(tmp_path / "best")
+    assert checkpoint.read_checkpoint(best).params["w"].tolist() == [-4, -4]
+    assert [path.name for path in checkpoint.list_complete(tmp_path / "some")] == ["step-00000002", "step-00000004"]
     params = {"w": np.zeros(2)}
     with Session(tmp_path / "best", max_steps=4) as session:
         train(session, [1], params)
@@ -764,7 +764,7 @@ def test_the_best_beside_those_of_an_earlier_training(world, tmp_path, capfd):
         train(session, [1.0] * 6)
     with Session(hooks=[Checkpoint(tmp_path, best="loss")]) as session:
         train(session, [3.0, 1.0, 2.0])
-    assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-00000002", "step-00000005"]
+    assert [path.name for path in checkpoint.list_complete(tmp_path)] == ["step-00000002", "step-00000005"]
     assert "step-00000005 is of a later step than this training, which begins at step 0" in capfd.readouterr().err
 
 
@@ -778,7 +778,7 @@ def test_a_best_that_was_not_written_is_not_the_best(world, tmp_path, monkeypatc
     monkeypatch.setattr(checkpoint, "write", fails_once)
     with Session(hooks=[hook, Waits(hook)]) as session:
         train(session, [1.0, 2.0, 3.0])
-    assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-00000002"]
+    assert [path.name for path in checkpoint.list_complete(tmp_path)] == ["step-00000002"]
     assert hook.best == 2.0
 
 
@@ -843,7 +843,7 @@ def test_damaged_checkpoints_are_named(world, tmp_path, capfd, damage):
         train(session, [1, 1])
     with Session(tmp_path, max_steps=4) as session:
         train(session, [1, 1])
-    older, newest = checkpoint.steps(tmp_path)[-2:]
+    older, newest = checkpoint.list_complete(tmp_path)[-2:]
     [shard] = newest.glob("shard-*")
     shard.write_bytes(damage(shard.read_bytes()))
     with Session(tmp_path) as session:
@@ -867,7 +867,7 @@ def test_the_last_checkpoint_of_a_failure_before_a_later_one_that_is_damaged(wor
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     with pytest.raises(ZeroDivisionError), Session(tmp_path) as session:
         train(session, [1, 1, 0], gradient=lambda loss: 1 / loss)
-    assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-00000001", "step-00000003", "step-00000005"]
+    assert [path.name for path in checkpoint.list_complete(tmp_path)] == ["step-00000001", "step-00000003", "step-00000005"]
 
 
 @pytest.mark.parametrize("tracked", [True, False])
