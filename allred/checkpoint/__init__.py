@@ -6,9 +6,9 @@ The package knows no communicator, server or optimizer. All processes must share
     ROOT/step-00000400/shard-00000-of-00002.safetensors           tensors, or pieces of tensors
     ROOT/.step-00000500.5e1f0c.1f2e3d4c.tmp/                      unfinished
 
-To save, one process calls `begin`; every process that holds parameters calls `write_shard`; then the first process calls
-`commit` with all ShardInfos, or `abandon` after an error. `commit` syncs all files to disk and then renames the directory
-to step-...: a process that is killed at any moment leaves the earlier checkpoints unchanged.
+To save, one process calls `begin`; every process that holds parameters calls `write_shard`; then the first process
+calls `commit` with all ShardInfos, or `abandon` after an error. `commit` syncs all files to disk and then renames the
+directory to step-...: a process that is killed at any moment leaves the earlier checkpoints unchanged.
 
     directory = checkpoint.begin(root, step=400)
     shards = [checkpoint.write_shard(directory, 0, 1, [checkpoint.whole("w", w), checkpoint.whole("w", m, slot="m")])]
@@ -24,7 +24,7 @@ from allred.checkpoint.shard import ShardInfo, write_shard
 from allred.checkpoint.writing import abandon, begin, commit, write
 
 __all__ = [
-    *("Entry", "Manifest", "SavedTensors", "ShardInfo", "abandon", "begin", "commit", "has", "list_complete", "newest"),
-    *("pickled_extra", "pickled_state", "pop_extra", "prune", "read_checkpoint", "read_manifest", "read_newest"),
-    *("unpickle_state", "verify", "whole", "write", "write_shard"),
-]
+    "Entry", "Manifest", "SavedTensors", "ShardInfo", "abandon", "begin", "commit", "has", "list_complete", "newest",
+    "pickled_extra", "pickled_state", "pop_extra", "prune", "read_checkpoint", "read_manifest", "read_newest",
+    "unpickle_state", "verify", "whole", "write", "write_shard",
+]  # fmt: skip

@@ -187,6 +187,7 @@ def _check_ranges(who: str, pieces: list[tuple[str, Entry]]) -> None:
             where = "in no shard" if covered < start else "in two shards"
             raise CheckpointError(
                 f"{who}: elements {min(covered, start)} to {max(covered, start)} of {tensor.title}, {tensor.dtype} "
-                f"{tensor.shape}, are {where}, between {previous} and {file}; expected each element in exactly one shard"
+                f"{tensor.shape}, are {where}, between {previous} and {file}; expected each element in exactly one "
+                "shard"
             )
         covered, previous = stop, file

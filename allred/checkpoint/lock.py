@@ -1,9 +1,9 @@
 """Locks of unfinished checkpoints: whether the writer of one is dead, so that its files may be deleted.
 
-1  The name of the directory contains the boot id of the kernel. `claim`, called by `begin`, creates manifest.json in the
-   directory, locks it (flock), and then writes the name of the writer into it.
-2  The kernel releases the lock when the process ends, in every case. `commit` writes the manifest into the same file: the
-   lock is held until after the rename, and no lock file remains.
+1  The name of the directory contains the boot id of the kernel. `claim`, called by `begin`, creates manifest.json in
+   the directory, locks it (flock), and then writes the name of the writer into it.
+2  The kernel releases the lock when the process ends, in every case. `commit` writes the manifest into the same file:
+   the lock is held until after the rename, and no lock file remains.
 3  `is_dead` returns True if the file is not empty, has no lock, and is from this boot of this host, where flock is
    reliable.
 4  The directory is created and claimed with a shared lock of the root. With the exclusive lock of the root, a directory
@@ -68,7 +68,7 @@ def _lock_root(root: pathlib.Path, operation: int) -> Iterator[bool]:
 
 
 def exclude_claims(root: pathlib.Path) -> contextlib.AbstractContextManager[bool]:
-    """Block `claim` of other processes on this host, and yield whether that succeeded. Does not wait. Raises OSError."""
+    """Block `claim` of other processes on this host; yield whether that succeeded. Does not wait. Raises OSError."""
     return _lock_root(root, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 

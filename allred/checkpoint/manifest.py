@@ -2,8 +2,8 @@
 
     {"format": "allred checkpoint", "version": 1, "step": 400, "time": ..., "meta": {}, "shards": [], "checksum": ""}
 
-The checksum is CRC-32 of the other fields, as JSON with sorted keys and without spaces. Every version of the format must
-keep the fields `format`, `version` and `checksum`: then a newer version is not reported as damage.
+The checksum is CRC-32 of the other fields, as JSON with sorted keys and without spaces. Every version of the format
+must keep the fields `format`, `version` and `checksum`: then a newer version is not reported as damage.
 """
 
 import dataclasses

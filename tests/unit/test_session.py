@@ -154,7 +154,11 @@ def test_checkpoints_that_are_kept(world, tmp_path):
     waits.before_step = lambda session: session._saver.wait()
     with Session(tmp_path, save_steps=2, keep=2, keep_every=10, hooks=[waits]) as session:
         train(session, range(15))
-    assert [path.name for path in checkpoint.list_complete(tmp_path)] == ["step-00000010", "step-00000014", "step-00000015"]
+    assert [path.name for path in checkpoint.list_complete(tmp_path)] == [
+        "step-00000010",
+        "step-00000014",
+        "step-00000015",
+    ]
 
 
 def test_numbers_of_any_kind(world, tmp_path):
@@ -867,7 +871,11 @@ def test_the_last_checkpoint_of_a_failure_before_a_later_one_that_is_damaged(wor
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     with pytest.raises(ZeroDivisionError), Session(tmp_path) as session:
         train(session, [1, 1, 0], gradient=lambda loss: 1 / loss)
-    assert [path.name for path in checkpoint.list_complete(tmp_path)] == ["step-00000001", "step-00000003", "step-00000005"]
+    assert [path.name for path in checkpoint.list_complete(tmp_path)] == [
+        "step-00000001",
+        "step-00000003",
+        "step-00000005",
+    ]
 
 
 @pytest.mark.parametrize("tracked", [True, False])
