@@ -1,12 +1,12 @@
-"""What a person sees of a training while it runs: one line that changes on a terminal, plain lines in a log.
+"""Progress display: one updated line on a terminal, plain lines elsewhere.
 
     step 20, loss = 37.97, accuracy = 0.91 (18758.3 examples/sec; 0.005 sec/batch)
 
-The line on a terminal is drawn by rich, which is imported only there. Nothing here runs in a thread, and the cursor
-stays visible, so that a process that is killed leaves the terminal as it was.
+rich draws the line on a terminal, and is imported only there. No thread is used and the cursor stays visible, so a
+killed process leaves the terminal usable.
 
-Under mpirun a rank's stderr is a pipe to it. Where mpirun's own is a terminal, the line goes through that pipe: if
-a rank wrote to the terminal itself, it would now and then erase a line of mpirun's of which the end is not yet written.
+Under mpirun the stderr of a rank is a pipe. If the stderr of mpirun is a terminal, the line goes through that pipe: a
+rank that wrote to the terminal directly would sometimes erase an incomplete line of mpirun.
 """
 
 import contextlib
@@ -18,41 +18,45 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NoReturn, Protocol, TextIO
 
-from allred.session.rates import Rates
+from allred.session.throughput import Rates
 from allred.watch import state
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-_REFRESH_S = 0.1  # on a terminal
+_REFRESH_S = 0.1
 
 
 class Display(Protocol):
-    """Where progress is shown. After an error of its stream, such as one that is closed, it stays silent."""
+    """Shows progress. Writes nothing more after an error of its stream, such as a closed one."""
 
     def show(self, step: int, max_steps: int | None, values: Mapping[str, float], rates: Rates) -> None:
-        """The training has come to the global step `step`, of `max_steps` or of no known number.
+        """Show that training has reached the global step `step`, of `max_steps` if known.
 
         Arguments:
-            values: what to show, in this order, "loss" first. Names are any text.
-            rates: is read now.
+            values: the values to show, in this order, but "loss" first. Names are any text.
+            rates: the throughput.
         """
 
     def say(self, text: str) -> None:
-        """A line, or several, above the progress line."""
+        """Print one or more lines above the progress line."""
 
     def close(self) -> None:
-        """The last line stays as it is; other output goes on below it. May be called twice."""
+        """End the progress line; other output continues below it. May be called twice."""
 
 
 def display(stream: TextIO | None = None) -> Display:
-    """A progress line where the stream is a terminal, or is stderr and leads through mpirun to one; else plain lines.
+    """Return a display: a progress line if the stream is a terminal, or a pipe to mpirun on one; else plain lines.
 
-    Plain also where rich is not installed, TERM is empty or "dumb", or NO_COLOR is set (no-color.org).
+    Lines are plain also if rich is not installed, TERM is empty or "dumb", or NO_COLOR is set (no-color.org).
 
     Arguments:
-        stream: default: stderr, where all of allred's lines for a person go. Not closed.
+        stream: default stderr. It is not closed.
+
+        progress = allred.session.display()
+        progress.show(20, 100, {"loss": 0.25}, rates)
+        progress.close()
     """
     where = sys.stderr if stream is None else stream
     terminal = _terminal(where)
@@ -66,7 +70,7 @@ def display(stream: TextIO | None = None) -> Display:
 
 
 def plain_line(step: int, values: Mapping[str, float], rates: Rates) -> str:
-    """The line of a log.
+    """Return the line for a log.
 
     >>> now = iter([0.0, 0.0533])
     >>> rates = Rates(clock=lambda: next(now))
@@ -75,26 +79,26 @@ def plain_line(step: int, values: Mapping[str, float], rates: Rates) -> str:
     >>> plain_line(20, {"loss": 37.967, "accuracy": 0.91}, rates)
     'step 20, loss = 37.97, accuracy = 0.91 (18761.7 examples/sec; 0.005 sec/batch)'
     """
-    pace = []
+    throughput = []
     if (examples := rates.examples_per_s) is not None:
-        pace.append(f"{examples:.1f} examples/sec")
+        throughput.append(f"{examples:.1f} examples/sec")
     if (seconds := rates.s_per_batch) is not None:
-        pace.append(f"{_seconds(seconds)} sec/batch")
-    what = ", ".join([f"step {step}", *_values(values)])
-    return f"{what} ({'; '.join(pace)})" if pace else what
+        throughput.append(f"{_seconds(seconds)} sec/batch")
+    line = ", ".join([f"step {step}", *_values(values)])
+    return f"{line} ({'; '.join(throughput)})" if throughput else line
 
 
-def number(value: float) -> str:
-    """A value as people read it: two decimals; four digits where it is small, or very large.
+def format_value(value: float) -> str:
+    """Format a value with two decimals, or with four digits if it is small or very large.
 
-    >>> [number(value) for value in (37.967, 2.0, 0.0012345, 0.91, 1e9, float("nan"), -0.5)]
+    >>> [format_value(value) for value in (37.967, 2.0, 0.0012345, 0.91, 1e9, float("nan"), -0.5)]
     ['37.97', '2.00', '0.001234', '0.91', '1e+09', 'nan', '-0.5']
     """
     return f"{value:.2f}" if 1 <= abs(value) < 1e6 else f"{value:.4g}"
 
 
 class PlainDisplay:
-    """A line for each `show`. See Display for its methods."""
+    """Prints a line for each `show`. See Display."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -107,9 +111,9 @@ class PlainDisplay:
         if self._silent:
             return
         try:
-            self._stream.write(_encodable(f"{text}\n", self._stream))  # print would write the end of the line apart
+            self._stream.write(_encodable(f"{text}\n", self._stream))  # print() would write the newline separately
             self._stream.flush()
-        except (OSError, ValueError, AttributeError):  # gone, full, or closed: no reason to end a training
+        except (OSError, ValueError, AttributeError):  # deleted, full or closed: training continues
             self._silent = True
 
     def close(self) -> None:
@@ -117,15 +121,15 @@ class PlainDisplay:
 
 
 class TerminalDisplay:
-    """One line by rich, drawn anew at most ten times a second. See Display for its methods.
+    """One line drawn by rich, at most ten times a second. See Display.
 
-    Meanwhile what Python writes to stdout and stderr goes above the line, where these are the same file. What
-    others write (ranks, watchers, C) appears behind the line, and stays if it is written with its end at once: print
-    does so to stdout, and not to stderr.
+    Output of Python to stdout and stderr goes above the line, if these are the same file. Output of other writers
+    (ranks, watchers, C code) appears behind the line, and remains if it is written together with its newline: print()
+    does so on stdout, and not on stderr.
 
     Arguments:
-        stream: where to write.
-        terminal: a descriptor of the terminal to which that leads; `close` closes it.
+        stream: the output stream.
+        terminal: a descriptor of the terminal that the stream leads to; `close` closes it.
 
     Raises:
         ImportError: rich is not installed.
@@ -138,7 +142,7 @@ class TerminalDisplay:
         self._progress: Progress | None = None
         self._columns = (
             rich.progress.TextColumn("{task.fields[text]}", markup=False),
-            rich.progress.BarColumn(bar_width=20),  # the last: where a row is too narrow, the text is what counts
+            rich.progress.BarColumn(bar_width=20),  # last, so that a narrow terminal shows the text
         )
         self._closed = False
         self._drawn = float("-inf")
@@ -146,10 +150,10 @@ class TerminalDisplay:
     def show(self, step: int, max_steps: int | None, values: Mapping[str, float], rates: Rates) -> None:
         if self._closed:
             return
-        with self._ended_by_errors():
+        with self._close_on_errors():
             progress = self._progress or self._start()
             count = f"step {step}/{max_steps}" if max_steps is not None else f"step {step}"
-            text = _encodable("  ".join([count, *_values(values), *_pace(max_steps, rates)]), self._stream)
+            text = _encodable("  ".join([count, *_values(values), *_throughput(max_steps, rates)]), self._stream)
             progress.update(progress.task_ids[0], total=max_steps, completed=step, text=text, visible=True)
             now = time.perf_counter()
             if now - self._drawn >= _REFRESH_S:
@@ -160,7 +164,7 @@ class TerminalDisplay:
     def say(self, text: str) -> None:
         if self._closed:
             return
-        with self._ended_by_errors():
+        with self._close_on_errors():
             progress = self._progress or self._start()
             progress.console.print(_encodable(text, self._stream))
 
@@ -171,20 +175,20 @@ class TerminalDisplay:
         if self._progress is not None:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError, ValueError):
-                    stream.flush()  # rich would drop a line that has no end yet
+                    stream.flush()  # rich would drop an incomplete line
             with contextlib.suppress(OSError, ValueError):
-                self._progress.stop()  # draws the line once more
+                self._progress.stop()  # draws the line a last time
         os.close(self._terminal)
 
     def _start(self) -> "Progress":
-        """Not before there is something to show: from now on other output goes through rich."""
+        """Start rich, at the first output: from now on other output of this process goes through rich."""
         import rich.console
         import rich.progress
 
         console = rich.console.Console(
             file=self._stream, force_terminal=True, markup=False, emoji=False, highlight=False, soft_wrap=True
         )
-        console.on_broken_pipe = _reraise  # type: ignore[method-assign]  # its own ends the program
+        console.on_broken_pipe = _reraise  # type: ignore[method-assign]  # the default ends the program
         self._fit(console)
         self._progress = rich.progress.Progress(
             *self._columns, console=console, auto_refresh=False,
@@ -197,13 +201,13 @@ class TerminalDisplay:
         return self._progress
 
     def _fit(self, console: "Console") -> None:
-        """rich would ask stdin, stdout and stderr for the size, which may be pipes, or lead elsewhere."""
+        """Set the size: rich would ask stdin, stdout and stderr, which may not be this terminal."""
         columns, rows = os.get_terminal_size(self._terminal)
         if columns > 0:
             console.size = (columns, rows)
 
     @contextlib.contextmanager
-    def _ended_by_errors(self) -> Iterator[None]:
+    def _close_on_errors(self) -> Iterator[None]:
         try:
             yield
         except (OSError, ValueError):
@@ -211,15 +215,15 @@ class TerminalDisplay:
 
 
 def _values(values: Mapping[str, float]) -> list[str]:
-    names = sorted(values, key=lambda name: name != "loss")  # else in their order
-    return [f"{_on_one_line(name)} = {number(values[name])}" for name in names]
+    names = sorted(values, key=lambda name: name != "loss")
+    return [f"{_printable(name)} = {format_value(values[name])}" for name in names]
 
 
-def _on_one_line(name: str) -> str:
+def _printable(name: str) -> str:
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in name)
 
 
-def _pace(max_steps: int | None, rates: Rates) -> Iterator[str]:
+def _throughput(max_steps: int | None, rates: Rates) -> Iterator[str]:
     if (examples := rates.examples_per_s) is not None:
         yield f"{examples:.1f} examples/s"
     if (seconds := rates.s_per_batch) is not None:
@@ -235,7 +239,7 @@ def _seconds(value: float) -> str:
 
 
 def _terminal(stream: TextIO) -> int | None:
-    """A new descriptor of the terminal that the stream leads to, directly or through mpirun; None if there is none."""
+    """Return a new descriptor of the terminal that the stream leads to, directly or through mpirun; else None."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb").lower() in ("dumb", "unknown", ""):
         return None
     with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -262,6 +266,6 @@ def _same_file(one: TextIO, other: TextIO) -> bool:
 
 
 def _encodable(text: str, stream: TextIO) -> str:
-    """The text, with Python's escapes for what the stream cannot write."""
+    """Return the text with Python's escapes for characters that the stream cannot encode."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -1,11 +1,11 @@
-"""How fast a training is now: over the last seconds, not since its start. Knows no communicator; the clock is given."""
+"""Throughput of training over the last seconds: examples per second, seconds per step, communication, time left."""
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-_PARTS = 100  # of the window: what is forgotten at once
+_PARTS = 100  # the window consists of at most about this many parts; the oldest is dropped
 
 
 class _Part(NamedTuple):
@@ -16,15 +16,15 @@ class _Part(NamedTuple):
 
 
 class Rates:
-    """Examples and seconds of the latest steps.
+    """Measures the throughput of the latest steps.
 
-    `record` is called at the end of every step. The first one only starts the clock, as does the first after `pause`:
-    what came before it was not, or not only, training. The global step may have advanced by more than one since the
-    call before (with parameter servers other workers' updates count, too), or have gone back, which is a pause.
+    Call `record` at the end of every step. The first call only starts the clock, as does the first call after `pause`.
+    The global step may increase by more than one between two calls (with parameter servers it counts the updates of all
+    workers). A decrease counts as a pause.
 
     Arguments:
-        window_s: seconds of training that the rates are of; long steps: at least the last one.
-        clock: a clock that never goes back, in seconds.
+        window_s: seconds of training that are averaged; at least one step.
+        clock: a monotonic clock, in seconds.
 
     >>> now = iter([0.0, 0.5, 1.0])
     >>> rates = Rates(clock=lambda: next(now))
@@ -40,15 +40,15 @@ class Rates:
         self._parts: deque[_Part] = deque()
         self._seconds = 0.0  # of all parts
         self._step = 0
-        self._since: float | None = None  # when the step before ended; None: there was a pause
+        self._since: float | None = None  # the end of the previous step; None after a pause
 
     def record(self, step: int, examples: int, waited_s: float = 0.0) -> None:
-        """A step has ended.
+        """Record the end of a step.
 
         Arguments:
-            step: the global step, with this one.
-            examples: of all ranks, since the call before; 0 where they are not known.
-            waited_s: seconds that this rank has spent in communication since the call before.
+            step: the global step, this one included.
+            examples: examples of all ranks since the previous call; 0 if unknown.
+            waited_s: seconds of communication of this rank since the previous call.
         """
         now, before, advanced = self._clock(), self._since, step - self._step
         self._since, self._step = now, step
@@ -64,31 +64,31 @@ class Rates:
             self._seconds = _sum(self._parts).seconds
 
     def pause(self) -> None:
-        """What comes now is no training (a checkpoint, an evaluation): time does not count until the next `record`."""
+        """Exclude the time until the next `record`: a checkpoint or an evaluation."""
         self._since = None
 
     @property
     def examples_per_s(self) -> float | None:
-        """Examples of all ranks in a second; None while it is not known."""
+        """Examples per second of all ranks; None while unknown."""
         total = _sum(self._parts)
         return total.examples / total.seconds if total.examples and total.seconds > 0 else None
 
     @property
     def s_per_batch(self) -> float | None:
-        """Seconds for one global step; None while it is not known."""
+        """Seconds per global step; None while unknown."""
         total = _sum(self._parts)
         return total.seconds / total.steps if total.steps else None
 
     @property
     def communication_share(self) -> float | None:
-        """Of a step, the part that this rank is in communication: 0 to 1; None while it is not known."""
+        """The share of the time that this rank spends in communication, 0 to 1; None while unknown."""
         total = _sum(self._parts)
         return min(total.waited_s / total.seconds, 1.0) if total.seconds > 0 else None
 
     def eta_s(self, max_steps: int | None) -> float | None:
-        """Seconds of training until the global step is `max_steps`; None without a last step, or while not known."""
-        pace = self.s_per_batch
-        return None if pace is None or max_steps is None else pace * max(max_steps - self._step, 0)
+        """Seconds until the global step is `max_steps`; None while unknown, or if `max_steps` is None."""
+        seconds = self.s_per_batch
+        return None if seconds is None or max_steps is None else seconds * max(max_steps - self._step, 0)
 
 
 def _sum(parts: Iterable[_Part]) -> _Part:
