@@ -42,9 +42,9 @@ from allred.session import (
     Summary,
     final_checkpoint,
 )
-from allred.session.signals import StopSignals
-from allred.session.saver import Saver
 from allred.session.coordination import StepMetrics
+from allred.session.saver import Saver
+from allred.session.signals import StopSignals
 
 
 @pytest.fixture
