@@ -1,13 +1,12 @@
 """The training loop: checkpoints and resuming, hooks, logging, and the end of training on all ranks."""
 
 from allred.session.average import Averaging, MovingAverage
-from allred.session.checkpoint_hook import Checkpoint
 from allred.session.hooks import EarlyStopping, GlobalStepWaiter, Hook, NanLoss, Notify, Outcome, StopAtStep
 from allred.session.logging_hooks import Logging, StepCounter, Summary
-from allred.session.progress import display
+from allred.session.progress import Rates, display
+from allred.session.saver import Checkpoint
 from allred.session.session import Session
 from allred.session.summary import SummaryWriter
-from allred.session.throughput import Rates
 
 __all__ = [
     "Averaging", "Checkpoint", "EarlyStopping", "GlobalStepWaiter", "Hook", "Logging", "MovingAverage", "NanLoss",

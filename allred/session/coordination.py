@@ -1,4 +1,7 @@
-"""Communication between the ranks of a session: settings at its start, a report of each step, waits at its end.
+"""Coordination of the ranks of a session: stop signals, settings at the start, a report of each step, waits at the end.
+
+Stop signals are SIGTERM, SIGUSR1 (sent by batch systems before their time limit), and one Ctrl-C. The handler records
+the signal, and all ranks end the loop after a step. A second Ctrl-C raises KeyboardInterrupt.
 
 The report is one small allreduce: the logged values, averaged by examples, and the requests to stop or to save. All
 ranks must log the same names, `examples` included: they are the operation's name, so a difference is a MismatchError.
@@ -6,7 +9,10 @@ ranks must log the same names, `examples` included: they are the operation's nam
 
 import contextlib
 import math
-from collections.abc import Iterator
+import os
+import signal
+import types
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,12 +24,53 @@ from allred.errors import AllredError, InputError, MismatchError
 from allred.modes.detect.batch_arguments import arguments_of, difference
 from allred.modes.optimizer import DistributedOptimizer
 from allred.session.session_state import random_states
-from allred.session.signals import SIGNALS
 from allred.watch.wait import watched
 
 NO_LIMIT_S = 1e9
 OTHER_RANK = "another rank asked"
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _REASONS = (*(number.name for number in SIGNALS), OTHER_RANK)  # the stop reasons that other ranks receive
+
+
+class StopSignals:
+    """Handlers of the stop signals. `reason`: the name of the first signal, "" before."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self._on_signal: Callable[[], None] = lambda: None
+        self._previous: dict[int, Any] = {}
+        self._process = os.getpid()
+
+    def install(self) -> None:
+        """Install the handlers. Has no effect outside of the main thread, and for signals that the program ignores
+        (nohup, background jobs) or handles in C."""
+        with contextlib.suppress(ValueError):
+            for number in SIGNALS:
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    self._previous[number] = signal.signal(number, self._handle)
+
+    def notify(self, on_signal: Callable[[], None]) -> None:
+        """Call `on_signal` in the handler of each signal; at once if a signal was received before."""
+        self._on_signal = on_signal
+        if self.reason:
+            on_signal()
+
+    def restore(self) -> None:
+        """Restore the previous handlers."""
+        for number, handler in self._previous.items():
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, handler)
+        self._previous = {}
+
+    def _handle(self, number: int, frame: types.FrameType | None) -> None:
+        if os.getpid() != self._process:  # a forked process, such as a data loader: the previous handler applies
+            signal.signal(number, self._previous.get(number) or signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        self.reason = self.reason or signal.Signals(number).name
+        if number == signal.SIGINT:
+            signal.signal(number, self._previous[number])
+        self._on_signal()
 
 
 class StepReport(NamedTuple):

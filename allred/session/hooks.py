@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import operator
 import subprocess
 import time
 from collections.abc import Sequence
@@ -11,10 +12,24 @@ from typing import Any, Protocol
 from allred.cluster import report, topology
 from allred.errors import InputError, NonFiniteError
 from allred.modes.optimizer import DistributedOptimizer
-from allred.session.saver import Saver, check_integer
-from allred.session.throughput import Rates
+from allred.session.progress import Rates
 
 _WARN_AFTER_STEPS = 20  # without the value that a hook needs
+
+
+def check_integer(title: str, value: Any, least: int) -> int:
+    """Return `value` as an int. Raises InputError, which begins with `title`, unless it is an integer >= `least`.
+
+    >>> check_integer("Session: keep", 5, 1)
+    5
+    """
+    try:
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise InputError(f"{title} must be an integer >= {least}, but is {value!r}")
+    return number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +80,8 @@ class SessionView(Protocol):
     def request_stop(self, reason: str = "stopped", everywhere: bool = False) -> None:
         """End the loop. everywhere: all ranks call this after the same step."""
 
-    def save_by(self, saver: Saver) -> None:
-        """Write a checkpoint of the current state with this Saver. Only on the chief, after a step."""
+    def save_by(self, saver: Any) -> None:
+        """Write a checkpoint of the current state with this saver.Saver. Only on the chief, after a step."""
 
 
 class Hook:

@@ -8,9 +8,8 @@ from allred import nest
 from allred.arrays import as_host_array
 from allred.cluster import report
 from allred.errors import InputError
-from allred.session.hooks import Hook, Outcome, SessionView, StopAtStep
+from allred.session.hooks import Hook, Outcome, SessionView, StopAtStep, check_integer
 from allred.session.progress import Display, PlainDisplay, display
-from allred.session.saver import check_integer
 from allred.session.summary import SummaryWriter
 
 

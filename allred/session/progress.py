@@ -1,4 +1,4 @@
-"""Progress display: one updated line on a terminal, plain lines elsewhere.
+"""Progress of training: its throughput, and the display: one updated line on a terminal, plain lines elsewhere.
 
     step 20, loss = 37.97, accuracy = 0.91 (18758.3 examples/sec; 0.005 sec/batch)
 
@@ -15,10 +15,10 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NoReturn, Protocol, TextIO
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TextIO
 
-from allred.session.throughput import Rates
 from allred.watch import state
 
 if TYPE_CHECKING:
@@ -26,27 +26,97 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 _REFRESH_S = 0.1
+_PARTS = 100  # the window consists of at most about this many parts; the oldest is dropped
 
 
-class Display(Protocol):
-    """Shows progress. Writes nothing more after an error of its stream, such as a closed one."""
+class _Part(NamedTuple):
+    seconds: float = 0.0
+    steps: int = 0
+    examples: int = 0
+    waited_s: float = 0.0
 
-    def show(self, step: int, max_steps: int | None, values: Mapping[str, float], rates: Rates) -> None:
-        """Show that training has reached the global step `step`, of `max_steps` if known.
+
+class Rates:
+    """Measures the throughput of the latest steps.
+
+    Call `record` at the end of every step. The first call only starts the clock, as does the first call after `pause`.
+    The global step may increase by more than one between two calls (with parameter servers it counts the updates of all
+    workers). A decrease counts as a pause.
+
+    Arguments:
+        window_s: seconds of training that are averaged; at least one step.
+        clock: a monotonic clock, in seconds.
+
+    >>> now = iter([0.0, 0.5, 1.0])
+    >>> rates = Rates(clock=lambda: next(now))
+    >>> for step in (1, 2, 3):
+    ...     rates.record(step, examples=64, waited_s=0.125)
+    >>> rates.examples_per_s, rates.s_per_batch, rates.communication_share, rates.eta_s(max_steps=13)
+    (128.0, 0.5, 0.25, 5.0)
+    """
+
+    def __init__(self, window_s: float = 10.0, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._window_s = window_s
+        self._clock = clock
+        self._parts: deque[_Part] = deque()
+        self._seconds = 0.0  # of all parts
+        self._step = 0
+        self._since: float | None = None  # the end of the previous step; None after a pause
+
+    def record(self, step: int, examples: int, waited_s: float = 0.0) -> None:
+        """Record the end of a step.
 
         Arguments:
-            values: the values to show, in this order, but "loss" first. Names are any text.
-            rates: the throughput.
+            step: the global step, this one included.
+            examples: examples of all ranks since the previous call; 0 if unknown.
+            waited_s: seconds of communication of this rank since the previous call.
         """
+        now, before, advanced = self._clock(), self._since, step - self._step
+        self._since, self._step = now, step
+        if before is None or advanced < 1:
+            return
+        part = _Part(now - before, advanced, examples, waited_s)
+        self._seconds += part.seconds
+        if self._parts and self._parts[-1].seconds < self._window_s / _PARTS:
+            part = _sum([self._parts.pop(), part])
+        self._parts.append(part)
+        while len(self._parts) > 1 and self._seconds - self._parts[0].seconds >= self._window_s:
+            self._parts.popleft()
+            self._seconds = _sum(self._parts).seconds
 
-    def say(self, text: str) -> None:
-        """Print one or more lines above the progress line."""
+    def pause(self) -> None:
+        """Exclude the time until the next `record`: a checkpoint or an evaluation."""
+        self._since = None
 
-    def close(self) -> None:
-        """End the progress line; other output continues below it. May be called twice."""
+    @property
+    def examples_per_s(self) -> float | None:
+        """Examples per second of all ranks; None while unknown."""
+        total = _sum(self._parts)
+        return total.examples / total.seconds if total.examples and total.seconds > 0 else None
+
+    @property
+    def s_per_batch(self) -> float | None:
+        """Seconds per global step; None while unknown."""
+        total = _sum(self._parts)
+        return total.seconds / total.steps if total.steps else None
+
+    @property
+    def communication_share(self) -> float | None:
+        """The share of the time that this rank spends in communication, 0 to 1; None while unknown."""
+        total = _sum(self._parts)
+        return min(total.waited_s / total.seconds, 1.0) if total.seconds > 0 else None
+
+    def eta_s(self, max_steps: int | None) -> float | None:
+        """Seconds until the global step is `max_steps`; None while unknown, or if `max_steps` is None."""
+        seconds = self.s_per_batch
+        return None if seconds is None or max_steps is None else seconds * max(max_steps - self._step, 0)
 
 
-def display(stream: TextIO | None = None) -> Display:
+def _sum(parts: Iterable[_Part]) -> _Part:
+    return _Part(*map(sum, zip(_Part(), *parts, strict=True)))
+
+
+def display(stream: TextIO | None = None) -> "Display":
     """Return a display: a progress line if the stream is a terminal, or a pipe to mpirun on one; else plain lines.
 
     Lines are plain also if rich is not installed, TERM is empty or "dumb", or NO_COLOR is set (no-color.org).
@@ -98,16 +168,18 @@ def format_value(value: float) -> str:
 
 
 class PlainDisplay:
-    """Prints a line for each `show`. See Display."""
+    """Prints a line for each `show`. After an error of the stream, such as a closed one, it prints nothing more."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._silent = False
 
     def show(self, step: int, max_steps: int | None, values: Mapping[str, float], rates: Rates) -> None:
+        """Print the global step and the values, "loss" first. Names are any text."""
         self.say(plain_line(step, values, rates))
 
     def say(self, text: str) -> None:
+        """Print one or more lines."""
         if self._silent:
             return
         try:
@@ -117,11 +189,11 @@ class PlainDisplay:
             self._silent = True
 
     def close(self) -> None:
-        pass
+        """Do nothing: the lines are complete."""
 
 
 class TerminalDisplay:
-    """One line drawn by rich, at most ten times a second. See Display.
+    """One line drawn by rich, at most ten times a second. After an error of the stream it draws nothing more.
 
     Output of Python to stdout and stderr goes above the line, if these are the same file. Output of other writers
     (ranks, watchers, C code) appears behind the line, and remains if it is written together with its newline: print()
@@ -148,6 +220,7 @@ class TerminalDisplay:
         self._drawn = float("-inf")
 
     def show(self, step: int, max_steps: int | None, values: Mapping[str, float], rates: Rates) -> None:
+        """Show the global step, of `max_steps` if known, and the values, "loss" first. Names are any text."""
         if self._closed:
             return
         with self._close_on_errors():
@@ -162,6 +235,7 @@ class TerminalDisplay:
                 progress.refresh()
 
     def say(self, text: str) -> None:
+        """Print one or more lines above the progress line."""
         if self._closed:
             return
         with self._close_on_errors():
@@ -169,6 +243,7 @@ class TerminalDisplay:
             progress.console.print(_encodable(text, self._stream))
 
     def close(self) -> None:
+        """End the progress line; other output continues below it. May be called twice."""
         if self._closed:
             return
         self._closed = True
@@ -212,6 +287,9 @@ class TerminalDisplay:
             yield
         except (OSError, ValueError):
             self.close()
+
+
+Display = PlainDisplay | TerminalDisplay
 
 
 def _values(values: Mapping[str, float]) -> list[str]:

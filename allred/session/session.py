@@ -25,13 +25,11 @@ from allred.comm import functions, join
 from allred.errors import InputError, ShutdownError
 from allred.modes.optimizer import DistributedOptimizer
 from allred.session import coordination, final_checkpoint
-from allred.session.checkpoint_hook import check_directories
 from allred.session.hooks import Hook
 from allred.session.logging_hooks import all_hooks
-from allred.session.saver import Saver, check_path
+from allred.session.progress import Rates
+from allred.session.saver import Saver, check_directories, check_path
 from allred.session.session_state import SessionState
-from allred.session.signals import StopSignals
-from allred.session.throughput import Rates
 from allred.watch import exit_callbacks
 
 T = TypeVar("T")
@@ -86,7 +84,7 @@ class Session:
         self._optimizer: DistributedOptimizer | None = None
         self._state: SessionState = None  # type: ignore[assignment]  # set by `track`
         self._wait_s = wait_for_chief_s
-        self._signals, self._metrics = StopSignals(), coordination.StepMetrics()
+        self._signals, self._metrics = coordination.StopSignals(), coordination.StepMetrics()
         self._stop_reason, self._stop_request = "", ""  # why the loop ends; why this rank asks for it
         self._in_step = self._entered = self._done = False
         self._outer_error: BaseException | None = None  # the exception that was being handled when the session began

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import allred
-from allred.client.message import pack, unpack
+from allred.client.call import pack, unpack
 from allred.cluster import device
 from allred.cluster.device import Place
 from allred.compat import tf1

@@ -44,7 +44,7 @@ from allred.session import (
 )
 from allred.session.coordination import StepMetrics
 from allred.session.saver import Saver
-from allred.session.signals import StopSignals
+from allred.session.coordination import StopSignals
 
 
 @pytest.fixture

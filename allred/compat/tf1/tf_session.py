@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from allred.client.session import ClientSession, connect
+from allred.client.client_session import ClientSession, connect
 from allred.compat.tf1.ignored_arguments import warn_ignored
 from allred.errors import InputError
 from allred.ps import variable
