@@ -4,8 +4,8 @@
 While it waits for one task it also receives the results of the others, because a task waits until its result has been
 received. `serve` is a task's end, in `Server.join()`: it runs one function after the other.
 
-A call is a message with the name of the function, and one with (function, args, kwargs). The answer is a message with
-(returned, message, traceback), and one with the result or the exception.
+A call consists of the name of the function and of (function, args, kwargs). The answer consists of (returned, message,
+traceback) and of the result or the exception. Each part is pickled separately.
 """
 
 import sys

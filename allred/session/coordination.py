@@ -87,7 +87,7 @@ class StepMetrics:
     """The values that this rank logs in one step."""
 
     def __init__(self) -> None:
-        self._values: dict[str, float] = {}
+        self._values: dict[str, float] = {}  # of the current micro-batch
         self._examples: float | None = None
         self._micro_batches: list[tuple[dict[str, float], float | None]] = []  # the earlier ones of this step
 
