@@ -42,9 +42,8 @@ from allred.session import (
     Summary,
     final_checkpoint,
 )
-from allred.session.coordination import StepMetrics
+from allred.session.coordination import StepMetrics, StopSignals
 from allred.session.saver import Saver
-from allred.session.coordination import StopSignals
 
 
 @pytest.fixture
