@@ -111,7 +111,9 @@ class Hook:
 
 
 class StopAtStep(Hook):
-    """Stops at the global step `last_step`, as Session(max_steps=...) does. Raises InputError."""
+    """Stops at the global step `last_step`, as Session(max_steps=...) does: hooks=[StopAtStep(10_000)].
+
+    Raises InputError unless last_step is an integer >= 1."""
 
     def __init__(self, last_step: int) -> None:
         self.last_step = check_integer("StopAtStep: last_step", last_step, 1)

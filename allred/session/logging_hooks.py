@@ -43,7 +43,7 @@ class Logging(Hook):
 
         step 20, loss = 37.97 (18758.3 examples/sec; 0.005 sec/batch)
 
-    stream: default stderr. Raises InputError.
+    stream: default stderr. Raises InputError unless every_steps is an integer >= 1.
     """
 
     def __init__(self, every_steps: int = 100, stream: TextIO | None = None) -> None:
@@ -66,7 +66,9 @@ class Logging(Hook):
 
 
 class StepCounter(Hook):
-    """Prints steps and examples per second every `every_steps` steps. Raises InputError."""
+    """Prints steps and examples per second every `every_steps` steps: hooks=[StepCounter(1000)].
+
+    Raises InputError unless every_steps is an integer >= 1."""
 
     def __init__(self, every_steps: int = 100) -> None:
         self._schedule = _EveryNSteps("StepCounter: every_steps", every_steps)
@@ -83,7 +85,7 @@ class Summary(Hook):
 
     directory: the directory of the files. every_steps: steps between scalars; or every_secs, seconds by the chief's
     clock. histogram_steps: steps between histograms of the parameters and of the nests given to `session.watch`; None:
-    no histograms. Raises InputError.
+    no histograms. Raises InputError for numbers < 1 and a directory that cannot be written.
 
         hooks=[Summary("logs", every_steps=10, histogram_steps=1000)]
     """

@@ -174,7 +174,7 @@ class Checkpoint(Hook):
 
     every_steps: steps between checkpoints. best: the name of the logged value; mode: "min" or "max" is better. Give
     every_steps or best. keep: the number of checkpoints to keep. The chief writes. Any session can restore them.
-    Raises InputError.
+    Raises InputError for other arguments.
 
         hooks=[Checkpoint("best", best="accuracy", mode="max")]
     """

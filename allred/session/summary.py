@@ -110,6 +110,11 @@ class SummaryWriter:
 
     If a file cannot be written any more, a warning is printed once, and training continues without summaries.
 
+        writer = allred.session.SummaryWriter("logs")
+        writer.scalars(20, {"loss": 0.25})
+        writer.histogram(20, "fc1.weight", weight)
+        writer.close()
+
     Arguments:
         directory: created if missing.
         step: the global step at the start of the run.
