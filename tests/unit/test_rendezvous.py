@@ -113,7 +113,7 @@ def test_who_is_refused(wrong, words):
 
 def test_a_death_is_told_to_those_who_are_not_through_mpi_s_start():
     meeting = complete()
-    joined.up(PS)
+    meeting.up(PS)
     names, words = meeting.go(W1)
     assert names == [W0]
     assert words == f"{W1} (pid 7 on h) has ended while MPI started; this task ends, too"
@@ -122,7 +122,7 @@ def test_a_death_is_told_to_those_who_are_not_through_mpi_s_start():
 def test_who_has_left_is_let_go_when_all_have_ended_and_one_without_leaving():
     meeting = complete()
     for task in ADDRESSES:
-        joined.up(task)
+        meeting.up(task)
     meeting.left(W0)
     assert meeting.go(W1)[0] == []
     assert meeting.end() == [], "one still works"
