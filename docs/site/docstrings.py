@@ -39,7 +39,7 @@ def markdown(text, names):
             code = []
         head, _, rest = block.partition("\n")
         if block.startswith(">>>"):
-            done.append("```pycon\n" + re.sub(r" +# doctest: .*", "", block) + "\n```")
+            done.append("```pycon\n" + narrow_code(re.sub(r" +# doctest: .*", "", block)) + "\n```")
         elif (section := SECTION.match(head)) and rest:
             done += [f"**{section[1]}**", section_body(section[1], textwrap.dedent(rest), names)]
         elif block:
@@ -48,23 +48,56 @@ def markdown(text, names):
 
 
 def narrow_code(code):
-    """Move trailing comments of lines that are too wide to a line of their own.
+    """Break lines that are too wide: trailing comments go to a line of their own, arguments are spread over lines.
 
     >>> print(narrow_code("f(x)" + " " * 50 + "# returns x, which is an array"))
     # returns x, which is an array
     f(x)
     """
-    lines = []
-    for line in code.splitlines():
-        found = re.match(r"(\s*)(.*?\S) +(# .*)$", line)
-        if len(line) > CODE_COLUMNS and found:
-            indent, statement, comment = found.groups()
-            lines += textwrap.wrap(
-                comment.strip(), CODE_COLUMNS, initial_indent=indent, subsequent_indent=indent + "# "
-            )
-            line = indent + statement
-        lines.append(line)
-    return "\n".join(lines)
+    return "\n".join(narrow for line in code.splitlines() for narrow in narrow_line(line))
+
+
+def narrow_line(line):
+    """Return the lines for one line of code or of output.
+
+    >>> print(*narrow_line("result = function(" + "argument, " * 8 + "last)"), sep="\\n")
+    result = function(
+        argument, argument, argument, argument, argument, argument, argument,
+        argument, last
+    )
+    """
+    if len(line) <= CODE_COLUMNS:
+        return [line]
+    prompt, indent, code = re.match(r"((?:>>>|\.\.\.) |)( *)(.*)$", line).groups()
+    if found := re.match(r"(.*?\S) +(# .*)$", code):
+        statement, comment = found.groups()
+        first = prompt + indent
+        comments = textwrap.wrap(comment, CODE_COLUMNS, initial_indent=first, subsequent_indent=f"{first}# ")
+        return [*comments, *narrow_line(first + statement)]
+    later = "... " + indent if prompt else indent
+    head, inside, tail = longest_bracket(code)
+    if not inside or len(prompt + indent + head) > CODE_COLUMNS:
+        return textwrap.wrap(line, CODE_COLUMNS, subsequent_indent=later, break_long_words=False)
+    deeper = later + "    "
+    items = textwrap.wrap(inside, CODE_COLUMNS, initial_indent=deeper, subsequent_indent=deeper, break_long_words=False)
+    return [prompt + indent + head, *items, later + tail]
+
+
+def longest_bracket(code):
+    """Split code around its longest outermost pair of brackets; ("", "", code) if there is none.
+
+    >>> longest_bracket('f(1)["a(", 2]')
+    ('f(1)[', '"a(", 2', ']')
+    """
+    begins, best = [], (0, 0)
+    for found in re.finditer(r"""'[^']*'|"[^"]*"|[(\[{]|[)\]}]""", code):
+        if found[0] in "([{":
+            begins.append(found.end())
+        elif found[0] in ")]}" and begins:
+            begin = begins.pop()
+            if not begins and found.start() - begin > best[1] - best[0]:
+                best = begin, found.start()
+    return code[: best[0]], code[best[0] : best[1]], code[best[1] :]
 
 
 def section_body(title, text, names):
