@@ -126,7 +126,7 @@ def test_from_tensorflow(tmp_path):
         assert (result.code, result.out) == (0, "found [1. 2. 3.] 4.0 after 100 steps\n"), result.text
         assert words(result.err).count(words(ignored)) == 1, result.text
     assert "allred: w: /job:ps/task:0/cpu:0\nallred: b: /job:ps/task:1/cpu:0\n" in result.err, result.text
-    assert "goes on from step 100" in result.err, result.text
+    assert "resumes from step 100" in result.err, result.text
     (other := tmp_path / "other").mkdir()
     file.write_text(supervised)
     result = mpirun(2, file, cwd=other)

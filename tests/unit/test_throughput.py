@@ -2,7 +2,7 @@
 
 import pytest
 
-from allred.session.rates import Rates
+from allred.session.progress import Rates
 
 
 class Clock:

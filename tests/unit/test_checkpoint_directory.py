@@ -11,24 +11,24 @@ import pytest
 from checkpoints import names_in, save_one
 
 from allred import checkpoint
-from allred.checkpoint import root, writer
+from allred.checkpoint import directory, lock
 from allred.errors import CheckpointError, InputError
 
 
 def test_steps_newest_and_prune(tmp_path):
     root = tmp_path / "run" / "checkpoints"
-    assert (checkpoint.steps(root), checkpoint.newest(root)) == ([], None)
+    assert (checkpoint.list_complete(root), checkpoint.newest(root)) == ([], None)
     paths = {step: save_one(root, step) for step in (300, 5, 100, 10**9, 200, 0)}
     for other in ("step-5", "step-00000007x", "best", ".step-00000900.5e1f.0123abcd.tmp", "step-00000006"):
         (root / other).mkdir()
     living = checkpoint.begin(root, 2 * 10**9)
     ordered = [paths[step] for step in sorted(paths)]
-    assert checkpoint.steps(root) == ordered
+    assert checkpoint.list_complete(root) == ordered
     assert checkpoint.newest(root) == paths[10**9] == root / "step-1000000000"
     assert checkpoint.prune(root, keep=2, keep_every=100) == [paths[5]]
     assert checkpoint.prune(root, keep=9) == []
     assert checkpoint.prune(root, keep=2) == [paths[0], paths[100], paths[200]]
-    assert checkpoint.steps(root) == [paths[300], paths[10**9]]
+    assert checkpoint.list_complete(root) == [paths[300], paths[10**9]]
     assert {"step-5", "best", "step-00000006", living.name} < set(names_in(root))
     for keep, every in ((0, 0), (-1, 0), (1, -1)):
         with pytest.raises(InputError, match="expected keep >= 1"):
@@ -46,7 +46,7 @@ def test_a_damaged_checkpoint_does_not_count_among_those_kept(tmp_path):
 def test_a_step_that_exists_is_replaced(tmp_path):
     save_one(tmp_path, 7, 1)
     path = save_one(tmp_path, 7, 2)
-    assert checkpoint.read(path).params["w"][0] == 2
+    assert checkpoint.read_checkpoint(path).params["w"][0] == 2
     assert names_in(tmp_path) == ["step-00000007"]
 
 
@@ -66,18 +66,18 @@ def test_between_the_two_renames_of_a_replacement_the_old_one_is_found(tmp_path,
         monkeypatch.undo()
         assert names_in(tmp_path) == ["step-00000007.replaced"]
         newest = checkpoint.newest(tmp_path)
-        assert checkpoint.read(newest).params["w"][0] == 1
+        assert checkpoint.read_checkpoint(newest).params["w"][0] == 1
         save_one(tmp_path, 5)  # its sweep must not take it
         assert checkpoint.newest(tmp_path) == newest
         checkpoint.prune(tmp_path, 1)
-    assert checkpoint.read(save_one(tmp_path, 7, 3)).params["w"][0] == 3
+    assert checkpoint.read_checkpoint(save_one(tmp_path, 7, 3)).params["w"][0] == 3
     assert names_in(tmp_path) == ["step-00000007"]
 
 
 def test_after_the_second_rename_the_new_one_is_found(tmp_path):
     replaced = save_one(tmp_path, 7, 1).rename(tmp_path / "step-00000007.replaced")
     path = save_one(tmp_path / "elsewhere", 7, 2).rename(tmp_path / "step-00000007")
-    assert checkpoint.steps(tmp_path) == [path]
+    assert checkpoint.list_complete(tmp_path) == [path]
     save_one(tmp_path, 5)
     assert not replaced.exists()
 
@@ -105,7 +105,7 @@ def test_everything_is_on_disk_before_the_name_is(tmp_path, monkeypatch):
 def test_what_was_begun_and_never_claimed_goes(tmp_path):
     """Left by writers that were killed between making the directory and saying whose it is."""
     save_one(tmp_path, 1)
-    ours, other = (root.unfinished_name(2) for _ in range(2))
+    ours, other = (directory.unfinished_name(2) for _ in range(2))
     for name in (ours, other, ".step-00000002.5e1f.0123abcd.tmp"):
         (tmp_path / name).mkdir()
     (tmp_path / other / "manifest.json").touch()
@@ -140,7 +140,7 @@ def test_what_a_living_writer_writes_is_left_alone_and_what_a_dead_one_left_is_r
             os.utime(path, (0, 0))  # age does not matter where the lock tells
             os.utime(path / "manifest.json", (0, 0))
         with pytest.raises(CheckpointError, match=f"is not complete: process {other.pid} on "):
-            checkpoint.read(theirs)
+            checkpoint.read_checkpoint(theirs)
         save_one(tmp_path, 1)
         assert names_in(tmp_path) == sorted([theirs.name, mine.name, "step-00000001"])
         other.kill()
@@ -159,7 +159,7 @@ def test_leftovers_of_unknown_writers_go_after_a_day(tmp_path, record):
         (left / "manifest.json").write_bytes(record)
     path = save_one(tmp_path, 1)
     assert left.exists()
-    ago = path.stat().st_mtime - writer.ABANDONED_S
+    ago = path.stat().st_mtime - lock.ABANDONED_S
     for old in left.iterdir():
         os.utime(old, (ago - 60, ago - 60))
     os.utime(left, (ago + 60, ago + 60))  # less than a day
@@ -173,7 +173,7 @@ def test_leftovers_of_unknown_writers_go_after_a_day(tmp_path, record):
 def test_where_a_process_cannot_see_its_own_locks_its_writes_are_left_alone(tmp_path, monkeypatch):
     """NFS makes flock a POSIX lock, which the process that holds it can take again."""
     mine = checkpoint.begin(tmp_path, 8)
-    monkeypatch.setattr(writer.fcntl, "flock", lambda file, operation: None)
+    monkeypatch.setattr(lock.fcntl, "flock", lambda file, operation: None)
     save_one(tmp_path, 1)
     assert mine.exists()
     checkpoint.abandon(mine)
@@ -184,9 +184,9 @@ def test_without_locks_only_age_decides(tmp_path, monkeypatch):
     def unsupported(file, operation):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(writer.fcntl, "flock", unsupported)
+    monkeypatch.setattr(lock.fcntl, "flock", unsupported)
     mine = checkpoint.begin(tmp_path, 8)
-    monkeypatch.setattr(writer, "_held", {})  # as another process sees it
+    monkeypatch.setattr(lock, "_claimed", {})  # as another process sees it
     save_one(tmp_path, 1)
     assert mine.exists()
     for path in (*mine.iterdir(), mine):
