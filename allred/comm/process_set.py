@@ -31,7 +31,7 @@ from allred.gpu.places import Seen
 
 @dataclasses.dataclass(frozen=True)
 class Base:
-    """What process sets are created from.
+    """The job as far as process sets need it.
 
     comm: the mpi4py communicator of `control`, None without MPI. In it the workers come after `servers` servers.
     everyone: the communicator of all workers, possibly `control`. nodes, kernels, seen: for each worker its node,

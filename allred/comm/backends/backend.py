@@ -62,7 +62,7 @@ class WithHeader(Protocol):
 
 
 class Backend(ABC):
-    """Moves arrays between `size` ranks, of which this process is number `rank`."""
+    """Moves arrays between `size` ranks; this process is number `rank`."""
 
     name: str
     fuses = False  # whether a group of arrays passes as one stream, without a fusion buffer

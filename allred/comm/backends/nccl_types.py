@@ -35,7 +35,7 @@ TYPES = {  # NCCL's names of dtypes, as in cupy
 
 @dataclasses.dataclass(frozen=True)
 class NcclDtype:
-    """What NCCL reduces. name: the dtype; keyed: floats as ordered integers."""
+    """The array that NCCL reduces. name: its dtype; keyed: floats as ordered integers."""
 
     name: str
     op: ReduceOp
