@@ -20,9 +20,8 @@ from allred.client import calling
 from allred.cluster import mpi, processors, report, topology
 from allred.cluster.spec import CLIENT
 from allred.comm import functions, process_set, recording
-from allred.comm.backends import select
 from allred.comm.communicator import Communicator
-from allred.comm.create import NoCollectives, add_devices, create
+from allred.comm.create import NoCollectives, add_devices, create, select_backend, select_devices
 from allred.config import Config, explicit_settings, settle
 from allred.data import processes, share
 from allred.errors import AllredError, ConfigError, InputError
@@ -120,9 +119,9 @@ def _meet(comm: Any, settings: dict[str, Any] | str, cluster: Cluster | None) ->
         servers = _servers(config, control.size - clients)
         workers = slice(servers, control.size - clients)
         kernels = [available for _, _, available, *_ in gathered[workers]]
-        name, reason = select.choose(config.backend, nodes[workers], duplicate is not None, kernels)
+        name, reason = select_backend(config.backend, nodes[workers], duplicate is not None, kernels)
         seen = [gpus for *_, gpus in gathered[workers]]
-        select.devices(config, seen, nodes[workers])  # raises, before there is anything to close
+        select_devices(config, seen, nodes[workers])  # raises, before there is anything to close
         recording.start(config.timeline, control, duplicate, range(workers.start, workers.stop))
     except (ConfigError, InputError):
         control.close()

@@ -20,7 +20,7 @@ from allred import arrays, config
 from allred.bench import data, measure, sets, setting
 from allred.bench.verify import WrongResultError
 from allred.cluster import launcher, mpi
-from allred.comm.backends.nccl_types import TYPES
+from allred.comm.backends.nccl import TYPES
 from allred.compression import Compression, narrows
 from allred.errors import ConfigError
 

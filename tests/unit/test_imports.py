@@ -23,8 +23,8 @@ PACKAGES = (
 # Inside of comm, top to bottom: what users call; the communicator; the backends; what these are made of.
 COMM = (
     {"join", "functions", "process_set"},
-    {"create", "recording", "communicator", "device_collectives", "device_reduce", "device_arguments", "group"},
-    {"arguments", "objects", "backends"},
+    {"create", "recording", "communicator", "device_collectives", "device_reduce", "group"},
+    {"arguments", "backends"},
     {"work", "header", "ops"},
 )
 
