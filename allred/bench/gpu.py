@@ -22,7 +22,7 @@ import allred
 from allred import arrays
 from allred.bench import measure
 from allred.bench.measure import Call
-from allred.bench.table import short
+from allred.bench.output import short
 from allred.comm import functions
 from allred.comm.backends.nccl import TYPES
 from allred.gpu.device import Device

@@ -3,27 +3,21 @@
 Needs no MPI. Exit code 0; 2: DIR has no timeline, or the trace cannot be written.
 """
 
-import argparse
 import json
 import pathlib
 import sys
 import time
 from collections.abc import Sequence
-from typing import NoReturn
 
+from allred.command_line import Parser
 from allred.errors import InputError
 from allred.timeline import collectives, summary, trace
 from allred.timeline.rank_file import RankTimeline, read_timeline
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; --help lists all options\n")
-
-
 def main(arguments: list[str]) -> int:
     """Run the command. Returns the exit code."""
-    parser = _Parser(
+    parser = Parser(
         prog="python -m allred timeline", description="Evaluates timelines that ALLRED_TIMELINE=DIR has recorded."
     )
     text = (

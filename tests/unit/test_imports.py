@@ -18,6 +18,7 @@ PACKAGES = (
     *("__main__", "doctor", "bench", "testing", "compat", "__init__", "server", "world", "session", "client", "launch"),
     *("modes", "ps", "reducer", "fusion", "comm", "timeline", "compression", "watch", "data", "optim", "cluster"),
     *("checkpoint", "gpu", "native", "nest", "arrays", "config", "errors", "detached", "channel"),
+    "command_line",
 )
 
 # Inside of comm, top to bottom: what users call; the communicator; the backends; what these are made of.
