@@ -22,7 +22,7 @@ from allred.comm.backends.backend import Backend, CheckedOperation, DeviceBacken
 from allred.comm.header import OpDescriptor, quoted
 from allred.comm.work import Steps, Work, WorkQueue
 from allred.errors import InputError
-from allred.timeline.track import Operation, Track
+from allred.timeline.recorder import Operation, Track
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from allred.comm.communicator import Communicator
 from allred.comm.work import Polled, Steps
 from allred.errors import InputError
 from allred.timeline import recorder
-from allred.timeline.track import Track
+from allred.timeline.recorder import Track
 
 _REQUESTS = 20  # to each rank; the first ones are slower
 _TAG = 2**14 + 1

@@ -21,7 +21,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from allred.comm.header import OpDescriptor
 from allred.errors import AllredError, InputError
 from allred.gpu.device import End
-from allred.timeline.track import Operation, Track
+from allred.timeline.recorder import Operation, Track
 from allred.watch import exit as exit_protocol
 from allred.watch import line
 from allred.watch.wait import Awaited, Wait

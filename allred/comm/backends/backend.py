@@ -18,7 +18,7 @@ from allred.comm.ops import ReduceOp
 from allred.comm.work import Engine, Pending, Steps
 from allred.errors import InputError
 from allred.gpu.device import Device, End, Lane
-from allred.timeline.track import Track
+from allred.timeline.recorder import Track
 
 
 class CheckedOperation(Pending, Protocol):
