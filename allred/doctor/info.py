@@ -16,7 +16,7 @@ from typing import Any
 import numpy
 
 import allred
-from allred import command_line, config, native
+from allred import command_line, config, native, world
 from allred.cluster import mpi
 from allred.comm import functions
 from allred.doctor.findings import FAIL, OK, WARN, Finding, RankFacts, compare, error_line, rank_names
@@ -125,7 +125,7 @@ def records(library: LibraryFacts, problem: str = "") -> list[dict[str, Any]]:
     software = probe()
     backend = "allred.init() was not called"
     if allred.is_initialized():
-        backend = f"{functions.current().name} ({functions.reason()})"
+        backend = f"{functions.current().name} ({world.current().reason})"
     found = {
         "allred": software.allred,
         "its files": pathlib.Path(allred.__file__).parent,

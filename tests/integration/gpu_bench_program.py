@@ -10,7 +10,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "parallel"))
 import standin_gpu
 from mpi4py import MPI
 
-from allred import world
+from allred import startup
 from allred.bench import command, gpu, sets
 from allred.comm.create import add_device
 
@@ -19,8 +19,8 @@ gpu.adopt = standin_gpu.adopt
 gpu.allocate = lambda shapes, dtype: [standin_gpu.on_gpu(np.zeros(shape, dtype)) for shape in shapes]
 gpu._ENQUEUE_SAMPLES = 3
 sets.SETS["small"] = lambda: [(256,)] * 10
-world.select_devices = lambda *_: (True, "")
-world.add_devices = lambda communicator, *_: add_device(
+startup.select_devices = lambda *_: (True, "")
+startup.add_devices = lambda communicator, *_: add_device(
     communicator, standin_gpu.Device(MPI.COMM_WORLD.Dup()), staged=False
 )
 sys.exit(command.main(sys.argv[1:]))

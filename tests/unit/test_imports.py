@@ -15,9 +15,9 @@ CSRC = ROOT.parent / "csrc"
 
 # Top to bottom, the path of a gradient. A package may import what stands below it, and its own modules.
 PACKAGES = (
-    *("__main__", "doctor", "bench", "testing", "compat", "__init__", "server", "world", "session", "client", "launch"),
-    *("modes", "ps", "reducer", "fusion", "comm", "timeline", "compression", "watch", "data", "optim", "cluster"),
-    *("checkpoint", "gpu", "native", "nest", "arrays", "config", "errors", "detached", "channel"),
+    *("__main__", "doctor", "bench", "testing", "compat", "__init__", "server", "startup", "session", "client"),
+    *("launch", "modes", "ps", "reducer", "fusion", "comm", "timeline", "compression", "watch", "data", "optim"),
+    *("cluster", "checkpoint", "gpu", "native", "nest", "arrays", "world", "config", "errors", "detached", "channel"),
     "command_line",
 )
 
@@ -30,7 +30,7 @@ COMM = (
 )
 
 # The banner's version number is the one exception: it stands in __init__, where pyproject.toml reads it.
-VERSION_NUMBER = ("allred.world", "allred")
+VERSION_NUMBER = ("allred.startup", "allred")
 
 # To be removed: cycles that exist today. Empty when the restructuring is complete.
 CYCLES = [
