@@ -16,14 +16,15 @@ records. A rank that is killed loses only its last records, and a file system th
 """
 
 import atexit
+import contextlib
 import marshal
 import os
 import struct
 import threading
 import time
-import types
 import zlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from allred.cluster import report
@@ -126,20 +127,10 @@ class _Span:
         self._add(("span", self._row, self._kind, self._name, self._start, time.perf_counter_ns(), self._nbytes))
 
 
-class _NoSpan:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
-    ) -> None:
-        pass
+_NO_SPAN = contextlib.nullcontext()
 
 
-_NO_SPAN = _NoSpan()
-
-
-def span(kind: str, name: str = "", nbytes: int = 0, row: str = "") -> _Span | _NoSpan:
+def span(kind: str, name: str = "", nbytes: int = 0, row: str = "") -> AbstractContextManager[None]:
     """A context manager that records a span, if there is a timeline. row: "" is the training thread.
 
     >>> with span("apply", "layer 1", nbytes=4096):
