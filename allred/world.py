@@ -27,7 +27,7 @@ from allred.config import Config, explicit_settings, settle
 from allred.data import processes, share
 from allred.errors import AllredError, ConfigError, InputError
 from allred.gpu import places
-from allred.modes.detect import outside
+from allred.modes.detect import wrapper_bypass
 from allred.ps import running
 from allred.watch import exit as exit_protocol
 from allred.watch import exit_callbacks
@@ -268,7 +268,7 @@ def shutdown() -> None:
     if not communicator.queue.poisoned and topology.rank() < topology.size():
         communicator.check("shutdown", "shutdown()").wait()
         recording.compare_clocks_again()
-    outside.say_unused()
+    wrapper_bypass.warn_unused()
     _leave_servers()
     _leave_workers()
     calling.install(None)
