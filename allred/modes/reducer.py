@@ -254,24 +254,24 @@ def writable(tensors: Sequence[Tensor], values: Sequence[Any]) -> list[Any]:
     if known is not None and len({layout[0] for layout in known}) == len(values):
         return list(values)
     seen: set[int] = set()
-    if any(map(gpu.is_device, values)):
-        host = [index for index, value in enumerate(values) if not gpu.is_device(value)]
-        on_host = iter(writable([tensors[index] for index in host], [values[index] for index in host]))
-        return [_writable_on_gpu(value, seen) if gpu.is_device(value) else next(on_host) for value in values]
-    can_write = [isinstance(value, np.ndarray) and value.flags.writeable for value in values]
-    memory = iter(arrays.memory_of([value for value, good in zip(values, can_write, strict=True) if good]))
-    ready: list[Any] = []
-    for tensor, value, good in zip(tensors, values, can_write, strict=True):
-        if good and (address := next(memory)) not in seen:
+    return [_writable(tensor, value, seen) for tensor, value in zip(tensors, values, strict=True)]
+
+
+def _writable(tensor: Tensor, value: Any, seen: set[int]) -> Any:
+    """As `writable`, for one gradient. seen: the addresses of the arrays before it; its address is added."""
+    if value is None:
+        return None
+    if gpu.is_device(value):
+        return _writable_on_gpu(value, seen)
+    if isinstance(value, np.ndarray) and value.flags.writeable:
+        address = value.__array_interface__["data"][0]
+        if address not in seen or not value.size:
             seen.add(address)
-            ready.append(value)
-        else:
-            ready.append(None if value is None else np.array(value, tensor.dtype))
-    return ready
+            return value
+    return np.array(value, tensor.dtype)
 
 
 def _writable_on_gpu(value: Any, seen: set[int]) -> Any:
-    """As `writable`, for one array on a GPU. seen: the addresses of the arrays before it; its address is added."""
     adopted = gpu.adopt(value)
     address = adopted.array.data.ptr
     if adopted.writable and (address not in seen or not adopted.array.size):

@@ -107,7 +107,7 @@ class Towers:
         return mean.loss, mean.grads()
 
     def _start(self, params: Any, parts: list[tuple[Any, ...]]) -> list[futures.Future[Any]]:
-        """Run the towers in threads, and wait for all. Each gets a copy of the caller's context, such as np.errstate. An
+        """Run the towers in threads and wait for all. Each gets a copy of the context of the caller (np.errstate). An
         exception from a signal handler (Ctrl-C, the failure of another rank) does not wait for them."""
         if self._threads is None or len(parts) == 1:
             return []
