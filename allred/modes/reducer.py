@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from allred import arrays
+from allred import arrays, world
 from allred.arrays import Array
 from allred.comm import functions, ops
 from allred.comm.ops import ReduceOp
@@ -64,7 +64,7 @@ class Reducer:
     def bucket_bytes(self) -> int:
         """The size limit of a bucket in bytes."""
         own = self._options.bucket_bytes
-        return own if isinstance(own, int) else functions.config().bucket_bytes  # StepOptions has converted text
+        return own if isinstance(own, int) else world.config().bucket_bytes  # StepOptions has converted text
 
     def plan(self, tensors: Sequence[Tensor]) -> Plan:
         """Return the plan for `tensors`, a list that is not changed afterwards. Plans are cached."""
@@ -109,7 +109,7 @@ class Reducer:
         return functions.current().check("step", title, lines, settings, note, problem)
 
     def _settings(self) -> str:
-        options, nonfinite = self._options, self._options.nonfinite or functions.config().nonfinite
+        options, nonfinite = self._options, self._options.nonfinite or world.config().nonfinite
         return (
             f"op={options.op.value} bucket_bytes={self.bucket_bytes} compression={options.compression.name} "
             f"nonfinite={nonfinite} accumulate={options.accumulate}"

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from allred import native
+from allred import native, world
 from allred.cluster import report
 from allred.comm import functions
 from allred.comm.header import mix
@@ -50,7 +50,7 @@ class MistakeChecks:
     @property
     def policy(self) -> str:
         """The policy for gradients that are not finite."""
-        return self._nonfinite or functions.config().nonfinite
+        return self._nonfinite or world.config().nonfinite
 
     def requests(self, samples: int | None) -> int:
         """Begin a step. Return the flags of the comparisons that this rank requests."""
@@ -58,7 +58,7 @@ class MistakeChecks:
         return _CHECK * self._check_is_due() | _BATCHES * self._batches.new(self._step + 1)
 
     def _check_is_due(self) -> bool:
-        ranks, every = functions.current().size, functions.config().check_steps
+        ranks, every = functions.current().size, world.config().check_steps
         step = self._step + 1
         due = step <= _FIRST or (every and step % every == 0)
         return bool(ranks > 1 and every and (due or (self._updates and self._updates.outside())))
