@@ -83,19 +83,19 @@ class DistributedOptimizer:
             options = self._options
             if running.running() and options.op is not ReduceOp.AVERAGE:
                 raise InputError(
-                    f"{self.name}: op=allred.{options.op.name.title()} is of mode sync; parameter servers apply each "
-                    "gradient as it is, or the mean. Leave op out"
+                    f"{self.name}: op=allred.{options.op.name.title()} is available in mode sync only; parameter "
+                    "servers apply single gradients or their mean. Omit op"
                 )
             if running.running() and self.process_set is not None:
-                raise InputError(f"{self.name}: process_set is of mode sync; in mode ps all workers train together")
+                raise InputError(
+                    f"{self.name}: process_set is available in mode sync only; in mode ps all workers train together"
+                )
             if running.serves():
                 options.serve(self.optimizer)
                 raise SystemExit(0)
             sync = functions.current() and not running.running()
             if not sync and options.compression is not Compression.none:
-                report.inform(
-                    f"{self.name}: compression is of mode sync; to parameter servers gradients go as they are"
-                )
+                report.inform(f"{self.name}: compression has no effect in mode ps: gradients are sent uncompressed")
             self._chosen = (SyncMode if sync else ServersMode)(self.optimizer, options, self._clipper)
         return self._chosen
 
@@ -177,8 +177,8 @@ class DistributedOptimizer:
         """
         if self._accumulator.micro_steps > 1:
             raise InputError(
-                f"{self.name}.reduce() with accumulate={self._accumulator.micro_steps}: a step's gradients are the sum "
-                "of several, which step() has only with the last of them; leave reduce() out"
+                f"{self.name}.reduce() with accumulate={self._accumulator.micro_steps}: the gradients of "
+                "a step are complete only in its last step() call; do not call reduce()"
             )
         mode = self._mode
         with functions.within(self.process_set):
@@ -248,7 +248,9 @@ class DistributedOptimizer:
         mode = self._mode
         if isinstance(mode, ServersMode):
             return mode.statistics()
-        raise InputError(f"{self.name}.statistics() is of parameter servers, and this is mode sync; see summary()")
+        raise InputError(
+            f"{self.name}.statistics() needs parameter servers (mode ps), but this is mode sync; use summary()"
+        )
 
     def summary(self) -> str:
         """Return the world, the backend and the reason for it, speed, and the times of a step on this rank, by line."""
@@ -337,10 +339,11 @@ class DistributedOptimizer:
         found, damaged = checkpoint.read_newest(directory)
         if damaged and found is None:
             raise CheckpointError(
-                f"{damaged[0]}; no checkpoint in {os.fspath(directory)} is complete. To start anew, move them away"
+                f"{damaged[0]}; no checkpoint in {os.fspath(directory)} is complete. Move them away to start without "
+                "a checkpoint"
             )
         for text in damaged:
-            report.say(f"a later checkpoint is left out: {text}")
+            report.say(f"a later checkpoint is skipped: {text}")
         if found is None:
             return None, None
         path, content = found
@@ -367,9 +370,9 @@ def _fill(named: list[nest.Leaf], values: dict[str, Any], path: pathlib.Path) ->
         if name not in values or values[name].shape != leaf.shape:
             got = f"has shape {values[name].shape} there" if name in values else "is not in it"
             raise CheckpointError(
-                f"{path} is of another model: '{name}' {leaf.shape} {got}; pass the directory of this model's"
+                f"{path} is of another model: '{name}' {leaf.shape} {got}; pass a directory of checkpoints of this one"
             )
     if odd := sorted(set(values) - {name for name, _ in named}):
-        raise CheckpointError(f"{path} is of another model: it has '{odd[0]}', and this one has not")
+        raise CheckpointError(f"{path} is of another model: it has '{odd[0]}', which this model lacks")
     for name, leaf in named:
         fill(leaf, values[name])
