@@ -1,4 +1,4 @@
-"""Names and sentences of allred/: one name for one thing, and none of the phrases that shared/NAMES.md replaces."""
+"""Names and sentences of allred/: one name for one thing, and plain sentences."""
 
 import ast
 import collections
@@ -23,6 +23,7 @@ CONVENTIONAL_MODULES = {
     "mpi": "the part of a package about MPI: it starts MPI, moves arrays by MPI, examines MPI",
     "gpu": "the part of a package about GPUs: it measures, examines or uses GPUs",
     "data": "bench/data.py measures the package data",
+    "overlap": "bench/overlap.py measures modes/overlap.py",
     "ps": "parameter servers: the package, their mode, their benchmark",
     "session": "session/session.py has the class Session of the package",
 }
