@@ -19,10 +19,10 @@ import numpy as np
 
 import allred
 from allred import arrays, native
-from allred.bench import baselines, measure, sets, table, verify
+from allred.bench import baselines, measure, output, sets, verify
 from allred.bench.verify import LR, WrongResultError
 from allred.errors import ConfigError
-from allred.modes.options import Options
+from allred.modes.options import StepOptions
 from allred.optim import SGD
 from allred.ps import running
 from allred.ps.account import Statistics
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> N
         "backend": "shm" if native.available and len(set(context.nodes)) == 1 else "mpi",
     }
     conditions = {"op": "push, SGD, pull", **conditions}
-    writer = table.ResultWriter(options.json, enabled=context.worker == 0)
+    writer = output.ResultWriter(options.json, enabled=context.worker == 0)
     writer.header(options.bench, labels, conditions, options.against)
     worker = _BenchWorker(options.set, options.dtype, policy, workers, comm, baseline)
     try:
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> N
 def _policy(name: str | None, context: running.Running) -> Policy:
     """The consistency policy `name`, or that of the settings. Raises ConfigError for backup workers."""
     config = context.config if name is None else dataclasses.replace(context.config, consistency=name)
-    policy = Options("opt").policy(config)
+    policy = StepOptions("opt").policy(config)
     if isinstance(policy, Sync) and policy.replicas_to_aggregate not in (None, context.workers):
         raise ConfigError(
             f"bench ps does not support backup workers: ALLRED_REPLICAS_TO_AGGREGATE is {policy.replicas_to_aggregate} "
@@ -107,7 +107,7 @@ class _BenchCalls(Calls):
 def _serve(context: running.Running, policy: Policy, comm: Any, baseline: baselines.ServerBaseline | None) -> None:
     """Serve until the last worker has left. Raises WrongResultError if a worker has reported one."""
     problems: list[str] = []
-    optimizer, options = SGD(lr=LR), Options("opt", consistency=policy)
+    optimizer, options = SGD(lr=LR), StepOptions("opt", consistency=policy)
     agreement = options.agreement(optimizer, context.config)
     calls = functools.partial(_BenchCalls, comm=comm, baseline=baseline, problems=problems)
     Server(context, optimizer, policy, options.locks(optimizer, context.config), agreement, calls=calls).serve()
@@ -156,12 +156,12 @@ class _BenchWorker:
         updates = after.updates - before.updates
         self._verify_all_steps(updates, ours.steps, start)
         shared = {
-            "updates_per_s": table.short(ours.steps_per_s * updates / (ours.steps * self._workers.Get_size())),
+            "updates_per_s": output.short(ours.steps_per_s * updates / (ours.steps * self._workers.Get_size())),
             "staleness": dict(sorted((after.staleness - before.staleness).items())),
         }
         others: list[tuple[str | None, measure.CallTimes | None]]
         others = [(name, other.times) for name, other in found.items()] or [(None, None)]
-        return [{**table.result(ours.times, *other, self.what["bytes"]), **shared} for other in others]
+        return [{**output.result(ours.times, *other, self.what["bytes"]), **shared} for other in others]
 
     def report_to_servers(self, problem: str) -> None:
         """Worker 0 sends the error to all servers, which raise it too."""

@@ -21,10 +21,9 @@ import numpy as np
 from allred import world
 from allred.cluster import topology
 from allred.comm import recording
-from allred.comm.backends import select
 from allred.comm.communicator import Communicator
-from allred.comm.create import add_devices, create
-from allred.comm.work import Steps, WorkQueue
+from allred.comm.create import add_devices, create, select_backend
+from allred.comm.work import Polled, Steps, WorkQueue
 from allred.config import Config
 from allred.errors import InputError
 from allred.gpu.places import Seen
@@ -56,7 +55,7 @@ class ProcessSets:
     def create(self, ranks: tuple[int, ...], title: str) -> Steps[Communicator]:
         """Create a host communicator of these ranks. Collective among them."""
         nodes, kernels = [self.nodes[rank] for rank in ranks], [self.kernels[rank] for rank in ranks]
-        name, _ = select.choose(self.config.backend, nodes, True, kernels)
+        name, _ = select_backend(self.config.backend, nodes, True, kernels)
         world_ranks = [rank + self.servers for rank in ranks]
         yield from _wait_for_members(self.comm, world_ranks, title)
         comm = self.comm.Create_group(self.comm.Get_group().Incl(world_ranks))
@@ -185,16 +184,14 @@ def _make(base: ProcessSets, ranks: tuple[int, ...], title: str) -> Steps[Commun
 
 def _wait_for_members(comm: Any, ranks: list[int], title: str) -> Steps[None]:
     """Wait until all members are here: MPI would wait for them in C, without a time limit."""
-    from allred.comm.backends.mpi import Request
-
     tag, mine = zlib.crc32(title.encode()) % 2**15, comm.Get_rank()
     word = np.zeros(1, np.uint8)
     first, *others = ranks
     if mine != first:
-        yield Request(comm.Isend(word, first, tag))
-        yield Request(comm.Irecv(word, first, tag), waits_for_peers=True)
+        yield Polled(comm.Isend(word, first, tag).Test)
+        yield Polled(comm.Irecv(word, first, tag).Test, waits_for_peers=True)
         return
     for other in others:
-        yield Request(comm.Irecv(word, other, tag), waits_for_peers=True)
+        yield Polled(comm.Irecv(word, other, tag).Test, waits_for_peers=True)
     for other in others:
-        yield Request(comm.Isend(word, other, tag))
+        yield Polled(comm.Isend(word, other, tag).Test)

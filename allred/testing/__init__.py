@@ -1,4 +1,4 @@
-"""For tests of training programs: an mpirun that ends for certain, faults at a rank and step, ranks as threads.
+"""For tests of training programs: an mpirun with a time limit, faults at a rank and step, ranks as threads.
 
     # train.py
     import numpy as np

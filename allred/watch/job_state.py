@@ -47,7 +47,7 @@ FAR_S = 0.3  # the same, if it may have been on another node: Open MPI aborts a 
 LEFT_S = 2.0  # how long a wait for a rank that has left is no failure: it may have answered just before
 SAME_S = 0.2  # for the others to fail of the same error by themselves
 
-Death = tuple[float, int, Event]  # when, of which rank, how
+Death = tuple[float, int, Event]  # (time, rank, event)
 
 _KILLED = 128 + signal.SIGKILL
 _LAUNCHERS_CODES = (_KILLED, 128 + signal.SIGTERM)  # of ranks that are ended since another one has died
@@ -146,7 +146,7 @@ class JobState:
         if self.verdict is None and self._deaths:
             self._pass_death()
         how = f"failed with exit code {event['code']}" + (f": {event['words']}" if event["words"] else "")
-        gone = self._expendable.gone.get(rank)  # the others have gone on without it before
+        gone = self._expendable.gone.get(rank)  # the others continue without it already
         if self.verdict is None and (gone or self._expendable.can_lose([rank])):
             self._end(rank, "gone")
             self._ranks.out.append((rank, {"kind": "linger"}))
@@ -221,7 +221,7 @@ class JobState:
                 text += f", and at about the same time {self._ranks.line(other, killed['how'])}"
                 break
         if len(self._ranks) < self._size:
-            text += "; not all ranks had come through allred.init(), and mpirun may have ended it because of another"
+            text += "; not all ranks had returned from allred.init(), and mpirun may have ended it because of another"
         self._ranks.speak(rank, text)
 
     def _lose_dead(self, deaths: list[Death]) -> None:

@@ -51,7 +51,7 @@ class Watcher:
         self._ends = False  # the job, with a verdict
         self._give_up_at = time.monotonic() + LONELY_S
         self._last_death = 0.0
-        self._outlet = -1  # where a death may be told of
+        self._outlet = -1  # a descriptor of the job's stderr
         self._shm_files: set[shm_files.File] = set()  # files of MPICH that the ranks have mapped
         unix = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         unix.bind("")  # Linux chooses a name, which is not a file

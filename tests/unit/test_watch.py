@@ -753,7 +753,7 @@ def test_whose_death_it_was_is_not_claimed_before_all_have_joined():
     script.job._size = 3
     script.hear("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
     script.tick(2.0)
-    assert "not all ranks had come through allred.init()" in script.take("speak")[0][1]["text"]
+    assert "not all ranks had returned from allred.init()" in script.take("speak")[0][1]["text"]
 
 
 # What a rank is known as.
