@@ -13,7 +13,7 @@ from allred.cluster.spec import CLIENT, SERVERS, ClusterSpec, Tasks, task_name, 
 from allred.comm import functions
 from allred.errors import AllredError, ConfigError, InputError
 from allred.launch import by_hand
-from allred.ps import running
+from allred.ps import context
 from allred.world import Cluster, enter, is_initialized
 
 _NO_END_S = 1e9  # thirty years
@@ -92,10 +92,10 @@ class Server:
         can be imported here. On a worker: in a cluster with a job "client", run the functions that it sends until its
         program has ended; else wait until all workers have called it. Raises InputError on a client.
         """
-        if running.serves():
-            from allred.modes import joined  # imports MPI
+        if context.serves():
+            from allred.modes import ps_join  # imports MPI
 
-            return joined.serve()
+            return ps_join.join()
         if (world := calling.current()) is not None:
             if world.is_client:
                 raise InputError("server.join() is for servers and workers; this is a client, which they wait for")

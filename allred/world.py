@@ -28,7 +28,7 @@ from allred.data import processes, share
 from allred.errors import AllredError, ConfigError, InputError
 from allred.gpu import places
 from allred.modes.detect import outside
-from allred.ps import running
+from allred.ps import context
 from allred.watch import exit as exit_protocol
 from allred.watch import exit_callbacks
 from allred.watch import start as watch
@@ -86,10 +86,10 @@ def enter(comm: Any, cluster: Cluster | None = None, **arguments: Any) -> None:
         raise AllredError("allred.init() was called already; drop the second call, or call allred.shutdown() before it")
     processes.refuse("allred.init()")
     detached.keep_standard_files()
-    if running.left():
+    if context.servers_ended():
         raise AllredError(
-            "allred.init() after allred.shutdown() of mode ps: the parameter servers have left, and do not come back; "
-            "keep one init() for the whole program"
+            "allred.init() after allred.shutdown() of mode ps: the parameter servers have left, and their programs "
+            "have ended; keep one init() for the whole program, or let servers call allred.Server.join()"
         )
     settings: dict[str, Any] | str
     try:
@@ -148,9 +148,9 @@ def _meet(comm: Any, settings: dict[str, Any] | str, cluster: Cluster | None) ->
     functions.install(communicator, config, reason)
     if servers:
         ranks = tuple(nodes[: workers.stop])
-        here = running.Running(duplicate.Dup(), control.rank, servers, ranks, config, joins=cluster is not None)
+        here = context.Context(duplicate.Dup(), control.rank, servers, ranks, config, joins=cluster is not None)
         if control.rank < workers.stop:
-            running.install(here)
+            context.install(here)
         if works:
             atexit.register(_leave_servers)
     calls = None
@@ -202,8 +202,8 @@ def _workers(comm: Any, workers: slice) -> Any:
 
 def _leave_servers() -> None:
     """At the end of a worker: the servers need not wait for it. One that fails is told of by its watcher."""
-    if running.running() and not status_at_exit():
-        running.leave()
+    if context.is_active() and not status_at_exit():
+        context.leave()
 
 
 def _leave_workers() -> None:
@@ -257,9 +257,9 @@ def is_initialized() -> bool:
 
 
 def shutdown() -> None:
-    """Leave the other ranks; collective. Then init() may be called again, except after mode ps, of which the servers
-    have ended their programs. At the end of a script it is not needed. It ends an open session, which writes its last
-    checkpoint.
+    """Leave the other ranks; collective. Then init() may be called again; after mode ps only if all servers were in
+    `Server.join()`, because other servers have ended their programs. At the end of a script it is not needed. It ends
+    an open session, which writes its last checkpoint.
 
     Raises NotInitializedError before init().
     """

@@ -17,8 +17,8 @@ from allred.cluster import report
 from allred.comm import functions
 from allred.comm.work import Steps, WorkQueue, spin_wait
 from allred.errors import AllredError
-from allred.ps.drive import idle
-from allred.ps.post import CALL, REPLY, Post
+from allred.ps.mpi_transport import CALL, REPLY, MpiTransport
+from allred.ps.run_steps import wait_until
 from allred.watch import line
 
 _LEAVE_S = 2.0  # for a few bytes
@@ -27,7 +27,7 @@ _LEAVE_S = 2.0  # for a few bytes
 class _Link:
     """To one task: the calls that are not answered yet, the oldest first."""
 
-    def __init__(self, post: Post, rank: int) -> None:
+    def __init__(self, post: MpiTransport, rank: int) -> None:
         self.rank = rank
         self.calls: deque[Call] = deque()
         self._post = post
@@ -91,13 +91,13 @@ class _Caller:
     """Of this client. It is kept until the end, for MPI sends from its memory."""
 
     def __init__(self, world: calling.Calling) -> None:
-        self.world, self.post = world, Post(world.comm)
+        self.world, self.post = world, MpiTransport(world.comm)
         self.links = {rank: _Link(self.post, rank) for rank in world.workers}
         self.calls: list[Call] = []  # those of which it may have to be said that nobody has waited for them
 
     def look(self) -> bool:
         """Take what has come; whether no call is under way."""
-        self.post.tend()
+        self.post.progress()
         for rank, link in self.links.items():
             link.advance()
             if line.current is not None and rank in line.current.gone:
@@ -148,7 +148,7 @@ def wait(call: Call) -> None:
 def leave() -> None:
     """The client's program is at its end: wait for what the tasks still do for it, and let them return from join()."""
     here = _the_caller()
-    idle("the functions that this client has started", here.look, quiet=False)
+    wait_until("the functions that this client has started", here.look, quiet=False)
     for call in here.calls:
         if call.unheard is not None:
             report.say_here(f"{call.title} failed, and nobody waited for it:")
@@ -156,5 +156,5 @@ def leave() -> None:
     for rank in here.world.workers:
         here.post.send_parts(rank, CALL, pack(None, "the end"))
     until = time.monotonic() + _LEAVE_S
-    while not here.post.tend() and time.monotonic() < until:
+    while not here.post.progress() and time.monotonic() < until:
         pass

@@ -9,18 +9,18 @@ from allred.client.calling import Calling
 from allred.client.message import REMEDY, pack, unpack
 from allred.cluster import topology
 from allred.errors import InputError
-from allred.ps.drive import drive, idle
-from allred.ps.post import CALL, REPLY, Post
+from allred.ps.mpi_transport import CALL, REPLY, MpiTransport
+from allred.ps.run_steps import run_steps, wait_until
 from allred.watch import line
 from allred.watch.start import name_this
 
 
 def serve(world: Calling) -> None:
     """Until the last client has left."""
-    post, left = Post(world.comm), 0
+    post, left = MpiTransport(world.comm), 0
     while left < world.clients:
         source = _await(post)
-        parts = drive("a function of a client", post.receive_parts(source, CALL), world.config.timeout_s)
+        parts = run_steps("a function of a client", post.receive_parts(source, CALL), world.config.timeout_s)
         name = unpack(parts[:1])
         if name is None:
             left += 1
@@ -29,10 +29,10 @@ def serve(world: Calling) -> None:
         answer = _run(name, parts[1:], world)
         name_this(topology.role())
         post.send_parts(source, REPLY, answer)
-        idle(f"{world.tasks[source]}, to take what {name} returned", post.tend)
+        wait_until(f"{world.tasks[source]}, to take what {name} returned", post.progress)
 
 
-def _await(post: Post) -> int:
+def _await(post: MpiTransport) -> int:
     """The client that has sent something."""
     found: list[int] = []
 
@@ -41,7 +41,7 @@ def _await(post: Post) -> int:
         found.extend(() if source is None else (source,))
         return bool(found)
 
-    idle("Server.join(), for a function of a client", come)
+    wait_until("Server.join(), for a function of a client", come)
     return found[0]
 
 

@@ -20,7 +20,7 @@ from allred.errors import InputError
 from allred.modes.detect.checks import Checks
 from allred.modes.optimizer import DistributedOptimizer
 from allred.modes.scaler import GradScaler
-from allred.ps import running
+from allred.ps import context
 from allred.ps.consistency import Policy
 from allred.ps.placement import How
 from allred.reducer import Reducer, tensor_of
@@ -139,7 +139,7 @@ class _Distributed:
 
         @functools.wraps(function)
         def averaged(*args: Any, **kwargs: Any) -> Any:
-            if running.running():
+            if context.is_active():
                 raise InputError(
                     f"{title} is a gradient function, which has no meaning in mode ps: the parameter servers need an "
                     "optimizer to apply gradients with. Wrap that instead: opt = allred.distributed(optimizer), then "

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from allred.errors import AllredError
 from allred.fusion.plan import Tensor
-from allred.ps.account import Statistics
+from allred.ps.stats import Statistics
 
 
 class Mode(Protocol):

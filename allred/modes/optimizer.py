@@ -1,12 +1,12 @@
 """`DistributedOptimizer`: what is the same in every mode. What differs, a mode does: sync.py, ps.py.
 
-The mode is chosen when the optimizer is first used, since it may be made before allred.init(). A parameter server
-serves where the optimizer is made, or first used, and leaves the program there.
+The mode is chosen when the optimizer is first used, because it may be made before allred.init(). On a parameter server,
+making or first using the optimizer serves the workers and then exits (`_serve`).
 """
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from allred import nest
 from allred.cluster import report
@@ -26,8 +26,8 @@ from allred.modes.ps import ServersMode
 from allred.modes.samples import Samples
 from allred.modes.scaler import GradScaler
 from allred.modes.sync import SyncMode, has_state
-from allred.ps import running
-from allred.ps.account import Statistics
+from allred.ps import context
+from allred.ps.stats import Statistics
 from allred.timeline.recorder import span
 
 
@@ -73,23 +73,35 @@ class DistributedOptimizer:
         self._pairs = Pairs(f"{name}.step()")
         self._samples = Samples()
         self._chosen: Mode | None = None
-        if optimizer is not None and running.serves():
-            self._mode  # noqa: B018  (serves, and does not come back)
+        if optimizer is not None and context.serves():
+            self._serve()
 
-    @property
-    def _mode(self) -> Mode:
+    def _serve(self) -> NoReturn:
+        """Serve on a parameter server until the workers are done, and exit."""
+        from allred.modes.ps_join import serve_until_done  # imports MPI
+
+        self._check_mode()
+        context.current().servers_return = False
+        serve_until_done(self.optimizer, self._options)
+        raise SystemExit(0)
+
+    def _check_mode(self) -> None:
+        """Raise InputError for arguments of mode sync in mode ps."""
+        if context.is_active() and self._op is not ReduceOp.AVERAGE:
+            raise InputError(
+                f"{self.name}: op=allred.{self._op.name.title()} is of mode sync; parameter servers apply each "
+                "gradient as it is, or the mean. Leave op out"
+            )
+        if context.is_active() and self.process_set is not None:
+            raise InputError(f"{self.name}: process_set is of mode sync; in mode ps all workers train together")
+
+    def _get_mode(self) -> Mode:
+        """Return the mode, which the first call after allred.init() chooses. A parameter server serves instead."""
         if self._chosen is None:
-            if running.running() and self._op is not ReduceOp.AVERAGE:
-                raise InputError(
-                    f"{self.name}: op=allred.{self._op.name.title()} is of mode sync; parameter servers apply each "
-                    "gradient as it is, or the mean. Leave op out"
-                )
-            if running.running() and self.process_set is not None:
-                raise InputError(f"{self.name}: process_set is of mode sync; in mode ps all workers train together")
-            if running.serves():
-                self._options.serve(self.optimizer)
-                raise SystemExit(0)
-            in_sync = functions.current() and not running.running()
+            if context.serves():
+                self._serve()
+            self._check_mode()
+            in_sync = functions.current() and not context.is_active()
             if not in_sync and self._compression is not Compression.none:
                 report.inform(
                     f"{self.name}: compression is of mode sync; to parameter servers gradients go as they are"
@@ -119,7 +131,7 @@ class DistributedOptimizer:
         Raises InputError, MismatchError, DriftError or NonFiniteError before anything has been changed (a sum that
         overflows is found when the gradients have been overwritten); in mode sync with the same text on every rank.
         """
-        mode = self._mode
+        mode = self._get_mode()
         tensors, leaves, values, problem = self._pairs.match(params, grads)
         try:
             samples = self._samples.of_step(samples)
@@ -164,7 +176,7 @@ class DistributedOptimizer:
                 f"{self.name}.reduce() with accumulate={self._accumulator.micro_steps}: a step's gradients are the sum "
                 "of several, which step() has only with the last of them; leave reduce() out"
             )
-        mode = self._mode
+        mode = self._get_mode()
         with functions.within(self.process_set):
             mode.reduce(name, grad, self._samples.of_reduce(samples))
 
@@ -176,7 +188,7 @@ class DistributedOptimizer:
     @property
     def skipped(self) -> int:
         """Steps left out so far because gradients were not finite, with nonfinite="skip" or a scaler."""
-        return self._mode.skipped
+        return self._get_mode().skipped
 
     @property
     def grad_norm(self) -> float | None:
@@ -198,19 +210,19 @@ class DistributedOptimizer:
             problem, tensors = str(error), []
         with functions.within(self.process_set):
             root = functions.current().ranks[0] if root is None else root
-            self._mode.broadcast(params, tensors, root, problem)
+            self._get_mode().broadcast(params, tensors, root, problem)
             if (scaler := self._clipper.scaler) is not None:
                 title = f"scaler of {self.name}"
                 scaler.load_state_dict(functions.broadcast_object(scaler.state_dict(), root, title))
 
     def pull(self, params: Any) -> None:
         """Mode ps: overwrite the parameters with what the servers have now. Mode sync: nothing, they are equal."""
-        self._mode.pull(params)
+        self._get_mode().pull(params)
 
     @property
     def dropped(self) -> int:
         """Mode ps, policy sync: gradients of this worker that came too late for their step, so far."""
-        return self._mode.dropped
+        return self._get_mode().dropped
 
     def finish(self) -> None:
         """Mode ps: this worker makes no more steps, and the others need not wait for it; `pull` and `save` still serve.
@@ -218,30 +230,30 @@ class DistributedOptimizer:
         The end of the program says so too. Call it where workers may make different numbers of steps and then meet in
         a collective. Mode sync: nothing.
         """
-        self._mode.finish()
+        self._get_mode().finish()
 
     def meet(self) -> None:
         """For a session: mode ps: `finish`, and wait until all workers have, or are gone. Mode sync: nothing."""
-        self._mode.meet()
+        self._get_mode().meet()
 
     def hear(self, failure: AllredError | None) -> AllredError | None:
         """For a session: worker 0's failure, on all workers; None: there is none."""
-        return self._mode.hear(failure)
+        return self._get_mode().hear(failure)
 
     def statistics(self) -> Statistics:
         """Mode ps: gradients, updates, bytes and staleness at the servers so far. Raises InputError in mode sync."""
-        return self._mode.statistics()
+        return self._get_mode().statistics()
 
     def state_dict(self) -> Any:
         """The optimizer's own state, as it is without allred; in mode ps it is gathered from the servers. Gradients
         waiting in `accumulate` are not in it."""
         self._needs_state()
-        return self._mode.state_dict()
+        return self._get_mode().state_dict()
 
     def load_state_dict(self, state: Any) -> None:
         """Restore what state_dict gave, on this rank; in mode ps worker 0 gives it to the servers."""
         self._needs_state()
-        self._mode.load_state_dict(state)
+        self._get_mode().load_state_dict(state)
         restored(self.optimizer)
 
     def _needs_state(self) -> None:
@@ -258,7 +270,9 @@ class DistributedOptimizer:
         self._needs_state()
         if functions.current(self.process_set).rank != 0:
             return None
-        return self._mode.save(params, checkpoints.with_scaler(None, self._clipper.scaler), False)(os.fspath(directory))
+        return self._get_mode().save(params, checkpoints.with_scaler(None, self._clipper.scaler), False)(
+            os.fspath(directory)
+        )
 
     def restore(self, directory: str | os.PathLike[str], params: Any) -> int | None:
         """Continue on all ranks from the newest complete checkpoint in `directory`: parameters, optimizer. Collective.
@@ -276,61 +290,61 @@ class DistributedOptimizer:
             first = functions.current().ranks[0]
             if functions.current().rank == 0:
                 try:
-                    step, extra = checkpoints.load(directory, params, self._mode)
+                    step, extra = checkpoints.load(directory, params, self._get_mode())
                 except AllredError as error:
                     failure = error
             if heard := functions.broadcast_object(failure, first):
                 raise failure or heard
             self.broadcast(params)
             if step is not None:
-                self._mode.count_from(step)
+                self._get_mode().count_from(step)
             step, extra = functions.broadcast_object((step, extra), first)
             if step is not None:
                 restored(self.optimizer)
-                if self._mode.in_step:
-                    self._mode.count_from(step)
+                if self._get_mode().in_step:
+                    self._get_mode().count_from(step)
         return step, checkpoints.without_scaler(extra, self._clipper.scaler)
 
     def saving(self, params: Any, extra: Any, copy: bool = False) -> Callable[[str], str]:
         """For a session: what `save` does, of this moment, as a function of the directory to be called once, later if
         it is a `copy`. On any rank. extra: something to be pickled, that `restore_all` gives back."""
         self._needs_state()
-        return self._mode.save(params, checkpoints.with_scaler(extra, self._clipper.scaler), copy)
+        return self._get_mode().save(params, checkpoints.with_scaler(extra, self._clipper.scaler), copy)
 
     @property
     def global_step(self) -> int:
         """Updates of the parameters so far, those before a restore included; in mode ps as of the last pull."""
-        return self._mode.global_step
+        return self._get_mode().global_step
 
     def latest_step(self) -> int:
         """For a session: the global step of this moment. In mode ps this is a request to the servers."""
-        return self._mode.latest_step()
+        return self._get_mode().latest_step()
 
     @property
     def torn(self) -> bool:
         """Whether an exception has cut an update short, so that the parameters are of no step."""
-        return self._mode.torn
+        return self._get_mode().torn
 
     @property
     def in_step(self) -> bool:
         """Whether all ranks make every step together: in mode sync."""
-        return self._mode.in_step
+        return self._get_mode().in_step
 
     @property
     def waited_s(self) -> float:
         """Seconds that this rank has spent in communication so far, waiting for others included."""
         with functions.within(self.process_set):
-            return self._mode.waited_s
+            return self._get_mode().waited_s
 
     def ask_to_end(self) -> None:
         """Mode ps: have every worker's next step raise ShutdownError, after a checkpoint. Mode sync: nothing."""
-        self._mode.ask_to_end()
+        self._get_mode().ask_to_end()
 
     def end_with(self, save: Callable[[], str]) -> None:
         """For a session: what writes that checkpoint, and gives its path."""
-        self._mode.end_with(save)
+        self._get_mode().end_with(save)
 
     def summary(self) -> str:
         """World, backend and why, speed, and where the time of a step went on this rank; one line a topic."""
         with functions.within(self.process_set):
-            return self._mode.summary()
+            return self._get_mode().summary()

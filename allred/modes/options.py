@@ -6,7 +6,6 @@ from typing import Any
 
 from allred.errors import InputError
 from allred.optim.base import Optimizer
-from allred.ps import running
 from allred.ps.consistency import Async, Bounded, Policy, Sync
 from allred.ps.placement import How
 from allred.ps.shard import locks
@@ -52,14 +51,6 @@ class Options:
     def agreement(self, optimizer: Any, settings: Any) -> str:
         """What has to be the same on all ranks, in words. The learning rate need not: worker 0's holds."""
         return f"{_words(optimizer)}, {self.policy(settings)}, use_locking={self.locks(optimizer, settings)}"
-
-    def serve(self, optimizer: Any, first: Any = None) -> None:
-        """On a parameter server: serve until the last worker has left. first: as in `Server.serve`."""
-        from allred.ps.server import Server  # imports MPI
-
-        here = running.current()
-        policy, locks = self.policy(here.config), self.locks(optimizer, here.config)
-        Server(here, optimizer, policy, locks, self.agreement(optimizer, here.config)).serve(first)
 
     def describe(self, optimizer: Any) -> bytes | str:
         """For a server that has no optimizer of its own: these options and the optimizer; or why that cannot be."""

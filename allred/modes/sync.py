@@ -24,7 +24,7 @@ from allred.modes.detect.outside import restored
 from allred.modes.early import Early
 from allred.modes.meter import Meter
 from allred.optim.base import Optimizer
-from allred.ps.account import Statistics
+from allred.ps.stats import Statistics
 from allred.reducer import Reducer
 from allred.timeline.recorder import span
 

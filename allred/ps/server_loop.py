@@ -1,0 +1,197 @@
+"""Loop of a parameter server: one thread that handles requests until the last worker has left.
+
+With use_locking (the default) a request is completed before the next begins. Without it, requests take turns cell by
+cell, as in Hogwild: no worker waits for another, and a pull may mix versions. Where gradients are collected before they
+are applied (policy sync, optimizers that need whole tensors) requests are always handled one by one.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from allred import native
+from allred.comm.work import spin_wait
+from allred.errors import AllredError
+from allred.ps.context import Context
+from allred.ps.control import Control
+from allred.ps.mpi_transport import CALL, STEP, MpiPort, MpiTransport
+from allred.ps.protocol import ControlRequest, unpack_request
+from allred.ps.run_steps import run_steps
+from allred.ps.shard import locks
+from allred.ps.silent_workers import SilentWorkers
+from allred.ps.step_handler import StepHandler, Turn
+from allred.watch import line
+from allred.watch.wait import Awaited
+
+_END_S = 2.0  # time limit for the last replies; to a dead worker they never complete
+_NAP_US = 5000  # longest sleep on the doorbell of the mailboxes before MPI is tested
+_AWAKE_S = 0.1  # without mailboxes: time without requests before the loop sleeps between tests
+_IN_A_ROW = 16  # requests from mailboxes before MPI is tested
+_SLEEP_SHARE, _LONGEST_SLEEP_S = 0.01, 0.01  # such a sleep, as a share of the time since the last request; its limit
+
+
+class _GoneError(AllredError):
+    """The worker of the current request has died."""
+
+
+class ServerLoop:
+    """The loop of one server.
+
+    optimizer: this rank's own. policy: of consistency.py. agreement: the options that must be equal on all ranks.
+    """
+
+    def __init__(self, context: Context, optimizer: Any, policy: Any, use_locking: bool, agreement: str) -> None:
+        self._context = context
+        self._transport = MpiTransport(context.comm)
+        locking = locks(use_locking, policy, optimizer)
+        self.step_handler = StepHandler(context.rank, policy, context.workers, locking)
+        self.control = Control(context, self._transport, self.step_handler, optimizer, agreement)
+        self._turns = self.step_handler.turns
+        self._mpi_ports: dict[int, MpiPort] = {}  # of workers that have sent a step by MPI
+        self._silent = SilentWorkers(context, time.monotonic())
+        self._process = os.getpid()
+        self._first = 0  # the mailbox that was served last
+        self._in_a_row = 0  # requests from mailboxes since MPI was tested
+        self._tags = [STEP, CALL]  # the kinds of messages, in the order in which to test for them
+
+    def serve(self, first: ControlRequest | None = None) -> None:
+        """Serve until the last worker has left. first: a request of worker 0 that was received before."""
+        if first is not None:
+            self._turns.append(Turn(0, self.control.handle(self._context.servers, first)))
+        with contextlib.suppress(ValueError):  # only the main thread can set handlers
+            signal.signal(signal.SIGTERM, self._on_signal)
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                signal.signal(signal.SIGINT, self._on_signal)  # the first one: mpirun sends it to workers too
+        while self.control.live or self._turns:
+            self._remove_dead_workers()
+            self._check_silent(waits_here=True)
+            if self.step_handler.draining:
+                self.step_handler.release()
+            if self.step_handler.locking:
+                if not self._turns:
+                    self._look(wait=True)
+                while self._turns:
+                    self._run(self._turns.popleft())
+            else:
+                self._look(wait=not self._turns)
+                self._advance_all()
+            if self.control.waiting:
+                self.control.retry()
+        until = time.monotonic() + _END_S
+        while not self._transport.progress() and time.monotonic() < until:
+            pass
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if os.getpid() == self._process:
+            self.step_handler.draining = True
+            if number == signal.SIGINT:
+                signal.signal(number, signal.default_int_handler)
+        else:  # a process that was forked from this one
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def _advance_all(self) -> None:
+        """Advance each request; the requests that result from it come after them."""
+        left = []
+        for turn in [self._turns.popleft() for _ in range(len(self._turns))]:
+            if not turn.advance():
+                left.append(turn)
+        for turn in left:
+            if not self._is_live(turn):
+                turn.cancel()
+        self._turns.extendleft(turn for turn in reversed(left) if self._is_live(turn))
+
+    def _is_live(self, turn: Turn) -> bool:
+        return turn.worker is None or turn.worker in self.control.live
+
+    def _run(self, turn: Turn) -> None:
+        """Complete a request, and wait for its worker if needed."""
+        try:
+            while not turn.advance():
+                if not turn.pending.spin_wait():
+                    self._wait_for(turn)
+                    return
+        except (_GoneError, ConnectionResetError):  # the watcher reports a worker that has died
+            turn.cancel()
+
+    def _wait_for(self, turn: Turn) -> None:
+        def check() -> None:
+            self._remove_dead_workers()
+            self._check_silent(waits_here=False)
+            if not self._is_live(turn):
+                raise _GoneError
+
+        def ranks() -> Sequence[int]:
+            worker = turn.awaited_worker()
+            return [] if worker is None else [worker + self._context.servers]
+
+        title = "the leave of a worker" if turn.worker is None else f"a request of worker {turn.worker}"
+        run_steps(title, turn.rest(), self._context.config.timeout_s, check=check, awaited=Awaited(ranks=ranks))
+
+    # Receiving requests.
+
+    def _look(self, wait: bool) -> None:
+        """Receive a new request if there is one. wait: wait for one for a moment."""
+        boxes = self.control.boxes
+        if self._in_a_row >= _IN_A_ROW and self._receive_message():
+            return
+        if boxes:
+            napping = wait and not self._mpi_ports and len(boxes) == len(self.control.live)
+            found = native.Mailbox.wait_any(boxes, _NAP_US if napping else 0, (self._first + 1) % len(boxes))
+            if found >= 0:
+                self._first = found
+                self._in_a_row += 1
+                worker = self.control.box_workers[found]
+                self._start_step(worker, self.control.ports[worker], boxes[found].poll())
+                return
+        if self._receive_message() or not wait:
+            return
+        now = time.monotonic()
+        idle_s = self._silent.idle_s(now)
+        self._silent.report_idle(self.step_handler.describe_waits, now)
+        if not spin_wait(self._receive_message) and idle_s > _AWAKE_S:
+            time.sleep(min(_SLEEP_SHARE * idle_s, _LONGEST_SLEEP_S))
+
+    def _receive_message(self) -> bool:
+        """Receive a message by MPI if there is one. Steps and control requests take turns."""
+        self._in_a_row = 0
+        for tag in self._tags:
+            source = self._transport.arrived(tag)
+            if source is not None:
+                self._tags = [CALL, STEP] if tag == STEP else [STEP, CALL]
+                self._start_request(source, tag)
+                return True
+        return False
+
+    def _start_request(self, source: int, tag: int) -> None:
+        worker = source - self._context.servers
+        if tag == CALL:
+            self._silent.heard(worker, time.monotonic())
+            self._turns.append(Turn(worker, self.control.handle(source)))
+        elif worker not in self.control.live:  # it was removed, and does not know that yet
+            self._transport.receive_record(source, STEP)
+        else:
+            port = self._mpi_ports.setdefault(worker, MpiPort(self._transport, source))
+            self._start_step(worker, port, self._transport.receive_record(source, STEP))
+
+    def _start_step(self, worker: int, port: Any, record: bytes) -> None:
+        self._silent.heard(worker, time.monotonic())
+        self._turns.append(Turn(worker, self.step_handler.step(worker, port, unpack_request(record))))
+
+    # Checks.
+
+    def _check_silent(self, waits_here: bool) -> None:
+        now = time.monotonic()
+        if self._silent.due(now):
+            self._silent.check(self.control.awaited(), self.control.at_the_end(), waits_here, now)
+
+    def _remove_dead_workers(self) -> None:
+        """Remove workers that have failed or died, where the others continue."""
+        if line.current is not None and line.current.gone:
+            for rank in list(line.current.gone):
+                self.control.remove(rank - self._context.servers)
+        if self._mpi_ports and not self._mpi_ports.keys() <= self.control.live:
+            self._mpi_ports = {worker: port for worker, port in self._mpi_ports.items() if worker in self.control.live}
