@@ -27,21 +27,9 @@ from allred.modes.pairs import parameter
 from allred.modes.pinned import Pinned
 from allred.modes.ps_payload import PushedGradients, PushedLearningRate
 from allred.optim.base import Optimizer
-from allred.ps import context
+from allred.ps import context, protocol
 from allred.ps.context import Context
 from allred.ps.placement import place
-from allred.ps.protocol import (
-    DRAINING,
-    DROPPED,
-    AwaitFinish,
-    BeginDrain,
-    EndDrain,
-    Finish,
-    GetStatistics,
-    LoadState,
-    Register,
-    SetStep,
-)
 from allred.ps.shard import Parts, splittable
 from allred.ps.stats import ServerStatistics, Statistics
 from allred.ps.variable import describe, places
@@ -133,7 +121,7 @@ class ServersMode:
         sends_optimizer = self._context.joins and self._context.worker == 0
         described = self._options.describe(self._optimizer) if sends_optimizer else b""
         agreement = self._options.agreement(self._optimizer, settings)
-        client.register(Register(placement, skeleton, agreement, described))
+        client.register(protocol.Register(placement, skeleton, agreement, described))
         self._client, self._tensors = client, tensors
         self._gradients = PushedGradients(tensors)
         report.inform(f"mode ps, {policy.describe()}")
@@ -198,12 +186,12 @@ class ServersMode:
             ps_payload.put_back(leaves, targets)
             self._pinned.up(given, leaves)
         self._steps += 1
-        if outcome.flags & DROPPED:
+        if outcome.flags & protocol.DROPPED:
             self.dropped += 1
         elif self._steps == 1:
             warn_of_stale_start(self._options.name, self._context.worker, self._context.workers, outcome.staleness)
         self.waited_s += time.perf_counter() - start
-        if outcome.flags & DRAINING:
+        if outcome.flags & protocol.DRAINING:
             self._end()
 
     def _check(self, params: Any, tensors: list[Tensor], leaves: list[Any], twins: list[Any]) -> None:
@@ -258,13 +246,13 @@ class ServersMode:
 
     def finish(self) -> None:
         if self._client is not None and not self._finished:
-            self._client.call(Finish())
+            self._client.call(protocol.Finish())
         self._finished = True
 
     def meet(self) -> None:
         self.finish()
         if self._client is not None:
-            self._client.call_first(AwaitFinish())
+            self._client.call_first(protocol.AwaitFinish())
 
     def hear(self, failure: AllredError | None) -> AllredError | None:
         assert self._client is not None
@@ -295,12 +283,12 @@ class ServersMode:
         self._optimizer.load_state_dict(state)
         self._loaded = True
         if self._client is not None and self._context.worker == 0:
-            self._client.call_each([LoadState(*state) for state in self._states()])
+            self._client.call_each([protocol.LoadState(*state) for state in self._states()])
 
     def count_from(self, step: int) -> None:
         assert self._client is not None
         self._steps_before = None
-        self._client.call(SetStep(step))
+        self._client.call(protocol.SetStep(step))
 
     # Reports.
 
@@ -308,7 +296,7 @@ class ServersMode:
         """Return the statistics of the servers."""
         if self._client is None:
             raise InputError(f"{self._options.name}.statistics(): no step was made yet")
-        return self._statistics(self._client.call(GetStatistics()))
+        return self._statistics(self._client.call(protocol.GetStatistics()))
 
     def _statistics(self, servers: Sequence[ServerStatistics]) -> Statistics:
         assert self._client is not None
@@ -353,14 +341,14 @@ class ServersMode:
         assert client is not None
         saves = self._saves_last or (None if root == "none" else lambda: client.save(root))
         result = "no checkpoint_dir is set, so nothing was saved"
-        is_saver = client.call(BeginDrain())[0]
+        is_saver = client.call(protocol.BeginDrain())[0]
         if is_saver and saves is not None:
             try:
                 result = f"the checkpoint is {saves()}"
             except AllredError as error:
                 result = f"no checkpoint was written: {error}"
         if saves is not None:
-            result = client.call_first(EndDrain(result if is_saver else None))
+            result = client.call_first(protocol.EndDrain(result if is_saver else None))
         raise ShutdownError(f"{self._title}: the job was asked to end; {result}")
 
     def save(self, params: Any, extra: Any, copy: bool) -> Callable[[str], str]:

@@ -20,33 +20,11 @@ from allred.arrays import Array, as_buffer
 from allred.comm import functions
 from allred.comm.work import Steps
 from allred.errors import AllredError, InputError
+from allred.ps import protocol
 from allred.ps.context import Context
 from allred.ps.layout import Layout, lay_out
 from allred.ps.mpi_transport import CALL, LOST, REPLY, Exchange, MpiTransport, send_leave
 from allred.ps.placement import Piece, Placement
-from allred.ps.protocol import (
-    ABSENT,
-    BEGIN,
-    DONE,
-    DRAIN,
-    DROPPED,
-    INIT,
-    PULL,
-    PUSH,
-    AwaitStart,
-    CheckpointComplete,
-    ControlRequest,
-    GetState,
-    GetStep,
-    InitialState,
-    LeaveAndWait,
-    Register,
-    Save,
-    ShareFailure,
-    StepReply,
-    pack_request,
-    unpack_reply,
-)
 from allred.ps.run_steps import AllPending, run_steps
 from allred.ps.shard import Parts
 from allred.ps.shm_transport import open_mailbox
@@ -61,7 +39,12 @@ _INTERRUPTED = (
 )
 _FORKED = "this process was forked from a rank after allred.init(); use allred in the rank only"
 _LEFT = "this worker has left the parameter servers (allred.shutdown()); make a new optimizer with allred.distributed"
-_KINDS = {PUSH: "push", PULL: "pull", PUSH | PULL: "push+pull", 0: "wait"}  # names of requests in the timeline
+_KINDS = {
+    protocol.PUSH: "push",
+    protocol.PULL: "pull",
+    protocol.PUSH | protocol.PULL: "push+pull",
+    0: "wait",
+}  # names of requests in the timeline
 _NOTHING: list[Any] = []
 _NO_CELLS = np.empty(0, np.int64)
 _NO_PLACES = np.empty((0, 2), np.int64)
@@ -125,7 +108,7 @@ class Client:
         self.step_number = 0
         self._asks, self._waits = coordinator.asks, coordinator.waits
         self._context = context
-        self._all_flags = PUSH | PULL | BEGIN * self._asks | DONE * self._waits
+        self._all_flags = _PUSH_PULL | protocol.BEGIN * self._asks | protocol.DONE * self._waits
         self._transport = MpiTransport(context.comm)
         self._layouts = [lay_out(placement.tensors, placement.of(server)) for server in range(context.servers)]
         self._ranges = [[_range_of(layout, piece) for piece in layout.pieces] for layout in self._layouts]
@@ -174,15 +157,15 @@ class Client:
 
     # Control requests.
 
-    def call(self, request: ControlRequest, title: str = "") -> list[Any]:
+    def call(self, request: protocol.ControlRequest, title: str = "") -> list[Any]:
         """Send a control request to all servers, and return their replies. title: instead of the request's TITLE."""
         return self.call_each([request] * len(self._layouts), title)
 
-    def call_first(self, request: ControlRequest, title: str = "") -> Any:
+    def call_first(self, request: protocol.ControlRequest, title: str = "") -> Any:
         """Send a control request to server 0, and return its reply."""
         return self.call_each([request], title)[0]
 
-    def call_each(self, requests: Sequence[ControlRequest], title: str = "") -> list[Any]:
+    def call_each(self, requests: Sequence[protocol.ControlRequest], title: str = "") -> list[Any]:
         """Send requests[r] to server r, and return the replies. Raises the first error among them."""
         title = title or requests[0].TITLE
         self._begin()
@@ -199,7 +182,7 @@ class Client:
                 raise reply
         return replies
 
-    def _exchange(self, requests: Sequence[ControlRequest]) -> Steps[list[Any]]:
+    def _exchange(self, requests: Sequence[protocol.ControlRequest]) -> Steps[list[Any]]:
         for server, request in enumerate(requests):
             self._transport.send(server, CALL, request)
         replies = []
@@ -207,7 +190,7 @@ class Client:
             replies.append((yield from self._transport.receive(server, REPLY, waits_for_peers=request.LATE)))
         return replies
 
-    def register(self, request: Register) -> None:
+    def register(self, request: protocol.Register) -> None:
         """Register with all servers. Raises MismatchError if worker 0 registers other parameters or options."""
         for server, (layout, reply) in enumerate(zip(self._layouts, self.call(request), strict=True)):
             self._links.append(_ServerLink(server, layout, *open_mailbox(reply.mailbox, reply.parameters)))
@@ -215,27 +198,27 @@ class Client:
 
     def send_start(self, sources: list[Array], states: Sequence[tuple[Any, Parts]], digest: str) -> None:
         """Worker 0: send the initial parameters with their hash, and the optimizer's state for each server."""
-        self.call_each([InitialState(*state, digest) for state in states])
-        self._request("the parameters to start from", PUSH | INIT, self._parts(sources), None)
+        self.call_each([protocol.InitialState(*state, digest) for state in states])
+        self._request("the parameters to start from", protocol.PUSH | protocol.INIT, self._parts(sources), None)
         self._starts += 1
 
     def await_start(self) -> str:
         """Other workers: wait for the initial parameters, and return their hash."""
         self._starts += 1
         title = f"parameters that worker 0 gives by broadcast() #{self._starts}"
-        digest: str = self.call(AwaitStart(self._starts), title)[0]
+        digest: str = self.call(protocol.AwaitStart(self._starts), title)[0]
         return digest
 
     def share_failure(self, failure: AllredError | None) -> None:
         """Send worker 0's final status to all workers; they wait for it. Raises the error if there is one."""
         self._failures += 1
-        self.call_first(ShareFailure(self._failures, self._context.worker == 0, failure))
+        self.call_first(protocol.ShareFailure(self._failures, self._context.worker == 0, failure))
 
     # Steps.
 
     def pull(self, targets: list[Array]) -> None:
         """Pull all parameters into contiguous arrays of the tensors' shapes."""
-        self._request("a pull of the parameters", PULL, None, self._parts(targets))
+        self._request("a pull of the parameters", protocol.PULL, None, self._parts(targets))
 
     def step(
         self, sources: list[Array], absent: Sequence[int], targets: list[Array], lr: float, drain: bool
@@ -246,17 +229,17 @@ class Client:
         contiguous arrays. lr: the learning rate, NaN for no change. drain: ask all workers to stop.
         """
         up, down = self._parts(sources), self._parts(targets)
-        asked = DRAIN if drain else 0
+        asked = protocol.DRAIN if drain else 0
         if len(self._links) == 1 or not self._waits:
             return self._outcome(self._request("", self._all_flags | asked, up, down, absent, lr))
-        dropped = self._asks and self._request("", BEGIN, None, None, only=1)[0].flags & DROPPED
-        pushed = [] if dropped else self._request("", PUSH | asked, up, None, absent, lr)
-        done = self._request("", DONE | asked, None, None, only=1)
+        dropped = self._asks and self._request("", protocol.BEGIN, None, None, only=1)[0].flags & protocol.DROPPED
+        pushed = [] if dropped else self._request("", protocol.PUSH | asked, up, None, absent, lr)
+        done = self._request("", protocol.DONE | asked, None, None, only=1)
         self.step_number = done[0].step  # so the pull tells all servers that the step before is complete
-        pulled = self._request("", PULL, None, down)
+        pulled = self._request("", protocol.PULL, None, down)
         return self._outcome([done[0]._replace(flags=done[0].flags | dropped), *pushed, *pulled])
 
-    def _outcome(self, replies: list[StepReply]) -> StepOutcome:
+    def _outcome(self, replies: list[protocol.StepReply]) -> StepOutcome:
         """Combine several replies; the step is that of the first."""
         flags, self.step_number, _, staleness = replies[0]
         for reply in replies[1:]:
@@ -267,12 +250,12 @@ class Client:
     def _request(
         self, title: str, flags: int, up: list[list[Array]] | None, down: list[list[Array]] | None,
         absent: Sequence[int] = (), lr: float = math.nan, only: int | None = None,
-    ) -> list[StepReply]:  # fmt: skip
+    ) -> list[protocol.StepReply]:  # fmt: skip
         """Send one step request to each server, or to the first `only`. title: "" for a step."""
         self._begin()
-        nbytes = (flags & PUSH > 0) * self._up_bytes + (flags & PULL > 0) * self._down_bytes
+        nbytes = (flags & protocol.PUSH > 0) * self._up_bytes + (flags & protocol.PULL > 0) * self._down_bytes
         try:
-            with span(_KINDS[flags & (PUSH | PULL)], title, nbytes):
+            with span(_KINDS[flags & _PUSH_PULL], title, nbytes):
                 pending = self._send(flags, up, down, absent, lr, only)
                 if len(pending) > 1 or not pending[0].done():
                     self._run(title or f"step {self.step_number} with the parameter servers", _until_done(pending))
@@ -281,8 +264,8 @@ class Client:
         finally:
             self._thread = None
         self._unusable = ""
-        replies = [unpack_reply(each.reply) for each in pending]
-        if flags & (PULL | INIT):
+        replies = [protocol.unpack_reply(each.reply) for each in pending]
+        if flags & (protocol.PULL | protocol.INIT):
             for link, reply in zip(self._links, replies, strict=True):
                 link.version = reply.version
         return replies
@@ -299,8 +282,8 @@ class Client:
             here = flags
             if absent:
                 sources, cells = link.mark(absent, sources, cells)
-                here |= ABSENT
-            record = pack_request(here, self.step_number, link.version, lr)
+                here |= protocol.ABSENT
+            record = protocol.pack_request(here, self.step_number, link.version, lr)
             targets = _NOTHING if down is None else down[number]
             pending.append(link.begin(self._transport, record, sources, cells, targets))
         return pending
@@ -332,7 +315,7 @@ class Client:
 
     def state(self, by_name: bool) -> Any:
         """Return the optimizer's state_dict. by_name: it is an optimizer of allred.optim, whose slots have names."""
-        replies = self.call(GetState())
+        replies = self.call(protocol.GetState())
         if not by_name:
             if len(replies) > 1:
                 raise InputError(
@@ -355,7 +338,7 @@ class Client:
 
     def step_and_version(self) -> tuple[int, int]:
         """Return server 0's number of updates now, with and without those before a restore."""
-        found: tuple[int, int] = self.call_first(GetStep())
+        found: tuple[int, int] = self.call_first(protocol.GetStep())
         return found
 
     @property
@@ -370,15 +353,15 @@ class Client:
         step, _ = self.step_and_version()
         directory = checkpoint.begin(root, step)
         try:
-            others = [Save(directory)] * (len(self._links) - 1)
-            saved = self.call_each([Save(directory, entry), *others], title)
+            others = [protocol.Save(directory)] * (len(self._links) - 1)
+            saved = self.call_each([protocol.Save(directory, entry), *others], title)
             versions = [version for *_, version in saved]
             meta = {"optimizer": saved[0][1], "versions": versions}
             path = str(checkpoint.commit(directory, step, [shard for shard, *_ in saved], meta))
         except BaseException:
             checkpoint.abandon(directory)
             raise
-        self.call(CheckpointComplete(path), title)
+        self.call(protocol.CheckpointComplete(path), title)
         return path
 
     # The end.
@@ -395,7 +378,7 @@ class Client:
 
     def leave_and_wait(self) -> list[ServerStatistics]:
         """As `leave`, but wait until the last worker has left. Return the statistics of the servers."""
-        request = LeaveAndWait()
+        request = protocol.LeaveAndWait()
         found: list[ServerStatistics] = self._run(request.TITLE, self._exchange([request] * len(self._links)), True)
         self._unusable = _LEFT
         return found

@@ -13,33 +13,11 @@ from allred.comm.backends.segment import Offer
 from allred.comm.work import Steps
 from allred.errors import AllredError, InputError, MismatchError
 from allred.optim.base import Optimizer
-from allred.ps import shm_transport
+from allred.ps import protocol, shm_transport
 from allred.ps.context import Context
 from allred.ps.layout import lay_out
 from allred.ps.mpi_transport import CALL, REPLY, MpiTransport
 from allred.ps.placement import Placement
-from allred.ps.protocol import (
-    AwaitFinish,
-    AwaitStart,
-    BeginDrain,
-    CheckpointComplete,
-    CompareBatches,
-    ControlRequest,
-    EndDrain,
-    Finish,
-    GetState,
-    GetStatistics,
-    GetStep,
-    InitialState,
-    Leave,
-    LeaveAndWait,
-    LoadState,
-    Register,
-    Registration,
-    Save,
-    SetStep,
-    ShareFailure,
-)
 from allred.ps.shard import Parts, Shard
 from allred.ps.shm_transport import MailboxPort
 from allred.ps.stats import ServerStatistics
@@ -65,8 +43,8 @@ class Control:
         self.live = set(range(context.workers))
         self.ports: dict[int, MailboxPort] = {}
         self._list_boxes()
-        self.waiting: list[tuple[int, ControlRequest]] = []
-        self._first: Register | None = None  # registration of worker 0
+        self.waiting: list[tuple[int, protocol.ControlRequest]] = []
+        self._first: protocol.Register | None = None  # registration of worker 0
         self._no_shard: AllredError | None = None  # the error of that registration
         self._memory: Any = None  # of the parameters
         self._shard_offer: Offer | None = None
@@ -80,27 +58,27 @@ class Control:
         self._save_result: str | None = None  # the result of the last checkpoint
         self._failures: dict[int, AllredError | None] = {}  # {number: status of worker 0}
         self.handlers: dict[type, Callable[[int, Any], Any]] = {
-            Register: self._register,
-            InitialState: self._initial_state,
-            AwaitStart: self._await_start,
-            CompareBatches: self._compare_batches,
-            LoadState: self._load_state,
-            GetState: self._get_state,
-            GetStep: self._get_step,
-            SetStep: self._set_step,
-            Save: self._save,
-            CheckpointComplete: self._checkpoint_complete,
-            GetStatistics: self._get_statistics,
-            BeginDrain: self._begin_drain,
-            EndDrain: self._end_drain,
-            Finish: self._finish,
-            AwaitFinish: self._await_finish,
-            ShareFailure: self._share_failure,
-            Leave: self._leave,
-            LeaveAndWait: self._leave_and_wait,
+            protocol.Register: self._register,
+            protocol.InitialState: self._initial_state,
+            protocol.AwaitStart: self._await_start,
+            protocol.CompareBatches: self._compare_batches,
+            protocol.LoadState: self._load_state,
+            protocol.GetState: self._get_state,
+            protocol.GetStep: self._get_step,
+            protocol.SetStep: self._set_step,
+            protocol.Save: self._save,
+            protocol.CheckpointComplete: self._checkpoint_complete,
+            protocol.GetStatistics: self._get_statistics,
+            protocol.BeginDrain: self._begin_drain,
+            protocol.EndDrain: self._end_drain,
+            protocol.Finish: self._finish,
+            protocol.AwaitFinish: self._await_finish,
+            protocol.ShareFailure: self._share_failure,
+            protocol.Leave: self._leave,
+            protocol.LeaveAndWait: self._leave_and_wait,
         }
 
-    def handle(self, source: int, request: ControlRequest | None = None) -> Steps[None]:
+    def handle(self, source: int, request: protocol.ControlRequest | None = None) -> Steps[None]:
         """Receive a request of a rank, or take `request`, and handle it."""
         if request is None:
             request = yield from self._transport.receive(source, CALL)
@@ -119,7 +97,7 @@ class Control:
             if not self._send(worker, self._call_handler(worker, request))
         ]
 
-    def _call_handler(self, worker: int, request: ControlRequest) -> Any:
+    def _call_handler(self, worker: int, request: protocol.ControlRequest) -> Any:
         try:
             return self.handlers[type(request)](worker, request)
         except AllredError as error:
@@ -133,7 +111,7 @@ class Control:
 
     # Registration.
 
-    def _register(self, worker: int, request: Register) -> Any:
+    def _register(self, worker: int, request: protocol.Register) -> Any:
         if self._no_shard is not None:
             raise self._no_shard
         if worker == 0:
@@ -153,9 +131,9 @@ class Control:
                 )
         if request.placement.fingerprint != self._first.placement.fingerprint:
             raise MismatchError(_difference(worker, request.placement, self._first.placement))
-        return Registration(*self._offers(worker), server_returns=bool(self._context.servers_return))
+        return protocol.Registration(*self._offers(worker), server_returns=bool(self._context.servers_return))
 
-    def _make_shard(self, request: Register) -> None:
+    def _make_shard(self, request: protocol.Register) -> None:
         layout = lay_out(request.placement.tensors, request.placement.of(self._context.rank))
         self._memory, self._shard_offer = shm_transport.allocate(layout.nbytes + shm_transport.BELL_BYTES)
         self._step_handler.shard = Shard(layout, self._memory, self._optimizer, request.skeleton)
@@ -175,17 +153,17 @@ class Control:
     def _list_boxes(self) -> None:
         self.box_workers, self.boxes = list(self.ports), [port.box for port in self.ports.values()]
 
-    def _compare_batches(self, worker: int, request: CompareBatches) -> dict[int, Any]:
+    def _compare_batches(self, worker: int, request: protocol.CompareBatches) -> dict[int, Any]:
         self._batch_arguments[worker] = request.arguments
         return self._batch_arguments
 
     # Initial parameters.
 
-    def _initial_state(self, worker: int, request: InitialState) -> None:
+    def _initial_state(self, worker: int, request: protocol.InitialState) -> None:
         self._load_state(worker, request)
         self._digest = request.digest
 
-    def _await_start(self, worker: int, request: AwaitStart) -> Any:
+    def _await_start(self, worker: int, request: protocol.AwaitStart) -> Any:
         return self._digest if request.number <= self._step_handler.starts else self._wait_for_worker_0()
 
     def _wait_for_worker_0(self) -> Any:
@@ -198,23 +176,23 @@ class Control:
 
     # State.
 
-    def _load_state(self, worker: int, request: LoadState) -> None:
+    def _load_state(self, worker: int, request: protocol.LoadState) -> None:
         self._step_handler.require_shard().load(request.state, request.parts)
 
-    def _get_state(self, worker: int, request: GetState) -> tuple[Any, Parts]:
+    def _get_state(self, worker: int, request: protocol.GetState) -> tuple[Any, Parts]:
         return self._step_handler.require_shard().state()
 
-    def _get_step(self, worker: int, request: GetStep) -> tuple[int, int]:
+    def _get_step(self, worker: int, request: protocol.GetStep) -> tuple[int, int]:
         shard = self._step_handler.require_shard()
         step = getattr(self._optimizer, "global_step", None)
         counts = isinstance(self._optimizer, Optimizer) or shard.layout.pieces  # else it makes no steps
         return step if counts and isinstance(step, int) else self._steps_before + shard.version, shard.version
 
-    def _set_step(self, worker: int, request: SetStep) -> None:
+    def _set_step(self, worker: int, request: protocol.SetStep) -> None:
         """For an optimizer that does not count its steps."""
         self._steps_before = request.step - self._step_handler.require_shard().version
 
-    def _save(self, worker: int, request: Save) -> tuple[checkpoint.Shard, Any, int]:
+    def _save(self, worker: int, request: protocol.Save) -> tuple[checkpoint.Shard, Any, int]:
         shard = self._step_handler.require_shard()
         state, slots = shard.state()
         entries = []
@@ -239,45 +217,45 @@ class Control:
             written = checkpoint.write_shard(request.directory, self._context.rank, self._context.servers, entries)
         return written, state, shard.version
 
-    def _checkpoint_complete(self, worker: int, request: CheckpointComplete) -> None:
+    def _checkpoint_complete(self, worker: int, request: protocol.CheckpointComplete) -> None:
         name_this(f"{topology.role()}; last checkpoint {request.path}")
 
-    def _get_statistics(self, worker: int, request: GetStatistics) -> ServerStatistics:
+    def _get_statistics(self, worker: int, request: protocol.GetStatistics) -> ServerStatistics:
         return self._step_handler.statistics
 
     # The end.
 
-    def _begin_drain(self, worker: int, request: BeginDrain) -> bool:
+    def _begin_drain(self, worker: int, request: protocol.BeginDrain) -> bool:
         self._step_handler.draining = True
         if self._saver is None:
             self._saver = worker
         return self._saver == worker
 
-    def _end_drain(self, worker: int, request: EndDrain) -> Any:
+    def _end_drain(self, worker: int, request: protocol.EndDrain) -> Any:
         if request.result is not None:
             self._save_result = request.result
         return NOT_YET if self._save_result is None else self._save_result
 
-    def _finish(self, worker: int, request: Finish) -> Steps[None]:
+    def _finish(self, worker: int, request: protocol.Finish) -> Steps[None]:
         yield from self._step_handler.leave(worker)
         self._finished.add(worker)
 
-    def _await_finish(self, worker: int, request: AwaitFinish) -> Any:
+    def _await_finish(self, worker: int, request: protocol.AwaitFinish) -> Any:
         return None if len(self._finished | self._gone) == self._context.workers else NOT_YET
 
-    def _share_failure(self, worker: int, request: ShareFailure) -> Any:
+    def _share_failure(self, worker: int, request: protocol.ShareFailure) -> Any:
         if request.is_chief:
             self._failures[request.number] = request.failure
         if request.number not in self._failures and 0 in self._gone:
             raise AllredError("worker 0 ended before it wrote the last checkpoint")
         return self._failures.get(request.number, NOT_YET)
 
-    def _leave(self, worker: int, request: Leave) -> Any:
+    def _leave(self, worker: int, request: protocol.Leave) -> Any:
         self._ended.add(worker)
         self.remove(worker)
         return NO_REPLY
 
-    def _leave_and_wait(self, worker: int, request: LeaveAndWait) -> Any:
+    def _leave_and_wait(self, worker: int, request: protocol.LeaveAndWait) -> Any:
         self._leave(worker, request)
         return self._step_handler.statistics if len(self._gone) == self._context.workers else NOT_YET
 
@@ -295,7 +273,9 @@ class Control:
     def _remove(self, worker: int) -> Steps[None]:
         yield from self._step_handler.leave(worker)
         self._gone.add(worker)  # after the leave, which may end a step and count unused gradients
-        self.waiting = [(w, request) for w, request in self.waiting if w != worker or isinstance(request, LeaveAndWait)]
+        self.waiting = [
+            (w, request) for w, request in self.waiting if w != worker or isinstance(request, protocol.LeaveAndWait)
+        ]
         if worker == self._saver and self._save_result is None:
             self._save_result = f"worker {worker} ended before it wrote the checkpoint"
 
@@ -304,21 +284,23 @@ class Control:
     def awaited(self) -> set[int]:
         """Return the workers that others wait for, here or in MPI_Finalize."""
         found: set[int] = set()
-        if self._step_handler.parked or self._waiting_in(AwaitFinish):
+        if self._step_handler.parked or self._waiting_in(protocol.AwaitFinish):
             found.update(self.live - self._finished)
-        if self._waiting_in(Register, AwaitStart, ShareFailure):
+        if self._waiting_in(protocol.Register, protocol.AwaitStart, protocol.ShareFailure):
             found.add(0)
-        if self._saver is not None and self._waiting_in(EndDrain):
+        if self._saver is not None and self._waiting_in(protocol.EndDrain):
             found.add(self._saver)
         if self._ended:
             found.update(self.live)
-        return found.intersection(self.live) - self._waiting_in(ControlRequest).union(self._step_handler.parked)
+        return found.intersection(self.live) - self._waiting_in(protocol.ControlRequest).union(
+            self._step_handler.parked
+        )
 
     def at_the_end(self) -> set[int]:
         """Return the workers that wait for the last step of the others, or in MPI_Finalize."""
-        return self._ended.union(self._waiting_in(AwaitFinish))
+        return self._ended.union(self._waiting_in(protocol.AwaitFinish))
 
-    def _waiting_in(self, *classes: type[ControlRequest]) -> set[int]:
+    def _waiting_in(self, *classes: type[protocol.ControlRequest]) -> set[int]:
         return {worker for worker, request in self.waiting if isinstance(request, classes)}
 
 

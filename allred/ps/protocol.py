@@ -52,19 +52,12 @@ class StepReply(NamedTuple):
     staleness: int
 
 
-def pack_request(flags: int, step: int, version: int, lr: float) -> bytes:
-    """Return a StepRequest as a record."""
-    return _REQUEST.pack(flags, step, version, lr)
+pack_request, pack_reply = _REQUEST.pack, _REPLY.pack  # the fields as a record
 
 
 def unpack_request(record: bytes) -> StepRequest:
     """Return the StepRequest of a record."""
     return StepRequest._make(_REQUEST.unpack(record))
-
-
-def pack_reply(flags: int, step: int, version: int, staleness: int) -> bytes:
-    """Return a StepReply as a record."""
-    return _REPLY.pack(flags, step, version, staleness)
 
 
 def unpack_reply(record: bytes) -> StepReply:

@@ -27,19 +27,7 @@ import numpy as np
 
 from allred.comm.work import Steps
 from allred.errors import AllredError
-from allred.ps.protocol import (
-    ABSENT,
-    BEGIN,
-    DONE,
-    DRAIN,
-    DRAINING,
-    DROPPED,
-    INIT,
-    PULL,
-    PUSH,
-    StepRequest,
-    pack_reply,
-)
+from allred.ps import protocol
 from allred.ps.shard import Shard, Update
 from allred.ps.shm_transport import MailboxPort
 from allred.ps.silent_workers import named
@@ -101,17 +89,16 @@ class StepHandler:
         self.starts = 0
         self.locking = locking
         self._averages = bool(self.coordinator.asks)
-        self._workers = set(range(workers))  # that have not left
         self._rows = [f"worker {worker}" for worker in range(workers)]  # of the timeline
         self._aggregate = getattr(policy, "replicas_to_aggregate", None)
         self._begun: set[int] = set()  # workers that are sending a gradient to all servers, or partly into the sum
         self._in_sum: set[int] = set()  # workers that have a gradient in the sum
         self._readers: dict[int, MailboxPort] = {}  # workers that copy parameters
-        self._parked: dict[int, tuple[Any, StepRequest, int, int]] = {}  # workers that are done and must wait
+        self._parked: dict[int, tuple[Any, protocol.StepRequest, int, int]] = {}  # workers that are done and must wait
         self._may_go: dict[int, int] = {}  # {worker: step} of workers that may continue and have not asked yet
         self._lr = float("nan")
 
-    def step(self, worker: int, port: Any, request: StepRequest) -> Steps[None]:
+    def step(self, worker: int, port: Any, request: protocol.StepRequest) -> Steps[None]:
         """Handle a step request (protocol.py)."""
         flags, step, version, lr = request
         shard, staleness, dropped, given = self.require_shard(), 0, False, False
@@ -120,16 +107,20 @@ class StepHandler:
             assert step == shard.version + 1, f"a request for step {step} came at version {shard.version}"
             assert shard.added, f"step {step} may begin, but of the one before there is no gradient"
             yield from self._apply_mean(shard)
-        if flags & DRAIN:
+        if flags & protocol.DRAIN:
             self.draining = True
-        if flags & BEGIN:
+        if flags & protocol.BEGIN:
             dropped = not self._begin(worker)
         if worker == 0 and lr != self._lr and lr == lr:
             self._lr = lr
             shard.set_lr(lr)
-        if flags & PUSH:
+        if flags & protocol.PUSH:
             staleness = shard.version - version
-            given = flags & (INIT | DONE | PULL) == PULL and shard.in_place and not self._averages
+            given = (
+                flags & (protocol.INIT | protocol.DONE | protocol.PULL) == protocol.PULL
+                and shard.in_place
+                and not self._averages
+            )
             kind, nbytes = ("push+pull", shard.bytes_up + shard.bytes_down) if given else ("push", shard.bytes_up)
             with span(kind, "", nbytes, self._rows[worker]):
                 yield from self._push(worker, port, shard, flags, dropped, given)
@@ -137,21 +128,21 @@ class StepHandler:
                 self._reply(port, step + 1, 0, staleness)
                 self._count_pull(worker, port, shard)
             self.statistics.bytes_in += shard.bytes_up
-            if not dropped and not flags & INIT:
+            if not dropped and not flags & protocol.INIT:
                 self.statistics.gradients += 1
                 self.statistics.staleness[staleness] += 1
             if given:
                 return
-        if flags & DONE:
+        if flags & protocol.DONE:
             if worker in self._begun or not self._averages:
                 self._begun.discard(worker)
                 self.coordinator.done(worker)
-            self._parked[worker] = port, request, DROPPED * dropped, staleness
+            self._parked[worker] = port, request, protocol.DROPPED * dropped, staleness
             self.release()
             return
-        if flags & PULL:
+        if flags & protocol.PULL:
             yield from self._give(worker, port, shard)
-        self._reply(port, step + 1, DROPPED if dropped else 0, staleness)
+        self._reply(port, step + 1, protocol.DROPPED if dropped else 0, staleness)
 
     def _begin(self, worker: int) -> bool:
         taken: bool = self.coordinator.begin(worker)
@@ -172,13 +163,13 @@ class StepHandler:
             self.turns.append(Turn(worker, steps))
 
     def _continue(self, worker: int, port: Any, asked: int, step: int, flags: int, staleness: int) -> Steps[None]:
-        if asked & PULL:
+        if asked & protocol.PULL:
             yield from self._give(worker, port, self.require_shard())
         self._reply(port, step, flags, staleness)
 
     def describe_waits(self) -> str:
         """Return which workers wait for which, as text; "" if none waits."""
-        waiting, others = sorted(self._parked), sorted(self._workers - set(self._parked))
+        waiting, others = sorted(self._parked), sorted(self.coordinator.live - set(self._parked))
         return f"{named(waiting)} wait{'s' * (len(waiting) == 1)} for {named(others)}" if waiting else ""
 
     @property
@@ -193,19 +184,18 @@ class StepHandler:
 
     def leave(self, worker: int) -> Steps[None]:
         """Remove a worker that makes no more steps."""
-        if worker not in self._workers:
+        if worker not in self.coordinator.live:
             return
         if worker in self._begun:
             raise AllredError(
                 f"worker {worker} was gone in the middle of its gradient, and a part of it may be in the sum of step "
                 f"{self.require_shard().version}, which cannot be undone. Restart from the last checkpoint"
             )
-        self._workers.discard(worker)
         self._parked.pop(worker, None)
         self._may_go.pop(worker, None)
         self.coordinator.leave(worker)
         yield from self._end_step()
-        if not self._workers and self.shard is not None:
+        if not self.coordinator.live and self.shard is not None:
             self.statistics.unused = self.shard.added
         self.release()
 
@@ -216,17 +206,17 @@ class StepHandler:
 
     def _reply(self, port: Any, step: int, flags: int, staleness: int) -> None:
         if self.draining:
-            flags |= DRAINING
-        port.answer(pack_reply(flags, step, self.require_shard().version, staleness))
+            flags |= protocol.DRAINING
+        port.answer(protocol.pack_reply(flags, step, self.require_shard().version, staleness))
 
     # Receiving gradients.
 
     def _push(self, worker: int, port: Any, shard: Shard, flags: int, dropped: bool, gives: bool) -> Steps[None]:
         """Receive the cells of a gradient or of initial parameters. gives: send each cell's parameters back."""
-        starts = flags & INIT
+        starts = flags & protocol.INIT
         adds = self._averages and not starts
         absent: Collection[int] = ()
-        if flags & ABSENT:
+        if flags & protocol.ABSENT:
             absent = yield from self._receive_absent(port, shard)
         else:
             port.open(shard.layout.up)
@@ -284,7 +274,7 @@ class StepHandler:
 
     def _end_step(self) -> Steps[None]:
         """Apply the mean of a step's gradients if the sum is complete."""
-        needed = self._aggregate or len(self._workers | self._in_sum)
+        needed = self._aggregate or len(self.coordinator.live | self._in_sum)
         if self.shard is not None and self.shard.added and self.shard.added >= needed:
             yield from self._apply_mean(self.shard)
 
