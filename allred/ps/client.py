@@ -39,12 +39,8 @@ _INTERRUPTED = (
 )
 _FORKED = "this process was forked from a rank after allred.init(); use allred in the rank only"
 _LEFT = "this worker has left the parameter servers (allred.shutdown()); make a new optimizer with allred.distributed"
-_KINDS = {
-    protocol.PUSH: "push",
-    protocol.PULL: "pull",
-    protocol.PUSH | protocol.PULL: "push+pull",
-    0: "wait",
-}  # names of requests in the timeline
+_PUSH_PULL = protocol.PUSH | protocol.PULL
+_KINDS = {protocol.PUSH: "push", protocol.PULL: "pull", _PUSH_PULL: "push+pull", 0: "wait"}  # in the timeline
 _NOTHING: list[Any] = []
 _NO_CELLS = np.empty(0, np.int64)
 _NO_PLACES = np.empty((0, 2), np.int64)

@@ -274,7 +274,7 @@ class Control:
         yield from self._step_handler.leave(worker)
         self._gone.add(worker)  # after the leave, which may end a step and count unused gradients
         self.waiting = [
-            (w, request) for w, request in self.waiting if w != worker or isinstance(request, protocol.LeaveAndWait)
+            each for each in self.waiting if each[0] != worker or isinstance(each[1], protocol.LeaveAndWait)
         ]
         if worker == self._saver and self._save_result is None:
             self._save_result = f"worker {worker} ended before it wrote the checkpoint"
@@ -292,9 +292,8 @@ class Control:
             found.add(self._saver)
         if self._ended:
             found.update(self.live)
-        return found.intersection(self.live) - self._waiting_in(protocol.ControlRequest).union(
-            self._step_handler.parked
-        )
+        waiting = self._waiting_in(protocol.ControlRequest).union(self._step_handler.parked)
+        return found.intersection(self.live) - waiting
 
     def at_the_end(self) -> set[int]:
         """Return the workers that wait for the last step of the others, or in MPI_Finalize."""

@@ -84,26 +84,25 @@ def run_steps(
 
     check: called repeatedly during a long wait; it may raise. awaited: the ranks that the wait depends on.
     """
-    while True:
-        try:
-            pending = next(steps)
-        except StopIteration as stop:
-            result: T = stop.value
-            return result
-        if not pending.done() and not pending.spin_wait():
-            queue = WorkQueue(timeout_s)
-            queue.quiet, queue.awaited = quiet, awaited
-            return queue.start(title, _checked_steps(pending, steps, check)).wait()
+    try:
+        while (pending := next(steps)).done() or pending.spin_wait():
+            pass
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    queue = WorkQueue(timeout_s)
+    queue.quiet, queue.awaited = quiet, awaited
+    return queue.start(title, _checked_steps(pending, steps, check)).wait()
 
 
 def _checked_steps(pending: Pending, steps: Steps[T], check: Callable[[], None]) -> Steps[T]:
-    while True:
-        yield _Checked(pending, check)
-        try:
+    try:
+        while True:
+            yield _Checked(pending, check)
             pending = next(steps)
-        except StopIteration as stop:
-            result: T = stop.value
-            return result
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
 
 
 def wait_until(title: str, done: Callable[[], bool], quiet: bool = True) -> None:
