@@ -9,28 +9,30 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from allred import native
 from allred.comm.work import spin_wait
-from allred.errors import AllredError
+from allred.errors import AllredError, CollectiveTimeout
 from allred.ps.context import Context
 from allred.ps.control import Control
 from allred.ps.mpi_transport import CALL, STEP, MpiPort, MpiTransport
 from allred.ps.protocol import ControlRequest, unpack_request
 from allred.ps.run_steps import run_steps
 from allred.ps.shard import locks
-from allred.ps.silent_workers import SilentWorkers
+from allred.ps.stats import named
 from allred.ps.step_handler import StepHandler, Turn
 from allred.watch import line
-from allred.watch.wait import Awaited
+from allred.watch.wait import Awaited, watched
 
 _END_S = 2.0  # time limit for the last replies; to a dead worker they never complete
 _NAP_US = 5000  # longest sleep on the doorbell of the mailboxes before MPI is tested
 _AWAKE_S = 0.1  # without mailboxes: time without requests before the loop sleeps between tests
 _IN_A_ROW = 16  # requests from mailboxes before MPI is tested
 _SLEEP_SHARE, _LONGEST_SLEEP_S = 0.01, 0.01  # such a sleep, as a share of the time since the last request; its limit
+TICK_S = 1.0  # the longest interval between two checks for silent workers
+_REPORT_S = 1.0  # time without a request before it is reported to the watcher
 
 
 class _GoneError(AllredError):
@@ -195,3 +197,102 @@ class ServerLoop:
                 self.control.remove(rank - self._context.servers)
         if self._mpi_ports and not self._mpi_ports.keys() <= self.control.live:
             self._mpi_ports = {worker: port for worker, port in self._mpi_ports.items() if worker in self.control.live}
+
+
+class SilentWorkers:
+    """Detection of workers that make no request while others wait for them. now: the time of one clock, in seconds.
+
+    While the server holds replies back, it sends its watcher every second the workers that cause this, and the seconds
+    since the last request of each (event `holds` of watch/job.py), from which the watcher computes the time limits of
+    the other workers. A worker that waits at its end cannot warn or end the job itself; the server does both for it.
+    """
+
+    def __init__(self, context: Context, now: float) -> None:
+        self._ranks = range(context.servers, context.servers + context.workers)
+        self._server, self._timeout_s = context.rank, float(context.config.timeout_s)
+        self._last = [now] * context.workers  # when each worker made its last request
+        self._last_of_all = now  # time of the last request of any worker
+        self._ended_at: float | None = None  # when the first worker began to wait at its end
+        self._reported = ""  # the wait that was reported to the watcher; "" for none
+        self._reported_workers: list[int] = []  # the silent workers of that report; none: a wait for any request
+        self._holds = False  # whether the last event `holds` named a worker
+        self._next = now  # time of the next check
+
+    def heard(self, worker: int, now: float) -> None:
+        """Record a request of a worker."""
+        self._last[worker] = self._last_of_all = now
+        if self._reported and (not self._reported_workers or worker in self._reported_workers):
+            self._report_end()
+
+    def idle_s(self, now: float) -> float:
+        """Return the seconds since the last request of any worker."""
+        return now - self._last_of_all
+
+    def report_idle(self, describe_waits: Callable[[], str], now: float) -> None:
+        """Report that there is no request. describe_waits: returns which workers wait for which, or ""."""
+        report_s = _REPORT_S if line.current is None else min(_REPORT_S, line.current.warn_s / 2)
+        if not self._reported and self.idle_s(now) > report_s:
+            who = describe_waits()
+            what = f"service: {who}" if who else "service, without a request"
+            self._report_wait(what, self.idle_s(now), [], quiet=True)
+
+    def due(self, now: float) -> bool:
+        """Whether it is time for `check`."""
+        return now >= self._next
+
+    def check(self, awaited: Collection[int], ended: Collection[int], waits_here: bool, now: float) -> None:
+        """Report the workers that others wait for, and end the job at the time limit.
+
+        awaited: the workers that others wait for. ended: the workers that wait at their end while others train.
+        waits_here: False during another wait of this server, which has its own report and time limit. Raises
+        CollectiveTimeout at the time limit if there is no watcher."""
+        warn_s = line.current.warn_s if line.current is not None else TICK_S
+        self._next = now + min(TICK_S, warn_s / 4, self._timeout_s / 8)
+        self._report_holds(awaited, now)
+        if not waits_here:
+            self._reported, self._reported_workers = "", []
+            return
+        if not ended or not awaited:
+            self._ended_at = None
+            if self._reported_workers:
+                self._report_end()
+            return
+        self._ended_at = now if self._ended_at is None else self._ended_at
+        silent = {worker: now - max(self._last[worker], self._ended_at) for worker in sorted(awaited)}
+        late = [worker for worker, for_s in silent.items() if for_s > min(_REPORT_S, warn_s / 2, self._timeout_s / 2)]
+        if not late:
+            return
+        has, its, waits = ("has", "its", "waits") if len(ended) == 1 else ("have", "their", "wait")
+        what = f"service: {named(sorted(ended))} {has} made {its} last step, and {waits} for {named(late)}"
+        if late != self._reported_workers:
+            self._report_wait(what, max(silent.values()), late, quiet=False)
+        if max(silent.values()) >= self._timeout_s:
+            self._end_job(what, late)
+
+    def _end_job(self, what: str, late: list[int]) -> None:
+        if watched() and line.current is not None:
+            line.current.ask_for_verdict(what, self._timeout_s, [self._server])
+            return
+        raise CollectiveTimeout(
+            f"{what}: {named(late)} made no request for {self._timeout_s:g} s; it is late, stopped or dead. If such a "
+            "pause is intended, increase ALLRED_TIMEOUT_S"
+        )
+
+    def _report_holds(self, awaited: Collection[int], now: float) -> None:
+        if line.current is not None and (awaited or self._holds):
+            silent = {self._ranks[worker]: round(now - self._last[worker], 1) for worker in awaited}
+            line.current.tell("holds", silent=silent)
+            line.current.read()
+            if line.current.pending():
+                raise line.current.error()
+        self._holds = bool(awaited)
+
+    def _report_wait(self, what: str, since_s: float, late: list[int], quiet: bool) -> None:
+        if line.current is not None:
+            self._reported, self._reported_workers = what, late
+            line.current.tell("waiting", what=self._reported, since_s=since_s, peers=False, quiet=quiet)
+
+    def _report_end(self) -> None:
+        if line.current is not None:
+            line.current.tell("going")
+        self._reported, self._reported_workers = "", []

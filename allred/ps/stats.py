@@ -106,3 +106,12 @@ def _percent(share: float) -> str:
     ('28 %', '0.04 %', '100 %')
     """
     return f"{100 * share:.0f} %" if share >= 0.01 else f"{100 * share:.1g} %"
+
+
+def named(workers: list[int]) -> str:
+    """Return the names of workers.
+
+    >>> named([0, 2])
+    'workers 0,2'
+    """
+    return f"worker{'s' * (len(workers) > 1)} {','.join(map(str, workers))}"

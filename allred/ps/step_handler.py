@@ -30,8 +30,7 @@ from allred.errors import AllredError
 from allred.ps import protocol
 from allred.ps.shard import Shard, Update
 from allred.ps.shm_transport import MailboxPort
-from allred.ps.silent_workers import named
-from allred.ps.stats import ServerStatistics
+from allred.ps.stats import ServerStatistics, named
 from allred.timeline.recorder import span
 
 
