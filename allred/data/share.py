@@ -5,6 +5,9 @@ belongs to. That does not matter as long as their shares are alike; where they a
 weights would show nowhere.
 """
 
+import dataclasses
+
+from allred import world
 from allred.data.loader_arguments import LoaderArguments
 from allred.data.sampler import Position
 from allred.errors import InputError
@@ -33,8 +36,9 @@ class Source:
         self.share = share
         self.ahead += 1
         self.totals.add(total)
-        _running.pop(self, None)  # the one that gave last stands last
-        _running[self] = None
+        running = _iterations().running
+        running.pop(self, None)  # the one that gave last stands last
+        running[self] = None
 
     def follow(self, steps: int) -> None:
         """So many steps have followed."""
@@ -48,25 +52,34 @@ class Source:
 
     def end(self) -> None:
         """The iteration is over."""
-        global _uneven_left
-        _running.pop(self, None)
-        _uneven_left = _uneven_left or self.uneven()
+        iterations = _iterations()
+        iterations.running.pop(self, None)
+        iterations.uneven_left = iterations.uneven_left or self.uneven()
 
 
-_running: dict[Source, None] = {}
-_uneven_left = False  # uneven batches were iterated over to the end, and no step followed them
+@dataclasses.dataclass
+class Iterations:
+    """The iterations over batches in one world.
+
+    running: the unfinished iterations that have given out a batch; the last one gave out the latest batch. uneven_left:
+    whether uneven batches were iterated to the end without a step after them.
+    """
+
+    running: dict[Source, None] = dataclasses.field(default_factory=dict)
+    uneven_left: bool = False
 
 
-def forget() -> None:
-    """A new world begins: what was iterated over before is of no step in it."""
-    global _uneven_left
-    _running.clear()
-    _uneven_left = False
+_without_world = Iterations()
+
+
+def _iterations() -> Iterations:
+    here = world.current_or_none()
+    return _without_world if here is None or here.iterations is None else here.iterations
 
 
 def running() -> list[Source]:
     """Return the unfinished iterations that have given out a batch; the last element gave out the latest batch."""
-    return list(_running)
+    return list(_iterations().running)
 
 
 def claim(samples: int | None = None) -> int | None:
@@ -74,17 +87,18 @@ def claim(samples: int | None = None) -> int | None:
 
     Raises InputError where it is not known which batch that is, and their shares differ.
     """
-    global _uneven_left
-    if not _running and not _uneven_left:
+    iterations = _iterations()
+    running = iterations.running
+    if not running and not iterations.uneven_left:
         return samples
-    shared = [source for source in _running if source.ranks > 1]
-    sources = shared or list(_running)  # a rank's own batches, such as a validation's, are not those of its steps
+    shared = [source for source in running if source.ranks > 1]
+    sources = shared or list(running)  # a rank's own batches, such as a validation's, are not those of its steps
     sizes = set().union(*(source.totals for source in sources))
     unknown = len(sizes) > 1 and any(source.uneven() for source in sources)
-    unknown = unknown or (_uneven_left and not _running)
+    unknown = unknown or (iterations.uneven_left and not running)
     known = samples is not None or unknown
-    _uneven_left = False
-    for source in _running:
+    iterations.uneven_left = False
+    for source in running:
         source.follow(source.ahead if known else 1)
     if samples is not None:
         return samples

@@ -4,6 +4,7 @@ import contextlib
 import pickle
 import signal
 
+from allred import world
 from allred.cluster import topology
 from allred.errors import InputError
 from allred.modes.options import Options
@@ -13,7 +14,6 @@ from allred.ps.mpi_transport import CALL, REPLY, MpiTransport
 from allred.ps.protocol import ControlRequest, Register
 from allred.ps.run_steps import run_steps, wait_until
 from allred.ps.server_loop import ServerLoop
-from allred.watch import line
 
 
 def serve_until_done(optimizer: object, options: Options, first: ControlRequest | None = None) -> None:
@@ -58,7 +58,8 @@ def _first_request(transport: MpiTransport, here: context.Context) -> ControlReq
     """Wait without a limit for a request of worker 0; None if it has died and the other workers continue."""
 
     def is_decided() -> bool:
-        gone = line.current is not None and here.servers in line.current.gone
+        watcher = world.watcher()
+        gone = watcher is not None and here.servers in watcher.gone
         return gone or bool(here.comm.Iprobe(here.servers, CALL))
 
     wait_until("Server.join(), for the first optimizer of worker 0", is_decided)

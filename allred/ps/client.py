@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from allred import checkpoint
+from allred import checkpoint, world
 from allred.arrays import Array, as_buffer
 from allred.comm import functions
 from allred.comm.work import Steps
@@ -30,7 +30,6 @@ from allred.ps.shard import Parts
 from allred.ps.shm_transport import open_mailbox
 from allred.ps.stats import ServerStatistics
 from allred.timeline.recorder import span
-from allred.watch import line
 from allred.watch.wait import Awaited
 
 _INTERRUPTED = (
@@ -127,9 +126,7 @@ class Client:
                 "two threads of this worker call the parameter servers at once; call them from one thread, or under a "
                 "lock"
             )
-        if line.current is not None and line.current.has_error:
-            return line.current.error()
-        return AllredError(self._unusable)
+        return world.error() or AllredError(self._unusable)
 
     def _begin(self) -> None:
         """Begin a request; only one is allowed at a time."""
@@ -140,10 +137,10 @@ class Client:
     @staticmethod
     def _lost(error: Exception) -> AllredError:
         """Return the error for a dead server, with the verdict of the watcher if there is one."""
-        if line.current is not None:
-            line.current.await_verdict()
-            if line.current.verdict is not None:
-                return line.current.error()
+        if (watcher := world.watcher()) is not None:
+            watcher.await_verdict()
+            if watcher.verdict is not None:
+                return watcher.error()
         return AllredError(f"a parameter server is gone: {error}")
 
     def _run(self, title: str, steps: Steps[Any], trains: bool = False) -> Any:

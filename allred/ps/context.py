@@ -5,11 +5,11 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from allred.cluster import topology
+from allred import world
 from allred.errors import NotInitializedError
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Context:
     """Mode ps on this rank, from init() to shutdown(). World ranks 0 to servers - 1 are servers, the others workers.
 
@@ -46,32 +46,31 @@ class Context:
         return self.rank - self.servers
 
 
-_current: Context | None = None
 _servers_ended = False  # after shutdown(): the server processes have ended
 
 
-def install(context: Context | None) -> None:
-    """Set the context of this process. Called by allred.init and allred.shutdown."""
-    global _current
-    _current = context
+def _find() -> Context | None:
+    here = world.current_or_none()
+    return None if here is None else here.ps
 
 
 def is_active() -> bool:
     """Whether mode ps is active."""
-    return _current is not None
+    return _find() is not None
 
 
 def serves() -> bool:
     """Whether this rank is a parameter server."""
-    return _current is not None and _current.serves
+    here = _find()
+    return here is not None and here.serves
 
 
 def current() -> Context:
     """Return the context. Raises NotInitializedError outside mode ps."""
-    if _current is None:
-        topology.current()  # raises its own error before init()
+    here = world.current().ps
+    if here is None:
         raise NotInitializedError("this needs mode ps: allred.init(mode='ps'), or ALLRED_MODE=ps")
-    return _current
+    return here
 
 
 def servers_ended() -> bool:
@@ -92,5 +91,5 @@ def leave() -> None:
         from allred.ps.mpi_transport import send_leave  # imports MPI
 
         send_leave(here.comm, here.servers)
-    install(None)
+    world.current().ps = None
     _servers_ended = not (here.joins if here.servers_return is None else here.servers_return)

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from allred import world
 from allred.arrays import Array
 from allred.comm.work import Steps, spin_wait
 from allred.ps.layout import CELL_BYTES
 from allred.ps.protocol import RECORD_BYTES, Leave
 from allred.ps.run_steps import Condition
-from allred.watch import line
 
 CALL, REPLY, BODY, STEP, STEP_REPLY, UP, DOWN = range(1, 8)  # tags
 _DEPTH = 4  # cells in flight in each direction
@@ -107,7 +107,7 @@ class MpiTransport:
         try:
             return status.Get_source() if self.comm.Iprobe(MPI.ANY_SOURCE, tag, status) else None
         except MPI.Exception as error:
-            if error.Get_error_class() not in _DEATHS or line.current is None:
+            if error.Get_error_class() not in _DEATHS or world.watcher() is None:
                 raise
             self.comm.Ack_failed()  # the watcher reports it
             return None

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from allred import world
 from allred.comm.work import Pending, Steps, WorkQueue, spin_wait
-from allred.watch import line
 from allred.watch.wait import Awaited
 
 T = TypeVar("T")
@@ -110,10 +110,10 @@ def wait_until(title: str, done: Callable[[], bool], quiet: bool = True) -> None
     start, is_reported = time.monotonic(), False
     while not spin_wait(done):
         waited_s = time.monotonic() - start
-        if line.current is not None and waited_s > _REPORT_S and not is_reported:
-            line.current.tell("waiting", what=title, since_s=waited_s, peers=False, quiet=quiet)
+        if waited_s > _REPORT_S and not is_reported and (watcher := world.watcher()) is not None:
+            watcher.tell("waiting", what=title, since_s=waited_s, peers=False, quiet=quiet)
             is_reported = True
         if waited_s > _AWAKE_S:
             time.sleep(_NAP_S)
-    if is_reported and line.current is not None:
-        line.current.tell("going")
+    if is_reported and (watcher := world.watcher()) is not None:
+        watcher.tell("going")

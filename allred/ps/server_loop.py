@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from allred import native
+from allred import native, world
 from allred.comm.work import spin_wait
 from allred.errors import AllredError, CollectiveTimeout
 from allred.ps.context import Context
@@ -23,8 +23,7 @@ from allred.ps.run_steps import run_steps
 from allred.ps.shard import locks
 from allred.ps.stats import named
 from allred.ps.step_handler import StepHandler, Turn
-from allred.watch import line
-from allred.watch.wait import Awaited, watched
+from allred.watch.wait import Awaited
 
 _END_S = 2.0  # time limit for the last replies; to a dead worker they never complete
 _NAP_US = 5000  # longest sleep on the doorbell of the mailboxes before MPI is tested
@@ -192,8 +191,8 @@ class ServerLoop:
 
     def _remove_dead_workers(self) -> None:
         """Remove workers that have failed or died, where the others continue."""
-        if line.current is not None and line.current.gone:
-            for rank in list(line.current.gone):
+        if (watcher := world.watcher()) is not None and watcher.gone:
+            for rank in list(watcher.gone):
                 self.control.remove(rank - self._context.servers)
         if self._mpi_ports and not self._mpi_ports.keys() <= self.control.live:
             self._mpi_ports = {worker: port for worker, port in self._mpi_ports.items() if worker in self.control.live}
@@ -230,7 +229,8 @@ class SilentWorkers:
 
     def report_idle(self, describe_waits: Callable[[], str], now: float) -> None:
         """Report that there is no request. describe_waits: returns which workers wait for which, or ""."""
-        report_s = _REPORT_S if line.current is None else min(_REPORT_S, line.current.warn_s / 2)
+        watcher = world.watcher()
+        report_s = _REPORT_S if watcher is None else min(_REPORT_S, watcher.warn_s / 2)
         if not self._reported and self.idle_s(now) > report_s:
             who = describe_waits()
             what = f"service: {who}" if who else "service, without a request"
@@ -246,7 +246,8 @@ class SilentWorkers:
         awaited: the workers that others wait for. ended: the workers that wait at their end while others train.
         waits_here: False during another wait of this server, which has its own report and time limit. Raises
         CollectiveTimeout at the time limit if there is no watcher."""
-        warn_s = line.current.warn_s if line.current is not None else TICK_S
+        watcher = world.watcher()
+        warn_s = TICK_S if watcher is None else watcher.warn_s
         self._next = now + min(TICK_S, warn_s / 4, self._timeout_s / 8)
         self._report_holds(awaited, now)
         if not waits_here:
@@ -270,8 +271,8 @@ class SilentWorkers:
             self._end_job(what, late)
 
     def _end_job(self, what: str, late: list[int]) -> None:
-        if watched() and line.current is not None:
-            line.current.ask_for_verdict(what, self._timeout_s, [self._server])
+        if (watcher := world.watcher()) is not None and watcher.watched():
+            watcher.ask_for_verdict(what, self._timeout_s, [self._server])
             return
         raise CollectiveTimeout(
             f"{what}: {named(late)} made no request for {self._timeout_s:g} s; it is late, stopped or dead. If such a "
@@ -279,20 +280,21 @@ class SilentWorkers:
         )
 
     def _report_holds(self, awaited: Collection[int], now: float) -> None:
-        if line.current is not None and (awaited or self._holds):
+        watcher = world.watcher()
+        if watcher is not None and (awaited or self._holds):
             silent = {self._ranks[worker]: round(now - self._last[worker], 1) for worker in awaited}
-            line.current.tell("holds", silent=silent)
-            line.current.read()
-            if line.current.pending():
-                raise line.current.error()
+            watcher.tell("holds", silent=silent)
+            watcher.read()
+            if watcher.pending():
+                raise watcher.error()
         self._holds = bool(awaited)
 
     def _report_wait(self, what: str, since_s: float, late: list[int], quiet: bool) -> None:
-        if line.current is not None:
+        if (watcher := world.watcher()) is not None:
             self._reported, self._reported_workers = what, late
-            line.current.tell("waiting", what=self._reported, since_s=since_s, peers=False, quiet=quiet)
+            watcher.tell("waiting", what=self._reported, since_s=since_s, peers=False, quiet=quiet)
 
     def _report_end(self) -> None:
-        if line.current is not None:
-            line.current.tell("going")
+        if (watcher := world.watcher()) is not None:
+            watcher.tell("going")
         self._reported, self._reported_workers = "", []

@@ -22,8 +22,7 @@ ROWS = np.arange(37)
 
 @pytest.fixture(autouse=True)
 def nothing_left(monkeypatch):
-    monkeypatch.setattr(share, "_running", {})
-    monkeypatch.setattr(share, "_uneven_left", False)
+    monkeypatch.setattr(share, "_without_world", share.Iterations())
     before = children()
     yield
     gc.collect()
