@@ -84,8 +84,6 @@ class ServersMode:
 
     def _connect(self, title: str, params: Any, tensors: list[Tensor], leaves: list[Any]) -> None:
         """Register with the servers at the first call. Later, check that these are the parameters of the servers."""
-        from allred.ps.client import Client  # imports MPI
-
         twins = self._pinned.twins(leaves)
         if arrays.overlap([twin for twin in twins if twin.size]):
             raise InputError(f"{title}: {ps_payload.describe_overlap(tensors, twins)}")
@@ -105,35 +103,41 @@ class ServersMode:
                 "one; put all parameters into one optimizer, or use mode sync"
             )
         self._context.has_optimizer = True
-        settings = self._context.config
-        named = [(tensor.name, leaf) for tensor, leaf in zip(tensors, leaves, strict=True)]
-        given = places(named)
-        if given and self._options.placement is not None:
-            raise InputError(
-                f"{title}: '{next(iter(given))}' was made inside allred.device, and allred.distributed was given a "
-                "placement; say it in one of the two ways"
-            )
-        how = self._options.placement if self._options.placement is not None else given or settings.placement
-        placement = place(tensors, self._context.servers, how, split=splittable(self._optimizer))
-        policy = self._options.policy(settings)
-        client = Client(self._context, policy, placement)
-        skeleton = nest.rebuild(params, list(range(len(tensors))))
-        sends_optimizer = self._context.joins and self._context.worker == 0
-        described = self._options.describe(self._optimizer) if sends_optimizer else b""
-        agreement = self._options.agreement(self._optimizer, settings)
-        client.register(protocol.Register(placement, skeleton, agreement, described))
-        self._client, self._tensors = client, tensors
+        self._client, self._tensors = self._register(title, params, tensors, leaves), tensors
         self._gradients = PushedGradients(tensors)
-        report.inform(f"mode ps, {policy.describe()}")
-        if self._options.locks(self._optimizer, settings) and not self._options.asks_to_lock(settings):
-            report.inform("use_locking=0 has no effect: gradients are gathered before they are applied")
-        for line in [*placement.report().splitlines(), *describe(named)]:
-            report.inform(line)
         with contextlib.suppress(ValueError):  # only the main thread can set handlers
             handler = signal.getsignal(signal.SIGTERM)
             if handler == signal.SIG_DFL or getattr(handler, "__func__", None) is ServersMode._on_signal:
                 signal.signal(signal.SIGTERM, self._on_signal)
         self._context.farewell = self._leave
+
+    def _register(self, title: str, params: Any, tensors: list[Tensor], leaves: list[Any]) -> "Client":
+        """Place the parameters and register them with the servers."""
+        from allred.ps.client import Client  # imports MPI
+
+        options, settings = self._options, self._context.config
+        named = [(tensor.name, leaf) for tensor, leaf in zip(tensors, leaves, strict=True)]
+        given = places(named)
+        if given and options.placement is not None:
+            raise InputError(
+                f"{title}: '{next(iter(given))}' was made inside allred.device, and allred.distributed was given a "
+                "placement; say it in one of the two ways"
+            )
+        how = options.placement if options.placement is not None else given or settings.placement
+        placement = place(tensors, self._context.servers, how, split=splittable(self._optimizer))
+        policy = options.policy(settings)
+        client = Client(self._context, policy, placement)
+        skeleton = nest.rebuild(params, list(range(len(tensors))))
+        sends_optimizer = self._context.joins and self._context.worker == 0
+        described = options.describe(self._optimizer) if sends_optimizer else b""
+        agreement = options.agreement(self._optimizer, settings)
+        client.register(protocol.Register(placement, skeleton, agreement, described))
+        report.inform(f"mode ps, {policy.describe()}")
+        if options.locks(self._optimizer, settings) and not options.asks_to_lock(settings):
+            report.inform("use_locking=0 has no effect: gradients are gathered before they are applied")
+        for line in [*placement.report().splitlines(), *describe(named)]:
+            report.inform(line)
+        return client
 
     def _agree_on_start(self, params: Any, check: bool = False) -> None:
         """Worker 0 sends its parameters to the servers; the others wait for that. check: theirs must be equal."""

@@ -151,7 +151,7 @@ class Client:
     # Control requests.
 
     def call(self, request: protocol.ControlRequest, title: str = "") -> list[Any]:
-        """Send a control request to all servers, and return their replies. title: instead of the request's TITLE."""
+        """Send a control request to all servers, and return their replies. title: instead of the request's own."""
         return self.call_each([request] * len(self._layouts), title)
 
     def call_first(self, request: protocol.ControlRequest, title: str = "") -> Any:
@@ -160,11 +160,11 @@ class Client:
 
     def call_each(self, requests: Sequence[protocol.ControlRequest], title: str = "") -> list[Any]:
         """Send requests[r] to server r, and return the replies. Raises the first error among them."""
-        title = title or requests[0].TITLE
+        title = title or requests[0].title
         self._begin()
         try:
             with span("wait", title):
-                replies: list[Any] = self._run(title, self._exchange(requests), requests[0].TRAINS)
+                replies: list[Any] = self._run(title, self._exchange(requests), requests[0].trains)
         except LOST as error:
             raise self._lost(error) from error
         finally:
@@ -180,7 +180,7 @@ class Client:
             self._transport.send(server, CALL, request)
         replies = []
         for server, request in enumerate(requests):
-            replies.append((yield from self._transport.receive(server, REPLY, waits_for_peers=request.LATE)))
+            replies.append((yield from self._transport.receive(server, REPLY, waits_for_peers=request.late)))
         return replies
 
     def register(self, request: protocol.Register) -> None:
@@ -372,6 +372,6 @@ class Client:
     def leave_and_wait(self) -> list[ServerStatistics]:
         """As `leave`, but wait until the last worker has left. Return the statistics of the servers."""
         request = protocol.LeaveAndWait()
-        found: list[ServerStatistics] = self._run(request.TITLE, self._exchange([request] * len(self._links)), True)
+        found: list[ServerStatistics] = self._run(request.title, self._exchange([request] * len(self._links)), True)
         self._unusable = _LEFT
         return found

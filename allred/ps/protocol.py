@@ -68,17 +68,18 @@ def unpack_reply(record: bytes) -> StepReply:
 class ControlRequest:
     """Base class of control requests.
 
-    TITLE: the text of the wait for the reply. LATE: the reply may depend on requests of other workers. TRAINS: the wait
+    title: the text of the wait for the reply. late: the reply may depend on requests of other workers. trains: the wait
     lasts while other workers train; the servers report a worker that makes no requests.
     """
 
-    TITLE = ""
-    LATE = False
-    TRAINS = False
+    title, late, trains = "", False, False
+
+    def __init_subclass__(cls, title: str = "", late: bool = False, trains: bool = False) -> None:
+        cls.title, cls.late, cls.trains = title, late, trains
 
 
 @dataclasses.dataclass(frozen=True)
-class Register(ControlRequest):
+class Register(ControlRequest, title="registration with the parameter servers", late=True):
     """Register a worker. Reply: `Registration`.
 
     skeleton: the nest of the parameters, with their positions as leaves. agreement: the options that must be equal on
@@ -89,8 +90,6 @@ class Register(ControlRequest):
     skeleton: Any
     agreement: str
     optimizer: bytes | str = b""
-    TITLE = "registration with the parameter servers"
-    LATE = True
 
 
 class Registration(NamedTuple):
@@ -103,56 +102,47 @@ class Registration(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class LoadState(ControlRequest):
+class LoadState(ControlRequest, title="the optimizer's state"):
     """Set the optimizer's state."""
 
     state: Any
     parts: Parts
-    TITLE = "the optimizer's state"
 
 
 @dataclasses.dataclass(frozen=True)
-class InitialState(LoadState):
+class InitialState(LoadState, title="the optimizer's state to start from"):
     """Worker 0 sets the optimizer's state and the hash of the initial parameters, which follow as a push."""
 
     digest: str
-    TITLE = "the optimizer's state to start from"
 
 
 @dataclasses.dataclass(frozen=True)
-class AwaitStart(ControlRequest):
+class AwaitStart(ControlRequest, late=True):
     """Wait until worker 0 has sent initial parameters `number` times. Reply: their hash."""
 
     number: int
-    LATE = True
 
 
 @dataclasses.dataclass(frozen=True)
-class CompareBatches(ControlRequest):
+class CompareBatches(ControlRequest, title="the arguments of the batches"):
     """Send the arguments of this worker's batches. Reply: {worker: arguments} so far."""
 
     arguments: Any
-    TITLE = "the arguments of the batches"
 
 
-class GetState(ControlRequest):
+class GetState(ControlRequest, title="the optimizer's state"):
     """Reply: the optimizer's state and the slots of this server's pieces."""
 
-    TITLE = "the optimizer's state"
 
-
-class GetStep(ControlRequest):
+class GetStep(ControlRequest, title="the number of the step"):
     """Reply: the optimizer's updates, including those before a restore, and the version of the parameters."""
-
-    TITLE = "the number of the step"
 
 
 @dataclasses.dataclass(frozen=True)
-class SetStep(ControlRequest):
+class SetStep(ControlRequest, title="the number of the step"):
     """The parameters were restored from a checkpoint of this step."""
 
     step: int
-    TITLE = "the number of the step"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,41 +160,31 @@ class CheckpointComplete(ControlRequest):
     path: str
 
 
-class GetStatistics(ControlRequest):
+class GetStatistics(ControlRequest, title="statistics of the parameter servers"):
     """Reply: the statistics of this server."""
 
-    TITLE = "statistics of the parameter servers"
 
-
-class BeginDrain(ControlRequest):
+class BeginDrain(ControlRequest, title="the stop request"):
     """Stop all workers. Reply: whether this worker writes the last checkpoint."""
-
-    TITLE = "the stop request"
 
 
 @dataclasses.dataclass(frozen=True)
-class EndDrain(ControlRequest):
+class EndDrain(ControlRequest, title="the checkpoint at the end"):
     """Wait for the result of the last checkpoint. result: given by the worker that writes it. Reply: the result."""
 
     result: str | None
-    TITLE = "the checkpoint at the end"
 
 
-class Finish(ControlRequest):
+class Finish(ControlRequest, title="the end of this worker's steps"):
     """This worker makes no more steps, but still sends other requests."""
 
-    TITLE = "the end of this worker's steps"
 
-
-class AwaitFinish(ControlRequest):
+class AwaitFinish(ControlRequest, title="the end of the other workers' steps", late=True, trains=True):
     """Wait until all workers have finished or are gone."""
-
-    TITLE = "the end of the other workers' steps"
-    LATE = TRAINS = True
 
 
 @dataclasses.dataclass(frozen=True)
-class ShareFailure(ControlRequest):
+class ShareFailure(ControlRequest, title="final status of worker 0", late=True):
     """Wait for the `number`-th final status of worker 0. Reply: its error, or None.
 
     is_chief: this is worker 0, and `failure` is its status.
@@ -213,16 +193,11 @@ class ShareFailure(ControlRequest):
     number: int
     is_chief: bool
     failure: AllredError | None
-    TITLE = "final status of worker 0"
-    LATE = True
 
 
 class Leave(ControlRequest):
     """This worker makes no more requests. There is no reply."""
 
 
-class LeaveAndWait(Leave):
+class LeaveAndWait(Leave, title="the end of the other workers", trains=True):
     """This worker makes no more requests. Reply: the statistics, after the last worker has left."""
-
-    TITLE = "the end of the other workers"
-    TRAINS = True
