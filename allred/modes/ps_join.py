@@ -7,7 +7,7 @@ import signal
 from allred import world
 from allred.cluster import topology
 from allred.errors import InputError
-from allred.modes.options import Options
+from allred.modes.options import StepOptions
 from allred.optim import SGD
 from allred.ps import context
 from allred.ps.mpi_transport import CALL, REPLY, MpiTransport
@@ -16,7 +16,7 @@ from allred.ps.run_steps import run_steps, wait_until
 from allred.ps.server_loop import ServerLoop
 
 
-def serve_until_done(optimizer: object, options: Options, first: ControlRequest | None = None) -> None:
+def serve_until_done(optimizer: object, options: StepOptions, first: ControlRequest | None = None) -> None:
     """Serve until the last worker has left, and return.
 
     options: those of `allred.distributed`. first: a request of worker 0 that was received before.
@@ -35,7 +35,7 @@ def join() -> None:
     here.servers_return = True
     transport = MpiTransport(here.comm)
     request = _first_request(transport, here)
-    options = Options("opt")
+    options = StepOptions("opt")
     optimizer: object = SGD(lr=0.0)  # if worker 0 has left without training
     if isinstance(request, Register):
         try:
@@ -70,7 +70,7 @@ def _first_request(transport: MpiTransport, here: context.Context) -> ControlReq
     return request
 
 
-def _load(pickled: bytes | str, role: str) -> tuple[Options, object]:
+def _load(pickled: bytes | str, role: str) -> tuple[StepOptions, object]:
     """Return worker 0's options and optimizer. pickled: a str is the reason why there are none."""
     if isinstance(pickled, str):
         reason = pickled

@@ -10,7 +10,7 @@ import numpy as np
 
 from allred.arrays import Array
 from allred.errors import InputError
-from allred.fusion.plan import Tensor, plan
+from allred.fusion import Plan, Tensor
 from allred.modes.detect import finite
 from allred.optim.base import Optimizer
 from allred.optim.hyper import non_negative
@@ -23,10 +23,10 @@ class PushedGradients:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._shapes = [tensor.shape for tensor in tensors]
         self._dtypes = [compute_dtype(np.empty(0, tensor.dtype)) for tensor in tensors]
-        self._plan = plan(
+        self._plan = Plan(
             tuple(Tensor(t.name, t.shape, dtype) for t, dtype in zip(tensors, self._dtypes, strict=True)), 2**20
         )
-        self.any_not_finite = finite.looks(self._plan)
+        self.any_not_finite = finite.nonfinite_scanner(self._plan)
         self.same_dtypes = [tensor.dtype for tensor in tensors] == self._dtypes
         self._zeros: dict[int, Array] = {}
 

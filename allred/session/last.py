@@ -111,7 +111,7 @@ def write_after(
             _tell_why_none(f"{why}; the newest one stands")
             return None
         try:
-            step = optimizer.latest_step()
+            step = optimizer.session_support.latest_step()
             if checkpoint.has(saver.directory, step):
                 return None
             claim = os.path.join(saver.directory, f".step-{step:08d}.{token}.0.tmp")
@@ -137,7 +137,7 @@ def write_after(
 def _why_not(error: BaseException, in_step: bool, optimizer: DistributedOptimizer) -> str:
     if isinstance(error, NonFiniteError) and not in_step:  # of a hook, behind the update
         return "the parameters may not be finite"
-    return "an update was cut short" if optimizer.torn else ""
+    return "an update was cut short" if optimizer.session_support.update_interrupted else ""
 
 
 def _is_first(claim: str) -> bool:

@@ -114,7 +114,7 @@ class Session:
             return False
         exit_callbacks.unregister(self._end_with_program)
         optimizer, path = self._optimizer, None
-        asked = isinstance(error, ShutdownError) and optimizer is not None and not optimizer.in_step
+        asked = isinstance(error, ShutdownError) and optimizer is not None and not optimizer.session_support.is_lockstep
         failure = None if asked else error
         try:
             if asked:
@@ -140,7 +140,9 @@ class Session:
         cannot be written."""
         if error is self._handled:  # since before the session
             error = None
-        if error is None and self._optimizer is not None and self._optimizer.torn:  # by a sys.exit() that Python hides
+        if (
+            error is None and self._optimizer is not None and self._optimizer.session_support.update_interrupted
+        ):  # by a sys.exit() that Python hides
             error = SystemExit()
         self.__exit__(None if error is None else type(error), error, None)
 
@@ -184,12 +186,12 @@ class Session:
         self.step = optimizer.global_step
         self._saver.begin(self.step)
         self._token = functions.allgather_object(secrets.token_hex(4))[0]  # nobody steps before all know global_step
-        if optimizer.in_step:
+        if optimizer.session_support.is_lockstep:
             join.add_observer(self._joined)
         else:
-            self._asked.notify(optimizer.ask_to_end)
+            self._asked.notify(optimizer.session_support.request_stop)
             if self._saves:
-                optimizer.end_with(lambda: self._saving()(self._saver.directory))
+                optimizer.session_support.set_final_save(lambda: self._saving()(self._saver.directory))
         for hook in self.hooks:
             hook.begin(self)
         self._begun_at = self.step
@@ -259,7 +261,7 @@ class Session:
 
     def _freshen(self) -> None:
         """Mode ps: pull before the first gradient, since others train while hooks begin and the first batch is read."""
-        if not self._is_fresh and not self.optimizer.in_step:
+        if not self._is_fresh and not self.optimizer.session_support.is_lockstep:
             self.optimizer.pull(self.params)
             self.step = self._begun_at_step = self.optimizer.global_step
         self._is_fresh = True
@@ -287,22 +289,23 @@ class Session:
 
         everywhere: all ranks ask for it after the same step; so it ends at once.
         """
-        if everywhere and (self.optimizer.in_step or reason == "max_steps"):  # which each worker sees at the servers
+        # Each worker reads the global step from the servers, so max_steps is seen by all.
+        if everywhere and (self.optimizer.session_support.is_lockstep or reason == "max_steps"):
             self._stops = self._stops or reason
         else:
             self._requested = self._requested or reason
-            self.optimizer.ask_to_end()
+            self.optimizer.session_support.request_stop()
 
     def _end_step(self) -> None:
         self._note_step()
         optimizer = self.optimizer
         due = self.is_chief and self._saves and self._saver.due(self.step)
         asks = self._asked.reason or self._requested
-        told = (self._log.together if optimizer.in_step else self._log.alone)(asks, due)
-        waited_s = optimizer.waited_s
+        told = (self._log.together if optimizer.session_support.is_lockstep else self._log.alone)(asks, due)
+        waited_s = optimizer.session_support.waited_s
         self.rates.record(self.step, int(told.examples), waited_s - self._waited_s)
         self._waited_s = waited_s
-        if told.stop and optimizer.in_step:
+        if told.stop and optimizer.session_support.is_lockstep:
             self._stops = self._stops or told.stop
         for hook in self.hooks:
             hook.after_step(self, told.values)
@@ -325,7 +328,8 @@ class Session:
 
     def save_by(self, saver: Saver, randoms: Any = None) -> None:
         """For hooks, on the chief, after a step: have this Saver write a checkpoint of now."""
-        saver.save(self.step, lambda: self._saving(randoms, copy=True), apart=self.optimizer.in_step)
+        apart = self.optimizer.session_support.is_lockstep
+        saver.save(self.step, lambda: self._saving(randoms, copy=True), apart=apart)
         self.rates.pause()
 
     def _saving(self, randoms: Any = None, copy: bool = False) -> Callable[[str], str]:
@@ -362,11 +366,11 @@ class Session:
         optimizer, path = self.optimizer, None
         if self._saves:
             path = last.write_after(error, self._in_step, self._saver, optimizer, self._token, self._saving)
-        self.step = optimizer.global_step if optimizer.in_step else self.step
+        self.step = optimizer.global_step if optimizer.session_support.is_lockstep else self.step
         return path
 
     def _meet(self) -> None:
-        if not self.optimizer.in_step:
+        if not self.optimizer.session_support.is_lockstep:
             together.meet(self.optimizer, self.params)
             self.step = self.optimizer.global_step
 

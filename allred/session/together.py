@@ -50,14 +50,14 @@ def waiting(seconds: float = FOREVER_S) -> Iterator[None]:
 
 def gather_random_states(optimizer: DistributedOptimizer, why: str = "") -> dict[int, Any] | None:
     """Those of all ranks, by rank; collective; None in mode ps. why: for the error of a rank that calls another one."""
-    if not optimizer.in_step:
+    if not optimizer.session_support.is_lockstep:
         return None
     return dict(functions.allgather_object((topology.rank(), random_states.get()), why))
 
 
 def meet(optimizer: DistributedOptimizer, params: Any) -> None:
     """Mode ps: workers make as many steps as they do. Then all have the same parameters."""
-    optimizer.meet()
+    optimizer.session_support.wait_all_workers()
     optimizer.pull(params)
 
 
@@ -65,6 +65,6 @@ def hear_of(optimizer: DistributedOptimizer, failure: AllredError | None) -> Non
     """Raise the chief's `failure` to write on all ranks. The watchers suspend the time limit while the chief writes;
     without watchers there is no time limit."""
     with contextlib.nullcontext() if watched() else waiting():
-        failure = optimizer.hear(failure)
+        failure = optimizer.session_support.broadcast_failure(failure)
     if failure is not None:
         raise failure

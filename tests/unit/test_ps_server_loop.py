@@ -12,7 +12,7 @@ mpi4py.rc.initialize = False  # only its constants are needed
 
 from allred import optim
 from allred.errors import CollectiveTimeout, InputError
-from allred.fusion.plan import Tensor
+from allred.fusion import Tensor
 from allred.ps import server_loop as module
 from allred.ps.consistency import Async, Sync
 from allred.ps.context import Context

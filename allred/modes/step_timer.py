@@ -1,31 +1,31 @@
-"""Where the time of a training loop goes, on this rank: measured always, told at the end."""
+"""`StepTimer`: measures the time, samples and bytes of the steps of one optimizer on this rank."""
 
 import time
 
 from allred.comm.communicator import Communicator
 
 
-class Meter:
-    """Clocks of the steps of one optimizer. A step lasts from the end of the one before to its own end."""
+class StepTimer:
+    """Times of steps in seconds. A step lasts from the end of the step before to its own end."""
 
     def __init__(self) -> None:
         self.steps = 0
-        self.samples = 0  # over all ranks
+        self.samples = 0  # of all ranks
         self.seconds = 0.0
-        self.communicating_s = 0.0  # moving gradients
-        self.waiting_s = 0.0  # for other ranks to arrive
-        self.sent_bytes = 0  # of gradients, as they travel
+        self.communicating_s = 0.0  # without waits for other ranks
+        self.waiting_s = 0.0  # until other ranks arrived
+        self.sent_bytes = 0  # of gradients, after compression
         self._start = 0.0
         self._before = (0.0, 0.0, 0)
 
     def begin(self, communicator: Communicator) -> None:
-        """A reduction starts. The first step is timed from here: what came before was not training."""
+        """Start the communication of a step. The first step starts here too: the time before is not training."""
         self._start = self._start or time.perf_counter()
         queue = communicator.queue
         self._before = queue.waited_s, queue.waited_for_peers_s, communicator.sent_bytes
 
     def end(self, communicator: Communicator, samples: int) -> None:
-        """The update is done."""
+        """End a step, after its update. samples: of all ranks."""
         queue, now = communicator.queue, time.perf_counter()
         waited_s, peers_s = queue.waited_s - self._before[0], queue.waited_for_peers_s - self._before[1]
         self.steps += 1
