@@ -134,7 +134,7 @@ def _wrap_function(function: Callable[..., Any], options: StepOptions) -> Callab
     if hasattr(function, "_averages_gradients"):
         raise TypeError(f"{function.__name__}() averages its gradients already; wrapping it twice would average twice")
     if options.nonfinite == "skip":
-        raise InputError("nonfinite='skip' leaves out steps, and a gradient function has none; use 'raise' or 'ignore'")
+        raise InputError("nonfinite='skip' skips steps, and a gradient function has none; use 'raise' or 'ignore'")
     title = f"{options.name or function.__name__}()"
     reducer = Reducer(options, title)
     checks = MistakeChecks(options, title)

@@ -92,11 +92,13 @@ class DistributedOptimizer:
             return
         if self._options.op is not ReduceOp.AVERAGE:
             raise InputError(
-                f"{self.name}: op=allred.{self._options.op.name.title()} is of mode sync; parameter servers apply each "
-                "gradient as it is, or the mean. Leave op out"
+                f"{self.name}: op=allred.{self._options.op.name.title()} is available in mode sync only; parameter "
+                "servers apply single gradients or their mean. Omit op"
             )
         if self.process_set is not None:
-            raise InputError(f"{self.name}: process_set is of mode sync; in mode ps all workers train together")
+            raise InputError(
+                f"{self.name}: process_set is available in mode sync only; in mode ps all workers train together"
+            )
 
     def _get_mode(self) -> SyncMode | ServersMode:
         """Return the mode, which is selected at the first use. A parameter server serves and exits instead."""
@@ -106,9 +108,7 @@ class DistributedOptimizer:
             self._check_mode()
             sync = functions.current() and not context.is_active()
             if not sync and self._options.compression is not Compression.none:
-                report.inform(
-                    f"{self.name}: compression is of mode sync; to parameter servers gradients go as they are"
-                )
+                report.inform(f"{self.name}: compression has no effect in mode ps: gradients are sent uncompressed")
             self._chosen = (SyncMode if sync else ServersMode)(self.optimizer, self._options, self._clipper)
         return self._chosen
 
@@ -190,8 +190,8 @@ class DistributedOptimizer:
         """
         if self._accumulator.micro_steps > 1:
             raise InputError(
-                f"{self.name}.reduce() with accumulate={self._accumulator.micro_steps}: a step's gradients are the sum "
-                "of several, which step() has only with the last of them; leave reduce() out"
+                f"{self.name}.reduce() with accumulate={self._accumulator.micro_steps}: the gradients of "
+                "a step are complete only in its last step() call; do not call reduce()"
             )
         mode = self._get_mode()
         with functions.within(self.process_set):
@@ -261,7 +261,9 @@ class DistributedOptimizer:
         mode = self._get_mode()
         if isinstance(mode, ServersMode):
             return mode.statistics()
-        raise InputError(f"{self.name}.statistics() is of parameter servers, and this is mode sync; see summary()")
+        raise InputError(
+            f"{self.name}.statistics() needs parameter servers (mode ps), but this is mode sync; use summary()"
+        )
 
     def summary(self) -> str:
         """Return the world, the backend and the reason for it, speed, and the times of a step on this rank, by line."""
@@ -350,10 +352,11 @@ class DistributedOptimizer:
         found, damaged = checkpoint.read_newest(directory)
         if damaged and found is None:
             raise CheckpointError(
-                f"{damaged[0]}; no checkpoint in {os.fspath(directory)} is complete. To start anew, move them away"
+                f"{damaged[0]}; no checkpoint in {os.fspath(directory)} is complete. Move them away to start without "
+                "a checkpoint"
             )
         for text in damaged:
-            report.say(f"a later checkpoint is left out: {text}")
+            report.say(f"a later checkpoint is skipped: {text}")
         if found is None:
             return None, None
         path, content = found
@@ -380,9 +383,9 @@ def _fill(named: list[nest.Leaf], values: dict[str, Any], path: pathlib.Path) ->
         if name not in values or values[name].shape != leaf.shape:
             got = f"has shape {values[name].shape} there" if name in values else "is not in it"
             raise CheckpointError(
-                f"{path} is of another model: '{name}' {leaf.shape} {got}; pass the directory of this model's"
+                f"{path} is of another model: '{name}' {leaf.shape} {got}; pass a directory of checkpoints of this one"
             )
     if odd := sorted(set(values) - {name for name, _ in named}):
-        raise CheckpointError(f"{path} is of another model: it has '{odd[0]}', and this one has not")
+        raise CheckpointError(f"{path} is of another model: it has '{odd[0]}', which this model lacks")
     for name, leaf in named:
         fill(leaf, values[name])

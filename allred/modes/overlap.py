@@ -148,9 +148,7 @@ class Overlap:
         if here == before:
             return ""
         name = self._tensors[index].name
-        return (
-            f"the gradient '{name}' is on {_DEVICES[here]}, and was on {_DEVICES[before]} when their order was settled"
-        )
+        return f"the gradient '{name}' is on {_DEVICES[here]}, and was on {_DEVICES[before]} when the order was set"
 
     def _open(self, samples: int | None) -> None:
         assert self._ordered is not None
@@ -229,7 +227,7 @@ class Overlap:
         for (name, _), start in zip(host + there, starts, strict=True):
             first = names.setdefault(start, name)
             if first != name and (first in self._given or name in self._given):
-                return f"'{first}' and '{name}' are one memory, which reduce() changes for both; pass a copy of one"
+                return f"'{first}' and '{name}' share memory, which reduce() changes for both; pass a copy of one"
         return ""
 
     def needs_all_gradients(self, samples: int | None) -> bool:
@@ -276,11 +274,11 @@ class Overlap:
     def _mismatch(self, tensors: Sequence[Tensor], values: Sequence[Any]) -> str:
         """Describe a difference between the gradients of step() and of reduce(); "" if there is none."""
         if list(tensors) != self._tensors:
-            return "step() has other gradients, by name, shape or dtype, than the one that settled their order"
+            return "step() has other gradients, by name, shape or dtype, than the step that set the order of gradients"
         for name, grad in self._given.items():
             index = self._positions.get(name)
             if index is not None and values[index] is not grad:
-                return f"reduce({name!r}) was given another array than step(); pass the same to both"
+                return f"reduce({name!r}) got another array than step(); pass the same array to both"
         present = [(index, value) for index, value in enumerate(values) if value is not None]
         return next(filter(None, (self._wrong_device(index, value) for index, value in present)), "")
 

@@ -130,7 +130,9 @@ class Reducer:
         counted = [not note & _UNCOUNTED for note in notes]
         if any(counted) and not all(counted):
             ranks = [rank for rank, known in zip(active.ranks, counted, strict=True) if not known]
-            raise InputError(f"{self._title}: ranks {ranks} do not say how many samples they have, the others do")
+            raise InputError(
+                f"{self._title}: ranks {ranks} give no number of samples, but the others do; pass it on all"
+            )
         samples = [note & _SAMPLES for note in notes]
         self.samples = sum(samples) if all(counted) else 0
         if all(counted) and not self.samples:

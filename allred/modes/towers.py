@@ -126,7 +126,7 @@ def _rows_of(batch: tuple[Any, ...]) -> int:
     if odd := [value for value in batch if not getattr(value, "shape", ())]:
         raise InputError(
             f"Towers: a batch consists of arrays or tensors with a first dimension to split, but here is "
-            f"{_describe(odd[0])}; what all towers need as it is belongs into params, or into the function"
+            f"{_describe(odd[0])}; pass values that all towers need unsplit in params, or use them in the function"
         )
     rows = [len(value) for value in batch]
     if len(set(rows)) > 1:

@@ -580,7 +580,7 @@ ODD = {  # what becomes of gradients, and the words for it
     "elsewhere": (lambda grads: {"w": host(grads["w"])}, "'w' is on the host, and was on a GPU when"),
     "elsewhere in step": (lambda grads: {"v": host(grads["v"])}, "'v' is on the host, and was on a GPU when"),
     "shape": (lambda grads: {"w": grads["w"][:3]}, r"the gradient of 'w' float32 \(40, 30\) has shape \(3, 30\)"),
-    "one memory": (lambda grads: {"v": grads["w"].reshape(-1)[:21].reshape(7, 3)}, "'v' and 'w' are one memory"),
+    "one memory": (lambda grads: {"v": grads["w"].reshape(-1)[:21].reshape(7, 3)}, "'v' and 'w' share memory"),
     "nan": (lambda grads: {"w": grads["w"] * np.float32(np.nan)}, "'w' on rank 0 .*is nan"),
 }
 

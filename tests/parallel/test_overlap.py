@@ -174,7 +174,7 @@ MISTAKES = {
     "other array": (lambda opt, grads: opt.reduce("a", grads["a"].copy()), "was given another array than step"),
     "same memory": (
         lambda opt, grads: [grads.update(b=grads["a"][0, :7]), opt.reduce("a", grads["a"])],
-        "'a' and 'b' are one memory, which reduce",
+        "'a' and 'b' share memory, which reduce",
     ),
     "no array": (lambda opt, grads: opt.reduce("a", ["x"]), r"reduce\(\): 'a'"),
 }
@@ -276,13 +276,13 @@ def test_ranks_that_differ_hear_of_it_in_step(rank, size, what):
     for name in NAMES:
         opt.reduce(name, grads[name], samples=3 if what == "samples" and rank == 1 else None)
         time.sleep(0.05)  # so that the answer comes meanwhile
-    with pytest.raises(allred.AllredError, match="do not say how many samples" if what == "samples" else "scale=2"):
+    with pytest.raises(allred.AllredError, match="give no number of samples" if what == "samples" else "scale=2"):
         opt.step(params, grads)
 
 
 def test_accumulated_gradients_are_known_in_step():
     opt = allred.distributed(allred.optim.SGD(lr=1.0), accumulate=2)
-    with pytest.raises(InputError, match="leave reduce"):
+    with pytest.raises(InputError, match="do not call reduce"):
         opt.reduce("a", np.zeros(3))
 
 

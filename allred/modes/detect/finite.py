@@ -127,8 +127,8 @@ def overflow(plan: Plan, values: Sequence[Any], compression: Compression) -> str
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     dtype = next(tensor.dtype for tensor in plan.tensors if tensor.name == names[0])
     wire = (arrays.name_of(dtype), compression) in _LARGEST
-    holds = f"{arrays.DTYPES[compression.value]}, as which it travels," if wire else arrays.name_of(dtype)
+    limit = f"{arrays.DTYPES[compression.value]}, the wire dtype" if wire else arrays.name_of(dtype)
     return (
-        f"every rank's gradient is finite, but the sum over the ranks of '{names[0]}'{more} is not, it is more than "
-        f"{holds} can hold; the gradients have been overwritten"
+        f"every rank's gradient is finite, but the sum over the ranks of '{names[0]}'{more} is not: it exceeds the "
+        f"largest number of {limit}; the gradients have been overwritten"
     )

@@ -119,12 +119,14 @@ class MistakeChecks:
         if self.policy == "skip" and self._optimizer is not None:
             self.skipped += 1
             if self.skipped == 1:
-                report.say(f"{self._title}: step {self._step} is skipped, and so will be others, if {problem}")
+                report.say(
+                    f"{self._title}: step {self._step} is skipped, like all later steps with this problem: {problem}"
+                )
             return False
-        skip = "; nonfinite='skip' (ALLRED_NONFINITE=skip) leaves such steps out" if self._optimizer is not None else ""
+        skip = "; nonfinite='skip' (ALLRED_NONFINITE=skip) skips such steps" if self._optimizer is not None else ""
         raise NonFiniteError(
             f"{self._title}: {problem}. Look at that rank's batch, or lower the learning rate{skip}; "
-            "nonfinite='ignore' lets them pass"
+            "nonfinite='ignore' uses such gradients"
         )
 
     def _compare_ranks(self, plan: Plan, values: Sequence[Any], params: Any) -> None:
@@ -199,9 +201,9 @@ class DuplicateBatch:
         self._in_a_row = self._in_a_row + 1 if same else 0
         if self._in_a_row == _IN_A_ROW:
             report.say(
-                f"{self._title}: all ranks bring the same gradients, bit for bit, at {_IN_A_ROW} checks in a row. It "
-                "looks as if all train on the same batches: deal them out with allred.data.batches, or by "
-                "allred.rank() (or the gradients have been averaged before; once is enough)"
+                f"{self._title}: all ranks have the same gradients, bit for bit, in {_IN_A_ROW} checks in a row. They "
+                "probably train on the same batches: use allred.data.batches, or choose batches by allred.rank(). (Or "
+                "the gradients are averaged before the step: average them once)"
             )
 
     def remember(self, values: Sequence[Any]) -> None:
