@@ -102,7 +102,7 @@ class MpiTransport:
         return not self._sending
 
     def arrived(self, tag: int) -> int | None:
-        """Return a rank of which a message with this tag has arrived; None if there is none."""
+        """Return the source of a message with this tag that has arrived; None if there is none."""
         status = MPI.Status()
         try:
             return status.Get_source() if self.comm.Iprobe(MPI.ANY_SOURCE, tag, status) else None

@@ -101,7 +101,7 @@ class Shard:
             self._sum_cells[number][...] = gradient
 
     def finish(self, update: Update) -> None:
-        """End an update of which all cells were applied."""
+        """End an update after its last cell."""
         if not self.in_place:
             self._step_whole(update.absent)
         self.version += 1
@@ -139,7 +139,7 @@ class Shard:
             total[...] = gradient
 
     def end_add(self, absent: Collection[int] = ()) -> None:
-        """End a gradient of which all cells were added. absent: pieces without a gradient, added as zeros."""
+        """End a gradient after its last cell. absent: pieces without a gradient, added as zeros."""
         self.added += 1
         self._seen.update(set(range(len(self.layout.pieces))) - set(absent))
 
