@@ -361,8 +361,8 @@ class DistributedOptimizer:
             return None, None
         path, content = found
         _fill(nest.leaves(params), content.params, path)
-        extra, state = checkpoint.take_extra(content.slots), content.meta["optimizer"]
-        own = checkpoint.find_own_state(content.slots) if state is None else {**state, "slots": content.slots}
+        extra, state = checkpoint.pop_extra(content.slots), content.meta["optimizer"]
+        own = checkpoint.unpickle_state(content.slots) if state is None else {**state, "slots": content.slots}
         self._get_mode().load_state_dict(own)
         return content.step, extra
 

@@ -342,7 +342,7 @@ class Client:
     def save(self, root: str, extra: Any = None) -> str:
         """Write a checkpoint in `root` and return its path. extra: an object that is pickled into it."""
         title = f"a checkpoint in {root}"
-        entry = None if extra is None else checkpoint.extra(extra)
+        entry = None if extra is None else checkpoint.pickled_extra(extra)
         step, _ = self.step_and_version()
         directory = checkpoint.begin(root, step)
         try:

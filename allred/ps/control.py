@@ -192,7 +192,7 @@ class Control:
         """For an optimizer that does not count its steps."""
         self._steps_before = request.step - self._step_handler.require_shard().version
 
-    def _save(self, worker: int, request: protocol.Save) -> tuple[checkpoint.Shard, Any, int]:
+    def _save(self, worker: int, request: protocol.Save) -> tuple[checkpoint.ShardInfo, Any, int]:
         shard = self._step_handler.require_shard()
         state, slots = shard.state()
         entries = []
@@ -209,7 +209,7 @@ class Control:
                     f"the state of {type(self._optimizer).__name__} cannot be saved by several parameter servers: "
                     "allred does not know which part belongs to which tensor. Use one of allred.optim, or one server"
                 )
-            entries.append(checkpoint.own_state(state))
+            entries.append(checkpoint.pickled_state(state))
             state = None
         if request.extra is not None:
             entries.append(request.extra)
