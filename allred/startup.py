@@ -20,9 +20,8 @@ from allred.cluster import mpi, processors, report, topology
 from allred.cluster.processors import Cores
 from allred.cluster.spec import CLIENT
 from allred.comm import recording
-from allred.comm.backends import select
 from allred.comm.communicator import Communicator
-from allred.comm.create import NoCollectives, add_devices, create
+from allred.comm.create import NoCollectives, add_devices, create, select_backend, select_devices
 from allred.comm.process_set import ProcessSets
 from allred.config import Config, explicit_settings, settle
 from allred.data import processes
@@ -122,8 +121,8 @@ class _Facts:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
-    """The decisions about all ranks, the same on all of them."""
+class _Decisions:
+    """Settings, nodes, roles and backend of all ranks: the same on all of them."""
 
     config: Config
     nodes: list[int]  # by rank; the nodes may be pretended
@@ -185,7 +184,7 @@ def _gpus(settings: dict[str, Any] | str) -> places.Seen:
     return places.look() if allowed else places.NOTHING
 
 
-def _plan(facts: list[_Facts], cluster: Cluster, has_mpi: bool) -> _Plan:
+def _plan(facts: list[_Facts], cluster: Cluster, has_mpi: bool) -> _Decisions:
     """Decide from the facts of all ranks. Raises ConfigError, the same on all ranks."""
     config = settle([each.settings for each in facts])
     if cluster.life >= 0 and not config.watcher:
@@ -197,9 +196,9 @@ def _plan(facts: list[_Facts], cluster: Cluster, has_mpi: bool) -> _Plan:
     stop = len(facts) - cluster.clients
     workers = range(_servers(config, stop), stop)
     kernels = [facts[rank].has_kernels for rank in workers]
-    backend, reason = select.choose(config.backend, nodes[workers.start : stop], has_mpi, kernels)
-    select.devices(config, [facts[rank].gpus for rank in workers], nodes[workers.start : stop])  # raises
-    return _Plan(config, nodes, workers, backend, reason)
+    backend, reason = select_backend(config.backend, nodes[workers.start : stop], has_mpi, kernels)
+    select_devices(config, [facts[rank].gpus for rank in workers], nodes[workers.start : stop])  # raises
+    return _Decisions(config, nodes, workers, backend, reason)
 
 
 def _servers(config: Config, ranks: int) -> int:
@@ -214,7 +213,7 @@ def _servers(config: Config, ranks: int) -> int:
     return config.num_ps
 
 
-def _world(plan: _Plan, facts: list[_Facts], control: Communicator, duplicate: Any, cluster: Cluster) -> World:
+def _world(plan: _Decisions, facts: list[_Facts], control: Communicator, duplicate: Any, cluster: Cluster) -> World:
     """Create the communicators of this rank, and its World. Collective."""
     config, rank, workers = plan.config, control.rank, plan.workers
     nodes, reason = plan.nodes[workers.start : workers.stop], plan.reason
@@ -258,7 +257,7 @@ def _workers(comm: Any, workers: range) -> Any:
 
 
 def _connect_servers_and_clients(
-    here: World, plan: _Plan, control: Communicator, duplicate: Any, cluster: Cluster
+    here: World, plan: _Decisions, control: Communicator, duplicate: Any, cluster: Cluster
 ) -> None:
     """Create the communicators of mode ps and of clients. Collective."""
     rank, workers = control.rank, plan.workers
@@ -274,7 +273,7 @@ def _connect_servers_and_clients(
             atexit.register(_leave_workers)
 
 
-def _start_watchers(plan: _Plan, facts: list[_Facts], control: Communicator, cluster: Cluster) -> None:
+def _start_watchers(plan: _Decisions, facts: list[_Facts], control: Communicator, cluster: Cluster) -> None:
     everyone = topology.number(plan.nodes, control.rank)
     reach = "network" if len({each.host for each in facts}) > 1 else "host" if everyone.nodes > 1 else ""
     spares = tuple(plan.workers) if plan.servers else ()

@@ -18,7 +18,7 @@ import numpy as np
 
 import allred
 from allred import arrays, native
-from allred.bench import baselines, measure, sets, table, verify
+from allred.bench import baselines, measure, output, sets, verify
 from allred.bench.verify import LR, WrongResultError
 from allred.errors import ConfigError
 from allred.modes.options import StepOptions
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> N
         "backend": "shm" if native.available and len(set(context.nodes)) == 1 else "mpi",
     }
     conditions = {"op": "push, SGD, pull", **conditions}
-    writer = table.ResultWriter(options.json, enabled=context.worker == 0)
+    writer = output.ResultWriter(options.json, enabled=context.worker == 0)
     writer.header(options.bench, labels, conditions, options.against)
     worker = _BenchWorker(options.set, options.dtype, policy, workers, comm, baseline)
     try:
@@ -164,12 +164,12 @@ class _BenchWorker:
         updates = after.updates - before.updates
         self._verify_all_steps(updates, ours.steps, start)
         shared = {
-            "updates_per_s": table.short(ours.steps_per_s * updates / (ours.steps * self._workers.Get_size())),
+            "updates_per_s": output.short(ours.steps_per_s * updates / (ours.steps * self._workers.Get_size())),
             "staleness": dict(sorted((after.staleness - before.staleness).items())),
         }
         others: list[tuple[str | None, measure.CallTimes | None]]
         others = [(name, other.times) for name, other in found.items()] or [(None, None)]
-        return [{**table.result(ours.times, *other, self.what["bytes"]), **shared} for other in others]
+        return [{**output.result(ours.times, *other, self.what["bytes"]), **shared} for other in others]
 
     def report_to_servers(self, problem: str) -> None:
         """Worker 0 sends the error to all servers, which raise it too."""

@@ -12,7 +12,7 @@ import ctypes
 
 import numpy as np
 
-from allred.comm import device_arguments, device_reduce
+from allred.comm import device_reduce
 from allred.gpu import arithmetic, halves, kernels, values
 from allred.modes.detect import finite
 
@@ -78,7 +78,7 @@ def zeros(like, shape, dtype):
 def install(put):
     """Where the library asks for what only a GPU has, this answers. put: setattr, or a test's own."""
     scan = Kernels()
-    for module in (values, arithmetic, device_arguments):
+    for module in (values, arithmetic, device_reduce):
         put(module, "adopt", adopt)
     put(device_reduce, "layouts", layouts)
     put(values, "zeros", zeros)

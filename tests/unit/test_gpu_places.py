@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from allred.comm.backends import select
-from allred.comm.create import add_devices, create
+from allred.comm.create import add_devices, create, select_backend, select_devices
 from allred.config import Config
 from allred.errors import ConfigError
 from allred.gpu import places, values
@@ -37,24 +36,24 @@ def test_each_rank_takes_a_gpu_that_no_other_has(seen, nodes, places):
 )
 def test_what_stands_in_the_way(seen, nodes, words):
     """auto goes on without GPUs and says so; nccl is an error."""
-    wanted, said = select.devices(Config(), seen, nodes)
+    wanted, said = select_devices(Config(), seen, nodes)
     assert not wanted
     assert said.startswith("GPUs are not used: ")
     with pytest.raises(ConfigError, match=f"backend 'nccl': {words}"):
-        select.devices(Config(backend="nccl"), seen, nodes)
+        select_devices(Config(backend="nccl"), seen, nodes)
 
 
 def test_gpus_are_shared_if_that_is_asked_for():
-    assert select.devices(Config(gpu_oversubscribe=True), [TWO] * 3, [0] * 3) == (True, "")
+    assert select_devices(Config(gpu_oversubscribe=True), [TWO] * 3, [0] * 3) == (True, "")
 
 
 @pytest.mark.parametrize(("backend", "seen"), [("auto", NOTHING), ("auto", Seen((), True)), ("mpi", TWO)])
 def test_without_gpus_nothing_is_said(backend, seen):
-    assert select.devices(Config(backend=backend), [seen] * 2, [0, 0]) == (False, "")
+    assert select_devices(Config(backend=backend), [seen] * 2, [0, 0]) == (False, "")
 
 
 def test_nccl_stands_on_the_backend_that_auto_takes():
-    assert select.choose("nccl", [0, 0], True, [True, True])[0] == "shm"
+    assert select_backend("nccl", [0, 0], True, [True, True])[0] == "shm"
     host = create("single", None, 1.0, [0])
     assert add_devices(host, Config(), [NOTHING], [0]) == ""
     assert not host.takes_device_arrays
