@@ -29,8 +29,8 @@ from allred.data.share import Iterations
 from allred.errors import AllredError, ConfigError, InputError
 from allred.gpu import places
 from allred.modes.detect import wrapper_bypass
-from allred.ps import running
-from allred.ps.running import Running
+from allred.ps import context
+from allred.ps.context import Context
 from allred.watch import exit as exit_protocol
 from allred.watch import exit_callbacks
 from allred.watch import start as watch
@@ -94,10 +94,10 @@ def enter(comm: Any, cluster: Cluster | None = None, **arguments: Any) -> None:
         raise AllredError("allred.init() was called already; drop the second call, or call allred.shutdown() before it")
     processes.refuse("allred.init()")
     detached.keep_standard_files()
-    if running.left():
+    if context.servers_ended():
         raise AllredError(
-            "allred.init() after allred.shutdown() of mode ps: the parameter servers have left, and do not come back; "
-            "keep one init() for the whole program"
+            "allred.init() after allred.shutdown() of mode ps: the parameter servers have left, and their programs "
+            "have ended; keep one init() for the whole program, or let servers call allred.Server.join()"
         )
     settings: dict[str, Any] | str
     try:
@@ -263,7 +263,7 @@ def _connect_servers_and_clients(
     rank, workers = control.rank, plan.workers
     if plan.servers:
         ranks = tuple(plan.nodes[: workers.stop])
-        ps = Running(duplicate.Dup(), rank, plan.servers, ranks, plan.config, joins=here.in_cluster)
+        ps = Context(duplicate.Dup(), rank, plan.servers, ranks, plan.config, joins=here.in_cluster)
         here.ps = ps if rank < workers.stop else None
         if rank in workers:
             atexit.register(_leave_servers)
@@ -303,8 +303,8 @@ def _banner(here: World, library: str) -> str:
 def shutdown() -> None:
     """Leave the other ranks. It is collective. Optional at the end of a program.
 
-    An open session ends, which writes its last checkpoint. Afterwards init() may be called again, except after mode ps,
-    where the parameter servers have ended.
+    An open session ends, which writes its last checkpoint. Afterwards init() may be called again; after mode ps only if
+    the parameter servers were in `Server.join()`, because other servers have ended.
 
     Raises NotInitializedError before init().
 
@@ -329,8 +329,8 @@ def shutdown() -> None:
 
 def _leave_servers() -> None:
     """Tell the servers that this worker leaves. If it failed, its watcher reports that."""
-    if running.running() and not status_at_exit():
-        running.leave()
+    if context.is_active() and not status_at_exit():
+        context.leave()
 
 
 def _leave_workers() -> None:

@@ -8,7 +8,7 @@ import functools
 import importlib
 from typing import Any
 
-from allred.cluster import report
+from allred import log
 
 try:
     _installed: Any = importlib.import_module("google_crc32c")
@@ -49,7 +49,7 @@ def in_python(data: bytes) -> int:
 def warn_if_slow() -> None:
     """Warn if no compiled google-crc32c is installed: once in a process, and only on the chief."""
     if implementation != "c":
-        report.warn(
+        log.runtime_warning(
             "TFRecord checksums are computed in Python, in about 0.1 ms per kilobyte, because google-crc32c is not "
             "installed or not compiled: pip install 'allred[tfrecord]'"
         )

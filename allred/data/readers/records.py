@@ -14,7 +14,7 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import BinaryIO
 
-from allred.cluster import report
+from allred import log
 from allred.data.readers.crc32c import masked, warn_if_slow
 from allred.errors import DataError, InputError
 
@@ -88,7 +88,7 @@ class TFRecord:
         if always or not self._warned:
             more = "" if self._warned else ". Corrupt records are left out, and counted in .skipped"
             self._warned = True
-            report.warn(text + more)
+            log.runtime_warning(text + more)
 
 
 def tfrecord(paths: Path | Sequence[Path], corrupt: str = "raise") -> TFRecord:

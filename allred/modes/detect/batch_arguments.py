@@ -17,6 +17,7 @@ from allred.data import Batches, Prefetch, Stream, share
 from allred.data.loader_arguments import LoaderArguments
 from allred.data.share import Source
 from allred.errors import MismatchError
+from allred.ps.protocol import CompareBatches
 
 if TYPE_CHECKING:
     from allred.ps.client import Client
@@ -56,7 +57,7 @@ def compare_at_server(client: "Client", title: str) -> None:
     """
     mine = list(dict.fromkeys(source.arguments for source in share.running() if _shared(source)))
     if mine:
-        everyone = client.call("the arguments of the batches", "batches", [(mine,)])[0]
+        everyone = client.call_first(CompareBatches(mine))
         workers = sorted(everyone)
         if problem := difference([everyone[worker] for worker in workers], workers):
             raise MismatchError(f"{title}: {problem}")
