@@ -26,7 +26,7 @@ from allred.config import parse_bytes
 from allred.errors import InputError
 from allred.fusion.buffer import buffer_of
 from allred.fusion.plan import Plan, Tensor, plan
-from allred.gpu import values as gpu
+from allred.gpu import device_arrays as gpu
 from allred.timeline.recorder import span
 
 # The note in a header: samples in the low bits, an inspector's flags, and three flags.
@@ -323,7 +323,7 @@ def _writable_on_gpu(value: Any, seen: set[int]) -> Any:
         seen.add(address)
         return value
     with gpu.on_stream(adopted):
-        return adopted.give(adopted.array.copy())
+        return adopted.to_caller(adopted.array.copy())
 
 
 def takes_gpu() -> bool:
@@ -335,7 +335,7 @@ def tensor_of(name: str, value: Any) -> Tensor:
     """What a plan has to know of an array or a number. Raises InputError if it is not one, or of unusable dtype."""
     try:
         if gpu.is_device(value) and takes_gpu():
-            return _tensor(name, *gpu.of_shape(value))
+            return _tensor(name, *gpu.shape_and_dtype(value))
         array = value if type(value) is np.ndarray else arrays.as_host_array(value)
         return _tensor(name, array.shape, array.dtype)
     except InputError as error:

@@ -26,7 +26,7 @@ from allred.comm.create import NoCollectives, add_devices, create
 from allred.config import Config, explicit_settings, settle
 from allred.data import processes, share
 from allred.errors import AllredError, ConfigError, InputError
-from allred.gpu import places
+from allred.gpu import binding
 from allred.modes.detect import outside
 from allred.ps import running
 from allred.watch import exit as exit_protocol
@@ -175,10 +175,10 @@ def _meet(comm: Any, settings: dict[str, Any] | str, cluster: Cluster | None) ->
         report.inform(f"warning: {oversubscription}")
 
 
-def _seen(settings: dict[str, Any] | str) -> places.Seen:
+def _seen(settings: dict[str, Any] | str) -> binding.VisibleGpus:
     """The GPUs that this rank may use, if its settings let it."""
     asked = isinstance(settings, dict) and settings.get("backend", "auto") in ("auto", "nccl")
-    return places.look() if asked else places.NOTHING
+    return binding.visible_gpus() if asked else binding.NO_GPUS
 
 
 def _servers(config: Config, ranks: int) -> int:

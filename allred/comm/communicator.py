@@ -35,7 +35,7 @@ from allred.comm.ops import ReduceOp
 from allred.comm.work import Steps, Work
 from allred.compression import Compression, narrows
 from allred.errors import AllredError, InputError
-from allred.gpu.values import is_device
+from allred.gpu.device_arrays import is_device
 
 _NONE = Compression.none
 

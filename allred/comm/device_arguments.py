@@ -8,7 +8,7 @@ from allred import arrays
 from allred.comm.header import OpDescriptor
 from allred.comm.work import Steps
 from allred.errors import InputError
-from allred.gpu.values import Adopted, adopt, is_device
+from allred.gpu.device_arrays import Adopted, adopt, is_device
 
 _ON_GPU = 128  # added to the code of the dtype in the hash of the header
 

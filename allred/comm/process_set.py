@@ -26,7 +26,7 @@ from allred.comm.create import add_devices, create
 from allred.comm.work import Steps, WorkQueue
 from allred.config import Config
 from allred.errors import InputError
-from allred.gpu.places import Seen
+from allred.gpu.binding import VisibleGpus
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Base:
     everyone: Communicator
     nodes: list[int]
     kernels: list[bool]
-    seen: list[Seen]
+    seen: list[VisibleGpus]
     config: Config
 
 

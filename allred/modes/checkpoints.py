@@ -7,7 +7,7 @@ from typing import Any
 from allred import checkpoint, nest
 from allred.cluster import report
 from allred.errors import CheckpointError
-from allred.gpu.values import fill
+from allred.gpu.device_arrays import fill
 from allred.modes.mode import Mode
 from allred.modes.scaler import GradScaler
 

@@ -17,7 +17,7 @@ from allred.comm.ops import ReduceOp
 from allred.errors import InputError
 from allred.fusion.plan import Tensor
 from allred.gpu.arithmetic import compute, squares
-from allred.gpu.values import of_shape
+from allred.gpu.device_arrays import shape_and_dtype
 from allred.modes.scaler import GradScaler
 from allred.optim.hyper import positive
 
@@ -71,7 +71,7 @@ class Clipper:
         return [None if grad is None else self._times(grad, factor, in_place) for grad in grads]
 
     def _times(self, grad: Any, factor: float, in_place: bool) -> Any:
-        _, dtype = of_shape(grad)
+        _, dtype = shape_and_dtype(grad)
         wide = arrays.accumulator(dtype)
         in_place = in_place and (wide == dtype or self.scaler is None)
         return compute(np.multiply, grad, factor, wide=wide, out=grad if in_place else None)
@@ -99,4 +99,4 @@ def _norm_of_all(grads: Sequence[Any]) -> float:
 
 
 def _count(grad: Any) -> int:
-    return arrays.size_of(of_shape(grad)[0])
+    return arrays.size_of(shape_and_dtype(grad)[0])

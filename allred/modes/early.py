@@ -29,7 +29,7 @@ from allred.comm.communicator import Communicator
 from allred.comm.work import Work
 from allred.errors import AllredError, InputError
 from allred.fusion.plan import Plan, Tensor, plan
-from allred.gpu import values as gpu
+from allred.gpu import device_arrays as gpu
 from allred.reducer import Inspector, Reducer, takes_gpu, tensor_of, writable
 from allred.timeline.recorder import span
 
@@ -165,7 +165,7 @@ class Early:
         """Those on a GPU may come on several streams, and go out together, perhaps in a later call: each stream waits
         for the one before, so whichever is current then comes after all of them."""
         for grad in filter(gpu.is_device, grads) if takes_gpu() else ():
-            stream = gpu.stream_of(grad)
+            stream = gpu.current_stream(grad)
             if self._stream is not None and stream.ptr != self._stream.ptr:
                 stream.wait_event(self._stream.record())
             self._stream = stream

@@ -13,7 +13,7 @@ from allred import arrays, native, nest
 from allred.cluster import report
 from allred.errors import InputError
 from allred.fusion.plan import Tensor
-from allred.gpu import values as gpu
+from allred.gpu import device_arrays as gpu
 from allred.reducer import takes_gpu, tensor_of
 
 Matched = tuple[list[Tensor], list[Any], list[Any], str]

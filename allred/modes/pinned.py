@@ -13,8 +13,8 @@ import numpy as np
 from allred.arrays import Array
 from allred.comm import functions
 from allred.comm.device_arguments import adopted
-from allred.gpu.device import Device, End
-from allred.gpu.values import Adopted, is_device
+from allred.gpu.device_arrays import Adopted, is_device
+from allred.gpu.streams import Completion, Device
 
 
 class Pinned:
@@ -22,7 +22,7 @@ class Pinned:
 
     def __init__(self) -> None:
         self._memory: dict[tuple[str, int], Array] = {}
-        self._up: End | None = None  # when the parameters' memory may be written to again
+        self._up: Completion | None = None  # when the parameters' memory may be written to again
 
     @property
     def _device(self) -> Device:
@@ -35,12 +35,12 @@ class Pinned:
         there = self._there(values)
         hosts = [self._of("down", i, there[i]) if i in there else value for i, value in enumerate(values)]
         if there:
-            lane = self._device.lane([one.stream for one in there.values()])
-            with lane.enter():
+            lease = self._device.lease([one.stream for one in there.values()])
+            with lease.enter():
                 flats = {i: one.flat() for i, one in there.items() if one.nbytes}
                 for i, flat in flats.items():
                     self._device.to_host(flat.view(np.uint8), hosts[i].reshape(-1).view(np.uint8))
-            lane.end((there, flats)).synchronize()
+            lease.end((there, flats)).synchronize()
         return hosts
 
     def twins(self, leaves: Sequence[Any]) -> list[Any]:
@@ -60,14 +60,14 @@ class Pinned:
         there = {i: one for i, one in self._there(leaves).items() if one.nbytes}
         if not there:
             return
-        lane = self._device.lane([one.stream for one in there.values()])
-        with lane.enter():
+        lease = self._device.lease([one.stream for one in there.values()])
+        with lease.enter():
             for i, one in there.items():
                 flat = one.flat()
                 self._device.to_device(twins[i].reshape(-1).view(np.uint8), flat.view(np.uint8))
                 if not one.array.flags.c_contiguous:
                     one.array[...] = flat.reshape(one.shape)
-        self._up = lane.end(there)
+        self._up = lease.end(there)
         self._up.order()
 
     def _there(self, values: Sequence[Any]) -> dict[int, Adopted]:

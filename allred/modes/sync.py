@@ -17,7 +17,7 @@ from allred.comm.ops import ReduceOp
 from allred.compression import Compression
 from allred.errors import AllredError, InputError
 from allred.fusion.plan import Tensor
-from allred.gpu.values import to_host
+from allred.gpu.device_arrays import to_host
 from allred.modes.clipping import Clipper
 from allred.modes.detect.checks import Checks
 from allred.modes.detect.outside import restored

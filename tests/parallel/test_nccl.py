@@ -532,9 +532,9 @@ def test_gradients_of_a_step_may_come_on_several_streams(world_on_gpus, monkeypa
         grads = {name: on_gpu(np.ones(shape, np.float32)) for name, shape in SHAPES.items()}
         callers = [Caller(ptr) for ptr in range(len(grads) + 1)]
         for (name, grad), caller in zip(grads.items(), callers, strict=False):
-            monkeypatch.setattr("allred.gpu.values.stream_of", lambda _, caller=caller: caller)
+            monkeypatch.setattr("allred.gpu.device_arrays.current_stream", lambda _, caller=caller: caller)
             opt.reduce(name, grad)
-        monkeypatch.setattr("allred.gpu.values.stream_of", lambda _, last=callers[-1]: last)
+        monkeypatch.setattr("allred.gpu.device_arrays.current_stream", lambda _, last=callers[-1]: last)
         opt.step({name: on_gpu(np.zeros(shape, np.float32)) for name, shape in SHAPES.items()}, grads)
         assert [caller.behind for caller in callers] == [[], *[[ptr] for ptr in range(len(grads))]]
 

@@ -19,8 +19,8 @@ from allred.comm.backends.nccl_guard import HINT, Guard
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Steps
 from allred.errors import AllredError
-from allred.gpu.device import Device, Lane
-from allred.gpu.halves import element, narrow, widen
+from allred.gpu.arithmetic import half_to_float32, round_to_half, storage_dtype
+from allred.gpu.streams import Device, StreamLease
 
 _OPS = {
     ReduceOp.SUM: "NCCL_SUM",
@@ -95,10 +95,10 @@ class NcclBackend(DeviceBackend):
                 self._nccl.abort()
         self._nccl = None
 
-    def allreduce(self, lane: Lane, flat: Any, name: str, op: ReduceOp, wire: str) -> Steps[None]:
+    def allreduce(self, lease: StreamLease, flat: Any, name: str, op: ReduceOp, wire: str) -> Steps[None]:
         yield from ()
         xp, halves = self.device.xp, nccl_types.halves(name, op, wire)
-        with lane.enter() as stream:
+        with lease.enter() as stream:
             if halves:
                 self._allreduce_halves(stream, flat, name, op, halves)
                 return
@@ -112,8 +112,8 @@ class NcclBackend(DeviceBackend):
     def _allreduce_halves(self, stream: Any, flat: Any, name: str, op: ReduceOp, halves: str) -> None:
         xp, size = self.device.xp, self._host.size
         share = -(-flat.size // size)
-        out = xp.zeros(size * share, element(halves))
-        out[: flat.size] = flat if name == halves else narrow(xp, flat, halves)
+        out = xp.zeros(size * share, storage_dtype(halves))
+        out[: flat.size] = flat if name == halves else round_to_half(xp, flat, halves)
         rows = xp.empty_like(out)
         part = share * 2
         self._alltoall(stream, out.view(np.uint8), rows.view(np.uint8), [part] * size, [part] * size)
@@ -121,17 +121,17 @@ class NcclBackend(DeviceBackend):
         count, kind = share * 2, self._type("uint8")
         self._call("allGather", mine, out, count, kind, stream.ptr)
         back = out[: flat.size]
-        flat[...] = back if name == halves else widen(back, halves)
+        flat[...] = back if name == halves else half_to_float32(back, halves)
 
-    def broadcast(self, lane: Lane, data: Any, root: int) -> Steps[None]:
+    def broadcast(self, lease: StreamLease, data: Any, root: int) -> Steps[None]:
         yield from ()
-        with lane.enter() as stream:
+        with lease.enter() as stream:
             self._call("broadcast", data, data, data.size, self._type("uint8"), root, stream.ptr)
 
-    def allgather(self, lane: Lane, send: Any, recv: Any, counts: list[int]) -> Steps[None]:
+    def allgather(self, lease: StreamLease, send: Any, recv: Any, counts: list[int]) -> Steps[None]:
         yield from ()
         starts = np.cumsum([0, *counts]).tolist()
-        with lane.enter() as stream:
+        with lease.enter() as stream:
             mine = recv[starts[self._host.rank] : starts[self._host.rank + 1]]
             mine[...] = send
             self._group()
@@ -141,10 +141,10 @@ class NcclBackend(DeviceBackend):
                     self._call("broadcast", part, part, count, self._type("uint8"), root, stream.ptr)
             self._group(end=True)
 
-    def alltoall(self, lane: Lane, send: Any, recv: Any, counts: arrays.Array) -> Steps[None]:
+    def alltoall(self, lease: StreamLease, send: Any, recv: Any, counts: arrays.Array) -> Steps[None]:
         yield from ()
         rank = self._host.rank
-        with lane.enter() as stream:
+        with lease.enter() as stream:
             self._alltoall(stream, send, recv, counts[rank].tolist(), counts[:, rank].tolist())
 
     def _alltoall(self, stream: Any, send: Any, recv: Any, to: list[int], come: list[int]) -> None:
@@ -159,13 +159,15 @@ class NcclBackend(DeviceBackend):
                 self._call("recv", recv[back[peer] : back[peer + 1]], come[peer], kind, peer, stream.ptr)
         self._group(end=True)
 
-    def reducescatter(self, lane: Lane, flat: Any, out: Any, name: str, counts: list[int], op: ReduceOp) -> Steps[None]:
+    def reducescatter(
+        self, lease: StreamLease, flat: Any, out: Any, name: str, counts: list[int], op: ReduceOp
+    ) -> Steps[None]:
         """As an allreduce of a copy: simple, and the same bits."""
-        with lane.enter():
+        with lease.enter():
             whole = flat.copy()
-        yield from self.allreduce(lane, whole, name, op, "")
+        yield from self.allreduce(lease, whole, name, op, "")
         start = sum(counts[: self._host.rank])
-        with lane.enter():
+        with lease.enter():
             out[...] = whole[start : start + out.size]
 
     def _call(self, function: str, *arguments: Any) -> None:

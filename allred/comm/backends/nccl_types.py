@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from allred.comm.ops import ReduceOp
-from allred.gpu.halves import HALVES, narrow, widen
+from allred.gpu.arithmetic import HALF_DTYPES, half_to_float32, round_to_half
 
 Device = Any  # a cupy array
 _WIDE = {"bool": "uint8", "int16": "int32"}
@@ -60,13 +60,13 @@ def halves(name: str, op: ReduceOp, wire: str) -> str:
     """Return the 16-bit dtype in which each rank receives a part to sum; "" if NCCL sums."""
     if op in (ReduceOp.MIN, ReduceOp.MAX):
         return ""
-    return wire or (name if name in HALVES else "")
+    return wire or (name if name in HALF_DTYPES else "")
 
 
 def encode(xp: Any, flat: Device, name: str, how: NcclDtype) -> Device:
     """Return the array that NCCL reduces: `flat` itself if no conversion is necessary."""
     if how.keyed:
-        return _keys(xp, widen(flat, name) if name in HALVES else flat, how)
+        return _keys(xp, half_to_float32(flat, name) if name in HALF_DTYPES else flat, how)
     if name == "bool":
         return flat.view(np.uint8)
     return flat if how.name == name else flat.astype(how.name)
@@ -76,7 +76,7 @@ def decode(xp: Any, moved: Device, flat: Device, name: str, how: NcclDtype) -> N
     """Convert the result of NCCL back into `flat`."""
     if how.keyed:
         value = _unkeyed(xp, moved, how)
-        flat[...] = narrow(xp, value, name) if name in HALVES else value
+        flat[...] = round_to_half(xp, value, name) if name in HALF_DTYPES else value
     elif moved is not flat and name != "bool":
         flat[...] = moved.astype(name)
 
@@ -97,6 +97,6 @@ def _unkeyed(xp: Any, keys: Device, how: NcclDtype) -> Device:
 
 def combine(xp: Any, rows: Device, name: str, op: ReduceOp) -> Device:
     """Reduce 16-bit rows, one per rank, in float32; divide an average; round once."""
-    wide = widen(rows.reshape(-1), name).reshape(rows.shape)
+    wide = half_to_float32(rows.reshape(-1), name).reshape(rows.shape)
     total = wide.prod(axis=0) if op is ReduceOp.PRODUCT else wide.sum(axis=0)
-    return narrow(xp, total / np.float32(len(rows)) if op is ReduceOp.AVERAGE else total, name)
+    return round_to_half(xp, total / np.float32(len(rows)) if op is ReduceOp.AVERAGE else total, name)

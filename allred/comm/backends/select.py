@@ -7,8 +7,8 @@ from allred.comm.backends.backend import Backend
 from allred.comm.backends.single import SingleBackend
 from allred.config import Config
 from allred.errors import ConfigError
-from allred.gpu import places
-from allred.gpu.places import Seen
+from allred.gpu import binding
+from allred.gpu.binding import VisibleGpus
 
 
 def _single(_: Any, nodes: list[int]) -> Backend:
@@ -62,7 +62,7 @@ def choose(wanted: str, nodes: list[int], has_mpi: bool, kernels: list[bool]) ->
     return "shm", "ranks share a node"
 
 
-def devices(config: Config, seen: list[Seen], nodes: list[int]) -> tuple[bool, str]:
+def devices(config: Config, seen: list[VisibleGpus], nodes: list[int]) -> tuple[bool, str]:
     """Return whether collectives accept arrays on GPUs; if there are GPUs but they do not, also the reason.
 
     seen, nodes: for every rank, the GPUs that it sees and its node.
@@ -71,7 +71,7 @@ def devices(config: Config, seen: list[Seen], nodes: list[int]) -> tuple[bool, s
     """
     if config.backend not in ("auto", "nccl") or (config.backend == "auto" and not any(one.devices for one in seen)):
         return False, ""
-    problem = places.refusal(seen, nodes, config.gpu_oversubscribe)
+    problem = binding.binding_error(seen, nodes, config.gpu_oversubscribe)
     if problem and config.backend == "nccl":
         raise ConfigError(f"backend 'nccl': {problem}")
     return not problem, problem and f"GPUs are not used: {problem}"

@@ -17,7 +17,7 @@ from allred.comm.header import rank_list
 from allred.compression import Compression
 from allred.fusion.plan import Plan
 from allred.gpu.arithmetic import exceeds_on_gpu
-from allred.gpu.values import is_device, to_host
+from allred.gpu.device_arrays import is_device, to_host
 
 # A rank's flags.
 NONFINITE = 1

@@ -12,7 +12,7 @@ from allred import native
 from allred.cluster import report
 from allred.comm.header import mix
 from allred.errors import InputError
-from allred.gpu.values import head
+from allred.gpu.device_arrays import leading_bytes
 
 BITS = 32  # of what `Repeated.show` gives
 _LOOKED_AT_BYTES = 2**16  # of each gradient
@@ -32,7 +32,7 @@ class Repeated:
 
     def show(self, values: Sequence[Any]) -> int:
         """What the ranks compare: 31 bits of a hash, 0 if all is zero, and whether someone else just averaged this."""
-        heads = [head(value, _LOOKED_AT_BYTES) for value in values if value is not None]
+        heads = [leading_bytes(value, _LOOKED_AT_BYTES) for value in values if value is not None]
         if not any(start.any() for start in heads):
             return 0
         total = 0
