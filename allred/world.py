@@ -24,7 +24,7 @@ from allred.comm.backends import select
 from allred.comm.communicator import Communicator
 from allred.comm.create import NoCollectives, add_devices, create
 from allred.config import Config, explicit_settings, settle
-from allred.data import processes, share
+from allred.data import iterations, prefetch_processes
 from allred.errors import AllredError, ConfigError, InputError
 from allred.gpu import binding
 from allred.modes.detect import outside
@@ -84,7 +84,7 @@ def enter(comm: Any, cluster: Cluster | None = None, **arguments: Any) -> None:
     """`init`, also for a task of a cluster."""
     if is_initialized():
         raise AllredError("allred.init() was called already; drop the second call, or call allred.shutdown() before it")
-    processes.refuse("allred.init()")
+    prefetch_processes.check_not_in_prefetch_process("allred.init()")
     detached.keep_standard_files()
     if running.left():
         raise AllredError(
@@ -96,7 +96,7 @@ def enter(comm: Any, cluster: Cluster | None = None, **arguments: Any) -> None:
         settings = explicit_settings(os.environ, arguments)
     except ConfigError as error:
         settings = str(error)
-    share.forget()
+    iterations.reset()
     with waiting_for_ranks(settings, -1 if cluster is None else cluster.life):
         _meet(comm, settings, cluster)
 

@@ -19,7 +19,7 @@ from allred.fusion.plan import Tensor
 from allred.gpu.arithmetic import compute, squares
 from allred.gpu.device_arrays import shape_and_dtype
 from allred.modes.scaler import GradScaler
-from allred.optim.hyper import positive
+from allred.validators import positive
 
 
 class Clipper:

@@ -15,7 +15,7 @@ from allred.comm import functions
 from allred.comm.ops import ReduceOp
 from allred.comm.process_set import ProcessSet
 from allred.compression import Compression
-from allred.data.share import claim
+from allred.data.iterations import claim_samples
 from allred.errors import InputError
 from allred.modes.detect.checks import Checks
 from allred.modes.optimizer import DistributedOptimizer
@@ -161,7 +161,7 @@ def _reduce(reducer: Reducer, checks: Checks, grads: Any) -> Any:
     try:
         named = nest.leaves(grads)
         tensors = [tensor_of(leaf_name, value) for leaf_name, value in named]
-        samples = claim()
+        samples = claim_samples()
     except InputError as error:
         tensors, problem = [], str(error)
     mean = reducer.reduce(tensors, [value for _, value in named], samples, problem, checks)

@@ -6,7 +6,7 @@ from typing import Any
 
 from allred.errors import InputError
 from allred.optim.base import Optimizer
-from allred.optim.hyper import non_negative
+from allred.validators import non_negative
 
 
 class LearningRate:

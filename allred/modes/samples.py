@@ -3,12 +3,12 @@
 import operator
 from typing import Any
 
-from allred.data.share import claim
+from allred.data.iterations import claim_samples
 from allred.errors import InputError
 
 
 class Samples:
-    """Of one optimizer. Without a number from the program it is the share of the batch at hand (data/share.py)."""
+    """Of one optimizer. Without a number from the program it is the share of the batch at hand (data/iterations.py)."""
 
     def __init__(self) -> None:
         self._claimed: tuple[int | None, str] | None = None  # by reduce(), for the next step; or why they are not known
@@ -35,7 +35,7 @@ class Samples:
 
 
 def _claim(samples: Any) -> int | None:
-    return claim(None if samples is None else _whole(samples))
+    return claim_samples(None if samples is None else _whole(samples))
 
 
 def _whole(samples: Any) -> int:

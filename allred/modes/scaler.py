@@ -9,7 +9,7 @@ import weakref
 from typing import Any
 
 from allred.errors import InputError, NonFiniteError
-from allred.optim.hyper import positive, whole
+from allred.validators import integer, positive
 
 _LARGEST = 2.0**127  # float32's
 _SMALLEST = 2.0**-24
@@ -55,7 +55,7 @@ class GradScaler:
         self._scale = _finite("init_scale", init_scale)
         self.growth_factor = _finite("growth_factor", growth_factor)
         self.backoff_factor = _finite("backoff_factor", backoff_factor)
-        self.growth_interval = whole("GradScaler", "growth_interval", growth_interval, least=1)
+        self.growth_interval = integer("GradScaler: growth_interval", growth_interval, 1, "it counts steps")
         if self.growth_factor <= 1 or self.backoff_factor >= 1:
             raise InputError(
                 f"GradScaler: growth_factor={growth_factor!r} must be more than 1 and "

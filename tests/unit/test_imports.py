@@ -13,7 +13,7 @@ ROOT = pathlib.Path(allred.__file__).parent
 HOUSE = (
     *("__main__", "doctor", "bench", "testing", "compat", "__init__", "server", "world", "session", "client", "launch"),
     *("modes", "ps", "reducer", "fusion", "comm", "timeline", "compression", "watch", "data", "optim", "cluster"),
-    *("checkpoint", "gpu", "native", "nest", "arrays", "config", "errors", "detached", "channel"),
+    *("checkpoint", "gpu", "native", "nest", "arrays", "validators", "config", "errors", "detached", "channel"),
 )
 
 
