@@ -249,7 +249,7 @@ class Reducer:
             with span("unpack", name, packed_bytes):
                 buffer.unpack(parts)
                 for target, part in zip(targets, parts, strict=True):
-                    arrays.put_back(target, part)
+                    arrays.copy_back(target, part)
 
     def _reduce(self, array: Array, weight: float | None, name: str) -> None:
         """Reduce in place."""

@@ -42,7 +42,7 @@ def check_writable(given: list[Adopted]) -> None:
     some = [one.array for one in given if one.array.size]
     whole = [array for array in some if array.flags.c_contiguous]
     if len({array.data.ptr for array in some}) < len(some) or (
-        len(whole) > 1 and arrays.cross([array.data.ptr for array in whole], [array.nbytes for array in whole])
+        len(whole) > 1 and arrays.ranges_overlap([array.data.ptr for array in whole], [array.nbytes for array in whole])
     ):
         raise InputError("the same memory is in the group twice, and would be reduced twice")
 

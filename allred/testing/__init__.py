@@ -1,4 +1,4 @@
-"""For tests of training programs: an mpirun that ends for certain, and faults at a chosen rank and step.
+"""Tools for tests of training programs: mpirun with a time limit and cleanup, and faults at a chosen rank and step.
 
     # train.py
     import numpy as np
@@ -21,10 +21,10 @@
         assert "OSError: disk full" in result.err, result.text
         assert result.left == [], result.text
 
-Both run under any test runner; pytest is not needed. Importing this starts no MPI.
+Any test runner can run these tests; pytest is not required. Importing this package does not start MPI.
 """
 
 from allred.testing.faults import Fault, exit_at, fail_at, kill_at, slow, stop_at
-from allred.testing.launch import Result, mpirun, run
+from allred.testing.job_runner import Result, mpirun, run
 
 __all__ = ["Fault", "Result", "exit_at", "fail_at", "kill_at", "mpirun", "run", "slow", "stop_at"]
