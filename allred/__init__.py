@@ -71,8 +71,9 @@ from allred.nest import digest
 from allred.ps.variable import replica_device_setter, variable
 from allred.server import Server
 from allred.session.session import Session
+from allred.startup import init, shutdown
 from allred.watch import exit as _exit_protocol
-from allred.world import init, is_initialized, shutdown
+from allred.world import is_initialized
 
 __version__ = "0.1.0"
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from allred import arrays
+from allred import arrays, world
 from allred.arrays import Array
 from allred.comm import functions, ops
 from allred.comm.ops import ReduceOp
@@ -170,7 +170,7 @@ class Reducer:
     @property
     def bucket_bytes(self) -> int:
         """The limit of a bucket: this reducer's own, else the setting."""
-        return self._bucket_bytes or functions.config().bucket_bytes
+        return self._bucket_bytes or world.config().bucket_bytes
 
     def plan(self, tensors: Sequence[Tensor]) -> Plan:
         """The buckets in which `tensors` are reduced."""

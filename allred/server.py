@@ -6,15 +6,14 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from allred import config, native
-from allred.client import calling
+from allred import config, native, world
 from allred.cluster import launcher, mpi, topology
 from allred.cluster.spec import CLIENT, SERVERS, ClusterSpec, Tasks, task_name, tf_config
 from allred.comm import functions
 from allred.errors import AllredError, ConfigError, InputError
 from allred.launch import by_hand
 from allred.ps import running
-from allred.world import Cluster, enter, is_initialized
+from allred.startup import Cluster, enter
 
 _NO_END_S = 1e9  # thirty years
 
@@ -46,7 +45,7 @@ class Server:
     ) -> None:
         self.cluster = ClusterSpec(cluster)
         self._check()
-        if is_initialized():
+        if world.is_initialized():
             raise AllredError("allred.Server() calls allred.init() itself; call only one of them, and once")
         launched = launcher.launched_size(os.environ)
         tasks = self.cluster.addresses()
@@ -96,12 +95,12 @@ class Server:
             from allred.modes import joined  # imports MPI
 
             return joined.serve()
-        if (world := calling.current()) is not None:
-            if world.is_client:
+        if (calling := world.current().calling) is not None:
+            if calling.is_client:
                 raise InputError("server.join() is for servers and workers; this is a client, which they wait for")
             from allred.client import serving
 
-            return serving.serve(world)
+            return serving.serve(calling)
         functions.barrier_async().wait(_NO_END_S)  # a warning reports a long wait
 
     def _check(self) -> None:

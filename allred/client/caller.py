@@ -9,8 +9,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from allred import world
 from allred.arrays import Array
-from allred.client import calling
+from allred.client.calling import Calling
 from allred.client.message import pack, unpack
 from allred.client.session import Call
 from allred.cluster import report
@@ -19,7 +20,6 @@ from allred.comm.work import Steps, WorkQueue, spin_wait
 from allred.errors import AllredError
 from allred.ps.drive import idle
 from allred.ps.post import CALL, REPLY, Post
-from allred.watch import line
 
 _LEAVE_S = 2.0  # for a few bytes
 
@@ -90,9 +90,9 @@ class _Ended:
 class _Caller:
     """Of this client. It is kept until the end, for MPI sends from its memory."""
 
-    def __init__(self, world: calling.Calling) -> None:
-        self.world, self.post = world, Post(world.comm)
-        self.links = {rank: _Link(self.post, rank) for rank in world.workers}
+    def __init__(self, calling: Calling) -> None:
+        self.calling, self.post = calling, Post(calling.comm)
+        self.links = {rank: _Link(self.post, rank) for rank in calling.workers}
         self.calls: list[Call] = []  # those of which it may have to be said that nobody has waited for them
 
     def look(self) -> bool:
@@ -100,28 +100,26 @@ class _Caller:
         self.post.tend()
         for rank, link in self.links.items():
             link.advance()
-            if line.current is not None and rank in line.current.gone:
-                link.end(line.current.gone[rank])
+            if (watcher := world.watcher()) is not None and rank in watcher.gone:
+                link.end(watcher.gone[rank])
         return not any(link.calls for link in self.links.values())
 
 
-_caller: _Caller | None = None
+_left: list[_Caller] = []  # MPI may still send from their memory
 
 
 def _the_caller() -> _Caller:
-    global _caller
-    world = calling.current()
-    assert world is not None
-    if _caller is None or _caller.world is not world:
-        _caller = _Caller(world)
-    return _caller
+    here = world.current().calling
+    assert here is not None
+    here.caller = here.caller or _Caller(here)
+    return here.caller  # type: ignore[no-any-return]
 
 
 def start(call: Call, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Have the call's task run a function. Raises InputError if it cannot be sent."""
     parts = pack((function, args, kwargs), f"{call.title}: the function, or an argument,")
     here = _the_caller()
-    rank = here.world.tasks.index(call.place.task_name)
+    rank = here.calling.tasks.index(call.place.task_name)
     here.post.send_parts(rank, CALL, [*pack(call.name, "a name"), *parts])
     here.links[rank].calls.append(call)
     here.calls = [each for each in here.calls if each.is_open] + [call]
@@ -139,8 +137,8 @@ def wait(call: Call) -> None:
         yield _Ended(call)
 
     here, ours = _the_caller(), functions.current().queue
-    rank = here.world.tasks.index(call.place.task_name)
-    queue = WorkQueue(ours.timeout_s, members=[rank, here.world.rank])
+    rank = here.calling.tasks.index(call.place.task_name)
+    queue = WorkQueue(ours.timeout_s, members=[rank, here.calling.rank])
     queue.quiet = ours.quiet
     queue.start(call.title, steps()).wait()
 
@@ -153,8 +151,9 @@ def leave() -> None:
         if call.unheard is not None:
             report.say_here(f"{call.title} failed, and nobody waited for it:")
             report.say_here("".join(traceback.format_exception_only(call.unheard)).rstrip())
-    for rank in here.world.workers:
+    for rank in here.calling.workers:
         here.post.send_parts(rank, CALL, pack(None, "the end"))
+    _left.append(here)
     until = time.monotonic() + _LEAVE_S
     while not here.post.tend() and time.monotonic() < until:
         pass

@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class Calling:
     """`comm`: of all tasks, for nothing but functions and what they return. `tasks`: their names, by rank; the last
     `clients` of them are clients. `config`: the settings."""
@@ -16,6 +16,7 @@ class Calling:
     clients: int
     config: Any
     process: int = dataclasses.field(default_factory=os.getpid)  # of this task: not that of its forks
+    caller: Any = None  # the client's end (caller.py), from its first call on
 
     @property
     def is_client(self) -> bool:
@@ -31,24 +32,3 @@ class Calling:
     def name(self) -> str:
         """Of this task."""
         return self.tasks[self.rank]
-
-
-_current: Calling | None = None
-_in_cluster = False
-
-
-def install(calling: Calling | None, in_cluster: bool = False) -> None:
-    """Set what `current` returns; None removes it. Called by allred.init and allred.shutdown. in_cluster: whether this
-    process is a task of a cluster, after allred.Server()."""
-    global _current, _in_cluster
-    _current, _in_cluster = calling, in_cluster
-
-
-def in_cluster() -> bool:
-    """Whether this process is a task of a cluster: after allred.Server(), before allred.shutdown()."""
-    return _in_cluster
-
-
-def current() -> Calling | None:
-    """None in a cluster without clients."""
-    return _current

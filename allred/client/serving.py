@@ -4,6 +4,7 @@ import sys
 import traceback
 from typing import Any
 
+from allred import world
 from allred.arrays import Array
 from allred.client.calling import Calling
 from allred.client.message import REMEDY, pack, unpack
@@ -11,25 +12,24 @@ from allred.cluster import topology
 from allred.errors import InputError
 from allred.ps.drive import drive, idle
 from allred.ps.post import CALL, REPLY, Post
-from allred.watch import line
 from allred.watch.start import name_this
 
 
-def serve(world: Calling) -> None:
+def serve(calling: Calling) -> None:
     """Until the last client has left."""
-    post, left = Post(world.comm), 0
-    while left < world.clients:
+    post, left = Post(calling.comm), 0
+    while left < calling.clients:
         source = _await(post)
-        parts = drive("a function of a client", post.receive_parts(source, CALL), world.config.timeout_s)
+        parts = drive("a function of a client", post.receive_parts(source, CALL), calling.config.timeout_s)
         name = unpack(parts[:1])
         if name is None:
             left += 1
             continue
-        name_this(f"{topology.role()}; it runs {name} for {world.tasks[source]}")
-        answer = _run(name, parts[1:], world)
+        name_this(f"{topology.role()}; it runs {name} for {calling.tasks[source]}")
+        answer = _run(name, parts[1:], calling)
         name_this(topology.role())
         post.send_parts(source, REPLY, answer)
-        idle(f"{world.tasks[source]}, to take what {name} returned", post.tend)
+        idle(f"{calling.tasks[source]}, to take what {name} returned", post.tend)
 
 
 def _await(post: Post) -> int:
@@ -45,18 +45,18 @@ def _await(post: Post) -> int:
     return found[0]
 
 
-def _run(name: str, parts: list[Array], world: Calling) -> list[Any]:
+def _run(name: str, parts: list[Array], calling: Calling) -> list[Any]:
     """The answer: whether it returned, words and traceback if it did not, and the value, or the exception."""
     try:
         function, args, kwargs = unpack(parts)
     except Exception as error:  # whatever loading it raises
-        refusal = InputError(f"{world.name} cannot load {name} ({type(error).__name__}: {error}); {REMEDY}")
+        refusal = InputError(f"{calling.name} cannot load {name} ({type(error).__name__}: {error}); {REMEDY}")
         return _answer(False, refusal)
     try:
         value = function(*args, **kwargs)
-        return [*pack((True, "", ""), ""), *pack(value, f"what {name} returned on {world.name}")]
+        return [*pack((True, "", ""), ""), *pack(value, f"what {name} returned on {calling.name}")]
     except Exception as error:
-        if line.current is not None and line.current.verdict is not None:
+        if (watcher := world.watcher()) is not None and watcher.verdict is not None:
             raise  # another task has ended the job
         return _answer(False, error)
     finally:

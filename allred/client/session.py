@@ -6,11 +6,10 @@ import sys
 from collections.abc import Callable
 from typing import Any, Self
 
-from allred.client import calling
+from allred import world
 from allred.cluster import device, topology
 from allred.cluster.device import Place
 from allred.cluster.spec import SERVERS
-from allred.comm import functions
 from allred.errors import InputError, NotInitializedError
 
 
@@ -33,7 +32,7 @@ def connect(
     Whoever is a task of the cluster can have others run anything: for networks that you trust, with ALLRED_SECRET.
     Raises InputError for a target in another form, NotInitializedError in a process that is not a task of a cluster.
     """
-    if not calling.in_cluster() and (target or not functions.installed()):
+    if not _in_cluster() and (target or not world.is_initialized()):
         raise NotInitializedError(
             f"allred.connect({target!r}): this process is not a task of a cluster, and a client must be one. Add a job "
             "'client' with the host:port of this program to the ClusterSpec of all tasks, and call "
@@ -48,6 +47,12 @@ def connect(
             )
         found = device.parse(match[1])
     return ClientSession(found, log_device_placement, allow_soft_placement)
+
+
+def _in_cluster() -> bool:
+    """Whether this process is a task of a cluster: after allred.Server(), before allred.shutdown()."""
+    here = world.current_or_none()
+    return here is not None and here.in_cluster
 
 
 def _this_task() -> Place:
@@ -144,7 +149,7 @@ class ClientSession:
     def _place(self) -> Place:
         """Where a function is to run. Raises InputError if that cannot be."""
         place = device.of_function().within(self._target)
-        if not functions.installed():
+        if not world.is_initialized():
             raise NotInitializedError(
                 "session.run: allred.shutdown() has ended the session; call it after the last session.run"
             )
@@ -157,10 +162,10 @@ class ClientSession:
                     "allred.connect, which ignores the GPU"
                 )
             place = dataclasses.replace(place, unit="cpu:0")
-        world = calling.current()
+        calling = world.current().calling
         if place.task_name == here:
             return place
-        if world is None or not world.is_client:
+        if calling is None or not calling.is_client:
             raise InputError(
                 f"session.run: {here} cannot have {place.task_name} run a function; a task of job 'client' can: give "
                 "the ClusterSpec a job 'client', and connect there"
@@ -170,8 +175,8 @@ class ClientSession:
                 f"session.run: {place.task_name} is a parameter server, which runs no functions; variables live there "
                 "(allred.variable)"
             )
-        if place.task_name not in world.tasks or place.job == "client":
-            others = ", ".join(task for task in world.tasks if not task.startswith(("/job:ps/", "/job:client/")))
+        if place.task_name not in calling.tasks or place.job == "client":
+            others = ", ".join(task for task in calling.tasks if not task.startswith(("/job:ps/", "/job:client/")))
             raise InputError(f"session.run: there is no {place.task_name}; functions run on {others}")
         return place
 

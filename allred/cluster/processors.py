@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy  # noqa: F401  (loads the BLAS whose threads are counted)
 
+from allred import world
 from allred.cluster import limits
 
 _BLAS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP_NUM_THREADS")
@@ -93,22 +94,17 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-_share: int | None = None
+def share(ranks: Sequence[Cores], nodes: Sequence[int], rank: int) -> int:
+    """Return the share of a rank of the cores of its node, at least 1. ranks, nodes: as in `oversubscription`.
 
-
-def install(ranks: Sequence[Cores], nodes: Sequence[int], rank: int) -> None:
-    """Set the result of `cores_per_rank`. ranks, nodes: as in `oversubscription`. rank: the number of this rank."""
-    global _share
+    >>> share([Cores(frozenset({0, 1, 2, 3}), 4, None, 4, "openblas", True)] * 2, nodes=[0, 0], rank=1)
+    2
+    """
     there = [one for one, node in zip(ranks, nodes, strict=True) if node == nodes[rank]]
-    _share = max(1, min(usable_cores(there) // len(there), len(ranks[rank].allowed)))
-
-
-def uninstall() -> None:
-    """Reset `cores_per_rank`."""
-    global _share
-    _share = None
+    return max(1, min(usable_cores(there) // len(there), len(ranks[rank].allowed)))
 
 
 def cores_per_rank() -> int:
     """Return this rank's share of the cores of its node, at least 1. Before init(): all cores of this process."""
-    return usable_cores([look()]) if _share is None else _share
+    here = world.current_or_none()
+    return usable_cores([look()]) if here is None else here.cores

@@ -5,21 +5,13 @@ import os
 import sys
 import warnings
 
-from allred.cluster import topology
-from allred.errors import NotInitializedError
-
-_speaking = _informing = False
-
-
-def speak(chief: bool, banner: bool = False) -> None:
-    """Let `say` print on this rank, or not; and `inform`."""
-    global _speaking, _informing
-    _speaking, _informing = chief, chief and banner
+from allred import world
 
 
 def say(line: str) -> None:
-    """Print a line if this rank is the one that speaks."""
-    if _speaking:
+    """Print a line if this rank is the chief."""
+    here = world.current_or_none()
+    if here is not None and here.topology.rank == 0:
         with contextlib.suppress(OSError, ValueError, AttributeError):  # a stream that is closed or gone
             sys.stderr.write(f"allred: {line}\n")  # at once; print would write the end of the line apart
             sys.stderr.flush()
@@ -32,16 +24,13 @@ def say_here(line: str) -> None:
 
 
 def inform(line: str) -> None:
-    """The same for what is no warning: who does not want it has set banner=False."""
-    if _informing:
+    """As `say`, unless banner=False."""
+    if world.config().banner:
         say(line)
 
 
 def warn(text: str) -> None:
     """Issue a RuntimeWarning, on the chief only; before init() in every process."""
-    try:
-        chief = topology.rank() == 0
-    except NotInitializedError:
-        chief = True
-    if chief:
+    here = world.current_or_none()
+    if here is None or here.topology.rank == 0:
         warnings.warn(f"allred: {text}", RuntimeWarning, stacklevel=3)

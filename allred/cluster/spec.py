@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Union
 
-from allred.cluster import topology
+from allred import world
 from allred.cluster.launcher import launched_size
 from allred.errors import ConfigError, InputError
 
@@ -53,7 +53,7 @@ class ClusterSpec:
         no worker is left.
         """
         try:
-            size = topology.current().world_size
+            size = world.current().topology.world_size
         except RuntimeError:
             size = launched_size(os.environ)
         if not 0 <= num_ps < size:

@@ -12,7 +12,8 @@ leader                   the lowest rank of this node
 import dataclasses
 from typing import Any
 
-from allred.errors import ConfigError, NotInitializedError
+from allred import world
+from allred.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,74 +89,58 @@ def node_id(comm: Any) -> int:
     return int(lowest)
 
 
-_current: Topology | None = None
-_workers_job = "worker"
-
-
-def install(topology: Topology | None, workers_job: str = "worker") -> None:
-    """Make `topology` the one that `current` gives; None to take it away. For allred.init and allred.shutdown.
-    `workers_job`: what the workers' job is called."""
-    global _current, _workers_job
-    _current, _workers_job = topology, workers_job
-
-
-def current() -> Topology:
-    """The topology of the running world. Raises NotInitializedError before allred.init()."""
-    if _current is None:
-        raise NotInitializedError("allred.init() has not been called; call it once, before anything else of allred")
-    return _current
-
-
 def rank() -> int:
     """This worker's number, 0 to size() - 1; worker 0 is the chief."""
-    return current().rank
+    return world.current().topology.rank
 
 
 def size() -> int:
     """How many workers train together."""
-    return current().size
+    return world.current().topology.size
 
 
 def local_rank() -> int:
     """This rank's number on its node."""
-    return current().local_rank
+    return world.current().topology.local_rank
 
 
 def local_size() -> int:
     """How many ranks run on this node."""
-    return current().local_size
+    return world.current().topology.local_size
 
 
 def cross_rank() -> int:
     """This rank's number among those with its local rank on other nodes."""
-    return current().cross_rank
+    return world.current().topology.cross_rank
 
 
 def cross_size() -> int:
     """How many nodes have a rank with this local rank."""
-    return current().cross_size
+    return world.current().topology.cross_size
 
 
 def world_rank() -> int:
     """This process's number in the MPI world."""
-    return current().world_rank
+    return world.current().topology.world_rank
 
 
 def world_size() -> int:
     """How many processes the MPI world has."""
-    return current().world_size
+    return world.current().topology.world_size
 
 
 def is_chief() -> bool:
     """Whether this is worker 0, which writes checkpoints and speaks to the user; no parameter server is."""
-    return current().rank == 0
+    return world.current().topology.rank == 0
 
 
 def job_name() -> str:
-    """The job of this task: "ps" on a parameter server, "client" on a client, else "worker", or as the workers' job is
-    called in the `ClusterSpec`."""
-    here = current()
-    return _workers_job if here.rank < here.size else "ps" if here.world_rank < here.servers else "client"
+    """Return the job of this task: "ps" on a parameter server, "client" on a client, else "worker" or the name of the
+    workers' job in the `ClusterSpec`."""
+    here = world.current()
+    if here.topology.rank < here.topology.size:
+        return here.workers_job
+    return "ps" if here.topology.world_rank < here.topology.servers else "client"
 
 
 def role() -> str:
@@ -166,6 +151,6 @@ def role() -> str:
 
 def task_index() -> int:
     """This task's number in its job: of a worker its rank()."""
-    here = current()
+    here = world.current().topology
     first = {"ps": here.size, "client": here.size + here.servers}.get(job_name(), 0)
     return here.rank - first

@@ -27,33 +27,17 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
+from allred import world
 from allred.arrays import Array
-from allred.cluster import topology
 from allred.comm import header
 from allred.comm.communicator import Communicator
 from allred.comm.ops import ReduceOp
 from allred.comm.process_set import ProcessSet, communicators
 from allred.comm.work import Work
 from allred.compression import Compression
-from allred.config import Config
 from allred.errors import InputError
 
 T = TypeVar("T")
-
-_communicator: Communicator | None = None
-_config = Config()
-_reason = ""
-
-
-def install(communicator: Communicator | None, config: Config | None = None, reason: str = "") -> None:
-    """Set the communicator that init() made; None removes it."""
-    global _communicator, _config, _reason
-    _communicator, _config, _reason = communicator, config or Config(), reason
-
-
-def installed() -> bool:
-    """Return whether allred.init() has set a communicator."""
-    return _communicator is not None
 
 
 def current(process_set: ProcessSet | None = None) -> Communicator:
@@ -62,20 +46,7 @@ def current(process_set: ProcessSet | None = None) -> Communicator:
         if not isinstance(process_set, ProcessSet):
             raise InputError(f"process_set={process_set!r} must be an allred.ProcessSet, or None for all ranks")
         return process_set.communicator()
-    if _communicator is None:
-        topology.current()  # raises
-    assert _communicator is not None
-    return _communicator
-
-
-def config() -> Config:
-    """Return the settings; the defaults before allred.init()."""
-    return _config
-
-
-def reason() -> str:
-    """Return the reason why this backend was selected."""
-    return _reason
+    return world.current().communicator
 
 
 class within:  # noqa: N801  (a cheap context manager, used in every step)
@@ -85,14 +56,13 @@ class within:  # noqa: N801  (a cheap context manager, used in every step)
         self._set = process_set
 
     def __enter__(self) -> None:
-        global _communicator
         if self._set is not None:
-            self._before, _communicator = _communicator, current(self._set)
+            self._world = world.current()
+            self._before, self._world.communicator = self._world.communicator, current(self._set)
 
     def __exit__(self, *_: object) -> None:
-        global _communicator
         if self._set is not None:
-            _communicator = self._before
+            self._world.communicator = self._before
 
 
 @contextlib.contextmanager
@@ -321,7 +291,7 @@ def synchronize(work: Work[T]) -> T:
 def _current(process_set: ProcessSet | None) -> Communicator:
     """As `current`, with a progress thread if the settings ask for it."""
     communicator = current(process_set)
-    if config().progress == "thread":
+    if world.config().progress == "thread":
         communicator.start_progress_thread()
     return communicator
 

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from allred.arrays import Array
-from allred.comm import header, objects, work
+from allred.comm import header, objects
 from allred.comm.arguments import check_name
 from allred.comm.backends.backend import Backend, CheckedOperation, WithHeader
 from allred.comm.backends.device_backend import DeviceBackend
@@ -42,7 +42,6 @@ class Group:
         self.rank, self.size = backend.rank, backend.size
         self.ranks: Sequence[int] = range(backend.size)
         self.queue = WorkQueue(timeout_s, backend.engine)
-        work.communicators.add(self.queue)
         self.devices: DeviceBackend | None = None
         self.checks_places = False  # whether all ranks must call an operation at the same line of the program
         self.make_subgroup: Callable[[Sequence[int]], Steps[Group]] | None = None  # of some ranks, by their numbers

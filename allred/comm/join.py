@@ -21,21 +21,21 @@ import math
 from collections.abc import Callable
 from types import TracebackType
 
+from allred import world
 from allred.comm import functions
 from allred.comm.process_set import ProcessSet
 from allred.errors import InputError
 
-_observers: list[Callable[[int], None]] = []
-
 
 def add_observer(observer: Callable[[int], None]) -> None:
     """Call `observer` on this rank with the number of the rank that joined last, when all ranks have joined."""
-    _observers.append(observer)
+    world.current().join_observers.append(observer)
 
 
 def remove_observer(observer: Callable[[int], None]) -> None:
     """Remove an observer."""
-    _observers[:] = [each for each in _observers if each != observer]
+    if (here := world.current_or_none()) is not None and observer in here.join_observers:
+        here.join_observers.remove(observer)
 
 
 def join(process_set: ProcessSet | None = None) -> int:
@@ -53,7 +53,7 @@ def join(process_set: ProcessSet | None = None) -> int:
     while (last := communicator.join(first).wait(math.inf)) is None:
         first = False
     if process_set is None:
-        for observer in list(_observers):
+        for observer in list(world.current().join_observers):
             observer(last)
     return last
 

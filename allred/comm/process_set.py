@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from allred import world
 from allred.cluster import topology
 from allred.comm import recording
 from allred.comm.backends import select
@@ -29,13 +30,14 @@ from allred.errors import InputError
 from allred.gpu.binding import VisibleGpus
 
 
-@dataclasses.dataclass(frozen=True)
-class Base:
-    """What process sets are created from.
+@dataclasses.dataclass
+class ProcessSets:
+    """The communicators of the process sets of a world, and what they are created from.
 
     comm: the mpi4py communicator of `control`, None without MPI. In it the workers come after `servers` servers.
     everyone: the communicator of all workers, possibly `control`. nodes, kernels, seen: for each worker its node,
-    whether it has the C extension, and the GPUs that it sees.
+    whether it has the C extension, and the GPUs that it sees. made: the communicators by ranks, shared by equal sets;
+    and by the keys of `_subgroup`.
     """
 
     comm: Any
@@ -46,29 +48,23 @@ class Base:
     kernels: list[bool]
     seen: list[VisibleGpus]
     config: Config
+    made: dict[tuple[Any, ...], Communicator] = dataclasses.field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.everyone.make_subgroup = functools.partial(_subgroup, self, tuple(range(len(self.nodes))))
 
-_base: Base | None = None
-_made: dict[tuple[Any, ...], Communicator] = {}  # by ranks, shared by equal sets; and by the keys of `_subgroup`
-
-
-def install(base: Base | None) -> None:
-    """Set what sets are created from; None closes their communicators. For allred.init and allred.shutdown."""
-    global _base
-    if base is not None:
-        base.everyone.make_subgroup = functools.partial(_subgroup, tuple(range(len(base.nodes))))
-    else:
-        for communicator in _made.values():
+    def close(self) -> None:
+        """Close all communicators except `everyone`. Collective."""
+        for communicator in self.made.values():
             communicator.close()
-        _made.clear()
-        if _base is not None and _base.control is not _base.everyone:
-            _base.control.close()
-    _base = base
+        self.made.clear()
+        if self.control is not self.everyone:
+            self.control.close()
 
 
 def communicators() -> list[Communicator]:
     """Return the communicators that were created so far."""
-    return list(_made.values())
+    return list(_current().made.values())
 
 
 class ProcessSet:
@@ -122,24 +118,24 @@ class ProcessSet:
 
     def communicator(self) -> Communicator:
         """Return the communicator of the members. The first call is collective. Raises InputError on other ranks."""
-        base = _current()
         self.rank()  # raises
+        base = _current()
         if self.ranks[-1] >= len(base.nodes):
             raise InputError(f"{self}: there are only {len(base.nodes)} ranks; the last one is {len(base.nodes) - 1}")
         if len(self.ranks) == len(base.nodes):
             return base.everyone
-        if self.ranks not in _made:
+        if self.ranks not in base.made:
             queue = WorkQueue(base.config.timeout_s, members=[rank + base.servers for rank in self.ranks])
-            _made[self.ranks] = queue.start(f"the first use of {self}", _make(base, self.ranks, str(self))).wait()
-            _made[self.ranks].make_subgroup = functools.partial(_subgroup, self.ranks)
-        return _made[self.ranks]
+            made = queue.start(f"the first use of {self}", _make(base, self.ranks, str(self))).wait()
+            made.make_subgroup = functools.partial(_subgroup, base, self.ranks)
+            base.made[self.ranks] = made
+        return base.made[self.ranks]
 
 
-def _current() -> Base:
-    if _base is None:
-        topology.current()  # raises
-    assert _base is not None
-    return _base
+def _current() -> ProcessSets:
+    process_sets = world.current().process_sets
+    assert process_sets is not None
+    return process_sets
 
 
 def _translated(comm: Any) -> list[int]:
@@ -154,29 +150,30 @@ def _translated(comm: Any) -> list[int]:
     return [number - base.servers for number in numbers]
 
 
-def _subgroup(parent: tuple[int, ...], ranks: Sequence[int]) -> Steps[Communicator]:
+def _subgroup(base: ProcessSets, parent: tuple[int, ...], ranks: Sequence[int]) -> Steps[Communicator]:
     """Return the communicator of the ranks of `parent` that have not joined.
 
     It differs from that of a process set of the same ranks, which may have other operations under way.
     """
     key = parent, tuple(ranks)
-    if key not in _made:
+    if key not in base.made:
         title = f"{ProcessSet(ranks)}, which have not joined, of {list(parent)}"
-        _made[key] = yield from _make(_current(), tuple(ranks), title)
-    return _made[key]
+        base.made[key] = yield from _make(base, tuple(ranks), title)
+    return base.made[key]
 
 
-def _make(base: Base, ranks: tuple[int, ...], title: str) -> Steps[Communicator]:
+def _make(base: ProcessSets, ranks: tuple[int, ...], title: str) -> Steps[Communicator]:
     """Create a communicator of these ranks. Collective among them."""
     nodes = [base.nodes[rank] for rank in ranks]
     kernels = [base.kernels[rank] for rank in ranks]
-    config, world = base.config, [rank + base.servers for rank in ranks]
+    config, world_ranks = base.config, [rank + base.servers for rank in ranks]
     name, _ = select.choose(config.backend, nodes, True, kernels)
-    yield from _wait_for_members(base.comm, world, title)
-    comm = base.comm.Create_group(base.comm.Get_group().Incl(world))
+    yield from _wait_for_members(base.comm, world_ranks, title)
+    comm = base.comm.Create_group(base.comm.Get_group().Incl(world_ranks))
     communicator = create(name, comm, config.timeout_s, nodes)
     communicator.queue.timeout_s = base.everyone.queue.timeout_s
-    communicator.queue.members, communicator.ranks = world, ranks
+    communicator.queue.members, communicator.ranks = world_ranks, ranks
+    world.current().queues.add(communicator.queue)
     communicator.checks_places = base.everyone.checks_places
     recording.attach(communicator, title)
     seen = [base.seen[rank] for rank in ranks]
@@ -184,13 +181,13 @@ def _make(base: Base, ranks: tuple[int, ...], title: str) -> Steps[Communicator]
     return communicator
 
 
-def _wait_for_members(comm: Any, world: list[int], title: str) -> Steps[None]:
+def _wait_for_members(comm: Any, ranks: list[int], title: str) -> Steps[None]:
     """Wait until all members are here: MPI would wait for them in C, without a time limit."""
     from allred.comm.backends.mpi import Request
 
     tag, mine = zlib.crc32(title.encode()) % 2**15, comm.Get_rank()
     word = np.zeros(1, np.uint8)
-    first, *others = world
+    first, *others = ranks
     if mine != first:
         yield Request(comm.Isend(word, first, tag))
         yield Request(comm.Irecv(word, first, tag), waits_for_peers=True)

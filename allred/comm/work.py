@@ -13,15 +13,14 @@ import itertools
 import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+from allred import world
 from allred.errors import AllredError, InputError
 from allred.timeline.track import Operation, Track
 from allred.watch import exit as exit_protocol
-from allred.watch import line
 from allred.watch.wait import Awaited, Wait
 
 T = TypeVar("T")
@@ -162,8 +161,8 @@ class Work(Generic[T]):
             self._queue.wait(self, timeout_s)
         if isinstance(self._outcome, AllredError):
             raise self._outcome
-        if line.current is not None and line.current.pending():
-            raise line.current.error()
+        if (watcher := world.watcher()) is not None and watcher.pending():
+            raise watcher.error()
         if self.end is not None:
             self.end.order()
         return self._outcome  # type: ignore[return-value]
@@ -205,9 +204,6 @@ class Work(Generic[T]):
         self._pending = self._first = None
         if self.noted is not None and self._queue.track is not None:
             self._queue.track.end(self.noted)
-
-
-communicators: "weakref.WeakSet[WorkQueue]" = weakref.WeakSet()  # the queues that make progress in every wait
 
 
 class WorkQueue:
@@ -287,9 +283,10 @@ class WorkQueue:
         start = last_progress = now = time.perf_counter()
         deadline, taken = start + limit_s, (self.steps_taken, 0)
         told: Wait | None = None
-        others = [queue for queue in communicators if queue is not self and queue._works]
-        if line.current is not None:
-            line.current.waits = True
+        others = [queue for queue in world.queues() if queue is not self and queue._works]
+        watcher = world.watcher()
+        if watcher is not None:
+            watcher.waits = True
         try:
             while not self._progress(work):
                 for queue in others:
@@ -315,11 +312,11 @@ class WorkQueue:
                         exit_protocol.stuck()
                         raise outcome
                     deadline = now + outcome
-                if line.current is not None and line.current.has_error:
-                    raise self._over(line.current.error())
+                if (error := world.error()) is not None:
+                    raise self._over(error)
         finally:
-            if line.current is not None:
-                line.current.waits = False
+            if watcher is not None:
+                watcher.waits = False
             if told is not None:
                 told.end()
             now = time.perf_counter()
@@ -358,8 +355,8 @@ class WorkQueue:
                     )
         try:
             if self.poisoned:
-                if line.current is not None and line.current.has_error:
-                    raise line.current.error()
+                if (error := world.error()) is not None:
+                    raise error
                 raise AllredError(
                     f"this communicator cannot be used any more: {self.poisoned}; end the job and start again"
                 )

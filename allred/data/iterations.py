@@ -5,8 +5,10 @@ the batch of a step is not known. That is harmless while all ranks have equal sh
 wrong weights of gradients would go unnoticed.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
+from allred import world
 from allred.errors import InputError
 
 
@@ -48,8 +50,9 @@ class Iteration:
         self.share = share
         self.ahead += 1
         self.totals.add(total)
-        _running.pop(self, None)  # the iteration with the latest batch is the last element
-        _running[self] = None
+        running = _iterations().running
+        running.pop(self, None)  # the iteration with the latest batch is the last element
+        running[self] = None
 
     def count_steps(self, steps: int) -> None:
         """Record that steps have followed the batches."""
@@ -63,25 +66,34 @@ class Iteration:
 
     def end(self) -> None:
         """Record that the iteration has ended."""
-        global _uneven_left
-        _running.pop(self, None)
-        _uneven_left = _uneven_left or self.uneven()
+        iterations = _iterations()
+        iterations.running.pop(self, None)
+        iterations.uneven_left = iterations.uneven_left or self.uneven()
 
 
-_running: dict[Iteration, None] = {}
-_uneven_left = False  # an iteration has ended whose uneven batches no step followed
+@dataclasses.dataclass
+class Iterations:
+    """Iterations over batches in one world.
+
+    running: unfinished iterations that have yielded a batch; the last element yielded the latest batch. uneven_left:
+    whether an iteration has ended whose uneven batches no step followed.
+    """
+
+    running: dict[Iteration, None] = dataclasses.field(default_factory=dict)
+    uneven_left: bool = False
 
 
-def reset() -> None:
-    """Forget all iterations. init() calls this: no step of the new world belongs to an earlier batch."""
-    global _uneven_left
-    _running.clear()
-    _uneven_left = False
+_without_world = Iterations()
+
+
+def _iterations() -> Iterations:
+    here = world.current_or_none()
+    return _without_world if here is None or here.iterations is None else here.iterations
 
 
 def running() -> list[Iteration]:
     """Return the unfinished iterations that have yielded a batch; the last element yielded the latest batch."""
-    return list(_running)
+    return list(_iterations().running)
 
 
 def claim_samples(samples: int | None = None) -> int | None:
@@ -89,17 +101,18 @@ def claim_samples(samples: int | None = None) -> int | None:
 
     Returns None if no batches are in use. Raises InputError if the batch is not known and the shares differ.
     """
-    global _uneven_left
-    if not _running and not _uneven_left:
+    iterations = _iterations()
+    running = iterations.running
+    if not running and not iterations.uneven_left:
         return samples
-    shared = [iteration for iteration in _running if iteration.ranks > 1]
-    candidates = shared or list(_running)  # steps do not use batches of one rank alone, such as for validation
+    shared = [iteration for iteration in running if iteration.ranks > 1]
+    candidates = shared or list(running)  # steps do not use batches of one rank alone, such as for validation
     sizes = set().union(*(iteration.totals for iteration in candidates))
     unknown = len(sizes) > 1 and any(iteration.uneven() for iteration in candidates)
-    unknown = unknown or (_uneven_left and not _running)
+    unknown = unknown or (iterations.uneven_left and not running)
     known = samples is not None or unknown
-    _uneven_left = False
-    for iteration in _running:
+    iterations.uneven_left = False
+    for iteration in running:
         iteration.count_steps(iteration.ahead if known else 1)
     if samples is not None:
         return samples

@@ -16,7 +16,7 @@ from typing import Any
 import numpy
 
 import allred
-from allred import config, native
+from allred import config, native, world
 from allred.bench import setting
 from allred.cluster import mpi
 from allred.comm import functions
@@ -126,7 +126,7 @@ def records(library: LibraryFacts, problem: str = "") -> list[dict[str, Any]]:
     software = probe()
     backend = "allred.init() was not called"
     if allred.is_initialized():
-        backend = f"{functions.current().name} ({functions.reason()})"
+        backend = f"{functions.current().name} ({world.current().reason})"
     found = {
         "allred": software.allred,
         "its files": pathlib.Path(allred.__file__).parent,

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 import allred
+from allred import world
 from allred.bench import measure, table, verify
-from allred.cluster import topology
 from allred.comm import functions
 from allred.comm.backends import segment
 from allred.doctor.findings import (
@@ -94,7 +94,7 @@ def init(limit_s: float) -> InitResult:
         allred.init(banner=False, timeout_s=limit_s)
     except AllredError as error:
         return InitResult(error=error_line(error))
-    return InitResult(functions.current().name, functions.reason(), topology.current().nodes)
+    return InitResult(functions.current().name, world.current().reason, world.current().topology.nodes)
 
 
 def time_allreduce(nbytes: int) -> AllreduceResult:

@@ -4,6 +4,7 @@ comes with the first call of worker 0, its registration.
 
 import pickle
 
+from allred import world
 from allred.cluster import topology
 from allred.errors import InputError
 from allred.modes.options import Options
@@ -12,7 +13,6 @@ from allred.ps import running
 from allred.ps.calls import Call, Registration
 from allred.ps.drive import drive, idle
 from allred.ps.post import CALL, REPLY, Post
-from allred.watch import line
 
 
 def serve() -> None:
@@ -39,7 +39,8 @@ def _first_call(post: Post, here: running.Running) -> Call | None:
     """Of worker 0, however long that takes; None if it has died, and the others go on."""
 
     def come() -> bool:
-        gone = line.current is not None and here.servers in line.current.gone
+        watcher = world.watcher()
+        gone = watcher is not None and here.servers in watcher.gone
         return gone or bool(here.comm.Iprobe(here.servers, CALL))
 
     idle("Server.join(), for the first optimizer of worker 0", come)

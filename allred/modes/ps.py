@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from allred import arrays, nest
+from allred import arrays, nest, world
 from allred.arrays import Array
-from allred.cluster import report, topology
+from allred.cluster import report
 from allred.comm import functions
 from allred.errors import AllredError, CollectiveTimeout, DriftError, InputError, NonFiniteError, ShutdownError
 from allred.fusion.plan import Tensor
@@ -304,7 +304,7 @@ class ServersMode:
         return Statistics(tuple(accounts), policy.describe(), self._client.placement.how)
 
     def summary(self) -> str:
-        world, seconds = topology.current(), time.perf_counter() - self._start
+        shape, seconds = world.current().topology, time.perf_counter() - self._start
         speed = "no steps yet"
         if self._steps:
             speed = (
@@ -313,8 +313,8 @@ class ServersMode:
             )
         skipped = f"\nskipped: {self.skipped} steps with gradients that were not finite" if self.skipped else ""
         head = (
-            f"world: {world.size} worker{'s' * (world.size > 1)} and {self._running.servers} parameter "
-            f"server{'s' * (self._running.servers > 1)} on {world.nodes} node{'s' * (world.nodes > 1)}, mode ps\n"
+            f"world: {shape.size} worker{'s' * (shape.size > 1)} and {self._running.servers} parameter "
+            f"server{'s' * (self._running.servers > 1)} on {shape.nodes} node{'s' * (shape.nodes > 1)}, mode ps\n"
             f"speed: {speed}{skipped}"
         )
         return head if self._client is None else f"{head}\n{self.statistics()}"

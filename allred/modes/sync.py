@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from allred import arrays, checkpoint, nest
-from allred.cluster import report, topology
+from allred import arrays, checkpoint, nest, world
+from allred.cluster import report
 from allred.comm import functions
 from allred.comm.ops import ReduceOp
 from allred.compression import Compression
@@ -167,12 +167,12 @@ class SyncMode:
         pass
 
     def summary(self) -> str:
-        world, config = topology.current(), functions.config()
+        shape, config = world.current().topology, world.config()
         skipped = f"\nskipped: {self.skipped} steps with gradients that were not finite" if self.skipped else ""
         return (
-            f"world: {world.size} rank{'s' * (world.size > 1)} on {world.nodes} node{'s' * (world.nodes > 1)}, "
+            f"world: {shape.size} rank{'s' * (shape.size > 1)} on {shape.nodes} node{'s' * (shape.nodes > 1)}, "
             f"mode {config.mode}\n"
-            f"backend: {functions.current().name} ({functions.reason()})\n"
+            f"backend: {functions.current().name} ({world.current().reason})\n"
             f"speed: {self._meter.text()}{skipped}{self._wire()}"
         )
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from allred import checkpoint
+from allred import checkpoint, world
 from allred.arrays import Array, as_buffer
 from allred.comm import functions
 from allred.comm.work import Steps
@@ -44,7 +44,6 @@ from allred.ps.record import (
 from allred.ps.running import Running
 from allred.ps.shard import Parts
 from allred.timeline.recorder import span
-from allred.watch import line
 from allred.watch.wait import Awaited
 
 _CUT_SHORT = (
@@ -139,8 +138,7 @@ class Client:
                 "two threads of this worker call the parameter servers at once; call them from one thread, or under a "
                 "lock"
             )
-        over = line.current is not None and line.current.has_error
-        return line.current.error() if over and line.current is not None else AllredError(self._unusable)
+        return world.error() or AllredError(self._unusable)
 
     def _begin(self) -> None:
         """A request, of which there is one at a time."""
@@ -151,10 +149,10 @@ class Client:
     @staticmethod
     def _lost(error: Exception) -> AllredError:
         """What to say where a server is gone: the watcher knows more, in a moment."""
-        if line.current is not None:
-            line.current.await_verdict()
-            if line.current.verdict is not None:
-                return line.current.error()
+        if (watcher := world.watcher()) is not None:
+            watcher.await_verdict()
+            if watcher.verdict is not None:
+                return watcher.error()
         return AllredError(f"a parameter server is gone: {error}")
 
     # Calls.

@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from allred import world
 from allred.comm.work import Pending, Steps, WorkQueue, spin_wait
-from allred.watch import line
 from allred.watch.wait import Awaited
 
 T = TypeVar("T")
@@ -95,10 +95,10 @@ def idle(title: str, come: Callable[[], bool], quiet: bool = True) -> None:
     begun, told = time.monotonic(), False
     while not spin_wait(come):
         idle_s = time.monotonic() - begun
-        if line.current is not None and idle_s > _TELL_S and not told:
-            line.current.tell("waiting", what=title, since_s=idle_s, peers=False, quiet=quiet)
+        if idle_s > _TELL_S and not told and (watcher := world.watcher()) is not None:
+            watcher.tell("waiting", what=title, since_s=idle_s, peers=False, quiet=quiet)
             told = True
         if idle_s > _AWAKE_S:
             time.sleep(_NAP_S)
-    if told and line.current is not None:
-        line.current.tell("going")
+    if told and (watcher := world.watcher()) is not None:
+        watcher.tell("going")

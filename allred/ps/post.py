@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from allred import world
 from allred.arrays import Array
 from allred.comm.work import Steps, spin_wait
 from allred.ps.layout import CELL_BYTES
 from allred.ps.record import RECORD_BYTES
-from allred.watch import line
 
 CALL, REPLY, BODY, STEP, ANSWER, UP, DOWN = range(1, 8)  # tags
 _DEPTH = 4  # cells under way, each way
@@ -105,7 +105,7 @@ class Post:
         try:
             return status.Get_source() if self.comm.Iprobe(MPI.ANY_SOURCE, tag, status) else None
         except MPI.Exception as error:
-            if error.Get_error_class() not in _DEATHS or line.current is None:
+            if error.Get_error_class() not in _DEATHS or world.watcher() is None:
                 raise
             self.comm.Ack_failed()  # the watcher tells of it, and what comes of it
             return None

@@ -5,15 +5,16 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from allred.cluster import topology
+from allred import world
 from allred.errors import NotInitializedError
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class Running:
     """World ranks 0 to servers - 1 serve, the others work. `nodes` names the node of each rank. `comm`: of all ranks,
     for nothing but the traffic between workers and servers. `config`: the settings. `joins`: servers may be in
-    `Server.join()`, where they learn from worker 0 what to serve with."""
+    `Server.join()`, where they learn from worker 0 what to serve with. `taken`: an optimizer has registered with the
+    servers. `farewell`: what this worker does when it leaves. `process`: of this rank, not that of its forks."""
 
     comm: Any
     rank: int
@@ -21,6 +22,9 @@ class Running:
     nodes: tuple[int, ...]
     config: Any
     joins: bool = False
+    taken: bool = False
+    farewell: Callable[[], None] | None = None
+    process: int = dataclasses.field(default_factory=os.getpid)
 
     @property
     def workers(self) -> int:
@@ -37,42 +41,32 @@ class Running:
         return self.rank - self.servers
 
 
-_current: Running | None = None
-_taken = False  # an optimizer has registered with the servers
-_process = 0  # of this rank: not that of its forks
 _left = False  # by this worker, for good: the servers do not come back
-_farewell: Callable[[], None] | None = None  # what it does then
-
-
-def install(running: Running | None) -> None:
-    """Make it the one that `current` gives; None to take it away. For allred.init and allred.shutdown."""
-    global _current, _taken, _farewell, _process
-    _current, _taken, _farewell, _process = running, False, None, os.getpid()
 
 
 def running() -> bool:
     """Whether mode ps runs."""
-    return _current is not None
+    return _find() is not None
 
 
 def on_leave(farewell: Callable[[], None]) -> None:
     """Have this called when this worker leaves; it tells the servers so."""
-    global _farewell
-    _farewell = farewell
+    current().farewell = farewell
 
 
 def leave() -> None:
     """This worker asks for nothing any more. In a fork of it nothing happens."""
     global _left
-    if os.getpid() != _process:
+    here = current()
+    if os.getpid() != here.process:
         return
-    if _farewell is not None:
-        _farewell()
+    if here.farewell is not None:
+        here.farewell()
     else:
         from allred.ps.client import leave  # imports MPI
 
-        leave(current())
-    install(None)
+        leave(here)
+    world.current().ps = None
     _left = True
 
 
@@ -83,19 +77,25 @@ def left() -> bool:
 
 def take() -> bool:
     """Whether this is the first optimizer that registers with the servers."""
-    global _taken
-    first, _taken = not _taken, True
+    here = current()
+    first, here.taken = not here.taken, True
     return first
 
 
 def serves() -> bool:
     """Whether this rank is a parameter server."""
-    return _current is not None and _current.serves
+    here = _find()
+    return here is not None and here.serves
+
+
+def _find() -> Running | None:
+    here = world.current_or_none()
+    return None if here is None else here.ps
 
 
 def current() -> Running:
     """Raises NotInitializedError where mode ps does not run."""
-    if _current is None:
-        topology.current()  # raises its own words
+    here = world.current().ps
+    if here is None:
         raise NotInitializedError("this needs mode ps: allred.init(mode='ps'), or ALLRED_MODE=ps")
-    return _current
+    return here

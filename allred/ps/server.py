@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from allred import native
+from allred import native, world
 from allred.comm.work import Steps, spin_wait
 from allred.errors import AllredError
 from allred.ps.calls import Call, Calls
@@ -24,7 +24,6 @@ from allred.ps.running import Running
 from allred.ps.service import Service
 from allred.ps.shard import locks
 from allred.ps.stalls import Stalls
-from allred.watch import line
 from allred.watch.wait import Awaited
 
 _END_S = 2.0  # for answers that are still under way when the last worker has left; one that has failed takes none
@@ -228,8 +227,8 @@ class Server:
 
     def _mourn(self) -> None:
         """Let go of workers that have failed or died, where that does not end the job."""
-        if line.current is not None and line.current.gone:
-            for rank in list(line.current.gone):
+        if (watcher := world.watcher()) is not None and watcher.gone:
+            for rank in list(watcher.gone):
                 self._leave(rank - self._running.servers)
 
     def _leave(self, worker: int) -> None:

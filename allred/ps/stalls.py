@@ -7,10 +7,9 @@ A worker that waits at its end cannot warn or end the job itself, so the server 
 
 from collections.abc import Callable, Collection
 
+from allred import world
 from allred.errors import CollectiveTimeout
 from allred.ps.running import Running
-from allred.watch import line
-from allred.watch.wait import watched
 
 TICK_S = 1.0  # the longest interval between two checks
 _TELL_S = 1.0  # time without a request before the server reports it to the watcher
@@ -42,7 +41,8 @@ class Stalls:
 
     def idle(self, words: Callable[[], str], now: float) -> None:
         """Report that there is no request. words: returns which workers wait for which, or ""."""
-        tell_s = _TELL_S if line.current is None else min(_TELL_S, line.current.warn_s / 2)
+        watcher = world.watcher()
+        tell_s = _TELL_S if watcher is None else min(_TELL_S, watcher.warn_s / 2)
         if not self._told and self.silent_s(now) > tell_s:
             who = words()
             what = f"service: {who}" if who else "service, without a request"
@@ -58,7 +58,8 @@ class Stalls:
         awaited: the workers that others wait for. ended: the workers that wait at their end while others train.
         waits_here: False during another wait of this server, which has its own report and time limit. Raises
         CollectiveTimeout at the time limit if there is no watcher."""
-        warn_s = line.current.warn_s if line.current is not None else TICK_S
+        watcher = world.watcher()
+        warn_s = TICK_S if watcher is None else watcher.warn_s
         self._next = now + min(TICK_S, warn_s / 4, self._timeout_s / 8)
         self._tell_holds(awaited, now)
         if not waits_here:
@@ -82,8 +83,8 @@ class Stalls:
             self._ask(what, late)
 
     def _ask(self, what: str, late: list[int]) -> None:
-        if watched() and line.current is not None:
-            line.current.ask_for_verdict(what, self._timeout_s, [self._server])
+        if (watcher := world.watcher()) is not None and watcher.watched():
+            watcher.ask_for_verdict(what, self._timeout_s, [self._server])
             return
         raise CollectiveTimeout(
             f"{what}: {named(late)} made no request for {self._timeout_s:g} s; it is late, stopped or dead. If such a "
@@ -91,22 +92,23 @@ class Stalls:
         )
 
     def _tell_holds(self, awaited: Collection[int], now: float) -> None:
-        if line.current is not None and (awaited or self._holds):
+        watcher = world.watcher()
+        if watcher is not None and (awaited or self._holds):
             silent = {self._ranks[worker]: round(now - self._last[worker], 1) for worker in awaited}
-            line.current.tell("holds", silent=silent)
-            line.current.read()
-            if line.current.pending():
-                raise line.current.error()
+            watcher.tell("holds", silent=silent)
+            watcher.read()
+            if watcher.pending():
+                raise watcher.error()
         self._holds = bool(awaited)
 
     def _tell_waiting(self, what: str, since_s: float, late: list[int], quiet: bool) -> None:
-        if line.current is not None:
+        if (watcher := world.watcher()) is not None:
             self._told, self._told_of = what, late
-            line.current.tell("waiting", what=self._told, since_s=since_s, peers=False, quiet=quiet)
+            watcher.tell("waiting", what=self._told, since_s=since_s, peers=False, quiet=quiet)
 
     def _tell_going(self) -> None:
-        if line.current is not None:
-            line.current.tell("going")
+        if (watcher := world.watcher()) is not None:
+            watcher.tell("going")
         self._told, self._told_of = "", []
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from allred import world
 from allred.arrays import Array
 from allred.cluster import device, topology
 from allred.cluster.device import Place
@@ -44,7 +45,7 @@ def variable(value: Any, name: str = "", dtype: Any = None) -> Array:
 
 def _check(place: Place, name: str) -> None:
     try:
-        here = topology.current()
+        here = world.current().topology
     except NotInitializedError:
         return  # the optimizer will see
     own = Place(topology.job_name(), topology.task_index())

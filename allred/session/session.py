@@ -18,6 +18,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self, TypeVar
 
+from allred import world
 from allred.cluster import report, topology
 from allred.comm import functions, join
 from allred.errors import InputError, ShutdownError
@@ -98,7 +99,7 @@ class Session:
     # Around everything.
 
     def __enter__(self) -> Self:
-        topology.current()  # raises
+        world.current()  # raises
         if self._entered:
             raise InputError("Session: it was used already; make a new one")
         self._entered, self._handled = True, sys.exc_info()[1]

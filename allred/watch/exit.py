@@ -24,8 +24,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from allred import native
-from allred.watch import line, uncaught
+from allred import native, world
+from allred.watch import uncaught
 
 GRACE_S = 3.0  # from failing to leaving
 FOLLOWER_S = 10.0  # the same where another rank has failed before; as in csrc/exit.c
@@ -96,12 +96,13 @@ def _end_soon(status: int) -> None:
 
 def _end_after_grace(status: int) -> None:
     _sleep(GRACE_S)
-    if line.current is not None and line.current.lingers:
-        while not line.current.over():
+    watcher = world.watcher()
+    if watcher is not None and watcher.lingers:
+        while not watcher.over():
             time.sleep(_LOOK_S)
-        if not line.current.is_anothers():
-            line.current.linger()
-    if line.current is not None and line.current.is_anothers():
+        if not watcher.is_anothers():
+            watcher.linger()
+    if watcher is not None and watcher.is_anothers():
         _sleep(FOLLOWER_S - GRACE_S)  # that rank ends the job
     what = f"failed with exit code {status} but has not left after {GRACE_S:g} s: threads or atexit functions run"
     _end_job(f"{what}{_ending()}", status)
@@ -112,7 +113,7 @@ def _sleep(seconds: float) -> None:
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
         time.sleep(min(left, _LOOK_S))
-        if line.current is not None and line.current.held():
+        if (watcher := world.watcher()) is not None and watcher.held():
             until = time.monotonic() + seconds
 
 
@@ -120,7 +121,7 @@ def _leave(finalizes: bool) -> None:
     """At the end of Python. The C extension, where it decides, is told what is left to do."""
     if os.getpid() != _pid:
         return
-    status, watcher = uncaught.status_at_exit(), line.current
+    status, watcher = uncaught.status_at_exit(), world.watcher()
     owed, code, words = _TELL, 0, ""
     if watcher is not None:
         watcher.ending()
@@ -142,7 +143,7 @@ def _leave(finalizes: bool) -> None:
 
 def _leave_without_c(finalizes: bool, status: int, owed: int, code: int, words: str) -> None:
     """What csrc/exit.c does, as far as Python knows the status."""
-    watcher = line.current
+    watcher = world.watcher()
     bad = bool(status or _stuck)
     if owed == _STAY and bad:
         owed, code = _TELL, 0

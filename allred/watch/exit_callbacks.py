@@ -14,9 +14,9 @@ import threading
 import traceback
 from collections.abc import Callable
 
+from allred import world
 from allred.cluster import report
 from allred.errors import AllredError
-from allred.watch import line
 
 End = Callable[[BaseException | None], None]
 
@@ -52,7 +52,7 @@ def call_and_tell(error: BaseException | None) -> None:
         try:
             call(error)
         except AllredError as problem:
-            if line.current is None or line.current.verdict is None:  # else the watcher reports it
+            if (watcher := world.watcher()) is None or watcher.verdict is None:  # else the watcher reports it
                 report.say_here(str(problem))
         except BaseException as problem:  # a hook of the user raised it, or Ctrl-C
             report.say_here("".join(traceback.format_exception(problem)).rstrip())

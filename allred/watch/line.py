@@ -52,9 +52,6 @@ class Verdict:
         return RemoteRankError(self.text, self.rank, self.host, self.code, self.traceback)
 
 
-current: "Line | None" = None  # of this process
-
-
 class Line:
     """The rank's connection, and what has come over it."""
 

@@ -6,16 +6,15 @@ import secrets
 import socket
 from typing import Any
 
-from allred import detached
+from allred import detached, world
 from allred.cluster import report
 from allred.cluster.topology import Topology
 from allred.config import Config
-from allred.watch import line
 from allred.watch.line import Line
 
 
 def start(
-    communicator: Any, world: Topology, config: Config, reach: str, spares: tuple[int, ...] = (), launcher: bool = True
+    communicator: Any, shape: Topology, config: Config, reach: str, spares: tuple[int, ...] = (), launcher: bool = True
 ) -> None:
     """Have all ranks of `communicator` watched. `reach`: how the watchers reach each other: "" with one node, "host" if
     all nodes are on this host, else "network".
@@ -24,20 +23,20 @@ def start(
 
     Where that cannot be, a line says so, and the job goes on without.
     """
-    if world.size == 1 or not config.watcher:
+    if shape.size == 1 or not config.watcher:
         return
     spares = spares if config.worker_failure == "go_on" else ()
     hosts = communicator.allgather_object(socket.gethostname()).wait() if reach == "network" else []
-    address = own_address(hosts) if reach == "network" and world.rank == 0 else "127.0.0.1" if reach else ""
-    mine = _spawn(world, config, address, spares, launcher) if world.local_rank == 0 else None
+    address = own_address(hosts) if reach == "network" and shape.rank == 0 else "127.0.0.1" if reach else ""
+    mine = _spawn(shape, config, address, spares, launcher) if shape.local_rank == 0 else None
     found = communicator.allgather_object(mine).wait()
-    here = found[world.leader]
+    here = found[shape.leader]
     problem = here["problem"]
     if not problem:
         chief = {key: found[0][key] for key in ("address", "port", "token")}
-        hello = {"rank": world.rank, "host": socket.gethostname(), "token": here["token"], "chief": chief}
+        hello = {"rank": shape.rank, "host": socket.gethostname(), "token": here["token"], "chief": chief}
         try:
-            line.current = Line(here["name"], hello, world.local_rank == 0, config.stall_warning_s)
+            world.current().watcher = Line(here["name"], hello, shape.local_rank == 0, config.stall_warning_s)
         except OSError as error:
             problem = f"{error.strerror or error}"
     problems = communicator.allgather_object(problem).wait()
@@ -45,17 +44,17 @@ def start(
     if bad:
         rank, text = next(iter(bad.items()))
         report.say(
-            f"no watcher for {len(bad)} of {world.size} ranks (rank {rank}: {text}); there a rank that stalls is "
+            f"no watcher for {len(bad)} of {shape.size} ranks (rank {rank}: {text}); there a rank that stalls is "
             "noticed by the time limit only"
         )
 
 
-def _spawn(world: Topology, config: Config, address: str, spares: tuple[int, ...], launcher: bool) -> dict[str, Any]:
+def _spawn(shape: Topology, config: Config, address: str, spares: tuple[int, ...], launcher: bool) -> dict[str, Any]:
     """Where this node's watcher is: name, port, address, token; or the problem, in words."""
     token = secrets.token_hex(16)
     settings = {
-        "token": token, "ranks": world.local_size, "size": world.size, "nodes": world.nodes,
-        "warn_s": config.stall_warning_s, "chief": world.rank == 0, "address": address,
+        "token": token, "ranks": shape.local_size, "size": shape.size, "nodes": shape.nodes,
+        "warn_s": config.stall_warning_s, "chief": shape.rank == 0, "address": address,
         "spares": spares, "launcher": launcher,
     }  # fmt: skip
     here = {"token": token, "address": address, "name": "", "port": 0}
@@ -85,13 +84,14 @@ def own_address(hosts: list[str]) -> str:
 
 def name_this(words: str) -> None:
     """What this rank is, for what the watchers say of it; see `Line.known_as`."""
-    if line.current is not None:
-        line.current.known_as(words)
+    if (watcher := world.watcher()) is not None:
+        watcher.known_as(words)
 
 
 def stop() -> None:
     """This process is no rank any more."""
-    if line.current is not None and line.current.verdict is None:
-        line.current.tell("left")
-        line.current.close()
-        line.current = None
+    here = world.current()
+    if here.watcher is not None and here.watcher.verdict is None:
+        here.watcher.tell("left")
+        here.watcher.close()
+        here.watcher = None

@@ -14,7 +14,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from allred.watch import exit_callbacks, line
+from allred import world
+from allred.watch import exit_callbacks
 
 _STATUS: dict[Any, int] = {KeyboardInterrupt: 130}  # by exception; 1 for any other
 
@@ -31,8 +32,8 @@ def watch(end_soon: Callable[[int], None]) -> None:
     original_hook = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        if line.current is not None:
-            line.current.hushed = True
+        if (watcher := world.watcher()) is not None:
+            watcher.hushed = True
         ends = _called_by_the_interpreter() and not hasattr(sys, "ps1")  # at a prompt an exception ends nothing
         shown = not ends
         if ends:
@@ -44,8 +45,8 @@ def watch(end_soon: Callable[[int], None]) -> None:
                 if shown:
                     original_hook(kind, error, trace)
             finally:
-                if line.current is not None:
-                    line.current.hushed = ends
+                if watcher is not None:
+                    watcher.hushed = ends
                 if ends:
                     _note(_STATUS.get(kind, 1))
 
@@ -79,7 +80,7 @@ def _words(kind: type[BaseException], error: BaseException) -> str:
 
 def _tell(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> bool:
     """Tell the watcher, and linger; whether the traceback is to be shown."""
-    watcher = line.current
+    watcher = world.watcher()
     if watcher is None:
         return True
     text = "".join(traceback.format_exception(kind, error, trace))
@@ -109,8 +110,8 @@ class _Exit(SystemExit):
         if _called_by_the_interpreter():
             status = 0 if self._code is None else self._code & 0xFF if isinstance(self._code, int) else 1
             exit_callbacks.call_and_tell(self if status else None)
-            if status and line.current is not None:
-                line.current.begin_to_fail(status, f"sys.exit({self._code!r})")
+            if status and (watcher := world.watcher()) is not None:
+                watcher.begin_to_fail(status, f"sys.exit({self._code!r})")
             _note(status)
         return self._code
 

@@ -4,8 +4,8 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
+from allred import world
 from allred.errors import CollectiveTimeout
-from allred.watch import line
 
 WHAT_CHARS = 500
 TELL_S = 1.0  # most waits are shorter, and nobody needs to hear of them
@@ -44,31 +44,30 @@ class Wait:
 
     def go_on(self, waited_s: float, peers: bool) -> None:
         """It has lasted so long. `peers`: it waits for other ranks to begin the operation, rather than for bytes."""
-        if line.current is None:
+        watcher = world.watcher()
+        if watcher is None:
             return
-        line.current.read()
-        if waited_s > min(TELL_S, line.current.warn_s / 2) and not self._told:
+        watcher.read()
+        if waited_s > min(TELL_S, watcher.warn_s / 2) and not self._told:
             what = self._what[:WHAT_CHARS]
-            line.current.tell(
-                "waiting", what=what, since_s=waited_s, peers=peers, quiet=self._quiet, members=self._members
-            )
+            watcher.tell("waiting", what=what, since_s=waited_s, peers=peers, quiet=self._quiet, members=self._members)
             self._told = True
 
     def end(self) -> None:
         """It is over."""
-        if line.current is not None and self._told:
-            line.current.tell("going")
+        if self._told and (watcher := world.watcher()) is not None:
+            watcher.tell("going")
 
     def limit(self, limit_s: float) -> Exception | float:
         """Return the error for a wait that has reached its limit, with the state of all ranks if there are watchers.
         Return instead the seconds for which the wait may continue, if a rank is `busy` or the awaited ranks make
         progress."""
-        if line.current is not None:
-            again_s = line.current.limit(self._what, limit_s, self._awaited.servers, self._awaited.ranks())
+        if (watcher := world.watcher()) is not None:
+            again_s = watcher.limit(self._what, limit_s, self._awaited.servers, self._awaited.ranks())
             if again_s:
                 return again_s
-            if line.current.has_error:
-                return line.current.error()
+            if watcher.has_error:
+                return watcher.error()
         if self._awaited.trains and not watched():
             return limit_s
         return CollectiveTimeout(
@@ -79,14 +78,14 @@ class Wait:
 
 def watched() -> bool:
     """Whether this rank has a watcher."""
-    return line.current is not None and line.current.watched()
+    return (watcher := world.watcher()) is not None and watcher.watched()
 
 
 @contextlib.contextmanager
 def busy() -> Iterator[None]:
     """What this rank does meanwhile may take as long as it takes: the others' waits have no limit, and the failure of
     another rank is not raised in it; the job ends behind it."""
-    mine = line.current
+    mine = world.watcher()
     if mine is not None:
         mine.busy = True
         mine.tell("busy", is_so=True)

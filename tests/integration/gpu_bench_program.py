@@ -10,7 +10,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "parallel"))
 import standin_gpu
 from mpi4py import MPI
 
-from allred import world
+from allred import startup
 from allred.bench import command, gpu, sets
 from allred.comm.backends import select
 from allred.comm.create import add_device
@@ -21,7 +21,7 @@ gpu.allocate = lambda shapes, dtype: [standin_gpu.on_gpu(np.zeros(shape, dtype))
 gpu._ENQUEUE_SAMPLES = 3
 sets.SETS["small"] = lambda: [(256,)] * 10
 select.devices = lambda *_: (True, "")
-world.add_devices = lambda communicator, *_: add_device(
+startup.add_devices = lambda communicator, *_: add_device(
     communicator, standin_gpu.Device(MPI.COMM_WORLD.Dup()), staged=False
 )
 sys.exit(command.main(sys.argv[1:]))

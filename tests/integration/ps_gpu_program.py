@@ -23,13 +23,13 @@ else:
     from standin_gpu import DeviceArray as Kind
     from standin_gpu import host, on_gpu
 
-    from allred import world
+    from allred import startup
     from allred.comm.create import add_device
 
     HALF = ml_dtypes.bfloat16
     standin_gpu.install(setattr)
     device = standin_gpu.Device(None)
-    world.add_devices = lambda communicator, *_: add_device(communicator, device, staged=False)
+    startup.add_devices = lambda communicator, *_: add_device(communicator, device, staged=False)
 
 random = np.random.default_rng(0)
 SHAPES = {"w": (40, 30), "b": (30,), "scale": (), "none": (0, 3), "half": (7,)}

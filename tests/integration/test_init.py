@@ -38,7 +38,7 @@ def test_variables_that_differ_between_ranks():
 
 
 def test_ranks_without_the_variable_take_the_chiefs():
-    code = "import allred; allred.init(); from allred.comm import functions; print(functions.config().timeout_s)"
+    code = "import allred; allred.init(); from allred import world; print(world.config().timeout_s)"
     python_ = BIN["mpich"] / "python"
     command = [
         BIN["mpich"] / "mpirun",

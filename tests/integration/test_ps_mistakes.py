@@ -117,7 +117,7 @@ def test_hyper_parameters_are_the_same_on_all_ranks_and_servers():
 )
 def test_a_policy_may_be_given_in_a_word(word, policy):
     make = f"opt = allred.distributed(allred.optim.SGD(lr=0.5), consistency='{word}')"
-    body = "opt.broadcast(params)\nfrom allred.comm import functions\nprint(opt._options.policy(functions.config()))"
+    body = "opt.broadcast(params)\nfrom allred import world\nprint(opt._options.policy(world.config()))"
     assert run(body + GOES_ON, make=make, ALLRED_STALENESS="7").startswith(policy)
     said = run("import allred.modes.options as o\nprint(refuses(o.Options, 'opt', consistency='some'))")
     assert "consistency='some' must be allred.ps.Async()" in said

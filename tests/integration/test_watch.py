@@ -511,9 +511,9 @@ def test_init_in_another_thread_than_the_main_one():
 
 def test_a_look_at_the_end_of_such_a_program_does_not_kill_it():
     code = (
-        "import os, threading, allred\nfrom allred.watch import line\n"
+        "import os, threading, allred\nfrom allred import world\n"
         "thread = threading.Thread(target=allred.init); thread.start(); thread.join()\n"
-        "stack = line.current._stack\n"
+        "stack = world.watcher()._stack\n"
         "class Late:\n"
         "    def __del__(self, kill=os.kill, pid=os.getpid()): kill(pid, stack)\n"
         "late = Late()\n"

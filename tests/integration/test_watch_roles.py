@@ -21,14 +21,14 @@ import os, signal, sys, threading, time
 {before}
 import allred
 import allred.watch.start
-from allred.watch import line
+from allred import world
 
 original = allred.watch.start.start
 allred.watch.start.start = lambda *given, **_: original(*given, spares=tuple(range(1, given[1].size)))
 allred.init(banner=False)
 rank, size = allred.rank(), allred.size()
 allred.barrier()
-line.current.known_as(f"worker {{rank - 1}}" if rank else "parameter server 0; last checkpoint ckpt/1")
+world.watcher().known_as(f"worker {{rank - 1}}" if rank else "parameter server 0; last checkpoint ckpt/1")
 
 def fails():
     {fails}
@@ -38,9 +38,9 @@ try:
         time.sleep(0.3 * rank)
         fails()
     deadline = time.monotonic() + 10
-    while len(line.current.gone) < {enough} and time.monotonic() < deadline:
+    while len(world.watcher().gone) < {enough} and time.monotonic() < deadline:
         time.sleep(0.01)
-    for number, how in line.current.gone.items():
+    for number, how in world.watcher().gone.items():
         print(f"rank {{rank}} sees that rank {{number}} {{how}}", flush=True)
     time.sleep({more_s} + 0.1 * rank)
     {after}

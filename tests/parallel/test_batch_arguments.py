@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import allred
-from allred.comm import functions
+from allred import world
 from allred.data import iterations, shuffled, stream
 from allred.errors import MismatchError
 from allred.modes.detect.batch_arguments import BatchArguments
@@ -21,7 +21,7 @@ ROWS = np.arange(200.0)
 def several(size):
     if size == 1:
         pytest.skip("one rank agrees with itself")
-    iterations.reset()
+    world.current().iterations = iterations.Iterations()
 
 
 @pytest.fixture
@@ -250,5 +250,5 @@ def test_a_session_compares_them_when_it_tracks(rank, size):
 
 
 def test_it_does_not_depend_on_the_other_checks(rank, monkeypatch):
-    monkeypatch.setattr(functions, "_config", dataclasses.replace(functions.config(), check_steps=0))
+    monkeypatch.setattr(world.current(), "config", dataclasses.replace(world.config(), check_steps=0))
     refused(lambda: Training().run(batches(seed=rank)), "opt.step(): the ranks iterate over")

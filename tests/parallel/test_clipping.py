@@ -7,15 +7,9 @@ import pytest
 
 import allred
 from allred import Compression, optim
-from allred.cluster import report
 from allred.errors import InputError, MismatchError, NonFiniteError
 
 pytestmark = pytest.mark.mpi
-
-
-@pytest.fixture(autouse=True)
-def chief_speaks(rank):
-    report.speak(rank == 0)
 
 
 def start(dtype=np.float32):

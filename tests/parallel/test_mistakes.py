@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 
 import allred
-from allred import optim
-from allred.cluster import report
-from allred.comm import functions
+from allred import optim, world
 from allred.errors import DriftError, InputError
 
 pytestmark = [pytest.mark.mpi]
@@ -21,15 +19,10 @@ def several(size):
         pytest.skip("one rank agrees with itself")
 
 
-@pytest.fixture(autouse=True)
-def chief_speaks(rank):
-    report.speak(rank == 0)  # whatever tests before this one did
-
-
 @pytest.fixture
 def check_steps(monkeypatch):
     def set_to(steps):
-        monkeypatch.setattr(functions, "_config", dataclasses.replace(functions.config(), check_steps=steps))
+        monkeypatch.setattr(world.current(), "config", dataclasses.replace(world.config(), check_steps=steps))
 
     set_to(5)
     return set_to

@@ -15,7 +15,8 @@ from mpi4py import MPI
 from standin_gpu import DeviceArray, host, on_gpu
 
 import allred
-from allred.comm import device_arguments, device_reduce, functions
+from allred import world
+from allred.comm import device_arguments, device_reduce
 from allred.comm.backends import select
 from allred.comm.create import add_device, create
 from allred.errors import InputError, MismatchError
@@ -383,7 +384,7 @@ class Model:
 def world_on_gpus(comm, monkeypatch):
     """The running world, with this communicator."""
     standin_gpu.install(monkeypatch.setattr)
-    monkeypatch.setattr(functions, "_communicator", comm)
+    monkeypatch.setattr(world.current(), "communicator", comm)
     return comm
 
 

@@ -6,17 +6,11 @@ import pytest
 
 import allred
 from allred import optim
-from allred.cluster import report
 from allred.errors import InputError, NonFiniteError
 
 pytestmark = pytest.mark.mpi
 
 FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
-
-
-@pytest.fixture(autouse=True)
-def chief_speaks(rank):
-    report.speak(rank == 0)  # whatever tests before this one did
 
 
 def start(dtype=np.float32):

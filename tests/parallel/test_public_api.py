@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import allred
+from allred import world
 
 pytestmark = pytest.mark.mpi
 
@@ -91,10 +92,9 @@ def test_settings_that_differ_are_an_error_on_all_ranks(rank, size):
 
 
 def test_the_chiefs_settings_hold_everywhere(rank):
-    from allred.comm import functions
 
     allred.shutdown()
     allred.init(banner=False, bucket_bytes="64KiB" if rank == 0 else None)
-    assert functions.config().bucket_bytes == 65536
+    assert world.config().bucket_bytes == 65536
     allred.shutdown()
     allred.init(banner=False)

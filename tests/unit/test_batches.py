@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import worlds
 
 import allred
 from allred.cluster import topology
@@ -55,8 +56,7 @@ def test_len_and_iterating_again():
 
 @pytest.fixture(autouse=True)
 def no_memory_of_other_tests(monkeypatch):
-    monkeypatch.setattr(iterations, "_running", {})
-    monkeypatch.setattr(iterations, "_uneven_left", False)
+    monkeypatch.setattr(iterations, "_without_world", iterations.Iterations())
 
 
 def running(batch_size, size=1, rows=ROWS):
@@ -162,9 +162,8 @@ def test_bad_input_is_named(columns, options, message):
 
 @pytest.fixture
 def server():
-    topology.install(topology.number([0, 0, 0], rank=0, servers=1))
-    yield
-    topology.install(None)
+    with worlds.installed(topology.number([0, 0, 0], rank=0, servers=1)):
+        yield
 
 
 def test_a_server_may_pass_the_line_and_gets_nothing(server):

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import worlds
 
 import allred
 from allred.cluster import topology
@@ -34,9 +35,8 @@ def test_clients_come_last_in_the_world():
     seen = []
     for rank in range(4):
         here = topology.number([0] * 4, rank, servers=1, clients=1)
-        topology.install(here, "worker")
-        seen.append((topology.role(), here.rank, here.size, here.local_rank, here.local_size, topology.is_chief()))
-    topology.install(None)
+        with worlds.installed(here):
+            seen.append((topology.role(), here.rank, here.size, here.local_rank, here.local_size, topology.is_chief()))
     assert seen == [
         ("parameter server 0", 2, 2, 0, 1, False),
         ("worker 0", 0, 2, 0, 2, True),
@@ -144,8 +144,5 @@ def test_a_tf_config_that_cannot_be_used(text):
     [(0, ("ps", 0, False)), (1, ("ps", 1, False)), (2, ("worker", 0, True)), (4, ("worker", 2, False))],
 )
 def test_the_role_of_a_rank(rank, expected):
-    topology.install(topology.number([0] * 5, rank, servers=2))
-    try:
+    with worlds.installed(topology.number([0] * 5, rank, servers=2)):
         assert (allred.job_name(), allred.task_index(), allred.is_chief()) == expected
-    finally:
-        topology.install(None)

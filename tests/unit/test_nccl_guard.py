@@ -4,11 +4,11 @@ import threading
 import time
 
 import pytest
+import worlds
 
 from allred.comm.backends.nccl_guard import Guard
 from allred.comm.work import WorkQueue
 from allred.errors import AllredError, CollectiveTimeout
-from allred.watch import line
 
 
 class End:
@@ -96,23 +96,23 @@ class Verdict:
     text = "rank 1 on nodeB was killed by signal 9"
 
 
-def test_the_end_of_another_rank_aborts_nccl(guard, monkeypatch):
-    monkeypatch.setattr(line, "current", Line(Verdict()))
-    guard.watch(End(), "allreduce")
-    guard.look(time.monotonic())
+def test_the_end_of_another_rank_aborts_nccl(guard):
+    with worlds.installed(watcher=Line(Verdict())):
+        guard.watch(End(), "allreduce")
+        guard.look(time.monotonic())
     assert guard._communicator.aborted == 1
     assert "rank 1 on nodeB was killed" in str(guard.failure)
 
 
-def test_the_watcher_hears_of_a_long_kernel_and_of_its_end(guard, monkeypatch):
+def test_the_watcher_hears_of_a_long_kernel_and_of_its_end(guard):
     mine = Line()
-    monkeypatch.setattr(line, "current", mine)
     guard._queue.timeout_s = 1000
-    work = guard.watch(End(), "allreduce 'w'")
-    for later_s in (1, 20, 25):
-        guard.look(time.monotonic() + later_s)
-    work._end.over = True
-    guard.look(time.monotonic() + 26)
+    with worlds.installed(watcher=mine):
+        work = guard.watch(End(), "allreduce 'w'")
+        for later_s in (1, 20, 25):
+            guard.look(time.monotonic() + later_s)
+        work._end.over = True
+        guard.look(time.monotonic() + 26)
     assert mine.told == [("waiting", "allreduce 'w', on the GPU"), ("going", None)]
 
 

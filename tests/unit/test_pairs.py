@@ -4,8 +4,8 @@ from collections import OrderedDict
 
 import numpy as np
 import pytest
+import worlds
 
-from allred.cluster import report
 from allred.modes.pairs import Pairs, parameter
 
 F4 = np.float32
@@ -114,9 +114,8 @@ def test_a_parameter_as_a_plan_knows_it():
 
 @pytest.fixture
 def speaks():
-    report.speak(True)
-    yield
-    report.speak(False)
+    with worlds.installed():
+        yield
 
 
 WIDE = "opt.step(): the gradients of float32 parameters are float64 ('b'{}). float64 doubles the bytes"

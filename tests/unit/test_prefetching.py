@@ -22,8 +22,7 @@ ROWS = np.arange(37)
 
 @pytest.fixture(autouse=True)
 def nothing_left(monkeypatch):
-    monkeypatch.setattr(iterations, "_running", {})
-    monkeypatch.setattr(iterations, "_uneven_left", False)
+    monkeypatch.setattr(iterations, "_without_world", iterations.Iterations())
     before = children()
     yield
     gc.collect()

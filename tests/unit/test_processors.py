@@ -1,6 +1,7 @@
 """Cores and BLAS threads of the ranks of a node: the warning, and the share of a rank."""
 
 import pytest
+import worlds
 
 from allred.cluster import processors
 from allred.cluster.processors import Cores
@@ -48,10 +49,10 @@ def test_more_threads_than_cores_is_told(ranks, nodes, words):
     ],
 )
 def test_the_share_of_the_first_rank(ranks, nodes, share):
-    alone = processors.cores_per_rank()
-    processors.install(ranks, nodes, 0)
-    try:
-        assert processors.cores_per_rank() == share
-    finally:
-        processors.uninstall()
-    assert processors.cores_per_rank() == alone
+    assert processors.share(ranks, nodes, 0) == share
+
+
+def test_without_a_world_all_cores_of_the_process():
+    assert processors.cores_per_rank() == processors.usable_cores([processors.look()])
+    with worlds.installed(cores=3):
+        assert processors.cores_per_rank() == 3

@@ -9,8 +9,8 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
+import worlds
 
-from allred.cluster import report
 from allred.errors import InputError
 from allred.session import events
 from allred.session.histogram import histogram
@@ -149,17 +149,16 @@ def test_histograms_are_those_that_tensorboard_makes():
     "values", [[], [np.nan], [0.0], [-0.0, 5e-324], [1.0, 1 + 2e-16, 1 + 4e-16], [-1.7e308, 0, 1.7e308], [np.inf, 1]]
 )
 def test_histograms_of_hardly_any_range_and_of_too_much(tmp_path, values, capsys):
-    report.speak(True)
-    made = histogram("w", np.array(values))
-    finite = np.isfinite(values)
-    assert (made.count, made.counts.sum(), made.nonfinite) == (finite.sum(), finite.sum(), (~finite).sum())
-    assert np.isfinite(made.edges).all()
-    assert (made.edges[1:] >= made.edges[:-1]).all()
-    writer = SummaryWriter(tmp_path)
-    for step in (1, 2):
-        writer.histogram(step, "w", np.array(values))
-    writer.close()
-    report.speak(False)
+    with worlds.installed():
+        made = histogram("w", np.array(values))
+        finite = np.isfinite(values)
+        assert (made.count, made.counts.sum(), made.nonfinite) == (finite.sum(), finite.sum(), (~finite).sum())
+        assert np.isfinite(made.edges).all()
+        assert (made.edges[1:] >= made.edges[:-1]).all()
+        writer = SummaryWriter(tmp_path)
+        for step in (1, 2):
+            writer.histogram(step, "w", np.array(values))
+        writer.close()
     assert [line["nonfinite"] for line in lines(tmp_path, "histograms")] == [made.nonfinite] * 2
     told = capsys.readouterr().err
     assert told.count("are not finite at step 1") == told.count("summary:") == int(made.nonfinite > 0)
@@ -188,12 +187,11 @@ def test_a_full_disk_ends_the_summaries_and_not_the_training(tmp_path, monkeypat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(writer._scalars, "write", full)
-    report.speak(True)
-    for step in (3, 4):
-        writer.scalars(step, {"loss": 1.0})
-        writer.histogram(step, "w", np.ones(3))
-    writer.close()
-    report.speak(False)
+    with worlds.installed():
+        for step in (3, 4):
+            writer.scalars(step, {"loss": 1.0})
+            writer.histogram(step, "w", np.ones(3))
+        writer.close()
     assert capsys.readouterr().err == (
         f"allred: summary: {tmp_path} cannot be written any more ([Errno 28] No space left on device); "
         "summaries end here\n"
@@ -213,9 +211,8 @@ def test_a_tensorboard_that_cannot_be_used(tmp_path, monkeypatch, capsys):
         raise TypeError("Descriptors cannot be created directly")
 
     monkeypatch.setattr("allred.session.summary.EventFile", unusable)
-    report.speak(True)
-    write(tmp_path, (1,)).close()
-    report.speak(False)
+    with worlds.installed():
+        write(tmp_path, (1,)).close()
     assert "tensorboard cannot be used (Descriptors cannot be created directly)" in capsys.readouterr().err
     assert len(lines(tmp_path)) == 1
 

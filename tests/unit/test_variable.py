@@ -4,6 +4,7 @@ import gc
 
 import numpy as np
 import pytest
+import worlds
 
 import allred
 from allred.cluster import topology
@@ -93,13 +94,10 @@ def test_what_is_refused(call, words):
     ],
 )
 def test_places_of_this_cluster(rank, place, words):
-    topology.install(topology.number([0] * 4, rank, servers=1, clients=1))
-    try:
-        with allred.device(place):
-            if not words:
+    shape = topology.number([0] * 4, rank, servers=1, clients=1)
+    with worlds.installed(shape), allred.device(place):
+        if not words:
+            allred.variable(0.0, name="w")
+        else:
+            with pytest.raises(InputError, match=words):
                 allred.variable(0.0, name="w")
-            else:
-                with pytest.raises(InputError, match=words):
-                    allred.variable(0.0, name="w")
-    finally:
-        topology.install(None)

@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from allred import world
 from allred.comm.work import End, WorkQueue
 from allred.errors import AllredError, CollectiveTimeout
 from allred.watch import exit as exit_protocol
-from allred.watch import line
 
 LOOK_S = 0.05
 HINT = "run it again with NCCL_DEBUG=WARN (or INFO), which makes NCCL print its errors, on every rank"
@@ -69,8 +69,8 @@ class Guard:
         if self.failure is not None:
             self._queue.poison(str(self.failure).partition("\n")[0])
             exit_protocol.stuck()
-            if line.current is not None and line.current.verdict is not None:
-                raise line.current.error()
+            if (watcher := world.watcher()) is not None and watcher.verdict is not None:
+                raise watcher.error()
             raise self.failure
 
     def close(self) -> bool:
@@ -111,10 +111,10 @@ class Guard:
             self._communicator.check_async_error()
         except Exception as error:
             return AllredError(f"{title}: NCCL: {error}; {HINT}")
-        if line.current is not None:
-            line.current.read()
-            if line.current.verdict is not None:
-                return AllredError(f"{title} was cut short: {line.current.verdict.text}")
+        if (watcher := world.watcher()) is not None:
+            watcher.read()
+            if watcher.verdict is not None:
+                return AllredError(f"{title} was cut short: {watcher.verdict.text}")
         if waited_s > self._queue.timeout_s:
             return CollectiveTimeout(
                 f"{title}: not complete on the GPU after {self._queue.timeout_s:g} s, although all ranks started it; a "
@@ -132,18 +132,19 @@ class Guard:
 
     def _tell(self, title: str, waited_s: float) -> None:
         """Report a long wait to the watcher, unless the rank is in a wait that reports itself."""
-        if line.current is None or self._told or waited_s < line.current.warn_s / 2:
+        watcher = world.watcher()
+        if watcher is None or self._told or waited_s < watcher.warn_s / 2:
             return
-        if line.current.waits and self._calling is None:
+        if watcher.waits and self._calling is None:
             return
         members = None if self._queue.members is None else list(self._queue.members)
         what = f"{title}, on the GPU"
-        line.current.tell("waiting", what=what, since_s=waited_s, peers=False, quiet=self._queue.quiet, members=members)
+        watcher.tell("waiting", what=what, since_s=waited_s, peers=False, quiet=self._queue.quiet, members=members)
         self._told = True
 
     def _tell_going(self) -> None:
-        if self._told and line.current is not None:
-            line.current.tell("going")
+        if self._told and (watcher := world.watcher()) is not None:
+            watcher.tell("going")
         self._told = False
 
 

@@ -8,6 +8,7 @@ unless something is wrong.
 from collections.abc import Sequence
 from typing import Any
 
+from allred import world
 from allred.cluster import report
 from allred.comm import functions
 from allred.compression import Compression
@@ -55,7 +56,7 @@ class Checks(Inspector):
     @property
     def policy(self) -> str:
         """What happens to gradients that are not finite."""
-        return self._nonfinite or functions.config().nonfinite
+        return self._nonfinite or world.config().nonfinite
 
     @property
     def settings(self) -> str:
@@ -79,7 +80,7 @@ class Checks(Inspector):
 
     def _due(self) -> bool:
         """Whether the ranks check this step, or this rank has a reason for a check."""
-        ranks, every = functions.current().size, functions.config().check_steps
+        ranks, every = functions.current().size, world.config().check_steps
         step = self._step + 1
         due = step <= _FIRST or (every and step % every == 0)
         return bool(ranks > 1 and every and (due or (self._updates and self._updates.outside())))

@@ -8,6 +8,7 @@ import atexit
 import weakref
 from typing import Any
 
+from allred import world
 from allred.cluster import report
 from allred.comm import functions
 
@@ -76,7 +77,7 @@ def say_unused() -> None:
     """Name the optimizers that were wrapped, and then stepped without the wrapper only: each rank trained alone."""
     for optimizer, before in [(reference(), count) for reference, count in _unused.values()]:
         made = (_count(optimizer) or 0) - before
-        if made > 0 and functions.installed() and functions.current().size > 1:
+        if made > 0 and world.is_initialized() and functions.current().size > 1:
             report.say(
                 f"a distributed {type(optimizer).__name__} made no step, but the optimizer it wraps made {made} by "
                 "itself: each rank trained alone. Call step of what allred.distributed returned"

@@ -1,0 +1,346 @@
+"""init and shutdown: how a process becomes a rank, and how it leaves the others.
+
+    MPI -> settings of all ranks, compared -> topology -> backend -> World -> watcher -> banner
+
+All ranks exchange their settings before one of them raises, so an unusable setting is the same error on all ranks. A
+rank without settings takes those of the chief, because launchers over ssh do not forward variables.
+"""
+
+import atexit
+import contextlib
+import dataclasses
+import os
+import socket
+import sys
+from typing import Any
+
+from allred import detached, native, world
+from allred.client.calling import Calling
+from allred.cluster import mpi, processors, report, topology
+from allred.cluster.processors import Cores
+from allred.cluster.spec import CLIENT
+from allred.comm import recording
+from allred.comm.backends import select
+from allred.comm.communicator import Communicator
+from allred.comm.create import NoCollectives, add_devices, create
+from allred.comm.process_set import ProcessSets
+from allred.config import Config, explicit_settings, settle
+from allred.data import prefetch_processes
+from allred.data.iterations import Iterations
+from allred.errors import AllredError, ConfigError, InputError
+from allred.gpu import binding
+from allred.modes.detect import outside
+from allred.ps import running
+from allred.ps.running import Running
+from allred.watch import exit as exit_protocol
+from allred.watch import exit_callbacks
+from allred.watch import start as watch
+from allred.watch.alarm import waiting_for_ranks
+from allred.watch.uncaught import status_at_exit
+from allred.world import World
+
+
+def init(
+    comm: Any = None,
+    *,
+    mode: str | None = None,
+    num_ps: int | None = None,
+    backend: str | None = None,
+    bucket_bytes: int | str | None = None,
+    timeout_s: float | None = None,
+    nonfinite: str | None = None,
+    check_steps: int | None = None,
+    banner: bool | None = None,
+) -> None:
+    """Join the other ranks. Call it once on every rank, before all other functions of allred. It is collective.
+
+    Without mpirun this process is the only rank.
+
+    comm: an mpi4py intracommunicator; init uses a duplicate of it. Default: MPI.COMM_WORLD.
+    The other arguments override the variables ALLRED_MODE, ALLRED_BACKEND and so on; see `allred.config.Config`.
+
+    Raises ConfigError, with the same text on every rank, if a setting is unknown, cannot be used, or differs between
+    ranks; InputError, also on every rank, if the directory of the timeline cannot be written; AllredError if it was
+    called before.
+
+    Example: `allred.init(timeout_s=60)`.
+    """
+    enter(
+        comm, mode=mode, num_ps=num_ps, backend=backend, bucket_bytes=bucket_bytes, timeout_s=timeout_s, banner=banner,
+        nonfinite=nonfinite, check_steps=check_steps,
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """The cluster of a `Server`.
+
+    workers_job: the name of the workers' job. life: the descriptor that reports the end of this task to the others, and
+    theirs to it, if no launcher started it; else -1. tasks: the names of all tasks, by rank.
+    """
+
+    workers_job: str = "worker"
+    life: int = -1
+    tasks: tuple[str, ...] = ()
+
+    @property
+    def clients(self) -> int:
+        """The number of tasks that are clients."""
+        return sum(task.startswith(f"/job:{CLIENT}/") for task in self.tasks)
+
+
+def enter(comm: Any, cluster: Cluster | None = None, **arguments: Any) -> None:
+    """As `init`. cluster: the cluster that this process is a task of; None for `init`."""
+    if world.is_initialized():
+        raise AllredError("allred.init() was called already; drop the second call, or call allred.shutdown() before it")
+    prefetch_processes.check_not_in_prefetch_process("allred.init()")
+    detached.keep_standard_files()
+    if running.left():
+        raise AllredError(
+            "allred.init() after allred.shutdown() of mode ps: the parameter servers have left, and do not come back; "
+            "keep one init() for the whole program"
+        )
+    settings: dict[str, Any] | str
+    try:
+        settings = explicit_settings(os.environ, arguments)
+    except ConfigError as error:
+        settings = str(error)
+    given = cluster or Cluster()
+    with waiting_for_ranks(settings, given.life):
+        _join_ranks(comm, settings, given, in_cluster=cluster is not None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Facts:
+    """The facts about one rank that all ranks exchange. settings: those that were set, or a problem."""
+
+    settings: dict[str, Any] | str
+    host: int  # the lowest rank on the same host
+    has_kernels: bool
+    cores: Cores
+    gpus: binding.VisibleGpus
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """The decisions about all ranks, the same on all of them."""
+
+    config: Config
+    nodes: list[int]  # by rank; the nodes may be pretended
+    workers: range  # servers have lower ranks, clients have higher ones
+    backend: str
+    reason: str
+
+    @property
+    def servers(self) -> int:
+        return self.workers.start
+
+    @property
+    def clients(self) -> int:
+        return len(self.nodes) - self.workers.stop
+
+
+def _join_ranks(comm: Any, settings: dict[str, Any] | str, cluster: Cluster, in_cluster: bool) -> None:
+    duplicate, library = _duplicate(comm, cluster.life)
+    control = create("single" if duplicate is None else "mpi", duplicate, Config.timeout_s, [])
+    host = 0 if duplicate is None else topology.node_id(duplicate)
+    mine = _Facts(settings, host, native.available, processors.look(), _gpus(settings))
+    facts: list[_Facts] = control.allgather_object(mine).wait()
+    try:
+        plan = _plan(facts, cluster, duplicate is not None)
+        recording.start(plan.config.timeline, control, duplicate, plan.workers)
+    except (ConfigError, InputError):
+        control.close()
+        raise
+    here = _world(plan, facts, control, duplicate, cluster)
+    here.in_cluster = in_cluster
+    world.install(here)
+    _connect_servers_and_clients(here, plan, control, duplicate, cluster)
+    _start_watchers(plan, facts, control, cluster)
+    report.inform(_banner(here, library))
+    if oversubscription := processors.oversubscription([each.cores for each in facts], [each.host for each in facts]):
+        report.inform(f"warning: {oversubscription}")
+
+
+def _duplicate(comm: Any, life: int) -> tuple[Any, str]:
+    """Start MPI. Return (a communicator for allred alone, the name of the MPI); (None, "no MPI") without MPI."""
+    MPI, ours = mpi.load()  # noqa: N806  (mpi4py's spelling)
+    if MPI is None:
+        return None, "no MPI"
+    exit_protocol.own(MPI, finalizes=ours, life=life)
+    if comm is not None and (not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL):
+        raise InputError(f"init(comm=...) takes an mpi4py intracommunicator, got {comm!r}")
+    library = mpi.library_name(MPI.Get_library_version())
+    if comm is None or comm.Get_size() == 1:
+        mpi.check_world(MPI.COMM_WORLD.Get_size(), library)
+    duplicate, request = (MPI.COMM_WORLD if comm is None else comm).Idup()
+    while not request.Test():
+        os.sched_yield()
+    return duplicate, library
+
+
+def _gpus(settings: dict[str, Any] | str) -> binding.VisibleGpus:
+    """Return the GPUs that this rank sees; none if its settings do not allow GPUs."""
+    allowed = isinstance(settings, dict) and settings.get("backend", "auto") in ("auto", "nccl")
+    return binding.visible_gpus() if allowed else binding.NO_GPUS
+
+
+def _plan(facts: list[_Facts], cluster: Cluster, has_mpi: bool) -> _Plan:
+    """Decide from the facts of all ranks. Raises ConfigError, the same on all ranks."""
+    config = settle([each.settings for each in facts])
+    if cluster.life >= 0 and not config.watcher:
+        raise ConfigError(
+            "ALLRED_WATCHER=0 is for jobs with a launcher, which ends all ranks when one dies; tasks that were "
+            "started by hand have only the watchers"
+        )
+    nodes = topology.pretend(config.pretend_nodes, len(facts)) or [each.host for each in facts]
+    stop = len(facts) - cluster.clients
+    workers = range(_servers(config, stop), stop)
+    kernels = [facts[rank].has_kernels for rank in workers]
+    backend, reason = select.choose(config.backend, nodes[workers.start : stop], has_mpi, kernels)
+    select.devices(config, [facts[rank].gpus for rank in workers], nodes[workers.start : stop])  # raises
+    return _Plan(config, nodes, workers, backend, reason)
+
+
+def _servers(config: Config, ranks: int) -> int:
+    """Return the number of parameter servers."""
+    if config.mode != "ps":
+        return 0
+    if config.num_ps >= ranks:
+        raise ConfigError(
+            f"mode ps with {config.num_ps} parameter server{'s' * (config.num_ps > 1)} and no worker: {ranks} rank"
+            f"{'s' * (ranks > 1)} in all; start at least {config.num_ps + 1}"
+        )
+    return config.num_ps
+
+
+def _world(plan: _Plan, facts: list[_Facts], control: Communicator, duplicate: Any, cluster: Cluster) -> World:
+    """Create the communicators of this rank, and its World. Collective."""
+    config, rank, workers = plan.config, control.rank, plan.workers
+    nodes, reason = plan.nodes[workers.start : workers.stop], plan.reason
+    seen = [facts[each].gpus for each in workers]
+    communicator: Communicator = control
+    backend = plan.backend
+    if rank not in workers:
+        communicator = NoCollectives(config.timeout_s, is_client=rank >= workers.stop)
+        backend = communicator.name
+    elif backend != control.name or len(workers) < len(plan.nodes):
+        ours = None if backend == "single" else _workers(duplicate, workers)
+        communicator = create(backend, ours, config.timeout_s, nodes)
+    if communicator.name != backend:
+        reason = "no two ranks could share memory; on one node that takes /proc or a Unix socket between them"
+    communicator.queue.timeout_s = control.queue.timeout_s = config.timeout_s
+    communicator.checks_places = config.check == "full"
+    recording.attach(communicator, "all ranks")
+    if rank in workers:
+        gpus = add_devices(communicator, config, seen, nodes)
+        reason = f"{reason}; {gpus}" if gpus else reason
+    kernels = [facts[each].has_kernels for each in workers]
+    here = World(
+        topology=topology.number(plan.nodes, rank, plan.servers, plan.clients),
+        communicator=communicator,
+        config=config,
+        reason=reason,
+        workers_job=cluster.workers_job,
+        cores=processors.share([each.cores for each in facts], [each.host for each in facts], rank),
+        process_sets=ProcessSets(duplicate, control, plan.servers, communicator, nodes, kernels, seen, config),
+        iterations=Iterations(),
+    )
+    here.queues.update((control.queue, communicator.queue))
+    return here
+
+
+def _workers(comm: Any, workers: range) -> Any:
+    """Create an mpi4py communicator of the workers. Collective among them."""
+    if workers == range(comm.Get_size()):
+        return comm.Dup()
+    return comm.Create_group(comm.Get_group().Incl(workers))
+
+
+def _connect_servers_and_clients(
+    here: World, plan: _Plan, control: Communicator, duplicate: Any, cluster: Cluster
+) -> None:
+    """Create the communicators of mode ps and of clients. Collective."""
+    rank, workers = control.rank, plan.workers
+    if plan.servers:
+        ranks = tuple(plan.nodes[: workers.stop])
+        ps = Running(duplicate.Dup(), rank, plan.servers, ranks, plan.config, joins=here.in_cluster)
+        here.ps = ps if rank < workers.stop else None
+        if rank in workers:
+            atexit.register(_leave_servers)
+    if plan.clients:
+        here.calling = Calling(duplicate.Dup(), rank, cluster.tasks, plan.clients, plan.config)
+        if rank >= workers.stop:
+            atexit.register(_leave_workers)
+
+
+def _start_watchers(plan: _Plan, facts: list[_Facts], control: Communicator, cluster: Cluster) -> None:
+    everyone = topology.number(plan.nodes, control.rank)
+    reach = "network" if len({each.host for each in facts}) > 1 else "host" if everyone.nodes > 1 else ""
+    spares = tuple(plan.workers) if plan.servers else ()
+    watch.start(control, everyone, plan.config, reach, spares=spares, launcher=cluster.life < 0)
+    if plan.servers or plan.clients:
+        watch.name_this(topology.role())
+
+
+def _banner(here: World, library: str) -> str:
+    from allred import __version__
+
+    shape, config = here.topology, here.config
+    ranks, servers = f"{shape.size} rank{'s' * (shape.size > 1)}", shape.servers
+    clients = shape.world_size - shape.size - servers
+    if servers or clients:
+        ranks = f"{shape.size} worker{'s' * (shape.size > 1)}"
+        ranks += f", {servers} parameter server{'s' * (servers > 1)}" * (servers > 0)
+        ranks += f", {clients} client{'s' * (clients > 1)}" * (clients > 0)
+    nodes = f"{shape.nodes} nodes, chief on {socket.gethostname()}" if shape.nodes > 1 else socket.gethostname()
+    extension = "C extension" if native.available else "no C extension (python -m allred.native says why)"
+    return (
+        f"{__version__}: {ranks} on {nodes}; mode {config.mode}; backend {here.communicator.name} ({here.reason}); "
+        f"{library}; {extension}"
+    )
+
+
+def shutdown() -> None:
+    """Leave the other ranks. It is collective. Optional at the end of a program.
+
+    An open session ends, which writes its last checkpoint. Afterwards init() may be called again, except after mode ps,
+    where the parameter servers have ended.
+
+    Raises NotInitializedError before init().
+
+    Example: `allred.shutdown()`, then `allred.init(backend="mpi")`.
+    """
+    here = world.current()
+    communicator = here.communicator
+    exit_callbacks.call(sys.exc_info()[1])
+    if not communicator.queue.poisoned and topology.rank() < topology.size():
+        communicator.check("shutdown", "shutdown()").wait()
+        recording.compare_clocks_again()
+    outside.say_unused()
+    _leave_servers()
+    _leave_workers()
+    watch.stop()
+    if here.process_sets is not None:
+        here.process_sets.close()
+    communicator.close()
+    recording.stop()
+    world.install(None)
+
+
+def _leave_servers() -> None:
+    """Tell the servers that this worker leaves. If it failed, its watcher reports that."""
+    if running.running() and not status_at_exit():
+        running.leave()
+
+
+def _leave_workers() -> None:
+    """At the end of a client: the workers return from Server.join()."""
+    here = world.current_or_none()
+    if here is None or here.calling is None:
+        return
+    if here.calling.is_client and os.getpid() == here.calling.process and not status_at_exit():
+        from allred.client import caller  # imports MPI
+
+        with contextlib.suppress(AllredError):  # another error ended the job, and was reported
+            caller.leave()

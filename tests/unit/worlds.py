@@ -1,0 +1,17 @@
+"""Worlds for tests in one process, without init()."""
+
+import contextlib
+
+from allred import world
+from allred.cluster import topology
+from allred.world import World
+
+
+@contextlib.contextmanager
+def installed(shape=None, **fields):
+    """Install a World with this topology, by default of one rank, and other fields of it."""
+    world.install(World(topology=shape or topology.number([0], 0), **fields))
+    try:
+        yield world.current()
+    finally:
+        world.install(None)
