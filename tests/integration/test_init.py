@@ -201,10 +201,13 @@ LATE = (
 
 @pytest.mark.parametrize("mpi", MPIS)
 def test_who_waits_for_ranks_that_do_not_come_says_so(mpi):
-    result = mpirun(2, "-c", LATE.format(4), mpi=mpi, timeout_s=30, env={"ALLRED_STALL_WARNING_S": "2"})
+    """One warning, or more where rank 1 takes longer to start than it sleeps."""
+    result = mpirun(2, "-c", LATE.format(4), mpi=mpi, timeout_s=60, env={"ALLRED_STALL_WARNING_S": "2"})
     assert (result.code, result.out.count("there")) == (0, 2), result.text
-    [line] = result.err.splitlines()
-    assert re.match(r"allred: rank 0 on \S+ has waited for \d+ s in allred.init\(\) for the other ranks: one has", line)
+    lines = result.err.splitlines()
+    assert lines, result.text
+    for line in lines:
+        assert re.match(r"allred: rank 0 on \S+ has waited for \d+ s in allred.init\(\) for the other ranks: ", line)
 
 
 @pytest.mark.parametrize("mpi", MPIS)
