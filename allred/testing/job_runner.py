@@ -87,11 +87,11 @@ def _words(launcher: Word | Sequence[Word]) -> list[Word]:
 
 
 def _default_mpirun() -> str:
-    beside = pathlib.Path(sys.executable).parent / "mpirun"
-    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    local = pathlib.Path(sys.executable).parent / "mpirun"
+    found = str(local) if local.exists() else shutil.which("mpirun")
     if found is None:
         raise FileNotFoundError(
-            f"no mpirun in {beside.parent} or on PATH; pip install 'allred[mpich]', or pass mpirun=..."
+            f"no mpirun in {local.parent} or on PATH; pip install 'allred[mpich]', or pass mpirun=..."
         )
     return found
 
