@@ -29,7 +29,7 @@ $(error MPI=$(MPI) is not one of mpich, openmpi)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-unit test-parallel test-integration test-full test-torch test-slurm fuzz sanitize cuda test-gpu bench-gpu gpu-environment loops bench lint types docs format clean
+.PHONY: help demo test test-unit test-parallel test-integration test-full test-torch test-slurm fuzz sanitize cuda test-gpu bench-gpu gpu-environment loops bench lint types api diagram docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -133,9 +133,14 @@ lint: $(VENV_mpich)/.dev ## ruff and clang-format, changing nothing
 types: $(VENV_mpich)/.dev ## mypy, strict
 	$(VENV_mpich)/bin/mypy
 
+api: $(VENV_mpich)/.test ## write docs/api.md from the docstrings
+	$(VENV_mpich)/bin/python docs/site/write_api.py
+
+diagram: $(VENV_mpich)/.test ## draw the imports between packages in docs/architecture.md
+	$(VENV_mpich)/bin/python docs/site/draw_imports.py
+
 # Not with --quiet: mkdocs then counts no warnings. The variable is for a notice about mkdocs 2.
 docs: $(VENV_mpich)/.docs ## docs/ as a site in build/site; a warning is an error
-	$(VENV_mpich)/bin/python -m doctest docs/site/house_style.py
 	NO_MKDOCS_2_WARNING=1 $(VENV_mpich)/bin/mkdocs build --strict --config-file docs/site/mkdocs.yml
 
 format: $(VENV_mpich)/.dev ## let ruff and clang-format rewrite the sources

@@ -1,7 +1,7 @@
 """allred: data-parallel training over MPI. Importing it starts neither MPI nor CUDA; allred.init() does."""
 
 from allred import data, optim
-from allred.client.session import connect
+from allred.client.client_session import connect
 from allred.cluster.device import device
 from allred.cluster.spec import ClusterSpec
 from allred.cluster.topology import (

@@ -95,12 +95,12 @@ class Server:
             from allred.modes import joined  # imports MPI
 
             return joined.serve()
-        if (calling := world.current().calling) is not None:
-            if calling.is_client:
+        if (group := world.current().client_group) is not None:
+            if group.is_client:
                 raise InputError("server.join() is for servers and workers; this is a client, which they wait for")
-            from allred.client import serving
+            from allred.client import rpc  # imports MPI
 
-            return serving.serve(calling)
+            return rpc.serve(group)
         functions.barrier_async().wait(_NO_END_S)  # a warning reports a long wait
 
     def _check(self) -> None:

@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 from allred import detached, native, world
-from allred.client.calling import Calling
+from allred.client.call import ClientGroup
 from allred.cluster import mpi, processors, report, topology
 from allred.cluster.processors import Cores
 from allred.cluster.spec import CLIENT
@@ -269,7 +269,7 @@ def _connect_servers_and_clients(
         if rank in workers:
             atexit.register(_leave_servers)
     if plan.clients:
-        here.calling = Calling(duplicate.Dup(), rank, cluster.tasks, plan.clients, plan.config)
+        here.client_group = ClientGroup(duplicate.Dup(), rank, cluster.tasks, plan.clients, plan.config)
         if rank >= workers.stop:
             atexit.register(_leave_workers)
 
@@ -337,10 +337,9 @@ def _leave_servers() -> None:
 def _leave_workers() -> None:
     """At the end of a client: the workers return from Server.join()."""
     here = world.current_or_none()
-    if here is None or here.calling is None:
-        return
-    if here.calling.is_client and os.getpid() == here.calling.process and not status_at_exit():
-        from allred.client import caller  # imports MPI
+    group = None if here is None else here.client_group
+    if group is not None and group.is_client and os.getpid() == group.process and not status_at_exit():
+        from allred.client.rpc import Dispatcher  # imports MPI
 
         with contextlib.suppress(AllredError):  # another error ended the job, and was reported
-            caller.leave()
+            Dispatcher.of(group).leave()

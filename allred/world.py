@@ -16,7 +16,7 @@ from allred.errors import AllredError, NotInitializedError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from allred.client.calling import Calling
+    from allred.client.call import ClientGroup
     from allred.cluster.topology import Topology
     from allred.comm.communicator import Communicator
     from allred.comm.process_set import ProcessSets
@@ -33,7 +33,8 @@ class World:
     communicator: of all workers; inside functions.within() of a process set. reason: why its backend was selected.
     workers_job: the name of the workers' job. cores: this rank's share of the cores of its node.
     ps: mode ps; None in other modes. watcher: the connection to the watcher; None without one.
-    in_cluster: whether allred.Server() made this world. calling: the clients of the cluster; None without clients.
+    in_cluster: whether allred.Server() made this world. client_group: the tasks of a cluster
+    with clients; None without clients.
     queues: the queues that make progress in every wait of this rank. iterations: the running iterations over batches.
     join_observers: called with the rank that joined last. failure: the error of another rank, to be raised here
     (testing.threads; between processes the watcher has it).
@@ -49,7 +50,7 @@ class World:
     ps: "Running | None" = None
     watcher: "Line | None" = None
     in_cluster: bool = False
-    calling: "Calling | None" = None
+    client_group: "ClientGroup | None" = None
     queues: "WeakSet[WorkQueue]" = dataclasses.field(default_factory=WeakSet)
     iterations: "Iterations | None" = None
     join_observers: "list[Callable[[int], None]]" = dataclasses.field(default_factory=list)

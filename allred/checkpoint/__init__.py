@@ -1,52 +1,30 @@
-"""Checkpoint files: parameters and slots by name, in shards, committed atomically.
+"""Checkpoint files: parameters and optimizer slots by name, in shards, committed atomically.
 
-The room knows no communicator, no server and no optimizer.
+The package knows no communicator, server or optimizer. All processes must share the file system.
 
-    ROOT/step-00000400/manifest.json                              what is in the shards, and what their bytes must be
+    ROOT/step-00000400/manifest.json                              the list of shards and tensors, with checksums
     ROOT/step-00000400/shard-00000-of-00002.safetensors           tensors, or pieces of tensors
-    ROOT/.step-00000500.5e1f0c.1f2e3d4c.tmp/                      being written
+    ROOT/.step-00000500.5e1f0c.1f2e3d4c.tmp/                      unfinished
 
-A save: one process calls `begin`, every process that holds parameters `write_shard`, and the first one, with all their
-`Shard`s, `commit`, or `abandon` if one of them failed. It takes a file system that all of them share.
-
-A directory named step-... is complete from the moment it has that name: everything in it is on disk before `commit`
-renames it. So a process that is killed at any moment leaves the earlier checkpoints as they are.
+To save, one process calls `begin`; every process that holds parameters calls `write_shard`; then the first process
+calls `commit` with all ShardInfos, or `abandon` after an error. `commit` syncs all files to disk and then renames the
+directory to step-...: a process that is killed at any moment leaves the earlier checkpoints unchanged.
 
     directory = checkpoint.begin(root, step=400)
     shards = [checkpoint.write_shard(directory, 0, 1, [checkpoint.whole("w", w), checkpoint.whole("w", m, slot="m")])]
     checkpoint.commit(directory, 400, shards, meta={"lr": 0.1})
-    checkpoint.read(checkpoint.newest(root)).params["w"]
+    checkpoint.read_checkpoint(checkpoint.newest(root)).params["w"]
 """
 
-from allred.checkpoint.entry import Entry, whole
-from allred.checkpoint.manifest import Manifest, load
-from allred.checkpoint.own import extra, find_own_state, own_state, take_extra
-from allred.checkpoint.restoring import Checkpoint, read, read_newest, verify
-from allred.checkpoint.root import has, newest, prune, steps
-from allred.checkpoint.saving import abandon, begin, commit, write
-from allred.checkpoint.shard import Shard, write_shard
+from allred.checkpoint.directory import has, list_complete, newest, prune
+from allred.checkpoint.entry import Entry, pickled_extra, pickled_state, pop_extra, unpickle_state, whole
+from allred.checkpoint.manifest import Manifest, read_manifest
+from allred.checkpoint.restore import SavedTensors, read_checkpoint, read_newest, verify
+from allred.checkpoint.shard import ShardInfo, write_shard
+from allred.checkpoint.writing import abandon, begin, commit, write
 
 __all__ = [
-    "Checkpoint",
-    "Entry",
-    "Manifest",
-    "Shard",
-    "abandon",
-    "begin",
-    "commit",
-    "extra",
-    "find_own_state",
-    "has",
-    "load",
-    "newest",
-    "own_state",
-    "prune",
-    "read",
-    "read_newest",
-    "steps",
-    "take_extra",
-    "verify",
-    "whole",
-    "write",
-    "write_shard",
-]
+    "Entry", "Manifest", "SavedTensors", "ShardInfo", "abandon", "begin", "commit", "has", "list_complete", "newest",
+    "pickled_extra", "pickled_state", "pop_extra", "prune", "read_checkpoint", "read_manifest", "read_newest",
+    "unpickle_state", "verify", "whole", "write", "write_shard",
+]  # fmt: skip

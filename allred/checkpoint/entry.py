@@ -1,23 +1,30 @@
-"""An entry: which elements of which tensor a shard holds; and the check that entries make whole tensors. All pure.
+"""Entries: each names the elements of one tensor that a shard holds. Pickled objects are entries too. Pure functions.
 
-Names are data: they stand in the manifest and in the shards, never in a file name, so any text is a valid name.
+Parameter names are data. They are stored in the manifest and in the shards, never in a file name, so any text is valid.
+
+Unpickling runs code from the file: restore only checkpoints that you trust as you trust the program.
 """
 
 import dataclasses
 import json
 import operator
+import pickle
 from collections.abc import Iterable
 from typing import Any
+
+import numpy as np
 
 from allred import arrays
 from allred.arrays import Array
 from allred.errors import CheckpointError, InputError
 
-# What numpy and every safetensors from 0.4 on can hold. More than allred moves: random generators have uint32 keys.
+# All dtypes of numpy and of safetensors 0.4. The collectives support fewer: random generators have uint32 keys.
 DTYPES = frozenset(
     {"bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"}
     | {"float16", "bfloat16", "float32", "float64"}
 )
+_PICKLED_NAME = ""  # a nest that is a single array has this name too, but its slots are "", "m", ..., never these two
+_STATE, _EXTRA = "state", "extra"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,10 +32,10 @@ class Entry:
     """Elements `start` to `stop` of a tensor, flattened in C order.
 
     Arguments:
-        name: of the parameter; any text.
-        slot: of the optimizer's state of that parameter; "" for the parameter itself.
-        dtype: numpy's name of it, or "bfloat16".
-        shape: of the whole tensor. A slot has its own, which may differ from its parameter's.
+        name: the name of the parameter; any text.
+        slot: the name of the optimizer slot of that parameter; "" for the parameter itself.
+        dtype: numpy's name of the dtype, or "bfloat16".
+        shape: the shape of the whole tensor. The shape of a slot may differ from its parameter's.
         start, stop: 0 <= start <= stop <= elements of the whole tensor; 0 and 1 for a 0-d tensor.
 
     Raises:
@@ -43,7 +50,7 @@ class Entry:
     stop: int
 
     def __post_init__(self) -> None:
-        for field in ("start", "stop"):  # numpy's integers are welcome, but json does not take them
+        for field in ("start", "stop"):  # json does not accept numpy's integers
             object.__setattr__(self, field, operator.index(getattr(self, field)))
         object.__setattr__(self, "shape", tuple(map(operator.index, self.shape)))
         if self.dtype not in DTYPES:
@@ -53,28 +60,28 @@ class Entry:
             )
         if not 0 <= self.start <= self.stop <= self.elements:
             raise InputError(
-                f"checkpoint: {self.title} has {self.elements} elements, but the entry is of {self.start} to "
-                f"{self.stop}; expected 0 <= start <= stop <= {self.elements}"
+                f"checkpoint: {self.title} has {self.elements} elements, but the entry has start={self.start} and "
+                f"stop={self.stop}; expected 0 <= start <= stop <= {self.elements}"
             )
 
     @property
     def elements(self) -> int:
-        """Of the whole tensor."""
+        """The number of elements of the whole tensor."""
         return arrays.size_of(self.shape)
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the tensor."""
+        """Whether the entry covers the whole tensor."""
         return self.stop - self.start == self.elements
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Shape of the array in the shard: the tensor's own, so that other programs can use it; flat for a piece."""
+        """The shape of the array in the shard: that of the tensor if the entry is whole, else flat."""
         return self.shape if self.is_whole else (self.stop - self.start,)
 
     @property
     def key(self) -> str:
-        """What the array is called in the shard: ASCII, and different for different entries whatever their names.
+        """The unique ASCII name of the array in the shard.
 
         >>> Entry("fc1.weight", "m", "float32", (4, 2), 0, 6).key
         '["fc1.weight", "m", 0, 6]'
@@ -83,41 +90,82 @@ class Entry:
 
     @property
     def title(self) -> str:
-        """What messages call the tensor."""
+        """The name of the tensor in messages."""
         return f"slot {self.slot!r} of {self.name!r}" if self.slot else f"{self.name!r}"
+
+    @property
+    def is_pickled(self) -> bool:
+        """Whether the entry holds a pickle: `pickled_state` or `pickled_extra` made it."""
+        return self.name == _PICKLED_NAME and self.slot in (_STATE, _EXTRA) and self.dtype == "uint8"
+
+    @property
+    def is_extra(self) -> bool:
+        """Whether `pickled_extra` made the entry."""
+        return self.is_pickled and self.slot == _EXTRA
 
 
 def whole(name: str, array: Any, slot: str = "") -> tuple[Entry, Array]:
-    """The entry of a tensor that is not split, and the tensor, as `write_shard` takes them.
+    """Return the entry of a whole tensor and the tensor, as `write_shard` takes them.
 
     Arguments:
         name, slot: see Entry.
         array: a host array of any shape and layout, or a number. Not copied.
 
     Raises:
-        InputError: it lives on a GPU, or has a dtype that cannot be saved.
+        InputError: the array is on a GPU, or its dtype cannot be saved.
     """
     host = arrays.as_host_array(array)
     return Entry(name, slot, arrays.name_of(host.dtype), tuple(host.shape), 0, host.size), host
 
 
+def pickled_state(state: Any) -> tuple[Entry, Array]:
+    """Return the entry of the state of an optimizer that is not from allred.optim."""
+    return _pickled(state, _STATE)
+
+
+def pickled_extra(value: Any) -> tuple[Entry, Array]:
+    """Return the entry of the object that a session saves with parameters and optimizer."""
+    return _pickled(value, _EXTRA)
+
+
+def _pickled(value: Any, slot: str) -> tuple[Entry, Array]:
+    return whole(_PICKLED_NAME, np.frombuffer(pickle.dumps(value, pickle.HIGHEST_PROTOCOL), np.uint8), slot)
+
+
+def unpickle_state(slots: dict[str, dict[str, Array]]) -> Any:
+    """Return the object given to `pickled_state` from the slots of a checkpoint; None if there is none."""
+    return _unpickled(slots, _STATE)
+
+
+def pop_extra(slots: dict[str, dict[str, Array]]) -> Any:
+    """Remove the object given to `pickled_extra` from the slots of a checkpoint and return it; None if none."""
+    value = _unpickled(slots, _EXTRA)
+    if slots.get(_PICKLED_NAME, {}).pop(_EXTRA, None) is not None and not slots[_PICKLED_NAME]:
+        del slots[_PICKLED_NAME]
+    return value
+
+
+def _unpickled(slots: dict[str, dict[str, Array]], slot: str) -> Any:
+    data = slots.get(_PICKLED_NAME, {}).get(slot)
+    return None if data is None else pickle.loads(data.tobytes())
+
+
 def check_cover(who: str, entries: Iterable[tuple[str, Entry]]) -> None:
-    """Raise CheckpointError unless each tensor is there once: every element in exactly one of the entries.
+    """Raise CheckpointError unless each element of each tensor is in exactly one of the entries.
 
     Arguments:
-        who: begins the message.
-        entries: of all shards, each with the name of its shard's file.
+        who: the beginning of the message.
+        entries: those of all shards, each with the file name of its shard.
     """
     tensors: dict[tuple[str, str], list[tuple[str, Entry]]] = {}
     for file, entry in entries:
         tensors.setdefault((entry.name, entry.slot), []).append((file, entry))
     for pieces in tensors.values():
-        _check_same(who, pieces)
+        _check_same_tensor(who, pieces)
         _check_ranges(who, pieces)
 
 
-def _check_same(who: str, pieces: list[tuple[str, Entry]]) -> None:
-    """Dtype and shape of the tensor must be the same in all of its pieces."""
+def _check_same_tensor(who: str, pieces: list[tuple[str, Entry]]) -> None:
     first_file, first = pieces[0]
     for file, entry in pieces:
         if (entry.dtype, entry.shape) != (first.dtype, first.shape):
@@ -133,12 +181,13 @@ def _check_ranges(who: str, pieces: list[tuple[str, Entry]]) -> None:
         files = ", ".join(file for file, _ in pieces)
         raise CheckpointError(f"{who}: {tensor.title}, which is empty, is in {files}; expected it in exactly one shard")
     ranges = sorted((entry.start, entry.stop, file) for file, entry in pieces if entry.start < entry.stop)
-    done, before = 0, "its begin"
+    covered, previous = 0, "its begin"
     for start, stop, file in [*ranges, (end, end, "its end")]:
-        if start != done:
-            what = "in no shard" if done < start else "in two shards"
+        if start != covered:
+            where = "in no shard" if covered < start else "in two shards"
             raise CheckpointError(
-                f"{who}: elements {min(done, start)} to {max(done, start)} of {tensor.title}, {tensor.dtype} "
-                f"{tensor.shape}, are {what}, between {before} and {file}; expected each element in exactly one shard"
+                f"{who}: elements {min(covered, start)} to {max(covered, start)} of {tensor.title}, {tensor.dtype} "
+                f"{tensor.shape}, are {where}, between {previous} and {file}; expected each element in exactly one "
+                "shard"
             )
-        done, before = stop, file
+        covered, previous = stop, file

@@ -1,9 +1,9 @@
-"""The manifest: what a checkpoint consists of, as a JSON file that carries its own checksum.
+"""The manifest: a JSON file that lists the shards of a checkpoint, with a checksum of itself.
 
     {"format": "allred checkpoint", "version": 1, "step": 400, "time": ..., "meta": {}, "shards": [], "checksum": ""}
 
-The checksum is CRC-32 of all the rest, written by json with sorted keys and without spaces. Every version of the format
-has to keep `format`, `version` and `checksum`, so that a newer version is told apart from damage.
+The checksum is CRC-32 of the other fields, as JSON with sorted keys and without spaces. Every version of the format
+must keep the fields `format`, `version` and `checksum`: then a newer version is not reported as damage.
 """
 
 import dataclasses
@@ -13,8 +13,7 @@ import pathlib
 import zlib
 from typing import Any
 
-from allred.checkpoint.failure import explained
-from allred.checkpoint.shard import Shard
+from allred.checkpoint.shard import ShardInfo, file_errors
 from allred.errors import CheckpointError, InputError
 
 NAME = "manifest.json"
@@ -24,21 +23,23 @@ VERSION = 1
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """Attributes:
-    step: global step of the parameters.
-    time: when it was committed, in seconds since 1970.
-    shards: what holds the tensors.
-    meta: what the caller of `commit` wants back.
+    """Content of a manifest.
+
+    Attributes:
+        step: the global step of the parameters.
+        time: the time of the commit, in seconds since 1970.
+        shards: the shards with the tensors.
+        meta: the argument `meta` of `commit`.
     """
 
     step: int
     time: float
-    shards: tuple[Shard, ...]
+    shards: tuple[ShardInfo, ...]
     meta: dict[str, Any]
 
 
-def dump(manifest: Manifest) -> bytes:
-    """The content of the file. Raises InputError where `meta` is not of dicts, lists, numbers, text and None."""
+def encode(manifest: Manifest) -> bytes:
+    """Return the content of the file. Raises InputError unless `meta` has only dicts, lists, numbers, text and None."""
     content = {
         "format": FORMAT,
         "version": VERSION,
@@ -48,7 +49,7 @@ def dump(manifest: Manifest) -> bytes:
         "shards": [shard.to_json() for shard in manifest.shards],
     }
     try:
-        content = json.loads(json.dumps(content))  # tuples become lists, and keys text, before the checksum is formed
+        content = json.loads(json.dumps(content))  # before the checksum: tuples become lists, and keys text
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(
             f"commit: meta must hold only dicts, lists, numbers, text, booleans and None, but {error}"
@@ -56,14 +57,14 @@ def dump(manifest: Manifest) -> bytes:
     return json.dumps({**content, "checksum": _checksum(content)}, indent=1).encode()
 
 
-def load(path: str | os.PathLike[str]) -> Manifest:
-    """The manifest of the checkpoint in the directory `path`; shards are not looked at.
+def read_manifest(path: str | os.PathLike[str]) -> Manifest:
+    """Read the manifest of the checkpoint in the directory `path`. Does not check the shards.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or of a version that this allred does not know.
+        CheckpointError: the manifest is missing, damaged, or of a version that this allred does not know.
     """
     file = pathlib.Path(path) / NAME
-    with explained("checkpoint: reading", file):
+    with file_errors("checkpoint: reading", file):
         raw = file.read_bytes()
     try:
         content = json.loads(raw)
@@ -73,14 +74,14 @@ def load(path: str | os.PathLike[str]) -> Manifest:
         raise CheckpointError(f"checkpoint: {file.parent} is not complete: {content['writer']} has not committed it")
     _check(file, content)
     try:
-        shards = tuple(map(Shard.from_json, content["shards"]))
+        shards = tuple(map(ShardInfo.from_json, content["shards"]))
         return Manifest(content["step"], content["time"], shards, content["meta"])
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"checkpoint: {file} is not as allred writes it: {error!r}") from error
+        raise CheckpointError(f"checkpoint: {file} does not have the fields that allred writes: {error!r}") from error
 
 
 def _check(file: pathlib.Path, content: Any) -> None:
-    """Takes the checksum out of `content`. Raises CheckpointError unless it is right, and format and version known."""
+    """Remove the checksum from `content`. Raises CheckpointError if checksum, format or version are wrong."""
     if not isinstance(content, dict) or "checksum" not in content:
         raise CheckpointError(f"checkpoint: {file} is damaged: expected a JSON object with a checksum")
     written, found = content.pop("checksum"), _checksum(content)
@@ -89,10 +90,10 @@ def _check(file: pathlib.Path, content: Any) -> None:
             f"checkpoint: {file} is damaged: its checksum is {found}, but was {written} when it was written"
         )
     if content.get("format") != FORMAT:
-        raise CheckpointError(f"checkpoint: {file} is {content.get('format')!r}; expected {FORMAT!r}")
+        raise CheckpointError(f"checkpoint: the format of {file} is {content.get('format')!r}; expected {FORMAT!r}")
     if content.get("version") != VERSION:
         raise CheckpointError(
-            f"checkpoint: {file} is of version {content.get('version')!r} of the format, but this allred reads "
+            f"checkpoint: {file} has version {content.get('version')!r} of the format, but this allred reads "
             f"version {VERSION}; install the allred that wrote it, or a newer one"
         )
 

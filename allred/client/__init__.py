@@ -1,9 +1,9 @@
-"""A client: a task of job "client" that has the other tasks run functions, while these are in `Server.join()`.
+"""Clients: a task of job "client" runs functions on the other tasks, while these are in `Server.join()`.
 
-Functions and what they return travel as MPI messages (message.py) between the client (session.py, caller.py) and a task
-(serving.py). calling.py: what init() made for both.
+client_session.py is the public API. call.py: the handle of a call, and messages. rpc.py: both ends of the connection.
 """
 
-from allred.client.session import Call, ClientSession
+from allred.client.call import Call
+from allred.client.client_session import ClientSession
 
 __all__ = ["Call", "ClientSession"]

@@ -1,1 +1,1 @@
-"""Other libraries' names for what allred does, each with its own arguments; thin, over the rooms below."""
+"""Names of other libraries, with their arguments; thin wrappers of the packages below."""

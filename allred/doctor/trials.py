@@ -31,7 +31,7 @@ from allred.errors import AllredError
 
 SIZES = (4, 64 * 2**10, 4 * 2**20)  # bytes
 MPI_SUMS = "MPI's sums"
-NO_CMA = "MPICH with ranks in separate containers: export MPIR_CVAR_CH4_CMA_ENABLE=0"  # README, honest limits
+NO_CMA = "MPICH with ranks in separate containers: export MPIR_CVAR_CH4_CMA_ENABLE=0"  # docs/limits.md
 _TIME_S = 0.3  # for each size
 _BATCHES = 5
 _SLOW_US = 500.0  # for a small allreduce on one host; 1 to 10 us if each rank has a core

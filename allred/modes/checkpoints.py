@@ -37,13 +37,13 @@ def load(directory: str | os.PathLike[str], params: Any, mode: Mode) -> tuple[in
         return None, None
     path, found = newest
     _fill(nest.leaves(params), found.params, path)
-    extra, state = checkpoint.take_extra(found.slots), found.meta["optimizer"]
-    own = checkpoint.find_own_state(found.slots) if state is None else {**state, "slots": found.slots}
+    extra, state = checkpoint.pop_extra(found.slots), found.meta["optimizer"]
+    own = checkpoint.unpickle_state(found.slots) if state is None else {**state, "slots": found.slots}
     mode.load_state_dict(own)
     return found.step, extra
 
 
-def _newest(directory: str | os.PathLike[str]) -> tuple[pathlib.Path, checkpoint.Checkpoint] | None:
+def _newest(directory: str | os.PathLike[str]) -> tuple[pathlib.Path, checkpoint.SavedTensors] | None:
     """The checkpoint to restore. Those that are damaged are told of; CheckpointError if there is no other."""
     found, damaged = checkpoint.read_newest(directory)
     if damaged and found is None:

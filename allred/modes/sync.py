@@ -139,9 +139,9 @@ class SyncMode:
             ]
             meta = {"optimizer": state}
         else:
-            entries.append(checkpoint.own_state(state))
+            entries.append(checkpoint.pickled_state(state))
         if extra is not None:
-            entries.append(checkpoint.extra(extra))
+            entries.append(checkpoint.pickled_extra(extra))
         return lambda directory: str(checkpoint.write(directory, step, entries, meta))
 
     @property

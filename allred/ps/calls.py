@@ -210,7 +210,7 @@ class Calls:
 
     def _save(
         self, worker: int, directory: Path, extra: tuple[checkpoint.Entry, Array] | None
-    ) -> tuple[checkpoint.Shard, Any, int]:
+    ) -> tuple[checkpoint.ShardInfo, Any, int]:
         """Write this server's part of a checkpoint; what was written, the optimizer's step or state, the version.
         extra: an entry that goes with it."""
         shard = self._service.shard
@@ -230,7 +230,7 @@ class Calls:
                     f"the state of {type(self._optimizer).__name__} cannot be saved by several parameter servers: "
                     "allred does not know which part belongs to which tensor. Use one of allred.optim, or one server"
                 )
-            entries.append(checkpoint.own_state(state))
+            entries.append(checkpoint.pickled_state(state))
             state = None
         if extra is not None:
             entries.append(extra)

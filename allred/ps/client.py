@@ -367,7 +367,7 @@ class Client:
     def save(self, root: str, extra: Any = None) -> str:
         """A checkpoint of parameters and optimizer, written by the servers; its path. extra: goes with it, pickled."""
         title = f"a checkpoint in {root}"
-        entry = None if extra is None else checkpoint.extra(extra)
+        entry = None if extra is None else checkpoint.pickled_extra(extra)
         step, _ = self.step_and_version()
         directory = checkpoint.begin(root, step)
         try:

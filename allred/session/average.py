@@ -1,4 +1,4 @@
-"""An exponential moving average of parameters, to evaluate and to save instead of the last ones."""
+"""Exponential moving average of the parameters, for evaluation and export; and the hook that updates it."""
 
 import contextlib
 import operator
@@ -11,28 +11,29 @@ from allred import nest
 from allred.arrays import Array
 from allred.errors import InputError
 from allred.optim.tensors import check_writable, compute_dtype, describe, is_float_tensor
+from allred.session.hooks import Hook, SessionView
 from allred.validators import fraction
 
 
 class MovingAverage:
-    """Keeps average = decay_t * average + (1 - decay_t) * parameter for every parameter of a nest.
+    """Averages every parameter of a nest: average = decay_t * average + (1 - decay_t) * parameter.
 
-    decay_t = min(decay, (1 + t) / (10 + t)) with warmup, where t is the global step; without it decay, and then the
-    first values, which are random, weigh for about 1 / (1 - decay) steps. tf.train.ExponentialMovingAverage does the
-    same, with num_updates and without. Averages start as copies of the parameters. Those of 16-bit floats are kept and
-    formed in float32, since they cannot hold what a step adds.
+    With warmup decay_t = min(decay, (1 + t) / (10 + t)), where t is the global step. Without it decay_t = decay, and
+    the random initial values have weight for about 1 / (1 - decay) steps. tf.train.ExponentialMovingAverage is the
+    same, with and without num_updates. Averages start as copies of the parameters. Averages of 16-bit floats are
+    float32, because 16 bits cannot represent the change of a step.
 
-    The idea: B. T. Polyak and A. B. Juditsky, Acceleration of Stochastic Approximation by Averaging, SIAM J. Control
-    Optim. 30(4), 1992.
+    B. T. Polyak and A. B. Juditsky, Acceleration of Stochastic Approximation by Averaging, SIAM J. Control Optim.
+    30(4), 1992.
 
     Arguments:
-        params: nest of float arrays that the optimizer updates in place, or replaces in the nest. Leaves that are no
-            float arrays (numbers, integer arrays, None) have no average.
-        decay: 0 <= decay < 1; 0.999 remembers about 1000 steps.
+        params: nest of float arrays that the optimizer updates in place, or replaces in the nest. Other leaves
+            (numbers, integer arrays, None) have no average.
+        decay: 0 <= decay < 1; 0.999 averages about 1000 steps.
         warmup: see above.
 
     Raises:
-        InputError: a decay that cannot be, or a parameter that is read-only.
+        InputError: decay is out of range, or a parameter is read-only.
 
     >>> params = {"w": np.array([0.0])}
     >>> average = MovingAverage(params, decay=0.75, warmup=False)
@@ -50,14 +51,14 @@ class MovingAverage:
         self._decay = fraction("MovingAverage", "decay", decay)
         self._warmup = warmup
         self._averages: dict[str, Array] = {}
-        self._scratch: dict[Any, Array] = {}  # one for each dtype
+        self._scratch: dict[Any, Array] = {}  # one array per dtype
         self._swapped = False
         for name, param in self._leaves():
             check_writable("MovingAverage", f"parameter {name!r}", param)
             self._averages[name] = np.array(param, dtype=compute_dtype(param), like=param)
 
     def decay_at(self, step: int) -> float:
-        """The decay of the update of this global step.
+        """Return decay_t of a global step.
 
         >>> average = MovingAverage([], decay=0.5)
         >>> average.decay_at(2), average.decay_at(8), average.decay_at(10**6)
@@ -66,36 +67,36 @@ class MovingAverage:
         return min(self._decay, (1 + step) / (10 + step)) if self._warmup else self._decay
 
     def update(self, step: int) -> None:
-        """Take the parameters as they are now into the averages.
+        """Update the averages with the current parameters.
 
         Arguments:
             step: the global step, the number of updates of the parameters so far.
 
         Raises:
-            InputError: the parameters are swapped, or others than at first.
+            InputError: the parameters are swapped, or not those of the constructor.
         """
         self._check_not_swapped("update")
         decay = self.decay_at(operator.index(step))
-        for param, average in list(self._pairs("update")):  # all are checked before one is changed
+        for param, average in list(self._pairs("update")):  # checks all before the first changes
             scratch = self._scratch_for(average)
             np.multiply(param, 1.0 - decay, out=scratch, dtype=scratch.dtype)
             np.multiply(average, decay, out=average)
             np.add(average, scratch, out=average)
 
     def reset(self) -> None:
-        """Begin anew, from the parameters as they are now. Raises InputError as `update` does."""
+        """Set the averages to the current parameters. Raises InputError as `update` does."""
         self._check_not_swapped("reset")
         for param, average in list(self._pairs("reset")):
             average[...] = param
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
-        """Within it the parameters are the averages, in the same arrays; after it, bit for bit what they were.
+        """Replace the parameters by the averages, in place; restore them, bit for bit, at the end of the block.
 
-        Needs memory for one more copy of the parameters. What is done to the parameters within it is lost.
+        Needs memory for a copy of the parameters. Changes of the parameters within the block are lost.
 
         Raises:
-            InputError: they are swapped already, or others than at first.
+            InputError: the parameters are swapped already, or not those of the constructor.
         """
         self._check_not_swapped("swapped")
         pairs = list(self._pairs("swapped"))
@@ -111,20 +112,20 @@ class MovingAverage:
             self._swapped = False
 
     def state_dict(self) -> dict[str, Any]:
-        """{"averages": {parameter name: array}}, as copies; float32 for 16-bit parameters."""
+        """Return {"averages": {parameter name: array}}, as copies; float32 for 16-bit parameters."""
         return {"averages": {name: average.copy() for name, average in self._averages.items()}}
 
     def load_state_dict(self, state: Any) -> None:
-        """Continue from what `state_dict` returned; copies it. Arrays may be of another float dtype.
+        """Restore the result of `state_dict`, as a copy. Arrays may have another float dtype.
 
         Raises:
-            InputError: it has another format, or is of other parameters; nothing has changed then.
+            InputError: another format, or other parameters; nothing has changed.
         """
         who = "MovingAverage.load_state_dict"
         loaded = state.get("averages") if isinstance(state, dict) else None
         if not isinstance(loaded, dict):
             raise InputError(
-                f"{who}: expected a dict with 'averages', but got {state!r:.80}; pass what state_dict() returned"
+                f"{who}: expected a dict with 'averages', but got {state!r:.80}; pass the result of state_dict()"
             )
         _check_names(who, set(self._averages), set(loaded))
         for name, average in self._averages.items():
@@ -140,20 +141,20 @@ class MovingAverage:
         return [(name, leaf) for name, leaf in nest.leaves(self._params) if is_float_tensor(leaf)]
 
     def _pairs(self, what: str) -> Iterator[tuple[Array, Array]]:
-        """Each parameter with its average."""
+        """Yield each parameter with its average."""
         who, leaves = f"MovingAverage.{what}", self._leaves()
         _check_names(who, set(self._averages), {name for name, _ in leaves})
         for name, param in leaves:
             average = self._averages[name]
             if param.shape != average.shape or compute_dtype(param) != average.dtype:
                 raise InputError(
-                    f"{who}: parameter {name!r} is {describe(param)} now, and its average {describe(average)}; "
-                    "make a new MovingAverage for another model"
+                    f"{who}: parameter {name!r} is {describe(param)}, but its average is {describe(average)}; "
+                    "create a new MovingAverage for another model"
                 )
             yield param, average
 
     def _scratch_for(self, average: Array) -> Array:
-        """Memory in the average's shape and dtype, the same for all tensors: new memory is slow."""
+        """Return memory of the average's shape and dtype, reused for all tensors because new memory is slow."""
         held = self._scratch.get(average.dtype)
         if held is None or held.size < average.size:
             held = self._scratch[average.dtype] = np.empty_like(average, shape=(average.size,))
@@ -162,8 +163,7 @@ class MovingAverage:
     def _check_not_swapped(self, what: str) -> None:
         if self._swapped:
             raise InputError(
-                f"MovingAverage.{what}: the parameters are the averages here, within `with average.swapped()`; "
-                "call it outside"
+                f"MovingAverage.{what}: the parameters are swapped inside `with average.swapped()`; call it outside"
             )
 
 
@@ -171,6 +171,36 @@ def _check_names(who: str, expected: set[str], got: set[str]) -> None:
     if expected != got:
         missing, surplus = sorted(expected - got)[:3], sorted(got - expected)[:3]
         raise InputError(
-            f"{who}: averages are kept of {len(expected)} parameters, but {len(got)} are given; missing: "
-            f"{missing or 'none'}, unknown: {surplus or 'none'}; they must be of the same model"
+            f"{who}: expected the {len(expected)} parameters of the averages, but got {len(got)}; missing: "
+            f"{missing or 'none'}, unknown: {surplus or 'none'}; both must be of the same model"
         )
+
+
+class Averaging(Hook):
+    """Updates a MovingAverage after each step. The averages are part of the checkpoints; if they are not restored, they
+    start as the initial parameters of the training.
+
+        average = MovingAverage(params, decay=0.999)
+        with allred.Session(..., hooks=[Averaging(average)]) as session: ...
+        with average.swapped(): evaluate(params)
+    """
+
+    def __init__(self, average: MovingAverage) -> None:
+        self._average = average
+        self._loaded = False
+
+    def begin(self, session: SessionView) -> None:
+        if not self._loaded:  # the average was created before the parameters were restored or received
+            self._average.reset()
+
+    def after_step(self, session: SessionView, values: dict[str, float]) -> None:
+        self._average.update(session.step)
+
+    def state_dict(self) -> Any:
+        """Return the state of the average."""
+        return self._average.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restore the result of `state_dict`."""
+        self._average.load_state_dict(state)
+        self._loaded = True

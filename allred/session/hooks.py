@@ -1,29 +1,48 @@
-"""Hooks: what is to happen around the steps of a session. The methods are called on every rank."""
+"""Hooks: methods that a session calls on every rank before and after its steps. The base class, and common hooks."""
 
 import dataclasses
 import json
 import math
+import operator
 import subprocess
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from allred.cluster import report, topology
 from allred.errors import InputError, NonFiniteError
-from allred.session.average import MovingAverage
-from allred.session.checks import whole
+from allred.modes.optimizer import DistributedOptimizer
+from allred.session.progress import Rates
 
-if TYPE_CHECKING:
-    from allred.session.session import Session
+_WARN_AFTER_STEPS = 20  # without the value that a hook needs
 
 
-_TELL_AFTER = 20  # steps without a value that a hook looks at
+def check_integer(title: str, value: Any, least: int) -> int:
+    """Return `value` as an int. Raises InputError, which begins with `title`, unless it is an integer >= `least`.
+
+    >>> check_integer("Session: keep", 5, 1)
+    5
+    """
+    try:
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise InputError(f"{title} must be an integer >= {least}, but is {value!r}")
+    return number
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a session ended. reason: "max_steps", "end of data", "stopped", the name of a signal, or of an exception;
-    failed: whether it is the latter, `text` its words. checkpoint: the path of the last one that is complete, if any.
+    """How a session ended.
+
+    Attributes:
+        reason: "max_steps", "end of data", "stopped", the name of a signal, or the name of an exception.
+        failed: whether `reason` is the name of an exception.
+        text: the message of the exception, or "".
+        step: the global step.
+        seconds: the duration of the session.
+        checkpoint: the path of the newest complete checkpoint, or None.
     """
 
     reason: str
@@ -34,81 +53,124 @@ class Outcome:
     checkpoint: str | None
 
 
-class Hook:
-    """Does nothing; to be subclassed. One with `state_dict` and `load_state_dict` is part of the checkpoints.
+class SessionView(Protocol):
+    """The part of `allred.Session` that hooks use.
 
-    Several ranks: in mode sync `values` are the averages of all, so what follows from them alone follows on all ranks.
+    step: the global step. params: the nest of parameters. rates: the throughput. watched: the nests given to `watch`.
     """
 
-    def begin(self, session: "Session") -> None:
-        """Training begins: parameters and optimizer are restored, or those to start from."""
+    step: int
+    max_steps: int | None
+    params: Any
+    rates: Rates
+    watched: dict[str, Any]
 
-    def before_step(self, session: "Session") -> None:
-        """A step begins."""
+    @property
+    def optimizer(self) -> DistributedOptimizer:
+        """The optimizer given to `track`."""
 
-    def after_step(self, session: "Session", values: dict[str, float]) -> None:
-        """A step has ended. values: what was logged in it."""
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is rank 0."""
 
-    def end(self, session: "Session", outcome: Outcome) -> None:
-        """Training has ended, the last checkpoint is written. After a failure in `track` it comes without `begin`."""
+    @property
+    def asked(self) -> str:
+        """The reason why the loop is about to end, or ""."""
+
+    def request_stop(self, reason: str = "stopped", everywhere: bool = False) -> None:
+        """End the loop. everywhere: all ranks call this after the same step."""
+
+    def save_by(self, saver: Any) -> None:
+        """Write a checkpoint of the current state with this saver.Saver. Only on the chief, after a step."""
+
+
+class Hook:
+    """Base class of hooks. The methods do nothing. The state of a hook with `state_dict` and `load_state_dict` is part
+    of the checkpoints.
+
+    In mode sync `values` are averages over all ranks: a hook that decides by them decides the same on all ranks.
+
+        class Best(allred.session.Hook):
+            loss = float("inf")
+
+            def after_step(self, session, values):
+                self.loss = min(self.loss, values["loss"])
+    """
+
+    def begin(self, session: SessionView) -> None:
+        """Called when training begins, after parameters and optimizer are restored or initialized."""
+
+    def before_step(self, session: SessionView) -> None:
+        """Called before each step."""
+
+    def after_step(self, session: SessionView, values: dict[str, float]) -> None:
+        """Called after each step. values: the values logged in it, by name."""
+
+    def end(self, session: SessionView, outcome: Outcome) -> None:
+        """Called at the end, after the last checkpoint. After a failure in `track`, `begin` has not been called."""
 
 
 class StopAtStep(Hook):
-    """Stop when the global step is `last_step`, or has got beyond it; Session(max_steps=...) is the same."""
+    """Stops at the global step `last_step`, as Session(max_steps=...) does: hooks=[StopAtStep(10_000)].
+
+    Raises InputError unless last_step is an integer >= 1."""
 
     def __init__(self, last_step: int) -> None:
-        self.last_step = whole("StopAtStep: last_step", last_step, 1)
+        self.last_step = check_integer("StopAtStep: last_step", last_step, 1)
 
-    def begin(self, session: "Session") -> None:
+    def begin(self, session: SessionView) -> None:
         self.after_step(session, {})
 
-    def after_step(self, session: "Session", values: dict[str, float]) -> None:
+    def after_step(self, session: SessionView, values: dict[str, float]) -> None:
         if session.step >= self.last_step:
             session.request_stop("max_steps", everywhere=True)
 
 
-class Named:
-    """A value of what is logged, by its name. `who` is the hook that looks at it, and tells if it never comes."""
+class LoggedValue:
+    """A logged value with a name. Warns in the name of the hook `who` if the value is never logged."""
 
     def __init__(self, who: str, name: str) -> None:
         self.name, self._who = name, who
         self._seen, self._missed = False, 0
 
     def of(self, values: dict[str, float]) -> float | None:
-        """It, if it was logged in this step."""
+        """Return the value of this step; None if it was not logged."""
         self._seen = self._seen or self.name in values
         self._missed += not self._seen
-        if self._missed == _TELL_AFTER and not self._seen:
+        if self._missed == _WARN_AFTER_STEPS and not self._seen:
             logged = ", ".join(values) or "nothing"
-            report.say(
-                f"{self._who}: in {_TELL_AFTER} steps no '{self.name}' was logged; in this one there is {logged}"
-            )
+            report.say(f"{self._who}: '{self.name}' was not logged in {_WARN_AFTER_STEPS} steps; logged: {logged}")
         return values.get(self.name)
 
 
 class NanLoss(Hook):
-    """Raise NonFiniteError, or stop, when a value that was logged is not finite. Raises InputError for an odd name."""
+    """Raises NonFiniteError if a logged value is NaN or infinite; with fail=False stops the loop instead.
+
+    hooks=[NanLoss("loss", fail=False)]
+    """
 
     def __init__(self, name: str = "loss", fail: bool = True) -> None:
-        self._value, self._fail = Named("NanLoss", name), fail
+        self._value, self._fail = LoggedValue("NanLoss", name), fail
 
-    def after_step(self, session: "Session", values: dict[str, float]) -> None:
+    def after_step(self, session: SessionView, values: dict[str, float]) -> None:
         value = self._value.of(values)
         if value is None or math.isfinite(value):
             return
         if self._fail:
             raise NonFiniteError(
                 f"session: {self._value.name} is {value} after step {session.step}; lower the learning rate, or look "
-                "for the sample that does it. NanLoss(fail=False) stops instead"
+                "for the sample that causes it. NanLoss(fail=False) stops instead"
             )
         session.request_stop(f"{self._value.name} is {value}", everywhere=True)
 
 
 class EarlyStopping(Hook):
-    """Stop when a value has not got better for `patience` steps that logged it.
+    """Stops when a logged value has not improved for `patience` steps that logged it.
 
-    min_delta: what counts as better. mode: "min" or "max". Its memory is part of the checkpoints.
-    Raises InputError for what cannot be.
+    min_delta: the smallest change that is an improvement. mode: "min" or "max". The best value and the number of steps
+    since are part of the checkpoints. Raises InputError for other arguments.
+
+        hooks=[EarlyStopping("loss", patience=100)]
     """
 
     def __init__(self, name: str = "loss", patience: int = 10, min_delta: float = 0.0, mode: str = "min") -> None:
@@ -117,14 +179,14 @@ class EarlyStopping(Hook):
                 f"EarlyStopping(mode={mode!r}, patience={patience!r}, min_delta={min_delta!r}): expected mode 'min' or "
                 "'max', patience >= 1, min_delta >= 0"
             )
-        self._value, self._patience, self._delta = Named("EarlyStopping", name), patience, min_delta
+        self._value, self._patience, self._delta = LoggedValue("EarlyStopping", name), patience, min_delta
         self._sign = 1 if mode == "min" else -1
-        self.best, self.since = math.inf, 0  # of the value times the sign; steps without a better one
+        self.best, self.since = math.inf, 0  # the best value times the sign; steps since then
 
-    def begin(self, session: "Session") -> None:
-        self._judge(session)
+    def begin(self, session: SessionView) -> None:
+        self._stop_if_due(session)
 
-    def after_step(self, session: "Session", values: dict[str, float]) -> None:
+    def after_step(self, session: SessionView, values: dict[str, float]) -> None:
         found = self._value.of(values)
         if found is None:
             return
@@ -133,66 +195,36 @@ class EarlyStopping(Hook):
             self.best, self.since = value, 0
         else:
             self.since += 1
-        self._judge(session)
+        self._stop_if_due(session)
 
-    def _judge(self, session: "Session") -> None:
+    def _stop_if_due(self, session: SessionView) -> None:
         if self.since >= self._patience:
             session.request_stop(f"no better {self._value.name} for {self.since} steps", everywhere=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Its memory."""
+        """Return the best value and the number of steps since."""
         return {"best": self.best, "since": self.since}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the memory that state_dict gave."""
+        """Restore the result of `state_dict`."""
         self.best, self.since = state["best"], state["since"]
 
 
-class Averaging(Hook):
-    """Keeps a MovingAverage of the parameters up to date; it is part of the checkpoints. If it is not restored from
-    one, it begins with the parameters that training begins with.
-
-    average = MovingAverage(params, decay=0.999)
-    with allred.Session(..., hooks=[Averaging(average)]) as session: ...
-    with average.swapped(): evaluate(params)
-    """
-
-    def __init__(self, average: MovingAverage) -> None:
-        self._average = average
-        self._loaded = False
-
-    def begin(self, session: "Session") -> None:
-        if not self._loaded:  # the average was made of parameters before they were restored, or received from the chief
-            self._average.reset()
-
-    def after_step(self, session: "Session", values: dict[str, float]) -> None:
-        self._average.update(session.step)
-
-    def state_dict(self) -> Any:
-        """Of the average."""
-        return self._average.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        """Go on from what state_dict gave."""
-        self._average.load_state_dict(state)
-        self._loaded = True
-
-
 class GlobalStepWaiter(Hook):
-    """Mode ps: this worker begins when the others have made so many updates, with fresh parameters. A slow start of
-    the later workers makes asynchronous training stabler: GlobalStepWaiter(100 * allred.rank()).
+    """Mode ps: delays this worker until the global step is `step`, and then pulls the parameters.
 
-    poll_s: seconds between looks at the servers. still_s: it begins as well when there was no update for so many
-        seconds: the others have ended before, or wait for this worker, as other policies than async have it.
+    A staggered start makes asynchronous training more stable: GlobalStepWaiter(100 * allred.rank()).
+    poll_s: seconds between requests to the servers. still_s: the worker also begins if the global step has not changed
+    for this many seconds: other workers have ended, or wait for this one, as policies other than async require.
     """
 
     def __init__(self, step: int, poll_s: float = 0.2, still_s: float = 60.0) -> None:
         self._step, self._poll_s, self._still_s = step, poll_s, still_s
 
-    def begin(self, session: "Session") -> None:
+    def begin(self, session: SessionView) -> None:
         if session.optimizer.in_step:
             return
-        step = min(self._step, session.max_steps or self._step)  # then the others are at their end
+        step = min(self._step, session.max_steps or self._step)  # the other workers end at max_steps
         seen, since = session.optimizer.global_step, time.monotonic()
         while seen < step and not session.asked:
             if time.monotonic() > since + self._still_s:
@@ -207,13 +239,16 @@ class GlobalStepWaiter(Hook):
 
 
 class Notify(Hook):
-    """Tell somebody how it ended: run a command, or call a webhook. The chief does.
+    """Sends the outcome of training: runs a command, or calls a webhook, on the chief.
 
-    command: a list of words; the outcome goes to its input, as JSON. url: gets that JSON by POST.
-    only_failures: nothing is told of a good end. timeout_s: longest time it may take, in seconds.
-    When another rank has failed, the job ends about 2 s later: a command goes on by itself, a webhook has to be
-    quicker. Nobody is told when the chief is killed, which the launcher may do as soon as another rank was.
-    What goes wrong with it is said, and ends nothing. Raises InputError if neither or both are given.
+    command: a list of words; the outcome is its standard input, as JSON. url: receives the JSON in a POST request.
+    only_failures: send nothing after training without an error. timeout_s: the time limit in seconds.
+
+    After a failure of another rank the job ends about 2 s later: a command continues to run, a webhook is interrupted.
+    Nothing is sent if the chief is killed, which the launcher may do when another rank dies. An error of the command or
+    webhook is printed and has no other effect. Raises InputError unless one of command and url is given.
+
+        hooks=[Notify(["mail", "-s", "training", "me@example.org"], only_failures=True)]
     """
 
     def __init__(
@@ -229,19 +264,19 @@ class Notify(Hook):
             raise InputError(f"Notify(command={command!r}): expected a list of words, such as ['mail', '-s', 'done']")
         self._command, self._url, self._only_failures, self._timeout_s = command, url, only_failures, timeout_s
 
-    def end(self, session: "Session", outcome: Outcome) -> None:
+    def end(self, session: SessionView, outcome: Outcome) -> None:
         if not session.is_chief or (self._only_failures and not outcome.failed):
             return
         text = json.dumps(dataclasses.asdict(outcome)).encode()
         try:
             if self._command is not None:
-                subprocess.run(  # apart from this rank, which may be ended meanwhile
+                subprocess.run(  # in its own session, because this rank may be killed meanwhile
                     self._command, input=text, timeout=self._timeout_s, check=True, start_new_session=True
                 )
             elif self._url is not None:
-                import urllib.request  # with what it needs, a tenth of the time of `import allred`
+                import urllib.request  # a tenth of the time of `import allred`
 
                 request = urllib.request.Request(self._url, text, {"Content-Type": "application/json"})
                 urllib.request.urlopen(request, timeout=self._timeout_s).close()
         except (OSError, ValueError, subprocess.SubprocessError) as error:
-            report.say(f"Notify could not tell how training ended: {error}")
+            report.say(f"Notify could not send the outcome of training: {error}")

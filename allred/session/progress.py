@@ -1,12 +1,12 @@
-"""What a person sees of a training while it runs: one line that changes on a terminal, plain lines in a log.
+"""Progress of training: its throughput, and the display: one updated line on a terminal, plain lines elsewhere.
 
     step 20, loss = 37.97, accuracy = 0.91 (18758.3 examples/sec; 0.005 sec/batch)
 
-The line on a terminal is drawn by rich, which is imported only there. Nothing here runs in a thread, and the cursor
-stays visible, so that a process that is killed leaves the terminal as it was.
+rich draws the line on a terminal, and is imported only there. No thread is used and the cursor stays visible, so a
+killed process leaves the terminal usable.
 
-Under mpirun a rank's stderr is a pipe to it. Where mpirun's own is a terminal, the line goes through that pipe: if
-a rank wrote to the terminal itself, it would now and then erase a line of mpirun's of which the end is not yet written.
+Under mpirun the stderr of a rank is a pipe. If the stderr of mpirun is a terminal, the line goes through that pipe: a
+rank that wrote to the terminal directly would sometimes erase an incomplete line of mpirun.
 """
 
 import contextlib
@@ -15,44 +15,118 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NoReturn, Protocol, TextIO
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TextIO
 
-from allred.session.rates import Rates
 from allred.watch import state
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-_REFRESH_S = 0.1  # on a terminal
+_REFRESH_S = 0.1
+_PARTS = 100  # the window consists of at most about this many parts; the oldest is dropped
 
 
-class Display(Protocol):
-    """Where progress is shown. After an error of its stream, such as one that is closed, it stays silent."""
-
-    def show(self, step: int, max_steps: int | None, values: Mapping[str, float], rates: Rates) -> None:
-        """The training has come to the global step `step`, of `max_steps` or of no known number.
-
-        Arguments:
-            values: what to show, in this order, "loss" first. Names are any text.
-            rates: is read now.
-        """
-
-    def say(self, text: str) -> None:
-        """A line, or several, above the progress line."""
-
-    def close(self) -> None:
-        """The last line stays as it is; other output goes on below it. May be called twice."""
+class _Part(NamedTuple):
+    seconds: float = 0.0
+    steps: int = 0
+    examples: int = 0
+    waited_s: float = 0.0
 
 
-def display(stream: TextIO | None = None) -> Display:
-    """A progress line where the stream is a terminal, or is stderr and leads through mpirun to one; else plain lines.
+class Rates:
+    """Measures the throughput of the latest steps.
 
-    Plain also where rich is not installed, TERM is empty or "dumb", or NO_COLOR is set (no-color.org).
+    Call `record` at the end of every step. The first call only starts the clock, as does the first call after `pause`.
+    The global step may increase by more than one between two calls (with parameter servers it counts the updates of all
+    workers). A decrease counts as a pause.
 
     Arguments:
-        stream: default: stderr, where all of allred's lines for a person go. Not closed.
+        window_s: seconds of training that are averaged; at least one step.
+        clock: a monotonic clock, in seconds.
+
+    >>> now = iter([0.0, 0.5, 1.0])
+    >>> rates = Rates(clock=lambda: next(now))
+    >>> for step in (1, 2, 3):
+    ...     rates.record(step, examples=64, waited_s=0.125)
+    >>> rates.examples_per_s, rates.s_per_batch, rates.communication_share, rates.eta_s(max_steps=13)
+    (128.0, 0.5, 0.25, 5.0)
+    """
+
+    def __init__(self, window_s: float = 10.0, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._window_s = window_s
+        self._clock = clock
+        self._parts: deque[_Part] = deque()
+        self._seconds = 0.0  # of all parts
+        self._step = 0
+        self._since: float | None = None  # the end of the previous step; None after a pause
+
+    def record(self, step: int, examples: int, waited_s: float = 0.0) -> None:
+        """Record the end of a step.
+
+        Arguments:
+            step: the global step, this one included.
+            examples: examples of all ranks since the previous call; 0 if unknown.
+            waited_s: seconds of communication of this rank since the previous call.
+        """
+        now, before, advanced = self._clock(), self._since, step - self._step
+        self._since, self._step = now, step
+        if before is None or advanced < 1:
+            return
+        part = _Part(now - before, advanced, examples, waited_s)
+        self._seconds += part.seconds
+        if self._parts and self._parts[-1].seconds < self._window_s / _PARTS:
+            part = _sum([self._parts.pop(), part])
+        self._parts.append(part)
+        while len(self._parts) > 1 and self._seconds - self._parts[0].seconds >= self._window_s:
+            self._parts.popleft()
+            self._seconds = _sum(self._parts).seconds
+
+    def pause(self) -> None:
+        """Exclude the time until the next `record`: a checkpoint or an evaluation."""
+        self._since = None
+
+    @property
+    def examples_per_s(self) -> float | None:
+        """Examples per second of all ranks; None while unknown."""
+        total = _sum(self._parts)
+        return total.examples / total.seconds if total.examples and total.seconds > 0 else None
+
+    @property
+    def s_per_batch(self) -> float | None:
+        """Seconds per global step; None while unknown."""
+        total = _sum(self._parts)
+        return total.seconds / total.steps if total.steps else None
+
+    @property
+    def communication_share(self) -> float | None:
+        """The share of the time that this rank spends in communication, 0 to 1; None while unknown."""
+        total = _sum(self._parts)
+        return min(total.waited_s / total.seconds, 1.0) if total.seconds > 0 else None
+
+    def eta_s(self, max_steps: int | None) -> float | None:
+        """Seconds until the global step is `max_steps`; None while unknown, or if `max_steps` is None."""
+        seconds = self.s_per_batch
+        return None if seconds is None or max_steps is None else seconds * max(max_steps - self._step, 0)
+
+
+def _sum(parts: Iterable[_Part]) -> _Part:
+    return _Part(*map(sum, zip(_Part(), *parts, strict=True)))
+
+
+def display(stream: TextIO | None = None) -> "Display":
+    """Return a display: a progress line if the stream is a terminal, or a pipe to mpirun on one; else plain lines.
+
+    Lines are plain also if rich is not installed, TERM is empty or "dumb", or NO_COLOR is set (no-color.org).
+
+    Arguments:
+        stream: default stderr. It is not closed.
+
+        progress = allred.session.display()
+        progress.show(20, 100, {"loss": 0.25}, rates)
+        progress.close()
     """
     where = sys.stderr if stream is None else stream
     terminal = _terminal(where)
@@ -66,7 +140,7 @@ def display(stream: TextIO | None = None) -> Display:
 
 
 def plain_line(step: int, values: Mapping[str, float], rates: Rates) -> str:
-    """The line of a log.
+    """Return the line for a log.
 
     >>> now = iter([0.0, 0.0533])
     >>> rates = Rates(clock=lambda: next(now))
@@ -75,57 +149,59 @@ def plain_line(step: int, values: Mapping[str, float], rates: Rates) -> str:
     >>> plain_line(20, {"loss": 37.967, "accuracy": 0.91}, rates)
     'step 20, loss = 37.97, accuracy = 0.91 (18761.7 examples/sec; 0.005 sec/batch)'
     """
-    pace = []
+    throughput = []
     if (examples := rates.examples_per_s) is not None:
-        pace.append(f"{examples:.1f} examples/sec")
+        throughput.append(f"{examples:.1f} examples/sec")
     if (seconds := rates.s_per_batch) is not None:
-        pace.append(f"{_seconds(seconds)} sec/batch")
-    what = ", ".join([f"step {step}", *_values(values)])
-    return f"{what} ({'; '.join(pace)})" if pace else what
+        throughput.append(f"{_seconds(seconds)} sec/batch")
+    line = ", ".join([f"step {step}", *_values(values)])
+    return f"{line} ({'; '.join(throughput)})" if throughput else line
 
 
-def number(value: float) -> str:
-    """A value as people read it: two decimals; four digits where it is small, or very large.
+def format_value(value: float) -> str:
+    """Format a value with two decimals, or with four digits if it is small or very large.
 
-    >>> [number(value) for value in (37.967, 2.0, 0.0012345, 0.91, 1e9, float("nan"), -0.5)]
+    >>> [format_value(value) for value in (37.967, 2.0, 0.0012345, 0.91, 1e9, float("nan"), -0.5)]
     ['37.97', '2.00', '0.001234', '0.91', '1e+09', 'nan', '-0.5']
     """
     return f"{value:.2f}" if 1 <= abs(value) < 1e6 else f"{value:.4g}"
 
 
 class PlainDisplay:
-    """A line for each `show`. See Display for its methods."""
+    """Prints a line for each `show`. After an error of the stream, such as a closed one, it prints nothing more."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._silent = False
 
     def show(self, step: int, max_steps: int | None, values: Mapping[str, float], rates: Rates) -> None:
+        """Print the global step and the values, "loss" first. Names are any text."""
         self.say(plain_line(step, values, rates))
 
     def say(self, text: str) -> None:
+        """Print one or more lines."""
         if self._silent:
             return
         try:
-            self._stream.write(_encodable(f"{text}\n", self._stream))  # print would write the end of the line apart
+            self._stream.write(_encodable(f"{text}\n", self._stream))  # print() would write the newline separately
             self._stream.flush()
-        except (OSError, ValueError, AttributeError):  # gone, full, or closed: no reason to end a training
+        except (OSError, ValueError, AttributeError):  # deleted, full or closed: training continues
             self._silent = True
 
     def close(self) -> None:
-        pass
+        """Do nothing: the lines are complete."""
 
 
 class TerminalDisplay:
-    """One line by rich, drawn anew at most ten times a second. See Display for its methods.
+    """One line drawn by rich, at most ten times a second. After an error of the stream it draws nothing more.
 
-    Meanwhile what Python writes to stdout and stderr goes above the line, where these are the same file. What
-    others write (ranks, watchers, C) appears behind the line, and stays if it is written with its end at once: print
-    does so to stdout, and not to stderr.
+    Output of Python to stdout and stderr goes above the line, if these are the same file. Output of other writers
+    (ranks, watchers, C code) appears behind the line, and remains if it is written together with its newline: print()
+    does so on stdout, and not on stderr.
 
     Arguments:
-        stream: where to write.
-        terminal: a descriptor of the terminal to which that leads; `close` closes it.
+        stream: the output stream.
+        terminal: a descriptor of the terminal that the stream leads to; `close` closes it.
 
     Raises:
         ImportError: rich is not installed.
@@ -138,18 +214,19 @@ class TerminalDisplay:
         self._progress: Progress | None = None
         self._columns = (
             rich.progress.TextColumn("{task.fields[text]}", markup=False),
-            rich.progress.BarColumn(bar_width=20),  # the last: where a row is too narrow, the text is what counts
+            rich.progress.BarColumn(bar_width=20),  # last, so that a narrow terminal shows the text
         )
         self._closed = False
         self._drawn = float("-inf")
 
     def show(self, step: int, max_steps: int | None, values: Mapping[str, float], rates: Rates) -> None:
+        """Show the global step, of `max_steps` if known, and the values, "loss" first. Names are any text."""
         if self._closed:
             return
-        with self._ended_by_errors():
+        with self._close_on_errors():
             progress = self._progress or self._start()
             count = f"step {step}/{max_steps}" if max_steps is not None else f"step {step}"
-            text = _encodable("  ".join([count, *_values(values), *_pace(max_steps, rates)]), self._stream)
+            text = _encodable("  ".join([count, *_values(values), *_throughput(max_steps, rates)]), self._stream)
             progress.update(progress.task_ids[0], total=max_steps, completed=step, text=text, visible=True)
             now = time.perf_counter()
             if now - self._drawn >= _REFRESH_S:
@@ -158,33 +235,35 @@ class TerminalDisplay:
                 progress.refresh()
 
     def say(self, text: str) -> None:
+        """Print one or more lines above the progress line."""
         if self._closed:
             return
-        with self._ended_by_errors():
+        with self._close_on_errors():
             progress = self._progress or self._start()
             progress.console.print(_encodable(text, self._stream))
 
     def close(self) -> None:
+        """End the progress line; other output continues below it. May be called twice."""
         if self._closed:
             return
         self._closed = True
         if self._progress is not None:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError, ValueError):
-                    stream.flush()  # rich would drop a line that has no end yet
+                    stream.flush()  # rich would drop an incomplete line
             with contextlib.suppress(OSError, ValueError):
-                self._progress.stop()  # draws the line once more
+                self._progress.stop()  # draws the line a last time
         os.close(self._terminal)
 
     def _start(self) -> "Progress":
-        """Not before there is something to show: from now on other output goes through rich."""
+        """Start rich, at the first output: from now on other output of this process goes through rich."""
         import rich.console
         import rich.progress
 
         console = rich.console.Console(
             file=self._stream, force_terminal=True, markup=False, emoji=False, highlight=False, soft_wrap=True
         )
-        console.on_broken_pipe = _reraise  # type: ignore[method-assign]  # its own ends the program
+        console.on_broken_pipe = _reraise  # type: ignore[method-assign]  # the default ends the program
         self._fit(console)
         self._progress = rich.progress.Progress(
             *self._columns, console=console, auto_refresh=False,
@@ -197,29 +276,32 @@ class TerminalDisplay:
         return self._progress
 
     def _fit(self, console: "Console") -> None:
-        """rich would ask stdin, stdout and stderr for the size, which may be pipes, or lead elsewhere."""
+        """Set the size: rich would ask stdin, stdout and stderr, which may not be this terminal."""
         columns, rows = os.get_terminal_size(self._terminal)
         if columns > 0:
             console.size = (columns, rows)
 
     @contextlib.contextmanager
-    def _ended_by_errors(self) -> Iterator[None]:
+    def _close_on_errors(self) -> Iterator[None]:
         try:
             yield
         except (OSError, ValueError):
             self.close()
 
 
+Display = PlainDisplay | TerminalDisplay
+
+
 def _values(values: Mapping[str, float]) -> list[str]:
-    names = sorted(values, key=lambda name: name != "loss")  # else in their order
-    return [f"{_on_one_line(name)} = {number(values[name])}" for name in names]
+    names = sorted(values, key=lambda name: name != "loss")
+    return [f"{_printable(name)} = {format_value(values[name])}" for name in names]
 
 
-def _on_one_line(name: str) -> str:
+def _printable(name: str) -> str:
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in name)
 
 
-def _pace(max_steps: int | None, rates: Rates) -> Iterator[str]:
+def _throughput(max_steps: int | None, rates: Rates) -> Iterator[str]:
     if (examples := rates.examples_per_s) is not None:
         yield f"{examples:.1f} examples/s"
     if (seconds := rates.s_per_batch) is not None:
@@ -235,7 +317,7 @@ def _seconds(value: float) -> str:
 
 
 def _terminal(stream: TextIO) -> int | None:
-    """A new descriptor of the terminal that the stream leads to, directly or through mpirun; None if there is none."""
+    """Return a new descriptor of the terminal that the stream leads to, directly or through mpirun; else None."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb").lower() in ("dumb", "unknown", ""):
         return None
     with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -262,6 +344,6 @@ def _same_file(one: TextIO, other: TextIO) -> bool:
 
 
 def _encodable(text: str, stream: TextIO) -> str:
-    """The text, with Python's escapes for what the stream cannot write."""
+    """Return the text with Python's escapes for characters that the stream cannot encode."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -1,6 +1,6 @@
-"""Hook of mkdocs: a page may link to a file of the project outside of docs/, as it does on GitHub (../examples/x.py).
+"""Hook of mkdocs: pages may link to files of the project outside docs/ (../examples/x.py), as on GitHub.
 
-Such a file becomes a page of its own, under project/. A link to one that does not exist stays, and is a warning.
+Each such file becomes a page under project/. A link to a file that does not exist is not changed, and is a warning.
 """
 
 import pathlib

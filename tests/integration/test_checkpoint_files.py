@@ -13,7 +13,7 @@ import pytest
 import safetensors
 
 from allred import checkpoint
-from allred.checkpoint import Shard
+from allred.checkpoint import ShardInfo
 from allred.errors import CheckpointError
 
 KILLS = 200
@@ -39,7 +39,7 @@ def save(root, step):
 
 def save_for_ever(root, parent):
     found = checkpoint.newest(root)
-    step = checkpoint.read(found).step + 1 if found else 0
+    step = checkpoint.read_checkpoint(found).step + 1 if found else 0
     say(os.getpid())
     while os.getppid() == parent:
         for _ in range(1 + (step % 3 == 0)):
@@ -94,11 +94,11 @@ def check(root, committed):
     if newest is None:
         assert committed == -1
         return
-    back = checkpoint.read(newest)
+    back = checkpoint.read_checkpoint(newest)
     assert back.step >= committed
     assert back.meta == {"sum": back.step}
     np.testing.assert_array_equal(back.params["w"], np.arange(20_000, dtype=np.float32) + back.step)
-    assert all(checkpoint.verify(path) == [] for path in checkpoint.steps(root))
+    assert all(checkpoint.verify(path) == [] for path in checkpoint.list_complete(root))
 
 
 # Writes its share of a tensor and of its slot, when all are ready; the last one has a scalar, too.
@@ -141,12 +141,12 @@ def write_together(directory, servers, lost=None):
         for process in processes:
             process.kill()
             process.wait()
-    return [Shard.from_json(json.loads(line)) for line in said if line]
+    return [ShardInfo.from_json(json.loads(line)) for line in said if line]
 
 
 def test_several_processes_write_one_checkpoint(tmp_path):
     directory = checkpoint.begin(tmp_path, 3)
-    back = checkpoint.read(checkpoint.commit(directory, 3, write_together(directory, 4), {"servers": 4}))
+    back = checkpoint.read_checkpoint(checkpoint.commit(directory, 3, write_together(directory, 4), {"servers": 4}))
     np.testing.assert_array_equal(back.params["w"], np.arange(16_000.0).reshape(4, 4, 1000))
     np.testing.assert_array_equal(back.slots["w"]["m"], back.params["w"] + 0.5)
     assert back.slots["w"]["count"] == 7

@@ -78,7 +78,7 @@ def test_functions_run_where_the_client_says(mpi, servers):
     assert out[:3] == ["(2, 'client', 0)", "True True ['worker', 1]", "(0, 3) [[1.0, 0.0], [0.0, 1.0]]"], result.text
     assert "KeyError: 'bad 7'\non /job:worker/task:1:\nTraceback" in result.out, result.text
     assert re.search(r'File "<string>", line \d+, in fails\n', result.out.partition("on /job")[2]), result.text
-    assert "what <lambda> returned on /job:worker/task:1 cannot be sent (TypeError: " in result.out, result.text
+    assert "the result of <lambda> on /job:worker/task:1 cannot be sent (TypeError: " in result.out, result.text
     assert "[4.0, 4.0, 2.0, 2.0] True" in out, result.text
     refused = [line.removeprefix("refused: ") for line in out if line.startswith("refused: ")]
     no_task = "session.run: there is no /job:worker/task:2; functions run on /job:worker/task:0, /job:worker/task:1"
@@ -91,7 +91,10 @@ def test_functions_run_where_the_client_says(mpi, servers):
         assert words in said, result.text
     placed = [line for line in result.err.splitlines() if line.endswith("/cpu:0")]
     assert placed[:2] == ["where: /job:client/task:0/cpu:0", "where: /job:worker/task:1/cpu:0"], result.text
-    assert "session.run(fails) on /job:worker/task:0 failed, and nobody waited for it:\nallred: KeyError" in result.err
+    assert (
+        "session.run(fails) on /job:worker/task:0 failed, and its error was not retrieved:\nallred: KeyError"
+        in result.err
+    )
 
 
 def jobs(servers=0):
@@ -185,5 +188,5 @@ with allred.connect(server.target) as session:
 """
     result = python("-c", code)
     assert result.out == "2 4\n", result.text
-    words = "InputError: session.run: /job:local/task:0 cannot have /job:worker/task:0 run a function; a task of job"
+    words = "InputError: session.run: /job:local/task:0 cannot run a function on /job:worker/task:0; only a task of job"
     assert words in result.err, result.text

@@ -51,9 +51,9 @@ def test_the_example_of_the_docstring(mpi, tmp_path):
     assert "exit code 0 after" in result.out, result.text
 
 
-def test_readme_has_the_test_of_the_docstring():
-    readme = (ROOT / "README.md").read_text()
-    assert example()[1].strip().partition("\n\n")[2].strip() in readme
+def test_the_page_about_testing_has_the_test_of_the_docstring():
+    page = (ROOT / "docs/testing.md").read_text()
+    assert example()[1].strip().partition("\n\n")[2].strip() in page
 
 
 @pytest.mark.parametrize("mpi", MPIS)

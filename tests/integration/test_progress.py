@@ -17,7 +17,7 @@ PROGRAM = r"""
 import sys, time
 from mpi4py import MPI
 from allred.session.progress import display
-from allred.session.rates import Rates
+from allred.session.progress import Rates
 rank = MPI.COMM_WORLD.Get_rank()
 now = iter(range(10**6))
 rates = Rates(clock=lambda: next(now) / 100)

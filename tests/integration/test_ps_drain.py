@@ -22,7 +22,7 @@ def check_drained(result, tmp_path, workers, mpi="mpich", code=0):
     said = re.findall(r"^shutdown (\d) .* was asked to end; the checkpoint is (\S+)$", result.out, re.M)
     assert {int(worker) for worker, _ in said} == set(range(workers)), result.text
     [path] = {path for _, path in said}
-    found = checkpoint.read(path)
+    found = checkpoint.read_checkpoint(path)
     assert set(found.params) == {"w", "b"}, result.text
     assert [p.name for p in (tmp_path / "drained").iterdir()] == [pathlib.Path(path).name]
     return found
@@ -95,4 +95,4 @@ def test_mpirun_is_asked_to_end(mpi, tmp_path):
     newest = checkpoint.newest(tmp_path / "drained")
     assert newest is not None or mpi == "openmpi", result.text
     if newest is not None:
-        assert set(checkpoint.read(newest).params) == {"w", "b"}, result.text
+        assert set(checkpoint.read_checkpoint(newest).params) == {"w", "b"}, result.text

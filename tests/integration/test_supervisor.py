@@ -26,8 +26,8 @@ def test_the_last_checkpoint_is_written(way, mode, mpi, code, steps, tmp_path):
     env = {"ALLRED_MODE": mode, "ALLRED_CHECK_STEPS": "0"}
     result = mpirun(2 + (mode == "ps"), PROGRAM, tmp_path, way, mpi=mpi, env=env)
     assert result.code == code, result.text
-    [path] = checkpoint.steps(tmp_path)
-    assert checkpoint.load(path).step in steps, result.text
+    [path] = checkpoint.list_complete(tmp_path)
+    assert checkpoint.read_manifest(path).step in steps, result.text
     assert "MismatchError" not in result.err, result.text
 
 
@@ -35,7 +35,7 @@ def test_the_last_checkpoint_is_written(way, mode, mpi, code, steps, tmp_path):
 def test_of_one_process(way, code, step, tmp_path):
     result = python(PROGRAM, tmp_path, way)
     assert result.code == code, result.text
-    assert [path.name for path in checkpoint.steps(tmp_path)] == [f"step-{step:08d}"], result.text
+    assert [path.name for path in checkpoint.list_complete(tmp_path)] == [f"step-{step:08d}"], result.text
 
 
 def test_the_ranks_may_end_at_different_times(tmp_path):
@@ -49,4 +49,4 @@ time.sleep(2 * allred.is_chief())
     program = PROGRAM.read_text() + late
     result = mpirun(2, "-c", program, tmp_path, "end", env={"ALLRED_CHECK_STEPS": "0"})
     assert (result.code, result.err) == (0, ""), result.text
-    assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-00000006"]
+    assert [path.name for path in checkpoint.list_complete(tmp_path)] == ["step-00000006"]

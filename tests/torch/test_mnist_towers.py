@@ -111,7 +111,7 @@ def test_in_float32_but_for_rounding(one_tower, ranks, towers):
 def test_it_goes_on_with_others(exact, tmp_path):
     first, _ = trained(2, "--checkpoint_dir", tmp_path, "--max_steps", 130, dtype="float64")
     later, text = trained(1, "--checkpoint_dir", tmp_path, "--towers", 2, dtype="float64")
-    assert "goes on from step 130" in text
+    assert "resumes from step 130" in text
     assert [*first, *later] == list(range(1, STEPS + 1))
     assert largest_difference(first | later, exact[0]) < 1e-10
     last_lines = [re.search(r"^test accuracy.*$", words, re.MULTILINE)[0] for words in (text, exact[1])]

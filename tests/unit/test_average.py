@@ -96,7 +96,7 @@ def test_within_swapped_the_parameters_are_the_averages_and_after_it_what_they_w
 def test_what_cannot_be_done_within_swapped():
     average = MovingAverage([np.ones(2)])
     with average.swapped():
-        with pytest.raises(InputError, match=r"MovingAverage\.update: the parameters are the averages here"):
+        with pytest.raises(InputError, match=r"MovingAverage\.update: the parameters are swapped"):
             average.update(1)
         with pytest.raises(InputError, match=r"MovingAverage\.swapped: the parameters"), average.swapped():
             pass
@@ -164,7 +164,10 @@ def test_a_state_is_a_copy():
     [
         (None, "expected a dict with 'averages', but got None"),
         ({}, "expected a dict with 'averages'"),
-        ({"averages": {"w": np.ones(2)}}, r"kept of 2 parameters, but 1 are given; missing: \['b'\], unknown: none"),
+        (
+            {"averages": {"w": np.ones(2)}},
+            r"expected the 2 parameters of the averages, but got 1; missing: \['b'\], unknown: none",
+        ),
         ({"averages": {"w": np.ones(2), "c": np.ones(1)}}, r"missing: \['b'\], unknown: \['c'\]"),
         ({"averages": {"w": np.ones(3), "b": np.ones(1)}}, r"'w' must be .* of shape \(2,\), but is .*\(3,\)"),
         ({"averages": {"w": np.ones(2), "b": 1.0}}, "'b' must be an array of floats .*, but is a float"),
@@ -185,7 +188,7 @@ def test_parameters_that_become_others():
         average.update(1)
     del params["b"]
     params["w"] = np.zeros(3)
-    with pytest.raises(InputError, match=r"'w' is a float64 ndarray of shape \(3,\) now, and its average .*\(2,\)"):
+    with pytest.raises(InputError, match=r"'w' is a float64 ndarray of shape \(3,\), but its average is .*\(2,\)"):
         average.update(1)
 
 

@@ -12,7 +12,7 @@ from checkpoints import M, W, piece, save, save_one
 
 from allred import checkpoint
 from allred.__main__ import main
-from allred.checkpoint import own_state, whole
+from allred.checkpoint import pickled_state, whole
 
 WHEN = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 
@@ -50,7 +50,7 @@ def test_ls(tmp_path, command):
     assert lines[0].split() == ["step", "saved", "size", "shards", "state"]
     assert re.fullmatch(rf" +400  {WHEN} +[\d.]+ B +2  complete", lines[1])
     assert re.fullmatch(rf" +123456789  {WHEN} +[\d.]+ B +1  complete", lines[2])
-    assert lines[3:] == [f"{begun.name}: not complete: being written, or left by a writer that died"]
+    assert lines[3:] == [f"{begun.name}: unfinished: being written, or left by a dead writer"]
     checkpoint.abandon(begun)
 
 
@@ -94,23 +94,23 @@ def test_show_takes_the_newest_that_is_complete_and_the_one_given(tmp_path, comm
     next(older.glob("shard-*")).unlink()
     code, lines, error = command("show", tmp_path)
     assert (code, lines) == (2, [])
-    told = f"no checkpoint in {tmp_path} is complete; `verify` says what is damaged"
+    told = f"no checkpoint in {tmp_path} is complete; `verify` prints the damage"
     assert error == f"python -m allred checkpoint: {told}\n"
 
 
 def test_show_an_optimizer_of_the_users_own(tmp_path, command):
-    state = own_state({"m": 1})
+    state = pickled_state({"m": 1})
     save(tmp_path, 1, [whole("", W), state])  # a nest that is one array has no name
     assert command("show", tmp_path)[1][2:] == [
         "1 parameter, 10 numbers:",
         "  ''  float32 (10,)",
-        f"the state of the user's own optimizer, pickled: {state[1].size} B",
+        f"state of the user's own optimizer, pickled: {state[1].size} B",
     ]
 
 
 def test_verify(tmp_path, command):
     good, bad = save_one(tmp_path, 1), save(tmp_path, 2, [piece("w", W, 0, 5)], [piece("w", W, 5, 10)])
-    size = sum(shard.nbytes for shard in checkpoint.load(good).shards)
+    size = sum(shard.nbytes for shard in checkpoint.read_manifest(good).shards)
     assert command("verify", good)[:2] == (0, [f"step-00000001: complete and undamaged, {size} B in 1 shard"])
     assert command("verify", tmp_path)[0] == 0
     for shard in bad.glob("shard-*"):
@@ -138,10 +138,10 @@ def test_a_directory_that_is_none(tmp_path, command, what):
     give = "give the directory that checkpoints were saved to, or one of them"
     dirs = "they are directories named step-00000400 and so on"
     assert command(what, tmp_path / "no") == (2, [], f"{who}{tmp_path / 'no'} does not exist; {give}\n")
-    assert command(what, file) == (2, [], f"{who}{file} is no directory; {give}\n")
+    assert command(what, file) == (2, [], f"{who}{file} is not a directory; {give}\n")
     assert command(what, empty) == (2, [], f"{who}{empty} holds no checkpoint; {dirs}\n")
     begun = checkpoint.begin(empty, 1)
-    assert f"{empty} holds no checkpoint, only 1 not complete: being written" in command(what, empty)[2]
+    assert f"{empty} holds no checkpoint, only 1 unfinished: being written" in command(what, empty)[2]
     checkpoint.abandon(begun)
 
 

@@ -33,7 +33,7 @@ def flip(path, position, bit):
 def test_every_flipped_bit_is_found(damaged):
     """One bit of every byte of every file. Some in the manifest change nothing: the case of a hex digit of \\u00e9."""
     older, path = damaged
-    rng, unseen, good = np.random.default_rng(0), 0, checkpoint.read(path)
+    rng, unseen, good = np.random.default_rng(0), 0, checkpoint.read_checkpoint(path)
     for file in sorted(path.iterdir()):
         for position in range(file.stat().st_size):
             bit = int(rng.integers(8))
@@ -42,13 +42,13 @@ def test_every_flipped_bit_is_found(damaged):
             assert checkpoint.newest(path.parent) in (older, path)
             if found:
                 with pytest.raises(CheckpointError) as told:
-                    checkpoint.read(path)
+                    checkpoint.read_checkpoint(path)
                 assert str(told.value) == f"{found[0]}; restore {older}, which is complete and undamaged"
                 assert str(file) in found[0]
             else:
                 unseen += 1
                 assert file.name == "manifest.json"
-                back = checkpoint.read(path)
+                back = checkpoint.read_checkpoint(path)
                 assert (back.step, back.meta, back.params.keys()) == (good.step, good.meta, good.params.keys())
             flip(file, position, bit)
     assert checkpoint.verify(path) == []
@@ -67,10 +67,10 @@ def test_a_truncated_longer_or_missing_file_is_found_and_is_not_the_newest(damag
         else:
             (path / name).write_bytes(content)
         with pytest.raises(CheckpointError, match=f"{path / name}.*; restore {older}, which is complete"):
-            checkpoint.read(path)
+            checkpoint.read_checkpoint(path)
         assert len(checkpoint.verify(path)) == 1
         assert checkpoint.newest(path.parent) == older
-        assert checkpoint.steps(path.parent) == [older]
+        assert checkpoint.list_complete(path.parent) == [older]
 
 
 def test_where_nothing_else_is_complete_that_is_said(damaged):
@@ -78,9 +78,9 @@ def test_where_nothing_else_is_complete_that_is_said(damaged):
     flip(older / "shard-00000-of-00001.safetensors", -1, 0)
     flip(path / "shard-00000-of-00002.safetensors", -1, 0)
     with pytest.raises(CheckpointError, match=f"no other checkpoint in {path.parent} is complete"):
-        checkpoint.read(path)
+        checkpoint.read_checkpoint(path)
     with pytest.raises(CheckpointError, match=r"nowhere.*No such file or directory"):
-        checkpoint.read(path.parent / "nowhere")
+        checkpoint.read_checkpoint(path.parent / "nowhere")
 
 
 def rewrite(path, **changes):
@@ -96,10 +96,10 @@ def rewrite(path, **changes):
     [
         (
             {"version": 2},
-            "of version 2 of the format, but this allred reads version 1; install the allred that wrote it",
+            "has version 2 of the format, but this allred reads version 1; install the allred that wrote it",
         ),
-        ({"format": "x"}, "is 'x'; expected 'allred checkpoint'"),
-        ({"shards": [{}]}, "is not as allred writes it: KeyError"),
+        ({"format": "x"}, "json is 'x'; expected 'allred checkpoint'"),
+        ({"shards": [{}]}, "does not have the fields that allred writes: KeyError"),
         ({"shards": []}, None),
     ],
 )
@@ -107,10 +107,10 @@ def test_a_manifest_of_another_version_or_kind(damaged, changes, text):
     _, path = damaged
     rewrite(path, **changes)
     if text is None:
-        assert checkpoint.read(path).params == {}  # the rewriting itself is no damage
+        assert checkpoint.read_checkpoint(path).params == {}  # the rewriting itself is no damage
     else:
         with pytest.raises(CheckpointError, match=text):
-            checkpoint.read(path)
+            checkpoint.read_checkpoint(path)
 
 
 @pytest.mark.parametrize("text", ["[]", "1", "{}", "[" * 10**5, "\udc80", '{"version": 1}'])
@@ -118,11 +118,11 @@ def test_a_manifest_that_is_something_else(damaged, text):
     _, path = damaged
     (path / "manifest.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
-        checkpoint.read(path)
+        checkpoint.read_checkpoint(path)
 
 
 def test_bfloat16_without_ml_dtypes(tmp_path, monkeypatch):
     path = save(tmp_path, 1, [whole("w", bits((4,), ml_dtypes.bfloat16))])
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     with pytest.raises(CheckpointError, match="holds bfloat16, which needs ml_dtypes; pip install ml_dtypes"):
-        checkpoint.read(path)
+        checkpoint.read_checkpoint(path)

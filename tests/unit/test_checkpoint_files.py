@@ -10,7 +10,7 @@ import pytest
 from checkpoints import E, M, W, bits, names_in, piece, same, save, save_one
 
 from allred import checkpoint
-from allred.checkpoint import Entry, Shard, whole
+from allred.checkpoint import Entry, ShardInfo, whole
 from allred.errors import CheckpointError, InputError
 
 DTYPES = [
@@ -39,7 +39,7 @@ NAMES = [
 def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path, dtype):
     arrays = {f"{shape}": bits(shape, dtype, seed) for seed, shape in enumerate(SHAPES)}
     path = save(tmp_path, 400, [whole(name, array) for name, array in arrays.items()])
-    back = checkpoint.read(path)
+    back = checkpoint.read_checkpoint(path)
     assert (path, back.step, back.slots, back.meta) == (tmp_path / "step-00000400", 400, {}, {})
     assert back.params.keys() == arrays.keys()
     for name, array in arrays.items():
@@ -50,7 +50,7 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path, dtype):
 def test_layouts_and_byte_orders_come_back_by_value(tmp_path):
     base = np.arange(24, dtype=np.float32).reshape(4, 6)
     layouts = {"t": base.T, "s": base[::2, ::-3], "f": np.asfortranarray(base), "b": base.astype(">f4"), "n": base[1:1]}
-    back = checkpoint.read(save(tmp_path, 1, [whole(name, array) for name, array in layouts.items()]))
+    back = checkpoint.read_checkpoint(save(tmp_path, 1, [whole(name, array) for name, array in layouts.items()]))
     for name, array in layouts.items():
         np.testing.assert_array_equal(back.params[name], array)
         assert back.params[name].dtype == np.float32  # native, whatever it was
@@ -59,7 +59,7 @@ def test_layouts_and_byte_orders_come_back_by_value(tmp_path):
 def test_any_text_is_a_name_and_none_becomes_a_file_name(tmp_path):
     entries = [whole(name, np.array([i, j]), slot) for i, name in enumerate(NAMES) for j, slot in enumerate(NAMES)]
     path = save(tmp_path / "root", 0, entries)
-    back = checkpoint.read(path)
+    back = checkpoint.read_checkpoint(path)
     held = {"": back.params}
     for name, slots in back.slots.items():
         for slot, array in slots.items():
@@ -81,7 +81,7 @@ def test_pieces_of_any_number_of_servers_make_whole_tensors(tmp_path, servers):
         for server, (start, stop) in enumerate(itertools.pairwise(cuts)):
             shards[rng.integers(servers) if servers > 2 else server].append(piece("w", array, start, stop, slot))
     shards[-1] += [whole("w", bits((13,), np.float64), slot="rows"), whole("w", 7, slot="count")]  # of other shapes
-    back = checkpoint.read(save(tmp_path, 5, *shards, meta={"server": servers}))
+    back = checkpoint.read_checkpoint(save(tmp_path, 5, *shards, meta={"server": servers}))
     same(back.params["w"], whole_w)
     same(back.slots["w"]["m"], whole_m)
     same(back.slots["w"]["rows"], bits((13,), np.float64))
@@ -91,7 +91,7 @@ def test_pieces_of_any_number_of_servers_make_whole_tensors(tmp_path, servers):
 
 def test_empty_pieces_of_a_tensor_may_lie_anywhere(tmp_path):
     path = save(tmp_path, 1, [piece("w", W, 3, 3), piece("w", W, 0, 5)], [piece("w", W, 5, 10), piece("w", W, 10, 10)])
-    same(checkpoint.read(path).params["w"], W)
+    same(checkpoint.read_checkpoint(path).params["w"], W)
 
 
 def test_other_programs_read_a_shard_that_holds_whole_tensors(tmp_path):
@@ -106,20 +106,20 @@ def test_a_shard_goes_through_json_and_its_length_and_checksum_are_the_files(tmp
     shard = checkpoint.write_shard(directory, 0, 1, [whole("層", np.ones((2, 3)), "m"), whole("s", 1.5)])
     raw = (directory / shard.file).read_bytes()
     assert (shard.nbytes, shard.checksum) == (len(raw), f"{zlib.crc32(raw):08x}")
-    assert Shard.from_json(json.loads(json.dumps(shard.to_json()))) == shard
+    assert ShardInfo.from_json(json.loads(json.dumps(shard.to_json()))) == shard
     checkpoint.abandon(directory)
     assert names_in(tmp_path) == []
 
 
 def test_a_shard_from_json_names_no_file_elsewhere():
     with pytest.raises(ValueError, match="not the name of a file"):
-        Shard.from_json({"file": "../x", "nbytes": 0, "checksum": "", "entries": []})
+        ShardInfo.from_json({"file": "../x", "nbytes": 0, "checksum": "", "entries": []})
 
 
 def test_meta_comes_back_as_json_has_it(tmp_path):
     meta = {"rng": 2**127, "policy": ("sync", 3), "lr": 0.1, "none": None, "層": "\udc80", "nan": float("inf")}
     path = save(tmp_path, 3, [], meta=meta)
-    assert checkpoint.read(path).meta == {**meta, "policy": ["sync", 3]}
+    assert checkpoint.read_checkpoint(path).meta == {**meta, "policy": ["sync", 3]}
     directory = checkpoint.begin(tmp_path, 4)
     with pytest.raises(InputError, match="meta must hold only"):
         checkpoint.commit(directory, 4, [checkpoint.write_shard(directory, 0, 1, [])], {"array": np.ones(2)})
@@ -173,9 +173,9 @@ def test_a_shard_on_a_disk_of_another_host_is_missed(tmp_path):
 @pytest.mark.parametrize(
     ("entry", "array", "text"),
     [
-        (whole("w", W)[0], W[:9], r"of 10 float32, but its array is float32 \(9,\)"),
-        (whole("w", W)[0], W.astype("f8"), r"of 10 float32, but its array is float64 \(10,\)"),
-        (whole("w", W)[0], np.array(["x"]), "of 10 float32, but its array is str"),
+        (whole("w", W)[0], W[:9], r"has 10 float32, but its array is float32 \(9,\)"),
+        (whole("w", W)[0], W.astype("f8"), r"has 10 float32, but its array is float64 \(10,\)"),
+        (whole("w", W)[0], np.array(["x"]), "has 10 float32, but its array is str"),
     ],
 )
 def test_an_array_that_does_not_fit_its_entry_is_refused(tmp_path, entry, array, text):

@@ -12,7 +12,7 @@ from checkpoints import W, names_in, same, save, save_one
 
 import allred
 from allred import checkpoint
-from allred.checkpoint import whole, writer
+from allred.checkpoint import lock, whole
 from allred.errors import CheckpointError
 
 
@@ -48,7 +48,7 @@ def test_a_full_disk(mounted):
     assert names_in(directory) == ["manifest.json"]
     checkpoint.abandon(directory)
     assert (names_in(mounted), checkpoint.newest(mounted)) == ([path.name for path in older], older[1])
-    same(checkpoint.read(older[1]).params["w"], BIG)
+    same(checkpoint.read_checkpoint(older[1]).params["w"], BIG)
     assert checkpoint.prune(mounted, 1) == older[:1]
     save(mounted, 3, two)
 
@@ -108,7 +108,7 @@ def test_a_read_only_directory(tmp_path):
         directory = checkpoint.begin(tmp_path, 2)
         shard = checkpoint.write_shard(directory, 0, 2, [])
         refused = "failed: (Permission denied|Read-only file system); .*save to another directory"
-        writer.release(os.path.realpath(directory))  # an open file would keep the mount from becoming read-only
+        lock.release(os.path.realpath(directory))  # an open file would keep the mount from becoming read-only
         with (
             read_only(tmp_path if os.geteuid() == 0 else directory),
             pytest.raises(CheckpointError, match=f"^write_shard: creating .* {refused}"),
@@ -120,7 +120,7 @@ def test_a_read_only_directory(tmp_path):
             with pytest.raises(CheckpointError, match=f"^prune: deleting .* {refused}"):
                 checkpoint.prune(tmp_path, 1)
         assert [checkpoint.verify(path) for path in older] == [[], []]
-        assert checkpoint.steps(tmp_path) == older
+        assert checkpoint.list_complete(tmp_path) == older
         assert (directory / shard.file).exists()
         checkpoint.abandon(directory)
 
@@ -146,7 +146,7 @@ def test_what_has_the_name_of_a_checkpoint_goes_aside(tmp_path):
     (tmp_path / "step-00000002").mkdir()
     for step in (1, 2):
         save_one(tmp_path, step)
-    assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-00000001", "step-00000002"]
+    assert [path.name for path in checkpoint.list_complete(tmp_path)] == ["step-00000001", "step-00000002"]
     moved = sorted(tmp_path.glob("*.was-in-the-way-*"))
     assert len(moved) == 2
     assert moved[0].read_text() == "mine"
@@ -159,7 +159,7 @@ def test_two_writers_of_one_step(tmp_path):
 
     with concurrent.futures.ThreadPoolExecutor() as threads:
         list(threads.map(write, [1.0, 2.0, 3.0]))
-    assert checkpoint.read(tmp_path / "step-00000007").params["w"][0] in (1, 2, 3)
+    assert checkpoint.read_checkpoint(tmp_path / "step-00000007").params["w"][0] in (1, 2, 3)
     assert os.listdir(tmp_path) == ["step-00000007"]
 
 
@@ -168,7 +168,7 @@ def test_two_writers_of_one_shard(tmp_path):
     shard = checkpoint.write_shard(directory, 0, 1, [whole("w", W)])
     with pytest.raises(CheckpointError, match=r"creating .*shard-00000-of-00001.* failed: File exists"):
         checkpoint.write_shard(directory, 0, 1, [])
-    same(checkpoint.read(checkpoint.commit(directory, 1, [shard])).params["w"], W)
+    same(checkpoint.read_checkpoint(checkpoint.commit(directory, 1, [shard])).params["w"], W)
 
 
 def test_an_interrupted_shard_leaves_no_file(tmp_path, monkeypatch):

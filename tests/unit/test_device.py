@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import allred
-from allred.client.message import pack, unpack
+from allred.client.call import pack, unpack
 from allred.cluster import device
 from allred.cluster.device import Place
 from allred.compat import tf1
-from allred.compat.tf1 import ignored
+from allred.compat.tf1 import ignored_arguments
 from allred.errors import InputError, NotInitializedError
 
 
@@ -42,7 +42,7 @@ def server():
 
 
 def test_a_function_for_a_gpu_runs_on_its_task_under_soft_placement(server, capfd, monkeypatch):
-    monkeypatch.setattr(ignored, "_told", set())
+    monkeypatch.setattr(ignored_arguments, "_warned", set())
     config = tf1.ConfigProto(allow_soft_placement=True, log_device_placement=True, gpu_options={})
     for session in (
         allred.connect(server.target, allow_soft_placement=True, log_device_placement=True),
@@ -52,7 +52,7 @@ def test_a_function_for_a_gpu_runs_on_its_task_under_soft_placement(server, capf
             assert session.run(max, 1, 2) == 2
     said = capfd.readouterr().err
     assert said.count("max: /job:local/task:0/cpu:0\n") == 2
-    assert said.count("allred: ConfigProto: of no effect here: gpu_options") == 1
+    assert said.count("allred: ConfigProto: these arguments have no effect: gpu_options") == 1
     for session in (allred.connect(server.target), tf1.Session(server.target)):
         words = r"remove /gpu:1 from .* or .*allow_soft_placement=True"
         with pytest.raises(InputError, match=words), allred.device("/job:local/task:0/gpu:1"):

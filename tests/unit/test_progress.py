@@ -13,8 +13,7 @@ import termios
 
 import pytest
 
-from allred.session.progress import PlainDisplay, TerminalDisplay, display, plain_line
-from allred.session.rates import Rates
+from allred.session.progress import PlainDisplay, Rates, TerminalDisplay, display, plain_line
 
 LINE = re.compile(r"^step 20, loss = 37\.97, accuracy = 0\.91 \(18761\.7 examples/sec; 0\.005 sec/batch\)$")
 
@@ -146,7 +145,7 @@ def on_screen(output, columns):
 BEGIN = """
 import os, sys, time
 from allred.session.progress import display
-from allred.session.rates import Rates
+from allred.session.progress import Rates
 now = iter(range(10**6))
 rates = Rates(clock=lambda: next(now) / 100)
 shown = display()

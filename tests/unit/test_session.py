@@ -40,11 +40,10 @@ from allred.session import (
     StepCounter,
     StopAtStep,
     Summary,
-    last,
+    final_checkpoint,
 )
-from allred.session.asked import Asked
+from allred.session.coordination import StepMetrics, StopSignals
 from allred.session.saver import Saver
-from allred.session.values import Log
 
 
 @pytest.fixture
@@ -127,9 +126,9 @@ def test_what_is_used_wrongly(world, tmp_path):
             use()
     with pytest.raises(InputError, match="need a checkpoint_dir"), Session(save_secs=5) as session:
         session.track(params=params, optimizer=opt)
-    with pytest.raises(InputError, match="checkpoint_dir=3 is no path"):
+    with pytest.raises(InputError, match="checkpoint_dir=3 is not a path"):
         Session(3)
-    with pytest.raises(InputError, match="5 is no hook"):
+    with pytest.raises(InputError, match="5 is not a hook"):
         Session(hooks=[5])
 
 
@@ -154,14 +153,18 @@ def test_checkpoints_that_are_kept(world, tmp_path):
     waits.before_step = lambda session: session._saver.wait()
     with Session(tmp_path, save_steps=2, keep=2, keep_every=10, hooks=[waits]) as session:
         train(session, range(15))
-    assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-00000010", "step-00000014", "step-00000015"]
+    assert [path.name for path in checkpoint.list_complete(tmp_path)] == [
+        "step-00000010",
+        "step-00000014",
+        "step-00000015",
+    ]
 
 
 def test_numbers_of_any_kind(world, tmp_path):
     with Session(tmp_path, save_steps=np.int64(2), keep=np.int32(1), max_steps=np.int64(3), hooks=None) as session:
         train(session, [1.0] * 5)
     assert session.step == 3
-    assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-00000003"]
+    assert [path.name for path in checkpoint.list_complete(tmp_path)] == ["step-00000003"]
 
 
 def test_a_state_that_cannot_be_saved_is_named(world, tmp_path, capfd):
@@ -189,7 +192,7 @@ def test_a_state_that_cannot_be_saved_is_named(world, tmp_path, capfd):
                 session.should_stop()
             opt.step(params, {"w": np.ones(2)})
             later.state = threading.Lock()
-    assert "the checkpoint is without it: the state of hook Secretive cannot be saved" in capfd.readouterr().err
+    assert "a part is left out of the checkpoint: the state of hook Secretive cannot be saved" in capfd.readouterr().err
     again = Secretive()
     again.state = 7
     with Session(tmp_path, hooks=[again]) as session:
@@ -313,21 +316,21 @@ def _raise(error):
 
 
 def test_a_second_ctrl_c_interrupts():
-    asked = Asked()
-    asked.listen()
+    signals = StopSignals()
+    signals.install()
     try:
         os.kill(os.getpid(), signal.SIGINT)
-        assert asked.reason == "SIGINT"
+        assert signals.reason == "SIGINT"
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     finally:
-        asked.stop()
+        signals.restore()
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
 def test_a_forked_process_ends_by_a_signal_as_it_would_without():
-    asked = Asked()
-    asked.listen()
+    signals = StopSignals()
+    signals.install()
     reads, writes = os.pipe()
     try:
         child = os.fork()
@@ -338,9 +341,9 @@ def test_a_forked_process_ends_by_a_signal_as_it_would_without():
         os.read(reads, 1)  # until it runs: Python drops signals that come in the fork
         os.kill(child, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-        assert not asked.reason
+        assert not signals.reason
     finally:
-        asked.stop()
+        signals.restore()
         os.close(reads)
         os.close(writes)
 
@@ -384,13 +387,13 @@ def test_a_commit_leaves_a_rank_that_writes_its_claim(tmp_path):
     """The chief may be writing an earlier step meanwhile. Who fails as well would think that nobody writes, and go."""
     seen = []
 
-    def save_last(step, make):
+    def save_final(step, capture):
         checkpoint.write(tmp_path, step - 1, [])
         seen.extend(path.name for path in tmp_path.glob(".*"))
 
-    saver = types.SimpleNamespace(directory=str(tmp_path), save_last=save_last, wait=lambda: None)
+    saver = types.SimpleNamespace(directory=str(tmp_path), save_final=save_final, wait=lambda: None)
     optimizer = types.SimpleNamespace(latest_step=lambda: 6, torn=False)
-    last.write_after(ValueError(), True, saver, optimizer, "ab12", lambda: str)
+    final_checkpoint.write_after_error(ValueError(), True, saver, optimizer, "ab12", lambda: str)
     assert len(seen) == 1
     assert not list(tmp_path.glob(".*"))
 
@@ -477,12 +480,12 @@ def test_an_error_of_a_checkpoint_does_not_end_the_training(world, tmp_path, cap
 
     saver = Saver(str(tmp_path), None, 1, 5, 0)
     saver.begin(0)
-    saver.save(1, lambda: fails, apart=True)
+    saver.save(1, lambda: fails, in_thread=True)
     saver.wait()
-    assert "training goes on, but a checkpoint was not written: no room" in capfd.readouterr().err
+    assert "a checkpoint was not written, training continues: no room" in capfd.readouterr().err
     assert saver.due(2)
     with pytest.raises(CheckpointError, match="no room"):
-        saver.save_last(2, lambda: fails)
+        saver.save_final(2, lambda: fails)
 
 
 def test_the_last_checkpoint_that_cannot_be_written_is_an_error(world, tmp_path):
@@ -528,7 +531,7 @@ def test_what_the_end_says(world, tmp_path, capfd):
     assert f"checkpoints: 1 written to {tmp_path}; training waited" in said
     with Session() as session:
         train(session, [])
-    assert "session: the data gave no batch" in capfd.readouterr().err
+    assert "session: the data has no batch" in capfd.readouterr().err
     with Session() as session:
         session.track(params=[np.zeros(1)], optimizer=allred.distributed(allred.optim.SGD(lr=1.0)))
         for _ in session.steps(range(5)):
@@ -542,7 +545,7 @@ def test_a_value_that_is_never_logged_is_told(world, tmp_path, capfd):
         train(session, [1.0] * 50)
     said = capfd.readouterr().err
     for who in ("NanLoss", "EarlyStopping", "Checkpoint"):
-        assert said.count(f"{who}: in 20 steps no 'lsos' was logged; in this one there is loss") == 1
+        assert said.count(f"{who}: 'lsos' was not logged in 20 steps; logged: loss") == 1
 
 
 def test_without_stderr_training_goes_on(tmp_path):
@@ -563,17 +566,17 @@ def test_what_goes_wrong_beside_the_writing(world, tmp_path, capfd, monkeypatch)
 
     saver = Saver(str(tmp_path), None, 1, 5, 0)
     saver.begin(0)
-    saver.save(1, lambda: fails, apart=True)
+    saver.save(1, lambda: fails, in_thread=True)
     saver.wait()
-    assert "a checkpoint was not written: MemoryError" in capfd.readouterr().err
+    assert "a checkpoint was not written, training continues: MemoryError" in capfd.readouterr().err
     assert saver.saved_step is None
 
     def prune(*_, **__):
         raise CheckpointError("prune: deleting it failed")
 
     monkeypatch.setattr("allred.session.saver.checkpoint.prune", prune)
-    saver.save(2, lambda: str, apart=True)
-    assert saver.save_last(3, lambda: str) == str(tmp_path)
+    saver.save(2, lambda: str, in_thread=True)
+    assert saver.save_final(3, lambda: str) == str(tmp_path)
     told = capfd.readouterr().err
     assert told.count("an older checkpoint could not be deleted: prune: deleting it failed") == 2
     assert "was not written" not in told
@@ -586,11 +589,11 @@ def test_ranks_that_log_examples_and_ranks_that_do_not_are_told_apart(world, mon
         titles.append(name)
         return array
 
-    monkeypatch.setattr("allred.session.values.functions.allreduce", allreduce)
+    monkeypatch.setattr("allred.session.coordination.functions.allreduce", allreduce)
     for examples in (None, 0, 4):
-        log = Log()
-        log.add({"loss": 1.0}, examples)
-        log.together(stop=False, save=False)
+        metrics = StepMetrics()
+        metrics.add({"loss": 1.0}, examples)
+        metrics.report_all(stop=False, save=False)
     assert titles == ["session.log(loss)", "session.log(examples, loss)", "session.log(examples, loss)"]
 
 
@@ -612,7 +615,7 @@ def test_when_a_checkpoint_is_due(tmp_path):
     saver.begin(25)
     assert [step for step in range(25, 45) if saver.due(step)] == list(range(30, 45))
     written = threading.Event()
-    saver.save(30, lambda: lambda directory: str(written.wait(60)), apart=True)
+    saver.save(30, lambda: lambda directory: str(written.wait(60)), in_thread=True)
     assert not saver.due(40)  # one is written at a time
     written.set()
     saver.wait()
@@ -623,7 +626,7 @@ def test_when_a_checkpoint_is_due(tmp_path):
     by_time._next_at = 0.0
     assert by_time.due(5)
     assert not by_time.due(0)
-    by_time.save(5, lambda: str, apart=False)
+    by_time.save(5, lambda: str, in_thread=False)
     assert not by_time.due(6)
 
 
@@ -662,7 +665,7 @@ def test_notify_calls_a_webhook_and_never_fails(world, capfd):
     assert [(outcome["reason"], outcome["failed"]) for outcome in told] == [("NonFiniteError", True)]
     with Session(hooks=[Notify(url=url, timeout_s=1)], max_steps=1) as session:
         train(session, [1])
-    assert "Notify could not tell how training ended" in capfd.readouterr().err
+    assert "Notify could not send the outcome of training" in capfd.readouterr().err
     for wrong in ({}, {"command": ["a"], "url": "b"}, {"command": "mail"}):
         with pytest.raises(InputError, match="Notify"):
             Notify(**wrong)
@@ -745,17 +748,17 @@ def test_the_best_is_kept(world, tmp_path):
     best, some = Checkpoint(tmp_path / "best", best="loss"), Checkpoint(tmp_path / "some", 2, keep=9)
     with Session(hooks=[best, some, Waits(some)]) as session:
         train(session, [3.0, 1.0, 2.0, 0.5, 0.7])
-    [best] = checkpoint.steps(tmp_path / "best")
-    assert checkpoint.read(best).params["w"].tolist() == [-4, -4]
-    assert [path.name for path in checkpoint.steps(tmp_path / "some")] == ["step-00000002", "step-00000004"]
+    [best] = checkpoint.list_complete(tmp_path / "best")
+    assert checkpoint.read_checkpoint(best).params["w"].tolist() == [-4, -4]
+    assert [path.name for path in checkpoint.list_complete(tmp_path / "some")] == ["step-00000002", "step-00000004"]
     params = {"w": np.zeros(2)}
     with Session(tmp_path / "best", max_steps=4) as session:
         train(session, [1], params)
     assert params["w"].tolist() == [-4, -4]
     for wrong in ({}, {"every_steps": 2, "best": "loss"}, {"best": "loss", "mode": "least"}):
-        with pytest.raises(InputError, match="give one of the first two"):
+        with pytest.raises(InputError, match="give every_steps or best"):
             Checkpoint(tmp_path, **wrong)
-    with pytest.raises(InputError, match="Checkpoint: directory=None is no path"):
+    with pytest.raises(InputError, match="Checkpoint: directory=None is not a path"):
         Checkpoint(None, 5)
 
 
@@ -764,7 +767,7 @@ def test_the_best_beside_those_of_an_earlier_training(world, tmp_path, capfd):
         train(session, [1.0] * 6)
     with Session(hooks=[Checkpoint(tmp_path, best="loss")]) as session:
         train(session, [3.0, 1.0, 2.0])
-    assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-00000002", "step-00000005"]
+    assert [path.name for path in checkpoint.list_complete(tmp_path)] == ["step-00000002", "step-00000005"]
     assert "step-00000005 is of a later step than this training, which begins at step 0" in capfd.readouterr().err
 
 
@@ -778,7 +781,7 @@ def test_a_best_that_was_not_written_is_not_the_best(world, tmp_path, monkeypatc
     monkeypatch.setattr(checkpoint, "write", fails_once)
     with Session(hooks=[hook, Waits(hook)]) as session:
         train(session, [1.0, 2.0, 3.0])
-    assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-00000002"]
+    assert [path.name for path in checkpoint.list_complete(tmp_path)] == ["step-00000002"]
     assert hook.best == 2.0
 
 
@@ -827,11 +830,11 @@ def test_all_hooks_hear_of_the_end(world):
 def test_signals_that_are_ignored_stay_so():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        asked = Asked()
-        asked.listen()
+        signals = StopSignals()
+        signals.install()
         os.kill(os.getpid(), signal.SIGINT)
-        assert not asked.reason
-        asked.stop()
+        assert not signals.reason
+        signals.restore()
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
@@ -843,7 +846,7 @@ def test_damaged_checkpoints_are_named(world, tmp_path, capfd, damage):
         train(session, [1, 1])
     with Session(tmp_path, max_steps=4) as session:
         train(session, [1, 1])
-    older, newest = checkpoint.steps(tmp_path)[-2:]
+    older, newest = checkpoint.list_complete(tmp_path)[-2:]
     [shard] = newest.glob("shard-*")
     shard.write_bytes(damage(shard.read_bytes()))
     with Session(tmp_path) as session:
@@ -867,7 +870,11 @@ def test_the_last_checkpoint_of_a_failure_before_a_later_one_that_is_damaged(wor
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     with pytest.raises(ZeroDivisionError), Session(tmp_path) as session:
         train(session, [1, 1, 0], gradient=lambda loss: 1 / loss)
-    assert [path.name for path in checkpoint.steps(tmp_path)] == ["step-00000001", "step-00000003", "step-00000005"]
+    assert [path.name for path in checkpoint.list_complete(tmp_path)] == [
+        "step-00000001",
+        "step-00000003",
+        "step-00000005",
+    ]
 
 
 @pytest.mark.parametrize("tracked", [True, False])
@@ -879,5 +886,7 @@ def test_data_that_would_begin_anew_is_told(world, tmp_path, capfd, tracked, sav
         session.track(params=params, optimizer=opt, data=data if tracked else None)
         for _ in session.steps(data):
             opt.step(params, [np.ones(1)])
-    told = capfd.readouterr().err.count("will begin this data anew, though it could go on behind the last batch; pass")
+    told = capfd.readouterr().err.count(
+        "starts this data from the beginning, though it can continue behind the last batch; pass"
+    )
     assert told == (saves and not tracked)

@@ -12,9 +12,8 @@ import pytest
 import worlds
 
 from allred.errors import InputError
-from allred.session import events
-from allred.session.histogram import histogram
-from allred.session.summary import SummaryWriter
+from allred.session import summary
+from allred.session.summary import SummaryWriter, histogram
 
 
 def refused(word):
@@ -111,7 +110,7 @@ def test_tensorboard_purges_what_came_after(tmp_path):
 
 def test_a_resumed_run_whose_clock_is_behind(tmp_path, monkeypatch):
     write(tmp_path, (1, 2, 3)).close()
-    monkeypatch.setattr(events.time, "time", lambda: 1e9)
+    monkeypatch.setattr(summary.time, "time", lambda: 1e9)
     write(tmp_path, (2, 3), step=1, offset=0.5).close()
     assert [event.value for event in accumulated(tmp_path).Scalars("loss")] == [1, 2.5, 3.5]
 
@@ -210,7 +209,7 @@ def test_a_tensorboard_that_cannot_be_used(tmp_path, monkeypatch, capsys):
     def unusable(directory, step):
         raise TypeError("Descriptors cannot be created directly")
 
-    monkeypatch.setattr("allred.session.summary.EventFile", unusable)
+    monkeypatch.setattr("allred.session.summary._EventFile", unusable)
     with worlds.installed():
         write(tmp_path, (1,)).close()
     assert "tensorboard cannot be used (Descriptors cannot be created directly)" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import pytest
 
 import allred
 from allred.compat import tf1
-from allred.compat.tf1 import ignored
+from allred.compat.tf1 import ignored_arguments
 from allred.errors import InputError
 from allred.session import Hook, Summary
 
@@ -43,7 +43,7 @@ def test_arguments_are_tensorflow_s(what):
 
 @pytest.fixture
 def world(monkeypatch):
-    monkeypatch.setattr(ignored, "_told", set())
+    monkeypatch.setattr(ignored_arguments, "_warned", set())
     allred.init(banner=False)
     yield
     allred.shutdown()
@@ -175,9 +175,9 @@ def test_what_has_no_effect_is_said_once(world, capfd):
     where = "(docs/from-tensorflow.md)"
     said = [line for line in capfd.readouterr().err.splitlines() if where in line]
     assert said == [
-        f"allred: SyncReplicasOptimizer: of no effect here: replica_id {where}",
-        f"allred: Supervisor: of no effect here: ready_op, init_op {where}",
-        f"allred: replica_device_setter: of no effect here: merge_devices {where}",
+        f"allred: SyncReplicasOptimizer: these arguments have no effect: replica_id {where}",
+        f"allred: Supervisor: these arguments have no effect: ready_op, init_op {where}",
+        f"allred: replica_device_setter: these arguments have no effect: merge_devices {where}",
     ]
 
 
@@ -209,7 +209,7 @@ def test_replica_device_setter_in_turn_and_by_a_strategy():
         (lambda t: tf1.StopAtStepHook(), "give one of the two"),
         (lambda t: tf1.StopAtStepHook(1, 1), "give one of the two"),
         (lambda t: tf1.SyncReplicasOptimizer(t.opt, 1), "expected an optimizer with step"),
-        (lambda t: tf1.SyncReplicasOptimizer(allred.optim.SGD(lr=1.0), 2), "a step is of all workers, and there are 1"),
+        (lambda t: tf1.SyncReplicasOptimizer(allred.optim.SGD(lr=1.0), 2), r"each step uses all workers \(1\)"),
         (lambda t: tf1.SyncReplicasOptimizer(allred.optim.SGD(lr=1.0), 1, 2), "total_num_replicas=2"),
     ],
 )

@@ -1,23 +1,19 @@
-"""TensorFlow 1.x's names for training with parameter servers, with its arguments. There is no graph: what TensorFlow
-finds there (variables, the optimizer) is given as params= and optimizer=, and what it calls an op is a function.
+"""TensorFlow 1.x's names for training with parameter servers, with its arguments. There is no graph: the variables and
+the optimizer are given as params= and optimizer=, and functions take the place of ops.
 
-What has no effect here is accepted, and said once. docs/from-tensorflow.md has all names of the tutorials.
+Arguments that have no effect are accepted, with one warning. docs/from-tensorflow.md lists all names of the tutorials.
 """
 
-from allred.compat.tf1.client_session import ConfigProto, Session
-from allred.compat.tf1.device_setter import replica_device_setter
-from allred.compat.tf1.hooks import StopAtStepHook
-from allred.compat.tf1.supervisor import Supervisor
 from allred.compat.tf1.sync_replicas import SyncReplicasOptimizer
-from allred.compat.tf1.training_session import MonitoredSession, MonitoredTrainingSession
+from allred.compat.tf1.tf_session import ConfigProto, Session, replica_device_setter
+from allred.compat.tf1.training_session import (
+    MonitoredSession,
+    MonitoredTrainingSession,
+    StopAtStepHook,
+    Supervisor,
+)
 
 __all__ = [
-    "ConfigProto",
-    "MonitoredSession",
-    "MonitoredTrainingSession",
-    "Session",
-    "StopAtStepHook",
-    "Supervisor",
-    "SyncReplicasOptimizer",
-    "replica_device_setter",
-]
+    "ConfigProto", "MonitoredSession", "MonitoredTrainingSession", "Session", "StopAtStepHook", "Supervisor",
+    "SyncReplicasOptimizer", "replica_device_setter",
+]  # fmt: skip

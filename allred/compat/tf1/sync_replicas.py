@@ -5,7 +5,7 @@ from typing import Any
 
 from allred import nest
 from allred.cluster import topology
-from allred.compat.tf1 import ignored
+from allred.compat.tf1.ignored_arguments import warn_ignored
 from allred.errors import InputError, NotInitializedError
 from allred.modes.optimizer import DistributedOptimizer
 from allred.ps import running
@@ -14,18 +14,18 @@ from allred.session.hooks import Hook
 
 
 class SyncReplicasOptimizer(DistributedOptimizer):
-    """A distributed optimizer whose steps are the mean of `replicas_to_aggregate` fresh gradients.
+    """A distributed optimizer that applies the mean of `replicas_to_aggregate` fresh gradients in each step.
 
-    Later ones are dropped, and counted (`opt.dropped`).
+    Later gradients are dropped and counted (`opt.dropped`).
 
         opt = tf1.SyncReplicasOptimizer(allred.optim.Adagrad(lr=0.01), replicas_to_aggregate=3, total_num_replicas=4)
         opt.apply_gradients([(grad_w, w), (grad_b, b)])
 
-    opt: an optimizer with step(params, grads). replicas_to_aggregate: with parameter servers any number; without (mode
-    sync) that of all workers. total_num_replicas: the number of workers, if given. name: what errors call it.
-    Of no effect: variable_averages and variables_to_average (`allred.session.Averaging` does that), replica_id,
-    use_locking (such steps always lock).
-    Raises InputError for numbers that cannot be.
+    opt: an optimizer with step(params, grads). replicas_to_aggregate: any number with parameter servers; in mode sync
+    the number of workers. total_num_replicas: the number of workers, if given. name: the prefix of errors.
+    No effect: variable_averages and variables_to_average (use `allred.session.Averaging`), replica_id, use_locking
+    (these steps always lock).
+    Raises InputError for invalid numbers.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class SyncReplicasOptimizer(DistributedOptimizer):
         *,
         replica_id: int | None = None,
     ) -> None:
-        ignored.tell(
+        warn_ignored(
             "SyncReplicasOptimizer",
             {"variable_averages": variable_averages, "variables_to_average": variables_to_average,
              "replica_id": replica_id},
@@ -49,7 +49,7 @@ class SyncReplicasOptimizer(DistributedOptimizer):
         if isinstance(opt, DistributedOptimizer) or not callable(getattr(opt, "step", None)):
             raise InputError(f"SyncReplicasOptimizer({opt!r}): expected an optimizer with step(params, grads)")
         policy = Sync(replicas_to_aggregate, total_num_replicas or None)
-        self._tracked: Any = None  # the nest of parameters that training began with
+        self._tracked: Any = None  # the nest of parameters given to `broadcast`
         _check_without_servers(policy)
         super().__init__(opt, name=name, consistency=policy)
 
@@ -61,12 +61,12 @@ class SyncReplicasOptimizer(DistributedOptimizer):
     def apply_gradients(
         self, grads_and_vars: Iterable[tuple[Any, Any]], global_step: Any = None, name: str | None = None
     ) -> None:
-        """A step, as `step(params, grads)` makes it, from pairs of a gradient and its variable, an array.
+        """Make a step, like `step(params, grads)`, from pairs of a gradient and its variable, an array.
 
-        A gradient may be None. Of no effect: global_step, which the optimizer counts (`opt.global_step`), and name.
-        Raises InputError for variables that are not among the parameters that `broadcast` was given, or a session.
+        A gradient may be None. No effect: global_step, which the optimizer counts (`opt.global_step`), and name.
+        Raises InputError for variables that are not among the parameters given to `broadcast` or to a session.
         """
-        ignored.tell("apply_gradients", {"global_step": global_step, "name": name}, {"global_step": None, "name": None})
+        warn_ignored("apply_gradients", {"global_step": global_step, "name": name}, {"global_step": None, "name": None})
         pairs = list(grads_and_vars)
         if self._tracked is None:
             return self.step([variable for _, variable in pairs], [grad for grad, _ in pairs])
@@ -80,15 +80,15 @@ class SyncReplicasOptimizer(DistributedOptimizer):
         self.step(self._tracked, nest.rebuild(self._tracked, [grads.get(id(leaf)) for leaf in leaves]))
 
     def get_init_tokens_op(self, num_tokens: int = -1) -> Callable[[], None]:
-        """A function that does nothing: the servers give tokens by themselves."""
+        """Return a function that does nothing: the servers count tokens themselves."""
         return _nothing
 
     def get_chief_queue_runner(self) -> Callable[[], None]:
-        """The same, for `Supervisor.start_queue_runners`."""
+        """Return a function that does nothing, for `Supervisor.start_queue_runners`."""
         return _nothing
 
     def make_session_run_hook(self, is_chief: bool | None = None, num_tokens: int = -1) -> Hook:
-        """A hook that does nothing."""
+        """Return a hook that does nothing."""
         return Hook()
 
 
@@ -105,5 +105,5 @@ def _check_without_servers(policy: Sync) -> None:
     if not running.running() and (wanted != workers or total not in (None, workers)):
         raise InputError(
             f"SyncReplicasOptimizer(replicas_to_aggregate={wanted}, total_num_replicas={total}): without parameter "
-            f"servers a step is of all workers, and there are {workers}; for others give the ClusterSpec a job 'ps'"
+            f"servers each step uses all workers ({workers}); for other numbers give the ClusterSpec a job 'ps'"
         )

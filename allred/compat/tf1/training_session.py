@@ -1,4 +1,4 @@
-"""`tf.train.MonitoredTrainingSession`: an `allred.Session` under its arguments."""
+"""`tf.train.MonitoredTrainingSession` and `tf.train.Supervisor`: an `allred.Session` with their arguments; hooks."""
 
 import math
 import os
@@ -6,28 +6,86 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Self
 
-from allred.compat.tf1 import ignored
-from allred.compat.tf1.hooks import OnChief
+from allred.compat.tf1.ignored_arguments import check_chief, warn_ignored
 from allred.errors import InputError
-from allred.session.hooks import Hook
+from allred.session.hooks import Hook, Outcome, SessionView, StopAtStep
+from allred.session.logging_hooks import Summary
 from allred.session.session import Session
-from allred.session.telling import Summary
 
 _DEFAULT: Any = object()
-_IGNORED = {"master": "", "scaffold": None, "config": None, "stop_grace_period_secs": 120, "save_graph_def": True}
+_IGNORED_TRAINING = {
+    "master": "",
+    "scaffold": None,
+    "config": None,
+    "stop_grace_period_secs": 120,
+    "save_graph_def": True,
+}
+
+_IGNORED_SUPERVISOR = {
+    "graph": None, "ready_op": None, "ready_for_local_init_op": None, "init_op": None, "init_feed_dict": None,
+    "local_init_op": None, "summary_op": None, "saver": None, "global_step": None, "recovery_wait_secs": 30,
+    "stop_grace_secs": 120, "checkpoint_basename": "model.ckpt", "session_manager": None, "summary_writer": None,
+    "init_fn": None, "local_init_run_options": None,
+}  # fmt: skip
+
+
+class StopAtStepHook(Hook):
+    """Stops after `num_steps` more steps, or at the global step `last_step`.
+
+        hooks=[tf1.StopAtStepHook(last_step=1000)]
+
+    Raises InputError unless one of the two is given.
+    """
+
+    def __init__(self, num_steps: int | None = None, last_step: int | None = None) -> None:
+        if (num_steps is None) == (last_step is None):
+            raise InputError(f"StopAtStepHook(num_steps={num_steps!r}, last_step={last_step!r}): give one of the two")
+        self._num_steps = num_steps
+        self._hook = StopAtStep(last_step if num_steps is None else num_steps)  # type: ignore[arg-type]
+
+    def begin(self, session: SessionView) -> None:
+        if self._num_steps is not None:
+            self._hook = StopAtStep(session.step + self._num_steps)
+        self._hook.begin(session)
+
+    def after_step(self, session: SessionView, values: dict[str, float]) -> None:
+        self._hook.after_step(session, values)
+
+
+class _ChiefOnly(Hook):
+    """A hook that only the chief calls. Its state is not part of the checkpoints."""
+
+    def __init__(self, hook: Hook) -> None:
+        self._hook = hook
+
+    def begin(self, session: SessionView) -> None:
+        if session.is_chief:
+            self._hook.begin(session)
+
+    def before_step(self, session: SessionView) -> None:
+        if session.is_chief:
+            self._hook.before_step(session)
+
+    def after_step(self, session: SessionView, values: dict[str, float]) -> None:
+        if session.is_chief:
+            self._hook.after_step(session, values)
+
+    def end(self, session: SessionView, outcome: Outcome) -> None:
+        if session.is_chief:
+            self._hook.end(session, outcome)
 
 
 class MonitoredSession(Session):
-    """An `allred.Session` that has tracked what is trained when its with statement begins, and runs functions here."""
+    """An `allred.Session` that calls `track` when its with statement begins, and runs functions in this process."""
 
     def __init__(self, who: str, params: Any, optimizer: Any, data: Any, **arguments: Any) -> None:
         if params is None or optimizer is None:
             raise InputError(
                 f"{who}: there is no graph to find variables and optimizer in; give params=, a nest of arrays, and "
-                "optimizer=, what allred.distributed or SyncReplicasOptimizer gives"
+                "optimizer=, the result of allred.distributed or SyncReplicasOptimizer"
             )
         super().__init__(**arguments)
-        self._trained = {"params": params, "optimizer": optimizer, "data": data}
+        self._tracked = {"params": params, "optimizer": optimizer, "data": data}
         self._begun = False  # whether `begin` was called and no with statement has followed
 
     def begin(self) -> Self:
@@ -42,14 +100,15 @@ class MonitoredSession(Session):
             return self
         super().__enter__()
         try:
-            self.track(**self._trained)
+            self.track(**self._tracked)
         except BaseException:
             self.__exit__(*sys.exc_info())
             raise
         return self
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function, here: what TensorFlow calls an op. `should_stop` ends a step and begins the next."""
+        """Call a function in this process and return its result, instead of running an op. `should_stop` ends a step
+        and begins the next. Raises InputError for other objects."""
         if not callable(function):
             raise InputError(f"run({function!r}): there is no graph; expected a function and its arguments")
         return function(*args, **kwargs)
@@ -77,41 +136,42 @@ def MonitoredTrainingSession(  # noqa: N802  (TensorFlow's name)
     optimizer: Any = None,
     data: Any = None,
 ) -> MonitoredSession:
-    """A session for the training loop, which goes on from the newest checkpoint in checkpoint_dir.
+    """Return a session for the training loop, which resumes from the newest checkpoint in checkpoint_dir.
 
         with tf1.MonitoredTrainingSession(checkpoint_dir="ckpt", params=params, optimizer=opt) as session:
             while not session.should_stop():
                 session.run(train_step)
 
-    params, optimizer, data: what is trained; see `allred.Session.track`. is_chief: may be left out.
-    save_checkpoint_secs (600), save_checkpoint_steps: one of the two; without both only the last one, at the end.
-    save_summaries_steps (100), save_summaries_secs: between summaries of what `session.log` was given, into
-    summary_dir, or else checkpoint_dir; without both there are none.
-    log_step_count_steps: between lines with step and pace; None or 0 is "without", here as above.
-    chief_only_hooks: hooks that the chief calls.
-    max_wait_secs: how long the workers wait for the chief to restore.
-    Of no effect: master, scaffold, config, stop_grace_period_secs, save_graph_def.
-    Raises InputError for what cannot be.
+    params, optimizer, data: see `allred.Session.track`. is_chief: may be left out.
+    save_checkpoint_secs (600), save_checkpoint_steps: the interval, one of the two; None or 0 for both: only the last
+    checkpoint, at the end.
+    save_summaries_steps (100), save_summaries_secs: the interval of summaries of the logged values, one of the two,
+    into summary_dir, by default checkpoint_dir; None or 0 for both: no summaries.
+    log_step_count_steps: steps between lines with step and throughput; None or 0: no lines.
+    chief_only_hooks: hooks that only the chief calls.
+    max_wait_secs: time limit in seconds for the chief's restore.
+    No effect: master, scaffold, config, stop_grace_period_secs, save_graph_def.
+    Raises InputError for invalid arguments.
     """
     who = "MonitoredTrainingSession"
-    ignored.tell(who, locals(), _IGNORED)
-    ignored.check_chief(who, is_chief)
-    secs, steps = _one(
+    warn_ignored(who, locals(), _IGNORED_TRAINING)
+    check_chief(who, is_chief)
+    secs, steps = _interval(
         who, 600.0, {"save_checkpoint_secs": save_checkpoint_secs, "save_checkpoint_steps": save_checkpoint_steps}
     )
-    summary_steps, summary_secs = _one(
+    summary_steps, summary_secs = _interval(
         who, 100, {"save_summaries_steps": save_summaries_steps, "save_summaries_secs": save_summaries_secs}
     )
-    return start(
+    return _new_session(
         who, params, optimizer, data,
         directory=checkpoint_dir, secs=secs, steps=steps, wait_s=max_wait_secs, summaries=summary_dir or checkpoint_dir,
         summary_steps=summary_steps, summary_secs=summary_secs,
-        hooks=[*(hooks or ()), *map(OnChief, chief_only_hooks or ())], log_steps=log_step_count_steps or None,
+        hooks=[*(hooks or ()), *map(_ChiefOnly, chief_only_hooks or ())], log_steps=log_step_count_steps or None,
     )  # fmt: skip
 
 
-def _one(who: str, default: float, given: dict[str, Any]) -> tuple[Any, Any]:
-    """The two values, of which one is None at least; the default for the first one if neither was given."""
+def _interval(who: str, default: float, given: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the two values, at least one of them None; `default` for the first if neither was given."""
     first, second = given.values()
     if first is _DEFAULT and second is _DEFAULT:
         return default, None
@@ -121,12 +181,11 @@ def _one(who: str, default: float, given: dict[str, Any]) -> tuple[Any, Any]:
     return first, second
 
 
-def start(
+def _new_session(
     who: str, params: Any, optimizer: Any, data: Any, *,
     directory: Any, secs: float | None, steps: int | None, wait_s: float, summaries: Any,
     summary_steps: int | None, summary_secs: float | None, hooks: list[Hook], log_steps: int | None,
 ) -> MonitoredSession:  # fmt: skip
-    """The session, for all of TensorFlow's ways to one."""
     if secs is None and steps is None:
         secs = math.inf
     if summaries and (summary_steps or summary_secs):
@@ -136,3 +195,113 @@ def start(
         who, params, optimizer, data,
         checkpoint_dir=directory, hooks=hooks, log_steps=log_steps, wait_for_chief_s=wait_s, **saving,
     )  # fmt: skip
+
+
+class Supervisor:
+    """Makes sessions that resume from the newest checkpoint in logdir, and write checkpoints and summaries.
+
+        sv = tf1.Supervisor(is_chief=task_index == 0, logdir="logs", params=params, optimizer=opt)
+        with sv.managed_session(server.target) as session:
+            while not sv.should_stop() and session.step < 1000:
+                session.run(train_step)
+
+    params, optimizer, data: see `allred.Session.track`. is_chief: may be left out.
+    logdir: the directory of checkpoints and summaries; None: neither is written. save_model_secs: seconds between
+    checkpoints; 0: only the last one, at the end. save_summaries_secs: seconds between summaries of the logged values;
+    0: no summaries. All other arguments have no effect. Raises InputError for invalid arguments.
+    """
+
+    def __init__(
+        self,
+        graph: Any = None,
+        ready_op: Any = None,
+        ready_for_local_init_op: Any = None,
+        is_chief: bool | None = None,
+        init_op: Any = None,
+        init_feed_dict: Any = None,
+        local_init_op: Any = None,
+        logdir: str | os.PathLike[str] | None = None,
+        summary_op: Any = None,
+        saver: Any = None,
+        global_step: Any = None,
+        save_summaries_secs: float = 120,
+        save_model_secs: float = 600,
+        recovery_wait_secs: float = 30,
+        stop_grace_secs: float = 120,
+        checkpoint_basename: str = "model.ckpt",
+        session_manager: Any = None,
+        summary_writer: Any = None,
+        init_fn: Any = None,
+        local_init_run_options: Any = None,
+        *,
+        params: Any = None,
+        optimizer: Any = None,
+        data: Any = None,
+    ) -> None:
+        warn_ignored("Supervisor", locals(), _IGNORED_SUPERVISOR)
+        check_chief("Supervisor", is_chief)
+        self._tracked = params, optimizer, data
+        self._logdir, self._secs = logdir, (save_model_secs, save_summaries_secs)
+        self._session: MonitoredSession | None = None
+
+    def managed_session(
+        self,
+        master: str = "",
+        config: Any = None,
+        start_standard_services: bool = True,
+        close_summary_writer: bool = True,
+    ) -> MonitoredSession:
+        """Return the session of the training loop, for a with statement. master and config have no effect."""
+        warn_ignored("Supervisor.managed_session", locals(), {"master": "", "config": None})
+        return self._new(start_standard_services, 7200.0)
+
+    def prepare_or_wait_for_session(
+        self,
+        master: str = "",
+        config: Any = None,
+        wait_for_checkpoint: bool = False,
+        max_wait_secs: float = 7200,
+        start_standard_services: bool = True,
+    ) -> MonitoredSession:
+        """Return a session that has already begun. It may also be used in a with statement.
+
+        `stop` ends the session, else the end of the program does. The last checkpoint is written in both cases, also
+        after an exception, but not if the process is killed."""
+        given = {"master": "", "config": None, "wait_for_checkpoint": False}
+        warn_ignored("Supervisor.prepare_or_wait_for_session", locals(), given)
+        return self._new(start_standard_services, max_wait_secs).begin()
+
+    def _new(self, services: bool, wait_s: float) -> MonitoredSession:
+        secs, summary_secs = (seconds if services and seconds > 0 else None for seconds in self._secs)
+        self._session = _new_session(
+            "Supervisor", *self._tracked,
+            directory=self._logdir, secs=secs, steps=None, wait_s=wait_s, summaries=self._logdir, summary_steps=None,
+            summary_secs=summary_secs, hooks=[], log_steps=100,
+        )  # fmt: skip
+        return self._session
+
+    @property
+    def session(self) -> MonitoredSession:
+        """The last session. Raises InputError before the first."""
+        if self._session is None:
+            raise InputError("Supervisor: call managed_session() or prepare_or_wait_for_session() first")
+        return self._session
+
+    def should_stop(self) -> bool:
+        """Return whether the loop ends, and else begin a step: call it once per step. See `allred.Session`."""
+        return self.session.should_stop()
+
+    def request_stop(self, ex: BaseException | None = None) -> None:
+        """End the loop on all workers. Raises `ex` if it is given."""
+        if ex is not None:
+            raise ex
+        self.session.request_stop()
+
+    def stop(self, threads: Any = None, close_summary_writer: bool = True, ignore_live_threads: bool = False) -> None:
+        """End the session that `prepare_or_wait_for_session` began, and write the last checkpoint. In a `finally`
+        clause the session ends with the exception that is being handled, if there is one."""
+        self.session.end(sys.exc_info()[1])
+
+    def start_queue_runners(self, sess: Any, queue_runners: Iterable[Any] | None = None) -> list[Any]:
+        """Return an empty list: there are no queues."""
+        return []
