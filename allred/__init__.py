@@ -63,9 +63,9 @@ from allred.errors import (
     RemoteRankError,
     ShutdownError,
 )
+from allred.modes.clipping import GradScaler
 from allred.modes.decorator import distributed
 from allred.modes.optimizer import DistributedOptimizer
-from allred.modes.scaler import GradScaler
 from allred.modes.towers import Towers
 from allred.nest import digest
 from allred.ps.variable import replica_device_setter, variable

@@ -29,7 +29,7 @@ from allred.data import prefetch_processes
 from allred.data.iterations import Iterations
 from allred.errors import AllredError, ConfigError, InputError
 from allred.gpu import binding
-from allred.modes.detect import outside
+from allred.modes.detect import wrapper_bypass
 from allred.ps import running
 from allred.ps.running import Running
 from allred.watch import exit as exit_protocol
@@ -317,7 +317,7 @@ def shutdown() -> None:
     if not communicator.queue.poisoned and topology.rank() < topology.size():
         communicator.check("shutdown", "shutdown()").wait()
         recording.compare_clocks_again()
-    outside.say_unused()
+    wrapper_bypass.warn_unused()
     _leave_servers()
     _leave_workers()
     watch.stop()

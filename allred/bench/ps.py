@@ -22,7 +22,7 @@ from allred import arrays, native
 from allred.bench import baselines, measure, sets, table, verify
 from allred.bench.verify import LR, WrongResultError
 from allred.errors import ConfigError
-from allred.modes.options import Options
+from allred.modes.options import StepOptions
 from allred.optim import SGD
 from allred.ps import running
 from allred.ps.account import Statistics
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> N
 def _policy(name: str | None, context: running.Running) -> Policy:
     """The consistency policy `name`, or that of the settings. Raises ConfigError for backup workers."""
     config = context.config if name is None else dataclasses.replace(context.config, consistency=name)
-    policy = Options("opt").policy(config)
+    policy = StepOptions("opt").policy(config)
     if isinstance(policy, Sync) and policy.replicas_to_aggregate not in (None, context.workers):
         raise ConfigError(
             f"bench ps does not support backup workers: ALLRED_REPLICAS_TO_AGGREGATE is {policy.replicas_to_aggregate} "
@@ -107,7 +107,7 @@ class _BenchCalls(Calls):
 def _serve(context: running.Running, policy: Policy, comm: Any, baseline: baselines.ServerBaseline | None) -> None:
     """Serve until the last worker has left. Raises WrongResultError if a worker has reported one."""
     problems: list[str] = []
-    optimizer, options = SGD(lr=LR), Options("opt", consistency=policy)
+    optimizer, options = SGD(lr=LR), StepOptions("opt", consistency=policy)
     agreement = options.agreement(optimizer, context.config)
     calls = functools.partial(_BenchCalls, comm=comm, baseline=baseline, problems=problems)
     Server(context, optimizer, policy, options.locks(optimizer, context.config), agreement, calls=calls).serve()

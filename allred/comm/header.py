@@ -101,12 +101,17 @@ class OpDescriptor:
         name = hash_text(self.name)
         if self.arrays is not None:
             return name, hash_arrays(self.arrays)
-        text = "\n".join((self.title, self.settings, *self.tensors)).encode(errors="backslashreplace")
-        return name, int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+        return name, _hash_lines(self.title, self.settings, self.tensors)
 
     @functools.cached_property
     def _count(self) -> int:
         return sum(math.prod(shape) for _, shape in self.arrays or ())
+
+
+@functools.lru_cache(maxsize=64)  # each step has the same lines, one per gradient
+def _hash_lines(title: str, settings: str, tensors: tuple[str, ...]) -> int:
+    text = "\n".join((title, settings, *tensors)).encode(errors="backslashreplace")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def mix(value: int, word: int) -> int:

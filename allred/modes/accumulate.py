@@ -1,4 +1,4 @@
-"""Gradient accumulation: several micro-steps make one step, so that a large batch fits into little memory."""
+"""Gradient accumulation over several micro-steps (`Accumulator`), and the samples of a step (`SampleCount`)."""
 
 import operator
 from collections.abc import Sequence
@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from allred import arrays
+from allred.data.iterations import claim_samples
 from allred.errors import InputError
-from allred.fusion.plan import Tensor
+from allred.fusion import Tensor
 from allred.gpu.arithmetic import compute
 
 
@@ -16,29 +17,24 @@ class Accumulator:
     """Adds up the gradients of several micro-steps, each weighted by its samples; 16-bit floats in float32."""
 
     def __init__(self, micro_steps: int) -> None:
-        try:
-            self.micro_steps = operator.index(micro_steps)
-        except TypeError:
-            self.micro_steps = 0
-        if self.micro_steps < 1:
-            raise InputError(f"accumulate={micro_steps!r} must be a whole number of micro-steps, at least 1")
+        self.micro_steps = micro_steps
         self.clear()
 
     @property
     def filled(self) -> int:
-        """Micro-steps so far, of the step at hand."""
+        """Micro-steps added since the last complete step."""
         return len(self._samples)
 
     def clear(self) -> None:
-        """Start anew."""
+        """Discard the sums."""
         self._tensors: list[Tensor] = []
         self._sums: list[Any] = []
-        self._samples: list[int | None] = []  # of each call so far
+        self._samples: list[int | None] = []  # of each micro-step
 
     def add(self, tensors: Sequence[Tensor], values: Sequence[Any], samples: int | None) -> bool:
-        """Take the gradients of one call; True if it is the last of a step.
+        """Add the gradients of one micro-step; return whether it is the last of a step.
 
-        Raises InputError if they do not fit those of the calls before.
+        Raises InputError if they differ from those of the micro-steps before in name, shape or dtype.
         """
         if odd := next((tensor for tensor in tensors if not arrays.is_float(tensor.dtype)), None):
             raise InputError(f"the gradient of {odd} cannot be accumulated: its mean would be rounded; cast it")
@@ -58,7 +54,7 @@ class Accumulator:
         return len(self._samples) == self.micro_steps
 
     def take(self) -> tuple[list[Any], int | None]:
-        """The means of what was added, as new arrays of the tensors' dtypes, and the number of samples; starts anew."""
+        """Return the means as new arrays of the dtypes of the tensors, and the number of samples; then clear."""
         counts = [count for count in self._samples if count is not None]
         total = sum(counts) if counts else len(self._samples)
         means = [
@@ -69,3 +65,45 @@ class Accumulator:
         ]
         self.clear()
         return means, sum(counts) if counts else None
+
+
+class SampleCount:
+    """The number of samples of each step: the argument of its first reduce() or of step(), else the share of the
+    current batch (data/iterations.py)."""
+
+    def __init__(self) -> None:
+        self._claimed: tuple[int | None, str] | None = None  # by reduce() for the next step: the number, or an error
+
+    def of_reduce(self, samples: Any) -> int | None:
+        """Return the samples of the next step; `samples` counts in the first call. An error is raised by `of_step`."""
+        if self._claimed is None:
+            try:
+                self._claimed = _claim(samples), ""
+            except InputError as error:
+                self._claimed = None, str(error)
+        return self._claimed[0]
+
+    def of_step(self, samples: Any) -> int | None:
+        """Return the samples of the step that ends. Raises InputError."""
+        claimed, self._claimed = self._claimed, None
+        if claimed is None:
+            return _claim(samples)
+        if claimed[1]:
+            raise InputError(claimed[1])
+        if samples is not None and _whole(samples) != claimed[0]:
+            raise InputError(f"samples={samples!r} in step(), but {claimed[0]!r} in the first reduce(); give it there")
+        return claimed[0]
+
+
+def _claim(samples: Any) -> int | None:
+    return claim_samples(None if samples is None else _whole(samples))
+
+
+def _whole(samples: Any) -> int:
+    try:
+        number = operator.index(samples)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise InputError(f"samples={samples!r} must be a whole number of at least 0")
+    return number

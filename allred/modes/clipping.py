@@ -1,11 +1,12 @@
-"""What is done with reduced gradients before the optimizer gets them: they are unscaled, measured, and clipped.
+"""Unscaling and clipping of gradients before the optimizer gets them (`Clipper`), and the loss scale (`GradScaler`).
 
-One pass multiplies by both factors. The norm has to be the same number on all ranks, or their parameters part; a sum of
-squares depends on its order, which follows from the memory layout and the CPU. So each rank adds up a part of the
-elements, and an allreduce adds up the parts, which is the same everywhere, and quicker.
+One pass over memory multiplies by both factors. The norm must be the same number on all ranks, or their parameters
+drift apart; but a sum of squares depends on the order of summation, so on memory layout and CPU. So each rank sums up
+its share of the elements, and an allreduce adds these sums: equal on all ranks, and faster.
 """
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,50 +15,149 @@ import numpy as np
 from allred import arrays
 from allred.comm import functions
 from allred.comm.ops import ReduceOp
-from allred.errors import InputError
-from allred.fusion.plan import Tensor
+from allred.errors import InputError, NonFiniteError
+from allred.fusion import Tensor
 from allred.gpu.arithmetic import compute, squares
 from allred.gpu.device_arrays import shape_and_dtype
-from allred.modes.scaler import GradScaler
-from allred.validators import positive
+from allred.validators import integer, positive
+
+_LARGEST_SCALE = 2.0**127  # a power of two that float32 represents
+_SMALLEST_SCALE = 2.0**-24
+
+
+class GradScaler:
+    """Scales losses, so that gradients in float16 neither vanish nor overflow, like torch.amp.GradScaler.
+
+        scaler = allred.GradScaler()
+        opt = allred.distributed(optimizer, scaler=scaler)
+        loss, grads = model.loss_and_grads(x, y, scale=scaler.get_scale())      # or use scaler.scale(loss)
+        opt.step(params, grads)             # reduces, then divides by the scale; or skips the step and lowers the scale
+
+    If gradients are not finite on any rank, or overflow in the sum or on the wire, all ranks skip the step and multiply
+    the scale by `backoff_factor`. After `growth_interval` steps without an overflow they multiply it by
+    `growth_factor`. The step unscales, clips and updates the scale itself: there is no unscale_, step or update to
+    call. 16-bit gradients are divided in float32 and reach the optimizer as float32. In mode ps each worker has its own
+    scale.
+
+    Arguments:
+        init_scale: > 0.
+        growth_factor: > 1.
+        backoff_factor: between 0 and 1.
+        growth_interval: steps, at least 1.
+
+    Raises:
+        InputError: an argument is out of its range.
+        NonFiniteError: in a step, on all ranks, when the scale falls below 2**-24.
+
+    >>> scaler = GradScaler(init_scale=1024.0)
+    >>> scaler.scale(0.5)
+    512.0
+
+    P. Micikevicius et al.: Mixed precision training. ICLR 2018.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 65536.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+    ) -> None:
+        self._scale = _finite("init_scale", init_scale)
+        self.growth_factor = _finite("growth_factor", growth_factor)
+        self.backoff_factor = _finite("backoff_factor", backoff_factor)
+        self.growth_interval = integer("GradScaler: growth_interval", growth_interval, 1, "it counts steps")
+        if self.growth_factor <= 1 or self.backoff_factor >= 1:
+            raise InputError(
+                f"GradScaler: growth_factor={growth_factor!r} must be more than 1 and "
+                f"backoff_factor={backoff_factor!r} less"
+            )
+        self._steps = 0  # without overflow since the last change of the scale
+        self._owner: weakref.ref[Any] | None = None
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a loss or an array by the scale."""
+        return outputs * self._scale
+
+    def get_scale(self) -> float:
+        """Return the scale, by which the next step divides."""
+        return self._scale
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all numbers by the names of torch. Checkpoints of the optimizer contain them."""
+        return {
+            "scale": self._scale, "growth_factor": self.growth_factor, "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval, "_growth_tracker": self._steps,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a result of `state_dict`."""
+        self._scale, self._steps = float(state["scale"]), int(state["_growth_tracker"])
+        self.growth_factor, self.backoff_factor = float(state["growth_factor"]), float(state["backoff_factor"])
+        self.growth_interval = int(state["growth_interval"])
+
+    def set_owner(self, owner: Any, name: str) -> None:
+        """Internal: set the wrapper whose steps change the scale. Raises InputError if there is another one."""
+        if self._owner is not None and self._owner() not in (None, owner):
+            raise InputError(
+                f"{name}: this GradScaler is another optimizer's, whose steps change the scale; give each its own"
+            )
+        self._owner = weakref.ref(owner)
+
+    def update(self, overflow: bool, title: str) -> None:
+        """Internal: adapt the scale after a step. Raises NonFiniteError if it cannot be lowered any more."""
+        self._steps = 0 if overflow else self._steps + 1
+        if overflow:
+            if self._scale * self.backoff_factor < _SMALLEST_SCALE:
+                raise NonFiniteError(
+                    f"{title}: gradients are not finite at a scale of {self._scale:g} either; this is no overflow that "
+                    "scaling helps with. Look at the loss, or lower the learning rate"
+                )
+            self._scale *= self.backoff_factor
+        elif self._steps == self.growth_interval:
+            self._steps = 0
+            self._scale = min(self._scale * self.growth_factor, max(self._scale, _LARGEST_SCALE))
+
+
+def _finite(name: str, value: Any) -> float:
+    number = positive("GradScaler", name, value)
+    if math.isinf(number):
+        raise InputError(f"GradScaler: {name} must be finite, but is {value!r}; pass a number")
+    return number
 
 
 class Clipper:
-    """Of one optimizer. clip_norm: the largest norm that gradients may have; None: it is not even measured."""
+    """Unscales and clips the gradients of one optimizer. limit: the largest norm; None: the norm is not computed."""
 
-    def __init__(self, clip_norm: float | None, scaler: GradScaler | None, name: str) -> None:
-        if scaler is not None and not isinstance(scaler, GradScaler):
-            raise InputError(f"scaler={scaler!r} must be an allred.GradScaler")
-        self.limit = None if clip_norm is None else positive("allred.distributed", "clip_norm", clip_norm)
-        self.scaler = scaler
-        self.norm: float | None = None  # at the last step, before clipping
-        self._name = name
+    def __init__(self, limit: float | None, scaler: GradScaler | None, name: str) -> None:
+        self.limit, self.scaler, self._name = limit, scaler, name
+        self.norm: float | None = None  # of the last step, before clipping
 
     @property
     def active(self) -> bool:
-        """Whether it does anything."""
+        """Whether gradients are unscaled, measured or clipped."""
         return self.limit is not None or self.scaler is not None
 
     @property
     def settings(self) -> str:
-        """What must be the same on all ranks, in words."""
+        """Text that must be the same on all ranks."""
         clip = "" if self.limit is None else f"clip_norm={self.limit:g}"
         scale = "" if self.scaler is None else f"scale={self.scaler.get_scale():g}"
         return " ".join(filter(None, (clip, scale)))
 
     def refusal(self, tensors: Sequence[Tensor]) -> str:
-        """Why such gradients cannot be clipped or unscaled, in words; nothing if they can."""
+        """Return why gradients of these dtypes cannot be clipped or unscaled; "" if they can."""
         if self.scaler is not None:
-            self.scaler.serve(self, self._name)
+            self.scaler.set_owner(self, self._name)
         odd = next((tensor for tensor in tensors if not arrays.is_float(tensor.dtype)), None) if self.active else None
         return f"the gradient of {odd} cannot be scaled: it would be rounded; cast it" if odd else ""
 
-    def reduced(self, grads: list[Any]) -> list[Any]:
-        """Gradients that all ranks have, which are overwritten; 16-bit ones give new arrays if they are unscaled."""
+    def clip_reduced(self, grads: list[Any]) -> list[Any]:
+        """Scale reduced gradients, equal on all ranks, in place; 16-bit gradients that are unscaled give new arrays."""
         return self._scaled(grads, _norm_of_all(grads) if self.limit is not None else 0.0, in_place=True)
 
-    def own(self, grads: list[Any]) -> list[Any]:
-        """Gradients of this rank alone, as they are to be used; they stay as they are."""
+    def clip_local(self, grads: list[Any]) -> list[Any]:
+        """Return scaled copies of gradients of this rank only."""
         return self._scaled(grads, _norm(grads) if self.limit is not None else 0.0, in_place=False)
 
     def _scaled(self, grads: list[Any], norm: float, in_place: bool) -> list[Any]:
@@ -83,13 +183,13 @@ def _norm(grads: Sequence[Any]) -> float:
 
 
 def _norm_of_all(grads: Sequence[Any]) -> float:
-    """The norm of gradients that all ranks have alike; the same bits on all of them. Collective."""
+    """Return the norm of gradients that are equal on all ranks; the result has the same bits on all. Collective."""
     here = [(grad, _count(grad)) for grad in grads if grad is not None]
-    active = functions.current().active  # of the reduction that was just made
+    active = functions.current().active  # the ranks of the last reduction
     shares = arrays.split_sizes(sum(count for _, count in here), active.size)
     start, at = sum(shares[: active.rank]), 0
     stop = start + shares[active.rank]
-    mine = []  # of this rank's share
+    mine = []  # parts of gradients: this rank's share
     for grad, count in here:
         low, high = max(start - at, 0), min(stop - at, count)
         if low < high:

@@ -7,7 +7,7 @@ import pickle
 from allred import world
 from allred.cluster import topology
 from allred.errors import InputError
-from allred.modes.options import Options
+from allred.modes.options import StepOptions
 from allred.optim import SGD
 from allred.ps import running
 from allred.ps.calls import Call, Registration
@@ -20,7 +20,7 @@ def serve() -> None:
     here = running.current()
     post = Post(here.comm)
     call = _first_call(post, here)
-    options = Options("opt")
+    options = StepOptions("opt")
     optimizer: object = SGD(lr=0.0)  # where worker 0 has left without training anything
     if call is not None and call[0] == "register":
         registration = call[1][0]
@@ -50,7 +50,7 @@ def _first_call(post: Post, here: running.Running) -> Call | None:
     return call
 
 
-def _described(description: bytes | str, role: str) -> tuple[Options, object]:
+def _described(description: bytes | str, role: str) -> tuple[StepOptions, object]:
     if isinstance(description, str):
         why = description
     else:

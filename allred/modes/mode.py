@@ -1,79 +1,90 @@
-"""What a mode does for a DistributedOptimizer: sync.py, ps.py."""
+"""`Mode` and `SessionSupport`: the interfaces of mode sync (sync.py) and mode ps (ps.py)."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from allred.errors import AllredError
-from allred.fusion.plan import Tensor
-from allred.ps.account import Statistics
+from allred.fusion import Tensor
+
+
+class StepInput(NamedTuple):
+    """The arguments of one step, matched and checked on this rank. All lists are in the order of the nest.
+
+    tensors: name, shape and dtype of each gradient. The same list object as in the step before means that nothing in
+        it has changed, and that `plain` is true.
+    leaves, values: the parameters and gradients. samples: of how many samples the gradients are the mean; None if
+    unknown. problem: why this rank's gradients cannot be used, then the lists are empty.
+    plain: whether all gradients are present, on the host and contiguous.
+    """
+
+    params: Any
+    grads: Any
+    tensors: list[Tensor]
+    leaves: list[Any]
+    values: list[Any]
+    samples: int | None
+    problem: str
+    plain: bool
+
+
+class SessionSupport(Protocol):
+    """The operations of an optimizer that a Session needs, and a training loop without a session does not."""
+
+    is_lockstep: bool  # whether all ranks make every step together
+
+    @property
+    def update_interrupted(self) -> bool:
+        """Whether an exception has interrupted an update, so that the parameters belong to no step."""
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has spent in communication."""
+
+    def latest_step(self) -> int:
+        """Return the current global step. Mode ps: a request to the servers."""
+
+    def count_from(self, step: int) -> None:
+        """Set the global step, after a restore. Mode ps: on worker 0 only."""
+
+    def request_stop(self) -> None:
+        """Mode ps: make the next step of every worker raise ShutdownError, after a checkpoint. Mode sync: nothing."""
+
+    def set_final_save(self, save: Callable[[], str]) -> None:
+        """Set the function that writes the checkpoint after `request_stop` and returns its path."""
+
+    def wait_all_workers(self) -> None:
+        """Mode ps: `finish`, and wait until all workers have finished or failed. Mode sync: nothing."""
+
+    def broadcast_failure(self, failure: AllredError | None) -> AllredError | None:
+        """Return the `failure` of worker 0 (or None) on all workers. Collective."""
 
 
 class Mode(Protocol):
-    """How the optimizers of all ranks work together."""
+    """How the ranks of a distributed optimizer train together. See `DistributedOptimizer` for the public methods."""
+
+    skipped: int  # steps skipped because of gradients that are not finite
+    dropped: int  # gradients of this worker that were too late
 
     @property
-    def skipped(self) -> int: ...
+    def global_step(self) -> int: ...
 
-    @property
-    def dropped(self) -> int: ...
+    def step(self, given: StepInput) -> None: ...
 
-    def step(
-        self, params: Any, grads: Any, tensors: list[Tensor], leaves: list[Any], values: list[Any],
-        samples: int | None, problem: str,
-    ) -> None:  # fmt: skip
-        """One step. leaves: of the parameters; tensors, values: of the gradients; all in the nest's order. problem: why
-        there are none, in words. The same list of tensors as before means that nothing about them has changed."""
+    def reduce(self, name: str, grad: Any, samples: int | None) -> None: ...
 
-    def reduce(self, name: str, grad: Any, samples: int | None) -> None:
-        """A gradient of the next step is ready. samples: as in it."""
-
-    def broadcast(self, params: Any, tensors: list[Tensor], root: int, problem: str) -> None:
-        """Start from the root's parameters and optimizer state."""
+    def broadcast(self, params: Any, tensors: list[Tensor], root: int, problem: str) -> None: ...
 
     def pull(self, params: Any) -> None: ...
 
     def finish(self) -> None: ...
-
-    def meet(self) -> None:
-        """`finish`, and wait until all others have."""
-
-    def hear(self, failure: AllredError | None) -> AllredError | None:
-        """On worker 0: tell all of it, or that there is none; on the others: hear of it."""
-
-    def statistics(self) -> Statistics: ...
 
     def state_dict(self) -> Any: ...
 
     def load_state_dict(self, state: Any) -> None: ...
 
     def save(self, params: Any, extra: Any, copy: bool) -> Callable[[str], str]:
-        """What writes a checkpoint of this moment into a directory, and gives its path. copy: it is called later."""
+        """Return a function that writes a checkpoint of this moment into a directory, and returns its path.
 
-    @property
-    def in_step(self) -> bool:
-        """Whether all ranks make every step together."""
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds that this rank has spent in communication so far."""
-
-    def ask_to_end(self) -> None:
-        """Where they do not: all are to end, soon."""
-
-    def end_with(self, save: Callable[[], str]) -> None:
-        """What is to write the checkpoint then."""
-
-    @property
-    def torn(self) -> bool:
-        """Whether an update of the parameters has begun and not ended: an exception has cut it short."""
-
-    @property
-    def global_step(self) -> int: ...
-
-    def latest_step(self) -> int:
-        """The global step of this moment. Mode ps: a request to the servers."""
-
-    def count_from(self, step: int) -> None:
-        """Worker 0 has restored the checkpoint of that step: the next ones are later. Mode ps: on worker 0 alone."""
+        extra: an object to pickle into the checkpoint. copy: whether the function is called after later steps."""
 
     def summary(self) -> str: ...

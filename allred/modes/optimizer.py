@@ -1,40 +1,50 @@
-"""`DistributedOptimizer`: what is the same in every mode. What differs, a mode does: sync.py, ps.py.
+"""`DistributedOptimizer`: the part of a distributed optimizer that is the same in every mode; see mode.py.
 
-The mode is chosen when the optimizer is first used, since it may be made before allred.init(). A parameter server
-serves where the optimizer is made, or first used, and leaves the program there.
+The mode is selected at the first use, because the optimizer may be made before allred.init(). A parameter server
+serves where the optimizer is made or first used, and exits there.
 """
 
 import os
+import pathlib
+import warnings
 from collections.abc import Callable
 from typing import Any
 
-from allred import nest
+from allred import checkpoint, nest
 from allred.cluster import report
 from allred.comm import functions
 from allred.comm.ops import ReduceOp
 from allred.comm.process_set import ProcessSet
 from allred.compression import Compression
-from allred.errors import AllredError, InputError
-from allred.modes import checkpoints
-from allred.modes.accumulate import Accumulator
-from allred.modes.clipping import Clipper
-from allred.modes.detect.outside import restored
-from allred.modes.mode import Mode
-from allred.modes.options import Options
-from allred.modes.pairs import Pairs, parameter
+from allred.errors import AllredError, CheckpointError, InputError
+from allred.gpu.device_arrays import fill
+from allred.modes.accumulate import Accumulator, SampleCount
+from allred.modes.clipping import Clipper, GradScaler
+from allred.modes.detect.wrapper_bypass import restored, updates_of
+from allred.modes.match import Matcher, parameter
+from allred.modes.mode import SessionSupport, StepInput
+from allred.modes.options import StepOptions
 from allred.modes.ps import ServersMode
-from allred.modes.samples import Samples
-from allred.modes.scaler import GradScaler
 from allred.modes.sync import SyncMode, has_state
 from allred.ps import running
 from allred.ps.account import Statistics
 from allred.timeline.recorder import span
 
+_SCALER, _EXTRA = "the optimizer's scaler", "what else there is"  # keys in a checkpoint
+
+
+def _deprecated(old: str, new: str) -> property:
+    def get(self: "DistributedOptimizer") -> Any:
+        warnings.warn(f"DistributedOptimizer.{old} is now session_support.{new}", DeprecationWarning, stacklevel=2)
+        return getattr(self.session_support, new)
+
+    return property(get, doc=f"Deprecated: use `session_support.{new}`.")
+
 
 class DistributedOptimizer:
-    """What `allred.distributed` makes of an optimizer: the same `step`, with the gradients of all ranks.
+    """The result of `allred.distributed`: an optimizer whose `step` uses the gradients of all ranks.
 
-    `optimizer` is the wrapped one. See `allred.distributed` for the arguments.
+    `optimizer` is the wrapped optimizer. See `allred.distributed` for the arguments.
     """
 
     def __init__(
@@ -53,144 +63,133 @@ class DistributedOptimizer:
         placement: Any = None,
         use_locking: bool | None = None,
     ) -> None:
-        if not isinstance(name, str):
-            raise InputError(f"allred.distributed: name={name!r} must be a string")
-        self.optimizer = optimizer
-        self.name = name
-        self.process_set = process_set
-        if not isinstance(process_set, ProcessSet | None):
-            raise InputError(f"{name}: process_set={process_set!r} must be an allred.ProcessSet")
-        self._accumulator = Accumulator(accumulate)
-        self._clipper = Clipper(clip_norm, scaler, name)
-        if scaler is not None and nonfinite not in (None, "skip"):
-            raise InputError(
-                f"nonfinite={nonfinite!r}: a scaler skips steps whose gradients are not finite; leave it out"
-            )
-        nonfinite = nonfinite if scaler is None else "skip"
-        self._sync = SyncMode(optimizer, op, accumulate, bucket_bytes, nonfinite, name, compression, self._clipper)
-        self._op, self._compression = op, compression
-        self._options = Options(name, nonfinite, consistency, placement, use_locking)
-        self._pairs = Pairs(f"{name}.step()")
-        self._samples = Samples()
-        self._chosen: Mode | None = None
-        if optimizer is not None and running.serves():
+        self._options = options = StepOptions(
+            name, op, accumulate, bucket_bytes, nonfinite, process_set, compression,
+            clip_norm, scaler, consistency, placement, use_locking,
+        )  # fmt: skip
+        self.optimizer, self.name, self.process_set = optimizer, name, process_set
+        self._accumulator = Accumulator(options.accumulate)
+        self._clipper = Clipper(options.clip_norm, scaler, name)
+        self._matcher = Matcher(options.title)
+        self._samples = SampleCount()
+        self._updates = updates_of(optimizer)  # also counts the updates of an optimizer whose wrapper is never used
+        self._chosen: SyncMode | ServersMode | None = None
+        if running.serves():
             self._mode  # noqa: B018  (serves, and does not come back)
 
     @property
-    def _mode(self) -> Mode:
+    def _mode(self) -> SyncMode | ServersMode:
         if self._chosen is None:
-            if running.running() and self._op is not ReduceOp.AVERAGE:
+            options = self._options
+            if running.running() and options.op is not ReduceOp.AVERAGE:
                 raise InputError(
-                    f"{self.name}: op=allred.{self._op.name.title()} is of mode sync; parameter servers apply each "
-                    "gradient as it is, or the mean. Leave op out"
+                    f"{self.name}: op=allred.{options.op.name.title()} is available in mode sync only; parameter "
+                    "servers apply single gradients or their mean. Omit op"
                 )
             if running.running() and self.process_set is not None:
-                raise InputError(f"{self.name}: process_set is of mode sync; in mode ps all workers train together")
-            if running.serves():
-                self._options.serve(self.optimizer)
-                raise SystemExit(0)
-            in_sync = functions.current() and not running.running()
-            if not in_sync and self._compression is not Compression.none:
-                report.inform(
-                    f"{self.name}: compression is of mode sync; to parameter servers gradients go as they are"
+                raise InputError(
+                    f"{self.name}: process_set is available in mode sync only; in mode ps all workers train together"
                 )
-            self._chosen = self._sync if in_sync else ServersMode(self.optimizer, self._options, self._clipper)
+            if running.serves():
+                options.serve(self.optimizer)
+                raise SystemExit(0)
+            sync = functions.current() and not running.running()
+            if not sync and options.compression is not Compression.none:
+                report.inform(f"{self.name}: compression has no effect in mode ps: gradients are sent uncompressed")
+            self._chosen = (SyncMode if sync else ServersMode)(self.optimizer, options, self._clipper)
         return self._chosen
 
+    @property
+    def session_support(self) -> SessionSupport:
+        """Internal: the operations that `allred.Session` needs."""
+        return self._mode
+
+    # Training.
+
     def step(self, params: Any, grads: Any, samples: int | None = None) -> None:
-        """Give this rank's gradients, and update the parameters in place with those of all.
+        """Update the parameters in place with the gradients of all ranks.
 
-        Mode sync: they are averaged over all ranks, then the optimizer makes its step; collective. Mode ps: they are
-        pushed to the parameter servers, which apply them, and the parameters are pulled.
+        Mode sync: the gradients are averaged over all ranks, then the optimizer makes its step; collective. Mode ps:
+        they are pushed to the parameter servers, which apply them, and the parameters are pulled.
 
-        params: a nest of arrays. grads: the same nest of gradients; in mode sync they are overwritten with the mean,
-        numbers and read-only arrays are passed on as new arrays; None counts as zeros if another rank has that
-        gradient. None takes the parameter's dtype, a Python number too.
-        samples: how many samples the gradients are the mean of; known by itself inside `allred.data.batches`. Ranks
-        with more count for more in mode sync; if no rank says, all count alike.
+        With accumulate=k only every k-th call communicates and updates, with the mean over the samples of k calls (over
+        the calls, if samples are unknown); gradients are then summed up here and not overwritten.
 
-        With accumulate=k only every k-th call reduces and updates, with the mean over the samples of k calls (over the
-        calls, where samples are not counted); the gradients are added up here and not overwritten.
-
-        Silent mistakes are looked for (allred/modes/detect): gradients that are not finite, and in mode sync, at the
-        first steps and every check_steps, ranks that have drifted apart, have the same batch, or average twice. The
+        Every step checks for silent mistakes (allred/modes/detect): gradients that are not finite; in mode sync, in the
+        first steps and every check_steps, ranks that have drifted apart, use the same batch, or average twice. The
         first step also compares the arguments of allred.data.batches and stream between the ranks.
 
-        Raises InputError, MismatchError, DriftError or NonFiniteError before anything has been changed (a sum that
-        overflows is found when the gradients have been overwritten); in mode sync with the same text on every rank.
+        Arguments:
+            params: a nest of writable arrays.
+            grads: the same nest of gradients, of the shapes of their parameters. In mode sync they are overwritten with
+                the mean; for numbers and read-only arrays the optimizer gets new arrays. None counts as zeros if
+                another rank has that gradient. None and Python numbers take the dtype of the parameter.
+            samples: how many samples the gradients are the mean of; known automatically inside `allred.data.batches`.
+                In mode sync ranks are weighted by it; if no rank gives it, all count equally.
+
+        Raises InputError, MismatchError, DriftError or NonFiniteError before anything is changed (after the gradients
+        are overwritten, if only their sum overflows); in mode sync with the same text on every rank.
+
+        Example: on 2 ranks, with `opt = allred.distributed(allred.optim.SGD(lr=1.0))` and `w = np.zeros(2)`,
+        `opt.step({"w": w}, {"w": np.full(2, float(allred.rank()))})` sets `w` to `[-0.5, -0.5]` on both.
         """
         mode = self._mode
-        tensors, leaves, values, problem = self._pairs.match(params, grads)
+        tensors, leaves, values, problem, plain = self._matcher.match(params, grads)
         try:
             samples = self._samples.of_step(samples)
             if self._accumulator.micro_steps > 1 and not problem:
                 if not self._accumulator.add(tensors, values, samples):
                     return
                 values, samples = self._accumulator.take()
-                grads, tensors = nest.rebuild(grads, values), list(tensors)  # others than those that were matched
+                grads, tensors, plain = nest.rebuild(grads, values), list(tensors), False
             if self._clipper.active and not problem:
                 problem = self._clipper.refusal(tensors)
         except InputError as error:
             problem = str(error)
-        if problem:  # the others hear of it when they reduce
-            tensors, leaves, values, samples = [], [], [], None
+        if problem:  # the other ranks receive it in the header exchange
+            tensors, leaves, values, samples, plain = [], [], [], None, False
             self._accumulator.clear()
         with span("step", self.name), functions.within(self.process_set):
-            mode.step(params, grads, tensors, leaves, values, samples, problem)
+            mode.step(StepInput(params, grads, tensors, leaves, values, samples, problem, plain))
 
     def reduce(self, name: str, grad: Any, samples: int | None = None) -> None:
-        """Give one gradient of the next step as soon as it is ready, so that it is reduced while others are computed.
+        """Start to reduce one gradient of the next step, while others are still computed.
 
             for name, grad in backward():              # the last layer first
                 opt.reduce(name, grad)
             opt.step(params, grads)                    # all gradients, these arrays among them
 
-        name: of the gradient in the nest that `step` gets, by its path, as errors have it ("fc1.weight", "layers.0.b").
-        grad: that very array; from now on it belongs to the operation, until `step` is back. samples: as in `step`;
-        counts in the first call for a step.
+        Gradients are reduced in buckets, in the order in which they became ready on rank 0 in the first step with
+        reduce(). That first step, and steps with a check (allred/modes/detect), are reduced in `step`. So are gradients
+        that are not passed here; a rank may omit reduce() altogether.
 
-        Gradients travel in buckets, in the order in which they became ready on rank 0 in the first step with reduce(),
-        whatever the order here; that first step, and those with a check (allred/modes/detect), are as without. What was
-        not given here is reduced in `step`, a rank may do without reduce() altogether. Mistakes (an unknown name, one
-        twice, another shape, dtype or place, one memory for two) are an InputError on all ranks in `step`,
-        before the parameters are changed. Gradients that are not finite are found as ever, but the other gradients are
-        overwritten then.
+        Mistakes (an unknown name, one passed twice, another shape, dtype or device, shared memory) are an InputError on
+        all ranks in `step`, before the parameters are changed. If gradients are not finite, the others are overwritten.
 
-        Mode ps: nothing happens, gradients are pushed in `step`. Raises InputError with accumulate: what is added up
-        is known only in `step`.
+        Mode ps: no effect; gradients are pushed in `step`.
+
+        Arguments:
+            name: the path of the gradient in the nest passed to `step`, as in errors ("fc1.weight", "layers.0.b").
+            grad: the same array object; it belongs to the operation until `step` returns.
+            samples: as in `step`; counts in the first call for a step.
+
+        Raises InputError with accumulate > 1: the sums are complete only in `step`.
         """
         if self._accumulator.micro_steps > 1:
             raise InputError(
-                f"{self.name}.reduce() with accumulate={self._accumulator.micro_steps}: a step's gradients are the sum "
-                "of several, which step() has only with the last of them; leave reduce() out"
+                f"{self.name}.reduce() with accumulate={self._accumulator.micro_steps}: the gradients of "
+                "a step are complete only in its last step() call; do not call reduce()"
             )
         mode = self._mode
         with functions.within(self.process_set):
             mode.reduce(name, grad, self._samples.of_reduce(samples))
 
-    @property
-    def accumulates(self) -> bool:
-        """Whether gradients of some micro-steps wait for the rest of their step."""
-        return self._accumulator.filled > 0
-
-    @property
-    def skipped(self) -> int:
-        """Steps left out so far because gradients were not finite, with nonfinite="skip" or a scaler."""
-        return self._mode.skipped
-
-    @property
-    def grad_norm(self) -> float | None:
-        """The norm of the last step's gradients together, before they were clipped; None before the first step, and
-        without clip_norm. Mode sync: of the reduced gradients, the same number on all ranks. Mode ps: of this worker's.
-        """
-        return self._clipper.norm
-
     def broadcast(self, params: Any, root: int | None = None) -> None:
-        """Give every rank the root's parameters, in place, and the state of its optimizer and scaler. Collective.
+        """Copy the parameters of the root to all ranks, in place, with its optimizer state and scaler. Collective.
 
-        root: without it rank 0, or the first of the process set. In mode ps it is worker 0; the servers have the
-        optimizer's state.
-        Raises MismatchError, naming ranks and tensor, if their parameters differ in name, shape or dtype.
+        root: default rank 0, or the first rank of the process set. In mode ps it is worker 0; the optimizer state is
+        at the servers.
+        Raises MismatchError, naming ranks and tensor, if the parameters differ in name, shape or dtype.
         """
         try:
             problem, tensors = "", [parameter(name, leaf) for name, leaf in nest.leaves(params)]
@@ -204,133 +203,176 @@ class DistributedOptimizer:
                 scaler.load_state_dict(functions.broadcast_object(scaler.state_dict(), root, title))
 
     def pull(self, params: Any) -> None:
-        """Mode ps: overwrite the parameters with what the servers have now. Mode sync: nothing, they are equal."""
+        """Mode ps: overwrite the parameters with those of the servers. Mode sync: no effect; they are equal."""
         self._mode.pull(params)
 
-    @property
-    def dropped(self) -> int:
-        """Mode ps, policy sync: gradients of this worker that came too late for their step, so far."""
-        return self._mode.dropped
-
     def finish(self) -> None:
-        """Mode ps: this worker makes no more steps, and the others need not wait for it; `pull` and `save` still serve.
+        """Mode ps: declare that this worker makes no more steps, so that others do not wait for it. Mode sync: no
+        effect. `pull` and `save` can still be used.
 
-        The end of the program says so too. Call it where workers may make different numbers of steps and then meet in
-        a collective. Mode sync: nothing.
+        The end of the program implies it. Call it if workers make different numbers of steps and then call a
+        collective.
         """
         self._mode.finish()
 
-    def meet(self) -> None:
-        """For a session: mode ps: `finish`, and wait until all workers have, or are gone. Mode sync: nothing."""
-        self._mode.meet()
+    # Results.
 
-    def hear(self, failure: AllredError | None) -> AllredError | None:
-        """For a session: worker 0's failure, on all workers; None: there is none."""
-        return self._mode.hear(failure)
+    @property
+    def accumulates(self) -> bool:
+        """Whether the micro-steps of a step are incomplete."""
+        return self._accumulator.filled > 0
+
+    @property
+    def skipped(self) -> int:
+        """Steps skipped so far because gradients were not finite, with nonfinite="skip" or a scaler."""
+        return self._mode.skipped
+
+    @property
+    def dropped(self) -> int:
+        """Mode ps, policy sync: gradients of this worker so far that were too late for their step."""
+        return self._mode.dropped
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm of all gradients of the last step together, before clipping; None without clip_norm, and before the
+        first step. Mode sync: of the reduced gradients, the same number on all ranks. Mode ps: of this worker's."""
+        return self._clipper.norm
+
+    @property
+    def global_step(self) -> int:
+        """Updates of the parameters so far, including those before a restore; in mode ps at the last pull."""
+        return self._mode.global_step
 
     def statistics(self) -> Statistics:
         """Mode ps: gradients, updates, bytes and staleness at the servers so far. Raises InputError in mode sync."""
-        return self._mode.statistics()
+        mode = self._mode
+        if isinstance(mode, ServersMode):
+            return mode.statistics()
+        raise InputError(
+            f"{self.name}.statistics() needs parameter servers (mode ps), but this is mode sync; use summary()"
+        )
+
+    def summary(self) -> str:
+        """Return the world, the backend and the reason for it, speed, and the times of a step on this rank, by line."""
+        with functions.within(self.process_set):
+            return self._mode.summary()
+
+    # State and checkpoints.
 
     def state_dict(self) -> Any:
-        """The optimizer's own state, as it is without allred; in mode ps it is gathered from the servers. Gradients
-        waiting in `accumulate` are not in it."""
-        self._needs_state()
+        """Return the state of the wrapped optimizer; in mode ps it is gathered from the servers. Gradients that are
+        being accumulated are not included."""
+        self._require_state()
         return self._mode.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Restore what state_dict gave, on this rank; in mode ps worker 0 gives it to the servers."""
-        self._needs_state()
+        """Restore a result of `state_dict` on this rank; in mode ps worker 0 sends it to the servers."""
+        self._require_state()
         self._mode.load_state_dict(state)
         restored(self.optimizer)
 
-    def _needs_state(self) -> None:
+    def _require_state(self) -> None:
         if not has_state(self.optimizer):
             raise InputError(f"{type(self.optimizer).__name__} has no state_dict and load_state_dict; add both to it")
 
     def save(self, directory: str | os.PathLike[str], params: Any) -> str | None:
-        """Write a checkpoint of parameters and optimizer into a new directory within `directory`, on worker 0, and give
-        its path there; None on the others. All workers may call it, and need not wait for it.
+        """Write a checkpoint of parameters and optimizer into a new directory in `directory`. Returns its path on
+        worker 0, which writes, and None on the others, which need not call it.
 
-        In mode ps each server writes its part, so all have to see that directory. Restored in either mode, on any
-        number of ranks or servers. Raises CheckpointError.
+        In mode ps each server writes its part, so `directory` must be visible to all. A checkpoint can be restored in
+        either mode, on any number of ranks or servers. Raises CheckpointError.
         """
-        self._needs_state()
+        self._require_state()
         if functions.current(self.process_set).rank != 0:
             return None
-        return self._mode.save(params, checkpoints.with_scaler(None, self._clipper.scaler), False)(os.fspath(directory))
+        return self.saving(params, None)(os.fspath(directory))
 
     def restore(self, directory: str | os.PathLike[str], params: Any) -> int | None:
-        """Continue on all ranks from the newest complete checkpoint in `directory`: parameters, optimizer. Collective.
+        """Restore parameters and optimizer on all ranks from the newest complete checkpoint. Collective.
 
-        The number of its step; None if there is no checkpoint, then everybody starts from worker 0's parameters.
-        Raises CheckpointError, on all ranks, if worker 0 cannot read it or it is of another model.
+        Returns the number of its step; None if there is no checkpoint: then all ranks get the parameters of worker 0.
+        Raises CheckpointError on all ranks if worker 0 cannot read the checkpoint, or it is of another model.
         """
         return self.restore_all(directory, params)[0]
 
     def restore_all(self, directory: str | os.PathLike[str], params: Any) -> tuple[int | None, Any]:
-        """The same, and what the session that saved it added, on all ranks; None where there is nothing."""
-        self._needs_state()
+        """As `restore`; returns the step, and the `extra` that was passed to `saving`, on all ranks, or None."""
+        self._require_state()
         step = extra = failure = None
         with functions.within(self.process_set):
-            first = functions.current().ranks[0]
+            first, control = functions.current().ranks[0], self.session_support
             if functions.current().rank == 0:
                 try:
-                    step, extra = checkpoints.load(directory, params, self._mode)
+                    step, extra = self._load(directory, params)
                 except AllredError as error:
                     failure = error
             if heard := functions.broadcast_object(failure, first):
                 raise failure or heard
             self.broadcast(params)
             if step is not None:
-                self._mode.count_from(step)
+                control.count_from(step)
             step, extra = functions.broadcast_object((step, extra), first)
             if step is not None:
                 restored(self.optimizer)
-                if self._mode.in_step:
-                    self._mode.count_from(step)
-        return step, checkpoints.without_scaler(extra, self._clipper.scaler)
+                if control.is_lockstep:
+                    control.count_from(step)
+        return step, self._unpack_extra(extra)
 
     def saving(self, params: Any, extra: Any, copy: bool = False) -> Callable[[str], str]:
-        """For a session: what `save` does, of this moment, as a function of the directory to be called once, later if
-        it is a `copy`. On any rank. extra: something to be pickled, that `restore_all` gives back."""
-        self._needs_state()
-        return self._mode.save(params, checkpoints.with_scaler(extra, self._clipper.scaler), copy)
+        """Internal, for a session: return a function that writes a checkpoint of this moment into a directory, and
+        returns its path. extra: an object to pickle into it. copy: whether it is called after later steps."""
+        self._require_state()
+        scaler = self._clipper.scaler
+        extra = extra if scaler is None else {_SCALER: scaler.state_dict(), _EXTRA: extra}
+        return self._mode.save(params, extra, copy)
 
-    @property
-    def global_step(self) -> int:
-        """Updates of the parameters so far, those before a restore included; in mode ps as of the last pull."""
-        return self._mode.global_step
+    def _unpack_extra(self, extra: Any) -> Any:
+        """Restore the scaler from a checkpoint; return the `extra` that was passed to `saving`."""
+        if not isinstance(extra, dict) or _SCALER not in extra:
+            return extra
+        if self._clipper.scaler is not None:
+            self._clipper.scaler.load_state_dict(extra[_SCALER])
+        return extra[_EXTRA]
 
-    def latest_step(self) -> int:
-        """For a session: the global step of this moment. In mode ps this is a request to the servers."""
-        return self._mode.latest_step()
+    def _load(self, directory: str | os.PathLike[str], params: Any) -> tuple[int | None, Any]:
+        """Load parameters and optimizer on this rank; return the step and the extra. Raises CheckpointError."""
+        found, damaged = checkpoint.read_newest(directory)
+        if damaged and found is None:
+            raise CheckpointError(
+                f"{damaged[0]}; no checkpoint in {os.fspath(directory)} is complete. Move them away to start without "
+                "a checkpoint"
+            )
+        for text in damaged:
+            report.say(f"a later checkpoint is skipped: {text}")
+        if found is None:
+            return None, None
+        path, content = found
+        _fill(nest.leaves(params), content.params, path)
+        extra, state = checkpoint.pop_extra(content.slots), content.meta["optimizer"]
+        own = checkpoint.unpickle_state(content.slots) if state is None else {**state, "slots": content.slots}
+        self._mode.load_state_dict(own)
+        return content.step, extra
 
-    @property
-    def torn(self) -> bool:
-        """Whether an exception has cut an update short, so that the parameters are of no step."""
-        return self._mode.torn
+    # Until 1.0.
+    torn = _deprecated("torn", "update_interrupted")
+    in_step = _deprecated("in_step", "is_lockstep")
+    waited_s = _deprecated("waited_s", "waited_s")
+    ask_to_end = _deprecated("ask_to_end", "request_stop")
+    end_with = _deprecated("end_with", "set_final_save")
+    meet = _deprecated("meet", "wait_all_workers")
+    hear = _deprecated("hear", "broadcast_failure")
+    latest_step = _deprecated("latest_step", "latest_step")
 
-    @property
-    def in_step(self) -> bool:
-        """Whether all ranks make every step together: in mode sync."""
-        return self._mode.in_step
 
-    @property
-    def waited_s(self) -> float:
-        """Seconds that this rank has spent in communication so far, waiting for others included."""
-        with functions.within(self.process_set):
-            return self._mode.waited_s
-
-    def ask_to_end(self) -> None:
-        """Mode ps: have every worker's next step raise ShutdownError, after a checkpoint. Mode sync: nothing."""
-        self._mode.ask_to_end()
-
-    def end_with(self, save: Callable[[], str]) -> None:
-        """For a session: what writes that checkpoint, and gives its path."""
-        self._mode.end_with(save)
-
-    def summary(self) -> str:
-        """World, backend and why, speed, and where the time of a step went on this rank; one line a topic."""
-        with functions.within(self.process_set):
-            return self._mode.summary()
+def _fill(named: list[nest.Leaf], values: dict[str, Any], path: pathlib.Path) -> None:
+    """Copy the values of a checkpoint into the parameters. Raises CheckpointError if it is of another model."""
+    for name, leaf in named:
+        if name not in values or values[name].shape != leaf.shape:
+            got = f"has shape {values[name].shape} there" if name in values else "is not in it"
+            raise CheckpointError(
+                f"{path} is of another model: '{name}' {leaf.shape} {got}; pass a directory of checkpoints of this one"
+            )
+    if odd := sorted(set(values) - {name for name, _ in named}):
+        raise CheckpointError(f"{path} is of another model: it has '{odd[0]}', which this model lacks")
+    for name, leaf in named:
+        fill(leaf, values[name])

@@ -1,39 +1,93 @@
-"""What `allred.distributed` was given for mode ps, and what serves by it."""
+"""`StepOptions`: the arguments of `allred.distributed`, validated once and passed on as one object."""
 
 import dataclasses
+import operator
 import pickle
 from typing import Any
 
+from allred.comm.ops import ReduceOp
+from allred.comm.process_set import ProcessSet
+from allred.compression import Compression
+from allred.config import parse_bytes
 from allred.errors import InputError
+from allred.modes.clipping import GradScaler
 from allred.optim.base import Optimizer
 from allred.ps import running
 from allred.ps.consistency import Async, Bounded, Policy, Sync
 from allred.ps.placement import How
 from allred.ps.shard import locks
+from allred.validators import positive
 
-_POLICIES = ("async", "bounded", "sync")  # as settings call them
+NONFINITE_POLICIES = ("raise", "skip", "ignore")
+_CONSISTENCY_POLICIES = ("async", "bounded", "sync")  # as in the settings
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """See `allred.distributed`; None: as in the settings."""
+class StepOptions:
+    """Options of one distributed optimizer or gradient function; see `allred.distributed`. None: use the setting.
 
-    name: str
+    Raises InputError for a value that cannot be used.
+    """
+
+    name: str = "opt"
+    op: ReduceOp = ReduceOp.AVERAGE
+    accumulate: int = 1
+    bucket_bytes: int | str | None = None
     nonfinite: str | None = None
+    process_set: ProcessSet | None = None
+    compression: Compression = Compression.none
+    clip_norm: float | None = None
+    scaler: GradScaler | None = None
     consistency: Policy | str | None = None
     placement: How | None = None
     use_locking: bool | None = None
 
     def __post_init__(self) -> None:
+        self._check_types()
+        self._replace("accumulate", _micro_steps(self.accumulate))
+        self._replace("bucket_bytes", _size(self.bucket_bytes))
+        if self.clip_norm is not None:
+            self._replace("clip_norm", positive("allred.distributed", "clip_norm", self.clip_norm))
+        if self.scaler is not None:
+            if self.nonfinite not in (None, "skip"):
+                raise InputError(
+                    f"nonfinite={self.nonfinite!r}: a scaler skips steps whose gradients are not finite; leave it out"
+                )
+            self._replace("nonfinite", "skip")
+
+    def _check_types(self) -> None:
+        if not isinstance(self.name, str):
+            raise InputError(f"allred.distributed: name={self.name!r} must be a string")
+        if not isinstance(self.process_set, ProcessSet | None):
+            raise InputError(f"{self.name}: process_set={self.process_set!r} must be an allred.ProcessSet")
+        if self.scaler is not None and not isinstance(self.scaler, GradScaler):
+            raise InputError(f"scaler={self.scaler!r} must be an allred.GradScaler")
+        if self.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+            raise InputError(f"op={self.op!r} cannot combine gradients; use allred.Average or allred.Sum")
+        if not isinstance(self.compression, Compression):
+            raise InputError(f"compression={self.compression!r}: expected allred.Compression.none, .fp16 or .bf16")
+        if self.nonfinite is not None and self.nonfinite not in NONFINITE_POLICIES:
+            policies = ", ".join(NONFINITE_POLICIES)
+            raise InputError(f"nonfinite={self.nonfinite!r} is not a policy; use one of {policies}")
         given = self.consistency
-        if not (given is None or isinstance(given, Policy) or given in _POLICIES):
+        if not (given is None or isinstance(given, Policy) or given in _CONSISTENCY_POLICIES):
             raise InputError(
                 f"consistency={given!r} must be allred.ps.Async(), allred.ps.Bounded(staleness=...), "
-                f"allred.ps.Sync(...), or one of the words {', '.join(_POLICIES)}"
+                f"allred.ps.Sync(...), or one of the words {', '.join(_CONSISTENCY_POLICIES)}"
             )
 
+    def _replace(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    @property
+    def title(self) -> str:
+        """The prefix of errors of a step."""
+        return f"{self.name}.step()"
+
+    # Mode ps.
+
     def policy(self, settings: Any) -> Policy:
-        """The consistency policy in force."""
+        """Return the consistency policy in force."""
         given = settings.consistency if self.consistency is None else self.consistency
         if isinstance(given, Policy):
             return given
@@ -42,19 +96,19 @@ class Options:
         return Async() if given == "async" else Sync(settings.replicas_to_aggregate or None)
 
     def asks_to_lock(self, settings: Any) -> bool:
-        """What the user wants: that requests are served one by one."""
+        """Return whether the user wants the servers to process requests one at a time."""
         return bool(settings.use_locking if self.use_locking is None else self.use_locking)
 
     def locks(self, optimizer: Any, settings: Any) -> bool:
-        """Whether requests are served one by one."""
+        """Return whether the servers process requests one at a time."""
         return locks(self.asks_to_lock(settings), self.policy(settings), optimizer)
 
     def agreement(self, optimizer: Any, settings: Any) -> str:
-        """What has to be the same on all ranks, in words. The learning rate need not: worker 0's holds."""
-        return f"{_words(optimizer)}, {self.policy(settings)}, use_locking={self.locks(optimizer, settings)}"
+        """Describe what must be the same on all ranks. The learning rate may differ: worker 0's is used."""
+        return f"{_describe(optimizer)}, {self.policy(settings)}, use_locking={self.locks(optimizer, settings)}"
 
     def serve(self, optimizer: Any, first: Any = None) -> None:
-        """On a parameter server: serve until the last worker has left. first: as in `Server.serve`."""
+        """Serve as parameter server until the last worker has left. first: see `Server.serve`."""
         from allred.ps.server import Server  # imports MPI
 
         here = running.current()
@@ -62,15 +116,36 @@ class Options:
         Server(here, optimizer, policy, locks, self.agreement(optimizer, here.config)).serve(first)
 
     def describe(self, optimizer: Any) -> bytes | str:
-        """For a server that has no optimizer of its own: these options and the optimizer; or why that cannot be."""
+        """Pickle the options and the optimizer for a server in `Server.join()`; return the reason if that fails."""
+        options = dataclasses.replace(self, placement=None, process_set=None, scaler=None)
         try:
-            return pickle.dumps((dataclasses.replace(self, placement=None), optimizer))
-        except Exception as error:  # whatever a class of the user's raises
+            return pickle.dumps((options, optimizer))
+        except Exception as error:  # any exception of a class of the user
             return f"{type(optimizer).__name__} cannot be pickled ({type(error).__name__}: {error})"
 
 
-def _words(optimizer: Any) -> str:
-    """An optimizer's class; of one of allred.optim the numbers that it was made with, too."""
+def _micro_steps(accumulate: Any) -> int:
+    try:
+        number = operator.index(accumulate)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise InputError(f"accumulate={accumulate!r} must be a whole number of micro-steps, at least 1")
+    return number
+
+
+def _size(bucket_bytes: int | str | None) -> int | None:
+    try:
+        size = None if bucket_bytes is None else parse_bytes(bucket_bytes)
+    except ValueError as error:
+        raise InputError(f"bucket_bytes: {error}") from None
+    if size == 0:
+        raise InputError("bucket_bytes=0 is too small; it must be at least 1")
+    return size
+
+
+def _describe(optimizer: Any) -> str:
+    """Return the class of an optimizer, and for one of allred.optim the numbers it was made with."""
     numbers = {
         name: value
         for name, value in vars(optimizer).items()

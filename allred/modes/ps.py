@@ -16,16 +16,17 @@ from allred.arrays import Array
 from allred.cluster import report
 from allred.comm import functions
 from allred.errors import AllredError, CollectiveTimeout, DriftError, InputError, NonFiniteError, ShutdownError
-from allred.fusion.plan import Tensor
+from allred.fusion import Tensor
 from allred.modes import served
 from allred.modes.clipping import Clipper
 from allred.modes.detect.batch_arguments import compare_at_server
-from allred.modes.detect.outside import used
-from allred.modes.detect.stale import warn_of_stale_start
+from allred.modes.detect.drift import warn_of_stale_start
+from allred.modes.detect.wrapper_bypass import used
+from allred.modes.host_staging import HostStaging
 from allred.modes.learning_rate import LearningRate
-from allred.modes.options import Options
-from allred.modes.pairs import parameter
-from allred.modes.pinned import Pinned
+from allred.modes.match import parameter
+from allred.modes.mode import StepInput
+from allred.modes.options import StepOptions
 from allred.optim.base import Optimizer
 from allred.ps import running
 from allred.ps.account import Account, Statistics
@@ -46,9 +47,9 @@ _NONE: list[int] = []
 class ServersMode:
     """A worker's end of one optimizer."""
 
-    in_step = False
+    is_lockstep = False
 
-    def __init__(self, optimizer: Any, options: Options, clipper: Clipper) -> None:
+    def __init__(self, optimizer: Any, options: StepOptions, clipper: Clipper) -> None:
         self.skipped = 0
         self.dropped = 0  # gradients of this worker that came too late for their step
         self._optimizer, self._options, self._clipper = optimizer, options, clipper
@@ -64,7 +65,7 @@ class ServersMode:
         self._saves_last: Callable[[], str] | None = None  # a session's, instead of a checkpoint in checkpoint_dir
         self._steps_before: int | None = None  # of the checkpoint that training goes on from; None: to be asked for
         self._steps, self._start, self.waited_s = 0, 0.0, 0.0
-        self._pinned = Pinned()
+        self._staging = HostStaging()
 
     # Beginning.
 
@@ -87,7 +88,7 @@ class ServersMode:
         """Register with the servers, once; later, see that these are the parameters that they have."""
         from allred.ps.client import Client  # imports MPI
 
-        twins = self._pinned.twins(leaves)
+        twins = self._staging.host_targets(leaves)
         if arrays.overlap([twin for twin in twins if twin.size]):
             raise InputError(f"{title}: {served.sharing(tensors, twins)}")
         if self._client is not None:
@@ -137,7 +138,7 @@ class ServersMode:
     def _agree_on_start(self, params: Any, check: bool = False) -> None:
         """Worker 0 gives the servers its parameters, the others wait for that. check: theirs have to be the same."""
         assert self._client is not None
-        values = self._pinned.down([leaf for _, leaf in nest.leaves(params)])
+        values = self._staging.download([leaf for _, leaf in nest.leaves(params)])
         digest = nest.digest(nest.rebuild(params, values)) if check or self._running.worker == 0 else ""
         if self._running.worker == 0:
             self._client.give_start(self._gradients.travelling(values), self._states(), digest)
@@ -149,10 +150,8 @@ class ServersMode:
 
     # Steps.
 
-    def step(
-        self, params: Any, grads: Any, tensors: list[Tensor], leaves: list[Any], values: list[Any],
-        samples: int | None, problem: str,
-    ) -> None:  # fmt: skip
+    def step(self, given: StepInput) -> None:
+        params, _, tensors, leaves, values, samples, problem, _ = given
         if problem:
             raise InputError(f"{self._title}: {problem}")
         if self._finished:
@@ -160,11 +159,11 @@ class ServersMode:
                 f"{self._title}: this worker has called {self._options.name}.finish(); it makes no more steps"
             )
         start = time.perf_counter()
-        as_before, given = tensors is self._checked, leaves
+        as_before, params_given = tensors is self._checked, leaves
         if not as_before:
-            leaves = self._pinned.twins(given)
-            self._check(params, tensors, given, leaves)
-            values = self._pinned.down(values)
+            leaves = self._staging.host_targets(params_given)
+            self._check(params, tensors, params_given, leaves)
+            values = self._staging.download(values)
         client = self._client
         assert client is not None
         sources, targets, absent = values, leaves, _NONE
@@ -175,7 +174,7 @@ class ServersMode:
             sources, targets = self._gradients.travelling(values), served.targets(leaves)
         fits = self._finite(sources)
         if fits and self._clipper.active:
-            sources = self._clipper.own(sources)
+            sources = self._clipper.clip_local(sources)
         if self._clipper.scaler is not None:
             self._clipper.scaler.update(not fits, self._title)
         if not fits:
@@ -183,7 +182,7 @@ class ServersMode:
         outcome = client.step(sources, absent, targets, self._lr.now(), self._asked_to_end)
         if not as_before:
             served.put_back(leaves, targets)
-            self._pinned.up(given, leaves)
+            self._staging.upload(params_given, leaves)
         self._steps += 1
         if outcome.flags & DROPPED:
             self.dropped += 1
@@ -237,23 +236,23 @@ class ServersMode:
 
     def _pull(self, leaves: list[Any]) -> None:
         assert self._client is not None
-        twins = self._pinned.twins(leaves)
+        twins = self._staging.host_targets(leaves)
         targets = served.targets(twins)
         self._client.pull(targets)
         served.put_back(twins, targets)
-        self._pinned.up(leaves, twins)
+        self._staging.upload(leaves, twins)
 
     def finish(self) -> None:
         if self._client is not None and not self._finished:
             self._client.finish()
         self._finished = True
 
-    def meet(self) -> None:
+    def wait_all_workers(self) -> None:
         self.finish()
         if self._client is not None:
             self._client.meet()
 
-    def hear(self, failure: AllredError | None) -> AllredError | None:
+    def broadcast_failure(self, failure: AllredError | None) -> AllredError | None:
         assert self._client is not None
         return self._client.hear(failure, self._running.worker == 0)
 
@@ -321,16 +320,16 @@ class ServersMode:
 
     # The end.
 
-    def ask_to_end(self) -> None:
+    def request_stop(self) -> None:
         """With the next step: it tells the servers, and they all workers."""
         self._asked_to_end = True
 
-    def end_with(self, save: Callable[[], str]) -> None:
+    def set_final_save(self, save: Callable[[], str]) -> None:
         self._saves_last = save
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if os.getpid() == self._process:
-            self.ask_to_end()
+            self.request_stop()
         else:  # a process that was forked from this one, to load data for example, ends as it would without
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -356,7 +355,7 @@ class ServersMode:
         return lambda directory: client.save(directory, extra)
 
     @property
-    def torn(self) -> bool:
+    def update_interrupted(self) -> bool:
         return self._client is not None and self._client.cut_short
 
     @property

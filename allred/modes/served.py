@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from allred.arrays import Array
-from allred.fusion.plan import Tensor, plan
+from allred.fusion import Plan, Tensor
 from allred.modes.detect import finite
 from allred.optim.tensors import compute_dtype
 
@@ -18,10 +18,10 @@ class Gradients:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._shapes = [tensor.shape for tensor in tensors]
         self._dtypes = [compute_dtype(np.empty(0, tensor.dtype)) for tensor in tensors]
-        self._plan = plan(
+        self._plan = Plan(
             tuple(Tensor(t.name, t.shape, dtype) for t, dtype in zip(tensors, self._dtypes, strict=True)), 2**20
         )
-        self.any_not_finite = finite.looks(self._plan)
+        self.any_not_finite = finite.nonfinite_scanner(self._plan)
         self.same_dtypes = [tensor.dtype for tensor in tensors] == self._dtypes
         self._zeros: dict[int, Array] = {}
 

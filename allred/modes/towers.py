@@ -1,13 +1,17 @@
-"""`Towers`: a batch in several parts within one process, each the work of a tower: the model on one part of the batch,
-with the parameters that all towers share. The gradients are averaged, and applied once.
+"""`Towers`: computes the gradients of a batch in several threads of one process, one part of the batch in each.
 
-It knows no ranks, and no optimizer: what it returns is one rank's gradients, for the `step` of any.
+All towers share the parameters, and their gradients are averaged. Towers know no ranks and no optimizer: the result is
+the gradients of one rank, for the `step` of any optimizer. threadpoolctl limits BLAS threads while towers run
+(`BlasLimit`): towers x BLAS threads <= cores of this rank.
 """
 
+import contextlib
 import contextvars
+import functools
 import itertools
 import operator
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any
 
@@ -15,39 +19,39 @@ import numpy as np
 
 from allred import arrays, nest
 from allred.arrays import Array
+from allred.cluster import processors, report
 from allred.errors import InputError
-from allred.modes.blas_threads import BlasLimit
 
 
 class Towers:
-    """Loss and gradients of a batch, computed by several towers at the same time.
+    """Computes loss and gradients of a batch in several towers at the same time.
 
         towers = allred.Towers(2, loss_and_grads)
         loss, grads = towers(params, x, y)
         opt.step(params, grads)
 
     Every tower calls `loss_and_grads(params, *part)` for its part of the batch, which returns `(loss, grads)`. With n_i
-    samples in part i, of n in all,
+    samples in part i, and n in total, the result is
 
-        loss = sum_i n_i / n * loss_i,   grads = sum_i n_i / n * grads_i,
+        loss = sum_i n_i / n * loss_i,   grads = sum_i n_i / n * grads_i
 
-    which are those of the whole batch if the function's are means over samples that do not depend on each other (as
-    they do in batch normalisation). A term of the loss that depends on the parameters alone, such as an L2 penalty, is
-    in each tower's loss, and so comes once into the mean. The sum is formed in the order of the towers, whichever is
-    first: the same bits at every call, in threads or not; 16-bit floats in float32.
+    These are the values of the whole batch if the function returns means over independent samples (in batch
+    normalisation, samples are not independent). A term of the loss that depends on the parameters only, such as an L2
+    penalty, is in the loss of each tower, and so counts once in the mean. The sum is formed in the order of the towers:
+    the same bits in every call, with or without threads; 16-bit floats in float32.
 
     Several ranks may each have towers: the optimizer of `allred.distributed` averages over ranks, weighted by the
     samples of their shares of `allred.data.batches`.
 
     Arguments:
-        count: how many towers. A batch of fewer samples leaves the last ones out.
-        loss_and_grads: a function that only reads what towers share, so no writing to the parameters, and in torch
-            `torch.autograd.grad` instead of `backward()`. It must not call collectives of allred: those are not for
-            several threads. Its loss is a number, its gradients a nest of float arrays, torch tensors (CPU) or numbers.
-        parallel: each tower in a thread, which is kept for the next call, and ends with this object; else one after
-            the other. With the package threadpoolctl, a call limits the BLAS threads of the process to the cores of
-            this rank divided by `count`, and restores their number at its end. Without it a warning says so if there
-            are more threads than cores. torch has threads of its own: see torch.set_num_threads.
+        count: the number of towers. If a batch has fewer samples, the last towers are not used.
+        loss_and_grads: a function that only reads what towers share: it does not write to the parameters, and in torch
+            it uses `torch.autograd.grad` instead of `backward()`. It must not call collectives of allred, which allow
+            one thread only. Its loss is a number, its gradients a nest of float arrays, torch tensors (CPU) or numbers.
+        parallel: run each tower in a thread, which is kept until this object is freed; else run one after the other.
+            With the package threadpoolctl, a call limits the BLAS threads of the process to the cores of this rank
+            divided by `count`, and restores their number at its end. Without it, a warning is printed if there are
+            more threads than cores. torch has its own threads: see torch.set_num_threads.
 
     >>> def loss_and_grads(params, x):
     ...     return (params["w"] * x).mean(), {"w": x.mean()}
@@ -66,25 +70,25 @@ class Towers:
             raise InputError(f"Towers: loss_and_grads={loss_and_grads!r} is not a function")
         self._function = loss_and_grads
         self._threads = None
-        if parallel and self.count > 1:  # they start with their first part, and end with this object
+        if parallel and self.count > 1:  # a thread starts with its first part
             self._blas = BlasLimit(self.count)
             self._threads = futures.ThreadPoolExecutor(self.count, "allred-tower", self._blas.start_thread)
 
     def __call__(self, params: Any, *batch: Any) -> tuple[float, Any]:
-        """Split the batch, within one sample, and give its loss and gradients.
+        """Split the batch into parts whose sizes differ by at most one sample; return the loss and the gradients.
 
         Arguments:
-            params: passed on to each tower, as they are.
-            batch: arrays or torch tensors of equal first dimension, of which each tower gets a slice. One without
-                samples goes to tower 0 (a rank may have none, and yet makes the step).
+            params: passed to each tower unchanged.
+            batch: arrays or torch tensors with equal first dimensions; each tower gets a slice of each. A batch without
+                samples goes to tower 0, because a rank without samples makes the step too.
 
         Returns:
-            The loss, a float, and the gradients: the nest that the towers return, of new numpy arrays of their dtypes,
-            0-d for numbers. None counts as zeros, and stays None if all towers return it.
+            The loss, a float, and the gradients: the nest that the towers return, with new numpy arrays of the same
+            dtypes, 0-d for numbers. None counts as zeros, and stays None if all towers return it.
 
         Raises:
-            InputError: for a batch that cannot be split, and for results that cannot be averaged.
-            What a tower raised, the first of several, with a note that says which tower and which samples.
+            InputError: the batch cannot be split, or the results cannot be averaged.
+            The exception of the first tower that failed, with a note that names the tower and its samples.
         """
         rows = _rows_of(batch)
         sizes = [size for size in arrays.split_sizes(rows, self.count) if size] or [0]
@@ -103,8 +107,8 @@ class Towers:
         return mean.loss, mean.grads()
 
     def _start(self, params: Any, parts: list[tuple[Any, ...]]) -> list[futures.Future[Any]]:
-        """In threads, each in a copy of the caller's context (np.errstate is part of it), until all have ended; what is
-        raised by a signal meanwhile (Ctrl-C, another rank's failure) does not wait for them."""
+        """Run the towers in threads and wait for all. Each gets a copy of the context of the caller (np.errstate). An
+        exception from a signal handler (Ctrl-C, the failure of another rank) does not wait for them."""
         if self._threads is None or len(parts) == 1:
             return []
         with self._blas():
@@ -116,13 +120,13 @@ class Towers:
 
 
 def _rows_of(batch: tuple[Any, ...]) -> int:
-    """The length of what a batch consists of. Raises InputError if there is none."""
+    """Return the number of samples of a batch. Raises InputError if its arrays have different numbers."""
     if not batch:
         raise InputError("Towers: call it with a batch: towers(params, x, ...)")
     if odd := [value for value in batch if not getattr(value, "shape", ())]:
         raise InputError(
             f"Towers: a batch consists of arrays or tensors with a first dimension to split, but here is "
-            f"{_words(odd[0])}; what all towers need as it is belongs into params, or into the function"
+            f"{_describe(odd[0])}; pass values that all towers need unsplit in params, or use them in the function"
         )
     rows = [len(value) for value in batch]
     if len(set(rows)) > 1:
@@ -131,19 +135,19 @@ def _rows_of(batch: tuple[Any, ...]) -> int:
 
 
 class _Mean:
-    """The weighted mean of what towers return, summed in the order of `add`."""
+    """The weighted mean of the results of the towers, summed in the order of `add`."""
 
     def __init__(self) -> None:
         self.loss = 0.0
-        self._tree: Any = None  # of tower 0
+        self._tree: Any = None  # the gradients of tower 0
         self._names: list[str] = []
         self._sums: list[Array | None] = []
         self._dtypes: list[np.dtype[Any] | None] = []
 
     def add(self, tower: int, result: Any, weight: float) -> None:
-        """Take the result of a tower. The weights of all add up to 1."""
+        """Add the result of a tower. The weights of all towers add up to 1."""
         if not isinstance(result, tuple) or len(result) != 2:
-            raise InputError(f"Towers: tower {tower} returned {_words(result)}; expected a tuple (loss, grads)")
+            raise InputError(f"Towers: tower {tower} returned {_describe(result)}; expected a tuple (loss, grads)")
         loss = _host(result[0], f"the loss of tower {tower}")
         if loss.size != 1 or loss.dtype.kind not in "fiubV":  # V: ml_dtypes
             raise InputError(f"Towers: the loss of tower {tower} is {loss.dtype} {loss.shape}; expected a number")
@@ -183,7 +187,7 @@ class _Mean:
             np.add(before, added, out=before)
 
     def grads(self) -> Any:
-        """The means."""
+        """Return the means."""
         means = [
             None if total is None else total.astype(dtype, copy=False)
             for total, dtype in zip(self._sums, self._dtypes, strict=True)
@@ -192,7 +196,7 @@ class _Mean:
 
 
 def _host(value: Any, what: str) -> Array:
-    """As a numpy array, without a copy. Raises InputError, with `what` it is, if it cannot be one."""
+    """Return a value as a numpy array without a copy. Raises InputError; what: description of the value."""
     try:
         if hasattr(value, "detach"):  # a torch tensor
             array: Array = value.detach().numpy()
@@ -202,6 +206,68 @@ def _host(value: Any, what: str) -> Array:
         raise InputError(f"Towers: {what}: {error}") from None
 
 
-def _words(value: Any) -> str:
+def _describe(value: Any) -> str:
     kind = type(value).__name__
     return f"a {kind} of {len(value)}" if isinstance(value, (tuple, list)) else f"a {kind}"
+
+
+_limiting = threading.Lock()
+
+
+class BlasLimit:
+    """The BLAS limit of one `Towers` object. The first use searches for the BLAS libraries."""
+
+    def __init__(self, towers: int) -> None:
+        self._towers = towers
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Lower the number of BLAS threads to the share of one tower, and restore it at the end of the block.
+
+        The limit holds for the whole process. A block inside another one, or in another thread meanwhile, changes
+        nothing: the first block restores the number. Without threadpoolctl there is no limit, and one warning says so.
+        """
+        if self._controller is None:
+            _warn_once(self._towers)
+            yield
+        elif not _limiting.acquire(blocking=False):
+            yield
+        else:
+            try:
+                with self._lower("blas"):
+                    yield
+            finally:
+                _limiting.release()
+
+    def start_thread(self) -> None:
+        """Limit OpenMP in this thread of a tower: OpenMP has a number of threads for each thread that calls it."""
+        if self._controller is not None:
+            self._lower("openmp")
+
+    @functools.cached_property
+    def _controller(self) -> Any:
+        try:
+            import threadpoolctl
+        except ImportError:
+            return None
+        return threadpoolctl.ThreadpoolController()
+
+    @functools.cached_property
+    def _share(self) -> int:
+        return max(1, processors.cores_per_rank() // self._towers)
+
+    def _lower(self, kind: str) -> Any:
+        libraries = self._controller.select(user_api=kind)
+        limits = [{**each, "num_threads": min(each["num_threads"], self._share)} for each in libraries.info()]
+        return libraries.limit(limits=limits)
+
+
+@functools.cache
+def _warn_once(towers: int) -> None:
+    cores, threads = processors.cores_per_rank(), processors.look().blas_threads
+    if towers * threads > max(cores, towers):
+        report.warn(
+            f"Towers: {towers} towers x {threads} BLAS threads on this rank's {cores} core{'s' * (cores != 1)}: steps "
+            "may take many times as long. Install threadpoolctl (pip install threadpoolctl), with which Towers limits "
+            f"the threads, or export OMP_NUM_THREADS={max(1, cores // towers)} before the start"
+        )

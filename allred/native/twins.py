@@ -128,7 +128,7 @@ def update(rule: str, arrays: tuple[Array | None, ...], numbers: tuple[float, ..
 
 
 def match(tensors: list[Any], params: list[Any], grads: list[Any]) -> bool:
-    """Whether params and grads are C-contiguous numpy arrays with the shapes and dtypes of the tensors (fusion/plan.py
+    """Whether params and grads are C-contiguous numpy arrays with the shapes and dtypes of the tensors (fusion.py
     Tensor), and the params are writable. See csrc/match.c."""
     return len(tensors) == len(params) == len(grads) and all(map(_matches, tensors, params, grads))
 

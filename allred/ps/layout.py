@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from allred.arrays import Array, name_of
-from allred.fusion.plan import Tensor
+from allred.fusion import Tensor
 from allred.optim.tensors import compute_dtype
 from allred.ps.placement import Piece
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from allred.arrays import amount, name_of
 from allred.errors import InputError
-from allred.fusion.plan import Tensor
+from allred.fusion import Tensor
 
 How = str | Callable[[Tensor], int] | Mapping[str, int]
 

@@ -15,7 +15,7 @@ from allred.cluster import device, topology
 from allred.cluster.device import Place
 from allred.cluster.spec import CLIENT, SERVERS, ClusterSpec
 from allred.errors import InputError, NotInitializedError
-from allred.fusion.plan import Tensor
+from allred.fusion import Tensor
 
 _SHOWN = 8  # variables in a report
 _known: dict[int, tuple["weakref.ref[Array]", str, Place]] = {}  # by id

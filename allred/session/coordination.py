@@ -198,14 +198,14 @@ def extended_timeout(seconds: float = NO_LIMIT_S) -> Iterator[None]:
 
 def gather_random_states(optimizer: DistributedOptimizer, title: str = "") -> dict[int, Any] | None:
     """Return the random states of all ranks; None in mode ps. Collective. title: the operation's name in errors."""
-    if not optimizer.in_step:
+    if not optimizer.session_support.is_lockstep:
         return None
     return dict(functions.allgather_object((topology.rank(), random_states()), title))
 
 
 def wait_all_workers(optimizer: DistributedOptimizer, params: Any) -> None:
     """Mode ps: wait for all workers, which make different numbers of steps, and pull the final parameters."""
-    optimizer.meet()
+    optimizer.session_support.wait_all_workers()
     optimizer.pull(params)
 
 
@@ -213,6 +213,6 @@ def raise_on_all(optimizer: DistributedOptimizer, failure: AllredError | None) -
     """Raise the `failure` of the chief on all ranks. Collective. The watchers suspend the time limit while the chief
     writes a checkpoint; without watchers there is no time limit."""
     with contextlib.nullcontext() if watched() else extended_timeout():
-        failure = optimizer.hear(failure)
+        failure = optimizer.session_support.broadcast_failure(failure)
     if failure is not None:
         raise failure

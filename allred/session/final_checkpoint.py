@@ -116,7 +116,7 @@ def write_after_error(
             _report_no_checkpoint(f"{reason}; the newest checkpoint is the one before")
             return None
         try:
-            return _write_once(saver, optimizer.latest_step(), token, capture)
+            return _write_once(saver, optimizer.session_support.latest_step(), token, capture)
         except AllredError as failure:
             _report_no_checkpoint(str(failure))
     return None
@@ -125,7 +125,7 @@ def write_after_error(
 def _reason_not_to_save(error: BaseException, in_step: bool, optimizer: DistributedOptimizer) -> str:
     if isinstance(error, NonFiniteError) and not in_step:  # raised by a hook, after the update
         return "the parameters may not be finite"
-    return "an update was interrupted" if optimizer.torn else ""
+    return "an update was interrupted" if optimizer.session_support.update_interrupted else ""
 
 
 def _write_once(saver: Saver, step: int, token: str, capture: Capture) -> str | None:

@@ -222,7 +222,7 @@ class GlobalStepWaiter(Hook):
         self._step, self._poll_s, self._still_s = step, poll_s, still_s
 
     def begin(self, session: SessionView) -> None:
-        if session.optimizer.in_step:
+        if session.optimizer.session_support.is_lockstep:
             return
         step = min(self._step, session.max_steps or self._step)  # the other workers end at max_steps
         seen, since = session.optimizer.global_step, time.monotonic()

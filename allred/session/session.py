@@ -112,7 +112,9 @@ class Session:
             return False
         exit_callbacks.unregister(self._end_with_program)
         optimizer, path = self._optimizer, None
-        stopped = isinstance(error, ShutdownError) and optimizer is not None and not optimizer.in_step
+        stopped = (
+            isinstance(error, ShutdownError) and optimizer is not None and not optimizer.session_support.is_lockstep
+        )
         failure = None if stopped else error
         try:
             if stopped:
@@ -138,7 +140,9 @@ class Session:
         cannot be written."""
         if error is self._outer_error:
             error = None
-        if error is None and self._optimizer is not None and self._optimizer.torn:  # by a sys.exit() that Python hides
+        if (
+            error is None and self._optimizer is not None and self._optimizer.session_support.update_interrupted
+        ):  # by a sys.exit() that Python hides
             error = SystemExit()
         self.__exit__(None if error is None else type(error), error, None)
 
@@ -184,12 +188,12 @@ class Session:
         self.step = optimizer.global_step
         self._saver.begin(self.step)
         self._token = functions.allgather_object(secrets.token_hex(4))[0]  # no rank steps before all know global_step
-        if optimizer.in_step:
+        if optimizer.session_support.is_lockstep:
             join.add_observer(self._save_after_join)
         else:
-            self._signals.notify(optimizer.ask_to_end)
+            self._signals.notify(optimizer.session_support.request_stop)
             if self._saver.directory:
-                optimizer.end_with(lambda: self._capture()(self._saver.directory))
+                optimizer.session_support.set_final_save(lambda: self._capture()(self._saver.directory))
         for hook in self.hooks:
             hook.begin(self)
         self._training_begin = self.step
@@ -254,7 +258,7 @@ class Session:
 
     def _pull_first(self) -> None:
         """Mode ps: pull before the first gradient, because other workers already train."""
-        if not self._is_fresh and not self.optimizer.in_step:
+        if not self._is_fresh and not self.optimizer.session_support.is_lockstep:
             self.optimizer.pull(self.params)
             self.step = self._step_begin = self.optimizer.global_step
         self._is_fresh = True
@@ -285,22 +289,24 @@ class Session:
 
         everywhere: all ranks call this after the same step; then the loop ends at once.
         """
-        if everywhere and (self.optimizer.in_step or reason == "max_steps"):  # which each worker sees at the servers
+        if everywhere and (
+            self.optimizer.session_support.is_lockstep or reason == "max_steps"
+        ):  # which each worker sees at the servers
             self._stop_reason = self._stop_reason or reason
         else:
             self._stop_request = self._stop_request or reason
-            self.optimizer.ask_to_end()
+            self.optimizer.session_support.request_stop()
 
     def _end_step(self) -> None:
         self._note_step()
         optimizer = self.optimizer
         due = self.is_chief and bool(self._saver.directory) and self._saver.due(self.step)
-        make_report = self._metrics.report_all if optimizer.in_step else self._metrics.report_local
+        make_report = self._metrics.report_all if optimizer.session_support.is_lockstep else self._metrics.report_local
         step_report = make_report(self._signals.reason or self._stop_request, due)
-        waited_s = optimizer.waited_s
+        waited_s = optimizer.session_support.waited_s
         self.rates.record(self.step, int(step_report.examples), waited_s - self._waited_s)
         self._waited_s = waited_s
-        if step_report.stop and optimizer.in_step:
+        if step_report.stop and optimizer.session_support.is_lockstep:
             self._stop_reason = self._stop_reason or step_report.stop
         for hook in self.hooks:
             hook.after_step(self, step_report.values)
@@ -320,7 +326,9 @@ class Session:
 
     def save_by(self, saver: Saver, randoms: Any = None) -> None:
         """For hooks, on the chief, after a step: write a checkpoint of the current state with this Saver."""
-        saver.save(self.step, lambda: self._capture(randoms, copy=True), in_thread=self.optimizer.in_step)
+        saver.save(
+            self.step, lambda: self._capture(randoms, copy=True), in_thread=self.optimizer.session_support.is_lockstep
+        )
         self.rates.pause()
 
     def _capture(self, randoms: Any = None, copy: bool = False) -> Callable[[str], str]:
@@ -361,11 +369,11 @@ class Session:
             path = final_checkpoint.write_after_error(
                 error, self._in_step, self._saver, optimizer, self._token, self._capture
             )
-        self.step = optimizer.global_step if optimizer.in_step else self.step
+        self.step = optimizer.global_step if optimizer.session_support.is_lockstep else self.step
         return path
 
     def _wait_all_workers(self) -> None:
-        if not self.optimizer.in_step:
+        if not self.optimizer.session_support.is_lockstep:
             coordination.wait_all_workers(self.optimizer, self.params)
             self.step = self.optimizer.global_step
 

@@ -185,7 +185,7 @@ def test_a_sum_is_refused():
     code = "import allred\nallred.init()\nallred.distributed(allred.optim.SGD(lr=0.1), op=allred.Sum).statistics()\n"
     result = mpirun(2, "-c", code, env={"ALLRED_MODE": "ps"}, timeout_s=30)
     assert result.code == 1, result.text
-    assert "opt: op=allred.Sum is of mode sync; parameter servers apply" in result.err, result.text
+    assert "opt: op=allred.Sum is available in mode sync only; parameter servers apply" in result.err, result.text
 
 
 # ---- gradients on a GPU

@@ -119,7 +119,7 @@ def test_a_policy_may_be_given_in_a_word(word, policy):
     make = f"opt = allred.distributed(allred.optim.SGD(lr=0.5), consistency='{word}')"
     body = "opt.broadcast(params)\nfrom allred import world\nprint(opt._options.policy(world.config()))"
     assert run(body + GOES_ON, make=make, ALLRED_STALENESS="7").startswith(policy)
-    said = run("import allred.modes.options as o\nprint(refuses(o.Options, 'opt', consistency='some'))")
+    said = run("import allred.modes.options as o\nprint(refuses(o.StepOptions, 'opt', consistency='some'))")
     assert "consistency='some' must be allred.ps.Async()" in said
 
 

@@ -279,7 +279,7 @@ def test_finite_gradients_that_do_not_fit_the_wire_are_found(rank, size, dtype, 
         opt = allred.distributed(optim.SGD(), compression=compression)
         words = {Compression.fp16: "float16", Compression.bf16: "bfloat16"}[compression]
         with pytest.raises(
-            NonFiniteError, match=rf"of '0' is not, it is more than {words}, as which it travels, can hold"
+            NonFiniteError, match=rf"of '0' is not: it exceeds the largest number of {words}, the wire dtype"
         ):
             opt.step(params, grads)
         assert params[0].tolist() == [1] * 4

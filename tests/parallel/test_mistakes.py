@@ -210,8 +210,8 @@ def test_the_same_batch_everywhere_is_told_once(rank, size, check_steps, capfd):
         if step == 1:
             assert "same gradients" not in capfd.readouterr().err
     told = capfd.readouterr().err
-    assert told.count("mine.step(): all ranks bring the same gradients, bit for bit") == (rank == 0)
-    assert ("allred.data.batches, or by allred.rank()" in told) == (rank == 0)
+    assert told.count("mine.step(): all ranks have the same gradients, bit for bit") == (rank == 0)
+    assert ("allred.data.batches, or choose batches by allred.rank()" in told) == (rank == 0)
 
 
 @pytest.mark.parametrize("kind", ["different", "zero", "no samples", "sometimes"])
@@ -236,7 +236,7 @@ def test_gradient_functions_tell_the_same_batch_too(rank, check_steps, capfd):
 
     for _ in range(5):
         grads_of(3.0)
-    assert capfd.readouterr().err.count("grads_of(): all ranks bring the same gradients") == (rank == 0)
+    assert capfd.readouterr().err.count("grads_of(): all ranks have the same gradients") == (rank == 0)
 
 
 def test_averaging_in_the_function_and_in_the_optimizer_is_an_error(rank, size):

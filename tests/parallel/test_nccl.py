@@ -20,7 +20,7 @@ from allred.comm import device_arguments, device_reduce
 from allred.comm.backends import select
 from allred.comm.create import add_device, create
 from allred.errors import InputError, MismatchError
-from allred.modes.pairs import Pairs
+from allred.modes.match import Matcher
 
 pytestmark = pytest.mark.mpi
 
@@ -390,12 +390,12 @@ def world_on_gpus(comm, monkeypatch):
 
 def test_parameters_and_gradients_that_come_again_are_matched_quickly(world_on_gpus, monkeypatch):
     """Wherever they lie now; what has become something else is looked at anew."""
-    known, model = Pairs(), Model(on_gpu)
+    known, model = Matcher(), Model(on_gpu)
     params, grads = model.params, model.grads(0, 0)
     tensors = known.match(params, grads)[0]
     with monkeypatch.context() as quickly:
-        quickly.setattr("allred.modes.pairs._match", None)
-        again, leaves, values, problem = known.match(params, other := model.grads(1, 0))
+        quickly.setattr("allred.modes.match._match", None)
+        again, leaves, values, problem, _ = known.match(params, other := model.grads(1, 0))
     assert (again, problem) == (tensors, "")
     assert again is not tensors  # mode ps takes that for arrays on the host
     assert all(value is other[tensor.name] for value, tensor in zip(values, tensors, strict=True))
@@ -403,7 +403,7 @@ def test_parameters_and_gradients_that_come_again_are_matched_quickly(world_on_g
     wide = on_gpu(np.ones((7, 3)))
     for odd in ({"v": wide}, {"v": None}, {"v": host(grads["v"])}, {"v": grads["w"]}, {"w": grads["w"].T}):
         known.match(params, grads)
-        found, fresh = (which.match(params, grads | odd) for which in (known, Pairs()))
+        found, fresh = (which.match(params, grads | odd) for which in (known, Matcher()))
         assert (found[0], found[3]) == (fresh[0], fresh[3])
 
 
@@ -565,12 +565,12 @@ def test_gradients_on_a_gpu_go_out_before_the_step(world_on_gpus):
     grads = {name: on_gpu(np.full(shape, 1.0 + allred.rank(), np.float32)) for name, shape in SHAPES.items()}
     for name, grad in grads.items():
         opt.reduce(name, grad)
-    opt._sync._early._opening.wait()
-    opt._sync._early._advance()
-    running = [work for work, _ in opt._sync._early._running]
-    assert len(running) == len(opt._sync._early._buckets) > 1
+    opt._mode._overlap._opening.wait()
+    opt._mode._overlap._advance()
+    running = [work for work, _ in opt._mode._overlap._sent]
+    assert len(running) == len(opt._mode._overlap._buckets) > 1
     while not all(work.end is not None for work in running):
-        opt._sync._early._advance()
+        opt._mode._overlap._advance()
     assert world_on_gpus.devices.device.synchronized == 0
     np.testing.assert_allclose(host(grads["w"]), (1 + allred.size()) / 2)
     opt.step({name: on_gpu(np.zeros(shape, np.float32)) for name, shape in SHAPES.items()}, grads)
@@ -580,7 +580,7 @@ ODD = {  # what becomes of gradients, and the words for it
     "elsewhere": (lambda grads: {"w": host(grads["w"])}, "'w' is on the host, and was on a GPU when"),
     "elsewhere in step": (lambda grads: {"v": host(grads["v"])}, "'v' is on the host, and was on a GPU when"),
     "shape": (lambda grads: {"w": grads["w"][:3]}, r"the gradient of 'w' float32 \(40, 30\) has shape \(3, 30\)"),
-    "one memory": (lambda grads: {"v": grads["w"].reshape(-1)[:21].reshape(7, 3)}, "'v' and 'w' are one memory"),
+    "one memory": (lambda grads: {"v": grads["w"].reshape(-1)[:21].reshape(7, 3)}, "'v' and 'w' share memory"),
     "nan": (lambda grads: {"w": grads["w"] * np.float32(np.nan)}, "'w' on rank 0 .*is nan"),
 }
 

@@ -237,7 +237,7 @@ def test_unusable_gradients_on_one_rank_are_an_error_on_all(rank, size):
     opt = allred.distributed(optim.SGD(lr=1.0))
     with pytest.raises(InputError, match=rf"rank {size - 1}: the gradient of '0' float64 \(3,\) has shape \(4,\)"):
         opt.step(params, bad)
-    with pytest.raises(InputError, match=r"ranks \[0\] do not say how many samples they have"):
+    with pytest.raises(InputError, match=r"ranks \[0\] give no number of samples"):
         opt.step(params, [np.ones(3)], samples=None if rank == 0 else 5)
     with pytest.raises(MismatchError, match="different operations"):
         opt.step(params, [np.ones(3)]) if rank == 0 else allred.barrier()
@@ -347,7 +347,7 @@ def test_the_summary_counts_all_ranks_samples(size):
     opt, params = allred.distributed(optim.SGD(lr=1.0)), [np.zeros(2)]
     for _ in range(3):
         opt.step(params, [np.ones(2)], samples=10)
-    assert opt._mode._meter.samples == 30 * size
+    assert opt._mode._timer.samples == 30 * size
     assert f"world: {size} rank" in opt.summary()
 
 

@@ -12,7 +12,7 @@ ROOT = pathlib.Path(allred.__file__).parent
 # Top to bottom, the way a gradient goes. A room may import what stands below it, and its own modules.
 HOUSE = (
     *("__main__", "doctor", "bench", "testing", "compat", "__init__", "server", "startup", "session", "client"),
-    *("launch", "modes", "ps", "reducer", "fusion", "comm", "timeline", "compression", "watch", "data", "optim"),
+    *("launch", "modes", "ps", "fusion", "comm", "timeline", "compression", "watch", "data", "optim"),
     *(
         "cluster",
         "checkpoint",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from allred import arrays, native
-from allred.fusion.plan import Tensor
+from allred.fusion import Tensor
 from allred.native import twins
 
 KERNELS = [

@@ -6,7 +6,7 @@ import pytest
 
 from allred import optim
 from allred.errors import InputError
-from allred.fusion.plan import Tensor
+from allred.fusion import Tensor
 from allred.ps.layout import CELL_BYTES, lay_out
 from allred.ps.placement import place
 from allred.ps.shard import Shard, splittable

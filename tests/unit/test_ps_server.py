@@ -11,7 +11,7 @@ mpi4py.rc.initialize = False  # only its constants are needed
 
 from allred import optim
 from allred.errors import InputError
-from allred.fusion.plan import Tensor
+from allred.fusion import Tensor
 from allred.ps import server as module
 from allred.ps.calls import LATER, Registration
 from allred.ps.consistency import Async, Sync

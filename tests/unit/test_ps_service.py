@@ -7,7 +7,7 @@ import pytest
 
 from allred import optim
 from allred.errors import AllredError
-from allred.fusion.plan import Tensor
+from allred.fusion import Tensor
 from allred.ps.boxes import BoxPort
 from allred.ps.consistency import Async, Bounded, Sync
 from allred.ps.layout import lay_out

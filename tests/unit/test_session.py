@@ -392,7 +392,9 @@ def test_a_commit_leaves_a_rank_that_writes_its_claim(tmp_path):
         seen.extend(path.name for path in tmp_path.glob(".*"))
 
     saver = types.SimpleNamespace(directory=str(tmp_path), save_final=save_final, wait=lambda: None)
-    optimizer = types.SimpleNamespace(latest_step=lambda: 6, torn=False)
+    optimizer = types.SimpleNamespace(
+        session_support=types.SimpleNamespace(latest_step=lambda: 6, update_interrupted=False)
+    )
     final_checkpoint.write_after_error(ValueError(), True, saver, optimizer, "ab12", lambda: str)
     assert len(seen) == 1
     assert not list(tmp_path.glob(".*"))
@@ -598,12 +600,12 @@ def test_ranks_that_log_examples_and_ranks_that_do_not_are_told_apart(world, mon
 
 
 def test_no_worker_waits_for_a_step_behind_the_last_one():
-    optimizer = types.SimpleNamespace(in_step=False, global_step=200)
+    optimizer = types.SimpleNamespace(session_support=types.SimpleNamespace(is_lockstep=False), global_step=200)
     GlobalStepWaiter(300).begin(types.SimpleNamespace(optimizer=optimizer, max_steps=200, asked=""))
 
 
 def test_no_worker_waits_for_updates_that_do_not_come(world, capfd):
-    optimizer = types.SimpleNamespace(in_step=False, global_step=0)
+    optimizer = types.SimpleNamespace(session_support=types.SimpleNamespace(is_lockstep=False), global_step=0)
     optimizer.pull = lambda params: setattr(optimizer, "global_step", min(optimizer.global_step + 1, 5))
     session = types.SimpleNamespace(optimizer=optimizer, max_steps=None, asked="", params=None)
     GlobalStepWaiter(10, poll_s=0.02, still_s=0.1).begin(session)
@@ -852,11 +854,11 @@ def test_damaged_checkpoints_are_named(world, tmp_path, capfd, damage):
     with Session(tmp_path) as session:
         train(session, [])
     assert session.step == int(older.name[5:])
-    assert f"a later checkpoint is left out: checkpoint: {shard}" in capfd.readouterr().err
+    assert f"a later checkpoint is skipped: checkpoint: {shard}" in capfd.readouterr().err
     for shard in tmp_path.glob("*/shard-*"):
         shard.write_bytes(b"")
     with (
-        pytest.raises(CheckpointError, match=r"is complete\. To start anew"),
+        pytest.raises(CheckpointError, match=r"is complete\. Move them away"),
         Session(tmp_path) as session,
     ):
         train(session, [1])

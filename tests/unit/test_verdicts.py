@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from allred.data.iterations import LoaderArguments
-from allred.fusion.plan import Tensor, plan
+from allred.fusion import Plan, Tensor
 from allred.modes.detect import drift, finite
 from allred.modes.detect.batch_arguments import difference
 
@@ -91,7 +91,7 @@ def test_not_finite_names_tensors_ranks_and_counts_the_rest():
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 64, 65])
 def test_what_is_not_flagged_as_large_cannot_overflow_in_a_sum(dtype, ranks):
     dtype = np.dtype(dtype)
-    tensors = plan([Tensor("w", (3,), dtype)], 1)
+    tensors = Plan((Tensor("w", (3,), dtype),), 1)
     largest = float(ml_dtypes.finfo(dtype).max)
     limit = next(2.0**e for e in range(1100) if finite.scan(tensors, [np.array([0, -(2.0**e), 1], dtype)], ranks))
     below = np.nextafter(limit, 0) if dtype == np.float64 else limit * (1 - float(ml_dtypes.finfo(dtype).eps) / 2)

@@ -1,7 +1,7 @@
-"""Ranks that have drifted apart: parameters, optimizer state or learning rate that are not equal, bit for bit.
+"""Finds ranks that have drifted apart: parameters, optimizer states or learning rates that are not equal bit for bit.
 
-A hash of everything is compared at a check; only where it differs do the ranks show each other the hash of each tensor.
-Parameters that no rank has a gradient for are left out: nothing says that they are alike (running statistics are not).
+A check compares one hash of everything; only if it differs, the ranks exchange a hash of each tensor. Parameters that
+no rank has a gradient for are not compared: they may differ on purpose, like running statistics.
 """
 
 import functools
@@ -13,30 +13,32 @@ import numpy as np
 
 from allred import arrays, native, nest
 from allred.arrays import Array
+from allred.cluster import report
 from allred.comm.header import by_rank, hash_text, mix, rank_list
 from allred.gpu.device_arrays import is_device, to_host
 from allred.optim.base import Optimizer
 
 _hash_name = functools.lru_cache(maxsize=2**16)(hash_text)
-_NAMED = 3  # differences in an error; the rest are counted
+_NAMED = 3  # differences named in an error; the others are counted
+_STALE_STEPS = 10  # per worker; a smaller staleness of the first gradient is normal
 _NUMBERS = (int, float, np.number)
 _COMPARABLE = (*_NUMBERS, np.ndarray)
 
 
 class Part(NamedTuple):
-    """Something that must be equal on all ranks. Its kind: "setting", "state" or "parameter"."""
+    """A value that must be equal on all ranks. kind: "setting", "state" or "parameter"."""
 
     kind: str
     name: str
     value: Array
 
 
-Table = dict[tuple[str, str], str]  # of each part, by kind and name, what is compared of it, in words
-_CALLED = {"setting": "the optimizer's {}", "state": "the optimizer's state '{}'", "parameter": "parameter '{}'"}
+Table = dict[tuple[str, str], str]  # by kind and name: the text that is compared
+_TITLES = {"setting": "the optimizer's {}", "state": "the optimizer's state '{}'", "parameter": "parameter '{}'"}
 
 
 def parts_of(params: Any, trained: set[str], optimizer: Any) -> list[Part]:
-    """All there is to compare: the parameters called `trained`, and the optimizer's settings and state."""
+    """Return the parts to compare: the parameters named in `trained`, and the settings and state of the optimizer."""
     parts = [Part("setting", name, np.asarray(value)) for name, value in _settings(optimizer).items()]
     state: Any = getattr(optimizer, "live_state", getattr(optimizer, "state_dict", dict))()
     kept = [
@@ -49,7 +51,7 @@ def parts_of(params: Any, trained: set[str], optimizer: Any) -> list[Part]:
 
 
 def _settings(optimizer: Any) -> dict[str, Any]:
-    """Hyper-parameters: all numbers among the attributes of our own optimizers; of others `lr` alone is known."""
+    """Return the hyper-parameters: all numeric attributes of an optimizer of allred.optim; `lr` of any other."""
     names = [name for name in vars(optimizer) if name[0] != "_"] if isinstance(optimizer, Optimizer) else ["lr"]
     found = {name: getattr(optimizer, name, None) for name in names if name != "global_step"}
     if isinstance(optimizer, Optimizer) and callable(optimizer.lr):
@@ -58,7 +60,7 @@ def _settings(optimizer: Any) -> dict[str, Any]:
 
 
 def fingerprint(parts: Sequence[Part]) -> int:
-    """A 64-bit hash of all parts, with their names."""
+    """Return a 64-bit hash of all parts and their names."""
     total = len(parts)
     for part, found in zip(parts, native.hashes([arrays.as_bytes(part.value) for part in parts]), strict=True):
         total = mix(mix(total, _hash_name(part.name)), found)
@@ -66,9 +68,9 @@ def fingerprint(parts: Sequence[Part]) -> int:
 
 
 def table(parts: Sequence[Part]) -> Table:
-    """What is compared of each part: numbers themselves, of arrays dtype, shape and hash.
+    """Return the text to compare of each part: numbers as they are; dtype, shape and hash of arrays.
 
-    All NaN count as one: which of them a sum gives may differ between ranks.
+    All NaN are equal: the payload of a NaN in a sum may differ between ranks.
     """
     found = {}
     for part in parts:
@@ -86,11 +88,15 @@ def table(parts: Sequence[Part]) -> Table:
 def verdict(
     tables: list[Table], step: int, equal_at: int, outside: list[int], ranks: Sequence[int], missed: bool = False
 ) -> str:
-    """What differs on which ranks, in words, from every rank's table; "" if nothing does. The same on every rank.
+    """Describe what differs on which ranks; "" if nothing does. The same text on every rank.
 
-    step: the step before which they were compared; equal_at: the one before which they were last found equal, or 0.
-    outside: how many updates each rank's optimizer has made around its wrapper. ranks: their numbers. missed: some
-    were not in all steps, for they had joined.
+    Arguments:
+        tables: of all ranks.
+        step: the step before which they were compared.
+        equal_at: the step before which they were last equal, or 0.
+        outside: by rank: updates that its optimizer has made without its wrapper.
+        ranks: the numbers of the ranks.
+        missed: whether some ranks have missed steps because they had joined.
     """
     keys = list(dict.fromkeys(key for each in tables for key in each))
     differing = [key for key in keys if len({each.get(key) for each in tables}) > 1]
@@ -107,11 +113,11 @@ def verdict(
 
 
 def _difference(key: tuple[str, str], texts: list[str], ranks: Sequence[int]) -> str:
-    """A number with its values; an array with the ranks that differ from most, or from the first rank."""
-    name = _CALLED[key[0]].format(key[1])
+    """Describe a difference: a number with its values, or an array with the ranks that differ from the majority."""
+    name = _TITLES[key[0]].format(key[1])
     if not any(" " in text for text in texts):
         return f"{name} is {by_rank(texts, ranks).replace(';', ',')}"
-    usual = Counter(texts).most_common(1)[0][0]  # of equally many, the one that comes first
+    usual = Counter(texts).most_common(1)[0][0]  # in a tie, the value of the first rank
     odd = [(rank, text) for rank, text in zip(ranks, texts, strict=True) if text != usual]
     how = "is missing" if all(text == "missing" for _, text in odd) else "differs"
     return f"{name} {how} on {rank_list([rank for rank, _ in odd])}"
@@ -135,3 +141,16 @@ def _remedy(
         "Something changed them on some ranks only (an assignment, a step around the wrapper), or the optimizer does "
         "not do the same everywhere (random numbers, data of its rank)"
     )
+
+
+def warn_of_stale_start(name: str, worker: int, workers: int, staleness: int) -> None:
+    """Mode ps: warn if the first gradient of a worker is too stale, such as after a slow operation after its last pull.
+
+    The other workers train meanwhile. The gradient is applied like any other, and may undo progress. staleness: the
+    number of updates that its parameters lack.
+    """
+    if staleness > _STALE_STEPS * workers:
+        report.say_here(
+            f"{name}.step(): the first gradient of worker {worker} was computed from parameters that lack {staleness} "
+            f"updates; call {name}.broadcast(params) or {name}.pull(params) directly before the training loop"
+        )

@@ -1,8 +1,8 @@
-"""Gradients that are not finite: seen on the rank that has them, before the sum makes them everyone's.
+"""Finds gradients that are not finite on the rank that has them, before the reduction spreads them to all ranks.
 
-Looking at the sum instead would cost the same pass over memory, and could tell neither the rank nor leave the gradients
-as they were. What it would see and the parts do not show, a sum of large numbers that overflows, is looked for only
-where a rank has numbers that large: magnitudes of which so many as there are ranks could reach infinity.
+A look at the sum would take the same pass over memory, but could not name the rank, and the gradients would be
+overwritten. A sum of large finite numbers can overflow too. It is scanned only if a rank has numbers so large that
+the sum over all ranks could reach infinity.
 """
 
 import functools
@@ -15,84 +15,84 @@ from allred import arrays, native
 from allred.arrays import Array
 from allred.comm.header import rank_list
 from allred.compression import Compression
-from allred.fusion.plan import Plan
+from allred.fusion import Plan
 from allred.gpu.arithmetic import exceeds_on_gpu
 from allred.gpu.device_arrays import is_device, to_host
 
-# A rank's flags.
+# Flags of a rank.
 NONFINITE = 1
 LARGE = 2  # finite, but the sum may not be
 
-POLICIES = ("raise", "skip", "ignore")
-
-# Of each dtype: the bytes of an element, and, as native.exceeds has it, infinity and the bits of the mantissa.
+# By dtype: bytes of an element; bits of infinity and of the mantissa as native.exceeds uses them.
 _FORMATS = {
     "float16": (2, 0x7C00, 10),
     "bfloat16": (2, 0x7F80, 7),
     "float32": (4, 0x7F800000, 23),
-    "float64": (8, 0x7FF00000, 20),  # its upper half
+    "float64": (8, 0x7FF00000, 20),  # the upper half
 }
-# The largest number that travels finite as another type, in the bits of its own dtype.
+# The bits of the largest number of a dtype that is finite in the wire dtype.
 _LARGEST = {
     ("float32", Compression.fp16): 0x477FE000,
     ("float64", Compression.fp16): 0x40EFFC00,
     ("float32", Compression.bf16): 0x7F7F0000,
     ("float64", Compression.bf16): 0x47EFE000,
 }
-_NAMED = 3  # tensors in an error; the rest are counted
+_NAMED = 3  # tensors named in an error; the others are counted
 
 
 @functools.cache
 def _limits(dtype: np.dtype[Any], ranks: int, compression: Compression) -> tuple[int, int, int]:
-    """Bytes of an element; the largest magnitude whose sum over the ranks is finite for sure; the largest finite."""
+    """Return (bytes of an element, largest magnitude whose sum over the ranks is surely finite, largest finite one)."""
     name = arrays.name_of(dtype)
     element_bytes, infinity, mantissa = _FORMATS[name]
-    doublings = 1 + (ranks - 1).bit_length() if ranks > 1 else 0  # one more than it takes: sums are rounded
+    doublings = 1 + (ranks - 1).bit_length() if ranks > 1 else 0  # one more than needed: sums are rounded
     largest = _LARGEST.get((name, compression), infinity - 1)
     return element_bytes, largest - (doublings << mantissa), infinity - 1
 
 
-def scan(plan: Plan, values: Sequence[Any], ranks: int, compression: Compression = Compression.none) -> int:
-    """The flags of this rank's gradients, which are to travel so and be summed over so many ranks."""
+def scan(
+    plan: Plan, values: Sequence[Any], ranks: int, compression: Compression = Compression.none, plain: bool = False
+) -> int:
+    """Return the flags of this rank's gradients, None among them allowed, for a sum over `ranks` ranks.
+
+    plain: whether all values are contiguous arrays on the host.
+    """
     flags = 0
     for dtype, indices in plan.floats.items():
         element_bytes, large, largest = _limits(dtype, ranks, compression)
-        there = [value for i in indices if is_device(value := values[i])]
-        if there and exceeds_on_gpu(there, element_bytes, large):
-            flags |= NONFINITE if exceeds_on_gpu(there, element_bytes, largest) else LARGE
-        parts = _readable(values, [i for i in indices if not is_device(values[i])] if there else indices)
+        parts = list(values) if len(indices) == len(values) else [values[i] for i in indices]
+        if not plain:
+            there = [value for value in parts if is_device(value)]
+            if there and exceeds_on_gpu(there, element_bytes, large):
+                flags |= NONFINITE if exceeds_on_gpu(there, element_bytes, largest) else LARGE
+            parts = [value for value in parts if value is not None and not is_device(value)]
+            parts = [value if value.flags.forc else arrays.flat(value) for value in parts]
+        if arrays.name_of(dtype) == "bfloat16":
+            parts = [arrays.as_buffer(value) for value in parts]
         if native.exceeds(parts, element_bytes, large):
             flags |= NONFINITE if native.exceeds(parts, element_bytes, largest) else LARGE
     return flags
 
 
-def looks(plan: Plan) -> Callable[[list[Array]], bool]:
-    """What says whether contiguous gradients of such a plan, all of them there, are not all finite.
+def nonfinite_scanner(plan: Plan) -> Callable[[list[Array]], bool]:
+    """Return a function that takes the contiguous gradients of `plan` and returns whether any is not finite.
 
-    Mode ps takes this pass over memory before it pushes anything. To look at each cell on its way up would take a sixth
-    off a step with 100 MB, but a server would have applied the cells before: of gradients that explode, huge ones.
+    Mode ps scans all gradients before it pushes the first: a server applies each part at once, so a scan of each part
+    as it is sent would be too late for the parts before it.
     """
 
-    def of(dtype: np.dtype[Any], indices: list[int]) -> Callable[[list[Array]], bool]:
+    def scanner(dtype: np.dtype[Any], indices: list[int]) -> Callable[[list[Array]], bool]:
         element_bytes, _, largest = _limits(dtype, 1, Compression.none)
         if len(indices) == len(plan.tensors):
             return lambda values: native.exceeds(values, element_bytes, largest)
         return lambda values: native.exceeds([values[i] for i in indices], element_bytes, largest)
 
-    each = [of(dtype, indices) for dtype, indices in plan.floats.items()]
-    return each[0] if len(each) == 1 else lambda values: any(look(values) for look in each)
-
-
-def _readable(values: Sequence[Any], indices: list[int]) -> list[Array]:
-    """Those values that are there, of one dtype, as memory in one piece."""
-    present = [value for i in indices if (value := values[i]) is not None]
-    if present and arrays.name_of(present[0].dtype) == "bfloat16":
-        present = [arrays.as_buffer(value) for value in present]
-    return [value if value.flags.forc else arrays.flat(value) for value in present]
+    scanners = [scanner(dtype, indices) for dtype, indices in plan.floats.items()]
+    return scanners[0] if len(scanners) == 1 else lambda values: any(scan(values) for scan in scanners)
 
 
 def describe(plan: Plan, values: Sequence[Any]) -> dict[str, str]:
-    """Name of each gradient that is not finite, and how it is not."""
+    """Return {name: description} of the gradients that are not finite."""
     found = {}
     for index in sorted(i for indices in plan.floats.values() for i in indices):
         value = to_host(values[index])
@@ -105,9 +105,10 @@ def describe(plan: Plan, values: Sequence[Any]) -> dict[str, str]:
 
 
 def verdict(found: list[dict[str, str]], numbers: Sequence[int]) -> str:
-    """What is not finite on which ranks, in words, from each rank's `describe`; the same on every rank.
+    """Describe which gradients are not finite on which ranks; the same text on every rank.
 
-    numbers: of the ranks."""
+    found: the result of `describe` of each rank. numbers: the numbers of these ranks.
+    """
     names = list(dict.fromkeys(name for each in found for name in each))
     words = []
     for name in names[:_NAMED]:
@@ -119,15 +120,15 @@ def verdict(found: list[dict[str, str]], numbers: Sequence[int]) -> str:
 
 
 def overflow(plan: Plan, values: Sequence[Any], compression: Compression) -> str:
-    """What became infinite in the sum of finite gradients, in words; "" if nothing did. All ranks have these values."""
+    """Describe a sum of finite gradients that is not finite; "" if all are. values: the reduced gradients."""
     if not scan(plan, values, ranks=1):
         return ""
     names = list(describe(plan, values))
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     dtype = next(tensor.dtype for tensor in plan.tensors if tensor.name == names[0])
     wire = (arrays.name_of(dtype), compression) in _LARGEST
-    holds = f"{arrays.DTYPES[compression.value]}, as which it travels," if wire else arrays.name_of(dtype)
+    limit = f"{arrays.DTYPES[compression.value]}, the wire dtype" if wire else arrays.name_of(dtype)
     return (
-        f"every rank's gradient is finite, but the sum over the ranks of '{names[0]}'{more} is not, it is more than "
-        f"{holds} can hold; the gradients have been overwritten"
+        f"every rank's gradient is finite, but the sum over the ranks of '{names[0]}'{more} is not: it exceeds the "
+        f"largest number of {limit}; the gradients have been overwritten"
     )

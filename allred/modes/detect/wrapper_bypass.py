@@ -1,7 +1,7 @@
-"""Steps around the wrapper: updates that an optimizer makes without its gradients having been averaged.
+"""Detects updates that an optimizer makes without its wrapper, so without averaged gradients.
 
-They show in the optimizer's own count of updates, `global_step`, where it has one (all of allred.optim do). Others
-show when the parameters are compared.
+They are found in the optimizer's own counter `global_step`, if it has one, as all of allred.optim have. Other
+optimizers are only found when the parameters are compared (drift.py).
 """
 
 import atexit
@@ -14,20 +14,20 @@ from allred.comm import functions
 
 
 class Updates:
-    """Of one optimizer: how many updates it has made, as far as its wrappers know. Made by `updates_of`."""
+    """Counts the updates of one optimizer that its wrappers know. Created by `updates_of`."""
 
     def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer  # kept, so that its id stays its own
-        self.wrappers: dict[int, str] = {}  # those that have made a step, by id, with their titles
-        self.known: int | None = None  # after the last one of a wrapper
+        self.optimizer = optimizer  # a reference keeps its id unique
+        self.wrappers: dict[int, str] = {}  # titles of the wrappers that have made a step, by id
+        self.known: int | None = None  # the counter after the last step of a wrapper
 
     def outside(self) -> int:
-        """Updates since then, by whoever; less than 0 if it was set back."""
+        """Return the number of updates since the last step of a wrapper; negative if the counter was set back."""
         count = _count(self.optimizer)
         return 0 if count is None or self.known is None else count - self.known
 
     def stepped(self, wrapper: object, title: str) -> None:
-        """A wrapper has made an update."""
+        """Note that a wrapper has made an update."""
         self.known = _count(self.optimizer)
         if id(wrapper) not in self.wrappers:
             _unused.pop(id(self.optimizer), None)
@@ -47,11 +47,11 @@ def _count(optimizer: Any) -> int | None:
 
 
 _known: weakref.WeakValueDictionary[int, Updates] = weakref.WeakValueDictionary()
-_unused: dict[int, tuple[weakref.ref[Any], int]] = {}  # wrapped, and not yet stepped by a wrapper: its count then
+_unused: dict[int, tuple[weakref.ref[Any], int]] = {}  # optimizers not stepped by a wrapper yet, and their counters
 
 
 def updates_of(optimizer: Any) -> Updates:
-    """The record of an optimizer, one for all of its wrappers."""
+    """Return the record of an optimizer, shared by all its wrappers."""
     record = _known.get(id(optimizer))
     if record is None:
         record = _known[id(optimizer)] = Updates(optimizer)
@@ -62,19 +62,19 @@ def updates_of(optimizer: Any) -> Updates:
 
 
 def used(optimizer: Any) -> None:
-    """Its wrapper has made a step: its count is no sign of steps around the wrapper."""
+    """Note that the wrapper of an optimizer has made a step, so it is not unused."""
     _unused.pop(id(optimizer), None)
 
 
 def restored(optimizer: Any) -> None:
-    """Its wrapper has given it a state, and with it a count: what is added later counts."""
+    """Note that the wrapper has restored an optimizer: updates are counted from its restored counter."""
     count = _count(optimizer)
     if count is not None and id(optimizer) in _unused:
         _unused[id(optimizer)] = weakref.ref(optimizer), count
 
 
-def say_unused() -> None:
-    """Name the optimizers that were wrapped, and then stepped without the wrapper only: each rank trained alone."""
+def warn_unused() -> None:
+    """Warn of optimizers that were wrapped, but stepped only without the wrapper: each rank trained alone."""
     for optimizer, before in [(reference(), count) for reference, count in _unused.values()]:
         made = (_count(optimizer) or 0) - before
         if made > 0 and world.is_initialized() and functions.current().size > 1:
@@ -85,4 +85,4 @@ def say_unused() -> None:
     _unused.clear()
 
 
-atexit.register(say_unused)
+atexit.register(warn_unused)

@@ -122,17 +122,17 @@ def test_gradients_go_out_before_the_step(rank, size):
             opt.reduce(name, grads[name])
         if step < FIRST:
             if step:  # in the first there is nothing to hear of
-                opt._sync._early._opening.wait()
-                opt._sync._early._advance()
+                opt._mode._overlap._opening.wait()
+                opt._mode._overlap._advance()
                 allred.barrier()
             assert grads["c"].tobytes() == grads_of(rank, step)["c"].tobytes()  # the checks are to see them all
             opt.step(params, grads)
-    buckets = [[NAMES[index] for index in where] for where, _ in opt._sync._early._buckets]
+    buckets = [[NAMES[index] for index in where] for where, _ in opt._mode._overlap._buckets]
     assert buckets == [["c"], ["e", "d", "b"], ["a"]]  # as they become full
     mean = sum(grads_of(r, FIRST)["c"] for r in range(size)) / size
     deadline = time.monotonic() + 20
     while not np.allclose(grads["c"], mean, atol=1e-5):  # "c" is a bucket of its own
-        opt._sync._early._advance()
+        opt._mode._overlap._advance()
         assert time.monotonic() < deadline
     opt.step(params, grads)
     held = grads_of(rank, FIRST + 1)
@@ -152,11 +152,11 @@ def test_what_went_out_early_is_counted_too(rank, size):
         for name in NAMES:
             opt.reduce(name, grads[name])
         if step >= FIRST:
-            opt._sync._early._opening.wait()
-            opt._sync._early._advance()
+            opt._mode._overlap._opening.wait()
+            opt._mode._overlap._advance()
             allred.barrier()  # all of it has gone
         opt.step(params, grads)
-        counts.append(opt._sync._meter.sent_bytes)
+        counts.append(opt._mode._timer.sent_bytes)
     assert counts == [(step + 1) * counts[0] for step in range(FIRST + 2)]
 
 
@@ -174,7 +174,7 @@ MISTAKES = {
     "other array": (lambda opt, grads: opt.reduce("a", grads["a"].copy()), "was given another array than step"),
     "same memory": (
         lambda opt, grads: [grads.update(b=grads["a"][0, :7]), opt.reduce("a", grads["a"])],
-        "'a' and 'b' are one memory, which reduce",
+        "'a' and 'b' share memory, which reduce",
     ),
     "no array": (lambda opt, grads: opt.reduce("a", ["x"]), r"reduce\(\): 'a'"),
 }
@@ -276,13 +276,13 @@ def test_ranks_that_differ_hear_of_it_in_step(rank, size, what):
     for name in NAMES:
         opt.reduce(name, grads[name], samples=3 if what == "samples" and rank == 1 else None)
         time.sleep(0.05)  # so that the answer comes meanwhile
-    with pytest.raises(allred.AllredError, match="do not say how many samples" if what == "samples" else "scale=2"):
+    with pytest.raises(allred.AllredError, match="give no number of samples" if what == "samples" else "scale=2"):
         opt.step(params, grads)
 
 
 def test_accumulated_gradients_are_known_in_step():
     opt = allred.distributed(allred.optim.SGD(lr=1.0), accumulate=2)
-    with pytest.raises(InputError, match="leave reduce"):
+    with pytest.raises(InputError, match="do not call reduce"):
         opt.reduce("a", np.zeros(3))
 
 

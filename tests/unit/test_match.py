@@ -1,4 +1,4 @@
-"""Parameters and gradients, matched: what comes again goes the short way, all else the long one with its words."""
+"""Matching of parameters and gradients: repeated input takes the fast path, other input the slow path with errors."""
 
 from collections import OrderedDict
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import worlds
 
-from allred.modes.pairs import Pairs, parameter
+from allred.modes.match import Matcher, parameter
 
 F4 = np.float32
 
@@ -21,26 +21,26 @@ def lists():
 
 @pytest.mark.parametrize(("make", "names"), [(dicts, ["a", "b"]), (lists, ["0", "1"])])
 def test_what_comes_again_gives_the_same_list_of_tensors(make, names):
-    pairs = Pairs()
+    matcher = Matcher()
     params, grads = make()
-    tensors, leaves, values, problem = pairs.match(params, grads)
-    assert problem == ""
+    tensors, leaves, values, problem, plain = matcher.match(params, grads)
+    assert (problem, plain) == ("", True)
     assert [tensor.name for tensor in tensors] == names
     for _ in range(3):
         _, others = make()  # other gradients each time
-        again, leaves, values, problem = pairs.match(params, others)
+        again, leaves, values, problem, plain = matcher.match(params, others)
         assert again is tensors
-        assert problem == ""
+        assert (problem, plain) == ("", True)
         keys = sorted(params) if isinstance(params, dict) else range(len(params))
         assert all(leaf is params[key] for leaf, key in zip(leaves, keys, strict=True))
         assert all(value is others[key] for value, key in zip(values, keys, strict=True))
 
 
 def test_the_order_of_a_dict_does_not_matter():
-    pairs, (params, grads) = Pairs(), dicts()
-    tensors = pairs.match(params, grads)[0]
+    matcher, (params, grads) = Matcher(), dicts()
+    tensors = matcher.match(params, grads)[0]
     turned = dict(reversed(grads.items()))
-    again, leaves, values, _ = pairs.match(dict(reversed(params.items())), turned)
+    again, leaves, values, *_ = matcher.match(dict(reversed(params.items())), turned)
     assert again is tensors
     assert leaves[0] is params["a"]
     assert values[1] is grads["b"]
@@ -66,17 +66,17 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_not_as_before_is_matched_anew(change):
-    pairs, (params, grads) = Pairs(), dicts()
-    known = pairs.match(params, grads)[0]
+    matcher, (params, grads) = Matcher(), dicts()
+    known = matcher.match(params, grads)[0]
     changed = CHANGES[change](params, grads)
-    tensors, leaves, values, problem = pairs.match(*changed)
+    tensors, leaves, values, problem, _ = matcher.match(*changed)
     assert problem == ""
     assert tensors is not known
-    fresh = Pairs().match(*changed)
+    fresh = Matcher().match(*changed)
     assert tensors == fresh[0]
     assert list(map(id, leaves)) == list(map(id, fresh[1]))
     assert list(map(id, values)) == list(map(id, fresh[2]))
-    assert pairs.match(params, grads)[0] == known
+    assert matcher.match(params, grads)[0] == known
 
 
 def readonly(array):
@@ -96,16 +96,16 @@ MISTAKES = {
 
 @pytest.mark.parametrize("words", MISTAKES)
 def test_words_for_mistakes(words):
-    pairs = Pairs()
+    matcher = Matcher()
     for _ in range(2):  # they are not taken for known
-        assert words in pairs.match(*MISTAKES[words])[3]
+        assert words in matcher.match(*MISTAKES[words])[3]
 
 
 def test_a_parameter_that_became_read_only_is_noticed():
-    pairs, (params, grads) = Pairs(), dicts()
-    pairs.match(params, grads)
+    matcher, (params, grads) = Matcher(), dicts()
+    matcher.match(params, grads)
     params["a"].flags.writeable = False
-    assert "'a' is a read-only array" in pairs.match(params, grads)[3]
+    assert "'a' is a read-only array" in matcher.match(params, grads)[3]
 
 
 def test_a_parameter_as_a_plan_knows_it():
@@ -137,9 +137,9 @@ WIDE = "opt.step(): the gradients of float32 parameters are float64 ('b'{}). flo
     ],
 )
 def test_float64_gradients_of_float32_parameters_are_told_once(params, grads, words, capfd, speaks):
-    pairs = Pairs()
+    matcher = Matcher()
     for _ in range(3):
-        assert pairs.match(params, grads)[3] == ""
+        assert matcher.match(params, grads)[3] == ""
     told = capfd.readouterr().err
     assert told.count("\n") == (words != "")
     assert words in told

@@ -1,1 +1,0 @@
-"""Tensor fusion: which gradients travel together (plan), and the memory they travel in (buffer)."""

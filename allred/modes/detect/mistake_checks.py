@@ -1,0 +1,212 @@
+"""`MistakeChecks`: the checks for silent mistakes that a distributed optimizer or gradient function makes at each step.
+
+Every step: one pass over this rank's gradients, and flags in the header exchange. In the steps of a check, and where a
+rank has a reason for one: one more header exchange, with two hashes. More is exchanged only if something is wrong.
+A result or error follows from what all ranks know, so it is the same on all ranks.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from allred import native, world
+from allred.cluster import report
+from allred.comm import functions
+from allred.comm.header import mix
+from allred.errors import DriftError, InputError, NonFiniteError
+from allred.fusion import Plan
+from allred.gpu.device_arrays import leading_bytes
+from allred.modes.detect import drift, finite
+from allred.modes.detect.batch_arguments import BatchArguments
+from allred.modes.detect.wrapper_bypass import updates_of
+from allred.modes.options import StepOptions
+
+# Flags, in addition to those of finite.py: this rank requests
+_CHECK = 4  # a comparison of parameters and gradients
+_BATCHES = 8  # a comparison of the arguments of its batches, which have not been compared yet
+_FIRST = 3  # steps that are always checked
+_BITS = 32  # of the hash of gradients
+
+
+class MistakeChecks:
+    """The checks of one optimizer or gradient function.
+
+    title: prefix of errors. optimizer: the wrapped optimizer; None for a gradient function, which has no parameters
+    and no steps that could be skipped.
+    """
+
+    def __init__(self, options: StepOptions, title: str, optimizer: Any = None) -> None:
+        self.skipped = 0  # steps
+        self._title, self._nonfinite, self._compression = title, options.nonfinite, options.compression
+        self._optimizer = optimizer
+        self._updates = None if optimizer is None else updates_of(optimizer)
+        self._duplicates = DuplicateBatch(title)
+        self._batches = BatchArguments(title)
+        self._samples: int | None = None  # of the current step on this rank
+        self._found: dict[str, str] = {}  # gradients of the current step that are not finite, in `scan_bucket`
+        self._step = 0  # completed negotiations
+        self._equal_at = 0  # the last step before which the parameters of all ranks were equal
+
+    @property
+    def policy(self) -> str:
+        """The policy for gradients that are not finite."""
+        return self._nonfinite or world.config().nonfinite
+
+    def requests(self, samples: int | None) -> int:
+        """Begin a step. Return the flags of the comparisons that this rank requests."""
+        self._samples, self._found = samples, {}
+        return _CHECK * self._check_is_due() | _BATCHES * self._batches.new(self._step + 1)
+
+    def _check_is_due(self) -> bool:
+        ranks, every = functions.current().size, world.config().check_steps
+        step = self._step + 1
+        due = step <= _FIRST or (every and step % every == 0)
+        return bool(ranks > 1 and every and (due or (self._updates and self._updates.outside())))
+
+    def scan(self, plan: Plan, values: Sequence[Any], plain: bool = False) -> int:
+        """Return this rank's flags of its gradients. plain: see `StepInput`."""
+        if self.policy == "ignore" or self._samples == 0:  # gradients of 0 samples are not used
+            return 0
+        return finite.scan(plan, values, functions.current().size, self._compression, plain)
+
+    def scan_bucket(self, plan: Plan, values: Sequence[Any]) -> int:
+        """As `scan`, for some of the gradients, which are overwritten afterwards."""
+        flags = self.scan(plan, values)
+        if flags & finite.NONFINITE:
+            self._found |= finite.describe(plan, values)
+        return flags
+
+    def passes(self, flags: list[int], plan: Plan, values: Sequence[Any], params: Any) -> bool:
+        """Make the requested comparisons before the reduction. Return whether the gradients are used.
+
+        flags: of all ranks. Raises DriftError, InputError, MismatchError or NonFiniteError on all ranks.
+        """
+        if any(flag & _BATCHES for flag in flags):
+            self._batches.compare(self._step + 1)
+        if any(flag & _CHECK for flag in flags):
+            self._compare_ranks(plan, values, params)
+        self._step += 1
+        if any(flag & finite.NONFINITE for flag in flags):
+            own = flags[functions.current().active.rank]
+            return self._refuse_nonfinite(finite.describe(plan, values) if own & finite.NONFINITE else {})
+        return True
+
+    def passes_reduced(self, flags: list[int], plan: Plan, values: Sequence[Any]) -> bool:
+        """Check the reduced gradients. Return whether they are used. Raises NonFiniteError on all ranks."""
+        self._duplicates.remember(values)
+        if any(flag & finite.LARGE for flag in flags) and (problem := finite.overflow(plan, values, self._compression)):
+            return self._refuse(problem)
+        return True
+
+    def passes_overlapped(self, flags: list[int], plan: Plan, values: Sequence[Any]) -> bool:
+        """As `passes` and `passes_reduced`, for gradients that were scanned by `scan_bucket`."""
+        self._step += 1
+        if any(flag & finite.NONFINITE for flag in flags):
+            return self._refuse_nonfinite(self._found)
+        return self.passes_reduced(flags, plan, values)
+
+    def end(self, updated: bool) -> None:
+        """End a step. updated: whether the optimizer has made an update."""
+        if updated and self._updates:
+            self._updates.stepped(self, self._title)
+
+    def _refuse_nonfinite(self, found: dict[str, str]) -> bool:
+        everyone = functions.allgather_object(found, f"{self._title}: not finite")
+        return self._refuse(finite.verdict(everyone, functions.current().active.ranks))
+
+    def _refuse(self, problem: str) -> bool:
+        """Skip the step, or raise NonFiniteError."""
+        if self.policy == "skip" and self._optimizer is not None:
+            self.skipped += 1
+            if self.skipped == 1:
+                report.say(
+                    f"{self._title}: step {self._step} is skipped, like all later steps with this problem: {problem}"
+                )
+            return False
+        skip = "; nonfinite='skip' (ALLRED_NONFINITE=skip) skips such steps" if self._optimizer is not None else ""
+        raise NonFiniteError(
+            f"{self._title}: {problem}. Look at that rank's batch, or lower the learning rate{skip}; "
+            "nonfinite='ignore' uses such gradients"
+        )
+
+    def _compare_ranks(self, plan: Plan, values: Sequence[Any], params: Any) -> None:
+        """Compare what must be equal on all ranks and what must differ. Raises DriftError or InputError on all."""
+        parts, note, problem = [], 0, ""
+        try:
+            trained = {tensor.name for tensor, value in zip(plan.tensors, values, strict=True) if value is not None}
+            if self._optimizer is not None:
+                parts = drift.parts_of(params, trained, self._optimizer)
+            gradients = self._duplicates.hash(values) if self._samples != 0 else 0
+            note = drift.fingerprint(parts) >> _BITS << _BITS | gradients
+        except Exception as error:  # such as of the user's state_dict: the other ranks wait in the exchange
+            problem = f"comparing the ranks' parameters: {type(error).__name__}: {error}"
+        title = f"{self._title}: check of the ranks' parameters"
+        notes = functions.current().check("step", title, note=note, problem=problem).wait()
+        if len({note >> _BITS for note in notes}) > 1:
+            self._raise_drift(parts)
+        self._duplicates.compare([note % 2**_BITS for note in notes])
+        self._equal_at = self._step + 1
+
+    def _raise_drift(self, parts: list[drift.Part]) -> None:
+        """Find the parts that differ. Raises DriftError, unless only the payloads of NaN differ."""
+        outside = self._updates.outside() if self._updates else 0
+        mine = drift.table(parts), outside, self._step + 1, self._equal_at
+        everyone = functions.allgather_object(mine, f"{self._title}: what differs")
+        tables, counts, steps, equal_at = (list(each) for each in zip(*everyone, strict=True))
+        ranks = functions.current().active.ranks
+        missed_steps = len(set(steps)) > 1  # by ranks that had joined
+        if problem := drift.verdict(tables, max(steps), max(equal_at), counts, ranks, missed_steps):
+            raise DriftError(f"{self._title}: {problem}")
+
+
+_HASHED_BYTES = 2**16  # of each gradient
+_IN_A_ROW = 3
+# The last reduction in this process: its DuplicateBatch, and one of its arrays.
+_averaged: list[tuple[weakref.ref[Any], weakref.ref[Any]]] = []
+
+
+class DuplicateBatch:
+    """Detects gradients that are bit for bit equal on all ranks before they are averaged.
+
+    If another wrapper has just averaged the same arrays, they are averaged twice: an error. Otherwise the ranks
+    probably train on the same batch: a warning, after three checks in a row.
+    """
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._in_a_row = 0
+
+    def hash(self, values: Sequence[Any]) -> int:
+        """Return 32 bits: a hash (0 if all gradients are zero), and whether another wrapper has just averaged them."""
+        heads = [leading_bytes(value, _HASHED_BYTES) for value in values if value is not None]
+        if not any(start.any() for start in heads):
+            return 0
+        total = 0
+        for hashed in native.hashes(heads):
+            total = mix(total, hashed)
+        return total >> 33 << 1 | self._averaged_by_another(values)
+
+    def _averaged_by_another(self, values: Sequence[Any]) -> bool:
+        here = [value for value in values if value is not None]  # None is the array() of a freed array
+        return any(wrapper() is not self and any(value is array() for value in here) for wrapper, array in _averaged)
+
+    def compare(self, hashes: list[int]) -> None:
+        """Compare the hashes of all ranks. Raises InputError for gradients that would be averaged twice."""
+        same = len(hashes) > 1 and len(set(hashes)) == 1 and hashes[0] > 1
+        if same and hashes[0] & 1:
+            raise InputError(
+                f"{self._title}: these gradients are the mean over all ranks already, and would be averaged twice; use "
+                "@allred.distributed.gradients on the function or wrap the optimizer, not both, and wrap it once"
+            )
+        self._in_a_row = self._in_a_row + 1 if same else 0
+        if self._in_a_row == _IN_A_ROW:
+            report.say(
+                f"{self._title}: all ranks have the same gradients, bit for bit, in {_IN_A_ROW} checks in a row. They "
+                "probably train on the same batches: use allred.data.batches, or choose batches by allred.rank(). (Or "
+                "the gradients are averaged before the step: average them once)"
+            )
+
+    def remember(self, values: Sequence[Any]) -> None:
+        """Note that these arrays are averaged now."""
+        array = next((value for value in values if value is not None), None)
+        _averaged[:] = [] if array is None else [(weakref.ref(self), weakref.ref(array))]

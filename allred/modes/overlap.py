@@ -1,0 +1,288 @@
+"""`Overlap`: reduces gradients while others are still computed, in the steps after the first `opt.reduce(name, grad)`.
+
+    first step with reduce()   is reduced in step(); at its end all ranks adopt the order in which gradients became
+                               ready on rank 0
+    every later step
+      1  opening     in the first reduce(), or in step() on a rank that does not call reduce(): a header exchange. All
+                     ranks expect the same gradients in this order, share their numbers of samples, and say whether
+                     one needs all gradients before any is changed (mistake_checks.py); then the step is as the first
+      2  buckets     each is sent when its gradients are ready and the buckets before it are sent: in the same order on
+                     all ranks
+      3  closing     in step(), after the last bucket: a header exchange with mistakes of this rank since the opening,
+                     and whether its gradients were finite
+
+Between 1 and 3 a rank keeps its mistakes to itself and sends zeros for gradients that it lacks, because the others wait
+for its buckets. So errors are raised in step(), with the same text on all ranks.
+
+Each gradient must be where it was on rank 0 when the order was set: on the host or on a GPU.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from allred import arrays
+from allred.arrays import Array
+from allred.comm import functions
+from allred.comm.communicator import Communicator
+from allred.comm.work import Work
+from allred.errors import AllredError, InputError
+from allred.fusion import Plan, Tensor
+from allred.gpu import device_arrays as gpu
+from allred.modes.clipping import Clipper
+from allred.modes.detect.mistake_checks import MistakeChecks
+from allred.modes.mode import StepInput
+from allred.modes.reducer import Reducer, takes_gpu, tensor_of, writable
+from allred.timeline.recorder import span
+
+_NEEDS_ALL = 1  # flag of the opening: this rank needs all gradients before any is changed
+_DEVICES = ("the host", "a GPU")
+
+
+class Overlap:
+    """The overlapped reduction of one optimizer in mode sync. `title`: prefix of errors."""
+
+    def __init__(self, reducer: Reducer, checks: MistakeChecks, clipper: Clipper, title: str) -> None:
+        self._reducer, self._checks, self._clipper, self._title = reducer, checks, clipper, title
+        # The order that the ranks have agreed on.
+        self._tensors: list[Tensor] = []  # in the order of the nest
+        self._positions: dict[str, int] = {}  # by name, in `_tensors`
+        self._on_gpu: list[bool] = []  # by position
+        self._like: Any = None  # an empty array on the GPU of this rank; None: on the host
+        self._ordered: Plan | None = None  # the tensors in the agreed order
+        self._buckets: list[
+            tuple[tuple[int, ...], Plan]
+        ] = []  # positions and plan, in the order in which they are sent
+        self._communicator: Communicator | None = None  # of the step that has begun
+        self.end_step()
+
+    def end_step(self) -> None:
+        """Discard what belongs to one step."""
+        self._given: dict[str, Any] = {}  # gradients passed to reduce(), in this order
+        self._ready: dict[int, Any] = {}  # by position: the array that is reduced
+        self._opening: Work[list[int]] | None = None
+        self._needs_all: bool | None = None  # whether a rank needs all gradients first; None: unknown
+        self._weight: float | None = None
+        self._sent: list[tuple[Work[list[Array]], list[Array]]] = []  # and the arrays that get the results
+        self._problem, self._flags = "", 0
+        self._stream: Any = None  # the CUDA stream that computed the last gradient
+        if self._communicator is not None:
+            self._communicator.unfinished.pop(self, None)
+        self._communicator = None
+
+    def forget_order(self) -> None:
+        """Start again with a first step. Called on all ranks."""
+        self._ordered = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether reduce() was called for the current step."""
+        return bool(self._given)
+
+    @property
+    def has_order(self) -> bool:
+        """Whether the ranks have agreed on an order of gradients."""
+        return self._ordered is not None
+
+    def agree_on_order(self, tensors: Sequence[Tensor], values: Sequence[Any]) -> None:
+        """Adopt the order in which gradients became ready on the first rank. Collective.
+
+        values: the gradients, or their means."""
+        positions = {tensor.name: index for index, tensor in enumerate(tensors)}
+        order = [positions[name] for name in self._given]
+        order += [index for index in reversed(range(len(tensors))) if index not in order]
+        like = next(filter(gpu.is_device, values), None)
+        on_gpu = [gpu.is_device(like if value is None else value) for value in values]
+        first, title = functions.current().active.ranks[0], f"{self._title}: the order of early gradients"
+        order, self._on_gpu = functions.broadcast_object((order, on_gpu), first, title)
+        self._like = gpu.zeros(like, (0,), np.dtype(np.float32))
+        self._tensors, self._positions = list(tensors), positions
+        limit = self._reducer.bucket_bytes
+        self._ordered = Plan(tuple(tensors[index] for index in order), limit)
+        self._buckets = []
+        for bucket in sorted(self._ordered.buckets, key=lambda bucket: bucket.indices[-1]):
+            for there in (True, False):  # arrays on the GPU and on the host have different buckets
+                indices = tuple(order[i] for i in bucket.indices if self._on_gpu[order[i]] is there)
+                if indices:
+                    self._buckets.append((indices, Plan(tuple(tensors[i] for i in indices), limit)))
+
+    # In opt.reduce().
+
+    def add(self, name: str, grad: Any, samples: int | None) -> None:
+        """Take a gradient of the next step and send the buckets that are complete. A mistake is raised in step()."""
+        if name in self._given:
+            self._problem = self._problem or f"reduce({name!r}) was called twice for one step; call step() after each"
+            return
+        if not self.has_begun:
+            self._communicator = functions.current()
+            self._communicator.unfinished[self] = f"reduce({name!r}) has begun a step; call {self._title} before"
+        self._given[name] = grad
+        self._order_streams([grad])
+        if not self.has_order:
+            return
+        if self._opening is None:
+            self._open(samples)
+        self._problem = self._problem or self._accept(name, grad)
+        self._advance()
+
+    def _accept(self, name: str, grad: Any) -> str:
+        """Note that a gradient is ready; return why it cannot be used, or ""."""
+        index = self._positions.get(name)
+        if index is None:
+            return _unknown(name, list(self._positions))
+        tensor = self._tensors[index]
+        try:
+            got = tensor if isinstance(grad, (int, float)) else tensor_of(name, grad)
+        except InputError as error:
+            return f"reduce(): {error}"
+        if got != tensor:
+            return f"reduce({name!r}): got {arrays.describe(got.shape, got.dtype)}, and the gradient is {tensor}"
+        if problem := self._wrong_device(index, grad):
+            return problem
+        self._ready[index] = writable([tensor], [grad])[0]
+        return ""
+
+    def _wrong_device(self, index: int, grad: Any) -> str:
+        here, before = gpu.is_device(grad), self._on_gpu[index]
+        if here == before:
+            return ""
+        name = self._tensors[index].name
+        return f"the gradient '{name}' is on {_DEVICES[here]}, and was on {_DEVICES[before]} when the order was set"
+
+    def _open(self, samples: int | None) -> None:
+        assert self._ordered is not None
+        flags = _NEEDS_ALL * bool(self._checks.requests(samples))
+        title = f"{self._title}: the gradients that come early, in their order"
+        lines, settings = self._ordered.lines, self._clipper.settings
+        self._opening = self._reducer.start_negotiation(title, lines, settings, samples, flags)
+
+    def _advance(self) -> None:
+        """Send the complete buckets, if the opening is complete."""
+        assert self._opening is not None
+        try:
+            if self._needs_all is None and not self._opening.done():
+                return
+            self._complete_opening()
+        except AllredError:  # on all ranks; raised in step()
+            return
+        while not self._needs_all and len(self._sent) < len(self._buckets):
+            if not all(index in self._ready for index in self._buckets[len(self._sent)][0]):
+                break
+            self._send()
+        if self._sent and any(self._on_gpu):  # C makes progress on the host only
+            functions.current().queue.progress(self._sent[-1][0])
+
+    def _complete_opening(self) -> None:
+        assert self._opening is not None
+        if self._needs_all is None:
+            with span("negotiate", self._title):
+                agreement = self._reducer.agreement(self._opening.wait())
+            self._weight = agreement.weight
+            self._needs_all = any(flag & _NEEDS_ALL for flag in agreement.flags)
+
+    def _send(self) -> None:
+        """Start the reduction of the next bucket."""
+        number = len(self._sent)
+        indices, bucket = self._buckets[number]
+        targets = [self._ready[index] for index in indices]
+        self._order_streams(targets)
+        self._flags |= self._checks.scan_bucket(bucket, targets)
+        name = f"{self._title}: early bucket {number} of {len(self._buckets)}"
+        self._sent.append((self._reducer.start(targets, self._weight, name), targets))
+
+    def _order_streams(self, grads: Sequence[Any]) -> None:
+        """Make the stream of each gradient wait for the stream of the one before it.
+
+        Gradients of one bucket may be computed on several streams, and sent in a later call of reduce().
+        """
+        for grad in filter(gpu.is_device, grads) if takes_gpu() else ():
+            stream = gpu.current_stream(grad)
+            if self._stream is not None and stream.ptr != self._stream.ptr:
+                stream.wait_event(self._stream.record())
+            self._stream = stream
+
+    # In opt.step().
+
+    def with_problem(self, given: StepInput) -> StepInput:
+        """Return the input of a step with the first mistake in the calls of reduce() before it."""
+        if self._given:
+            self._order_streams(given.values)
+        problem = given.problem
+        if self._given or self.has_order:
+            problem = problem or self._problem or self._shared_memory(given.tensors, given.values)
+        if self.has_order:
+            problem = problem or self._mismatch(given.tensors, given.values)
+        elif not problem:
+            names = [tensor.name for tensor in given.tensors]
+            problem = next((_unknown(name, names) for name in self._given if name not in set(names)), "")
+        return given._replace(problem=problem)
+
+    def _shared_memory(self, tensors: Sequence[Tensor], values: Sequence[Any]) -> str:
+        """Name two gradients that share memory, one of them passed to reduce(); "" if there are none."""
+        host = [(t.name, v) for t, v in zip(tensors, values, strict=True) if isinstance(v, np.ndarray) and v.size]
+        there = [(t.name, v) for t, v in zip(tensors, values, strict=True) if gpu.is_device(v) and t.elements]
+        starts = [*arrays.memory_of([value for _, value in host]), *gpu.addresses([value for _, value in there])]
+        names: dict[int, str] = {}
+        for (name, _), start in zip(host + there, starts, strict=True):
+            first = names.setdefault(start, name)
+            if first != name and (first in self._given or name in self._given):
+                return f"'{first}' and '{name}' share memory, which reduce() changes for both; pass a copy of one"
+        return ""
+
+    def needs_all_gradients(self, samples: int | None) -> bool:
+        """Complete the opening. Return whether a rank needs all gradients before any is changed. Collective."""
+        if self._opening is None:
+            self._open(samples)
+        self._complete_opening()
+        assert self._needs_all is not None
+        return self._needs_all
+
+    def finish(self, given: StepInput) -> list[Any] | None:
+        """Send the other gradients, wait for all, and return them; None if the step is skipped."""
+        problem = given.problem
+        rest = [index for index in range(len(self._tensors)) if index not in self._ready]
+        tensors = [self._tensors[index] for index in rest]
+        values = writable(tensors, [None if problem else given.values[index] for index in rest])
+        missing = [index for index, value in zip(rest, values, strict=True) if value is None]
+        self._ready |= zip(rest, values, strict=True)
+        self._ready |= {index: self._zeros(index) for index in missing}
+        while len(self._sent) < len(self._buckets):
+            self._send()
+        for work, targets in self._sent:
+            for target, result in zip(targets, work.wait(), strict=True):
+                if target is not result:
+                    target[...] = result
+        return self._close(missing, problem)
+
+    def _zeros(self, index: int) -> Any:
+        return gpu.zeros(self._like if self._on_gpu[index] else None, *self._tensors[index][1:])
+
+    def _close(self, missing: list[int], problem: str) -> list[Any] | None:
+        """Exchange mistakes, missing gradients and flags. missing: positions of the gradients that this rank lacks."""
+        title = f"{self._title}: the end of early gradients"
+        with span("negotiate", title):
+            flags, any_missing = self._reducer.exchange_flags(title, self._flags, bool(missing), problem)
+        mean = [self._ready[index] for index in range(len(self._tensors))]
+        if any_missing:
+            here = [index not in missing for index in range(len(self._tensors))]
+            anywhere = self._reducer.present_anywhere(here)
+            mean = [value if present else None for value, present in zip(mean, anywhere, strict=True)]
+        plan = self._reducer.plan(self._tensors)
+        return mean if self._checks.passes_overlapped(flags, plan, mean) else None
+
+    def _mismatch(self, tensors: Sequence[Tensor], values: Sequence[Any]) -> str:
+        """Describe a difference between the gradients of step() and of reduce(); "" if there is none."""
+        if list(tensors) != self._tensors:
+            return "step() has other gradients, by name, shape or dtype, than the step that set the order of gradients"
+        for name, grad in self._given.items():
+            index = self._positions.get(name)
+            if index is not None and values[index] is not grad:
+                return f"reduce({name!r}) got another array than step(); pass the same array to both"
+        present = [(index, value) for index, value in enumerate(values) if value is not None]
+        return next(filter(None, (self._wrong_device(index, value) for index, value in present)), "")
+
+
+def _unknown(name: str, names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"reduce({name!r}): no gradient has this name; they are {', '.join(map(repr, names[:5]))}{more}"

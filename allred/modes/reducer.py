@@ -1,0 +1,305 @@
+"""`Reducer`: the reduction of gradients over the ranks, and the header exchange that precedes it.
+
+    negotiate: all ranks pass the same tensors and settings -> weight -> pack -> allreduce -> unpack, for each bucket
+
+A backend that reduces a group of arrays as one stream (`fuses`) needs no buckets.
+
+In the header exchange the ranks also share how many samples their gradients are the mean of, and 14 flags. A rank whose
+gradients cannot be used says so there, and all ranks raise the same error before any gradient is changed.
+"""
+
+import functools
+import operator
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from allred import arrays, world
+from allred.arrays import Array
+from allred.comm import functions, ops
+from allred.comm.ops import ReduceOp
+from allred.comm.work import Work
+from allred.compression import Compression
+from allred.errors import InputError
+from allred.fusion import Plan, Tensor, buffer_of
+from allred.gpu import device_arrays as gpu
+from allred.modes.options import StepOptions
+from allred.timeline.recorder import span
+
+# The note in a header: the number of samples in the low 47 bits, then flags.
+_SAMPLES = 2**47 - 1
+_OVERLAPPED = 2**47  # this rank has passed gradients to opt.reduce()
+_FLAGS_SHIFT, _FLAGS = 48, 2**14 - 1
+_UNCOUNTED = 2**62  # this rank does not know its number of samples
+_MISSING = 2**63  # this rank lacks a gradient
+
+_ndarray_flags = operator.attrgetter("flags.num")
+_OWNDATA, _WRITEABLE = 0x4, 0x400  # bits of it
+
+
+class Agreement(NamedTuple):
+    """The result of a header exchange; the same on all ranks, except `weight`."""
+
+    weight: float | None  # factor of this rank's gradients; None: all ranks count equally
+    flags: list[int]  # by rank
+    any_missing: bool  # whether a rank lacks a gradient
+
+
+class Reducer:
+    """Averages or sums lists of gradients over the ranks of the current communicator. `title`: prefix of errors."""
+
+    def __init__(self, options: StepOptions, title: str) -> None:
+        self._op, self._compression = options.op, options.compression
+        self.samples = 0  # of all ranks in the last reduction; 0 if they were not counted
+        self.overlapped = False  # whether a rank had passed gradients to opt.reduce() before the last negotiation
+        self._title, self._options = title, options
+        self._plans: dict[tuple[int, tuple[Tensor, ...]], Plan] = {}
+        self._last: tuple[Sequence[Tensor], Plan] | None = None  # the list of tensors of the last plan
+
+    # Plan and header exchange.
+
+    @property
+    def bucket_bytes(self) -> int:
+        """The size limit of a bucket in bytes."""
+        own = self._options.bucket_bytes
+        return own if isinstance(own, int) else world.config().bucket_bytes  # StepOptions has converted text
+
+    def plan(self, tensors: Sequence[Tensor]) -> Plan:
+        """Return the plan for `tensors`, a list that is not changed afterwards. Plans are cached."""
+        bucket_bytes = self.bucket_bytes
+        if self._last is not None and self._last[0] is tensors and self._last[1].bucket_bytes == bucket_bytes:
+            return self._last[1]
+        key = bucket_bytes, tuple(tensors)
+        if key not in self._plans:
+            if len(self._plans) >= 16:  # if shapes change at every step, do not keep all plans
+                self._plans.clear()
+            self._plans[key] = Plan(key[1], bucket_bytes)
+        self._last = tensors, self._plans[key]
+        return self._plans[key]
+
+    def refusal(self, plan: Plan) -> str:
+        """Return why the tensors cannot be reduced with `op`; "" if they can."""
+        return next((problem for dtype in plan.dtypes if (problem := ops.refusal(self._op, dtype))), "")
+
+    def start_negotiation(
+        self,
+        title: str,
+        lines: Sequence[str],
+        settings: str,
+        samples: int | None,
+        flags: int = 0,
+        missing: bool = False,
+        overlapped: bool = False,
+        problem: str = "",
+    ) -> Work[list[int]]:
+        """Start the header exchange of a step; pass its result to `agreement`.
+
+        Arguments:
+            title, lines, settings: must be the same on all ranks, like the options. lines: one per tensor.
+            samples: how many samples this rank's gradients are the mean of; None: unknown.
+            flags: 0 to 2**14 - 1. missing: whether this rank lacks a gradient.
+            overlapped: whether this rank has passed gradients to opt.reduce().
+            problem: why this rank's gradients cannot be used; all ranks raise it as InputError.
+        """
+        note = _UNCOUNTED if samples is None else min(samples, _SAMPLES)
+        note |= _MISSING * missing | _OVERLAPPED * overlapped | flags << _FLAGS_SHIFT
+        settings = f"{self._settings()} {settings}".strip()
+        return functions.current().check("step", title, lines, settings, note, problem)
+
+    def _settings(self) -> str:
+        options, nonfinite = self._options, self._options.nonfinite or world.config().nonfinite
+        return (
+            f"op={options.op.value} bucket_bytes={self.bucket_bytes} compression={options.compression.name} "
+            f"nonfinite={nonfinite} accumulate={options.accumulate}"
+        )
+
+    def agreement(self, notes: list[int]) -> Agreement:
+        """Interpret the notes of all ranks. Raises InputError on all ranks if their samples cannot be weighted."""
+        self.overlapped = any(note & _OVERLAPPED for note in notes)
+        return Agreement(self._weight(notes), *_flags_of(notes))
+
+    def exchange_flags(self, title: str, flags: int, missing: bool, problem: str) -> tuple[list[int], bool]:
+        """Exchange flags only. Returns those of all ranks, and whether a rank lacks a gradient. Collective."""
+        note = _UNCOUNTED | _MISSING * missing | flags << _FLAGS_SHIFT
+        return _flags_of(functions.current().check("step", title, note=note, problem=problem).wait())
+
+    def _weight(self, notes: list[int]) -> float | None:
+        active = functions.current().active
+        counted = [not note & _UNCOUNTED for note in notes]
+        if any(counted) and not all(counted):
+            ranks = [rank for rank, known in zip(active.ranks, counted, strict=True) if not known]
+            raise InputError(
+                f"{self._title}: ranks {ranks} give no number of samples, but the others do; pass it on all"
+            )
+        samples = [note & _SAMPLES for note in notes]
+        self.samples = sum(samples) if all(counted) else 0
+        if all(counted) and not self.samples:
+            raise InputError(f"{self._title}: no rank has any samples, so there is nothing to average")
+        if self._op is ReduceOp.SUM:
+            return None if all(samples) or not any(counted) else float(bool(samples[active.rank]))
+        if len(set(samples)) == 1:
+            return None
+        return samples[active.rank] * len(samples) / sum(samples)
+
+    def fill_missing(self, tensors: Sequence[Tensor], values: list[Any]) -> list[Any]:
+        """Replace None by zeros where another rank has the gradient. Collective."""
+        anywhere = self.present_anywhere([value is not None for value in values])
+        like = next((value for value in values if gpu.is_device(value)), None)
+        return [
+            gpu.zeros(like, tensor.shape, tensor.dtype) if value is None and present else value
+            for tensor, value, present in zip(tensors, values, anywhere, strict=True)
+        ]
+
+    def present_anywhere(self, here: list[bool]) -> list[bool]:
+        """Return for each gradient whether any rank has it; here: whether this rank has it. Collective."""
+        found = np.array(here, np.uint8)
+        return functions.allreduce_(found, ReduceOp.MAX, f"{self._title}: who has which gradient").tolist()  # type: ignore[no-any-return]
+
+    # Reduction.
+
+    def allreduce_(self, plan: Plan, values: list[Any], weight: float | None) -> None:
+        """Reduce writable arrays in place; None is left out. The host does not wait for arrays on a GPU."""
+        kinds, indices = set(map(type, values)), plan.nonempty
+        if type(None) in kinds:
+            indices = [index for index in indices if values[index] is not None]
+        if (devices := functions.current().gpu) is not None and kinds != {np.ndarray}:
+            on_gpu = {index: values[index] for index in indices if gpu.is_device(values[index])}
+            if on_gpu:
+                there = list(on_gpu.values())
+                devices.weighted_allreduce_(there, self._op, self._title, self._compression, weight).wait()
+                indices = [index for index in indices if index not in on_gpu]
+        if len(indices) < len(values):
+            plan, values = self.plan([plan.tensors[index] for index in indices]), [values[index] for index in indices]
+        if not values:
+            return
+        if functions.current().fuses and weight is None:
+            self._allreduce_group(values)
+        else:
+            self._allreduce_buckets(plan, values, weight)
+
+    def _allreduce_group(self, values: list[Array]) -> None:
+        communicator, queue = functions.current(), functions.current().queue
+        if communicator.size == 1 and self._compression is Compression.none and queue.track is None:
+            owned = all(flags & _OWNDATA for flags in set(map(_ndarray_flags, values)))
+            if owned or not arrays.overlap(values):  # else the communicator raises an error
+                return
+        start, waited_before_s = time.perf_counter(), queue.waited_s
+        communicator.grouped_allreduce_blocking(values, True, self._op, self._title, self._compression)
+        queue.waited_s = waited_before_s + time.perf_counter() - start  # includes the copies of this rank
+
+    def _allreduce_buckets(self, plan: Plan, values: list[Array], weight: float | None) -> None:
+        buffer = buffer_of(functions.current())
+        for number, bucket in enumerate(plan.buckets):
+            targets = [values[i] for i in bucket.indices]
+            if len(targets) == 1:
+                self._allreduce(targets[0], weight, plan.tensors[bucket.indices[0]].name)
+                continue
+            parts = [arrays.flat(target) for target in targets]
+            packed_bytes = bucket.count * bucket.dtype.itemsize
+            name = f"bucket {number} of {len(plan.buckets)}"
+            with span("pack", name, packed_bytes):
+                packed = buffer.pack(parts, plan.largest(bucket.dtype))
+            self._allreduce(packed, weight, name)
+            with span("unpack", name, packed_bytes):
+                buffer.unpack(parts)
+                for target, part in zip(targets, parts, strict=True):
+                    arrays.copy_back(target, part)
+
+    def _allreduce(self, array: Array, weight: float | None, name: str) -> None:
+        weighted, compression = self._weighted(array, weight)
+        functions.allreduce_(weighted, self._op, name, compression)
+        if weighted is not array:
+            array[...] = weighted
+
+    def start(self, targets: list[Any], weight: float | None, name: str) -> Work[list[Any]]:
+        """Start the reduction of arrays of one dtype, all on the host or all on a GPU.
+
+        The result of the Work is `targets`, reduced in place, or new arrays where the weighted copy was reduced.
+        """
+        communicator = functions.current()
+        if (devices := communicator.gpu) is not None and gpu.is_device(targets[0]):
+            return devices.weighted_allreduce_(targets, self._op, name, self._compression, weight)
+        weighted = [self._weighted(target, weight) for target in targets]
+        return functions.grouped_allreduce_async_([array for array, _ in weighted], self._op, name, weighted[0][1])
+
+    def _weighted(self, array: Array, weight: float | None) -> tuple[Array, Compression]:
+        """Return the array to reduce, and its compression. 16-bit floats are weighted and summed in float32, and
+        rounded once, so they are never compressed."""
+        if weight is None:
+            return array, self._compression
+        weighted = np.zeros_like(array, arrays.accumulator(array.dtype))
+        if weight == 1:  # integers too
+            weighted[...] = array
+        elif weight:  # with weight 0 the result is zero even where the gradient is NaN: the mean over no samples
+            np.multiply(array, weight, out=weighted, dtype=weighted.dtype)
+        return weighted, self._compression if weighted.dtype == array.dtype else Compression.none
+
+
+def _flags_of(notes: list[int]) -> tuple[list[int], bool]:
+    return [note >> _FLAGS_SHIFT & _FLAGS for note in notes], any(note & _MISSING for note in notes)
+
+
+def writable(tensors: Sequence[Tensor], values: Sequence[Any]) -> list[Any]:
+    """Return the arrays to reduce in place: the given ones where possible.
+
+    Numbers, read-only arrays and repeated occurrences of the same memory are replaced by copies; None stays None.
+    """
+    if set(map(type, values)) == {np.ndarray}:  # the usual case
+        flags = set(map(_ndarray_flags, values))
+        if all(each & _WRITEABLE for each in flags):
+            owned = all(each & _OWNDATA for each in flags)
+            if len(set(map(id, values) if owned else arrays.memory_of(values))) == len(values):
+                return list(values)
+    known = gpu.layouts(values)  # of arrays on a GPU that are writable
+    if known is not None and len({layout[0] for layout in known}) == len(values):
+        return list(values)
+    seen: set[int] = set()
+    return [_writable(tensor, value, seen) for tensor, value in zip(tensors, values, strict=True)]
+
+
+def _writable(tensor: Tensor, value: Any, seen: set[int]) -> Any:
+    """As `writable`, for one gradient. seen: the addresses of the arrays before it; its address is added."""
+    if value is None:
+        return None
+    if gpu.is_device(value):
+        return _writable_on_gpu(value, seen)
+    if isinstance(value, np.ndarray) and value.flags.writeable:
+        address = value.__array_interface__["data"][0]
+        if address not in seen or not value.size:
+            seen.add(address)
+            return value
+    return np.array(value, tensor.dtype)
+
+
+def _writable_on_gpu(value: Any, seen: set[int]) -> Any:
+    adopted = gpu.adopt(value)
+    address = adopted.array.data.ptr
+    if adopted.writable and (address not in seen or not adopted.array.size):
+        seen.add(address)
+        return value
+    with gpu.on_stream(adopted):
+        return adopted.to_caller(adopted.array.copy())
+
+
+def takes_gpu() -> bool:
+    """Return whether gradients may be on a GPU."""
+    return functions.current().takes_device_arrays
+
+
+def tensor_of(name: str, value: Any) -> Tensor:
+    """Return the Tensor of an array or a number. Raises InputError for other values and unsupported dtypes."""
+    try:
+        if gpu.is_device(value) and takes_gpu():
+            return _tensor(name, *gpu.shape_and_dtype(value))
+        array = value if type(value) is np.ndarray else arrays.as_host_array(value)
+        return _tensor(name, array.shape, array.dtype)
+    except InputError as error:
+        raise InputError(f"'{name}': {error}") from None
+
+
+@functools.lru_cache(maxsize=2**16)  # called for every gradient
+def _tensor(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Tensor:
+    arrays.dtype_code(dtype)  # raises
+    return Tensor(name, shape, dtype)
