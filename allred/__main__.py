@@ -42,9 +42,9 @@ def main(arguments: list[str]) -> int:
     if command in ("-h", "--help"):
         print(USAGE, end="")
         return 0
-    from allred.bench import setting
+    from allred.command_line import fail
 
-    return setting.fail(f"{USAGE}python -m allred: {f'unknown command {command!r}' if command else 'which command?'}")
+    return fail(f"{USAGE}python -m allred: {f'unknown command {command!r}' if command else 'which command?'}")
 
 
 def run(arguments: list[str]) -> int | str | None:

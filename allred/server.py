@@ -1,4 +1,4 @@
-"""`Server`: this process as a task of a cluster, in TensorFlow's words. It stands above init(), which it calls."""
+"""`Server`: this process as a task of a cluster, as in TensorFlow. It calls init()."""
 
 import dataclasses
 import os
@@ -12,29 +12,29 @@ from allred.cluster.spec import CLIENT, SERVERS, ClusterSpec, Tasks, task_name, 
 from allred.comm import functions
 from allred.errors import AllredError, ConfigError, InputError
 from allred.launch import by_hand
-from allred.ps import running
+from allred.ps import context
 from allred.startup import Cluster, enter
 
-_NO_END_S = 1e9  # thirty years
+_NO_LIMIT_S = 1e9
 
 
 class Server:
-    """Make this process a task of a cluster. It stands for allred.init(), and waits until all tasks are there.
+    """Task of a cluster that runs in this process. It replaces allred.init(), and waits until all tasks have started.
 
         cluster = allred.ClusterSpec({"ps": ["node1:2222"], "worker": ["node2:2222", "node3:2222"]})
         server = allred.Server(cluster, job_name="worker", task_index=0)
 
-    With job "ps" in the cluster it is mode ps, of which these tasks are the servers; without, mode sync. A task of job
-    "client" has the workers run functions (`allred.connect`). The other job, of any name, is that of the workers.
+    A cluster with job "ps" uses mode ps, with these tasks as servers; without it, mode sync. A task of job "client"
+    sends functions to the workers (`allred.connect`). The other job, of any name, has the workers.
 
-    Started by mpirun, the process's rank says which task it is, servers first; job_name and task_index may be left out,
-    and addresses are not used. Started by hand, each task with its own job_name and task_index, in any order, it takes
-    MPICH: the tasks meet at the address of the first (the first server; without servers, worker 0), and say for whom
-    they wait, for ALLRED_START_TIMEOUT_S at most. If an address is not this machine's loopback, all need the same
-    ALLRED_SECRET, or ALLRED_SECRET_FILE.
+    Under mpirun the rank of the process selects the task, servers first; job_name and task_index are optional, and
+    addresses are not used. Without a launcher, start each task with its job_name and task_index, in any order; this
+    needs MPICH. The tasks connect to the address of the first (the first server; without servers, worker 0), and report
+    the tasks that they wait for, for at most ALLRED_START_TIMEOUT_S. If an address is not this machine's loopback, all
+    tasks need the same ALLRED_SECRET or ALLRED_SECRET_FILE.
 
-    Raises InputError for a task that is not in the cluster, ConfigError if the task cannot start or is not let in,
-    CollectiveTimeout if others do not come.
+    Raises InputError for a task that is not in the cluster, ConfigError if the task cannot start or is rejected,
+    CollectiveTimeout if other tasks do not start.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Server:
         here = Cluster(self._workers_job(), tasks=tuple(tasks))
         servers = self.cluster.num_tasks(SERVERS) if SERVERS in self.cluster.jobs else 0
         modes = {"mode": "ps", "num_ps": servers} if servers else {"mode": "sync"}
-        self._listener: socket.socket | None = None  # kept, so that no other program takes the address
+        self._listener: socket.socket | None = None  # open until the end, so that no other program takes the address
         task = self._given(job_name, task_index)
         if launched > 1:
             if launched != len(tasks):
@@ -70,38 +70,38 @@ class Server:
 
     @classmethod
     def from_tf_config(cls, environ: Mapping[str, str] = os.environ) -> "Server":
-        """The task that the variable TF_CONFIG describes; see `ClusterSpec.from_tf_config`."""
+        """Create the task that the variable TF_CONFIG describes; see `ClusterSpec.from_tf_config`."""
         return cls(*tf_config(environ))
 
     @classmethod
     def create_local_server(cls) -> "Server":
-        """A cluster of this process alone."""
+        """Create a cluster of this process alone."""
         return cls({"local": 1}, "local", 0)
 
     @property
     def target(self) -> str:
-        """How a client names this task."""
+        """The URL of this task for clients."""
         job, index = topology.job_name(), topology.task_index()
         return f"allred://{self.cluster.task_address(job, index)}{task_name(job, index)}"
 
     def join(self) -> None:
         """Return when the workers are done.
 
-        On a parameter server: serve them until then, with the optimizer of worker 0, of allred.optim or of a class that
-        can be imported here. On a worker: in a cluster with a job "client", run the functions that it sends until its
-        program has ended; else wait until all workers have called it. Raises InputError on a client.
+        On a parameter server: serve the workers with the optimizer of worker 0, which is of allred.optim or of a class
+        that can be imported here. On a worker: with a job "client" in the cluster, run the functions that clients send
+        until their programs end; else wait until all workers have called it. Raises InputError on a client.
         """
-        if running.serves():
-            from allred.modes import joined  # imports MPI
+        if context.serves():
+            from allred.modes import ps_join  # imports MPI
 
-            return joined.serve()
+            return ps_join.join()
         if (group := world.current().client_group) is not None:
             if group.is_client:
-                raise InputError("server.join() is for servers and workers; this is a client, which they wait for")
+                raise InputError("server.join() is for servers and workers, and waits for clients; this is a client")
             from allred.client import rpc  # imports MPI
 
             return rpc.serve(group)
-        functions.barrier_async().wait(_NO_END_S)  # a warning reports a long wait
+        functions.barrier_async().wait(_NO_LIMIT_S)  # a warning reports a long wait
 
     def _check(self) -> None:
         others = [job for job in self.cluster.jobs if job not in (SERVERS, CLIENT)]
@@ -117,7 +117,7 @@ class Server:
         return next(job for job in self.cluster.jobs if job not in (SERVERS, CLIENT))
 
     def _given(self, job_name: str | None, task_index: int | None) -> str:
-        """The name of the task that this is meant to be; empty if nothing was said."""
+        """Return the name of the requested task; "" for none."""
         if job_name is None and task_index is None:
             return ""
         if job_name is not None and task_index is None and self.cluster.num_tasks(job_name) == 1:
@@ -144,13 +144,13 @@ class Server:
         try:
             enter(None, dataclasses.replace(cluster, life=meeting.life), **modes)
         finally:
-            for name in meeting.environment:  # not for programs that this one starts
+            for name in meeting.environment:  # not for child processes
                 os.environ.pop(name, None)
         meeting.up()
 
 
 def _mpi() -> tuple[str, str]:
-    """Which MPI this Python has; and why tasks cannot be started with it by hand, empty if they can."""
+    """Return the name of the MPI library, and why tasks cannot start without a launcher; "" if they can."""
     library, is_running = mpi.look()
     if is_running:
         return library, "MPI was started before allred.Server(); make that first, and leave MPI_Init to it"

@@ -20,9 +20,8 @@ from allred.cluster import mpi, processors, report, topology
 from allred.cluster.processors import Cores
 from allred.cluster.spec import CLIENT
 from allred.comm import recording
-from allred.comm.backends import select
 from allred.comm.communicator import Communicator
-from allred.comm.create import NoCollectives, add_devices, create
+from allred.comm.create import NoCollectives, add_devices, create, select_backend, select_devices
 from allred.comm.process_set import ProcessSets
 from allred.config import Config, explicit_settings, settle
 from allred.data import prefetch_processes
@@ -30,8 +29,8 @@ from allred.data.iterations import Iterations
 from allred.errors import AllredError, ConfigError, InputError
 from allred.gpu import binding
 from allred.modes.detect import wrapper_bypass
-from allred.ps import running
-from allred.ps.running import Running
+from allred.ps import context
+from allred.ps.context import Context
 from allred.watch import exit as exit_protocol
 from allred.watch import exit_callbacks
 from allred.watch import start as watch
@@ -95,10 +94,10 @@ def enter(comm: Any, cluster: Cluster | None = None, **arguments: Any) -> None:
         raise AllredError("allred.init() was called already; drop the second call, or call allred.shutdown() before it")
     prefetch_processes.check_not_in_prefetch_process("allred.init()")
     detached.keep_standard_files()
-    if running.left():
+    if context.servers_ended():
         raise AllredError(
-            "allred.init() after allred.shutdown() of mode ps: the parameter servers have left, and do not come back; "
-            "keep one init() for the whole program"
+            "allred.init() after allred.shutdown() of mode ps: the parameter servers have left, and their programs "
+            "have ended; keep one init() for the whole program, or let servers call allred.Server.join()"
         )
     settings: dict[str, Any] | str
     try:
@@ -122,8 +121,8 @@ class _Facts:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
-    """The decisions about all ranks, the same on all of them."""
+class _Decisions:
+    """Settings, nodes, roles and backend of all ranks: the same on all of them."""
 
     config: Config
     nodes: list[int]  # by rank; the nodes may be pretended
@@ -185,7 +184,7 @@ def _gpus(settings: dict[str, Any] | str) -> binding.VisibleGpus:
     return binding.visible_gpus() if allowed else binding.NO_GPUS
 
 
-def _plan(facts: list[_Facts], cluster: Cluster, has_mpi: bool) -> _Plan:
+def _plan(facts: list[_Facts], cluster: Cluster, has_mpi: bool) -> _Decisions:
     """Decide from the facts of all ranks. Raises ConfigError, the same on all ranks."""
     config = settle([each.settings for each in facts])
     if cluster.life >= 0 and not config.watcher:
@@ -197,9 +196,9 @@ def _plan(facts: list[_Facts], cluster: Cluster, has_mpi: bool) -> _Plan:
     stop = len(facts) - cluster.clients
     workers = range(_servers(config, stop), stop)
     kernels = [facts[rank].has_kernels for rank in workers]
-    backend, reason = select.choose(config.backend, nodes[workers.start : stop], has_mpi, kernels)
-    select.devices(config, [facts[rank].gpus for rank in workers], nodes[workers.start : stop])  # raises
-    return _Plan(config, nodes, workers, backend, reason)
+    backend, reason = select_backend(config.backend, nodes[workers.start : stop], has_mpi, kernels)
+    select_devices(config, [facts[rank].gpus for rank in workers], nodes[workers.start : stop])  # raises
+    return _Decisions(config, nodes, workers, backend, reason)
 
 
 def _servers(config: Config, ranks: int) -> int:
@@ -214,7 +213,7 @@ def _servers(config: Config, ranks: int) -> int:
     return config.num_ps
 
 
-def _world(plan: _Plan, facts: list[_Facts], control: Communicator, duplicate: Any, cluster: Cluster) -> World:
+def _world(plan: _Decisions, facts: list[_Facts], control: Communicator, duplicate: Any, cluster: Cluster) -> World:
     """Create the communicators of this rank, and its World. Collective."""
     config, rank, workers = plan.config, control.rank, plan.workers
     nodes, reason = plan.nodes[workers.start : workers.stop], plan.reason
@@ -258,13 +257,13 @@ def _workers(comm: Any, workers: range) -> Any:
 
 
 def _connect_servers_and_clients(
-    here: World, plan: _Plan, control: Communicator, duplicate: Any, cluster: Cluster
+    here: World, plan: _Decisions, control: Communicator, duplicate: Any, cluster: Cluster
 ) -> None:
     """Create the communicators of mode ps and of clients. Collective."""
     rank, workers = control.rank, plan.workers
     if plan.servers:
         ranks = tuple(plan.nodes[: workers.stop])
-        ps = Running(duplicate.Dup(), rank, plan.servers, ranks, plan.config, joins=here.in_cluster)
+        ps = Context(duplicate.Dup(), rank, plan.servers, ranks, plan.config, joins=here.in_cluster)
         here.ps = ps if rank < workers.stop else None
         if rank in workers:
             atexit.register(_leave_servers)
@@ -274,7 +273,7 @@ def _connect_servers_and_clients(
             atexit.register(_leave_workers)
 
 
-def _start_watchers(plan: _Plan, facts: list[_Facts], control: Communicator, cluster: Cluster) -> None:
+def _start_watchers(plan: _Decisions, facts: list[_Facts], control: Communicator, cluster: Cluster) -> None:
     everyone = topology.number(plan.nodes, control.rank)
     reach = "network" if len({each.host for each in facts}) > 1 else "host" if everyone.nodes > 1 else ""
     spares = tuple(plan.workers) if plan.servers else ()
@@ -304,8 +303,8 @@ def _banner(here: World, library: str) -> str:
 def shutdown() -> None:
     """Leave the other ranks. It is collective. Optional at the end of a program.
 
-    An open session ends, which writes its last checkpoint. Afterwards init() may be called again, except after mode ps,
-    where the parameter servers have ended.
+    An open session ends, which writes its last checkpoint. Afterwards init() may be called again; after mode ps only if
+    the parameter servers were in `Server.join()`, because other servers have ended.
 
     Raises NotInitializedError before init().
 
@@ -330,8 +329,8 @@ def shutdown() -> None:
 
 def _leave_servers() -> None:
     """Tell the servers that this worker leaves. If it failed, its watcher reports that."""
-    if running.running() and not status_at_exit():
-        running.leave()
+    if context.is_active() and not status_at_exit():
+        context.leave()
 
 
 def _leave_workers() -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from allred.comm.process_set import ProcessSets
     from allred.comm.work import WorkQueue
     from allred.data.iterations import Iterations
-    from allred.ps.running import Running
+    from allred.ps.context import Context
     from allred.watch.line import Line
 
 
@@ -47,7 +47,7 @@ class World:
     workers_job: str = "worker"
     cores: int = 1
     process_sets: "ProcessSets | None" = None
-    ps: "Running | None" = None
+    ps: "Context | None" = None
     watcher: "Line | None" = None
     in_cluster: bool = False
     client_group: "ClientGroup | None" = None

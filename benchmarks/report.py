@@ -14,7 +14,7 @@ import platform
 import re
 import sys
 
-from allred.bench.table import size_name
+from allred.bench.output import size_name
 
 INTRODUCTION = """\
 # Results of `make bench`

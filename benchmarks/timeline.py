@@ -21,7 +21,7 @@ from allred.comm.backends.shm import CHUNK_BYTES, ShmBackend
 from allred.comm.communicator import Communicator
 from allred.native._kernels import segment_bytes
 from allred.timeline import recorder
-from allred.timeline.track import Track
+from allred.timeline.recorder import Track
 
 SECONDS = 10.0
 

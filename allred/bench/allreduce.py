@@ -8,7 +8,7 @@ from typing import Any
 
 import allred
 from allred import arrays
-from allred.bench import baselines, gpu, measure, sets, table, verify
+from allred.bench import baselines, gpu, measure, output, sets, verify
 from allred.comm import functions
 from allred.compression import Compression
 
@@ -20,7 +20,7 @@ def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> N
         labels["compression"] = options.compression.name
     on_gpu = {"device": "cuda", **gpu.describe()} if options.device == "cuda" else {}
     conditions = {"op": "Sum", **on_gpu, **conditions}
-    writer = table.ResultWriter(options.json, enabled=comm.Get_rank() == 0)
+    writer = output.ResultWriter(options.json, enabled=comm.Get_rank() == 0)
     writer.header(options.bench, labels, conditions, options.against or labels.get("compression"))
     baseline: baselines.Baseline | None = None
     if options.against:
@@ -58,4 +58,4 @@ def _measure(
     details = gpu.enqueue_and_pack(group, comm, options.seconds) if on_gpu and not single else {}
     others = times.items() or [(None, None)]
     size = comm.Get_size()
-    return what, [{**table.result(ours, name, other, nbytes, size), **details} for name, other in others]
+    return what, [{**output.result(ours, name, other, nbytes, size), **details} for name, other in others]

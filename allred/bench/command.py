@@ -6,21 +6,22 @@ A wrong argument is reported before MPI starts, with exit code 2 on all ranks; a
 """
 
 import argparse
-import contextlib
 import importlib
 import os
 import shlex
+import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import numpy as np
 
 import allred
-from allred import arrays, config
-from allred.bench import data, measure, sets, setting
+from allred import arrays, command_line, config
+from allred.bench import data, measure, output, sets
 from allred.bench.verify import WrongResultError
 from allred.cluster import launcher, mpi
-from allred.comm.backends.nccl_types import TYPES
+from allred.comm.backends.nccl import TYPES
+from allred.command_line import Parser
 from allred.compression import Compression, narrows
 from allred.errors import ConfigError
 
@@ -28,27 +29,23 @@ SIZES = "4,1KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB,256MiB"
 DTYPES = [name for name in arrays.DTYPES if name != "bool"]  # bool has no sum
 _NOT_IN_MPI = ("float16", "bfloat16")
 _PROGRAM = "python -m allred bench"
+_MPI_PREFIXES = ("OMPI_MCA_", "MPIR_CVAR_", "I_MPI_", "UCX_", "FI_")
+_SET_BY_LAUNCHER = {f"OMPI_MCA_{name}" for name in ("PREFIXES", "num_procs", "initial_wdir", "cpu_type")}
 
 
 def main(arguments: list[str]) -> int:
     """Run the benchmark that the arguments name. Returns the exit code: 0, 1 (wrong result) or 2 (wrong argument)."""
-    with contextlib.ExitStack() as stack:
-        if not setting.first_rank():
-            null = stack.enter_context(open(os.devnull, "w"))
-            stack.enter_context(contextlib.redirect_stdout(null))
-            stack.enter_context(contextlib.redirect_stderr(null))
-        try:
-            options = parse(arguments)
-        except SystemExit as stop:  # argparse has printed the message
-            return setting.fail("") if stop.code else 0
+    options = command_line.parse(parse, arguments)
+    if isinstance(options, int):
+        return options
     if options.malloc_tuned:
-        setting.tune_malloc()
+        tune_malloc()
     try:
         _run(options, shlex.join([*_PROGRAM.split(), *arguments]))
     except ConfigError as error:  # the same on every rank
-        return setting.fail(f"{_PROGRAM}: {error}")
+        return command_line.fail(f"{_PROGRAM}: {error}")
     except WrongResultError as error:
-        return setting.fail(f"{_PROGRAM}: {error}", code=1)
+        return command_line.fail(f"{_PROGRAM}: {error}", code=1)
     return 0
 
 
@@ -58,7 +55,7 @@ def _run(options: argparse.Namespace, command: str) -> None:
     ranks = launcher.launched_size(os.environ)
     if options.bench == "ps" and options.against and (options.servers, ranks) != (1, 2):
         raise ConfigError("--against mpi compares one server and one worker: mpirun -np 2, and --servers 1")
-    mpi_settings = setting.before_mpi(against_mpi=options.against == "mpi")
+    mpi_settings = before_mpi(against_mpi=options.against == "mpi")
     if options.bench == "overlap":
         os.environ["ALLRED_PROGRESS"] = options.progress
         allred.init(backend=options.backend, banner=False, check_steps=0)
@@ -71,7 +68,7 @@ def _run(options: argparse.Namespace, command: str) -> None:
         raise ConfigError("bench uses MPI's barriers, and no MPI could be loaded; pip install 'allred[mpich]'")
     comm = MPI.COMM_WORLD.Dup()
     conditions = {
-        **setting.describe(comm, mpi_settings),
+        **output.describe(comm, mpi_settings),
         "allred": allred.__version__,
         "command": f"mpirun -np {comm.Get_size()} {command}" if comm.Get_size() > 1 else command,
     }
@@ -79,9 +76,42 @@ def _run(options: argparse.Namespace, command: str) -> None:
     return importlib.import_module(f"allred.bench.{name}").run(options, comm, conditions)  # type: ignore[no-any-return]
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; --help lists all options\n")
+def tune_malloc() -> None:
+    """Restart this process with TUNABLES added to the user's, unless it has them.
+
+    glibc reads GLIBC_TUNABLES when a process starts, so this process replaces itself. It does so before MPI starts and
+    keeps the launcher's sockets open, also MPICH's, which watch/exit.py closes for programs that a rank starts.
+    """
+    if output.tuned():
+        return
+    descriptor = os.environ.get("PMI_FD", "")
+    if descriptor.isdigit():
+        os.set_inheritable(int(descriptor), True)
+    _restart(
+        {**os.environ, "GLIBC_TUNABLES": ":".join(filter(None, (os.environ.get("GLIBC_TUNABLES"), output.TUNABLES)))}
+    )
+
+
+def _restart(environ: dict[str, str]) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environ)
+
+
+def before_mpi(against_mpi: bool) -> dict[str, str]:
+    """The settings that MPI will start with: the user's and allred's. Call it before MPI starts.
+
+    against_mpi: also sets mpi_yield_when_idle if this host has more ranks than cores: else raw Open MPI busy-waits.
+    """
+    ranks = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "")
+    if against_mpi and ranks.isdigit() and int(ranks) > (os.cpu_count() or 1):
+        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    environ = {**os.environ, **mpi.settings(os.environ)}
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if name.startswith(_MPI_PREFIXES) and name not in _SET_BY_LAUNCHER
+    }
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -99,10 +129,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def _parser() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
+def _parser() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
     """The parser, and those of the commands by name."""
     text: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter}
-    parser = _Parser(
+    parser = Parser(
         prog=_PROGRAM,
         description="Measure collectives on all ranks that mpirun started. Results are verified.",
         epilog=measure.__doc__,

@@ -28,9 +28,9 @@ from typing import Any
 
 import numpy as np
 
-from allred import data
-from allred.bench import setting
-from allred.bench.table import short
+from allred import command_line, data
+from allred.bench import output
+from allred.bench.output import short
 from allred.data import tfrecord_files
 from allred.errors import ConfigError
 
@@ -50,10 +50,10 @@ def run(options: argparse.Namespace, command: str) -> None:
         conditions = {
             "crc32c": tfrecord_files.crc_implementation,
             "protobuf": importlib.metadata.version("protobuf"),
-            "cores": setting.cores(os.sched_getaffinity(0)),
+            "cores": output.cores(os.sched_getaffinity(0)),
             "command": command,
         }
-        prints = setting.first_rank()
+        prints = command_line.first_rank()
         if prints and not options.json:
             print("data: google-crc32c: {crc32c}; protobuf {protobuf}; cores {cores}".format(**conditions))
             print(f"{'':36} {'records/s':>12} {'us/record':>10}")

@@ -22,9 +22,9 @@ import allred
 from allred import arrays
 from allred.bench import measure
 from allred.bench.measure import Call
-from allred.bench.table import short
+from allred.bench.output import short
 from allred.comm import functions
-from allred.comm.backends.nccl_types import TYPES
+from allred.comm.backends.nccl import TYPES
 from allred.gpu.device_arrays import adopt
 from allred.gpu.streams import Device
 

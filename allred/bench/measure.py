@@ -14,8 +14,9 @@ two p50. There are two ways to time a turn:
 """
 
 import dataclasses
+import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -108,13 +109,10 @@ def interleave(
 
     batch, samples = plan([estimate(call) for call in calls.values()])
     times: dict[str, list[float]] = {name: [] for name in calls}
-    rounds, last = 0, False
-    while not last:
+    for _ in _rounds(begin, seconds, comm):
         for name, call in calls.items():
             call()
             times[name] += [_sample(call, batch, comm, synchronize) for _ in range(samples)]
-        rounds += 1
-        last = _is_last(rounds, begin, seconds, comm)
     return {name: CallTimes(slowest(each, comm), batch) for name, each in times.items()}
 
 
@@ -140,14 +138,11 @@ def interleave_steps(
     batch, samples = plan([estimate(name) for name in calls])
     times: dict[str, list[float]] = {name: [] for name in calls}
     elapsed = dict.fromkeys(calls, 0.0)
-    rounds, last = 0, False
-    while not last:
+    for _ in _rounds(begin, seconds, comm):
         for name in calls:
             all_times, longest = turn(name, batch, samples)
             times[name] += all_times
             elapsed[name] += longest
-        rounds += 1
-        last = _is_last(rounds, begin, seconds, comm)
     return {
         name: StepTimes(CallTimes(np.array(times[name]), batch), batch * len(times[name]) / elapsed[name], steps[name])
         for name in calls
@@ -159,9 +154,12 @@ def slowest(times: list[float], comm: Any) -> NDArray[np.float64]:
     return np.max(np.array(comm.allgather(times)), axis=0)  # type: ignore[no-any-return]
 
 
-def _is_last(rounds: int, begin: float, seconds: float, comm: Any) -> bool:
-    """Rank 0 decides for all ranks."""
-    return bool(comm.bcast(rounds >= MIN_ROUNDS and time.perf_counter() - begin > seconds))
+def _rounds(begin: float, seconds: float, comm: Any) -> Iterator[int]:
+    """The numbers of rounds, from 1, until the time is used up: rank 0 decides for all ranks."""
+    for number in itertools.count(1):
+        yield number
+        if comm.bcast(number >= MIN_ROUNDS and time.perf_counter() - begin > seconds):
+            return
 
 
 def _sample(call: Call, batch: int, comm: Any, synchronize: Call) -> float:

@@ -24,7 +24,7 @@ import numpy as np
 
 import allred
 from allred.arrays import Array
-from allred.bench import baselines, measure, sets, setting, table
+from allred.bench import baselines, measure, output, sets
 from allred.bench.measure import Call
 from allred.comm import functions
 
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> N
     assert not functions.current().queue.engine.has_progress_thread
     if prints and not options.json:
         print(f"overlap: {labels['ranks']} ranks, backend {labels['backend']}, progress {labels['progress']}")
-        print(*setting.lines(conditions), sep="\n")
+        print(*output.condition_lines(conditions), sep="\n")
 
     def write(name: str, result: dict[str, Any]) -> None:
         if prints:
@@ -83,11 +83,11 @@ def _measure_steps(name: str, options: argparse.Namespace, comm: Any) -> Iterato
         can_be_hidden = compute + communicate - max(compute, communicate)
         yield {
             "backward": kind,
-            "compute_us": table.short(compute),
-            "communicate_us": table.short(communicate),
-            "after_us": table.short(after),
-            "early_us": table.short(early),
-            "share": table.short((after - early) / can_be_hidden),
+            "compute_us": output.short(compute),
+            "communicate_us": output.short(communicate),
+            "after_us": output.short(after),
+            "early_us": output.short(early),
+            "share": output.short((after - early) / can_be_hidden),
             "samples": len(times["early"].seconds),
         }
 
@@ -159,9 +159,9 @@ def _measure_peers(comm: Any) -> list[dict[str, Any]]:
                     "rank_0": state,
                     "busy_ms": BUSY_S * 1e3,
                     "bytes": PEER_BYTES,
-                    "p50_us": table.short(float(np.percentile(us, 50))),
-                    "p99_us": table.short(float(np.percentile(us, 99))),
-                    "longest_us": table.short(float(us.max())),
+                    "p50_us": output.short(float(np.percentile(us, 50))),
+                    "p99_us": output.short(float(np.percentile(us, 99))),
+                    "longest_us": output.short(float(us.max())),
                 }
             )
     return comm.bcast(found)  # type: ignore[no-any-return]
@@ -169,8 +169,8 @@ def _measure_peers(comm: Any) -> list[dict[str, Any]]:
 
 def _print(record: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        table.ResultWriter(as_json=True, enabled=True).line(record)
+        output.ResultWriter(as_json=True, enabled=True).line(record)
         return
-    texts = {key: table.number(value) for key, value in record.items() if key.endswith(("_us", "share"))}
+    texts = {key: output.number(value) for key, value in record.items() if key.endswith(("_us", "share"))}
     label = f"{record['set']:>12} {record.get('backward') or 'rank 0 ' + record['rank_0']:>12}"
     print(label + "".join(f"  {key.removesuffix('_us')} {text}" for key, text in texts.items()), flush=True)

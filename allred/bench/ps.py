@@ -11,7 +11,6 @@ twice, to the server and back.
 import argparse
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,22 +18,24 @@ import numpy as np
 
 import allred
 from allred import arrays, native
-from allred.bench import baselines, measure, sets, table, verify
+from allred.bench import baselines, measure, output, sets, verify
 from allred.bench.verify import LR, WrongResultError
 from allred.errors import ConfigError
 from allred.modes.options import StepOptions
 from allred.optim import SGD
-from allred.ps import running
-from allred.ps.account import Statistics
-from allred.ps.calls import LATER, Calls
 from allred.ps.consistency import Policy, Sync
-from allred.ps.post import CALL, Post
-from allred.ps.server import Server
+from allred.ps.context import Context
+from allred.ps.context import current as current_context
+from allred.ps.control import NO_REPLY
+from allred.ps.mpi_transport import CALL, MpiTransport
+from allred.ps.protocol import ControlRequest
+from allred.ps.server_loop import ServerLoop
+from allred.ps.stats import Statistics
 
 
 def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> None:
     """Measure; worker 0 prints. Raises ConfigError or WrongResultError on all ranks. Calls allred.shutdown()."""
-    context = running.current()
+    context = current_context()
     policy = _policy(options.consistency, context)
     workers = comm.Split(context.serves, context.rank)
     baseline = None
@@ -51,7 +52,7 @@ def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> N
         "backend": "shm" if native.available and len(set(context.nodes)) == 1 else "mpi",
     }
     conditions = {"op": "push, SGD, pull", **conditions}
-    writer = table.ResultWriter(options.json, enabled=context.worker == 0)
+    writer = output.ResultWriter(options.json, enabled=context.worker == 0)
     writer.header(options.bench, labels, conditions, options.against)
     worker = _BenchWorker(options.set, options.dtype, policy, workers, comm, baseline)
     try:
@@ -64,7 +65,7 @@ def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> N
         allred.shutdown()
 
 
-def _policy(name: str | None, context: running.Running) -> Policy:
+def _policy(name: str | None, context: Context) -> Policy:
     """The consistency policy `name`, or that of the settings. Raises ConfigError for backup workers."""
     config = context.config if name is None else dataclasses.replace(context.config, consistency=name)
     policy = StepOptions("opt").policy(config)
@@ -80,37 +81,44 @@ def _policy(name: str | None, context: running.Running) -> Policy:
 # Server.
 
 
-class _BenchCalls(Calls):
-    """Adds two calls: raw MPI round trips, and a worker's report of a wrong result (appended to `problems`)."""
+@dataclasses.dataclass(frozen=True)
+class _RoundTrips(ControlRequest):
+    """Serve `count` raw MPI round trips of one baseline. There is no reply."""
 
-    def __init__(
-        self, *arguments: Any, comm: Any, baseline: baselines.ServerBaseline | None, problems: list[str]
-    ) -> None:
-        super().__init__(*arguments)
-        self._comm, self._baseline, self._problems = comm, baseline, problems
-
-    def _round_trips(self, worker: int, name: str, count: int) -> Any:
-        assert self._baseline is not None
-        round_trip = self._baseline.round_trips[name]
-        empty = np.empty(0, np.uint8)
-        self._comm.Send(empty, worker + 1)  # the server is ready
-        for _ in range(count):
-            round_trip.serve()
-        self._comm.Send(empty, worker + 1)  # the server has completed all round trips
-        return LATER  # no reply to the call itself
-
-    def _wrong_result(self, worker: int, problem: str) -> Any:
-        self._problems.append(problem)
-        return LATER
+    name: str
+    count: int
 
 
-def _serve(context: running.Running, policy: Policy, comm: Any, baseline: baselines.ServerBaseline | None) -> None:
+@dataclasses.dataclass(frozen=True)
+class _WrongResult(ControlRequest):
+    """A worker reports a wrong result. There is no reply."""
+
+    problem: str
+
+
+def _serve(context: Context, policy: Policy, comm: Any, baseline: baselines.ServerBaseline | None) -> None:
     """Serve until the last worker has left. Raises WrongResultError if a worker has reported one."""
     problems: list[str] = []
     optimizer, options = SGD(lr=LR), StepOptions("opt", consistency=policy)
     agreement = options.agreement(optimizer, context.config)
-    calls = functools.partial(_BenchCalls, comm=comm, baseline=baseline, problems=problems)
-    Server(context, optimizer, policy, options.locks(optimizer, context.config), agreement, calls=calls).serve()
+
+    def round_trips(worker: int, request: _RoundTrips) -> Any:
+        assert baseline is not None
+        round_trip = baseline.round_trips[request.name]
+        empty = np.empty(0, np.uint8)
+        comm.Send(empty, worker + 1)  # the server is ready
+        for _ in range(request.count):
+            round_trip.serve()
+        comm.Send(empty, worker + 1)  # the server has completed all round trips
+        return NO_REPLY
+
+    def wrong_result(worker: int, request: _WrongResult) -> Any:
+        problems.append(request.problem)
+        return NO_REPLY
+
+    loop = ServerLoop(context, optimizer, policy, options.locks(optimizer, context.config), agreement)
+    loop.control.handlers |= {_RoundTrips: round_trips, _WrongResult: wrong_result}
+    loop.serve()
     if problems:
         raise WrongResultError(problems[0])
 
@@ -134,7 +142,7 @@ class _BenchWorker:
         self._workers, self._comm, self._baseline = workers, comm, baseline
         self._round_trips = baseline.round_trips if baseline else {}
         self._averages = isinstance(policy, Sync)
-        self._post = Post(running.current().comm)
+        self._transport = MpiTransport(current_context().comm)
         self._opt = allred.distributed(allred.optim.SGD(lr=LR), consistency=policy)
         self._params, self._grads = (baselines.allocate(self._shapes, dtype) for _ in range(2))
         nbytes = sum(array.nbytes for array in self._params)
@@ -156,18 +164,18 @@ class _BenchWorker:
         updates = after.updates - before.updates
         self._verify_all_steps(updates, ours.steps, start)
         shared = {
-            "updates_per_s": table.short(ours.steps_per_s * updates / (ours.steps * self._workers.Get_size())),
+            "updates_per_s": output.short(ours.steps_per_s * updates / (ours.steps * self._workers.Get_size())),
             "staleness": dict(sorted((after.staleness - before.staleness).items())),
         }
         others: list[tuple[str | None, measure.CallTimes | None]]
         others = [(name, other.times) for name, other in found.items()] or [(None, None)]
-        return [{**table.result(ours.times, *other, self.what["bytes"]), **shared} for other in others]
+        return [{**output.result(ours.times, *other, self.what["bytes"]), **shared} for other in others]
 
     def report_to_servers(self, problem: str) -> None:
         """Worker 0 sends the error to all servers, which raise it too."""
-        context = running.current()
+        context = current_context()
         for server in range(context.servers if context.worker == 0 else 0):
-            self._post.send(server, CALL, ("wrong_result", (problem,)))
+            self._transport.send(server, CALL, _WrongResult(problem))
 
     def _step(self) -> None:
         self._opt.step(self._params, self._grads)
@@ -183,7 +191,7 @@ class _BenchWorker:
         """The server serves `calls` raw round trips inside. The last message makes MPI complete the last send."""
         empty = np.empty(0, np.uint8)
         if name in self._round_trips:
-            self._post.send(0, CALL, ("round_trips", (name, calls)))
+            self._transport.send(0, CALL, _RoundTrips(name, calls))
             self._comm.Recv(empty, 0)
         yield
         if name in self._round_trips:

@@ -23,8 +23,8 @@ from allred.cluster.device import Place
 from allred.comm import functions
 from allred.comm.work import Steps, WorkQueue, spin_wait
 from allred.errors import AllredError, InputError
-from allred.ps.drive import drive, idle
-from allred.ps.post import CALL, REPLY, Post
+from allred.ps.mpi_transport import CALL, REPLY, MpiTransport
+from allred.ps.run_steps import run_steps, wait_until
 from allred.watch.start import name_this
 
 _LEAVE_S = 2.0  # time limit for sending a few bytes
@@ -33,7 +33,7 @@ _LEAVE_S = 2.0  # time limit for sending a few bytes
 class _TaskLink:
     """Connection to one task, with its unanswered calls, the oldest first."""
 
-    def __init__(self, post: Post, rank: int) -> None:
+    def __init__(self, post: MpiTransport, rank: int) -> None:
         self.rank = rank
         self.calls: deque[Call] = deque()
         self._post = post
@@ -100,7 +100,7 @@ class Dispatcher:
     """Sends the functions of this client. `of` returns the one of a group."""
 
     def __init__(self, group: ClientGroup) -> None:
-        self._group, self._post = group, Post(group.comm)
+        self._group, self._post = group, MpiTransport(group.comm)
         self._links = {rank: _TaskLink(self._post, rank) for rank in group.workers}
         self._calls: list[Call] = []  # those that are open
 
@@ -127,7 +127,7 @@ class Dispatcher:
 
     def poll(self) -> bool:
         """Receive results without waiting. Returns whether all calls have ended."""
-        self._post.tend()
+        self._post.progress()
         for rank, link in self._links.items():
             link.advance()
             if (watcher := world.watcher()) is not None and rank in watcher.gone:
@@ -147,7 +147,7 @@ class Dispatcher:
 
     def leave(self) -> None:
         """At the end of the client's program: wait for all calls, and let the tasks return from join()."""
-        idle("the functions that this client has started", self.poll, quiet=False)
+        wait_until("the functions that this client has started", self.poll, quiet=False)
         for call in self._calls:
             if call.unretrieved_error is not None:
                 report.say_here(f"{call.title} failed, and its error was not retrieved:")
@@ -156,16 +156,16 @@ class Dispatcher:
             self._post.send_parts(rank, CALL, pack(None, "the end"))
         _left.append(self)
         deadline = time.monotonic() + _LEAVE_S
-        while not self._post.tend() and time.monotonic() < deadline:
+        while not self._post.progress() and time.monotonic() < deadline:
             pass
 
 
 def serve(group: ClientGroup) -> None:
     """Run functions until the last client has left."""
-    post, left = Post(group.comm), 0
+    post, left = MpiTransport(group.comm), 0
     while left < group.clients:
         source = _wait_for_call(post)
-        parts = drive("a function of a client", post.receive_parts(source, CALL), group.config.timeout_s)
+        parts = run_steps("a function of a client", post.receive_parts(source, CALL), group.config.timeout_s)
         name = unpack(parts[:1])
         if name is None:
             left += 1
@@ -174,10 +174,10 @@ def serve(group: ClientGroup) -> None:
         answer = _run(name, parts[1:], group)
         name_this(topology.role())
         post.send_parts(source, REPLY, answer)
-        idle(f"{group.tasks[source]}, to receive the result of {name}", post.tend)
+        wait_until(f"{group.tasks[source]}, to receive the result of {name}", post.progress)
 
 
-def _wait_for_call(post: Post) -> int:
+def _wait_for_call(post: MpiTransport) -> int:
     """Return the rank of the client that has sent a function."""
     found: list[int] = []
 
@@ -186,7 +186,7 @@ def _wait_for_call(post: Post) -> int:
         found.extend(() if source is None else (source,))
         return bool(found)
 
-    idle("Server.join(), for a function of a client", poll)
+    wait_until("Server.join(), for a function of a client", poll)
     return found[0]
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from allred import arrays
 from allred.arrays import Array
-from allred.comm import header, objects
+from allred.comm import header
 from allred.comm.arguments import (
     array_descriptor,
     empty_like,
@@ -27,7 +27,7 @@ from allred.comm.arguments import (
     target_of,
     wire_code,
 )
-from allred.comm.backends.backend import Backend, CheckedOperation
+from allred.comm.backends.backend import Backend, CheckedOperation, pickled
 from allred.comm.device_collectives import DeviceCollectives
 from allred.comm.group import Group
 from allred.comm.header import OpDescriptor, quoted
@@ -306,10 +306,10 @@ class Communicator(Group):
         """Return every rank's picklable object, in rank order."""
 
         def steps() -> Steps[list[Any]]:
-            data = objects.dumps(value)
+            data = pickled(value)
             descriptor = OpDescriptor("allgather_object", name, f"allgather_object(){quoted(name)}")
             group, _ = yield from self.agree(descriptor)
-            return (yield from objects.gather(group.backend, data))
+            return (yield from group.backend.allgather_object(data))
 
         return self.start("allgather_object", name, steps())
 
@@ -318,11 +318,11 @@ class Communicator(Group):
 
         def steps() -> Steps[Any]:
             source = index_of(root, self.ranks)
-            data = objects.dumps(value if self.rank == source else None)
+            data = pickled(value if self.rank == source else None)
             title = f"broadcast_object(root={self.ranks[source]}){quoted(name)}"
             descriptor = OpDescriptor("broadcast_object", name, title, root=self.ranks[source])
             group, _ = yield from self.agree(descriptor)
-            received = yield from objects.broadcast(group.backend, data, self.root_in(group, source, descriptor))
+            received = yield from group.backend.broadcast_object(data, self.root_in(group, source, descriptor))
             return value if self.rank == source else received
 
         return self.start("broadcast_object", name, steps())
@@ -365,7 +365,7 @@ class Communicator(Group):
             if header.agree(headers):
                 notes = [header.rows_and_note(record)[1] for record in headers]
                 return self.ranks[notes.index(1)]
-            yield from objects.gather(self.backend, objects.dumps(descriptor))
+            yield from self.backend.allgather_object(pickled(descriptor))
             return None
 
         return self.start("join", "", steps())

@@ -14,8 +14,7 @@ from allred import arrays
 from allred.arrays import Array
 from allred.comm import header
 from allred.comm.arguments import array_descriptor, index_of, splits_of
-from allred.comm.device_arguments import adopted, check_writable, on_gpu
-from allred.comm.device_reduce import DeviceReductions, ReduceRequest
+from allred.comm.device_reduce import DeviceReductions, ReduceRequest, adopted, check_writable, on_gpu
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Steps, Work
 from allred.compression import Compression

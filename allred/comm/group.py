@@ -16,14 +16,13 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from allred.arrays import Array
-from allred.comm import header, objects
+from allred.comm import header
 from allred.comm.arguments import check_name
-from allred.comm.backends.backend import Backend, CheckedOperation, WithHeader
-from allred.comm.backends.device_backend import DeviceBackend
+from allred.comm.backends.backend import Backend, CheckedOperation, DeviceBackend, WithHeader, pickled
 from allred.comm.header import OpDescriptor, quoted
 from allred.comm.work import Steps, Work, WorkQueue
 from allred.errors import InputError
-from allred.timeline.track import Operation, Track
+from allred.timeline.recorder import Operation, Track
 
 T = TypeVar("T")
 
@@ -87,11 +86,11 @@ class Group:
 
     def close(self) -> None:
         """Release all resources; collective. The communicator cannot be used afterwards."""
-        poisoned = bool(self.queue.poisoned)
+        sound = not self.queue.poisoned
         if self.devices is not None:
-            self.devices.close(poisoned)
+            self.devices.close(sound)
         self.queue.poison("it was shut down")
-        self.backend.close(sound=not poisoned)
+        self.backend.close(sound)
 
     def record(self, track: Track) -> None:
         """Record operations for the timeline."""
@@ -199,7 +198,7 @@ class Group:
         assert self.queue.advancing is not None
         behind, place = tuple(self.queue.behind(self.queue.advancing, _BEHIND)), self._place()
         mine = dataclasses.replace(descriptor, found_at=place, place=place if self.checks_places else "", behind=behind)
-        descriptors = yield from objects.gather(self.backend, objects.dumps(mine))
+        descriptors = yield from self.backend.allgather_object(pickled(mine))
         if self.make_subgroup is None or any(each.kind == "shutdown" for each in descriptors):
             raise header.verdict(descriptors, self.ranks)
         here = [index for index, each in enumerate(descriptors) if each.kind != "join" or each.problem]

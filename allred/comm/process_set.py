@@ -21,10 +21,9 @@ import numpy as np
 from allred import world
 from allred.cluster import topology
 from allred.comm import recording
-from allred.comm.backends import select
 from allred.comm.communicator import Communicator
-from allred.comm.create import add_devices, create
-from allred.comm.work import Steps, WorkQueue
+from allred.comm.create import add_devices, create, select_backend
+from allred.comm.work import Polled, Steps, WorkQueue
 from allred.config import Config
 from allred.errors import InputError
 from allred.gpu.binding import VisibleGpus
@@ -167,7 +166,7 @@ def _make(base: ProcessSets, ranks: tuple[int, ...], title: str) -> Steps[Commun
     nodes = [base.nodes[rank] for rank in ranks]
     kernels = [base.kernels[rank] for rank in ranks]
     config, world_ranks = base.config, [rank + base.servers for rank in ranks]
-    name, _ = select.choose(config.backend, nodes, True, kernels)
+    name, _ = select_backend(config.backend, nodes, True, kernels)
     yield from _wait_for_members(base.comm, world_ranks, title)
     comm = base.comm.Create_group(base.comm.Get_group().Incl(world_ranks))
     communicator = create(name, comm, config.timeout_s, nodes)
@@ -183,16 +182,14 @@ def _make(base: ProcessSets, ranks: tuple[int, ...], title: str) -> Steps[Commun
 
 def _wait_for_members(comm: Any, ranks: list[int], title: str) -> Steps[None]:
     """Wait until all members are here: MPI would wait for them in C, without a time limit."""
-    from allred.comm.backends.mpi import Request
-
     tag, mine = zlib.crc32(title.encode()) % 2**15, comm.Get_rank()
     word = np.zeros(1, np.uint8)
     first, *others = ranks
     if mine != first:
-        yield Request(comm.Isend(word, first, tag))
-        yield Request(comm.Irecv(word, first, tag), waits_for_peers=True)
+        yield Polled(comm.Isend(word, first, tag).Test)
+        yield Polled(comm.Irecv(word, first, tag).Test, waits_for_peers=True)
         return
     for other in others:
-        yield Request(comm.Irecv(word, other, tag), waits_for_peers=True)
+        yield Polled(comm.Irecv(word, other, tag).Test, waits_for_peers=True)
     for other in others:
-        yield Request(comm.Isend(word, other, tag))
+        yield Polled(comm.Isend(word, other, tag).Test)

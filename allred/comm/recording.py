@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from allred.comm.communicator import Communicator
-from allred.comm.work import Steps
+from allred.comm.work import Polled, Steps
 from allred.errors import InputError
 from allred.timeline import recorder
-from allred.timeline.track import Track
+from allred.timeline.recorder import Track
 
 _REQUESTS = 20  # to each rank; the first ones are slower
 _TAG = 2**14 + 1
@@ -110,8 +110,6 @@ def measure_clock(comm: Any, ranks: Sequence[int]) -> Steps[tuple[int, int, int]
 
     The fastest reply gives the smallest error. An offset within the error may be 0: both clocks are of one machine.
     """
-    from allred.comm.backends.mpi import Request  # imports MPI
-
     chief, *others = ranks
     word = np.zeros(1, np.int64)
     best = time.perf_counter_ns(), 0, 0 if comm.Get_rank() == chief else 2**62
@@ -121,12 +119,12 @@ def measure_clock(comm: Any, ranks: Sequence[int]) -> Steps[tuple[int, int, int]
         for _ in range(_REQUESTS):
             sent = time.perf_counter_ns()
             if comm.Get_rank() == chief:
-                yield Request(comm.Irecv(word, other, _TAG), waits_for_peers=True)
+                yield Polled(comm.Irecv(word, other, _TAG).Test, waits_for_peers=True)
                 word[0] = time.perf_counter_ns()
-                yield Request(comm.Isend(word, other, _TAG))
+                yield Polled(comm.Isend(word, other, _TAG).Test)
             else:
-                yield Request(comm.Isend(word, chief, _TAG))
-                yield Request(comm.Irecv(word, chief, _TAG), waits_for_peers=True)
+                yield Polled(comm.Isend(word, chief, _TAG).Test)
+                yield Polled(comm.Irecv(word, chief, _TAG).Test, waits_for_peers=True)
                 now = time.perf_counter_ns()
                 error = (now - sent) // 2
                 best = min(best, (now, int(word[0]) - (sent + error), error), key=lambda found: found[2])

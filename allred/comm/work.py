@@ -18,8 +18,10 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from allred import world
+from allred.comm.header import OpDescriptor
 from allred.errors import AllredError, InputError
-from allred.timeline.track import Operation, Track
+from allred.gpu.streams import Completion
+from allred.timeline.recorder import Operation, Track
 from allred.watch import exit as exit_protocol
 from allred.watch.wait import Awaited, Wait
 
@@ -63,23 +65,17 @@ def spin_wait(done: Callable[[], bool]) -> bool:
     return True
 
 
-class End(Protocol):
-    """The end of an operation on a GPU: its work is enqueued, but may still be running."""
+class Polled:
+    """A Pending that can only be tested, by `done`, such as the Test of an MPI request."""
 
-    def order(self) -> None:
-        """Order what the caller enqueues from now on after it."""
+    progress_count = 0
 
-    def done(self) -> bool:
-        """Whether it has finished."""
+    def __init__(self, done: Callable[[], bool], waits_for_peers: bool = False) -> None:
+        self.done = done
+        self.waits_for_peers = waits_for_peers
 
-    def synchronize(self) -> None:
-        """Wait for it on the host."""
-
-
-class Described(Protocol):
-    """Describes an operation in messages (header.OpDescriptor)."""
-
-    def describe(self, number: int) -> str: ...
+    def spin_wait(self) -> bool:
+        return spin_wait(self.done)
 
 
 class Engine(Protocol):
@@ -132,8 +128,8 @@ class Work(Generic[T]):
     def __init__(self, queue: "WorkQueue", title: str, steps: Steps[T]) -> None:
         self.title = title
         self.place = ""  # the line that started it, such as "train.py:87", if known
-        self.described: tuple[Callable[[], Described], Callable[[], int]] | None = None  # descriptor and number
-        self.end: End | None = None  # of an operation on device arrays, after it is enqueued
+        self.described: tuple[Callable[[], OpDescriptor], Callable[[], int]] | None = None  # descriptor and number
+        self.end: Completion | None = None  # of an operation on device arrays; it may still run on the GPU
         self.noted: Operation | None = None  # its record in the timeline
         self._queue = queue
         self._steps = steps

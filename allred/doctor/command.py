@@ -13,12 +13,13 @@ import argparse
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import allred
-from allred.bench import setting
+from allred import command_line
+from allred.bench.output import cores
 from allred.cluster import launcher, processors
 from allred.comm import functions
 from allred.doctor import findings, gpu, host, info, mpi, trials
@@ -27,13 +28,10 @@ from allred.doctor.findings import (
     NOTE,
     WARN,
     Finding,
-    ProbeFailure,
     RankReport,
     ReportPrinter,
     Topic,
-    error_line,
     exit_code,
-    parse_arguments,
     summary,
 )
 from allred.doctor.watchdog import Watchdog
@@ -48,8 +46,6 @@ TOPICS: list[Topic[Any]] = [  # in the order of the report
     Topic("network", host.probe_network, host.diagnose_network),
     Topic("GPU", gpu.probe, gpu.diagnose),
 ]
-
-_Trial = tuple[str, str, Callable[[], Any]]  # key in RankReport.topics, title in the report, function
 
 _PROBE_FACTOR = 3  # limit of all probes of a rank, in units of --limit-s; slow probes have limits of their own
 _ANSWER_FACTOR = 4  # limit of the wait for rank 0, in units of --limit-s; rank 0 may itself wait for others
@@ -68,7 +64,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object per line: verdict, topic, found, remedy")
     parser.add_argument("--limit-s", type=float, default=30.0, help="longest wait for other ranks; default 30")
-    options = parse_arguments(parser, arguments)
+    options = command_line.parse(parser.parse_args, arguments)
     if isinstance(options, int):
         return options
     return examine(ReportPrinter(options.json), options.limit_s)
@@ -88,7 +84,7 @@ def examine(printer: ReportPrinter, limit_s: float) -> int:
             library = _fact(facts, "MPI library", mpi.LibraryFacts)
             MPI, world = mpi.start(library.text if library else "")  # noqa: N806  (mpi4py's spelling)
             comm = MPI.COMM_WORLD.Dup() if MPI is not None else None
-        printer.enabled = world.rank == 0 and (world.size > 1 or setting.first_rank())
+        printer.enabled = world.rank == 0 and (world.size > 1 or command_line.first_rank())
         report = RankReport(world.rank, world.host, {**facts, "world": world})
         code = _examine_world(watchdog, printer, comm, report, limit_s)
         if comm is not None and allred.is_initialized() and functions.current().queue.poisoned:
@@ -114,11 +110,12 @@ def _examine_world(watchdog: Watchdog, printer: ReportPrinter, comm: Any, report
     if not broadcast(comm, exit_code(printer.findings) == 0, _ANSWER_FACTOR * limit_s):
         printer.add([Finding(NOTE, "allreduce", "not tried: fix the failures above first")])
     else:
-        for group in _trials(comm, limit_s):
-            result = RankReport(report.rank, report.host, _run(watchdog, printer, group, limit_s))
+        for group in trials.topics(comm, limit_s):
+            results = findings.probe(group, lambda title: phase(watchdog, printer, title, limit_s + _WATCHDOG_EXTRA_S))
+            result = RankReport(report.rank, report.host, results)
             with phase(watchdog, printer, "ranks", 3 * limit_s):
                 reports = gather(comm, result, 2 * limit_s)
-            printer.add(trials.diagnose(list(reports.values())))
+            printer.add(findings.diagnose(group, list(reports.values())))
             _require_all(printer, comm, reports, 2 * limit_s)
     return int(broadcast(comm, printer.end(), _ANSWER_FACTOR * limit_s))
 
@@ -142,37 +139,11 @@ def _fact(facts: Any, topic: str, kind: type[Any]) -> Any:
     return facts[topic] if isinstance(facts[topic], kind) else None
 
 
-def _trials(comm: Any, limit_s: float) -> list[list[_Trial]]:
-    """The trials, in groups that are reported together. MPI's sums come last: with MPICH an error ends the process."""
-    alone: list[_Trial] = [
-        ("init", "allred.init()", lambda: trials.init(limit_s)),
-        ("allreduce", "allreduce", lambda: [trials.time_allreduce(nbytes) for nbytes in trials.SIZES]),
-    ]
-    if comm is None or comm.Get_size() == 1:
-        return [alone]
-    sharing: _Trial = ("sharing", "shared memory", lambda: trials.share(comm))
-    return [[sharing, *alone], [("mpi", trials.MPI_SUMS, lambda: trials.mpi_sums(comm))]]
-
-
-def _run(watchdog: Watchdog, printer: ReportPrinter, group: list[_Trial], limit_s: float) -> dict[str, Any]:
-    """Run trials on this rank; the results, a ProbeFailure for a trial that raised."""
-    results: dict[str, Any] = {}
-    for name, title, trial in group:
-        if name == "allreduce" and not allred.is_initialized():
-            break
-        try:
-            with phase(watchdog, printer, title, limit_s + _WATCHDOG_EXTRA_S):
-                results[name] = trial()
-        except Exception as error:  # the other trials continue
-            results[name] = ProbeFailure(error_line(error))
-    return results
-
-
 def _require_all(printer: ReportPrinter, comm: Any, reports: dict[int, Any], limit_s: float) -> None:
     """Abort the job if rank 0 lacks a report: collective operations would hang."""
     missing = set(range(comm.Get_size())) - set(reports) if comm is not None and comm.Get_rank() == 0 else set()
     if missing:
-        names = f"rank{'s' * (len(missing) > 1)} {setting.cores(missing)} of {comm.Get_size()}"
+        names = f"rank{'s' * (len(missing) > 1)} {cores(missing)} of {comm.Get_size()}"
         remedy = f"find what hangs there with top or py-spy; {_SLOW}"
         printer.add([Finding(FAIL, "ranks", f"no answer from {names} within {limit_s:g} s", remedy)])
         printer.end()

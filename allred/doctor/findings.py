@@ -4,18 +4,18 @@ Every rank probes all topics. Rank 0 receives the facts of all ranks, compares t
 fails on a rank becomes a ProbeFailure there; the other topics continue.
 """
 
-import argparse
 import collections
 import contextlib
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
 
-from allred.bench import setting
+from allred import command_line
+from allred.bench.output import cores
 
 F = TypeVar("F")
 
@@ -70,19 +70,27 @@ class RankReport:
 
 @dataclasses.dataclass(frozen=True)
 class Topic(Generic[F]):
-    """A topic of the report. `probe` runs on every rank; `diagnose` is a pure function of the facts of all ranks."""
+    """A topic of the report. `probe` runs on every rank; `diagnose` is a pure function of the facts of all ranks.
+
+    remedy: for a probe that has to succeed on all ranks, a remedy if it raises; "": its failure is only a note. Facts
+    that are None are left out.
+    """
 
     name: str
     probe: Callable[[], F]
     diagnose: Callable[[list[RankFacts[F]]], list[Finding]]
+    remedy: str = ""
 
 
-def probe(topics: list[Topic[Any]]) -> dict[str, Any]:
-    """The facts of every topic on this rank; a ProbeFailure for each probe that raises."""
+def probe(
+    topics: list[Topic[Any]], phase: Callable[[str], AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
+) -> dict[str, Any]:
+    """The facts of every topic on this rank; a ProbeFailure for each probe that raises. phase: surrounds each probe."""
     facts: dict[str, Any] = {}
     for topic in topics:
         try:
-            facts[topic.name] = topic.probe()
+            with phase(topic.name):
+                facts[topic.name] = topic.probe()
         except Exception as error:  # the other probes continue
             facts[topic.name] = ProbeFailure(error_line(error))
     return facts
@@ -92,16 +100,20 @@ def diagnose(topics: list[Topic[Any]], reports: list[RankReport]) -> list[Findin
     """The findings about all topics."""
     findings: list[Finding] = []
     for topic in topics:
-        ranks = [report.topic(topic.name) for report in reports]
+        ranks = [report.topic(topic.name) for report in reports if report.topics[topic.name] is not None]
         failed = [rank for rank in ranks if isinstance(rank.facts, ProbeFailure)]
         probed = [rank for rank in ranks if not isinstance(rank.facts, ProbeFailure)]
         try:
-            findings += topic.diagnose(probed) if probed else []
+            findings += topic.diagnose(probed) if probed and not (failed and topic.remedy) else []
         except Exception as error:  # the other topics continue
             findings.append(Finding(NOTE, topic.name, f"could not be examined: {error_line(error)}"))
-        for text in sorted({rank.facts.error for rank in failed}):
-            where = f" ({rank_names([rank for rank in failed if rank.facts.error == text])})" * (len(ranks) > 1)
-            findings.append(Finding(NOTE, topic.name, f"could not be examined: {text}{where}"))
+        for text in dict.fromkeys(rank.facts.error for rank in failed):
+            where = f" ({rank_names([rank for rank in failed if rank.facts.error == text])})"
+            if topic.remedy:
+                findings.append(Finding(FAIL, topic.name, f"{text}{where}", topic.remedy))
+            else:
+                where *= len(ranks) > 1
+                findings.append(Finding(NOTE, topic.name, f"could not be examined: {text}{where}"))
     return findings
 
 
@@ -122,7 +134,7 @@ def rank_names(ranks: list[Any]) -> str:
     >>> rank_names([RankFacts(3, "a", None), RankFacts(5, "b", None)])
     'ranks 3,5'
     """
-    names = f"rank{'s' * (len(ranks) > 1)} {setting.cores({rank.rank for rank in ranks})}"
+    names = f"rank{'s' * (len(ranks) > 1)} {cores({rank.rank for rank in ranks})}"
     hosts = {rank.host for rank in ranks}
     return f"{names} on {hosts.pop()}" if len(hosts) == 1 else names
 
@@ -225,7 +237,7 @@ class ReportPrinter:
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
-        self.enabled = setting.first_rank()
+        self.enabled = command_line.first_rank()
         self.findings: list[Finding] = []
 
     def text(self, findings: list[Finding]) -> str:
@@ -249,16 +261,3 @@ class ReportPrinter:
         if self.enabled and not self.as_json:
             print(summary(self.findings), flush=True)
         return exit_code(self.findings)
-
-
-def parse_arguments(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace | int:
-    """The options, or the exit code after --help or an error. argparse prints on the first rank only."""
-    with contextlib.ExitStack() as silence:
-        if not setting.first_rank():
-            null = silence.enter_context(open(os.devnull, "w"))
-            silence.enter_context(contextlib.redirect_stdout(null))
-            silence.enter_context(contextlib.redirect_stderr(null))
-        try:
-            return parser.parse_args(arguments)
-        except SystemExit as stop:
-            return setting.fail("") if stop.code else 0

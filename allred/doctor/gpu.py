@@ -26,7 +26,7 @@ print(json.dumps(found))
 
 @dataclasses.dataclass(frozen=True)
 class GpuFacts:
-    """What the kernel driver and cupy report. Versions are CUDA's and NCCL's numbers (13020 is CUDA 13.2)."""
+    """Facts of the kernel driver and of cupy. Versions are CUDA's and NCCL's numbers (13020 is CUDA 13.2)."""
 
     driver: str  # version of NVIDIA's kernel driver, or ""
     device_files: int  # /dev/nvidia0, ...

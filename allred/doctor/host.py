@@ -9,8 +9,8 @@ import socket
 import struct
 from collections.abc import Mapping
 
-from allred.bench.setting import cores as core_numbers
-from allred.bench.table import size_name
+from allred.bench.output import cores as core_numbers
+from allred.bench.output import size_name
 from allred.cluster import limits
 from allred.cluster.processors import Cores, usable_cores
 from allred.doctor.findings import (

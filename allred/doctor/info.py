@@ -16,11 +16,10 @@ from typing import Any
 import numpy
 
 import allred
-from allred import config, native, world
-from allred.bench import setting
+from allred import command_line, config, native, world
 from allred.cluster import mpi
 from allred.comm import functions
-from allred.doctor.findings import FAIL, OK, WARN, Finding, RankFacts, compare, error_line, parse_arguments, rank_names
+from allred.doctor.findings import FAIL, OK, WARN, Finding, RankFacts, compare, error_line, rank_names
 from allred.doctor.mpi import LibraryFacts, probe_library
 from allred.doctor.watchdog import Watchdog
 from allred.errors import AllredError, ConfigError
@@ -34,11 +33,11 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m allred info", description="Versions, paths, backend, settings.")
     parser.add_argument("--config", action="store_true", help="every setting: type, default, value and its source")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
-    options = parse_arguments(parser, arguments)
+    options = command_line.parse(parser.parse_args, arguments)
     if isinstance(options, int):
         return options
     found = settings(os.environ) if options.config else _records_after_init()
-    if setting.first_rank():
+    if command_line.first_rank():
         print(*(json.dumps(record) if options.json else text(record) for record in found), sep="\n", flush=True)
     return 0
 
@@ -100,7 +99,7 @@ def _setting(field: "dataclasses.Field[Any]", environ: Mapping[str, str]) -> dic
 def _records_after_init() -> list[dict[str, Any]]:
     """`records` after allred.init(), which chooses the backend. Collective."""
     library = probe_library()  # starts a process, which is safer before MPI starts
-    watchdog = Watchdog(setting.first_rank())
+    watchdog = Watchdog(command_line.first_rank())
     late = f"info: allred.init() did not finish within {_INIT_LIMIT_S:g} s; run python -m allred doctor for the cause"
     gone = "info: MPI ended this process; read its error on stderr, or run python -m allred doctor for the cause"
     try:

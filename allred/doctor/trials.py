@@ -11,7 +11,7 @@ import numpy as np
 
 import allred
 from allred import world
-from allred.bench import measure, table, verify
+from allred.bench import measure, output, verify
 from allred.comm import functions
 from allred.comm.backends import segment
 from allred.doctor.findings import (
@@ -20,9 +20,8 @@ from allred.doctor.findings import (
     OK,
     WARN,
     Finding,
-    ProbeFailure,
     RankFacts,
-    RankReport,
+    Topic,
     compare,
     error_line,
     rank_names,
@@ -84,7 +83,7 @@ def mpi_sums(comm: Any) -> str:
         verify.fill([array], comm.Get_rank())
         comm.Allreduce(MPI.IN_PLACE, array, MPI.SUM)
         if wrong := verify.wrong([array], comm.Get_size()):
-            return f"{table.size_name(nbytes)}: {wrong}"
+            return f"{output.size_name(nbytes)}: {wrong}"
     return ""
 
 
@@ -110,6 +109,11 @@ def time_allreduce(nbytes: int) -> AllreduceResult:
     return AllreduceResult(nbytes, float(allred.allreduce(float(np.median(times)), allred.Max)) * 1e6, wrong)
 
 
+def _time_all() -> list[AllreduceResult] | None:
+    """All sizes; None if allred.init() has failed."""
+    return [time_allreduce(nbytes) for nbytes in SIZES] if allred.is_initialized() else None
+
+
 def _batch_s(array: Any, calls: int) -> float:
     allred.barrier()
     start = time.perf_counter()
@@ -118,23 +122,17 @@ def _batch_s(array: Any, calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def diagnose(reports: list[RankReport]) -> list[Finding]:
-    """The findings about the trials in the reports: `sharing`, `init`, `allreduce`, `mpi`."""
-    findings: list[Finding] = []
-    for name, title, diagnose_one in (
-        ("sharing", "shared memory", diagnose_sharing),
-        ("init", "allred.init()", diagnose_init),
-        ("allreduce", "allreduce", diagnose_allreduce),
-        ("mpi", MPI_SUMS, diagnose_mpi),
-    ):
-        ranks = [report.topic(name) for report in reports if name in report.topics]
-        failed = [rank for rank in ranks if isinstance(rank.facts, ProbeFailure)]
-        for error in dict.fromkeys(rank.facts.error for rank in failed):
-            found = f"{error} ({rank_names([rank for rank in failed if rank.facts.error == error])})"
-            remedy = "read the findings above; if the machine is slow, add --limit-s 120"
-            findings.append(Finding(FAIL, title, found, NO_CMA if name == "mpi" else remedy))
-        findings += diagnose_one(ranks) if ranks and not failed else []
-    return findings
+def topics(comm: Any, limit_s: float) -> list[list[Topic[Any]]]:
+    """The trials, in groups that are reported together. MPI's sums come last: with MPICH an error ends the process."""
+    remedy = "read the findings above; if the machine is slow, add --limit-s 120"
+    alone: list[Topic[Any]] = [
+        Topic("allred.init()", lambda: init(limit_s), diagnose_init, remedy),
+        Topic("allreduce", _time_all, diagnose_allreduce, remedy),
+    ]
+    if comm is None or comm.Get_size() == 1:
+        return [alone]
+    sharing: Topic[Any] = Topic("shared memory", lambda: share(comm), diagnose_sharing, remedy)
+    return [[sharing, *alone], [Topic(MPI_SUMS, lambda: mpi_sums(comm), diagnose_mpi, NO_CMA)]]
 
 
 def diagnose_sharing(ranks: list[RankFacts[SharingResult]]) -> list[Finding]:
@@ -176,7 +174,7 @@ def diagnose_allreduce(ranks: list[RankFacts[list[AllreduceResult]]]) -> list[Fi
     for rank in ranks:
         for result in rank.facts:
             if result.wrong:
-                found = f"{table.size_name(result.nbytes)}: wrong on {rank_names([rank])}, {result.wrong}"
+                found = f"{output.size_name(result.nbytes)}: wrong on {rank_names([rank])}, {result.wrong}"
                 remedy = f"{NO_CMA}; otherwise compare ALLRED_BACKEND=mpi with ALLRED_BACKEND=shm"
                 return [Finding(FAIL, "allreduce", found, remedy)]
     if len(ranks) == 1:
@@ -194,5 +192,5 @@ def _describe(result: AllreduceResult) -> str:
     >>> _describe(AllreduceResult(65536, 32.0, ""))
     '64 KiB 32 us, 2.048 GB/s'
     """
-    algbw = f", {table.number(measure.algbw(result.nbytes, result.us))} GB/s" if result.nbytes > 4 else ""
-    return f"{table.size_name(result.nbytes)} {table.number(result.us)} us{algbw}"
+    algbw = f", {output.number(measure.algbw(result.nbytes, result.us))} GB/s" if result.nbytes > 4 else ""
+    return f"{output.size_name(result.nbytes)} {output.number(result.us)} us{algbw}"

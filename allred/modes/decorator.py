@@ -23,7 +23,7 @@ from allred.modes.optimizer import DistributedOptimizer
 from allred.modes.options import StepOptions
 from allred.modes.reducer import Reducer, tensor_of
 from allred.modes.sync import reduce_gradients
-from allred.ps import running
+from allred.ps import context
 from allred.ps.consistency import Policy
 from allred.ps.placement import How
 
@@ -141,7 +141,7 @@ def _wrap_function(function: Callable[..., Any], options: StepOptions) -> Callab
 
     @functools.wraps(function)
     def averaged(*args: Any, **kwargs: Any) -> Any:
-        if running.running():
+        if context.is_active():
             raise InputError(
                 f"{title} is a gradient function, which has no meaning in mode ps: the parameter servers need an "
                 "optimizer to apply gradients with. Wrap that instead: opt = allred.distributed(optimizer), then "

@@ -12,7 +12,7 @@ import numpy as np
 
 from allred.arrays import Array
 from allred.comm import functions
-from allred.comm.device_arguments import adopted
+from allred.comm.device_reduce import adopted
 from allred.gpu.device_arrays import Adopted, is_device
 from allred.gpu.streams import Completion, Device
 

@@ -8,7 +8,7 @@ import os
 import pathlib
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from allred import checkpoint, nest
 from allred.cluster import report
@@ -26,8 +26,8 @@ from allred.modes.mode import SessionSupport, StepInput
 from allred.modes.options import StepOptions
 from allred.modes.ps import ServersMode
 from allred.modes.sync import SyncMode, has_state
-from allred.ps import running
-from allred.ps.account import Statistics
+from allred.ps import context
+from allred.ps.stats import Statistics
 from allred.timeline.recorder import span
 
 _SCALER, _EXTRA = "the optimizer's scaler", "what else there is"  # keys in a checkpoint
@@ -74,35 +74,48 @@ class DistributedOptimizer:
         self._samples = SampleCount()
         self._updates = updates_of(optimizer)  # also counts the updates of an optimizer whose wrapper is never used
         self._chosen: SyncMode | ServersMode | None = None
-        if running.serves():
-            self._mode  # noqa: B018  (serves, and does not come back)
+        if context.serves():
+            self._serve()
 
-    @property
-    def _mode(self) -> SyncMode | ServersMode:
+    def _serve(self) -> NoReturn:
+        """Serve on a parameter server until the workers are done, and exit."""
+        from allred.modes.ps_join import serve_until_done  # imports MPI
+
+        self._check_mode()
+        context.current().servers_return = False
+        serve_until_done(self.optimizer, self._options)
+        raise SystemExit(0)
+
+    def _check_mode(self) -> None:
+        """Raise InputError in mode ps for options of mode sync."""
+        if not context.is_active():
+            return
+        if self._options.op is not ReduceOp.AVERAGE:
+            raise InputError(
+                f"{self.name}: op=allred.{self._options.op.name.title()} is available in mode sync only; parameter "
+                "servers apply single gradients or their mean. Omit op"
+            )
+        if self.process_set is not None:
+            raise InputError(
+                f"{self.name}: process_set is available in mode sync only; in mode ps all workers train together"
+            )
+
+    def _get_mode(self) -> SyncMode | ServersMode:
+        """Return the mode, which is selected at the first use. A parameter server serves and exits instead."""
         if self._chosen is None:
-            options = self._options
-            if running.running() and options.op is not ReduceOp.AVERAGE:
-                raise InputError(
-                    f"{self.name}: op=allred.{options.op.name.title()} is available in mode sync only; parameter "
-                    "servers apply single gradients or their mean. Omit op"
-                )
-            if running.running() and self.process_set is not None:
-                raise InputError(
-                    f"{self.name}: process_set is available in mode sync only; in mode ps all workers train together"
-                )
-            if running.serves():
-                options.serve(self.optimizer)
-                raise SystemExit(0)
-            sync = functions.current() and not running.running()
-            if not sync and options.compression is not Compression.none:
+            if context.serves():
+                self._serve()
+            self._check_mode()
+            sync = functions.current() and not context.is_active()
+            if not sync and self._options.compression is not Compression.none:
                 report.inform(f"{self.name}: compression has no effect in mode ps: gradients are sent uncompressed")
-            self._chosen = (SyncMode if sync else ServersMode)(self.optimizer, options, self._clipper)
+            self._chosen = (SyncMode if sync else ServersMode)(self.optimizer, self._options, self._clipper)
         return self._chosen
 
     @property
     def session_support(self) -> SessionSupport:
         """Internal: the operations that `allred.Session` needs."""
-        return self._mode
+        return self._get_mode()
 
     # Training.
 
@@ -133,7 +146,7 @@ class DistributedOptimizer:
         Example: on 2 ranks, with `opt = allred.distributed(allred.optim.SGD(lr=1.0))` and `w = np.zeros(2)`,
         `opt.step({"w": w}, {"w": np.full(2, float(allred.rank()))})` sets `w` to `[-0.5, -0.5]` on both.
         """
-        mode = self._mode
+        mode = self._get_mode()
         tensors, leaves, values, problem, plain = self._matcher.match(params, grads)
         try:
             samples = self._samples.of_step(samples)
@@ -180,7 +193,7 @@ class DistributedOptimizer:
                 f"{self.name}.reduce() with accumulate={self._accumulator.micro_steps}: the gradients of "
                 "a step are complete only in its last step() call; do not call reduce()"
             )
-        mode = self._mode
+        mode = self._get_mode()
         with functions.within(self.process_set):
             mode.reduce(name, grad, self._samples.of_reduce(samples))
 
@@ -197,14 +210,14 @@ class DistributedOptimizer:
             problem, tensors = str(error), []
         with functions.within(self.process_set):
             root = functions.current().ranks[0] if root is None else root
-            self._mode.broadcast(params, tensors, root, problem)
+            self._get_mode().broadcast(params, tensors, root, problem)
             if (scaler := self._clipper.scaler) is not None:
                 title = f"scaler of {self.name}"
                 scaler.load_state_dict(functions.broadcast_object(scaler.state_dict(), root, title))
 
     def pull(self, params: Any) -> None:
         """Mode ps: overwrite the parameters with those of the servers. Mode sync: no effect; they are equal."""
-        self._mode.pull(params)
+        self._get_mode().pull(params)
 
     def finish(self) -> None:
         """Mode ps: declare that this worker makes no more steps, so that others do not wait for it. Mode sync: no
@@ -213,7 +226,7 @@ class DistributedOptimizer:
         The end of the program implies it. Call it if workers make different numbers of steps and then call a
         collective.
         """
-        self._mode.finish()
+        self._get_mode().finish()
 
     # Results.
 
@@ -225,12 +238,12 @@ class DistributedOptimizer:
     @property
     def skipped(self) -> int:
         """Steps skipped so far because gradients were not finite, with nonfinite="skip" or a scaler."""
-        return self._mode.skipped
+        return self._get_mode().skipped
 
     @property
     def dropped(self) -> int:
         """Mode ps, policy sync: gradients of this worker so far that were too late for their step."""
-        return self._mode.dropped
+        return self._get_mode().dropped
 
     @property
     def grad_norm(self) -> float | None:
@@ -241,11 +254,11 @@ class DistributedOptimizer:
     @property
     def global_step(self) -> int:
         """Updates of the parameters so far, including those before a restore; in mode ps at the last pull."""
-        return self._mode.global_step
+        return self._get_mode().global_step
 
     def statistics(self) -> Statistics:
         """Mode ps: gradients, updates, bytes and staleness at the servers so far. Raises InputError in mode sync."""
-        mode = self._mode
+        mode = self._get_mode()
         if isinstance(mode, ServersMode):
             return mode.statistics()
         raise InputError(
@@ -255,7 +268,7 @@ class DistributedOptimizer:
     def summary(self) -> str:
         """Return the world, the backend and the reason for it, speed, and the times of a step on this rank, by line."""
         with functions.within(self.process_set):
-            return self._mode.summary()
+            return self._get_mode().summary()
 
     # State and checkpoints.
 
@@ -263,12 +276,12 @@ class DistributedOptimizer:
         """Return the state of the wrapped optimizer; in mode ps it is gathered from the servers. Gradients that are
         being accumulated are not included."""
         self._require_state()
-        return self._mode.state_dict()
+        return self._get_mode().state_dict()
 
     def load_state_dict(self, state: Any) -> None:
         """Restore a result of `state_dict` on this rank; in mode ps worker 0 sends it to the servers."""
         self._require_state()
-        self._mode.load_state_dict(state)
+        self._get_mode().load_state_dict(state)
         restored(self.optimizer)
 
     def _require_state(self) -> None:
@@ -324,7 +337,7 @@ class DistributedOptimizer:
         self._require_state()
         scaler = self._clipper.scaler
         extra = extra if scaler is None else {_SCALER: scaler.state_dict(), _EXTRA: extra}
-        return self._mode.save(params, extra, copy)
+        return self._get_mode().save(params, extra, copy)
 
     def _unpack_extra(self, extra: Any) -> Any:
         """Restore the scaler from a checkpoint; return the `extra` that was passed to `saving`."""
@@ -350,7 +363,7 @@ class DistributedOptimizer:
         _fill(nest.leaves(params), content.params, path)
         extra, state = checkpoint.pop_extra(content.slots), content.meta["optimizer"]
         own = checkpoint.unpickle_state(content.slots) if state is None else {**state, "slots": content.slots}
-        self._mode.load_state_dict(own)
+        self._get_mode().load_state_dict(own)
         return content.step, extra
 
     # Until 1.0.

@@ -12,7 +12,6 @@ from allred.config import parse_bytes
 from allred.errors import InputError
 from allred.modes.clipping import GradScaler
 from allred.optim.base import Optimizer
-from allred.ps import running
 from allred.ps.consistency import Async, Bounded, Policy, Sync
 from allred.ps.placement import How
 from allred.ps.shard import locks
@@ -106,14 +105,6 @@ class StepOptions:
     def agreement(self, optimizer: Any, settings: Any) -> str:
         """Describe what must be the same on all ranks. The learning rate may differ: worker 0's is used."""
         return f"{_describe(optimizer)}, {self.policy(settings)}, use_locking={self.locks(optimizer, settings)}"
-
-    def serve(self, optimizer: Any, first: Any = None) -> None:
-        """Serve as parameter server until the last worker has left. first: see `Server.serve`."""
-        from allred.ps.server import Server  # imports MPI
-
-        here = running.current()
-        policy, locks = self.policy(here.config), self.locks(optimizer, here.config)
-        Server(here, optimizer, policy, locks, self.agreement(optimizer, here.config)).serve(first)
 
     def describe(self, optimizer: Any) -> bytes | str:
         """Pickle the options and the optimizer for a server in `Server.join()`; return the reason if that fails."""

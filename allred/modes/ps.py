@@ -1,7 +1,7 @@
-"""A worker's end of mode ps: it pushes gradients, the servers apply them with their own optimizer, it pulls parameters.
+"""Mode ps on a worker: it pushes gradients, the servers apply them with their own optimizer, and it pulls parameters.
 
-A worker's optimizer is never stepped. What it is worth: the state that training starts from, and a learning rate that
-the program changes by hand (worker 0's goes along with its steps).
+A worker's optimizer makes no step. It supplies only the initial state, and a learning rate that the program assigns
+(worker 0's is sent with its steps).
 """
 
 import contextlib
@@ -17,23 +17,22 @@ from allred.cluster import report
 from allred.comm import functions
 from allred.errors import AllredError, CollectiveTimeout, DriftError, InputError, NonFiniteError, ShutdownError
 from allred.fusion import Tensor
-from allred.modes import served
+from allred.modes import ps_payload
 from allred.modes.clipping import Clipper
 from allred.modes.detect.batch_arguments import compare_at_server
 from allred.modes.detect.drift import warn_of_stale_start
 from allred.modes.detect.wrapper_bypass import used
 from allred.modes.host_staging import HostStaging
-from allred.modes.learning_rate import LearningRate
 from allred.modes.match import parameter
 from allred.modes.mode import StepInput
 from allred.modes.options import StepOptions
+from allred.modes.ps_payload import PushedGradients, PushedLearningRate
 from allred.optim.base import Optimizer
-from allred.ps import running
-from allred.ps.account import Account, Statistics
+from allred.ps import context, protocol
+from allred.ps.context import Context
 from allred.ps.placement import place
-from allred.ps.record import DRAINING, DROPPED
-from allred.ps.running import Running
-from allred.ps.shard import splittable
+from allred.ps.shard import Parts, splittable
+from allred.ps.stats import ServerStatistics, Statistics
 from allred.ps.variable import describe, places
 from allred.watch import exit as exit_protocol
 
@@ -45,32 +44,32 @@ _NONE: list[int] = []
 
 
 class ServersMode:
-    """A worker's end of one optimizer."""
+    """Mode ps of one optimizer on a worker."""
 
     is_lockstep = False
 
     def __init__(self, optimizer: Any, options: StepOptions, clipper: Clipper) -> None:
         self.skipped = 0
-        self.dropped = 0  # gradients of this worker that came too late for their step
+        self.dropped = 0  # gradients of this worker that were too late for their step
         self._optimizer, self._options, self._clipper = optimizer, options, clipper
         self._title = f"{options.name}.step()"
-        self._lr = LearningRate(optimizer, self._title)
-        self._running: Running = running.current()
+        self._lr = PushedLearningRate(optimizer, self._title)
+        self._context: Context = context.current()
         self._client: Client | None = None
         self._tensors: list[Tensor] = []
-        self._checked: Any = None  # the list of tensors that was found to be right
+        self._checked: Any = None  # the list of tensors that was checked last
         self._loaded = False
         self._asked_to_end = self._finished = False
         self._process = os.getpid()
-        self._saves_last: Callable[[], str] | None = None  # a session's, instead of a checkpoint in checkpoint_dir
-        self._steps_before: int | None = None  # of the checkpoint that training goes on from; None: to be asked for
+        self._saves_last: Callable[[], str] | None = None  # of a session, instead of a checkpoint in checkpoint_dir
+        self._steps_before: int | None = None  # step of the restored checkpoint; None: ask the servers
         self._steps, self._start, self.waited_s = 0, 0.0, 0.0
         self._staging = HostStaging()
 
-    # Beginning.
+    # The start.
 
     def reduce(self, name: str, grad: Any, samples: int | None) -> None:
-        pass  # they are pushed in the step
+        pass  # the step pushes it
 
     def broadcast(self, params: Any, tensors: list[Tensor], root: int, problem: str) -> None:
         if root != 0:
@@ -80,20 +79,18 @@ class ServersMode:
         leaves = [leaf for _, leaf in nest.leaves(params)]
         self._connect(f"{self._options.name}.broadcast()", params, tensors, leaves)
         self._agree_on_start(params)
-        if self._running.worker != 0:  # worker 0 has just sent the parameters
+        if self._context.worker != 0:  # worker 0 sent the parameters
             self._pull(leaves)
-        functions.barrier()  # nobody changes them before all have pulled
+        functions.barrier()  # no worker makes a step before all have pulled
 
     def _connect(self, title: str, params: Any, tensors: list[Tensor], leaves: list[Any]) -> None:
-        """Register with the servers, once; later, see that these are the parameters that they have."""
-        from allred.ps.client import Client  # imports MPI
-
+        """Register with the servers at the first call. Later, check that these are the parameters of the servers."""
         twins = self._staging.host_targets(leaves)
         if arrays.overlap([twin for twin in twins if twin.size]):
-            raise InputError(f"{title}: {served.sharing(tensors, twins)}")
+            raise InputError(f"{title}: {ps_payload.describe_overlap(tensors, twins)}")
         if self._client is not None:
             if tensors != self._tensors:
-                what = served.difference(tensors, self._tensors)
+                what = ps_payload.difference(tensors, self._tensors)
                 raise InputError(f"{title}: parameters differ from those that the servers have: {what}")
             return
         if not tensors:
@@ -101,50 +98,58 @@ class ServersMode:
         for tensor in tensors:
             if not arrays.is_float(tensor.dtype):
                 raise InputError(f"{title}: {tensor} cannot be trained by parameter servers; floats can")
-        if not running.take():
+        if self._context.has_optimizer:
             raise InputError(
                 f"{title}: this program trains another optimizer with the parameter servers already, which serve "
                 "one; put all parameters into one optimizer, or use mode sync"
             )
-        settings = self._running.config
+        self._context.has_optimizer = True
+        self._client, self._tensors = self._register(title, params, tensors, leaves), tensors
+        self._gradients = PushedGradients(tensors)
+        with contextlib.suppress(ValueError):  # only the main thread can set handlers
+            handler = signal.getsignal(signal.SIGTERM)
+            if handler == signal.SIG_DFL or getattr(handler, "__func__", None) is ServersMode._on_signal:
+                signal.signal(signal.SIGTERM, self._on_signal)
+        self._context.farewell = self._leave
+
+    def _register(self, title: str, params: Any, tensors: list[Tensor], leaves: list[Any]) -> "Client":
+        """Place the parameters and register them with the servers."""
+        from allred.ps.client import Client  # imports MPI
+
+        options, settings = self._options, self._context.config
         named = [(tensor.name, leaf) for tensor, leaf in zip(tensors, leaves, strict=True)]
         given = places(named)
-        if given and self._options.placement is not None:
+        if given and options.placement is not None:
             raise InputError(
                 f"{title}: '{next(iter(given))}' was made inside allred.device, and allred.distributed was given a "
                 "placement; say it in one of the two ways"
             )
-        how = self._options.placement if self._options.placement is not None else given or settings.placement
-        placement = place(tensors, self._running.servers, how, split=splittable(self._optimizer))
-        policy = self._options.policy(settings)
-        client = Client(self._running, policy, placement)
+        how = options.placement if options.placement is not None else given or settings.placement
+        placement = place(tensors, self._context.servers, how, split=splittable(self._optimizer))
+        policy = options.policy(settings)
+        client = Client(self._context, policy, placement)
         skeleton = nest.rebuild(params, list(range(len(tensors))))
-        described = (
-            self._options.describe(self._optimizer) if self._running.joins and self._running.worker == 0 else b""
-        )
-        client.register(skeleton, self._options.agreement(self._optimizer, settings), described)
-        self._client, self._tensors = client, tensors
-        self._gradients = served.Gradients(tensors)
+        sends_optimizer = self._context.joins and self._context.worker == 0
+        described = options.describe(self._optimizer) if sends_optimizer else b""
+        agreement = options.agreement(self._optimizer, settings)
+        client.register(protocol.Register(placement, skeleton, agreement, described))
         report.inform(f"mode ps, {policy.describe()}")
-        if self._options.locks(self._optimizer, settings) and not self._options.asks_to_lock(settings):
+        if options.locks(self._optimizer, settings) and not options.asks_to_lock(settings):
             report.inform("use_locking=0 has no effect: gradients are gathered before they are applied")
         for line in [*placement.report().splitlines(), *describe(named)]:
             report.inform(line)
-        with contextlib.suppress(ValueError):  # in another thread than the main one there are no handlers
-            if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-                signal.signal(signal.SIGTERM, self._on_signal)
-        running.on_leave(self._part)
+        return client
 
     def _agree_on_start(self, params: Any, check: bool = False) -> None:
-        """Worker 0 gives the servers its parameters, the others wait for that. check: theirs have to be the same."""
+        """Worker 0 sends its parameters to the servers; the others wait for that. check: theirs must be equal."""
         assert self._client is not None
         values = self._staging.download([leaf for _, leaf in nest.leaves(params)])
-        digest = nest.digest(nest.rebuild(params, values)) if check or self._running.worker == 0 else ""
-        if self._running.worker == 0:
-            self._client.give_start(self._gradients.travelling(values), self._states(), digest)
+        digest = nest.digest(nest.rebuild(params, values)) if check or self._context.worker == 0 else ""
+        if self._context.worker == 0:
+            self._client.send_start(self._gradients.to_wire(values), self._states(), digest)
         elif (chiefs := self._client.await_start()) != digest and check:
             raise DriftError(
-                f"{self._title}: worker {self._running.worker} starts from other parameters (hash {digest}) than "
+                f"{self._title}: worker {self._context.worker} starts from other parameters (hash {digest}) than "
                 f"worker 0 (hash {chiefs}); call {self._options.name}.broadcast(params) before the first step"
             )
 
@@ -167,11 +172,11 @@ class ServersMode:
         client = self._client
         assert client is not None
         sources, targets, absent = values, leaves, _NONE
-        if samples == 0:  # then the gradients mean nothing
+        if samples == 0:  # the gradients are of no sample
             values = [None] * len(values)
         if not (as_before and self._gradients.same_dtypes and samples != 0):
             absent = [index for index, value in enumerate(values) if value is None]
-            sources, targets = self._gradients.travelling(values), served.targets(leaves)
+            sources, targets = self._gradients.to_wire(values), ps_payload.targets(leaves)
         fits = self._finite(sources)
         if fits and self._clipper.active:
             sources = self._clipper.clip_local(sources)
@@ -179,21 +184,21 @@ class ServersMode:
             self._clipper.scaler.update(not fits, self._title)
         if not fits:
             return
-        outcome = client.step(sources, absent, targets, self._lr.now(), self._asked_to_end)
+        outcome = client.step(sources, absent, targets, self._lr.value(), self._asked_to_end)
         if not as_before:
-            served.put_back(leaves, targets)
+            ps_payload.put_back(leaves, targets)
             self._staging.upload(params_given, leaves)
         self._steps += 1
-        if outcome.flags & DROPPED:
+        if outcome.flags & protocol.DROPPED:
             self.dropped += 1
         elif self._steps == 1:
-            warn_of_stale_start(self._options.name, self._running.worker, self._running.workers, outcome.staleness)
+            warn_of_stale_start(self._options.name, self._context.worker, self._context.workers, outcome.staleness)
         self.waited_s += time.perf_counter() - start
-        if outcome.flags & DRAINING:
+        if outcome.flags & protocol.DRAINING:
             self._end()
 
     def _check(self, params: Any, tensors: list[Tensor], leaves: list[Any], twins: list[Any]) -> None:
-        """These tensors have come for the first time."""
+        """Check tensors that the step before did not have."""
         new = self._client is None
         own = [Tensor(t.name, twin.shape, twin.dtype) for t, twin in zip(tensors, twins, strict=True)]
         self._connect(self._title, params, own, leaves)
@@ -207,8 +212,8 @@ class ServersMode:
         used(self._optimizer)
 
     def _finite(self, sources: list[Array]) -> bool:
-        """Whether the gradients may be used."""
-        policy = self._options.nonfinite or self._running.config.nonfinite
+        """Whether the gradients may be used. Raises NonFiniteError if the policy is to raise."""
+        policy = self._options.nonfinite or self._context.config.nonfinite
         if policy == "ignore" or not self._gradients.any_not_finite(sources):
             return True
         if policy == "skip":
@@ -218,7 +223,7 @@ class ServersMode:
         name, how = next(iter(found.items()))
         more = f", and {len(found) - 1} more" if len(found) > 1 else ""
         raise NonFiniteError(
-            f"{self._title}: the gradient of '{name}' of worker {self._running.worker} is not finite ({how}){more}; "
+            f"{self._title}: the gradient of '{name}' of worker {self._context.worker} is not finite ({how}){more}; "
             "nothing was pushed. Policies: raise, skip, ignore (ALLRED_NONFINITE)"
         )
 
@@ -237,41 +242,40 @@ class ServersMode:
     def _pull(self, leaves: list[Any]) -> None:
         assert self._client is not None
         twins = self._staging.host_targets(leaves)
-        targets = served.targets(twins)
+        targets = ps_payload.targets(twins)
         self._client.pull(targets)
-        served.put_back(twins, targets)
+        ps_payload.put_back(twins, targets)
         self._staging.upload(leaves, twins)
 
     def finish(self) -> None:
         if self._client is not None and not self._finished:
-            self._client.finish()
+            self._client.call(protocol.Finish())
         self._finished = True
 
     def wait_all_workers(self) -> None:
         self.finish()
         if self._client is not None:
-            self._client.meet()
+            self._client.call_first(protocol.AwaitFinish())
 
     def broadcast_failure(self, failure: AllredError | None) -> AllredError | None:
         assert self._client is not None
-        return self._client.hear(failure, self._running.worker == 0)
+        self._client.share_failure(failure)
+        return None
 
     # State.
 
-    def _states(self) -> list[tuple[Any, dict[int, dict[str, Array]]]]:
-        """What each server needs of this rank's optimizer's state."""
+    def _states(self) -> list[tuple[Any, Parts]]:
+        """Return the parts of this rank's optimizer's state for each server."""
         assert self._client is not None
         if not isinstance(self._optimizer, Optimizer):
-            if self._loaded and self._running.servers > 1:
+            if self._loaded and self._context.servers > 1:
                 raise InputError(
                     f"the state of {type(self._optimizer).__name__} can be given to one parameter server only: allred "
                     "does not know which part belongs to which tensor. Use an optimizer of allred.optim, or one server"
                 )
-            return [(self._optimizer.state_dict() if self._loaded else None, {})] * self._running.servers
+            return [(self._optimizer.state_dict() if self._loaded else None, {})] * self._context.servers
         state = self._optimizer.live_state()
-        return [
-            ({"global_step": state["global_step"]}, parts) for parts in self._client.slots_by_server(state["slots"])
-        ]
+        return [({"global_step": state["global_step"]}, parts) for parts in self._client.split_slots(state["slots"])]
 
     def state_dict(self) -> Any:
         if self._client is None:
@@ -281,26 +285,26 @@ class ServersMode:
     def load_state_dict(self, state: Any) -> None:
         self._optimizer.load_state_dict(state)
         self._loaded = True
-        if self._client is not None and self._running.worker == 0:
-            self._client.load(self._states())
+        if self._client is not None and self._context.worker == 0:
+            self._client.call_each([protocol.LoadState(*state) for state in self._states()])
 
     def count_from(self, step: int) -> None:
         assert self._client is not None
         self._steps_before = None
-        self._client.count_from(step)
+        self._client.call(protocol.SetStep(step))
 
-    # Telling.
+    # Reports.
 
     def statistics(self) -> Statistics:
-        """What has passed at the servers so far."""
+        """Return the statistics of the servers."""
         if self._client is None:
             raise InputError(f"{self._options.name}.statistics(): no step was made yet")
-        return self._statistics(self._client.statistics())
+        return self._statistics(self._client.call(protocol.GetStatistics()))
 
-    def _statistics(self, accounts: Sequence[Account]) -> Statistics:
+    def _statistics(self, servers: Sequence[ServerStatistics]) -> Statistics:
         assert self._client is not None
-        policy = self._options.policy(self._running.config)
-        return Statistics(tuple(accounts), policy.describe(), self._client.placement.how)
+        policy = self._options.policy(self._context.config)
+        return Statistics(tuple(servers), policy.describe(), self._client.placement.how)
 
     def summary(self) -> str:
         shape, seconds = world.current().topology, time.perf_counter() - self._start
@@ -312,8 +316,8 @@ class ServersMode:
             )
         skipped = f"\nskipped: {self.skipped} steps with gradients that were not finite" if self.skipped else ""
         head = (
-            f"world: {shape.size} worker{'s' * (shape.size > 1)} and {self._running.servers} parameter "
-            f"server{'s' * (self._running.servers > 1)} on {shape.nodes} node{'s' * (shape.nodes > 1)}, mode ps\n"
+            f"world: {shape.size} worker{'s' * (shape.size > 1)} and {self._context.servers} parameter "
+            f"server{'s' * (self._context.servers > 1)} on {shape.nodes} node{'s' * (shape.nodes > 1)}, mode ps\n"
             f"speed: {speed}{skipped}"
         )
         return head if self._client is None else f"{head}\n{self.statistics()}"
@@ -321,7 +325,7 @@ class ServersMode:
     # The end.
 
     def request_stop(self) -> None:
-        """With the next step: it tells the servers, and they all workers."""
+        """Send a stop request with the next step; the servers pass it on to all workers."""
         self._asked_to_end = True
 
     def set_final_save(self, save: Callable[[], str]) -> None:
@@ -330,23 +334,25 @@ class ServersMode:
     def _on_signal(self, number: int, frame: Any) -> None:
         if os.getpid() == self._process:
             self.request_stop()
-        else:  # a process that was forked from this one, to load data for example, ends as it would without
+        else:  # a process that was forked from this one, such as a data loader, ends as without this handler
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
     def _end(self) -> NoReturn:
-        """Somebody was asked to end: one worker has a checkpoint written, then all leave the training loop."""
-        root, client = self._running.config.checkpoint_dir, self._client
+        """A rank was asked to stop: one worker writes a checkpoint, then all leave the training loop."""
+        root, client = self._context.config.checkpoint_dir, self._client
         assert client is not None
         saves = self._saves_last or (None if root == "none" else lambda: client.save(root))
-        words = "no checkpoint_dir is set, so nothing was saved"
-        if client.drain() and saves is not None:
+        result = "no checkpoint_dir is set, so nothing was saved"
+        is_saver = client.call(protocol.BeginDrain())[0]
+        if is_saver and saves is not None:
             try:
-                words = f"the checkpoint is {saves()}"
+                result = f"the checkpoint is {saves()}"
             except AllredError as error:
-                words = f"no checkpoint was written: {error}"
-        words = client.drained(words) if saves is not None else words
-        raise ShutdownError(f"{self._title}: the job was asked to end; {words}")
+                result = f"no checkpoint was written: {error}"
+        if saves is not None:
+            result = client.call_first(protocol.EndDrain(result if is_saver else None))
+        raise ShutdownError(f"{self._title}: the job was asked to end; {result}")
 
     def save(self, params: Any, extra: Any, copy: bool) -> Callable[[str], str]:
         if self._client is None:
@@ -356,7 +362,7 @@ class ServersMode:
 
     @property
     def update_interrupted(self) -> bool:
-        return self._client is not None and self._client.cut_short
+        return self._client is not None and self._client.is_interrupted
 
     @property
     def global_step(self) -> int:
@@ -370,18 +376,18 @@ class ServersMode:
     def latest_step(self) -> int:
         return 0 if self._client is None else self._client.step_and_version()[0]
 
-    def _part(self) -> None:
-        """This worker leaves. Worker 0 tells in the end what has passed."""
+    def _leave(self) -> None:
+        """Leave the servers. Worker 0 waits for the other workers, and prints the statistics."""
         assert self._client is not None
-        if self._client.cut_short:  # a server may wait for the rest of a request, and so may the others
+        if self._client.is_interrupted:  # a server may wait for the rest of a request, and other workers for it
             return exit_protocol.stuck()
-        if self._running.worker != 0:
+        if self._context.worker != 0:
             return self._client.leave()
         try:
-            statistics = self._statistics(self._client.part())
-        except CollectiveTimeout as error:  # this worker's wait may end the job; no other process reports it
+            statistics = self._statistics(self._client.leave_and_wait())
+        except CollectiveTimeout as error:  # this wait may end the job; no other process reports it
             return report.say_here(str(error))
-        except AllredError:  # the job ends otherwise: that is told already
+        except AllredError:  # another error ends the job, and was reported
             return
         for line in str(statistics).splitlines() if statistics.servers[0].gradients else ():
             report.inform(line)

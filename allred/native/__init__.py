@@ -50,9 +50,3 @@ else:
     alarm, cancel_alarm = _kernels.alarm, _kernels.cancel_alarm
     Mailbox, mailbox_bytes = _kernels.Mailbox, _kernels.mailbox_bytes
     variants = _kernels.variants()
-
-__all__ = [
-    *("alarm", "match", "arm_exit", "available", "cancel_alarm", "exceeds", "hashes"),
-    *("pack", "reason", "reduce", "unpack"),
-    *("Mailbox", "mailbox_bytes", "narrow", "update", "variants"),
-]

@@ -1,6 +1,6 @@
-"""Parameter servers: they hold the parameters, apply the gradients that workers push, and give back what came of it."""
+"""Parameter servers: they hold the parameters, apply the gradients that workers push, and send the result back."""
 
-from allred.ps.account import Statistics
 from allred.ps.consistency import Async, Bounded, Sync
+from allred.ps.stats import Statistics
 
 __all__ = ["Async", "Bounded", "Statistics", "Sync"]

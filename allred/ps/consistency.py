@@ -1,12 +1,12 @@
-"""Consistency: which gradients a parameter server applies, and how far workers may drift apart. What users pass.
+"""Consistency policies: which gradients a parameter server applies, and how far apart the workers may be.
 
-    Async()                       each gradient is applied as it comes; the fastest workers set the pace
-    Bounded(staleness=4)          the same, but nobody runs more than 4 clocks ahead of the slowest
+    Async()                       each gradient is applied when it arrives; no worker waits
+    Bounded(staleness=4)          as Async, but no worker runs more than 4 clocks ahead of the slowest
     Sync()                        a step is the mean of one gradient of every live worker
-    Sync(replicas_to_aggregate=3)     of the first 3 fresh ones: with 4 workers there is one backup worker, and the last
-                                  gradient of each step is dropped
+    Sync(replicas_to_aggregate=3) a step is the mean of the first 3 fresh gradients: with 4 workers there is one backup
+                                  worker, and the last gradient of each step is dropped
 
-A policy is a record. Its coordinator, which server 0 has, is the machine that decides (coordinator.py).
+A policy is a record. Its coordinator on server 0 decides (coordinator.py).
 """
 
 import dataclasses
@@ -14,31 +14,29 @@ import operator
 from typing import Any
 
 from allred.errors import InputError
-from allred.ps.coordinator import Coordinator
-from allred.ps.coordinator_clocks import AsyncCoordinator, BoundedCoordinator
-from allred.ps.coordinator_tokens import SyncCoordinator
+from allred.ps.coordinator import AsyncCoordinator, BoundedCoordinator, Coordinator, SyncCoordinator
 
 
 @dataclasses.dataclass(frozen=True)
 class Async:
-    """Each gradient is applied as it comes, whatever its age; no worker waits.
+    """Asynchronous updates: each gradient is applied when it arrives, with any staleness; no worker waits.
 
     >>> Async().describe()
     'async: each gradient is applied as it comes'
     """
 
     def describe(self) -> str:
-        """In words, for a banner."""
+        """Return a description for the banner."""
         return "async: each gradient is applied as it comes"
 
     def coordinator(self, workers: int) -> Coordinator:
-        """The machine for so many workers. Raises InputError if there are none."""
+        """Return the coordinator. Raises InputError for less than 1 worker."""
         return AsyncCoordinator(_workers(workers))
 
 
 @dataclasses.dataclass(frozen=True)
 class Bounded:
-    """No worker starts a step while it is more than `staleness` clocks ahead of the slowest.
+    """Bounded staleness: no worker starts a step while it is more than `staleness` clocks ahead of the slowest.
 
     staleness: an integer >= 0, in clocks; the clock of a worker is the number of its gradients that were applied. 0 is
     bulk synchronous: all workers start a step together, from the same parameters. Raises InputError.
@@ -54,22 +52,22 @@ class Bounded:
         _keep(self, "staleness", _whole("Bounded: staleness", self.staleness, 0, remedy))
 
     def describe(self) -> str:
-        """In words, for a banner."""
+        """Return a description for the banner."""
         clocks = "1 clock" if self.staleness == 1 else f"{self.staleness} clocks"
         return f"bounded staleness: no worker runs more than {clocks} ahead of the slowest"
 
     def coordinator(self, workers: int) -> Coordinator:
-        """The machine for so many workers. Raises InputError if there are none."""
+        """Return the coordinator. Raises InputError for less than 1 worker."""
         return BoundedCoordinator(_workers(workers), self.staleness)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sync:
-    """A step is the mean of several fresh gradients; those that come late are dropped, and counted.
+    """Synchronous steps: a step is the mean of several fresh gradients; late ones are dropped and counted.
 
-    replicas_to_aggregate: how many, an integer >= 1. Fewer than the workers: the others are backup workers. More: each
-    gives several. None: one of every worker that has not left.
-    total_num_replicas: how many workers there are, as in TensorFlow; None: as many as were started.
+    replicas_to_aggregate: number of gradients in a step, an integer >= 1. Fewer than the workers: the others are backup
+    workers. More: workers give several. None: one gradient of every worker that has not left.
+    total_num_replicas: number of workers, as in TensorFlow; None: any.
     Raises InputError.
 
     >>> Sync(replicas_to_aggregate=3, total_num_replicas=4).describe()
@@ -89,7 +87,7 @@ class Sync:
                 _keep(self, field, _whole(f"Sync: {field}", value, 1, f"None means {meaning}"))
 
     def describe(self) -> str:
-        """In words, for a banner."""
+        """Return a description for the banner."""
         needed, total = self.replicas_to_aggregate, self.total_num_replicas
         text = "sync: a step is the mean of "
         text += (
@@ -106,7 +104,7 @@ class Sync:
         return text
 
     def coordinator(self, workers: int) -> Coordinator:
-        """The machine for so many workers. Raises InputError if there are none, or not `total_num_replicas`."""
+        """Return the coordinator. Raises InputError for less than 1 worker, or if not `total_num_replicas`."""
         if self.total_num_replicas not in (None, _workers(workers)):
             raise InputError(
                 f"Sync: total_num_replicas is {self.total_num_replicas}, but the number of workers is {workers}; "
@@ -125,7 +123,7 @@ def _workers(count: int) -> int:
 
 
 def _whole(name: str, value: Any, least: int, remedy: str) -> int:
-    """`value` as an int, if it is an integer and at least `least`."""
+    """Return `value` as an int. Raises InputError unless it is an integer >= `least`."""
     try:
         number = least - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -136,5 +134,5 @@ def _whole(name: str, value: Any, least: int, remedy: str) -> int:
 
 
 def _keep(policy: Any, field: str, number: int) -> None:
-    """A plain int in place of what was passed, a numpy integer for example."""
+    """Replace a field by a plain int; the user may have passed a numpy integer."""
     object.__setattr__(policy, field, number)

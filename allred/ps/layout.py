@@ -1,8 +1,8 @@
-"""How one server's part of the parameters lies in memory, and in which cells it passes; known to both ends.
+"""Memory layout of one server's parameters, and the cells in which they travel; the same on server and workers.
 
-All pieces of one dtype lie one behind the other, as a group: for an optimizer that works element by element a group is
-one long vector, whatever tensors are in it. A cell is a stretch of a group. Gradients come, are applied and go back as
-parameters cell by cell, so there is no loop over tensors at the server; a cell fits into a core's cache.
+All pieces of one dtype are contiguous and form a group. An elementwise optimizer updates a group as one vector. A cell
+is a range of a group. The server receives gradients, applies them and returns parameters cell by cell, without a loop
+over tensors; a cell fits into the cache of a core.
 
 Gradients travel in the dtype of the update's arithmetic, `compute_dtype`: 16-bit parameters have float32 gradients.
 """
@@ -24,7 +24,7 @@ _ALIGN = 64
 
 
 class Group(NamedTuple):
-    """All elements of one dtype: their number, the dtype of their gradients, and where they begin, in bytes."""
+    """All elements of one dtype. gradient: dtype of their gradients. offset: of the first element, in bytes."""
 
     dtype: np.dtype[Any]
     gradient: np.dtype[Any]
@@ -33,7 +33,7 @@ class Group(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """Elements start to stop of a group."""
+    """Elements `start` to `stop` of a group."""
 
     group: int
     start: int
@@ -42,7 +42,7 @@ class Cell(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Of the pieces of one server. `starts[i]`: the group of pieces[i], and its first element there."""
+    """Layout of the pieces of one server. starts[i]: the group of pieces[i], and its first element in it."""
 
     tensors: tuple[Tensor, ...]  # of the whole model
     pieces: tuple[Piece, ...]
@@ -51,17 +51,17 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parameters' memory."""
+        """Size of the parameters in bytes."""
         return max((_aligned(g.offset + g.elements * g.dtype.itemsize) for g in self.groups), default=0)
 
     @functools.cached_property
     def has_bfloat16(self) -> bool:
-        """Whether some parameters lack the buffer protocol."""
+        """Whether some parameters are bfloat16, which lacks the buffer protocol."""
         return any(name_of(group.dtype) == "bfloat16" for group in self.groups)
 
     @functools.cached_property
     def cells(self) -> tuple[Cell, ...]:
-        """All cells, in the order in which they pass."""
+        """All cells, in the order of transfer."""
         found = []
         for number, group in enumerate(self.groups):
             step = max(CELL_BYTES // group.gradient.itemsize, 1)
@@ -70,12 +70,12 @@ class Layout:
 
     @functools.cached_property
     def up(self) -> Array:
-        """Bytes of each cell on its way to the server, as int64."""
+        """Size of each cell of a gradient in bytes: int64, shape (cells,)."""
         return np.array([(c.stop - c.start) * self.groups[c.group].gradient.itemsize for c in self.cells], np.int64)
 
     @functools.cached_property
     def down(self) -> Array:
-        """Offset and bytes of each cell in the parameters' memory, as int64 of shape (cells, 2)."""
+        """Offset and size of each cell of the parameters in bytes: int64, shape (cells, 2)."""
         pairs = [
             (g.offset + c.start * g.dtype.itemsize, (c.stop - c.start) * g.dtype.itemsize)
             for c in self.cells
@@ -84,18 +84,18 @@ class Layout:
         return np.array(pairs, np.int64).reshape(-1, 2)
 
     def groups_of(self, memory: Any) -> list[Array]:
-        """Each group as a vector in `memory`, which holds nbytes."""
+        """Return each group as a vector in `memory`, which has `nbytes` bytes."""
         data = np.frombuffer(memory, np.uint8)
         return [data[g.offset : g.offset + g.elements * g.dtype.itemsize].view(g.dtype) for g in self.groups]
 
     def piece_of(self, groups: Sequence[Array], index: int) -> Array:
-        """The elements of one piece in arrays like `groups_of`'s."""
+        """Return the elements of one piece, given the arrays of all groups."""
         group, start = self.starts[index]
         return groups[group][start : start + self.pieces[index].stop - self.pieces[index].start]
 
 
 def lay_out(tensors: Sequence[Tensor], pieces: Sequence[Piece]) -> Layout:
-    """The layout of one server's pieces of `tensors`."""
+    """Return the layout of one server's pieces of `tensors`."""
     dtypes = list(dict.fromkeys(tensors[piece.tensor].dtype for piece in pieces))
     ordered, starts, groups, offset = [], [], [], 0
     for number, dtype in enumerate(dtypes):

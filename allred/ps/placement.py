@@ -1,9 +1,9 @@
-"""Which server holds which parameters: a pure function of names, shapes and dtypes, the same on every rank.
+"""Placement of parameters on servers: a pure function of names, shapes and dtypes, with the same result on every rank.
 
-By bytes, the default: from the largest tensor to the smallest, each goes to the server with the fewest bytes so far.
-One that would lift it more than a slack above the even share is cut: the server is filled up to the even share, and the
-rest is placed as a tensor is. A cut fills a server, so P servers take at most P - 1 cuts. The slack is 2 % of the mean,
-but at least SMALL_BYTES: no tensor of that size or less is ever cut, and no server gets more than share + slack.
+By bytes, the default: from the largest tensor to the smallest, each goes to the server with the fewest bytes so far. A
+tensor that would lift the server more than a slack above the even share is cut: the server is filled up to the even
+share, and the rest is placed like a tensor. A cut fills a server, so P servers take at most P - 1 cuts. The slack is
+2 % of the mean, but at least SMALL_BYTES: no tensor of that size is cut, and no server gets more than share + slack.
 """
 
 import collections
@@ -24,14 +24,18 @@ from allred.fusion import Tensor
 
 How = str | Callable[[Tensor], int] | Mapping[str, int]
 
-_WORDS = {"bytes": "by bytes", "round_robin": "round robin, whole tensors", "greedy": "greedy by bytes, whole tensors"}
-SMALL_BYTES = 65536  # 7 us at 10 GB/s: not worth a second message
+_NAMES = {
+    "bytes": "by bytes",
+    "round_robin": "round robin, whole tensors",
+    "greedy": "greedy by bytes, whole tensors",
+}
+SMALL_BYTES = 65536  # 7 us at 10 GB/s: less than the cost of a second message
 SHOWN_SERVERS, SHOWN_SPLITS = 8, 4  # in a report
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Elements `start` to `stop` of the flattened tensor at position `tensor` of the list placed, and their server."""
+    """Elements `start` to `stop` of the flattened tensor number `tensor`, on one server."""
 
     tensor: int
     start: int
@@ -41,9 +45,9 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Every element of every tensor on one server. `how` says in words how it was chosen.
+    """Placement of each element of each tensor on one server. how: description of the strategy.
 
-    The pieces are sorted by tensor and start. A tensor without elements has one piece, without elements.
+    The pieces are sorted by tensor and start. A tensor without elements has one piece without elements.
     """
 
     tensors: tuple[Tensor, ...]
@@ -52,29 +56,29 @@ class Placement:
     how: str
 
     def of(self, server: int) -> list[Piece]:
-        """The pieces on a server, by tensor and start."""
+        """Return the pieces on a server, sorted by tensor and start."""
         return [piece for piece in self.pieces if piece.server == server]
 
     def bytes_on(self, server: int) -> int:
-        """Bytes of parameters on a server."""
+        """Return the bytes of parameters on a server."""
         return self._loads[server]
 
     @property
     def imbalance(self) -> float:
-        """The largest share / the mean share - 1: 0.0 if all are equal, servers - 1 if one has all."""
+        """Largest share / mean share - 1: 0.0 if all are equal, servers - 1 if one server has all."""
         total = sum(self._loads)
         return max(self._loads) * self.servers / total - 1 if total else 0.0
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """16 hex digits of everything in it. Ranks with equal ones have equal placements."""
+        """Hash of the placement, 16 hex digits. Ranks with equal fingerprints have equal placements."""
         tensors = [[name, shape, name_of(dtype), dtype.str] for name, shape, dtype in self.tensors]
         pieces = [(piece.tensor, piece.start, piece.stop, piece.server) for piece in self.pieces]
         text = json.dumps([self.how, self.servers, tensors, pieces])
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def report(self) -> str:
-        """Lines for a person, at most 13: what each server holds (of many, the fullest), and the largest splits."""
+        """Return at most 13 lines of text: the load of each server (of many, the fullest), and the largest splits."""
         loads, total = self._loads, sum(self._loads) or 1
         groups = [list(parts) for _, parts in itertools.groupby(self.pieces, lambda piece: piece.tensor)]
         splits = sorted((parts for parts in groups if len(parts) > 1), key=lambda parts: -sum(map(self._bytes, parts)))
@@ -85,7 +89,7 @@ class Placement:
             f"{self.how}; imbalance {self.imbalance:.1%}, {len(splits)} split"
         ]
         servers = sorted(range(self.servers), key=lambda server: -loads[server])
-        shown = SHOWN_SERVERS - (self.servers > SHOWN_SERVERS)  # the last line tells of the others
+        shown = SHOWN_SERVERS - (self.servers > SHOWN_SERVERS)  # the last line describes the others
         for server in sorted(servers[:shown]):
             parts = f", {_number(parts_on[server], 'part')}" if parts_on[server] else ""
             size = f"{amount(loads[server])}, {loads[server] / total:.1%}"
@@ -110,18 +114,18 @@ class Placement:
 
 
 def place(tensors: Sequence[Tensor], servers: int, how: How = "bytes", split: bool = True) -> Placement:
-    """Place `tensors` on servers 0 to `servers` - 1. Deterministic: the same on every rank and in every run.
+    """Place `tensors` on servers 0 to `servers` - 1. The result is the same on every rank and in every run.
 
-    how: "bytes"        evenly by bytes, with tensors of more than 64 KiB cut between elements where that is needed
+    how: "bytes"        evenly by bytes; tensors of more than 64 KiB are cut between elements where needed
          "round_robin"  tensor i on server i % servers, whole: TensorFlow's default
-         "greedy"       in order, each whole on the server with the fewest bytes so far, the first of equals:
+         "greedy"       in order, each whole on the first server with the fewest bytes so far:
                         TensorFlow's GreedyLoadBalancingStrategy with byte_size_load_fn
          a function     f(tensor) -> server, whole
-         a dict         name -> server, whole; the tensors it does not name by bytes, around those it does
-    split: False where an optimizer needs whole tensors; "bytes" and a dict then cut none.
+         a dict         name -> server, whole; the other tensors by bytes
+    split: False for an optimizer that needs whole tensors; "bytes" and a dict then cut none.
 
-    Raises InputError: servers is no whole number of at least 1; how is none of these; the dict has a name that no
-    tensor has; an index is no server's; the function raises.
+    Raises InputError: servers is no integer >= 1; `how` is none of these; the dict has an unknown name; an index is
+    not that of a server; the function raises.
 
     >>> tensors = [Tensor("table", (1000, 300), np.dtype("f4")), Tensor("bias", (300,), np.dtype("f4"))]
     >>> for piece in place(tensors, servers=2).pieces:
@@ -146,15 +150,15 @@ def place(tensors: Sequence[Tensor], servers: int, how: How = "bytes", split: bo
     pieces = [Piece(index, 0, tensors[index].elements, server) for index, server in given.items()]
     pieces += _fill(tensors, left, loads, cut=split and how != "greedy")
     pieces.sort(key=lambda piece: (piece.tensor, piece.start))
-    return Placement(tuple(tensors), count, tuple(pieces), _words(how, split, len(given), len(left)))
+    return Placement(tuple(tensors), count, tuple(pieces), _describe(how, split, len(given), len(left)))
 
 
 def _fill(tensors: Sequence[Tensor], order: Sequence[int], loads: Sequence[int], cut: bool) -> list[Piece]:
-    """Pieces of the tensors in `order`, each on the server that then has the fewest bytes; they begin with `loads`."""
+    """Place the tensors in `order`, each on the server with the fewest bytes. loads: bytes on each server before."""
     pieces = []
     total = sum(_size(tensors[index]) for index in order)
-    # The even share: what the k emptiest servers hold once they have taken all, for the best k. A server that was given
-    # more takes no part.
+    # The even share: the bytes on each of the k emptiest servers after they have taken all, for the best k. A server
+    # that already has more gets nothing.
     share = min(-(-(total + held) // k) for k, held in enumerate(itertools.accumulate(sorted(loads)), 1))
     limit = share + max(SMALL_BYTES, (total + sum(loads)) // len(loads) // 50)
     heap = sorted((load, server) for server, load in enumerate(loads))
@@ -173,8 +177,8 @@ def _fill(tensors: Sequence[Tensor], order: Sequence[int], loads: Sequence[int],
 
 
 def _given(tensors: Sequence[Tensor], servers: int, how: How) -> dict[int, int]:
-    """The servers of those tensors that `how` places without a look at the others."""
-    if isinstance(how, str) and how in _WORDS:
+    """Return {tensor: server} of the tensors that `how` places independently of the others."""
+    if isinstance(how, str) and how in _NAMES:
         return {index: index % servers for index in range(len(tensors))} if how == "round_robin" else {}
     if isinstance(how, Mapping):
         names = {tensor.name for tensor in tensors}
@@ -211,7 +215,7 @@ def _index(server: object, servers: int, who: str) -> int:
 
 
 def _whole(number: object) -> int:
-    """It as an int; -1 where it is not of an integer type, as True is not."""
+    """Return `number` as an int; -1 if its type is not an integer type. bool is not."""
     return int(number) if isinstance(number, (int, np.integer)) and not isinstance(number, bool) else -1
 
 
@@ -223,15 +227,15 @@ def _suggest(name: object, names: Iterable[str]) -> str:
     return f"the tensors are {', '.join(map(repr, names[:8]))}{' ...' * (len(names) > 8)}"
 
 
-def _words(how: How, split: bool, given: int, left: int) -> str:
+def _describe(how: How, split: bool, given: int, left: int) -> str:
     by_bytes = "by bytes" if split else "by bytes, whole tensors"
     if isinstance(how, str):
-        return by_bytes if how == "bytes" else _WORDS[how]
+        return by_bytes if how == "bytes" else _NAMES[how]
     return f"{given} by name, {left} {by_bytes}" if isinstance(how, Mapping) else f"by {_name(how)}, whole tensors"
 
 
 def _name(function: object) -> str:
-    """Never its repr: that has an address, which differs from rank to rank."""
+    """Return the name of a function. Its repr has an address, which differs between ranks."""
     return f"function {getattr(function, '__qualname__', type(function).__qualname__)}"
 
 

@@ -1,13 +1,12 @@
-"""One server's parameters and the optimizer that updates them.
+"""Shard: one server's parameters, and the optimizer that updates them.
 
-An optimizer that works element by element updates each cell as it comes, straight from where it arrived. Any other
-(LAMB, a class of the user's own) has to see whole tensors: then gradients are gathered first, and it makes its step
-when the last cell is there.
+An elementwise optimizer updates each cell when it arrives, from the receive buffer. Other optimizers (LAMB, a class of
+the user) need whole tensors: the gradient is collected first, and the step follows the last cell.
 
-With policy sync the gradients of several workers are added up, and their mean is applied when the last is in.
+With policy sync the gradients of several workers are summed, and the mean is applied after the last.
 
-Sums and gathered gradients are the shard's, so only one request at a time may fill them. What is under way cell by cell
-without locking is each gradient's own: its Update.
+A shard has one sum and one collected gradient, so only one request at a time may fill them. Without locking several
+gradients are applied cell by cell at the same time; each has an Update of its own.
 """
 
 from collections.abc import Collection, Iterator
@@ -22,27 +21,27 @@ from allred.optim.base import Optimizer
 from allred.ps.consistency import Sync
 from allred.ps.layout import Layout
 
-Parts = dict[int, dict[str, Array]]  # slots by name, of pieces by number
+Parts = dict[int, dict[str, Array]]  # {piece: {slot: values}}
 
 
 def splittable(optimizer: Any) -> bool:
-    """Whether parts of a tensor may be updated apart: it works element by element, slots included."""
+    """Whether parts of a tensor can be updated separately: the optimizer and its slots are elementwise."""
     if not (isinstance(optimizer, Optimizer) and optimizer.elementwise):
         return False
     return all(slot.shape == (3,) for slot in optimizer.slots(np.zeros(3, np.float32)).values())
 
 
 def locks(use_locking: bool, policy: Any, optimizer: Any) -> bool:
-    """Whether servers do requests one by one: where that was asked for, and where gradients are gathered first.
+    """Whether servers handle requests one by one: as the user wants, and where gradients are collected.
 
-    Gradients of two workers that came in turns, cell by cell, would mix in a sum (policy sync), and in the place where
-    whole tensors wait for their last cell (an optimizer that is not `splittable`).
+    Gradients of two workers whose cells take turns would mix in a sum (policy sync) and in a collected gradient (an
+    optimizer that is not `splittable`).
     """
     return use_locking or isinstance(policy, Sync) or not splittable(optimizer)
 
 
 class Update(NamedTuple):
-    """One update of the parameters: its learning rate, its number, the pieces that have no gradient in it."""
+    """One update of the parameters. step: its number. absent: the pieces without a gradient."""
 
     lr: float
     step: int
@@ -50,21 +49,23 @@ class Update(NamedTuple):
 
 
 class Shard:
-    """`memory` holds layout.nbytes. `skeleton`: the nest of the model with tensors' numbers for leaves."""
+    """Parameters in `memory` (layout.nbytes bytes). skeleton: the nest of the model with the numbers of tensors as
+    leaves. in_place: whether a cell changes when its gradient arrives. version: number of updates. added: number of
+    gradients in the sum."""
 
     def __init__(self, layout: Layout, memory: Any, optimizer: Any, skeleton: Any) -> None:
         self.layout = layout
-        self.version = 0  # updates applied
+        self.version = 0
         self.params = layout.groups_of(memory)
         self.bytes = [part.view(np.uint8) for part in self._cells_of(self.params)]
         self.bytes_up, self.bytes_down = int(layout.up.sum()), sum(cell.size for cell in self.bytes)
-        self.added = 0  # gradients in the sum
+        self.added = 0
         self._optimizer = optimizer
-        self.in_place = splittable(optimizer)  # whether a cell changes as soon as its gradient has come
+        self.in_place = splittable(optimizer)
         self._gradients = [layout.groups[cell.group].gradient for cell in layout.cells]
-        self._sums: list[Array] = []  # of gradients, made when they are first needed
+        self._sums: list[Array] = []  # of gradients; created at the first use
         self._sum_cells: list[Array] = []
-        self._seen: set[int] = set()  # pieces that have one in the sum
+        self._seen: set[int] = set()  # pieces with a gradient in the sum
         if self.in_place:
             self._slots = [optimizer.slots(group) for group in self.params]
             self._cells = [
@@ -79,20 +80,20 @@ class Shard:
         where = self.layout.cells[number]
         self.params[where.group][where.start : where.stop] = np.frombuffer(cell, self._gradients[number])
 
-    # A gradient that is applied at once: begin, apply each cell, finish.
+    # A gradient that is applied directly: begin, apply each cell, finish.
 
     def begin(self, absent: Collection[int] = ()) -> Update:
-        """An update; absent: pieces that have no gradient."""
+        """Begin an update. absent: the pieces without a gradient."""
         if not self.in_place:
             self._make_sums()
-            return Update(0.0, 0, absent)  # the optimizer's own step knows the others
+            return Update(0.0, 0, absent)  # the optimizer's step has its own numbers
         lr = self._optimizer.lr
         lr = lr if type(lr) is float and lr >= 0 else self._optimizer.learning_rate
         self._optimizer.global_step += 1
         return Update(lr, self._optimizer.global_step, absent)
 
     def apply(self, update: Update, number: int, cell: Any) -> None:
-        """The gradient of one cell, in bytes."""
+        """Apply one cell of a gradient, given as bytes."""
         gradient = np.frombuffer(cell, self._gradients[number])
         if self.in_place:
             self._update(update, number, gradient)
@@ -100,7 +101,7 @@ class Shard:
             self._sum_cells[number][...] = gradient
 
     def finish(self, update: Update) -> None:
-        """All cells have been applied."""
+        """End an update after its last cell."""
         if not self.in_place:
             self._step_whole(update.absent)
         self.version += 1
@@ -118,7 +119,7 @@ class Shard:
             self._optimizer.update(param[a:b], gradient[a:b], part, lr, step)
 
     def _present(self, number: int, absent: Collection[int]) -> Iterator[tuple[int, int]]:
-        """The stretches of a cell that have a gradient."""
+        """Yield the ranges of a cell that have a gradient."""
         cell = self.layout.cells[number]
         for index, (group, start) in enumerate(self.layout.starts):
             stop = start + self.layout.pieces[index].stop - self.layout.pieces[index].start
@@ -126,7 +127,7 @@ class Shard:
             if group == cell.group and index not in absent and low < high:
                 yield low - cell.start, high - cell.start
 
-    # Gradients that are averaged first: add each cell, end_add; then begin_mean, apply_mean of each cell, finish.
+    # Gradients that are averaged: add each cell, end_add; then begin_mean, apply_mean of each cell, finish.
 
     def add(self, number: int, cell: Any) -> None:
         """Add one cell of a gradient to the sum."""
@@ -138,12 +139,12 @@ class Shard:
             total[...] = gradient
 
     def end_add(self, absent: Collection[int] = ()) -> None:
-        """All cells of that gradient are in; absent pieces brought zeros."""
+        """End a gradient after its last cell. absent: pieces without a gradient, added as zeros."""
         self.added += 1
         self._seen.update(set(range(len(self.layout.pieces))) - set(absent))
 
     def begin_mean(self) -> Update:
-        """The update with the mean; a piece that nobody had a gradient of stays as it is."""
+        """Begin the update with the mean. A piece without a gradient of any worker does not change."""
         return self.begin(set(range(len(self.layout.pieces))) - self._seen)
 
     def apply_mean(self, update: Update, number: int) -> None:
@@ -164,8 +165,8 @@ class Shard:
     # Whole tensors.
 
     def _prune(self, skeleton: Any) -> Any:
-        """The part of the model's nest that lies here, with pieces' numbers for leaves."""
-        if isinstance(self._optimizer, Optimizer):  # goes by names, which are those of the whole model
+        """Return the part of the model's nest on this server, with the numbers of pieces as leaves."""
+        if isinstance(self._optimizer, Optimizer):  # it uses the names of the whole model
             return {self._name(index): index for index in range(len(self.layout.pieces))}
         here = {piece.tensor: index for index, piece in enumerate(self.layout.pieces)}
         if len(here) == len(self.layout.tensors):
@@ -179,7 +180,7 @@ class Shard:
         return self.layout.piece_of(groups, index).reshape(self.layout.tensors[self.layout.pieces[index].tensor].shape)
 
     def _step_whole(self, absent: Collection[int]) -> None:
-        if not self.layout.pieces:  # there are more servers than tensors: nothing to update, only to count
+        if not self.layout.pieces:  # more servers than tensors: only count
             if isinstance(self._optimizer, Optimizer):
                 self._optimizer.global_step += 1
             return
@@ -189,17 +190,17 @@ class Shard:
         tree = nest.rebuild(self._nest, params)
         self._optimizer.step(tree, nest.rebuild(self._nest, grads))
         for param, (_, left) in zip(params, nest.leaves(tree), strict=True):
-            if left is not param:  # put into the nest instead of updated in place
+            if left is not param:  # replaced in the nest instead of updated in place
                 param[...] = left
 
     # The optimizer's state.
 
     def set_lr(self, lr: float) -> None:
-        """The learning rate was changed by hand."""
+        """Set the learning rate that worker 0 assigned."""
         self._optimizer.lr = lr
 
     def state(self) -> tuple[Any, Parts]:
-        """({"global_step": ...}, slots of each piece), not copied; of a user's own optimizer its state, and {}."""
+        """Return ({"global_step": ...}, slots of each piece), no copies; for an optimizer of the user (state, {})."""
         if not isinstance(self._optimizer, Optimizer):
             return (self._optimizer.state_dict() if hasattr(self._optimizer, "state_dict") else None), {}
         step, numbers = {"global_step": self._optimizer.global_step}, range(len(self.layout.pieces))
@@ -211,7 +212,7 @@ class Shard:
         return step, {i: slots[self._name(i)] for i in numbers if self._name(i) in slots}
 
     def load(self, state: Any, parts: Parts) -> None:
-        """Take what `state` gave; None as state is a fresh start. Raises InputError if it is another optimizer's."""
+        """Load the result of `state`; None resets. Raises InputError for the state of another optimizer."""
         if not isinstance(self._optimizer, Optimizer):
             if state is not None:
                 self._optimizer.load_state_dict(state)
@@ -227,7 +228,7 @@ class Shard:
                 expected = ", ".join(sorted(targets[index])) or "none"
                 raise InputError(
                     f"the state of '{self._name(index)}' must have the slots {expected} of the parameter's size, but "
-                    f"has {', '.join(sorted(part)) or 'none'}; it is another optimizer's"
+                    f"has {', '.join(sorted(part)) or 'none'}; it belongs to another optimizer"
                 )
         self._optimizer.global_step = step
         for index, slots in targets.items():
@@ -243,12 +244,12 @@ class Shard:
         return part.reshape(shape) if part.size == size_of(shape) else part
 
     def parameter(self, index: int) -> Array:
-        """The elements of one piece."""
+        """Return the elements of one piece."""
         return self.layout.piece_of(self.params, index)
 
 
 def _pruned(tree: Any, here: dict[int, int]) -> Any:
-    """A nest of tensors' numbers, without those that are not here, with pieces' numbers instead; None if nothing is."""
+    """Return a nest with the numbers of pieces instead of those of tensors; None if no tensor is here."""
     if isinstance(tree, dict):
         return {key: found for key, value in tree.items() if (found := _pruned(value, here)) is not None} or None
     if isinstance(tree, (list, tuple)):

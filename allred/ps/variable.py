@@ -1,6 +1,6 @@
-"""Variables by place, in TensorFlow's words: arrays of which it is known on which parameter server they are to live.
+"""Variables with a device, as in TensorFlow: arrays for which the program chooses a parameter server.
 
-The optimizer that trains them asks for that (`places`), and it is its placement: there is no other store than its own.
+The optimizer that trains them takes these choices (`places`) as its placement. There is no other store of variables.
 """
 
 import weakref
@@ -22,18 +22,19 @@ _known: dict[int, tuple["weakref.ref[Array]", str, Place]] = {}  # by id
 
 
 def variable(value: Any, name: str = "", dtype: Any = None) -> Array:
-    """A new array that lives where `allred.device` says once an optimizer trains it: on a parameter server of mode ps.
+    """Create an array for the parameter server that `allred.device` selects, in mode ps.
 
         with allred.device("/job:ps/task:1"):
             w = allred.variable(np.zeros((784, 10)), name="w")
         opt = allred.distributed(allred.optim.Adagrad(lr=0.01))
         opt.broadcast({"w": w})
 
-    It is an array like any other, this worker's copy; `opt.step` and `opt.pull` bring it up to date. It is to be given
-    to the optimizer itself, not as a copy. "/job:ps" without a task, or no device: the optimizer places it.
+    It is a numpy array, this worker's copy, which `opt.step` and `opt.pull` update. Pass the array itself to the
+    optimizer, not a copy. With "/job:ps" without a task, or without a device, the optimizer places it.
 
-    value: an array or number, or a function without arguments that returns it. name: how lines for a person call it.
-    Raises InputError for a place that is not in the cluster, or is another worker's.
+    value: an array or number, or a function without arguments that returns it. name: used in messages. dtype: default
+    that of the value.
+    Raises InputError for a device that is not in the cluster, or is another worker.
     """
     array = np.array(value() if callable(value) else value, dtype=dtype)
     place = device.of_variable(Tensor(name, array.shape, array.dtype))
@@ -47,12 +48,12 @@ def _check(place: Place, name: str) -> None:
     try:
         here = world.current().topology
     except NotInitializedError:
-        return  # the optimizer will see
+        return  # the optimizer checks
     own = Place(topology.job_name(), topology.task_index())
     if own.job == CLIENT and place.job == SERVERS:
         raise InputError(
-            f"allred.variable({name!r}): what is on parameter servers is the workers'; make it in a function that "
-            "these run"
+            f"allred.variable({name!r}): a client cannot create variables on parameter servers; make it in a "
+            "function that the workers run"
         )
     whole = place.within(own)
     if whole.task_name == own.task_name or (place.job == SERVERS and (place.task or 0) < here.servers):
@@ -64,7 +65,7 @@ def _check(place: Place, name: str) -> None:
 
 
 def places(named: Iterable[tuple[str, Any]]) -> dict[str, int]:
-    """Of leaves with these names, those that were given a server, with its number."""
+    """Return {name: server} of the leaves for which the program chose a server."""
     found = {}
     for name, leaf in named:
         place = _place(leaf)
@@ -74,8 +75,8 @@ def places(named: Iterable[tuple[str, Any]]) -> dict[str, int]:
 
 
 def describe(named: Iterable[tuple[str, Any]]) -> list[str]:
-    """Lines for a person: where these live, as far as it was said; and variables that were given a server, and are not
-    among these."""
+    """Return lines of text: the chosen devices of these leaves, and the variables with a server that are not among
+    them."""
     there = {id(leaf): name for name, leaf in named}
     lines, others = [], []
     for key, (_, name, place) in _known.items():
@@ -97,7 +98,7 @@ def _place(leaf: Any) -> Place | None:
 
 
 class _Setter:
-    """What `replica_device_setter` gives to `allred.device`."""
+    """Device function for `allred.device`, returned by `replica_device_setter`."""
 
     def __init__(self, tasks: int, worker: Place, strategy: Callable[[Tensor], int]) -> None:
         self._tasks, self._worker, self._strategy = tasks, worker, strategy
@@ -121,17 +122,16 @@ def replica_device_setter(
     cluster: Any = None,
     ps_strategy: str | Callable[[Tensor], int] = "round_robin",
 ) -> _Setter | None:
-    """For `allred.device`: variables in turn over the parameter servers, functions on a worker.
+    """Return a device function for `allred.device`: it distributes variables over the parameter servers.
 
         with allred.device(allred.replica_device_setter(cluster=cluster)):
             weights = allred.variable(np.zeros((784, 10)), name="weights")      # /job:ps/task:0
             bias = allred.variable(np.zeros(10), name="bias")                   # /job:ps/task:1
 
-    ps_tasks: how many servers there are; of no effect beside a cluster. worker_device: where functions run. cluster: an
-    `allred.ClusterSpec`, or what makes one. ps_strategy: "round_robin"; "greedy", each on the server with the fewest
-    bytes so far; or a function from a variable (name, shape, dtype) to a server's number.
-    None where there are no servers: then `allred.device(None)` leaves all to the task itself.
-    Raises InputError for what cannot be.
+    ps_tasks: the number of servers; ignored with `cluster`. worker_device: the device of functions. cluster: an
+    `allred.ClusterSpec`, or its argument. ps_strategy: "round_robin"; "greedy", each on the server with the fewest
+    bytes so far; or a function from a variable (name, shape, dtype) to the number of a server.
+    Returns None without servers: `allred.device(None)` then selects this task. Raises InputError for invalid arguments.
     """
     if cluster is not None:
         spec = ClusterSpec(cluster)
@@ -149,7 +149,7 @@ def replica_device_setter(
     loads = [0] * ps_tasks
 
     def choose(tensor: Tensor) -> int:
-        """The server with the least so far, of bytes, or of variables."""
+        """Return the server with the fewest variables, or bytes."""
         task = loads.index(min(loads))
         loads[task] += tensor.elements * tensor.dtype.itemsize if ps_strategy == "greedy" else 1
         return task

@@ -3,27 +3,24 @@
 Needs no MPI. Exit code 0; 2: DIR has no timeline, or the trace cannot be written.
 """
 
-import argparse
 import json
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+from allred.command_line import Parser
 from allred.errors import InputError
-from allred.timeline import collectives, summary, trace
-from allred.timeline.rank_file import RankTimeline, read_timeline
+from allred.timeline import collectives, tables
+from allred.timeline.rank_file import RankTimeline, Span, read_timeline
 
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; --help lists all options\n")
+_WAITED_FOR = "waits for"
 
 
 def main(arguments: list[str]) -> int:
     """Run the command. Returns the exit code."""
-    parser = _Parser(
+    parser = Parser(
         prog="python -m allred timeline", description="Evaluates timelines that ALLRED_TIMELINE=DIR has recorded."
     )
     text = (
@@ -48,7 +45,7 @@ def _merge(directory: pathlib.Path, output: pathlib.Path) -> None:
     ranks, notes = _newest(directory)
     matched = collectives.match(ranks)
     waits = collectives.waits(matched, ranks)
-    document = {"traceEvents": list(trace.events(ranks, waits)), "displayTimeUnit": "ms"}
+    document = {"traceEvents": list(trace_events(ranks, waits)), "displayTimeUnit": "ms"}
     try:
         output.write_text(json.dumps(document), "utf-8")
     except OSError as error:
@@ -62,7 +59,7 @@ def _merge(directory: pathlib.Path, output: pathlib.Path) -> None:
     print(f"{output}: a job of {when}; {_count(ranks)}, {spans} spans; {clocks}")
     for line in (*notes, *(rank.left_out for rank in ranks if rank.left_out)):
         print(line)
-    print(f"\n{summary.text(ranks, matched, waits)}")
+    print(f"\n{tables.text(ranks, matched, waits)}")
 
 
 def _count(ranks: Sequence[RankTimeline]) -> str:
@@ -98,3 +95,42 @@ def _newest(directory: pathlib.Path) -> tuple[list[RankTimeline], list[str]]:
     if older := sorted(rank.number for rank in found if rank.about["job"] != job):
         notes.append(f"ignored: files of an earlier job, ranks {', '.join(map(str, older))}")
     return sorted((rank for rank in found if rank.about["job"] == job), key=lambda rank: rank.number), notes
+
+
+def trace_events(ranks: Sequence[RankTimeline], waits: dict[int, list[Span]]) -> Iterator[dict[str, Any]]:
+    """The trace in Chrome's trace event format: one process per rank with a row per thread, a row "waits for", and one
+    track per started operation. Times are microseconds since the earliest start of a rank."""
+    zero = min(rank.start for rank in ranks)
+    names = {rank.number: rank.name for rank in ranks}
+    for rank in ranks:
+        pid = rank.number
+        yield _meta(pid, 0, "process_name", name=f"{rank.name} ({rank.about['host']})")
+        yield _meta(pid, 0, "process_sort_index", sort_index=pid)
+        rows = ["", *sorted({span.row for span in rank.spans} - {""})]
+        for number, row in enumerate(rows):
+            yield _meta(pid, number, "thread_name", name=row or "program")
+        for span in rank.spans:
+            yield _span(pid, rows.index(span.row), span, f"{span.kind} {span.name}".rstrip(), zero)
+        if waits.get(pid):
+            yield _meta(pid, len(rows), "thread_name", name=_WAITED_FOR)
+        for span in waits.get(pid, ()):
+            yield _span(pid, len(rows), span, names.get(int(span.name), span.name), zero)
+        for number, each in enumerate(each for each in rank.operations if not each.blocking):
+            title = f"{each.kind} {each.name}".rstrip()
+            same = {"pid": pid, "tid": 0, "cat": "operation", "id": f"{pid}.{number}"}
+            arguments = {"bytes": each.nbytes, "number": each.number, "members": each.members}
+            times = [("b", title, each.start), ("e", title, each.end)]
+            if each.agreed:
+                times[1:1] = [("b", "negotiate", each.start), ("e", "negotiate", each.agreed)]
+            for phase, name, when in times:
+                yield {"ph": phase, "name": name, "ts": (when - zero) / 1e3, **same, "args": arguments}
+
+
+def _span(pid: int, tid: int, span: Span, name: str, zero: int) -> dict[str, Any]:
+    start, duration = (span.start - zero) / 1e3, (span.end - span.start) / 1e3
+    found = {"ph": "X", "pid": pid, "tid": tid, "cat": span.kind, "name": name, "ts": start, "dur": duration}
+    return {**found, "args": {"bytes": span.nbytes}} if span.nbytes else found
+
+
+def _meta(pid: int, tid: int, what: str, **arguments: Any) -> dict[str, Any]:
+    return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": arguments}

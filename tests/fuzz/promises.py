@@ -16,8 +16,8 @@ from allred.config import Config
 from allred.errors import InputError
 from allred.testing import Result
 from allred.timeline.collectives import match, waits
+from allred.timeline.command import trace_events
 from allred.timeline.rank_file import read_timeline
-from allred.timeline.trace import events
 
 WATCHED = hasattr(allred, "RemoteRankError")
 TIMEOUT_S = "3"
@@ -117,7 +117,7 @@ def broken_timeline(job: Job, directory: pathlib.Path) -> list[str]:
         ranks = [read_timeline(directory / f"rank-{rank}.timeline") for rank in range(job.ranks)]
     except (OSError, InputError) as error:
         return [f"the timeline cannot be read: {error}"]
-    list(events(ranks, waits(match(ranks), ranks)))
+    list(trace_events(ranks, waits(match(ranks), ranks)))
     if job.fault.kind != "none":
         return []
     found = [f"the timeline is incomplete: {rank.left_out}" for rank in ranks if rank.left_out]

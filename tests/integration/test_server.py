@@ -53,6 +53,48 @@ def test_a_server_that_joins_where_nobody_trains():
     assert (result.code, result.out) == (0, "served\n"), result.text
 
 
+AGAIN = """
+import numpy as np
+import allred
+
+old = None
+for part in range(2):
+    server = allred.Server({"ps": 1, "worker": 2})
+    if allred.job_name() == "ps":
+        SERVES
+        print(f"served {part}", flush=True)
+    else:
+        params = {"w": np.zeros(3)}
+        if old is not None:
+            try:
+                old.step(params, params)
+            except allred.AllredError as error:
+                print(f"old: {error}", flush=True)
+        old = opt = allred.distributed(allred.optim.SGD(0.5), consistency="sync")
+        opt.broadcast(params)
+        opt.step(params, {"w": np.ones(3) + part})
+        print(f"w {part} {params['w'][0]}", flush=True)
+    allred.shutdown()
+"""
+
+
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+def test_init_works_after_shutdown_if_the_servers_return_from_join(mpi):
+    result = mpirun(3, "-c", AGAIN.replace("SERVES", "server.join()"), mpi=mpi)
+    assert result.code == 0, result.text
+    left = "old: this worker has left the parameter servers (allred.shutdown()); make a new optimizer with "
+    assert sorted(result.out.splitlines()) == [
+        *[f"{left}allred.distributed"] * 2, "served 0", "served 1", "w 0 -0.5", "w 0 -0.5", "w 1 -1.0", "w 1 -1.0",
+    ], result.text  # fmt: skip
+
+
+def test_init_after_shutdown_is_an_error_if_the_servers_have_ended():
+    result = mpirun(3, "-c", AGAIN.replace("SERVES", "allred.distributed(allred.optim.SGD(0.5), consistency='sync')"))
+    assert result.code == 1, result.text
+    assert "the parameter servers have left, and their programs have ended" in result.err, result.text
+    assert "served" not in result.out
+
+
 @pytest.mark.parametrize(
     ("cluster", "given", "words"),
     [

@@ -21,8 +21,7 @@ from mpi4py import MPI
 
 import allred
 from allred import native
-from allred.comm.backends import select
-from allred.comm.create import create
+from allred.comm.create import BACKENDS, create, select_backend
 from allred.errors import ConfigError
 
 NODES = {2: [[0, 1]], 3: [[0, 0, 1]], 4: [[0, 0, 1, 1], [0, 1, 0, 0], [0, 1, 1, 0]]}  # the node of each rank
@@ -88,9 +87,9 @@ def size():
 def _worlds():
     """Each backend that can serve this world, on one node, and on pretended nodes where that makes a difference."""
     size = _world.Get_size()
-    for backend in sorted(select.BACKENDS):
+    for backend in sorted(BACKENDS):
         try:
-            select.choose(backend, [0] * size, has_mpi=True, kernels=[native.available] * size)
+            select_backend(backend, [0] * size, has_mpi=True, kernels=[native.available] * size)
         except ConfigError:
             continue
         yield pytest.param((backend, [0] * size), id=backend)

@@ -12,7 +12,7 @@ import ctypes
 
 import numpy as np
 
-from allred.comm import device_arguments, device_reduce
+from allred.comm import device_reduce
 from allred.gpu import arithmetic, device_arrays, kernels
 from allred.modes.detect import finite
 
@@ -49,7 +49,7 @@ def on_gpu(value):
 
 
 def host(value):
-    """Its device_arrays."""
+    """The values of an array on the stand-in GPU."""
     return value.array if isinstance(value, Tensor) else np.asarray(value)
 
 
@@ -80,7 +80,7 @@ def zeros(like, shape, dtype):
 def install(put):
     """Where the library asks for what only a GPU has, this answers. put: setattr, or a test's own."""
     scan = Kernels()
-    for module in (device_arrays, arithmetic, device_arguments):
+    for module in (device_arrays, arithmetic, device_reduce):
         put(module, "adopt", adopt)
     put(device_reduce, "layouts", layouts)
     put(device_arrays, "zeros", zeros)

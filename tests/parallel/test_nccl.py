@@ -16,9 +16,8 @@ from standin_gpu import DeviceArray, host, on_gpu
 
 import allred
 from allred import world
-from allred.comm import device_arguments, device_reduce
-from allred.comm.backends import select
-from allred.comm.create import add_device, create
+from allred.comm import device_reduce
+from allred.comm.create import add_device, create, select_backend
 from allred.errors import InputError, MismatchError
 from allred.modes.match import Matcher
 
@@ -27,7 +26,7 @@ pytestmark = pytest.mark.mpi
 
 def connect(transport):
     size = MPI.COMM_WORLD.Get_size()
-    name, _ = select.choose("auto", [0] * size, True, [True] * size)
+    name, _ = select_backend("auto", [0] * size, True, [True] * size)
     communicator = create(name, MPI.COMM_WORLD.Dup(), 30.0, [0] * size)
     device = standin_gpu.Device(MPI.COMM_WORLD)
     add_device(communicator, device, staged=transport == "staged")
@@ -45,7 +44,7 @@ def connected(request):
 
 @pytest.fixture
 def comm(connected, monkeypatch):
-    monkeypatch.setattr(device_arguments, "adopt", standin_gpu.adopt)
+    monkeypatch.setattr(device_reduce, "adopt", standin_gpu.adopt)
     monkeypatch.setattr(device_reduce, "layouts", standin_gpu.layouts)
     connected.devices.device.ordered = connected.devices.device.synchronized = 0
     yield connected
@@ -163,7 +162,7 @@ def test_a_group_that_comes_again_is_not_looked_through_again(comm, monkeypatch)
     """It is the same if all that matters is, whoever owns the memory now. What is strided is looked at every time, and
     what travels where it lies."""
     looked = []
-    monkeypatch.setattr(device_arguments, "adopt", lambda value: looked.append(1) or standin_gpu.adopt(value))
+    monkeypatch.setattr(device_reduce, "adopt", lambda value: looked.append(1) or standin_gpu.adopt(value))
     alike = Alike()
     for group, op, weight in alike.groups * 2:
         for _ in range(2):
@@ -188,7 +187,7 @@ def test_a_group_that_comes_again_is_looked_at_before_the_ranks_agree(comm, monk
     looked, wanted = [], device_reduce.ReduceRequest(allred.Sum, "", allred.Compression.none, in_place=True)
     whole = on_gpu(np.ones(1000))
     comm.grouped_allreduce_([whole], allred.Sum).wait()
-    monkeypatch.setattr(device_arguments, "adopt", lambda value: looked.append(value) or standin_gpu.adopt(value))
+    monkeypatch.setattr(device_reduce, "adopt", lambda value: looked.append(value) or standin_gpu.adopt(value))
     comm.gpu._reduction_steps([whole], wanted).close()
     assert len(looked) == 1
 
@@ -341,7 +340,7 @@ def test_what_cannot_be_used_is_known_to_all(comm, monkeypatch):
 def test_ranks_that_have_joined_are_left_out(monkeypatch):
     if MPI.COMM_WORLD.Get_size() == 1:
         return
-    monkeypatch.setattr(device_arguments, "adopt", standin_gpu.adopt)
+    monkeypatch.setattr(device_reduce, "adopt", standin_gpu.adopt)
     comm = connect("nccl")
     if comm.rank == 0:
         while comm.join(0).wait() is None:

@@ -347,7 +347,7 @@ def test_the_summary_counts_all_ranks_samples(size):
     opt, params = allred.distributed(optim.SGD(lr=1.0)), [np.zeros(2)]
     for _ in range(3):
         opt.step(params, [np.ones(2)], samples=10)
-    assert opt._mode._timer.samples == 30 * size
+    assert opt._get_mode()._timer.samples == 30 * size
     assert f"world: {size} rank" in opt.summary()
 
 

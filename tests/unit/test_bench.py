@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 import allred
-from allred.bench import baselines, command, measure, sets, setting, table, verify
+from allred import command_line
+from allred.bench import baselines, command, measure, output, sets, verify
 
 REPORT = pathlib.Path(allred.__file__).parents[1] / "benchmarks/report.py"
 RESULT_KEYS = {"p50_us", "p99_us", "algbw_GBps", "busbw_GBps", "against", "against_p50_us", "speedup"}
@@ -139,11 +140,11 @@ def test_slowest_is_the_maximum_over_ranks():
 def test_result_record():
     ours = measure.CallTimes(np.array([1e-3, 2e-3, 3e-3]), batch=1)
     theirs = measure.CallTimes(np.array([4e-3, 8e-3, 5e-3]), batch=1)
-    found = table.result(ours, "mpi", theirs, nbytes=8_000_000, size=4)
+    found = output.result(ours, "mpi", theirs, nbytes=8_000_000, size=4)
     assert found.keys() >= RESULT_KEYS
     assert (found["p50_us"], found["p99_us"], found["against_p50_us"], found["speedup"]) == (2000, 2980, 5000, 2.5)
     assert (found["algbw_GBps"], found["busbw_GBps"]) == (4, 6)
-    alone = table.result(ours, None, None, nbytes=4, size=1)
+    alone = output.result(ours, None, None, nbytes=4, size=1)
     assert alone.keys() == found.keys()
     assert alone["against"] is alone["against_p50_us"] is alone["speedup"] is None
 
@@ -290,7 +291,7 @@ def test_errors_of_init_are_one_line_and_exit_code_2(words, message):
 
 def test_other_ranks_are_silent(monkeypatch, capfd):
     monkeypatch.setenv("PMI_RANK", "1")
-    monkeypatch.setattr(setting, "_EXIT_DELAY_S", 0)
+    monkeypatch.setattr(command_line, "_EXIT_DELAY_S", 0)
     assert command.main(["--help"]) == 0
     assert command.main(["allreduce", "--sizes", "?"]) == 2
     assert capfd.readouterr() == ("", "")
@@ -307,14 +308,14 @@ def test_importing_allred_does_not_load_the_benchmark():
 
 def test_malloc_is_tuned_once(monkeypatch):
     restarts = []
-    monkeypatch.setattr(setting, "_restart", restarts.append)
+    monkeypatch.setattr(command, "_restart", restarts.append)
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=1")
     monkeypatch.delenv("PMI_FD", raising=False)
-    setting.tune_malloc()
-    assert restarts[0]["GLIBC_TUNABLES"] == f"glibc.malloc.arena_max=1:{setting.TUNABLES}"
+    command.tune_malloc()
+    assert restarts[0]["GLIBC_TUNABLES"] == f"glibc.malloc.arena_max=1:{output.TUNABLES}"
     monkeypatch.setenv("GLIBC_TUNABLES", restarts[0]["GLIBC_TUNABLES"])
-    assert setting.tuned()
-    setting.tune_malloc()
+    assert output.tuned()
+    command.tune_malloc()
     assert len(restarts) == 1
 
 
@@ -332,7 +333,7 @@ def test_raw_mpi_yields_where_ranks_share_cores(ranks, against, user, expected, 
     monkeypatch.setenv(name, user or "")
     if user is None:
         monkeypatch.delenv(name)
-    found = setting.before_mpi(against)
+    found = command.before_mpi(against)
     assert found.get(name) == os.environ.get(name) == expected
     assert "OMPI_MCA_initial_wdir" not in found
 

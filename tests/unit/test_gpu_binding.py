@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from allred.comm.backends import select
-from allred.comm.create import add_devices, create
+from allred.comm.create import add_devices, create, select_backend, select_devices
 from allred.config import Config
 from allred.errors import ConfigError
 from allred.gpu import binding, device_arrays
@@ -39,24 +38,24 @@ def test_each_rank_is_bound_to_a_gpu_of_its_own(seen, nodes, bindings):
 )
 def test_binding_errors(seen, nodes, words):
     """Backend auto continues without GPUs and prints why; backend nccl raises."""
-    wanted, said = select.devices(Config(), seen, nodes)
+    wanted, said = select_devices(Config(), seen, nodes)
     assert not wanted
     assert said.startswith("GPUs are not used: ")
     with pytest.raises(ConfigError, match=f"backend 'nccl': {words}"):
-        select.devices(Config(backend="nccl"), seen, nodes)
+        select_devices(Config(backend="nccl"), seen, nodes)
 
 
 def test_gpus_are_shared_with_gpu_oversubscribe():
-    assert select.devices(Config(gpu_oversubscribe=True), [TWO] * 3, [0] * 3) == (True, "")
+    assert select_devices(Config(gpu_oversubscribe=True), [TWO] * 3, [0] * 3) == (True, "")
 
 
 @pytest.mark.parametrize(("backend", "seen"), [("auto", NO_GPUS), ("auto", VisibleGpus((), True)), ("mpi", TWO)])
 def test_without_gpus_there_is_no_message(backend, seen):
-    assert select.devices(Config(backend=backend), [seen] * 2, [0, 0]) == (False, "")
+    assert select_devices(Config(backend=backend), [seen] * 2, [0, 0]) == (False, "")
 
 
 def test_nccl_uses_the_host_backend_of_auto():
-    assert select.choose("nccl", [0, 0], True, [True, True])[0] == "shm"
+    assert select_backend("nccl", [0, 0], True, [True, True])[0] == "shm"
     host = create("single", None, 1.0, [0])
     assert add_devices(host, Config(), [NO_GPUS], [0]) == ""
     assert not host.takes_device_arrays

@@ -187,7 +187,7 @@ def test_state_of_another_optimizer_is_refused_and_changes_nothing():
     for each in (shard, other):
         step(each, 0)
     before = {(i, n): slot.copy() for i, part in shard.state()[1].items() for n, slot in part.items()}
-    with pytest.raises(InputError, match=r"the state of 'w' must have the slots .*it is another optimizer's"):
+    with pytest.raises(InputError, match=r"the state of 'w' must have the slots .*it belongs to another optimizer"):
         shard.load(*other.state())
     state, parts = shard.state()
     assert state == {"global_step": 1}

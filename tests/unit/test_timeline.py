@@ -19,10 +19,9 @@ from allred.comm.communicator import Communicator
 from allred.comm.ops import ReduceOp
 from allred.errors import InputError
 from allred.native._kernels import segment_bytes
-from allred.timeline import collectives, rank_file, recorder, summary
+from allred.timeline import collectives, rank_file, recorder, tables
 from allred.timeline.rank_file import ClockAlignment, read_timeline
-from allred.timeline.recorder import Recorder
-from allred.timeline.track import Operation, Track
+from allred.timeline.recorder import Operation, Recorder, Track
 
 MS = 10**6
 
@@ -429,6 +428,6 @@ def test_a_directory_without_a_timeline(there, tmp_path, capsys):
 
 def test_many_ranks_get_no_matrix_but_the_longest_waits(tmp_path):
     found = {rank: {0: rank * 10**9} for rank in range(1, 20)}
-    text = summary._wait_table({rank: f"rank {rank}" for rank in range(20)}, found)
+    text = tables._wait_table({rank: f"rank {rank}" for rank in range(20)}, found)
     assert text.splitlines()[0] == "rank 19 waited 19.00 s for rank 0"
     assert len(text.splitlines()) == 10

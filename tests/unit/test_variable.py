@@ -86,7 +86,7 @@ def test_what_is_refused(call, words):
             "/job:ps/task:1 is no parameter server of this cluster, .*servers are 0 to 0",
         ),
         (1, "/job:worker/task:1", "/job:worker/task:1 is no parameter server"),
-        (3, "/job:ps/task:0", "make it in a function that these run"),
+        (3, "/job:ps/task:0", "make it in a function that the workers run"),
         (0, "/job:ps/task:0", ""),
         (1, "/job:worker/task:0/gpu:0", ""),
         (1, "/task:0", ""),

@@ -15,3 +15,4 @@ def installed(shape=None, **fields):
         yield world.current()
     finally:
         world.install(None)
+        world.install(None)  # also forgets the watcher of the world that was closed

@@ -1,19 +1,24 @@
-"""The interface of a backend: primitives over flat, contiguous host arrays, and nothing else.
+"""The interfaces of backends: primitives over flat, contiguous arrays of the host (Backend) or of GPUs (DeviceBackend).
 
 Arguments are already checked and the ranks already agree when a primitive is called (communicator.py, group.py). A
 primitive is a generator that yields whenever it has to wait (work.py). Counts are elements; for byte arrays, bytes.
 Each backend documents whether results are reproducible from run to run.
+
+A communicator has one host backend, which exchanges the headers of all operations, and may have a device backend.
 """
 
+import pickle
 from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
 import numpy as np
 
-from allred.arrays import Array
+from allred.arrays import Array, as_bytes
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Engine, Pending, Steps
-from allred.timeline.track import Track
+from allred.errors import InputError
+from allred.gpu.streams import Completion, Device, StreamLease
+from allred.timeline.recorder import Track
 
 
 class CheckedOperation(Pending, Protocol):
@@ -62,7 +67,7 @@ class WithHeader(Protocol):
 
 
 class Backend(ABC):
-    """Moves arrays between `size` ranks, of which this process is number `rank`."""
+    """Moves arrays between `size` ranks; this process is number `rank`."""
 
     name: str
     fuses = False  # whether a group of arrays passes as one stream, without a fusion buffer
@@ -119,3 +124,86 @@ class Backend(ABC):
 
     def close(self, sound: bool) -> None:  # noqa: B027  (optional)
         """Release all resources; collective. sound: every operation is complete, so that MPI objects can be freed."""
+
+    # Picklable objects: for settings, state and error messages, not for speed. Unpickling can run any code: the ranks
+    # of one job trust each other, as everywhere in MPI.
+
+    def allgather_object(self, data: Array) -> Steps[list[Any]]:
+        """Return the objects of all ranks in rank order. data: this rank's pickled object."""
+        length = np.array([data.nbytes], np.int64)
+        lengths = np.empty(self.size, np.int64)
+        yield from self.allgather(as_bytes(length), as_bytes(lengths), [length.nbytes] * self.size)
+        everything = np.empty(int(lengths.sum()), np.uint8)
+        yield from self.allgather(data, everything, lengths.tolist())
+        return [pickle.loads(part.data) for part in np.split(everything, np.cumsum(lengths)[:-1])]
+
+    def broadcast_object(self, data: Array, root: int) -> Steps[Any]:
+        """Return the root's object. data: this rank's pickled object; only the root's is used."""
+        length = np.array([data.nbytes], np.int64)
+        yield from self.broadcast(as_bytes(length), root)
+        if self.rank != root:
+            data = np.empty(int(length[0]), np.uint8)
+        yield from self.broadcast(data, root)
+        return pickle.loads(data.data)
+
+
+def pickled(value: Any) -> Array:
+    """Pickle an object into a uint8 array. Raises InputError if it cannot be pickled."""
+    try:
+        return np.frombuffer(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), np.uint8)
+    except Exception as error:
+        raise InputError(f"a {type(value).__name__} cannot be pickled ({error})") from error
+
+
+class DeviceBackend(ABC):
+    """Moves arrays on GPUs between ranks. A primitive enqueues its work on `lease`, a communication stream.
+
+    A primitive never holds the lease while it waits for the host.
+    """
+
+    name: str
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.sent_bytes = 0  # contributed to allreduces so far, in their wire dtype
+        self._buffers: dict[Any, Any] = {}  # by dtype
+
+    def ready(self) -> Steps[None]:
+        """Connect to the other ranks, if necessary. Collective."""
+        yield from ()
+
+    @abstractmethod
+    def allreduce(self, lease: StreamLease, flat: Any, name: str, op: ReduceOp, wire: str) -> Steps[None]:
+        """Reduce in place. name: the dtype (arrays of bfloat16 are uint16); wire: the 16-bit dtype to send, or ""."""
+
+    @abstractmethod
+    def broadcast(self, lease: StreamLease, data: Any, root: int) -> Steps[None]:
+        """Copy the root's bytes into `data` on every rank."""
+
+    @abstractmethod
+    def allgather(self, lease: StreamLease, send: Any, recv: Any, counts: list[int]) -> Steps[None]:
+        """Concatenate the bytes of all ranks in `recv`; counts[r] bytes come from rank r."""
+
+    @abstractmethod
+    def alltoall(self, lease: StreamLease, send: Any, recv: Any, counts: Array) -> Steps[None]:
+        """Send bytes to each rank in rank order and receive from each; counts[i, j] bytes go from rank i to rank j."""
+
+    @abstractmethod
+    def reducescatter(
+        self, lease: StreamLease, flat: Any, out: Any, name: str, counts: list[int], op: ReduceOp
+    ) -> Steps[None]:
+        """Reduce `flat`; rank r receives part r, counts[r] elements, in `out`. name: as in `allreduce`."""
+
+    def buffer(self, count: int, dtype: np.dtype[Any]) -> Any:
+        """Return the fusion buffer, `count` elements of `dtype`. Only one operation uses it at a time."""
+        if dtype not in self._buffers or self._buffers[dtype].size < count:
+            self._buffers[dtype] = self.device.xp.zeros(count, dtype)
+        return self._buffers[dtype][:count]
+
+    def watch(self, end: Completion, title: str) -> Completion:
+        """Watch an operation that is enqueued, so that it does not wait forever. Return the end to wait for."""
+        return end
+
+    def close(self, sound: bool) -> None:
+        """Release all resources; collective. sound: every operation is complete or will be, so that it can wait."""
+        self._buffers.clear()

@@ -22,7 +22,7 @@ from allred.arrays import Array
 from allred.comm import header, ops
 from allred.comm.backends.backend import Backend
 from allred.comm.ops import ReduceOp
-from allred.comm.work import Steps, spin_wait
+from allred.comm.work import Polled, Steps
 from allred.compression import narrow, widen
 
 CHUNK_BYTES = 2**20
@@ -41,22 +41,6 @@ _NUMPY_OPS: dict[ReduceOp, Any] = {
     ReduceOp.MAX: np.maximum,
     ReduceOp.PRODUCT: np.multiply,
 }
-
-
-class Request:
-    """An MPI request that a started operation waits for (work.Pending)."""
-
-    progress_count = 0
-
-    def __init__(self, request: MPI.Request, waits_for_peers: bool = False) -> None:
-        self.waits_for_peers = waits_for_peers
-        self._request = request
-
-    def done(self) -> bool:
-        return self._request.Test()
-
-    def spin_wait(self) -> bool:
-        return spin_wait(self.done)
 
 
 class MpiBackend(Backend):
@@ -86,7 +70,7 @@ class MpiBackend(Backend):
 
     def exchange(self, record: bytes) -> Steps[list[bytes]]:
         self._record[:] = np.frombuffer(record, np.uint8)
-        yield Request(self._comm.Iallgather(self._record, self._records), waits_for_peers=True)
+        yield Polled(self._comm.Iallgather(self._record, self._records).Test, waits_for_peers=True)
         data = self._records.tobytes()
         return [data[start : start + header.BYTES] for start in range(0, len(data), header.BYTES)]
 
@@ -102,7 +86,7 @@ class MpiBackend(Backend):
             if stage is not part:
                 stage[:] = part
             self._sent_bytes += stage.nbytes
-            yield Request(self._comm.Iallreduce(MPI.IN_PLACE, stage, mpi_op))
+            yield Polled(self._comm.Iallreduce(MPI.IN_PLACE, stage, mpi_op).Test)
             self._finish(stage, op, part)
 
     def _allreduce_narrow(self, flat: Array, op: ReduceOp, wire: int) -> Steps[None]:
@@ -114,10 +98,10 @@ class MpiBackend(Backend):
             narrow(part, halves[: part.size], wire)
             halves[part.size : self.size * share] = 0
             self._sent_bytes += 2 * part.size
-            yield Request(self._comm.Ialltoall(halves[: self.size * share], back[: self.size * share]))
+            yield Polled(self._comm.Ialltoall(halves[: self.size * share], back[: self.size * share]).Test)
             rows = list(back[: self.size * share].reshape(self.size, share))
             native.reduce(rows, halves[:share], wire, ops.CODES[op], self.size)
-            yield Request(self._comm.Iallgather(halves[:share], back[: self.size * share]))
+            yield Polled(self._comm.Iallgather(halves[:share], back[: self.size * share]).Test)
             widen(back[: part.size], part, wire)
 
     def reducescatter(self, flat: Array, out: Array, counts: list[int], op: ReduceOp) -> Steps[None]:
@@ -132,7 +116,7 @@ class MpiBackend(Backend):
                 part = flat[starts[rank] + start : starts[rank] + min(start + chunk, count)]
                 stage[rank, : part.size] = part
             mine = self._back_stage.view(moved)[:chunk]
-            yield Request(self._comm.Ireduce_scatter_block(stage, mine, mpi_op))
+            yield Polled(self._comm.Ireduce_scatter_block(stage, mine, mpi_op).Test)
             part = out[start : start + chunk]
             self._finish(mine[: part.size], op, part)
 
@@ -142,7 +126,7 @@ class MpiBackend(Backend):
             stage = self._stage[: part.size]
             if self.rank == root:
                 stage[:] = part
-            yield Request(self._comm.Ibcast(stage, root))
+            yield Polled(self._comm.Ibcast(stage, root).Test)
             if self.rank != root:
                 part[:] = stage
 
@@ -155,7 +139,9 @@ class MpiBackend(Backend):
             self._stage[: mine.size] = mine
             now = [min(max(count - start, 0), chunk) for count in counts]
             where = [rank * chunk for rank in range(self.size)]
-            yield Request(self._comm.Iallgatherv(self._stage[: mine.size], [self._back_stage, now, where, MPI.BYTE]))
+            yield Polled(
+                self._comm.Iallgatherv(self._stage[: mine.size], [self._back_stage, now, where, MPI.BYTE]).Test
+            )
             for rank, count in enumerate(now):
                 to = starts[rank] + start
                 recv[to : to + count] = self._back_stage[where[rank] : where[rank] + count]
@@ -171,8 +157,10 @@ class MpiBackend(Backend):
             for rank, count in enumerate(out):
                 part = send_starts[rank] + start
                 self._stage[where[rank] : where[rank] + count] = send[part : part + count]
-            yield Request(
-                self._comm.Ialltoallv([self._stage, out, where, MPI.BYTE], [self._back_stage, back, where, MPI.BYTE])
+            yield Polled(
+                self._comm.Ialltoallv(
+                    [self._stage, out, where, MPI.BYTE], [self._back_stage, back, where, MPI.BYTE]
+                ).Test
             )
             for rank, count in enumerate(back):
                 part = recv_starts[rank] + start

@@ -2,8 +2,20 @@
 
 The NCCL communicator is created when it is first used. NCCL blocks until all ranks create it, so a thread does that,
 and this rank waits as for any operation, with the time limit and its messages.
+
+NCCL gets other dtypes and operators for some, so that results are those of the other backends (ops.py):
+
+    bool                            as uint8: Min and Product are its minimum, Max its maximum
+    int16                           as int32; truncation makes it wrap around
+    floats, Min and Max             as integers of the same order, NaN the extreme: NCCL ignores NaN
+    16-bit floats, other ops        each rank sums a part in float32 and rounds it once (`halves_dtype`)
+    everything else                 unchanged
+
+Arrays of bfloat16 are uint16 here. In the functions that convert arrays, `xp` is cupy, or numpy in tests.
 """
 
+import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,22 +23,32 @@ from typing import Any
 import numpy as np
 
 from allred import arrays
-from allred.comm import objects
-from allred.comm.backends import nccl_types
-from allred.comm.backends.backend import Backend
-from allred.comm.backends.device_backend import DeviceBackend
+from allred.comm.backends.backend import Backend, DeviceBackend, pickled
 from allred.comm.backends.nccl_guard import HINT, Guard
 from allred.comm.ops import ReduceOp
-from allred.comm.work import Steps
+from allred.comm.work import Steps, WorkQueue
 from allred.errors import AllredError
-from allred.gpu.arithmetic import half_to_float32, round_to_half, storage_dtype
-from allred.gpu.streams import Device, StreamLease
+from allred.gpu.arithmetic import HALF_DTYPES, half_to_float32, round_to_half, storage_dtype
+from allred.gpu.streams import Completion, Device, StreamLease
 
 _OPS = {
     ReduceOp.SUM: "NCCL_SUM",
     ReduceOp.PRODUCT: "NCCL_PROD",
     ReduceOp.MIN: "NCCL_MIN",
     ReduceOp.MAX: "NCCL_MAX",
+}
+
+_WIDE = {"bool": "uint8", "int16": "int32"}
+_KEYS = {"float16": "int32", "bfloat16": "int32", "float32": "int32", "float64": "int64"}
+_FLOATS = {"int32": "float32", "int64": "float64"}
+TYPES = {  # NCCL's names of dtypes, as in cupy
+    "uint8": "NCCL_UINT8",
+    "int8": "NCCL_INT8",
+    "int32": "NCCL_INT32",
+    "int64": "NCCL_INT64",
+    "float16": "NCCL_FLOAT16",
+    "float32": "NCCL_FLOAT32",
+    "float64": "NCCL_FLOAT64",
 }
 
 
@@ -61,32 +83,35 @@ class NcclBackend(DeviceBackend):
 
     name = "nccl"
 
-    def __init__(self, host: Backend, ranks: Sequence[int], device: Device, guard: Guard) -> None:
-        super().__init__(device, guard)
+    def __init__(self, host: Backend, ranks: Sequence[int], device: Device, queue: WorkQueue) -> None:
+        super().__init__(device)
         self._host, self._ranks = host, ranks
+        self._guard = Guard(queue)
         self._nccl: Any = None
 
     def ready(self) -> Steps[None]:
         """Create the NCCL communicator if there is none. Collective. Raises AllredError on all ranks."""
-        self.guard.check()
+        self._guard.check()
         if self._nccl is not None:
             return
         starting = Starting(self.device.nccl.get_unique_id if self._host.rank == 0 else lambda: None)
         yield starting
-        unique_id, problem = yield from objects.broadcast(
-            self._host, objects.dumps((starting.made, starting.problem)), 0
-        )
+        unique_id, problem = yield from self._host.broadcast_object(pickled((starting.made, starting.problem)), 0)
         if not problem:
             starting = Starting(lambda: self.device.communicator(self._host.size, unique_id, self._host.rank))
             yield starting
-            problems = yield from objects.gather(self._host, objects.dumps(starting.problem))
+            problems = yield from self._host.allgather_object(pickled(starting.problem))
             problem = next((f"rank {self._ranks[r]}: {text}" for r, text in enumerate(problems) if text), "")
         if problem:
             raise AllredError(f"NCCL cannot start: {problem}; {HINT}")
         self._nccl = starting.made
-        self.guard.begin(self._nccl, self.device.use)
+        self._guard.begin(self._nccl, self.device.use)
 
-    def _release(self, sound: bool) -> None:
+    def watch(self, end: Completion, title: str) -> Completion:
+        return self._guard.watch(end, title)
+
+    def close(self, sound: bool) -> None:
+        sound = self._guard.close() and sound
         if self._nccl is not None:
             if sound:
                 self.device.stream.synchronize()
@@ -94,18 +119,19 @@ class NcclBackend(DeviceBackend):
             else:
                 self._nccl.abort()
         self._nccl = None
+        super().close(sound)
 
     def allreduce(self, lease: StreamLease, flat: Any, name: str, op: ReduceOp, wire: str) -> Steps[None]:
         yield from ()
-        xp, halves = self.device.xp, nccl_types.halves(name, op, wire)
+        xp, halves = self.device.xp, halves_dtype(name, op, wire)
         with lease.enter() as stream:
             if halves:
                 self._allreduce_halves(stream, flat, name, op, halves)
                 return
-            how = nccl_types.travel(name, op)
-            moved = nccl_types.encode(xp, flat, name, how)
+            how = travel(name, op)
+            moved = encode(xp, flat, name, how)
             self._call("allReduce", moved, moved, moved.size, self._type(how.name), self._op(how.op), stream.ptr)
-            nccl_types.decode(xp, moved, flat, name, how)
+            decode(xp, moved, flat, name, how)
             if op is ReduceOp.AVERAGE:
                 xp.divide(flat, self._host.size, out=flat)
 
@@ -117,7 +143,7 @@ class NcclBackend(DeviceBackend):
         rows = xp.empty_like(out)
         part = share * 2
         self._alltoall(stream, out.view(np.uint8), rows.view(np.uint8), [part] * size, [part] * size)
-        mine = nccl_types.combine(xp, rows.reshape(size, share), halves, op)
+        mine = combine(xp, rows.reshape(size, share), halves, op)
         count, kind = share * 2, self._type("uint8")
         self._call("allGather", mine, out, count, kind, stream.ptr)
         back = out[: flat.size]
@@ -181,13 +207,82 @@ class NcclBackend(DeviceBackend):
 
     def _enter(self, title: str, function: Callable[..., Any], *arguments: Any) -> None:
         try:
-            self.guard.call(function, *arguments)
+            self._guard.call(function, *arguments)
         except Exception as error:  # possibly because the guard has aborted it
-            self.guard.failure = self.guard.failure or AllredError(f"NCCL's {title}: {error}; {HINT}")
-        self.guard.check()
+            self._guard.failure = self._guard.failure or AllredError(f"NCCL's {title}: {error}; {HINT}")
+        self._guard.check()
 
     def _type(self, name: str) -> int:
-        return int(getattr(self.device.nccl, nccl_types.TYPES[name]))
+        return int(getattr(self.device.nccl, TYPES[name]))
 
     def _op(self, op: ReduceOp) -> int:
         return int(getattr(self.device.nccl, _OPS[op]))
+
+
+@dataclasses.dataclass(frozen=True)
+class NcclDtype:
+    """The array that NCCL reduces. name: its dtype; keyed: floats as ordered integers."""
+
+    name: str
+    op: ReduceOp
+    keyed: bool = False
+
+
+@functools.cache
+def travel(name: str, op: ReduceOp) -> NcclDtype:
+    """Return the conversion for an allreduce of dtype `name`, unless `halves_dtype` applies.
+
+    >>> travel("int16", ReduceOp.SUM).name, travel("bool", ReduceOp.PRODUCT).op, travel("float32", ReduceOp.MAX).name
+    ('int32', allred.Min, 'int32')
+    """
+    if name == "bool":
+        return NcclDtype("uint8", ReduceOp.MAX if op is ReduceOp.MAX else ReduceOp.MIN)
+    if name in _KEYS and op in (ReduceOp.MIN, ReduceOp.MAX):
+        return NcclDtype(_KEYS[name], op, keyed=True)
+    return NcclDtype(_WIDE.get(name, name), ReduceOp.SUM if op is ReduceOp.AVERAGE else op)
+
+
+def halves_dtype(name: str, op: ReduceOp, wire: str) -> str:
+    """Return the 16-bit dtype in which each rank receives a part to sum; "" if NCCL sums."""
+    if op in (ReduceOp.MIN, ReduceOp.MAX):
+        return ""
+    return wire or (name if name in HALF_DTYPES else "")
+
+
+def encode(xp: Any, flat: Any, name: str, how: NcclDtype) -> Any:
+    """Return the array that NCCL reduces: `flat` itself if no conversion is necessary."""
+    if how.keyed:
+        return _keys(xp, half_to_float32(flat, name) if name in HALF_DTYPES else flat, how)
+    if name == "bool":
+        return flat.view(np.uint8)
+    return flat if how.name == name else flat.astype(how.name)
+
+
+def decode(xp: Any, moved: Any, flat: Any, name: str, how: NcclDtype) -> None:
+    """Convert the result of NCCL back into `flat`."""
+    if how.keyed:
+        value = _unkeyed(xp, moved, how)
+        flat[...] = round_to_half(xp, value, name) if name in HALF_DTYPES else value
+    elif moved is not flat and name != "bool":
+        flat[...] = moved.astype(name)
+
+
+def _keys(xp: Any, value: Any, how: NcclDtype) -> Any:
+    """Map floats to integers of the same order: the bits of negative numbers are inverted, except the sign."""
+    bits, limits = value.view(how.name), np.iinfo(how.name)
+    keys = xp.where(bits < 0, bits ^ limits.max, bits)
+    outermost = limits.max if how.op is ReduceOp.MAX else limits.min
+    return xp.where(xp.isnan(value), xp.asarray(outermost, how.name), keys)
+
+
+def _unkeyed(xp: Any, keys: Any, how: NcclDtype) -> Any:
+    """Map integers back to floats. The extreme integers are the bits of a NaN."""
+    limits = np.iinfo(how.name)
+    return xp.where(keys < 0, keys ^ limits.max, keys).view(_FLOATS[how.name])
+
+
+def combine(xp: Any, rows: Any, name: str, op: ReduceOp) -> Any:
+    """Reduce 16-bit rows, one per rank, in float32; divide an average; round once."""
+    wide = half_to_float32(rows.reshape(-1), name).reshape(rows.shape)
+    total = wide.prod(axis=0) if op is ReduceOp.PRODUCT else wide.sum(axis=0)
+    return round_to_half(xp, total / np.float32(len(rows)) if op is ReduceOp.AVERAGE else total, name)

@@ -11,22 +11,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from allred import world
-from allred.comm.work import End, WorkQueue
+from allred.comm.work import WorkQueue
 from allred.errors import AllredError, CollectiveTimeout
+from allred.gpu.streams import Completion
 from allred.watch import exit as exit_protocol
 
 LOOK_S = 0.05
 HINT = "run it again with NCCL_DEBUG=WARN (or INFO), which makes NCCL print its errors, on every rank"
-
-
-class Aborts(Protocol):
-    """The functions of an NCCL communicator that the guard uses."""
-
-    def check_async_error(self) -> None: ...
-    def abort(self) -> None: ...
 
 
 class Guard:
@@ -35,23 +29,21 @@ class Guard:
     def __init__(self, queue: WorkQueue) -> None:
         self.failure: AllredError | None = None
         self._queue = queue
-        self._communicator: Aborts | None = None
-        self._running: deque[tuple[End, str, float]] = deque()  # oldest first: (end, title, start time)
+        self._communicator: Any = None  # an NCCL communicator
+        self._running: deque[tuple[Completion, str, float]] = deque()  # oldest first: (end, title, start time)
         self._calling: tuple[str, float] | None = None  # the NCCL call in which the host is: title, start time
         self._thread: threading.Thread | None = None
         self._told = False
         self._closed = threading.Event()
 
-    def begin(self, communicator: Aborts, prepare: Callable[[], object] = lambda: None) -> None:
+    def begin(self, communicator: Any, prepare: Callable[[], object] = lambda: None) -> None:
         """Start to watch `communicator` in a thread, which calls `prepare` first."""
         self._communicator = communicator
         self._thread = threading.Thread(target=self._run, args=(prepare,), name="allred-nccl", daemon=True)
         self._thread.start()
 
-    def watch(self, end: End, title: str) -> End:
+    def watch(self, end: Completion, title: str) -> Completion:
         """Watch an operation that was enqueued."""
-        if self._communicator is None:  # NCCL is not in use
-            return end
         self._running.append((end, title, time.monotonic()))
         return Guarded(self, end)
 
@@ -106,7 +98,6 @@ class Guard:
                 self._fail(problem)
 
     def _problem(self, title: str, waited_s: float) -> AllredError | None:
-        assert self._communicator is not None
         try:
             self._communicator.check_async_error()
         except Exception as error:
@@ -123,7 +114,6 @@ class Guard:
         return None
 
     def _fail(self, problem: AllredError) -> None:
-        assert self._communicator is not None
         self.failure = problem
         try:
             self._communicator.abort()
@@ -148,10 +138,10 @@ class Guard:
         self._told = False
 
 
-class Guarded:
-    """An End that raises the error of the guard, so that the caller does not use an incomplete result."""
+class Guarded(Completion):
+    """An Completion that raises the error of the guard, so that the caller does not use an incomplete result."""
 
-    def __init__(self, guard: Guard, end: End) -> None:
+    def __init__(self, guard: Guard, end: Completion) -> None:
         self._guard, self._end = guard, end
 
     def order(self) -> None:

@@ -21,7 +21,7 @@ from allred.comm.backends.segment import share
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Steps
 from allred.native._kernels import Operation, Segment, segment_bytes
-from allred.timeline.track import Track
+from allred.timeline.recorder import Track
 
 CHUNK_BYTES = 2**17  # 32 to 512 KiB are about equal
 

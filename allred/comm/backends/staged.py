@@ -9,27 +9,10 @@ from typing import Any
 import numpy as np
 
 from allred import arrays
-from allred.comm.backends.backend import Backend
-from allred.comm.backends.device_backend import DeviceBackend
-from allred.comm.backends.nccl_guard import Guard
+from allred.comm.backends.backend import Backend, DeviceBackend
 from allred.comm.ops import ReduceOp
-from allred.comm.work import Steps, spin_wait
-from allred.gpu.streams import Completion, Device, StreamLease
-
-
-class DevicePending:
-    """The end of work on the GPU, which an operation can wait for (work.Pending)."""
-
-    waits_for_peers, progress_count = False, 0
-
-    def __init__(self, end: Completion) -> None:
-        self._end = end
-
-    def done(self) -> bool:
-        return self._end.done()
-
-    def spin_wait(self) -> bool:
-        return spin_wait(self.done)
+from allred.comm.work import Polled, Steps
+from allred.gpu.streams import Device, StreamLease
 
 
 class StagedBackend(DeviceBackend):
@@ -37,15 +20,16 @@ class StagedBackend(DeviceBackend):
 
     name = "staged"
 
-    def __init__(self, host: Backend, device: Device, guard: Guard) -> None:
-        super().__init__(device, guard)
+    def __init__(self, host: Backend, device: Device) -> None:
+        super().__init__(device)
         self._host = host
         self._stages: list[Any] = []  # free pinned memory, smallest first
 
-    def _release(self, sound: bool) -> None:
+    def close(self, sound: bool) -> None:
         if sound:
             self.device.stream.synchronize()
         self._stages.clear()
+        super().close(sound)
 
     def allreduce(self, lease: StreamLease, flat: Any, name: str, op: ReduceOp, wire: str) -> Steps[None]:
         stage = yield from self._down(lease, flat)
@@ -87,7 +71,7 @@ class StagedBackend(DeviceBackend):
         with lease.enter():
             self.device.to_host(source.view(np.uint8), stage[: source.nbytes])
             end = lease.end(source)
-        yield DevicePending(end)
+        yield Polled(end.done)
         return stage
 
     def _up(self, lease: StreamLease, stage: Any, target: Any) -> None:

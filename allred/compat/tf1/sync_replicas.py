@@ -8,7 +8,7 @@ from allred.cluster import topology
 from allred.compat.tf1.ignored_arguments import warn_ignored
 from allred.errors import InputError, NotInitializedError
 from allred.modes.optimizer import DistributedOptimizer
-from allred.ps import running
+from allred.ps import context
 from allred.ps.consistency import Sync
 from allred.session.hooks import Hook
 
@@ -102,7 +102,7 @@ def _check_without_servers(policy: Sync) -> None:
     except NotInitializedError:
         return
     wanted, total = policy.replicas_to_aggregate, policy.total_num_replicas
-    if not running.running() and (wanted != workers or total not in (None, workers)):
+    if not context.is_active() and (wanted != workers or total not in (None, workers)):
         raise InputError(
             f"SyncReplicasOptimizer(replicas_to_aggregate={wanted}, total_num_replicas={total}): without parameter "
             f"servers each step uses all workers ({workers}); for other numbers give the ClusterSpec a job 'ps'"

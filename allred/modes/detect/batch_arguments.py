@@ -16,6 +16,7 @@ from allred.comm.header import by_rank
 from allred.data import Batches, Prefetch, Stream, iterations
 from allred.data.iterations import Iteration, LoaderArguments
 from allred.errors import MismatchError
+from allred.ps.protocol import CompareBatches
 
 if TYPE_CHECKING:
     from allred.ps.client import Client
@@ -57,7 +58,7 @@ def compare_at_server(client: "Client", title: str) -> None:
     """
     mine = list(dict.fromkeys(iteration.arguments for iteration in iterations.running() if _shared(iteration)))
     if mine:
-        everyone = client.call("the arguments of the batches", "batches", [(mine,)])[0]
+        everyone = client.call_first(CompareBatches(mine))
         workers = sorted(everyone)
         if problem := difference([everyone[worker] for worker in workers], workers):
             raise MismatchError(f"{title}: {problem}")

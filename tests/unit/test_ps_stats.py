@@ -5,24 +5,24 @@ from collections import Counter
 
 import pytest
 
-from allred.ps import record
-from allred.ps.account import Account, Statistics, histogram
-from allred.ps.record import (
+from allred.ps import protocol
+from allred.ps.protocol import (
     DRAINING,
     DROPPED,
     RECORD_BYTES,
-    Answer,
-    Request,
-    pack_answer,
+    StepReply,
+    StepRequest,
+    pack_reply,
     pack_request,
-    unpack_answer,
+    unpack_reply,
     unpack_request,
 )
+from allred.ps.stats import ServerStatistics, Statistics, histogram
 
 
-def accounts():
-    first = Account(0, gradients=10, updates=5, pulls=12, bytes_in=2_000_000, bytes_out=3_500_000)
-    second = Account(1, gradients=10, updates=5, pulls=11, bytes_in=10_000, bytes_out=0, torn=2)
+def servers():
+    first = ServerStatistics(0, gradients=10, updates=5, pulls=12, bytes_in=2_000_000, bytes_out=3_500_000)
+    second = ServerStatistics(1, gradients=10, updates=5, pulls=11, bytes_in=10_000, bytes_out=0, torn=2)
     first.staleness.update({0: 9, 3: 1})
     second.staleness.update({0: 10})
     first.dropped.update({2: 3, 0: 1})
@@ -30,7 +30,7 @@ def accounts():
 
 
 def test_statistics_of_several_servers():
-    told = Statistics(accounts(), "sync: so it is", "bytes")
+    told = Statistics(servers(), "sync: so it is", "bytes")
     assert told.staleness == Counter({0: 19, 3: 1})
     assert told.dropped == {0: 1, 2: 3}
     assert told.updates == 5
@@ -50,7 +50,7 @@ def test_statistics_of_several_servers():
     ],
 )
 def test_gradients_that_were_left_over_are_told(unused, words):
-    first, second = accounts()
+    first, second = servers()
     first.unused = second.unused = unused
     told = str(Statistics((first, second), "sync", "bytes")).splitlines()
     assert told[2] == words
@@ -58,13 +58,13 @@ def test_gradients_that_were_left_over_are_told(unused, words):
 
 
 def test_statistics_before_the_first_step():
-    told = str(Statistics((Account(0),), "async", "bytes"))
+    told = str(Statistics((ServerStatistics(0),), "async", "bytes"))
     assert told.startswith("parameter servers, async: 0 gradients, 0 updates; dropped 0\nstaleness (updates): none\n")
 
 
-def test_an_account_travels():
-    account, _ = accounts()
-    assert pickle.loads(pickle.dumps(account)) == account
+def test_statistics_can_be_pickled():
+    one, _ = servers()
+    assert pickle.loads(pickle.dumps(one)) == one
 
 
 def test_a_histogram_has_few_rows():
@@ -78,14 +78,14 @@ def test_a_histogram_has_few_rows():
 
 @pytest.mark.parametrize("step", [0, 1, 2**40])
 def test_records_come_back_as_they_were(step):
-    request = Request(record.PUSH | record.PULL | record.DRAIN, step, step + 7, 0.125)
+    request = StepRequest(protocol.PUSH | protocol.PULL | protocol.DRAIN, step, step + 7, 0.125)
     packed = pack_request(*request)
     assert len(packed) == RECORD_BYTES
     assert unpack_request(packed) == request
-    answer = Answer(DROPPED | DRAINING, step, step + 1, step)
-    packed = pack_answer(*answer)
+    reply = StepReply(DROPPED | DRAINING, step, step + 1, step)
+    packed = pack_reply(*reply)
     assert len(packed) == RECORD_BYTES
-    assert unpack_answer(packed) == answer
+    assert unpack_reply(packed) == reply
 
 
 def test_no_learning_rate_is_nan():
@@ -94,6 +94,14 @@ def test_no_learning_rate_is_nan():
 
 
 def test_flags_differ():
-    flags = (record.BEGIN, record.PUSH, record.DONE, record.PULL, record.ABSENT, record.INIT, record.DRAIN)
+    flags = (
+        protocol.BEGIN,
+        protocol.PUSH,
+        protocol.DONE,
+        protocol.PULL,
+        protocol.ABSENT,
+        protocol.INIT,
+        protocol.DRAIN,
+    )
     assert sum(flags) == 2 ** len(flags) - 1
     assert DROPPED ^ DRAINING == DROPPED + DRAINING == 3

@@ -1,4 +1,4 @@
-"""What has passed at one server: gradients, updates, bytes, staleness, what was dropped; and the words for it."""
+"""Statistics of parameter servers: gradients, updates, bytes, staleness, dropped gradients."""
 
 import dataclasses
 from collections import Counter
@@ -6,18 +6,20 @@ from collections.abc import Sequence
 
 from allred.arrays import amount
 
+_ROWS = 8  # of a histogram
+
 
 @dataclasses.dataclass
-class Account:
-    """Of one server.
+class ServerStatistics:
+    """Statistics of one server.
 
-    gradients   applied, or added to the sum of their step; dropped ones are not among them
+    gradients   number of gradients that were applied or added to the sum of their step, without dropped ones
     updates     of the parameters: one for each gradient; with policy sync one for each step
-    staleness   of each gradient, how many updates its parameters lacked when it came: {updates: gradients}
-    dropped     {worker: gradients that came too late for their step}; counted by server 0
-    torn        gradients whose worker was gone before they were applied to the end; a part of them was
-    unused      gradients of the last step of policy sync, if that was not complete when the last worker had left: they
-                are among the gradients, but were not used
+    staleness   {updates: gradients}: how many updates the parameters of each gradient lacked when it arrived
+    dropped     {worker: gradients that were too late for their step}; only at server 0
+    torn        gradients that were applied in part, because their worker died
+    unused      policy sync: gradients of the last step, if it was incomplete when the last worker left; `gradients`
+                includes them
     """
 
     server: int
@@ -34,25 +36,28 @@ class Account:
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """Of all servers; `opt.statistics()` gives it."""
+    """Statistics of all servers, as returned by `opt.statistics()`.
 
-    servers: tuple[Account, ...]
+    servers: those of each server. policy, placement: descriptions of the consistency policy and of the placement.
+    """
+
+    servers: tuple[ServerStatistics, ...]
     policy: str
     placement: str
 
     @property
     def staleness(self) -> Counter[int]:
-        """Of every gradient at the servers that took it: {updates it lacked: how often}."""
-        return sum((account.staleness for account in self.servers), Counter())
+        """{updates: gradients}: how many updates the parameters of each gradient lacked, over all servers."""
+        return sum((each.staleness for each in self.servers), Counter())
 
     @property
     def dropped(self) -> Counter[int]:
-        """{worker: gradients of it that were dropped}."""
+        """{worker: number of its gradients that were dropped}."""
         return self.servers[0].dropped
 
     @property
     def updates(self) -> int:
-        """Updates of the parameters, the same at each server when nothing is under way."""
+        """Number of updates of the parameters; equal on all servers while no step is in progress."""
         return self.servers[0].updates
 
     def __str__(self) -> str:
@@ -66,20 +71,17 @@ class Statistics:
         if first.unused:
             count = f"{first.unused} gradient{'s' * (first.unused > 1)}"
             lines.append(f"{count} of a step that was not complete {'were' if first.unused > 1 else 'was'} not used")
-        for account in self.servers:
-            torn = f", {account.torn} gradients torn" if account.torn else ""
+        for each in self.servers:
+            torn = f", {each.torn} gradients torn" if each.torn else ""
             lines.append(
-                f"server {account.server}: {amount(account.bytes_in)} in, {amount(account.bytes_out)} out, "
-                f"{account.updates} updates, {account.pulls} pulls{torn}"
+                f"server {each.server}: {amount(each.bytes_in)} in, {amount(each.bytes_out)} out, "
+                f"{each.updates} updates, {each.pulls} pulls{torn}"
             )
         return "\n".join(lines)
 
 
-_ROWS = 8
-
-
 def histogram(counts: Counter[int]) -> str:
-    """Counts as shares, neighbours together where there are many.
+    """Return counts as percentages, in at most 8 groups of neighbouring values.
 
     >>> histogram(Counter({0: 90, 1: 9, 4: 1}))
     '0: 90 %, 1: 9 %, 4: 1 %; mean 0.13, largest 4'
@@ -90,12 +92,12 @@ def histogram(counts: Counter[int]) -> str:
     values = sorted(counts)
     size = -(-len(values) // _ROWS)
     rows: Sequence[list[int]] = [values[at : at + size] for at in range(0, len(values), size)]
-    words = [
+    texts = [
         f"{row[0]}{f'-{row[-1]}' if len(row) > 1 else ''}: {_percent(sum(counts[v] for v in row) / total)}"
         for row in rows
     ]
     mean = sum(value * count for value, count in counts.items()) / total
-    return f"{', '.join(words)}; mean {mean:.3g}, largest {values[-1]}"
+    return f"{', '.join(texts)}; mean {mean:.3g}, largest {values[-1]}"
 
 
 def _percent(share: float) -> str:
@@ -104,3 +106,12 @@ def _percent(share: float) -> str:
     ('28 %', '0.04 %', '100 %')
     """
     return f"{100 * share:.0f} %" if share >= 0.01 else f"{100 * share:.1g} %"
+
+
+def named(workers: list[int]) -> str:
+    """Return the names of workers.
+
+    >>> named([0, 2])
+    'workers 0,2'
+    """
+    return f"worker{'s' * (len(workers) > 1)} {','.join(map(str, workers))}"

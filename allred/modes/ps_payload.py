@@ -1,18 +1,23 @@
-"""The tensors of a worker in mode ps: gradients in the form that is sent, and the arrays that a pull writes into."""
+"""Payload of a step in mode ps: gradients in the form that is pushed, the learning rate, and the targets of a pull."""
 
 import itertools
+import math
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from allred.arrays import Array
+from allred.errors import InputError
 from allred.fusion import Plan, Tensor
 from allred.modes.detect import finite
+from allred.optim.base import Optimizer
 from allred.optim.tensors import compute_dtype
+from allred.validators import non_negative
 
 
-class Gradients:
+class PushedGradients:
     """Converts the gradients of one optimizer, whose parameters are `tensors`, to the form that is sent."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -25,11 +30,11 @@ class Gradients:
         self.same_dtypes = [tensor.dtype for tensor in tensors] == self._dtypes
         self._zeros: dict[int, Array] = {}
 
-    def travelling(self, values: Sequence[Any]) -> list[Array]:
+    def to_wire(self, values: Sequence[Any]) -> list[Array]:
         """Return the gradients contiguous and in the dtype of the update; zeros for None."""
-        return [self._travelling(index, value) for index, value in enumerate(values)]
+        return [self._to_wire(index, value) for index, value in enumerate(values)]
 
-    def _travelling(self, index: int, value: Any) -> Array:
+    def _to_wire(self, index: int, value: Any) -> Array:
         dtype, shape = self._dtypes[index], self._shapes[index]
         if type(value) is np.ndarray and value.dtype == dtype and value.flags.c_contiguous:
             return value
@@ -64,11 +69,45 @@ def difference(tensors: Sequence[Tensor], known: Sequence[Tensor]) -> str:
     return f"there are {len(tensors)}, not {len(known)}"
 
 
-def sharing(tensors: Sequence[Tensor], leaves: Sequence[Array]) -> str:
-    """Which parameters share memory, in words."""
+def describe_overlap(tensors: Sequence[Tensor], leaves: Sequence[Array]) -> str:
+    """Describe which parameters share memory."""
     pairs = itertools.combinations(zip(tensors, leaves, strict=True), 2)
     one, other = next(((a.name, b.name) for (a, x), (b, y) in pairs if np.may_share_memory(x, y)), ("?", "?"))
     return (
-        f"parameters '{one}' and '{other}' share memory. The servers would train them apart, and one's gradient would "
-        "be lost; give such a parameter once, with the sum of its gradients"
+        f"parameters '{one}' and '{other}' share memory. The servers would update them separately, and one gradient "
+        "would be lost; give such a parameter once, with the sum of its gradients"
     )
+
+
+class PushedLearningRate:
+    """The learning rate that the program assigns to its optimizer, which goes to the servers with a step.
+
+    A schedule is not sent: the servers got it with their own optimizer. title: prefix of errors.
+    """
+
+    def __init__(self, optimizer: Any, title: str) -> None:
+        self._optimizer, self._title = optimizer, title
+        self._initial = self._last = getattr(optimizer, "lr", None)
+        self._number = math.nan
+        self._number = self._check(self._initial)
+
+    def value(self) -> float:
+        """Return the number to send; NaN for none. Raises InputError if it is no learning rate."""
+        lr = getattr(self._optimizer, "lr", None)
+        if lr is not self._last:
+            self._number = self._check(lr)
+            self._last = lr
+        return self._number
+
+    def _check(self, lr: Any) -> float:
+        if not isinstance(self._optimizer, Optimizer):  # its lr may be anything, such as a scheduler
+            is_assigned = lr is not self._initial
+            return float(lr) if isinstance(lr, numbers.Real) and is_assigned else math.nan
+        if not callable(lr):
+            return non_negative(self._title, "lr", lr)
+        if lr is not self._initial or not math.isnan(self._number):
+            raise InputError(
+                f"{self._title}: lr was changed to a schedule, and the servers do not hear of it; give schedules when "
+                "the optimizer is made, and assign numbers"
+            )
+        return math.nan

@@ -1,8 +1,7 @@
-"""MPI between workers and servers: objects for everything that is rare, and gradients and parameters where the two ends
-share no memory.
+"""MPI transport between workers and servers: control requests of all workers, and cells where memory is not shared.
 
-Nothing blocks: sends are kept until they are complete, receives are looked for. Cells pass through buffers that this
-module owns, a few at a time, so an interrupted step never lets MPI write into a user's array.
+No operation blocks: a send is kept until it is complete, and receives are tested. Cells pass through buffers of this
+module, so after an interrupted step MPI never writes into a user's array.
 
 Cells are sent with Issend, which completes only when the receiver has matched the message. So at most _DEPTH cells of a
 sender are unexpected messages, even while the receiver serves other workers. Isend completes as soon as TCP has taken
@@ -11,8 +10,9 @@ the bytes, and limits nothing: libfabric's tcp provider stops reading a connecti
 """
 
 import pickle
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,19 +22,21 @@ from allred import world
 from allred.arrays import Array
 from allred.comm.work import Steps, spin_wait
 from allred.ps.layout import CELL_BYTES
-from allred.ps.record import RECORD_BYTES
+from allred.ps.protocol import RECORD_BYTES, Leave
+from allred.ps.run_steps import Condition
 
-CALL, REPLY, BODY, STEP, ANSWER, UP, DOWN = range(1, 8)  # tags
-_DEPTH = 4  # cells under way, each way
-# Of a rank, where the MPI lets the others live: Open MPI's ULFM. An MPI without has mpi4py take ERR_UNKNOWN for them.
+CALL, REPLY, BODY, STEP, STEP_REPLY, UP, DOWN = range(1, 8)  # tags
+_DEPTH = 4  # cells in flight in each direction
+_LEAVE_S = 2.0  # time limit for the message of a worker that leaves
+# Errors of a dead peer in an MPI that continues without it (Open MPI's ULFM). In other MPIs mpi4py maps them to
+# ERR_UNKNOWN.
 _DEATHS = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING} - {MPI.ERR_UNKNOWN}
-LOST = (ConnectionResetError, MPI.Exception)  # how the death of the other end shows, mailboxes included
-_PART_BYTES = 2**28  # of a large object: no count comes near 2**31
+LOST = (ConnectionResetError, MPI.Exception)  # errors of a dead peer, for both transports
+_PART_BYTES = 2**28  # of a large object, so that counts stay below 2**31
 
 
 def _complete(request: Any, lost: bool = False) -> bool:
-    """Whether a send or receive is over. Raises ConnectionResetError if the other end has died; not if `lost`, then
-    that is an end too."""
+    """Whether a send or receive is complete. Raises ConnectionResetError if the peer has died, but True with `lost`."""
     try:
         return bool(request.Test())
     except MPI.Exception as error:
@@ -46,13 +48,13 @@ def _complete(request: Any, lost: bool = False) -> bool:
 
 
 class Arrival:
-    """A message with this tag, or one from that rank, to wait for. waits_for_peers: its sender may come late."""
+    """A `Pending` for a message of a rank with this tag. waits_for_peers: the sender may be late."""
 
     progress_count = 0
 
     def __init__(self, comm: Any, source: int, tag: int, waits_for_peers: bool = False) -> None:
         self.waits_for_peers = waits_for_peers
-        self.nbytes = 0  # of the message, once it is there
+        self.nbytes = 0  # of the message, once it has arrived
         self._comm, self._source, self._tag = comm, source, tag
 
     def done(self) -> bool:
@@ -66,19 +68,19 @@ class Arrival:
         return spin_wait(self.done)
 
 
-class Post:
-    """This rank's end of an mpi4py communicator that nobody else uses."""
+class MpiTransport:
+    """Sends and receives objects over an mpi4py communicator that has no other user."""
 
     def __init__(self, comm: Any) -> None:
         self.comm = comm
-        self._sending: deque[tuple[Any, Any]] = deque()  # requests, and what they send
+        self._sending: deque[tuple[Any, Any]] = deque()  # requests, and their data
 
     def send(self, to: int, tag: int, value: Any) -> None:
-        """An object to a rank."""
+        """Send an object to a rank."""
         self.send_parts(to, tag, [pickle.dumps(value, pickle.HIGHEST_PROTOCOL)])
 
     def send_parts(self, to: int, tag: int, parts: Sequence[Any]) -> None:
-        """Bytes, or memory that is sent from where it lies: it has to stay as it is until `tend` says so."""
+        """Send buffers without a copy: they must not change until `progress` returns True."""
         arrays = [np.frombuffer(part, np.uint8) for part in parts]
         self._start(np.array([array.size for array in arrays], np.int64).view(np.uint8), to, tag)
         for data in arrays:
@@ -86,43 +88,43 @@ class Post:
                 self._start(data[at : at + _PART_BYTES], to, BODY)
 
     def send_record(self, to: int, tag: int, record: bytes) -> None:
-        """RECORD_BYTES bytes to a rank."""
+        """Send RECORD_BYTES bytes to a rank."""
         self._start(np.frombuffer(record, np.uint8), to, tag)
 
     def _start(self, data: Array, to: int, tag: int) -> None:
-        self.tend()
+        self.progress()
         self._sending.append((self.comm.Isend([data, MPI.BYTE], to, tag), data))
 
-    def tend(self) -> bool:
-        """Drive what is being sent; True when all of it is."""
+    def progress(self) -> bool:
+        """Make progress with sends; True when all are complete."""
         while self._sending and _complete(self._sending[0][0], lost=True):
             self._sending.popleft()
         return not self._sending
 
     def arrived(self, tag: int) -> int | None:
-        """A rank from which a message with this tag has come."""
+        """Return the source of a message with this tag that has arrived; None if there is none."""
         status = MPI.Status()
         try:
             return status.Get_source() if self.comm.Iprobe(MPI.ANY_SOURCE, tag, status) else None
         except MPI.Exception as error:
             if error.Get_error_class() not in _DEATHS or world.watcher() is None:
                 raise
-            self.comm.Ack_failed()  # the watcher tells of it, and what comes of it
+            self.comm.Ack_failed()  # the watcher reports it
             return None
 
     def receive_record(self, source: int, tag: int) -> bytes:
-        """A record that has come."""
+        """Receive a record that has arrived."""
         record = np.empty(RECORD_BYTES, np.uint8)
         self.comm.Recv([record, MPI.BYTE], source, tag)
         return record.tobytes()
 
     def receive(self, source: int, tag: int, waits_for_peers: bool = False) -> Steps[Any]:
-        """The object that a rank has sent, or is about to."""
+        """Receive an object of a rank."""
         [data] = yield from self.receive_parts(source, tag, waits_for_peers)
         return pickle.loads(data.data)
 
     def receive_parts(self, source: int, tag: int, waits_for_peers: bool = False) -> Steps[list[Array]]:
-        """The same, of `send_parts`."""
+        """Receive the buffers of `send_parts`."""
         arrival = Arrival(self.comm, source, tag, waits_for_peers)
         yield arrival
         sizes = np.empty(arrival.nbytes // 8, np.int64)
@@ -136,14 +138,23 @@ class Post:
         return parts
 
 
+def send_leave(comm: Any, servers: int) -> None:
+    """Tell the servers that this worker makes no more requests."""
+    transport, until = MpiTransport(comm), time.monotonic() + _LEAVE_S
+    for server in range(servers):
+        transport.send(server, CALL, Leave())
+    while not transport.progress() and time.monotonic() < until:
+        pass
+
+
 class _Stream:
-    """Arrays as one stream of bytes."""
+    """Byte arrays as one stream."""
 
     def __init__(self, parts: Sequence[Array]) -> None:
         self._parts, self._number, self._offset = parts, 0, 0
 
     def copy(self, cell: Array, out: bool) -> None:
-        """The next bytes into `cell`, or from it."""
+        """Copy the next bytes of the stream into `cell`; with `out`, copy `cell` into the stream."""
         at = 0
         while at < cell.size:
             part = self._parts[self._number]
@@ -160,35 +171,36 @@ class _Stream:
 
 
 class Exchange:
-    """A worker's request, on its way; as `Pending`. `up`, `down`: arrays of bytes; sizes: of their cells."""
+    """A worker's step request by MPI, as a `Pending`. up, down: byte arrays to push and to fill, with the sizes of
+    their cells in bytes."""
 
     waits_for_peers = False
 
     def __init__(
-        self, post: Post, server: int, record: bytes, up: Sequence[Array], up_sizes: Array, down: Sequence[Array],
-        down_sizes: Array,
+        self, transport: MpiTransport, server: int, record: bytes, up: Sequence[Array], up_sizes: Array,
+        down: Sequence[Array], down_sizes: Array,
     ) -> None:  # fmt: skip
         self.progress_count = 0
         self.reply = b""
-        self._post, self._server = post, server
+        self._transport, self._server = transport, server
         self._up, self._down = _Stream(up), _Stream(down)
         self._up_sizes, self._down_sizes = deque(up_sizes.tolist()), deque(down_sizes.tolist())
         self._sends: deque[tuple[Any, Array]] = deque()
         self._receives: deque[tuple[Any, Array]] = deque()
         self._free = [np.empty(CELL_BYTES, np.uint8) for _ in range(min(_DEPTH, len(self._up_sizes)))]
         self._answer = np.empty(RECORD_BYTES, np.uint8)
-        post.send_record(server, STEP, record)
-        self._last = post.comm.Irecv([self._answer, MPI.BYTE], server, ANSWER)
+        transport.send_record(server, STEP, record)
+        self._last = transport.comm.Irecv([self._answer, MPI.BYTE], server, STEP_REPLY)
         for _ in range(min(_DEPTH, len(self._down_sizes))):
             self._await_cell(np.empty(CELL_BYTES, np.uint8))
         self.done()
 
     def _await_cell(self, buffer: Array) -> None:
         cell = buffer[: self._down_sizes.popleft()]
-        self._receives.append((self._post.comm.Irecv([cell, MPI.BYTE], self._server, DOWN), cell))
+        self._receives.append((self._transport.comm.Irecv([cell, MPI.BYTE], self._server, DOWN), cell))
 
     def done(self) -> bool:
-        self._post.tend()
+        self._transport.progress()
         while self._sends and self._sends[0][0].Test():
             self._free.append(self._sends.popleft()[1])
             self.progress_count += 1
@@ -196,7 +208,7 @@ class Exchange:
             buffer = self._free.pop()
             cell = buffer[: self._up_sizes.popleft()]
             self._up.copy(cell, out=False)
-            self._sends.append((self._post.comm.Issend([cell, MPI.BYTE], self._server, UP), buffer))
+            self._sends.append((self._transport.comm.Issend([cell, MPI.BYTE], self._server, UP), buffer))
         while self._receives and self._receives[0][0].Test():
             _, cell = self._receives.popleft()
             self._down.copy(cell, out=True)
@@ -212,64 +224,50 @@ class Exchange:
         return spin_wait(self.done)
 
 
-class _Room:
-    """A condition, to wait for."""
-
-    waits_for_peers = False
-    progress_count = 0
-
-    def __init__(self, done: Callable[[], bool]) -> None:
-        self.done = done
-
-    def spin_wait(self) -> bool:
-        return spin_wait(self.done)
-
-
 class MpiPort:
-    """A server's end of the same."""
+    """A server's end of the MPI traffic with a worker. It is a `Pending` that is complete when a cell has arrived."""
 
     waits_for_peers = False
 
-    def __init__(self, post: Post, worker: int) -> None:
+    def __init__(self, transport: MpiTransport, worker: int) -> None:
         self.progress_count = 0
-        self._post, self._worker = post, worker
+        self._transport, self._worker = transport, worker
         self._sizes: deque[int] = deque()
         self._receives: deque[tuple[Any, Array]] = deque()
         self._sends: deque[tuple[Any, Array]] = deque()
 
     def open(self, sizes: Array) -> None:
-        """Cells of so many bytes are about to come."""
+        """Begin to receive cells of these sizes in bytes."""
         self._sizes.extend(sizes.tolist())
         while self._sizes and len(self._receives) < _DEPTH:
             self._await_cell()
 
     def _await_cell(self) -> None:
         cell = np.empty(self._sizes.popleft(), np.uint8)
-        self._receives.append((self._post.comm.Irecv([cell, MPI.BYTE], self._worker, UP), cell))
+        self._receives.append((self._transport.comm.Irecv([cell, MPI.BYTE], self._worker, UP), cell))
 
     def cell(self) -> Array | None:
-        """The bytes of the next one, if it has come."""
-        self._post.tend()
+        """Return the first cell; None if it has not arrived."""
+        self._transport.progress()
         return self._receives[0][1] if _complete(self._receives[0][0]) else None
 
     def take(self) -> None:
-        """That one is done with."""
+        """Release the first cell."""
         self._receives.popleft()
         self.progress_count += 1
         if self._sizes:
             self._await_cell()
 
     def done(self) -> bool:
-        """Whether a cell has come."""
         return self.cell() is not None
 
     def spin_wait(self) -> bool:
         return spin_wait(self.done)
 
     @property
-    def room(self) -> "_Room":
-        """Until another cell can be given, to wait for."""
-        return _Room(self._has_room)
+    def room(self) -> Condition:
+        """The wait until another cell can be given."""
+        return Condition(self._has_room)
 
     def _has_room(self) -> bool:
         while self._sends and _complete(self._sends[0][0]):
@@ -277,16 +275,16 @@ class MpiPort:
         return len(self._sends) < _DEPTH
 
     def give(self, cell: Array) -> bool:
-        """Send a cell of parameters, a copy of it; False while too many are under way."""
+        """Send a copy of a cell of the parameters; False while _DEPTH cells are in flight."""
         if not self._has_room():
             return False
         copy = cell.copy()
-        self._sends.append((self._post.comm.Issend([copy, MPI.BYTE], self._worker, DOWN), copy))
+        self._sends.append((self._transport.comm.Issend([copy, MPI.BYTE], self._worker, DOWN), copy))
         return True
 
     def answer(self, record: bytes) -> None:
-        self._post.send_record(self._worker, ANSWER, record)
+        self._transport.send_record(self._worker, STEP_REPLY, record)
 
     def has_read(self, number: int) -> bool:
-        """Whether the worker still needs a cell that was given."""
+        """Always True: `give` copies."""
         return True

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from allred.ps.post import _DEPTH, DOWN, STEP, Exchange, MpiPort, Post
-from allred.ps.record import RECORD_BYTES
+from allred.ps.mpi_transport import _DEPTH, DOWN, STEP, Exchange, MpiPort, MpiTransport
+from allred.ps.protocol import RECORD_BYTES
 
 CELLS, NBYTES = 20, 64  # MPI sends such small messages eagerly, so only the limit holds a sender back
 SIZES = np.full(CELLS, NBYTES)
@@ -26,10 +26,10 @@ def looks(done):
     return [done() for _ in range(1000)]
 
 
-def serve(post, worker):
+def serve(transport, worker):
     """Receive the cells of a worker; returns their contents."""
-    post.receive_record(worker, STEP)
-    port = MpiPort(post, worker)
+    transport.receive_record(worker, STEP)
+    port = MpiPort(transport, worker)
     port.open(SIZES)
     found = []
     for _ in range(CELLS):
@@ -42,15 +42,15 @@ def serve(post, worker):
 
 
 def test_no_cell_of_a_gradient_counts_as_sent_before_the_server_takes_it(comm):
-    post, data = Post(comm), np.arange(CELLS * NBYTES, dtype=np.uint8)
+    transport, data = MpiTransport(comm), np.arange(CELLS * NBYTES, dtype=np.uint8)
     if comm.rank == 0:
         comm.Barrier()
         for worker in range(1, comm.size):  # all others wait meanwhile
-            np.testing.assert_array_equal(serve(post, worker), data)
-        while not post.tend():
+            np.testing.assert_array_equal(serve(transport, worker), data)
+        while not transport.progress():
             pass
     else:
-        exchange = Exchange(post, 0, bytes(RECORD_BYTES), [data], SIZES, [], NONE)
+        exchange = Exchange(transport, 0, bytes(RECORD_BYTES), [data], SIZES, [], NONE)
         looks(exchange.done)
         assert exchange.progress_count == 0
         comm.Barrier()
@@ -60,9 +60,9 @@ def test_no_cell_of_a_gradient_counts_as_sent_before_the_server_takes_it(comm):
 
 
 def test_a_server_gives_no_more_cells_than_a_worker_takes(comm):
-    post, cell = Post(comm), np.arange(NBYTES, dtype=np.uint8)
+    transport, cell = MpiTransport(comm), np.arange(NBYTES, dtype=np.uint8)
     if comm.rank == 0:
-        ports = [MpiPort(post, worker) for worker in range(1, comm.size)]
+        ports = [MpiPort(transport, worker) for worker in range(1, comm.size)]
         for port in ports:
             assert sum(looks(lambda port=port: port.give(cell))) == _DEPTH
         comm.Barrier()

@@ -1,4 +1,4 @@
-"""A server's side of steps, without MPI and without processes: a Service and its Shard, with ports that hold lists."""
+"""Steps at a server, without MPI and without processes: a StepHandler and its Shard, with ports that hold lists."""
 
 from collections import deque
 
@@ -8,13 +8,13 @@ import pytest
 from allred import optim
 from allred.errors import AllredError
 from allred.fusion import Tensor
-from allred.ps.boxes import BoxPort
 from allred.ps.consistency import Async, Bounded, Sync
 from allred.ps.layout import lay_out
 from allred.ps.placement import place
-from allred.ps.record import ABSENT, BEGIN, DONE, DROPPED, INIT, PULL, PUSH, Request, unpack_answer
-from allred.ps.service import Service
+from allred.ps.protocol import ABSENT, BEGIN, DONE, DROPPED, INIT, PULL, PUSH, StepRequest, unpack_reply
 from allred.ps.shard import Shard, locks
+from allred.ps.shm_transport import MailboxPort
+from allred.ps.step_handler import StepHandler
 
 NAN = float("nan")
 TENSORS = [Tensor("a", (3,), np.dtype("float32")), Tensor("b", (2, 2), np.dtype("float64"))]
@@ -55,7 +55,7 @@ class Port:
         return self
 
     def answer(self, record):
-        self.answers.append(unpack_answer(record))
+        self.answers.append(unpack_reply(record))
 
     def has_read(self, number):
         return True
@@ -92,18 +92,14 @@ class Served:
         placement = place(TENSORS, servers, how, split=False)
         layout = lay_out(TENSORS, placement.of(server))
         self.optimizer = optim.SGD(lr=1.0) if optimizer is None else optimizer
-        self.later = deque()
-        self.service = Service(
-            server, policy, workers, locking, later=lambda worker, steps: self.later.append(steps),
-            started=lambda: None,
-        )  # fmt: skip
+        self.handler = StepHandler(server, policy, workers, locking)
         self.shard = Shard(layout, bytearray(layout.nbytes), self.optimizer, {"a": 0, "b": 1})
-        self.service.shard = self.shard
+        self.handler.shard = self.shard
         self.ports = [Port() for _ in range(workers)]
 
     @property
-    def account(self):
-        return self.service.account
+    def statistics(self):
+        return self.handler.statistics
 
     def cells(self, value):
         """A gradient of equal elements, as it comes."""
@@ -119,7 +115,7 @@ class Served:
             port.cells.append(np.array(marks, np.uint8).tobytes())
         if value is not None:
             port.cells.extend(self.cells(value))
-        return self.service.step(worker, port, Request(flags, step, version, lr))
+        return self.handler.step(worker, port, StepRequest(flags, step, version, lr))
 
     def do(self, *arguments, **keywords):
         """A request to its end, and what comes of it; the worker's answer, if it has one."""
@@ -130,12 +126,12 @@ class Served:
     def finish(self, steps):
         for _ in steps:
             raise AssertionError("it waits for something")
-        while self.later:
-            for _ in self.later.popleft():
+        while self.handler.turns:
+            for _ in self.handler.turns.popleft().steps:
                 raise AssertionError("it waits for something")
 
     def leave(self, worker):
-        self.finish(self.service.leave(worker))
+        self.finish(self.handler.leave(worker))
 
     def values(self):
         """The elements of each tensor that lies here; each tensor's have to be equal."""
@@ -156,15 +152,15 @@ def test_a_step_of_async_applies_the_gradient_and_gives_what_comes_of_it():
     assert served.do(1, ALL, 2.0) == (0, 1, 2, 1)  # its parameters lacked one update
     assert served.values() == {"a": 2.0, "b": 2.0}
     assert served.ports[1].given == served.cells(2.0)
-    assert (served.account.gradients, served.account.updates, served.account.pulls) == (2, 2, 2)
-    assert served.account.staleness == {0: 1, 1: 1}
-    assert served.account.bytes_in == 3 * (3 * 4 + 4 * 8)
+    assert (served.statistics.gradients, served.statistics.updates, served.statistics.pulls) == (2, 2, 2)
+    assert served.statistics.staleness == {0: 1, 1: 1}
+    assert served.statistics.bytes_in == 3 * (3 * 4 + 4 * 8)
 
 
 def test_sync_answers_when_the_step_is_complete():
     served = Served(Sync(), 2)
     assert served.do(0, SYNC, 1.0) is None
-    assert served.service.waits() == "worker 0 waits for worker 1"
+    assert served.handler.describe_waits() == "worker 0 waits for worker 1"
     assert served.do(1, SYNC, 3.0) == (0, 1, 1, 0)
     assert served.ports[0].answers == [(0, 1, 1, 0)]
     assert served.values() == {"a": -2.0, "b": -2.0}
@@ -176,8 +172,8 @@ def test_a_late_gradient_is_dropped_and_counted():
     assert served.do(0, SYNC, 1.0) == (0, 1, 1, 0)
     assert served.do(1, SYNC, 100.0) == (DROPPED, 1, 1, 1)
     assert served.values() == {"a": -1.0, "b": -1.0}
-    assert served.account.dropped == {1: 1}
-    assert served.account.gradients == 1
+    assert served.statistics.dropped == {1: 1}
+    assert served.statistics.gradients == 1
 
 
 def test_bounded_lets_the_fast_one_wait():
@@ -296,7 +292,7 @@ def test_a_server_without_tensors_counts_and_makes_no_call_of_a_users_own_optimi
     for step in range(3):
         assert served.do(0, flags, 1.0, step=step, version=step) == (0, step + 1, step + 1, 0)
     assert own.calls == []
-    assert served.account.updates == 3
+    assert served.statistics.updates == 3
     assert served.do(0, flags, 1.0, step=3, version=3, absent=[0, 1]) == (0, 4, 4, 0)
 
 
@@ -367,7 +363,7 @@ def test_a_server_that_has_not_heard_of_a_leave_applies_the_mean_before_it_gives
     assert job.pull(1) == ([-17.0, -17.0], [2, 2])
     job.servers[1].leave(2)
     assert job.pull(0) == ([-17.0, -17.0], [2, 2])
-    assert [served.account.updates for served in job.servers] == [2, 2]
+    assert [served.statistics.updates for served in job.servers] == [2, 2]
 
 
 def test_a_server_that_hears_of_a_leave_in_the_middle_of_the_next_step_goes_on_with_that():
@@ -436,7 +432,7 @@ def test_no_step_mixes_whatever_the_order(seed):
         server = int(rng.integers(servers))
         if unheard[server] and rng.random() < 0.3:
             job.servers[server].leave(unheard[server].pop(int(rng.integers(len(unheard[server])))))
-        if job.servers[0].service.coordinator.global_step == len(expected):
+        if job.servers[0].handler.coordinator.global_step == len(expected):
             expected.append(expected[-1] - sum(given) / len(given))
             given = []
         job.hear()
@@ -450,11 +446,11 @@ def test_a_step_number_that_no_server_can_have_is_a_mistake():
         job.servers[1].do(0, PULL, step=1)
 
 
-# ---- the account
+# ---- statistics
 
 
 def torn(request, *cells, policy=None, optimizer=None, room_for=10**9, die=False):
-    """What an account says when the worker is gone after so many cells of a request."""
+    """Return the number of torn gradients when the worker is gone after this number of cells."""
     served = Served(policy or Async(), 2, optimizer=optimizer)
     served.ports[0].room_for = room_for
     steps = served.ask(0, request)
@@ -468,7 +464,7 @@ def torn(request, *cells, policy=None, optimizer=None, room_for=10**9, die=False
             next(steps)
     else:
         steps.close()
-    return served.account.torn
+    return served.statistics.torn
 
 
 def test_a_gradient_of_which_a_part_was_applied_is_torn():
@@ -488,7 +484,7 @@ def test_what_is_no_gradient_or_changes_nothing_is_not_torn():
     pull = served.ask(0, PULL)
     next(pull)
     pull.close()
-    assert served.account.torn == 0
+    assert served.statistics.torn == 0
 
 
 def test_gradients_of_a_step_that_stays_incomplete_are_counted_at_the_end():
@@ -496,10 +492,10 @@ def test_gradients_of_a_step_that_stays_incomplete_are_counted_at_the_end():
     served.do(0, SYNC, 1.0)
     served.do(1, SYNC, 1.0)
     served.leave(0)
-    assert served.account.unused == 0
+    assert served.statistics.unused == 0
     served.leave(1)
-    assert served.account.unused == served.account.gradients == 2
-    assert served.account.updates == 0
+    assert served.statistics.unused == served.statistics.gradients == 2
+    assert served.statistics.updates == 0
 
 
 def test_nothing_is_left_over_where_each_living_worker_gives_one():
@@ -507,7 +503,7 @@ def test_nothing_is_left_over_where_each_living_worker_gives_one():
     served.do(0, SYNC, 4.0)
     served.leave(0)
     served.leave(1)
-    assert (served.account.unused, served.account.updates) == (0, 1)
+    assert (served.statistics.unused, served.statistics.updates) == (0, 1)
     assert served.values() == {"a": -4.0, "b": -4.0}
 
 
@@ -515,9 +511,9 @@ def test_who_has_left_is_not_kept_among_those_that_may_go_on():
     served = Served(Sync(replicas_to_aggregate=1), 3)
     served.do(0, SYNC, 1.0)
     assert served.do(1, BEGIN).flags == DROPPED
-    served.service.let_go()  # it may go on, as soon as it has come to wait
+    served.handler.release()  # it may go on, as soon as it has come to wait
     served.leave(1)
-    assert not served.service._may_go
+    assert not served.handler._may_go
 
 
 # ---- locking: a pull brings one version
@@ -538,7 +534,7 @@ class Box:
 def test_a_cell_is_not_changed_before_the_worker_has_copied_it():
     served = Served(Async(), 2)
     box = Box()
-    served.finish(served.service.step(1, BoxPort(box), Request(PULL, 0, 0, NAN)))
+    served.finish(served.handler.step(1, MailboxPort(box), StepRequest(PULL, 0, 0, NAN)))
     push = served.ask(0, ALL, 1.0)
     next(push)
     assert served.values() == {"a": 0.0, "b": 0.0}
@@ -552,11 +548,11 @@ def test_a_cell_is_not_changed_before_the_worker_has_copied_it():
 
 def test_nobody_waits_for_one_that_is_gone_or_without_locking():
     served = Served(Async(), 2)
-    served.finish(served.service.step(1, BoxPort(Box()), Request(PULL, 0, 0, NAN)))
+    served.finish(served.handler.step(1, MailboxPort(Box()), StepRequest(PULL, 0, 0, NAN)))
     push = served.ask(0, ALL, 1.0)
     next(push)
-    served.service.forget(1)
+    served.handler.forget_reader(1)
     served.finish(push)
     served = Served(Async(), 2, locking=False)
-    served.finish(served.service.step(1, BoxPort(Box()), Request(PULL, 0, 0, NAN)))
+    served.finish(served.handler.step(1, MailboxPort(Box()), StepRequest(PULL, 0, 0, NAN)))
     served.do(0, ALL, 1.0)

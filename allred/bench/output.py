@@ -1,14 +1,19 @@
-"""Output of a benchmark on rank 0: one JSON object per line, or a table."""
+"""Output of a benchmark on rank 0: the conditions of the measurement; one JSON object per line, or a table."""
 
 import json
+import os
 from collections import Counter
 from typing import Any
 
-from allred.bench import measure, setting
-from allred.ps.account import histogram
+from allred.bench import measure
+from allred.cluster import mpi
+from allred.ps.stats import histogram
 
 _RATES = ("copy_GBps", "pack_GBps", "unpack_GBps", "pack_scaled_GBps", "unpack_divided_GBps")
 _COLUMNS = {"p50_us": "p50 us", "p99_us": "p99 us", "algbw_GBps": "algbw GB/s"}
+
+# Freed memory stays in the process; large blocks come from the heap too; the heap uses huge pages.
+TUNABLES = f"glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold={2**64 - 1}:glibc.malloc.mmap_threshold={2**64 - 1}"
 
 
 def result(
@@ -72,7 +77,7 @@ class ResultWriter:
         print(f"{bench}: {dtype}, {conditions['op']}, in place, blocking; {ranks}, backend {labels['backend']}")
         if "gpu" in conditions:
             print(f"{conditions['gpu']}, NCCL {conditions['nccl']}, cupy {conditions['cupy']}")
-        print(*setting.lines(conditions), sep="\n")
+        print(*condition_lines(conditions), sep="\n")
         columns = [
             f"{'size' if bench == 'allreduce' else 'set':>12}",
             *(f"{name:>11}" for name in _columns(bench).values()),
@@ -103,6 +108,57 @@ class ResultWriter:
             print(f"{'':>12}  enqueue: {number(record['enqueue_us'])} us per call; GB/s: {rates}", flush=True)
         if "staleness" in record:
             print(f"{'':>12}  staleness: {histogram(Counter(record['staleness']))}", flush=True)
+
+
+def tuned() -> bool:
+    """Whether this process was started with TUNABLES."""
+    return TUNABLES in os.environ.get("GLIBC_TUNABLES", "")
+
+
+def describe(comm: Any, mpi_settings: dict[str, str]) -> dict[str, Any]:
+    """The conditions as a JSON record. Collective over the mpi4py communicator `comm`."""
+    from mpi4py import MPI
+
+    library = mpi.library_name(MPI.Get_library_version())
+    other_mpi = "MPIR_CVAR_" if library.startswith("Open MPI") else "OMPI_MCA_"
+    levels = {getattr(MPI, f"THREAD_{word.upper()}"): word for word in ("single", "funneled", "serialized", "multiple")}
+    return {
+        "mpi": library,
+        "thread_level": levels[MPI.Query_thread()],
+        "threads": len(os.listdir("/proc/self/task")),
+        "mpi_settings": {name: value for name, value in mpi_settings.items() if not name.startswith(other_mpi)},
+        "binding": comm.allgather(cores(os.sched_getaffinity(0))),
+        "cores": os.cpu_count(),
+        "glibc_tunables": os.environ.get("GLIBC_TUNABLES", ""),
+        "tuned": tuned(),
+    }
+
+
+def cores(numbers: set[int]) -> str:
+    """Core numbers as ranges.
+
+    >>> cores({0, 1, 2, 5})
+    '0-2,5'
+    """
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+
+
+def condition_lines(record: dict[str, Any]) -> list[str]:
+    """The conditions as two lines of text."""
+    settings = " ".join(f"{name}={value}" for name, value in record["mpi_settings"].items())
+    binding = record["binding"]
+    where = f"{binding[0]} each" if len(set(binding)) == 1 else ", ".join(binding)
+    return [
+        f"{record['mpi']}, thread level {record['thread_level']}; settings: {settings or 'none'}",
+        f"{record['cores']} cores, binding of the ranks: {where}; threads per rank: {record['threads']}; "
+        f"GLIBC_TUNABLES: {record['glibc_tunables'] or 'none'}",
+    ]
 
 
 def number(value: float) -> str:

@@ -1,0 +1,95 @@
+"""Context of mode ps on this rank: which ranks are parameter servers, and whether this worker still uses them."""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+
+from allred import world
+from allred.errors import NotInitializedError
+
+
+@dataclasses.dataclass(eq=False)
+class Context:
+    """Mode ps on this rank, from init() to shutdown(). World ranks 0 to servers - 1 are servers, the others workers.
+
+    comm: mpi4py communicator of these ranks, used only between workers and servers. nodes: the node of each rank.
+    config: the settings. joins: servers may be in `Server.join()`, where they take the optimizer of worker 0.
+    has_optimizer: an optimizer has registered with the servers. servers_return: the server processes continue when the
+    last worker has left; None until it is known. farewell: tells the servers that this worker leaves.
+    """
+
+    comm: Any
+    rank: int
+    servers: int
+    nodes: tuple[int, ...]
+    config: Any
+    joins: bool = False
+    has_optimizer: bool = False
+    servers_return: bool | None = None
+    farewell: Callable[[], None] | None = None
+    process: int = dataclasses.field(default_factory=os.getpid)
+
+    @property
+    def workers(self) -> int:
+        """The number of workers."""
+        return len(self.nodes) - self.servers
+
+    @property
+    def serves(self) -> bool:
+        """Whether this rank is a server."""
+        return self.rank < self.servers
+
+    @property
+    def worker(self) -> int:
+        """The number of this worker."""
+        return self.rank - self.servers
+
+
+_servers_ended = False  # after shutdown(): the server processes have ended
+
+
+def _find() -> Context | None:
+    here = world.current_or_none()
+    return None if here is None else here.ps
+
+
+def is_active() -> bool:
+    """Whether mode ps is active."""
+    return _find() is not None
+
+
+def serves() -> bool:
+    """Whether this rank is a parameter server."""
+    here = _find()
+    return here is not None and here.serves
+
+
+def current() -> Context:
+    """Return the context. Raises NotInitializedError outside mode ps."""
+    here = world.current().ps
+    if here is None:
+        raise NotInitializedError("this needs mode ps: allred.init(mode='ps'), or ALLRED_MODE=ps")
+    return here
+
+
+def servers_ended() -> bool:
+    """Whether mode ps is over in this process, and its servers have ended."""
+    return _servers_ended
+
+
+def leave() -> None:
+    """End mode ps in this process. A worker tells the servers that it makes no more requests; a forked process does
+    not."""
+    global _servers_ended
+    here = current()
+    if os.getpid() != here.process:
+        return
+    if here.farewell is not None:
+        here.farewell()
+    elif not here.serves:
+        from allred.ps.mpi_transport import send_leave  # imports MPI
+
+        send_leave(here.comm, here.servers)
+    world.current().ps = None
+    _servers_ended = not (here.joins if here.servers_return is None else here.servers_return)

@@ -1,0 +1,203 @@
+"""Protocol between workers and parameter servers: records of steps, and control requests.
+
+A step takes one step request to each server, or several. The flags of a request select these actions, in this order:
+
+    BEGIN   ask whether the gradient may be used (policy sync; a gradient that may not is received and dropped)
+    PUSH    send the gradient, cell by cell
+    DONE    report that all servers have the gradient; the reply comes when the worker may continue
+    PULL    receive the parameters, cell by cell
+
+Control requests are rare. A worker sends one as a pickled object (`ControlRequest`); the server replies with an object.
+"""
+
+import dataclasses
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from allred import checkpoint
+from allred.arrays import Array
+from allred.comm.backends.segment import Offer
+from allred.errors import AllredError
+from allred.ps.placement import Placement
+from allred.ps.shard import Parts
+
+RECORD_BYTES = 64  # of each step request and each step reply
+
+BEGIN, PUSH, DONE, PULL, ABSENT, INIT, DRAIN = (1 << bit for bit in range(7))
+# ABSENT: some pieces have no gradient; an additional first cell marks them, one byte for each piece.
+# INIT: the cells are initial parameters, not gradients. DRAIN: this worker was asked to stop.
+
+DROPPED, DRAINING = (1 << bit for bit in range(2))  # of replies. DRAINING: a rank was asked to stop, so all must stop
+
+_REQUEST = struct.Struct("<Iqqd36x")
+_REPLY = struct.Struct("<Iqqq36x")
+
+
+class StepRequest(NamedTuple):
+    """flags; the worker's step; the version it pulled last; its learning rate, NaN for no change."""
+
+    flags: int
+    step: int
+    version: int
+    lr: float
+
+
+class StepReply(NamedTuple):
+    """flags; the step that the worker may begin now; the version of the pulled parameters; staleness of the push."""
+
+    flags: int
+    step: int
+    version: int
+    staleness: int
+
+
+pack_request, pack_reply = _REQUEST.pack, _REPLY.pack  # the fields as a record
+
+
+def unpack_request(record: bytes) -> StepRequest:
+    """Return the StepRequest of a record."""
+    return StepRequest._make(_REQUEST.unpack(record))
+
+
+def unpack_reply(record: bytes) -> StepReply:
+    """Return the StepReply of a record."""
+    return StepReply._make(_REPLY.unpack(record))
+
+
+class ControlRequest:
+    """Base class of control requests.
+
+    title: the text of the wait for the reply. late: the reply may depend on requests of other workers. trains: the wait
+    lasts while other workers train; the servers report a worker that makes no requests.
+    """
+
+    title, late, trains = "", False, False
+
+    def __init_subclass__(cls, title: str = "", late: bool = False, trains: bool = False) -> None:
+        cls.title, cls.late, cls.trains = title, late, trains
+
+
+@dataclasses.dataclass(frozen=True)
+class Register(ControlRequest, title="registration with the parameter servers", late=True):
+    """Register a worker. Reply: `Registration`.
+
+    skeleton: the nest of the parameters, with their positions as leaves. agreement: the options that must be equal on
+    all ranks. optimizer: worker 0's pickled options and optimizer for `Server.join()`, or why there are none.
+    """
+
+    placement: Placement
+    skeleton: Any
+    agreement: str
+    optimizer: bytes | str = b""
+
+
+class Registration(NamedTuple):
+    """Reply to `Register`. mailbox, parameters: shared memory of the server; None on another node. server_returns:
+    whether the server process continues when the last worker has left."""
+
+    mailbox: Offer | None
+    parameters: Offer | None
+    server_returns: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadState(ControlRequest, title="the optimizer's state"):
+    """Set the optimizer's state."""
+
+    state: Any
+    parts: Parts
+
+
+@dataclasses.dataclass(frozen=True)
+class InitialState(LoadState, title="the optimizer's state to start from"):
+    """Worker 0 sets the optimizer's state and the hash of the initial parameters, which follow as a push."""
+
+    digest: str
+
+
+@dataclasses.dataclass(frozen=True)
+class AwaitStart(ControlRequest, late=True):
+    """Wait until worker 0 has sent initial parameters `number` times. Reply: their hash."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class CompareBatches(ControlRequest, title="the arguments of the batches"):
+    """Send the arguments of this worker's batches. Reply: {worker: arguments} so far."""
+
+    arguments: Any
+
+
+class GetState(ControlRequest, title="the optimizer's state"):
+    """Reply: the optimizer's state and the slots of this server's pieces."""
+
+
+class GetStep(ControlRequest, title="the number of the step"):
+    """Reply: the optimizer's updates, including those before a restore, and the version of the parameters."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SetStep(ControlRequest, title="the number of the step"):
+    """The parameters were restored from a checkpoint of this step."""
+
+    step: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Save(ControlRequest):
+    """Write this server's part of a checkpoint. Reply: (shard, optimizer's state, version). extra: one more entry."""
+
+    directory: Path
+    extra: tuple[checkpoint.Entry, Array] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointComplete(ControlRequest):
+    """Announce a complete checkpoint, for the status of the server."""
+
+    path: str
+
+
+class GetStatistics(ControlRequest, title="statistics of the parameter servers"):
+    """Reply: the statistics of this server."""
+
+
+class BeginDrain(ControlRequest, title="the stop request"):
+    """Stop all workers. Reply: whether this worker writes the last checkpoint."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EndDrain(ControlRequest, title="the checkpoint at the end"):
+    """Wait for the result of the last checkpoint. result: given by the worker that writes it. Reply: the result."""
+
+    result: str | None
+
+
+class Finish(ControlRequest, title="the end of this worker's steps"):
+    """This worker makes no more steps, but still sends other requests."""
+
+
+class AwaitFinish(ControlRequest, title="the end of the other workers' steps", late=True, trains=True):
+    """Wait until all workers have finished or are gone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ShareFailure(ControlRequest, title="final status of worker 0", late=True):
+    """Wait for the `number`-th final status of worker 0. Reply: its error, or None.
+
+    is_chief: this is worker 0, and `failure` is its status.
+    """
+
+    number: int
+    is_chief: bool
+    failure: AllredError | None
+
+
+class Leave(ControlRequest):
+    """This worker makes no more requests. There is no reply."""
+
+
+class LeaveAndWait(Leave, title="the end of the other workers", trains=True):
+    """This worker makes no more requests. Reply: the statistics, after the last worker has left."""

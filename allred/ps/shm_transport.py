@@ -1,0 +1,85 @@
+"""Shared memory between a server and the workers of its node: the parameters, and a mailbox for each worker.
+
+A worker opens the memory through /proc. Where that is impossible (another PID namespace, no C extension), it uses MPI.
+"""
+
+import functools
+import mmap
+from typing import Any
+
+from allred import native
+from allred.arrays import Array
+from allred.comm.backends.segment import Offer, accept, offer
+from allred.ps.layout import CELL_BYTES
+from allred.ps.run_steps import Condition
+
+SLOTS = 8  # cells in a mailbox
+BELL_BYTES = 64  # doorbell that wakes a sleeping server, at the end of the parameters' memory
+BOX_BYTES = native.mailbox_bytes(SLOTS, CELL_BYTES) if native.mailbox_bytes is not None else 0
+
+
+def allocate(nbytes: int) -> tuple[Any, Offer | None]:
+    """Return memory of `nbytes` bytes, and the offer with which another process opens it; None if it cannot."""
+    if native.available:
+        try:
+            return offer(max(nbytes, mmap.PAGESIZE))
+        except OSError:
+            pass
+    return bytearray(nbytes), None
+
+
+def mailbox(memory: Any, parameters: Any) -> Any:
+    """Return one end of the mailbox in `memory`."""
+    return native.Mailbox(memory, SLOTS, CELL_BYTES, memoryview(parameters)[-BELL_BYTES:])
+
+
+def open_mailbox(box: Offer | None, parameters: Offer | None) -> tuple[Any, Any]:
+    """Return a worker's end of the mailbox, and the server's parameters; (None, None) if they cannot be opened."""
+    opened = [None if each is None or not native.available else accept(each) for each in (box, parameters)]
+    return (None, None) if None in opened else (mailbox(*opened), opened[1])
+
+
+class MailboxPort:
+    """A server's end of a mailbox. It is a `Pending` that is complete when a cell has arrived."""
+
+    waits_for_peers = False
+
+    def __init__(self, box: Any) -> None:
+        self.box = box
+        self.progress_count = 0
+        self.cell, self._take, self._give, self.answer = box.cell, box.take, box.give, box.answer
+        self._given = 0
+
+    def open(self, sizes: Array) -> None:
+        """Begin to receive cells of these sizes in bytes."""
+        self._given = 0
+
+    def take(self) -> None:
+        """Release the slot of the first cell."""
+        self._take(1)
+        self.progress_count += 1
+
+    def done(self) -> bool:
+        return self.cell() is not None
+
+    def spin_wait(self) -> bool:
+        return bool(self.box.spin_wait_cell() is not None)
+
+    def give(self, cell: Array) -> bool:
+        """Let the worker copy the next cell of the parameters."""
+        self._give(1)
+        self._given += 1
+        return True
+
+    def has_read(self, number: int) -> bool:
+        """Whether the worker has copied this cell, or the server has not given it."""
+        read: int = self.box.read
+        return read > number or read >= self._given
+
+    def forget(self) -> None:
+        """Do not wait for the worker to copy cells: it is gone."""
+        self._given = 0
+
+    def reading(self, number: int, worker: int) -> Condition:
+        """Return the wait until the worker has copied this cell."""
+        return Condition(functools.partial(self.has_read, number), worker)

@@ -1,0 +1,317 @@
+"""Handles step requests at a server: receives gradients, applies them, sends parameters, lets workers continue.
+
+With locking a pull gets one version: while a worker copies the parameters, no cell that it has not copied changes.
+
+Policy sync on several servers. Each server applies the mean of a step by itself, and all apply the same mean:
+
+    1  A gradient that server 0 has accepted for step s (BEGIN) goes to all servers, which add it to their sums.
+    2  When all have replied, the worker reports that to server 0 (DONE). So when server 0 has the reports of all
+       gradients of the step, every server's sum contains these gradients and no other.
+    3  A server applies the mean when its sum has the gradients that it expects: `replicas_to_aggregate`, or one of each
+       worker that has not left. A leave may reach it later than server 0; then it still waits.
+    4  Server 0 lets a worker continue with step s + 1, which means that step s is complete. The worker's next requests
+       to all servers carry that number. A server with a smaller version first applies the mean of its sum.
+    5  So no pull gets parameters older than the step that it is for, and no sum gets a gradient of another step.
+
+A server may be ahead. It may receive a leave before server 0 does, but it lets no worker continue. And if
+`replicas_to_aggregate` is smaller than the number of workers, a backup worker may pull while the others end the step:
+its gradient is dropped (BEGIN), because the step has its gradients.
+"""
+
+import functools
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import Any
+
+import numpy as np
+
+from allred.comm.work import Steps
+from allred.errors import AllredError
+from allred.ps import protocol
+from allred.ps.shard import Shard, Update
+from allred.ps.shm_transport import MailboxPort
+from allred.ps.stats import ServerStatistics, named
+from allred.timeline.recorder import span
+
+
+class Turn:
+    """A request that a server is working on. worker: its sender; None for work that follows a leave."""
+
+    def __init__(self, worker: int | None, steps: Steps[None]) -> None:
+        self.worker, self.steps = worker, steps
+        self.pending: Any = None  # the current wait
+
+    def advance(self) -> bool:
+        """Continue up to the next wait; True at the end."""
+        try:
+            while self.pending is None or self.pending.done():
+                self.pending = next(self.steps)
+        except StopIteration:
+            return True
+        except ConnectionResetError:  # the worker has died; its watcher reports that
+            self.cancel()
+            return True
+        return False
+
+    def cancel(self) -> None:
+        """Stop: the worker is gone."""
+        self.steps.close()
+
+    def rest(self) -> Steps[None]:
+        """Return the remaining steps, beginning with the current wait."""
+        yield self.pending
+        for pending in self.steps:
+            self.pending = pending
+            yield pending
+
+    def awaited_worker(self) -> int | None:
+        """Return the worker that the current wait depends on: one that copies a cell, else the sender."""
+        other: int | None = getattr(self.pending, "worker", None)
+        return self.worker if other is None else other
+
+
+class StepHandler:
+    """Step requests at one server.
+
+    turns: the requests in progress, in order; those that may continue are appended. shard: set by the registration.
+    draining: whether a rank was asked to stop. starts: how often worker 0 has sent initial parameters. coordinator: the
+    policy's state machine; on servers other than 0 it only knows the live workers. locking: whether requests are
+    handled one by one (shard.py: `locks`).
+    """
+
+    def __init__(self, server: int, policy: Any, workers: int, locking: bool) -> None:
+        self.statistics = ServerStatistics(server)
+        self.coordinator = policy.coordinator(workers)
+        self.shard: Shard | None = None
+        self.turns: deque[Turn] = deque()
+        self.draining = False
+        self.starts = 0
+        self.locking = locking
+        self._averages = bool(self.coordinator.asks)
+        self._rows = [f"worker {worker}" for worker in range(workers)]  # of the timeline
+        self._aggregate = getattr(policy, "replicas_to_aggregate", None)
+        self._begun: set[int] = set()  # workers that are sending a gradient to all servers, or partly into the sum
+        self._in_sum: set[int] = set()  # workers that have a gradient in the sum
+        self._readers: dict[int, MailboxPort] = {}  # workers that copy parameters
+        self._parked: dict[int, tuple[Any, protocol.StepRequest, int, int]] = {}  # workers that are done and must wait
+        self._may_go: dict[int, int] = {}  # {worker: step} of workers that may continue and have not asked yet
+        self._lr = float("nan")
+
+    def step(self, worker: int, port: Any, request: protocol.StepRequest) -> Steps[None]:
+        """Handle a step request (protocol.py)."""
+        flags, step, version, lr = request
+        shard, staleness, dropped, given = self.require_shard(), 0, False, False
+        self._readers.pop(worker, None)
+        if self._averages and step > shard.version:
+            assert step == shard.version + 1, f"a request for step {step} came at version {shard.version}"
+            assert shard.added, f"step {step} may begin, but of the one before there is no gradient"
+            yield from self._apply_mean(shard)
+        if flags & protocol.DRAIN:
+            self.draining = True
+        if flags & protocol.BEGIN:
+            dropped = not self._begin(worker)
+        if worker == 0 and lr != self._lr and lr == lr:
+            self._lr = lr
+            shard.set_lr(lr)
+        if flags & protocol.PUSH:
+            staleness = shard.version - version
+            given = (
+                flags & (protocol.INIT | protocol.DONE | protocol.PULL) == protocol.PULL
+                and shard.in_place
+                and not self._averages
+            )
+            kind, nbytes = ("push+pull", shard.bytes_up + shard.bytes_down) if given else ("push", shard.bytes_up)
+            with span(kind, "", nbytes, self._rows[worker]):
+                yield from self._push(worker, port, shard, flags, dropped, given)
+            if given:  # reply before counting, so that the worker continues sooner
+                self._reply(port, step + 1, 0, staleness)
+                self._count_pull(worker, port, shard)
+            self.statistics.bytes_in += shard.bytes_up
+            if not dropped and not flags & protocol.INIT:
+                self.statistics.gradients += 1
+                self.statistics.staleness[staleness] += 1
+            if given:
+                return
+        if flags & protocol.DONE:
+            if worker in self._begun or not self._averages:
+                self._begun.discard(worker)
+                self.coordinator.done(worker)
+            self._parked[worker] = port, request, protocol.DROPPED * dropped, staleness
+            self.release()
+            return
+        if flags & protocol.PULL:
+            yield from self._give(worker, port, shard)
+        self._reply(port, step + 1, protocol.DROPPED if dropped else 0, staleness)
+
+    def _begin(self, worker: int) -> bool:
+        taken: bool = self.coordinator.begin(worker)
+        if taken:
+            self._begun.add(worker)
+        else:
+            self.statistics.dropped[worker] += 1
+        return taken
+
+    def release(self) -> None:
+        """Let the workers continue that may."""
+        self._may_go.update(self.coordinator.ready())
+        if self.draining:  # no worker makes another step
+            self._may_go.update({worker: request.step for worker, (_, request, *_) in self._parked.items()})
+        for worker in [worker for worker in self._may_go if worker in self._parked]:
+            port, request, flags, staleness = self._parked.pop(worker)
+            steps = self._continue(worker, port, request.flags, self._may_go.pop(worker), flags, staleness)
+            self.turns.append(Turn(worker, steps))
+
+    def _continue(self, worker: int, port: Any, asked: int, step: int, flags: int, staleness: int) -> Steps[None]:
+        if asked & protocol.PULL:
+            yield from self._give(worker, port, self.require_shard())
+        self._reply(port, step, flags, staleness)
+
+    def describe_waits(self) -> str:
+        """Return which workers wait for which, as text; "" if none waits."""
+        waiting, others = sorted(self._parked), sorted(self.coordinator.live - set(self._parked))
+        return f"{named(waiting)} wait{'s' * (len(waiting) == 1)} for {named(others)}" if waiting else ""
+
+    @property
+    def parked(self) -> Collection[int]:
+        """The workers whose replies are held back."""
+        return self._parked.keys()
+
+    def forget_reader(self, worker: int) -> None:
+        """Do not wait for a worker that copies parameters: it is gone."""
+        if (port := self._readers.pop(worker, None)) is not None:
+            port.forget()
+
+    def leave(self, worker: int) -> Steps[None]:
+        """Remove a worker that makes no more steps."""
+        if worker not in self.coordinator.live:
+            return
+        if worker in self._begun:
+            raise AllredError(
+                f"worker {worker} was gone in the middle of its gradient, and a part of it may be in the sum of step "
+                f"{self.require_shard().version}, which cannot be undone. Restart from the last checkpoint"
+            )
+        self._parked.pop(worker, None)
+        self._may_go.pop(worker, None)
+        self.coordinator.leave(worker)
+        yield from self._end_step()
+        if not self.coordinator.live and self.shard is not None:
+            self.statistics.unused = self.shard.added
+        self.release()
+
+    def require_shard(self) -> Shard:
+        """Return the shard, which exists after the registration."""
+        assert self.shard is not None, "a request came before registration"
+        return self.shard
+
+    def _reply(self, port: Any, step: int, flags: int, staleness: int) -> None:
+        if self.draining:
+            flags |= protocol.DRAINING
+        port.answer(protocol.pack_reply(flags, step, self.require_shard().version, staleness))
+
+    # Receiving gradients.
+
+    def _push(self, worker: int, port: Any, shard: Shard, flags: int, dropped: bool, gives: bool) -> Steps[None]:
+        """Receive the cells of a gradient or of initial parameters. gives: send each cell's parameters back."""
+        starts = flags & protocol.INIT
+        adds = self._averages and not starts
+        absent: Collection[int] = ()
+        if flags & protocol.ABSENT:
+            absent = yield from self._receive_absent(port, shard)
+        else:
+            port.open(shard.layout.up)
+        receive: Callable[[int, Any], None]
+        update: Update | None = None
+        if dropped:
+            receive = _ignore
+        elif starts:
+            receive = shard.start
+        elif adds:
+            receive = shard.add
+        else:
+            update = shard.begin(absent)
+            receive = functools.partial(shard.apply, update)
+        changes = self.locking and not dropped and not adds and (starts or shard.in_place)
+        received = 0
+        try:
+            for number, own in enumerate(shard.bytes):
+                while (cell := port.cell()) is None:
+                    yield port
+                if changes and self._readers:
+                    yield from self._await_readers(number)
+                receive(number, cell)
+                received += 1
+                port.take()
+                if gives:
+                    while not port.give(own):
+                        yield port.room
+        except (GeneratorExit, ConnectionResetError):  # the worker is gone
+            if received and update is not None and shard.in_place:
+                self.statistics.torn += 1
+            elif received and adds and not dropped:
+                self._begun.add(worker)  # servers other than 0 get no BEGIN
+            raise
+        if starts:
+            self.starts += 1
+        elif adds and not dropped:
+            shard.end_add(absent)
+            self._in_sum.add(worker)
+            yield from self._end_step()
+        elif update is not None:
+            if not shard.in_place:
+                yield from self._await_readers(len(shard.bytes) - 1)
+            shard.finish(update)
+            self.statistics.updates += 1
+
+    def _receive_absent(self, port: Any, shard: Shard) -> Steps[Collection[int]]:
+        """Open a push in which some pieces have no gradient, and return their numbers."""
+        port.open(np.concatenate([[len(shard.layout.pieces)], shard.layout.up]))
+        while (cell := port.cell()) is None:
+            yield port
+        absent = set(np.flatnonzero(np.frombuffer(cell, np.uint8)).tolist())
+        port.take()
+        return absent
+
+    def _end_step(self) -> Steps[None]:
+        """Apply the mean of a step's gradients if the sum is complete."""
+        needed = self._aggregate or len(self.coordinator.live | self._in_sum)
+        if self.shard is not None and self.shard.added and self.shard.added >= needed:
+            yield from self._apply_mean(self.shard)
+
+    def _apply_mean(self, shard: Shard) -> Steps[None]:
+        """Apply the mean of the sum. All waits come before it, so a worker that dies cannot cut the update short."""
+        yield from self._await_readers(len(shard.bytes) - 1)
+        self._in_sum.clear()
+        with span("apply", f"the mean of step {shard.version}", shard.bytes_down):
+            update = shard.begin_mean()
+            for number in range(len(shard.bytes)):
+                shard.apply_mean(update, number)
+            shard.finish(update)
+        self.statistics.updates += 1
+
+    # Sending parameters.
+
+    def _give(self, worker: int, port: Any, shard: Shard) -> Steps[None]:
+        """Send all parameters."""
+        with span("pull", "", shard.bytes_down, self._rows[worker]):
+            for cell in shard.bytes:
+                while not port.give(cell):
+                    yield port.room
+        self._count_pull(worker, port, shard)
+
+    def _count_pull(self, worker: int, port: Any, shard: Shard) -> None:
+        self.statistics.pulls += 1
+        self.statistics.bytes_out += shard.bytes_down
+        if isinstance(port, MailboxPort):
+            self._readers[worker] = port
+
+    def _await_readers(self, number: int) -> Steps[None]:
+        """Wait until every pending pull has copied this cell."""
+        for worker, port in list(self._readers.items()) if self.locking else ():
+            while worker in self._readers and not port.has_read(number):
+                yield port.reading(number, worker)
+            if port.has_read(len(self.require_shard().bytes) - 1):
+                self._readers.pop(worker, None)
+
+
+def _ignore(number: int, cell: Any) -> None:
+    """Receive a cell of a dropped gradient."""

@@ -1,0 +1,204 @@
+"""Names and sentences of allred/: one name for one thing, and plain sentences."""
+
+import ast
+import collections
+import io
+import pathlib
+import re
+import tokenize
+
+import pytest
+
+import allred
+
+ROOT = pathlib.Path(allred.__file__).parent
+
+# Modules and packages that share a name on purpose, with the reason.
+CONVENTIONAL_MODULES = {
+    "__init__": "Python's name",
+    "__main__": "Python's name",
+    "base": "the base class of a package",
+    "command": "a command of python -m allred",
+    "hooks": "hooks of a session: allred's own, and those of TensorFlow 1.x",
+    "mpi": "the part of a package about MPI: it starts MPI, moves arrays by MPI, examines MPI",
+    "gpu": "the part of a package about GPUs: it measures, examines or uses GPUs",
+    "data": "bench/data.py measures the package data",
+    "overlap": "bench/overlap.py measures modes/overlap.py",
+    "ps": "parameter servers: the package, their mode, their benchmark",
+    "session": "session/session.py has the class Session of the package",
+}
+
+# Classes that share a name on purpose, with the reason.
+CONVENTIONAL_CLASSES: dict[str, str] = {}
+
+# To be removed: names and modules that still have to be rewritten. Empty when the restructuring is complete.
+MODULES_TO_RENAME = {
+    *("checks", "client", "device", "launch", "places", "process", "records", "server", "shard", "stalls", "state"),
+    *("summary", "table", "values"),
+}
+CLASSES_TO_RENAME = {
+    *(
+        "Checkpoint",
+        "End",
+        "Group",
+        "Job",
+        "Link",
+        "Outcome",
+        "Parser",
+        "Part",
+        "Pending",
+        "Place",
+        "Process",
+        "Request",
+    ),
+    *("Samples", "Server", "Shard", "Span", "Stalls", "Stream"),
+}
+MODULES_TO_REWRITE = {
+    f"{package}/{name}.py"
+    for package, names in {
+        "allred": "arrays config detached reducer server world",
+        "allred/checkpoint": "__init__ entry failure own restoring root shard",
+        "allred/client": "caller calling message session",
+        "allred/cluster": "device limits mpi report spec topology",
+        "allred/compat": "__init__",
+        "allred/compat/tf1": "sync_replicas training_session",
+        "allred/compression": "__init__ wire",
+        "allred/data": "batches columns loader prefetching processes sampler share shuffle streaming",
+        "allred/data/readers": "records",
+        "allred/fusion": "plan",
+        "allred/gpu": "arithmetic device kernels places values",
+        "allred/launch": "by_hand meeting places pmi process",
+        "allred/modes": (
+            "checkpoints clipping decorator early joined learning_rate mode optimizer options pairs pinned ps "
+            "samples served sync towers"
+        ),
+        "allred/modes/detect": "checks drift finite outside repeated",
+        "allred/optim": "base schedules tensors",
+        "allred/ps": (
+            "account boxes calls client consistency coordinator coordinator_clocks drive layout placement post "
+            "record running server service shard variable"
+        ),
+        "allred/session": (
+            "asked events histogram hooks keeping progress random_states rates saver session state summary "
+            "telling together values"
+        ),
+        "allred/testing": "__init__ faults launch",
+        "allred/watch": "__init__ exit job line process rank spares start state table uncaught wait",
+    }.items()
+    for name in names.split()
+}
+# End of the section to be removed.
+
+ANYWHERE = {
+    r"\bin words\b": "describe",
+    r"\bwhoever\b": "name the subject",
+    r"\bto whom\b": "name the receiver",
+    r"\bof which\b": "make two sentences",
+    r"\b(has|have|had) (come|gone)\b": "arrived, returned, ended",
+    r"\bso many\b": "the number, or as many as",
+    r"\b(told|tells?|telling) (of|about)\b": "report, describe, warn",
+    r"\bto be had\b": "available, cannot be created",
+    r"\bfor certain\b": "always",
+    r"\bas (it|they) comes?\b": "in order of arrival",
+    r"\b(the|a|this|each|every|other) (house|rooms?)\b": "package, layer",
+}
+BEGINNINGS = {
+    r"Of ": "say what the thing is or does",
+    r"The same[,.:; ]": "repeat the sentence, or: As `name`, ...",
+    r"What ": "say what the thing is or does",
+    r"Whom? ": "say what the thing is or does",
+    r"That ": "say what the thing is or does",
+}
+
+
+def modules() -> dict[str, pathlib.Path]:
+    """All modules by their path in the repository."""
+    return {str(path.relative_to(ROOT.parent)): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+def names_of_modules() -> dict[str, list[str]]:
+    """The paths of the modules and packages of each name."""
+    found = collections.defaultdict(list)
+    for name, path in modules().items():
+        found[path.stem].append(name)
+        if path.stem == "__init__" and path.parent != ROOT:
+            found[path.parent.name].append(str(path.parent.relative_to(ROOT.parent)))
+    return found
+
+
+def names_of_classes() -> dict[str, list[str]]:
+    """The paths of the modules that define a class of each name, without leading underscores."""
+    found = collections.defaultdict(list)
+    for name, path in modules().items():
+        classes = {node.name.lstrip("_") for node in ast.walk(parsed(path)) if isinstance(node, ast.ClassDef)}
+        for each in classes:
+            found[each].append(name)
+    return found
+
+
+def parsed(path: pathlib.Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def shared(found: dict[str, list[str]]) -> dict[str, list[str]]:
+    return {name: places for name, places in found.items() if len(places) > 1}
+
+
+def test_a_module_name_stands_for_one_thing():
+    several = shared(names_of_modules())
+    assert {name: several[name] for name in several if name not in {*CONVENTIONAL_MODULES, *MODULES_TO_RENAME}} == {}
+
+
+def test_a_class_name_stands_for_one_thing():
+    several = shared(names_of_classes())
+    assert {name: several[name] for name in several if name not in {*CONVENTIONAL_CLASSES, *CLASSES_TO_RENAME}} == {}
+
+
+def test_conventional_names_are_in_use():
+    assert set(CONVENTIONAL_MODULES) <= {*names_of_modules()}
+    assert set(CONVENTIONAL_CLASSES) <= {*shared(names_of_classes())}
+
+
+def texts(path: pathlib.Path):
+    """(line, whether it is a docstring or a comment, text) of all docstrings, comments and other strings of a file."""
+    source = path.read_text()
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = set()
+    for node in ast.walk(tree := ast.parse(source)):
+        if isinstance(node, documented) and ast.get_docstring(node):
+            docstrings.add(node.body[0].value)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node in docstrings, " ".join(node.value.split())
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], True, token.string.lstrip("# ")
+
+
+def problems(text: str, begins: bool) -> list[str]:
+    """The forbidden phrases of a text, each with what to write instead. begins: it is a docstring or a comment."""
+    found = [
+        f"{match[0]!r}: {better}"
+        for pattern, better in ANYWHERE.items()
+        for match in re.finditer(pattern, text, re.IGNORECASE)
+    ]
+    if begins:
+        found += [f"{match[0]!r}: {better}" for start, better in BEGINNINGS.items() if (match := re.match(start, text))]
+    return found
+
+
+@pytest.mark.parametrize("name", modules())
+def test_sentences_are_plain_english(name):
+    found = [
+        f"{name}:{line}: {problem}"
+        for line, begins, text in texts(modules()[name])
+        for problem in problems(text, begins)
+    ]
+    assert not found or name in MODULES_TO_REWRITE, "\n".join(found)
+
+
+@pytest.mark.parametrize("text", ["Of one worker.", "What it costs.", "The same, in place.", "Says in words why.",
+                                  "Whoever waits is told of it.", "The ranks, of which one has gone."])  # fmt: skip
+def test_a_forbidden_phrase_is_found(text):
+    assert problems(text, begins=True)
+    assert not problems("As `allreduce`, in place: overwrite the array.", begins=True)
