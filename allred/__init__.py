@@ -48,7 +48,7 @@ from allred.comm.join import Join, join
 from allred.comm.ops import ReduceOp
 from allred.comm.process_set import ProcessSet
 from allred.comm.work import Work
-from allred.compression.wire import Compression
+from allred.compression import Compression
 from allred.errors import (
     AllredError,
     CheckpointError,

@@ -1,6 +1,6 @@
-"""What an array is to allred: which dtypes it moves and how they are named in headers and messages.
+"""Host arrays (numpy): supported dtypes, their codes in headers, and views of memory.
 
-Host arrays are numpy's. bfloat16 is ml_dtypes' type, known by name so that ml_dtypes is needed only by who uses it.
+bfloat16 is the dtype of ml_dtypes. It is recognized by its name, so ml_dtypes is required only if it is used.
 """
 
 import functools
@@ -16,7 +16,7 @@ from allred.errors import InputError
 
 Array = NDArray[Any]
 
-# The position in this tuple is the dtype's code on the wire; append only.
+# The index of a dtype is its code on the wire; append only.
 DTYPES = (
     *("bool", "uint8", "int8", "int16", "int32", "int64"),
     *("float16", "bfloat16", "float32", "float64"),
@@ -28,12 +28,12 @@ _HALVES = frozenset({"float16", "bfloat16"})
 
 @functools.cache
 def name_of(dtype: np.dtype[Any]) -> str:
-    """dtype.name, which numpy puts together anew each time, in microseconds."""
+    """Cached dtype.name, which numpy computes at each access, in microseconds."""
     return dtype.name
 
 
 def dtype_code(dtype: np.dtype[Any]) -> int:
-    """The dtype's number in headers. Raises InputError for a dtype that allred does not move."""
+    """Code of a dtype in headers. Raises InputError for an unsupported dtype."""
     code = _CODES.get(name_of(dtype))
     if code is None:
         raise InputError(f"dtype {dtype.name} is not supported; use one of {', '.join(DTYPES)}")
@@ -45,13 +45,13 @@ def dtype_code(dtype: np.dtype[Any]) -> int:
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """numpy's dtype of one of DTYPES. Raises InputError for bfloat16 where ml_dtypes, which has it, is missing."""
+    """numpy dtype for a name in DTYPES. Raises InputError for bfloat16 if ml_dtypes is not installed."""
     if name != "bfloat16":
         return np.dtype(name)
     try:
         import ml_dtypes
     except ImportError:
-        raise InputError("bfloat16 needs ml_dtypes, from which numpy has it; pip install ml_dtypes") from None
+        raise InputError("dtype bfloat16 requires ml_dtypes; pip install ml_dtypes") from None
     found: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
     return found
 
@@ -62,25 +62,25 @@ def is_float(dtype: np.dtype[Any]) -> bool:
 
 
 def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype that sums of `dtype` are formed in: float32 for the 16-bit floats, else itself."""
+    """Dtype in which sums are computed: float32 for 16-bit floats, else the dtype itself."""
     return np.dtype(np.float32) if name_of(dtype) in _HALVES else dtype
 
 
 def as_host_array(value: Any) -> Array:
-    """`value` as a numpy array, without a copy where it is one. Raises InputError for what lives on a device."""
+    """Convert `value` to a numpy array; a numpy array is returned as it is. Raises InputError for a device array."""
     if isinstance(value, np.ma.MaskedArray):
         raise InputError("a masked array would lose its mask; pass array.filled(value)")
     if isinstance(value, np.ndarray):
         return value
     if hasattr(value, "__cuda_array_interface__"):
         raise InputError(
-            f"{type(value).__module__}.{type(value).__name__} lives on a GPU, and is not taken here: the backend nccl, "
-            "for arrays on GPUs, does not serve (allred.init()'s banner says why), or this takes host arrays only; "
+            f"{type(value).__module__}.{type(value).__name__} is on a GPU, but a host array is expected: backend nccl "
+            "is not in use (the banner of allred.init() shows the reason), or the function takes host arrays only; "
             "pass a host array, for example cupy.asnumpy(x)"
         )
     if type(value).__module__.partition(".")[0] == "torch":
         raise InputError(
-            "torch tensors are not taken as they are yet; pass tensor.detach().numpy(), which shares its memory"
+            "torch tensors on the host are not supported; pass tensor.detach().numpy(), which shares the memory"
         )
     array = np.asarray(value)
     if array.dtype == object:
@@ -89,58 +89,58 @@ def as_host_array(value: Any) -> Array:
 
 
 def flat(array: Array) -> Array:
-    """The elements in C order: a view where the array is contiguous, else a copy."""
-    if not isinstance(array, np.ndarray):  # cupy's, where there is arithmetic on either kind
+    """Elements in C order: a view if the array is contiguous, else a copy."""
+    if not isinstance(array, np.ndarray):  # a cupy array
         return array.ravel()
     return np.ascontiguousarray(array).reshape(-1)
 
 
-def put_back(target: Array, flat: Array) -> None:
-    """Give an array the elements of what `flat` made of it, where that was a copy."""
+def copy_back(target: Array, flat: Array) -> None:
+    """Copy the result of `flat` back into its array, unless it is a view."""
     if not np.shares_memory(target, flat):
         target[...] = flat.reshape(target.shape)
 
 
 def memory_of(group: Sequence[Array]) -> list[int]:
-    """A number for each array, the same for those that begin at the same memory."""
-    if all(array.flags.owndata for array in group):  # numpy's address takes 1 us
+    """Identity of the memory of each array: equal numbers for arrays that begin at the same address."""
+    if all(array.flags.owndata for array in group):  # reading the address takes 1 us
         return [id(array) for array in group]
     return [array.__array_interface__["data"][0] for array in group]
 
 
 def overlap(group: Sequence[Array]) -> bool:
-    """Whether two of the contiguous arrays in the group share memory, or any two begin at the same."""
+    """Whether two contiguous arrays in the group share memory, or any two arrays begin at the same address."""
     if len(set(memory_of(group))) < len(group):
         return True
     whole = [array for array in group if array.flags.c_contiguous]
     if all(array.flags.owndata for array in whole):
         return False
-    return len(whole) > 1 and cross(memory_of(whole), [array.nbytes for array in whole])
+    return len(whole) > 1 and ranges_overlap(memory_of(whole), [array.nbytes for array in whole])
 
 
-def cross(starts: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Whether two of the stretches of memory, that begin there and have so many bytes, share some."""
-    stretches = sorted((start, start + size) for start, size in zip(starts, sizes, strict=True))
-    return any(end > start for (_, end), (start, _) in itertools.pairwise(stretches))
+def ranges_overlap(starts: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether two memory ranges overlap. starts, sizes: addresses and bytes of the ranges."""
+    ranges = sorted((start, start + size) for start, size in zip(starts, sizes, strict=True))
+    return any(end > start for (_, end), (start, _) in itertools.pairwise(ranges))
 
 
 def as_bytes(array: Array) -> NDArray[np.uint8]:
-    """The memory of a contiguous array, or of a contiguous copy of another, as flat bytes."""
+    """Bytes of an array in C order, uint8 (nbytes,): a view if the array is contiguous, else a copy."""
     return flat(array).view(np.uint8)
 
 
 def as_buffer(array: Array) -> Array:
-    """A view that has the buffer protocol, which ml_dtypes' bfloat16 lacks."""
+    """View with the buffer protocol, which bfloat16 of ml_dtypes lacks."""
     return array.view(np.uint16) if name_of(array.dtype) == "bfloat16" else array
 
 
 def describe(shape: tuple[int, ...], dtype: np.dtype[Any]) -> str:
-    """How errors write a tensor: `float32 (64, 10)`."""
+    """Description of a tensor in errors: `float32 (64, 10)`."""
     return f"{name_of(dtype)} {shape}".replace("'", "")
 
 
 def amount(nbytes: float) -> str:
-    """Bytes in words.
+    """Format a number of bytes.
 
     >>> amount(812), amount(2400), amount(2.5e6)
     ('812 B', '2.40 kB', '2.50 MB')
@@ -151,12 +151,12 @@ def amount(nbytes: float) -> str:
 
 
 def size_of(shape: tuple[int, ...]) -> int:
-    """Elements of a shape; 1 for the empty shape of a 0-d array."""
+    """Number of elements of a shape; 1 for the empty shape of a 0-d array."""
     return math.prod(shape)
 
 
 def split_sizes(total: int, parts: int) -> list[int]:
-    """`total` items over `parts` ranks, within one of each other; the first take one more, as in numpy.array_split.
+    """Split `total` items over `parts` ranks as evenly as possible; the first take one more, as numpy.array_split.
 
     >>> split_sizes(10, 4)
     [3, 3, 2, 2]

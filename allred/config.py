@@ -1,5 +1,7 @@
-"""Every setting of allred, once: name, type, default, unit and meaning. Sources, strongest first: an argument of
-`init()`, the environment variable `ALLRED_<NAME>`, the default. The chief's settings hold for all ranks (world.py).
+"""Settings of allred: name, type, default, unit and meaning of each.
+
+Sources in order of precedence: an argument of `init()`, the environment variable `ALLRED_<NAME>`, the default. The
+settings of the chief hold for all ranks.
 """
 
 import dataclasses
@@ -20,120 +22,108 @@ def _setting(default: Any, meaning: str, **extra: Any) -> Any:
     return dataclasses.field(default=default, metadata={"meaning": meaning, **extra})
 
 
+def _count(default: int, meaning: str, unit: str, minimum: int) -> Any:
+    return _setting(default, meaning, expected=f"a whole number of {unit}", minimum=minimum)
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The settings in force. One record for the whole job: it is the same on every rank. What is a process's own, the
-    secret, is not in it: `secret` reads that."""
+    """Settings in force, the same on every rank of the job. The secret of a process is not included: see `secret`."""
 
-    mode: str = _setting("sync", "how ranks train together", choices=("sync", "ps"), later=("local",))
-    num_ps: int = _setting(
-        1,
-        "mode ps: how many ranks, the first ones, are parameter servers",
-        expected="a whole number of ranks",
-        minimum=1,
-    )
+    mode: str = _setting("sync", "training mode: sync or ps (docs/modes.md)", choices=("sync", "ps"), later=("local",))
+    num_ps: int = _count(1, "mode ps: number of parameter servers, which are the first ranks", "ranks", 1)
     consistency: str = _setting(
         "async", "mode ps: when gradients are applied (docs/modes.md)", choices=("async", "bounded", "sync")
     )
-    staleness: int = _setting(
-        4,
-        "mode ps, bounded: how many steps a worker may be ahead of the slowest",
-        expected="a whole number of steps",
-        minimum=0,
-    )
-    replicas_to_aggregate: int = _setting(
-        0,
-        "mode ps, sync: how many gradients make a step; 0 is one of each worker",
-        expected="a whole number of gradients",
-        minimum=0,
+    staleness: int = _count(4, "mode ps, bounded: steps that a worker may be ahead of the slowest worker", "steps", 0)
+    replicas_to_aggregate: int = _count(
+        0, "mode ps, sync: gradients that make a step; 0 means one of each worker", "gradients", 0
     )
     placement: str = _setting(
         "bytes",
-        "mode ps: which server has which parameters: bytes (even, large tensors are split), round_robin, greedy",
+        "mode ps: placement of parameters on servers: bytes (even, splits large tensors), round_robin, greedy",
         choices=("bytes", "round_robin", "greedy"),
     )
     use_locking: bool = _setting(
         True,
-        "mode ps: whether servers take one request at a time, so that a pull brings one version (1 or 0); they always "
-        "do in policy sync, and for optimizers that need whole tensors",
+        "mode ps: whether servers handle one request at a time, so that a pull returns one version (1 or 0); always 1 "
+        "in policy sync and for optimizers that need whole tensors",
     )
     checkpoint_dir: str = _setting(
-        "none", "mode ps: the directory for a checkpoint when the job is asked to end by SIGTERM; none writes none"
+        "none", "mode ps: directory of the checkpoint that is written when the job receives SIGTERM; none writes none"
     )
     backend: str = _setting(
         "auto",
-        "who moves the arrays: auto takes shm where it can, and nccl for device arrays where there are GPUs and cupy",
+        "backend of the collectives: auto uses shm if possible, and nccl for device arrays if there are GPUs and cupy",
         choices=("auto", "single", "shm", "mpi", "nccl"),
     )
     nccl_cross: str = _setting(
         "nccl",
-        "how device arrays cross between nodes: nccl, or mpi: copied to the host and back",
+        "transport of device arrays between nodes: nccl, or mpi, which copies them through host memory",
         choices=("nccl", "mpi"),
     )
-    gpu_oversubscribe: bool = _setting(False, "whether several ranks may share a GPU, which is for tests (1 or 0)")
+    gpu_oversubscribe: bool = _setting(False, "whether several ranks may share a GPU, for tests (1 or 0)")
     progress: str = _setting(
         "thread",
-        "who moves operations of allred.*_async that nobody waits for: thread (one of C's, on one node), or caller",
+        "progress of allred.*_async operations while no rank waits: thread (a C thread, on one node) or caller",
         choices=("thread", "caller"),
     )
     bucket_bytes: int = _setting(
         2**20,
-        "gradients smaller than half of this travel together, up to this many bytes (512KiB, 4MiB, ...)",
+        "size of a bucket: gradients smaller than half of it are reduced together (512KiB, 4MiB, ...)",
         minimum=1,
     )
-    timeout_s: float = _setting(
-        1800.0, "longest wait in one collective, in seconds, before it is an error", minimum=0.001
-    )
+    timeout_s: float = _setting(1800.0, "time limit of a wait in one collective, in seconds", minimum=0.001)
     nonfinite: str = _setting(
-        "raise", "what a NaN or an infinity in a gradient does on all ranks", choices=("raise", "skip", "ignore")
+        "raise", "action on all ranks if a gradient has NaN or infinity", choices=("raise", "skip", "ignore")
     )
-    check_steps: int = _setting(
+    check_steps: int = _count(
         100,
-        "every so many steps, and at the first three, the ranks compare parameters and optimizer state; 0 is never",
-        expected="a whole number of steps",
-        minimum=0,
+        "steps between comparisons of parameters and optimizer state of the ranks, which also follow the first three "
+        "steps; 0 means never",
+        "steps",
+        0,
     )
     check: str = _setting(
         "basic",
-        "what must agree in every operation: basic, or full: also the line of the program that calls it",
+        "what ranks compare in every operation: basic, or full, which adds the source line of the call",
         choices=("basic", "full"),
     )
     watcher: bool = _setting(
-        True, "whether a process on each node watches the ranks: who stalls and where, who died, who failed (1 or 0)"
+        True, "whether a process on each node watches the ranks for stalls, deaths and failures (1 or 0)"
     )
     stall_warning_s: float = _setting(
-        30.0, "how long a rank waits in an operation before a warning says what all ranks do, in seconds", minimum=0.1
+        30.0, "wait in an operation before a warning shows the state of all ranks, in seconds", minimum=0.1
     )
     worker_failure: str = _setting(
         "end",
-        "what happens when a worker of mode ps fails, dies, or stalls until the time limit: the job ends (end), or the "
-        "other workers continue without it (go_on)",
+        "action if a worker of mode ps fails, dies, or stalls until the time limit: the job ends (end), or the other "
+        "workers continue without it (go_on)",
         choices=("end", "go_on"),
     )
     pretend_nodes: str = _setting(
-        "none", "for tests: the ranks of pretended nodes, in rank order (2,2 makes two nodes of four ranks)"
+        "none", "for tests: sizes of pretended nodes, in rank order (2,2 makes two nodes of four ranks)"
     )
     start_timeout_s: float = _setting(
-        1800.0, "how long a task that was started by hand waits for the others, in seconds", minimum=0.1
+        1800.0, "time that a task started by hand waits for the other tasks, in seconds", minimum=0.1
     )
     secret: str = _setting(
-        "none", "what tasks that were started by hand show each other that they know; it is never sent", own=True
+        "none", "shared secret by which tasks started by hand authenticate each other; it is never sent", own=True
     )
-    secret_file: str = _setting("none", "a file with that secret, instead", own=True)
+    secret_file: str = _setting("none", "file that contains the secret", own=True)
     timeline: str = _setting(
-        "none",
-        "the directory for a timeline: every rank writes there what it did when (docs/timeline.md); none writes none",
+        "none", "directory for the timeline that every rank writes (docs/timeline.md); none writes none"
     )
-    banner: bool = _setting(True, "whether the chief prints what runs where (1 or 0)")
+    banner: bool = _setting(True, "whether the chief prints ranks, backend and settings at the start (1 or 0)")
 
 
 _FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 
 
 def explicit_settings(environ: Mapping[str, str], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What was set on purpose on this rank, parsed and checked: variables, overridden by non-None arguments.
+    """Settings that were set explicitly on this rank, parsed: variables, overridden by arguments that are not None.
 
-    Raises ConfigError for an unknown `ALLRED_*` variable or a value that cannot be used.
+    Raises ConfigError for an unknown `ALLRED_*` variable or an invalid value.
     """
     found: dict[str, Any] = {}
     for variable in sorted(environ):
@@ -150,9 +140,9 @@ def explicit_settings(environ: Mapping[str, str], arguments: Mapping[str, Any]) 
 
 
 def secret(environ: Mapping[str, str]) -> str:
-    """The cluster's secret, from ALLRED_SECRET or the file that ALLRED_SECRET_FILE names; empty if there is none.
+    """Secret of the cluster, from ALLRED_SECRET or the file ALLRED_SECRET_FILE; "" if there is none.
 
-    Raises ConfigError if the file cannot be read, is empty, or can be read by others than its owner.
+    Raises ConfigError if the file cannot be read, is empty, or is accessible to other users than its owner.
     """
     word, path = (environ.get(f"{_PREFIX}{name}", "none") for name in ("SECRET", "SECRET_FILE"))
     if path in ("none", ""):
@@ -163,7 +153,7 @@ def secret(environ: Mapping[str, str]) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{_PREFIX}SECRET_FILE={path!r} cannot be read: {error}") from None
     if others or not text:
-        what = "can be used by others; chmod 600 it" if others else "is empty; put a secret into it"
+        what = "is accessible to other users; chmod 600 it" if others else "is empty; write a secret into it"
         raise ConfigError(f"{_PREFIX}SECRET_FILE={path!r} {what}")
     return text
 
@@ -171,14 +161,14 @@ def secret(environ: Mapping[str, str]) -> str:
 def _suggest(variable: str) -> str:
     known = [_PREFIX + name.upper() for name in _FIELDS]
     close = difflib.get_close_matches(variable.upper(), known, n=1)
-    return f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+    return f"did you mean {close[0]}?" if close else f"known variables are {', '.join(known)}"
 
 
 def _parse(name: str, value: Any, where: str) -> Any:
     field = _FIELDS[name]
     expected = (
         field.metadata.get("expected")
-        or {str: "a word", int: "a size such as 4MiB", float: "a number", bool: "1 or 0"}[type(field.default)]
+        or {str: "a string", int: "a size such as 4MiB", float: "a number", bool: "1 or 0"}[type(field.default)]
     )
     choices, later = field.metadata.get("choices"), field.metadata.get("later", ())
     try:
@@ -207,7 +197,7 @@ def _convert(kind: type, value: Any, counts: bool) -> Any:
 
 
 def parse_bytes(value: int | str) -> int:
-    """A size in bytes from `4096`, `"4096"`, `"64KiB"` or `"1.5MB"`. GiB is 2**30, GB is 10**9. Raises ValueError.
+    """Parse a size in bytes: `4096`, `"4096"`, `"64KiB"` or `"1.5MB"`. GiB is 2**30, GB is 10**9. Raises ValueError.
 
     >>> parse_bytes("64KiB")
     65536
@@ -222,10 +212,11 @@ def parse_bytes(value: int | str) -> int:
 
 
 def settle(found: list[dict[str, Any] | str]) -> Config:
-    """The job's settings, from what was set on each rank (or the words for why that cannot be used), chief first.
+    """Settings of the job, the same on every rank. Ranks take settings that they did not set from the chief.
 
-    A pure function of what all ranks know: it gives or raises the same everywhere. Raises ConfigError if a rank's
-    settings cannot be used, or differ from the chief's; what a rank has not set, it takes from the chief.
+    found: explicit settings of each rank in rank order, or the error text if they are invalid.
+
+    Raises ConfigError if the settings of a rank are invalid or differ from those of the chief.
     """
     problems = {rank: settings for rank, settings in enumerate(found) if isinstance(settings, str)}
     if problems:
@@ -238,7 +229,7 @@ def settle(found: list[dict[str, Any] | str]) -> Config:
             if value != (chief := getattr(config, name)):
                 variable = _PREFIX + name.upper()
                 raise ConfigError(
-                    f"{name} is {chief!r} on rank 0 but {value!r} on rank {rank}; set it alike on all ranks, for "
+                    f"{name} is {chief!r} on rank 0 but {value!r} on rank {rank}; set the same value on all ranks, for "
                     f"example: mpirun -genv {variable} {chief} ... (MPICH), mpirun -x {variable}={chief} ... (Open MPI)"
                 )
     return config

@@ -1,51 +1,53 @@
-"""The exceptions of allred. All derive from AllredError, and each also from the built-in it is a kind of."""
+"""Exceptions of allred. All derive from AllredError, and each also from the matching built-in exception."""
 
 
 class AllredError(Exception):
-    """Base of every error that allred raises on purpose."""
+    """Base class of all errors that allred raises on purpose."""
 
 
 class NotInitializedError(AllredError, RuntimeError):
-    """Something needs the ranks, and `allred.init()` has not been called."""
+    """A call needs the ranks, but `allred.init()` was not called."""
 
 
 class ConfigError(AllredError, ValueError):
-    """A setting (an `ALLRED_*` variable or an argument of `init`) is unknown, malformed or differs between ranks."""
+    """A setting (an `ALLRED_*` variable or an argument of `init`) is unknown, invalid or differs between ranks."""
 
 
 class InputError(AllredError, ValueError):
-    """An argument that cannot be used: a dtype, a shape, a read-only array. Collectives raise it on every rank."""
+    """An argument is invalid: its value, dtype or shape, or a read-only array. Collectives raise it on every rank."""
 
 
 class MismatchError(AllredError, ValueError):
-    """The ranks called different operations, or the same one with different tensors. Same text on every rank."""
+    """Ranks called different operations, or one operation with different tensors. The text is the same on all ranks."""
 
 
 class DriftError(MismatchError):
-    """Parameters or optimizer states that must be equal on all ranks are not. Same text on every rank."""
+    """Parameters or optimizer states differ between ranks but must be equal. The text is the same on all ranks."""
 
 
 class NonFiniteError(AllredError, ArithmeticError):
-    """A gradient holds NaN or infinity on some rank, or its sum does. Same text on every rank."""
+    """A gradient has NaN or infinity on some rank, or the sum has. The text is the same on all ranks."""
 
 
 class CheckpointError(AllredError, OSError):
-    """A checkpoint cannot be written, or not be read: the file system refuses, or something is missing or damaged."""
+    """A checkpoint cannot be written or read: the file system fails, or a file is missing or damaged."""
 
 
 class DataError(AllredError, ValueError):
-    """Data cannot be had: a file is damaged or not what it should be, or a process that fetches ahead has died."""
+    """Data cannot be read: a file is damaged or has another format, or a process that prefetches has died."""
 
 
-class CollectiveTimeout(AllredError, TimeoutError):  # noqa: N818  (the field's word)
-    """An operation waited longer than its limit. The communicator cannot be used afterwards."""
+class CollectiveTimeout(AllredError, TimeoutError):  # noqa: N818  (standard name)
+    """An operation exceeded its time limit. The communicator cannot be used afterwards."""
 
 
 class RemoteRankError(AllredError, RuntimeError):
-    """Another rank has failed, died, or left while this one waits for it: the job is over.
+    """Another rank failed, died or exited while this rank waited for it. The communicator cannot be used afterwards.
 
-    rank, host: which one, and where. code: the exit code with which the job ends. traceback: that rank's, as text;
-    empty where there is none. The communicator cannot be used afterwards.
+    Attributes:
+        rank, host: that rank and its host.
+        code: exit code of the job.
+        traceback: traceback of that rank as text; "" if there is none.
     """
 
     def __init__(self, text: str, rank: int, host: str, code: int, traceback: str = "") -> None:
@@ -57,4 +59,4 @@ class RemoteRankError(AllredError, RuntimeError):
 
 
 class ShutdownError(AllredError):
-    """Mode ps: a server or a worker has been asked to end (SIGTERM); raised by every worker's next step."""
+    """Mode ps: a server or worker received SIGTERM. The next step of every worker raises it."""

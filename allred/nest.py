@@ -1,4 +1,4 @@
-"""Nests: parameters and gradients as users hold them, a single array, or lists, tuples and dicts of nests.
+"""Nests of parameters or gradients: a single array, or lists, tuples and dicts of nests.
 
 A leaf is anything that is not a list, a tuple or a dict. Leaves are named by their path ("fc1.weight", "layers.0.bias")
 and visited in one order on every rank: sequences by index, dicts by sorted key.
@@ -16,7 +16,7 @@ Leaf = tuple[str, Any]
 
 
 def leaves(tree: Any, path: str = "") -> list[Leaf]:
-    """Name and value of every leaf of `tree`, in the order every rank agrees on. Raises InputError if it has no end.
+    """Name and value of every leaf of `tree`, in the same order on every rank. Raises InputError for a cyclic nest.
 
     >>> leaves({"b": [1.0, None], "a": 2.0})
     [('a', 2.0), ('b.0', 1.0), ('b.1', None)]
@@ -25,7 +25,7 @@ def leaves(tree: Any, path: str = "") -> list[Leaf]:
     try:
         _walk(tree, path, found)
     except RecursionError:
-        raise InputError("a nest of parameters is too deep, or contains itself; flatten it") from None
+        raise InputError("a nest of parameters is too deep or contains itself; flatten it") from None
     return found
 
 
@@ -46,7 +46,7 @@ def _walk(tree: Any, path: str, found: list[Leaf]) -> None:
 
 
 def rebuild(tree: Any, values: list[Any]) -> Any:
-    """A nest of the same structure as `tree` whose leaves are `values`, in the order of `leaves(tree)`.
+    """Build a nest with the structure of `tree` and the leaves `values`, in the order of `leaves(tree)`.
 
     >>> rebuild({"b": [1.0, None], "a": 2.0}, [10, 20, 30])
     {'b': [20, 30], 'a': 10}
@@ -57,11 +57,11 @@ def rebuild(tree: Any, values: list[Any]) -> Any:
 
 def _rebuild(tree: Any, take: Callable[[], Any]) -> Any:
     if isinstance(tree, dict):
-        filled = copy.copy(tree)  # keeps its kind, and the order that the user gave it
+        filled = copy.copy(tree)  # keeps the class and the order of keys
         for key in sorted(tree, key=str):
             filled[key] = _rebuild(tree[key], take)
         return filled
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):  # a namedtuple takes its fields one by one
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):  # a named tuple
         return type(tree)(*(_rebuild(value, take) for value in tree))
     if isinstance(tree, (list, tuple)):
         return type(tree)([_rebuild(value, take) for value in tree])
@@ -69,7 +69,7 @@ def _rebuild(tree: Any, take: Callable[[], Any]) -> Any:
 
 
 def digest(tree: Any) -> str:
-    """A hash of all names, shapes, dtypes and bytes of a nest: 12 hex digits, equal for what is equal bit for bit.
+    """Hash of all names, shapes, dtypes and bytes of a nest, 12 hex digits. Equal nests have equal digests.
 
     >>> digest({"w": [1.0, 2.0]}) == digest({"w": (1.0, 2.0)})
     True

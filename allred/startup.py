@@ -24,10 +24,10 @@ from allred.comm.communicator import Communicator
 from allred.comm.create import NoCollectives, add_devices, create, select_backend, select_devices
 from allred.comm.process_set import ProcessSets
 from allred.config import Config, explicit_settings, settle
-from allred.data import processes
-from allred.data.share import Iterations
+from allred.data import prefetch_processes
+from allred.data.iterations import Iterations
 from allred.errors import AllredError, ConfigError, InputError
-from allred.gpu import places
+from allred.gpu import binding
 from allred.modes.detect import wrapper_bypass
 from allred.ps import context
 from allred.ps.context import Context
@@ -92,7 +92,7 @@ def enter(comm: Any, cluster: Cluster | None = None, **arguments: Any) -> None:
     """As `init`. cluster: the cluster that this process is a task of; None for `init`."""
     if world.is_initialized():
         raise AllredError("allred.init() was called already; drop the second call, or call allred.shutdown() before it")
-    processes.refuse("allred.init()")
+    prefetch_processes.check_not_in_prefetch_process("allred.init()")
     detached.keep_standard_files()
     if context.servers_ended():
         raise AllredError(
@@ -117,7 +117,7 @@ class _Facts:
     host: int  # the lowest rank on the same host
     has_kernels: bool
     cores: Cores
-    gpus: places.Seen
+    gpus: binding.VisibleGpus
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,10 +178,10 @@ def _duplicate(comm: Any, life: int) -> tuple[Any, str]:
     return duplicate, library
 
 
-def _gpus(settings: dict[str, Any] | str) -> places.Seen:
+def _gpus(settings: dict[str, Any] | str) -> binding.VisibleGpus:
     """Return the GPUs that this rank sees; none if its settings do not allow GPUs."""
     allowed = isinstance(settings, dict) and settings.get("backend", "auto") in ("auto", "nccl")
-    return places.look() if allowed else places.NOTHING
+    return binding.visible_gpus() if allowed else binding.NO_GPUS
 
 
 def _plan(facts: list[_Facts], cluster: Cluster, has_mpi: bool) -> _Decisions:

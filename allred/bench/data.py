@@ -31,7 +31,7 @@ import numpy as np
 from allred import command_line, data
 from allred.bench import output
 from allred.bench.output import short
-from allred.data.readers import crc32c
+from allred.data import tfrecord_files
 from allred.errors import ConfigError
 
 ROWS, BATCH, BUFFER = 2000, 100, 1000
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace, command: str) -> None:
         except ImportError as error:
             raise ConfigError(f"bench data: {error}") from None
         conditions = {
-            "crc32c": crc32c.implementation,
+            "crc32c": tfrecord_files.crc_implementation,
             "protobuf": importlib.metadata.version("protobuf"),
             "cores": output.cores(os.sched_getaffinity(0)),
             "command": command,

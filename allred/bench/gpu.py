@@ -25,8 +25,8 @@ from allred.bench.measure import Call
 from allred.bench.output import short
 from allred.comm import functions
 from allred.comm.backends.nccl import TYPES
-from allred.gpu.device import Device
-from allred.gpu.values import adopt
+from allred.gpu.device_arrays import adopt
+from allred.gpu.streams import Device
 
 NCCL, PER_TENSOR, CONCATENATED = "nccl", "nccl per tensor", "nccl concatenate + split"
 _ENQUEUE_SAMPLES = 100
@@ -115,7 +115,7 @@ def packing_bandwidths(group: list[Any], comm: Any, seconds: float) -> dict[str,
     xp, kernels = _device().xp, _device().kernels
     dtype, flats = arrays.name_of(group[0].dtype), [adopt(array).flat() for array in group]
     table = kernels.table(flats, flats[0].itemsize)
-    buffer, copied = (xp.zeros(table.room, flats[0].dtype) for _ in range(2))
+    buffer, copied = (xp.zeros(table.buffer_elements, flats[0].dtype) for _ in range(2))
     calls: dict[str, Call] = {
         "copy": lambda: xp.copyto(copied, buffer),
         "pack": lambda: kernels.pack(table, dtype, buffer, None),

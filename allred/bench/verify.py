@@ -20,8 +20,8 @@ from numpy.typing import DTypeLike
 from allred import arrays
 from allred.arrays import Array
 from allred.bench.sets import Shape
-from allred.gpu.values import fill as put
-from allred.gpu.values import to_host
+from allred.gpu.device_arrays import fill as put
+from allred.gpu.device_arrays import to_host
 
 LR = 0.75  # learning rate; 4 * LR is a whole number
 _BLOCK = 2**18  # elements that are filled or compared at once

@@ -35,7 +35,7 @@ from allred.comm.ops import ReduceOp
 from allred.comm.work import Steps, Work
 from allred.compression import Compression, narrows
 from allred.errors import AllredError, InputError
-from allred.gpu.values import is_device
+from allred.gpu.device_arrays import is_device
 
 _NONE = Compression.none
 
@@ -193,7 +193,7 @@ class Communicator(Group):
             lambda group: _reduce_all(group.backend, sources, targets, flats, op, compression),
         )
         for target, flat in zip(targets, flats, strict=True):
-            arrays.put_back(target, flat)
+            arrays.copy_back(target, flat)
 
     def broadcast(self, value: Any, root: int = 0, name: str = "") -> Work[Array]:
         """Copy the root's `value` into a new array on every rank; shape and dtype must be the same on all ranks."""
@@ -218,7 +218,7 @@ class Communicator(Group):
             lambda backend, record: backend.begin_broadcast(record, data, source),
             lambda group: group.backend.broadcast(data, self.root_in(group, source, descriptor)),
         )
-        arrays.put_back(target, flat)
+        arrays.copy_back(target, flat)
         return target
 
     def allgather(self, value: Any, name: str = "") -> Work[Array]:

@@ -14,9 +14,9 @@ from allred.comm.group import T
 from allred.comm.work import Steps, Work
 from allred.config import Config
 from allred.errors import ConfigError, InputError
-from allred.gpu import places
-from allred.gpu.device import Device
-from allred.gpu.places import Place, Seen
+from allred.gpu import binding
+from allred.gpu.binding import GpuBinding, VisibleGpus
+from allred.gpu.streams import Device
 
 _devices: dict[int, Device] = {}  # of this process, by index: shared by all communicators
 
@@ -72,7 +72,7 @@ def select_backend(wanted: str, nodes: list[int], has_mpi: bool, kernels: list[b
     return "shm", "ranks share a node"
 
 
-def select_devices(config: Config, seen: list[Seen], nodes: list[int]) -> tuple[bool, str]:
+def select_devices(config: Config, seen: list[VisibleGpus], nodes: list[int]) -> tuple[bool, str]:
     """Return whether collectives accept arrays on GPUs; if there are GPUs but they do not, also the reason.
 
     seen, nodes: for every rank, the GPUs that it sees and its node.
@@ -81,7 +81,7 @@ def select_devices(config: Config, seen: list[Seen], nodes: list[int]) -> tuple[
     """
     if config.backend not in ("auto", "nccl") or (config.backend == "auto" and not any(one.devices for one in seen)):
         return False, ""
-    problem = places.refusal(seen, nodes, config.gpu_oversubscribe)
+    problem = binding.binding_error(seen, nodes, config.gpu_oversubscribe)
     if problem and config.backend == "nccl":
         raise ConfigError(f"backend 'nccl': {problem}")
     return not problem, problem and f"GPUs are not used: {problem}"
@@ -95,7 +95,7 @@ def create(name: str, comm: Any, timeout_s: float, nodes: list[int]) -> Communic
     return Communicator(BACKENDS[name](comm, nodes), timeout_s)
 
 
-def add_devices(communicator: Communicator, config: Config, seen: list[Seen], nodes: list[int]) -> str:
+def add_devices(communicator: Communicator, config: Config, seen: list[VisibleGpus], nodes: list[int]) -> str:
     """Let the communicator take arrays on GPUs too, if possible. Return what the banner says about it. Collective.
 
     seen, nodes: for every rank of the communicator, the GPUs that it sees and its node.
@@ -105,7 +105,7 @@ def add_devices(communicator: Communicator, config: Config, seen: list[Seen], no
     wanted, reason = select_devices(config, seen, nodes)
     if not wanted:
         return reason
-    place, across = places.bind(seen, nodes, communicator.rank), len(set(nodes)) > 1
+    place, across = binding.bind(seen, nodes, communicator.rank), len(set(nodes)) > 1
     problems = communicator.allgather_object(_open(place, communicator.rank)).wait()
     if any(problems):
         rank = next(rank for rank, text in enumerate(problems) if text)
@@ -116,7 +116,7 @@ def add_devices(communicator: Communicator, config: Config, seen: list[Seen], no
     return add_device(communicator, _devices[place.index], staged=across and config.nccl_cross == "mpi")
 
 
-def _open(place: Place, rank: int) -> str:
+def _open(place: GpuBinding, rank: int) -> str:
     """Open this rank's GPU. Return "", or the problem."""
     try:
         if place.index not in _devices:

@@ -19,8 +19,8 @@ from allred.comm.ops import ReduceOp
 from allred.comm.work import Steps, Work
 from allred.compression import Compression
 from allred.errors import InputError
-from allred.gpu.device import Lane
-from allred.gpu.values import Adopted
+from allred.gpu.device_arrays import Adopted
+from allred.gpu.streams import StreamLease
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class DeviceCollectives(DeviceReductions):
     def broadcast(self, value: Any, root: int, name: str, in_place: bool) -> Work[Any]:
         """Copy the root's array to every rank."""
 
-        def body(g: Adopted, lane: Lane) -> Steps[Any]:
+        def body(g: Adopted, lease: StreamLease) -> Steps[Any]:
             source = index_of(root, self.communicator.ranks)
             if in_place:
                 check_writable([g])
@@ -49,45 +49,45 @@ class DeviceCollectives(DeviceReductions):
             descriptor = on_gpu(array_descriptor("broadcast", cast(Array, g), name, root=number))
             group, devices, _ = yield from self._agree(descriptor)
             first = self.communicator.root_in(group, source, descriptor)
-            made = [] if in_place else lane.empty([(g.shape, g.array.dtype)])
-            with lane.enter():
+            made = [] if in_place else lease.empty([(g.shape, g.array.dtype)])
+            with lease.enter():
                 flat = g.flat() if in_place else made[0].reshape(-1)
                 if not in_place:
                     made[0][...] = g.array
             if flat.size:
-                yield from devices.broadcast(lane, flat.view(np.uint8), first)
-            with lane.enter():
+                yield from devices.broadcast(lease, flat.view(np.uint8), first)
+            with lease.enter():
                 if in_place and not g.array.flags.c_contiguous:
                     g.array[...] = flat.reshape(g.array.shape)
-            self._end(devices, lane, g, flat)
-            return value if in_place else g.give(made[0])
+            self._end(devices, lease, g, flat)
+            return value if in_place else g.to_caller(made[0])
 
         return self._of_one("broadcast", name, value, body)
 
     def allgather(self, value: Any, name: str) -> Work[Any]:
         """Concatenate the arrays of all ranks along the first dimension."""
 
-        def body(g: Adopted, lane: Lane) -> Steps[Any]:
+        def body(g: Adopted, lease: StreamLease) -> Steps[Any]:
             shape = g.shape or (1,)
             descriptor = array_descriptor("allgather", cast(Array, g), name, shape=("any", *shape[1:]), rows=shape[0])
             _, devices, headers = yield from self._agree(on_gpu(descriptor))
             rows = [header.rows_and_note(record)[0] for record in headers]
-            (result,) = lane.empty([((sum(rows), *shape[1:]), g.array.dtype)])
-            with lane.enter():
+            (result,) = lease.empty([((sum(rows), *shape[1:]), g.array.dtype)])
+            with lease.enter():
                 send = g.flat().view(np.uint8)
             if result.size:
                 row_bytes = arrays.size_of(shape[1:]) * g.array.itemsize
                 recv = result.reshape(-1).view(np.uint8)
-                yield from devices.allgather(lane, send, recv, [count * row_bytes for count in rows])
-            self._end(devices, lane, g, result)
-            return g.give(result)
+                yield from devices.allgather(lease, send, recv, [count * row_bytes for count in rows])
+            self._end(devices, lease, g, result)
+            return g.to_caller(result)
 
         return self._of_one("allgather", name, value, body)
 
     def reducescatter(self, value: Any, op: ReduceOp, name: str) -> Work[Any]:
         """Reduce, and return this rank's rows of the result."""
 
-        def body(g: Adopted, lane: Lane) -> Steps[Any]:
+        def body(g: Adopted, lease: StreamLease) -> Steps[Any]:
             descriptor = on_gpu(array_descriptor("reducescatter", cast(Array, g), name, op))
             if not g.shape:
                 raise InputError("a 0-d array has no first dimension to split; use allreduce")
@@ -95,21 +95,21 @@ class DeviceCollectives(DeviceReductions):
             self.communicator.require_all(group, descriptor)
             rows = arrays.split_sizes(g.shape[0], self.communicator.size)
             counts = [count * arrays.size_of(g.shape[1:]) for count in rows]
-            (result,) = lane.empty([((rows[self.communicator.rank], *g.shape[1:]), g.array.dtype)])
-            with lane.enter():
+            (result,) = lease.empty([((rows[self.communicator.rank], *g.shape[1:]), g.array.dtype)])
+            with lease.enter():
                 flat = g.flat()
             if flat.size:
                 out = result.reshape(-1)
-                yield from devices.reducescatter(lane, flat, out, arrays.name_of(g.dtype), counts, op)
-            self._end(devices, lane, g, result)
-            return g.give(result)
+                yield from devices.reducescatter(lease, flat, out, arrays.name_of(g.dtype), counts, op)
+            self._end(devices, lease, g, result)
+            return g.to_caller(result)
 
         return self._of_one("reducescatter", name, value, body)
 
     def alltoall(self, value: Any, splits: Sequence[int] | None, name: str) -> Work[tuple[Any, Array]]:
         """Send rows to every rank and receive rows from every rank."""
 
-        def body(g: Adopted, lane: Lane) -> Steps[tuple[Any, Array]]:
+        def body(g: Adopted, lease: StreamLease) -> Steps[tuple[Any, Array]]:
             shape = g.shape or (1,)
             sent = splits_of(shape[0], splits, self.communicator.size)
             descriptor = on_gpu(array_descriptor("alltoall", cast(Array, g), name, shape=("any", *shape[1:])))
@@ -119,22 +119,22 @@ class DeviceCollectives(DeviceReductions):
             matrix = np.empty((size, size), np.int64)
             yield from host.allgather(arrays.as_bytes(sent), arrays.as_bytes(matrix), [sent.nbytes] * size)
             received = matrix[:, self.communicator.rank].copy()
-            (result,) = lane.empty([((int(received.sum()), *shape[1:]), g.array.dtype)])
-            with lane.enter():
+            (result,) = lease.empty([((int(received.sum()), *shape[1:]), g.array.dtype)])
+            with lease.enter():
                 send = g.flat().view(np.uint8)
             counts = matrix * (arrays.size_of(shape[1:]) * g.array.itemsize)
             if counts.any():
-                yield from devices.alltoall(lane, send, result.reshape(-1).view(np.uint8), counts)
-            self._end(devices, lane, g, result)
-            return g.give(result), received
+                yield from devices.alltoall(lease, send, result.reshape(-1).view(np.uint8), counts)
+            self._end(devices, lease, g, result)
+            return g.to_caller(result), received
 
         return self._of_one("alltoall", name, value, body)
 
-    def _of_one(self, kind: str, name: str, value: Any, body: Callable[[Adopted, Lane], Steps[T]]) -> Work[T]:
+    def _of_one(self, kind: str, name: str, value: Any, body: Callable[[Adopted, StreamLease], Steps[T]]) -> Work[T]:
         """Start an operation on one array."""
 
         def steps() -> Steps[T]:
             given = adopted(value, self.devices.device.index)
-            return body(given, self.devices.device.lane([given.stream]))
+            return body(given, self.devices.device.lease([given.stream]))
 
         return self._begin(kind, name, steps)

@@ -24,10 +24,10 @@ from allred.comm.ops import ReduceOp
 from allred.comm.work import Steps, Work
 from allred.compression import Compression, narrows
 from allred.errors import InputError
-from allred.gpu.device import Handle, Lane
-from allred.gpu.halves import HALVES, element
-from allred.gpu.kernels import Table
-from allred.gpu.values import Adopted, adopt, is_device, layouts
+from allred.gpu.arithmetic import HALF_DTYPES, storage_dtype
+from allred.gpu.device_arrays import Adopted, adopt, is_device, layouts
+from allred.gpu.kernels import LaunchTable
+from allred.gpu.streams import StreamHandle, StreamLease
 
 T = TypeVar("T")
 
@@ -47,8 +47,8 @@ class DeviceBucket:
     positions: list[int]
     dtype: np.dtype[Any]
     moved: np.dtype[Any]
-    source: Table | None
-    target: Table | None
+    source: LaunchTable | None
+    target: LaunchTable | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class CachedGroup:
 
     layouts: list[Any]  # of the arrays; the cache applies only if these are equal
     descriptor: OpDescriptor
-    streams: list[Handle | None]
+    streams: list[StreamHandle | None]
     buckets: list[DeviceBucket]
 
 
@@ -109,7 +109,7 @@ class DeviceReductions:
             streams = list(dict.fromkeys(one.stream for one in given))
             if not where or not all(one.array.flags.c_contiguous for one in given):
                 return self._reduce_given(
-                    values, given, self.devices.device.lane(streams), descriptor, together, request
+                    values, given, self.devices.device.lease(streams), descriptor, together, request
                 )
             there = [one.array for one in given]
             chosen = [self._bucket(each, given[each[0]].dtype, there, there, request) for each in together]
@@ -121,10 +121,15 @@ class DeviceReductions:
             None if one.source else adopted(values[one.positions[0]], self.devices.device.index)
             for one in cached.buckets
         ]
-        return self._reduce_cached(list(values), flats, cached, self.devices.device.lane(cached.streams), request)
+        return self._reduce_cached(list(values), flats, cached, self.devices.device.lease(cached.streams), request)
 
     def _reduce_cached(
-        self, values: list[Any], flats: list[Adopted | None], cached: CachedGroup, lane: Lane, request: ReduceRequest
+        self,
+        values: list[Any],
+        flats: list[Adopted | None],
+        cached: CachedGroup,
+        lease: StreamLease,
+        request: ReduceRequest,
     ) -> Steps[list[Any]]:
         """Reduce contiguous arrays of a cached group in place.
 
@@ -133,33 +138,35 @@ class DeviceReductions:
         """
         group, devices, _ = yield from self._agree(cached.descriptor)
         for bucket, one in zip(cached.buckets, flats, strict=True):
-            yield from _reduce_bucket(devices, group.size, lane, bucket, one and one.flat(), request)
-        self._end(devices, lane, values, flats)
+            yield from _reduce_bucket(devices, group.size, lease, bucket, one and one.flat(), request)
+        self._end(devices, lease, values, flats)
         return values
 
     def _reduce_given(
-        self, values: Sequence[Any], given: list[Adopted], lane: Lane, descriptor: OpDescriptor,
+        self, values: Sequence[Any], given: list[Adopted], lease: StreamLease, descriptor: OpDescriptor,
         together: list[list[int]], request: ReduceRequest,
     ) -> Steps[Any]:  # fmt: skip
         """Reduce arrays of any layout, in place or not."""
         group, devices, _ = yield from self._agree(descriptor)
-        made = [] if request.in_place else lane.empty([(one.shape, one.array.dtype) for one in given])
-        with lane.enter():
+        made = [] if request.in_place else lease.empty([(one.shape, one.array.dtype) for one in given])
+        with lease.enter():
             sources = [one.flat() for one in given] if request.in_place else list(map(_source, given, made))
         targets = sources if request.in_place else [new.reshape(-1) for new in made]
         for positions in together:
             first = positions[0]
             bucket = self._bucket(positions, given[first].dtype, sources, targets, request)
             if not bucket.source and not request.in_place:
-                with lane.enter():
+                with lease.enter():
                     targets[first][...] = sources[first]
-            yield from _reduce_bucket(devices, group.size, lane, bucket, targets[first], request)
-        with lane.enter():
+            yield from _reduce_bucket(devices, group.size, lease, bucket, targets[first], request)
+        with lease.enter():
             for one, flat in zip(given, sources, strict=True):
                 if request.in_place and not one.array.flags.c_contiguous:
                     one.array[...] = flat.reshape(one.array.shape)
-        self._end(devices, lane, given, sources, targets)
-        results = list(values) if request.in_place else [one.give(new) for one, new in zip(given, made, strict=True)]
+        self._end(devices, lease, given, sources, targets)
+        results = (
+            list(values) if request.in_place else [one.to_caller(new) for one, new in zip(given, made, strict=True)]
+        )
         return results[0] if request.one else results
 
     def _bucket(
@@ -167,7 +174,7 @@ class DeviceReductions:
     ) -> DeviceBucket:
         """Make a bucket of tensors of one dtype; several tensors, or those with a weight, are packed."""
         weighs = request.weight is not None and arrays.is_float(dtype)
-        moved = arrays.accumulator(dtype) if weighs else element(arrays.name_of(dtype))
+        moved = arrays.accumulator(dtype) if weighs else storage_dtype(arrays.name_of(dtype))
         if len(positions) == 1 and not weighs:
             return DeviceBucket(positions, dtype, moved, None, None)
         source, target = (
@@ -216,11 +223,11 @@ class DeviceReductions:
         yield from group.devices.ready()
         return group, group.devices, headers
 
-    def _end(self, devices: DeviceBackend, lane: Lane, *kept: Any) -> None:
+    def _end(self, devices: DeviceBackend, lease: StreamLease, *kept: Any) -> None:
         """The current operation is enqueued: `wait` orders the caller's streams after it. kept: memory that it uses."""
         work = self.communicator.queue.advancing
         assert work is not None
-        work.end = devices.watch(lane.end(kept), work.title)
+        work.end = devices.watch(lease.end(kept), work.title)
 
 
 def adopted(value: Any, index: int) -> Adopted:
@@ -246,7 +253,7 @@ def check_writable(given: list[Adopted]) -> None:
     some = [one.array for one in given if one.array.size]
     whole = [array for array in some if array.flags.c_contiguous]
     if len({array.data.ptr for array in some}) < len(some) or (
-        len(whole) > 1 and arrays.cross([array.data.ptr for array in whole], [array.nbytes for array in whole])
+        len(whole) > 1 and arrays.ranges_overlap([array.data.ptr for array in whole], [array.nbytes for array in whole])
     ):
         raise InputError("the same memory is in the group twice, and would be reduced twice")
 
@@ -281,7 +288,7 @@ def buckets(sizes: Sequence[int], dtypes: Sequence[Any], limit_bytes: int) -> li
 
 
 def _reduce_bucket(
-    devices: DeviceBackend, size: int, lane: Lane, bucket: DeviceBucket, flat: Any, request: ReduceRequest
+    devices: DeviceBackend, size: int, lease: StreamLease, bucket: DeviceBucket, flat: Any, request: ReduceRequest
 ) -> Steps[None]:
     """Reduce a bucket between `size` ranks. flat: the array of a bucket without packing."""
     dtype, moved, op, weight = bucket.dtype, bucket.moved, request.op, request.weight
@@ -291,23 +298,23 @@ def _reduce_bucket(
     nothing = weight == 0 and not weighs  # an integer has weight 1 or 0
     if not bucket.source or not bucket.target:
         if nothing:
-            with lane.enter():
+            with lease.enter():
                 flat.fill(0)
         devices.sent_bytes += flat.nbytes // (dtype.itemsize // 2 if wire else 1)
-        yield from devices.allreduce(lane, flat, name, op, wire)
+        yield from devices.allreduce(lease, flat, name, op, wire)
         return
     carried = moved.name if weighs else name
-    divides = op is ReduceOp.AVERAGE and not wire and carried not in HALVES  # the kernel that unpacks divides
-    with lane.enter():
-        buffer = devices.buffer(bucket.source.room, moved)
+    divides = op is ReduceOp.AVERAGE and not wire and carried not in HALF_DTYPES  # the kernel that unpacks divides
+    with lease.enter():
+        buffer = devices.buffer(bucket.source.buffer_elements, moved)
         if nothing:
             buffer.fill(0)
         else:
             kernels.pack(bucket.source, name, buffer, weight if weighs else None)
     inner = ReduceOp.SUM if divides else op
     devices.sent_bytes += buffer.nbytes // (dtype.itemsize // 2 if wire else 1)
-    yield from devices.allreduce(lane, buffer, carried, inner, wire)
-    with lane.enter():
+    yield from devices.allreduce(lease, buffer, carried, inner, wire)
+    with lease.enter():
         divisor = float(size) if divides else 1.0 if weighs else None
         kernels.unpack(buffer, bucket.target, name, divisor)
 

@@ -26,7 +26,7 @@ from allred.comm.create import add_devices, create, select_backend
 from allred.comm.work import Polled, Steps, WorkQueue
 from allred.config import Config
 from allred.errors import InputError
-from allred.gpu.places import Seen
+from allred.gpu.binding import VisibleGpus
 
 
 @dataclasses.dataclass
@@ -45,7 +45,7 @@ class ProcessSets:
     everyone: Communicator
     nodes: list[int]
     kernels: list[bool]
-    seen: list[Seen]
+    seen: list[VisibleGpus]
     config: Config
     made: dict[tuple[Any, ...], Communicator] = dataclasses.field(default_factory=dict)
 

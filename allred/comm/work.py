@@ -20,7 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from allred import world
 from allred.comm.header import OpDescriptor
 from allred.errors import AllredError, InputError
-from allred.gpu.device import End
+from allred.gpu.streams import Completion
 from allred.timeline.recorder import Operation, Track
 from allred.watch import exit as exit_protocol
 from allred.watch.wait import Awaited, Wait
@@ -129,7 +129,7 @@ class Work(Generic[T]):
         self.title = title
         self.place = ""  # the line that started it, such as "train.py:87", if known
         self.described: tuple[Callable[[], OpDescriptor], Callable[[], int]] | None = None  # descriptor and number
-        self.end: End | None = None  # of an operation on device arrays; it may still run on the GPU
+        self.end: Completion | None = None  # of an operation on device arrays; it may still run on the GPU
         self.noted: Operation | None = None  # its record in the timeline
         self._queue = queue
         self._steps = steps

@@ -1,33 +1,32 @@
-"""Where rows come from: arrays in memory, files mapped into memory, datasets that give one sample at a time.
+"""Columns: sources of rows (arrays, mapped files, datasets), and collation of samples into batches.
 
-Each has a length and `pick(rows)`, and can be pickled for a process that prefetches; a mapped file is then mapped anew.
+A column has a length and `pick(rows)`. It can be pickled for a process that prefetches, which maps a mapped file again.
 """
 
 import mmap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from allred import arrays
 from allred.arrays import Array
-from allred.data.collate import collate
 from allred.errors import InputError
 
 _ARRAYS = ("__array__", "__array_interface__", "__cuda_array_interface__")
 
 
 class Column(Protocol):
-    """One of the things that `batches` takes."""
+    """Source of rows for `batches`."""
 
     def __len__(self) -> int: ...
 
     def pick(self, rows: Array) -> Any:
-        """These rows as a batch, a copy. rows: int64 (n,)."""
+        """Copy rows into a batch. rows: int64 (n,)."""
 
 
 class Columns:
-    """Several of one length; called with row numbers it gives a tuple, or the batch itself if there is one column."""
+    """Columns of one length. A call with row numbers returns a tuple of batches, or the batch of a single column."""
 
     def __init__(self, columns: list[Column]) -> None:
         self._columns = columns
@@ -37,8 +36,8 @@ class Columns:
         return picked if len(picked) > 1 else picked[0]
 
 
-class Rows:
-    """An array's."""
+class ArrayColumn:
+    """Rows of an array."""
 
     def __init__(self, array: Array) -> None:
         self._array = array
@@ -47,17 +46,17 @@ class Rows:
         return len(self._array) if self._array.ndim else 0
 
     def pick(self, rows: Array) -> Array:
-        """`array[rows]`"""
+        """Return `array[rows]`."""
         picked: Array = self._array[rows]
         return picked
 
     def __reduce__(self) -> Any:
-        place = _place_in_file(self._array)
-        return (_map, place) if place else (Rows, (self._array,))
+        view = _view_of_file(self._array)
+        return (_map_file, view) if view else (ArrayColumn, (self._array,))
 
 
-class Samples:
-    """A dataset's: an object with `__len__` and `__getitem__(int)`, as torch's map-style datasets are."""
+class DatasetColumn:
+    """Samples of a map-style dataset: an object with `__len__` and `__getitem__(int)`, as in torch."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -66,33 +65,33 @@ class Samples:
         return len(self._dataset)
 
     def pick(self, rows: Array) -> Any:
-        """Samples, collated; by `__getitems__(list)` where the dataset has that."""
+        """Collate samples. Uses `__getitems__(list)` if the dataset has it."""
         numbers = [int(row) for row in rows]
         many = getattr(self._dataset, "__getitems__", None)
         samples = many(numbers) if many and numbers else [self._dataset[number] for number in numbers]
         return collate(samples) if numbers else collate([], like=self._dataset[0])
 
 
-def column(value: Any) -> Column:
-    """What gives the rows of `value`. Raises InputError for what has none."""
+def as_column(value: Any) -> Column:
+    """Column for an argument of `batches`. Raises InputError if it has no rows."""
     listed = isinstance(value, (list, tuple, range, str, bytes, bytearray, memoryview, Mapping))
     if listed or any(hasattr(value, name) for name in _ARRAYS) or not hasattr(value, "__getitem__"):
         if hasattr(value, "__iter__") and not hasattr(value, "__getitem__") and not hasattr(value, "__array__"):
             raise InputError(
-                f"{type(value).__name__} can only be iterated over; batches() needs __len__ and __getitem__, and "
-                "allred.data.stream takes what comes one by one"
+                f"{type(value).__name__} can only be iterated over; batches() needs __len__ and __getitem__; "
+                "use allred.data.stream for an iterable"
             )
-        return Rows(arrays.as_host_array(value))
+        return ArrayColumn(arrays.as_host_array(value))
     if not hasattr(value, "__len__"):
         raise InputError(f"batches() needs the length of the dataset, and {type(value).__name__} has no __len__")
-    return Samples(value)
+    return DatasetColumn(value)
 
 
-Place = tuple[str, str, tuple[int, ...], tuple[int, ...], int]
+FileView = tuple[str, str, tuple[int, ...], tuple[int, ...], int]
 
 
-def _place_in_file(array: Array) -> Place | None:
-    """Where an array lies that is a view of a mapped file: its name, dtype, shape, strides, offset in bytes."""
+def _view_of_file(array: Array) -> FileView | None:
+    """File name, dtype, shape, strides and offset in bytes of a view of a mapped file; None for other arrays."""
     whole: Any = array
     while isinstance(whole, np.ndarray) and not isinstance(whole.base, mmap.mmap):
         whole = whole.base
@@ -102,6 +101,69 @@ def _place_in_file(array: Array) -> Place | None:
     return str(whole.filename), array.dtype.str, array.shape, array.strides, whole.offset + begin
 
 
-def _map(name: str, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Rows:
+def _map_file(name: str, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> ArrayColumn:
     memory = np.memmap(name, np.uint8, "r")
-    return Rows(np.ndarray(shape, dtype, memory, offset, strides))
+    return ArrayColumn(np.ndarray(shape, dtype, memory, offset, strides))
+
+
+def collate(samples: Sequence[Any], like: Any = None, path: str = "a sample") -> Any:
+    """Stack samples of one kind along a new first dimension, as torch's default_collate does, into numpy arrays.
+
+    Numbers become an array (n,) of bool, int64 or float64; numpy arrays and torch tensors of shape s an array (n, *s)
+    of their dtype; strings and bytes a list. Tuples, named tuples, lists and dicts become the same containers of
+    batches (torch returns a list for a tuple).
+
+    Arguments:
+        samples: n samples, n >= 0.
+        like: sample that defines kinds and shapes if n is 0.
+        path: name of a sample in errors.
+
+    Raises:
+        InputError: samples differ in kind or shape, or have another type.
+
+    >>> collate([(1, {"x": [1.0, 2.0]}), (0, {"x": [3.0, 4.0]})])
+    (array([1, 0]), {'x': [array([1., 3.]), array([2., 4.])]})
+    """
+    first = samples[0] if samples else like
+    for sample in samples:
+        if type(sample) is not type(first) and _kind(sample) != _kind(first):
+            raise InputError(
+                f"{path} is a {type(first).__name__} in one sample and a {type(sample).__name__} in another"
+            )
+    kind = _kind(first)
+    if kind == "text":
+        return list(samples)
+    if kind == "dict":
+        _check_equal([sorted(map(str, sample)) for sample in samples], "keys", path)
+        return {key: collate([s[key] for s in samples], first[key], f"{path}[{key!r}]") for key in first}
+    if kind == "sequence":
+        _check_equal([len(sample) for sample in samples], "length", path)
+        parts = [collate([s[i] for s in samples], first[i], f"{path}[{i}]") for i in range(len(first))]
+        if isinstance(first, tuple):
+            return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)
+        return parts
+    stacked = [_as_array(sample, path) for sample in samples or [first]]
+    _check_equal([array.shape for array in stacked], "shape", path)
+    return np.stack(stacked)[: len(samples)]
+
+
+def _as_array(sample: Any, path: str) -> Array:
+    array = np.asarray(sample)
+    if array.dtype == object:
+        kinds = "a number, an array, a string, or a tuple, list or dict of them"
+        raise InputError(f"{path} is a {type(sample).__name__}; expected {kinds}")
+    return array
+
+
+def _kind(sample: Any) -> str:
+    if isinstance(sample, (str, bytes)):
+        return "text"
+    if isinstance(sample, Mapping):
+        return "dict"
+    return "sequence" if isinstance(sample, (tuple, list)) else "array"
+
+
+def _check_equal(values: Sequence[Any], what: str, path: str) -> None:
+    for value in values:
+        if value != values[0]:
+            raise InputError(f"{path} has {what} {values[0]} in one sample and {value} in another; cannot stack them")

@@ -1,8 +1,8 @@
-"""What gives out batches, and knows where it is: the base of Batches and Stream.
+"""Loader: base class of Batches and Stream. It yields batches and tracks its position in the data.
 
-A batch is made in two steps, so that the second can be done ahead, by a thread or in another process (prefetching.py):
-`jobs` says what comes next, in order; `load` makes the batch of a job's task. Where a loader is, and how many samples a
-step claims (share.py), goes by what was handed out, whatever was fetched ahead.
+Loading has two steps, so that a thread or another process can do the second one ahead (prefetching.py): `specs` yields
+the specification of each batch in order; `load` makes a batch from its specification. Position and claimed samples
+(iterations.py) follow the batches that were yielded, not those that were fetched ahead.
 """
 
 import dataclasses
@@ -12,35 +12,35 @@ from typing import Any
 import numpy as np
 
 from allred.cluster import topology
-from allred.data.loader_arguments import LoaderArguments
+from allred.data.iterations import Iteration, LoaderArguments
 from allred.data.sampler import BEGIN, Position
-from allred.data.share import Source
 from allred.errors import InputError
+from allred.validators import integer
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
-    """This rank's part of a global batch, before it is made.
+class BatchSpec:
+    """Specification of this rank's share of a global batch.
 
     Arguments:
-        position: after this batch.
-        share, total: samples of this rank, and of all.
-        task: what `load` takes.
+        position: the position after this batch.
+        share, total: samples of this rank, and of all ranks.
+        input: the argument of `load`.
     """
 
     position: Position
     share: int
     total: int
-    task: Any
+    input: Any
 
 
 Load = Callable[[Any], Any]
-Fetched = Generator[tuple[Job, Any], None, None]
-Fetch = Callable[[Iterable[Job], Load], Fetched]
+Fetched = Generator[tuple[BatchSpec, Any], None, None]
+Fetch = Callable[[Iterable[BatchSpec], Load], Fetched]
 
 
 class Loader:
-    """Iterate over it, more than once if you like; `state_dict` says at any time where it is."""
+    """Iterable of this rank's batches; it can be iterated several times. `state_dict` returns its position."""
 
     batch_size: int  # samples over all ranks
     epochs: int
@@ -48,96 +48,98 @@ class Loader:
     function: str  # the public function that returns this loader
 
     def __init__(self, rank: int, size: int, load: Load, identity: dict[str, Any]) -> None:
-        """load: makes a batch; can be pickled. identity: what must be the same for a position to mean the same."""
+        """load: picklable function that makes a batch. identity: values that a saved position is valid for."""
         self.rank, self.size, self.load = rank, size, load
         self._identity = identity
         self._position = self._start = BEGIN
 
-    def jobs(self, start: Position) -> Iterator[Job]:
-        """What comes from `start` on."""
+    def specs(self, start: Position) -> Iterator[BatchSpec]:
+        """Yield the specification of each batch from `start` on."""
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[Any]:
-        return self.iterate(_one_by_one)
+        return self.iterate(_load_each)
 
     def iterate(self, fetch: Fetch) -> Iterator[Any]:
-        """An iteration over what `fetch` makes of the jobs."""
+        """Iterate over batches that `fetch` makes from their specifications."""
         start, self._start = self._start, BEGIN
-        source = Source(self.rank, self.size, self.arguments, start)
-        return self._hand_out(fetch(self.jobs(start), self.load), source)
+        where = f"epoch {start.epoch}, sample {start.samples}"
+        iteration = Iteration(self.rank, self.size, self.arguments, where)
+        return self._yield_batches(fetch(self.specs(start), self.load), iteration)
 
     @property
     def arguments(self) -> LoaderArguments:
-        """The arguments that must be equal on all ranks that share its batches."""
+        """Arguments that must be equal on all ranks that share its batches."""
         own = {"batch_size": self.batch_size, "epochs": self.epochs, "drop_last": self.drop_last}
         return LoaderArguments(self.function, tuple({**self._identity, **own}.items()))
 
-    def _hand_out(self, fetched: Fetched, source: Source) -> Iterator[Any]:
+    def _yield_batches(self, fetched: Fetched, iteration: Iteration) -> Iterator[Any]:
         try:
-            for job, batch in fetched:
-                source.give(job.share, job.total)
-                self._position = job.position
+            for spec, batch in fetched:
+                iteration.count_batch(spec.share, spec.total)
+                self._position = spec.position
                 yield batch
         finally:
-            source.end()
+            iteration.end()
             fetched.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is: numbers, of which JSON makes no others. The same on all ranks.
+        """Position in the data, the same on all ranks.
 
-        "epoch", counted from 0, and "samples": so many of it have been given out over all ranks, the batch that came
-        last included. The rest tells the data: "rows" and "seed" of arrays and datasets.
+        Returns:
+            A dict of ints and None, which JSON can hold: "epoch", counted from 0; "samples", the number of samples of
+            that epoch that were yielded over all ranks, including the latest batch; and values that identify the data,
+            such as "rows" and "seed".
         """
         return {"epoch": self._position.epoch, "samples": self._position.samples, **self._identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration go on after the last batch that `state` knows of, and no other.
+        """Start the next iteration after the last batch that `state` includes. Later iterations start at the beginning.
 
-        The number of ranks and batch_size may be others than before. Give every rank the same state.
-        Raises InputError, and changes nothing, if it is no such state or one of other data.
+        The number of ranks and batch_size may differ from those of the saved state. Pass the same state on every rank.
+
+        Raises:
+            InputError: `state` is not a state of a loader, or was saved for other data; nothing has changed then.
         """
         missing = [name for name in ("epoch", "samples", *self._identity) if name not in state]
         if missing:
-            raise InputError(f"load_state_dict: expected what state_dict() gave, got {dict(state)!r} without {missing}")
+            raise InputError(
+                f"load_state_dict: expected the result of state_dict(), got {dict(state)!r} without {missing}"
+            )
         for name, own in self._identity.items():
             if state[name] != own:
                 raise InputError(
-                    f"load_state_dict: the state is of other data, with {name}={state[name]!r}; here {name} is "
-                    f"{own!r}. A position is of use only in the data and the order in which it was saved; "
-                    "to begin this data anew, restore without it (in a session: leave data= out of track)"
+                    f"load_state_dict: the state was saved for other data: {name} is {state[name]!r} in the state and "
+                    f"{own!r} here. Pass the same data and seed as when it was saved; to start this data from the "
+                    "beginning, do not load the state (in a session: leave data= out of track)"
                 )
         rows = self._identity.get("rows")
         for name, most in (("epoch", None), ("samples", rows)):
             value = state[name]
             if not isinstance(value, (int, np.integer)) or value < 0 or (most is not None and value > most):
-                within = "a whole number of at least 0" if most is None else f"a whole number from 0 to {most}"
-                raise InputError(f"load_state_dict: {name}={value!r} must be {within}")
+                expected = "an integer >= 0" if most is None else f"an integer from 0 to {most}"
+                raise InputError(f"load_state_dict: {name} must be {expected}, but is {value!r}")
         self._position = self._start = Position(int(state["epoch"]), int(state["samples"]))
 
 
-def _one_by_one(jobs: Iterable[Job], load: Load) -> Fetched:
-    for job in jobs:
-        yield job, load(job.task)
+def _load_each(specs: Iterable[BatchSpec], load: Load) -> Fetched:
+    for spec in specs:
+        yield spec, load(spec.input)
 
 
-def check_numbers(**numbers: tuple[Any, int]) -> None:
-    """Raise InputError for one that is no whole number of at least the second of its pair."""
-    for name, (value, least) in numbers.items():
-        if not isinstance(value, (int, np.integer)) or value < least:
-            why = " (batch_size counts the samples of all ranks)" if name == "batch_size" else ""
-            raise InputError(f"{name}={value!r} must be a whole number of at least {least}{why}")
+def check_batch_size(function: str, batch_size: Any, size: int) -> int:
+    """Return `batch_size` as an int. Raises InputError if it is less than one sample per rank."""
+    return integer(f"{function}: batch_size", batch_size, size, "it counts the samples of all ranks")
 
 
-def whose_share(rank: int | None, size: int | None) -> tuple[int, int]:
-    """Rank and size, this rank's where they are None. Raises InputError unless there is such a rank.
+def resolve_rank(function: str, rank: int | None, size: int | None) -> tuple[int, int]:
+    """Return rank and size, by default those of this process. Raises InputError if the rank does not exist.
 
-    A parameter server's own rank is behind the last worker's: it may go past the line that makes the batches, and would
-    get none of them.
+    The own rank of a parameter server is beyond the last worker. A server may create loaders; it gets no samples.
     """
     given = rank is not None or size is not None
-    rank = topology.rank() if rank is None else rank
-    size = topology.size() if size is None else size
-    check_numbers(size=(size, 1), rank=(rank, 0))
+    size = integer(f"{function}: size", topology.size() if size is None else size, 1)
+    rank = integer(f"{function}: rank", topology.rank() if rank is None else rank, 0)
     if given and rank >= size:
-        raise InputError(f"rank={rank} is not one of {size} ranks")
-    return int(rank), int(size)
+        raise InputError(f"{function}: rank must be less than size={size}, but is {rank}")
+    return rank, size

@@ -1,13 +1,13 @@
-"""Batches fetched ahead: by a thread, which alone or with processes does what `Loader.load` does.
+"""Prefetching of batches by a thread, alone or with processes that call `Loader.load`.
 
-1. The thread goes through the jobs, in order, and puts each with its batch into a queue of `depth` places.
-2. With processes it gives every job to the next of them in turn, and takes the batches back in the same order; each
-   process has one job at a time.
-3. The iteration takes them out of the queue. An error comes the same way, in its place among the batches.
-4. When the iteration ends, however it ends, the thread is told to stop, the queue is emptied, so that a thread that
-   waits for a place goes on, the processes are ended, and the thread is joined.
+1. The thread iterates over the specifications in order and puts each with its batch into a queue of `depth` entries.
+2. With processes it gives each specification to the next process in turn, and takes the batches back in the same
+   order. Each process has one specification at a time.
+3. The iteration takes them out of the queue. An error passes through the queue too, after the batches before it.
+4. When the iteration ends for any reason, it sets the stop event, empties the queue, so that a thread that waits for a
+   free entry continues, ends the processes, and joins the thread.
 
-After step 4 has begun the thread puts at most one thing more into the queue: it looks before each.
+After step 4 has begun the thread puts at most one more entry into the queue: it checks the event before each.
 """
 
 import queue
@@ -15,57 +15,58 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from allred.data.loader import Fetched, Job, Load, Loader, check_numbers
-from allred.data.processes import Pool
+from allred.data.loader import BatchSpec, Fetched, Load, Loader
+from allred.data.prefetch_processes import ProcessPool
 from allred.errors import InputError
+from allred.validators import integer
 
-_JOIN_S = 10.0  # for a batch that is being made in the thread when the iteration ends
+_JOIN_S = 10.0  # for a batch that the thread is making when the iteration ends
 
 
 class Prefetch:
-    """What `prefetch` returns: the same batches, and the same state."""
+    """Iterable of prefetched batches, returned by `prefetch`. Batches, length and state are those of the loader."""
 
     def __init__(self, loader: Loader, depth: int, workers: int) -> None:
         self._loader, self._depth, self._workers = loader, depth, workers
 
     def __len__(self) -> int:
-        return len(self._loader)  # type: ignore[arg-type]  # a Stream has none, and says so
+        return len(self._loader)  # type: ignore[arg-type]  # raises TypeError for a Stream
 
     @property
     def batch_size(self) -> int:
-        """That of the batches."""
+        """Samples of a batch over all ranks."""
         return self._loader.batch_size
 
     @property
     def epochs(self) -> int:
-        """That of the batches."""
+        """Passes over the data."""
         return self._loader.epochs
 
     @property
     def loader(self) -> Loader:
-        """The loader whose batches are fetched ahead."""
+        """The loader whose batches are prefetched."""
         return self._loader
 
     @property
     def steps_per_epoch(self) -> int:
-        """That of the batches. AttributeError if they have none."""
+        """Batches of an epoch. Raises AttributeError for a stream."""
         return int(self._loader.steps_per_epoch)  # type: ignore[attr-defined]
 
     def __iter__(self) -> Iterator[Any]:
         return self._loader.iterate(self._fetch)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the batches: where the iteration is, not what was fetched ahead of it."""
+        """Position after the latest batch of the iteration, without the batches that were fetched ahead."""
         return self._loader.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """That of the batches."""
+        """Start the next iteration at the position in `state`, as `Batches.load_state_dict`."""
         self._loader.load_state_dict(state)
 
-    def _fetch(self, jobs: Iterable[Job], load: Load) -> Fetched:
-        pool = Pool(load, self._workers) if self._workers else None
-        fetched = pool.fetch(jobs) if pool else ((job, load(job.task)) for job in jobs)
-        filled: queue.Queue[_Filled] = queue.Queue(self._depth)
+    def _fetch(self, specs: Iterable[BatchSpec], load: Load) -> Fetched:
+        pool = ProcessPool(load, self._workers) if self._workers else None
+        fetched = pool.fetch(specs) if pool else ((spec, load(spec.input)) for spec in specs)
+        filled: queue.Queue[_Entry] = queue.Queue(self._depth)
         stop = threading.Event()
         thread = threading.Thread(target=_fill, args=(filled, fetched, stop), name="allred-prefetch", daemon=True)
         try:
@@ -78,7 +79,7 @@ class Prefetch:
                     raise item
                 yield item
         finally:
-            item = None  # an error's traceback leads to this frame
+            item = None  # the traceback of an error refers to this frame
             stop.set()
             while not filled.empty():
                 filled.get()
@@ -87,10 +88,10 @@ class Prefetch:
             thread.join(_JOIN_S)
 
 
-_Filled = tuple[Job, Any] | BaseException | None  # None: there are no more
+_Entry = tuple[BatchSpec, Any] | BaseException | None  # None: there are no more batches
 
 
-def _fill(filled: "queue.Queue[_Filled]", fetched: Iterable[tuple[Job, Any]], stop: threading.Event) -> None:
+def _fill(filled: "queue.Queue[_Entry]", fetched: Iterable[tuple[BatchSpec, Any]], stop: threading.Event) -> None:
     end: BaseException | None = None
     try:
         for item in fetched:
@@ -104,21 +105,26 @@ def _fill(filled: "queue.Queue[_Filled]", fetched: Iterable[tuple[Job, Any]], st
 
 
 def prefetch(batches: Loader, depth: int = 2, workers: int = 0) -> Prefetch:
-    """The same batches, fetched ahead while the program computes.
+    """Fetch batches ahead while the program computes.
 
-    batches: what `allred.data.batches` or `allred.data.stream` returned. Its state and this one's are one.
-    depth: so many batches wait at most; one more is being made, or `workers` more.
-    workers: 0 for a thread, which is enough for files and for what leaves the interpreter lock alone; else so many
-    processes, for datasets and decoders in Python. They start anew with each iteration, in about half a second, and get
-    the data once: mapped files by name, arrays in memory as a copy each. What they call must be importable, and the
-    script must have its main part under `if __name__ == "__main__":`, since they import it.
+    A batch made by a process is copied through a socket, at a few hundred MB/s. Thread and processes end with the
+    iteration, also after a `break`, an exception or Ctrl-C. Processes also end if this process is killed.
 
-    A batch of a process is copied through a socket, at a few hundred MB/s. `state_dict`, and the samples of a step, are
-    those of the batch that came last, whatever was fetched. An error in fetching is raised by the iteration, after the
-    batches before it. A process that was killed is a DataError with its number and signal. The thread and the processes
-    end with the iteration, also after a `break`, an exception and Ctrl-C; processes end if this one is killed, too.
+    Arguments:
+        batches: result of `allred.data.batches` or `allred.data.stream`; both objects share one position.
+        depth: batches that wait at most, >= 1. One more is being made, or `workers` more.
+        workers: 0 uses a thread, which is enough for files and for code that releases the GIL. A number > 0 uses that
+            many processes, for datasets and decoders in Python. They start with each iteration, in about half a second,
+            and receive the data once: mapped files by name, arrays in memory as a copy for each process. What they call
+            must be importable. They import the script, so its main part must be under `if __name__ == "__main__":`.
 
-    Raises InputError if `batches` is something else: what goes through it would have been fetched before it is used.
+    Returns:
+        A `Prefetch` object, which yields the same batches. `state_dict` and the samples of a step refer to the latest
+        batch that it yielded. An error in fetching is raised after the batches before it; a killed process raises
+        DataError with its number and signal.
+
+    Raises:
+        InputError: `batches` is another iterable, or depth or workers is out of range.
 
     >>> import allred
     >>> batches = allred.data.batches([1, 2, 3], batch_size=2, seed=None, rank=0, size=1)
@@ -127,8 +133,7 @@ def prefetch(batches: Loader, depth: int = 2, workers: int = 0) -> Prefetch:
     """
     if not isinstance(batches, Loader):
         raise InputError(
-            f"prefetch() takes what allred.data.batches or allred.data.stream returned, got {type(batches).__name__}; "
-            "put what is done to each sample into the dataset, or into decode="
+            f"prefetch() takes the result of allred.data.batches or allred.data.stream, got {type(batches).__name__}; "
+            "put processing of samples into the dataset or into decode="
         )
-    check_numbers(depth=(depth, 1), workers=(workers, 0))
-    return Prefetch(batches, int(depth), int(workers))
+    return Prefetch(batches, integer("prefetch: depth", depth, 1), integer("prefetch: workers", workers, 0))

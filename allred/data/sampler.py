@@ -1,7 +1,7 @@
-"""Which samples are in which global batch, and which of these are whose. Pure: numbers in, numbers out.
+"""Sampler: the samples of each global batch and the share of each rank. Pure functions of numbers.
 
-A position in the data is an epoch and the samples of it that were given out, over all ranks. It says nothing about
-ranks or batches, so one that was saved on 4 ranks with batches of 100 serves on 3 with batches of 64.
+A position in the data is an epoch and the number of its samples that were yielded over all ranks. It does not depend on
+the number of ranks or the batch size: a position saved on 4 ranks with batches of 100 is valid on 3 with batches of 64.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from allred.arrays import Array
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """So many samples of an epoch have been given out, and all of the epochs before it."""
+    """Position in the data: all earlier epochs and `samples` samples of `epoch` were yielded."""
 
     epoch: int = 0
     samples: int = 0
@@ -25,7 +25,7 @@ BEGIN = Position()
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """The global batches of `epochs` passes over samples 0 to rows - 1."""
+    """Global batches of `epochs` passes over samples 0 to rows - 1."""
 
     rows: int
     batch_size: int
@@ -35,17 +35,17 @@ class Sampler:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches of a whole epoch."""
+        """Number of batches in a complete epoch."""
         return self.rows // self.batch_size if self.drop_last else -(-self.rows // self.batch_size)
 
     def order(self, epoch: int) -> Array:
-        """The samples of an epoch, int64 (rows,): a permutation, or 0, 1, 2 ... without a seed."""
+        """Order of the samples in an epoch, int64 (rows,): a permutation, or 0, 1, 2 ... without a seed."""
         if self.seed is None:
             return np.arange(self.rows)
         return np.random.default_rng([self.seed, epoch]).permutation(self.rows)
 
     def batches(self, start: Position = BEGIN) -> Iterator[tuple[Position, Array]]:
-        """Every global batch from `start` on: the position after it, and its samples.
+        """Yield each global batch from `start` on: the position after it, and its samples, int64 (n,).
 
         >>> for position, samples in Sampler(5, 2, 2, None, False).batches(Position(0, 3)):
         ...     print(position.epoch, position.samples, samples)
@@ -66,10 +66,10 @@ class Sampler:
                 yield Position(epoch, begin + len(samples)), samples
 
 
-def part(total: int, rank: int, size: int) -> slice:
-    """This rank's part of a global batch of `total`: within one of each other's, the first ranks take one more.
+def rank_slice(total: int, rank: int, size: int) -> slice:
+    """Slice of a rank in a global batch of `total` samples. Sizes differ by at most 1; the first ranks have more.
 
-    >>> [part(10, rank, 4) for rank in range(4)]
+    >>> [rank_slice(10, rank, 4) for rank in range(4)]
     [slice(0, 3, None), slice(3, 6, None), slice(6, 8, None), slice(8, 10, None)]
     """
     base, extra = divmod(total, size)

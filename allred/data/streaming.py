@@ -1,25 +1,70 @@
-"""Global batches of what can only be read from front to back, of which each rank gets its share.
+"""Streams: each rank's share of global batches of records that can be read only in order, and a shuffle buffer.
 
-Every rank reads the whole stream, and decodes its share alone. So the batches are the same on any number of ranks, a
-position is a number of records, and to go on from one those before it are read again, and not decoded.
+Every rank reads all records and decodes only its share. So the batches are the same on any number of ranks, and a
+position is a number of records. To resume, the records before the position are read again without decoding.
 """
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
 
-from allred.data.collate import collate
-from allred.data.loader import Job, Loader, check_numbers, whose_share
-from allred.data.loader_arguments import LoaderArguments
-from allred.data.sampler import Position, part
-from allred.data.shuffle import Shuffled
+import numpy as np
+
+from allred.data.columns import collate
+from allred.data.iterations import LoaderArguments
+from allred.data.loader import BatchSpec, Loader, check_batch_size, resolve_rank
+from allred.data.sampler import Position, rank_slice
 from allred.errors import InputError
+from allred.validators import integer
 
 Decode = Callable[[Any], Any]
 
 
+class Shuffled:
+    """Iterable of shuffled records, returned by `shuffled`. A plain iteration uses the order of epoch 0."""
+
+    def __init__(self, records: Iterable[Any], buffer: int, seed: int) -> None:
+        self.records, self.buffer, self.seed = records, buffer, seed
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.of_epoch(0)
+
+    def of_epoch(self, epoch: int) -> Iterator[Any]:
+        """Yield all records in the order of an epoch."""
+        rng = np.random.default_rng([self.seed, epoch])
+        held: list[Any] = []
+        for record in self.records:
+            if len(held) < self.buffer:
+                held.append(record)
+                continue
+            index = int(rng.integers(self.buffer))
+            yield held[index]
+            held[index] = record
+        for index in rng.permutation(len(held)):
+            yield held[index]
+
+
+def shuffled(records: Iterable[Any], buffer: int, seed: int = 0) -> Shuffled:
+    """Shuffle records with a buffer: each next record is drawn at random from `buffer` records in memory.
+
+    Arguments:
+        records: iterable; for several epochs it must be iterable again.
+        buffer: records in memory, >= 1. No record moves forward by more than this number, so it should exceed the
+            longest run of equal labels.
+        seed: >= 0. The order depends on it and on the epoch, which `allred.data.stream` sets. It is the same on all
+            ranks and after a resume.
+
+    Raises:
+        InputError: buffer or seed out of range.
+
+    >>> list(shuffled(range(8), buffer=4, seed=1))
+    [1, 2, 3, 6, 7, 0, 5, 4]
+    """
+    return Shuffled(records, integer("shuffled: buffer", buffer, 1), integer("shuffled: seed", seed, 0))
+
+
 class Stream(Loader):
-    """What `stream` returns: iterate over it. It has no length, since nobody knows it."""
+    """Iterable of batches, returned by `stream`. It has no `len`, because the number of records is not known."""
 
     function = "stream"
 
@@ -33,55 +78,55 @@ class Stream(Loader):
         rank: int,
         size: int,
     ) -> None:
-        of = records if isinstance(records, Shuffled) else None
-        identity = {"seed": of.seed if of else None, "buffer": of.buffer if of else None}
-        super().__init__(rank, size, Decoded(decode), identity)
+        shuffle = records if isinstance(records, Shuffled) else None
+        identity = {"seed": shuffle.seed if shuffle else None, "buffer": shuffle.buffer if shuffle else None}
+        super().__init__(rank, size, DecodeAndCollate(decode), identity)
         self.batch_size, self.epochs, self.drop_last = batch_size, epochs, bool(drop_last)
         self._records = records
 
     @property
     def arguments(self) -> LoaderArguments:
-        """The arguments that must be equal on all ranks, with the number of records if they have a length."""
+        """Arguments that must be equal on all ranks, with the number of records if they have a length."""
         source = self._records.records if isinstance(self._records, Shuffled) else self._records
         found = super().arguments
         if not isinstance(source, Sized):
             return found
         return LoaderArguments(found.function, (("rows", len(source)), *found.values))
 
-    def jobs(self, start: Position) -> Iterator[Job]:
-        """Records of this rank's parts; where there are none, one that tells what the others look like."""
+    def specs(self, start: Position) -> Iterator[BatchSpec]:
+        """Yield the records of this rank's shares, and the first record of the batch as a model for an empty share."""
         for epoch in range(start.epoch, self.epochs):
             records = self._records
-            one_by_one = records.of_epoch(epoch) if isinstance(records, Shuffled) else iter(records)
-            done = _skip(one_by_one, start.samples) if epoch == start.epoch else 0
-            while batch := list(itertools.islice(one_by_one, self.batch_size)):
+            remaining = records.of_epoch(epoch) if isinstance(records, Shuffled) else iter(records)
+            done = _skip(remaining, start.samples) if epoch == start.epoch else 0
+            while batch := list(itertools.islice(remaining, self.batch_size)):
                 if self.drop_last and len(batch) < self.batch_size:
                     break
-                share = part(len(batch), self.rank, self.size)
+                share = rank_slice(len(batch), self.rank, self.size)
                 mine, first = batch[share], done + share.start
                 done += len(batch)
-                yield Job(Position(epoch, done), len(mine), len(batch), (mine, batch[0], first))
+                yield BatchSpec(Position(epoch, done), len(mine), len(batch), (mine, batch[0], first))
 
 
-class Decoded:
-    """Makes a batch of a rank's records, and of one that tells what they are like."""
+class DecodeAndCollate:
+    """Picklable function that decodes records and collates them into a batch."""
 
     def __init__(self, decode: Decode | None) -> None:
         self._decode = decode
 
     def __call__(self, task: tuple[list[Any], Any, int]) -> Any:
-        """task: the records, the one that tells, and the number of the first."""
+        """task: records, a record that defines kinds and shapes if there are none, number of the first record."""
         records, like, first = task
         if self._decode is None:
             return collate(records, like)
-        made = []
+        samples = []
         for number, record in enumerate(records):
             try:
-                made.append(self._decode(record))
+                samples.append(self._decode(record))
             except Exception as error:
-                error.add_note(f"decode() raised it for record {first + number} of the stream (the first one is 0)")
+                error.add_note(f"raised by decode() for record {first + number} of the stream (the first record is 0)")
                 raise
-        return collate(made, None if records else self._decode(like))
+        return collate(samples, None if records else self._decode(like))
 
 
 def stream(
@@ -94,45 +139,50 @@ def stream(
     rank: int | None = None,
     size: int | None = None,
 ) -> Stream:
-    """This rank's share of every global batch of a stream of records.
+    """Iterate over this rank's share of every global batch of a stream of records.
 
-    records: `allred.data.tfrecord(...)`, `allred.data.shuffled(...)`, or any iterable that gives the same records in
-    the same order on every rank and each time; for several epochs one that can be iterated again. Every rank reads all
-    of them. decode: makes a sample of a record, for this rank's records alone; samples are collated to numpy arrays as
-    those of a dataset in `batches`. Without it a batch of bytes is a list.
-    batch_size, epochs, drop_last, rank, size: as in `batches`.
+    Every rank reads all records. `allred.data.prefetch` does reading and decoding ahead; with processes, these decode.
 
-    Yields this rank's batches, which the next step takes its weight from. `state_dict` and `load_state_dict` are those
-    of `batches`: a position is a number of records over all ranks, and serves on any number of ranks. To go on from it
-    the records before it are read again. `allred.data.prefetch` does reading and decoding ahead; its processes do the
-    decoding alone.
+    Arguments:
+        records: `allred.data.tfrecord(...)`, `allred.data.shuffled(...)`, or any iterable of the same records in the
+            same order on every rank. For several epochs it must be iterable again.
+        decode: function from a record to a sample. It is called for this rank's records only. Samples are collated to
+            numpy arrays as in `batches`. Without it, a batch of bytes is a list.
+        batch_size, epochs, drop_last, rank, size: as in `batches`.
 
-    Raises InputError for a batch too small for every rank to have a part, for several epochs of what can be iterated
-    only once, and, when iterated, if a position is behind the end of the stream.
+    Returns:
+        A `Stream` object, which yields this rank's batches. Weights of steps, `state_dict` and `load_state_dict` are as
+        in `batches`: a position is a number of records over all ranks, valid on any number of ranks.
+
+    Raises:
+        InputError: a batch_size below one sample per rank; several epochs of an iterable that can be iterated once;
+            during iteration, a position beyond the end of the stream.
 
     >>> for batch in stream(range(7), batch_size=4, decode=lambda n: 10 * n, rank=1, size=2):
     ...     print(batch)
     [20 30]
     [60]
     """
-    rank, size = whose_share(rank, size)
-    check_numbers(batch_size=(batch_size, size), epochs=(epochs, 0))
+    rank, size = resolve_rank("stream", rank, size)
+    batch_size = check_batch_size("stream", batch_size, size)
+    epochs = integer("stream: epochs", epochs, 0)
     source = records.records if isinstance(records, Shuffled) else records
     if not hasattr(source, "__iter__"):
-        raise InputError(f"stream() needs something to iterate over, got {type(source).__name__}")
+        raise InputError(f"stream() needs an iterable of records, got {type(source).__name__}")
     if epochs > 1 and iter(source) is source:
         raise InputError(
-            f"{type(source).__name__} can be iterated over only once, and epochs={epochs}; give an object whose "
-            "__iter__ begins anew, such as allred.data.tfrecord(...)"
+            f"stream: {type(source).__name__} can be iterated over only once, but epochs={epochs}; pass an object "
+            "whose __iter__ starts again, such as allred.data.tfrecord(...)"
         )
-    return Stream(records, int(batch_size), int(epochs), drop_last, decode, rank, size)
+    return Stream(records, batch_size, epochs, drop_last, decode, rank, size)
 
 
 def _skip(records: Iterator[Any], count: int) -> int:
+    """Read `count` records without decoding and return `count`. Raises InputError if there are fewer."""
     skipped = sum(1 for _ in itertools.islice(records, count))
     if skipped < count:
         raise InputError(
-            f"load_state_dict: the state says that {count} records of this epoch were given out, and the stream ended "
-            f"after {skipped}; it is another one, or has lost records"
+            f"load_state_dict: the position in the state is after {count} records of this epoch, but the stream ended "
+            f"after {skipped}; pass the stream that the state was saved for"
         )
     return count

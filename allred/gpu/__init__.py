@@ -1,1 +1,1 @@
-"""GPUs: which one a rank has (places), whose arrays are on it (values), its streams (device), its kernels (kernels)."""
+"""GPUs: binding of ranks to GPUs, arrays of any framework on a GPU, streams, kernels and arithmetic."""

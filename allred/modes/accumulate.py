@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from allred import arrays
-from allred.data.share import claim
+from allred.data.iterations import claim_samples
 from allred.errors import InputError
 from allred.fusion import Tensor
 from allred.gpu.arithmetic import compute
@@ -69,7 +69,7 @@ class Accumulator:
 
 class SampleCount:
     """The number of samples of each step: the argument of its first reduce() or of step(), else the share of the
-    current batch (data/share.py)."""
+    current batch (data/iterations.py)."""
 
     def __init__(self) -> None:
         self._claimed: tuple[int | None, str] | None = None  # by reduce() for the next step: the number, or an error
@@ -96,7 +96,7 @@ class SampleCount:
 
 
 def _claim(samples: Any) -> int | None:
-    return claim(None if samples is None else _whole(samples))
+    return claim_samples(None if samples is None else _whole(samples))
 
 
 def _whole(samples: Any) -> int:

@@ -18,8 +18,8 @@ from allred.comm.ops import ReduceOp
 from allred.errors import InputError, NonFiniteError
 from allred.fusion import Tensor
 from allred.gpu.arithmetic import compute, squares
-from allred.gpu.values import of_shape
-from allred.optim.hyper import positive, whole
+from allred.gpu.device_arrays import shape_and_dtype
+from allred.validators import integer, positive
 
 _LARGEST_SCALE = 2.0**127  # a power of two that float32 represents
 _SMALLEST_SCALE = 2.0**-24
@@ -66,7 +66,7 @@ class GradScaler:
         self._scale = _finite("init_scale", init_scale)
         self.growth_factor = _finite("growth_factor", growth_factor)
         self.backoff_factor = _finite("backoff_factor", backoff_factor)
-        self.growth_interval = whole("GradScaler", "growth_interval", growth_interval, least=1)
+        self.growth_interval = integer("GradScaler: growth_interval", growth_interval, 1, "it counts steps")
         if self.growth_factor <= 1 or self.backoff_factor >= 1:
             raise InputError(
                 f"GradScaler: growth_factor={growth_factor!r} must be more than 1 and "
@@ -171,7 +171,7 @@ class Clipper:
         return [None if grad is None else self._times(grad, factor, in_place) for grad in grads]
 
     def _times(self, grad: Any, factor: float, in_place: bool) -> Any:
-        _, dtype = of_shape(grad)
+        _, dtype = shape_and_dtype(grad)
         wide = arrays.accumulator(dtype)
         in_place = in_place and (wide == dtype or self.scaler is None)
         return compute(np.multiply, grad, factor, wide=wide, out=grad if in_place else None)
@@ -199,4 +199,4 @@ def _norm_of_all(grads: Sequence[Any]) -> float:
 
 
 def _count(grad: Any) -> int:
-    return arrays.size_of(of_shape(grad)[0])
+    return arrays.size_of(shape_and_dtype(grad)[0])

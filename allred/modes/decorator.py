@@ -14,7 +14,7 @@ from allred.comm import functions
 from allred.comm.ops import ReduceOp
 from allred.comm.process_set import ProcessSet
 from allred.compression import Compression
-from allred.data.share import claim
+from allred.data.iterations import claim_samples
 from allred.errors import InputError
 from allred.modes.clipping import GradScaler
 from allred.modes.detect.mistake_checks import MistakeChecks
@@ -165,7 +165,7 @@ def _step_input(grads: Any) -> StepInput:
     try:
         named = nest.leaves(grads)
         tensors = [tensor_of(leaf_name, value) for leaf_name, value in named]
-        samples = claim()
+        samples = claim_samples()
     except InputError as error:
         tensors, problem = [], str(error)
     return StepInput(None, grads, tensors, [], [value for _, value in named], samples, problem, plain=False)

@@ -13,8 +13,8 @@ import numpy as np
 from allred.arrays import Array
 from allred.comm import functions
 from allred.comm.device_reduce import adopted
-from allred.gpu.device import Device, End
-from allred.gpu.values import Adopted, is_device
+from allred.gpu.device_arrays import Adopted, is_device
+from allred.gpu.streams import Completion, Device
 
 
 class HostStaging:
@@ -22,7 +22,7 @@ class HostStaging:
 
     def __init__(self) -> None:
         self._memory: dict[tuple[str, int], Array] = {}
-        self._uploaded: End | None = None  # the event after which upload memory may be overwritten
+        self._uploaded: Completion | None = None  # the event after which upload memory may be overwritten
 
     @property
     def _device(self) -> Device:
@@ -35,12 +35,12 @@ class HostStaging:
         there = self._on_gpu(values)
         hosts = [self._pinned("download", i, there[i]) if i in there else value for i, value in enumerate(values)]
         if there:
-            lane = self._device.lane([one.stream for one in there.values()])
-            with lane.enter():
+            lease = self._device.lease([one.stream for one in there.values()])
+            with lease.enter():
                 flats = {i: one.flat() for i, one in there.items() if one.nbytes}
                 for i, flat in flats.items():
                     self._device.to_host(flat.view(np.uint8), hosts[i].reshape(-1).view(np.uint8))
-            lane.end((there, flats)).synchronize()
+            lease.end((there, flats)).synchronize()
         return hosts
 
     def host_targets(self, leaves: Sequence[Any]) -> list[Any]:
@@ -60,14 +60,14 @@ class HostStaging:
         there = {i: one for i, one in self._on_gpu(leaves).items() if one.nbytes}
         if not there:
             return
-        lane = self._device.lane([one.stream for one in there.values()])
-        with lane.enter():
+        lease = self._device.lease([one.stream for one in there.values()])
+        with lease.enter():
             for i, one in there.items():
                 flat = one.flat()
                 self._device.to_device(targets[i].reshape(-1).view(np.uint8), flat.view(np.uint8))
                 if not one.array.flags.c_contiguous:
                     one.array[...] = flat.reshape(one.shape)
-        self._uploaded = lane.end(there)
+        self._uploaded = lease.end(there)
         self._uploaded.order()
 
     def _on_gpu(self, values: Sequence[Any]) -> dict[int, Adopted]:

@@ -11,7 +11,7 @@ import numpy as np
 from allred import arrays, log, native, nest
 from allred.errors import InputError
 from allred.fusion import Tensor
-from allred.gpu import values as gpu
+from allred.gpu import device_arrays as gpu
 from allred.modes.reducer import takes_gpu, tensor_of
 
 

@@ -16,7 +16,7 @@ from allred.comm.ops import ReduceOp
 from allred.comm.process_set import ProcessSet
 from allred.compression import Compression
 from allred.errors import AllredError, CheckpointError, InputError
-from allred.gpu.values import fill
+from allred.gpu.device_arrays import fill
 from allred.modes.accumulate import Accumulator, SampleCount
 from allred.modes.clipping import Clipper, GradScaler
 from allred.modes.detect.wrapper_bypass import restored, updates_of

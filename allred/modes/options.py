@@ -12,10 +12,10 @@ from allred.config import parse_bytes
 from allred.errors import InputError
 from allred.modes.clipping import GradScaler
 from allred.optim.base import Optimizer
-from allred.optim.hyper import positive
 from allred.ps.consistency import Async, Bounded, Policy, Sync
 from allred.ps.placement import How
 from allred.ps.shard import locks
+from allred.validators import positive
 
 NONFINITE_POLICIES = ("raise", "skip", "ignore")
 _CONSISTENCY_POLICIES = ("async", "bounded", "sync")  # as in the settings

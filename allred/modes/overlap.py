@@ -29,7 +29,7 @@ from allred.comm.communicator import Communicator
 from allred.comm.work import Work
 from allred.errors import AllredError, InputError
 from allred.fusion import Plan, Tensor
-from allred.gpu import values as gpu
+from allred.gpu import device_arrays as gpu
 from allred.modes.clipping import Clipper
 from allred.modes.detect.mistake_checks import MistakeChecks
 from allred.modes.mode import StepInput
@@ -197,7 +197,7 @@ class Overlap:
         Gradients of one bucket may be computed on several streams, and sent in a later call of reduce().
         """
         for grad in filter(gpu.is_device, grads) if takes_gpu() else ():
-            stream = gpu.stream_of(grad)
+            stream = gpu.current_stream(grad)
             if self._stream is not None and stream.ptr != self._stream.ptr:
                 stream.wait_event(self._stream.record())
             self._stream = stream

@@ -13,8 +13,8 @@ from allred.errors import InputError
 from allred.fusion import Plan, Tensor
 from allred.modes.detect import finite
 from allred.optim.base import Optimizer
-from allred.optim.hyper import non_negative
 from allred.optim.tensors import compute_dtype
+from allred.validators import non_negative
 
 
 class PushedGradients:

@@ -24,7 +24,7 @@ from allred.comm.work import Work
 from allred.compression import Compression
 from allred.errors import InputError
 from allred.fusion import Plan, Tensor, buffer_of
-from allred.gpu import values as gpu
+from allred.gpu import device_arrays as gpu
 from allred.modes.options import StepOptions
 from allred.timeline.recorder import span
 
@@ -205,7 +205,7 @@ class Reducer:
             with span("unpack", name, packed_bytes):
                 buffer.unpack(parts)
                 for target, part in zip(targets, parts, strict=True):
-                    arrays.put_back(target, part)
+                    arrays.copy_back(target, part)
 
     def _allreduce(self, array: Array, weight: float | None, name: str) -> None:
         weighted, compression = self._weighted(array, weight)
@@ -280,7 +280,7 @@ def _writable_on_gpu(value: Any, seen: set[int]) -> Any:
         seen.add(address)
         return value
     with gpu.on_stream(adopted):
-        return adopted.give(adopted.array.copy())
+        return adopted.to_caller(adopted.array.copy())
 
 
 def takes_gpu() -> bool:
@@ -292,7 +292,7 @@ def tensor_of(name: str, value: Any) -> Tensor:
     """Return the Tensor of an array or a number. Raises InputError for other values and unsupported dtypes."""
     try:
         if gpu.is_device(value) and takes_gpu():
-            return _tensor(name, *gpu.of_shape(value))
+            return _tensor(name, *gpu.shape_and_dtype(value))
         array = value if type(value) is np.ndarray else arrays.as_host_array(value)
         return _tensor(name, array.shape, array.dtype)
     except InputError as error:

@@ -19,7 +19,7 @@ from allred.comm.communicator import Communicator
 from allred.compression import Compression
 from allred.errors import AllredError
 from allred.fusion import Tensor
-from allred.gpu.values import to_host
+from allred.gpu.device_arrays import to_host
 from allred.modes.clipping import Clipper
 from allred.modes.detect.mistake_checks import MistakeChecks
 from allred.modes.detect.wrapper_bypass import restored

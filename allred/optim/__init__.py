@@ -1,7 +1,7 @@
 """Optimizers, learning-rate schedules and gradient clipping for nests of numpy or cupy arrays.
 
-Nothing here knows a communicator: an optimizer turns gradients into new parameters on one rank, and
-`allred.distributed` makes it a distributed one. Formulas and names of hyper-parameters are those of torch.optim.
+They use no communicator: an optimizer updates the parameters of one rank, and `allred.distributed` makes it a
+distributed optimizer. Formulas and names of hyper-parameters are those of torch.optim.
 
 >>> import numpy as np
 >>> params = {"w": np.array([1.0, 2.0]), "b": np.array(0.0)}
@@ -18,7 +18,7 @@ from allred.optim.rmsprop import RMSProp
 from allred.optim.schedules import Schedule, constant, cosine, exponential_decay, linear_warmup, step_decay
 from allred.optim.sgd import SGD
 
-__all__ = [  # noqa: RUF022  (grouped by what they are, not sorted)
+__all__ = [  # noqa: RUF022  (grouped, not sorted)
     # optimizers
     "Optimizer",
     "SGD",

@@ -1,13 +1,12 @@
-"""Adagrad: every element's learning rate falls with the squares of the gradients it has seen."""
+"""Adagrad: the learning rate of each element decreases with the sum of its squared gradients."""
 
 import numpy as np
 
 from allred.arrays import Array
-from allred.optim.base import Optimizer
-from allred.optim.hyper import non_negative
+from allred.optim.base import Optimizer, Slots
 from allred.optim.schedules import Schedule
-from allred.optim.state import Slots
 from allred.optim.tensors import compute_dtype, decayed_gradient, fused
+from allred.validators import non_negative
 
 
 class Adagrad(Optimizer):
@@ -19,14 +18,14 @@ class Adagrad(Optimizer):
 
     Arguments:
         lr: learning rate, a number >= 0 or a schedule.
-        eps: >= 0, keeps the division defined.
-        initial_accumulator: >= 0; TensorFlow starts at 0.1.
-        weight_decay: >= 0, the L2 penalty's factor.
+        eps: >= 0, added to the denominator.
+        initial_accumulator: >= 0, the initial s; TensorFlow's default is 0.1.
+        weight_decay: >= 0, factor of the L2 penalty.
 
-    Slots: "sum" (s), of the parameter's shape.
+    Slots: "sum" (s), with the shape of the parameter.
 
     Raises:
-        InputError: a hyper-parameter out of its range.
+        InputError: a hyper-parameter is out of range.
 
     >>> params = [np.array([1.0, 2.0])]
     >>> optimizer = Adagrad(lr=0.1)

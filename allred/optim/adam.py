@@ -1,4 +1,4 @@
-"""Adam, and AdamW, which decays the weights apart from the gradient."""
+"""Adam, and AdamW with decoupled weight decay."""
 
 import math
 
@@ -6,11 +6,10 @@ import numpy as np
 
 from allred.arrays import Array
 from allred.errors import InputError
-from allred.optim.base import Optimizer
-from allred.optim.hyper import fraction, non_negative
+from allred.optim.base import Optimizer, Slots
 from allred.optim.schedules import Schedule
-from allred.optim.state import Slots
 from allred.optim.tensors import compute_dtype, decayed_gradient, fold_in, fused
+from allred.validators import fraction, non_negative
 
 
 class Adam(Optimizer):
@@ -21,19 +20,19 @@ class Adam(Optimizer):
         v = beta2 * v + (1 - beta2) * g^2
         param = param - lr * m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
 
-    t is the optimizer's step, 1 at the first update, for all tensors alike, as in TensorFlow and optax. torch counts
-    for each tensor the steps in which it had a gradient; the two differ only where gradients are None in some steps.
+    t is the step of the optimizer, 1 at the first update, for all tensors, as in TensorFlow and optax. torch counts for
+    each tensor the steps in which it had a gradient; results differ only if gradients are None in some steps.
 
     Arguments:
         lr: learning rate, a number >= 0 or a schedule.
         betas: (beta1, beta2), each in [0, 1).
-        eps: >= 0, keeps the division defined; outside the square root, after the bias correction.
-        weight_decay: >= 0, the L2 penalty's factor.
+        eps: >= 0, added to the denominator, outside the square root and after the bias correction.
+        weight_decay: >= 0, factor of the L2 penalty.
 
-    Slots: "exp_avg" (m) and "exp_avg_sq" (v), of the parameter's shape.
+    Slots: "exp_avg" (m) and "exp_avg_sq" (v), with the shape of the parameter.
 
     Raises:
-        InputError: a hyper-parameter out of its range.
+        InputError: a hyper-parameter is out of range.
 
     >>> params = [np.array([1.0, 2.0])]
     >>> optimizer = Adam(lr=0.1)
@@ -73,11 +72,11 @@ class Adam(Optimizer):
 
 
 class AdamW(Adam):
-    """AdamW, as torch.optim.AdamW: Adam whose weight decay does not pass through the averages.
+    """AdamW, as torch.optim.AdamW: Adam with a weight decay that does not enter the averages.
 
-        param = param - lr * weight_decay * param - (Adam's change without weight decay)
+        param = param - lr * weight_decay * param - (change of Adam without weight decay)
 
-    Arguments, slots and errors are Adam's; `weight_decay` is 0.01 unless given.
+    Arguments, slots and errors are those of Adam; the default of `weight_decay` is 0.01.
 
     >>> params = [np.array([1.0, 2.0])]
     >>> optimizer = AdamW(lr=0.1, weight_decay=0.5)
@@ -104,18 +103,18 @@ class AdamW(Adam):
         change = _change(grad, slots, *numbers)
         shrink = np.empty_like(change)
         np.multiply(param, shrinkage, out=shrink, dtype=shrink.dtype)
-        np.add(change, shrink, out=change)  # one sum, so that a 16-bit parameter is rounded once
+        np.add(change, shrink, out=change)  # one subtraction, so that a 16-bit parameter is rounded once
         np.subtract(param, change, out=param)
 
 
 def _corrected(optimizer: Adam, lr: float, step: int) -> tuple[float, float, float, float, float]:
-    """lr / (1 - beta1^t), beta1, beta2, sqrt(1 - beta2^t), eps: what one update computes with."""
+    """Numbers of one update: lr / (1 - beta1^t), beta1, beta2, sqrt(1 - beta2^t), eps."""
     beta1, beta2 = optimizer.betas
     return lr / (1.0 - beta1**step), beta1, beta2, math.sqrt(1.0 - beta2**step), optimizer.eps
 
 
 def _change(grad: Array, slots: Slots, rate: float, beta1: float, beta2: float, root: float, eps: float) -> Array:
-    """Fold `grad` into both averages and return what they take off the parameter."""
+    """Update both averages with `grad` and return the change to subtract from the parameter."""
     mean, square = slots["exp_avg"], slots["exp_avg_sq"]
     change = np.empty_like(grad)
     fold_in(mean, grad, beta1, scratch=change)

@@ -1,9 +1,14 @@
-"""The optimizer contract: two functions per tensor, `slots` and `update`; everything else is here, once for all.
+"""Optimizer, the base class of all optimizers, and the format of their state.
 
-`Optimizer.step` walks the nests, checks all of its input before it changes anything, keeps each tensor's slots under
-the tensor's name, counts the updates and asks the schedule for the learning rate. A new optimizer is a subclass with a
-constructor and the two functions. The split is optax's (init, update); slots are TensorFlow's word for an optimizer's
-per-variable state.
+A subclass has a constructor and two functions per tensor: `slots` (optax's init) and `update`. `Optimizer.step` does
+the rest: it walks the nests, checks all input before it changes anything, keeps the slots of each tensor under the
+tensor's name, counts the updates, and evaluates the learning-rate schedule. Slots are TensorFlow's word for an
+optimizer's per-variable state. The state of an optimizer is
+
+    {"global_step": int, "slots": {parameter name: {slot name: array}}}
+
+Any checkpoint format of dicts, numbers and arrays can hold it. Arrays may be restored with another type (numpy instead
+of cupy) or dtype; the first step after loading converts them to those of the parameter.
 """
 
 from abc import ABC, abstractmethod
@@ -15,26 +20,27 @@ import numpy as np
 from allred.arrays import Array
 from allred.errors import InputError
 from allred.nest import Leaf, leaves
-from allred.optim.hyper import non_negative
 from allred.optim.schedules import Schedule
-from allred.optim.state import Slots, check_state, copy_slots, fit_slots
-from allred.optim.tensors import check_gradient, check_writable, compute_dtype
+from allred.optim.tensors import check_gradient, check_writable, compute_dtype, describe
+from allred.validators import integer, non_negative
+
+Slots = dict[str, Array]
 
 
 class Optimizer(ABC):
-    """Base of all optimizers.
+    """Base class of all optimizers.
 
     Arguments:
-        lr: the learning rate, a number >= 0, or a schedule: any callable from the number of updates done so far
-            (0 at the first update) to the learning rate of the next one.
+        lr: learning rate, a number >= 0, or a schedule: a callable from the number of updates done so far (0 at the
+            first update) to the learning rate of the next update.
 
     Attributes:
         lr: as given; may be assigned between steps.
         global_step: number of updates done.
-        elementwise: class attribute; True promises that `update` treats every element alone, so that a tensor may be
-            split and its parts be updated separately, with the same result. False is the safe default.
+        elementwise: class attribute. True promises that `update` treats every element separately, so that parts of a
+            tensor can be updated separately with the same result. False is the safe default.
 
-    A subclass, complete:
+    A complete subclass:
 
     >>> class SignSGD(Optimizer):
     ...     elementwise = True
@@ -58,23 +64,23 @@ class Optimizer(ABC):
 
     @abstractmethod
     def slots(self, param: Array) -> Slots:
-        """The state of one tensor before its first update: new arrays by name, in the dtype `compute_dtype(param)`."""
+        """Initial state of one tensor: new arrays by name, in the dtype `compute_dtype(param)`."""
 
     @abstractmethod
     def update(self, param: Array, grad: Array, slots: Slots, lr: float, step: int) -> None:
         """Apply one gradient to one tensor: change `param` and the arrays in `slots` in place, and nothing else.
 
         Arguments:
-            param: of any float dtype.
-            grad: of the same shape, in the dtype `compute_dtype(param)`; must not be changed.
-            slots: what `slots(param)` gave, as earlier updates left it.
+            param: array of any float dtype.
+            grad: array of the same shape, in the dtype `compute_dtype(param)`; must not be changed.
+            slots: result of `slots(param)`, changed by earlier updates.
             lr: learning rate of this step.
-            step: number of this update, 1 at the first; counted for the optimizer, not for the tensor.
+            step: number of this update of the optimizer, 1 at the first.
         """
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the next step."""
+        """Learning rate of the next step. Raises InputError if the schedule returns no number >= 0."""
         value = self.lr(self.global_step) if callable(self.lr) else self.lr
         return non_negative(type(self).__name__, f"the learning rate of step {self.global_step}", value)
 
@@ -82,13 +88,13 @@ class Optimizer(ABC):
         """Update all parameters in place with one gradient each.
 
         Arguments:
-            params: nest of writable float arrays (float16, bfloat16, float32, float64), of any shape and layout.
-            grads: nest of the same structure; each gradient has its parameter's shape and any float dtype. A 0-d
-                parameter's may be a Python float. None leaves its parameter and its slots as they are. Not changed.
+            params: nest of writable float arrays (float16, bfloat16, float32, float64) of any shape and layout.
+            grads: nest of the same structure. Each gradient has the shape of its parameter and any float dtype; for a
+                0-d parameter it may be a Python float. None skips a parameter and its slots. Not changed.
 
         Raises:
-            InputError: names, shapes or dtypes do not fit, or the schedule gives no valid learning rate. Then nothing
-                has changed: neither a parameter nor the optimizer.
+            InputError: names, shapes or dtypes do not match, or the schedule returns no number >= 0. Neither parameters
+                nor the optimizer have changed then.
         """
         work = self._checked(params, grads)
         lr = self.learning_rate
@@ -97,18 +103,18 @@ class Optimizer(ABC):
             if self._slots.get(name) is not slots or name not in self._made_for:
                 self._slots[name], self._made_for[name] = slots, _kind(param)
         for _, param, grad, slots in work:
-            cast = np.asarray(grad, dtype=compute_dtype(param), like=param)  # a copy only where the dtype differs
+            cast = np.asarray(grad, dtype=compute_dtype(param), like=param)  # copies only if the dtype differs
             self.update(param, cast, slots, lr, self.global_step)
 
     def _checked(self, params: Any, grads: Any) -> list[tuple[str, Array, Any, Slots]]:
-        """Name, parameter, gradient and slots of all that `step` will update. Changes nothing."""
+        """Check the input of `step`. Return name, parameter, gradient and slots of each tensor to update."""
         who = f"{type(self).__name__}.step"
         named = leaves(params)
         gradients = _by_name(who, named, leaves(grads))
         work = []
         for name, param in named:
             grad = gradients[name]
-            if self._fits_again(name, param, grad):
+            if self._checked_before(name, param, grad):
                 work.append((name, param, grad, self._slots[name]))
             elif grad is not None:
                 check_writable(who, f"parameter {name!r}", param)
@@ -116,40 +122,40 @@ class Optimizer(ABC):
                 work.append((name, param, grad, self._fitting_slots(who, name, param)))
         return work
 
-    def _fits_again(self, name: str, param: Any, grad: Any) -> bool:
-        """Whether these are plain arrays as in an earlier step, which has checked them; most are."""
+    def _checked_before(self, name: str, param: Any, grad: Any) -> bool:
+        """Whether these are numpy arrays like those that an earlier step has checked, which is the common case."""
         if not type(param) is type(grad) is np.ndarray:
             return False
         return self._made_for.get(name) == _kind(param) == _kind(grad) and param.flags.writeable
 
     def _fitting_slots(self, who: str, name: str, param: Array) -> Slots:
-        """The slots of this parameter: those in use, new ones, or loaded ones brought to its dtype and device."""
+        """Slots of a parameter: those in use, new ones, or loaded ones converted to its dtype and device."""
         if self._made_for.get(name) == _kind(param):
             return self._slots[name]
         fresh = self.slots(param)
-        return fit_slots(who, name, self._slots[name], fresh) if name in self._slots else fresh
+        return _convert_slots(who, name, self._slots[name], fresh) if name in self._slots else fresh
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a later run needs to continue bit for bit, as copies.
+        """Copy of the state that a later run needs to continue with the same bits.
 
         Returns:
-            {"global_step": int, "slots": {parameter name: {slot name: array}}}. Hyper-parameters are not in it.
+            {"global_step": int, "slots": {parameter name: {slot name: array}}}. Hyper-parameters are not included.
         """
-        return {"global_step": self.global_step, "slots": copy_slots(self._slots)}
+        return {"global_step": self.global_step, "slots": _copy_slots(self._slots)}
 
     def live_state(self) -> dict[str, Any]:
-        """What state_dict holds, without the copies: to be looked at before the next step, and not to be changed."""
+        """State as in state_dict, without copies: to read before the next step, and not to change."""
         return {"global_step": self.global_step, "slots": self._slots}
 
     def load_state_dict(self, state: Any) -> None:
-        """Continue from what `state_dict` returned; copies it.
+        """Continue from a copy of a result of `state_dict`.
 
         Raises:
-            InputError: `state` has another format; nothing has changed then. Whether slots fit their parameters shows
-                at the next `step`.
+            InputError: `state` has another format; nothing has changed then. The next `step` checks whether the slots
+                match their parameters.
         """
-        global_step, slots = check_state(f"{type(self).__name__}.load_state_dict", state)
-        self.global_step, self._slots, self._made_for = global_step, copy_slots(slots), {}
+        global_step, slots = _check_state(f"{type(self).__name__}.load_state_dict", state)
+        self.global_step, self._slots, self._made_for = global_step, _copy_slots(slots), {}
 
     def __repr__(self) -> str:
         hyper = {name: value for name, value in vars(self).items() if name != "global_step" and name[0] != "_"}
@@ -157,12 +163,12 @@ class Optimizer(ABC):
 
 
 def _kind(param: Array) -> tuple[Any, ...]:
-    """What must stay the same for a parameter's slots to stay usable."""
+    """Properties of a parameter that its slots depend on."""
     return type(param), param.shape, param.dtype
 
 
 def _by_name(who: str, params: list[Leaf], grads: list[Leaf]) -> dict[str, Any]:
-    """The gradients by name. Raises InputError unless they are those of the parameters, and all names differ."""
+    """Gradients by name. Raises InputError if their names differ from those of the parameters or are not unique."""
     expected, found = dict(params), dict(grads)
     if len(expected) < len(params):
         twice = Counter(name for name, _ in params).most_common(1)[0][0]
@@ -175,3 +181,42 @@ def _by_name(who: str, params: list[Leaf], grads: list[Leaf]) -> dict[str, Any]:
             "pass None for a parameter that has no gradient"
         )
     return found
+
+
+def _copy_slots(slots: dict[str, Slots]) -> dict[str, Slots]:
+    return {name: {slot: array.copy() for slot, array in held.items()} for name, held in slots.items()}
+
+
+def _check_state(who: str, state: Any) -> tuple[int, dict[str, Slots]]:
+    """Global step and slots in `state`. Raises InputError unless it has the format of a state."""
+    remedy = "pass the result of state_dict()"
+    if not isinstance(state, dict) or set(state) != {"global_step", "slots"}:
+        got = f"a dict with {sorted(map(str, state))}" if isinstance(state, dict) else describe(state)
+        raise InputError(f"{who}: expected a dict with 'global_step' and 'slots', but got {got}; {remedy}")
+    slots = state["slots"]
+    if not isinstance(slots, dict) or not all(isinstance(held, dict) for held in slots.values()):
+        raise InputError(f"{who}: 'slots' must hold one dict for each parameter name, but is {slots!r:.80}; {remedy}")
+    for name, held in slots.items():
+        for slot, array in held.items():
+            if not (hasattr(array, "shape") and hasattr(array, "dtype") and hasattr(array, "copy")):
+                raise InputError(
+                    f"{who}: slot {slot!r} of {name!r} must be an array, but is {describe(array)}; {remedy}"
+                )
+    return integer(f"{who}: 'global_step'", state["global_step"], 0, "it counts the updates done"), slots
+
+
+def _convert_slots(who: str, name: str, loaded: Slots, fresh: Slots) -> Slots:
+    """Convert loaded slots to the dtypes and devices of `fresh`, the slots that a new optimizer would make.
+
+    Raises:
+        InputError: slot names or shapes differ: the state belongs to another optimizer, other hyper-parameters or
+            another model.
+    """
+    expected = {slot: tuple(array.shape) for slot, array in fresh.items()}
+    got = {slot: tuple(array.shape) for slot, array in loaded.items()}
+    if got != expected:
+        raise InputError(
+            f"{who}: parameter {name!r} needs the slots {expected}, but the state holds {got}; "
+            "restore the state of the same optimizer, hyper-parameters and model, or make a new optimizer"
+        )
+    return {slot: np.array(loaded[slot], dtype=array.dtype, like=array) for slot, array in fresh.items()}

@@ -1,7 +1,7 @@
-"""Gradient clipping: limits on the elements or on the norm of all gradients together. The trailing _ says: in place.
+"""Gradient clipping by value or by the global norm. Functions with a trailing underscore work in place.
 
-In data-parallel training clip the averaged gradients, after the reduction: then all ranks see the same norm and scale
-alike. 16-bit gradients are scaled in float32 and rounded once.
+In data-parallel training clip the averaged gradients, after the reduction: then all ranks compute the same norm and
+scale. 16-bit gradients are scaled in float32 and rounded once.
 """
 
 import math
@@ -12,19 +12,19 @@ import numpy as np
 from allred.arrays import Array
 from allred.errors import InputError
 from allred.nest import leaves
-from allred.optim.hyper import positive
 from allred.optim.tensors import check_writable, compute_dtype, describe, is_float_tensor
+from allred.validators import positive
 
 
 def clip_by_value_(grads: Any, limit: float) -> None:
-    """Limit every element to [-limit, limit], in place. NaN stays NaN; infinities become the limit.
+    """Clip every element to [-limit, limit] in place. NaN stays NaN; infinities become the limit.
 
     Arguments:
         grads: nest of writable float arrays; None leaves are skipped.
         limit: > 0.
 
     Raises:
-        InputError: a leaf that cannot be changed in place, or a limit that is not positive; nothing has changed then.
+        InputError: a leaf is not a writable float array, or limit <= 0; nothing has changed then.
 
     >>> grads = [np.array([-3.0, 0.5]), None]
     >>> clip_by_value_(grads, 1.0)
@@ -38,18 +38,18 @@ def clip_by_value_(grads: Any, limit: float) -> None:
 
 
 def clip_by_global_norm_(grads: Any, max_norm: float) -> float:
-    """Scale all gradients by min(1, max_norm / global_norm(grads)), in place, and return the norm before.
+    """Scale all gradients by min(1, max_norm / global_norm(grads)) in place, and return the norm before scaling.
 
-    If the norm is infinite or NaN no scale would help: the gradients are left as they are, and the returned norm tells
-    the caller, who may skip the step: `if math.isfinite(norm): optimizer.step(...)`. torch adds 1e-6 to the norm before
-    it divides; TensorFlow and this do not.
+    If the norm is infinite or NaN, the gradients do not change, and the caller can skip the step:
+    `if math.isfinite(norm): optimizer.step(...)`. torch adds 1e-6 to the norm before the division; TensorFlow and this
+    function do not.
 
     Arguments:
         grads: nest of writable float arrays; None leaves are skipped.
-        max_norm: > 0; infinity only measures.
+        max_norm: > 0; with infinity the function only computes the norm.
 
     Raises:
-        InputError: a leaf that cannot be changed in place, or max_norm not positive; nothing has changed then.
+        InputError: a leaf is not a writable float array, or max_norm <= 0; nothing has changed then.
 
     >>> grads = {"w": np.array([3.0, 0.0]), "b": np.array(-4.0)}
     >>> clip_by_global_norm_(grads, 1.0)
@@ -69,13 +69,13 @@ def clip_by_global_norm_(grads: Any, max_norm: float) -> float:
 
 
 def global_norm(grads: Any) -> float:
-    """sqrt(sum of the squares of all elements of all leaves), accumulated in float64; 0.0 for none.
+    """Global norm: sqrt(sum of the squares of all elements of all leaves), in float64; 0.0 without leaves.
 
     Arguments:
         grads: nest of float arrays and Python floats; None leaves are skipped.
 
     Raises:
-        InputError: a leaf that is neither.
+        InputError: a leaf has another type.
 
     >>> global_norm([np.array([3.0, 0.0]), None, 4.0])
     5.0
@@ -100,7 +100,7 @@ def _norm(tensors: list[Array]) -> float:
 
 
 def _writable(who: str, grads: Any) -> list[Array]:
-    """All leaves that are not None, once every one of them is known to be writable."""
+    """Leaves that are not None. Raises InputError unless all are writable float arrays."""
     tensors = []
     for name, grad in leaves(grads):
         if grad is not None:

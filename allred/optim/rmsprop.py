@@ -1,17 +1,16 @@
-"""RMSProp: the gradient divided by a moving root mean square of itself; centered or not, with or without momentum."""
+"""RMSProp: gradients divided by their moving root mean square; optionally centered and with momentum."""
 
 import numpy as np
 
 from allred.arrays import Array
-from allred.optim.base import Optimizer
-from allred.optim.hyper import fraction, non_negative
+from allred.optim.base import Optimizer, Slots
 from allred.optim.schedules import Schedule
-from allred.optim.state import Slots
 from allred.optim.tensors import compute_dtype, decayed_gradient, fold_in, fused
+from allred.validators import fraction, non_negative
 
 
 class RMSProp(Optimizer):
-    """RMSProp, as torch.optim.RMSprop (whose `alpha` is `decay` here, TensorFlow's and optax's word).
+    """RMSProp, as torch.optim.RMSprop (`alpha` there is `decay` here, as in TensorFlow and optax).
 
         g = grad + weight_decay * param
         s = decay * s + (1 - decay) * g^2       (s, a and b start at 0)
@@ -20,21 +19,21 @@ class RMSProp(Optimizer):
         b = momentum * b + d                    (without momentum b = d)
         param = param - lr * b
 
-    The variance s - a^2 is taken as 0 where rounding makes it negative; torch gives NaN there.
+    A variance s - a^2 that is negative by rounding counts as 0; torch returns NaN.
 
     Arguments:
         lr: learning rate, a number >= 0 or a schedule.
-        decay: in [0, 1), the share of the averages kept at each step.
-        eps: >= 0, keeps the division defined; outside the square root.
+        decay: in [0, 1), decay rate of the averages.
+        eps: >= 0, added to the denominator, outside the square root.
         momentum: in [0, 1).
         centered: divide by the standard deviation instead of the root mean square.
-        weight_decay: >= 0, the L2 penalty's factor.
+        weight_decay: >= 0, factor of the L2 penalty.
 
-    Slots: "square_avg" (s), with centered "grad_avg" (a), with momentum "momentum_buffer" (b), all of the
-    parameter's shape.
+    Slots: "square_avg" (s), if centered "grad_avg" (a), with momentum "momentum_buffer" (b), all with the shape of the
+    parameter.
 
     Raises:
-        InputError: a hyper-parameter out of its range.
+        InputError: a hyper-parameter is out of range.
 
     >>> params = [np.array([1.0, 2.0])]
     >>> optimizer = RMSProp(lr=0.1, decay=0.75)

@@ -1,8 +1,8 @@
 """Learning-rate schedules: callables from the number of updates done so far, 0 at the first, to a learning rate.
 
-Any such callable will do as an optimizer's `lr`; these are the common ones. They are frozen records, so they can be
-compared, pickled and sent to another rank, and their repr is the call that makes them. Steps count optimizer updates
-over the whole job, not epochs: multiply by the steps of an epoch.
+Any such callable can be the `lr` of an optimizer. These classes are frozen dataclasses: they can be compared, pickled
+and sent to another rank, and their repr is the call that makes them. Steps count optimizer updates over the whole job,
+not epochs: multiply epochs by `steps_per_epoch`. Constructors raise InputError for arguments out of range.
 """
 
 import math
@@ -10,18 +10,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from allred.errors import InputError
-from allred.optim.hyper import non_negative, positive, whole
+from allred.validators import integer, non_negative, positive
 
-# The names are written like functions because that is how they are used.
+# Class names are lower case because the classes are used like functions.
 # ruff: noqa: N801
 
+_REMEDY = "it counts steps"
+
 Schedule = Callable[[int], float]
-"""From the number of updates done so far, 0 at the first one, to the learning rate of the next."""
+"""Callable from the number of updates done so far (0 at the first) to the learning rate of the next update."""
 
 
 @dataclass(frozen=True)
 class constant:
-    """lr(step) = lr.
+    """Constant learning rate: lr(step) = lr.
 
     >>> constant(0.1)(1000)
     0.1
@@ -38,9 +40,10 @@ class constant:
 
 @dataclass(frozen=True)
 class exponential_decay:
-    """lr(step) = lr * decay_rate ** (step / decay_steps); with `staircase` the exponent is rounded down.
+    """Exponential decay: lr(step) = lr * decay_rate ** (step / decay_steps).
 
-    With decay_steps=1 this is torch's ExponentialLR; with staircase=True its StepLR: a factor every so many steps.
+    With `staircase` the exponent is rounded down. With decay_steps=1 this is torch's ExponentialLR; with staircase=True
+    it is torch's StepLR, which multiplies by decay_rate every decay_steps steps.
 
     >>> [exponential_decay(0.8, decay_steps=10, decay_rate=0.5, staircase=True)(step) for step in (0, 9, 10, 20)]
     [0.8, 0.8, 0.4, 0.2]
@@ -53,7 +56,7 @@ class exponential_decay:
 
     def __post_init__(self) -> None:
         non_negative("exponential_decay", "lr", self.lr)
-        whole("exponential_decay", "decay_steps", self.decay_steps, least=1)
+        integer("exponential_decay: decay_steps", self.decay_steps, 1, _REMEDY)
         positive("exponential_decay", "decay_rate", self.decay_rate)
 
     def __call__(self, step: int) -> float:
@@ -63,7 +66,7 @@ class exponential_decay:
 
 @dataclass(frozen=True)
 class step_decay:
-    """lr(step) = lr * factor ** (number of milestones <= step), torch's MultiStepLR: "divide by 10 at 30, 60 and 80".
+    """Step decay: lr(step) = lr * factor ** (number of milestones <= step), as torch's MultiStepLR.
 
     For a factor every k steps use exponential_decay(lr, k, factor, staircase=True).
 
@@ -80,10 +83,12 @@ class step_decay:
     def __post_init__(self) -> None:
         non_negative("step_decay", "lr", self.lr)
         non_negative("step_decay", "factor", self.factor)
-        milestones = tuple(whole("step_decay", "each milestone", milestone, least=0) for milestone in self.milestones)
+        milestones = tuple(
+            integer("step_decay: each milestone", milestone, 0, _REMEDY) for milestone in self.milestones
+        )
         if list(milestones) != sorted(set(milestones)):
-            raise InputError(f"step_decay: milestones must increase, but are {milestones}; sort them, each once")
-        object.__setattr__(self, "milestones", milestones)  # a list was welcome, but would not be frozen
+            raise InputError(f"step_decay: milestones must increase, but are {milestones}; sort them")
+        object.__setattr__(self, "milestones", milestones)  # a list would be mutable
 
     def __call__(self, step: int) -> float:
         return float(self.lr * self.factor ** sum(milestone <= step for milestone in self.milestones))
@@ -91,9 +96,10 @@ class step_decay:
 
 @dataclass(frozen=True)
 class cosine:
-    """lr(step) = final + (lr - final) * (1 + cos(pi * step / total_steps)) / 2, and `final` from total_steps on.
+    """Cosine decay: lr(step) = final + (lr - final) * (1 + cos(pi * step / total_steps)) / 2, then `final`.
 
-    `final` is a learning rate, not a fraction: eta_min of torch's CosineAnnealingLR, which rises again afterwards.
+    `final` is a learning rate, not a fraction: eta_min of torch's CosineAnnealingLR, which rises again after
+    total_steps.
 
     >>> [round(cosine(0.2, total_steps=100)(step), 6) for step in (0, 50, 100, 150)]
     [0.2, 0.1, 0.0, 0.0]
@@ -107,7 +113,7 @@ class cosine:
 
     def __post_init__(self) -> None:
         non_negative("cosine", "lr", self.lr)
-        whole("cosine", "total_steps", self.total_steps, least=1)
+        integer("cosine: total_steps", self.total_steps, 1, _REMEDY)
         non_negative("cosine", "final", self.final)
 
     def __call__(self, step: int) -> float:
@@ -118,14 +124,14 @@ class cosine:
 
 @dataclass(frozen=True)
 class linear_warmup:
-    """lr(step) = schedule(step) * min(1, (step + 1) / warmup_steps), the start of training with large batches.
+    """Linear warm-up: lr(step) = schedule(step) * min(1, (step + 1) / warmup_steps), for training with large batches.
 
-    The schedule is not shifted: its step 1000 stays the job's step 1000. The first update already moves (by
-    1/warmup_steps), and update number warmup_steps is the first with the full rate.
+    The schedule is not shifted: its step 1000 is step 1000 of the job. The first update uses 1/warmup_steps of the
+    rate, and update number warmup_steps is the first with the full rate.
 
     Arguments:
-        schedule: a schedule, or a number for a constant one.
-        warmup_steps: length of the rise, >= 0; at 0 and 1 there is none.
+        schedule: schedule, or a number for a constant learning rate.
+        warmup_steps: number of steps, >= 0; 0 and 1 mean no warm-up.
 
     >>> [linear_warmup(0.4, warmup_steps=4)(step) for step in (0, 1, 3, 100)]
     [0.1, 0.2, 0.4, 0.4]
@@ -139,9 +145,9 @@ class linear_warmup:
     def __post_init__(self) -> None:
         if not callable(self.schedule):
             object.__setattr__(self, "schedule", constant(self.schedule))
-        whole("linear_warmup", "warmup_steps", self.warmup_steps, least=0)
+        integer("linear_warmup: warmup_steps", self.warmup_steps, 0, _REMEDY)
 
     def __call__(self, step: int) -> float:
-        assert callable(self.schedule)  # since __post_init__
+        assert callable(self.schedule)  # __post_init__ has replaced a number
         full = self.schedule(step)
         return full if step + 1 >= self.warmup_steps else full * (step + 1) / self.warmup_steps

@@ -1,18 +1,17 @@
-"""Stochastic gradient descent, plain, with momentum or with Nesterov's momentum."""
+"""Stochastic gradient descent, optionally with momentum or Nesterov momentum."""
 
 import numpy as np
 
 from allred.arrays import Array
 from allred.errors import InputError
-from allred.optim.base import Optimizer
-from allred.optim.hyper import fraction, non_negative
+from allred.optim.base import Optimizer, Slots
 from allred.optim.schedules import Schedule
-from allred.optim.state import Slots
 from allred.optim.tensors import compute_dtype, decayed_gradient, fused
+from allred.validators import fraction, non_negative
 
 
 class SGD(Optimizer):
-    """Stochastic gradient descent, as torch.optim.SGD (with dampening 0, and 0.01 as the default lr, not 0.001).
+    """Stochastic gradient descent, as torch.optim.SGD (with dampening 0; the default lr is 0.01, not 0.001).
 
         g = grad + weight_decay * param
         b = momentum * b + g                    (b starts at 0; without momentum b = g)
@@ -22,13 +21,13 @@ class SGD(Optimizer):
     Arguments:
         lr: learning rate, a number >= 0 or a schedule.
         momentum: in [0, 1).
-        nesterov: look ahead; needs momentum > 0.
-        weight_decay: >= 0, the L2 penalty's factor.
+        nesterov: use Nesterov momentum; requires momentum > 0.
+        weight_decay: >= 0, factor of the L2 penalty.
 
-    Slots: "momentum_buffer" (b), of the parameter's shape, only with momentum.
+    Slots: with momentum "momentum_buffer" (b), with the shape of the parameter.
 
     Raises:
-        InputError: a hyper-parameter out of its range.
+        InputError: a hyper-parameter is out of range, or nesterov without momentum.
 
     >>> params = [np.array([1.0, 2.0])]
     >>> optimizer = SGD(lr=0.1, momentum=0.9)
@@ -38,7 +37,7 @@ class SGD(Optimizer):
     [array([0.71, 2.29])]
 
     I. Sutskever, J. Martens, G. Dahl, G. Hinton: On the importance of initialization and momentum in deep learning.
-    ICML 2013. As in torch, the buffer holds gradients, not steps: a changed learning rate acts at once.
+    ICML 2013. As in torch, the buffer holds gradients, not steps, so a changed learning rate takes effect at once.
     """
 
     elementwise = True

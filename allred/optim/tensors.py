@@ -1,13 +1,13 @@
-"""What optimizers and clipping ask of one tensor, and the pieces of arithmetic that several of them share.
+"""Tensors of optimizers and clipping: checks, and arithmetic that several optimizers share.
 
-A tensor is a numpy or cupy array. It is touched only through NumPy's ufuncs with `out=` and through functions that
-dispatch on their argument (`np.zeros_like`, `np.asarray(..., like=)`), so the same lines run on either kind.
+A tensor is a numpy or cupy array. The code uses only NumPy's ufuncs with `out=` and functions that dispatch on their
+argument (`np.zeros_like`, `np.asarray(..., like=)`), so it works with both.
 
-16-bit tensors are updated in float32: Adam's eps = 1e-8 and (1 - beta2) g^2 do not exist in float16, and 0/0 would
-follow. Only the result is rounded to the parameter's dtype; its slots are float32.
+16-bit tensors are updated in float32, because Adam's eps = 1e-8 and (1 - beta2) g^2 underflow in float16, and 0/0 would
+follow. Only the result is rounded to the dtype of the parameter; its slots are float32.
 
-Contiguous float32 and float64 tensors are updated in one pass (`fused`), to the same bits: numpy's by C, cupy's by one
-launch on the GPU.
+Contiguous float32 and float64 tensors are updated in one pass (`fused`) with the same bits: numpy arrays by C, cupy
+arrays by one launch on the GPU.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from allred.gpu import kernels
 
 
 def compute_dtype(tensor: Array) -> np.dtype[Any]:
-    """The dtype of a tensor's slots and of the arithmetic of its update: its own, but at least float32.
+    """Dtype of the slots of a tensor and of the arithmetic of its update: its own, but at least float32.
 
     >>> compute_dtype(np.zeros(3, np.float16)), compute_dtype(np.zeros(3))
     (dtype('float32'), dtype('float64'))
@@ -30,14 +30,14 @@ def compute_dtype(tensor: Array) -> np.dtype[Any]:
 
 
 def is_float_tensor(value: Any) -> bool:
-    """Whether `value` is a numpy or cupy array of floats, bfloat16 (a user dtype to NumPy) included."""
-    if not (hasattr(value, "__array_ufunc__") and hasattr(value, "shape")):  # numpy's scalars lack the first
+    """Whether `value` is a numpy or cupy array of floats, bfloat16 (a user-defined dtype in NumPy) included."""
+    if not (hasattr(value, "__array_ufunc__") and hasattr(value, "shape")):  # numpy scalars lack the first attribute
         return False
     return bool(value.dtype.kind == "f" or value.dtype.name == "bfloat16")
 
 
 def describe(value: Any) -> str:
-    """What an error message calls `value`.
+    """Description of a value in error messages.
 
     >>> describe(np.zeros((2, 3), np.float32)), describe([1.0])
     ('a float32 ndarray of shape (2, 3)', 'a list')
@@ -49,14 +49,14 @@ def describe(value: Any) -> str:
 
 
 def check_writable(who: str, what: str, value: Any) -> None:
-    """Raise InputError unless `value` is a float array that can be changed in place; `what` is its name in the text."""
+    """Raise InputError unless `value` is a writable float array. what: its name in the error."""
     if not is_float_tensor(value):
         raise InputError(
-            f"{who}: {what} must be a numpy or cupy array of floats, which is changed in place, "
-            f"but is {describe(value)}; pass such an array"
+            f"{who}: {what} must be a numpy or cupy array of floats, because it is changed in place, "
+            f"but is {describe(value)}"
         )
-    if not getattr(value.flags, "writeable", True):  # cupy arrays have no such flag, and are always writable
-        raise InputError(f"{who}: {what} must be writable, but is read-only; pass a copy that owns its memory")
+    if not getattr(value.flags, "writeable", True):  # cupy arrays are always writable and lack this flag
+        raise InputError(f"{who}: {what} must be writable, but is read-only; pass a copy")
 
 
 def check_gradient(who: str, name: str, param: Array, grad: Any) -> None:
@@ -75,12 +75,12 @@ def check_gradient(who: str, name: str, param: Array, grad: Any) -> None:
     if not number and isinstance(grad, np.ndarray) != isinstance(param, np.ndarray):
         raise InputError(
             f"{who}: parameter {name!r} is {describe(param)} but its gradient {describe(grad)}; "
-            "bring both to the same device first"
+            "copy both to the same device first"
         )
 
 
 def decayed_gradient(param: Array, grad: Array, weight_decay: float) -> Array:
-    """grad + weight_decay * param, in the dtype of `grad`; `grad` itself where the decay is 0."""
+    """Return grad + weight_decay * param in the dtype of `grad`; `grad` itself if weight_decay is 0."""
     if weight_decay == 0.0:
         return grad
     decayed = np.empty_like(grad)
@@ -90,23 +90,23 @@ def decayed_gradient(param: Array, grad: Array, weight_decay: float) -> Array:
 
 
 def fold_in(average: Array, value: Array, decay: float, scratch: Array) -> None:
-    """average = decay * average + (1 - decay) * value, in place. `scratch` is overwritten and may be `value`."""
+    """Update a moving average in place: decay * average + (1 - decay) * value. `scratch` may be `value`."""
     np.multiply(value, 1.0 - decay, out=scratch)
     np.multiply(average, decay, out=average)
     np.add(average, scratch, out=average)
 
 
 def fused(rule: str, arrays: tuple[Array | None, ...], numbers: tuple[float, ...]) -> bool:
-    """Whether a kernel, in C or on the GPU, did the update. Else nothing has changed, and the caller does it.
+    """Update a tensor by a kernel, in C or on the GPU, if it supports the arguments. Return whether it did.
 
-    The kernel gives the bits that numpy gives, without numpy's floating-point warnings. It takes numpy arrays of one
-    shape, not 0-d, and of one dtype, float32 or float64, contiguous, that do not overlap; and numbers that are Python's
-    own floats. The GIL is released while it works on more than 16 KiB.
+    The kernel produces the same bits as numpy, without numpy's floating-point warnings. It supports contiguous arrays
+    that do not overlap, of one shape, not 0-d, and one dtype, float32 or float64; and numbers of type float. In C the
+    GIL is released for more than 16 KiB. If it returns False, nothing has changed.
 
     Arguments:
         rule: "sgd", "adagrad", "rmsprop", "adam" or "adamw".
-        arrays: the parameter, the gradient and the slots, in the order of csrc/update.h; None where there is none.
-        numbers: the hyper-parameters, in its order.
+        arrays: the parameter, the gradient and the slots, in the order of csrc/update.h; None for a missing slot.
+        numbers: the hyper-parameters in that order.
     """
     param = arrays[0]
     if type(param) is np.ndarray:

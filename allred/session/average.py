@@ -10,9 +10,9 @@ import numpy as np
 from allred import nest
 from allred.arrays import Array
 from allred.errors import InputError
-from allred.optim.hyper import fraction
 from allred.optim.tensors import check_writable, compute_dtype, describe, is_float_tensor
 from allred.session.hooks import Hook, SessionView
+from allred.validators import fraction
 
 
 class MovingAverage:

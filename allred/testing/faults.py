@@ -1,11 +1,11 @@
-"""Faults for tests: what goes wrong, on which rank, at which step.
+"""Fault injection for tests: an action on one rank at one step.
 
-A fault is called once a step, by hand or by an optimizer that it was put into. They compose, and go off in turn:
+A fault is called once per step, by the program or by an optimizer (`into`). Faults can be nested:
 
-    opt = fail_at(2, 5).into(slow(1, 0.1).into(allred.distributed(allred.optim.SGD())))   # before the gradients travel
-    opt = allred.distributed(fail_at(2, 5).into(allred.optim.SGD()))                      # after, before the update
+    opt = fail_at(2, 5).into(slow(1, 0.1).into(allred.distributed(allred.optim.SGD())))   # before the reduction
+    opt = allred.distributed(fail_at(2, 5).into(allred.optim.SGD()))                      # after it, before the update
 
-Ranks are those of allred.rank(), asked for at each call; steps count from 1.
+Ranks are those of allred.rank(). Steps count from 1.
 """
 
 import functools
@@ -21,9 +21,16 @@ from allred.errors import InputError
 
 
 class Fault:
-    """Something that happens on one rank, at one step, or at every step if `step` is None. `title` is for messages.
+    """Action on one rank at one step. Call the object once per step on every rank.
 
-    Call it once a step on every rank. Raises InputError if there is no such rank, for then it could never happen.
+    Arguments:
+        title: name of the fault in messages.
+        rank: rank that runs the action, >= 0.
+        step: step that runs it, >= 1; None means every step.
+        happen: the action.
+
+    Raises:
+        InputError: rank or step is out of range; when called, if the job has no such rank.
 
     >>> Fault("nothing", rank=1, step=5, happen=lambda: None)
     nothing on rank 1 at step 5
@@ -31,23 +38,23 @@ class Fault:
 
     def __init__(self, title: str, rank: int, step: int | None, happen: Callable[[], object]) -> None:
         if rank < 0 or (step is not None and step < 1):
-            raise InputError(f"{title}: rank={rank} and step={step} cannot be; ranks count from 0, steps from 1")
+            raise InputError(f"{title}: rank={rank} and step={step} are invalid; ranks count from 0, steps from 1")
         self.title = title
         self.rank = rank
         self.step = step
-        self.steps = 0  # so many were begun
+        self.steps = 0  # steps begun
         self._happen = happen
 
     def __call__(self) -> None:
-        """A step begins."""
+        """Begin a step, and run the action if this is its rank and step."""
         if self.rank >= topology.size():
-            raise InputError(f"{self}: there are {topology.size()} ranks, so it would never happen; use one of them")
+            raise InputError(f"{self}: the job has only {topology.size()} ranks; choose one of them")
         self.steps += 1
         if topology.rank() == self.rank and self.step in (None, self.steps):
             self._happen()
 
     def into(self, optimizer: Any) -> Any:
-        """The same optimizer, with this fault before its `step(...)`; of any kind, distributed or not."""
+        """Call this fault before each `step(...)` of an optimizer, distributed or not. Returns the optimizer."""
         step = optimizer.step
 
         @functools.wraps(step)
@@ -63,7 +70,7 @@ class Fault:
 
 
 def fail_at(rank: int, step: int, error: BaseException | None = None) -> Fault:
-    """The rank raises `error`, by default a RuntimeError that says where it came from."""
+    """Raise `error` on the rank, by default a RuntimeError that names this call."""
     default = RuntimeError(f"allred.testing.fail_at(rank={rank}, step={step})")
 
     def fail() -> None:
@@ -73,20 +80,20 @@ def fail_at(rank: int, step: int, error: BaseException | None = None) -> Fault:
 
 
 def exit_at(rank: int, step: int, code: int = 1) -> Fault:
-    """The rank leaves by sys.exit(code)."""
+    """Exit the rank by sys.exit(code)."""
     return Fault("exit_at", rank, step, lambda: sys.exit(code))
 
 
 def kill_at(rank: int, step: int, signal: int = signals.SIGKILL) -> Fault:
-    """The rank sends itself a signal: by default the one that the kernel kills with when memory runs out."""
+    """Send the rank a signal, by default SIGKILL, which the kernel uses when memory runs out."""
     return Fault("kill_at", rank, step, lambda: os.kill(os.getpid(), signal))
 
 
 def stop_at(rank: int, step: int) -> Fault:
-    """The rank stops, all threads of it, until somebody sends it SIGCONT."""
+    """Stop all threads of the rank by SIGSTOP, until it receives SIGCONT."""
     return Fault("stop_at", rank, step, lambda: os.kill(os.getpid(), signals.SIGSTOP))
 
 
 def slow(rank: int, seconds: float) -> Fault:
-    """The rank sleeps so many seconds before every step."""
+    """Delay every step of the rank by `seconds`."""
     return Fault("slow", rank, None, lambda: time.sleep(seconds))

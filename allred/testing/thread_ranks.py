@@ -15,9 +15,9 @@ from allred.comm.communicator import Communicator
 from allred.comm.process_set import ProcessSets
 from allred.comm.work import Steps
 from allred.config import Config, explicit_settings, settle
-from allred.data.share import Iterations
+from allred.data.iterations import Iterations
 from allred.errors import AllredError, ConfigError, InputError, RemoteRankError
-from allred.gpu import places
+from allred.gpu import binding
 from allred.world import World
 
 T = TypeVar("T")
@@ -177,7 +177,7 @@ class _ThreadProcessSets(ProcessSets):
     """The process sets of a rank that is a thread."""
 
     def __init__(self, ranks: _Ranks, everyone: Communicator, nodes: list[int]) -> None:
-        nothing = [places.NOTHING] * len(nodes)
+        nothing = [binding.NO_GPUS] * len(nodes)
         super().__init__(None, everyone, 0, everyone, nodes, [True] * len(nodes), nothing, ranks.config)
         self._ranks = ranks
 

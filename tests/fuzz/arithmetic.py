@@ -1,6 +1,6 @@
-"""What every operation of a plan is given and what it has to give, in numpy alone; and how close is close enough.
+"""Inputs and expected results of every operation of a plan, computed by numpy, with tolerances.
 
-Every rank can make every rank's arrays from the seed, so it checks its results by itself.
+Every rank generates the arrays of all ranks from the seed, so each rank checks its results itself.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 
 def inputs(job: Job, index: int, operation: Operation, rank: int) -> list[np.ndarray]:
-    """The arrays that a rank brings to the operation at this place, contiguous."""
+    """Arrays that a rank passes to operation `index`, contiguous."""
     rng = np.random.default_rng([job.seed, index, rank])
     rows = (sum(operation.rows[rank]),) if operation.rows else ()
     pairs = zip(operation.dtypes, operation.shapes, strict=True)
@@ -29,7 +29,7 @@ def inputs(job: Job, index: int, operation: Operation, rank: int) -> list[np.nda
 
 
 def random_array(rng: np.random.Generator, name: str, shape: tuple[int, ...], specials: bool) -> np.ndarray:
-    """Integers of the whole range, so that sums wrap around; normal floats, a few of them special."""
+    """Integers of the whole range, so that sums wrap around; normal floats; with `specials` also NaN and infinities."""
     dtype, count = dtype_of(name), math.prod(shape)
     if name == "bool":
         values = rng.integers(0, 2, count).astype(dtype)
@@ -46,15 +46,15 @@ def random_array(rng: np.random.Generator, name: str, shape: tuple[int, ...], sp
 
 @dataclasses.dataclass
 class Expected:
-    """A result: the array in rank order, and by how much each element may differ from it where the order is free."""
+    """Expected result: the array reduced in rank order, and the tolerance of each element for other orders."""
 
     array: np.ndarray
     tolerance: np.ndarray | None = None  # None: exact
-    everywhere: bool = True  # the same on all ranks
+    everywhere: bool = True  # equal on all ranks
 
 
 def reduced(parts: list[np.ndarray], op: str) -> Expected:
-    """The reduction in rank order: 16-bit floats in float32, rounded once."""
+    """Reduce in rank order: 16-bit floats in float32, rounded once."""
     dtype, size = parts[0].dtype, len(parts)
     floating = dtype.name in FLOATS
     wide = np.dtype(np.float32) if floating and dtype.itemsize == 2 else dtype
@@ -72,9 +72,9 @@ def reduced(parts: list[np.ndarray], op: str) -> Expected:
 
 
 def reduced_narrow(parts: list[np.ndarray], op: str, wire: np.dtype[Any]) -> Expected:
-    """The same of wide numbers that travel as narrower ones: rounded, then reduced in float32 in rank order.
+    """Reduce compressed numbers: round them to the wire dtype, then reduce in float32 in rank order.
 
-    Where MPI is in between, nodes' results are what is rounded, and results are rounded once more.
+    The tolerance covers backends with MPI, which round the results of nodes, and the final result once more.
     """
     dtype, size = parts[0].dtype, len(parts)
     with np.errstate(all="ignore"):
@@ -83,7 +83,7 @@ def reduced_narrow(parts: list[np.ndarray], op: str, wire: np.dtype[Any]) -> Exp
         array = np.asarray(result / np.float32(size) if op == "Average" else result).astype(dtype)
         eps, smallest = (float(getattr(ml_dtypes.finfo(wire), name)) for name in ("eps", "smallest_subnormal"))
         exact = np.abs([part.astype(np.float64) for part in parts])
-        lost = eps * exact + smallest  # by rounding each
+        lost = eps * exact + smallest  # rounding error of each number
         if op in ("Min", "Max"):
             return Expected(array, lost.sum(axis=0))
         if op == "Product":
@@ -93,7 +93,7 @@ def reduced_narrow(parts: list[np.ndarray], op: str, wire: np.dtype[Any]) -> Exp
 
 
 def expected(job: Job, index: int, operation: Operation, rank: int) -> list[Expected]:
-    """What the operation has to give on a rank."""
+    """Expected results of the operation on a rank."""
     everyone = [inputs(job, index, operation, r) for r in range(job.ranks)]
     kind = operation.kind
     if kind in ("allreduce", "grouped_allreduce", "step"):
@@ -131,7 +131,7 @@ def _dealt(operation: Operation, everyone: list[list[np.ndarray]], rank: int) ->
 
 
 def difference(got: Any, wanted: Expected, exactly: bool) -> str:
-    """In words, how a result differs from what it has to be; nothing if it does not."""
+    """Description of the difference between a result and the expected one; "" if there is none."""
     array = np.asarray(got)
     if (array.dtype, array.shape) != (wanted.array.dtype, wanted.array.shape):
         return f"is {array.dtype} {array.shape}, not {wanted.array.dtype} {wanted.array.shape}"
@@ -151,7 +151,7 @@ def difference(got: Any, wanted: Expected, exactly: bool) -> str:
 
 
 def without_nan_payload(array: Any) -> bytes:
-    """An array's bytes, all NaN alike: how NaN are coded is the one thing that may differ between ranks."""
+    """Bytes of an array with one code for all NaN: only the codes of NaN may differ between ranks."""
     array = np.array(array)
     if array.dtype.name in FLOATS:
         array[np.isnan(array.astype(np.float32))] = np.nan

@@ -1,7 +1,7 @@
-"""How a rank calls an operation of the plan: with its own arrays, in its own way.
+"""Calls of operations of the plan, with random variants on each rank.
 
-In place or not, the layout in memory, a number instead of an array: these are each rank's own affair, and must make no
-difference to the others, so every rank draws them for itself. Of a call that gives an error nothing may be changed.
+In place or not, the memory layout, a number instead of an array: ranks may differ in these without an effect on other
+ranks, so every rank draws them separately. A call that raises an error must not change its arguments.
 """
 
 import functools
@@ -15,30 +15,30 @@ from plan import Operation
 import allred
 
 OPS = {op.value: op for op in allred.ReduceOp}
-UNUSABLE = np.array(["words"])
+UNUSABLE = np.array(["text"])
 
 
 def laid_out(array: np.ndarray, rng: random.Random) -> Any:
-    """The same values in some memory layout; of a 0-d array sometimes as a number."""
+    """Copy the values to a random memory layout; a 0-d array sometimes becomes a number."""
     if array.ndim == 0 and rng.random() < 0.3:
         return array[()]
-    way = rng.choice(("plain", "plain", "strided", "reversed", "fortran", "offset", "read-only"))
-    if way == "fortran":
+    layout = rng.choice(("plain", "plain", "strided", "reversed", "fortran", "offset", "read-only"))
+    if layout == "fortran":
         return np.asfortranarray(array).reshape(array.shape)
-    if way == "reversed" and array.ndim:
+    if layout == "reversed" and array.ndim:
         back = (slice(None, None, -1),) * array.ndim
         return array[back].copy()[back]
-    if way == "strided" and array.ndim:
+    if layout == "strided" and array.ndim:
         wide = np.zeros((*array.shape[:-1], 2 * array.shape[-1]), array.dtype)
         wide[..., ::2] = array
         return wide[..., ::2]
-    if way == "offset":  # not aligned to a cache line, nor to the elements
+    if layout == "offset":  # not aligned to elements
         memory = np.empty(array.nbytes + 1, np.uint8)[1:].view(np.uint8)
         other = np.frombuffer(memory, np.uint8, array.nbytes).view(array.dtype).reshape(array.shape)
         other[...] = array
         return other
     copy = array.copy()
-    copy.flags.writeable = way != "read-only"
+    copy.flags.writeable = layout != "read-only"
     return copy
 
 
@@ -47,7 +47,7 @@ def _writable(value: Any) -> bool:
 
 
 class Call:
-    """One call: `run()` gives the results as a list; `untouched()` says whether the arguments are as they were."""
+    """One call of an operation: `run()` returns the results as a list."""
 
     def __init__(
         self, operation: Operation, arrays: list[np.ndarray], rank: int, ranks: int, rng: random.Random
@@ -58,14 +58,14 @@ class Call:
         if self.in_place or operation.kind == "step":
             self.given = [array if _writable(array) else np.array(array) for array in self.given]
         self._before = [array.copy() for array in self.given]
-        self._says_splits = rng.random() < 0.7
+        self._passes_splits = rng.random() < 0.7
 
     def run(self) -> list[Any]:
-        """Call it. Raises what allred raises."""
+        """Run the blocking call. Raises the errors of allred."""
         return getattr(self, self.operation.kind)(*self._arguments())
 
     def start(self) -> Callable[[], list[Any]] | None:
-        """Start it, and what waits for it; None where there is nothing but the call that waits."""
+        """Start the operation and return a function that waits for the results; None if it has no *_async function."""
         kind = self.operation.kind
         if kind == "barrier":
             work = allred.barrier_async()
@@ -83,11 +83,12 @@ class Call:
         return [] if self.operation.kind == "barrier" else [result]
 
     def untouched(self) -> bool:
+        """Whether the arguments are unchanged."""
         pairs = zip(self.given, self._before, strict=True)
         return all(a.tobytes() == b.tobytes() for a, b in pairs)
 
     def right_memory(self, results: list[Any]) -> bool:
-        """In place the caller's arrays are the results; else these are new, and the arguments as they were."""
+        """Whether the results are the arguments of an in-place call, or the arguments of another call are unchanged."""
         if self.operation.kind in ("allreduce", "grouped_allreduce", "broadcast") and self.in_place:
             return all(got is given for got, given in zip(results, self.given, strict=True))
         return self.operation.kind == "step" or self.untouched()
@@ -123,7 +124,7 @@ class Call:
 
     def alltoall(self, array: np.ndarray) -> list[Any]:
         rows = self.operation.rows[self.rank]
-        even = len(set(rows)) == 1 and not self._says_splits
+        even = len(set(rows)) == 1 and not self._passes_splits
         return list(self._function("alltoall")(array, splits=None if even else rows))
 
     def barrier(self) -> list[Any]:
@@ -131,16 +132,16 @@ class Call:
         return []
 
     def allgather_object(self, array: np.ndarray) -> list[Any]:
-        value = (lambda: None) if self.operation.unusable else {"of": self.rank, "array": array}
+        value = (lambda: None) if self.operation.unusable else {"rank": self.rank, "array": array}
         objects = self._function("allgather_object")(value)
-        assert [each["of"] for each in objects] == list(range(self.ranks))
+        assert [each["rank"] for each in objects] == list(range(self.ranks))
         return [each["array"] for each in objects]
 
     def broadcast_object(self, array: np.ndarray) -> list[Any]:
-        return [self._function("broadcast_object")([array, "words"])[0]]
+        return [self._function("broadcast_object")([array, "text"])[0]]
 
     def step(self, *grads: np.ndarray) -> list[Any]:
-        """A step of the decorator from parameters 0 at learning rate 1: the gradients are the results."""
+        """Step a distributed optimizer with parameters 0 and learning rate 1; the gradients are the results."""
         params, operation = [np.zeros(grad.shape, grad.dtype) for grad in grads], self.operation
         options = {"op": OPS[operation.op], "bucket_bytes": operation.bucket_bytes, "name": f"opt{operation.name}"}
         options["nonfinite"] = "ignore"  # sums may overflow

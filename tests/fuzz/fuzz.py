@@ -1,7 +1,7 @@
-"""Random jobs under both MPIs, for a while: `python tests/fuzz/fuzz.py --seconds 60`.
+"""Fuzz test: random jobs under both MPIs for a given time: `python tests/fuzz/fuzz.py --seconds 60`.
 
-Each job follows from a number, its seed (plan.py says how), which is printed before it starts; `--seed N` repeats one.
-Its ranks check their results with numpy (rank_program.py), and this program checks how the job ended (promises.py).
+A seed defines each job (plan.py). It is printed before the job starts; `--seed N` repeats a job. The ranks check their
+results with numpy (rank_program.py), and this program checks the end of the job (promises.py).
 """
 
 import argparse
@@ -19,7 +19,7 @@ from harness import mpirun  # noqa: E402
 from plan import FAULTS, Job, job_of  # noqa: E402
 from promises import KILLED, broken, broken_timeline, environment  # noqa: E402
 
-HANG_S = 40  # for what takes some seconds at most, on a machine that is busy with something else
+HANG_S = 40  # time limit of a job, which takes a few seconds on an idle machine
 
 
 def main() -> int:
@@ -43,25 +43,27 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=0, help="how long to go on; by default it is one job")
-    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4)), help="of the first job")
-    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS), help="only jobs with these")
+    parser.add_argument("--seconds", type=float, default=0, help="duration; default: one job")
+    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4)), help="seed of the first job")
+    parser.add_argument(
+        "--faults", nargs="+", choices=FAULTS, default=list(FAULTS), help="run only jobs with these faults"
+    )
     return parser.parse_args()
 
 
 def play(job: Job) -> bool:
-    """Run a job; whether it kept all promises. If not, say which, and how to repeat it.
+    """Run a job. Return whether it kept all promises; if not, print the broken ones and how to repeat the job.
 
-    On a machine that is overloaded the line about a killed rank may come too late (docs/assumptions.md): then the job
-    gets a second chance, and that is told.
+    On an overloaded machine the message about a killed rank may be late (docs/assumptions.md). Then the job runs a
+    second time, which is printed.
     """
     found, text = _run(job)
     if len(found) == 1 and KILLED in found[0]:
-        print(f"once more, after {found[0]}", flush=True)
+        print(f"repeated, after {found[0]}", flush=True)
         found, text = _run(job)
     if found:
         again = f".venv/bin/python tests/fuzz/fuzz.py --seed {job.seed}"
-        print(f"FAILED {job}\n  " + "\n  ".join(found) + f"\n  once more: {again}\n{text}", flush=True)
+        print(f"FAILED {job}\n  " + "\n  ".join(found) + f"\n  repeat: {again}\n{text}", flush=True)
     return not found
 
 
@@ -73,7 +75,7 @@ def _run(job: Job) -> tuple[list[str], str]:
             result = mpirun(job.ranks, program, job.seed, mpi=job.mpi, timeout_s=HANG_S, env=env)
             return broken(job, result) + broken_timeline(job, pathlib.Path(directory)), result.text
     except TimeoutError as error:
-        return ["it hung"], str(error)
+        return ["the job hung"], str(error)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What a fuzz job does: a pure function of its seed, so that every rank, and who checks them, know all of it.
+"""Plan of a fuzz job: a pure function of its seed, which every rank and the driver evaluate.
 
-A job is a world (ranks, MPI, backend, nodes), a list of operations, and in a share of the jobs one fault: something
-that one rank does before one of the operations, or in place of it.
+A job has a world (ranks, MPI, backend, nodes), a list of operations, and in some jobs one fault: an action of one rank
+before one of the operations or instead of it.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ NODES = {
     4: ("none", "2,2", "3,1", "1,3", "1,2,1"),
 }
 SMALL = (0, 1, 2, 3, 7, 16, 61, 127, 1009)
-EDGES = (2**17, 2**18, 2**20)  # bytes: a chunk of shared memory, two, a chunk of MPI
+EDGES = (2**17, 2**18, 2**20)  # bytes: a chunk of shared memory, two chunks, a chunk of MPI
 STEPS_AT_MOST = 30
 
 REDUCING = ("allreduce", "grouped_allreduce", "reducescatter")
-KINDS = {  # and how often
+KINDS = {  # weights of the kinds of operations
     "allreduce": 6,
     "grouped_allreduce": 4,
     "broadcast": 3,
@@ -39,12 +39,12 @@ KINDS = {  # and how often
     "step": 4,
 }
 
-# Faults of one rank, and how often; `wrong` ones are calls that all ranks can catch and go on from.
+# Weights of the faults of one rank. All ranks can catch the error of a `wrong` call and continue.
 FAULTS = {
     **{"none": 45, "wrong": 25},
     **{"raise": 4, "sys.exit": 4, "SystemExit": 4, "interrupt": 3, "_exit": 4, "kill": 7, "stop": 4},
 }
-CHANGES = {  # what can be wrong with a call; "next" is any other operation: one left out, or two in the other order
+CHANGES = {  # changes of a wrong call; "next", for all kinds, calls the next operation instead
     "allreduce": ("shape", "dtype", "op", "name", "compression", "unusable"),
     "grouped_allreduce": ("shape", "dtype", "op", "name", "compression", "unusable"),
     "broadcast": ("shape", "dtype", "root", "name", "unusable"),
@@ -59,7 +59,7 @@ CHANGES = {  # what can be wrong with a call; "next" is any other operation: one
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One collective, as all ranks are to call it. `shapes` and `dtypes` of its arrays; the rest where it applies."""
+    """One collective operation that all ranks call. shapes, dtypes: of its arrays. Other fields apply to some kinds."""
 
     kind: str
     shapes: tuple[Shape, ...] = ()
@@ -67,12 +67,12 @@ class Operation:
     op: str = ""
     root: int = 0
     name: str = ""
-    rows: tuple[tuple[int, ...], ...] = ()  # allgather: of each rank; alltoall: from each rank to each
+    rows: tuple[tuple[int, ...], ...] = ()  # allgather: rows of each rank; alltoall: rows from each rank to each rank
     specials: bool = False  # NaN and infinities among the floats
-    delays: tuple[float, ...] = ()  # seconds that each rank comes late
+    delays: tuple[float, ...] = ()  # delay of each rank in seconds
     bucket_bytes: int = 2**20
     compression: str = "none"
-    unusable: bool = False  # an argument that nobody can use
+    unusable: bool = False  # one argument is invalid
 
     def __str__(self) -> str:
         what = ", ".join(f"{dtype} {shape}" for dtype, shape in zip(self.dtypes, self.shapes, strict=True))
@@ -83,7 +83,7 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What goes wrong: on which rank, at which operation. `code` for exits; `change` and `caught` for wrong calls."""
+    """Fault of one rank at one operation. code: of exits. change, caught: of wrong calls."""
 
     kind: str = "none"
     rank: int = -1
@@ -91,7 +91,7 @@ class Fault:
     code: int = 0
     change: str = ""
     caught: bool = True
-    midway_s: float = 0.0  # kill and stop: so much later than the operation's beginning
+    midway_s: float = 0.0  # kill and stop: delay after the start of the operation
 
     def __str__(self) -> str:
         if self.kind == "none":
@@ -102,7 +102,7 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """All of it."""
+    """Job: world, operations and fault."""
 
     seed: int
     ranks: int
@@ -114,12 +114,12 @@ class Job:
 
     @property
     def recorded(self) -> bool:
-        """Whether a timeline is written."""
+        """Whether the job writes a timeline."""
         return self.seed % 3 == 0
 
     @property
     def rank_order(self) -> bool:
-        """Whether sums are promised to come in rank order: on one node, through shared memory."""
+        """Whether sums are computed in rank order: on one node, in shared memory."""
         return self.backend == "auto" and self.nodes == "none"
 
     def __str__(self) -> str:
@@ -129,7 +129,7 @@ class Job:
 
 
 def job_of(seed: int) -> Job:
-    """The job that a seed stands for."""
+    """Job of a seed."""
     rng = random.Random(seed)
     ranks = rng.choice((2, 3, 3, 4))
     mpi, backend = rng.choice(("mpich", "mpich", "openmpi")), rng.choice(("auto", "auto", "auto", "mpi"))
@@ -139,8 +139,7 @@ def job_of(seed: int) -> Job:
 
 
 def _compressed(job: Job) -> Job:
-    """Some of its operations on a narrower wire, some of its faults that. Drawn apart, so that seeds of before go on
-    meaning what they meant."""
+    """Add compression to some operations and faults. A separate generator keeps the other properties of each seed."""
     rng = random.Random(f"{job.seed} compression")
     operations, fault = list(job.operations), job.fault
     for index, operation in enumerate(operations):
@@ -152,7 +151,7 @@ def _compressed(job: Job) -> Job:
 
 
 def called(job: Job, rank: int, index: int) -> Operation:
-    """What a rank calls where the plan has operation `index`: the same, unless the fault is its wrong call."""
+    """Operation that a rank calls at position `index`: that of the plan, unless its fault is a wrong call there."""
     fault, operation = job.fault, job.operations[index]
     if (fault.kind, fault.rank, fault.operation) != ("wrong", rank, index):
         return operation
@@ -160,7 +159,7 @@ def called(job: Job, rank: int, index: int) -> Operation:
 
 
 def changed(operation: Operation, change: str, ranks: int) -> Operation:
-    """The same operation, called wrongly."""
+    """Change one property of an operation."""
     if change == "unusable":
         return dataclasses.replace(operation, unusable=True)
     if change == "name":
@@ -175,7 +174,7 @@ def changed(operation: Operation, change: str, ranks: int) -> Operation:
         return dataclasses.replace(operation, compression=other)
     if change == "shape":
         return dataclasses.replace(operation, shapes=(*operation.shapes[:-1], (*operation.shapes[-1], 2)))
-    other = "float64" if operation.dtypes[-1] == "float32" else "float32"  # defined for every reduction
+    other = "float64" if operation.dtypes[-1] == "float32" else "float32"  # valid for every reduction
     return dataclasses.replace(operation, dtypes=(*operation.dtypes[:-1], other))
 
 
@@ -256,11 +255,11 @@ def _rows(rng: random.Random, operation: Operation, ranks: int) -> Operation:
 
 
 def shape_of(rng: random.Random, itemsize: int, least_dimensions: int = 0) -> Shape:
-    """A shape: often small, sometimes about the size at which something changes, seldom large."""
-    luck = rng.random()
-    if luck < 0.6:
+    """Random shape: often small, sometimes near a chunk size, rarely large."""
+    draw = rng.random()
+    if draw < 0.6:
         count = rng.choice(SMALL)
-    elif luck < 0.85:
+    elif draw < 0.85:
         count = max(0, rng.choice(EDGES) // itemsize + rng.randint(-2, 2))
     else:
         count = rng.randint(0, 3 * 2**20) // itemsize

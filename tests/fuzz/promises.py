@@ -1,7 +1,7 @@
-"""What allred promises for each fault, in one table; and whether a job kept it.
+"""Promises of allred for each fault, in one table, and the check of a job against them.
 
-Some of it holds only once the watcher is there (allred.watch): `peers` and `watched` are looked at when it is, which
-this module sees by allred.RemoteRankError.
+Some promises require the watcher (allred.watch): `peers` and `watched` are checked only if it exists, that is, if
+allred.RemoteRankError exists.
 """
 
 import dataclasses
@@ -25,11 +25,11 @@ TIMEOUT_S = "3"
 
 @dataclasses.dataclass(frozen=True)
 class Promise:
-    """How a job has to end. Texts are patterns, in which {rank}, {code} and {seed} are those of the fault.
+    """Promised end of a job. Texts are patterns with {rank}, {code} and {seed} of the fault.
 
-    code: mpirun's exit code; "not 0" for any other, "any". once, some: on stderr exactly once, at least once.
-    peers: what every other rank says that it met. watched: on stderr once. limited: runs with a small time limit.
-    only_watched: nothing of it is promised without the watcher.
+    code: exit code of mpirun, "not 0" or "any". once, some: patterns on stderr exactly once, at least once.
+    peers: error that every other rank prints. watched, watched_some: once and some if there is a watcher.
+    limited: the job runs with a short time limit. only_watched: there is no promise without the watcher.
     """
 
     code: str = "not 0"
@@ -63,20 +63,21 @@ PROMISES = {
         limited=True,
     ),
 }
-# MPICH's launcher takes it for a good end, kills the other ranks at once, and ends with 0 or 9: promised is who it was.
+# MPICH's launcher treats os._exit(0) as success, kills the other ranks, and exits with 0 or 9. Only the message is
+# promised.
 SILENT_UNDER_MPICH = Promise(code="any", watched=(SILENT,), limited=True, only_watched=True)
-UNCAUGHT = Promise(code="1")  # a wrong call that the program does not catch: every rank raises the same
+UNCAUGHT = Promise(code="1")  # an error of a wrong call that the program does not catch, on every rank
 
 
 def promise_of(job: Job) -> Promise:
-    """The row of the table for a job with a fault other than a wrong call."""
+    """Promise for a job with a fault other than a wrong call."""
     if (job.fault.kind, job.mpi) == ("_exit", "mpich"):
         return SILENT_UNDER_MPICH
     return PROMISES[job.fault.kind]
 
 
 def environment(job: Job) -> dict[str, str]:
-    """The settings of a job."""
+    """Environment variables of a job."""
     settings = {"ALLRED_BANNER": "0", "ALLRED_BACKEND": job.backend, "ALLRED_PRETEND_NODES": job.nodes}
     if job.fault.kind in PROMISES and promise_of(job).limited:
         settings["ALLRED_TIMEOUT_S"] = TIMEOUT_S
@@ -86,28 +87,30 @@ def environment(job: Job) -> dict[str, str]:
 
 
 def broken(job: Job, result: Result) -> list[str]:
-    """The promises that were not kept, in words."""
+    """Descriptions of the broken promises."""
     found = [f"a process was left: {line}" for line in result.left]
     if "Wrong: " in result.err or "AssertionError" in result.err:
         found.append("a rank found a wrong result")
     if job.fault.kind == "none" or (job.fault.kind == "wrong" and job.fault.caught):
-        return found + _not_good(job, result)
+        return found + _not_successful(job, result)
     if job.fault.kind == "wrong":
         error = "InputError" if job.fault.change == "unusable" else "MismatchError"
-        return found + _not_kept(job, result, UNCAUGHT) + _not_met(range(job.ranks), error, result)
+        return found + _not_kept(job, result, UNCAUGHT) + _not_raised(range(job.ranks), error, result)
     promise = promise_of(job)
     if promise.only_watched and not WATCHED:
         return found
     found += _not_kept(job, result, promise)
     if WATCHED:
         peers = [rank for rank in range(job.ranks) if rank != job.fault.rank]
-        found += _not_met(peers, _filled(promise.peers, job), result) if promise.peers else []
+        found += _not_raised(peers, _filled(promise.peers, job), result) if promise.peers else []
     return found
 
 
 def broken_timeline(job: Job, directory: pathlib.Path) -> list[str]:
-    """What is wrong with the timeline of a job, in words: every rank has left a readable file, and where nothing has
-    gone wrong the same operations are in all of them."""
+    """Descriptions of errors in the timeline of a job.
+
+    Every rank must leave a readable file. Without a fault all files must have the same operations.
+    """
     if not job.recorded:
         return []
     try:
@@ -117,7 +120,7 @@ def broken_timeline(job: Job, directory: pathlib.Path) -> list[str]:
     list(trace_events(ranks, waits(match(ranks), ranks)))
     if job.fault.kind != "none":
         return []
-    found = [f"the timeline is not whole: {rank.left_out}" for rank in ranks if rank.left_out]
+    found = [f"the timeline is incomplete: {rank.left_out}" for rank in ranks if rank.left_out]
     kinds = [[each.kind for each in rank.operations if each.members == "all ranks"] for rank in ranks]
     for number, column in enumerate(itertools.zip_longest(*kinds)):
         if len(set(column) - {"join"}) > 1:
@@ -125,23 +128,23 @@ def broken_timeline(job: Job, directory: pathlib.Path) -> list[str]:
     return found
 
 
-def _not_good(job: Job, result: Result) -> list[str]:
-    """A good end: code 0, every rank's digest, all the same, and nothing on stderr."""
+def _not_successful(job: Job, result: Result) -> list[str]:
+    """Check for success: exit code 0, equal digests of all ranks, and nothing on stderr."""
     digests = dict(re.findall(r"^rank (\d+) done (\w+)$", result.out, re.MULTILINE))
     found = [f"exit code {result.code}, not 0"] if result.code else []
     if sorted(map(int, digests)) != list(range(job.ranks)):
-        found.append(f"ranks {sorted(digests)} of {job.ranks} told a digest")
+        found.append(f"ranks {sorted(digests)} of {job.ranks} printed a digest")
     if len(set(digests.values())) > 1:
         found.append(f"results differ between ranks: {digests}")
-    return found + ["something on stderr"] * bool(result.err)
+    return found + ["stderr is not empty"] * bool(result.err)
 
 
 def _not_kept(job: Job, result: Result, promise: Promise) -> list[str]:
     code = _filled(promise.code, job)
     good = {"not 0": result.code != 0, "any": True}.get(code, str(result.code) == code)
-    found = [] if good else [f"exit code {result.code}, promised is {code}"]
+    found = [] if good else [f"exit code {result.code}, expected {code}"]
     if re.search(r"^rank \d+ done", result.out, re.MULTILINE):
-        found.append("a rank came to the end of its program")
+        found.append("a rank completed its program")
     once, some = promise.once, promise.some
     if WATCHED:
         once, some = once + promise.watched, some + promise.watched_some
@@ -152,10 +155,10 @@ def _not_kept(job: Job, result: Result, promise: Promise) -> list[str]:
     return found
 
 
-def _not_met(ranks: object, error: str, result: Result) -> list[str]:
+def _not_raised(ranks: object, error: str, result: Result) -> list[str]:
     lines = result.out.splitlines()
-    missing = [rank for rank in ranks if not any(line.startswith(f"rank {rank} met {error}") for line in lines)]
-    return [f"ranks {missing} did not meet {error}"] if missing else []
+    missing = [rank for rank in ranks if not any(line.startswith(f"rank {rank} raised {error}") for line in lines)]
+    return [f"ranks {missing} did not raise {error}"] if missing else []
 
 
 def _filled(text: str, job: Job) -> str:

@@ -1,7 +1,7 @@
 """One rank of a fuzz job: `mpirun -np N python rank_program.py SEED`.
 
-It goes through the plan's operations and checks each result. At the end it prints one line with a digest of all that
-must be the same on all ranks, error texts included. Whatever ends it early it tells in a line, for the driver.
+It runs the operations of the plan and checks each result. At the end it prints one line with a digest of everything
+that must be equal on all ranks, including error texts. An error that ends it earlier is printed for the driver.
 """
 
 import hashlib
@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import join_rounds
 import numpy as np
-import tail
 from arithmetic import difference, expected, inputs, without_nan_payload
 from calls import Call
 from plan import Fault, Job, called, job_of
@@ -24,32 +24,32 @@ import allred
 from allred import testing
 
 
-class Wrong(Exception):  # noqa: N818  (not an error of allred's: the verdict on it)
-    """allred gave something else than it promises."""
+class Wrong(Exception):  # noqa: N818  (a test failure, not an error of allred)
+    """allred returned a wrong result."""
 
 
 class Digest:
-    """Of what must be equal on all ranks, in the order of the operations, in whatever order it comes."""
+    """Digest of data that must be equal on all ranks. Operations may be added in any order."""
 
     def __init__(self) -> None:
         self._parts: dict[int, bytes] = {}
 
     def update(self, index: int, data: bytes) -> None:
-        """More of an operation."""
+        """Add data of an operation."""
         self._parts[index] = hashlib.blake2b(self._parts.get(index, b"") + data).digest()
 
     def hexdigest(self) -> str:
-        """Of all."""
+        """Digest of all operations in their order."""
         return hashlib.blake2b(b"".join(self._parts[index] for index in sorted(self._parts)), digest_size=6).hexdigest()
 
 
-def say(words: str) -> None:
-    """A line on stdout, whole."""
-    os.write(1, f"rank {allred.rank()} {words}\n".encode())
+def print_line(text: str) -> None:
+    """Print a line to stdout in one write."""
+    os.write(1, f"rank {allred.rank()} {text}\n".encode())
 
 
 def fault_of(job: Job) -> testing.Fault:
-    """The job's fault as something to call once an operation."""
+    """Fault of the job, to be called once per operation."""
     fault, step = job.fault, job.fault.operation + 1
     error = ValueError(f"the fault of seed {job.seed}")
     if fault.kind in ("none", "wrong"):
@@ -76,14 +76,16 @@ def _signal(number: int, midway_s: float) -> None:
 
 
 def is_wrong(fault: Fault, index: int) -> bool:
-    """Whether some rank calls something else than the others here."""
+    """Whether one rank makes a wrong call at this operation."""
     return fault.kind == "wrong" and fault.operation == index
 
 
 def run(job: Job, digest: Digest) -> None:
-    """All operations of the plan."""
+    """Run all operations of the plan."""
     rank, fault = allred.rank(), fault_of(job)
-    started: list[tuple[int, Call, Callable[[], list[Any]]]] = []  # and not waited for: each rank's own affair
+    started: list[
+        tuple[int, Call, Callable[[], list[Any]]]
+    ] = []  # started operations; ranks wait for them independently
     for index, operation in enumerate(job.operations):
         time.sleep(operation.delays[rank])
         fault()
@@ -100,14 +102,14 @@ def run(job: Job, digest: Digest) -> None:
         else:
             check(job, index, call, call.run(), digest)
         if job.fault.midway_s and (job.fault.rank, job.fault.operation) == (rank, index):
-            time.sleep(60)  # the signal comes
+            time.sleep(60)  # until the signal arrives
     wait_for(job, started, rng_of(job, -1), digest)
 
 
 def wait_for(
     job: Job, started: list[tuple[int, Call, Callable[[], list[Any]]]], rng: random.Random, digest: Digest
 ) -> None:
-    """Wait for all that was started, in any order."""
+    """Wait for all started operations in random order."""
     rng.shuffle(started)
     while started:
         index, call, wait = started.pop()
@@ -119,15 +121,15 @@ def rng_of(job: Job, index: int) -> random.Random:
 
 
 def check(job: Job, index: int, call: Call, results: list[Any], digest: Digest) -> None:
-    """Compare with numpy; take what must be equal on all ranks into the digest."""
+    """Compare results with numpy, and add those that must be equal on all ranks to the digest."""
     operation = call.operation
     wanted = expected(job, index, operation, call.rank)
     where = f"seed {job.seed}, operation {index}, {operation}, rank {call.rank}"
     if len(results) != len(wanted):
-        raise Wrong(f"{where}: {len(results)} results, not {len(wanted)}")
+        raise Wrong(f"{where}: {len(results)} results, expected {len(wanted)}")
     for number, (got, want) in enumerate(zip(results, wanted, strict=True)):
-        if words := difference(got, want, exactly=job.rank_order):
-            raise Wrong(f"{where}: result {number} {words}")
+        if text := difference(got, want, exactly=job.rank_order):
+            raise Wrong(f"{where}: result {number} {text}")
         if want.everywhere:
             digest.update(index, without_nan_payload(got))
     if not call.right_memory(results):
@@ -135,7 +137,7 @@ def check(job: Job, index: int, call: Call, results: list[Any], digest: Digest) 
 
 
 def run_wrong(job: Job, index: int) -> str:
-    """The operation that one rank calls wrongly: all must get the same error, and nothing may be changed."""
+    """Run an operation that one rank calls wrongly: all ranks must raise the same error and change no argument."""
     rank, where = allred.rank(), f"seed {job.seed}, operation {index}"
     operation = called(job, rank, index)
     place = index + (operation is not job.operations[index] and job.fault.change == "next")
@@ -147,19 +149,21 @@ def run_wrong(job: Job, index: int) -> str:
         if type(error) is not (allred.InputError if unusable else allred.MismatchError):
             raise Wrong(f"{where}: the wrong kind of error") from error
         if not call.untouched():
-            raise Wrong(f"{where}: an operation that gave an error has changed its arguments") from error
+            raise Wrong(f"{where}: an operation that raised an error changed its arguments") from error
         if not job.fault.caught:
             raise
         return f"{type(error).__name__}: {error}"
-    raise Wrong(f"{where}: called wrongly ({job.fault.change}) on rank {job.fault.rank}, and gave {results!r:.200}")
+    raise Wrong(
+        f"{where}: no error, although rank {job.fault.rank} called it wrongly ({job.fault.change}): {results!r:.200}"
+    )
 
 
-def words_of(error: allred.AllredError, job: Job) -> str:
-    """What ended this rank. A RemoteRankError also says who failed, how, and whether it has that rank's traceback."""
+def description(error: allred.AllredError, job: Job) -> str:
+    """Error that ended this rank; for RemoteRankError with failed rank, code, and whether it has a traceback."""
     if type(error).__name__ != "RemoteRankError":
-        return f"met {type(error).__name__}"
+        return f"raised {type(error).__name__}"
     shown = "with" if f"the fault of seed {job.seed}" in error.traceback else "without"
-    return f"met RemoteRankError of rank {error.rank} code {error.code} {shown} its traceback"
+    return f"raised RemoteRankError of rank {error.rank} code {error.code} {shown} its traceback"
 
 
 def main() -> None:
@@ -167,14 +171,14 @@ def main() -> None:
     allred.init()
     try:
         run(job, digest)
-        if words := tail.run(job.seed, allred.rank(), job.ranks):
-            raise Wrong(f"seed {job.seed}, {words}")
+        if text := join_rounds.run(job.seed, allred.rank(), job.ranks):
+            raise Wrong(f"seed {job.seed}, {text}")
         allred.barrier()
     except allred.AllredError as error:
-        say(words_of(error, job))
+        print_line(description(error, job))
         raise
     assert np.array_equal(allred.allgather(allred.rank()), np.arange(job.ranks))
-    say(f"done {digest.hexdigest()}")
+    print_line(f"done {digest.hexdigest()}")
 
 
 if __name__ == "__main__":

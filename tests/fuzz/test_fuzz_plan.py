@@ -1,4 +1,4 @@
-"""The plan is a pure function of its seed, holds everything it may hold, and every wrong call in it really is wrong."""
+"""The plan is a pure function of its seed, covers all cases, and every wrong call in it differs from the right one."""
 
 import collections
 import dataclasses
@@ -19,13 +19,13 @@ def test_the_same_seed_is_the_same_job(jobs):
     assert len({dataclasses.replace(job, seed=0) for job in jobs}) > 0.99 * len(jobs)
 
 
-def test_a_job_of_today_is_the_same_tomorrow(jobs):
-    """So seeds go on meaning what they meant. Who changes the plan draws those of past failures anew."""
+def test_the_job_of_a_seed_does_not_change(jobs):
+    """The job of a seed does not change between versions. A change of the plan requires new seeds for past failures."""
     assert str(jobs[1]) == "seed 1: 3 ranks, openmpi, backend auto, nodes 1,2, 5 operations, no fault"
     assert str(jobs[1].operations[0]) == "allgather 'layers.0.weight' int16 (0,) rows ((2,), (0,), (2,))"
 
 
-def test_there_is_everything_in_it(jobs):
+def test_all_cases_are_covered(jobs):
     operations = [operation for job in jobs for operation in job.operations]
     assert {job.ranks for job in jobs} == {2, 3, 4}
     assert {job.mpi for job in jobs} == {"mpich", "openmpi"}
@@ -62,14 +62,14 @@ def test_reductions_are_defined(jobs):
             assert operation.kind != "reducescatter" or operation.shapes[0]
 
 
-def test_faults_are_of_a_rank_and_an_operation_that_are_there(jobs):
+def test_faults_have_an_existing_rank_and_operation(jobs):
     for job in jobs:
         if job.fault.kind != "none":
             assert 0 <= job.fault.rank < job.ranks
             assert 0 <= job.fault.operation < len(job.operations)
 
 
-def test_one_rank_calls_wrongly_what_the_others_call_rightly(jobs):
+def test_only_the_rank_of_the_fault_makes_a_wrong_call(jobs):
     for job in jobs:
         for index, operation in enumerate(job.operations):
             calls = [called(job, rank, index) for rank in range(job.ranks)]

@@ -1,4 +1,4 @@
-"""Every promise can be broken: a job that ended otherwise is told from one that kept them."""
+"""The check of promises detects each way to break them."""
 
 import dataclasses
 
@@ -30,23 +30,23 @@ def watched(request, monkeypatch):
 
 
 @pytest.mark.parametrize("job", [JOB, of("wrong", change="shape")])
-def test_a_good_end(watched, job):
+def test_success(watched, job):
     assert broken(job, ended(0, GOOD)) == []
     assert broken(job, ended(1, GOOD)) == ["exit code 1, not 0"]
-    assert broken(job, ended(0, GOOD, "warning")) == ["something on stderr"]
-    assert broken(job, ended(0, GOOD.replace("rank 1 done ab12\n", ""))) == ["ranks ['0', '2'] of 3 told a digest"]
-    (words,) = broken(job, ended(0, GOOD.replace("1 done ab12", "1 done cd34")))
-    assert words.startswith("results differ between ranks")
+    assert broken(job, ended(0, GOOD, "warning")) == ["stderr is not empty"]
+    assert broken(job, ended(0, GOOD.replace("rank 1 done ab12\n", ""))) == ["ranks ['0', '2'] of 3 printed a digest"]
+    (text,) = broken(job, ended(0, GOOD.replace("1 done ab12", "1 done cd34")))
+    assert text.startswith("results differ between ranks")
     assert broken(job, ended(0, GOOD, left=["17 python"])) == ["a process was left: 17 python"]
 
 
-def test_a_wrong_result_is_seen_in_any_job(watched):
+def test_a_wrong_result_is_detected_in_any_job(watched):
     for kind in ("none", "raise", "kill"):
         assert "a rank found a wrong result" in broken(of(kind), ended(1, "", "__main__.Wrong: seed 7, ..."))
 
 
-def peers(words):
-    return f"rank 0 met {words}\nrank 2 met {words}\n"
+def peers(text):
+    return f"rank 0 raised {text}\nrank 2 raised {text}\n"
 
 
 KEPT = {
@@ -70,15 +70,15 @@ def test_each_fault(kind, watched):
     assert broken(job, ended(code, out, err)) == []
     if kind == "_exit" and not watched:
         return
-    assert any(words.startswith("exit code 0, promised") for words in broken(job, ended(0, out, err)))
-    assert "a rank came to the end of its program" in broken(job, ended(code, out + "rank 2 done ab12\n", err))
+    assert any(text.startswith("exit code 0, expected") for text in broken(job, ended(0, out, err)))
+    assert "a rank completed its program" in broken(job, ended(code, out + "rank 2 done ab12\n", err))
     if watched and out:
-        late = out.replace("rank 2 met", "rank 2 never met")
-        assert any(words.startswith("ranks [2] did not meet") for words in broken(job, ended(code, late, err)))
+        late = out.replace("rank 2 raised", "rank 2 never raised")
+        assert any(text.startswith("ranks [2] did not raise") for text in broken(job, ended(code, late, err)))
     if err and (watched or kind != "kill"):
-        assert any(words.startswith("0 times on stderr") for words in broken(job, ended(code, out)))
+        assert any(text.startswith("0 times on stderr") for text in broken(job, ended(code, out)))
         if kind != "stop":
-            assert any(words.startswith("2 times on stderr") for words in broken(job, ended(code, out, err + err)))
+            assert any(text.startswith("2 times on stderr") for text in broken(job, ended(code, out, err + err)))
 
 
 def test_an_exit_that_says_nothing_under_mpich(watched):
@@ -95,15 +95,15 @@ def test_an_exit_that_says_nothing_under_mpich(watched):
 
 def test_a_wrong_call_that_is_not_caught(watched):
     job = of("wrong", change="shape", caught=False)
-    out = "".join(f"rank {rank} met MismatchError\n" for rank in range(3))
+    out = "".join(f"rank {rank} raised MismatchError\n" for rank in range(3))
     assert broken(job, ended(1, out)) == []
-    assert broken(job, ended(0, out)) == ["exit code 0, promised is 1"]
-    assert broken(job, ended(1, out.replace("1 met Mismatch", "1 met Input"))) == [
-        "ranks [1] did not meet MismatchError"
+    assert broken(job, ended(0, out)) == ["exit code 0, expected 1"]
+    assert broken(job, ended(1, out.replace("1 raised Mismatch", "1 raised Input"))) == [
+        "ranks [1] did not raise MismatchError"
     ]
 
 
-# ---- the oracle
+# expected results
 
 
 def test_a_reduction_in_rank_order_and_its_tolerance():

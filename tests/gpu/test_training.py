@@ -9,8 +9,8 @@ import torch
 
 import allred
 from allred import arrays
-from allred.gpu import values as gpu_values
-from allred.gpu.kernels import Kernels, starts
+from allred.gpu import device_arrays
+from allred.gpu.kernels import Kernels, aligned_offsets
 from allred.optim import SGD, Adagrad, Adam, AdamW, RMSProp
 
 OPTIMIZERS = [SGD(0.1), SGD(0.1, momentum=0.9, nesterov=True, weight_decay=0.01), Adagrad(0.1), Adam(0.1), AdamW(0.1)]
@@ -81,7 +81,7 @@ def test_gradients_that_come_early_give_what_they_give_in_the_step(framework):
             for name in names:
                 opt.reduce(name, grads[name], samples=1 + allred.rank())
             opt.step(params, grads, samples=1 + allred.rank())
-        results.append({name: gpu_values.to_host(value) for name, value in params.items()})
+        results.append({name: device_arrays.to_host(value) for name, value in params.items()})
     for name, value in results[0].items():
         np.testing.assert_allclose(results[1][name], value, rtol=1e-5, atol=1e-6)
 
@@ -117,7 +117,7 @@ def test_checkpoints_pass_between_gpu_and_host(tmp_path):
         fresh = allred.distributed(Adam(lr=0.01))
         assert fresh.restore(directory, other) == 1
         for name in params:
-            np.testing.assert_array_equal(gpu_values.to_host(other[name]), params[name].get())
+            np.testing.assert_array_equal(device_arrays.to_host(other[name]), params[name].get())
 
 
 def test_nan_on_a_gpu_is_found():
@@ -133,7 +133,7 @@ def test_nan_on_a_gpu_is_found():
 def test_pack_and_unpack(dtype, offset):
     kernels, counts = Kernels(cupy), [3, 8192, 1, 100003]
     parts = [cupy.asarray(np.random.default_rng(n).integers(0, 100, n + offset).astype(dtype))[offset:] for n in counts]
-    begin = starts(counts, np.dtype(dtype).itemsize)
+    begin = aligned_offsets(counts, np.dtype(dtype).itemsize)
     buffer = cupy.zeros(begin[-1], dtype)
     here = kernels.table(parts, buffer.itemsize)
     kernels.pack(here, np.dtype(dtype).name, buffer, None)

@@ -35,7 +35,7 @@ def example():
     """The two programs in the docstring of allred.testing."""
     _, programs = testing.__doc__.split("# train.py\n")
     train, rest = programs.split("    # test_train.py\n")
-    return textwrap.dedent(train), textwrap.dedent(rest.split("\nBoth run")[0])
+    return textwrap.dedent(train), textwrap.dedent(rest.split("\nAny test runner")[0])
 
 
 @pytest.mark.parametrize("mpi", MPIS)

@@ -1,4 +1,4 @@
-"""Random jobs: a minute of new ones, and those that once failed. `make fuzz T=3600` goes on for an hour."""
+"""Random jobs: new ones for a minute, and seeds that failed once. `make fuzz T=3600` runs for an hour."""
 
 import importlib
 import os
@@ -8,11 +8,11 @@ from harness import ROOT, mpirun, python
 
 FUZZ = ROOT / "tests/fuzz/fuzz.py"
 SECONDS = 60
-FAILED_ONCE = {  # seeds, and what the bug was
-    200021: "a rank that ended well was said to have ended without a word, once the chief's watcher had left before",
+FAILED_ONCE = {  # seeds and their bugs
+    200021: "a rank that ended successfully was reported as a silent exit, if the chief's watcher had ended earlier",
     200032: "a silent exit under MPICH's launcher",
-    300016: "of a rank alone on its node it was not told that it had died, but that one the launcher killed later had",
-    400071: "of a rank alone on its node it was not told that it was killed",
+    300016: "the death of the only rank of a node was not reported, but that of a rank which the launcher killed later",
+    400071: "the kill of the only rank of a node was not reported",
 }
 
 
@@ -35,7 +35,7 @@ def test_a_job_that_once_failed(seed):
     assert (result.code, result.err) == (0, ""), result.text
 
 
-# ---- an allred that is broken on purpose, in every rank of a real job
+# Defects that are injected into every rank of a real job.
 
 PROGRAM = """
 import os, runpy, subprocess, sys
@@ -52,22 +52,22 @@ allred.{function} = defective
 runpy.run_path({fuzz!r} + "/rank_program.py", run_name="__main__")
 """
 CHILD = "subprocess.Popen(['sleep', '60'], start_new_session=True, stdout=-3, stderr=-3)"
-DEFECTS = {  # the function; what it does before and, on rank 1, after; what the driver says
+DEFECTS = {  # function; code before the call; code after it on rank 1; output of the driver
     "a wrong sum": ("reducescatter", "pass", "result += 1", "a rank found a wrong result"),
     "a byte": ("allgather", "pass", "result.view(np.uint8)[-1:] ^= 64", "a rank found a wrong result"),
     "a copy": ("allreduce_", "pass", "result = result.copy()", "a rank found a wrong result"),
     "an argument": ("allreduce", "pass", "arguments[0][...] = 0", "a rank found a wrong result"),
     "other rows": ("alltoall", "pass", "result = (result[0], result[1] + 1)", "a rank found a wrong result"),
-    "words": ("barrier", "pass", "print('oh', file=sys.stderr)", "something on stderr"),
+    "stderr": ("barrier", "pass", "print('oh', file=sys.stderr)", "stderr is not empty"),
     "a child": ("barrier", "pass", CHILD, "a process was left: "),
-    "a hang": ("barrier", "while allred.rank() == 0: pass", "pass", "it hung"),
-    "an end": ("barrier", "if allred.rank() == 0: os._exit(0)", "pass", "ranks [] of 2 told a digest"),
+    "a hang": ("barrier", "while allred.rank() == 0: pass", "pass", "the job hung"),
+    "an end": ("barrier", "if allred.rank() == 0: os._exit(0)", "pass", "ranks [] of 2 printed a digest"),
     "an error": ("broadcast_object", "pass", "raise allred.MismatchError('none')", "exit code 1, not 0"),
 }
 
 
 def one_job(plan, function):
-    """Two ranks that do little else than call the function."""
+    """Job of two ranks that call the function 12 times."""
     kind = function.strip("_")
     rows = {"allgather": ((4,), (5,)), "alltoall": ((4, 3), (2, 1))}.get(kind, ())
     arrays = {} if kind == "barrier" else {"shapes": (() if rows else (50,),), "dtypes": ("float32",)}
@@ -77,8 +77,8 @@ def one_job(plan, function):
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
-def test_a_defect_is_found_and_told_with_how_to_repeat_it(defect, monkeypatch, capsys):
-    function, before, after, words = DEFECTS[defect]
+def test_a_defect_is_reported_with_the_command_to_repeat_it(defect, monkeypatch, capsys):
+    function, before, after, text = DEFECTS[defect]
     monkeypatch.syspath_prepend(FUZZ.parent)
     fuzz, plan = importlib.import_module("fuzz"), importlib.import_module("plan")
     job = one_job(plan, function)
@@ -87,13 +87,13 @@ def test_a_defect_is_found_and_told_with_how_to_repeat_it(defect, monkeypatch, c
     if defect == "a hang":
         monkeypatch.setattr(fuzz, "HANG_S", 4)
     assert not fuzz.play(job)
-    told = capsys.readouterr().out
-    assert told.startswith("FAILED seed 11: 2 ranks, mpich, backend auto"), told
-    assert words in told, told
-    assert "once more: .venv/bin/python tests/fuzz/fuzz.py --seed 11" in told, told
+    printed = capsys.readouterr().out
+    assert printed.startswith("FAILED seed 11: 2 ranks, mpich, backend auto"), printed
+    assert text in printed, printed
+    assert "repeat: .venv/bin/python tests/fuzz/fuzz.py --seed 11" in printed, printed
 
 
-def test_without_a_defect_the_same_jobs_are_good(monkeypatch):
+def test_without_a_defect_the_same_jobs_succeed(monkeypatch):
     monkeypatch.syspath_prepend(FUZZ.parent)
     fuzz, plan = importlib.import_module("fuzz"), importlib.import_module("plan")
     for function in sorted({function for function, *_ in DEFECTS.values()}):

@@ -32,7 +32,7 @@ def test_variables_that_differ_between_ranks():
         command += ["-n", "1", "-env", "ALLRED_TIMEOUT_S", value, BIN["mpich"] / "python", "-c", INIT, ":"]
     result = run(command[:-1], timeout_s=40)
     assert result.code == 1, result.text
-    assert "ConfigError: timeout_s is 5.0 on rank 0 but 6.0 on rank 1; set it alike on all ranks" in result.err, (
+    assert "ConfigError: timeout_s is 5.0 on rank 0 but 6.0 on rank 1; set the same value on all ranks" in result.err, (
         result.text
     )
 

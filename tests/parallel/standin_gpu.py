@@ -13,7 +13,7 @@ import ctypes
 import numpy as np
 
 from allred.comm import device_reduce
-from allred.gpu import arithmetic, halves, kernels, values
+from allred.gpu import arithmetic, device_arrays, kernels
 from allred.modes.detect import finite
 
 
@@ -49,41 +49,43 @@ def on_gpu(value):
 
 
 def host(value):
-    """Its values."""
+    """The values of an array on the stand-in GPU."""
     return value.array if isinstance(value, Tensor) else np.asarray(value)
 
 
 def adopt(value):
-    """In place of values.adopt: the same for these arrays."""
+    """Replaces device_arrays.adopt for stand-in arrays."""
     array, kind = (value.array, Tensor) if isinstance(value, Tensor) else (value, on_gpu)
     bare = array.view(Pointed)
     if array.dtype.name == "bfloat16":
         bare = bare.view(np.uint16)
-    return values.Adopted(bare, array.dtype, array.flags.writeable, lambda made, dtype: kind(host(made).view(dtype)))
+    return device_arrays.Adopted(
+        bare, array.dtype, array.flags.writeable, lambda made, dtype: kind(host(made).view(dtype))
+    )
 
 
 def layouts(group):
-    """In place of values.layouts: the same for these arrays."""
+    """Replaces device_arrays.layouts for stand-in arrays."""
     if any(type(value) is not DeviceArray for value in group):
         return None
     return [(value.ctypes.data, Data.device_id, value.shape, value.strides, value.dtype) for value in group]
 
 
 def zeros(like, shape, dtype):
-    """In place of values.zeros: the same for these arrays."""
+    """Replaces device_arrays.zeros for stand-in arrays."""
     made = np.zeros(shape, dtype)
-    return adopt(like).kind(made, dtype) if values.is_device(like) else made
+    return adopt(like).convert(made, dtype) if device_arrays.is_device(like) else made
 
 
 def install(put):
     """Where the library asks for what only a GPU has, this answers. put: setattr, or a test's own."""
     scan = Kernels()
-    for module in (values, arithmetic, device_reduce):
+    for module in (device_arrays, arithmetic, device_reduce):
         put(module, "adopt", adopt)
     put(device_reduce, "layouts", layouts)
-    put(values, "zeros", zeros)
-    put(values, "stream_of", lambda value: Stream)
-    put(values, "layouts", layouts)
+    put(device_arrays, "zeros", zeros)
+    put(device_arrays, "current_stream", lambda value: Stream)
+    put(device_arrays, "layouts", layouts)
     put(arithmetic, "squares_on_gpu", lambda parts: sum(map(squares, parts)))
     put(finite, "exceeds_on_gpu", lambda parts, *a: bool(scan.exceeds(list(map(host, parts)), *a)))
 
@@ -152,7 +154,7 @@ class Namespace:
         return array.view(Pointed)
 
 
-class End:
+class Completion:
     def __init__(self, device):
         self._device = device
 
@@ -166,7 +168,7 @@ class End:
         self._device.synchronized += 1
 
 
-class Lane:
+class StreamLease:
     def __init__(self, device):
         self._device = device
 
@@ -184,7 +186,7 @@ class Lane:
         return [Namespace.empty(shape, dtype) for shape, dtype in wanted]
 
     def end(self, kept):
-        return End(self._device)
+        return Completion(self._device)
 
 
 class Stream:
@@ -218,8 +220,8 @@ class Kernels(kernels.Kernels):
     def _parts(self, table, name, buffer):
         """Each tensor, by its address alone, and its part of the buffer."""
         assert table.itemsize == buffer.itemsize
-        dtype = halves.element(name)
-        for address, start, count in zip(table.addresses, table.begin, table.counts, strict=False):
+        dtype = arithmetic.storage_dtype(name)
+        for address, start, count in zip(table.addresses, table.offsets, table.counts, strict=False):
             if count:
                 memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
                 yield np.frombuffer(memory, dtype), buffer[start : start + count]
@@ -232,11 +234,11 @@ class Kernels(kernels.Kernels):
 
 
 def widened(part, name):
-    return halves.widen(part, name) if name in halves.HALVES else part
+    return arithmetic.half_to_float32(part, name) if name in arithmetic.HALF_DTYPES else part
 
 
 def narrowed(part, name):
-    return halves.narrow(np, part, name) if name in halves.HALVES else part
+    return arithmetic.round_to_half(np, part, name) if name in arithmetic.HALF_DTYPES else part
 
 
 class Nccl:
@@ -319,7 +321,7 @@ class Nccl:
 
 
 class Device:
-    """In place of gpu.device.Device. comm: an mpi4py communicator of the same ranks."""
+    """Replaces gpu.streams.Device. comm: an mpi4py communicator of the same ranks."""
 
     def __init__(self, comm):
         self._comm = comm
@@ -333,8 +335,8 @@ class Device:
     def current(self):
         return self.stream
 
-    def lane(self, handles=()):
-        return Lane(self)
+    def lease(self, handles=()):
+        return StreamLease(self)
 
     def communicator(self, size, unique_id, rank):
         return self.nccl.start(self._comm, unique_id)

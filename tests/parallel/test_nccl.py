@@ -532,9 +532,9 @@ def test_gradients_of_a_step_may_come_on_several_streams(world_on_gpus, monkeypa
         grads = {name: on_gpu(np.ones(shape, np.float32)) for name, shape in SHAPES.items()}
         callers = [Caller(ptr) for ptr in range(len(grads) + 1)]
         for (name, grad), caller in zip(grads.items(), callers, strict=False):
-            monkeypatch.setattr("allred.gpu.values.stream_of", lambda _, caller=caller: caller)
+            monkeypatch.setattr("allred.gpu.device_arrays.current_stream", lambda _, caller=caller: caller)
             opt.reduce(name, grad)
-        monkeypatch.setattr("allred.gpu.values.stream_of", lambda _, last=callers[-1]: last)
+        monkeypatch.setattr("allred.gpu.device_arrays.current_stream", lambda _, last=callers[-1]: last)
         opt.step({name: on_gpu(np.zeros(shape, np.float32)) for name, shape in SHAPES.items()}, grads)
         assert [caller.behind for caller in callers] == [[], *[[ptr] for ptr in range(len(grads))]]
 
@@ -564,12 +564,12 @@ def test_gradients_on_a_gpu_go_out_before_the_step(world_on_gpus):
     grads = {name: on_gpu(np.full(shape, 1.0 + allred.rank(), np.float32)) for name, shape in SHAPES.items()}
     for name, grad in grads.items():
         opt.reduce(name, grad)
-    opt._mode._overlap._opening.wait()
-    opt._mode._overlap._advance()
-    running = [work for work, _ in opt._mode._overlap._sent]
-    assert len(running) == len(opt._mode._overlap._buckets) > 1
+    opt._get_mode()._overlap._opening.wait()
+    opt._get_mode()._overlap._advance()
+    running = [work for work, _ in opt._get_mode()._overlap._sent]
+    assert len(running) == len(opt._get_mode()._overlap._buckets) > 1
     while not all(work.end is not None for work in running):
-        opt._mode._overlap._advance()
+        opt._get_mode()._overlap._advance()
     assert world_on_gpus.devices.device.synchronized == 0
     np.testing.assert_allclose(host(grads["w"]), (1 + allred.size()) / 2)
     opt.step({name: on_gpu(np.zeros(shape, np.float32)) for name, shape in SHAPES.items()}, grads)

@@ -122,17 +122,17 @@ def test_gradients_go_out_before_the_step(rank, size):
             opt.reduce(name, grads[name])
         if step < FIRST:
             if step:  # in the first there is nothing to hear of
-                opt._mode._overlap._opening.wait()
-                opt._mode._overlap._advance()
+                opt._get_mode()._overlap._opening.wait()
+                opt._get_mode()._overlap._advance()
                 allred.barrier()
             assert grads["c"].tobytes() == grads_of(rank, step)["c"].tobytes()  # the checks are to see them all
             opt.step(params, grads)
-    buckets = [[NAMES[index] for index in where] for where, _ in opt._mode._overlap._buckets]
+    buckets = [[NAMES[index] for index in where] for where, _ in opt._get_mode()._overlap._buckets]
     assert buckets == [["c"], ["e", "d", "b"], ["a"]]  # as they become full
     mean = sum(grads_of(r, FIRST)["c"] for r in range(size)) / size
     deadline = time.monotonic() + 20
     while not np.allclose(grads["c"], mean, atol=1e-5):  # "c" is a bucket of its own
-        opt._mode._overlap._advance()
+        opt._get_mode()._overlap._advance()
         assert time.monotonic() < deadline
     opt.step(params, grads)
     held = grads_of(rank, FIRST + 1)
@@ -152,11 +152,11 @@ def test_what_went_out_early_is_counted_too(rank, size):
         for name in NAMES:
             opt.reduce(name, grads[name])
         if step >= FIRST:
-            opt._mode._overlap._opening.wait()
-            opt._mode._overlap._advance()
+            opt._get_mode()._overlap._opening.wait()
+            opt._get_mode()._overlap._advance()
             allred.barrier()  # all of it has gone
         opt.step(params, grads)
-        counts.append(opt._mode._timer.sent_bytes)
+        counts.append(opt._get_mode()._timer.sent_bytes)
     assert counts == [(step + 1) * counts[0] for step in range(FIRST + 2)]
 
 

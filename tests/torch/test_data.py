@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import allred
-from allred.data.collate import collate
+from allred.data.columns import collate
 
 torch = pytest.importorskip("torch")
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate  # noqa: E402

@@ -11,7 +11,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "unit"))
 import fake_cupy
 
 from allred.errors import InputError
-from allred.gpu import values
+from allred.gpu import device_arrays
 
 torch = pytest.importorskip("torch")
 
@@ -29,31 +29,31 @@ def cupy(monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tensor_is_seen_as_it_lies(name, layout):
     tensor = torch.arange(24).reshape(4, 6).to(getattr(torch, name))[layout]
-    found = values._of_torch(torch, tensor)
+    found = device_arrays._from_torch(torch, tensor)
     assert (found.dtype.name, found.shape, found.writable) == (name, tuple(tensor.shape), True)
     same = tensor.view(torch.int16).numpy().view(np.uint16) if name == "bfloat16" else tensor.numpy()
     np.testing.assert_array_equal(found.array, same, strict=True)
     assert np.shares_memory(found.array, same) or not tensor.numel()
-    back = found.give(np.array(found.array))
+    back = found.to_caller(np.array(found.array))
     assert back.dtype is tensor.dtype
     assert torch.equal(back, tensor)
-    other = found.kind(np.array([1.5], np.float32), np.dtype(np.float32))
+    other = found.convert(np.array([1.5], np.float32), np.dtype(np.float32))
     assert torch.equal(other, torch.tensor([1.5]))
 
 
 def test_one_function_tells_the_stream_of_all_tensors_and_other_dtypes_have_words():
-    one, other = (values._of_torch(torch, torch.ones(n)) for n in (1, 2))
+    one, other = (device_arrays._from_torch(torch, torch.ones(n)) for n in (1, 2))
     assert one.stream is other.stream
     with pytest.raises(InputError, match=r"torch.quint8 is not supported; use one of bool, uint8"):
-        values._dtype_of_torch(torch.quint8)
+        device_arrays._numpy_dtype(torch.quint8)
 
 
 def test_layouts_are_equal_where_a_kernel_sees_the_same():
     tensor = torch.arange(24.0).reshape(4, 6)
-    here = values.layouts([tensor])
-    assert here == values.layouts([tensor.detach()]) == values.layouts([tensor.view(4, 6)])
+    here = device_arrays.layouts([tensor])
+    assert here == device_arrays.layouts([tensor.detach()]) == device_arrays.layouts([tensor.view(4, 6)])
     others = [tensor.view(6, 4), tensor[:, ::2], tensor[1:], tensor.view(torch.int32), tensor.clone(), tensor.T]
     for other in others:
-        assert values.layouts([other]) != here
-    assert values.layouts([tensor, np.ones(3)]) is None
-    assert values.layouts([]) is None
+        assert device_arrays.layouts([other]) != here
+    assert device_arrays.layouts([tensor, np.ones(3)]) is None
+    assert device_arrays.layouts([]) is None

@@ -27,7 +27,7 @@ def test_what_lives_elsewhere_is_refused_with_the_remedy():
     class OnDevice:
         __cuda_array_interface__ = {}  # noqa: RUF012
 
-    with pytest.raises(InputError, match="lives on a GPU"):
+    with pytest.raises(InputError, match="is on a GPU"):
         arrays.as_host_array(OnDevice())
     tensor = type("Tensor", (), {"__module__": "torch"})()
     with pytest.raises(InputError, match=r"tensor.detach\(\).numpy\(\)"):

@@ -276,7 +276,7 @@ def test_argument_errors_are_one_line_and_exit_code_2(words, message, capsys):
     ("words", "message"),
     [
         ("ps --servers 2 --against mpi", "--against mpi compares one server and one worker"),
-        ("allreduce --device cuda", "backend 'nccl': rank 0 has no cupy"),
+        ("allreduce --device cuda", "backend 'nccl': cupy is not installed on rank 0"),
         ("allreduce --backend magic", "init(backend='magic') is not available"),
     ],
 )

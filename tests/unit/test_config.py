@@ -27,7 +27,7 @@ def test_arguments_override_variables():
     [
         ("ALLRED_BUCKETBYTES", "1", "unknown variable ALLRED_BUCKETBYTES; did you mean ALLRED_BUCKET_BYTES?"),
         ("ALLRED_mode", "sync", "unknown variable ALLRED_mode; did you mean ALLRED_MODE?"),
-        ("ALLRED_QQQQ_WWWW", "1", "unknown variable ALLRED_QQQQ_WWWW; known are ALLRED_MODE, ALLRED_NUM_PS"),
+        ("ALLRED_QQQQ_WWWW", "1", "unknown variable ALLRED_QQQQ_WWWW; known variables are ALLRED_MODE, ALLRED_NUM_PS"),
         ("ALLRED_MODE", "local", r"ALLRED_MODE='local' is not available; choose one of sync, ps \(local: planned"),
         ("ALLRED_MODE", "fast", "ALLRED_MODE='fast' is not available; choose one of sync, ps"),
         ("ALLRED_NUM_PS", "0", "ALLRED_NUM_PS='0' is too small; it must be at least 1"),
@@ -56,7 +56,7 @@ def test_what_cannot_be_used_is_named(variable, value, message):
 
 
 def test_arguments_are_checked_too():
-    with pytest.raises(ConfigError, match=r"init\(mode=3\) is not a word"):
+    with pytest.raises(ConfigError, match=r"init\(mode=3\) is not a string"):
         explicit_settings({}, {"mode": 3})
     with pytest.raises(ConfigError, match=r"init\(check_steps=2.5\) is not a whole number of steps"):
         explicit_settings({}, {"check_steps": 2.5})
@@ -70,7 +70,8 @@ def test_a_rank_without_settings_takes_the_chiefs():
 
 def test_a_rank_that_differs_from_the_chief_is_named():
     with pytest.raises(
-        ConfigError, match=r"timeout_s is 1800.0 on rank 0 but 5.0 on rank 1; set it alike .*-x ALLRED_TIMEOUT_S=1800.0"
+        ConfigError,
+        match=r"timeout_s is 1800.0 on rank 0 but 5.0 on rank 1; set the same value .*-x ALLRED_TIMEOUT_S=1800.0",
     ):
         settle([{}, {"timeout_s": 5.0}])
 

@@ -96,12 +96,12 @@ def bits(array):
 
 
 def packed(parts, buffer):
-    begin = kernels.starts([part.size for part in parts], buffer.itemsize)
+    begin = kernels.aligned_offsets([part.size for part in parts], buffer.itemsize)
     return [buffer[start : start + part.size] for start, part in zip(begin, parts, strict=False)]
 
 
 def buffer_for(dtype):
-    size = kernels.starts(COUNTS, np.dtype(dtype).itemsize)[-1]
+    size = kernels.aligned_offsets(COUNTS, np.dtype(dtype).itemsize)[-1]
     memory = np.zeros(size + 64, dtype)
     first = -memory.ctypes.data % 64 // memory.itemsize
     return memory[first : first + size].view(Array)
@@ -199,6 +199,6 @@ def test_tables_are_kept_for_tensors_that_stay(fuse):
     for _ in range(3):
         pack(fuse, parts, "float32", buffer, None)
     assert len(fuse._tables) == 1
-    pieces, tiles = kernels.tables([64, 128], [0, 8], [kernels.TILE + 1, 2])
+    pieces, tiles = kernels.pieces_and_tiles([64, 128], [0, 8], [kernels.TILE + 1, 2])
     assert pieces.tolist() == [[64, 0, kernels.TILE + 1], [128, 8, 2]]
     assert tiles.tolist() == [[0, 0], [0, 1], [1, 0]]

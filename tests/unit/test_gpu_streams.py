@@ -1,4 +1,4 @@
-"""What waits for what on a GPU, and whose memory is whose, on streams that are stand-ins (fake_cupy.py)."""
+"""Order of streams and ownership of memory on a GPU, with stand-ins for streams (fake_cupy.py)."""
 
 import sys
 
@@ -8,10 +8,9 @@ import pytest
 from fake_cupy import Array, Stream, stack
 
 from allred.errors import InputError
-from allred.gpu import device as gpu_device
-from allred.gpu import values
+from allred.gpu import device_arrays, streams
 from allred.gpu.arithmetic import compute
-from allred.gpu.places import Place
+from allred.gpu.binding import GpuBinding
 
 
 @pytest.fixture
@@ -19,13 +18,13 @@ def cupy(monkeypatch):
     made = fake_cupy.module()
     for name, module in {"cupy": made, "cupy.cuda": made.cuda}.items():
         monkeypatch.setitem(sys.modules, name, module)
-    gpu_device.external.cache_clear()
+    streams.external_stream.cache_clear()
     return made
 
 
 @pytest.fixture
 def device(cupy):
-    return gpu_device.Device(Place(0), rank=0)
+    return streams.Device(GpuBinding(0), rank=0)
 
 
 class Other:
@@ -44,13 +43,13 @@ def test_an_operation_comes_after_its_caller_and_before_what_waits_for_it(device
     other = Other()
     caller, handle = (other.stream, other.handle) if foreign else (stack[-1], None)
     before = caller.work()
-    lane = device.lane([handle, handle])
+    lease = device.lease([handle, handle])
     later = caller.work()  # as a backward pass goes on: nobody waits for that
-    with lane.enter() as stream:
+    with lease.enter() as stream:
         assert stream.follows(before)
         assert not stream.follows(later)
         moved = stream.work()
-    end = lane.end(None)
+    end = lease.end(None)
     assert not caller.follows(moved)
     other.stream = Stream.known[78]  # the caller waits inside `with torch.cuda.stream(...)`
     end.order()
@@ -64,24 +63,24 @@ def test_a_result_is_memory_of_the_callers_stream_which_may_be_in_use_there(devi
     array on the caller's stream, not one on the communication stream, which may be ahead."""
     other = Other()
     caller = other.stream if foreign else stack[-1]
-    lane = device.lane([other.handle] if foreign else [None])
+    lease = device.lease([other.handle] if foreign else [None])
     reader = caller.work()
-    (made,) = lane.empty([((3,), np.float32)])
+    (made,) = lease.empty([((3,), np.float32)])
     assert made.pool is caller
-    with lane.enter() as stream:
+    with lease.enter() as stream:
         assert stream.follows(reader)
         assert stack[-1] is stream
     assert stack[-1] is not stream
 
 
 def test_memory_is_kept_until_the_gpu_is_through(device):
-    lane = device.lane()
+    lease = device.lease()
     first, second = object(), object()
-    end = lane.end(first)
-    lane.end(second)
+    end = lease.end(first)
+    lease.end(second)
     assert [what for _, what in device._kept] == [first, second]
     end._event.done = True
-    lane.end(None)
+    lease.end(None)
     assert [what for _, what in device._kept] == [second, None]
 
 
@@ -98,15 +97,15 @@ def test_another_frameworks_array_is_seen_as_it_lies_and_its_stream_is_known(cup
     other = Other()
     value = np.arange(24.0).reshape(4, 6)[layout]
     foreign = Foreign(value, strides=value.strides, stream=77)
-    found = values.adopt(foreign)
+    found = device_arrays.adopt(foreign)
     assert isinstance(found.array, Array)
     assert found.array.kept is foreign
     np.testing.assert_array_equal(found.array, value)
     assert np.shares_memory(found.array, value)
     assert (found.shape, found.dtype, found.writable, found.stream()) == (value.shape, value.dtype, True, 77)
-    read = values.to_host(foreign)
+    read = device_arrays.to_host(foreign)
     np.testing.assert_array_equal(read, value)
-    values.fill(foreign, -value)
+    device_arrays.fill(foreign, -value)
     np.testing.assert_array_equal(value, -read)
     del other
 
@@ -114,11 +113,11 @@ def test_another_frameworks_array_is_seen_as_it_lies_and_its_stream_is_known(cup
 def test_it_is_read_on_the_stream_it_is_computed_on(cupy, monkeypatch):
     other, seen = Other(), []
     monkeypatch.setattr(Array, "get", lambda self: seen.append(stack[-1]) or np.array(self))
-    values.to_host(Foreign(np.ones(3), stream=77))
-    values.to_host(Foreign(np.ones(3), stream=None))
+    device_arrays.to_host(Foreign(np.ones(3), stream=77))
+    device_arrays.to_host(Foreign(np.ones(3), stream=None))
     assert seen == [other.stream, stack[0]]
     given = Foreign(np.ones(3), stream=77), Foreign(np.ones(3), stream=None), np.ones(3).view(Array)
-    assert list(map(values.stream_of, given)) == [other.stream, stack[0], stack[0]]
+    assert list(map(device_arrays.current_stream, given)) == [other.stream, stack[0], stack[0]]
 
 
 @pytest.mark.parametrize("out", [False, True])
@@ -140,9 +139,9 @@ def test_arithmetic_is_done_on_the_stream_of_the_array(cupy, out, wide):
 
 def test_a_masked_array_is_refused_and_an_empty_one_has_no_address(cupy):
     with pytest.raises(InputError, match="would lose its mask"):
-        values.adopt(Foreign(np.ones(3), mask=object()))
+        device_arrays.adopt(Foreign(np.ones(3), mask=object()))
     empty = Foreign(np.ones((0, 3)), data=(0, False))
-    assert values.adopt(empty).shape == (0, 3)
+    assert device_arrays.adopt(empty).shape == (0, 3)
 
 
 class Jaxs(Foreign):
@@ -159,6 +158,6 @@ def test_of_two_protocols_the_one_that_knows_the_stream(cupy, locked, stream, by
     value = np.ones(3)
     foreign = Jaxs(value, data=(value.ctypes.data, locked), stream=stream)
     cupy.from_dlpack = lambda given: given.array.copy().view(Array)
-    found = values.adopt(foreign)
+    found = device_arrays.adopt(foreign)
     assert np.shares_memory(found.array, value) is not by_dlpack
     assert (found.writable, found.stream is None) == (not locked, stream is None)

@@ -32,29 +32,8 @@ CONVENTIONAL_MODULES = {
 CONVENTIONAL_CLASSES: dict[str, str] = {}
 
 # To be removed: names and modules that still have to be rewritten. Empty when the restructuring is complete.
-MODULES_TO_RENAME = {
-    *(
-        "client",
-        "device",
-        "launch",
-        "records",
-        "server",
-        "shard",
-        "stalls",
-    ),
-    *(),
-}
-CLASSES_TO_RENAME = {
-    *(
-        "Group",
-        "Outcome",
-        "Parser",
-        "Part",
-        "Pending",
-        "Place",
-    ),
-    *("Server", "Span", "Stalls", "Stream"),
-}
+MODULES_TO_RENAME = {"client", "shard"}
+CLASSES_TO_RENAME = {"Group", "Parser", "Part", "Pending", "Span", "Stream"}
 MODULES_TO_REWRITE = {
     f"{package}/{name}.py"
     for package, names in {

@@ -181,7 +181,7 @@ def test_the_secret_from_the_variable_or_a_file(tmp_path):
         secret(given)
     file.write_text("t\n")
     file.chmod(0o640)
-    with pytest.raises(ConfigError, match="can be used by others; chmod 600 it"):
+    with pytest.raises(ConfigError, match="is accessible to other users; chmod 600 it"):
         secret(given)
     file.chmod(0o600)
     assert secret(given) == "t"

@@ -8,7 +8,7 @@ import pytest
 
 import allred
 from allred import arrays
-from allred.data.sampler import BEGIN, Position, Sampler, part
+from allred.data.sampler import BEGIN, Position, Sampler, rank_slice
 from allred.errors import InputError
 
 ROWS = 37
@@ -23,7 +23,7 @@ def ranks(size, **options):
 @pytest.mark.parametrize("total", [0, 1, 2, 7, 64, 100])
 def test_parts_are_those_of_split_sizes(total):
     for size in (1, 2, 3, 4, 7):
-        parts = [part(total, rank, size) for rank in range(size)]
+        parts = [rank_slice(total, rank, size) for rank in range(size)]
         assert [p.stop - p.start for p in parts] == arrays.split_sizes(total, size)
         assert [i for p in parts for i in range(p.start, p.stop)] == list(range(total))
 
@@ -110,13 +110,13 @@ def test_what_is_left_of_an_epoch_is_dropped_by_what_is_left():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rows": 38}, "other data, with rows=38; here rows is 37"),
-        ({"seed": None}, "other data, with seed=None; here seed is 4"),
-        ({"samples": 38}, "samples=38 must be a whole number from 0 to 37"),
-        ({"samples": 1.5}, "samples=1.5 must be"),
-        ({"epoch": -1}, "epoch=-1 must be a whole number of at least 0"),
-        ({"epoch": "1"}, "epoch='1' must be"),
-        ({"rows": ...}, r"expected what state_dict\(\) gave, got .* without \['rows'\]"),
+        ({"rows": 38}, "other data: rows is 38 in the state and 37 here"),
+        ({"seed": None}, "other data: seed is None in the state and 4 here"),
+        ({"samples": 38}, "samples must be an integer from 0 to 37, but is 38"),
+        ({"samples": 1.5}, "samples must be an integer from 0 to 37, but is 1.5"),
+        ({"epoch": -1}, "epoch must be an integer >= 0, but is -1"),
+        ({"epoch": "1"}, "epoch must be an integer >= 0, but is '1'"),
+        ({"rows": ...}, r"expected the result of state_dict\(\), got .* without \['rows'\]"),
     ],
 )
 def test_states_that_cannot_be_used_change_nothing(change, message):

@@ -13,7 +13,7 @@ import pytest
 
 import allred
 from allred import testing
-from allred.testing import launch
+from allred.testing import job_runner
 
 
 def alive(pid: int) -> bool:
@@ -48,6 +48,7 @@ def test_a_command_and_how_it_ended():
 IGNORES = """
 import signal
 from allred import testing
+from allred.testing import job_runner
 for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
     signal.signal(number, signal.SIG_IGN)
 for name in ("INT", "HUP", "QUIT"):
@@ -61,7 +62,7 @@ def test_a_command_can_be_interrupted_where_its_parent_ignores_that():
 
 def test_tests_can_interrupt_programs_where_they_were_started_in_the_background():
     """As `make test &` in a script starts them: with SIGINT ignored, which programs inherit."""
-    file = pathlib.Path(__file__).with_name("test_prefetch.py")
+    file = pathlib.Path(__file__).with_name("test_prefetching.py")
     pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", "interrupted and SIGINT"]
     result = testing.run(["sh", "-c", 'trap "" INT; exec "$@"', "sh", *pytest_], timeout_s=100)
     assert result.code == 0, result.text
@@ -85,20 +86,20 @@ print(child.pid, flush=True)
     ("after", "what"),
     [
         ("time.sleep(600)", "did not end after 0.7 s"),
-        ("", "ended, but processes of it kept its output open after 0.7 s"),
+        ("", "ended, but its child processes kept its output open after 0.7 s"),
     ],
 )
 def test_a_command_that_is_late_is_ended_with_all_it_started(monkeypatch, after, what):
-    monkeypatch.setattr(launch, "_TERMINATE_S", 0.3)
+    monkeypatch.setattr(job_runner, "_TERMINATE_S", 0.3)
     with pytest.raises(TimeoutError, match=what) as error:
         testing.run([sys.executable, "-c", STUBBORN + after], timeout_s=0.7)
     (child,) = [int(line) for line in str(error.value).splitlines() if line.isdecimal()]
     assert gone(child)
-    assert f"still there, killed: {child} {sys.executable} -c import time" in str(error.value)
+    assert f"still running, killed: {child} {sys.executable} -c import time" in str(error.value)
 
 
 def test_what_a_command_leaves_behind_is_killed_and_named(monkeypatch):
-    monkeypatch.setattr(launch, "_LEAVE_S", 0.3)
+    monkeypatch.setattr(job_runner, "_EXIT_S", 0.3)
     quiet = STUBBORN.replace("start_new_session=True", "start_new_session=True, stdout=-3, stderr=-3")
     result = testing.run([sys.executable, "-c", quiet])
     child = int(result.out)
@@ -125,7 +126,7 @@ def test_an_interrupted_wait_ends_the_command(monkeypatch):
 def test_without_any_mpirun(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match=r"there is no mpirun in .* nor on PATH; pip install"):
+    with pytest.raises(FileNotFoundError, match=r"no mpirun in .* or on PATH; pip install"):
         testing.mpirun(2, "train.py")
 
 
@@ -195,7 +196,7 @@ def test_exit_and_slow(world):
 
 
 def test_a_fault_that_could_never_happen_is_an_error(world):
-    with pytest.raises(allred.InputError, match="kill_at on rank 1 at step 2: there are 1 ranks, so it would never"):
+    with pytest.raises(allred.InputError, match="kill_at on rank 1 at step 2: the job has only 1 ranks"):
         testing.kill_at(1, 2)()
     for rank, step in ((-1, 1), (0, 0)):
         with pytest.raises(allred.InputError, match="ranks count from 0, steps from 1"):

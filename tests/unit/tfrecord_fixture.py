@@ -1,4 +1,4 @@
-"""Writes tests/unit/tfrecord.json: TFRecord files and Examples made by others, for test_records.py.
+"""Writes tests/unit/tfrecord.json: TFRecord files and Examples made by others, for test_tfrecord_files.py.
 
 The records by tensorboard's RecordWriter, the Examples by Google's protobuf; tensorboard's reader reads ours. Run it
 where both are installed, with this project's root on PYTHONPATH: python tests/unit/tfrecord_fixture.py

@@ -17,7 +17,7 @@ from allred.arrays import Array, as_bytes
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Engine, Pending, Steps
 from allred.errors import InputError
-from allred.gpu.device import Device, End, Lane
+from allred.gpu.streams import Completion, Device, StreamLease
 from allred.timeline.recorder import Track
 
 
@@ -156,9 +156,9 @@ def pickled(value: Any) -> Array:
 
 
 class DeviceBackend(ABC):
-    """Moves arrays on GPUs between ranks. A primitive enqueues its work on `lane`, a communication stream.
+    """Moves arrays on GPUs between ranks. A primitive enqueues its work on `lease`, a communication stream.
 
-    A primitive never holds the lane while it waits for the host.
+    A primitive never holds the lease while it waits for the host.
     """
 
     name: str
@@ -173,23 +173,25 @@ class DeviceBackend(ABC):
         yield from ()
 
     @abstractmethod
-    def allreduce(self, lane: Lane, flat: Any, name: str, op: ReduceOp, wire: str) -> Steps[None]:
+    def allreduce(self, lease: StreamLease, flat: Any, name: str, op: ReduceOp, wire: str) -> Steps[None]:
         """Reduce in place. name: the dtype (arrays of bfloat16 are uint16); wire: the 16-bit dtype to send, or ""."""
 
     @abstractmethod
-    def broadcast(self, lane: Lane, data: Any, root: int) -> Steps[None]:
+    def broadcast(self, lease: StreamLease, data: Any, root: int) -> Steps[None]:
         """Copy the root's bytes into `data` on every rank."""
 
     @abstractmethod
-    def allgather(self, lane: Lane, send: Any, recv: Any, counts: list[int]) -> Steps[None]:
+    def allgather(self, lease: StreamLease, send: Any, recv: Any, counts: list[int]) -> Steps[None]:
         """Concatenate the bytes of all ranks in `recv`; counts[r] bytes come from rank r."""
 
     @abstractmethod
-    def alltoall(self, lane: Lane, send: Any, recv: Any, counts: Array) -> Steps[None]:
+    def alltoall(self, lease: StreamLease, send: Any, recv: Any, counts: Array) -> Steps[None]:
         """Send bytes to each rank in rank order and receive from each; counts[i, j] bytes go from rank i to rank j."""
 
     @abstractmethod
-    def reducescatter(self, lane: Lane, flat: Any, out: Any, name: str, counts: list[int], op: ReduceOp) -> Steps[None]:
+    def reducescatter(
+        self, lease: StreamLease, flat: Any, out: Any, name: str, counts: list[int], op: ReduceOp
+    ) -> Steps[None]:
         """Reduce `flat`; rank r receives part r, counts[r] elements, in `out`. name: as in `allreduce`."""
 
     def buffer(self, count: int, dtype: np.dtype[Any]) -> Any:
@@ -198,7 +200,7 @@ class DeviceBackend(ABC):
             self._buffers[dtype] = self.device.xp.zeros(count, dtype)
         return self._buffers[dtype][:count]
 
-    def watch(self, end: End, title: str) -> End:
+    def watch(self, end: Completion, title: str) -> Completion:
         """Watch an operation that is enqueued, so that it does not wait forever. Return the end to wait for."""
         return end
 

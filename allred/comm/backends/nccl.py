@@ -28,8 +28,8 @@ from allred.comm.backends.nccl_guard import HINT, Guard
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Steps, WorkQueue
 from allred.errors import AllredError
-from allred.gpu.device import Device, End, Lane
-from allred.gpu.halves import HALVES, element, narrow, widen
+from allred.gpu.arithmetic import HALF_DTYPES, half_to_float32, round_to_half, storage_dtype
+from allred.gpu.streams import Completion, Device, StreamLease
 
 _OPS = {
     ReduceOp.SUM: "NCCL_SUM",
@@ -107,7 +107,7 @@ class NcclBackend(DeviceBackend):
         self._nccl = starting.made
         self._guard.begin(self._nccl, self.device.use)
 
-    def watch(self, end: End, title: str) -> End:
+    def watch(self, end: Completion, title: str) -> Completion:
         return self._guard.watch(end, title)
 
     def close(self, sound: bool) -> None:
@@ -121,10 +121,10 @@ class NcclBackend(DeviceBackend):
         self._nccl = None
         super().close(sound)
 
-    def allreduce(self, lane: Lane, flat: Any, name: str, op: ReduceOp, wire: str) -> Steps[None]:
+    def allreduce(self, lease: StreamLease, flat: Any, name: str, op: ReduceOp, wire: str) -> Steps[None]:
         yield from ()
         xp, halves = self.device.xp, halves_dtype(name, op, wire)
-        with lane.enter() as stream:
+        with lease.enter() as stream:
             if halves:
                 self._allreduce_halves(stream, flat, name, op, halves)
                 return
@@ -138,8 +138,8 @@ class NcclBackend(DeviceBackend):
     def _allreduce_halves(self, stream: Any, flat: Any, name: str, op: ReduceOp, halves: str) -> None:
         xp, size = self.device.xp, self._host.size
         share = -(-flat.size // size)
-        out = xp.zeros(size * share, element(halves))
-        out[: flat.size] = flat if name == halves else narrow(xp, flat, halves)
+        out = xp.zeros(size * share, storage_dtype(halves))
+        out[: flat.size] = flat if name == halves else round_to_half(xp, flat, halves)
         rows = xp.empty_like(out)
         part = share * 2
         self._alltoall(stream, out.view(np.uint8), rows.view(np.uint8), [part] * size, [part] * size)
@@ -147,17 +147,17 @@ class NcclBackend(DeviceBackend):
         count, kind = share * 2, self._type("uint8")
         self._call("allGather", mine, out, count, kind, stream.ptr)
         back = out[: flat.size]
-        flat[...] = back if name == halves else widen(back, halves)
+        flat[...] = back if name == halves else half_to_float32(back, halves)
 
-    def broadcast(self, lane: Lane, data: Any, root: int) -> Steps[None]:
+    def broadcast(self, lease: StreamLease, data: Any, root: int) -> Steps[None]:
         yield from ()
-        with lane.enter() as stream:
+        with lease.enter() as stream:
             self._call("broadcast", data, data, data.size, self._type("uint8"), root, stream.ptr)
 
-    def allgather(self, lane: Lane, send: Any, recv: Any, counts: list[int]) -> Steps[None]:
+    def allgather(self, lease: StreamLease, send: Any, recv: Any, counts: list[int]) -> Steps[None]:
         yield from ()
         starts = np.cumsum([0, *counts]).tolist()
-        with lane.enter() as stream:
+        with lease.enter() as stream:
             mine = recv[starts[self._host.rank] : starts[self._host.rank + 1]]
             mine[...] = send
             self._group()
@@ -167,10 +167,10 @@ class NcclBackend(DeviceBackend):
                     self._call("broadcast", part, part, count, self._type("uint8"), root, stream.ptr)
             self._group(end=True)
 
-    def alltoall(self, lane: Lane, send: Any, recv: Any, counts: arrays.Array) -> Steps[None]:
+    def alltoall(self, lease: StreamLease, send: Any, recv: Any, counts: arrays.Array) -> Steps[None]:
         yield from ()
         rank = self._host.rank
-        with lane.enter() as stream:
+        with lease.enter() as stream:
             self._alltoall(stream, send, recv, counts[rank].tolist(), counts[:, rank].tolist())
 
     def _alltoall(self, stream: Any, send: Any, recv: Any, to: list[int], come: list[int]) -> None:
@@ -185,13 +185,15 @@ class NcclBackend(DeviceBackend):
                 self._call("recv", recv[back[peer] : back[peer + 1]], come[peer], kind, peer, stream.ptr)
         self._group(end=True)
 
-    def reducescatter(self, lane: Lane, flat: Any, out: Any, name: str, counts: list[int], op: ReduceOp) -> Steps[None]:
+    def reducescatter(
+        self, lease: StreamLease, flat: Any, out: Any, name: str, counts: list[int], op: ReduceOp
+    ) -> Steps[None]:
         """As an allreduce of a copy: simple, and the same bits."""
-        with lane.enter():
+        with lease.enter():
             whole = flat.copy()
-        yield from self.allreduce(lane, whole, name, op, "")
+        yield from self.allreduce(lease, whole, name, op, "")
         start = sum(counts[: self._host.rank])
-        with lane.enter():
+        with lease.enter():
             out[...] = whole[start : start + out.size]
 
     def _call(self, function: str, *arguments: Any) -> None:
@@ -244,13 +246,13 @@ def halves_dtype(name: str, op: ReduceOp, wire: str) -> str:
     """Return the 16-bit dtype in which each rank receives a part to sum; "" if NCCL sums."""
     if op in (ReduceOp.MIN, ReduceOp.MAX):
         return ""
-    return wire or (name if name in HALVES else "")
+    return wire or (name if name in HALF_DTYPES else "")
 
 
 def encode(xp: Any, flat: Any, name: str, how: NcclDtype) -> Any:
     """Return the array that NCCL reduces: `flat` itself if no conversion is necessary."""
     if how.keyed:
-        return _keys(xp, widen(flat, name) if name in HALVES else flat, how)
+        return _keys(xp, half_to_float32(flat, name) if name in HALF_DTYPES else flat, how)
     if name == "bool":
         return flat.view(np.uint8)
     return flat if how.name == name else flat.astype(how.name)
@@ -260,7 +262,7 @@ def decode(xp: Any, moved: Any, flat: Any, name: str, how: NcclDtype) -> None:
     """Convert the result of NCCL back into `flat`."""
     if how.keyed:
         value = _unkeyed(xp, moved, how)
-        flat[...] = narrow(xp, value, name) if name in HALVES else value
+        flat[...] = round_to_half(xp, value, name) if name in HALF_DTYPES else value
     elif moved is not flat and name != "bool":
         flat[...] = moved.astype(name)
 
@@ -281,6 +283,6 @@ def _unkeyed(xp: Any, keys: Any, how: NcclDtype) -> Any:
 
 def combine(xp: Any, rows: Any, name: str, op: ReduceOp) -> Any:
     """Reduce 16-bit rows, one per rank, in float32; divide an average; round once."""
-    wide = widen(rows.reshape(-1), name).reshape(rows.shape)
+    wide = half_to_float32(rows.reshape(-1), name).reshape(rows.shape)
     total = wide.prod(axis=0) if op is ReduceOp.PRODUCT else wide.sum(axis=0)
-    return narrow(xp, total / np.float32(len(rows)) if op is ReduceOp.AVERAGE else total, name)
+    return round_to_half(xp, total / np.float32(len(rows)) if op is ReduceOp.AVERAGE else total, name)

@@ -16,7 +16,7 @@ from typing import Any
 from allred import world
 from allred.comm.work import WorkQueue
 from allred.errors import AllredError, CollectiveTimeout
-from allred.gpu.device import End
+from allred.gpu.streams import Completion
 from allred.watch import exit as exit_protocol
 
 LOOK_S = 0.05
@@ -30,7 +30,7 @@ class Guard:
         self.failure: AllredError | None = None
         self._queue = queue
         self._communicator: Any = None  # an NCCL communicator
-        self._running: deque[tuple[End, str, float]] = deque()  # oldest first: (end, title, start time)
+        self._running: deque[tuple[Completion, str, float]] = deque()  # oldest first: (end, title, start time)
         self._calling: tuple[str, float] | None = None  # the NCCL call in which the host is: title, start time
         self._thread: threading.Thread | None = None
         self._told = False
@@ -42,7 +42,7 @@ class Guard:
         self._thread = threading.Thread(target=self._run, args=(prepare,), name="allred-nccl", daemon=True)
         self._thread.start()
 
-    def watch(self, end: End, title: str) -> End:
+    def watch(self, end: Completion, title: str) -> Completion:
         """Watch an operation that was enqueued."""
         self._running.append((end, title, time.monotonic()))
         return Guarded(self, end)
@@ -138,10 +138,10 @@ class Guard:
         self._told = False
 
 
-class Guarded(End):
-    """An End that raises the error of the guard, so that the caller does not use an incomplete result."""
+class Guarded(Completion):
+    """An Completion that raises the error of the guard, so that the caller does not use an incomplete result."""
 
-    def __init__(self, guard: Guard, end: End) -> None:
+    def __init__(self, guard: Guard, end: Completion) -> None:
         self._guard, self._end = guard, end
 
     def order(self) -> None:

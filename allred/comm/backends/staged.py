@@ -12,7 +12,7 @@ from allred import arrays
 from allred.comm.backends.backend import Backend, DeviceBackend
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Polled, Steps
-from allred.gpu.device import Device, Lane
+from allred.gpu.streams import Device, StreamLease
 
 
 class StagedBackend(DeviceBackend):
@@ -31,52 +31,54 @@ class StagedBackend(DeviceBackend):
         self._stages.clear()
         super().close(sound)
 
-    def allreduce(self, lane: Lane, flat: Any, name: str, op: ReduceOp, wire: str) -> Steps[None]:
-        stage = yield from self._down(lane, flat)
+    def allreduce(self, lease: StreamLease, flat: Any, name: str, op: ReduceOp, wire: str) -> Steps[None]:
+        stage = yield from self._down(lease, flat)
         code = arrays.DTYPES.index(wire) if wire else 0
         yield from self._host.allreduce(_typed(stage, flat, name), op, code)
-        self._up(lane, stage, flat)
+        self._up(lease, stage, flat)
 
-    def broadcast(self, lane: Lane, data: Any, root: int) -> Steps[None]:
-        stage = yield from self._down(lane, data)
+    def broadcast(self, lease: StreamLease, data: Any, root: int) -> Steps[None]:
+        stage = yield from self._down(lease, data)
         yield from self._host.broadcast(stage[: data.nbytes], root)
-        self._up(lane, stage, data)
+        self._up(lease, stage, data)
 
-    def allgather(self, lane: Lane, send: Any, recv: Any, counts: list[int]) -> Steps[None]:
-        stage = yield from self._down(lane, send)
+    def allgather(self, lease: StreamLease, send: Any, recv: Any, counts: list[int]) -> Steps[None]:
+        stage = yield from self._down(lease, send)
         back = self._take(recv.nbytes)
         yield from self._host.allgather(stage[: send.nbytes], back[: recv.nbytes], counts)
         self._free(stage)
-        self._up(lane, back, recv)
+        self._up(lease, back, recv)
 
-    def alltoall(self, lane: Lane, send: Any, recv: Any, counts: arrays.Array) -> Steps[None]:
-        stage = yield from self._down(lane, send)
+    def alltoall(self, lease: StreamLease, send: Any, recv: Any, counts: arrays.Array) -> Steps[None]:
+        stage = yield from self._down(lease, send)
         back = self._take(recv.nbytes)
         yield from self._host.alltoall(stage[: send.nbytes], back[: recv.nbytes], counts)
         self._free(stage)
-        self._up(lane, back, recv)
+        self._up(lease, back, recv)
 
-    def reducescatter(self, lane: Lane, flat: Any, out: Any, name: str, counts: list[int], op: ReduceOp) -> Steps[None]:
-        stage = yield from self._down(lane, flat)
+    def reducescatter(
+        self, lease: StreamLease, flat: Any, out: Any, name: str, counts: list[int], op: ReduceOp
+    ) -> Steps[None]:
+        stage = yield from self._down(lease, flat)
         back = self._take(out.nbytes)
         yield from self._host.reducescatter(_typed(stage, flat, name), _typed(back, out, name), counts, op)
         self._free(stage)
-        self._up(lane, back, out)
+        self._up(lease, back, out)
 
-    def _down(self, lane: Lane, source: Any) -> Steps[Any]:
+    def _down(self, lease: StreamLease, source: Any) -> Steps[Any]:
         """Copy a contiguous device array to pinned memory, and wait for the copy. Return the memory."""
         stage = self._take(source.nbytes)
-        with lane.enter():
+        with lease.enter():
             self.device.to_host(source.view(np.uint8), stage[: source.nbytes])
-            end = lane.end(source)
+            end = lease.end(source)
         yield Polled(end.done)
         return stage
 
-    def _up(self, lane: Lane, stage: Any, target: Any) -> None:
+    def _up(self, lease: StreamLease, stage: Any, target: Any) -> None:
         """Enqueue the copy back. The next use of the stage is ordered after it, on the same stream."""
-        with lane.enter():
+        with lease.enter():
             self.device.to_device(stage[: target.nbytes], target.view(np.uint8))
-            lane.end((stage, target))
+            lease.end((stage, target))
         self._free(stage)
 
     def _take(self, nbytes: int) -> Any:

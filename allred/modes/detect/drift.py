@@ -14,7 +14,7 @@ import numpy as np
 from allred import arrays, log, native, nest
 from allred.arrays import Array
 from allred.comm.header import by_rank, hash_text, mix, rank_list
-from allred.gpu.values import is_device, to_host
+from allred.gpu.device_arrays import is_device, to_host
 from allred.optim.base import Optimizer
 
 _hash_name = functools.lru_cache(maxsize=2**16)(hash_text)

@@ -17,7 +17,7 @@ from allred.comm.header import rank_list
 from allred.compression import Compression
 from allred.fusion import Plan
 from allred.gpu.arithmetic import exceeds_on_gpu
-from allred.gpu.values import is_device, to_host
+from allred.gpu.device_arrays import is_device, to_host
 
 # Flags of a rank.
 NONFINITE = 1

@@ -14,7 +14,7 @@ from allred.comm import functions
 from allred.comm.header import mix
 from allred.errors import DriftError, InputError, NonFiniteError
 from allred.fusion import Plan
-from allred.gpu.values import head
+from allred.gpu.device_arrays import leading_bytes
 from allred.modes.detect import drift, finite
 from allred.modes.detect.batch_arguments import BatchArguments
 from allred.modes.detect.wrapper_bypass import updates_of
@@ -177,7 +177,7 @@ class DuplicateBatch:
 
     def hash(self, values: Sequence[Any]) -> int:
         """Return 32 bits: a hash (0 if all gradients are zero), and whether another wrapper has just averaged them."""
-        heads = [head(value, _HASHED_BYTES) for value in values if value is not None]
+        heads = [leading_bytes(value, _HASHED_BYTES) for value in values if value is not None]
         if not any(start.any() for start in heads):
             return 0
         total = 0

@@ -77,7 +77,7 @@ def test_state_saved_from_the_host_continues_on_the_device(case, rng):
 
 def test_a_gradient_on_the_other_device_is_refused(case):
     for param, grad in [(DeviceArray(np.ones(3)), np.ones(3)), (np.ones(3), DeviceArray(np.ones(3)))]:
-        with pytest.raises(InputError, match="bring both to the same device"):
+        with pytest.raises(InputError, match="copy both to the same device"):
             case.make().step({"w": param}, {"w": grad})
 
 

@@ -1,7 +1,7 @@
-"""Checks of hyper-parameters, with one wording of the error for all optimizers, schedules and clipping functions.
+"""Validators of numeric arguments: each returns a plain Python number or raises InputError.
 
-Each check returns a plain Python number. That matters: under NumPy's promotion rules a Python float takes the dtype of
-the array it meets, while a np.float64 would widen a float32 computation.
+Plain numbers matter: under NumPy's promotion rules a Python float takes the dtype of the array that it is combined
+with, while a np.float64 would widen a float32 computation.
 """
 
 import math
@@ -12,7 +12,7 @@ from allred.errors import InputError
 
 
 def non_negative(who: str, name: str, value: Any) -> float:
-    """`value` as a float, if it is finite and at least 0.
+    """Return `value` as a float if it is finite and >= 0. who: function or class in the error text.
 
     >>> non_negative("SGD", "lr", 0)
     0.0
@@ -24,7 +24,7 @@ def non_negative(who: str, name: str, value: Any) -> float:
 
 
 def positive(who: str, name: str, value: Any) -> float:
-    """`value` as a float, if it is larger than 0. Infinity is allowed: as a limit it means none."""
+    """Return `value` as a float if it is > 0. Infinity is valid: as a limit it means no limit."""
     number = _as_float(value)
     if not number > 0.0:
         raise InputError(f"{who}: {name} must be a number > 0, but is {value!r}; pass a positive number")
@@ -32,26 +32,33 @@ def positive(who: str, name: str, value: Any) -> float:
 
 
 def fraction(who: str, name: str, value: Any) -> float:
-    """`value` as a float, if 0 <= value < 1: the share of an average that is kept at each step."""
+    """Return `value` as a float if 0 <= value < 1, as for the decay rate of a moving average."""
     number = _as_float(value)
     if not 0.0 <= number < 1.0:
         raise InputError(f"{who}: {name} must be in [0, 1), but is {value!r}; typical values are 0.9 and 0.999")
     return number
 
 
-def whole(who: str, name: str, value: Any, least: int) -> int:
-    """`value` as an int, if it is a whole number of steps and at least `least`."""
+def integer(what: str, value: Any, least: int, remedy: str = "") -> int:
+    """Return `value` as an int if it is an integer >= `least`; bools are refused.
+
+    what: start of the error text. remedy: end of the error text.
+
+    >>> integer("batches: epochs", 2, least=0)
+    2
+    """
     try:
-        number = operator.index(value)
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = least - 1
     if number < least:
-        raise InputError(f"{who}: {name} must be an integer >= {least}, but is {value!r}; it counts steps")
+        end = f"; {remedy}" if remedy else ""
+        raise InputError(f"{what} must be an integer >= {least}, but is {value!r}{end}")
     return number
 
 
 def _as_float(value: Any) -> float:
-    """`value` as a float; what is no number becomes NaN, which every check above refuses."""
+    """Return `value` as a float, or NaN, which every validator refuses, if it is not a number."""
     if isinstance(value, (str, bytes)):
         return math.nan
     try:

@@ -1,8 +1,9 @@
-"""Whole programs under a real mpirun: started in a session of their own, ended for certain, their output kept apart.
+"""Runner of programs under mpirun, in a separate session, with a time limit and cleanup of all processes.
 
-A test of what happens when ranks hang or die must not itself hang, nor leave processes behind. All that a command
-starts inherits a variable with a word of its own, and is found by it in /proc: also what left the session, is stopped,
-or has lost its mpirun. mpirun is asked first, since it cleans up its ranks; then what is left is killed.
+A test of ranks that hang or die must not hang itself or leave processes behind. All processes of a command inherit an
+environment variable with a unique value. They are found by it in /proc, also if they left the session, are stopped, or
+have lost their mpirun. mpirun receives SIGTERM first, because it cleans up its ranks; then remaining processes are
+killed.
 """
 
 import contextlib
@@ -19,12 +20,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _MARK = "TESTING_RUN"
-_LAUNCHERS = ("PMI", "OMPI_COMM", "PRTE_LAUNCHED", "HYDI_")  # of a test that is itself a rank
+_LAUNCHER_PREFIXES = ("PMI", "OMPI_COMM", "PRTE_LAUNCHED", "HYDI_")  # variables of a test that is itself a rank
 _TERMINATE_S = 10.0  # for mpirun to clean up
-_LEAVE_S = 5.0  # for what is still there when the command has ended
-_SHELL_IGNORES = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)  # nohup ignores SIGHUP, `&` in a script the others
+_EXIT_S = 5.0  # for remaining processes when the command has ended
+_SHELL_IGNORES = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)  # ignored under nohup (SIGHUP) and `&` in a script
 
-# Open MPI's mpirun, about once in a thousand starts, after some milliseconds and before any rank is started.
+# Error of Open MPI's mpirun, about once in a thousand starts, before it starts any rank.
 _LAUNCHER_FAILED = "The PMIx server's listener thread failed to start."
 
 Word = str | int | os.PathLike[str]
@@ -32,7 +33,14 @@ Word = str | int | os.PathLike[str]
 
 @dataclasses.dataclass
 class Result:
-    """How a program ended. `left` are the processes of it that had to be killed, a line each."""
+    """Result of a program.
+
+    Attributes:
+        code: exit code, negative for a signal.
+        out, err: stdout and stderr.
+        seconds: duration.
+        left: pid and command of each process that had to be killed.
+    """
 
     code: int
     out: str
@@ -42,8 +50,8 @@ class Result:
 
     @property
     def text(self) -> str:
-        """All of it, for the message of a failing assertion."""
-        left = "".join(f"\n--- still there, killed: {line}" for line in self.left)
+        """Exit code, duration, killed processes and output, for the message of a failing assertion."""
+        left = "".join(f"\n--- still running, killed: {line}" for line in self.left)
         return f"exit code {self.code} after {self.seconds:.1f} s{left}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
 
 
@@ -56,11 +64,16 @@ def mpirun(
     python: Word = sys.executable,
     **options: Any,
 ) -> Result:
-    """`mpirun -np ranks python arguments...`, and how it ended.
+    """Run `mpirun -np ranks python arguments...` and wait until it ends.
 
-    mpirun: the launcher, or a list of it and its options, such as ["mpirun", "--oversubscribe"]; by default the one
-    next to this Python, which is that of an MPI from its wheel, else the one on PATH.
-    The rest as in `run`. Raises FileNotFoundError without any mpirun, TimeoutError with all output if it is late.
+    Arguments:
+        mpirun: the launcher, or a list of the launcher and its options, such as ["mpirun", "--oversubscribe"]. Default:
+            the mpirun next to this Python (of an MPI installed from its wheel), else the one on PATH.
+        timeout_s, env, options: as in `run`.
+
+    Raises:
+        FileNotFoundError: there is no mpirun.
+        TimeoutError: as in `run`.
     """
     command = [*_words(mpirun or _default_mpirun()), "-np", ranks, python, *arguments]
     result = run(command, timeout_s, env, **options)
@@ -74,11 +87,11 @@ def _words(launcher: Word | Sequence[Word]) -> list[Word]:
 
 
 def _default_mpirun() -> str:
-    beside = pathlib.Path(sys.executable).parent / "mpirun"
-    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    local = pathlib.Path(sys.executable).parent / "mpirun"
+    found = str(local) if local.exists() else shutil.which("mpirun")
     if found is None:
         raise FileNotFoundError(
-            f"there is no mpirun in {beside.parent} nor on PATH; pip install 'allred[mpich]', or give mpirun=..."
+            f"no mpirun in {local.parent} or on PATH; pip install 'allred[mpich]', or pass mpirun=..."
         )
     return found
 
@@ -86,12 +99,18 @@ def _default_mpirun() -> str:
 def run(
     command: Sequence[Word], timeout_s: float = 60, env: Mapping[str, str | None] | None = None, **options: Any
 ) -> Result:
-    """Run a command in a session of its own, with nothing to read, and wait until it ends.
+    """Run a command in a new session with empty stdin, and wait until it ends.
 
     The command has the default actions of SIGINT, SIGHUP and SIGQUIT, also if this process ignores them (nohup).
-    env: variables to add to those of this process; None takes one away.
-    options: as in subprocess.Popen, for example cwd.
-    Raises TimeoutError with all output if it does not end within `timeout_s` seconds; it has been ended then.
+
+    Arguments:
+        command: program and arguments.
+        timeout_s: time limit in seconds.
+        env: variables to add to those of this process; None removes one.
+        options: as in subprocess.Popen, for example cwd.
+
+    Raises:
+        TimeoutError: the command did not end in time. It was killed; the text has its output.
     """
     mark, start = uuid.uuid4().hex, time.monotonic()
     process = subprocess.Popen(
@@ -107,14 +126,14 @@ def run(
     )
     try:
         out, err = process.communicate(timeout=timeout_s)
-        return Result(process.returncode, out, err, time.monotonic() - start, _kill(mark, _LEAVE_S))
+        return Result(process.returncode, out, err, time.monotonic() - start, _kill(mark, _EXIT_S))
     except subprocess.TimeoutExpired:
         ended = process.poll() is not None
         out, err, left = _end(process, mark)
         result = Result(process.returncode, out, err, time.monotonic() - start, left)
-        what = "ended, but processes of it kept its output open" if ended else "did not end"
+        what = "ended, but its child processes kept its output open" if ended else "did not end"
         raise TimeoutError(f"{' '.join(map(str, command))}: {what} after {timeout_s:g} s: {result.text}") from None
-    except BaseException:  # Ctrl-C: the command, in its session, has not heard of it
+    except BaseException:  # Ctrl-C does not reach the command, which is in another session
         _end(process, mark)
         raise
 
@@ -132,20 +151,20 @@ def _with_default_signals(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _environment(changes: Mapping[str, str | None]) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_PREFIXES)}
     return {name: value for name, value in {**kept, **changes}.items() if value is not None}
 
 
 def _end(process: subprocess.Popen[str], mark: str) -> tuple[str, str, list[str]]:
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        return *process.communicate(timeout=_TERMINATE_S), _kill(mark, _LEAVE_S)
+        return *process.communicate(timeout=_TERMINATE_S), _kill(mark, _EXIT_S)
     left = _kill(mark, 0)
     return *process.communicate(), left
 
 
 def _kill(mark: str, patience_s: float) -> list[str]:
-    """Kill what has not left by itself after some patience; a line for each such process."""
+    """Kill processes that are still running after `patience_s`. Return a line for each."""
     deadline = time.monotonic() + patience_s
     while (found := _marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -156,10 +175,10 @@ def _kill(mark: str, patience_s: float) -> list[str]:
 
 
 def _marked(mark: str) -> dict[int, str]:
-    """Number and command of every living process that inherited the mark."""
+    """Pid and command of every living process that inherited the mark."""
     found, words = {}, f"{_MARK}={mark}".encode()
     for entry in pathlib.Path("/proc").iterdir():
-        with contextlib.suppress(OSError):  # it has just left, or is somebody else's
+        with contextlib.suppress(OSError):  # it has exited, or belongs to another user
             if entry.name.isdecimal() and words in (entry / "environ").read_bytes().split(b"\0"):
                 found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     return found

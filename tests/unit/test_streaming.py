@@ -59,7 +59,7 @@ def test_a_record_that_cannot_be_decoded_is_named():
 
     with pytest.raises(IndexError) as caught:
         numbers(stream(range(8), batch_size=4, decode=decode, rank=1, size=2))
-    assert caught.value.__notes__ == ["decode() raised it for record 2 of the stream (the first one is 0)"]
+    assert caught.value.__notes__ == ["raised by decode() for record 2 of the stream (the first record is 0)"]
 
 
 def test_only_this_ranks_records_are_decoded():
@@ -133,7 +133,7 @@ def test_it_has_no_length():
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"buffer": 9}, "with buffer=9; here buffer is 8"), ({"seed": None}, "with seed=None; here seed is 3")],
+    [({"buffer": 9}, "buffer is 9 in the state and 8 here"), ({"seed": None}, "seed is None in the state and 3 here")],
 )
 def test_a_position_in_another_order_is_refused(change, message):
     batches = stream(shuffled(range(9), 8, seed=3), batch_size=2, rank=0, size=1)
@@ -144,22 +144,22 @@ def test_a_position_in_another_order_is_refused(change, message):
 def test_a_position_behind_the_end_is_told():
     batches = stream(range(9), batch_size=2, rank=0, size=1)
     batches.load_state_dict({**batches.state_dict(), "samples": 10})
-    with pytest.raises(InputError, match="10 records of this epoch were given out, and the stream ended after 9"):
+    with pytest.raises(InputError, match="after 10 records of this epoch, but the stream ended after 9"):
         list(batches)
 
 
 def test_what_is_refused():
-    with pytest.raises(InputError, match="generator can be iterated over only once, and epochs=2"):
+    with pytest.raises(InputError, match="generator can be iterated over only once, but epochs=2"):
         stream((n for n in range(3)), batch_size=1, epochs=2, rank=0, size=1)
     with pytest.raises(InputError, match="generator can be iterated over only once"):
         stream(shuffled((n for n in range(3)), 2), batch_size=1, epochs=2, rank=0, size=1)
-    with pytest.raises(InputError, match="something to iterate over, got int"):
+    with pytest.raises(InputError, match="an iterable of records, got int"):
         stream(3, batch_size=1, rank=0, size=1)
-    with pytest.raises(InputError, match=r"batch_size=1 must be a whole number of at least 2 \(batch_size counts"):
+    with pytest.raises(InputError, match="stream: batch_size must be an integer >= 2, but is 1; it counts"):
         stream([], batch_size=1, rank=0, size=2)
-    with pytest.raises(InputError, match="buffer=0 must be"):
+    with pytest.raises(InputError, match="shuffled: buffer must be an integer >= 1, but is 0"):
         shuffled([], 0)
-    with pytest.raises(InputError, match="seed=None must be"):
+    with pytest.raises(InputError, match="seed must be an integer >= 0, but is None"):
         shuffled([], 1, None)
     with pytest.raises(NotInitializedError):
         stream([], batch_size=1)

@@ -39,8 +39,8 @@ GOOD = idx_bytes(np.arange(6, dtype=np.int16).reshape(3, 2))
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "offset 0: expected IDX, which is two zeros and one of 0x08, .*, got an empty file"),
-        (b"\x00\x00\x07\x01abcd", "offset 0: expected IDX, .* got 00 00 07 01"),
+        (b"", r"offset 0: expected IDX \(two zero bytes and one of 0x08, .*\), got an empty file"),
+        (b"\x00\x00\x07\x01abcd", "offset 0: expected IDX .* got 00 00 07 01"),
         (b"GIF89a", "got 47 49 46 38"),
         (GOOD[:9], "offset 4: expected 2 dimensions, 8 bytes, got 5"),
         (GOOD[:-1], r"offset 12: expected 12 bytes of int16 \(3, 2\), got 11"),

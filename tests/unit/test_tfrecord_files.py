@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 from tfrecord_fixture import FEATURES, SIZES, record
 
-from allred.data import example, make_example, tfrecord, write_tfrecord
-from allred.data.readers import crc32c
+from allred.data import example, make_example, tfrecord, tfrecord_files, write_tfrecord
 from allred.errors import DataError, InputError
 
 FIXTURE = json.loads(pathlib.Path(__file__).with_name("tfrecord.json").read_text())
@@ -38,14 +37,14 @@ RECORDS = [record(size) for size in SIZES]
     ],
 )
 def test_known_checksums(data, crc):
-    assert crc32c.in_python(data) == crc32c.crc32c(data) == crc
+    assert tfrecord_files.crc32c_in_python(data) == tfrecord_files.crc32c(data) == crc
 
 
 def test_the_installed_package_gives_what_the_loop_gives():
-    assert crc32c.implementation == "c"
+    assert tfrecord_files.crc_implementation == "c"
     for size in (1, 255, 4097):
         data = np.random.default_rng(size).integers(0, 256, size, np.uint8).tobytes()
-        assert crc32c.crc32c(data) == crc32c.in_python(data)
+        assert tfrecord_files.crc32c(data) == tfrecord_files.crc32c_in_python(data)
 
 
 def without(package, code):
@@ -122,7 +121,7 @@ def test_a_wrong_record_is_named_or_left_out(path, place):
 def test_behind_a_wrong_length_nothing_can_be_found(path, place):
     damage(path, offset_of(4) + place)
     pattern = rf"record at offset {offset_of(4)}: expected masked CRC .* of the length, got .*; "
-    with pytest.raises(DataError, match=f"{pattern}where a next record begins is not known"):
+    with pytest.raises(DataError, match=f"{pattern}the following records cannot be located"):
         list(tfrecord(path))
     reader = tfrecord([path, path], corrupt="skip")
     rest = len(FOREIGN["tfrecord"]) - offset_of(4)
@@ -159,7 +158,7 @@ def test_every_flipped_bit_is_found(path):
 
 def test_a_length_that_would_fill_memory_is_not_tried(path):
     length = struct.pack("<Q", 2**62)
-    path.write_bytes(length + struct.pack("<I", crc32c.masked(length)) + b"abc")
+    path.write_bytes(length + struct.pack("<I", tfrecord_files.masked_crc32c(length)) + b"abc")
     with pytest.raises(DataError, match=rf"expected {2**62} bytes of data and 4 of CRC, got 3: the file is cut short"):
         list(tfrecord(path))
 

@@ -1,8 +1,8 @@
-"""Arrays on a GPU, whoever made them: cupy's, torch's tensors, what has `__cuda_array_interface__` or DLPack.
+"""Device arrays of any framework: cupy, torch, and objects with `__cuda_array_interface__` or DLPack.
 
-allred works on them as cupy arrays that share their memory. Looking at a value does not load cupy. Other frameworks
-have current streams of their own: cupy's own ways to take their arrays order its current stream after them, or have the
-host wait, for each array. Here that is done once for all, by whoever works on them (`Adopted.stream`).
+allred works on them as cupy arrays that share their memory (`adopt`). `is_device` does not import cupy. Other
+frameworks have their own current streams. cupy's own conversions order cupy's current stream after them, or block the
+host, once per array. Here the code that uses the arrays orders the streams once for all of them (`Adopted.stream`).
 """
 
 import contextlib
@@ -16,52 +16,56 @@ import numpy as np
 
 from allred import arrays
 from allred.errors import InputError
-from allred.gpu.device import Handle, external
 from allred.gpu.kernels import Kernels
+from allred.gpu.streams import StreamHandle, external_stream
 
-_DLPACK_CUDA = (2, 13)  # DLPack's numbers of CUDA memory and of managed memory
+_DLPACK_CUDA = (2, 13)  # DLPack's device types for CUDA memory and managed memory
 _BFLOAT16 = "bfloat16"
-_HOST = frozenset({np.ndarray, float, int, bool, list, tuple, type(None)})  # for sure
+_HOST_TYPES = frozenset({np.ndarray, float, int, bool, list, tuple, type(None)})
 
 
 class Adopted(NamedTuple):
-    """A device array as cupy sees it. bfloat16, which older cupy lacks, is uint16 there and bfloat16 in `dtype`.
+    """Device array as a cupy array that shares its memory.
 
-    kind: makes a cupy array that holds this dtype into what the caller is given: a torch tensor for a torch tensor.
-    stream: gives the handle of the framework's current stream, where it is not cupy's.
+    Arguments:
+        array: the cupy array; bfloat16, which older cupy lacks, is uint16 here.
+        dtype: dtype of the caller's array.
+        writable: whether the caller's array may be changed in place.
+        convert: makes an array of the caller's framework from a cupy array and a dtype.
+        stream: returns the handle of the framework's current stream; None for cupy.
     """
 
     array: Any
     dtype: np.dtype[Any]
     writable: bool
-    kind: Callable[[Any, np.dtype[Any]], Any]
-    stream: Handle | None = None
+    convert: Callable[[Any, np.dtype[Any]], Any]
+    stream: StreamHandle | None = None
 
-    def give(self, made: Any) -> Any:
-        """What the caller is given for a cupy array like `array`."""
-        return self.kind(made, self.dtype)
+    def to_caller(self, made: Any) -> Any:
+        """Convert a cupy array with the dtype of `array` to the caller's framework."""
+        return self.convert(made, self.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the array."""
+        """Shape of the array."""
         return tuple(self.array.shape)
 
     @property
     def nbytes(self) -> int:
-        """Of the array."""
+        """Size of the array in bytes."""
         return int(self.array.nbytes)
 
     def flat(self) -> Any:
-        """The elements in C order, as memory in one piece: the array's own where it is that, else a copy."""
+        """Elements in C order in contiguous memory: a view if the array is contiguous, else a copy."""
         return self.array.reshape(-1) if self.array.flags.c_contiguous else self.array.flatten()
 
 
 def is_device(value: Any) -> bool:
-    """Whether a value lives on a GPU. Costs a fraction of a microsecond for a numpy array."""
-    if type(value) in _HOST:
+    """Whether a value is an array on a GPU. Takes a fraction of a microsecond for a numpy array."""
+    if type(value) in _HOST_TYPES:
         return False
     if (cupy := sys.modules.get("cupy")) is not None and isinstance(value, cupy.ndarray):
-        return True  # without making its interface, which takes a microsecond
+        return True  # reading its interface would take a microsecond
     if (torch := sys.modules.get("torch")) is not None and isinstance(value, torch.Tensor):
         return bool(value.is_cuda)
     if hasattr(value, "__cuda_array_interface__"):
@@ -72,47 +76,47 @@ def is_device(value: Any) -> bool:
 
 
 def adopt(value: Any) -> Adopted:
-    """The same memory as a cupy array. Raises InputError for bfloat16 without ml_dtypes."""
+    """View a device array as a cupy array. Raises InputError for dtypes that allred does not support."""
     import cupy
 
     if isinstance(value, cupy.ndarray):
-        return _of_cupy(value, writable=True)
+        return _from_cupy(value, writable=True)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        return _of_torch(torch, value)
+        return _from_torch(torch, value)
     interface = getattr(value, "__cuda_array_interface__", None)
-    if interface is not None and not (hasattr(value, "__dlpack__") and _says_less(interface)):
-        return _of_interface(value, interface)
-    return _of_cupy(cupy.from_dlpack(value), writable=False)  # of a framework whose arrays may be immutable
+    if interface is not None and not (hasattr(value, "__dlpack__") and _lacks_stream(interface)):
+        return _from_interface(value, interface)
+    return _from_cupy(cupy.from_dlpack(value), writable=False)  # arrays of this framework may be immutable
 
 
-def _of_cupy(array: Any, writable: bool) -> Adopted:
+def _from_cupy(array: Any, writable: bool) -> Adopted:
     dtype = array.dtype
     bare = array.view(np.uint16) if arrays.name_of(dtype) == _BFLOAT16 else array
-    return Adopted(bare, dtype, writable, _cupys)
+    return Adopted(bare, dtype, writable, _to_cupy)
 
 
-def _cupys(made: Any, dtype: np.dtype[Any]) -> Any:
+def _to_cupy(made: Any, dtype: np.dtype[Any]) -> Any:
     return made if made.dtype == dtype else made.view(dtype)
 
 
-def _says_less(interface: dict[str, Any]) -> bool:
-    """Than DLPack, which has cupy's stream wait for the array: JAX's knows no stream, and cannot be written to."""
+def _lacks_stream(interface: dict[str, Any]) -> bool:
+    """Whether the interface is read-only and names no stream, as JAX's. DLPack then orders cupy's stream."""
     return interface.get("stream") is None and bool(interface["data"][1])
 
 
-def _of_torch(torch: Any, tensor: Any) -> Adopted:
-    dtype = _dtype_of_torch(tensor.dtype)
+def _from_torch(torch: Any, tensor: Any) -> Adopted:
+    dtype = _numpy_dtype(tensor.dtype)
     held = np.dtype(np.uint16) if tensor.dtype is torch.bfloat16 else dtype
     strides = tuple([step * held.itemsize for step in tensor.stride()])
     bare = tensor.detach()
     array = _view(bare.data_ptr(), tuple(tensor.shape), held, strides, bare, tensor.device.index)
-    return Adopted(array, dtype, True, _torchs, _stream_of_torch(tensor.device.index))
+    return Adopted(array, dtype, True, _to_torch, _torch_stream(tensor.device.index))
 
 
 @functools.cache
-def _dtype_of_torch(dtype: Any) -> np.dtype[Any]:
-    """numpy's, of a torch dtype."""
+def _numpy_dtype(dtype: Any) -> np.dtype[Any]:
+    """numpy dtype for a torch dtype."""
     name = str(dtype).removeprefix("torch.")
     try:
         return arrays.dtype_of(name)
@@ -120,7 +124,7 @@ def _dtype_of_torch(dtype: Any) -> np.dtype[Any]:
         raise InputError(f"{dtype} is not supported; use one of {', '.join(arrays.DTYPES)}") from None
 
 
-def _torchs(made: Any, dtype: np.dtype[Any]) -> Any:
+def _to_torch(made: Any, dtype: np.dtype[Any]) -> Any:
     torch: Any = sys.modules["torch"]
 
     if arrays.name_of(dtype) == _BFLOAT16:  # which older cupy lacks
@@ -129,25 +133,25 @@ def _torchs(made: Any, dtype: np.dtype[Any]) -> Any:
 
 
 @functools.cache
-def _stream_of_torch(index: int) -> Handle:
-    """Torch's current stream on a GPU; the same function for all tensors there."""
+def _torch_stream(index: int) -> StreamHandle:
+    """Handle function of torch's current stream on a GPU; the same object for all tensors there."""
     torch: Any = sys.modules["torch"]
 
     return lambda: int(torch.cuda.current_stream(index).cuda_stream)
 
 
-def _of_interface(value: Any, interface: dict[str, Any]) -> Adopted:
-    """By CUDA's array interface: `stream`, of version 3, is where the value is being computed; 0 cannot be there."""
+def _from_interface(value: Any, interface: dict[str, Any]) -> Adopted:
+    """Adopt by CUDA's array interface. Its `stream` (version 3) is the stream that computes the value, never 0."""
     if interface.get("mask") is not None:
         raise InputError("a masked array would lose its mask; pass an array without one")
     (address, locked), shape, dtype = interface["data"], tuple(interface["shape"]), np.dtype(interface["typestr"])
     array = _view(address, shape, dtype, interface.get("strides"), value)
     handle = interface.get("stream")
-    return Adopted(array, dtype, not locked, _cupys, None if handle is None else _fixed(handle))
+    return Adopted(array, dtype, not locked, _to_cupy, None if handle is None else _fixed_stream(handle))
 
 
 @functools.lru_cache
-def _fixed(handle: int) -> Handle:
+def _fixed_stream(handle: int) -> StreamHandle:
     return lambda: handle
 
 
@@ -155,7 +159,7 @@ def _view(
     address: int, shape: tuple[int, ...], dtype: np.dtype[Any], strides: tuple[int, ...] | None, owner: Any,
     index: int = -1,
 ) -> Any:  # fmt: skip
-    """Memory of somebody else's as a cupy array; index: of its GPU, to be found out where it is -1."""
+    """View memory of another framework as a cupy array. index: of its GPU; -1 lets cupy find it."""
     import cupy
 
     if not arrays.size_of(shape):
@@ -164,57 +168,59 @@ def _view(
     return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
 
 
-_OF_CUPY = operator.attrgetter("data.ptr", "data.device_id", "shape", "strides", "dtype")
+_CUPY_LAYOUT = operator.attrgetter("data.ptr", "data.device_id", "shape", "strides", "dtype")
 
 
 def layouts(values: Sequence[Any]) -> list[Any] | None:
-    """How each of them lies in memory, and as what, to be compared: arrays with equal layouts are the same to a kernel.
-    An address, and more. None for arrays of which nobody knows that quicker than by `adopt`, and for no arrays."""
+    """Memory layout of each array, as tuples to compare: address, device, shape, strides, dtype.
+
+    A kernel treats arrays with equal layouts alike. None if there are no arrays, or if only `adopt` could tell.
+    """
     kinds = set(map(type, values))
     cupy, torch = sys.modules.get("cupy"), sys.modules.get("torch")
     if cupy is not None and kinds == {cupy.ndarray}:
-        return list(map(_OF_CUPY, values))
+        return list(map(_CUPY_LAYOUT, values))
     if torch is not None and kinds and kinds <= {torch.Tensor, torch.nn.Parameter}:
         return [(t.data_ptr(), t.device, t.shape, t.stride(), t.dtype) for t in values]
     return None
 
 
 def addresses(values: Sequence[Any]) -> list[int]:
-    """Where device arrays begin."""
+    """Addresses of device arrays."""
     known = layouts(values)
     return [adopt(value).array.data.ptr for value in values] if known is None else [layout[0] for layout in known]
 
 
-def of_shape(value: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and dtype of an array of any kind, without adopting it where that is known."""
+def shape_and_dtype(value: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and numpy dtype of a host or device array."""
     if isinstance(value, np.ndarray) or type(value).__module__.partition(".")[0] == "cupy":
         return value.shape, value.dtype
     found = adopt(value)
     return found.array.shape, found.dtype
 
 
-def stream_of(value: Any) -> Any:
-    """The stream that the framework of an array on a GPU works on now, as cupy has streams."""
+def current_stream(value: Any) -> Any:
+    """Current stream of the framework of a device array, as a cupy stream."""
     import cupy
 
     if not isinstance(value, cupy.ndarray):
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(value, torch.Tensor):
-            return external(_stream_of_torch(value.device.index)())
+            return external_stream(_torch_stream(value.device.index)())
         if (handle := (getattr(value, "__cuda_array_interface__", None) or {}).get("stream")) is not None:
-            return external(handle)
+            return external_stream(handle)
     return cupy.cuda.get_current_stream()
 
 
 @contextlib.contextmanager
 def on_stream(found: Adopted) -> Iterator[None]:
-    """Inside this block cupy works on the stream that the array's framework works on."""
-    with contextlib.nullcontext() if found.stream is None else external(found.stream()):
+    """Make the current stream of the array's framework cupy's current stream inside this block."""
+    with contextlib.nullcontext() if found.stream is None else external_stream(found.stream()):
         yield
 
 
 def zeros(like: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    """On the GPU, of the kind of `like`, if that is on one; else on the host."""
+    """Array of zeros: of the framework of `like` if that is a device array, else of numpy."""
     if not is_device(like):
         return np.zeros(shape, dtype)
     import cupy
@@ -222,11 +228,11 @@ def zeros(like: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
     adopted = adopt(like)
     bits = np.dtype(np.uint16) if dtype.name == _BFLOAT16 else dtype
     with on_stream(adopted):
-        return adopted.kind(cupy.zeros(shape, bits), dtype)
+        return adopted.convert(cupy.zeros(shape, bits), dtype)
 
 
 def fill(target: Any, values: Any) -> None:
-    """Give an array, of whatever kind, the values of a host array of its shape."""
+    """Copy a host array into a host or device array of the same shape."""
     if not is_device(target):
         target[...] = values
         return
@@ -238,27 +244,26 @@ def fill(target: Any, values: Any) -> None:
         adopted.array[...] = cupy.asarray(host)
 
 
-def following(values: Sequence[Any]) -> tuple[list[Adopted], Kernels]:
-    """Arrays on the GPU, as cupy's current stream may read them: it comes after what their frameworks' streams hold.
-    And that stream's kernels."""
+def with_kernels(values: Sequence[Any]) -> tuple[list[Adopted], Kernels]:
+    """Adopt device arrays, make cupy's current stream wait for their frameworks' streams, and return its kernels."""
     import cupy
 
     found, current = [adopt(value) for value in values], cupy.cuda.get_current_stream()
     for handle in {one.stream for one in found if one.stream is not None}:
-        current.wait_event(external(handle()).record())
+        current.wait_event(external_stream(handle()).record())
     return found, _kernels(current.ptr)
 
 
 @functools.cache
 def _kernels(stream: int) -> Kernels:
-    """Those of a stream, on which their tables are written and read."""
+    """Kernels of one stream, on which their tables are written and read."""
     import cupy
 
     return Kernels(cupy)
 
 
 def to_host(value: Any) -> Any:
-    """A copy in host memory of what is on a GPU, which waits for it; everything else as it is."""
+    """Copy a device array to host memory; blocks the host. Returns any other value unchanged."""
     if not is_device(value):
         return value
     found = adopt(value)
@@ -266,8 +271,8 @@ def to_host(value: Any) -> Any:
         return found.array.get().view(found.dtype)
 
 
-def head(value: Any, nbytes: int) -> arrays.Array:
-    """The first bytes of an array of any kind, in C order, in host memory."""
+def leading_bytes(value: Any, nbytes: int) -> arrays.Array:
+    """First bytes of a host or device array in C order, uint8 (at most nbytes,), in host memory."""
     if not is_device(value):
         return arrays.as_bytes(value)[:nbytes]
     found = adopt(value)

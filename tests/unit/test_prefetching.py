@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import allred
-from allred.data import share
+from allred.data import iterations
 from allred.errors import DataError, InputError
 
 ROWS = np.arange(37)
@@ -22,7 +22,7 @@ ROWS = np.arange(37)
 
 @pytest.fixture(autouse=True)
 def nothing_left(monkeypatch):
-    monkeypatch.setattr(share, "_without_world", share.Iterations())
+    monkeypatch.setattr(iterations, "_without_world", iterations.Iterations())
     before = children()
     yield
     gc.collect()
@@ -110,9 +110,9 @@ def test_a_step_claims_the_share_of_the_batch_in_hand():
     for expected in (4, 4, 4, 3):
         assert len(next(training)) == expected
         time.sleep(0.02)
-        assert share.claim() == expected
+        assert iterations.claim_samples() == expected
     training.close()
-    assert share.claim() is None
+    assert iterations.claim_samples() is None
 
 
 def test_it_is_bounded():
@@ -144,7 +144,7 @@ def test_an_error_comes_in_its_place_with_its_traceback(workers):
     ("do", "message"),
     [
         (die, r"process 1 of 2 that prefetches \(pid \d+\) was killed by signal 9 \(SIGKILL\)"),
-        (leave, r"process 1 of 2 that prefetches \(pid \d+\) left with exit code 3"),
+        (leave, r"process 1 of 2 that prefetches \(pid \d+\) exited with code 3"),
         (sys.exit, r"(?s)process 1 of 2 that prefetches \(pid \d+\) failed:\n.*SystemExit"),
         (fail_oddly, r"(?s)process 1 of 2 that prefetches \(pid \d+\) failed:\n.*in fail_oddly\n.*OddError: 1 2"),
     ],
@@ -197,11 +197,11 @@ def test_what_cannot_be_sent_is_an_error_at_the_first_batch():
 
 
 def test_what_is_refused():
-    with pytest.raises(InputError, match=r"takes what allred.* returned, got list"):
+    with pytest.raises(InputError, match=r"takes the result of allred.*, got list"):
         allred.data.prefetch([1, 2])
-    with pytest.raises(InputError, match="depth=0 must be a whole number of at least 1"):
+    with pytest.raises(InputError, match="prefetch: depth must be an integer >= 1, but is 0"):
         allred.data.prefetch(data(), depth=0)
-    with pytest.raises(InputError, match="workers=-1 must be"):
+    with pytest.raises(InputError, match="workers must be an integer >= 0, but is -1"):
         allred.data.prefetch(data(), workers=-1)
 
 
@@ -259,4 +259,4 @@ def test_a_script_without_a_main_guard_is_told(tmp_path):
     """
     result = subprocess.run([sys.executable, script(tmp_path, text)], capture_output=True, text=True, timeout=40)
     assert result.returncode == 1
-    assert "allred.init() in a process that prefetches, which imports the script: put" in result.stderr
+    assert "allred.init() was called in a process that prefetches. Such a process imports" in result.stderr

@@ -1,11 +1,11 @@
-"""tf.train.Example, read and written with Google's package protobuf (extra `tfrecord`).
+"""tf.train.Example messages, read and written with Google's package protobuf (extra `tfrecord`).
 
     Example  { 1: Features }          Feature { one of 1: BytesList, 2: FloatList, 3: Int64List }
     Features { 1: entry, ... }        entry   { 1: name, 2: Feature }          lists { 1: value, ... }
 
-The messages are those of example.proto and feature.proto in tensorflow/core/example, declared here in a descriptor pool
-of their own, so that the process may also load TensorFlow. On the wire a map is a list of entries; here it is declared
-as a list, which is faster to read.
+The messages are those of example.proto and feature.proto in tensorflow/core/example. They are declared here in a
+separate descriptor pool, so that the process may also load TensorFlow. A map is serialized as a list of entries; it is
+declared as a list here, which is faster to read.
 """
 
 import functools
@@ -24,13 +24,15 @@ _SHORT = 32  # elements; up to this length conversion through a list of Python o
 
 
 def example(record: bytes) -> dict[str, Array]:
-    """The features of a serialized tf.train.Example, by name.
+    """Parse a serialized tf.train.Example.
 
-    Each feature is a new 1-d array: int64, float32, or object (of bytes). A feature without a list is left out. An
-    Example has no shapes: reshape the arrays.
+    Returns:
+        Features by name. Each is a new array (n,) of int64, float32, or object (bytes). A feature without a list is
+        left out. An Example has no shapes: reshape the arrays.
 
-    Raises DataError if `record` is not a serialized Example, and ImportError if protobuf is not installed (extra
-    `tfrecord`).
+    Raises:
+        DataError: `record` is not a serialized Example.
+        ImportError: protobuf is not installed (extra `tfrecord`).
 
     >>> example(make_example({"label": 3, "image": b"abc", "size": [2.5, 1.0]}))
     {'label': array([3]), 'image': array([b'abc'], dtype=object), 'size': array([2.5, 1. ], dtype=float32)}
@@ -63,33 +65,38 @@ def example(record: bytes) -> dict[str, Array]:
 
 
 def make_example(features: Mapping[str, Any]) -> bytes:
-    """A serialized tf.train.Example.
+    """Serialize features as a tf.train.Example.
 
-    features: by name, bytes, a string (as UTF-8), a number, or a list or an array of these, flattened in C order.
-    Integers and bools are saved as int64, floats as float32.
+    Arguments:
+        features: by name, bytes, a string (saved as UTF-8), a number, or a list or an array of these, flattened in C
+            order. Integers and bools are saved as int64, floats as float32.
 
-    Raises InputError for other values, and for integers outside int64; ImportError if protobuf is not installed (extra
-    `tfrecord`).
+    Raises:
+        InputError: another value, or an integer outside int64.
+        ImportError: protobuf is not installed (extra `tfrecord`).
+
+    >>> example(make_example({"label": 3, "name": "seven"}))
+    {'label': array([3]), 'name': array([b'seven'], dtype=object)}
     """
     message = _protobuf()[0]()
     for name, value in features.items():
         kind, values = _list(name, value)
         entry = message.features.feature.add(key=name)
         found = getattr(entry.value, kind)
-        found.SetInParent()  # so that an empty list has a kind too
+        found.SetInParent()  # so that an empty list has a kind
         found.value.extend(values)
     serialized: bytes = message.SerializeToString()
     return serialized
 
 
 def _list(name: str, value: Any) -> tuple[str, list[Any]]:
-    """The kind of list for a value, and its elements."""
+    """Kind of list for a value, and its elements."""
     try:
         array = np.asarray(value, object if isinstance(value, (str, bytes)) else None)
     except ValueError:  # lists of different lengths
         array = np.empty(1, object)
     if array.size and array.dtype.kind in "OSU":
-        items = value if isinstance(value, (list, tuple)) else array.flat  # numpy would cut off zeros at the end
+        items = value if isinstance(value, (list, tuple)) else array.flat  # numpy removes trailing zero bytes
         texts = [item.encode() if isinstance(item, str) else item for item in items]
         if all(isinstance(text, bytes) for text in texts):
             return "bytes_list", texts
@@ -99,13 +106,13 @@ def _list(name: str, value: Any) -> tuple[str, list[Any]]:
         return "int64_list", array.astype(np.int64).ravel().tolist()
     raise InputError(
         f"make_example: {name!r} is {type(value).__name__} of dtype {array.dtype}; expected bytes, a string, integers "
-        "that are int64, floats, or a list or an array of these"
+        "in int64, floats, or a list or an array of these"
     )
 
 
 @functools.cache
 def _protobuf() -> tuple[Any, type[Exception]]:
-    """The message class of tf.train.Example, and the error that it raises if decoding fails."""
+    """Message class of tf.train.Example, and the error class that it raises if parsing fails."""
     try:
         from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory
     except ImportError as error:

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 import allred
-from allred.data.collate import collate
-from allred.data.columns import column
+from allred.data.columns import as_column, collate
 from allred.errors import InputError
 
 Pair = collections.namedtuple("Pair", ["x", "y"])
@@ -76,26 +75,26 @@ def mapped(tmp_path):
 
 def test_a_mapped_file_stays_where_it_is(mapped):
     rows = np.array([3, 1])
-    picked = column(mapped).pick(rows)
+    picked = as_column(mapped).pick(rows)
     assert type(picked) is np.ndarray
     assert picked.tolist() == mapped[rows].tolist()
-    assert column(mapped)._array is mapped
+    assert as_column(mapped)._array is mapped
 
 
 @pytest.mark.parametrize("view", [np.s_[:], np.s_[2:], np.s_[::-1, 1::2], np.s_[1:9:3, 2]])
 def test_a_mapped_file_is_mapped_anew_in_another_process_and_not_sent(mapped, view):
-    sent = pickle.dumps(column(mapped[view]))
+    sent = pickle.dumps(as_column(mapped[view]))
     assert len(sent) < 1000
     again = pickle.loads(sent)
     assert again.pick(np.arange(len(again))).tolist() == mapped[view].tolist()
-    of_memory = column(np.arange(5))
+    of_memory = as_column(np.arange(5))
     assert pickle.loads(pickle.dumps(of_memory)).pick(np.array([4, 0])).tolist() == [4, 0]
 
 
 def test_private_changes_to_a_mapped_file_are_sent(mapped):
     private = np.memmap(mapped.filename, np.int32, "c", mapped.offset, (10, 6))
     private[0] = -1
-    assert (pickle.loads(pickle.dumps(column(private))).pick(np.array([0])) == -1).all()
+    assert (pickle.loads(pickle.dumps(as_column(private))).pick(np.array([0])) == -1).all()
 
 
 @pytest.mark.parametrize(
@@ -131,13 +130,13 @@ def test_structures():
         ([None, None], "a sample is a NoneType; expected a number, an array"),
         ([1, None], "a sample is a NoneType; expected"),
         ([(1, object())], r"a sample\[1\] is a object; expected"),
-        ([(1, 2), (1,)], "a sample has length 2 in one place and 1 in another"),
+        ([(1, 2), (1,)], "a sample has length 2 in one sample and 1 in another"),
         (
             [{"a": np.ones(2)}, {"a": np.ones(3)}],
-            r"a sample\['a'\] has shape \(2,\) in one place and \(3,\) in another",
+            r"a sample\['a'\] has shape \(2,\) in one sample and \(3,\) in another",
         ),
-        ([{"a": 1}, {"b": 1}], r"a sample has keys \['a'\] in one place and \['b'\]"),
-        ([(1,), 2], "a sample is a tuple in one place and a int in another"),
+        ([{"a": 1}, {"b": 1}], r"a sample has keys \['a'\] in one sample and \['b'\]"),
+        ([(1,), 2], "a sample is a tuple in one sample and a int in another"),
         ([10**30], "a sample is a int; expected"),
     ],
 )

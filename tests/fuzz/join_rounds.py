@@ -1,7 +1,7 @@
-"""How a job ends that nothing has ended before: by rounds among some of the ranks, in which one after the other joins.
+"""Last phase of a job: rounds of operations in which one rank after the other calls join().
 
-All is drawn from the seed, the same on every rank: when each rank joins, and for each round whether its operation is
-of all, or of a process set of ranks that have not joined.
+The seed defines the round in which each rank joins, and whether the operation of a round runs on all ranks or on a
+process set of ranks that have not joined.
 """
 
 import random
@@ -11,14 +11,14 @@ import numpy as np
 
 import allred
 
-ROUNDS = 5  # at most, of a rank
+ROUNDS = 5  # maximum of a rank
 
 
 def run(seed: int, rank: int, ranks: int) -> str:
-    """Do it; what was wrong, in words, or "" if nothing was. Raises what allred raises."""
+    """Run the rounds. Return the description of a wrong result, or "". Raises the errors of allred."""
     rng = random.Random(f"{seed} tail")
     lengths = [rng.randint(0, ROUNDS) for _ in range(ranks)]
-    operations = [0] * ranks  # of all, which is what a rank that joins late has more of
+    operations = [0] * ranks  # number of operations on all ranks that each rank took part in
     for number in range(max(lengths)):
         left = [r for r in range(ranks) if lengths[r] > number]
         members = sorted(rng.sample(left, rng.randint(1, len(left)))) if rng.random() < 0.5 else left
@@ -30,9 +30,9 @@ def run(seed: int, rank: int, ranks: int) -> str:
         options = {"process_set": allred.ProcessSet(members)} if members != left else {}
         got, wanted = KINDS[kind](rank, members, count, started, options)
         if not np.array_equal(got, wanted):
-            return f"round {number}, {kind} of {count} among {members}, rank {rank}: {got!r:.200}, not {wanted!r:.200}"
+            return f"round {number}, {kind} of {count} on {members}, rank {rank}: {got!r:.200}, not {wanted!r:.200}"
     last, wanted = allred.join(), operations.index(max(operations))
-    return "" if last == wanted else f"join() gave {last}, not {wanted}, of {operations}"
+    return "" if last == wanted else f"join() returned {last}, expected {wanted}; operations: {operations}"
 
 
 def _allreduce(rank: int, members: list[int], count: int, started: bool, options: dict[str, Any]) -> tuple[Any, Any]:
@@ -44,7 +44,7 @@ def _allreduce(rank: int, members: list[int], count: int, started: bool, options
 
 
 def _mean(rank: int, members: list[int], count: int, started: bool, options: dict[str, Any]) -> tuple[Any, Any]:
-    group = [np.full(count, 6.0 * (rank + 1)), np.array(12.0 * rank)]  # whole numbers by 1 to 4 ranks are exact
+    group = [np.full(count, 6.0 * (rank + 1)), np.array(12.0 * rank)]  # exact for 1 to 4 ranks
     work = allred.grouped_allreduce_async(group, **options) if started else None
     got = work.wait() if work else allred.grouped_allreduce(group, **options)
     mean, other = (sum(each * (r + plus) for r in members) / len(members) for each, plus in ((6.0, 1), (12.0, 0)))

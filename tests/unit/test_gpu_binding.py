@@ -1,0 +1,104 @@
+"""Binding of ranks to GPUs and the use of GPUs: pure functions of the GPUs that ranks see."""
+
+import numpy as np
+import pytest
+
+from allred.comm.create import add_devices, create, select_backend, select_devices
+from allred.config import Config
+from allred.errors import ConfigError
+from allred.gpu import binding, device_arrays
+from allred.gpu.binding import NO_GPUS, GpuBinding, VisibleGpus, bind
+
+TWO = VisibleGpus(("GPU-a", "GPU-b"), cupy=True)
+THREE = VisibleGpus(("GPU-a", "GPU-b", "GPU-c"), cupy=True)
+ONLY_A, ONLY_B = VisibleGpus(("GPU-a",), cupy=True), VisibleGpus(("GPU-b",), cupy=True)
+
+
+@pytest.mark.parametrize(
+    ("seen", "nodes", "bindings"),
+    [
+        ([TWO, TWO], [0, 0], [GpuBinding(0), GpuBinding(1)]),  # local_rank
+        ([TWO, TWO, TWO], [0, 1, 0], [GpuBinding(0), GpuBinding(0), GpuBinding(1)]),
+        ([ONLY_A, ONLY_B], [0, 0], [GpuBinding(0), GpuBinding(0)]),  # srun --gpus-per-task=1
+        ([TWO, THREE, TWO], [0, 0, 0], [GpuBinding(0, 2), GpuBinding(1), GpuBinding(0, 2)]),
+        ([TWO] * 4, [0] * 4, [GpuBinding(0, 2), GpuBinding(1, 2), GpuBinding(0, 2), GpuBinding(1, 2)]),
+    ],
+)
+def test_each_rank_is_bound_to_a_gpu_of_its_own(seen, nodes, bindings):
+    assert [bind(seen, nodes, rank) for rank in range(len(seen))] == bindings
+
+
+@pytest.mark.parametrize(
+    ("seen", "nodes", "words"),
+    [
+        ([TWO, NO_GPUS], [0, 0], "cupy is not installed on rank 1; pip install cupy"),
+        ([TWO, VisibleGpus((), True)], [0, 1], "rank 1 sees no GPU; check CUDA_VISIBLE_DEVICES"),
+        ([TWO] * 3, [0] * 3, "3 ranks .* share a node with 2 GPUs; start one rank per GPU.*OVERSUBSCRIBE=1"),
+    ],
+)
+def test_binding_errors(seen, nodes, words):
+    """Backend auto continues without GPUs and prints why; backend nccl raises."""
+    wanted, said = select_devices(Config(), seen, nodes)
+    assert not wanted
+    assert said.startswith("GPUs are not used: ")
+    with pytest.raises(ConfigError, match=f"backend 'nccl': {words}"):
+        select_devices(Config(backend="nccl"), seen, nodes)
+
+
+def test_gpus_are_shared_with_gpu_oversubscribe():
+    assert select_devices(Config(gpu_oversubscribe=True), [TWO] * 3, [0] * 3) == (True, "")
+
+
+@pytest.mark.parametrize(("backend", "seen"), [("auto", NO_GPUS), ("auto", VisibleGpus((), True)), ("mpi", TWO)])
+def test_without_gpus_there_is_no_message(backend, seen):
+    assert select_devices(Config(backend=backend), [seen] * 2, [0, 0]) == (False, "")
+
+
+def test_nccl_uses_the_host_backend_of_auto():
+    assert select_backend("nccl", [0, 0], True, [True, True])[0] == "shm"
+    host = create("single", None, 1.0, [0])
+    assert add_devices(host, Config(), [NO_GPUS], [0]) == ""
+    assert not host.takes_device_arrays
+
+
+@pytest.mark.parametrize(
+    ("bound", "version", "expected"),
+    [
+        (GpuBinding(0), 22000, {}),
+        (GpuBinding(0, sharing=2), 23000, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}),
+        (GpuBinding(0, sharing=2), 22907, {"NCCL_HOSTID": "node7-3"}),
+    ],
+)
+def test_nccl_variables_for_several_ranks_on_one_gpu(bound, version, expected):
+    assert binding.nccl_variables(bound, 3, version, "node7") == expected
+
+
+def test_a_machine_without_a_driver_has_no_gpus(monkeypatch):
+    def no_library(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(binding.ctypes, "CDLL", no_library)
+    assert binding._uuids() == ()
+
+
+class Foreign:
+    def __init__(self, device_type):
+        self._device_type = device_type
+
+    def __dlpack_device__(self):
+        return self._device_type, 0
+
+
+class Cuda:
+    __cuda_array_interface__ = {}  # noqa: RUF012
+
+
+@pytest.mark.parametrize(
+    ("value", "on_gpu"),
+    [
+        *((value, False) for value in (np.ones(2), np.float32(1), 1.0, [1.0], None, "x", Foreign(1))),
+        *((value, True) for value in (Cuda(), Foreign(2), Foreign(13))),
+    ],
+)
+def test_what_counts_as_a_device_array(value, on_gpu):
+    assert device_arrays.is_device(value) is on_gpu
