@@ -156,7 +156,7 @@ def _proves(message: Message, proof: str) -> bool:
 
 
 @dataclasses.dataclass(eq=False)
-class _Pending:
+class _UnauthenticatedPeer:
     channel: Channel
     nonce: str
     deadline: float
@@ -187,7 +187,7 @@ class Listener:
     ) -> None:
         self._selector, self._socket, self._purpose, self._secret = selector, listening, purpose, secret
         self._admit, self._refusal = admit, refusal
-        self._pending: list[_Pending] = []
+        self._pending: list[_UnauthenticatedPeer] = []
         listening.setblocking(False)
         listening.listen(1024)
         selector.register(listening, selectors.EVENT_READ, self._accept)
@@ -208,12 +208,12 @@ class Listener:
             self._close(unauthenticated[0])
         connection.setblocking(False)
         channel = Channel(connection, UNAUTHENTICATED_BYTES)
-        peer = _Pending(channel, secrets.token_hex(), time.monotonic() + AUTHENTICATE_S)
+        peer = _UnauthenticatedPeer(channel, secrets.token_hex(), time.monotonic() + AUTHENTICATE_S)
         self._pending.append(peer)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._receive(peer))
         channel.send({"allred": VERSION, "nonce": peer.nonce})
 
-    def _receive(self, peer: _Pending) -> None:
+    def _receive(self, peer: _UnauthenticatedPeer) -> None:
         try:
             messages = peer.channel.receive()
             if peer.authenticated and messages:
@@ -225,7 +225,7 @@ class Listener:
         except Exception:  # closed, or not the protocol: bytes of an unknown program must not end this process
             self._close(peer)
 
-    def _authenticate(self, peer: _Pending, message: Message) -> None:
+    def _authenticate(self, peer: _UnauthenticatedPeer, message: Message) -> None:
         nonces = peer.nonce, str(message["nonce"])
         if _proves(message, _proof(self._secret, self._purpose, "connect", nonces)):
             peer.channel.send({"proof": _proof(self._secret, self._purpose, "listen", nonces)})
@@ -235,13 +235,13 @@ class Listener:
             peer.channel.send({"refused": self._refusal(host, bool(message.get("has")))})
             self._close(peer)
 
-    def _forget(self, peer: _Pending) -> None:
+    def _forget(self, peer: _UnauthenticatedPeer) -> None:
         with contextlib.suppress(ValueError):
             self._pending.remove(peer)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(peer.channel.connection)
 
-    def _close(self, peer: _Pending) -> None:
+    def _close(self, peer: _UnauthenticatedPeer) -> None:
         self._forget(peer)
         peer.channel.connection.close()
 

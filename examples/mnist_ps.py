@@ -12,7 +12,7 @@ With mpirun, where a process's rank says which task it is:
 
     mpirun -np 4 python examples/mnist_ps.py
 
---issync=1 makes a step of one gradient of each worker; otherwise each is applied as it comes. --data_dir names a
+--issync=1 makes a step of one gradient of each worker; otherwise each is applied when it arrives. --data_dir names a
 directory with MNIST's four IDX files; without it the digits of scikit-learn are taken. Workers print "Step 100 in task
 0" and so on; the last line of worker 0 is
 

@@ -10,19 +10,14 @@ import os
 import pathlib
 import sys
 import time
-from typing import NoReturn
 
 from allred import arrays
 from allred.checkpoint.directory import damage, list_committed, list_unfinished, newest
 from allred.checkpoint.entry import Entry
 from allred.checkpoint.manifest import NAME, Manifest, read_manifest
 from allred.checkpoint.restore import verify
+from allred.command_line import Parser
 from allred.errors import CheckpointError
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see --help\n")
 
 
 def main(arguments: list[str]) -> int:
@@ -40,7 +35,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m allred checkpoint", description="Inspect checkpoints.")
+    parser = Parser(prog="python -m allred checkpoint", description="Inspect checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="ls|show|verify")
     for name, text in (
         ("ls", "print a line for each checkpoint; compares the lengths of the shards"),

@@ -77,7 +77,7 @@ def _set_result(call: Call, parts: list[Array]) -> None:
     call.end(error=error)
 
 
-class _Pending:
+class _AwaitedCall:
     """A call as an operation that a WorkQueue waits for."""
 
     waits_for_peers, progress_count = True, 0
@@ -138,7 +138,7 @@ class Dispatcher:
         """Wait for the end of a call."""
 
         def steps() -> Steps[None]:
-            yield _Pending(self, call)
+            yield _AwaitedCall(self, call)
 
         current = functions.current().queue
         queue = WorkQueue(current.timeout_s, members=[self._rank(call), self._group.rank])

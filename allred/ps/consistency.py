@@ -22,12 +22,12 @@ class Async:
     """Asynchronous updates: each gradient is applied when it arrives, with any staleness; no worker waits.
 
     >>> Async().describe()
-    'async: each gradient is applied as it comes'
+    'async: each gradient is applied when it arrives'
     """
 
     def describe(self) -> str:
         """Return a description for the banner."""
-        return "async: each gradient is applied as it comes"
+        return "async: each gradient is applied when it arrives"
 
     def coordinator(self, workers: int) -> Coordinator:
         """Return the coordinator. Raises InputError for less than 1 worker."""

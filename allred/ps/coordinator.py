@@ -8,12 +8,12 @@ worker w:
     3  w sends the gradient to every server; when all have replied: done(w)
     4  if the policy `waits`: w waits until `ready` names it. Else it continues at once
 
-leave(w) is for a worker that has finished, failed or died. It may come at any time. By the phase of w:
+leave(w) is for a worker that has finished, failed or died. It may be called at any time. By the phase of w:
 
     computing   nothing of the step counts; no worker waits for w any more
     sending     between begin and done: the gradient is withdrawn as if begin had not been called, because some servers
                 may never get it; those that have it must forget it. If all servers have it: leave(w, sent=True), and it
-                counts as if done(w) had come first; likewise if a server has already applied it and cannot forget it:
+                counts as if done(w) had been called before; likewise if a server has already applied it and cannot forget it:
                 then the others apply the step without it. A policy that does not ask cannot tell computing from
                 sending; there too `sent` means that the gradient counts
     waiting     no worker waits for w any more; its gradients stay

@@ -23,7 +23,7 @@ CELL_BYTES = 2**19  # of gradients
 _ALIGN = 64
 
 
-class Group(NamedTuple):
+class DtypeGroup(NamedTuple):
     """All elements of one dtype. gradient: dtype of their gradients. offset: of the first element, in bytes."""
 
     dtype: np.dtype[Any]
@@ -47,7 +47,7 @@ class Layout:
     tensors: tuple[Tensor, ...]  # of the whole model
     pieces: tuple[Piece, ...]
     starts: tuple[tuple[int, int], ...]
-    groups: tuple[Group, ...]
+    groups: tuple[DtypeGroup, ...]
 
     @property
     def nbytes(self) -> int:
@@ -105,7 +105,7 @@ def lay_out(tensors: Sequence[Tensor], pieces: Sequence[Piece]) -> Layout:
                 ordered.append(piece)
                 starts.append((number, at))
                 at += piece.stop - piece.start
-        groups.append(Group(dtype, compute_dtype(np.empty(0, dtype)), at, offset))
+        groups.append(DtypeGroup(dtype, compute_dtype(np.empty(0, dtype)), at, offset))
         offset = _aligned(offset + at * dtype.itemsize)
     return Layout(tuple(tensors), tuple(ordered), tuple(starts), tuple(groups))
 

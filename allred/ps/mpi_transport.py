@@ -147,7 +147,7 @@ def send_leave(comm: Any, servers: int) -> None:
         pass
 
 
-class _Stream:
+class _ByteStream:
     """Byte arrays as one stream."""
 
     def __init__(self, parts: Sequence[Array]) -> None:
@@ -183,7 +183,7 @@ class Exchange:
         self.progress_count = 0
         self.reply = b""
         self._transport, self._server = transport, server
-        self._up, self._down = _Stream(up), _Stream(down)
+        self._up, self._down = _ByteStream(up), _ByteStream(down)
         self._up_sizes, self._down_sizes = deque(up_sizes.tolist()), deque(down_sizes.tolist())
         self._sends: deque[tuple[Any, Array]] = deque()
         self._receives: deque[tuple[Any, Array]] = deque()

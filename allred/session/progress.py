@@ -26,10 +26,12 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 _REFRESH_S = 0.1
-_PARTS = 100  # the window consists of at most about this many parts; the oldest is dropped
+_INTERVALS = 100  # the window consists of at most about this many intervals; the oldest is dropped
 
 
-class _Part(NamedTuple):
+class _Interval(NamedTuple):
+    """Steps that are averaged as one."""
+
     seconds: float = 0.0
     steps: int = 0
     examples: int = 0
@@ -58,8 +60,8 @@ class Rates:
     def __init__(self, window_s: float = 10.0, clock: Callable[[], float] = time.perf_counter) -> None:
         self._window_s = window_s
         self._clock = clock
-        self._parts: deque[_Part] = deque()
-        self._seconds = 0.0  # of all parts
+        self._intervals: deque[_Interval] = deque()
+        self._seconds = 0.0  # of all intervals
         self._step = 0
         self._since: float | None = None  # the end of the previous step; None after a pause
 
@@ -75,14 +77,14 @@ class Rates:
         self._since, self._step = now, step
         if before is None or advanced < 1:
             return
-        part = _Part(now - before, advanced, examples, waited_s)
-        self._seconds += part.seconds
-        if self._parts and self._parts[-1].seconds < self._window_s / _PARTS:
-            part = _sum([self._parts.pop(), part])
-        self._parts.append(part)
-        while len(self._parts) > 1 and self._seconds - self._parts[0].seconds >= self._window_s:
-            self._parts.popleft()
-            self._seconds = _sum(self._parts).seconds
+        interval = _Interval(now - before, advanced, examples, waited_s)
+        self._seconds += interval.seconds
+        if self._intervals and self._intervals[-1].seconds < self._window_s / _INTERVALS:
+            interval = _sum([self._intervals.pop(), interval])
+        self._intervals.append(interval)
+        while len(self._intervals) > 1 and self._seconds - self._intervals[0].seconds >= self._window_s:
+            self._intervals.popleft()
+            self._seconds = _sum(self._intervals).seconds
 
     def pause(self) -> None:
         """Exclude the time until the next `record`: a checkpoint or an evaluation."""
@@ -91,19 +93,19 @@ class Rates:
     @property
     def examples_per_s(self) -> float | None:
         """Examples per second of all ranks; None while unknown."""
-        total = _sum(self._parts)
+        total = _sum(self._intervals)
         return total.examples / total.seconds if total.examples and total.seconds > 0 else None
 
     @property
     def s_per_batch(self) -> float | None:
         """Seconds per global step; None while unknown."""
-        total = _sum(self._parts)
+        total = _sum(self._intervals)
         return total.seconds / total.steps if total.steps else None
 
     @property
     def communication_share(self) -> float | None:
         """The share of the time that this rank spends in communication, 0 to 1; None while unknown."""
-        total = _sum(self._parts)
+        total = _sum(self._intervals)
         return min(total.waited_s / total.seconds, 1.0) if total.seconds > 0 else None
 
     def eta_s(self, max_steps: int | None) -> float | None:
@@ -112,8 +114,8 @@ class Rates:
         return None if seconds is None or max_steps is None else seconds * max(max_steps - self._step, 0)
 
 
-def _sum(parts: Iterable[_Part]) -> _Part:
-    return _Part(*map(sum, zip(_Part(), *parts, strict=True)))
+def _sum(intervals: Iterable[_Interval]) -> _Interval:
+    return _Interval(*map(sum, zip(_Interval(), *intervals, strict=True)))
 
 
 def display(stream: TextIO | None = None) -> "Display":

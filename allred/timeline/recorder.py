@@ -114,7 +114,7 @@ def install(recorder: Recorder | None) -> None:
     current = recorder
 
 
-class _Span:
+class _TimedSpan:
     __slots__ = ("_add", "_kind", "_name", "_nbytes", "_row", "_start")
 
     def __init__(self, add: Callable[[Record], None], row: str, kind: str, name: str, nbytes: int) -> None:
@@ -136,7 +136,7 @@ def span(kind: str, name: str = "", nbytes: int = 0, row: str = "") -> AbstractC
     >>> with span("apply", "layer 1", nbytes=4096):
     ...     pass
     """
-    return _NO_SPAN if current is None else _Span(current.add, row, kind, name, nbytes)
+    return _NO_SPAN if current is None else _TimedSpan(current.add, row, kind, name, nbytes)
 
 
 class Operation:

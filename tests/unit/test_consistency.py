@@ -372,7 +372,7 @@ def test_policies_are_plain_records():
 @pytest.mark.parametrize(
     ("policy", "words"),
     [
-        (Async(), "async: each gradient is applied as it comes"),
+        (Async(), "async: each gradient is applied when it arrives"),
         (Bounded(1), "bounded staleness: no worker runs more than 1 clock ahead of the slowest"),
         (Bounded(0), "bounded staleness: no worker runs more than 0 clocks ahead of the slowest"),
         (Sync(), "sync: a step is the mean of one gradient of every live worker"),

@@ -31,40 +31,8 @@ CONVENTIONAL_MODULES = {
 # Classes that share a name on purpose, with the reason.
 CONVENTIONAL_CLASSES: dict[str, str] = {}
 
-# To be removed: names and modules that still have to be rewritten. Empty when the restructuring is complete.
+# To be removed.
 MODULES_TO_RENAME = {"client", "shard"}
-CLASSES_TO_RENAME = {"Group", "Parser", "Part", "Pending", "Span", "Stream"}
-MODULES_TO_REWRITE = {
-    f"{package}/{name}.py"
-    for package, names in {
-        "allred": "arrays config detached reducer server world",
-        "allred/checkpoint": "__init__ entry failure own restoring root shard",
-        "allred/client": "caller calling message session",
-        "allred/compat": "__init__",
-        "allred/compat/tf1": "sync_replicas training_session",
-        "allred/compression": "__init__ wire",
-        "allred/data": "batches columns loader prefetching processes sampler share shuffle streaming",
-        "allred/data/readers": "records",
-        "allred/fusion": "plan",
-        "allred/gpu": "arithmetic device kernels places values",
-        "allred/modes": (
-            "checkpoints clipping decorator early joined learning_rate mode optimizer options pairs pinned ps "
-            "samples served sync towers"
-        ),
-        "allred/modes/detect": "checks drift finite outside repeated",
-        "allred/optim": "base schedules tensors",
-        "allred/ps": (
-            "account boxes calls client consistency coordinator coordinator_clocks drive layout placement post "
-            "record running server service shard variable"
-        ),
-        "allred/session": (
-            "asked events histogram hooks keeping progress random_states rates saver session state summary "
-            "telling together values"
-        ),
-        "allred/testing": "faults launch",
-    }.items()
-    for name in names.split()
-}
 # End of the section to be removed.
 
 ANYWHERE = {
@@ -129,7 +97,7 @@ def test_a_module_name_stands_for_one_thing():
 
 def test_a_class_name_stands_for_one_thing():
     several = shared(names_of_classes())
-    assert {name: several[name] for name in several if name not in {*CONVENTIONAL_CLASSES, *CLASSES_TO_RENAME}} == {}
+    assert {name: several[name] for name in several if name not in CONVENTIONAL_CLASSES} == {}
 
 
 def test_conventional_names_are_in_use():
@@ -172,7 +140,7 @@ def test_sentences_are_plain_english(name):
         for line, begins, text in texts(modules()[name])
         for problem in problems(text, begins)
     ]
-    assert not found or name in MODULES_TO_REWRITE, "\n".join(found)
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("text", ["Of one worker.", "What it costs.", "The same, in place.", "Says in words why.",

@@ -102,7 +102,7 @@ class Served:
         return self.handler.statistics
 
     def cells(self, value):
-        """A gradient of equal elements, as it comes."""
+        """A gradient of equal elements, as received."""
         groups = self.shard.layout.groups
         return [np.full(g.elements, value, g.gradient).tobytes() for g in groups]
 
