@@ -11,11 +11,11 @@ worker w:
 leave(w) is for a worker that has finished, failed or died. It may be called at any time. By the phase of w:
 
     computing   nothing of the step counts; no worker waits for w any more
-    sending     between begin and done: the gradient is withdrawn as if begin had not been called, because some servers
-                may never get it; those that have it must forget it. If all servers have it: leave(w, sent=True), and it
-                counts as if done(w) had been called before; likewise if a server has already applied it and cannot forget it:
-                then the others apply the step without it. A policy that does not ask cannot tell computing from
-                sending; there too `sent` means that the gradient counts
+    sending     between begin and done. The gradient is withdrawn as if begin had not been called, because some servers
+                may never receive it; servers that have it must forget it. With leave(w, sent=True) it counts as if
+                done(w) had been called before. That is for a gradient that all servers have, or that a server has
+                already applied and cannot forget; then the others apply the step without it. A policy that does not
+                ask cannot distinguish computing from sending; there too `sent` means that the gradient counts
     waiting     no worker waits for w any more; its gradients stay
 
 A call in the wrong phase is an error of the server, not of the user: AssertionError, and nothing has changed.

@@ -57,7 +57,7 @@ def test_the_window_slides(clock, seconds):
     train(rates, clock, count, seconds, examples=30, waited_s=0.0)
     assert rates.examples_per_s == pytest.approx(30 / seconds)
     assert rates.communication_share == 0.0
-    assert len(rates._parts) <= 102
+    assert len(rates._intervals) <= 102
 
 
 def test_a_pause_does_not_count(clock):
