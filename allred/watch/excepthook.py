@@ -34,7 +34,7 @@ def watch(end_soon: Callable[[int], None]) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         if (watcher := world.watcher()) is not None:
-            watcher.hushed = True
+            watcher.is_exiting = True
         ends = _called_by_the_interpreter() and not hasattr(sys, "ps1")  # a prompt continues
         shown = not ends
         if ends:
@@ -47,7 +47,7 @@ def watch(end_soon: Callable[[int], None]) -> None:
                     original_hook(kind, error, trace)
             finally:
                 if watcher is not None:
-                    watcher.hushed = ends
+                    watcher.is_exiting = ends
                 if ends:
                     _note(_STATUS.get(kind, 1))
 
@@ -112,7 +112,7 @@ class _Exit(SystemExit):
             status = 0 if self._code is None else self._code & 0xFF if isinstance(self._code, int) else 1
             exit_callbacks.call_and_tell(self if status else None)
             if status and (watcher := world.watcher()) is not None:
-                watcher.begin_to_fail(status, f"sys.exit({self._code!r})")
+                watcher.report_failure(status, f"sys.exit({self._code!r})")
             _note(status)
         return self._code
 

@@ -104,9 +104,9 @@ def _end_after_grace(status: int) -> None:
     if watcher is not None and watcher.lingers:
         while not watcher.over():
             time.sleep(_LOOK_S)
-        if not watcher.is_anothers():
+        if not watcher.failed_elsewhere():
             watcher.linger()
-    if watcher is not None and watcher.is_anothers():
+    if watcher is not None and watcher.failed_elsewhere():
         _sleep(FOLLOWER_S - GRACE_S)  # the failed rank ends the job
     what = f"failed with exit code {status} but has not left after {GRACE_S:g} s: threads or atexit functions run"
     _end_job(f"{what}{_ending()}", status)
@@ -131,7 +131,7 @@ def _leave(finalizes: bool) -> None:
         watcher.ending()
         if watcher.released:
             owed = _RELEASED
-        elif watcher.failed and not watcher.is_anothers():
+        elif watcher.failed and not watcher.failed_elsewhere():
             owed = _LINGER if watcher.lingers and watcher.verdict is None else _AWAIT
         elif watcher.verdict is not None:
             owed, code, words = _AWAIT, watcher.verdict.code, _printable(watcher.verdict.brief)

@@ -50,12 +50,12 @@ SAME_S = 0.2  # for the others to fail of the same error by themselves
 Death = tuple[float, int, Event]  # (time, rank, event)
 
 _KILLED = 128 + signal.SIGKILL
-_LAUNCHERS_CODES = (_KILLED, 128 + signal.SIGTERM)  # of ranks that are ended since another one has died
+_LAUNCHER_KILL_CODES = (_KILLED, 128 + signal.SIGTERM)  # of ranks that are ended since another one has died
 
 
-def _by_themselves(deaths: list[Death]) -> list[Death]:
+def _not_by_launcher(deaths: list[Death]) -> list[Death]:
     """Return the deaths that no launcher caused."""
-    return [death for death in deaths if death[2]["code"] not in _LAUNCHERS_CODES]
+    return [death for death in deaths if death[2]["code"] not in _LAUNCHER_KILL_CODES]
 
 
 class JobState:
@@ -72,18 +72,18 @@ class JobState:
         self._size, self._nodes, self._launcher = size, nodes, launcher
         self._ranks = Records()
         self._expendable = ExpendableWorkers(spares)
-        self._stalls = Stalls(self._ranks, self._expendable, size, nodes, warn_s, self._pass, self._lose_silent)
+        self._stalls = Stalls(self._ranks, self._expendable, size, nodes, warn_s, self._set_verdict, self._lose_silent)
         self._release = Release(self._ranks, self._expendable.gone, launcher)
-        self._tell_at, self._told = 0.0, False
-        self._notices: list[tuple[float, str]] = []  # when to say that the others go on
-        self._deaths: list[Death] = []  # not judged yet
-        self._lost: list[Death] = []  # deaths of spare ranks
+        self._send_verdict_at, self._verdict_sent = 0.0, False
+        self._notices: list[tuple[float, str]] = []  # when to print that the others continue
+        self._deaths: list[Death] = []  # that may be the verdict
+        self._lost_deaths: list[Death] = []  # of expendable ranks
         self._death_due = float("inf")
-        self._untold: Death | None = None  # the death that is the verdict, until it is said
-        self._tell_death_at = 0.0
-        self._of_death = False  # the verdict: then mpirun ends the others
+        self._unprinted_death: Death | None = None  # the death that is the verdict, until it is printed
+        self._print_death_at = 0.0
+        self._verdict_is_death = False  # then mpirun ends the others
 
-    def hear(self, event: Event, now: float) -> None:
+    def handle(self, event: Event, now: float) -> None:
         """Handle an event. Messages are sent at the next tick, because thousands of ranks may send events at once."""
         self._ranks.now = now
         if event["event"] == "looked":
@@ -102,8 +102,8 @@ class JobState:
             self._stalls.check()
             self._check_expendable()
         else:
-            self._tell_verdict()
-            self._tell_death()
+            self._send_verdict()
+            self._print_death()
             self._check_release()
         self._stalls.end_look()
         out, self._ranks.out = self._ranks.out, []
@@ -114,13 +114,13 @@ class JobState:
         nodes are no longer known."""
         self._ranks.now, rank = now, gone["rank"]
         self._ranks.setdefault(rank, Record(gone["host"], end="dead"))
-        self._pass(rank, self._ranks.line(rank, gone["how"]), gone["code"])
+        self._set_verdict(rank, self._ranks.line(rank, gone["how"]), gone["code"])
 
     # Events.
 
     def _joined(self, rank: int, event: Event) -> None:
         self._ranks[rank] = Record(event["host"])
-        if self._told and self.verdict is not None:
+        if self._verdict_sent and self.verdict is not None:
             self._ranks.out.append((rank, self.verdict))
         self._ranks.out += [(rank, self._gone(lost)) for lost in self._expendable.gone]
 
@@ -144,7 +144,7 @@ class JobState:
 
     def _failed(self, rank: int, event: Event) -> None:
         if self.verdict is None and self._deaths:
-            self._pass_death()
+            self._set_verdict_of_death()
         how = f"failed with exit code {event['code']}" + (f": {event['words']}" if event["words"] else "")
         gone = self._expendable.gone.get(rank)  # the others continue without it already
         if self.verdict is None and (gone or self._expendable.can_lose([rank])):
@@ -157,7 +157,7 @@ class JobState:
                 self._notices.append((self._ranks.now + SAME_S, f"{self._ranks.line(rank, how)}; the others go on"))
             return
         if self.verdict is None:
-            self._pass(rank, self._ranks.line(rank, how), event["code"], SAME_S, traceback=event["traceback"])
+            self._set_verdict(rank, self._ranks.line(rank, how), event["code"], SAME_S, traceback=event["traceback"])
         self._end(rank, "unwound")
 
     def _unwound(self, rank: int, event: Event) -> None:
@@ -169,52 +169,56 @@ class JobState:
     def _died(self, rank: int, event: Event) -> None:
         before = self._ranks[rank].end
         self._end(rank, "dead")
-        if self.verdict is not None and not self._of_death and not self._release.begun and before != "left":
-            self._ranks.speak(rank, f"{self._ranks.line(rank, event['how'])} while the job was ending{self._why(rank)}")
+        if self.verdict is not None and not self._verdict_is_death and not self._release.begun and before != "left":
+            self._ranks.speak(
+                rank, f"{self._ranks.line(rank, event['how'])} while the job was ending{self._verdict_as_reason(rank)}"
+            )
         if self.verdict is None and before != "left":
             self._take_death(rank, event)
-        elif self._untold is not None:
+        elif self._unprinted_death is not None:
             self._deaths.append((self._ranks.now - event["ago_s"], rank, event))
 
     def _take_death(self, rank: int, event: Event) -> None:
         """Pass the verdict now, or wait for an earlier death that may be reported later."""
         self._deaths.append((self._ranks.now - event["ago_s"], rank, event))
-        by_itself, spare = event["code"] not in _LAUNCHERS_CODES, rank in self._expendable.ranks
+        by_itself, spare = event["code"] not in _LAUNCHER_KILL_CODES, rank in self._expendable.ranks
         if by_itself and not (spare and event["code"] <= 128 and self._nodes > 1):
-            return self._pass_death()
+            return self._set_verdict_of_death()
         follows_s = FAR_S if spare else DEATH_S
         self._death_due = min(self._death_due, self._ranks.now + follows_s)
 
     def _check_death(self) -> None:
         if self._ranks.now >= self._death_due:
-            self._pass_death()
+            self._set_verdict_of_death()
 
-    def _pass_death(self) -> None:
+    def _set_verdict_of_death(self) -> None:
         new = sorted(self._deaths, key=lambda death: death[0])
         self._deaths, self._death_due = [], float("inf")
         if self._expendable.can_lose([rank for _, rank, _ in new]):
             return self._lose_dead(new)
-        deaths = self._just_lost() + new
-        first = (_by_themselves(deaths) or deaths)[0]
+        deaths = self._recent_losses() + new
+        first = (_not_by_launcher(deaths) or deaths)[0]
         _, rank, event = first
         text = self._ranks.line(rank, event["how"])
-        self._of_death = True
+        self._verdict_is_death = True
         brief = f"rank {rank} is gone" if self._launcher else text
-        self._pass(rank, text, event["code"], brief=brief)
-        if first not in self._lost and self._launcher:  # else each rank prints it at its end, in its own terminal
+        self._set_verdict(rank, text, event["code"], brief=brief)
+        if (
+            first not in self._lost_deaths and self._launcher
+        ):  # else each rank prints it at its end, in its own terminal
             aborted_far = event["code"] <= 128 and self._nodes > 1
             self._deaths = deaths
-            self._untold, self._tell_death_at = first, self._ranks.now + FAR_S * aborted_far
-            self._tell_death()
+            self._unprinted_death, self._print_death_at = first, self._ranks.now + FAR_S * aborted_far
+            self._print_death()
 
-    def _just_lost(self) -> list[Death]:
-        return [lost for lost in self._lost if self._ranks.now <= lost[0] + FOLLOW_S]
+    def _recent_losses(self) -> list[Death]:
+        return [lost for lost in self._lost_deaths if self._ranks.now <= lost[0] + FOLLOW_S]
 
-    def _tell_death(self) -> None:
+    def _print_death(self) -> None:
         """Print which rank died. The order of an abort and a kill on two hosts is unknown: print both."""
-        if self._untold is None or self._ranks.now < self._tell_death_at:
+        if self._unprinted_death is None or self._ranks.now < self._print_death_at:
             return
-        (_, rank, event), self._untold = self._untold, None
+        (_, rank, event), self._unprinted_death = self._unprinted_death, None
         text = self._ranks.line(rank, event["how"])
         for _, other, killed in self._deaths:
             if event["code"] <= 128 and killed["code"] == _KILLED and self._ranks[other].host != self._ranks[rank].host:
@@ -228,8 +232,8 @@ class JobState:
         """Count dead expendable ranks as gone. A kill near another death may come from the launcher, which ends all
         ranks: a living rank prints it later. An exit does not count if the kill of a rank on another node may have
         caused it; see FAR_S."""
-        near = [death for death in _by_themselves(deaths) if death[2]["code"] > 128 or self._nodes == 1]
-        follow = bool(self._just_lost() or near)
+        near = [death for death in _not_by_launcher(deaths) if death[2]["code"] > 128 or self._nodes == 1]
+        follow = bool(self._recent_losses() or near)
         told = []
         for _, rank, event in deaths:
             line, before = self._ranks.line(rank, event["how"]), self._expendable.gone.get(rank)
@@ -238,18 +242,18 @@ class JobState:
             else:
                 line += f" while it waited for the others to end, since it {before.how}\n{before.traceback}"
             later_s = GONE_S
-            if follow and event["code"] in _LAUNCHERS_CODES:
+            if follow and event["code"] in _LAUNCHER_KILL_CODES:
                 later_s = FOLLOW_S
                 self._notices.append((self._ranks.now + later_s, line))
             else:
                 told.append((rank, line))
             if before is None:
                 self._notices.append((self._ranks.now + later_s, f"the others go on without {self._ranks.name(rank)}"))
-        self._lost += deaths
+        self._lost_deaths += deaths
         if told:  # in one text, for there is one outlet
             self._ranks.speak(told[0][0], "\nallred: ".join(line for _, line in told))
 
-    def _why(self, rank: int) -> str:
+    def _verdict_as_reason(self, rank: int) -> str:
         """Return the verdict as the reason, if the dead rank was to print it."""
         assert self.verdict is not None
         return f", since {self.verdict['text']}\n{self.verdict['traceback']}" if rank == self.verdict["rank"] else ""
@@ -285,7 +289,7 @@ class JobState:
         gone = self._expendable.gone
         if gone and not on and not self._deaths and len(self._ranks) == self._size:
             rank = next((rank for rank in gone if self._ranks[rank].end == "gone"), next(iter(gone)))
-            self._pass_loss(rank, self._ranks.line(rank, gone[rank].how))
+            self._set_verdict_of_loss(rank, self._ranks.line(rank, gone[rank].how))
             self._release.start_clock()
 
     def _unwatched(self, rank: int, event: Event) -> None:
@@ -295,15 +299,15 @@ class JobState:
         self._expendable.ranks = frozenset()
         for lost, loss in self._expendable.gone.items():
             if self.verdict is None:
-                self._pass_loss(lost, self._ranks.line(lost, loss.how))
+                self._set_verdict_of_loss(lost, self._ranks.line(lost, loss.how))
 
-    def _pass_loss(self, rank: int, text: str) -> None:
+    def _set_verdict_of_loss(self, rank: int, text: str) -> None:
         loss = self._expendable.gone[rank]
-        self._pass(rank, text, loss.code, traceback=loss.traceback)
+        self._set_verdict(rank, text, loss.code, traceback=loss.traceback)
 
     # Verdicts.
 
-    def _pass(self, rank: int, text: str, code: int, later_s: float = 0.0, **more: Any) -> None:
+    def _set_verdict(self, rank: int, text: str, code: int, later_s: float = 0.0, **more: Any) -> None:
         """Set the verdict. more: traceback of the rank; timeout: whether all raise CollectiveTimeout; brief: replaces
         the first line of the text."""
         self._stalls.forget_look()
@@ -314,12 +318,16 @@ class JobState:
             "kind": "verdict", "rank": rank, "host": self._ranks[rank].host, "code": code, "text": text[:TEXT_CHARS],
             "brief": text.partition("\n")[0], "traceback": "", "timeout": False, **more,
         }  # fmt: skip
-        self._tell_at = self._ranks.now + later_s
-        self._tell_verdict()
+        self._send_verdict_at = self._ranks.now + later_s
+        self._send_verdict()
 
-    def _tell_verdict(self, at_once: bool = False) -> None:
-        if not self._told and (at_once or self._ranks.now >= self._tell_at) and self.verdict is not None:
-            self._told = True
+    def _send_verdict(self, at_once: bool = False) -> None:
+        if (
+            not self._verdict_sent
+            and (at_once or self._ranks.now >= self._send_verdict_at)
+            and self.verdict is not None
+        ):
+            self._verdict_sent = True
             self._ranks.out.append((None, self.verdict))
 
     def _check_left(self) -> None:
@@ -327,16 +335,18 @@ class JobState:
         for rank, record in sorted(self._ranks.items()) if left else ():
             never_come = left if record.members is None else left.intersection(record.members)
             if never_come and record.waits_in and record.misses and self._ranks.now >= record.since + LEFT_S:
-                return self._pass_left(never_come, f"and will never call {record.waits_in}, in which rank {rank} waits")
+                return self._set_verdict_of_left(
+                    never_come, f"and will never call {record.waits_in}, in which rank {rank} waits"
+                )
 
-    def _pass_left(self, left: Collection[int], never: str) -> None:
+    def _set_verdict_of_left(self, left: Collection[int], never: str) -> None:
         if gone := [rank for rank in left if rank in self._expendable.gone]:
-            self._pass_loss(min(gone), self._ranks.line(min(gone), f"has failed, {never}"))
+            self._set_verdict_of_loss(min(gone), self._ranks.line(min(gone), f"has failed, {never}"))
         else:
-            self._pass(min(left), self._ranks.line(min(left), f"has ended, {never}"), 1)
+            self._set_verdict(min(left), self._ranks.line(min(left), f"has ended, {never}"), 1)
 
     def _check_release(self) -> None:
         assert self.verdict is not None
         if free := self._release.check(self.verdict["rank"]):
-            self._tell_verdict(at_once=True)
+            self._send_verdict(at_once=True)
             self._ranks.out += [(rank, {"kind": "release"}) for rank in free]

@@ -1,6 +1,6 @@
 """The watcher: a process on every node that answers while ranks hold the GIL, block in MPI, are stopped or dead.
 
-    rank     -- Unix socket -->  watcher of its node  -- TCP -->  watcher of the chief's node, which has the Job
+    rank     -- Unix socket -->  watcher of its node  -- TCP -->  watcher of the chief's node, which has the JobState
 
 It imports only allred.watch and its dependencies (detached.py). It holds no file of the launcher, because mpirun would
 wait for it, and ends after its ranks. A watcher that loses the connection to the chief's watcher continues for its own
@@ -27,8 +27,8 @@ from allred.watch.records import LARGEST, Event
 
 PURPOSE = "watcher"  # of the channels between watchers
 TICK_S = 0.05
-LONELY_S = 60.0  # to wait for the first ranks
-STAY_S = 0.5
+FIRST_RANK_S = 60.0  # time limit for the connection of the first rank
+AFTER_DEATH_S = 0.5  # after a death: which death to report may be known a moment later
 
 
 class Watcher:
@@ -41,17 +41,17 @@ class Watcher:
         self._selector = selectors.DefaultSelector()
         self._ranks: dict[int, WatchedRank] = {}
         self._links: list[Channel] = []
-        self._places: dict[int, Channel] = {}  # of ranks of other nodes
-        self._up: Channel | None = None
+        self._links_by_rank: dict[int, Channel] = {}  # of ranks of other nodes
+        self._chief: Channel | None = None
         self._job: JobState | None = None
         if settings["chief"]:
             how = settings["spares"], settings["launcher"]
             self._job = JobState(settings["size"], settings["nodes"], settings["warn_s"], *how)
-        self._gone: dict[int, Event] = {}  # spare ranks, with the message that says so
-        self._ends = False  # the job, with a verdict
-        self._give_up_at = time.monotonic() + LONELY_S
+        self._gone: dict[int, Event] = {}  # expendable ranks that are gone, with the message
+        self._has_verdict = False  # so the job ends
+        self._give_up_at = time.monotonic() + FIRST_RANK_S
         self._last_death = 0.0
-        self._outlet = -1  # a descriptor of the job's stderr
+        self._stderr = -1  # a descriptor of the job's stderr
         self._shm_files: set[shm_files.File] = set()  # files of MPICH that the ranks have mapped
         unix = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         unix.bind("")  # Linux chooses a name, which is not a file
@@ -67,30 +67,30 @@ class Watcher:
     def run(self) -> None:
         """Run until all ranks of this node have died or left."""
         now = time.monotonic()
-        while not self._over(now):
+        while not self._is_done(now):
             now = time.monotonic()  # if this process gets no core now, deaths before this time are still handled first
             dispatch(self._selector, TICK_S)
             if self._listener is not None:
                 self._listener.close_expired()
             if self._job is not None:
                 self._send(self._job.tick(now))
-            if now > self._last_death + STAY_S:
-                self._speak("")
+            if now > self._last_death + AFTER_DEATH_S:
+                self._print("")
             if all(rank.dead for rank in self._ranks.values()):
                 self._delete_shm_files()
-        deadline = time.monotonic() + STAY_S  # the kernel unmaps the files of a dead rank a moment later
+        deadline = time.monotonic() + AFTER_DEATH_S  # the kernel unmaps the files of a dead rank a moment later
         while self._shm_files and not all(rank.left for rank in self._ranks.values()) and time.monotonic() < deadline:
             time.sleep(TICK_S)
             self._delete_shm_files()
 
-    def _over(self, now: float) -> bool:
+    def _is_done(self, now: float) -> bool:
         complete = len(self._ranks) == self._settings["ranks"] or now > self._give_up_at
         if not all(rank.gone for rank in self._ranks.values()):
             return False
         if not complete:  # a rank that died in init() keeps the others from connecting
-            return bool(self._ranks) and now > self._last_death + STAY_S
+            return bool(self._ranks) and now > self._last_death + AFTER_DEATH_S
         untold = not all(rank.left for rank in self._ranks.values())
-        return not untold or now > self._last_death + STAY_S  # which death to report may be known a moment later
+        return not untold or now > self._last_death + AFTER_DEATH_S  # which death to report may be known a moment later
 
     def _delete_shm_files(self) -> None:
         """Delete the files of the ranks in /dev/shm that no process uses."""
@@ -117,14 +117,14 @@ class Watcher:
             return
         self._ranks[rank.number] = rank
         self._shm_files |= shm_files.mapped(rank.pid)
-        self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear(rank))
-        self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda: self._bury(rank))
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._receive_event(rank))
+        self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda: self._handle_death(rank))
         rank.send({"kind": "welcome"})
         if len(self._ranks) == 1 and self._job is None:
-            self._join(hello["chief"])
-        self._tell({"event": "joined", "rank": rank.number, "host": rank.host})
+            self._connect_to_chief(hello["chief"])
+        self._report({"event": "joined", "rank": rank.number, "host": rank.host})
 
-    def _hear(self, rank: WatchedRank) -> bool:
+    def _receive_event(self, rank: WatchedRank) -> bool:
         """Handle one event of a rank. Return whether there was one."""
         event = rank.receive()
         if event is None:
@@ -133,54 +133,54 @@ class Watcher:
             self._selector.unregister(rank.connection)
             rank.hang_up()
             return False
-        self._tell(event | {"rank": rank.number})
+        self._report(event | {"rank": rank.number})
         return True
 
-    def _bury(self, rank: WatchedRank) -> None:
-        while self._hear(rank):  # its last events
+    def _handle_death(self, rank: WatchedRank) -> None:
+        while self._receive_event(rank):  # its last events
             pass
         self._selector.unregister(rank.pidfd)
         rank.dead, code = process_state.how_it_ended(rank.pidfd, rank.pid)
-        self._open_outlet()  # before ago_s is computed, because it takes a while
+        self._open_stderr()  # before ago_s is computed, because it takes a while
         ago_s = time.monotonic() - (rank.hung_up_at or time.monotonic())
-        self._tell({"event": "died", "rank": rank.number, "how": rank.dead, "code": code, "ago_s": ago_s})
+        self._report({"event": "died", "rank": rank.number, "how": rank.dead, "code": code, "ago_s": ago_s})
 
     # Watchers of other nodes.
 
-    def _join(self, chief: Event) -> None:
+    def _connect_to_chief(self, chief: Event) -> None:
         address, port = chief["address"], chief["port"]
         try:
-            self._up = connect(_family(address), (address, port), PURPOSE, chief["token"])
+            self._chief = connect(_family(address), (address, port), PURPOSE, chief["token"])
         except (HandshakeError, OSError) as error:
             why = getattr(error, "strerror", None) or error
-            return self._go_on_alone(f"cannot reach that of the chief's node at {address} port {port} ({why})")
-        self._selector.register(self._up.connection, selectors.EVENT_READ, self._hear_chief)
+            return self._continue_alone(f"cannot reach that of the chief's node at {address} port {port} ({why})")
+        self._selector.register(self._chief.connection, selectors.EVENT_READ, self._receive_from_chief)
 
-    def _hear_chief(self) -> None:
-        assert self._up is not None
+    def _receive_from_chief(self) -> None:
+        assert self._chief is not None
         try:
-            messages = self._up.receive()
+            messages = self._chief.receive()
         except (OSError, ValueError):
-            self._selector.unregister(self._up.connection)
-            self._up.connection.close()
-            return self._go_on_alone("has lost that of the chief's node")
+            self._selector.unregister(self._chief.connection)
+            self._chief.connection.close()
+            return self._continue_alone("has lost that of the chief's node")
         for each in messages:
             self._deliver(each["rank"], each["message"])
 
-    def _go_on_alone(self, why: str) -> None:
+    def _continue_alone(self, why: str) -> None:
         launcher = self._settings["launcher"]
-        self._up, self._job = None, JobState(self._settings["size"], 1, self._settings["warn_s"], launcher=launcher)
+        self._chief, self._job = None, JobState(self._settings["size"], 1, self._settings["warn_s"], launcher=launcher)
         here = [rank for rank in self._ranks.values() if not rank.dead]
         for rank in here:
-            self._tell({"event": "joined", "rank": rank.number, "host": rank.host})
-            self._tell({"event": "known_as", "rank": rank.number, "text": rank.known_as})
+            self._report({"event": "joined", "rank": rank.number, "host": rank.host})
+            self._report({"event": "known_as", "rank": rank.number, "text": rank.known_as})
             if rank.left:
-                self._tell({"event": "left", "rank": rank.number})
+                self._report({"event": "left", "rank": rank.number})
             elif rank.waits_in:
                 since_s = time.monotonic() - rank.since
                 waiting = {"what": rank.waits_in, "since_s": since_s, "peers": False, "quiet": False}
-                self._tell({"event": "waiting", "rank": rank.number, **waiting})
-        if self._gone and not self._ends:
+                self._report({"event": "waiting", "rank": rank.number, **waiting})
+        if self._gone and not self._has_verdict:
             self._job.conclude(next(iter(self._gone.values())), time.monotonic())
         if here and not any(rank.ending for rank in here if rank.number not in self._gone):
             text = f"the watcher of {here[0].host} {why}; it goes on for the ranks of its own node"
@@ -188,45 +188,45 @@ class Watcher:
 
     def _accept_watcher(self, link: Channel, events: list[Event]) -> None:
         self._links.append(link)
-        self._selector.register(link.connection, selectors.EVENT_READ, lambda: self._hear_watcher(link))
-        self._take(link, events)
+        self._selector.register(link.connection, selectors.EVENT_READ, lambda: self._receive_from_watcher(link))
+        self._handle_events(link, events)
 
-    def _hear_watcher(self, link: Channel) -> None:
+    def _receive_from_watcher(self, link: Channel) -> None:
         try:
             events = link.receive()
         except (OSError, ValueError):
             self._selector.unregister(link.connection)
             link.connection.close()
             self._links.remove(link)
-            for rank in [rank for rank, place in self._places.items() if place is link]:
-                self._tell({"event": "unwatched", "rank": rank})
+            for rank in [rank for rank, place in self._links_by_rank.items() if place is link]:
+                self._report({"event": "unwatched", "rank": rank})
             return
-        self._take(link, events)
+        self._handle_events(link, events)
 
-    def _take(self, link: Channel, events: list[Event]) -> None:
+    def _handle_events(self, link: Channel, events: list[Event]) -> None:
         for event in events:
             if event["event"] == "joined":
-                self._places[event["rank"]] = link
+                self._links_by_rank[event["rank"]] = link
             elif event["event"] == "died":
-                self._open_outlet()
-            self._tell(event)
+                self._open_stderr()
+            self._report(event)
 
     # Events up, messages down.
 
-    def _tell(self, event: Event) -> None:
+    def _report(self, event: Event) -> None:
         if self._job is not None:
-            self._job.hear(event, time.monotonic())
-        elif self._up is not None:
-            self._up.send(event)
+            self._job.handle(event, time.monotonic())
+        elif self._chief is not None:
+            self._chief.send(event)
 
     def _send(self, messages: list[tuple[int | None, Event]]) -> None:
         for rank, message in messages:
             if message.get("opens"):  # else the death of a rank opens it
-                self._open_outlet()
-            if message["kind"] == "speak" and self._outlet >= 0:  # of this node, which is mpirun's as a rule
-                self._speak(f"allred: {message['text']}\n")
+                self._open_stderr()
+            if message["kind"] == "speak" and self._stderr >= 0:  # of this node, which is mpirun's as a rule
+                self._print(f"allred: {message['text']}\n")
                 continue
-            for link in self._links if rank is None else filter(None, [self._places.get(rank)]):
+            for link in self._links if rank is None else filter(None, [self._links_by_rank.get(rank)]):
                 link.send({"rank": rank, "message": message})
             self._deliver(rank, message)
 
@@ -237,11 +237,11 @@ class Watcher:
             if rank in self._ranks:
                 self._ranks[rank].send(message)
         elif message["kind"] in ("verdict", "gone"):
-            self._note(message)
+            self._record(message)
             for each in living:
                 each.send(message)
         elif message["kind"] == "look":
-            self._tell({"event": "looked", "look": message["look"], "states": self._look()})
+            self._report({"event": "looked", "look": message["look"], "states": self._rank_states()})
         elif message["kind"] == "kill":
             for each in living:
                 if each.left and not self._settings["launcher"]:
@@ -249,29 +249,29 @@ class Watcher:
                 with contextlib.suppress(ProcessLookupError):  # it has just died
                     signal.pidfd_send_signal(each.pidfd, signal.SIGKILL)
         elif message["kind"] == "speak" and message["rank"] in self._ranks:
-            self._speak(f"allred: {message['text']}\n")
+            self._print(f"allred: {message['text']}\n")
 
-    def _note(self, message: Event) -> None:
+    def _record(self, message: Event) -> None:
         if message["kind"] == "verdict":
-            self._ends = True
+            self._has_verdict = True
         else:
             self._gone[message["rank"]] = message
             if message["rank"] in self._ranks:
                 self._ranks[message["rank"]].ending = "has failed"
 
-    def _open_outlet(self) -> None:
+    def _open_stderr(self) -> None:
         """Open the stderr of the job. At a death, because the launcher may end in a moment."""
-        if self._outlet < 0:
+        if self._stderr < 0:
             living = [rank.pid for rank in self._ranks.values() if not rank.dead]
             launchers = [pid for rank in self._ranks.values() for pid in rank.launcher if self._settings["launcher"]]
-            self._outlet = open_stderr(launchers, living)
+            self._stderr = open_stderr(launchers, living)
             self._last_death = time.monotonic()
 
-    def _speak(self, line: str) -> None:
-        descriptor, self._outlet = self._outlet, -1
+    def _print(self, line: str) -> None:
+        descriptor, self._stderr = self._stderr, -1
         write_and_close(descriptor, line)
 
-    def _look(self) -> dict[int, str]:
+    def _rank_states(self) -> dict[int, str]:
         """Return the state of each rank of this node."""
         states = {rank.number: rank.doing() for rank in self._ranks.values()}
         silent = [rank for rank in self._ranks.values() if not states[rank.number]]

@@ -16,7 +16,7 @@ WARN_FACTOR = 4  # the next warning of a wait comes when it has lasted this many
 class Stalls:
     """The waits of a job of `size` ranks on `nodes` nodes. A wait of `warn_s` seconds causes a warning.
 
-    fail(rank, text, code, timeout=True): ends the job. lose(ranks, how): counts spare ranks as failed.
+    fail(rank, text, code, timeout=True): ends the job. lose(ranks, how): counts expendable ranks as failed.
     """
 
     def __init__(

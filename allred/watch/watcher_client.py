@@ -68,13 +68,13 @@ class WatcherClient:
         self.gone_code = 0  # the exit code of the first
         self.dropped: CollectiveTimeout | None = None  # set if the others continue without this rank, which was silent
         self.lingers = False  # until the watcher says that the others have ended
-        self.waits = False  # in allred: then the wait loop raises, not the handler
+        self.waits = False  # this rank waits in allred: the wait loop raises, not the handler
         self._host, self._speaks, self._pid = hello["host"], speaks, os.getpid()
         self.busy = False  # with work that must not be interrupted: then nothing is raised
         self._raised = False
         self._again_s = 0.0  # seconds by which the watcher extends a wait that reached its limit
         self._held_at = -RELEASE_S
-        self.hushed = False  # the program is at its end: raise nothing in it
+        self.is_exiting = False  # the program ends: raise nothing in it
         self._pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._wake, self._stack = _free_signals()
         with contextlib.suppress(ValueError):
@@ -95,9 +95,9 @@ class WatcherClient:
         finally:
             os.close(pidfd)
         self._socket.setblocking(False)
-        self._signal_what_comes()
+        self._enable_signals()
 
-    def _signal_what_comes(self) -> None:
+    def _enable_signals(self) -> None:
         with contextlib.suppress(ValueError):  # not the main thread: then only waits are interrupted
             signal.signal(self._wake, self._on_signal)
             if "PMI_FD" in os.environ and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
@@ -111,7 +111,7 @@ class WatcherClient:
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
         self.read()
         hook = frame is not None and frame.f_globals.get("__name__") == "allred.watch.excepthook"
-        if self.has_error and not (self._raised or self.waits or self.busy or self.hushed or hook):
+        if self.has_error and not (self._raised or self.waits or self.busy or self.is_exiting or hook):
             raise self.error()
 
     @property
@@ -121,7 +121,7 @@ class WatcherClient:
 
     def pending(self) -> bool:
         """Whether there is a verdict that was not raised here: it arrived in a wait that then completed."""
-        return self.has_error and not (self._raised or self.hushed)
+        return self.has_error and not (self._raised or self.is_exiting)
 
     def error(self) -> AllredError:
         """Return the exception to raise if `has_error`. The signal handler raises it only if nothing else has."""
@@ -147,10 +147,10 @@ class WatcherClient:
             except OSError:
                 data = b""
             if not data:
-                return self._lost()
-            self._take(json.loads(data[1:]))
+                return self._disconnected()
+            self._handle(json.loads(data[1:]))
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
         if message["kind"] == "say":
             log.rank_warning(message["text"])
         elif message["kind"] == "release":
@@ -164,15 +164,15 @@ class WatcherClient:
         elif message["kind"] == "gone":
             self.gone[message["rank"]] = message["how"]
             self.gone_code = self.gone_code or message["code"]
-            if message["rank"] == self.rank and not (self.failed or self.hushed):
+            if message["rank"] == self.rank and not (self.failed or self.is_exiting):
                 self.dropped = CollectiveTimeout(f"this rank {message['how']}; the others continue without it")
         elif message["kind"] == "verdict" and self.verdict is None:
             fields = {field.name: message[field.name] for field in dataclasses.fields(Verdict)}
             self.verdict = Verdict(**fields)
 
-    def _lost(self) -> None:
+    def _disconnected(self) -> None:
         self.close()
-        if self._speaks and not self.hushed:
+        if self._speaks and not self.is_exiting:
             log.rank_warning(
                 f"the watcher process on {self._host} is gone; training goes on, but a rank that stalls is now noticed "
                 "by the time limit only, and one that fails ends the others at once"
@@ -192,27 +192,27 @@ class WatcherClient:
         `parameter server 0; last checkpoint ckpt/step-00000400`. The last text counts."""
         self.tell("known_as", text=" ".join(text.split())[:_NAME_CHARS])
 
-    def begin_to_fail(self, code: int, words: str, traceback: str = "") -> None:
+    def report_failure(self, code: int, words: str, traceback: str = "") -> None:
         """Report that this rank is about to end with that exit code."""
-        self.hushed = self.failed = True
+        self.is_exiting = self.failed = True
         self.tell("failed", code=code, words=words[:_WORDS_CHARS], traceback=traceback[-_TRACEBACK_CHARS:])
 
     def fail(self, code: int, words: str, traceback: str) -> None:
-        """As `begin_to_fail`; then linger until this rank may end the job, or another rank's failure came first."""
-        self.begin_to_fail(code, words, traceback)
-        self._await(RELEASE_S, lambda: self.released or self.lingers or self.is_anothers())
-        self._linger_long()
-        if self.lingers and not self.released and not self.is_anothers():
+        """As `report_failure`; then linger until this rank may end the job, or another rank's failure came first."""
+        self.report_failure(code, words, traceback)
+        self._await(RELEASE_S, lambda: self.released or self.lingers or self.failed_elsewhere())
+        self._linger_while_others_run()
+        if self.lingers and not self.released and not self.failed_elsewhere():
             return self.linger()
-        self.released = self.released or not self.is_anothers()
+        self.released = self.released or not self.failed_elsewhere()
 
-    def is_anothers(self) -> bool:
+    def failed_elsewhere(self) -> bool:
         """Whether another rank caused the verdict."""
         return self.verdict is not None and self.verdict.rank != self.rank
 
     def linger(self) -> None:
         """Linger until this rank may end the job. For the rank that caused the verdict, after its program has ended."""
-        self.hushed = True
+        self.is_exiting = True
         self.tell("unwound")
         self.await_release()
         self.released = True
@@ -221,7 +221,7 @@ class WatcherClient:
         """Wait until this rank may end the job."""
         if self.verdict is None:
             self._await(RELEASE_S, lambda: self.released or self.lingers or self.verdict is not None)
-            self._linger_long()
+            self._linger_while_others_run()
             self.tell("unwound")
         self._await(RELEASE_S, lambda: self.released)
 
@@ -230,7 +230,7 @@ class WatcherClient:
         self.read()
         return time.monotonic() < self._held_at + RELEASE_S
 
-    def _linger_long(self) -> None:
+    def _linger_while_others_run(self) -> None:
         """Wait while the others continue: until they have ended, or the watcher has."""
         while self.lingers and not self.over():
             self._await(LOOK_AGAIN_S, self.over)
@@ -272,11 +272,11 @@ class WatcherClient:
 
     def ending(self) -> None:
         """Disable the signals before Python ends: without its handlers they would kill the process."""
-        self.hushed = True
+        self.is_exiting = True
         self.read()
-        self._quiet()
+        self._disable_signals()
 
-    def _quiet(self) -> None:
+    def _disable_signals(self) -> None:
         """Disable the signals. First stop the sending: Python prints an error if one arrives while it sets SIG_IGN."""
         faulthandler.unregister(self._stack)
         fd = self._socket.fileno()
@@ -290,7 +290,7 @@ class WatcherClient:
     def close(self) -> None:
         """Close the connection."""
         if self._socket.fileno() >= 0:
-            self._quiet()
+            self._disable_signals()
             self._socket.close()
             for end in self._pipe:
                 os.close(end)

@@ -53,17 +53,17 @@ class Script:
     def __init__(self, spares=()):
         self.job, self.messages = JobState(4, 1, 30.0, spares), []
         for rank in range(4):
-            self.hear("joined", rank, 0.0, host="here")
-            self.hear("known_as", rank, 0.0, text=f"worker {rank - 1}" if rank else "parameter server 0")
+            self.handle("joined", rank, 0.0, host="here")
+            self.handle("known_as", rank, 0.0, text=f"worker {rank - 1}" if rank else "parameter server 0")
 
-    def hear(self, event, rank, now, **rest):
-        self.job.hear({"event": event, "rank": rank, **rest}, now)
+    def handle(self, event, rank, now, **rest):
+        self.job.handle({"event": event, "rank": rank, **rest}, now)
         self.messages += self.job.tick(now)
 
     def look(self, now):
         """The watcher answers a look."""
         states = {str(rank): "in Python at train.py:7 (step)" for rank in range(4)}
-        self.hear("looked", None, now, node=0, look=self.job._stalls._looks, states=states)
+        self.handle("looked", None, now, node=0, look=self.job._stalls._looks, states=states)
 
     def take(self, kind):
         found = [(rank, message) for rank, message in self.messages if message["kind"] == kind]
@@ -74,16 +74,16 @@ class Script:
 def test_a_wait_goes_on_while_the_awaited_worker_makes_requests():
     script = Script()
     for now in (4.0, 8.0, 12.0):
-        script.hear("holds", 0, now, silent={"2": 1.0})
-    script.hear("limit", 1, 12.0, **STEP)
+        script.handle("holds", 0, now, silent={"2": 1.0})
+    script.handle("limit", 1, 12.0, **STEP)
     assert script.take("wait on") == [(1, {"kind": "wait on", "again_s": 5.0})]
     assert script.job.verdict is None
 
 
 def test_a_worker_that_made_no_request_is_named_with_the_table():
     script = Script()
-    script.hear("holds", 0, 8.0, silent={"2": 7.0})
-    script.hear("limit", 1, 8.0, **STEP)
+    script.handle("holds", 0, 8.0, silent={"2": 7.0})
+    script.handle("limit", 1, 8.0, **STEP)
     assert not script.take("wait on")
     script.look(8.1)
     first, *shown = script.job.verdict["text"].splitlines()
@@ -94,18 +94,18 @@ def test_a_worker_that_made_no_request_is_named_with_the_table():
 
 def test_a_server_that_does_not_answer_is_named():
     script = Script()
-    script.hear("holds", 0, 1.0, silent={"2": 7.0})
-    script.hear("limit", 1, 8.0, **STEP)
+    script.handle("holds", 0, 1.0, silent={"2": 7.0})
+    script.handle("limit", 1, 8.0, **STEP)
     script.look(8.1)
     assert "rank 0 (parameter server 0) did not answer in this time\n" in script.job.verdict["text"]
 
 
 def test_a_spare_worker_that_made_no_request_counts_as_failed():
     script = Script(spares=(1, 2, 3))
-    script.hear("holds", 0, 8.0, silent={"2": 7.0})
-    script.hear("limit", 1, 8.0, **STEP)
+    script.handle("holds", 0, 8.0, silent={"2": 7.0})
+    script.handle("limit", 1, 8.0, **STEP)
     assert script.take("wait on") == [(1, {"kind": "wait on", "again_s": stalls.LOOK_S})]
-    script.hear("limit", 3, 8.05, **STEP)  # which looks for the same worker
+    script.handle("limit", 3, 8.05, **STEP)  # which looks for the same worker
     assert script.take("wait on") == [(3, {"kind": "wait on", "again_s": stalls.LOOK_S})]
     script.look(8.1)
     how = "has made no request for 6 s while others waited for it"
@@ -114,10 +114,10 @@ def test_a_spare_worker_that_made_no_request_counts_as_failed():
     [text] = [message["text"] for _, message in messages if message["kind"] == "say"]
     assert text.startswith(f"rank 2 (worker 1) on here {how}; the others go on\n  ranks 0-3")
     assert script.job.verdict is None
-    script.hear("failed", 2, 9.0, code=1, words="CollectiveTimeout: ...", traceback="Traceback ...")
+    script.handle("failed", 2, 9.0, code=1, words="CollectiveTimeout: ...", traceback="Traceback ...")
     assert script.take("linger") == [(2, {"kind": "linger"})]
     for rank in (0, 1, 3):
-        script.hear("left", rank, 20.0)
+        script.handle("left", rank, 20.0)
     assert (script.job.verdict["rank"], script.job.verdict["code"]) == (2, 1)
     assert (script.job.verdict["text"], script.job.verdict["traceback"]) == (
         f"rank 2 (worker 1) on here {how}", "Traceback ...",
@@ -127,8 +127,8 @@ def test_a_spare_worker_that_made_no_request_counts_as_failed():
 def test_the_last_worker_that_is_left_is_not_spare():
     script = Script(spares=(1, 2, 3))
     for rank in (1, 3):
-        script.hear("failed", rank, 1.0, code=3, words="", traceback="")
-    script.hear("limit", 0, 8.0, what="a request of worker 1", limit_s=6.0, servers=[], ranks=[2])
+        script.handle("failed", rank, 1.0, code=3, words="", traceback="")
+    script.handle("limit", 0, 8.0, what="a request of worker 1", limit_s=6.0, servers=[], ranks=[2])
     script.look(8.1)
     assert "; rank 2 (worker 1) made no request in this time" in script.job.verdict["text"]
 
@@ -136,7 +136,7 @@ def test_the_last_worker_that_is_left_is_not_spare():
 def test_ranks_that_have_ended_and_wait_are_told_of_again_and_again():
     script = Script()
     for rank in (0, 1, 3):
-        script.hear("left", rank, 5.0)
+        script.handle("left", rank, 5.0)
     for now in (34.9, 35.0):
         script.messages += script.job.tick(now)
     assert [message["kind"] for _, message in script.messages] == ["look"]

@@ -28,10 +28,10 @@ class Script:
     def __init__(self, size=3, nodes=1, warn_s=30.0, launcher=True):
         self.job, self.messages = JobState(size, nodes, warn_s, launcher=launcher), []
         for rank in range(size):
-            self.hear("joined", rank, host=f"host{rank}")
+            self.handle("joined", rank, host=f"host{rank}")
 
-    def hear(self, event, rank=None, now=0.0, **rest):
-        self.job.hear({"event": event, "rank": rank, **rest}, now)
+    def handle(self, event, rank=None, now=0.0, **rest):
+        self.job.handle({"event": event, "rank": rank, **rest}, now)
         self.tick(now)
 
     def tick(self, now):
@@ -44,7 +44,7 @@ class Script:
 
 
 def fail(script, rank=1, now=0.0, code=3, words="ValueError: boom"):
-    script.hear("failed", rank, now, code=code, words=words, traceback="Traceback ...")
+    script.handle("failed", rank, now, code=code, words=words, traceback="Traceback ...")
 
 
 def test_the_first_failure_is_everybodys_verdict():
@@ -62,9 +62,9 @@ def test_the_first_failure_is_everybodys_verdict():
 def test_the_one_that_failed_is_released_when_all_others_have_unwound():
     script = Script()
     fail(script, 1)
-    script.hear("unwound", 0, 0.1)
+    script.handle("unwound", 0, 0.1)
     assert not script.take("release")
-    script.hear("unwound", 2, 0.2)
+    script.handle("unwound", 2, 0.2)
     assert not script.take("release")  # mpirun has to pass on what rank 2 has printed
     script.tick(0.2 + release.PRINT_S)
     assert script.take("release") == [(1, {"kind": "release"})]
@@ -75,17 +75,17 @@ def test_the_one_that_failed_is_released_when_all_others_have_unwound():
 def test_without_a_launcher_all_are_released_the_late_ones_too():
     script = Script(launcher=False)
     fail(script, 1)
-    script.hear("unwound", 0, 0.1)
+    script.handle("unwound", 0, 0.1)
     script.tick(release.GRACE_S)
     assert script.take("release") == [(0, {"kind": "release"}), (1, {"kind": "release"})]
-    script.hear("unwound", 2, release.GRACE_S + 0.1)
+    script.handle("unwound", 2, release.GRACE_S + 0.1)
     assert script.take("release") == [(2, {"kind": "release"})]
 
 
 def test_without_a_launcher_each_says_in_its_own_terminal_who_has_died():
     for launcher in (True, False):
         script = Script(launcher=launcher)
-        script.hear("died", 1, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
+        script.handle("died", 1, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
         script.tick(1.0)
         told = {message["kind"]: message for _, message in script.messages}
         text = "rank 1 on host1 was killed by signal 9 (SIGKILL)"
@@ -107,9 +107,9 @@ def test_ranks_that_all_fail_by_themselves_hear_whose_came_first_before_the_rele
 def test_who_is_gone_need_not_unwind(end):
     script = Script()
     fail(script, 1)
-    script.hear(end, 2, how="ended", code=1, ago_s=0.0)
+    script.handle(end, 2, how="ended", code=1, ago_s=0.0)
     script.messages = []
-    script.hear("unwound", 0, 0.1)
+    script.handle("unwound", 0, 0.1)
     script.tick(0.1 + release.PRINT_S)
     assert script.take("release") == [(1, {"kind": "release"})]
 
@@ -117,7 +117,7 @@ def test_who_is_gone_need_not_unwind(end):
 def test_after_the_grace_it_is_released_anyway():
     script = Script()
     fail(script, 1)
-    script.hear("unwound", 0, 0.1)
+    script.handle("unwound", 0, 0.1)
     script.tick(release.GRACE_S - 0.01)
     assert not script.take("release")
     script.tick(release.GRACE_S)
@@ -126,9 +126,9 @@ def test_after_the_grace_it_is_released_anyway():
 
 def test_the_job_does_not_end_while_a_rank_is_busy():
     script = Script()
-    script.hear("busy", 0, is_so=True)
+    script.handle("busy", 0, is_so=True)
     fail(script, 1)
-    script.hear("unwound", 2, 0.1)
+    script.handle("unwound", 2, 0.1)
     for now in range(1, 20):
         script.tick(float(now))
     kinds = [message["kind"] for _, message in script.messages]
@@ -137,7 +137,7 @@ def test_the_job_does_not_end_while_a_rank_is_busy():
     assert kinds.count("hold") > 30
     [(_, told)] = script.take("say")
     assert told["text"] == "rank 0 still writes; the job ends when it is done"
-    script.hear("busy", 0, 20.0, is_so=False)
+    script.handle("busy", 0, 20.0, is_so=False)
     script.tick(20.0 + release.GRACE_S)
     assert script.take("release") == [(1, {"kind": "release"})]
 
@@ -146,10 +146,10 @@ def test_the_job_does_not_end_while_a_rank_is_busy():
 def test_ranks_that_outlive_the_abort_are_killed(dies, at):
     script = Script(size=2)
     fail(script, 1)
-    script.hear("unwound", 0)
+    script.handle("unwound", 0)
     script.tick(release.PRINT_S)
     if dies:
-        script.hear("died", 1, 1.0, how="ended with exit code 3", code=3, ago_s=0.0)
+        script.handle("died", 1, 1.0, how="ended with exit code 3", code=3, ago_s=0.0)
     script.tick(at - 0.01)
     assert not script.take("kill")
     script.tick(at)
@@ -160,40 +160,40 @@ def test_ranks_that_outlive_the_abort_are_killed(dies, at):
 
 def test_a_rank_that_dies_is_told_of_and_the_lowest_survivor_ends_the_job():
     script = Script()
-    script.hear("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
+    script.handle("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
     script.tick(1.0 + job_state.DEATH_S)
     spoken = [message for _, message in script.messages if message["kind"] == "speak"]
     assert spoken == [{"kind": "speak", "rank": 0, "text": "rank 0 on host0 was killed by signal 9 (SIGKILL)"}]
     assert script.job.verdict["code"] == 137
-    script.hear("unwound", 2, 1.1)
-    script.hear("unwound", 1, 1.2)
+    script.handle("unwound", 2, 1.1)
+    script.handle("unwound", 1, 1.2)
     script.tick(1.2 + release.PRINT_S)
     assert script.take("release") == [(1, {"kind": "release"})]
 
 
 def test_deaths_after_another_or_a_good_end_are_not_told():
     script = Script()
-    script.hear("left", 0)
-    script.hear("died", 0, how="ended with exit code 0", code=1, ago_s=0.0)
+    script.handle("left", 0)
+    script.handle("died", 0, how="ended with exit code 0", code=1, ago_s=0.0)
     assert script.messages == []
-    script.hear("died", 1, how="was killed by signal 11 (SIGSEGV)", code=139, ago_s=0.0)
+    script.handle("died", 1, how="was killed by signal 11 (SIGSEGV)", code=139, ago_s=0.0)
     assert [message["rank"] for _, message in script.take("speak")] == [1]
-    script.hear("died", 2, how="was killed by signal 15 (SIGTERM)", code=143, ago_s=0.0)
+    script.handle("died", 2, how="was killed by signal 15 (SIGTERM)", code=143, ago_s=0.0)
     assert not script.take("speak")
 
 
 @pytest.mark.parametrize("its_process_ends", [False, True])
 def test_a_rank_that_has_left_while_others_wait_for_it(its_process_ends):
     script = Script()
-    script.hear("left", 2, 0.0)
+    script.handle("left", 2, 0.0)
     if its_process_ends:
-        script.hear("died", 2, 0.5, how="ended with exit code 0", code=1, ago_s=0.0)
-    script.hear("waiting", 0, 10.0, what="barrier() #5", since_s=1.0, peers=True, quiet=False)
+        script.handle("died", 2, 0.5, how="ended with exit code 0", code=1, ago_s=0.0)
+    script.handle("waiting", 0, 10.0, what="barrier() #5", since_s=1.0, peers=True, quiet=False)
     assert not script.messages
-    script.hear("going", 0, 10.5)
+    script.handle("going", 0, 10.5)
     script.tick(20.0)
     assert not script.messages
-    script.hear("waiting", 0, 30.0, what="barrier() #6", since_s=1.0, peers=True, quiet=False)
+    script.handle("waiting", 0, 30.0, what="barrier() #6", since_s=1.0, peers=True, quiet=False)
     script.tick(31.0)
     text = script.take("verdict")[0][1]["text"]
     assert text == "rank 2 on host2 has ended, and will never call barrier() #6, in which rank 0 waits"
@@ -201,9 +201,9 @@ def test_a_rank_that_has_left_while_others_wait_for_it(its_process_ends):
 
 def test_a_rank_that_has_left_is_missed_only_where_it_belongs():
     script = Script()
-    script.hear("left", 2, 0.0)
+    script.handle("left", 2, 0.0)
     for members, missed in (([0, 1], False), ([0, 2], True)):
-        script.hear("waiting", 0, 10, what="it", since_s=5.0, peers=True, quiet=False, members=members)
+        script.handle("waiting", 0, 10, what="it", since_s=5.0, peers=True, quiet=False, members=members)
         script.tick(20.0)
         assert bool(script.take("verdict")) == missed
 
@@ -211,7 +211,7 @@ def test_a_rank_that_has_left_is_missed_only_where_it_belongs():
 def test_a_rank_that_has_just_left_is_not_missed_yet():
     script = Script()
     wait(script, 0, 10.0)
-    script.hear("left", 2, 20.0)
+    script.handle("left", 2, 20.0)
     script.tick(20.0 + job_state.LEFT_S - 0.01)
     assert not script.messages
     script.tick(20.0 + job_state.LEFT_S)
@@ -221,25 +221,25 @@ def test_a_rank_that_has_just_left_is_not_missed_yet():
 def test_a_rank_that_has_left_has_called_what_others_wait_in_for_bytes_only():
     script = Script()
     wait(script, 0, 10.0, peers=False)
-    script.hear("left", 2, 10.0)
+    script.handle("left", 2, 10.0)
     script.tick(100.0)
     assert not script.take("verdict")
 
 
 def wait(script, rank, now, peers=True, quiet=False):
-    script.hear("waiting", rank, now, what="barrier() #5", since_s=1.0, peers=peers, quiet=quiet)
+    script.handle("waiting", rank, now, what="barrier() #5", since_s=1.0, peers=peers, quiet=quiet)
 
 
 def look(script, states, now):
     request = next(message for _, message in script.messages if message["kind"] == "look")
     script.messages = []
-    script.hear("looked", None, now, look=request["look"], states={str(rank): text for rank, text in states.items()})
+    script.handle("looked", None, now, look=request["look"], states={str(rank): text for rank, text in states.items()})
 
 
 def test_a_stall_is_told_once_then_again_after_four_times_as_long_and_so_is_its_end():
     script = Script(warn_s=10)
-    script.hear("waiting", 1, 1.0, what="barrier() #5", since_s=1.0, peers=True, quiet=False)
-    script.hear("waiting", 2, 1.0, what="barrier() #5", since_s=1.0, peers=True, quiet=False)
+    script.handle("waiting", 1, 1.0, what="barrier() #5", since_s=1.0, peers=True, quiet=False)
+    script.handle("waiting", 2, 1.0, what="barrier() #5", since_s=1.0, peers=True, quiet=False)
     script.tick(9.9)
     assert not script.messages
     script.tick(10.0)
@@ -253,8 +253,8 @@ def test_a_stall_is_told_once_then_again_after_four_times_as_long_and_so_is_its_
     script.tick(40.1)
     look(script, {0: "stopped"}, 40.2)
     assert "not heard from" in script.take("say")[0][1]["text"]
-    script.hear("going", 2, 50.0)
-    script.hear("going", 1, 50.0)
+    script.handle("going", 2, 50.0)
+    script.handle("going", 1, 50.0)
     assert script.take("say") == [(1, {"kind": "say", "text": "rank 1 waits no more in barrier() #5, after 50 s"})]
 
 
@@ -262,7 +262,7 @@ def test_one_look_at_a_time():
     script = Script(warn_s=10)
     wait(script, 1, 1.0)
     script.tick(10.0)
-    script.hear("waiting", 2, 10.3, what="barrier() #5", since_s=10.2, peers=True, quiet=False)
+    script.handle("waiting", 2, 10.3, what="barrier() #5", since_s=10.2, peers=True, quiet=False)
     assert len(script.take("look")) == 1
 
 
@@ -270,7 +270,7 @@ def test_a_stall_that_is_over_before_the_watchers_have_answered_is_not_told():
     script = Script(warn_s=10)
     wait(script, 1, 1.0)
     script.tick(10.0)
-    script.hear("going", 1, 10.1)
+    script.handle("going", 1, 10.1)
     look(script, {}, 10.2)
     assert not script.messages
 
@@ -282,7 +282,7 @@ def test_the_end_of_a_stall_is_not_told_after_a_verdict():
     look(script, {}, 10.1)
     fail(script, 2, 11.0)
     script.messages = []
-    script.hear("going", 1, 11.1)
+    script.handle("going", 1, 11.1)
     assert not script.messages
 
 
@@ -291,12 +291,12 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_look():
     wait(script, 1, 1.0)
     script.tick(10.0)
     script.tick(10.0 + stalls.LOOK_S)
-    script.hear("limit", 1, 12.0, what="barrier() #5", limit_s=12.0)
+    script.handle("limit", 1, 12.0, what="barrier() #5", limit_s=12.0)
     first, second = [message["look"] for _, message in script.take("look")]
-    script.hear("looked", None, 12.1, look=first, states={"0": "old"})
-    script.hear("looked", None, 12.1, look=second, states={"1": "new"})
+    script.handle("looked", None, 12.1, look=first, states={"0": "old"})
+    script.handle("looked", None, 12.1, look=second, states={"1": "new"})
     assert not script.messages
-    script.hear("looked", None, 12.2, look=second, states={"0": "newer"})
+    script.handle("looked", None, 12.2, look=second, states={"0": "newer"})
     assert "newer" in script.take("verdict")[0][1]["text"]
 
 
@@ -304,14 +304,14 @@ def test_a_time_limit_comes_before_a_warning():
     script = Script(nodes=2, warn_s=10)
     wait(script, 1, 1.0)
     script.tick(10.0)
-    script.hear("limit", 1, 10.1, what="barrier() #5", limit_s=10.0)
+    script.handle("limit", 1, 10.1, what="barrier() #5", limit_s=10.0)
     script.tick(10.1 + stalls.LOOK_S)
     assert script.take("verdict")[0][1]["timeout"]
 
 
 def test_a_failure_comes_before_a_time_limit_that_is_looked_into():
     script = Script(nodes=2)
-    script.hear("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
+    script.handle("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
     fail(script, 1, 5.1)
     script.tick(5.0 + stalls.LOOK_S)
     assert [message["rank"] for _, message in script.take("verdict")] == [1]
@@ -319,12 +319,12 @@ def test_a_failure_comes_before_a_time_limit_that_is_looked_into():
 
 def test_a_time_limit_is_put_off_while_a_rank_is_busy_and_for_a_moment_after():
     script = Script()
-    script.hear("busy", 0, 1.0, is_so=True)
-    script.hear("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
-    script.hear("busy", 0, 9.0, is_so=False)
-    script.hear("limit", 2, 8.9 + stalls.AFTER_S, what="barrier() #5", limit_s=5.0)
+    script.handle("busy", 0, 1.0, is_so=True)
+    script.handle("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
+    script.handle("busy", 0, 9.0, is_so=False)
+    script.handle("limit", 2, 8.9 + stalls.AFTER_S, what="barrier() #5", limit_s=5.0)
     assert script.take("wait on") == [(2, {"kind": "wait on", "again_s": 5.0})] * 2
-    script.hear("limit", 2, 9.1 + stalls.AFTER_S, what="barrier() #5", limit_s=5.0)
+    script.handle("limit", 2, 9.1 + stalls.AFTER_S, what="barrier() #5", limit_s=5.0)
     assert len(script.take("look")) == 1
 
 
@@ -334,7 +334,7 @@ def test_a_wait_that_is_meant_to_be_long_is_not_told_after_that_of_another_rank(
     wait(script, 2, 1.0)
     script.tick(10.0)
     look(script, {}, 10.1)
-    script.hear("going", 2, 11.0)
+    script.handle("going", 2, 11.0)
     script.messages = []
     script.tick(1000.0)
     assert not script.messages
@@ -342,20 +342,20 @@ def test_a_wait_that_is_meant_to_be_long_is_not_told_after_that_of_another_rank(
 
 def test_a_wait_that_is_meant_to_be_long_is_not_told():
     script = Script(warn_s=10)
-    script.hear("waiting", 1, 1.0, what="barrier() #5", since_s=1.0, peers=True, quiet=True)
+    script.handle("waiting", 1, 1.0, what="barrier() #5", since_s=1.0, peers=True, quiet=True)
     script.tick(1000.0)
     assert not script.messages
 
 
 def test_a_time_limit_is_everybodys_verdict_with_the_same_table():
     script = Script(nodes=2)
-    script.hear("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
-    script.hear("limit", 0, 5.0, what="barrier() #5", limit_s=5.0)
+    script.handle("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
+    script.handle("limit", 0, 5.0, what="barrier() #5", limit_s=5.0)
     looks = [message["look"] for _, message in script.take("look")]
     assert len(looks) == 1
-    script.hear("looked", None, 5.1, look=looks[0], states={"0": "a", "1": "b"})
+    script.handle("looked", None, 5.1, look=looks[0], states={"0": "a", "1": "b"})
     assert not script.messages
-    script.hear("looked", None, 5.2, look=looks[0], states={"2": "c"})
+    script.handle("looked", None, 5.2, look=looks[0], states={"2": "c"})
     [(to, verdict)] = script.take("verdict")
     assert to is None
     assert verdict["timeout"]
@@ -369,7 +369,7 @@ def test_a_time_limit_is_everybodys_verdict_with_the_same_table():
 def test_the_table_of_a_large_job_is_short(state):
     size = 2000
     script = Script(size)
-    script.hear("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
+    script.handle("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
     kinds = 3 if "since" in state else size
     look(script, {rank: state.format(rank % kinds) for rank in range(size)} | {1234: "stopped"}, 5.1)
     message = script.take("verdict")[0][1]
@@ -381,7 +381,7 @@ def test_the_table_of_a_large_job_is_short(state):
 
 def test_a_node_that_does_not_answer_is_not_waited_for():
     script = Script(nodes=2)
-    script.hear("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
+    script.handle("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
     script.take("look")
     script.tick(5.0 + stalls.LOOK_S)
     assert "not heard from" in script.take("verdict")[0][1]["text"]
@@ -392,7 +392,7 @@ def test_who_joins_late_hears_the_verdict():
     fail(script)
     script.tick(job_state.SAME_S)
     script.messages = []
-    script.hear("joined", 7, host="host7")
+    script.handle("joined", 7, host="host7")
     assert [rank for rank, message in script.messages if message["kind"] == "verdict"] == [7]
 
 
@@ -576,15 +576,15 @@ def test_own_address_is_one_of_this_host():
 
 def test_the_launcher_ends_other_nodes_ranks_before_the_first_death_is_heard_of():
     script = Script(nodes=2)
-    script.hear("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
-    script.hear("died", 2, 1.01, how="ended with exit code 0", code=1, ago_s=0.0)
+    script.handle("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
+    script.handle("died", 2, 1.01, how="ended with exit code 0", code=1, ago_s=0.0)
     assert script.job.verdict["rank"] == 2
     script.tick(1.1 + job_state.FAR_S)
     assert [message["rank"] for _, message in script.take("speak")] == [2]
     script = Script(nodes=2)
-    script.hear("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
-    script.hear("died", 1, 1.01, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.02)
-    script.hear("died", 2, 1.02, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
+    script.handle("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
+    script.handle("died", 1, 1.01, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.02)
+    script.handle("died", 2, 1.02, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
     script.tick(1.0 + job_state.DEATH_S)
     assert [message["rank"] for _, message in script.take("speak")] == [1]
 
@@ -595,7 +595,7 @@ def test_an_abort_on_one_host_and_a_kill_on_another_are_both_told(heard):
     hows = {0: ("ended with exit code 14", 14), 2: ("was killed by signal 9 (SIGKILL)", 137)}
     script = Script(nodes=2)
     for number, rank in enumerate(heard):
-        script.hear("died", rank, 1.0 + 0.03 * number, how=hows[rank][0], code=hows[rank][1], ago_s=0.0)
+        script.handle("died", rank, 1.0 + 0.03 * number, how=hows[rank][0], code=hows[rank][1], ago_s=0.0)
     script.tick(1.1 + job_state.FAR_S)
     [(_, message)] = script.take("speak")
     both = "rank 0 on host0 ended with exit code 14, and at about the same time rank 2 on host2 was killed by signal 9"
@@ -604,9 +604,9 @@ def test_an_abort_on_one_host_and_a_kill_on_another_are_both_told(heard):
 
 def test_a_rank_that_aborts_on_one_of_several_nodes_is_told_of_after_a_moment():
     script = Script(nodes=2)
-    script.hear("died", 1, 1.0, how="ended with exit code 3", code=3, ago_s=0.0)
+    script.handle("died", 1, 1.0, how="ended with exit code 3", code=3, ago_s=0.0)
     assert not script.take("speak")
-    script.hear("died", 0, 1.1, how="was killed by signal 15 (SIGTERM)", code=143, ago_s=0.0)
+    script.handle("died", 0, 1.1, how="was killed by signal 15 (SIGTERM)", code=143, ago_s=0.0)
     script.tick(1.0 + job_state.FAR_S)
     [(_, message)] = script.take("speak")
     assert message["text"] == "rank 1 on host1 ended with exit code 3"
@@ -614,7 +614,7 @@ def test_a_rank_that_aborts_on_one_of_several_nodes_is_told_of_after_a_moment():
 
 def test_a_failure_that_follows_from_a_death_is_not_taken_for_the_first():
     script = Script()
-    script.hear("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
+    script.handle("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
     fail(script, 1, 1.01)
     assert script.job.verdict["rank"] == 0
 
@@ -667,15 +667,15 @@ def test_a_verdict_is_raised_where_the_program_is_and_once(rank_and_watcher):
     assert rank.verdict.rank == 1
 
 
-@pytest.mark.parametrize("flag", ["waits", "hushed"])
+@pytest.mark.parametrize("flag", ["waits", "is_exiting"])
 def test_a_verdict_is_not_raised_in_a_wait_nor_at_the_end(rank_and_watcher, flag):
     rank, watcher = rank_and_watcher
     setattr(rank, flag, True)
     send(watcher, VERDICT)
-    assert rank.is_anothers()
+    assert rank.failed_elsewhere()
 
 
-@pytest.mark.parametrize("where", ["_tell", "_over"])
+@pytest.mark.parametrize("where", ["_report", "_is_done"])
 def test_a_watcher_that_gets_no_core_for_a_while_tells_of_a_death_all_the_same(where, monkeypatch):
     of_job = {"size": 1, "nodes": 1, "warn_s": 30.0, "spares": [], "launcher": True}
     watcher = Watcher({"token": "", "ranks": 1, "chief": True, "address": "", **of_job})
@@ -685,23 +685,23 @@ def test_a_watcher_that_gets_no_core_for_a_while_tells_of_a_death_all_the_same(w
     rank = types.SimpleNamespace(number=0, pid=launcher.pid, launcher=[launcher.pid], dead="", left=False, gone=False)
     rank.send = lambda message: None
     watcher._ranks[0] = rank
-    watcher._tell({"event": "joined", "rank": 0, "host": "h"})
+    watcher._report({"event": "joined", "rank": 0, "host": "h"})
 
-    def bury():
+    def die():
         watcher._selector.unregister(ours)
         rank.dead, rank.gone = "was killed", True
-        watcher._open_outlet()
-        watcher._tell({"event": "died", "rank": 0, "how": "was killed", "code": 137, "ago_s": 0.0})
+        watcher._open_stderr()
+        watcher._report({"event": "died", "rank": 0, "how": "was killed", "code": 137, "ago_s": 0.0})
 
     undisturbed = getattr(watcher, where)
 
     def late(*given):
         found = undisturbed(*given)
-        time.sleep((process.STAY_S + 0.1) * bool(rank.dead))
+        time.sleep((process.AFTER_DEATH_S + 0.1) * bool(rank.dead))
         return found
 
     monkeypatch.setattr(watcher, where, late)
-    watcher._selector.register(ours, 1, bury)
+    watcher._selector.register(ours, 1, die)
     theirs.send(b".")
     watcher.run()
     launcher.kill()
@@ -713,15 +713,15 @@ def test_a_watcher_that_gets_no_core_for_a_while_tells_of_a_death_all_the_same(w
         opened.close()
 
 
-@pytest.mark.parametrize("hushed", [False, True])
-def test_a_watcher_that_is_gone_is_told_of_once_unless_the_program_is_at_its_end(rank_and_watcher, hushed, capfd):
+@pytest.mark.parametrize("is_exiting", [False, True])
+def test_a_watcher_that_is_gone_is_told_of_once_unless_the_program_is_at_its_end(rank_and_watcher, is_exiting, capfd):
     rank, watcher = rank_and_watcher
-    rank.hushed = hushed
+    rank.is_exiting = is_exiting
     watcher.close()
     time.sleep(0.05)
     rank.read()
     rank.tell("going")
-    assert capfd.readouterr().err.count("the watcher process on here is gone") == (not hushed)
+    assert capfd.readouterr().err.count("the watcher process on here is gone") == (not is_exiting)
 
 
 def test_a_fork_says_nothing_and_hears_nothing(rank_and_watcher):
@@ -738,8 +738,8 @@ def test_a_fork_says_nothing_and_hears_nothing(rank_and_watcher):
 def test_a_rank_that_is_killed_while_the_others_unwind_is_told_of_with_what_it_had_to_say():
     script = Script()
     fail(script, 1)
-    script.hear("died", 2, 0.3, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
-    script.hear("died", 1, 0.4, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
+    script.handle("died", 2, 0.3, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
+    script.handle("died", 1, 0.4, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
     peer, culprit = (message["text"] for _, message in script.take("speak"))
     assert peer == "rank 2 on host2 was killed by signal 9 (SIGKILL) while the job was ending"
     assert culprit.startswith(
@@ -751,7 +751,7 @@ def test_a_rank_that_is_killed_while_the_others_unwind_is_told_of_with_what_it_h
 def test_whose_death_it_was_is_not_claimed_before_all_have_joined():
     script = Script(size=2)
     script.job._size = 3
-    script.hear("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
+    script.handle("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
     script.tick(2.0)
     assert "not all ranks had returned from allred.init()" in script.take("speak")[0][1]["text"]
 
@@ -761,9 +761,9 @@ def test_whose_death_it_was_is_not_claimed_before_all_have_joined():
 
 def test_a_rank_is_named_with_what_it_said_last():
     script = Script()
-    script.hear("known_as", 1, text="parameter server 1; last checkpoint a")
-    script.hear("known_as", 1, text="parameter server 1; last checkpoint b")
-    script.hear("died", 1, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
+    script.handle("known_as", 1, text="parameter server 1; last checkpoint a")
+    script.handle("known_as", 1, text="parameter server 1; last checkpoint b")
+    script.handle("died", 1, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
     script.tick(1.0 + job_state.DEATH_S)
     [(_, message)] = script.take("speak")
     name = "rank 1 (parameter server 1; last checkpoint b) on host1"
@@ -784,8 +784,8 @@ def test_the_table_has_the_role_of_a_rank_that_has_a_line_of_its_own():
 
 def test_the_table_of_a_job_shows_roles_only():
     script = Script(size=2)
-    script.hear("known_as", 0, text="parameter server 0; last checkpoint ckpt/step-00000400")
-    script.hear("limit", 1, 5.0, what="barrier() #5", limit_s=5.0)
+    script.handle("known_as", 0, text="parameter server 0; last checkpoint ckpt/step-00000400")
+    script.handle("limit", 1, 5.0, what="barrier() #5", limit_s=5.0)
     look(script, {0: "stopped", 1: "waits"}, 5.1)
     text = script.take("verdict")[0][1]["text"]
     assert re.search(r"^  rank 0 \(parameter server 0\) host0 +stopped$", text, re.M)
@@ -807,13 +807,13 @@ def spare_script(nodes=1, spares=(1, 2, 3)):
     script = Script(4, nodes)
     script.job = JobState(4, nodes, 30.0, spares)
     for rank in range(4):
-        script.hear("joined", rank, host=f"host{rank}")
-        script.hear("known_as", rank, text=f"worker {rank - 1}" if rank else "parameter server 0")
+        script.handle("joined", rank, host=f"host{rank}")
+        script.handle("known_as", rank, text=f"worker {rank - 1}" if rank else "parameter server 0")
     return script
 
 
 def die(script, rank, now, code=137, how="was killed by signal 9 (SIGKILL)"):
-    script.hear("died", rank, now, how=how, code=code, ago_s=0.0)
+    script.handle("died", rank, now, how=how, code=code, ago_s=0.0)
 
 
 def kinds(script):
@@ -839,7 +839,7 @@ def test_a_spare_rank_that_fails_lingers_and_the_others_go_on():
 
 def test_it_is_said_by_a_rank_that_goes_on():
     script = spare_script()
-    script.hear("left", 0)
+    script.handle("left", 0)
     fail(script, 1)
     script.messages = []
     script.tick(job_state.SAME_S)
@@ -850,15 +850,15 @@ def test_when_all_others_have_ended_well_the_spare_rank_that_failed_ends_the_job
     script = spare_script()
     fail(script, 2)
     for rank in (0, 1):
-        script.hear("left", rank, 100.0)
+        script.handle("left", rank, 100.0)
     script.tick(200.0)
     assert script.job.verdict is None
     script.messages = []
-    script.hear("left", 3, 300.0)
+    script.handle("left", 3, 300.0)
     assert [(to, m["kind"]) for to, m in script.messages] == [(None, "verdict")]
     assert [script.job.verdict[key] for key in ("rank", "code", "traceback")] == [2, 3, "Traceback ..."]
     script.messages = []
-    script.hear("unwound", 2, 300.1)
+    script.handle("unwound", 2, 300.1)
     script.tick(300.1 + release.PRINT_S)
     assert kinds(script) == [(2, "release")]
     die(script, 2, 300.5, 3, "ended with exit code 3")
@@ -871,12 +871,12 @@ def test_of_several_the_first_that_failed_is_the_last_to_speak():
     fail(script, 3)
     fail(script, 2, 5.0, code=4)
     for rank in (0, 1):
-        script.hear("left", rank, 100.0)
+        script.handle("left", rank, 100.0)
     script.messages = []
-    script.hear("unwound", 3, 100.1)
+    script.handle("unwound", 3, 100.1)
     script.tick(100.1 + release.PRINT_S)
     assert kinds(script) == []  # rank 2 shows its traceback first
-    script.hear("unwound", 2, 100.2)
+    script.handle("unwound", 2, 100.2)
     script.tick(100.2 + release.PRINT_S)
     assert kinds(script) == [(3, "release")]
     assert script.job.verdict["code"] == 3
@@ -905,7 +905,7 @@ def test_all_spare_ranks_that_fail_at_once_are_not_said_to_be_survived():
 def test_a_worker_that_has_ended_well_has_not_failed():
     """The servers may then end well too, with what it has trained."""
     script = spare_script()
-    script.hear("left", 1)
+    script.handle("left", 1)
     fail(script, 2)
     fail(script, 3)
     assert script.job.verdict is None
@@ -917,9 +917,9 @@ def test_a_rank_that_is_not_spare_is_the_verdict_and_those_that_linger_unwind_fi
     script.messages = []
     fail(script, 0, 500.0, code=5)
     for rank in (1, 3):
-        script.hear("unwound", rank, 500.1)
+        script.handle("unwound", rank, 500.1)
     assert "release" not in [kind for _, kind in kinds(script)]
-    script.hear("unwound", 2, 500.3)
+    script.handle("unwound", 2, 500.3)
     script.tick(500.3 + release.PRINT_S)
     assert (0, "release") in kinds(script)
     assert script.job.verdict["code"] == 5
@@ -1023,10 +1023,10 @@ def test_after_a_death_one_that_ended_well_ends_the_job_with_its_code():
     die(script, 2, 1.0)
     script.tick(2.0)
     for rank in (0, 1, 3):
-        script.hear("left", rank, 100.0)
+        script.handle("left", rank, 100.0)
     assert script.job.verdict["code"] == 137
     script.messages = []
-    script.hear("unwound", 3, 100.1)  # as all do that linger
+    script.handle("unwound", 3, 100.1)  # as all do that linger
     script.tick(100.1 + release.PRINT_S)
     assert kinds(script) == [(3, "release")]
 
@@ -1035,7 +1035,7 @@ def test_if_nobody_can_end_the_job_the_watchers_do():
     """All but one that died are in MPI_Finalize."""
     script = spare_script()
     for rank in (0, 1, 3):
-        script.hear("left", rank, 1.0)
+        script.handle("left", rank, 1.0)
     die(script, 2, 2.0)
     script.tick(2.0 + job_state.FAR_S)
     script.messages = []
@@ -1056,7 +1056,7 @@ def test_one_that_is_killed_while_it_lingers_is_told_of_with_what_it_had_to_say(
         "failed with exit code 3: ValueError: boom\nTraceback ..."
     )
     for rank in (0, 1, 3):
-        script.hear("left", rank, 100.0)
+        script.handle("left", rank, 100.0)
     assert script.job.verdict["code"] == 3
 
 
@@ -1065,14 +1065,14 @@ def test_a_spare_rank_that_others_wait_for_in_a_collective():
     fail(script, 2, 0.0)
     wait(script, 0, 10.0)
     wait(script, 1, 10.0)
-    script.hear("left", 3, 10.0)
+    script.handle("left", 3, 10.0)
     script.tick(12.0)
     text = script.take("verdict")[0][1]["text"]
     words = "has failed, and will never call barrier() #5, in which rank 0 waits"
     assert text == f"rank 2 (worker 1) on host2 {words}"
     assert script.job.verdict["code"] == 3
     for rank in (0, 1, 2):
-        script.hear("unwound", rank, 12.1)
+        script.handle("unwound", rank, 12.1)
     script.tick(12.1 + release.PRINT_S)
     assert (2, "release") in kinds(script)
 
@@ -1081,7 +1081,7 @@ def test_who_joins_late_hears_who_is_gone():
     script = spare_script()
     fail(script, 2)
     script.messages = []
-    script.hear("joined", 3, host="host3")
+    script.handle("joined", 3, host="host3")
     assert kinds(script) == [(3, "gone")]
 
 
@@ -1091,7 +1091,7 @@ def test_with_a_watcher_lost_no_rank_is_spare(before):
     script = spare_script(nodes=2)
     if before:
         fail(script, 2, 1.0)
-    script.hear("unwatched", 3, 5.0)
+    script.handle("unwatched", 3, 5.0)
     if not before:
         fail(script, 2, 6.0)
     assert script.job.verdict["rank"] == 2
@@ -1101,8 +1101,8 @@ def test_with_a_watcher_lost_no_rank_is_spare(before):
 def test_a_watcher_whose_ranks_have_ended_may_go():
     script = spare_script(nodes=2)
     fail(script, 2, 1.0)
-    script.hear("left", 3, 2.0)
-    script.hear("unwatched", 3, 5.0)
+    script.handle("left", 3, 2.0)
+    script.handle("unwatched", 3, 5.0)
     assert script.job.verdict is None
 
 
@@ -1113,8 +1113,8 @@ def test_a_watcher_that_goes_on_alone_makes_a_loss_the_verdict():
     alone.tick(5.0)
     [(to, verdict)] = alone.take("verdict")
     assert (to, verdict["text"]) == (None, "rank 3 on host3 was killed by signal 9 (SIGKILL)")
-    alone.hear("unwound", 1, 5.1)
-    alone.hear("unwound", 0, 5.2)
+    alone.handle("unwound", 1, 5.1)
+    alone.handle("unwound", 0, 5.2)
     alone.tick(5.2 + release.PRINT_S)
     assert alone.take("release") == [(0, {"kind": "release"})]
 
