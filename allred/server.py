@@ -146,7 +146,7 @@ class Server:
         finally:
             for name in joined.environment:  # not for child processes
                 os.environ.pop(name, None)
-        joined.up()
+        joined.report_mpi_started()
 
 
 def _mpi() -> tuple[str, str]:

@@ -51,7 +51,7 @@ class Joined:
         if self.listener is not None:
             self.listener.close()
 
-    def up(self) -> None:
+    def report_mpi_started(self) -> None:
         """Report that MPI has started."""
         with contextlib.suppress(OSError):  # the process has ended; the watchers do not need it
             os.write(self.life, b"up\n")
@@ -99,7 +99,7 @@ class _Waiting:
         self._say_at = self._begun + TELL_S
         self._notice = ""
 
-    def patience(self) -> float:
+    def seconds_to_wait(self) -> float:
         """Return the seconds until the next message. Raises CollectiveTimeout at the limit."""
         now = time.monotonic()
         waited = now - self._begun
@@ -186,10 +186,10 @@ def _wait(connector: Connector, where: list[SocketAddress], hello: dict[str, Any
     except _NotYetError as error:
         waiting.for_whom = str(error)
     if life is None:
-        time.sleep(min(_AGAIN_S, waiting.patience()))
+        time.sleep(min(_AGAIN_S, waiting.seconds_to_wait()))
         return None
     try:
-        while (messages := _next(life, waiting.patience())) is not None:
+        while (messages := _next(life, waiting.seconds_to_wait())) is not None:
             for message in messages:
                 if "refused" in message:
                     raise ConfigError(str(message["refused"]))
@@ -206,9 +206,9 @@ def _wait(connector: Connector, where: list[SocketAddress], hello: dict[str, Any
     return None
 
 
-def _next(life: Channel, patience_s: float) -> list[dict[str, Any]] | None:
-    """Return the messages of the next `patience_s` seconds; None at the end of the connection."""
-    life.connection.settimeout(patience_s)
+def _next(life: Channel, limit_s: float) -> list[dict[str, Any]] | None:
+    """Return the messages that arrive within `limit_s` seconds; None at the end of the connection."""
+    life.connection.settimeout(limit_s)
     try:
         return life.receive()
     except TimeoutError:

@@ -20,7 +20,7 @@ from allred.channel import Channel, Listener, dispatch
 from allred.detached import serve
 from allred.launch.rendezvous_state import PURPOSE, Message, RendezvousState
 
-DEATH_S = 0.5  # for the others to fail by themselves of the same error
+DEATH_S = 0.5  # so that the others can fail with the same error before
 _TICK_S = 0.1
 
 
@@ -34,22 +34,22 @@ class RendezvousServer:
         self._selector = selectors.DefaultSelector()
         self._tasks: dict[str, Channel] = {}
         self._pmi: Pmi | None = None
-        self._speakers: dict[int, Channel] = {}  # PMI-1 connections, by rank
+        self._pmi_channels: dict[int, Channel] = {}  # PMI-1 connections, by rank
         self._later: list[tuple[float, list[str], str]] = []  # (time, tasks, message)
-        self._over_at = float("inf")
+        self._end_at = float("inf")
         self._first_task = os.pidfd_open(settings["pid"])
-        self._selector.register(self._first_task, selectors.EVENT_READ, self._lose_first)
+        self._selector.register(self._first_task, selectors.EVENT_READ, self._on_first_task_end)
         listening = socket.socket(fileno=settings["listener"])
-        self._listener = Listener(self._selector, listening, PURPOSE, self._secret, self._take, self._refusal)
+        self._listener = Listener(self._selector, listening, PURPOSE, self._secret, self._accept, self._refusal)
 
     def run(self) -> None:
         """Run until all tasks have disconnected."""
-        while self._tasks or time.monotonic() < self._over_at:
+        while self._tasks or time.monotonic() < self._end_at:
             dispatch(self._selector, _TICK_S)
             self._listener.close_expired()
             now = time.monotonic()
             for _, names, text in [each for each in self._later if now >= each[0]]:
-                self._say(names, text)
+                self._send_text(names, text)
             self._later = [each for each in self._later if now < each[0]]
 
     def _watch(self, channel: Channel, hear: Callable[[], object], lost: Callable[[], None]) -> None:
@@ -67,7 +67,7 @@ class RendezvousServer:
             self._selector.unregister(channel.connection)
         channel.connection.close()
 
-    def _say(self, names: list[str], text: str) -> None:
+    def _send_text(self, names: list[str], text: str) -> None:
         for name in names:
             if name in self._tasks:
                 self._tasks[name].send_line(text)
@@ -83,93 +83,93 @@ class RendezvousServer:
         self._notice(f"a task at {host} was refused: it {text}")
         return f"this task {text}"
 
-    def _take(self, channel: Channel, messages: list[Message]) -> None:
+    def _accept(self, channel: Channel, messages: list[Message]) -> None:
         """Handle the new channel of a task, or of its MPI."""
         hello = messages[0]
         if "rank" in hello:
-            return self._take_speaker(channel, hello)
-        if late := self._state.late(hello):
+            return self._accept_pmi(channel, hello)
+        if late := self._state.wait_of_restarted(hello):
             self._watch(channel, channel.receive, lambda: None)  # until this process ends
             return channel.send({"missing": [late]})
-        refusal = self._state.come(hello)
+        refusal = self._state.connect(hello)
         if refusal:
             self._notice(refusal)
             channel.send({"refused": refusal})
             return channel.connection.close()
         name = hello["task"]
-        self._watch(channel, lambda: self._hear_task(name), lambda: self._lose(name))
+        self._watch(channel, lambda: self._receive_from_task(name), lambda: self._on_task_end(name))
         self._tasks[name] = channel
-        if self._state.began:
+        if self._state.all_connected:
             self._pmi = Pmi(self._state.nodes())
             self._send_to_all({"go": True})
         else:
-            self._tell_missing()
+            self._send_missing()
 
     # Tasks.
 
     def _notice(self, text: str) -> None:
         """Send a notice to the waiting tasks."""
-        if not self._state.began:
+        if not self._state.all_connected:
             self._send_to_all({"notice": text})
 
-    def _tell_missing(self) -> None:
+    def _send_missing(self) -> None:
         self._send_to_all({"missing": self._state.missing()})
 
     def _send_to_all(self, message: Message) -> None:
         for channel in self._tasks.values():
             channel.send(message)
 
-    def _hear_task(self, name: str) -> None:
+    def _receive_from_task(self, name: str) -> None:
         for word in self._tasks[name].receive_lines():
-            {"up": self._state.up, "left": self._state.left}[word](name)
+            {"up": self._state.mpi_started, "left": self._state.finished}[word](name)
         self._end()
 
-    def _lose(self, name: str) -> None:
+    def _on_task_end(self, name: str) -> None:
         del self._tasks[name]
-        started = self._state.began
+        started = self._state.all_connected
         if started:
-            self._over_at = time.monotonic()
-        names, text = self._state.go(name)
+            self._end_at = time.monotonic()
+        names, text = self._state.disconnect(name)
         if started:
             self._later.append((time.monotonic() + DEATH_S, names, text))
             self._end()
         elif name == self._first:
-            self._lose_first()
+            self._on_first_task_end()
         else:
-            self._tell_missing()
+            self._send_missing()
 
-    def _lose_first(self) -> None:
+    def _on_first_task_end(self) -> None:
         """The first task has ended. Unless all had connected, the others try to connect to its address again."""
         with contextlib.suppress(KeyError):
             self._selector.unregister(self._first_task)
-        if not self._state.began:
+        if not self._state.all_connected:
             for channel in self._tasks.values():
                 self._close(channel)
             self._tasks.clear()
-            self._over_at = time.monotonic()
+            self._end_at = time.monotonic()
 
     def _end(self) -> None:
-        self._say(self._state.end(), "")
+        self._send_text(self._state.waiting_in_vain(), "")
 
     # MPI.
 
-    def _take_speaker(self, channel: Channel, hello: Message) -> None:
+    def _accept_pmi(self, channel: Channel, hello: Message) -> None:
         rank = int(hello["rank"])
-        if self._pmi is None or rank in self._speakers:
+        if self._pmi is None or rank in self._pmi_channels:
             return channel.connection.close()
-        self._watch(channel, lambda: self._hear_mpi(rank), lambda: self._lose_speaker(rank))
-        self._speakers[rank] = channel
+        self._watch(channel, lambda: self._receive_pmi(rank), lambda: self._on_pmi_end(rank))
+        self._pmi_channels[rank] = channel
         channel.send({"speak": True})
 
-    def _lose_speaker(self, rank: int) -> None:
-        self._speakers.pop(rank, None)
+    def _on_pmi_end(self, rank: int) -> None:
+        self._pmi_channels.pop(rank, None)
 
-    def _hear_mpi(self, rank: int) -> None:
+    def _receive_pmi(self, rank: int) -> None:
         assert self._pmi is not None
-        for line in self._speakers[rank].receive_lines():
-            for other, answer in self._pmi.hear(rank, line):
-                if other in self._speakers:
-                    self._speakers[other].send_line(answer)
+        for line in self._pmi_channels[rank].receive_lines():
+            for other, answer in self._pmi.handle(rank, line):
+                if other in self._pmi_channels:
+                    self._pmi_channels[other].send_line(answer)
 
 
 def _prepare(settings: Message) -> tuple[Message, Callable[[], None]]:
@@ -226,7 +226,7 @@ class Pmi:
         self._values = {"PMI_process_mapping": mapping(nodes)}
         self._in_barrier: set[int] = set()
 
-    def hear(self, rank: int, line: str) -> list[tuple[int, str]]:
+    def handle(self, rank: int, line: str) -> list[tuple[int, str]]:
         """Handle a line of a rank. Return the answers: (rank, line). Raises ValueError if it is not PMI-1."""
         words = dict(word.partition("=")[::2] for word in line.split())
         command = words.get("cmd", "")

@@ -2,7 +2,7 @@
 
 The hello of a task has `task`, its name; `addresses` of all tasks by name; `mpi`, name and version; `node`, `host`,
 `pid`, `user` (a number); or `problem`, if it cannot take part. The reason of a refusal is sent to the refused task and
-to the waiting tasks, because these may be wrong. The job goes on, because the user may start the right task.
+to the waiting tasks, because these may be wrong. The job continues, because the user may start the right task.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from typing import Any
 
 Message = dict[str, Any]
 
-PURPOSE = "meeting"  # of the channels to this process (allred.channel)
+PURPOSE = "rendezvous"  # of the channels to this process (allred.channel)
 
 
 @dataclasses.dataclass
@@ -20,8 +20,8 @@ class _Task:
     node: str
     mpi: str
     user: int
-    is_there: bool = True
-    is_up: bool = False  # MPI has started, and the watchers run
+    is_connected: bool = True
+    mpi_is_up: bool = False  # MPI has started, and the watchers run
     ended: str = ""  # "left" after success, "gone" after a failure
 
 
@@ -31,12 +31,12 @@ class RendezvousState:
     def __init__(self, addresses: dict[str, str]) -> None:
         self._addresses, self._names = addresses, list(addresses)
         self._tasks: dict[str, _Task] = {}
-        self.began = False  # whether all have connected
-        self._told_end = False
+        self.all_connected = False
+        self._end_reported = False
 
     # Until all tasks have connected.
 
-    def come(self, hello: Message) -> str:
+    def connect(self, hello: Message) -> str:
         """Handle a hello. Return why it is refused; "" if it is accepted."""
         name = str(hello.get("task"))
         who = f"{name} (pid {hello.get('pid')} on {hello.get('host')})"
@@ -60,13 +60,13 @@ class RendezvousState:
                     "memory, so start them as the same user"
                 )
         self._tasks[name] = task
-        self.began = len(self._tasks) == len(self._names)
+        self.all_connected = len(self._tasks) == len(self._names)
         return ""
 
-    def late(self, hello: Message) -> str:
+    def wait_of_restarted(self, hello: Message) -> str:
         """Return what a restarted task of a running job has to wait for; "" for other tasks."""
-        task = self._tasks.get(str(hello.get("task"))) if self.began else None
-        if task is None or task.is_there or hello.get("problem") or hello.get("addresses") != self._addresses:
+        task = self._tasks.get(str(hello.get("task"))) if self.all_connected else None
+        if task is None or task.is_connected or hello.get("problem") or hello.get("addresses") != self._addresses:
             return ""
         first, address = next(iter(self._addresses.items()))
         return f"the end of the job at {first} ({address}), in which pid {task.pid} on {task.host} was {hello['task']}"
@@ -96,31 +96,31 @@ class RendezvousState:
 
     # Afterwards.
 
-    def up(self, name: str) -> None:
+    def mpi_started(self, name: str) -> None:
         """A task has finished MPI_Init."""
-        self._tasks[name].is_up = True
+        self._tasks[name].mpi_is_up = True
 
-    def left(self, name: str) -> None:
+    def finished(self, name: str) -> None:
         """A task has ended without an error, and waits in MPI_Finalize for the others."""
         self._tasks[name].ended = "left"
 
-    def go(self, name: str) -> tuple[list[str], str]:
+    def disconnect(self, name: str) -> tuple[list[str], str]:
         """A task has disconnected. Return the tasks that block in MPI_Init because of it, and the message for them."""
         task = self._tasks[name]
-        task.is_there = False
-        if not self.began:
+        task.is_connected = False
+        if not self.all_connected:
             del self._tasks[name]
             return [], ""
         if not task.ended:
             task.ended = "gone"
-        start = [each for each, other in self._tasks.items() if not (other.is_up or other.ended)]
+        start = [each for each, other in self._tasks.items() if not (other.mpi_is_up or other.ended)]
         what = f"{name} (pid {task.pid} on {task.host}) has ended while MPI started; this task ends, too"
         return (start, what) if task.ended == "gone" else ([], "")
 
-    def end(self) -> list[str]:
+    def waiting_in_vain(self) -> list[str]:
         """Return the tasks that wait in MPI_Finalize in vain: those that left, if all have ended and one failed."""
         lost = any(task.ended == "gone" for task in self._tasks.values())
-        if not lost or self._told_end or not all(task.ended for task in self._tasks.values()):
+        if not lost or self._end_reported or not all(task.ended for task in self._tasks.values()):
             return []
-        self._told_end = True
+        self._end_reported = True
         return [name for name, task in self._tasks.items() if task.ended == "left"]

@@ -23,32 +23,32 @@ from allred.launch.rendezvous_state import RendezvousState
 
 def test_what_one_has_put_all_get_after_the_barrier():
     pmi = Pmi(["a", "a", "b"])
-    [(rank, name)] = pmi.hear(1, "cmd=get_my_kvsname")
+    [(rank, name)] = pmi.handle(1, "cmd=get_my_kvsname")
     assert rank == 1
     name = name.rpartition("=")[2]
-    assert pmi.hear(0, f"cmd=put kvsname={name} key=k value=a=b+/") == [(0, "cmd=put_result rc=0 msg=success")]
-    assert pmi.hear(0, "cmd=barrier_in") == pmi.hear(2, "cmd=barrier_in") == []
+    assert pmi.handle(0, f"cmd=put kvsname={name} key=k value=a=b+/") == [(0, "cmd=put_result rc=0 msg=success")]
+    assert pmi.handle(0, "cmd=barrier_in") == pmi.handle(2, "cmd=barrier_in") == []
     out = "cmd=barrier_out rc=0"
-    assert pmi.hear(1, "cmd=barrier_in") == [(0, out), (1, out), (2, out)]
-    assert pmi.hear(2, f"cmd=get kvsname={name} key=k") == [(2, "cmd=get_result rc=0 value=a=b+/")]
-    assert pmi.hear(2, f"cmd=get kvsname={name} key=x") == [(2, "cmd=get_result rc=1 msg=key_not_found")]
+    assert pmi.handle(1, "cmd=barrier_in") == [(0, out), (1, out), (2, out)]
+    assert pmi.handle(2, f"cmd=get kvsname={name} key=k") == [(2, "cmd=get_result rc=0 value=a=b+/")]
+    assert pmi.handle(2, f"cmd=get kvsname={name} key=x") == [(2, "cmd=get_result rc=1 msg=key_not_found")]
     where = "cmd=get_result rc=0 value=(vector,(0,1,2),(1,1,1))"
-    assert pmi.hear(0, f"cmd=get kvsname={name} key=PMI_process_mapping") == [(0, where)]
-    assert pmi.hear(0, "cmd=barrier_in") == [], "the next barrier begins anew"
+    assert pmi.handle(0, f"cmd=get kvsname={name} key=PMI_process_mapping") == [(0, where)]
+    assert pmi.handle(0, "cmd=barrier_in") == [], "the next barrier begins anew"
 
 
 def test_two_worlds_have_two_names():
-    names = {Pmi(["a"]).hear(0, "cmd=get_my_kvsname")[0][1] for _ in range(3)}
+    names = {Pmi(["a"]).handle(0, "cmd=get_my_kvsname")[0][1] for _ in range(3)}
     assert len(names) == 3
 
 
 def test_answers_of_one_line():
     pmi = Pmi(["a", "b"])
-    assert pmi.hear(1, "cmd=get_universe_size") == [(1, "cmd=universe_size rc=0 size=2")]
-    assert pmi.hear(0, "cmd=finalize") == [(0, "cmd=finalize_ack rc=0")]
-    assert pmi.hear(0, "cmd=abort exitcode=7 message=abort") == []
+    assert pmi.handle(1, "cmd=get_universe_size") == [(1, "cmd=universe_size rc=0 size=2")]
+    assert pmi.handle(0, "cmd=finalize") == [(0, "cmd=finalize_ack rc=0")]
+    assert pmi.handle(0, "cmd=abort exitcode=7 message=abort") == []
     with pytest.raises(ValueError, match="spawn"):
-        pmi.hear(0, "cmd=spawn")
+        pmi.handle(0, "cmd=spawn")
 
 
 def test_the_mapping_gives_the_nodes_back():
@@ -75,19 +75,19 @@ def hello(task, **more):
 
 
 def complete():
-    meeting = RendezvousState(ADDRESSES)
-    assert [meeting.come(hello(task, node=task)) for task in (W1, PS, W0)] == ["", "", ""]
-    return meeting
+    state = RendezvousState(ADDRESSES)
+    assert [state.connect(hello(task, node=task)) for task in (W1, PS, W0)] == ["", "", ""]
+    return state
 
 
 def test_it_begins_when_all_are_there():
-    meeting = RendezvousState(ADDRESSES)
-    assert not meeting.come(hello(W0))
-    assert meeting.missing() == [f"{PS} (a:1)", f"{W1} (c:1)"]
-    assert meeting.go(W0) == ([], "")
-    assert len(meeting.missing()) == 3, "one that goes again is missed again"
-    assert not meeting.began
-    assert complete().began
+    state = RendezvousState(ADDRESSES)
+    assert not state.connect(hello(W0))
+    assert state.missing() == [f"{PS} (a:1)", f"{W1} (c:1)"]
+    assert state.disconnect(W0) == ([], "")
+    assert len(state.missing()) == 3, "one that goes again is missed again"
+    assert not state.all_connected
+    assert complete().all_connected
     assert complete().nodes() == [PS, W0, W1], "in the order of ranks"
 
 
@@ -105,39 +105,39 @@ def test_it_begins_when_all_are_there():
     ],
 )
 def test_who_is_refused(wrong, words):
-    meeting = RendezvousState(ADDRESSES)
-    assert not meeting.come(hello(PS))
-    assert words in meeting.come(wrong)
-    assert meeting.missing() == [f"{W0} (b:1)", f"{W1} (c:1)"], "the one that was there still is"
+    state = RendezvousState(ADDRESSES)
+    assert not state.connect(hello(PS))
+    assert words in state.connect(wrong)
+    assert state.missing() == [f"{W0} (b:1)", f"{W1} (c:1)"], "the one that was there still is"
 
 
 def test_a_death_is_told_to_those_who_are_not_through_mpi_s_start():
-    meeting = complete()
-    meeting.up(PS)
-    names, words = meeting.go(W1)
+    state = complete()
+    state.mpi_started(PS)
+    names, words = state.disconnect(W1)
     assert names == [W0]
     assert words == f"{W1} (pid 7 on h) has ended while MPI started; this task ends, too"
 
 
 def test_who_has_left_is_let_go_when_all_have_ended_and_one_without_leaving():
-    meeting = complete()
+    state = complete()
     for task in ADDRESSES:
-        meeting.up(task)
-    meeting.left(W0)
-    assert meeting.go(W1)[0] == []
-    assert meeting.end() == [], "one still works"
-    meeting.left(PS)
-    assert meeting.end() == [PS, W0]
-    assert meeting.end() == [], "once"
+        state.mpi_started(task)
+    state.finished(W0)
+    assert state.disconnect(W1)[0] == []
+    assert state.waiting_in_vain() == [], "one still works"
+    state.finished(PS)
+    assert state.waiting_in_vain() == [PS, W0]
+    assert state.waiting_in_vain() == [], "once"
 
 
 def test_who_has_left_needs_no_word_if_all_leave():
-    meeting = complete()
+    state = complete()
     for task in ADDRESSES:
-        meeting.left(task)
-    assert meeting.end() == []
-    meeting.go(PS)
-    assert meeting.end() == []
+        state.finished(task)
+    assert state.waiting_in_vain() == []
+    state.disconnect(PS)
+    assert state.waiting_in_vain() == []
 
 
 # ---- addresses
