@@ -304,5 +304,5 @@ def _started(work: Work[T]) -> Work[T]:
 
 def _checked(work: Work[T], function: str) -> Work[T]:
     if not isinstance(work, Work):
-        raise InputError(f"{function}({type(work).__name__}): expected what a function named ..._async has returned")
+        raise InputError(f"{function}({type(work).__name__}): expected the Work that an ..._async function returned")
     return work

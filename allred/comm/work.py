@@ -221,14 +221,14 @@ class WorkQueue:
         self.advancing: Work[Any] | None = None  # the operation that is running
         self.track: Track | None = None  # records operations, if there is a timeline
         self._works: deque[Work[Any]] = deque()
-        self._nudging = threading.RLock()  # taken by a thread that waits for another queue and runs this one
+        self._running_for_others = threading.RLock()  # taken by a thread that waits for another queue and runs this one
         self._pid = os.getpid()
         self._ahead = engine is not None
         self.engine: Engine = engine or _NoEngine()
 
     def start(self, title: str, steps: Steps[T]) -> Work[T]:
         """Start an operation, which runs after all those before it."""
-        with self._alone():
+        with self._exclusive():
             work = Work(self, title, steps)
             if self.track is not None:
                 work.noted = Operation(title)
@@ -247,7 +247,7 @@ class WorkQueue:
 
     def progress(self, work: Work[Any]) -> bool:
         """Run the queue up to `work` without waiting; True if `work` is complete."""
-        with self._alone():
+        with self._exclusive():
             return self._progress(work)
 
     def _progress(self, work: Work[Any]) -> bool:
@@ -256,9 +256,9 @@ class WorkQueue:
             self.idle = not self._works and not self.poisoned
         return work._finished
 
-    def _nudge(self) -> None:
+    def _run_for_others(self) -> None:
         """Run the whole queue without waiting, unless another thread does."""
-        if not self._works or self.poisoned or not self._nudging.acquire(False):
+        if not self._works or self.poisoned or not self._running_for_others.acquire(False):
             return
         try:
             if self.engine.acquire(False):
@@ -267,11 +267,11 @@ class WorkQueue:
                 finally:
                     self.engine.release()
         finally:
-            self._nudging.release()
+            self._running_for_others.release()
 
     def wait(self, work: Work[Any], timeout_s: float | None) -> None:
         """Run the queue until `work` is complete."""
-        with self._alone():
+        with self._exclusive():
             self._wait(work, timeout_s)
 
     def _wait(self, work: Work[Any], timeout_s: float | None) -> None:
@@ -286,7 +286,7 @@ class WorkQueue:
         try:
             while not self._progress(work):
                 for queue in others:
-                    queue._nudge()
+                    queue._run_for_others()
                 pending = self._works[0]._pending
                 assert pending is not None
                 if (self.steps_taken, pending.progress_count) != taken:
@@ -309,7 +309,7 @@ class WorkQueue:
                         raise outcome
                     deadline = now + outcome
                 if (error := world.error()) is not None:
-                    raise self._over(error)
+                    raise self._poison_with(error)
         finally:
             if watcher is not None:
                 watcher.waits = False
@@ -327,7 +327,7 @@ class WorkQueue:
         call, number = self._works[0].described
         return call().describe(number())
 
-    def _over(self, error: AllredError) -> AllredError:
+    def _poison_with(self, error: AllredError) -> AllredError:
         self.poison(str(error).partition("\n")[0])
         exit_protocol.stuck()
         return error
@@ -339,12 +339,12 @@ class WorkQueue:
         self.engine.halt()
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         """Allow one thread of the rank's own process at a time, and only if the communicator is usable."""
         if os.getpid() != self._pid:
             raise AllredError("this process was forked from a rank after allred.init(); use allred in the rank only")
         if not self.engine.acquire(False):
-            with self._nudging:  # wait for `_nudge`, which is short
+            with self._running_for_others:  # wait for `_run_for_others`, which is short
                 if not self.engine.acquire(False):
                     raise AllredError(
                         "two threads use allred at once; use one, so that all ranks have the same order of operations"

@@ -100,7 +100,8 @@ class GradScaler:
         """Internal: set the wrapper whose steps change the scale. Raises InputError if there is another one."""
         if self._owner is not None and self._owner() not in (None, owner):
             raise InputError(
-                f"{name}: this GradScaler is another optimizer's, whose steps change the scale; give each its own"
+                f"{name}: this GradScaler belongs to another optimizer, whose steps change its scale; create one for "
+                "each optimizer"
             )
         self._owner = weakref.ref(owner)
 
@@ -110,8 +111,8 @@ class GradScaler:
         if overflow:
             if self._scale * self.backoff_factor < _SMALLEST_SCALE:
                 raise NonFiniteError(
-                    f"{title}: gradients are not finite at a scale of {self._scale:g} either; this is no overflow that "
-                    "scaling helps with. Look at the loss, or lower the learning rate"
+                    f"{title}: gradients are not finite even at a scale of {self._scale:g}, so a lower scale does "
+                    "not help. Look at the loss, or lower the learning rate"
                 )
             self._scale *= self.backoff_factor
         elif self._steps == self.growth_interval:

@@ -153,7 +153,7 @@ class Overlap:
     def _open(self, samples: int | None) -> None:
         assert self._ordered is not None
         flags = _NEEDS_ALL * bool(self._checks.requests(samples))
-        title = f"{self._title}: the gradients that come early, in their order"
+        title = f"{self._title}: the order of the gradients"
         lines, settings = self._ordered.lines, self._clipper.settings
         self._opening = self._reducer.start_negotiation(title, lines, settings, samples, flags)
 

@@ -72,7 +72,7 @@ class ServersMode:
 
     def broadcast(self, params: Any, tensors: list[Tensor], root: int, problem: str) -> None:
         if root != 0:
-            problem = problem or f"root={root!r}: in mode ps training starts from worker 0's parameters; leave root out"
+            problem = problem or f"root={root!r}: in mode ps training starts from worker 0's parameters; omit root"
         if problem:
             raise InputError(f"{self._options.name}.broadcast(): {problem}")
         leaves = [leaf for _, leaf in nest.leaves(params)]
@@ -121,7 +121,7 @@ class ServersMode:
         if given and options.placement is not None:
             raise InputError(
                 f"{title}: '{next(iter(given))}' was made inside allred.device, and allred.distributed was given a "
-                "placement; say it in one of the two ways"
+                "placement; use one of the two"
             )
         how = options.placement if options.placement is not None else given or settings.placement
         placement = place(tensors, self._context.servers, how, split=splittable(self._optimizer))

@@ -155,7 +155,7 @@ class Reducer:
     def present_anywhere(self, here: list[bool]) -> list[bool]:
         """Return for each gradient whether any rank has it; here: whether this rank has it. Collective."""
         found = np.array(here, np.uint8)
-        return functions.allreduce_(found, ReduceOp.MAX, f"{self._title}: who has which gradient").tolist()  # type: ignore[no-any-return]
+        return functions.allreduce_(found, ReduceOp.MAX, f"{self._title}: which ranks have which gradients").tolist()  # type: ignore[no-any-return]
 
     # Reduction.
 

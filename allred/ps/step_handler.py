@@ -103,8 +103,8 @@ class StepHandler:
         shard, staleness, dropped, given = self.require_shard(), 0, False, False
         self._readers.pop(worker, None)
         if self._averages and step > shard.version:
-            assert step == shard.version + 1, f"a request for step {step} came at version {shard.version}"
-            assert shard.added, f"step {step} may begin, but of the one before there is no gradient"
+            assert step == shard.version + 1, f"a request for step {step} arrived at version {shard.version}"
+            assert shard.added, f"step {step} may begin, but step {shard.version} has no gradient"
             yield from self._apply_mean(shard)
         if flags & protocol.DRAIN:
             self.draining = True
@@ -187,7 +187,7 @@ class StepHandler:
             return
         if worker in self._begun:
             raise AllredError(
-                f"worker {worker} was gone in the middle of its gradient, and a part of it may be in the sum of step "
+                f"worker {worker} failed while it sent its gradient. A part of it may be in the sum of step "
                 f"{self.require_shard().version}, which cannot be undone. Restart from the last checkpoint"
             )
         self._parked.pop(worker, None)
@@ -200,7 +200,7 @@ class StepHandler:
 
     def require_shard(self) -> Shard:
         """Return the shard, which exists after the registration."""
-        assert self.shard is not None, "a request came before registration"
+        assert self.shard is not None, "a request arrived before the registration"
         return self.shard
 
     def _reply(self, port: Any, step: int, flags: int, staleness: int) -> None:

@@ -104,11 +104,11 @@ SHORTEST_S = 60.0  # ALLRED_TIMEOUT_S may be shorter than the start of many host
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 _WHAT = (
-    "in allred.init() for the other ranks: one has not started, ended before it came there, or cannot be reached over "
-    "the network (python -m allred doctor, under the same mpirun, tells which)"
+    "in allred.init() for the other ranks: one has not started, ended before it called init(), or cannot be reached "
+    "over the network (python -m allred doctor, under the same mpirun, finds out which)"
 )
 _WHAT_BY_HAND = (
-    "in allred.Server() for the other tasks, which had all come: one has been stopped since, or MPI cannot reach it "
+    "in allred.Server() for the other tasks, which had all connected: one was stopped since, or MPI cannot reach it "
     "over the network"
 )
 

@@ -190,7 +190,7 @@ def test_public_functions(rank, size):
     for work, expected in works:
         assert isinstance(work, allred.Work)
         check(allred.synchronize(work), expected)
-    with pytest.raises(InputError, match="_async has returned"):
+    with pytest.raises(InputError, match="_async function returned"):
         allred.synchronize(x)
 
 

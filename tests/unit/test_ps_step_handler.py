@@ -195,7 +195,7 @@ def test_a_leave_ends_the_step_for_those_who_wait():
 def test_a_leave_in_the_middle_of_a_gradient_of_sync_is_an_error():
     served = Served(Sync(), 2)
     next(served.ask(1, SYNC))
-    with pytest.raises(AllredError, match="worker 1 was gone in the middle of its gradient"):
+    with pytest.raises(AllredError, match="worker 1 failed while it sent its gradient"):
         served.leave(1)
 
 
@@ -210,7 +210,7 @@ def test_so_it_is_at_servers_that_do_not_coordinate_once_a_part_is_in_the_sum():
             next(push)
         push.close()
         if is_torn:
-            with pytest.raises(AllredError, match="worker 1 was gone in the middle of its gradient"):
+            with pytest.raises(AllredError, match="worker 1 failed while it sent its gradient"):
                 served.leave(1)
         else:
             served.leave(1)

@@ -150,10 +150,10 @@ def test_a_thread_that_moves_this_queue_while_it_waits_for_another_is_waited_for
     gate = Slow()
     queue.start("early", operation([], "early", gate))
     gate.open = True
-    thread = threading.Thread(target=queue._nudge)
+    thread = threading.Thread(target=queue._run_for_others)
     thread.start()
     inside.wait()
-    other = threading.Thread(target=queue._nudge)  # which finds it moved already
+    other = threading.Thread(target=queue._run_for_others)  # which finds it moved already
     other.start()
     other.join()
     threading.Timer(0.05, go.set).start()

@@ -52,7 +52,7 @@ TYPES = {  # NCCL's names of dtypes, as in cupy
 }
 
 
-class Starting:
+class BlockingCall:
     """A blocking call in a thread, which an operation can wait for (work.Pending)."""
 
     waits_for_peers, progress_count = True, 0
@@ -94,11 +94,11 @@ class NcclBackend(DeviceBackend):
         self._guard.check()
         if self._nccl is not None:
             return
-        starting = Starting(self.device.nccl.get_unique_id if self._host.rank == 0 else lambda: None)
+        starting = BlockingCall(self.device.nccl.get_unique_id if self._host.rank == 0 else lambda: None)
         yield starting
         unique_id, problem = yield from self._host.broadcast_object(pickled((starting.made, starting.problem)), 0)
         if not problem:
-            starting = Starting(lambda: self.device.communicator(self._host.size, unique_id, self._host.rank))
+            starting = BlockingCall(lambda: self.device.communicator(self._host.size, unique_id, self._host.rank))
             yield starting
             problems = yield from self._host.allgather_object(pickled(starting.problem))
             problem = next((f"rank {self._ranks[r]}: {text}" for r, text in enumerate(problems) if text), "")
@@ -128,7 +128,7 @@ class NcclBackend(DeviceBackend):
             if halves:
                 self._allreduce_halves(stream, flat, name, op, halves)
                 return
-            how = travel(name, op)
+            how = wire_format(name, op)
             moved = encode(xp, flat, name, how)
             self._call("allReduce", moved, moved, moved.size, self._type(how.name), self._op(how.op), stream.ptr)
             decode(xp, moved, flat, name, how)
@@ -229,11 +229,13 @@ class NcclDtype:
 
 
 @functools.cache
-def travel(name: str, op: ReduceOp) -> NcclDtype:
+def wire_format(name: str, op: ReduceOp) -> NcclDtype:
     """Return the conversion for an allreduce of dtype `name`, unless `halves_dtype` applies.
 
-    >>> travel("int16", ReduceOp.SUM).name, travel("bool", ReduceOp.PRODUCT).op, travel("float32", ReduceOp.MAX).name
-    ('int32', allred.Min, 'int32')
+    >>> wire_format("int16", ReduceOp.SUM).name, wire_format("bool", ReduceOp.PRODUCT).op
+    ('int32', allred.Min)
+    >>> wire_format("float32", ReduceOp.MAX).name
+    'int32'
     """
     if name == "bool":
         return NcclDtype("uint8", ReduceOp.MAX if op is ReduceOp.MAX else ReduceOp.MIN)
@@ -252,7 +254,7 @@ def halves_dtype(name: str, op: ReduceOp, wire: str) -> str:
 def encode(xp: Any, flat: Any, name: str, how: NcclDtype) -> Any:
     """Return the array that NCCL reduces: `flat` itself if no conversion is necessary."""
     if how.keyed:
-        return _keys(xp, half_to_float32(flat, name) if name in HALF_DTYPES else flat, how)
+        return _to_keys(xp, half_to_float32(flat, name) if name in HALF_DTYPES else flat, how)
     if name == "bool":
         return flat.view(np.uint8)
     return flat if how.name == name else flat.astype(how.name)
@@ -261,13 +263,13 @@ def encode(xp: Any, flat: Any, name: str, how: NcclDtype) -> Any:
 def decode(xp: Any, moved: Any, flat: Any, name: str, how: NcclDtype) -> None:
     """Convert the result of NCCL back into `flat`."""
     if how.keyed:
-        value = _unkeyed(xp, moved, how)
+        value = _from_keys(xp, moved, how)
         flat[...] = round_to_half(xp, value, name) if name in HALF_DTYPES else value
     elif moved is not flat and name != "bool":
         flat[...] = moved.astype(name)
 
 
-def _keys(xp: Any, value: Any, how: NcclDtype) -> Any:
+def _to_keys(xp: Any, value: Any, how: NcclDtype) -> Any:
     """Map floats to integers of the same order: the bits of negative numbers are inverted, except the sign."""
     bits, limits = value.view(how.name), np.iinfo(how.name)
     keys = xp.where(bits < 0, bits ^ limits.max, bits)
@@ -275,7 +277,7 @@ def _keys(xp: Any, value: Any, how: NcclDtype) -> Any:
     return xp.where(xp.isnan(value), xp.asarray(outermost, how.name), keys)
 
 
-def _unkeyed(xp: Any, keys: Any, how: NcclDtype) -> Any:
+def _from_keys(xp: Any, keys: Any, how: NcclDtype) -> Any:
     """Map integers back to floats. The extreme integers are the bits of a NaN."""
     limits = np.iinfo(how.name)
     return xp.where(keys < 0, keys ^ limits.max, keys).view(_FLOATS[how.name])
