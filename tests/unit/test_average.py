@@ -133,7 +133,7 @@ def test_leaves_that_are_no_float_arrays_have_no_average():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
-def test_a_restored_average_goes_on_bit_for_bit(dtype):
+def test_a_restored_average_continues_bit_for_bit(dtype):
     params, other = model(dtype), model(dtype)
     average = MovingAverage(params, decay=0.99)
     train(average, params, 20)

@@ -42,7 +42,7 @@ def test_shares_are_within_one_sample(size):
         assert max(lengths) - min(lengths) <= 1
 
 
-def test_columns_stay_together_and_one_column_comes_alone():
+def test_several_columns_give_a_tuple_and_one_column_gives_an_array():
     x, y = np.arange(20.0).reshape(10, 2), np.arange(10) * 2
     for a, b in allred.data.batches(x, y, batch_size=4, rank=0, size=2):
         assert (a[:, 0] == b).all()

@@ -181,13 +181,13 @@ def test_a_proof_for_one_purpose_is_not_accepted_for_another():
         ('{"allred": 99, "nonce": "ab"}', "has another version of allred (protocol 99, here 1); install the same"),
     ],
 )
-def test_other_programs_and_versions_are_told(greeting, words):
+def test_other_programs_and_versions_are_reported(greeting, words):
     [error] = impostor(lambda peer: peer.send_line(greeting))
     assert isinstance(error, HandshakeError)
     assert words in str(error)
 
 
-def test_nobody_there():
+def test_no_listener_at_the_address():
     with socket.create_server(("127.0.0.1", 0)) as listening:
         where = listening.getsockname()
     with pytest.raises(ConnectionRefusedError):
@@ -212,7 +212,7 @@ def test_a_peer_that_is_closed_before_authentication_connects_again():
         found[0].connection.close()
 
 
-def test_a_flood_of_strangers_is_bounded_and_stops_nobody():
+def test_unauthenticated_connections_are_limited_and_block_no_peer():
     with Served() as served, contextlib.ExitStack() as stack:
         before = connect(*served.where, "test", "secret")
         strangers = []

@@ -54,7 +54,7 @@ def test_ls(tmp_path, command):
     checkpoint.abandon(begun)
 
 
-def test_ls_says_what_is_damaged(tmp_path, command):
+def test_ls_prints_damage(tmp_path, command):
     manifest, shard = save_one(tmp_path, 1) / "manifest.json", next(save_one(tmp_path, 2).glob("shard-*"))
     manifest.write_text("{")
     shard.write_bytes(b"")

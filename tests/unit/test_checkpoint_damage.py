@@ -73,7 +73,7 @@ def test_a_truncated_longer_or_missing_file_is_found_and_is_not_the_newest(damag
         assert checkpoint.list_complete(path.parent) == [older]
 
 
-def test_where_nothing_else_is_complete_that_is_said(damaged):
+def test_the_error_reports_that_no_other_checkpoint_is_complete(damaged):
     older, path = damaged
     flip(older / "shard-00000-of-00001.safetensors", -1, 0)
     flip(path / "shard-00000-of-00002.safetensors", -1, 0)

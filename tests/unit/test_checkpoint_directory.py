@@ -102,7 +102,7 @@ def test_everything_is_on_disk_before_the_name_is(tmp_path, monkeypatch):
     assert done == [shards[0].file, shards[1].file, "manifest.json", name, (name, "step-00000001"), tmp_path.name]
 
 
-def test_what_was_begun_and_never_claimed_goes(tmp_path):
+def test_an_unfinished_directory_without_a_claim_is_deleted(tmp_path):
     """Left by writers that were killed between making the directory and saying whose it is."""
     save_one(tmp_path, 1)
     ours, other = (directory.unfinished_name(2) for _ in range(2))
@@ -151,7 +151,7 @@ def test_what_a_living_writer_writes_is_left_alone_and_what_a_dead_one_left_is_r
 
 
 @pytest.mark.parametrize("record", [b"{}", b"", None])
-def test_leftovers_of_unknown_writers_go_after_a_day(tmp_path, record):
+def test_files_of_unknown_writers_are_deleted_after_a_day(tmp_path, record):
     left = tmp_path / ".step-00000009.5e1f.0123abcd.tmp"
     left.mkdir()
     (left / "shard-00000-of-00001.safetensors").write_bytes(b"x")

@@ -36,7 +36,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
-def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path, dtype):
+def test_every_dtype_and_shape_is_restored_bit_for_bit(tmp_path, dtype):
     arrays = {f"{shape}": bits(shape, dtype, seed) for seed, shape in enumerate(SHAPES)}
     path = save(tmp_path, 400, [whole(name, array) for name, array in arrays.items()])
     back = checkpoint.read_checkpoint(path)
@@ -47,7 +47,7 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path, dtype):
         assert back.params[name].flags.writeable
 
 
-def test_layouts_and_byte_orders_come_back_by_value(tmp_path):
+def test_layouts_and_byte_orders_are_restored_by_value(tmp_path):
     base = np.arange(24, dtype=np.float32).reshape(4, 6)
     layouts = {"t": base.T, "s": base[::2, ::-3], "f": np.asfortranarray(base), "b": base.astype(">f4"), "n": base[1:1]}
     back = checkpoint.read_checkpoint(save(tmp_path, 1, [whole(name, array) for name, array in layouts.items()]))
@@ -101,7 +101,7 @@ def test_other_programs_read_a_shard_that_holds_whole_tensors(tmp_path):
     np.testing.assert_array_equal(load_file(path / "shard-00000-of-00001.safetensors").popitem()[1], np.eye(3))
 
 
-def test_a_shard_goes_through_json_and_its_length_and_checksum_are_the_files(tmp_path):
+def test_shard_info_survives_json_and_describes_the_file(tmp_path):
     directory = checkpoint.begin(tmp_path, 1)
     shard = checkpoint.write_shard(directory, 0, 1, [whole("層", np.ones((2, 3)), "m"), whole("s", 1.5)])
     raw = (directory / shard.file).read_bytes()
@@ -116,7 +116,7 @@ def test_a_shard_from_json_names_no_file_elsewhere():
         ShardInfo.from_json({"file": "../x", "nbytes": 0, "checksum": "", "entries": []})
 
 
-def test_meta_comes_back_as_json_has_it(tmp_path):
+def test_meta_is_restored_as_json(tmp_path):
     meta = {"rng": 2**127, "policy": ("sync", 3), "lr": 0.1, "none": None, "層": "\udc80", "nan": float("inf")}
     path = save(tmp_path, 3, [], meta=meta)
     assert checkpoint.read_checkpoint(path).meta == {**meta, "policy": ["sync", 3]}
@@ -154,7 +154,7 @@ def test_shards_that_do_not_make_whole_tensors_are_not_committed(tmp_path, shard
 
 
 @pytest.mark.parametrize("given", [[], [0, 0], [0, 2], [1]])
-def test_a_shard_that_was_not_told_is_missed(tmp_path, given):
+def test_a_shard_missing_from_the_list_is_an_error(tmp_path, given):
     directory = checkpoint.begin(tmp_path, 2)
     shards = [checkpoint.write_shard(directory, i, 3, []) for i in range(3)]
     with pytest.raises(CheckpointError, match="each once"):

@@ -141,7 +141,7 @@ def test_a_file_in_the_way(tmp_path):
     assert (tmp_path / "root").read_text() == "mine"
 
 
-def test_what_has_the_name_of_a_checkpoint_goes_aside(tmp_path):
+def test_a_file_with_the_name_of_a_checkpoint_is_renamed(tmp_path):
     (tmp_path / "step-00000001").write_text("mine")
     (tmp_path / "step-00000002").mkdir()
     for step in (1, 2):

@@ -13,7 +13,7 @@ from allred.errors import ConfigError, InputError
 LISTS = {"worker": ["b:1", "c:1"], "ps": ["a:1"]}
 
 
-def test_what_it_says_of_lists():
+def test_repr_of_lists():
     cluster = allred.ClusterSpec(LISTS)
     assert cluster.as_dict() == LISTS
     assert cluster.jobs == ["worker", "ps"]
@@ -102,7 +102,7 @@ def test_asking_for_what_is_not_there():
         cluster.task_address("worker", 2)
 
 
-def test_from_world_before_init_goes_by_the_launcher(monkeypatch):
+def test_from_world_before_init_uses_the_launchers_size(monkeypatch):
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
     assert allred.ClusterSpec.from_world(num_ps=0).as_dict() == {"worker": 1}

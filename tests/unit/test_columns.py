@@ -82,7 +82,7 @@ def test_a_mapped_file_stays_where_it_is(mapped):
 
 
 @pytest.mark.parametrize("view", [np.s_[:], np.s_[2:], np.s_[::-1, 1::2], np.s_[1:9:3, 2]])
-def test_a_mapped_file_is_mapped_anew_in_another_process_and_not_sent(mapped, view):
+def test_a_mapped_file_is_mapped_again_in_another_process(mapped, view):
     sent = pickle.dumps(as_column(mapped[view]))
     assert len(sent) < 1000
     again = pickle.loads(sent)

@@ -76,7 +76,7 @@ def test_a_rank_that_differs_from_the_chief_is_named():
         settle([{}, {"timeout_s": 5.0}])
 
 
-def test_a_problem_on_one_rank_is_told_with_its_rank_and_on_all_without():
+def test_a_problem_names_its_rank_unless_all_ranks_have_it():
     with pytest.raises(ConfigError, match=r"^rank 1: bad"):
         settle([{}, "bad"])
     with pytest.raises(ConfigError, match=r"^bad$"):
@@ -97,7 +97,7 @@ def test_what_is_no_size(text):
         parse_bytes(text)
 
 
-def test_every_setting_says_what_it_means():
+def test_every_setting_has_a_description():
     assert all(field.metadata["meaning"] for field in dataclasses.fields(Config))
 
 

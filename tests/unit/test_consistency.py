@@ -143,7 +143,7 @@ class Job:
 
 @contract
 @pytest.mark.parametrize("seed", range(5))
-def test_every_worker_goes_on_and_none_twice(policy, workers, seed):
+def test_every_worker_continues_once(policy, workers, seed):
     job = Job(policy, workers, seed)
     job.play(3000)
     assert min(job.let_go) > 0
@@ -242,7 +242,7 @@ def test_async_never_waits_and_needs_no_ready():
 # Bounded staleness.
 
 
-def test_bounded_lets_nobody_run_ahead_further():
+def test_bounded_limits_how_far_a_worker_runs_ahead():
     machine = Bounded(2).coordinator(3)
     assert (machine.asks, machine.waits, machine.needed) == (False, True, 1)
     for clock in (1, 2):
@@ -269,7 +269,7 @@ def test_bounded_0_is_bulk_synchronous():
 
 
 @pytest.mark.parametrize("sent", [False, True])
-def test_bounded_waits_no_more_for_who_has_left(sent):
+def test_bounded_does_not_wait_for_workers_that_have_left(sent):
     machine = Bounded(0).coordinator(3)
     machine.done(0)
     machine.done(1)

@@ -10,7 +10,7 @@ def give(machine, *workers):
         machine.done(worker)
 
 
-def test_sync_takes_one_of_each_and_they_go_on_together():
+def test_sync_takes_one_gradient_of_each_worker_and_all_continue_together():
     machine = Sync().coordinator(3)
     assert (machine.asks, machine.waits, machine.needed, machine.issued) == (True, True, 3, 0)
     give(machine, 2, 0)
@@ -33,7 +33,7 @@ def test_sync_drops_the_gradient_of_a_backup_worker():
     assert (machine.accepted, machine.dropped, machine.issued) == ([1, 1, 1], [0, 0, 1], 3)
 
 
-def test_sync_accepts_no_more_than_needed_and_who_is_dropped_does_not_spin():
+def test_sync_accepts_no_more_than_needed_and_dropped_workers_wait():
     machine = Sync(2).coordinator(4)
     give(machine, 0, 1)
     assert machine.ready() == [(0, 1), (1, 1)]  # of four tokens
@@ -145,7 +145,7 @@ def test_sync_tokens_follow_the_live_workers():
     assert machine.issued == 3 + 5
 
 
-def test_sync_who_leaves_takes_its_token_along_where_it_is_not_needed():
+def test_sync_a_leaving_worker_removes_its_token_if_it_is_not_needed():
     """Else another would give two gradients of the step, and a third worker's would be dropped."""
     machine = Sync(2).coordinator(3)
     give(machine, 0, 1)
@@ -175,7 +175,7 @@ def test_sync_backup_workers_keep_their_tokens_when_another_leaves():
     assert machine.ready() == [(0, 2), (3, 2), (1, 2)]
 
 
-def test_sync_a_leave_takes_no_token_from_who_holds_one():
+def test_sync_a_leave_takes_no_token_from_another_worker():
     machine = Sync(4).coordinator(5)
     give(machine, 0, 1, 2, 3)
     machine.ready()

@@ -184,7 +184,7 @@ def test_accumulate_with_gradients_that_are_sometimes_missing_or_numbers(world):
     assert params[1].tolist() == [-0.5, -0.5]
 
 
-def test_micro_steps_that_do_not_fit_are_an_error_and_the_next_step_starts_anew(world):
+def test_mismatched_micro_steps_are_an_error_and_the_next_step_starts_again(world):
     opt, params = allred.distributed(Descent(), accumulate=2), [np.zeros(1)]
     for bad, samples, message in [
         ([np.ones(1)], None, "known for some micro-steps"),
@@ -214,7 +214,7 @@ def test_samples_are_whole_numbers(world, samples):
         allred.distributed(Descent()).step([np.ones(1)], [np.ones(1)], samples=0)
 
 
-def test_a_gradient_that_comes_twice_is_reduced_once(world):
+def test_a_gradient_given_twice_is_reduced_once(world):
     """Tied weights: in place, the second time would reduce what the first has reduced already."""
     shared, params = np.ones(100_000), [np.zeros(100_000), np.zeros(100_000)]
     allred.distributed(Descent()).step(params, [shared, shared])
@@ -231,7 +231,7 @@ def test_state_is_the_optimizers_own(world):
         allred.distributed(Descent()).state_dict()
 
 
-def test_summary_says_where_the_time_went(world):
+def test_summary_has_the_times_of_a_step(world):
     opt = allred.distributed(Descent())
     assert "no steps yet" in opt.summary()
     for _ in range(3):

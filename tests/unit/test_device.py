@@ -14,7 +14,7 @@ from allred.compat.tf1 import ignored_arguments
 from allred.errors import InputError, NotInitializedError
 
 
-def test_inner_blocks_leave_to_outer_ones_what_they_do_not_say():
+def test_inner_blocks_inherit_missing_parts_from_outer_blocks():
     assert device.of_function() == Place()
     with allred.device("/job:worker/task:1/gpu:0"):
         with allred.device("/cpu:0"):
@@ -61,7 +61,7 @@ def test_a_function_for_a_gpu_runs_on_its_task_under_soft_placement(server, capf
         tf1.Session(server.target, config={"allow_soft_placement": True})
 
 
-def test_a_client_outside_the_cluster_hears_what_is_missing():
+def test_a_client_outside_the_cluster_gets_an_error_with_a_remedy():
     target = "allred://node1:2222/job:worker/task:0"
     words = r"this process is not a task of a cluster, .* job 'client' .*allred.Server\(cluster, 'client', 0\)"
     for given in (target, ""):
@@ -90,7 +90,7 @@ def test_arrays_travel_from_where_they_lie():
     assert back["x"].flags.writeable
 
 
-def test_without_cloudpickle_functions_go_by_name(monkeypatch):
+def test_without_cloudpickle_functions_are_sent_by_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     assert unpack(pack(np.add, "it")) is np.add
     with pytest.raises(InputError, match=r"the function cannot be sent .*pip install 'allred\[client\]'"):

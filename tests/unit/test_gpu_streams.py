@@ -39,7 +39,7 @@ class Other:
 
 
 @pytest.mark.parametrize("foreign", [False, True])
-def test_an_operation_comes_after_its_caller_and_before_what_waits_for_it(device, foreign):
+def test_an_operation_is_ordered_after_its_caller_and_before_its_waiters(device, foreign):
     other = Other()
     caller, handle = (other.stream, other.handle) if foreign else (stack[-1], None)
     before = caller.work()

@@ -68,7 +68,7 @@ def test_the_first_different_tensor_is_named_with_both_values():
     )
 
 
-def test_a_problem_is_told_with_its_ranks():
+def test_a_problem_is_reported_with_its_ranks():
     error = header.verdict(
         [reduce_call(), reduce_call(problem="Average of int64"), reduce_call(problem="Average of int64")]
     )

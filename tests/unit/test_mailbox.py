@@ -121,7 +121,7 @@ def test_up_in_cells_from_many_tensors(ends):
     assert worker.done()
 
 
-def test_down_as_far_as_it_is_given(ends):
+def test_the_worker_reads_only_given_cells(ends):
     worker, server = ends
     shard = np.arange(1000, dtype=np.uint16).view(np.uint8)
     targets = [np.zeros(n, np.uint8) for n in (700, 0, 1, 1299)]
@@ -152,7 +152,7 @@ def test_cells_of_the_shard_in_any_order(ends):
 
 
 @pytest.mark.parametrize("nbytes", [2**24, 2**24 + 1])
-def test_much_comes_down_around_the_caches_and_is_the_same(ends, nbytes):
+def test_large_pulls_with_streaming_stores_are_exact(ends, nbytes):
     """Pieces of all kinds: of too few bytes for that, at odd places, across cells."""
     worker, server = ends
     shard = np.random.default_rng(0).integers(0, 255, nbytes, np.uint8)
@@ -194,7 +194,7 @@ def test_the_reply_ends_a_request_whatever_is_left(ends):
     assert server.cell() is None
 
 
-def test_what_is_refused_leaves_the_box_as_it_was(ends):
+def test_refused_arguments_do_not_change_the_mailbox(ends):
     worker, server = ends
     data, read_only = bytearray(SLOT), bytes(SLOT)
     cells, rows = cells_of(SLOT), rows_of(SLOT)
@@ -268,7 +268,7 @@ def test_buffers_are_held_until_the_end(ends):
     data.append(0)
 
 
-def test_either_end_is_told_that_the_other_has_left(memory):
+def test_each_end_detects_that_the_other_has_closed(memory):
     worker, server = Mailbox(memory, SLOTS, SLOT), Mailbox(memory, SLOTS, SLOT)
     data = bytearray(10 * SLOT)
     push(worker, b"", [data])
@@ -287,7 +287,7 @@ def test_either_end_is_told_that_the_other_has_left(memory):
     memory.close()  # nobody holds it
 
 
-def test_a_worker_is_told_but_keeps_what_was_answered(memory):
+def test_a_worker_detects_a_closed_server_but_keeps_its_reply(memory):
     for answers in (True, False):
         memory[:] = bytes(len(memory))
         worker, server = Mailbox(memory, SLOTS, SLOT), Mailbox(memory, SLOTS, SLOT)
@@ -453,7 +453,7 @@ def wait_for(child):
     return -signal.SIGKILL
 
 
-def test_it_lets_other_threads_run(ends):
+def test_a_wait_releases_the_gil(ends):
     worker, server = ends
     worker.begin(b"", [], NONE, [], None, NONE)
     server.poll()

@@ -20,7 +20,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_reader_that_has_gone_is_not_told_of_by_a_traceback(command, tmp_path):
+def test_a_closed_output_pipe_causes_no_traceback(command, tmp_path):
     """As with `| head`. `wrong` writes to stderr, the others to stdout."""
     with contextlib.closing(Recorder(str(tmp_path / "rank-0.timeline"))) as recorder:
         about = {"job": "a", "rank": 0, "size": 1, "name": "rank 0", "host": "h", "pid": 1, "time": 1.0, "start": 0}

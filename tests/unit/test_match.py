@@ -20,7 +20,7 @@ def lists():
 
 
 @pytest.mark.parametrize(("make", "names"), [(dicts, ["a", "b"]), (lists, ["0", "1"])])
-def test_what_comes_again_gives_the_same_list_of_tensors(make, names):
+def test_equal_input_gives_the_same_list_of_tensors(make, names):
     matcher = Matcher()
     params, grads = make()
     tensors, leaves, values, problem, plain = matcher.match(params, grads)
@@ -65,7 +65,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_not_as_before_is_matched_anew(change):
+def test_changed_input_is_matched_again(change):
     matcher, (params, grads) = Matcher(), dicts()
     known = matcher.match(params, grads)[0]
     changed = CHANGES[change](params, grads)
@@ -95,7 +95,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("words", MISTAKES)
-def test_words_for_mistakes(words):
+def test_errors_of_mismatched_input(words):
     matcher = Matcher()
     for _ in range(2):  # they are not taken for known
         assert words in matcher.match(*MISTAKES[words])[3]
@@ -136,7 +136,7 @@ WIDE = "opt.step(): the gradients of float32 parameters are float64 ('b'{}). flo
         ({"b": np.zeros(2, F4)}, {"b": None}, ""),
     ],
 )
-def test_float64_gradients_of_float32_parameters_are_told_once(params, grads, words, capfd, speaks):
+def test_float64_gradients_of_float32_parameters_cause_one_warning(params, grads, words, capfd, speaks):
     matcher = Matcher()
     for _ in range(3):
         assert matcher.match(params, grads)[3] == ""

@@ -51,7 +51,7 @@ def test_c_rounds_as_its_twin(variant, dtype, wire):
 
 @pytest.mark.parametrize("narrow_variant", [(twins.narrow, ""), *((native.narrow, name) for name in native.variants)])
 @pytest.mark.parametrize("wire", HALVES, ids=str)
-def test_every_pattern_comes_back_and_everything_between_goes_to_the_nearest(narrow_variant, wire):
+def test_every_pattern_is_exact_and_values_between_round_to_nearest(narrow_variant, wire):
     """All 2**16 numbers of the wire type; each with its halfway, a little below and above; and every kind of NaN."""
     narrow, variant = narrow_variant
     every = np.arange(2**16, dtype=np.uint16).view(wire)

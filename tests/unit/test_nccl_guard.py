@@ -45,7 +45,7 @@ def guard():
     return guard
 
 
-def test_what_is_over_is_let_go(guard):
+def test_completed_operations_are_released(guard):
     work = guard.watch(End(), "allreduce 'w'")
     work._end.over = True
     guard.look(time.monotonic() + 1000)
@@ -69,7 +69,7 @@ def test_beyond_the_limit_nccl_is_aborted_and_everything_raises(guard):
         guard._queue.start("next", iter(()))
 
 
-def test_an_error_of_nccls_is_raised_with_its_words(guard):
+def test_an_error_of_nccl_is_raised_with_its_text(guard):
     guard._communicator.error = RuntimeError("NCCL_ERROR_REMOTE_ERROR: remote process exited")
     work = guard.watch(End(), "broadcast")
     guard.look(time.monotonic())
@@ -105,7 +105,7 @@ def test_the_end_of_another_rank_aborts_nccl(guard):
     assert "rank 1 on nodeB was killed" in str(guard.failure)
 
 
-def test_the_watcher_hears_of_a_long_kernel_and_of_its_end(guard):
+def test_a_long_kernel_and_its_end_are_reported_to_the_watcher(guard):
     mine = Line()
     guard._queue.timeout_s = 1000
     with worlds.installed(watcher=mine):
@@ -117,7 +117,7 @@ def test_the_watcher_hears_of_a_long_kernel_and_of_its_end(guard):
     assert mine.told == [("waiting", "allreduce 'w', on the GPU"), ("going", None)]
 
 
-def test_the_thread_looks_by_itself_and_stops(guard):
+def test_the_thread_checks_and_stops_by_itself(guard):
     guard._communicator.error = RuntimeError("a link is down")
     guard.watch(End(), "allreduce")
     guard.begin(guard._communicator)

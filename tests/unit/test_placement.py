@@ -133,7 +133,7 @@ def test_bert_on_eight_servers_has_its_word_embeddings_on_two():
     assert place(tensors, 8, split=False).imbalance > 0.7
 
 
-def test_one_large_table_goes_to_all_servers():
+def test_one_large_table_is_split_over_all_servers():
     """Where TensorFlow's rules send 82 % of the traffic to one of four (tensorflow/tensorflow#24953)."""
     assert place(TABLE, 4, "round_robin").imbalance > 0.82 * 4 - 1
     assert place(TABLE, 4, "greedy").imbalance > 0.82 * 4 - 1
@@ -158,7 +158,7 @@ def test_greedy_takes_tensors_in_order_and_the_first_of_equal_servers():
     assert servers_of(place(shapes, 2, "greedy")) == [0, 1, 1]  # 24, 20 and 4 bytes
 
 
-def test_whole_tensors_go_largest_first_to_the_least_loaded():
+def test_whole_tensors_are_placed_largest_first_on_the_least_loaded():
     sizes = [1 << 20, 5 << 20, 3 << 20, 3 << 20, 2 << 20]
     assert servers_of(place(sized(*sizes), 2, split=False)) == [1, 0, 1, 1, 0]
 
@@ -192,7 +192,7 @@ def test_no_tensors_and_no_elements():
     assert place(empty[:1], 2).imbalance == 0
 
 
-def test_the_fingerprint_tells_every_difference():
+def test_the_fingerprint_depends_on_every_field():
     base = place(TABLE, 4)
     others = [
         place(TABLE, 3),
@@ -229,7 +229,7 @@ def test_another_process_with_another_hash_seed_finds_the_same():
     assert len(found) == 1
 
 
-def test_the_report_says_who_holds_what():
+def test_the_report_lists_the_tensors_of_each_server():
     assert place(TABLE, 4).report().splitlines() == [
         "41 tensors, 61.44 MB, on 4 servers, by bytes; imbalance 0.0%, 1 split",
         "server 0: 0 tensors, 1 part, 15.36 MB, 25.0%",
@@ -287,7 +287,7 @@ def test_an_index_is_a_server(index):
         place(TABLE, 4, lambda tensor: index)
 
 
-def test_a_function_that_raises_says_for_which_tensor():
+def test_the_error_of_a_function_names_the_tensor():
     def lookup(tensor):
         return {"table": 0}[tensor.name]
 

@@ -131,7 +131,7 @@ def test_it_is_bounded():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_error_comes_in_its_place_with_its_traceback(workers):
+def test_an_error_is_raised_at_its_batch_with_its_traceback(workers):
     seen = []
     with pytest.raises(KeyError, match="no sample twenty") as caught:
         seen.extend(allred.data.prefetch(data(Named(fail)), depth=8, workers=workers))
@@ -183,7 +183,7 @@ class Large(Named):
         return np.zeros(1_000_000)
 
 
-def test_processes_that_are_ended_in_the_midst_of_a_batch_say_nothing(capfd):
+def test_processes_ended_during_a_batch_print_nothing(capfd):
     for _ in range(3):
         iterator = iter(allred.data.prefetch(data(Large()), depth=1, workers=2))
         assert next(iterator).shape == (5, 1_000_000)
@@ -251,7 +251,7 @@ def test_a_program_that_is_interrupted_or_killed_leaves_no_process(tmp_path, wor
     assert not os.path.exists(f"/proc/{pid}")
 
 
-def test_a_script_without_a_main_guard_is_told(tmp_path):
+def test_a_script_without_a_main_guard_is_an_error(tmp_path):
     text = """
         import allred, numpy as np
         allred.init(banner=False)

@@ -30,7 +30,7 @@ def rank(cores, threads=1, quota=None):
         ([rank(range(8), 8)] * 4, [5, 3, 3, 3], "3 ranks with 24 BLAS threads on 8 cores of one node: "),
     ],
 )
-def test_more_threads_than_cores_is_told(ranks, nodes, words):
+def test_more_threads_than_cores_cause_a_warning(ranks, nodes, words):
     found = processors.oversubscription(ranks, nodes)
     assert (found is None) == (words is None), found
     assert words is None or words in found

@@ -101,7 +101,7 @@ def test_plain_without_rich(terminal, monkeypatch):
     assert isinstance(display(terminal[1]), PlainDisplay)
 
 
-def test_a_terminal_that_goes_away(terminal):
+def test_a_terminal_that_is_closed(terminal):
     pytest.importorskip("rich")
     screen, stream = terminal
     shown = display(stream)

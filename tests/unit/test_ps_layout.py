@@ -138,7 +138,7 @@ def step(shard, seed):
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_shard_goes_on_from_the_state_of_another_bit_for_bit(name):
+def test_a_shard_continues_from_the_state_of_another_bit_for_bit(name):
     for shard, other in zip(shards(MAKERS[name]), shards(MAKERS[name]), strict=True):
         for number in range(3):
             step(shard, number)

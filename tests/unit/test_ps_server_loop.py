@@ -192,7 +192,7 @@ def begin(served, worker, port, flags):
 
 @pytest.mark.parametrize("locking", [False, True])
 @pytest.mark.parametrize(("flags", "cells", "torn"), [(PUSH, 1, 1), (PUSH, 0, 0)])
-def test_only_a_gradient_of_which_something_was_applied_is_torn(monkeypatch, flags, cells, torn, locking):
+def test_only_a_partly_applied_gradient_is_torn(monkeypatch, flags, cells, torn, locking):
     served = make(monkeypatch, locking=locking)
     begin(served, 1, Port(cells), flags)
     gone = []
@@ -267,7 +267,7 @@ def test_workers_that_register_before_worker_0_get_replies_after_it(monkeypatch)
     assert "worker 2 has otherwise, worker 0 has as it is" in str(replies[3])
 
 
-def test_no_worker_waits_for_a_worker_0_that_is_gone(monkeypatch):
+def test_no_worker_waits_for_a_dead_worker_0(monkeypatch):
     served = make(monkeypatch, registered=False)
     assert request(served, 1, registration()) == []
     served.control.remove(0)
@@ -367,7 +367,7 @@ def test_a_limit_of_less_than_a_second_names_the_worker():
         silent.check([1], [0], True, 100.4)
 
 
-def test_nobody_is_late_where_nobody_is_waited_for():
+def test_no_worker_is_late_if_none_is_awaited():
     silent = make_silent()
     silent.check([], [0], True, 100.0)
     silent.check([], [0], True, 200.0)

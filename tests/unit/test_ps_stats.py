@@ -49,7 +49,7 @@ def test_statistics_of_several_servers():
         (2, "2 gradients of a step that was not complete were not used"),
     ],
 )
-def test_gradients_that_were_left_over_are_told(unused, words):
+def test_unused_gradients_are_reported(unused, words):
     first, second = servers()
     first.unused = second.unused = unused
     told = str(Statistics((first, second), "sync", "bytes")).splitlines()
@@ -77,7 +77,7 @@ def test_a_histogram_has_few_rows():
 
 
 @pytest.mark.parametrize("step", [0, 1, 2**40])
-def test_records_come_back_as_they_were(step):
+def test_records_survive_packing(step):
     request = StepRequest(protocol.PUSH | protocol.PULL | protocol.DRAIN, step, step + 7, 0.125)
     packed = pack_request(*request)
     assert len(packed) == RECORD_BYTES

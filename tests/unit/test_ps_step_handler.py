@@ -145,7 +145,7 @@ class Served:
 # ---- gradients in, parameters out
 
 
-def test_a_step_of_async_applies_the_gradient_and_gives_what_comes_of_it():
+def test_a_step_of_async_applies_the_gradient_and_returns_the_parameters():
     served = Served(Async(), 2)
     assert served.do(0, PUSH | INIT, 5.0) == (0, 1, 0, 0)
     assert served.do(0, ALL, 1.0) == (0, 1, 1, 0)
@@ -176,14 +176,14 @@ def test_a_late_gradient_is_dropped_and_counted():
     assert served.statistics.gradients == 1
 
 
-def test_bounded_lets_the_fast_one_wait():
+def test_bounded_holds_the_fast_worker_back():
     served = Served(Bounded(staleness=0), 2)
     assert served.do(0, PUSH | DONE | PULL, 1.0) is None
     assert served.do(1, PUSH | DONE | PULL, 1.0) == (0, 1, 2, 1)
     assert served.ports[0].answers == [(0, 1, 2, 0)]
 
 
-def test_a_leave_ends_the_step_for_those_who_wait():
+def test_a_leave_completes_the_step_of_waiting_workers():
     served = Served(Sync(), 3)
     served.do(0, SYNC, 1.0)
     served.do(1, SYNC, 3.0)
@@ -218,7 +218,7 @@ def test_so_it_is_at_servers_that_do_not_coordinate_once_a_part_is_in_the_sum():
             assert served.values() == {"a": -2.0, "b": -2.0}
 
 
-def test_a_piece_that_nobody_had_a_gradient_of_stays():
+def test_a_piece_without_any_gradient_is_unchanged():
     served = Served(Sync(), 2, optimizer=optim.SGD(lr=1.0, weight_decay=0.5))
     served.do(0, PUSH | INIT, 4.0)
     served.do(0, SYNC, 0.0, absent=[0, 1])
@@ -348,7 +348,7 @@ class Job:
         return [value for served in self.servers for value in served.values().values()], versions
 
 
-def test_a_server_that_has_not_heard_of_a_leave_applies_the_mean_before_it_gives_parameters():
+def test_a_server_without_the_leave_applies_the_mean_before_a_pull():
     job = Job(3)
     job.push(0, 1.0)
     job.push(1, 3.0)
@@ -366,7 +366,7 @@ def test_a_server_that_has_not_heard_of_a_leave_applies_the_mean_before_it_gives
     assert [served.statistics.updates for served in job.servers] == [2, 2]
 
 
-def test_a_server_that_hears_of_a_leave_in_the_middle_of_the_next_step_goes_on_with_that():
+def test_a_leave_during_the_next_step_counts_for_that_step():
     job = Job(3)
     job.push(0, 1.0)
     job.push(1, 3.0)
@@ -382,7 +382,7 @@ def test_a_server_that_hears_of_a_leave_in_the_middle_of_the_next_step_goes_on_w
     assert job.pull(0) == ([-17.0, -17.0], [2, 2])
 
 
-def test_a_server_that_hears_of_a_leave_first_has_the_same_mean():
+def test_a_server_with_an_early_leave_has_the_same_mean():
     job = Job(3)
     job.push(0, 1.0)
     job.servers[1].leave(2)
@@ -467,7 +467,7 @@ def torn(request, *cells, policy=None, optimizer=None, room_for=10**9, die=False
     return served.statistics.torn
 
 
-def test_a_gradient_of_which_a_part_was_applied_is_torn():
+def test_a_partly_applied_gradient_is_torn():
     assert torn(ALL, "a") == 1
     assert torn(ALL, "a", die=True) == 1
     assert torn(ALL, "a", "b", room_for=1) == 1
@@ -507,7 +507,7 @@ def test_nothing_is_left_over_where_each_living_worker_gives_one():
     assert served.values() == {"a": -4.0, "b": -4.0}
 
 
-def test_who_has_left_is_not_kept_among_those_that_may_go_on():
+def test_a_worker_that_has_left_may_not_continue():
     served = Served(Sync(replicas_to_aggregate=1), 3)
     served.do(0, SYNC, 1.0)
     assert served.do(1, BEGIN).flags == DROPPED
@@ -546,7 +546,7 @@ def test_a_cell_is_not_changed_before_the_worker_has_copied_it():
     assert served.values() == {"a": -1.0, "b": -1.0}
 
 
-def test_nobody_waits_for_one_that_is_gone_or_without_locking():
+def test_no_push_waits_for_a_dead_reader_or_without_locking():
     served = Served(Async(), 2)
     served.finish(served.handler.step(1, MailboxPort(Box()), StepRequest(PULL, 0, 0, NAN)))
     push = served.ask(0, ALL, 1.0)

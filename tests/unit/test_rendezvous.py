@@ -104,14 +104,14 @@ def test_it_begins_when_all_are_there():
         (hello("/job:x/task:9"), "it has no /job:x/task:9"),
     ],
 )
-def test_who_is_refused(wrong, words):
+def test_refused_hellos(wrong, words):
     state = RendezvousState(ADDRESSES)
     assert not state.connect(hello(PS))
     assert words in state.connect(wrong)
     assert state.missing() == [f"{W0} (b:1)", f"{W1} (c:1)"], "the one that was there still is"
 
 
-def test_a_death_is_told_to_those_who_are_not_through_mpi_s_start():
+def test_a_death_is_sent_to_the_tasks_in_mpi_init():
     state = complete()
     state.mpi_started(PS)
     names, words = state.disconnect(W1)
@@ -119,7 +119,7 @@ def test_a_death_is_told_to_those_who_are_not_through_mpi_s_start():
     assert words == f"{W1} (pid 7 on h) has ended while MPI started; this task ends, too"
 
 
-def test_who_has_left_is_let_go_when_all_have_ended_and_one_without_leaving():
+def test_finished_tasks_are_released_if_another_task_failed():
     state = complete()
     for task in ADDRESSES:
         state.mpi_started(task)
@@ -131,7 +131,7 @@ def test_who_has_left_is_let_go_when_all_have_ended_and_one_without_leaving():
     assert state.waiting_in_vain() == [], "once"
 
 
-def test_who_has_left_needs_no_word_if_all_leave():
+def test_finished_tasks_get_no_message_if_all_finish():
     state = complete()
     for task in ADDRESSES:
         state.finished(task)
@@ -158,7 +158,7 @@ def test_places_and_the_secret():
         rendezvous_client.check(twice, rendezvous_client.look_up(twice), "")
 
 
-def test_hosts_that_nobody_knows():
+def test_unknown_hosts():
     with pytest.raises(ConfigError, match=r"unknown host on .*: nowhere\.invalid of b "):
         rendezvous_client.look_up({"a": "localhost:1", "b": "nowhere.invalid:1"})
 
@@ -223,7 +223,7 @@ def next_message(lines):
     return lines.receive_one(time.monotonic() + 60)
 
 
-def test_a_task_that_comes_again_while_its_job_runs_waits_for_the_job_s_end():
+def test_a_task_restarted_while_its_job_runs_waits_for_its_end():
     with meeting_place() as address, contextlib.ExitStack() as stack:
 
         def come(task):

@@ -29,7 +29,7 @@ def test_parts_are_those_of_split_sizes(total):
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_a_sampler_goes_on_from_every_position_of_its_own(drop_last):
+def test_a_sampler_continues_from_each_of_its_positions(drop_last):
     sampler = Sampler(ROWS, 10, 2, 3, drop_last)
     every = [(position, samples.tolist()) for position, samples in sampler.batches()]
     assert len(every) == 2 * sampler.steps_per_epoch

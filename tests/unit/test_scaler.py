@@ -36,7 +36,7 @@ def test_it_stays_a_float32_and_above_its_floor():
         scaler.update(True, "opt.step()")
 
 
-def test_state_goes_on():
+def test_a_restored_state_continues():
     scaler = allred.GradScaler(8.0, growth_interval=5)
     play(scaler, [True, False, False, False])
     other = allred.GradScaler()

@@ -84,7 +84,7 @@ def read_only():
         (np.ones(3), ReduceOp.SUM, "\ud800"),
     ],
 )
-def test_what_must_go_the_long_way_is_left_alone(segment, array, op, name):
+def test_unsupported_arguments_are_left_to_the_general_path(segment, array, op, name):
     assert segment.allreduce(array, array, op, name) is NOT_TAKEN
     assert segment.grouped_allreduce([np.ones(3), array], [np.ones(3), array], op, name) is NOT_TAKEN
     good = np.ones(3)
@@ -156,7 +156,7 @@ def test_impossible_segments_are_refused(rank, ranks, chunk):
         Segment(bytearray(64), 0, 1, 64, np.zeros((2, 3)), _DTYPES, _OPS)
 
 
-def test_a_closed_segment_says_so(segment):
+def test_a_closed_segment_raises(segment):
     segment.close()
     segment.close()
     array = np.ones(3)
@@ -177,7 +177,7 @@ def test_codes_are_the_same_in_c_and_python():
     assert list(ops.CODES.values()) == [1, 2, 3, 4, 5]
 
 
-def test_of_what_goes_on_the_arrays_are_held_and_nothing_overtakes_it():
+def test_a_running_operation_holds_its_arrays_and_keeps_the_order():
     memory, array, target = bytearray(segment_bytes(2, SLOT)), np.ones(3), np.ones(3)
     late, peer = (Segment(memory, rank, 2, SLOT, PROBE, _DTYPES, _OPS) for rank in range(2))
     late.set_tracing(True)

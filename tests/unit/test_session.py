@@ -96,7 +96,7 @@ def test_it_trains_without_any_directory(world):
     assert witness.outcome.checkpoint is None
 
 
-def test_before_init_it_says_so():
+def test_before_init_is_an_error():
     with pytest.raises(NotInitializedError, match=r"allred\.init"), Session():
         pass
 
@@ -200,7 +200,7 @@ def test_a_state_that_cannot_be_saved_is_named(world, tmp_path, capfd):
     assert again.state == 7
 
 
-def test_a_state_that_cannot_be_had_later_is_left_out(world, tmp_path, capfd):
+def test_a_state_that_cannot_be_saved_later_is_omitted(world, tmp_path, capfd):
     """But an error of the job, which is raised wherever a rank is, stays one."""
 
     class Moody(Hook):
@@ -237,7 +237,7 @@ def test_micro_steps_are_one_step(world):
     assert witness.told == [{"loss": pytest.approx((0 + 2 + 6) / 6)}, {"loss": pytest.approx((12 + 20 + 30) / 15)}]
 
 
-def test_a_training_that_is_complete_says_so(world, tmp_path, capfd):
+def test_a_complete_training_prints_a_line(world, tmp_path, capfd):
     allred.shutdown()
     allred.init()
     for _ in range(2):
@@ -400,7 +400,7 @@ def test_a_commit_leaves_a_rank_that_writes_its_claim(tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
-def test_hooks_may_come_and_go_between_two_runs(world, tmp_path):
+def test_hooks_may_differ_between_two_runs(world, tmp_path):
     hooks = [EarlyStopping(patience=9), Checkpoint(tmp_path / "best", best="loss")]
     with Session(tmp_path / "ckpt", hooks=hooks) as session:
         train(session, [3.0, 2.0, 2.5])
@@ -523,7 +523,7 @@ def test_two_sides_may_not_write_into_one_directory(world, tmp_path):
         train(session, [1.0])
 
 
-def test_what_the_end_says(world, tmp_path, capfd):
+def test_the_line_at_the_end(world, tmp_path, capfd):
     allred.shutdown()
     allred.init()
     with Session(tmp_path, max_steps=3) as session:
@@ -541,7 +541,7 @@ def test_what_the_end_says(world, tmp_path, capfd):
     assert "session: 5 batches, but no update; call opt.step(...) for each batch" in capfd.readouterr().err
 
 
-def test_a_value_that_is_never_logged_is_told(world, tmp_path, capfd):
+def test_a_value_that_is_never_logged_causes_a_warning(world, tmp_path, capfd):
     hooks = [NanLoss("lsos"), EarlyStopping("lsos"), Checkpoint(tmp_path, best="lsos"), NanLoss()]
     with Session(hooks=hooks) as session:
         train(session, [1.0] * 50)
@@ -550,7 +550,7 @@ def test_a_value_that_is_never_logged_is_told(world, tmp_path, capfd):
         assert said.count(f"{who}: 'lsos' was not logged in 20 steps; logged: loss") == 1
 
 
-def test_without_stderr_training_goes_on(tmp_path):
+def test_without_stderr_training_continues(tmp_path):
     code = (
         "import allred, numpy as np\nfrom allred.session import Session\nallred.init()\nopt = allred.distributed("
         "allred.optim.SGD(lr=1.0))\nwith Session(log_steps=1) as session:\n    session.track(params=[np.zeros(1)], "
@@ -562,7 +562,7 @@ def test_without_stderr_training_goes_on(tmp_path):
     assert (result.returncode, result.stdout) == (0, "3\n")
 
 
-def test_what_goes_wrong_beside_the_writing(world, tmp_path, capfd, monkeypatch):
+def test_errors_of_a_checkpoint_in_the_background(world, tmp_path, capfd, monkeypatch):
     def fails(directory):
         raise MemoryError
 
@@ -584,7 +584,7 @@ def test_what_goes_wrong_beside_the_writing(world, tmp_path, capfd, monkeypatch)
     assert "was not written" not in told
 
 
-def test_ranks_that_log_examples_and_ranks_that_do_not_are_told_apart(world, monkeypatch):
+def test_ranks_with_and_without_logged_examples_are_distinguished(world, monkeypatch):
     titles = []
 
     def allreduce(array, op, name):
@@ -604,7 +604,7 @@ def test_no_worker_waits_for_a_step_behind_the_last_one():
     GlobalStepWaiter(300).begin(types.SimpleNamespace(optimizer=optimizer, max_steps=200, asked=""))
 
 
-def test_no_worker_waits_for_updates_that_do_not_come(world, capfd):
+def test_no_worker_waits_forever_for_updates(world, capfd):
     optimizer = types.SimpleNamespace(session_support=types.SimpleNamespace(is_lockstep=False), global_step=0)
     optimizer.pull = lambda params: setattr(optimizer, "global_step", min(optimizer.global_step + 1, 5))
     session = types.SimpleNamespace(optimizer=optimizer, max_steps=None, asked="", params=None)
@@ -687,7 +687,7 @@ def test_lines(world, capfd):
         StopAtStep(1.5)
 
 
-def test_summaries_go_on_after_a_restore(world, tmp_path):
+def test_summaries_continue_after_a_restore(world, tmp_path):
     for count in (4, 9):
         with Session(tmp_path / "ckpt", hooks=[Summary(str(tmp_path), every_steps=2)], max_steps=count) as session:
             train(session, range(10))
@@ -797,7 +797,7 @@ def test_a_loss_that_is_not_finite_leaves_the_earlier_checkpoint(world, tmp_path
     assert checkpoint.newest(tmp_path).name == "step-00000003"
 
 
-def test_what_is_being_written_at_such_an_end_is_waited_for(world, tmp_path, monkeypatch):
+def test_the_end_waits_for_a_checkpoint_being_written(world, tmp_path, monkeypatch):
     def slow(*given, write=checkpoint.write):
         time.sleep(0.5)
         return write(*given)
@@ -815,7 +815,7 @@ def test_one_call_of_steps_is_for_all_epochs(world):
             next(session.steps([1, 2]))
 
 
-def test_all_hooks_hear_of_the_end(world):
+def test_end_is_called_for_all_hooks(world):
     class Bad(Hook):
         def end(self, session, outcome):
             raise RuntimeError("bad hook")
@@ -881,7 +881,7 @@ def test_the_last_checkpoint_of_a_failure_before_a_later_one_that_is_damaged(wor
 
 @pytest.mark.parametrize("tracked", [True, False])
 @pytest.mark.parametrize("saves", [True, False])
-def test_data_that_would_begin_anew_is_told(world, tmp_path, capfd, tracked, saves):
+def test_data_that_would_start_again_causes_a_warning(world, tmp_path, capfd, tracked, saves):
     params, opt = [np.zeros(1)], allred.distributed(allred.optim.SGD(lr=1.0))
     data = allred.data.batches(np.arange(6), batch_size=1, seed=None)
     with Session(tmp_path if saves else None, max_steps=2) as session:

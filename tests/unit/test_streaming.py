@@ -84,7 +84,7 @@ def test_records_as_they_are_and_the_last_batch_left_out(path):
 
 @pytest.mark.parametrize("trial", range(12))
 @pytest.mark.parametrize("ahead", [False, True])
-def test_interrupted_and_resized_it_goes_on(path, trial, ahead):
+def test_a_stream_continues_after_an_interruption_and_a_resize(path, trial, ahead):
     chance = random.Random(trial)
     seen, state = {}, None
     while state is None or (state["epoch"], state["samples"]) != (1, RECORDS):
@@ -112,7 +112,7 @@ def test_processes_decode(path):
     assert numbers(prefetch(stream(tfrecord(path), **options), workers=2)) == numbers(stream(tfrecord(path), **options))
 
 
-def test_errors_of_reading_and_decoding_come_in_their_place(path):
+def test_errors_of_reading_and_decoding_are_raised_at_their_batch(path):
     with pytest.raises(KeyError, match="twenty"):
         list(prefetch(stream(range(30), batch_size=5, decode=fail_at_20, rank=0, size=1), depth=9))
     path.write_bytes(path.read_bytes()[:-1])
@@ -141,7 +141,7 @@ def test_a_position_in_another_order_is_refused(change, message):
         batches.load_state_dict({**batches.state_dict(), **change})
 
 
-def test_a_position_behind_the_end_is_told():
+def test_a_position_behind_the_end_is_an_error():
     batches = stream(range(9), batch_size=2, rank=0, size=1)
     batches.load_state_dict({**batches.state_dict(), "samples": 10})
     with pytest.raises(InputError, match="after 10 records of this epoch, but the stream ended after 9"):

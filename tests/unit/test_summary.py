@@ -69,7 +69,7 @@ def test_what_is_no_scalar_is_refused_and_not_written(tmp_path, values):
     assert lines(tmp_path) == []
 
 
-def test_a_run_that_is_resumed_purges_what_came_after(tmp_path):
+def test_a_resumed_run_purges_later_steps(tmp_path):
     write(tmp_path, range(1, 11)).close()
     with open(tmp_path / "scalars.jsonl", "a") as file:
         file.write('{"step": 3, "lo')  # killed
@@ -98,7 +98,7 @@ def test_tensorboard_reads_the_same(tmp_path):
     assert event.wall_time == line["time"]
 
 
-def test_tensorboard_purges_what_came_after(tmp_path):
+def test_tensorboard_purges_later_steps(tmp_path):
     write(tmp_path, range(1, 11)).close()
     write(tmp_path, (8, 9), step=6, offset=0.5).close()  # within the same second
     write(tmp_path, (9, 10), step=8, offset=0.25).close()

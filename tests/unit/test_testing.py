@@ -158,7 +158,7 @@ def world():
     allred.shutdown()
 
 
-def test_a_fault_goes_off_at_its_step_before_the_optimizers(world):
+def test_a_fault_happens_before_the_optimizers_step(world):
     optimizer = Counting()
     assert testing.fail_at(0, 3, OSError("disk full")).into(optimizer) is optimizer
     optimizer.step(None, None)
@@ -203,7 +203,7 @@ def test_a_fault_that_could_never_happen_is_an_error(world):
             testing.stop_at(rank, step)
 
 
-def test_a_fault_before_init_says_what_to_do():
+def test_a_fault_before_init_is_an_error_with_a_remedy():
     with pytest.raises(allred.NotInitializedError):
         testing.slow(0, 0.1)()
 

@@ -62,7 +62,7 @@ class Trained:
         return float(self.w[0])
 
 
-def test_a_training_session_ends_by_its_hook_and_goes_on_from_its_checkpoint(world, tmp_path):
+def test_a_training_session_ends_by_its_hook_and_resumes(world, tmp_path):
     for end in (5.0, 8.0):
         trained = Trained()
         with tf1.MonitoredTrainingSession(
@@ -164,7 +164,7 @@ def test_gradients_find_their_variables_in_any_order(world):
     assert a[0] == -2
 
 
-def test_what_has_no_effect_is_said_once(world, capfd):
+def test_arguments_without_effect_cause_one_warning(world, capfd):
     for _ in range(2):
         tf1.SyncReplicasOptimizer(allred.optim.SGD(lr=1.0), 1, 1, None, None, True, "sync", replica_id=0)
     trained = Trained()
@@ -218,7 +218,7 @@ def test_what_is_refused(world, call, words):
         call(Trained())
 
 
-def test_a_session_whose_checkpoint_is_of_another_model_lets_go_of_the_signals(world, tmp_path):
+def test_a_session_that_cannot_restore_removes_its_signal_handlers(world, tmp_path):
     import signal
 
     before = signal.getsignal(signal.SIGTERM)

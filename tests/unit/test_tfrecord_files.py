@@ -163,7 +163,7 @@ def test_a_length_that_would_fill_memory_is_not_tried(path):
         list(tfrecord(path))
 
 
-def test_what_else_is_told(path, tmp_path):
+def test_other_errors(path, tmp_path):
     path.write_bytes(b"\x1f\x8b\x08" + bytes(30))
     with pytest.raises(DataError, match="looks compressed with gzip: unpack it first"):
         list(tfrecord(path))
@@ -239,7 +239,7 @@ def test_long_lists():
     assert all(array.flags.writeable for array in got.values())
 
 
-def test_what_is_no_example_is_told():
+def test_invalid_examples_are_errors():
     with pytest.raises(
         DataError, match=r"tf.train.Example: expected a serialized message, got 7 bytes that begin with b'"
     ):

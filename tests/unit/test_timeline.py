@@ -205,7 +205,7 @@ def test_a_file_of_something_else_is_refused(tmp_path):
         read_timeline(tmp_path / "x")
 
 
-def test_a_full_disk_is_told_once_and_nothing_else_happens(tmp_path, capfd):
+def test_a_full_disk_causes_one_warning_only(tmp_path, capfd):
     os.symlink("/dev/full", tmp_path / "rank-0.timeline")
     mine = Recorder(str(tmp_path / "rank-0.timeline"))
     mine.begin({})
@@ -265,7 +265,7 @@ def test_a_rank_that_has_joined_is_not_waited_for(tmp_path):
     assert [each.arrivals for each in collectives.match(ranks)] == [{0: 0, 1: 1, 2: 0}, {0: 2, 1: 3}]
 
 
-def test_only_who_is_blocked_waits_and_for_one_at_a_time(tmp_path):
+def test_only_blocked_ranks_wait_and_for_one_rank_at_a_time(tmp_path):
     """Rank 0 has started an operation of all and one of a set, looks elsewhere for a moment, and waits for both."""
     both = [started("allreduce", 0, 100, members) for members in ("all ranks", "[0, 1]")]
     waits = [span("wait", 40, 45), span("wait", 47, 100), span("wait", 0, 100, row="another thread")]
@@ -357,7 +357,7 @@ def test_all_tables_and_the_rows_of_a_trace(tmp_path, capsys):
     assert [(e["ph"], e["name"]) for e in events if e.get("cat") == "operation"] == [("b", "barrier"), ("e", "barrier")]
 
 
-def test_the_command_makes_a_trace_and_names_who_is_waited_for(tmp_path, capsys):
+def test_the_command_writes_a_trace_and_names_the_awaited_rank(tmp_path, capsys):
     written(tmp_path, 0, *(call(n * 10 * MS, n * 10 * MS + 8 * MS) for n in range(5)), size=3)
     written(tmp_path, 1, *(call(n * 10 * MS + 6 * MS, n * 10 * MS + 8 * MS) for n in range(5)), size=3)
     code, out, events = merge(tmp_path, capsys)

@@ -91,7 +91,7 @@ def test_parts_are_slices_within_one_sample_and_those_without_are_left_out():
 
 
 @pytest.mark.parametrize("parallel", [True, False])
-def test_a_batch_without_samples_goes_to_tower_0(parallel):
+def test_tower_0_gets_a_batch_without_samples(parallel):
     loss, grads = allred.Towers(3, lambda params, x: (x.sum(), {"w": x.sum(axis=0)}), parallel)(PARAMS, X[:0])
     assert loss == 0
     assert grads["w"].tolist() == [0] * 6
@@ -234,7 +234,7 @@ def test_openmp_threads_of_a_tower_are_its_share():
 
 
 @pytest.mark.parametrize(("threads", "warnings"), [("64", 1), ("1", 0)])
-def test_without_threadpoolctl_a_warning_says_so_once_if_there_are_too_many_threads(threads, warnings):
+def test_without_threadpoolctl_too_many_threads_cause_one_warning(threads, warnings):
     code = (
         "import sys; sys.modules['threadpoolctl'] = None\n"
         "import numpy as np, allred\n"

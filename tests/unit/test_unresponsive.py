@@ -28,7 +28,7 @@ def seen(active=0.0, silent=None, end="", waits_in=""):
         ({0: seen(7.0)}, [], 3.0),
     ],
 )
-def test_who_is_unresponsive_ranks(ranks, late, again_s):
+def test_unresponsive_ranks(ranks, late, again_s):
     assert unresponsive_ranks([0], 6.0, ranks, 10.0) == (late, pytest.approx(again_s))
 
 
@@ -71,7 +71,7 @@ class Script:
         return found
 
 
-def test_a_wait_goes_on_while_the_awaited_worker_makes_requests():
+def test_a_wait_continues_while_the_awaited_worker_makes_requests():
     script = Script()
     for now in (4.0, 8.0, 12.0):
         script.handle("holds", 0, now, silent={"2": 1.0})
@@ -133,7 +133,7 @@ def test_the_last_worker_that_is_left_is_not_spare():
     assert "; rank 2 (worker 1) made no request in this time" in script.job.verdict["text"]
 
 
-def test_ranks_that_have_ended_and_wait_are_told_of_again_and_again():
+def test_ended_ranks_that_wait_cause_repeated_warnings():
     script = Script()
     for rank in (0, 1, 3):
         script.handle("left", rank, 5.0)

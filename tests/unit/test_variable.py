@@ -31,7 +31,7 @@ def placed(setter):
         ({"ps_tasks": 2, "ps_strategy": lambda tensor: int(tensor.shape == (3,))}, [0, 0, 1, 0]),
     ],
 )
-def test_variables_go_where_the_strategy_says(arguments, servers):
+def test_variables_are_placed_by_the_strategy(arguments, servers):
     assert placed(allred.replica_device_setter(**arguments)) == dict(zip("abcd", servers, strict=True))
 
 
@@ -40,7 +40,7 @@ def test_without_servers_nothing_is_placed():
     assert placed(allred.replica_device_setter(ps_tasks=2, cluster={"worker": 1})) == {}
 
 
-def test_a_variable_is_an_array_of_its_own_whose_place_is_known_as_long_as_it_lives():
+def test_a_variable_is_a_new_array_with_a_place_until_it_is_freed():
     before, value = len(room._known), np.ones(3, np.float32)
     with allred.device("/job:ps/task:1/cpu:0"):
         w = allred.variable(value, name="w")

@@ -44,7 +44,7 @@ def test_the_ranks_that_differ_from_most_are_named(values, words):
     assert "'b'" not in text
 
 
-def test_numbers_come_with_their_values():
+def test_verdicts_show_numbers_with_their_values():
     tables = [{LR: "0.1", COUNT: "7"}, {LR: "0.1", COUNT: "8"}, {LR: "0.2", COUNT: "7"}]
     assert (
         "the optimizer's lr is 0.1 on ranks 0 and 1, 0.2 on rank 2; the optimizer's state 'global_step' is 7"

@@ -82,7 +82,7 @@ def test_without_a_launcher_all_are_released_the_late_ones_too():
     assert script.take("release") == [(2, {"kind": "release"})]
 
 
-def test_without_a_launcher_each_says_in_its_own_terminal_who_has_died():
+def test_without_a_launcher_each_rank_prints_the_death():
     for launcher in (True, False):
         script = Script(launcher=launcher)
         script.handle("died", 1, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
@@ -94,7 +94,7 @@ def test_without_a_launcher_each_says_in_its_own_terminal_who_has_died():
         assert ("speak" in told) == launcher
 
 
-def test_ranks_that_all_fail_by_themselves_hear_whose_came_first_before_the_release():
+def test_ranks_that_all_fail_get_the_verdict_before_the_release():
     script = Script(size=2)
     fail(script, 1)
     fail(script, 0, 0.01)
@@ -104,7 +104,7 @@ def test_ranks_that_all_fail_by_themselves_hear_whose_came_first_before_the_rele
 
 
 @pytest.mark.parametrize("end", ["left", "died"])
-def test_who_is_gone_need_not_unwind(end):
+def test_a_dead_rank_need_not_unwind(end):
     script = Script()
     fail(script, 1)
     script.handle(end, 2, how="ended", code=1, ago_s=0.0)
@@ -158,7 +158,7 @@ def test_ranks_that_outlive_the_abort_are_killed(dies, at):
     assert not script.take("kill")
 
 
-def test_a_rank_that_dies_is_told_of_and_the_lowest_survivor_ends_the_job():
+def test_a_death_is_printed_and_the_lowest_survivor_ends_the_job():
     script = Script()
     script.handle("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
     script.tick(1.0 + job_state.DEATH_S)
@@ -171,7 +171,7 @@ def test_a_rank_that_dies_is_told_of_and_the_lowest_survivor_ends_the_job():
     assert script.take("release") == [(1, {"kind": "release"})]
 
 
-def test_deaths_after_another_or_a_good_end_are_not_told():
+def test_deaths_after_another_or_after_success_are_not_printed():
     script = Script()
     script.handle("left", 0)
     script.handle("died", 0, how="ended with exit code 0", code=1, ago_s=0.0)
@@ -236,7 +236,7 @@ def look(script, states, now):
     script.handle("looked", None, now, look=request["look"], states={str(rank): text for rank, text in states.items()})
 
 
-def test_a_stall_is_told_once_then_again_after_four_times_as_long_and_so_is_its_end():
+def test_a_stall_is_printed_at_intervals_that_grow_and_so_is_its_end():
     script = Script(warn_s=10)
     script.handle("waiting", 1, 1.0, what="barrier() #5", since_s=1.0, peers=True, quiet=False)
     script.handle("waiting", 2, 1.0, what="barrier() #5", since_s=1.0, peers=True, quiet=False)
@@ -266,7 +266,7 @@ def test_one_look_at_a_time():
     assert len(script.take("look")) == 1
 
 
-def test_a_stall_that_is_over_before_the_watchers_have_answered_is_not_told():
+def test_a_stall_that_ends_before_the_watchers_answer_is_not_printed():
     script = Script(warn_s=10)
     wait(script, 1, 1.0)
     script.tick(10.0)
@@ -275,7 +275,7 @@ def test_a_stall_that_is_over_before_the_watchers_have_answered_is_not_told():
     assert not script.messages
 
 
-def test_the_end_of_a_stall_is_not_told_after_a_verdict():
+def test_the_end_of_a_stall_is_not_printed_after_a_verdict():
     script = Script(warn_s=10)
     wait(script, 1, 1.0)
     script.tick(10.0)
@@ -286,7 +286,7 @@ def test_the_end_of_a_stall_is_not_told_after_a_verdict():
     assert not script.messages
 
 
-def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_look():
+def test_a_late_answer_does_not_count_for_the_next_look():
     script = Script(nodes=2, warn_s=10)
     wait(script, 1, 1.0)
     script.tick(10.0)
@@ -309,7 +309,7 @@ def test_a_time_limit_comes_before_a_warning():
     assert script.take("verdict")[0][1]["timeout"]
 
 
-def test_a_failure_comes_before_a_time_limit_that_is_looked_into():
+def test_a_failure_comes_before_a_time_limit_under_examination():
     script = Script(nodes=2)
     script.handle("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
     fail(script, 1, 5.1)
@@ -328,7 +328,7 @@ def test_a_time_limit_is_put_off_while_a_rank_is_busy_and_for_a_moment_after():
     assert len(script.take("look")) == 1
 
 
-def test_a_wait_that_is_meant_to_be_long_is_not_told_after_that_of_another_rank():
+def test_a_quiet_wait_is_not_printed_after_that_of_another_rank():
     script = Script(warn_s=10)
     wait(script, 1, 1.0, quiet=True)
     wait(script, 2, 1.0)
@@ -340,7 +340,7 @@ def test_a_wait_that_is_meant_to_be_long_is_not_told_after_that_of_another_rank(
     assert not script.messages
 
 
-def test_a_wait_that_is_meant_to_be_long_is_not_told():
+def test_a_quiet_wait_is_not_printed():
     script = Script(warn_s=10)
     script.handle("waiting", 1, 1.0, what="barrier() #5", since_s=1.0, peers=True, quiet=True)
     script.tick(1000.0)
@@ -387,7 +387,7 @@ def test_a_node_that_does_not_answer_is_not_waited_for():
     assert "not heard from" in script.take("verdict")[0][1]["text"]
 
 
-def test_who_joins_late_hears_the_verdict():
+def test_a_rank_that_connects_late_gets_the_verdict():
     script = Script()
     fail(script)
     script.tick(job_state.SAME_S)
@@ -450,7 +450,7 @@ def test_where_a_program_is():
     assert "without an answer" in process_state.place("")
 
 
-def test_a_stack_that_comes_in_pieces_is_read_to_the_line_of_the_users_program(monkeypatch):
+def test_a_stack_that_arrives_in_pieces_is_read_completely(monkeypatch):
     monkeypatch.setattr(process_state, "STACK_S", 20)
     header, library = "Stack (most recent call first):\n", '  File "/usr/lib/python3.11/threading.py", line 9 in wait\n'
     ours, theirs = os.pipe()
@@ -516,14 +516,14 @@ def running_watcher(**settings):
         watcher._selector.close()
 
 
-def test_a_watcher_closes_a_connection_on_which_nothing_comes():
+def test_a_watcher_closes_a_connection_without_a_message():
     with running_watcher() as watcher, socket.create_connection(("127.0.0.1", watcher.port), 10) as stranger:
         stranger.settimeout(60)  # it takes 5 s
         assert b"nonce" in stranger.recv(200)
         assert stranger.recv(200) == b"", "closed"
 
 
-def test_the_watcher_of_another_node_is_heard():
+def test_a_watcher_handles_events_of_another_node():
     with running_watcher() as watcher:
         where = socket.AF_INET, ("127.0.0.1", watcher.port)
         with pytest.raises(
@@ -574,7 +574,7 @@ def test_own_address_is_one_of_this_host():
         pass
 
 
-def test_the_launcher_ends_other_nodes_ranks_before_the_first_death_is_heard_of():
+def test_the_launcher_kills_ranks_of_other_nodes_before_the_first_death_is_known():
     script = Script(nodes=2)
     script.handle("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
     script.handle("died", 2, 1.01, how="ended with exit code 0", code=1, ago_s=0.0)
@@ -590,7 +590,7 @@ def test_the_launcher_ends_other_nodes_ranks_before_the_first_death_is_heard_of(
 
 
 @pytest.mark.parametrize("heard", [(0, 2), (2, 0)])
-def test_an_abort_on_one_host_and_a_kill_on_another_are_both_told(heard):
+def test_an_abort_on_one_host_and_a_kill_on_another_are_both_printed(heard):
     """Open MPI aborts a rank that has lost its connection to one that was killed."""
     hows = {0: ("ended with exit code 14", 14), 2: ("was killed by signal 9 (SIGKILL)", 137)}
     script = Script(nodes=2)
@@ -602,7 +602,7 @@ def test_an_abort_on_one_host_and_a_kill_on_another_are_both_told(heard):
     assert message["text"].startswith(both)
 
 
-def test_a_rank_that_aborts_on_one_of_several_nodes_is_told_of_after_a_moment():
+def test_an_abort_on_one_of_several_nodes_is_printed_after_a_delay():
     script = Script(nodes=2)
     script.handle("died", 1, 1.0, how="ended with exit code 3", code=3, ago_s=0.0)
     assert not script.take("speak")
@@ -676,7 +676,7 @@ def test_a_verdict_is_not_raised_in_a_wait_nor_at_the_end(rank_and_watcher, flag
 
 
 @pytest.mark.parametrize("where", ["_report", "_is_done"])
-def test_a_watcher_that_gets_no_core_for_a_while_tells_of_a_death_all_the_same(where, monkeypatch):
+def test_a_watcher_without_a_core_for_a_while_prints_a_death(where, monkeypatch):
     of_job = {"size": 1, "nodes": 1, "warn_s": 30.0, "spares": [], "launcher": True}
     watcher = Watcher({"token": "", "ranks": 1, "chief": True, "address": "", **of_job})
     ours, theirs = socket.socketpair()
@@ -714,7 +714,7 @@ def test_a_watcher_that_gets_no_core_for_a_while_tells_of_a_death_all_the_same(w
 
 
 @pytest.mark.parametrize("is_exiting", [False, True])
-def test_a_watcher_that_is_gone_is_told_of_once_unless_the_program_is_at_its_end(rank_and_watcher, is_exiting, capfd):
+def test_a_dead_watcher_causes_one_warning_unless_the_program_ends(rank_and_watcher, is_exiting, capfd):
     rank, watcher = rank_and_watcher
     rank.is_exiting = is_exiting
     watcher.close()
@@ -724,7 +724,7 @@ def test_a_watcher_that_is_gone_is_told_of_once_unless_the_program_is_at_its_end
     assert capfd.readouterr().err.count("the watcher process on here is gone") == (not is_exiting)
 
 
-def test_a_fork_says_nothing_and_hears_nothing(rank_and_watcher):
+def test_a_fork_sends_and_receives_nothing(rank_and_watcher):
     rank, watcher = rank_and_watcher
     if not os.fork():
         rank.tell("failed", code=1, words="", traceback="")
@@ -735,7 +735,7 @@ def test_a_fork_says_nothing_and_hears_nothing(rank_and_watcher):
     assert json.loads(watcher.recv(records.LARGEST))["event"] == "going"
 
 
-def test_a_rank_that_is_killed_while_the_others_unwind_is_told_of_with_what_it_had_to_say():
+def test_the_death_of_the_failed_rank_is_printed_with_its_traceback():
     script = Script()
     fail(script, 1)
     script.handle("died", 2, 0.3, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
@@ -748,7 +748,7 @@ def test_a_rank_that_is_killed_while_the_others_unwind_is_told_of_with_what_it_h
     assert culprit.endswith("ValueError: boom\nTraceback ...")
 
 
-def test_whose_death_it_was_is_not_claimed_before_all_have_joined():
+def test_the_first_death_is_uncertain_before_all_ranks_have_connected():
     script = Script(size=2)
     script.job._size = 3
     script.handle("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
@@ -759,7 +759,7 @@ def test_whose_death_it_was_is_not_claimed_before_all_have_joined():
 # What a rank is known as.
 
 
-def test_a_rank_is_named_with_what_it_said_last():
+def test_messages_name_a_rank_by_its_latest_role():
     script = Script()
     script.handle("known_as", 1, text="parameter server 1; last checkpoint a")
     script.handle("known_as", 1, text="parameter server 1; last checkpoint b")
@@ -791,7 +791,7 @@ def test_the_table_of_a_job_shows_roles_only():
     assert re.search(r"^  rank 0 \(parameter server 0\) host0 +stopped$", text, re.M)
 
 
-def test_what_a_rank_says_it_is_takes_one_line_and_keeps_its_wait(rank_and_watcher):
+def test_the_role_of_a_rank_is_one_line_and_does_not_end_its_wait(rank_and_watcher):
     rank, watcher = rank_and_watcher
     rank.known_as("server 0;\n last checkpoint " + "x" * 1000)
     event = json.loads(watcher.recv(records.LARGEST))
@@ -822,7 +822,7 @@ def kinds(script):
     return found
 
 
-def test_a_spare_rank_that_fails_lingers_and_the_others_go_on():
+def test_an_expendable_rank_that_fails_lingers_and_the_others_continue():
     script = spare_script()
     fail(script, 2)
     gone = {"kind": "gone", "rank": 2, "host": "host2", "how": "failed with exit code 3: ValueError: boom", "code": 3}
@@ -837,7 +837,7 @@ def test_a_spare_rank_that_fails_lingers_and_the_others_go_on():
     assert not script.messages
 
 
-def test_it_is_said_by_a_rank_that_goes_on():
+def test_the_failure_is_printed_by_a_rank_that_continues():
     script = spare_script()
     script.handle("left", 0)
     fail(script, 1)
@@ -892,7 +892,7 @@ def test_the_last_spare_rank_that_fails_is_the_verdict():
     assert {1, 3} == set(script.job._expendable.gone)
 
 
-def test_all_spare_ranks_that_fail_at_once_are_not_said_to_be_survived():
+def test_no_line_says_that_others_continue_if_all_fail():
     script = spare_script()
     for rank in (1, 2, 3):
         fail(script, rank, 0.01 * rank)
@@ -925,14 +925,14 @@ def test_a_rank_that_is_not_spare_is_the_verdict_and_those_that_linger_unwind_fi
     assert script.job.verdict["code"] == 5
 
 
-def test_without_the_setting_nobody_is_spare():
+def test_without_the_setting_no_rank_is_expendable():
     script = spare_script(spares=())
     fail(script, 2)
     script.tick(job_state.SAME_S)
     assert kinds(script) == [(None, "verdict")]
 
 
-def test_a_spare_rank_that_dies_is_told_of_and_the_others_go_on():
+def test_the_death_of_an_expendable_rank_is_printed_and_the_others_continue():
     script = spare_script()
     die(script, 2, 1.0)
     script.tick(1.0 + job_state.DEATH_S)
@@ -948,7 +948,7 @@ def test_a_spare_rank_that_dies_is_told_of_and_the_others_go_on():
     assert script.job.verdict is None
 
 
-def test_several_that_die_at_once_are_told_of_in_one_text():
+def test_several_deaths_at_once_are_printed_in_one_text():
     """A death has one outlet."""
     script = spare_script()
     die(script, 3, 1.0)
@@ -975,7 +975,7 @@ def test_a_launcher_that_ends_all_because_of_a_spare_rank_is_not_blamed_on_the_o
 
 
 @pytest.mark.parametrize("apart_s", [0.0, 1.0])
-def test_nor_if_their_ends_are_heard_of_first(apart_s):
+def test_ranks_ended_by_the_launcher_are_no_losses_if_reported_first(apart_s):
     """A watcher that got no core finds all at once, in any order; and a process that is killed needs one to end."""
     script = spare_script()
     die(script, 3, 1.0)
@@ -991,7 +991,7 @@ def test_nor_if_their_ends_are_heard_of_first(apart_s):
     assert script.job.verdict["rank"] == 2
 
 
-def test_a_second_one_that_is_killed_is_told_of_when_no_launcher_has_done_it():
+def test_a_second_kill_is_printed_if_no_launcher_caused_it():
     script = spare_script()
     die(script, 2, 1.0, 139, "was killed by signal 11 (SIGSEGV)")
     die(script, 3, 1.5)
@@ -1031,7 +1031,7 @@ def test_after_a_death_one_that_ended_well_ends_the_job_with_its_code():
     assert kinds(script) == [(3, "release")]
 
 
-def test_if_nobody_can_end_the_job_the_watchers_do():
+def test_the_watchers_end_the_job_if_no_rank_can():
     """All but one that died are in MPI_Finalize."""
     script = spare_script()
     for rank in (0, 1, 3):
@@ -1045,7 +1045,7 @@ def test_if_nobody_can_end_the_job_the_watchers_do():
     assert kinds(script) == []
 
 
-def test_one_that_is_killed_while_it_lingers_is_told_of_with_what_it_had_to_say():
+def test_the_death_of_a_lingering_rank_is_printed_with_its_traceback():
     script = spare_script()
     fail(script, 2)
     die(script, 2, 10.0)
@@ -1077,7 +1077,7 @@ def test_a_spare_rank_that_others_wait_for_in_a_collective():
     assert (2, "release") in kinds(script)
 
 
-def test_who_joins_late_hears_who_is_gone():
+def test_a_rank_that_connects_late_gets_the_gone_ranks():
     script = spare_script()
     fail(script, 2)
     script.messages = []
@@ -1098,7 +1098,7 @@ def test_with_a_watcher_lost_no_rank_is_spare(before):
     assert script.job.verdict["code"] == 3
 
 
-def test_a_watcher_whose_ranks_have_ended_may_go():
+def test_a_watcher_whose_ranks_have_ended_may_end():
     script = spare_script(nodes=2)
     fail(script, 2, 1.0)
     script.handle("left", 3, 2.0)
@@ -1106,7 +1106,7 @@ def test_a_watcher_whose_ranks_have_ended_may_go():
     assert script.job.verdict is None
 
 
-def test_a_watcher_that_goes_on_alone_makes_a_loss_the_verdict():
+def test_a_watcher_that_continues_alone_makes_a_loss_the_verdict():
     alone = Script(2, 1)
     gone = {"kind": "gone", "rank": 3, "host": "host3", "how": "was killed by signal 9 (SIGKILL)", "code": 137}
     alone.job.conclude(gone, 5.0)
@@ -1119,7 +1119,7 @@ def test_a_watcher_that_goes_on_alone_makes_a_loss_the_verdict():
     assert alone.take("release") == [(0, {"kind": "release"})]
 
 
-def test_who_is_gone_is_kept_and_raises_nothing(rank_and_watcher):
+def test_gone_ranks_are_recorded_and_raise_no_error(rank_and_watcher):
     rank, watcher = rank_and_watcher
     for number, code in ((3, 5), (2, 137)):
         send(watcher, {"kind": "gone", "rank": number, "host": "h", "how": f"ended {code}", "code": code})

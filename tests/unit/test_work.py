@@ -53,13 +53,13 @@ def test_operations_complete_in_the_order_they_were_started(queue):
     assert log == ["a waits", "a ends", "b ends"]
 
 
-def test_wait_drives_what_came_before(queue):
+def test_wait_runs_earlier_operations(queue):
     log = []
     queue.start("a", operation(log, "a", Gate(tests=100), Gate(tests=100)))
     assert queue.start("b", operation(log, "b", Gate(tests=100))).wait() == "b"
 
 
-def test_an_error_is_raised_by_its_own_wait_and_the_next_goes_on(queue):
+def test_an_error_is_raised_by_its_own_wait_and_the_next_operation_runs(queue):
     def fails():
         yield Gate(tests=3)
         raise InputError("all ranks know")
@@ -91,7 +91,7 @@ def test_a_time_limit_names_the_operation_and_poisons(queue, limit):
         queue.start("next", operation([], "next"))
 
 
-def test_waiting_for_peers_is_told_from_moving_bytes(queue):
+def test_waits_for_peers_and_for_bytes_are_distinguished(queue):
     queue.start("a", operation([], "a", Gate(tests=20, waits_for_peers=True))).wait()
     assert 0 < queue.waited_for_peers_s <= queue.waited_s
     before = queue.waited_for_peers_s
@@ -119,7 +119,7 @@ def test_a_forked_process_is_no_rank(queue):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def test_two_threads_at_once_are_an_error_and_the_first_goes_on(queue):
+def test_two_threads_at_once_are_an_error_and_the_first_continues(queue):
     inside, go = threading.Event(), threading.Event()
 
     def slow():

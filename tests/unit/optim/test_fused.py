@@ -29,7 +29,7 @@ def test_every_optimizer_is_updated_by_a_kernel(case, calls, rng, dtype):
     assert calls == [True, True]
 
 
-def test_what_no_kernel_is_for_goes_to_numpy(case, calls):
+def test_arguments_without_a_kernel_use_numpy(case, calls):
     halves = [np.ones(3, np.float16), np.ones(3, ml_dtypes.bfloat16)]
     case.make().step(halves, [np.ones(3, np.float32)] * 2)
     assert calls == []  # known from the dtype alone

@@ -94,7 +94,7 @@ def test_state_of_another_float_dtype_is_cast(case, rng):
         np.testing.assert_allclose(state["slots"]["w"][slot], array, rtol=1e-5, atol=1e-6)
 
 
-def test_zero_dimensional_slots_may_come_back_as_numpy_scalars(case):
+def test_zero_dimensional_slots_may_be_restored_as_numpy_scalars(case):
     optimizer, params = case.make(), [np.array(1.0)]
     optimizer.step(params, [0.5])
     state, twin, twin_params = optimizer.state_dict(), case.make(), copy.deepcopy(params)
