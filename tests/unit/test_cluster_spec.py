@@ -13,7 +13,7 @@ from allred.errors import ConfigError, InputError
 LISTS = {"worker": ["b:1", "c:1"], "ps": ["a:1"]}
 
 
-def test_repr_of_lists():
+def test_methods_of_a_cluster_of_lists():
     cluster = allred.ClusterSpec(LISTS)
     assert cluster.as_dict() == LISTS
     assert cluster.jobs == ["worker", "ps"]

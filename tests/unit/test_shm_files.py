@@ -86,7 +86,7 @@ def test_what_is_no_own_file_stays(path):
     assert path.is_symlink()
 
 
-def test_a_process_that_opens_a_file_is_not_killed(path):
+def test_a_lease_sends_no_signal_when_a_process_opens_the_file(path):
     """The kernel then sends the holder of the lease a signal, SIGIO by default, which would end it."""
     with shm_files._Leased(str(path)):
         opening = threading.Thread(target=lambda: os.close(os.open(path, os.O_RDWR)))
