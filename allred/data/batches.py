@@ -10,8 +10,7 @@ from typing import Any
 
 from allred.arrays import Array
 from allred.data.columns import Columns, as_column
-from allred.data.loader import BatchSpec, Loader, check_batch_size, resolve_rank
-from allred.data.sampler import Position, Sampler, rank_slice
+from allred.data.loader import BatchSpec, Loader, Position, Sampler, check_batch_size, rank_slice, resolve_rank
 from allred.errors import InputError
 from allred.validators import integer
 

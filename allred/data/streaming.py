@@ -12,8 +12,7 @@ import numpy as np
 
 from allred.data.columns import collate
 from allred.data.iterations import LoaderArguments
-from allred.data.loader import BatchSpec, Loader, check_batch_size, resolve_rank
-from allred.data.sampler import Position, rank_slice
+from allred.data.loader import BatchSpec, Loader, Position, check_batch_size, rank_slice, resolve_rank
 from allred.errors import InputError
 from allred.validators import integer
 

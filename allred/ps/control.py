@@ -15,10 +15,9 @@ from allred.errors import AllredError, InputError, MismatchError
 from allred.optim.base import Optimizer
 from allred.ps import protocol, shm_transport
 from allred.ps.context import Context
-from allred.ps.layout import lay_out
 from allred.ps.mpi_transport import CALL, REPLY, MpiTransport
 from allred.ps.placement import Placement
-from allred.ps.shard import Parts, Shard
+from allred.ps.shard import Parts, Shard, lay_out
 from allred.ps.shm_transport import MailboxPort
 from allred.ps.stats import ServerStatistics
 from allred.ps.step_handler import StepHandler, Turn

@@ -21,9 +21,9 @@ from mpi4py import MPI
 from allred import world
 from allred.arrays import Array
 from allred.comm.work import Steps, spin_wait
-from allred.ps.layout import CELL_BYTES
 from allred.ps.protocol import RECORD_BYTES, Leave
 from allred.ps.run_steps import Condition
+from allred.ps.shard import CELL_BYTES
 
 CALL, REPLY, BODY, STEP, STEP_REPLY, UP, DOWN = range(1, 8)  # tags
 _DEPTH = 4  # cells in flight in each direction

@@ -23,7 +23,7 @@ from allred.comm.ops import ReduceOp
 from allred.errors import AllredError, InputError, MismatchError
 from allred.modes.detect.batch_arguments import arguments_of, difference
 from allred.modes.optimizer import DistributedOptimizer
-from allred.session.session_state import random_states
+from allred.session.saver import random_states
 from allred.watch.wait import watched
 
 NO_LIMIT_S = 1e9

@@ -25,11 +25,9 @@ from allred.comm import functions, join
 from allred.errors import InputError, ShutdownError
 from allred.modes.optimizer import DistributedOptimizer
 from allred.session import coordination, final_checkpoint
-from allred.session.hooks import Hook
-from allred.session.logging_hooks import all_hooks
+from allred.session.hooks import Hook, all_hooks
 from allred.session.progress import Rates
-from allred.session.saver import Saver, check_directories, check_path
-from allred.session.session_state import SessionState
+from allred.session.saver import Saver, SessionState, check_directories, check_path
 from allred.watch import exit_callbacks
 
 T = TypeVar("T")

@@ -6,10 +6,9 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Self
 
-from allred.compat.tf1.ignored_arguments import check_chief, warn_ignored
+from allred.compat.tf1.tf_session import check_chief, warn_ignored
 from allred.errors import InputError
-from allred.session.hooks import Hook, Outcome, SessionView, StopAtStep
-from allred.session.logging_hooks import Summary
+from allred.session.hooks import Hook, Outcome, SessionView, StopAtStep, Summary
 from allred.session.session import Session
 
 _DEFAULT: Any = object()
