@@ -81,7 +81,6 @@ def _policy(name: str | None, context: Context) -> Policy:
 # Server.
 
 
-@dataclasses.dataclass(frozen=True)
 class _RoundTrips(ControlRequest):
     """Serve `count` raw MPI round trips of one baseline. There is no reply."""
 
@@ -89,7 +88,6 @@ class _RoundTrips(ControlRequest):
     count: int
 
 
-@dataclasses.dataclass(frozen=True)
 class _WrongResult(ControlRequest):
     """A worker reports a wrong result. There is no reply."""
 

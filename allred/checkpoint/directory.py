@@ -101,10 +101,8 @@ def release(directory: str) -> None:
 def is_dead(directory: pathlib.Path, boot: str, now: float, excluded: bool) -> bool:
     """Return whether the writer of the unfinished checkpoint in `directory` is dead.
 
-    Arguments:
-        boot: the `boot_id` of the writer.
-        now: st_mtime of a file just written to the same file system.
-        excluded: the value of `exclude_claims`.
+    boot: the `boot_id` of the writer. now: st_mtime of a file just written to the same file system. excluded: the value
+    of `exclude_claims`.
     """
     if os.path.realpath(directory) in _claimed:
         return False
@@ -196,9 +194,7 @@ def list_complete(root: str | os.PathLike[str]) -> list[pathlib.Path]:
     """Return the directories of the complete checkpoints in `root`, by ascending step. Empty without root.
 
     Reads the manifests and compares the lengths of the shards. `verify` reads the bytes.
-
-    Raises:
-        CheckpointError: `root` cannot be listed.
+    Raises CheckpointError: `root` cannot be listed.
     """
     return [path for path in list_committed(pathlib.Path(root)).values() if _is_complete(path)]
 
@@ -206,8 +202,7 @@ def list_complete(root: str | os.PathLike[str]) -> list[pathlib.Path]:
 def newest(root: str | os.PathLike[str]) -> pathlib.Path | None:
     """Return the last of `list_complete(root)`; None if there is none. Does not check the earlier ones.
 
-    Raises:
-        CheckpointError: `root` cannot be listed.
+    Raises CheckpointError: `root` cannot be listed.
     """
     return next(filter(_is_complete, reversed(list_committed(pathlib.Path(root)).values())), None)
 
@@ -221,17 +216,10 @@ def has(root: str | os.PathLike[str], step: int) -> bool:
 def prune(root: str | os.PathLike[str], keep: int, keep_every: int = 0, up_to: int | None = None) -> list[pathlib.Path]:
     """Delete complete checkpoints except the newest `keep`. Damaged ones are not deleted.
 
-    Arguments:
-        keep: number of checkpoints, at least 1.
-        keep_every: those whose step is a multiple of it are not deleted; 0: none.
-        up_to: those of later steps are not deleted, and not counted.
-
-    Returns:
-        The deleted directories.
-
-    Raises:
-        InputError: keep < 1, or keep_every < 0.
-        CheckpointError: a checkpoint cannot be deleted.
+    keep: number of checkpoints, at least 1. keep_every: those whose step is a multiple of it are not deleted; 0: none.
+    up_to: those of later steps are not deleted, and not counted.
+    Returns the deleted directories.
+    Raises InputError: keep < 1, or keep_every < 0. Raises CheckpointError: a checkpoint cannot be deleted.
     """
     if keep < 1 or keep_every < 0:
         raise InputError(f"prune: keep={keep}, keep_every={keep_every}; expected keep >= 1 and keep_every >= 0")

@@ -80,11 +80,8 @@ def _free_space(number: int | None, path: pathlib.Path) -> str:
 class ShardInfo:
     """Description of a written shard.
 
-    Attributes:
-        file: the file name within the directory of the checkpoint.
-        nbytes: the length of the file in bytes.
-        checksum: CRC-32 of all bytes, as 8 hex digits.
-        entries: the entries in the file.
+    file: the file name within the directory of the checkpoint. nbytes: the length of the file in bytes. checksum:
+    CRC-32 of all bytes, as 8 hex digits. entries: the entries in the file.
     """
 
     file: str
@@ -117,18 +114,12 @@ def write_shard(
 
     Several processes, also on several hosts, may write their shards at the same time.
 
-    Arguments:
-        directory: the result of `begin`.
-        index, of: the number of the shard, 0 <= index < of, and the number of shards.
-        entries: pairs of an entry and its array: of the entry's dtype, with stop - start elements, of any shape and
-            layout. The arrays must not change during the call. Contiguous arrays are not copied. May be empty.
-
-    Returns:
-        The ShardInfo for `commit`.
-
-    Raises:
-        InputError: an array does not match its entry, or an entry is given twice. Nothing is written.
-        CheckpointError: the file cannot be written, or exists.
+    directory: the result of `begin`. index, of: the number of the shard, 0 <= index < of, and the number of shards.
+    entries: pairs of an entry and its array: of the entry's dtype, with stop - start elements, of any shape and layout.
+    The arrays must not change during the call. Contiguous arrays are not copied. May be empty.
+    Returns the ShardInfo for `commit`.
+    Raises InputError: an array does not match its entry, or an entry is given twice. Nothing is written. Raises
+    CheckpointError: the file cannot be written, or exists.
     """
     from safetensors.numpy import save_file  # `import allred` does not load safetensors
 
@@ -235,11 +226,8 @@ VERSION = 1
 class Manifest:
     """Content of a manifest.
 
-    Attributes:
-        step: the global step of the parameters.
-        time: the time of the commit, in seconds since 1970.
-        shards: the shards with the tensors.
-        meta: the argument `meta` of `commit`.
+    step: the global step of the parameters. time: the time of the commit, in seconds since 1970. shards: the shards
+    with the tensors. meta: the argument `meta` of `commit`.
     """
 
     step: int
@@ -269,8 +257,7 @@ class Manifest:
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """Read the manifest of the checkpoint in the directory `path`. Does not check the shards.
 
-    Raises:
-        CheckpointError: the manifest is missing, damaged, or of a version that this allred does not know.
+    Raises CheckpointError: the manifest is missing, damaged, or of a version that this allred does not know.
     """
     file = pathlib.Path(path) / MANIFEST
     with file_errors("checkpoint: reading", file):

@@ -38,13 +38,8 @@ def begin(root: str | os.PathLike[str], step: int) -> pathlib.Path:
 
     Readers ignore the directory until `commit`. If the process dies, a later commit of any process deletes it.
 
-    Arguments:
-        root: the directory of all checkpoints of this training; created if missing.
-        step: the global step, >= 0.
-
-    Raises:
-        InputError: a negative step.
-        CheckpointError: the directory cannot be created.
+    root: the directory of all checkpoints of this training; created if missing. step: the global step, >= 0.
+    Raises InputError: a negative step. Raises CheckpointError: the directory cannot be created.
     """
     if step < 0:
         raise InputError(f"begin: step={step}; expected the number of updates done, >= 0")
@@ -79,17 +74,11 @@ def commit(
 
     Replaces a complete checkpoint of the same step.
 
-    Arguments:
-        directory: the result of `begin` for the same step.
-        shards: the results of all `write_shard` calls, in any order.
-        meta: dicts, lists, numbers, text, booleans and None, for `read_checkpoint`. Tuples become lists, keys text.
-
-    Returns:
-        The checkpoint: root/step-00000400.
-
-    Raises:
-        InputError: another directory or step, or `meta` cannot be written as JSON.
-        CheckpointError: a shard is missing, the shards do not form whole tensors, or a file operation fails.
+    directory: the result of `begin` for the same step. shards: the results of all `write_shard` calls, in any order.
+    meta: dicts, lists, numbers, text, booleans and None, for `read_checkpoint`. Tuples become lists, keys text.
+    Returns the checkpoint: root/step-00000400.
+    Raises InputError: another directory or step, or `meta` cannot be written as JSON. Raises CheckpointError: a shard
+    is missing, the shards do not form whole tensors, or a file operation fails.
     """
     source = pathlib.Path(directory)
     if unfinished_step(source.name) != step:
@@ -121,11 +110,8 @@ def commit(
 def abandon(directory: str | os.PathLike[str]) -> None:
     """Delete an unfinished checkpoint; ignores file errors. Another process that writes a shard gets CheckpointError.
 
-    Arguments:
-        directory: the result of `begin`; it need not exist.
-
-    Raises:
-        InputError: another directory; nothing is deleted.
+    directory: the result of `begin`; it need not exist.
+    Raises InputError: another directory; nothing is deleted.
     """
     source = pathlib.Path(directory)
     if unfinished_step(source.name) is None:

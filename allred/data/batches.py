@@ -71,16 +71,13 @@ def batches(
             are ranks, some ranks get 0 samples, and their gradients have weight 0.
         rank, size: whose share to return, by default this rank's; `rank=0, size=1` returns whole batches.
 
-    Returns:
-        A `Batches` object. It yields tuples of batches, or the batch itself if there is one column: copies of shape
-        (share, ...). The next step weights its gradients by the share of the latest batch. `allred.data.prefetch`
-        preserves this; with other ways of fetching ahead pass it: `opt.step(..., samples=len(x))`. `state_dict()`
-        returns the position, and after `load_state_dict(state)` the next iteration continues there, on any number of
-        ranks and with any batch_size; no sample of an epoch is skipped or repeated. After its end or a `break`, a new
-        iteration starts at the beginning.
-
-    Raises:
-        InputError: columns of different lengths, or a batch_size below one sample per rank.
+    Returns a `Batches` object. It yields tuples of batches, or the batch itself if there is one column: copies of shape
+    (share, ...). The next step weights its gradients by the share of the latest batch. `allred.data.prefetch` preserves
+    this; with other ways of fetching ahead pass it: `opt.step(..., samples=len(x))`. `state_dict()` returns the
+    position, and after `load_state_dict(state)` the next iteration continues there, on any number of ranks and with any
+    batch_size; no sample of an epoch is skipped or repeated. After its end or a `break`, a new iteration starts at the
+    beginning.
+    Raises InputError: columns of different lengths, or a batch_size below one sample per rank.
 
     >>> data = batches([1, 2, 3, 4, 5], [10, 20, 30, 40, 50], batch_size=4, seed=None, rank=1, size=2)
     >>> for x, y in data:

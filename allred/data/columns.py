@@ -30,8 +30,7 @@ def npy(path: str | os.PathLike[str]) -> Array:
 
     Ranks of a node share the memory. If the file is truncated while it is mapped, the process ends with SIGBUS.
 
-    Returns:
-        An array of any shape and any dtype except object.
+    Returns an array of any shape and any dtype except object.
 
     Raises:
         OSError: the file cannot be opened.
@@ -55,8 +54,7 @@ def npy(path: str | os.PathLike[str]) -> Array:
 def idx(path: str | os.PathLike[str]) -> Array:
     """Read the array of an IDX file, compressed with gzip or not, whatever its name is.
 
-    Returns:
-        An array of the shape in the file, in native byte order: uint8, int8, int16, int32, float32 or float64.
+    Returns an array of the shape in the file, in native byte order: uint8, int8, int16, int32, float32 or float64.
 
     Raises:
         OSError: the file cannot be read.
@@ -196,13 +194,8 @@ def collate(samples: Sequence[Any], like: Any = None, path: str = "a sample") ->
     of their dtype; strings and bytes a list. Tuples, named tuples, lists and dicts become the same containers of
     batches (torch returns a list for a tuple).
 
-    Arguments:
-        samples: n samples, n >= 0.
-        like: sample that defines kinds and shapes if n is 0.
-        path: name of a sample in errors.
-
-    Raises:
-        InputError: samples differ in kind or shape, or have another type.
+    samples: n samples, n >= 0. like: sample that defines kinds and shapes if n is 0. path: name of a sample in errors.
+    Raises InputError: samples differ in kind or shape, or have another type.
 
     >>> collate([(1, {"x": [1.0, 2.0]}), (0, {"x": [3.0, 4.0]})])
     (array([1, 0]), {'x': [array([1., 3.]), array([2., 4.])]})

@@ -31,10 +31,8 @@ class LoaderArguments(NamedTuple):
 class Iteration:
     """One running iteration over a loader.
 
-    Arguments:
-        rank, ranks: index of its share of each global batch, and the number of shares.
-        arguments: the arguments of its loader.
-        start: the position in the data where it began, as text.
+    rank, ranks: index of its share of each global batch, and the number of shares. arguments: the arguments of its
+    loader. start: the position in the data where it began, as text.
     """
 
     def __init__(self, rank: int, ranks: int, arguments: LoaderArguments, start: str) -> None:

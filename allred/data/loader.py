@@ -90,10 +90,8 @@ def rank_slice(total: int, rank: int, size: int) -> slice:
 class BatchSpec:
     """Specification of this rank's share of a global batch.
 
-    Arguments:
-        position: the position after this batch.
-        share, total: samples of this rank, and of all ranks.
-        input: the argument of `load`.
+    position: the position after this batch. share, total: samples of this rank, and of all ranks. input: the argument
+    of `load`.
     """
 
     position: Position
@@ -154,10 +152,9 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """Position in the data, the same on all ranks.
 
-        Returns:
-            A dict of ints and None, which JSON can hold: "epoch", counted from 0; "samples", the number of samples of
-            that epoch that were yielded over all ranks, including the latest batch; and values that identify the data,
-            such as "rows" and "seed".
+        Returns a dict of ints and None, which JSON can hold: "epoch", counted from 0; "samples", the number of samples
+        of that epoch that were yielded over all ranks, including the latest batch; and values that identify the data,
+        such as "rows" and "seed".
         """
         return {"epoch": self._position.epoch, "samples": self._position.samples, **self._identity}
 
@@ -165,9 +162,7 @@ class Loader:
         """Start the next iteration after the last batch that `state` includes. Later iterations start at the beginning.
 
         The number of ranks and batch_size may differ from those of the saved state. Pass the same state on every rank.
-
-        Raises:
-            InputError: `state` is not a state of a loader, or was saved for other data; nothing has changed then.
+        Raises InputError: `state` is not a state of a loader, or was saved for other data; nothing has changed then.
         """
         missing = [name for name in ("epoch", "samples", *self._identity) if name not in state]
         if missing:

@@ -335,13 +335,10 @@ def prefetch(batches: Loader, depth: int = 2, workers: int = 0) -> Prefetch:
             and receive the data once: mapped files by name, arrays in memory as a copy for each process. What they call
             must be importable. They import the script, so its main part must be under `if __name__ == "__main__":`.
 
-    Returns:
-        A `Prefetch` object, which yields the same batches. `state_dict` and the samples of a step refer to the latest
-        batch that it yielded. An error in fetching is raised after the batches before it; a killed process raises
-        DataError with its number and signal.
-
-    Raises:
-        InputError: `batches` is another iterable, or depth or workers is out of range.
+    Returns a `Prefetch` object, which yields the same batches. `state_dict` and the samples of a step refer to the
+    latest batch that it yielded. An error in fetching is raised after the batches before it; a killed process raises
+    DataError with its number and signal.
+    Raises InputError: `batches` is another iterable, or depth or workers is out of range.
 
     >>> import allred
     >>> batches = allred.data.batches([1, 2, 3], batch_size=2, seed=None, rank=0, size=1)

@@ -53,8 +53,7 @@ def shuffled(records: Iterable[Any], buffer: int, seed: int = 0) -> Shuffled:
         seed: >= 0. The order depends on it and on the epoch, which `allred.data.stream` sets. It is the same on all
             ranks and after a resume.
 
-    Raises:
-        InputError: buffer or seed out of range.
+    Raises InputError: buffer or seed out of range.
 
     >>> list(shuffled(range(8), buffer=4, seed=1))
     [1, 2, 3, 6, 7, 0, 5, 4]
@@ -149,13 +148,10 @@ def stream(
             numpy arrays as in `batches`. Without it, a batch of bytes is a list.
         batch_size, epochs, drop_last, rank, size: as in `batches`.
 
-    Returns:
-        A `Stream` object, which yields this rank's batches. Weights of steps, `state_dict` and `load_state_dict` are as
-        in `batches`: a position is a number of records over all ranks, valid on any number of ranks.
-
-    Raises:
-        InputError: a batch_size below one sample per rank; several epochs of an iterable that can be iterated once;
-            during iteration, a position beyond the end of the stream.
+    Returns a `Stream` object, which yields this rank's batches. Weights of steps, `state_dict` and `load_state_dict`
+    are as in `batches`: a position is a number of records over all ranks, valid on any number of ranks.
+    Raises InputError: a batch_size below one sample per rank; several epochs of an iterable that can be iterated once;
+    during iteration, a position beyond the end of the stream.
 
     >>> for batch in stream(range(7), batch_size=4, decode=lambda n: 10 * n, rank=1, size=2):
     ...     print(batch)

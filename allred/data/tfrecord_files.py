@@ -165,8 +165,7 @@ def tfrecord(paths: Path | Sequence[Path], corrupt: str = "raise") -> TFRecord:
             it in `.skipped`; the first one in a pass prints a warning. After a corrupt length the following records
             cannot be located: the rest of that file is skipped, with a warning each time.
 
-    Returns:
-        A `TFRecord` object, which yields each record as bytes.
+    Returns a `TFRecord` object, which yields each record as bytes.
 
     Raises:
         InputError: no path, or another value of `corrupt`.
@@ -209,9 +208,8 @@ _SHORT = 32  # elements; up to this length conversion through a list of Python o
 def example(record: bytes) -> dict[str, Array]:
     """Parse a serialized tf.train.Example.
 
-    Returns:
-        Features by name. Each is a new array (n,) of int64, float32, or object (bytes). A feature without a list is
-        left out. An Example has no shapes: reshape the arrays.
+    Returns features by name. Each is a new array (n,) of int64, float32, or object (bytes). A feature without a list is
+    left out. An Example has no shapes: reshape the arrays.
 
     Raises:
         DataError: `record` is not a serialized Example.

@@ -92,9 +92,8 @@ class Optimizer(ABC):
             grads: nest of the same structure. Each gradient has the shape of its parameter and any float dtype; for a
                 0-d parameter it may be a Python float. None skips a parameter and its slots. Not changed.
 
-        Raises:
-            InputError: names, shapes or dtypes do not match, or the schedule returns no number >= 0. Neither parameters
-                nor the optimizer have changed then.
+        Raises InputError: names, shapes or dtypes do not match, or the schedule returns no number >= 0. Neither
+        parameters nor the optimizer have changed then.
         """
         work = self._checked(params, grads)
         lr = self.learning_rate
@@ -138,8 +137,7 @@ class Optimizer(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Copy of the state that a later run needs to continue with the same bits.
 
-        Returns:
-            {"global_step": int, "slots": {parameter name: {slot name: array}}}. Hyper-parameters are not included.
+        Returns {"global_step": int, "slots": {parameter name: {slot name: array}}}. Hyper-parameters are not included.
         """
         return {"global_step": self.global_step, "slots": _copy_slots(self._slots)}
 
@@ -150,9 +148,8 @@ class Optimizer(ABC):
     def load_state_dict(self, state: Any) -> None:
         """Continue from a copy of a result of `state_dict`.
 
-        Raises:
-            InputError: `state` has another format; nothing has changed then. The next `step` checks whether the slots
-                match their parameters.
+        Raises InputError: `state` has another format; nothing has changed then. The next `step` checks whether the
+        slots match their parameters.
         """
         global_step, slots = _check_state(f"{type(self).__name__}.load_state_dict", state)
         self.global_step, self._slots, self._made_for = global_step, _copy_slots(slots), {}
@@ -208,9 +205,8 @@ def _check_state(who: str, state: Any) -> tuple[int, dict[str, Slots]]:
 def _convert_slots(who: str, name: str, loaded: Slots, fresh: Slots) -> Slots:
     """Convert loaded slots to the dtypes and devices of `fresh`, the slots that a new optimizer would make.
 
-    Raises:
-        InputError: slot names or shapes differ: the state belongs to another optimizer, other hyper-parameters or
-            another model.
+    Raises InputError: slot names or shapes differ: the state belongs to another optimizer, other hyper-parameters or
+    another model.
     """
     expected = {slot: tuple(array.shape) for slot, array in fresh.items()}
     got = {slot: tuple(array.shape) for slot, array in loaded.items()}

@@ -28,8 +28,7 @@ class SGD(Optimizer):
 
     Slots: with momentum "momentum_buffer" (b), with the shape of the parameter.
 
-    Raises:
-        InputError: a hyper-parameter is out of range, or nesterov without momentum.
+    Raises InputError: a hyper-parameter is out of range, or nesterov without momentum.
 
     >>> params = [np.array([1.0, 2.0])]
     >>> optimizer = SGD(lr=0.1, momentum=0.9)
@@ -91,8 +90,7 @@ class Adagrad(Optimizer):
 
     Slots: "sum" (s), with the shape of the parameter.
 
-    Raises:
-        InputError: a hyper-parameter is out of range.
+    Raises InputError: a hyper-parameter is out of range.
 
     >>> params = [np.array([1.0, 2.0])]
     >>> optimizer = Adagrad(lr=0.1)
@@ -158,8 +156,7 @@ class RMSProp(Optimizer):
     Slots: "square_avg" (s), if centered "grad_avg" (a), with momentum "momentum_buffer" (b), all with the shape of the
     parameter.
 
-    Raises:
-        InputError: a hyper-parameter is out of range.
+    Raises InputError: a hyper-parameter is out of range.
 
     >>> params = [np.array([1.0, 2.0])]
     >>> optimizer = RMSProp(lr=0.1, decay=0.75)
@@ -241,8 +238,7 @@ class Adam(Optimizer):
 
     Slots: "exp_avg" (m) and "exp_avg_sq" (v), with the shape of the parameter.
 
-    Raises:
-        InputError: a hyper-parameter is out of range.
+    Raises InputError: a hyper-parameter is out of range.
 
     >>> params = [np.array([1.0, 2.0])]
     >>> optimizer = Adam(lr=0.1)

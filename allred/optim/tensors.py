@@ -103,10 +103,8 @@ def fused(rule: str, arrays: tuple[Array | None, ...], numbers: tuple[float, ...
     that do not overlap, of one shape, not 0-d, and one dtype, float32 or float64; and numbers of type float. In C the
     GIL is released for more than 16 KiB. If it returns False, nothing has changed.
 
-    Arguments:
-        rule: "sgd", "adagrad", "rmsprop", "adam" or "adamw".
-        arrays: the parameter, the gradient and the slots, in the order of csrc/update.h; None for a missing slot.
-        numbers: the hyper-parameters in that order.
+    rule: "sgd", "adagrad", "rmsprop", "adam" or "adamw". arrays: the parameter, the gradient and the slots, in the
+    order of csrc/update.h; None for a missing slot. numbers: the hyper-parameters in that order.
     """
     param = arrays[0]
     if type(param) is np.ndarray:

@@ -13,7 +13,7 @@ Control requests are rare. A worker sends one as a pickled object (`ControlReque
 import dataclasses
 import struct
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, dataclass_transform
 
 from allred import checkpoint
 from allred.arrays import Array
@@ -65,8 +65,9 @@ def unpack_reply(record: bytes) -> StepReply:
     return StepReply._make(_REPLY.unpack(record))
 
 
+@dataclass_transform(frozen_default=True)
 class ControlRequest:
-    """Base class of control requests.
+    """Base class of control requests; its subclasses are frozen dataclasses.
 
     title: the text of the wait for the reply. late: the reply may depend on requests of other workers. trains: the wait
     lasts while other workers train; the servers report a worker that makes no requests.
@@ -76,9 +77,9 @@ class ControlRequest:
 
     def __init_subclass__(cls, title: str = "", late: bool = False, trains: bool = False) -> None:
         cls.title, cls.late, cls.trains = title, late, trains
+        dataclasses.dataclass(frozen=True)(cls)
 
 
-@dataclasses.dataclass(frozen=True)
 class Register(ControlRequest, title="registration with the parameter servers", late=True):
     """Register a worker. Reply: `Registration`.
 
@@ -101,7 +102,6 @@ class Registration(NamedTuple):
     server_returns: bool
 
 
-@dataclasses.dataclass(frozen=True)
 class LoadState(ControlRequest, title="the optimizer's state"):
     """Set the optimizer's state."""
 
@@ -109,21 +109,18 @@ class LoadState(ControlRequest, title="the optimizer's state"):
     parts: Parts
 
 
-@dataclasses.dataclass(frozen=True)
 class InitialState(LoadState, title="the optimizer's state to start from"):
     """Worker 0 sets the optimizer's state and the hash of the initial parameters, which follow as a push."""
 
     digest: str
 
 
-@dataclasses.dataclass(frozen=True)
 class AwaitStart(ControlRequest, late=True):
     """Wait until worker 0 has sent initial parameters `number` times. Reply: their hash."""
 
     number: int
 
 
-@dataclasses.dataclass(frozen=True)
 class CompareBatches(ControlRequest, title="the arguments of the batches"):
     """Send the arguments of this worker's batches. Reply: {worker: arguments} so far."""
 
@@ -138,14 +135,12 @@ class GetStep(ControlRequest, title="the number of the step"):
     """Reply: the optimizer's updates, including those before a restore, and the version of the parameters."""
 
 
-@dataclasses.dataclass(frozen=True)
 class SetStep(ControlRequest, title="the number of the step"):
     """The parameters were restored from a checkpoint of this step."""
 
     step: int
 
 
-@dataclasses.dataclass(frozen=True)
 class Save(ControlRequest):
     """Write this server's part of a checkpoint. Reply: (shard, optimizer's state, version). extra: one more entry."""
 
@@ -153,7 +148,6 @@ class Save(ControlRequest):
     extra: tuple[checkpoint.Entry, Array] | None = None
 
 
-@dataclasses.dataclass(frozen=True)
 class CheckpointComplete(ControlRequest):
     """Announce a complete checkpoint, for the status of the server."""
 
@@ -168,7 +162,6 @@ class BeginDrain(ControlRequest, title="the stop request"):
     """Stop all workers. Reply: whether this worker writes the last checkpoint."""
 
 
-@dataclasses.dataclass(frozen=True)
 class EndDrain(ControlRequest, title="the checkpoint at the end"):
     """Wait for the result of the last checkpoint. result: given by the worker that writes it. Reply: the result."""
 
@@ -183,7 +176,6 @@ class AwaitFinish(ControlRequest, title="the end of the other workers' steps", l
     """Wait until all workers have finished or are gone."""
 
 
-@dataclasses.dataclass(frozen=True)
 class ShareFailure(ControlRequest, title="final status of worker 0", late=True):
     """Wait for the `number`-th final status of worker 0. Reply: its error, or None.
 

@@ -32,8 +32,7 @@ class MovingAverage:
         decay: 0 <= decay < 1; 0.999 averages about 1000 steps.
         warmup: see above.
 
-    Raises:
-        InputError: decay is out of range, or a parameter is read-only.
+    Raises InputError: decay is out of range, or a parameter is read-only.
 
     >>> params = {"w": np.array([0.0])}
     >>> average = MovingAverage(params, decay=0.75, warmup=False)
@@ -72,8 +71,7 @@ class MovingAverage:
         Arguments:
             step: the global step, the number of updates of the parameters so far.
 
-        Raises:
-            InputError: the parameters are swapped, or not those of the constructor.
+        Raises InputError: the parameters are swapped, or not those of the constructor.
         """
         self._check_not_swapped("update")
         decay = self.decay_at(operator.index(step))
@@ -94,9 +92,7 @@ class MovingAverage:
         """Replace the parameters by the averages, in place; restore them, bit for bit, at the end of the block.
 
         Needs memory for a copy of the parameters. Changes of the parameters within the block are lost.
-
-        Raises:
-            InputError: the parameters are swapped already, or not those of the constructor.
+        Raises InputError: the parameters are swapped already, or not those of the constructor.
         """
         self._check_not_swapped("swapped")
         pairs = list(self._pairs("swapped"))
@@ -118,8 +114,7 @@ class MovingAverage:
     def load_state_dict(self, state: Any) -> None:
         """Restore the result of `state_dict`, as a copy. Arrays may have another float dtype.
 
-        Raises:
-            InputError: another format, or other parameters; nothing has changed.
+        Raises InputError: another format, or other parameters; nothing has changed.
         """
         who = "MovingAverage.load_state_dict"
         loaded = state.get("averages") if isinstance(state, dict) else None

@@ -155,7 +155,6 @@ class Session:
         params: a nest of arrays. optimizer: the result of allred.distributed. data: the source of the batches; if it
         has state_dict and load_state_dict, resuming continues behind the last batch. more: other objects with these two
         methods, by name: saved by the chief (or the rank that fails), and loaded on all ranks.
-
         Returns the restored step; None if there was no checkpoint.
         Raises InputError for objects that cannot be tracked, MismatchError if sessions or arguments of data differ
         between ranks, CheckpointError if no checkpoint can be read, or it is of another model.

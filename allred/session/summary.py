@@ -41,12 +41,10 @@ _EVENT_FILE = re.compile(r"events\.out\.tfevents\.(\d{10})\..*")
 class Histogram:
     """TensorBoard's histogram of an array: 30 buckets of equal width.
 
-    Attributes:
-        count, minimum, maximum, total, total_squares: of the finite values; 0 if there is none.
-        edges: 31 float64, ascending. Bucket i holds edges[i] <= x < edges[i + 1], the last one also its upper edge. If
-            all values are equal, all edges are equal, and the last bucket holds all values.
-        counts: 30 int64, of the finite values.
-        nonfinite: the number of NaNs and infinities.
+    count, minimum, maximum, total, total_squares: of the finite values; 0 if there is none. edges: 31 float64,
+    ascending. Bucket i holds edges[i] <= x < edges[i + 1], the last one also its upper edge. If all values are equal,
+    all edges are equal, and the last bucket holds all values. counts: 30 int64, of the finite values. nonfinite: the
+    number of NaNs and infinities.
     """
 
     count: int
@@ -62,8 +60,7 @@ class Histogram:
 def histogram(name: str, value: Any) -> Histogram:
     """Return the histogram of an array of numbers of any dtype, shape and layout. 10 million float32 take about 0.5 s.
 
-    Raises:
-        InputError: not a host array of real numbers; `name` is in the message.
+    Raises InputError: not a host array of real numbers; `name` is in the message.
 
     >>> made = histogram("w", np.array([0.0, 1.0, 3.0, np.nan], np.float16))
     >>> made.count, made.maximum, made.total, made.nonfinite, made.counts[[0, 9, 10, 29]].tolist()
@@ -119,8 +116,7 @@ class SummaryWriter:
         directory: created if missing.
         step: the global step at the start of the run.
 
-    Raises:
-        InputError: the directory cannot be written.
+    Raises InputError: the directory cannot be written.
     """
 
     def __init__(self, directory: str | os.PathLike[str], step: int = 0) -> None:
@@ -146,8 +142,7 @@ class SummaryWriter:
             values: numbers by name, any text but "step" and "time". Types that `float` converts are accepted, such as
                 0-d arrays. TensorBoard receives float32.
 
-        Raises:
-            InputError: a wrong name or value. Nothing is written.
+        Raises InputError: a wrong name or value. Nothing is written.
         """
         numbers = {name: _number(name, value) for name, value in values.items()}
         step, now = operator.index(step), time.time()
@@ -166,8 +161,7 @@ class SummaryWriter:
             array: real numbers, bfloat16 included, of any shape; may be empty. Values that are not finite are in no
                 bucket: they are counted ("nonfinite" in the line; the scalar name/nonfinite in TensorBoard).
 
-        Raises:
-            InputError: not an array of real numbers.
+        Raises InputError: not an array of real numbers.
         """
         step, made, now = operator.index(step), histogram(name, array), time.time()
         if made.nonfinite and not self._warned_nonfinite:
@@ -266,9 +260,8 @@ def _number(name: str, value: Any) -> float:
 class _EventFile:
     """A new event file. Readers ignore the records of older files in the directory after `step`.
 
-    Raises:
-        ImportError: tensorboard is not installed; importing it takes about 0.2 s.
-        OSError: also of all methods.
+    Raises ImportError: tensorboard is not installed; importing it takes about 0.2 s. Raises OSError: also of all
+    methods.
     """
 
     def __init__(self, directory: pathlib.Path, step: int) -> None:
