@@ -24,7 +24,7 @@ from allred.comm.communicator import Communicator
 from allred.comm.create import NoCollectives, add_devices, create, select_backend, select_devices
 from allred.comm.process_set import ProcessSets
 from allred.config import Config, explicit_settings, settle
-from allred.data.iterations import Iterations
+from allred.data.loader import Iterations
 from allred.data.prefetching import check_not_in_prefetch_process
 from allred.errors import AllredError, ConfigError, InputError
 from allred.gpu import binding

@@ -28,9 +28,8 @@ from allred.ps.context import Context
 from allred.ps.context import current as current_context
 from allred.ps.control import NO_REPLY
 from allred.ps.mpi_transport import CALL, MpiTransport
-from allred.ps.protocol import ControlRequest
+from allred.ps.protocol import ControlRequest, Statistics
 from allred.ps.server_loop import ServerLoop
-from allred.ps.stats import Statistics
 
 
 def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> None:

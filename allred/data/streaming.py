@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from allred.data.columns import collate
-from allred.data.iterations import LoaderArguments
-from allred.data.loader import BatchSpec, Loader, Position, check_batch_size, rank_slice, resolve_rank
+from allred.data.loader import BatchSpec, Loader, LoaderArguments, Position, check_batch_size, rank_slice, resolve_rank
 from allred.errors import InputError
 from allred.validators import integer
 

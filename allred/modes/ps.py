@@ -31,8 +31,8 @@ from allred.optim.base import Optimizer
 from allred.ps import context, protocol
 from allred.ps.context import Context
 from allred.ps.placement import place
+from allred.ps.protocol import ServerStatistics, Statistics
 from allred.ps.shard import Parts, splittable
-from allred.ps.stats import ServerStatistics, Statistics
 from allred.ps.variable import describe, places
 from allred.watch import exit as exit_protocol
 

@@ -12,7 +12,7 @@ import numpy as np
 from allred.arrays import Array
 from allred.errors import InputError
 from allred.nest import leaves
-from allred.optim.tensors import check_writable, compute_dtype, describe, is_float_tensor
+from allred.optim.base import check_writable, compute_dtype, describe, is_float_tensor
 from allred.validators import positive
 
 

@@ -6,9 +6,8 @@ import numpy as np
 
 from allred.arrays import Array
 from allred.errors import InputError
-from allred.optim.base import Optimizer, Slots
+from allred.optim.base import Optimizer, Slots, compute_dtype, decayed_gradient, fold_in, fused
 from allred.optim.schedules import Schedule
-from allred.optim.tensors import compute_dtype, decayed_gradient, fold_in, fused
 from allred.validators import fraction, non_negative
 
 

@@ -24,10 +24,10 @@ from allred.ps import protocol
 from allred.ps.context import Context
 from allred.ps.mpi_transport import CALL, LOST, REPLY, Exchange, MpiTransport, send_leave
 from allred.ps.placement import Piece, Placement
+from allred.ps.protocol import ServerStatistics
 from allred.ps.run_steps import AllPending, run_steps
 from allred.ps.shard import Layout, Parts, lay_out
 from allred.ps.shm_transport import open_mailbox
-from allred.ps.stats import ServerStatistics
 from allred.timeline.recorder import span
 from allred.watch.wait import Awaited
 

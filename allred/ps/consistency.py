@@ -173,19 +173,8 @@ class SyncCoordinator(Coordinator):
         4  A worker that is done, or whose gradient was dropped, waits for a token, first come, first served: a fast
            worker may take several tokens of a step, and another none.
 
-    Differences from TensorFlow:
-
-        - Exactly `needed` gradients are averaged. TensorFlow also takes those that arrive before the mean is computed.
-        - Tokens that are left when a step ends are void. TensorFlow keeps them for gradients that will be dropped.
-        - No token is given out when the step has accepted its gradients, because the gradient would be dropped. A
-          worker whose gradient is dropped then waits for the end of the step.
-        - TensorFlow starts with `replicas_to_aggregate` tokens in the queue by default, this class with the missing.
-        - A worker that leaves gives back its share; in TensorFlow the others hang (issues 5022, 11660, 20342). With
-          `replicas_to_aggregate` None a step needs one gradient of each live worker, and the current step also those
-          that workers gave before they left. So no other gradient is dropped for them, and a leave may end the step. A
-          given number does not change, and the live workers give several gradients. After a leave the queue is filled
-          as if the step had begun with the live workers. Without live workers the gradients of an incomplete step are
-          lost.
+    docs/from-tensorflow.md lists the differences from TensorFlow. A worker that leaves gives back its share. After a
+    leave the queue is filled as if the step had begun with the live workers.
 
     There is no deadlock: the tokens in the queue and with live workers before `begin` are never fewer than the
     gradients that the step has to accept. So the queue is not empty when all workers wait.

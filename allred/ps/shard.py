@@ -23,8 +23,7 @@ from allred import nest
 from allred.arrays import Array, name_of, size_of
 from allred.errors import InputError
 from allred.fusion import Tensor
-from allred.optim.base import Optimizer
-from allred.optim.tensors import compute_dtype
+from allred.optim.base import Optimizer, compute_dtype
 from allred.ps.consistency import Sync
 from allred.ps.placement import Piece
 

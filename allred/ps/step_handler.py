@@ -28,9 +28,9 @@ import numpy as np
 from allred.comm.work import Steps
 from allred.errors import AllredError
 from allred.ps import protocol
+from allred.ps.protocol import ServerStatistics, named
 from allred.ps.shard import Shard, Update
 from allred.ps.shm_transport import MailboxPort
-from allred.ps.stats import ServerStatistics, named
 from allred.timeline.recorder import span
 
 

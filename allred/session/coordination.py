@@ -114,8 +114,7 @@ class StepMetrics:
     def report_all(self, stop: str, save: bool) -> StepReport:
         """Return the report of all ranks, and begin the next step. Collective. stop: the reason on this rank, or ""."""
         values, examples = self._take()
-        names = sorted(values)
-        weight = 1.0 if examples is None else examples
+        names, weight = sorted(values), 1.0 if examples is None else examples
         sent_reason = stop if stop in _REASONS or not stop else OTHER_RANK
         mine = [float(save), examples or 0.0, weight, *(float(sent_reason == reason) for reason in _REASONS)]
         first = len(mine)

@@ -68,7 +68,7 @@ class Saver:
         self._keep = integer("Session: keep", keep, 1)
         self._keep_every = integer("Session: keep_every", keep_every, 0)
         self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self.error: Exception | None = None
         self._next_at, self._logged_at = 0.0, -_LOG_PERIOD_S
 
     def begin(self, step: int) -> None:
@@ -108,7 +108,7 @@ class Saver:
         except (RemoteRankError, CollectiveTimeout):
             raise
         except Exception as error:  # nothing else would show an error of this thread
-            self._error = error
+            self.error = error
             self.failures += 1
             report.say(f"a checkpoint was not written, training continues: {str(error) or type(error).__name__}")
         else:
@@ -116,18 +116,13 @@ class Saver:
             self._prune()
         self.written_s += time.monotonic() - start
 
-    @property
-    def failed(self) -> bool:
-        """Whether the last checkpoint was not written."""
-        return self._error is not None
-
     def wait(self) -> None:
         """Wait until no checkpoint is being written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._error is not None:
-            self.saved_step, self._error = None, None
+        if self.error is not None:
+            self.saved_step, self.error = None, None
 
     def save_final(self, step: int, capture: Capture) -> str | None:
         """Write now, without a time limit. Returns the path, or None if this step is saved. Raises CheckpointError."""
@@ -221,7 +216,7 @@ class Checkpoint(Hook):
         if self._value is None:
             due = self._saver.due(session.step)
         else:
-            if self._saver.failed:
+            if self._saver.error is not None:
                 self.best = self._previous_best
             found = self._value.of(values)
             value = math.inf if found is None else self._sign * found
@@ -248,11 +243,6 @@ PickledParts = dict[str, Any]
 def random_states() -> Any:
     """Return the states of Python's `random` and of numpy's global generator."""
     return random.getstate(), np.random.get_state()
-
-
-def _set_random_states(states: Any) -> None:
-    random.setstate(states[0])
-    np.random.set_state(states[1])
 
 
 class SessionState:
@@ -330,7 +320,8 @@ class SessionState:
             self._data.load_state_dict(position)
             self._position = position
         if (mine := (take("random generators") or {}).get(topology.rank())) is not None:
-            _set_random_states(mine)
+            random.setstate(mine[0])
+            np.random.set_state(mine[1])
         for title, owner in self._owners():
             if (state := take(title)) is not None:
                 owner.load_state_dict(state)
