@@ -21,10 +21,10 @@ from allred.client.call import REMEDY, Call, ClientGroup, pack, unpack
 from allred.cluster import report, topology
 from allred.cluster.device import Place
 from allred.comm import functions
-from allred.comm.work import Steps, WorkQueue
+from allred.comm.work import Polled, Steps, WorkQueue
 from allred.errors import AllredError, InputError
 from allred.ps.mpi_transport import CALL, REPLY, MpiTransport
-from allred.ps.run_steps import Polled, run_steps, wait_until
+from allred.ps.run_steps import run_steps, wait_until
 from allred.watch.start import name_this
 
 _LEAVE_S = 2.0  # time limit for sending a few bytes
@@ -77,19 +77,6 @@ def _set_result(call: Call, parts: list[Array]) -> None:
     call.end(error=error)
 
 
-class _Pending(Polled):
-    """A call as an operation that a WorkQueue waits for."""
-
-    waits_for_peers = True
-
-    def __init__(self, dispatcher: "Dispatcher", call: Call) -> None:
-        self._dispatcher, self._call = dispatcher, call
-
-    def done(self) -> bool:
-        self._dispatcher.poll()
-        return self._call.ended
-
-
 _left: list["Dispatcher"] = []  # MPI may still send from their memory
 
 
@@ -134,8 +121,12 @@ class Dispatcher:
     def wait(self, call: Call) -> None:
         """Wait for the end of a call."""
 
+        def has_ended() -> bool:
+            self.poll()
+            return call.ended
+
         def steps() -> Steps[None]:
-            yield _Pending(self, call)
+            yield Polled(has_ended, waits_for_peers=True)
 
         current = functions.current().queue
         queue = WorkQueue(current.timeout_s, members=[self._rank(call), self._group.rank])

@@ -20,9 +20,9 @@ from mpi4py import MPI
 
 from allred import world
 from allred.arrays import Array
-from allred.comm.work import Steps
+from allred.comm.work import Steps, spin_wait
 from allred.ps.protocol import RECORD_BYTES, Leave
-from allred.ps.run_steps import Condition, Polled
+from allred.ps.run_steps import Condition
 from allred.ps.shard import CELL_BYTES
 
 CALL, REPLY, BODY, STEP, STEP_REPLY, UP, DOWN = range(1, 8)  # tags
@@ -47,7 +47,20 @@ def _complete(request: Any, lost: bool = False) -> bool:
         raise ConnectionResetError from error
 
 
-class Arrival(Polled):
+class _Tested:
+    """Base class of a `Pending` that tests MPI requests. Its `done` is a method, so it forms no reference cycle."""
+
+    waits_for_peers = False
+    progress_count = 0
+
+    def done(self) -> bool:
+        raise NotImplementedError
+
+    def spin_wait(self) -> bool:
+        return spin_wait(self.done)
+
+
+class Arrival(_Tested):
     """A `Pending` for a message of a rank with this tag. waits_for_peers: the sender may be late."""
 
     def __init__(self, comm: Any, source: int, tag: int, waits_for_peers: bool = False) -> None:
@@ -165,7 +178,7 @@ class _Stream:
                 self._number, self._offset = self._number + 1, 0
 
 
-class Exchange(Polled):
+class Exchange(_Tested):
     """A worker's step request by MPI, as a `Pending`. up, down: byte arrays to push and to fill, with the sizes of
     their cells in bytes."""
 
@@ -213,7 +226,7 @@ class Exchange(Polled):
         return True
 
 
-class MpiPort(Polled):
+class MpiPort(_Tested):
     """A server's end of the MPI traffic with a worker. It is a `Pending` that is complete when a cell has arrived."""
 
     def __init__(self, transport: MpiTransport, worker: int) -> None:

@@ -202,12 +202,6 @@ def gather_random_states(optimizer: DistributedOptimizer, title: str = "") -> di
     return dict(functions.allgather_object((topology.rank(), random_states()), title))
 
 
-def wait_all_workers(optimizer: DistributedOptimizer, params: Any) -> None:
-    """Mode ps: wait for all workers, which make different numbers of steps, and pull the final parameters."""
-    optimizer.session_support.wait_all_workers()
-    optimizer.pull(params)
-
-
 def raise_on_all(optimizer: DistributedOptimizer, failure: AllredError | None) -> None:
     """Raise the `failure` of the chief on all ranks. Collective. The watchers suspend the time limit while the chief
     writes a checkpoint; without watchers there is no time limit."""

@@ -361,9 +361,8 @@ class Summary(Hook):
         if every_secs is not None and not every_secs > 0:
             raise InputError(f"Summary: every_secs must be a positive number of seconds, but is {every_secs!r}")
         self._secs, self._next_at = every_secs, 0.0
-        self._histograms = (
-            None if histogram_steps is None else _EveryNSteps("Summary: histogram_steps", histogram_steps)
-        )
+        title = "Summary: histogram_steps"
+        self._histograms = None if histogram_steps is None else _EveryNSteps(title, histogram_steps)
         self._writer: SummaryWriter | None = None
 
     def begin(self, session: SessionView) -> None:

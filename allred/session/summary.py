@@ -22,7 +22,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -126,8 +126,8 @@ class SummaryWriter:
         self._events: _EventFile | None = None
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            self._scalars = _JsonLines(self._directory / "scalars.jsonl", step)
-            self._histograms = _JsonLines(self._directory / "histograms.jsonl", step)
+            self._scalars = _open_lines(self._directory / "scalars.jsonl", step)
+            self._histograms = _open_lines(self._directory / "histograms.jsonl", step)
             self._events = _event_file(self._directory, step)
         except OSError as error:
             raise InputError(
@@ -148,7 +148,7 @@ class SummaryWriter:
         step, now = operator.index(step), time.time()
         with self._write_errors() as writes:
             if writes:
-                self._scalars.write({"step": step, "time": now, **numbers})
+                _write_line(self._scalars, {"step": step, "time": now, **numbers})
                 if self._events:
                     self._events.scalars(step, now, numbers)
 
@@ -177,7 +177,7 @@ class SummaryWriter:
                     "sum_squares": made.total_squares, "nonfinite": made.nonfinite,
                     "edges": made.edges.tolist(), "counts": made.counts.tolist(),
                 }  # fmt: skip
-                self._histograms.write({"step": step, "time": now, "name": name, **fields})
+                _write_line(self._histograms, {"step": step, "time": now, "name": name, **fields})
                 if self._events:
                     self._events.histogram(step, now, name, made)
                     if made.nonfinite:
@@ -201,18 +201,14 @@ class SummaryWriter:
             self._failed = True
 
 
-class _JsonLines:
-    """A file of JSON lines without the lines of steps after `step`. All methods raise OSError."""
+def _open_lines(path: pathlib.Path, step: int) -> TextIO:
+    """Open a file of JSON lines, without the lines of steps after `step`. Raises OSError."""
+    _purge(path, step)
+    return open(path, "a", encoding="utf-8", buffering=1)
 
-    def __init__(self, path: pathlib.Path, step: int) -> None:
-        _purge(path, step)
-        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  (open until `close`)
 
-    def write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps({name: _strict(value) for name, value in record.items()}, allow_nan=False) + "\n")
-
-    def close(self) -> None:
-        self._file.close()
+def _write_line(file: TextIO, record: dict[str, Any]) -> None:
+    file.write(json.dumps({name: _strict(value) for name, value in record.items()}, allow_nan=False) + "\n")
 
 
 def _purge(path: pathlib.Path, step: int) -> None:
