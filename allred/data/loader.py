@@ -304,11 +304,6 @@ def _load_each(specs: Iterable[BatchSpec], load: Load) -> Fetched:
         yield spec, load(spec.input)
 
 
-def check_batch_size(function: str, batch_size: Any, size: int) -> int:
-    """Return `batch_size` as an int. Raises InputError if it is less than one sample per rank."""
-    return integer(f"{function}: batch_size", batch_size, size, "it counts the samples of all ranks")
-
-
 def resolve_rank(function: str, rank: int | None, size: int | None) -> tuple[int, int]:
     """Return rank and size, by default those of this process. Raises InputError if the rank does not exist.
 

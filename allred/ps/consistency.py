@@ -12,7 +12,6 @@ may continue.
 
 import abc
 import dataclasses
-from typing import Any
 
 from allred.errors import InputError
 from allred.validators import integer
@@ -274,8 +273,9 @@ class Bounded:
     staleness: int = 4
 
     def __post_init__(self) -> None:
+        # Fields become plain ints; the user may have passed a numpy integer.
         remedy = "0 keeps all workers together, and Async() has no bound"
-        _keep(self, "staleness", integer("Bounded: staleness", self.staleness, 0, remedy))
+        object.__setattr__(self, "staleness", integer("Bounded: staleness", self.staleness, 0, remedy))
 
     def describe(self) -> str:
         """Return a description for the banner."""
@@ -310,7 +310,7 @@ class Sync:
         ):
             value = getattr(self, field)
             if value is not None:
-                _keep(self, field, integer(f"Sync: {field}", value, 1, f"None means {meaning}"))
+                object.__setattr__(self, field, integer(f"Sync: {field}", value, 1, f"None means {meaning}"))
 
     def describe(self) -> str:
         """Return a description for the banner."""
@@ -346,8 +346,3 @@ def _workers(count: int) -> int:
     if count < 1:
         raise InputError(f"a parameter server needs at least 1 worker, but has {count}; start more ranks")
     return count
-
-
-def _keep(policy: Any, field: str, number: int) -> None:
-    """Replace a field by a plain int; the user may have passed a numpy integer."""
-    object.__setattr__(policy, field, number)

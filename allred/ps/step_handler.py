@@ -2,20 +2,8 @@
 
 With locking a pull gets one version: while a worker copies the parameters, no cell that it has not copied changes.
 
-Policy sync on several servers. Each server applies the mean of a step by itself, and all apply the same mean:
-
-    1  A gradient that server 0 has accepted for step s (BEGIN) goes to all servers, which add it to their sums.
-    2  When all have replied, the worker reports that to server 0 (DONE). So when server 0 has the reports of all
-       gradients of the step, every server's sum contains these gradients and no other.
-    3  A server applies the mean when its sum has the gradients that it expects: `replicas_to_aggregate`, or one of each
-       worker that has not left. A leave may reach it later than server 0; then it still waits.
-    4  Server 0 lets a worker continue with step s + 1, which means that step s is complete. The worker's next requests
-       to all servers carry that number. A server with a smaller version first applies the mean of its sum.
-    5  So no pull gets parameters older than the step that it is for, and no sum gets a gradient of another step.
-
-A server may be ahead. It may receive a leave before server 0 does, but it lets no worker continue. And if
-`replicas_to_aggregate` is smaller than the number of workers, a backup worker may pull while the others end the step:
-its gradient is dropped (BEGIN), because the step has its gradients.
+docs/modes.md says why all servers apply the same mean with policy sync: requests of step s + 1 reach a server only when
+its sum has all gradients of step s, and no other.
 """
 
 import functools

@@ -95,13 +95,8 @@ def replica_device_setter(
 
 _DEFAULT: Any = object()
 _IGNORED_TRAINING = {
-    "master": "",
-    "scaffold": None,
-    "config": None,
-    "stop_grace_period_secs": 120,
-    "save_graph_def": True,
-}
-
+    "master": "", "scaffold": None, "config": None, "stop_grace_period_secs": 120, "save_graph_def": True,
+}  # fmt: skip
 _IGNORED_SUPERVISOR = {
     "graph": None, "ready_op": None, "ready_for_local_init_op": None, "init_op": None, "init_feed_dict": None,
     "local_init_op": None, "summary_op": None, "saver": None, "global_step": None, "recovery_wait_secs": 30,
