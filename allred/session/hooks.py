@@ -11,9 +11,9 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TextIO
 
-from allred import nest
+from allred import log, nest
 from allred.arrays import as_host_array
-from allred.cluster import report, topology
+from allred.cluster import topology
 from allred.errors import InputError, NonFiniteError
 from allred.modes.optimizer import DistributedOptimizer
 from allred.session.progress import Display, PlainDisplay, Rates, display
@@ -130,7 +130,7 @@ class LoggedValue:
         self._missed += not self._seen
         if self._missed == _WARN_AFTER_STEPS and not self._seen:
             logged = ", ".join(values) or "nothing"
-            report.say(f"{self._who}: '{self.name}' was not logged in {_WARN_AFTER_STEPS} steps; logged: {logged}")
+            log.warning(f"{self._who}: '{self.name}' was not logged in {_WARN_AFTER_STEPS} steps; logged: {logged}")
         return values.get(self.name)
 
 
@@ -219,7 +219,7 @@ class GlobalStepWaiter(Hook):
         seen, since = session.optimizer.global_step, time.monotonic()
         while seen < step and not session.asked:
             if time.monotonic() > since + self._still_s:
-                return report.say_here(
+                return log.rank_warning(
                     f"GlobalStepWaiter({self._step}): no update since step {seen} for {self._still_s:g} s, so worker "
                     f"{topology.rank()} begins"
                 )
@@ -270,7 +270,7 @@ class Notify(Hook):
                 request = urllib.request.Request(self._url, text, {"Content-Type": "application/json"})
                 urllib.request.urlopen(request, timeout=self._timeout_s).close()
         except (OSError, ValueError, subprocess.SubprocessError) as error:
-            report.say(f"Notify could not send the outcome of training: {error}")
+            log.warning(f"Notify could not send the outcome of training: {error}")
 
 
 def all_hooks(hooks: Hook | Iterable[Hook] | None, log_steps: int | None, max_steps: int | None) -> list[Hook]:
@@ -337,7 +337,7 @@ class StepCounter(Hook):
         s_per_batch, examples = session.rates.s_per_batch, session.rates.examples_per_s
         if s_per_batch and self._schedule.due(session.step):
             rate = "" if examples is None else f", {examples:.1f} examples/sec"
-            report.inform(f"step {session.step}: {1 / s_per_batch:.2f} steps/sec{rate}")
+            log.info(f"step {session.step}: {1 / s_per_batch:.2f} steps/sec{rate}")
 
 
 class Summary(Hook):

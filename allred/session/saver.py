@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from allred import checkpoint
-from allred.cluster import report, topology
+from allred import checkpoint, log
+from allred.cluster import topology
 from allred.errors import AllredError, CheckpointError, CollectiveTimeout, InputError, RemoteRankError
 from allred.session.hooks import Hook, LoggedValue, Outcome, SessionView
 from allred.validators import integer
@@ -103,14 +103,14 @@ class Saver:
         try:
             path = write(self.directory)
             if start >= self._logged_at + _LOG_PERIOD_S:
-                report.inform(f"checkpoint {path}")
+                log.info(f"checkpoint {path}")
                 self._logged_at = start
         except (RemoteRankError, CollectiveTimeout):
             raise
         except Exception as error:  # nothing else would show an error of this thread
             self.error = error
             self.failures += 1
-            report.say(f"a checkpoint was not written, training continues: {str(error) or type(error).__name__}")
+            log.warning(f"a checkpoint was not written, training continues: {str(error) or type(error).__name__}")
         else:
             self.count += 1
             self._prune()
@@ -146,7 +146,7 @@ class Saver:
         try:
             checkpoint.prune(self.directory, self._keep, self._keep_every, up_to=self.saved_step)
         except AllredError as error:
-            report.say(f"an older checkpoint could not be deleted: {error}")
+            log.warning(f"an older checkpoint could not be deleted: {error}")
 
     def summary(self) -> str:
         """Return the number of checkpoints and the time they took, as text.
@@ -207,7 +207,7 @@ class Checkpoint(Hook):
         self._saver.begin(session.step)
         newest = checkpoint.newest(self.directory) if session.is_chief else None
         if newest is not None and checkpoint.read_manifest(newest).step > session.step:
-            report.say(
+            log.warning(
                 f"Checkpoint: {newest} is of a later step than this training, which begins at step {session.step}; it "
                 "is not deleted, and a restore from this directory uses it"
             )
@@ -267,7 +267,7 @@ class SessionState:
     def warn_untracked(self, batches: Any) -> None:
         """Warn if `batches` can be resumed but was not given to `track`."""
         if self._data is None and _has_state(batches):
-            report.say(
+            log.warning(
                 "session.steps(): training that resumes from a checkpoint starts this data from the beginning, though "
                 "it can continue behind the last batch; pass it to session.track(data=...) too"
             )
@@ -291,7 +291,7 @@ class SessionState:
                 pickles.append(None)
                 if title not in self._left_out:
                     self._left_out.add(title)
-                    report.say_here(f"a part is left out of the checkpoint: {error}")
+                    log.rank_warning(f"a part is left out of the checkpoint: {error}")
         return parts
 
     def _parts(self, randoms: dict[int, Any] | None, noted: bool = True) -> list[tuple[str, Callable[[], Any]]]:

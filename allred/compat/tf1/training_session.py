@@ -9,8 +9,9 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
+from allred import log
 from allred.client.client_session import ClientSession, connect
-from allred.cluster import report, topology
+from allred.cluster import topology
 from allred.errors import InputError
 from allred.ps import variable
 from allred.session.hooks import Hook, Outcome, SessionView, StopAtStep, Summary
@@ -26,7 +27,7 @@ def warn_ignored(who: str, given: Mapping[str, Any], defaults: Mapping[str, Any]
     line = f"{who}: these arguments have no effect: {', '.join(odd)} (docs/from-tensorflow.md)"
     if odd and line not in _warned:
         _warned.add(line)
-        report.say(line)
+        log.warning(line)
 
 
 def check_chief(who: str, is_chief: bool | None) -> None:

@@ -9,8 +9,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from allred import native, world
-from allred.cluster import report
+from allred import log, native, world
 from allred.comm import functions
 from allred.comm.header import mix
 from allred.errors import DriftError, InputError, NonFiniteError
@@ -119,7 +118,7 @@ class MistakeChecks:
         if self.policy == "skip" and self._optimizer is not None:
             self.skipped += 1
             if self.skipped == 1:
-                report.say(
+                log.warning(
                     f"{self._title}: step {self._step} is skipped, like all later steps with this problem: {problem}"
                 )
             return False
@@ -200,7 +199,7 @@ class DuplicateBatch:
             )
         self._in_a_row = self._in_a_row + 1 if same else 0
         if self._in_a_row == _IN_A_ROW:
-            report.say(
+            log.warning(
                 f"{self._title}: all ranks have the same gradients, bit for bit, in {_IN_A_ROW} checks in a row. They "
                 "probably train on the same batches: use allred.data.batches, or choose batches by allred.rank(). (Or "
                 "the gradients are averaged before the step: average them once)"

@@ -8,8 +8,7 @@ import atexit
 import weakref
 from typing import Any
 
-from allred import world
-from allred.cluster import report
+from allred import log, world
 from allred.comm import functions
 
 
@@ -33,7 +32,7 @@ class Updates:
             _unused.pop(id(self.optimizer), None)
             if self.wrappers:
                 first = next(iter(self.wrappers.values()))
-                report.say(
+                log.warning(
                     f"{title}: the same {type(self.optimizer).__name__} object is wrapped twice and steps in {first} "
                     "too; its state is shared by both. Wrap it once, or make an optimizer for each"
                 )
@@ -78,7 +77,7 @@ def warn_unused() -> None:
     for optimizer, before in [(reference(), count) for reference, count in _unused.values()]:
         made = (_count(optimizer) or 0) - before
         if made > 0 and world.is_initialized() and functions.current().size > 1:
-            report.say(
+            log.warning(
                 f"a distributed {type(optimizer).__name__} made no step, but the optimizer it wraps made {made} by "
                 "itself: each rank trained alone. Call step of what allred.distributed returned"
             )
