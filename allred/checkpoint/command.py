@@ -15,7 +15,7 @@ from allred import arrays
 from allred.checkpoint.directory import damage, list_committed, list_unfinished, newest
 from allred.checkpoint.entry import Entry
 from allred.checkpoint.restore import verify
-from allred.checkpoint.shard import MANIFEST, Manifest, read_manifest
+from allred.checkpoint.files import MANIFEST, Manifest, read_manifest
 from allred.command_line import Parser
 from allred.errors import CheckpointError
 

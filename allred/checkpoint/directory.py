@@ -31,7 +31,7 @@ import socket
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from allred.checkpoint.shard import MANIFEST, check_length, file_errors, read_manifest
+from allred.checkpoint.files import MANIFEST, check_length, file_errors, read_manifest
 from allred.errors import CheckpointError, InputError
 
 _COMMITTED = re.compile(r"step-(\d{8,})(\.replaced)?", re.ASCII)

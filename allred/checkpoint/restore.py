@@ -15,7 +15,7 @@ import numpy as np
 from allred.arrays import Array
 from allred.checkpoint.directory import damage, list_committed
 from allred.checkpoint.entry import check_cover
-from allred.checkpoint.shard import Manifest, check_bytes, read_manifest, read_shard
+from allred.checkpoint.files import Manifest, check_bytes, read_manifest, read_shard
 from allred.errors import CheckpointError
 
 

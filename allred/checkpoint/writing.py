@@ -27,7 +27,7 @@ from typing import Any
 from allred.arrays import Array
 from allred.checkpoint.directory import claim, discard, overwrite, release, sweep, unfinished_name, unfinished_step
 from allred.checkpoint.entry import Entry, check_cover
-from allred.checkpoint.shard import MANIFEST, Manifest, ShardInfo, check_length, file_errors, shard_name, write_shard
+from allred.checkpoint.files import MANIFEST, Manifest, ShardInfo, check_length, file_errors, shard_name, write_shard
 from allred.errors import CheckpointError, InputError
 
 _TRIES = 10  # renames, while another writer renames the same step

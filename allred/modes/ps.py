@@ -36,7 +36,7 @@ from allred.ps.variable import describe, places
 from allred.watch import exit as exit_protocol
 
 if TYPE_CHECKING:
-    from allred.ps.client import Client
+    from allred.ps.worker_client import Client
 
 
 _NONE: list[int] = []
@@ -118,7 +118,7 @@ class ServersMode:
 
     def _register(self, title: str, params: Any, tensors: list[Tensor], leaves: list[Any]) -> "Client":
         """Place the parameters and register them with the servers."""
-        from allred.ps.client import Client  # imports MPI
+        from allred.ps.worker_client import Client  # imports MPI
 
         options, settings = self._options, self._context.config
         named = [(tensor.name, leaf) for tensor, leaf in zip(tensors, leaves, strict=True)]

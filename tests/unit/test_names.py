@@ -31,10 +31,6 @@ CONVENTIONAL_MODULES = {
 # Classes that share a name on purpose, with the reason.
 CONVENTIONAL_CLASSES: dict[str, str] = {}
 
-# To be removed.
-MODULES_TO_RENAME = {"client", "shard"}
-# End of the section to be removed.
-
 ANYWHERE = {
     r"\bin words\b": "describe",
     r"\bwhoever\b": "name the subject",
@@ -92,7 +88,7 @@ def shared(found: dict[str, list[str]]) -> dict[str, list[str]]:
 
 def test_a_module_name_stands_for_one_thing():
     several = shared(names_of_modules())
-    assert {name: several[name] for name in several if name not in {*CONVENTIONAL_MODULES, *MODULES_TO_RENAME}} == {}
+    assert {name: several[name] for name in several if name not in CONVENTIONAL_MODULES} == {}
 
 
 def test_a_class_name_stands_for_one_thing():

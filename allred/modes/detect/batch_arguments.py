@@ -19,7 +19,7 @@ from allred.errors import MismatchError
 from allred.ps.protocol import CompareBatches
 
 if TYPE_CHECKING:
-    from allred.ps.client import Client
+    from allred.ps.worker_client import Client
 
 _APART = 20  # the least number of steps between comparisons: an exchange of objects takes about 0.1 ms
 
