@@ -14,8 +14,8 @@ import time
 from allred import arrays
 from allred.checkpoint.directory import damage, list_committed, list_unfinished, newest
 from allred.checkpoint.entry import Entry
-from allred.checkpoint.restore import verify
 from allred.checkpoint.files import MANIFEST, Manifest, read_manifest
+from allred.checkpoint.restore import verify
 from allred.command_line import Parser
 from allred.errors import CheckpointError
 
