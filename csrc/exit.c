@@ -36,7 +36,7 @@ static void tell(const char *event, int status) {
 }
 
 /* Wait until the watcher releases this rank to end the job, or is gone. Another rank's end may end the job before.
- * `forever`: without limit until there is a verdict, because the job goes on. */
+ * `forever`: without limit until there is a verdict, because the job continues. */
 static void await_release(int forever) {
   int64_t until = allred_now_ns() + RELEASE_LIMIT_NS;
   struct pollfd watcher = {.fd = armed.plan.watcher_fd, .events = POLLIN};

@@ -18,9 +18,9 @@ enum {
   ALLRED_EXIT_TELL,     /* send "left" after a good end; else send "failed", and wait for the release */
   ALLRED_EXIT_AWAIT,    /* the message was sent: wait for the release, even after a good end */
   ALLRED_EXIT_RELEASED, /* nothing */
-  ALLRED_EXIT_STAY,     /* as TELL; but another rank has failed, and the job goes on without it. MPI_Finalize would hang
+  ALLRED_EXIT_STAY,     /* as TELL, but the job continues without another rank that has failed. MPI_Finalize would hang
                          * even after a good end: wait for the release without limit, and end with `code` */
-  ALLRED_EXIT_LINGER    /* as AWAIT, without limit: the job goes on without this rank */
+  ALLRED_EXIT_LINGER    /* as AWAIT, without limit: the job continues without this rank */
 };
 
 typedef struct {

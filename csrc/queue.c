@@ -48,7 +48,7 @@ static void set_holder(allred_queue *queue, const allred_operation *op) {
 /* Needs no lock: settle() sets the holder before it removes the operation. */
 int allred_queue_idle(allred_queue *queue) { return !first(queue) && !holder(queue); }
 
-/* Call this when an operation can go on that could not before. One that is put behind others cannot. */
+/* Call this when an operation can continue that could not before. One that is put behind others cannot. */
 static void wake_thread(allred_queue *queue) {
   if (queue->threaded) pthread_cond_signal(&queue->wakeup);
 }
@@ -103,7 +103,7 @@ void allred_queue_release(allred_queue *queue, const allred_operation *op) {
   unlock(queue);
 }
 
-/* Return the operation that can go on, or NULL. */
+/* Return the operation that can continue, or NULL. */
 static allred_operation *next(allred_queue *queue) {
   allred_operation *op = queue->halted ? NULL : first(queue);
   return op && (op->continues || !holder(queue)) ? op : NULL;

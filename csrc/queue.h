@@ -5,7 +5,7 @@
  *      started. It claims the queue for that; other threads leave the steps to it.
  *   2  A caller that waits occupies a core of its own, so the progress thread does not claim the queue meanwhile.
  *   3  Otherwise the progress thread takes steps, and sleeps
- *        without limit         while no operation can go on
+ *        without limit         while no operation can continue
  *        for growing intervals while the peers have not begun: an eighth of the time waited so far, 1 ms at most,
  *                              because another process may need its core
  *
@@ -45,7 +45,7 @@ void allred_queue_continue(allred_queue *queue, allred_operation *op);
 /* An operation that was not in the queue is complete, and holds the queue. */
 void allred_queue_hold(allred_queue *queue, allred_operation *op, int status);
 
-/* If the operation holds the queue, let the others go on. */
+/* If the operation holds the queue, let the others continue. */
 void allred_queue_release(allred_queue *queue, const allred_operation *op);
 
 /* Whether an operation is complete. If so, this thread may read its results. */
