@@ -69,9 +69,7 @@ class Config:
         choices=("thread", "caller"),
     )
     bucket_bytes: int = _setting(
-        2**20,
-        "size of a bucket: gradients smaller than half of it are reduced together (512KiB, 4MiB, ...)",
-        minimum=1,
+        2**20, "size of a bucket: gradients smaller than half of it are reduced together (512KiB, 4MiB, ...)", minimum=1
     )
     timeout_s: float = _setting(1800.0, "time limit of a wait in one collective, in seconds", minimum=0.001)
     nonfinite: str = _setting(

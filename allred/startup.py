@@ -28,7 +28,7 @@ from allred.data import prefetch_processes
 from allred.data.iterations import Iterations
 from allred.errors import AllredError, ConfigError, InputError
 from allred.gpu import binding
-from allred.modes.detect import wrapper_bypass
+from allred.modes.detect import mistake_checks
 from allred.ps import context
 from allred.ps.context import Context
 from allred.watch import exit as exit_protocol
@@ -316,7 +316,7 @@ def shutdown() -> None:
     if not communicator.queue.poisoned and topology.rank() < topology.size():
         communicator.check("shutdown", "shutdown()").wait()
         recording.compare_clocks_again()
-    wrapper_bypass.warn_unused()
+    mistake_checks.warn_unused()
     _leave_servers()
     _leave_workers()
     watch.stop()

@@ -17,11 +17,7 @@ TUNABLES = f"glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold={2**64 - 1}:glib
 
 
 def result(
-    ours: measure.CallTimes,
-    against: str | None,
-    theirs: measure.CallTimes | None,
-    nbytes: int,
-    size: int | None = None,
+    ours: measure.CallTimes, against: str | None, theirs: measure.CallTimes | None, nbytes: int, size: int | None = None
 ) -> dict[str, Any]:
     """The measured part of a record: times in microseconds, bandwidths in GB/s, speedup over `against`.
 

@@ -24,7 +24,7 @@ import numpy as np
 
 import allred
 from allred.arrays import Array
-from allred.bench import baselines, measure, output, sets
+from allred.bench import baselines, measure, output, verify
 from allred.bench.measure import Call
 from allred.comm import functions
 
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> N
 
 def _measure_steps(name: str, options: argparse.Namespace, comm: Any) -> Iterator[dict[str, Any]]:
     """One record per kind of backward pass."""
-    group = baselines.allocate(sets.OVERLAP_SETS[name](), options.dtype)
+    group = baselines.allocate(verify.OVERLAP_SETS[name](), options.dtype)
     grads = {f"{index:04}": array for index, array in enumerate(group)}
     opt = allred.distributed(_NoUpdate(), name=name)
     for _ in range(2):  # overlap starts with the second step

@@ -18,7 +18,7 @@ import numpy as np
 
 import allred
 from allred import arrays, native
-from allred.bench import baselines, measure, output, sets, verify
+from allred.bench import baselines, measure, output, verify
 from allred.bench.verify import LR, WrongResultError
 from allred.errors import ConfigError
 from allred.modes.options import StepOptions
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> N
     workers = comm.Split(context.serves, context.rank)
     baseline = None
     if options.against:
-        baseline = baselines.server_baseline(comm, sets.PS_SETS[options.set](), options.dtype, LR)
+        baseline = baselines.server_baseline(comm, verify.PS_SETS[options.set](), options.dtype, LR)
     if context.serves:
         return _serve(context, policy, comm, baseline)
     labels = {
@@ -138,7 +138,7 @@ class _BenchWorker:
         comm: Any,
         baseline: baselines.ServerBaseline | None,
     ) -> None:
-        self._shapes, self._dtype = sets.PS_SETS[name](), dtype
+        self._shapes, self._dtype = verify.PS_SETS[name](), dtype
         self._workers, self._comm, self._baseline = workers, comm, baseline
         self._round_trips = baseline.round_trips if baseline else {}
         self._averages = isinstance(policy, Sync)

@@ -11,8 +11,7 @@ from allred import arrays
 from allred.arrays import Array
 from allred.comm import header, ops
 from allred.comm.header import OpDescriptor, quoted
-from allred.comm.ops import ReduceOp
-from allred.compression import Compression
+from allred.comm.ops import Compression, ReduceOp
 from allred.errors import InputError
 
 _NO_OP = object()  # the operation does not reduce; None is a value that a user may pass by mistake

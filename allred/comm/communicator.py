@@ -31,9 +31,8 @@ from allred.comm.backends.backend import Backend, CheckedOperation, pickled
 from allred.comm.device_collectives import DeviceCollectives
 from allred.comm.group import Group
 from allred.comm.header import OpDescriptor, quoted
-from allred.comm.ops import ReduceOp
+from allred.comm.ops import Compression, ReduceOp, narrows
 from allred.comm.work import Steps, Work
-from allred.compression import Compression, narrows
 from allred.errors import AllredError, InputError
 from allred.gpu.device_arrays import is_device
 
@@ -267,9 +266,7 @@ class Communicator(Group):
                 yield from self.backend.reducescatter(flat, out, counts, op)
 
             yield from self.agree_and_move(
-                descriptor,
-                lambda backend, record: backend.begin_reducescatter(record, flat, out, counts, op),
-                move,
+                descriptor, lambda backend, record: backend.begin_reducescatter(record, flat, out, counts, op), move
             )
             return result
 

@@ -4,9 +4,8 @@ every rank has a GPU that can be used."""
 from collections.abc import Callable
 from typing import Any
 
-from allred.comm.backends.backend import Backend
+from allred.comm.backends.backend import Backend, SingleBackend
 from allred.comm.backends.nccl import NcclBackend
-from allred.comm.backends.single import SingleBackend
 from allred.comm.backends.staged import StagedBackend
 from allred.comm.communicator import Communicator
 from allred.comm.device_collectives import DeviceCollectives

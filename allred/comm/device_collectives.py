@@ -15,9 +15,8 @@ from allred.arrays import Array
 from allred.comm import header
 from allred.comm.arguments import array_descriptor, index_of, splits_of
 from allred.comm.device_reduce import DeviceReductions, ReduceRequest, adopted, check_writable, on_gpu
-from allred.comm.ops import ReduceOp
+from allred.comm.ops import Compression, ReduceOp
 from allred.comm.work import Steps, Work
-from allred.compression import Compression
 from allred.errors import InputError
 from allred.gpu.device_arrays import Adopted
 from allred.gpu.streams import StreamLease

@@ -20,12 +20,10 @@ from allred.comm.arguments import array_descriptor, group_descriptor
 from allred.comm.backends.backend import DeviceBackend
 from allred.comm.group import Group
 from allred.comm.header import OpDescriptor
-from allred.comm.ops import ReduceOp
+from allred.comm.ops import Compression, ReduceOp, narrows
 from allred.comm.work import Steps, Work
-from allred.compression import Compression, narrows
 from allred.errors import InputError
-from allred.gpu.arithmetic import HALF_DTYPES, storage_dtype
-from allred.gpu.device_arrays import Adopted, adopt, is_device, layouts
+from allred.gpu.device_arrays import HALF_DTYPES, Adopted, adopt, is_device, layouts, storage_dtype
 from allred.gpu.kernels import LaunchTable
 from allred.gpu.streams import StreamHandle, StreamLease
 

@@ -4,7 +4,7 @@ At the start of an operation each rank sends every other a header (header.py). I
 of one rank cannot be used, all ranks raise the same error and no bytes have moved. So a check that fails on one rank
 never leaves the others waiting.
 
-Ranks may have joined (join.py): their header of every operation is `join`. Then headers differ, no bytes have moved,
+Ranks may have joined: their header of every operation is `join`. Then headers differ, no bytes have moved,
 and the other ranks run the operation on a subgroup of their own.
 """
 

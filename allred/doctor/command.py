@@ -23,17 +23,7 @@ from allred.bench.output import cores
 from allred.cluster import launcher, processors
 from allred.comm import functions
 from allred.doctor import findings, gpu, host, info, mpi, trials
-from allred.doctor.findings import (
-    FAIL,
-    NOTE,
-    WARN,
-    Finding,
-    RankReport,
-    ReportPrinter,
-    Topic,
-    exit_code,
-    summary,
-)
+from allred.doctor.findings import FAIL, NOTE, WARN, Finding, RankReport, ReportPrinter, Topic, exit_code, summary
 from allred.doctor.watchdog import Watchdog
 from allred.errors import CollectiveTimeout
 

@@ -14,18 +14,7 @@ from allred import world
 from allred.bench import measure, output, verify
 from allred.comm import functions
 from allred.comm.backends import segment
-from allred.doctor.findings import (
-    FAIL,
-    NOTE,
-    OK,
-    WARN,
-    Finding,
-    RankFacts,
-    Topic,
-    compare,
-    error_line,
-    rank_names,
-)
+from allred.doctor.findings import FAIL, NOTE, OK, WARN, Finding, RankFacts, Topic, compare, error_line, rank_names
 from allred.errors import AllredError
 
 SIZES = (4, 64 * 2**10, 4 * 2**20)  # bytes

@@ -17,8 +17,7 @@ from allred.comm import functions
 from allred.comm.ops import ReduceOp
 from allred.errors import InputError, NonFiniteError
 from allred.fusion import Tensor
-from allred.gpu.arithmetic import compute, squares
-from allred.gpu.device_arrays import shape_and_dtype
+from allred.gpu.device_arrays import compute, shape_and_dtype, squares
 from allred.validators import integer, positive
 
 _LARGEST_SCALE = 2.0**127  # a power of two that float32 represents

@@ -11,16 +11,14 @@ from typing import Any
 
 from allred import nest
 from allred.comm import functions
-from allred.comm.ops import ReduceOp
+from allred.comm.ops import Compression, ReduceOp
 from allred.comm.process_set import ProcessSet
-from allred.compression import Compression
 from allred.data.iterations import claim_samples
 from allred.errors import InputError
 from allred.modes.clipping import GradScaler
 from allred.modes.detect.mistake_checks import MistakeChecks
-from allred.modes.mode import StepInput
 from allred.modes.optimizer import DistributedOptimizer
-from allred.modes.options import StepOptions
+from allred.modes.options import StepInput, StepOptions
 from allred.modes.reducer import Reducer, tensor_of
 from allred.modes.sync import reduce_gradients
 from allred.ps import context

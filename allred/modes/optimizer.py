@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: the part of a distributed optimizer that is the same in every mode; see mode.py.
+"""`DistributedOptimizer`: the part of a distributed optimizer that is the same in every mode; see options.py.
 
 The mode is selected at the first use, because the optimizer may be made before allred.init(). A parameter server
 serves where the optimizer is made or first used, and exits there.
@@ -13,17 +13,14 @@ from typing import Any, NoReturn
 from allred import checkpoint, nest
 from allred.cluster import report
 from allred.comm import functions
-from allred.comm.ops import ReduceOp
+from allred.comm.ops import Compression, ReduceOp
 from allred.comm.process_set import ProcessSet
-from allred.compression import Compression
 from allred.errors import AllredError, CheckpointError, InputError
 from allred.gpu.device_arrays import fill
-from allred.modes.accumulate import Accumulator, SampleCount
 from allred.modes.clipping import Clipper, GradScaler
-from allred.modes.detect.wrapper_bypass import restored, updates_of
-from allred.modes.match import Matcher, parameter
-from allred.modes.mode import SessionSupport, StepInput
-from allred.modes.options import StepOptions
+from allred.modes.detect.mistake_checks import restored, updates_of
+from allred.modes.match import Accumulator, Matcher, SampleCount, parameter
+from allred.modes.options import SessionSupport, StepInput, StepOptions
 from allred.modes.ps import ServersMode
 from allred.modes.sync import SyncMode, has_state
 from allred.ps import context

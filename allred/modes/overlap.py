@@ -32,7 +32,7 @@ from allred.fusion import Plan, Tensor
 from allred.gpu import device_arrays as gpu
 from allred.modes.clipping import Clipper
 from allred.modes.detect.mistake_checks import MistakeChecks
-from allred.modes.mode import StepInput
+from allred.modes.options import StepInput
 from allred.modes.reducer import Reducer, takes_gpu, tensor_of, writable
 from allred.timeline.recorder import span
 

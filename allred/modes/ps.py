@@ -21,12 +21,10 @@ from allred.modes import ps_payload
 from allred.modes.clipping import Clipper
 from allred.modes.detect.batch_arguments import compare_at_server
 from allred.modes.detect.drift import warn_of_stale_start
-from allred.modes.detect.wrapper_bypass import used
-from allred.modes.host_staging import HostStaging
+from allred.modes.detect.mistake_checks import used
 from allred.modes.match import parameter
-from allred.modes.mode import StepInput
-from allred.modes.options import StepOptions
-from allred.modes.ps_payload import PushedGradients, PushedLearningRate
+from allred.modes.options import StepInput, StepOptions
+from allred.modes.ps_payload import HostStaging, PushedGradients, PushedLearningRate
 from allred.optim.base import Optimizer
 from allred.ps import context, protocol
 from allred.ps.context import Context

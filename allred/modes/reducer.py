@@ -19,9 +19,8 @@ import numpy as np
 from allred import arrays, world
 from allred.arrays import Array
 from allred.comm import functions, ops
-from allred.comm.ops import ReduceOp
+from allred.comm.ops import Compression, ReduceOp
 from allred.comm.work import Work
-from allred.compression import Compression
 from allred.errors import InputError
 from allred.fusion import Plan, Tensor, buffer_of
 from allred.gpu import device_arrays as gpu

@@ -17,15 +17,13 @@ from allred import arrays, checkpoint, nest, world
 from allred.cluster import report
 from allred.comm import functions
 from allred.comm.communicator import Communicator
-from allred.compression import Compression
+from allred.comm.ops import Compression
 from allred.errors import AllredError
 from allred.fusion import Tensor
 from allred.gpu.device_arrays import to_host
 from allred.modes.clipping import Clipper
-from allred.modes.detect.mistake_checks import MistakeChecks
-from allred.modes.detect.wrapper_bypass import restored
-from allred.modes.mode import StepInput
-from allred.modes.options import StepOptions
+from allred.modes.detect.mistake_checks import MistakeChecks, restored
+from allred.modes.options import StepInput, StepOptions
 from allred.modes.overlap import Overlap
 from allred.modes.reducer import Reducer, writable
 from allred.optim.base import Optimizer

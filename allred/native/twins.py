@@ -14,13 +14,7 @@ _AT_ONCE_BYTES = 2**18
 
 # The operators by their codes (allred/comm/ops.py).
 _AVERAGE, _SUM, _MIN, _MAX, _PRODUCT = range(1, 6)
-_FUNCTIONS: dict[int, Any] = {
-    _AVERAGE: np.add,
-    _SUM: np.add,
-    _MIN: np.minimum,
-    _MAX: np.maximum,
-    _PRODUCT: np.multiply,
-}
+_FUNCTIONS: dict[int, Any] = {_AVERAGE: np.add, _SUM: np.add, _MIN: np.minimum, _MAX: np.maximum, _PRODUCT: np.multiply}
 
 
 def pack(tensors: list[Array], buffer: Array) -> None:

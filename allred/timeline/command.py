@@ -12,7 +12,7 @@ from typing import Any
 
 from allred.command_line import Parser
 from allred.errors import InputError
-from allred.timeline import collectives, tables
+from allred.timeline import tables
 from allred.timeline.rank_file import RankTimeline, Span, read_timeline
 
 _WAITED_FOR = "waits for"
@@ -43,8 +43,8 @@ def main(arguments: list[str]) -> int:
 
 def _merge(directory: pathlib.Path, output: pathlib.Path) -> None:
     ranks, notes = _newest(directory)
-    matched = collectives.match(ranks)
-    waits = collectives.waits(matched, ranks)
+    matched = tables.match(ranks)
+    waits = tables.waits(matched, ranks)
     document = {"traceEvents": list(trace_events(ranks, waits)), "displayTimeUnit": "ms"}
     try:
         output.write_text(json.dumps(document), "utf-8")

@@ -19,10 +19,9 @@ from mpi4py import MPI
 from allred import arrays
 from allred.arrays import Array
 from allred.cluster.topology import number
-from allred.comm.backends.backend import Backend
+from allred.comm.backends.backend import Backend, SingleBackend
 from allred.comm.backends.mpi import CHUNK_BYTES, MpiBackend
 from allred.comm.backends.shm import ShmBackend, segment_memory
-from allred.comm.backends.single import SingleBackend
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Steps
 

@@ -21,9 +21,8 @@ from allred import arrays, native
 from allred.arrays import Array
 from allred.comm import header, ops
 from allred.comm.backends.backend import Backend
-from allred.comm.ops import ReduceOp
+from allred.comm.ops import ReduceOp, narrow, widen
 from allred.comm.work import Polled, Steps
-from allred.compression import narrow, widen
 
 CHUNK_BYTES = 2**20
 

@@ -28,15 +28,10 @@ from allred.comm.backends.nccl_guard import HINT, Guard
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Steps, WorkQueue
 from allred.errors import AllredError
-from allred.gpu.arithmetic import HALF_DTYPES, half_to_float32, round_to_half, storage_dtype
+from allred.gpu.device_arrays import HALF_DTYPES, half_to_float32, round_to_half, storage_dtype
 from allred.gpu.streams import Completion, Device, StreamLease
 
-_OPS = {
-    ReduceOp.SUM: "NCCL_SUM",
-    ReduceOp.PRODUCT: "NCCL_PROD",
-    ReduceOp.MIN: "NCCL_MIN",
-    ReduceOp.MAX: "NCCL_MAX",
-}
+_OPS = {ReduceOp.SUM: "NCCL_SUM", ReduceOp.PRODUCT: "NCCL_PROD", ReduceOp.MIN: "NCCL_MIN", ReduceOp.MAX: "NCCL_MAX"}
 
 _WIDE = {"bool": "uint8", "int16": "int32"}
 _KEYS = {"float16": "int32", "bfloat16": "int32", "float32": "int32", "float64": "int64"}

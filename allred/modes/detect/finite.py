@@ -14,10 +14,9 @@ import numpy as np
 from allred import arrays, native
 from allred.arrays import Array
 from allred.comm.header import rank_list
-from allred.compression import Compression
+from allred.comm.ops import Compression
 from allred.fusion import Plan
-from allred.gpu.arithmetic import exceeds_on_gpu
-from allred.gpu.device_arrays import is_device, to_host
+from allred.gpu.device_arrays import exceeds_on_gpu, is_device, to_host
 
 # Flags of a rank.
 NONFINITE = 1
