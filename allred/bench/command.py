@@ -149,10 +149,8 @@ def _restart(environ: dict[str, str]) -> NoReturn:
 
 
 def before_mpi(against_mpi: bool) -> dict[str, str]:
-    """The settings that MPI will start with: the user's and allred's. Call it before MPI starts.
-
-    against_mpi: also sets mpi_yield_when_idle if this host has more ranks than cores: else raw Open MPI busy-waits.
-    """
+    """The settings that MPI will start with: the user's and allred's. Call it before MPI starts. against_mpi: also sets
+    mpi_yield_when_idle if this host has more ranks than cores: else raw Open MPI busy-waits."""
     ranks = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "")
     if against_mpi and ranks.isdigit() and int(ranks) > (os.cpu_count() or 1):
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
@@ -180,7 +178,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _parser() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
-    """The parser, and those of the commands by name."""
     text: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter}
     parser = Parser(
         prog=_PROGRAM,

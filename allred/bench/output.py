@@ -19,10 +19,8 @@ TUNABLES = f"glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold={2**64 - 1}:glib
 def result(
     ours: measure.CallTimes, against: str | None, theirs: measure.CallTimes | None, nbytes: int, size: int | None = None
 ) -> dict[str, Any]:
-    """The measured part of a record: times in microseconds, bandwidths in GB/s, speedup over `against`.
-
-    size: number of ranks of an allreduce, for busbw.
-    """
+    """The measured part of a record: times in microseconds, bandwidths in GB/s, speedup over `against`. size: number of
+    ranks of an allreduce, for busbw."""
     p50 = ours.us(50)
     algbw = measure.algbw(nbytes, p50)
     their_p50 = theirs.us(50) if theirs else None
@@ -50,7 +48,6 @@ def short(value: float) -> float:
 
 
 def _columns(bench: str) -> dict[str, str]:
-    """Column headers by JSON key."""
     last = {"updates_per_s": "updates/s"} if bench == "ps" else {"busbw_GBps": "busbw GB/s"}
     return {**_COLUMNS, **last}
 
@@ -87,7 +84,6 @@ class ResultWriter:
             print(f"progress thread: {'running' if progress_thread else 'not running'}", flush=True)
 
     def line(self, record: dict[str, Any]) -> None:
-        """Print one record."""
         if not self.enabled:
             return
         if self.as_json:
@@ -107,7 +103,6 @@ class ResultWriter:
 
 
 def tuned() -> bool:
-    """Whether this process was started with TUNABLES."""
     return TUNABLES in os.environ.get("GLIBC_TUNABLES", "")
 
 
@@ -146,7 +141,6 @@ def cores(numbers: set[int]) -> str:
 
 
 def condition_lines(record: dict[str, Any]) -> list[str]:
-    """The conditions as two lines of text."""
     settings = " ".join(f"{name}={value}" for name, value in record["mpi_settings"].items())
     binding = record["binding"]
     where = f"{binding[0]} each" if len(set(binding)) == 1 else ", ".join(binding)

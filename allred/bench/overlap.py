@@ -63,7 +63,6 @@ def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> N
 
 
 def _measure_steps(name: str, options: argparse.Namespace, comm: Any) -> Iterator[dict[str, Any]]:
-    """One record per kind of backward pass."""
     group = baselines.allocate(verify.OVERLAP_SETS[name](), options.dtype)
     grads = {f"{index:04}": array for index, array in enumerate(group)}
     opt = allred.distributed(_NoUpdate(), name=name)

@@ -198,7 +198,6 @@ class _BenchWorker:
             self._comm.Recv(empty, 0)
 
     def _statistics(self) -> Statistics:
-        """The servers' statistics; no worker is in a step."""
         self._workers.Barrier()
         found: Statistics = self._opt.statistics()
         self._workers.Barrier()
@@ -228,7 +227,6 @@ class _BenchWorker:
         self._raise_if_any(f"the result of {updates} updates", problem)
 
     def _pull(self) -> None:
-        """Pull the parameters after all workers' steps."""
         self._workers.Barrier()
         self._opt.pull(self._params)
         self._workers.Barrier()

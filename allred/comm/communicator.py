@@ -103,7 +103,6 @@ class Communicator(Group):
     def grouped_allreduce(
         self, group: Sequence[Any], op: ReduceOp = ReduceOp.AVERAGE, name: str = "", compression: Compression = _NONE
     ) -> Work[list[Array]]:
-        """Reduce several arrays as one operation: new arrays."""
         if self.gpu is not None and any(map(is_device, group)):
             return self.gpu.grouped_allreduce(group, op, name, compression, in_place=False)
         return self.start("grouped_allreduce", name, self._reduce_group(group, op, name, compression, in_place=False))
@@ -111,7 +110,6 @@ class Communicator(Group):
     def grouped_allreduce_(
         self, group: Sequence[Array], op: ReduceOp = ReduceOp.AVERAGE, name: str = "", compression: Compression = _NONE
     ) -> Work[list[Array]]:
-        """As `grouped_allreduce`, in place."""
         if self.gpu is not None and any(map(is_device, group)):
             return self.gpu.grouped_allreduce(group, op, name, compression, in_place=True)
         return self.start("grouped_allreduce", name, self._reduce_group(group, op, name, compression, in_place=True))
@@ -201,7 +199,6 @@ class Communicator(Group):
         return self.start("broadcast", name, self._broadcast(value, root, name, in_place=False))
 
     def broadcast_(self, array: Array, root: int = 0, name: str = "") -> Work[Array]:
-        """As `broadcast`, in place."""
         if self.gpu is not None and is_device(array):
             return self.gpu.broadcast(array, root, name, in_place=True)
         return self.start("broadcast", name, self._broadcast(array, root, name, in_place=True))
@@ -221,10 +218,8 @@ class Communicator(Group):
         return target
 
     def allgather(self, value: Any, name: str = "") -> Work[Array]:
-        """Concatenate the arrays of all ranks along the first dimension in rank order: a new array on every rank.
-
-        Ranks may differ in the first dimension. A 0-d value counts as one of shape (1,).
-        """
+        """Concatenate the arrays of all ranks along the first dimension in rank order: a new array on every rank. Ranks
+        may differ in the first dimension. A 0-d value counts as one of shape (1,)."""
         if self.gpu is not None and is_device(value):
             return self.gpu.allgather(value, name)
 
@@ -243,10 +238,8 @@ class Communicator(Group):
         return self.start("allgather", name, steps())
 
     def reducescatter(self, value: Any, op: ReduceOp = ReduceOp.AVERAGE, name: str = "") -> Work[Array]:
-        """Reduce, and return this rank's rows of the result: a new array.
-
-        If the rows do not divide evenly, the first ranks get one more.
-        """
+        """Reduce, and return this rank's rows of the result: a new array. If the rows do not divide evenly, the first
+        ranks get one more."""
         if self.gpu is not None and is_device(value):
             return self.gpu.reducescatter(value, op, name)
 
@@ -274,9 +267,7 @@ class Communicator(Group):
 
     def alltoall(self, value: Any, splits: Sequence[int] | None = None, name: str = "") -> Work[tuple[Array, Array]]:
         """Send rows to every rank and receive rows from every rank: (new array, int64 array of the rows received).
-
-        `splits[r]` rows go to rank r; without it the rows must divide evenly. Rows are received in rank order.
-        """
+        `splits[r]` rows go to rank r; without it the rows must divide evenly. Rows are received in rank order."""
         if self.gpu is not None and is_device(value):
             return self.gpu.alltoall(value, splits, name)
 
@@ -333,11 +324,8 @@ class Communicator(Group):
     def check(
         self, kind: str, title: str, tensors: Sequence[str] = (), settings: str = "", note: int = 0, problem: str = ""
     ) -> Work[list[int]]:
-        """Check that all ranks pass the same title, tensors (a line each) and settings.
-
-        The result is the `note`, 0 to 2**64 - 1, of every rank of `active`. A `problem` (a sentence) on any rank is an
-        InputError on all.
-        """
+        """Check that all ranks pass the same title, tensors (a line each) and settings. The result is the `note`, 0 to
+        2**64 - 1, of every rank of `active`. A `problem` (a sentence) on any rank is an InputError on all."""
 
         def steps() -> Steps[list[int]]:
             descriptor = OpDescriptor(kind, "", title, tuple(tensors), settings, note=note, problem=problem)
@@ -369,7 +357,6 @@ class Communicator(Group):
 
 
 def _flat_sources(sources: list[Array], targets: list[Array], flats: list[Array]) -> list[Array]:
-    """The sources as flat arrays; `flats` are the flat targets."""
     return [
         flat if source is target else arrays.flat(source)
         for source, target, flat in zip(sources, targets, flats, strict=True)
@@ -384,7 +371,6 @@ def _reduce_all(
     op: ReduceOp,
     compression: Compression,
 ) -> Steps[None]:
-    """Reduce one array after the other. flats: the flat targets."""
     for source, target, flat in zip(sources, targets, flats, strict=True):
         if source is not target:
             target[...] = source

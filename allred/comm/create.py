@@ -87,10 +87,8 @@ def select_devices(config: Config, seen: list[VisibleGpus], nodes: list[int]) ->
 
 
 def create(name: str, comm: Any, timeout_s: float, nodes: list[int]) -> Communicator:
-    """Make a communicator on backend `name`. Collective.
-
-    comm: an mpi4py communicator, which the backend owns; None without MPI. nodes: the node of every rank.
-    """
+    """Make a communicator on backend `name`. Collective. comm: an mpi4py communicator, which the backend owns; None
+    without MPI. nodes: the node of every rank."""
     return Communicator(BACKENDS[name](comm, nodes), timeout_s)
 
 
@@ -116,7 +114,6 @@ def add_devices(communicator: Communicator, config: Config, seen: list[VisibleGp
 
 
 def _open(place: GpuBinding, rank: int) -> str:
-    """Open this rank's GPU. Return "", or the problem."""
     try:
         if place.index not in _devices:
             _devices[place.index] = Device(place, rank)

@@ -30,10 +30,8 @@ _BEHIND = 16  # later operations sent along with a mismatch, because they may ex
 
 
 class Group:
-    """The ranks of `backend`, which the group owns. timeout_s: how long an operation may wait, in seconds.
-
-    ranks: the numbers of the members as callers know them, for roots and messages. devices: moves arrays on GPUs.
-    """
+    """The ranks of `backend`, which the group owns. timeout_s: how long an operation may wait, in seconds. ranks: the
+    numbers of the members as callers know them, for roots and messages. devices: moves arrays on GPUs."""
 
     def __init__(self, backend: Backend, timeout_s: float) -> None:
         self.backend = backend
@@ -78,10 +76,8 @@ class Group:
         return self.backend.allocate(count, dtype)
 
     def start_progress_thread(self) -> None:
-        """Start a thread that runs operations while the program computes, if the backend has one.
-
-        Without it, operations make progress when the program waits for one, tests one, or starts another.
-        """
+        """Start a thread that runs operations while the program computes, if the backend has one. Without it,
+        operations make progress when the program waits for one, tests one, or starts another."""
         self.backend.start_progress_thread()
 
     def close(self) -> None:
@@ -117,10 +113,8 @@ class Group:
         return self.queue.start(title, steps())
 
     def agree(self, descriptor: OpDescriptor) -> "Steps[tuple[Group, list[bytes]]]":
-        """Exchange headers. Return the group that runs the operation, and the headers of its ranks.
-
-        Raises the same error on every rank if the headers disagree.
-        """
+        """Exchange headers. Return the group that runs the operation, and the headers of its ranks. Raises the same
+        error on every rank if the headers disagree."""
         headers = yield from self.backend.exchange(self._announce(descriptor))
         if (noted := self._noted) is not None:
             noted.agree()
@@ -135,10 +129,8 @@ class Group:
         begin: Callable[[WithHeader, bytes], CheckedOperation],
         move: "Callable[[Group], Steps[None]]",
     ) -> Steps[None]:
-        """Exchange headers, then move the bytes of the operation.
-
-        begin: starts both as one operation, for a backend that can; move: moves the bytes on a group that has agreed.
-        """
+        """Exchange headers, then move the bytes of the operation. begin: starts both as one operation, for a backend
+        that can; move: moves the bytes on a group that has agreed."""
         if (backend := self.backend.with_header) is None:
             group, _ = yield from self.agree(descriptor)
         else:

@@ -150,10 +150,8 @@ def _translated(comm: Any) -> list[int]:
 
 
 def _subgroup(base: ProcessSets, parent: tuple[int, ...], ranks: Sequence[int]) -> Steps[Communicator]:
-    """Return the communicator of the ranks of `parent` that have not joined.
-
-    It differs from that of a process set of the same ranks, which may have other operations under way.
-    """
+    """Return the communicator of the ranks of `parent` that have not joined. It differs from that of a process set of
+    the same ranks, which may have other operations under way."""
     key = parent, tuple(ranks)
     if key not in base.made:
         title = f"{ProcessSet(ranks)}, which have not joined, of {list(parent)}"

@@ -203,10 +203,8 @@ class Work(Generic[T]):
 
 
 class WorkQueue:
-    """The operations of one communicator that are not complete yet, oldest first. Used by one thread at a time.
-
-    idle: whether there are none, and one may be started. With an engine they are begun ahead.
-    """
+    """The operations of one communicator that are not complete yet, oldest first. Used by one thread at a time. idle:
+    whether there are none, and one may be started. With an engine they are begun ahead."""
 
     def __init__(self, timeout_s: float, engine: Engine | None = None, members: Sequence[int] | None = None) -> None:
         self.timeout_s = timeout_s

@@ -131,7 +131,6 @@ class MemoryFacts:
 
 
 def probe_memory() -> MemoryFacts:
-    """Memory and limits of this process."""
     shm_bytes, shm_free = None, 0
     if os.access(_SHM, os.W_OK):
         status = os.statvfs(_SHM)
@@ -237,12 +236,10 @@ class NetworkFacts:
 
     @property
     def active(self) -> bool:
-        """Whether an InfiniBand port is active."""
         return any("ACTIVE" in port for port in self.infiniband)
 
 
 def probe_network(sys_class: pathlib.Path = pathlib.Path("/sys/class")) -> NetworkFacts:
-    """Interfaces and InfiniBand ports of this host."""
     interfaces = []
     for path in sorted((sys_class / "net").glob("*")):
         if path.name != "lo" and _read(path / "operstate") in ("up", "unknown"):

@@ -125,7 +125,6 @@ def topics(comm: Any, limit_s: float) -> list[list[Topic[Any]]]:
 
 
 def diagnose_sharing(ranks: list[RankFacts[SharingResult]]) -> list[Finding]:
-    """Whether the ranks of a host share memory."""
     if all(rank.facts.ranks == 1 for rank in ranks):
         return [Finding(NOTE, "shared memory", "not tried: no host has two ranks")]
     without = [rank for rank in ranks if rank.facts.ranks > 1 and not rank.facts.way]
@@ -137,7 +136,6 @@ def diagnose_sharing(ranks: list[RankFacts[SharingResult]]) -> list[Finding]:
 
 
 def diagnose_mpi(ranks: list[RankFacts[str]]) -> list[Finding]:
-    """Whether the sums of MPI_Allreduce are correct."""
     wrong = [rank for rank in ranks if rank.facts]
     if wrong:
         found = f"wrong on {rank_names(wrong)}; {wrong[0].facts}"
@@ -146,7 +144,6 @@ def diagnose_mpi(ranks: list[RankFacts[str]]) -> list[Finding]:
 
 
 def diagnose_init(ranks: list[RankFacts[InitResult]]) -> list[Finding]:
-    """Whether allred.init() works, and which backend it chooses."""
     facts = ranks[0].facts
     if facts.error:
         remedy = "read the findings above; python -m allred info --config lists the settings"
@@ -159,7 +156,6 @@ def diagnose_init(ranks: list[RankFacts[InitResult]]) -> list[Finding]:
 
 
 def diagnose_allreduce(ranks: list[RankFacts[list[AllreduceResult]]]) -> list[Finding]:
-    """Whether the sums are correct, and how long they take."""
     for rank in ranks:
         for result in rank.facts:
             if result.wrong:

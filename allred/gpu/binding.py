@@ -38,13 +38,11 @@ class GpuBinding:
 
 
 def visible_gpus() -> VisibleGpus:
-    """GPUs that this process may use; none without cupy."""
     cupy = importlib.util.find_spec("cupy") is not None
     return VisibleGpus(_uuids(), cupy) if cupy else NO_GPUS
 
 
 def _uuids() -> tuple[str, ...]:
-    """UUID of each GPU; empty without a driver, or if CUDA_VISIBLE_DEVICES hides all GPUs."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -62,10 +60,8 @@ def _uuids() -> tuple[str, ...]:
 
 
 def binding_error(seen: Sequence[VisibleGpus], nodes: Sequence[int], oversubscribe: bool) -> str:
-    """Error text if the ranks cannot be bound to a GPU each, else "".
-
-    seen, nodes: of each rank. oversubscribe: whether ranks may share a GPU.
-    """
+    """Error text if the ranks cannot be bound to a GPU each, else "". seen, nodes: of each rank. oversubscribe: whether
+    ranks may share a GPU."""
     for rank, one in enumerate(seen):
         if not one.cupy:
             return f"cupy is not installed on rank {rank}; pip install cupy-cuda12x, or the one for your CUDA"

@@ -47,12 +47,10 @@ class Adopted(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array."""
         return tuple(self.array.shape)
 
     @property
     def nbytes(self) -> int:
-        """Size of the array in bytes."""
         return int(self.array.nbytes)
 
     def flat(self) -> Any:
@@ -116,7 +114,6 @@ def _from_torch(torch: Any, tensor: Any) -> Adopted:
 
 @functools.cache
 def _numpy_dtype(dtype: Any) -> np.dtype[Any]:
-    """numpy dtype for a torch dtype."""
     name = str(dtype).removeprefix("torch.")
     try:
         return arrays.dtype_of(name)
@@ -172,10 +169,8 @@ _CUPY_LAYOUT = operator.attrgetter("data.ptr", "data.device_id", "shape", "strid
 
 
 def layouts(values: Sequence[Any]) -> list[Any] | None:
-    """Memory layout of each array, as tuples to compare: address, device, shape, strides, dtype.
-
-    A kernel treats arrays with equal layouts alike. None if there are no arrays, or if only `adopt` could tell.
-    """
+    """Memory layout of each array, as tuples to compare: address, device, shape, strides, dtype. A kernel treats arrays
+    with equal layouts alike. None if there are no arrays, or if only `adopt` could tell."""
     kinds = set(map(type, values))
     cupy, torch = sys.modules.get("cupy"), sys.modules.get("torch")
     if cupy is not None and kinds == {cupy.ndarray}:
@@ -186,13 +181,11 @@ def layouts(values: Sequence[Any]) -> list[Any] | None:
 
 
 def addresses(values: Sequence[Any]) -> list[int]:
-    """Addresses of device arrays."""
     known = layouts(values)
     return [adopt(value).array.data.ptr for value in values] if known is None else [layout[0] for layout in known]
 
 
 def shape_and_dtype(value: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and numpy dtype of a host or device array."""
     if isinstance(value, np.ndarray) or type(value).__module__.partition(".")[0] == "cupy":
         return value.shape, value.dtype
     found = adopt(value)
@@ -200,7 +193,6 @@ def shape_and_dtype(value: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
 
 
 def current_stream(value: Any) -> Any:
-    """Current stream of the framework of a device array, as a cupy stream."""
     import cupy
 
     if not isinstance(value, cupy.ndarray):
@@ -232,7 +224,6 @@ def zeros(like: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
 
 
 def fill(target: Any, values: Any) -> None:
-    """Copy a host array into a host or device array of the same shape."""
     if not is_device(target):
         target[...] = values
         return
@@ -297,10 +288,8 @@ def half_to_float32(bits: Any, name: str) -> Any:
 
 
 def round_to_half(xp: Any, value: Any, name: str) -> Any:
-    """Round float32 or float64 to 16-bit floats of the dtype `name`, ties to even; bfloat16 as uint16.
-
-    xp: cupy, or numpy, whose functions accept cupy arrays too.
-    """
+    """Round float32 or float64 to 16-bit floats of the dtype `name`, ties to even; bfloat16 as uint16. xp: cupy, or
+    numpy, whose functions accept cupy arrays too."""
     if name == "float16":
         return value.astype(np.float32).astype(np.float16)
     bits = value.astype(np.float32).view(np.uint32)
@@ -347,9 +336,7 @@ def _rounded(made: Any, dtype: np.dtype[Any]) -> Any:
 
 def squares(parts: Sequence[tuple[Any, int, int]]) -> float:
     """Sum of squares of floats in float64, where squares of float32 never overflow; without a copy of a whole array.
-
-    parts: (array, start, stop): elements start to stop - 1 of the array in C order.
-    """
+    parts: (array, start, stop): elements start to stop - 1 of the array in C order."""
     here = [arrays.flat(value)[low:high] for value, low, high in parts if not is_device(value)]
     total = float(sum(np.einsum("i,i->", flat, flat, dtype=np.float64) for flat in here))
     there = [part for part in parts if is_device(part[0])]
@@ -357,7 +344,6 @@ def squares(parts: Sequence[tuple[Any, int, int]]) -> float:
 
 
 def squares_on_gpu(parts: Sequence[tuple[Any, int, int]]) -> float:
-    """`squares` of device arrays. The host waits for the result."""
     found, kernels = with_kernels([value for value, *_ in parts])
     flats: dict[str, list[Any]] = {}
     for one, (_, low, high) in zip(found, parts, strict=True):
@@ -366,6 +352,5 @@ def squares_on_gpu(parts: Sequence[tuple[Any, int, int]]) -> float:
 
 
 def exceeds_on_gpu(values: Sequence[Any], element_bytes: int, limit: int) -> bool:
-    """Whether the magnitude of any element exceeds the limit, as in native.exceeds. The host waits for the result."""
     found, kernels = with_kernels(values)
     return bool(kernels.exceeds([one.flat() for one in found], element_bytes, limit).get()[0])

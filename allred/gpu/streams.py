@@ -32,24 +32,19 @@ class Completion:
         self._device, self._event, self._handles = device, event, handles
 
     def order(self) -> None:
-        """Make the caller's streams wait for this work. The host does not wait."""
         for stream in (self._device.current(), *map(self._device.current, self._handles)):
             stream.wait_event(self._event)
 
     def done(self) -> bool:
-        """Whether the work is complete."""
         return bool(self._event.done)
 
     def synchronize(self) -> None:
-        """Block the host until the work is complete."""
         self._event.synchronize()
 
 
 class StreamLease:
-    """Use of the communication stream by one operation.
-
-    handles: of the caller's streams; None stands for cupy's current stream.
-    """
+    """Use of the communication stream by one operation. handles: of the caller's streams; None stands for cupy's
+    current stream."""
 
     def __init__(self, device: "Device", handles: Iterable[StreamHandle | None]) -> None:
         callers = [device.current(handle) for handle in handles] or [device.current()]
@@ -103,7 +98,6 @@ class Device:
         return self.xp.cuda.get_current_stream() if handle is None else external_stream(handle())
 
     def record(self, stream: Any) -> Any:
-        """Event at the current position of the stream."""
         event = self.xp.cuda.Event(disable_timing=True)
         event.record(stream)
         return event
@@ -118,7 +112,6 @@ class Device:
         return self.nccl.NcclCommunicator(size, unique_id, rank)
 
     def pinned(self, count: int) -> Any:
-        """Pinned host memory, uint8 (count,)."""
         memory = self.xp.cuda.alloc_pinned_memory(max(count, 1))
         return np.frombuffer(memory, np.uint8, max(count, 1))
 
@@ -131,7 +124,6 @@ class Device:
         target.set(source, stream=self.xp.cuda.get_current_stream())
 
     def keep(self, end: Completion, what: Any) -> None:
-        """Keep an object alive until the work is complete."""
         while self._kept and self._kept[0][0].done():
             self._kept.pop(0)
         self._kept.append((end, what))

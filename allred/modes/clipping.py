@@ -156,7 +156,6 @@ class Clipper:
         return self._scaled(grads, _norm_of_all(grads) if self.limit is not None else 0.0, in_place=True)
 
     def clip_local(self, grads: list[Any]) -> list[Any]:
-        """Return scaled copies of gradients of this rank only."""
         return self._scaled(grads, _norm(grads) if self.limit is not None else 0.0, in_place=False)
 
     def _scaled(self, grads: list[Any], norm: float, in_place: bool) -> list[Any]:

@@ -170,7 +170,6 @@ def _step_input(grads: Any) -> StepInput:
 
 
 def _steps(target: Any) -> bool:
-    """Return whether it has a method step(params, grads)."""
     step = getattr(target, "step", None)
     if not callable(step):
         return False

@@ -161,20 +161,16 @@ class Accumulator:
 
     @property
     def filled(self) -> int:
-        """Micro-steps added since the last complete step."""
         return len(self._samples)
 
     def clear(self) -> None:
-        """Discard the sums."""
         self._tensors: list[Tensor] = []
         self._sums: list[Any] = []
         self._samples: list[int | None] = []  # of each micro-step
 
     def add(self, tensors: Sequence[Tensor], values: Sequence[Any], samples: int | None) -> bool:
-        """Add the gradients of one micro-step; return whether it is the last of a step.
-
-        Raises InputError if they differ from those of the micro-steps before in name, shape or dtype.
-        """
+        """Add the gradients of one micro-step; return whether it is the last of a step. Raises InputError if they
+        differ from those of the micro-steps before in name, shape or dtype."""
         if odd := next((tensor for tensor in tensors if not arrays.is_float(tensor.dtype)), None):
             raise InputError(f"the gradient of {odd} cannot be accumulated: its mean would be rounded; cast it")
         if not self._samples:
@@ -223,7 +219,6 @@ class SampleCount:
         return self._claimed[0]
 
     def of_step(self, samples: Any) -> int | None:
-        """Return the samples of the step that ends. Raises InputError."""
         claimed, self._claimed = self._claimed, None
         if claimed is None:
             return _claim(samples)

@@ -75,7 +75,6 @@ class DistributedOptimizer:
             self._serve()
 
     def _serve(self) -> NoReturn:
-        """Serve on a parameter server until the workers are done, and exit."""
         from allred.modes.ps_join import serve_until_done  # imports MPI
 
         self._check_mode()
@@ -84,7 +83,6 @@ class DistributedOptimizer:
         raise SystemExit(0)
 
     def _check_mode(self) -> None:
-        """Raise InputError in mode ps for options of mode sync."""
         if not context.is_active():
             return
         if self._options.op is not ReduceOp.AVERAGE:

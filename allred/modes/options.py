@@ -27,9 +27,7 @@ _CONSISTENCY_POLICIES = ("async", "bounded", "sync")  # as in the settings
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
     """Options of one distributed optimizer or gradient function; see `allred.distributed`. None: use the setting.
-
-    Raises InputError for a value that cannot be used.
-    """
+    Raises InputError for a value that cannot be used."""
 
     name: str = "opt"
     op: ReduceOp = ReduceOp.AVERAGE
@@ -83,13 +81,11 @@ class StepOptions:
 
     @property
     def title(self) -> str:
-        """The prefix of errors of a step."""
         return f"{self.name}.step()"
 
     # Mode ps.
 
     def policy(self, settings: Any) -> Policy:
-        """Return the consistency policy in force."""
         given = settings.consistency if self.consistency is None else self.consistency
         if isinstance(given, Policy):
             return given
@@ -98,11 +94,9 @@ class StepOptions:
         return Async() if given == "async" else Sync(settings.replicas_to_aggregate or None)
 
     def asks_to_lock(self, settings: Any) -> bool:
-        """Return whether the user wants the servers to process requests one at a time."""
         return bool(settings.use_locking if self.use_locking is None else self.use_locking)
 
     def locks(self, optimizer: Any, settings: Any) -> bool:
-        """Return whether the servers process requests one at a time."""
         return locks(self.asks_to_lock(settings), self.policy(settings), optimizer)
 
     def agreement(self, optimizer: Any, settings: Any) -> str:
@@ -224,8 +218,7 @@ class Mode(Protocol):
     def load_state_dict(self, state: Any) -> None: ...
 
     def save(self, params: Any, extra: Any, copy: bool) -> Callable[[str], str]:
-        """Return a function that writes a checkpoint of this moment into a directory, and returns its path.
-
-        extra: an object to pickle into the checkpoint. copy: whether the function is called after later steps."""
+        """Return a function that writes a checkpoint of this moment into a directory, and returns its path. extra: an
+        object to pickle into the checkpoint. copy: whether the function is called after later steps."""
 
     def summary(self) -> str: ...

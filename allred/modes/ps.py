@@ -111,7 +111,6 @@ class ServersMode:
         self._context.farewell = self._leave
 
     def _register(self, title: str, params: Any, tensors: list[Tensor], leaves: list[Any]) -> "Client":
-        """Place the parameters and register them with the servers."""
         from allred.ps.client import Client  # imports MPI
 
         options, settings = self._options, self._context.config
@@ -196,7 +195,6 @@ class ServersMode:
             self._end()
 
     def _check(self, params: Any, tensors: list[Tensor], leaves: list[Any], twins: list[Any]) -> None:
-        """Check tensors that the step before did not have."""
         new = self._client is None
         own = [Tensor(t.name, twin.shape, twin.dtype) for t, twin in zip(tensors, twins, strict=True)]
         self._connect(self._title, params, own, leaves)
@@ -263,7 +261,6 @@ class ServersMode:
     # State.
 
     def _states(self) -> list[tuple[Any, Parts]]:
-        """Return the parts of this rank's optimizer's state for each server."""
         assert self._client is not None
         if not isinstance(self._optimizer, Optimizer):
             if self._loaded and self._context.servers > 1:
@@ -294,7 +291,6 @@ class ServersMode:
     # Reports.
 
     def statistics(self) -> Statistics:
-        """Return the statistics of the servers."""
         if self._client is None:
             raise InputError(f"{self._options.name}.statistics(): no step was made yet")
         return self._statistics(self._client.call(protocol.GetStatistics()))

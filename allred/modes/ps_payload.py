@@ -53,7 +53,6 @@ class PushedGradients:
         return np.ascontiguousarray(value, dtype).reshape(shape)
 
     def describe(self, sources: Sequence[Array]) -> dict[str, str]:
-        """Return {name: problem} of the gradients that have a NaN or infinity."""
         return finite.describe(self._plan, sources)
 
 
@@ -63,7 +62,6 @@ def targets(leaves: Sequence[Any]) -> list[Any]:
 
 
 def put_back(leaves: Sequence[Any], targets: Sequence[Any]) -> None:
-    """Copy the buffers of `targets` to their parameters."""
     for leaf, target in zip(leaves, targets, strict=True):
         if target is not leaf:
             leaf[...] = target
@@ -78,7 +76,6 @@ def difference(tensors: Sequence[Tensor], known: Sequence[Tensor]) -> str:
 
 
 def describe_overlap(tensors: Sequence[Tensor], leaves: Sequence[Array]) -> str:
-    """Describe which parameters share memory."""
     pairs = itertools.combinations(zip(tensors, leaves, strict=True), 2)
     one, other = next(((a.name, b.name) for (a, x), (b, y) in pairs if np.may_share_memory(x, y)), ("?", "?"))
     return (
@@ -88,10 +85,8 @@ def describe_overlap(tensors: Sequence[Tensor], leaves: Sequence[Array]) -> str:
 
 
 class PushedLearningRate:
-    """The learning rate that the program assigns to its optimizer, which goes to the servers with a step.
-
-    A schedule is not sent: the servers got it with their own optimizer. title: prefix of errors.
-    """
+    """The learning rate that the program assigns to its optimizer, which goes to the servers with a step. A schedule is
+    not sent: the servers got it with their own optimizer. title: prefix of errors."""
 
     def __init__(self, optimizer: Any, title: str) -> None:
         self._optimizer, self._title = optimizer, title
@@ -175,12 +170,10 @@ class HostStaging:
         self._uploaded.order()
 
     def _on_gpu(self, values: Sequence[Any]) -> dict[int, Adopted]:
-        """Return the arrays on the GPU by index."""
         found = [i for i, value in enumerate(values) if is_device(value)]
         return {i: adopted(values[i], self._device.index) for i in found}
 
     def _pinned(self, use: str, index: int, like: Adopted) -> Array:
-        """Return pinned memory as an array of the shape and dtype of `like`."""
         key = use, index
         if key not in self._memory or self._memory[key].nbytes < like.nbytes:
             self._memory[key] = self._device.pinned(like.nbytes)

@@ -61,7 +61,6 @@ class Reducer:
 
     @property
     def bucket_bytes(self) -> int:
-        """The size limit of a bucket in bytes."""
         own = self._options.bucket_bytes
         return own if isinstance(own, int) else world.config().bucket_bytes  # StepOptions has converted text
 
@@ -79,7 +78,6 @@ class Reducer:
         return self._plans[key]
 
     def refusal(self, plan: Plan) -> str:
-        """Return why the tensors cannot be reduced with `op`; "" if they can."""
         return next((problem for dtype in plan.dtypes if (problem := ops.refusal(self._op, dtype))), "")
 
     def start_negotiation(
@@ -213,10 +211,8 @@ class Reducer:
             array[...] = weighted
 
     def start(self, targets: list[Any], weight: float | None, name: str) -> Work[list[Any]]:
-        """Start the reduction of arrays of one dtype, all on the host or all on a GPU.
-
-        The result of the Work is `targets`, reduced in place, or new arrays where the weighted copy was reduced.
-        """
+        """Start the reduction of arrays of one dtype, all on the host or all on a GPU. The result of the Work is
+        `targets`, reduced in place, or new arrays where the weighted copy was reduced."""
         communicator = functions.current()
         if (devices := communicator.gpu) is not None and gpu.is_device(targets[0]):
             return devices.weighted_allreduce_(targets, self._op, name, self._compression, weight)
@@ -241,10 +237,8 @@ def _flags_of(notes: list[int]) -> tuple[list[int], bool]:
 
 
 def writable(tensors: Sequence[Tensor], values: Sequence[Any]) -> list[Any]:
-    """Return the arrays to reduce in place: the given ones where possible.
-
-    Numbers, read-only arrays and repeated occurrences of the same memory are replaced by copies; None stays None.
-    """
+    """Return the arrays to reduce in place: the given ones where possible. Numbers, read-only arrays and repeated
+    occurrences of the same memory are replaced by copies; None stays None."""
     if set(map(type, values)) == {np.ndarray}:  # the usual case
         flags = set(map(_ndarray_flags, values))
         if all(each & _WRITEABLE for each in flags):
@@ -283,7 +277,6 @@ def _writable_on_gpu(value: Any, seen: set[int]) -> Any:
 
 
 def takes_gpu() -> bool:
-    """Return whether gradients may be on a GPU."""
     return functions.current().takes_device_arrays
 
 

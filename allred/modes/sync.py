@@ -125,7 +125,6 @@ class SyncMode:
         return Overlap(self._reducer, self._checks, self._clipper, self._title)
 
     def _reduce_overlapped(self, overlap: Overlap, given: StepInput) -> list[Any] | None:
-        """Reduce the gradients that were not passed to `reduce`, and wait for the others."""
         try:
             given = overlap.with_problem(given)
             if not overlap.has_order:
@@ -219,7 +218,6 @@ class SyncMode:
         return f"\ngradients: {arrays.amount(self._timer.sent_bytes / self._timer.steps)} a step on the wire{how}"
 
     def _first_step(self, tensors: list[Tensor]) -> str:
-        """Describe what this job does at each step in one line."""
         reducer, size, rate = self._reducer, functions.current().size, getattr(self._optimizer, "lr", None)
         plan = reducer.plan(tensors)
         batch = f"; global batch {reducer.samples} over {size} rank{'s' * (size > 1)}" if reducer.samples else ""
@@ -256,7 +254,6 @@ class SyncMode:
 
 
 def has_state(optimizer: Any) -> bool:
-    """Return whether an optimizer has state_dict and load_state_dict."""
     return hasattr(optimizer, "state_dict") and hasattr(optimizer, "load_state_dict")
 
 

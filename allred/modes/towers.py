@@ -120,7 +120,6 @@ class Towers:
 
 
 def _rows_of(batch: tuple[Any, ...]) -> int:
-    """Return the number of samples of a batch. Raises InputError if its arrays have different numbers."""
     if not batch:
         raise InputError("Towers: call it with a batch: towers(params, x, ...)")
     if odd := [value for value in batch if not getattr(value, "shape", ())]:
@@ -187,7 +186,6 @@ class _Mean:
             np.add(before, added, out=before)
 
     def grads(self) -> Any:
-        """Return the means."""
         means = [
             None if total is None else total.astype(dtype, copy=False)
             for total, dtype in zip(self._sums, self._dtypes, strict=True)

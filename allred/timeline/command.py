@@ -19,7 +19,6 @@ _WAITED_FOR = "waits for"
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command. Returns the exit code."""
     parser = Parser(
         prog="python -m allred timeline", description="Evaluates timelines that ALLRED_TIMELINE=DIR has recorded."
     )

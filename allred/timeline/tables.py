@@ -21,12 +21,10 @@ class Collective:
 
     @property
     def last(self) -> int:
-        """The rank that arrived last."""
         return max(self.arrivals, key=lambda rank: self.arrivals[rank])
 
     @property
     def lateness(self) -> int:
-        """Nanoseconds between the last two arrivals."""
         *_, before, last = sorted(self.arrivals.values())
         return last - before
 
@@ -51,10 +49,8 @@ def match(ranks: Sequence[RankTimeline]) -> list[Collective]:
 
 
 def waits(collectives: Sequence[Collective], ranks: Sequence[RankTimeline]) -> dict[int, list[Span]]:
-    """Spans in which a rank only waited, by rank; the name of a span is the number of the rank that it waited for.
-
-    A rank waits from its own arrival to the last arrival, as long as it is in Work.wait or in a blocking call.
-    """
+    """Spans in which a rank only waited, by rank; the name of a span is the number of the rank that it waited for. A
+    rank waits from its own arrival to the last arrival, as long as it is in Work.wait or in a blocking call."""
     found: dict[int, list[Span]] = defaultdict(list)
     for rank in ranks:
         blocked = _blocked(rank)
@@ -94,7 +90,6 @@ _LONGEST_WAITS = 10
 
 
 def text(ranks: Sequence[RankTimeline], collectives: Sequence[Collective], waits: dict[int, list[Span]]) -> str:
-    """All tables as one text."""
     names = {rank.number: rank.name for rank in ranks}
     parts = [_time_table(ranks, waits)]
     if collectives:
@@ -108,10 +103,8 @@ def text(ranks: Sequence[RankTimeline], collectives: Sequence[Collective], waits
 
 
 def shares(rank: RankTimeline) -> dict[str, int]:
-    """Nanoseconds of a rank by kind of span, nested spans not counted twice.
-
-    A wait inside another span than a step counts as that span. "outside" is the time without a span.
-    """
+    """Nanoseconds of a rank by kind of span, nested spans not counted twice. A wait inside another span than a step
+    counts as that span. "outside" is the time without a span."""
     found: dict[str, int] = defaultdict(int)
     inside: list[tuple[int, str]] = []  # end and kind of the open spans
     row, covered, until = "", 0, rank.start
@@ -184,7 +177,6 @@ def _slowest_rank(names: dict[int, str], collectives: Sequence[Collective], wait
 
 
 def _by_rank(spans: Sequence[Span]) -> dict[int, int]:
-    """Nanoseconds waited, by the rank waited for."""
     found: dict[int, int] = defaultdict(int)
     for span in spans:
         found[int(span.name)] += span.end - span.start

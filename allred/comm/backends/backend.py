@@ -47,10 +47,8 @@ class FastPath(Protocol):
 
 
 class WithHeader(Protocol):
-    """Primitives that exchange headers and move bytes as one operation, which can complete without Python.
-
-    record: this rank's header, header.BYTES bytes.
-    """
+    """Primitives that exchange headers and move bytes as one operation, which can complete without Python. record: this
+    rank's header, header.BYTES bytes."""
 
     @property
     def number(self) -> int:
@@ -110,10 +108,8 @@ class Backend(ABC):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank has contributed to allreduces so far, in their wire dtype.
-
-        On several nodes, only what crosses between nodes counts; backend single sends nothing.
-        """
+        """Bytes that this rank has contributed to allreduces so far, in their wire dtype. On several nodes, only what
+        crosses between nodes counts; backend single sends nothing."""
         return self._sent_bytes
 
     def start_progress_thread(self) -> None:  # noqa: B027  (optional)
@@ -148,7 +144,6 @@ class Backend(ABC):
 
 
 def pickled(value: Any) -> Array:
-    """Pickle an object into a uint8 array. Raises InputError if it cannot be pickled."""
     try:
         return np.frombuffer(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), np.uint8)
     except Exception as error:
@@ -156,10 +151,8 @@ def pickled(value: Any) -> Array:
 
 
 class DeviceBackend(ABC):
-    """Moves arrays on GPUs between ranks. A primitive enqueues its work on `lease`, a communication stream.
-
-    A primitive never holds the lease while it waits for the host.
-    """
+    """Moves arrays on GPUs between ranks. A primitive enqueues its work on `lease`, a communication stream. A primitive
+    never holds the lease while it waits for the host."""
 
     name: str
 

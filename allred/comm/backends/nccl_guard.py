@@ -43,7 +43,6 @@ class Guard:
         self._thread.start()
 
     def watch(self, end: Completion, title: str) -> Completion:
-        """Watch an operation that was enqueued."""
         self._running.append((end, title, time.monotonic()))
         return Guarded(self, end)
 
@@ -153,6 +152,5 @@ class Guarded(Completion):
         return self._end.done()
 
     def synchronize(self) -> None:
-        """Wait on the host; raise the error that ended the wait, if any."""
         self._end.synchronize()
         self._guard.check()

@@ -52,10 +52,8 @@ def _limits(dtype: np.dtype[Any], ranks: int, compression: Compression) -> tuple
 def scan(
     plan: Plan, values: Sequence[Any], ranks: int, compression: Compression = Compression.none, plain: bool = False
 ) -> int:
-    """Return the flags of this rank's gradients, None among them allowed, for a sum over `ranks` ranks.
-
-    plain: whether all values are contiguous arrays on the host.
-    """
+    """Return the flags of this rank's gradients, None among them allowed, for a sum over `ranks` ranks. plain: whether
+    all values are contiguous arrays on the host."""
     flags = 0
     for dtype, indices in plan.floats.items():
         element_bytes, large, largest = _limits(dtype, ranks, compression)
@@ -104,10 +102,8 @@ def describe(plan: Plan, values: Sequence[Any]) -> dict[str, str]:
 
 
 def verdict(found: list[dict[str, str]], numbers: Sequence[int]) -> str:
-    """Describe which gradients are not finite on which ranks; the same text on every rank.
-
-    found: the result of `describe` of each rank. numbers: the numbers of these ranks.
-    """
+    """Describe which gradients are not finite on which ranks; the same text on every rank. found: the result of
+    `describe` of each rank. numbers: the numbers of these ranks."""
     names = list(dict.fromkeys(name for each in found for name in each))
     words = []
     for name in names[:_NAMED]:

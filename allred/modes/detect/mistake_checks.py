@@ -32,11 +32,8 @@ _BITS = 32  # of the hash of gradients
 
 
 class MistakeChecks:
-    """The checks of one optimizer or gradient function.
-
-    title: prefix of errors. optimizer: the wrapped optimizer; None for a gradient function, which has no parameters
-    and no steps that could be skipped.
-    """
+    """The checks of one optimizer or gradient function. title: prefix of errors. optimizer: the wrapped optimizer; None
+    for a gradient function, which has no parameters and no steps that could be skipped."""
 
     def __init__(self, options: StepOptions, title: str, optimizer: Any = None) -> None:
         self.skipped = 0  # steps
@@ -52,7 +49,6 @@ class MistakeChecks:
 
     @property
     def policy(self) -> str:
-        """The policy for gradients that are not finite."""
         return self._nonfinite or world.config().nonfinite
 
     def requests(self, samples: int | None) -> int:
@@ -80,10 +76,8 @@ class MistakeChecks:
         return flags
 
     def passes(self, flags: list[int], plan: Plan, values: Sequence[Any], params: Any) -> bool:
-        """Make the requested comparisons before the reduction. Return whether the gradients are used.
-
-        flags: of all ranks. Raises DriftError, InputError, MismatchError or NonFiniteError on all ranks.
-        """
+        """Make the requested comparisons before the reduction. Return whether the gradients are used. flags: of all
+        ranks. Raises DriftError, InputError, MismatchError or NonFiniteError on all ranks."""
         if any(flag & _BATCHES for flag in flags):
             self._batches.compare(self._step + 1)
         if any(flag & _CHECK for flag in flags):
@@ -118,7 +112,6 @@ class MistakeChecks:
         return self._refuse(finite.verdict(everyone, functions.current().active.ranks))
 
     def _refuse(self, problem: str) -> bool:
-        """Skip the step, or raise NonFiniteError."""
         if self.policy == "skip" and self._optimizer is not None:
             self.skipped += 1
             if self.skipped == 1:
@@ -210,7 +203,6 @@ class DuplicateBatch:
             )
 
     def remember(self, values: Sequence[Any]) -> None:
-        """Note that these arrays are averaged now."""
         array = next((value for value in values if value is not None), None)
         _averaged[:] = [] if array is None else [(weakref.ref(self), weakref.ref(array))]
 
@@ -229,7 +221,6 @@ class Updates:
         return 0 if count is None or self.known is None else count - self.known
 
     def stepped(self, wrapper: object, title: str) -> None:
-        """Note that a wrapper has made an update."""
         self.known = _count(self.optimizer)
         if id(wrapper) not in self.wrappers:
             _unused.pop(id(self.optimizer), None)
