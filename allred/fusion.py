@@ -122,7 +122,7 @@ class FusionBuffer:
         largest: the number of elements of the largest bucket of this dtype."""
         dtype = tensors[0].dtype
         if dtype not in self._memory or self._memory[dtype].size < largest:
-            self._memory[dtype] = self._communicator.allocate(largest, dtype)
+            self._memory[dtype] = self._communicator.backend.allocate(largest, dtype)
         memory = self._memory[dtype]
         native.pack([arrays.as_buffer(tensor) for tensor in tensors], arrays.as_buffer(memory))
         return memory[: sum(tensor.size for tensor in tensors)]

@@ -9,7 +9,7 @@ are reproducible from run to run.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from allred.comm.arguments import (
     target_of,
     wire_code,
 )
-from allred.comm.backends.backend import Backend, CheckedOperation, pickled
+from allred.comm.backends.backend import Backend, pickled
 from allred.comm.device_collectives import DeviceCollectives
 from allred.comm.group import Group
 from allred.comm.header import OpDescriptor, quoted
@@ -35,6 +35,9 @@ from allred.comm.ops import Compression, ReduceOp, narrows
 from allred.comm.work import Steps, Work
 from allred.errors import AllredError, InputError
 from allred.gpu.device_arrays import is_device
+
+if TYPE_CHECKING:
+    from allred.native._kernels import Operation as CheckedOperation
 
 _NONE = Compression.none
 
@@ -149,7 +152,7 @@ class Communicator(Group):
 
     def _finish_reduce(
         self,
-        operation: CheckedOperation,
+        operation: "CheckedOperation",
         describe: Callable[[], OpDescriptor],
         sources: list[Array],
         targets: list[Array],
@@ -346,7 +349,7 @@ class Communicator(Group):
             descriptor = OpDescriptor("join", title="join()", note=first, problem=problem)
             if problem:
                 yield from self.agree(descriptor)
-            headers = yield from self.exchange(descriptor)
+            headers = yield from self.backend.exchange(self._announce(descriptor))
             if header.agree(headers):
                 notes = [header.rows_and_note(record)[1] for record in headers]
                 return self.ranks[notes.index(1)]

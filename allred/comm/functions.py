@@ -293,7 +293,7 @@ def _current(process_set: ProcessSet | None) -> Communicator:
     """As `current`, with a progress thread if the settings ask for it."""
     communicator = current(process_set)
     if world.config().progress == "thread":
-        communicator.start_progress_thread()
+        communicator.backend.start_progress_thread()
     return communicator
 
 

@@ -44,10 +44,15 @@ def diagnose_processors(ranks: list[RankFacts[Cores]]) -> list[Finding]:
     """Binding, ranks per core, the cgroup's quota, BLAS threads."""
     hosts = by_host(ranks)
     cores = [finding for host, there in hosts.items() for finding in _diagnose_cores(host, there)]
+    no_tool = []
+    if not all(rank.facts.measured for rank in ranks):
+        found = "read from environment variables, because threadpoolctl is not installed"
+        no_tool = [Finding(NOTE, "BLAS threads", found, "pip install 'allred[doctor]'")]
     return [
         _diagnose_binding(ranks),
         *summarize_hosts(cores, len(hosts), "cores", "enough for the ranks on"),
-        *_blas(ranks),
+        *no_tool,
+        _diagnose_blas(ranks),
     ]
 
 
@@ -84,14 +89,6 @@ def _usable(ranks: list[RankFacts[Cores]]) -> int:
 
 def _cores_per_rank(ranks: list[RankFacts[Cores]]) -> int:
     return max(1, _usable(ranks) // len(ranks))
-
-
-def _blas(ranks: list[RankFacts[Cores]]) -> list[Finding]:
-    findings = [_diagnose_blas(ranks)]
-    if not all(rank.facts.measured for rank in ranks):
-        found = "read from environment variables, because threadpoolctl is not installed"
-        findings.insert(0, Finding(NOTE, "BLAS threads", found, "pip install 'allred[doctor]'"))
-    return findings
 
 
 def _diagnose_blas(ranks: list[RankFacts[Cores]]) -> Finding:

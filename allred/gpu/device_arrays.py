@@ -83,8 +83,10 @@ def adopt(value: Any) -> Adopted:
     if torch is not None and isinstance(value, torch.Tensor):
         return _from_torch(torch, value)
     interface = getattr(value, "__cuda_array_interface__", None)
-    if interface is not None and not (hasattr(value, "__dlpack__") and _lacks_stream(interface)):
-        return _from_interface(value, interface)
+    if interface is not None:  # if it is read-only and names no stream, as JAX's, DLPack orders cupy's stream
+        orders = interface.get("stream") is not None or not interface["data"][1]
+        if orders or not hasattr(value, "__dlpack__"):
+            return _from_interface(value, interface)
     return _from_cupy(cupy.from_dlpack(value), writable=False)  # arrays of this framework may be immutable
 
 
@@ -96,11 +98,6 @@ def _from_cupy(array: Any, writable: bool) -> Adopted:
 
 def _to_cupy(made: Any, dtype: np.dtype[Any]) -> Any:
     return made if made.dtype == dtype else made.view(dtype)
-
-
-def _lacks_stream(interface: dict[str, Any]) -> bool:
-    """Whether the interface is read-only and names no stream, as JAX's. DLPack then orders cupy's stream."""
-    return interface.get("stream") is None and bool(interface["data"][1])
 
 
 def _from_torch(torch: Any, tensor: Any) -> Adopted:

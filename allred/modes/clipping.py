@@ -156,7 +156,8 @@ class Clipper:
         return self._scaled(grads, _norm_of_all(grads) if self.limit is not None else 0.0, in_place=True)
 
     def clip_local(self, grads: list[Any]) -> list[Any]:
-        return self._scaled(grads, _norm(grads) if self.limit is not None else 0.0, in_place=False)
+        here = [(grad, 0, _count(grad)) for grad in grads if grad is not None and self.limit is not None]
+        return self._scaled(grads, math.sqrt(squares(here)), in_place=False)
 
     def _scaled(self, grads: list[Any], norm: float, in_place: bool) -> list[Any]:
         factor = 1.0 if self.scaler is None else 1.0 / self.scaler.get_scale()
@@ -173,11 +174,6 @@ class Clipper:
         wide = arrays.accumulator(dtype)
         in_place = in_place and (wide == dtype or self.scaler is None)
         return compute(np.multiply, grad, factor, wide=wide, out=grad if in_place else None)
-
-
-def _norm(grads: Sequence[Any]) -> float:
-    here = [grad for grad in grads if grad is not None]
-    return math.sqrt(squares([(grad, 0, _count(grad)) for grad in here]))
 
 
 def _norm_of_all(grads: Sequence[Any]) -> float:

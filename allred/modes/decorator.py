@@ -1,4 +1,4 @@
-"""`allred.distributed`: wraps an optimizer object or class (`_FORMS` below) or a gradient function.
+"""`allred.distributed`: wraps an optimizer object or class, or a gradient function.
 
 Wrapping is explicit delegation: the wrapped object keeps its class and behaviour, and nothing is forwarded implicitly.
 """
@@ -186,31 +186,22 @@ def _wrap_class(target: type, options: StepOptions) -> type[DistributedOptimizer
         __wrapped__ = target
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(target(*args, **kwargs), **vars(options))
+            super().__init__(target(*args, **kwargs), options)
 
     for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(Distributed, attribute, getattr(target, attribute))
     return Distributed
 
 
-# The forms of a target: a test, in order; the function that wraps it; its description.
-_FORMS: list[tuple[Callable[[Any], bool], Callable[[Any, StepOptions], Any], str]] = [
-    (lambda t: not inspect.isclass(t) and _steps(t), lambda t, options: DistributedOptimizer(t, **vars(options)),
-     "an object with step(params, grads)"),
-    (lambda t: inspect.isclass(t) and _steps(t), _wrap_class, "a class with such a step"),
-]  # fmt: skip
-
-
 def _wrap(target: Any, options: StepOptions) -> Any:
     if issubclass(target if isinstance(target, type) else type(target), DistributedOptimizer):
         raise TypeError("this optimizer is distributed already; wrapping it twice would average twice")
-    for fits, wrap, _ in _FORMS:
-        if fits(target):
-            return wrap(target, options)
+    if _steps(target):
+        return _wrap_class(target, options) if inspect.isclass(target) else DistributedOptimizer(target, options)
     torch = type(target).__module__.startswith("torch.")
     raise TypeError(
-        f"allred.distributed cannot wrap {target!r}: it takes {'; '.join(words for *_, words in _FORMS)}; "
-        "and for a function that returns gradients there is @allred.distributed.gradients"
+        f"allred.distributed cannot wrap {target!r}: it takes an object with step(params, grads); a class with such a "
+        "step; and for a function that returns gradients there is @allred.distributed.gradients"
         + (". An adapter for torch optimizers comes in a later version" if torch else "")
     )
 

@@ -45,7 +45,10 @@ class Matcher:
         again = self._match_again(params, grads)
         if again is not None:
             return again
-        matched = _match(params, grads)
+        try:
+            matched = _match_leaves(nest.leaves(params), nest.leaves(grads))
+        except InputError as error:
+            matched = Matched([], [], [], str(error))
         tensors, leaves, values, problem, _ = matched
         if not self._warned_float64 and not problem:
             self._warn_float64(tensors, leaves, values)
@@ -107,13 +110,6 @@ def _is_flat(params: Any) -> bool:
     if type(params) is not dict and type(params) is not list:
         return False
     return not any(isinstance(v, (dict, list, tuple)) for v in (params.values() if type(params) is dict else params))
-
-
-def _match(params: Any, grads: Any) -> Matched:
-    try:
-        return _match_leaves(nest.leaves(params), nest.leaves(grads))
-    except InputError as error:
-        return Matched([], [], [], str(error))
 
 
 def _match_leaves(params: list[nest.Leaf], grads: list[nest.Leaf]) -> Matched:

@@ -14,10 +14,9 @@ from allred import checkpoint, nest
 from allred.cluster import report
 from allred.comm import functions
 from allred.comm.ops import Compression, ReduceOp
-from allred.comm.process_set import ProcessSet
 from allred.errors import AllredError, CheckpointError, InputError
 from allred.gpu.device_arrays import fill
-from allred.modes.clipping import Clipper, GradScaler
+from allred.modes.clipping import Clipper
 from allred.modes.detect.mistake_checks import restored, updates_of
 from allred.modes.match import Accumulator, Matcher, SampleCount, parameter
 from allred.modes.options import SessionSupport, StepInput, StepOptions
@@ -44,29 +43,11 @@ class DistributedOptimizer:
     `optimizer` is the wrapped optimizer. See `allred.distributed` for the arguments.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        op: ReduceOp = ReduceOp.AVERAGE,
-        accumulate: int = 1,
-        bucket_bytes: int | str | None = None,
-        nonfinite: str | None = None,
-        name: str = "opt",
-        process_set: ProcessSet | None = None,
-        compression: Compression = Compression.none,
-        clip_norm: float | None = None,
-        scaler: GradScaler | None = None,
-        consistency: Any = None,
-        placement: Any = None,
-        use_locking: bool | None = None,
-    ) -> None:
-        self._options = options = StepOptions(
-            name, op, accumulate, bucket_bytes, nonfinite, process_set, compression,
-            clip_norm, scaler, consistency, placement, use_locking,
-        )  # fmt: skip
-        self.optimizer, self.name, self.process_set = optimizer, name, process_set
+    def __init__(self, optimizer: Any, options: StepOptions) -> None:
+        self._options = options
+        self.optimizer, self.name, self.process_set = optimizer, options.name, options.process_set
         self._accumulator = Accumulator(options.accumulate)
-        self._clipper = Clipper(options.clip_norm, scaler, name)
+        self._clipper = Clipper(options.clip_norm, options.scaler, options.name)
         self._matcher = Matcher(options.title)
         self._samples = SampleCount()
         self._updates = updates_of(optimizer)  # also counts the updates of an optimizer whose wrapper is never used
@@ -324,7 +305,11 @@ class DistributedOptimizer:
                 restored(self.optimizer)
                 if control.is_lockstep:
                     control.count_from(step)
-        return step, self._unpack_extra(extra)
+        if isinstance(extra, dict) and _SCALER in extra:
+            if self._clipper.scaler is not None:
+                self._clipper.scaler.load_state_dict(extra[_SCALER])
+            extra = extra[_EXTRA]
+        return step, extra
 
     def saving(self, params: Any, extra: Any, copy: bool = False) -> Callable[[str], str]:
         """Internal, for a session: return a function that writes a checkpoint of this moment into a directory, and
@@ -333,14 +318,6 @@ class DistributedOptimizer:
         scaler = self._clipper.scaler
         extra = extra if scaler is None else {_SCALER: scaler.state_dict(), _EXTRA: extra}
         return self._get_mode().save(params, extra, copy)
-
-    def _unpack_extra(self, extra: Any) -> Any:
-        """Restore the scaler from a checkpoint; return the `extra` that was passed to `saving`."""
-        if not isinstance(extra, dict) or _SCALER not in extra:
-            return extra
-        if self._clipper.scaler is not None:
-            self._clipper.scaler.load_state_dict(extra[_SCALER])
-        return extra[_EXTRA]
 
     def _load(self, directory: str | os.PathLike[str], params: Any) -> tuple[int | None, Any]:
         """Load parameters and optimizer on this rank; return the step and the extra. Raises CheckpointError."""

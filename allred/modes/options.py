@@ -3,7 +3,6 @@
 """
 
 import dataclasses
-import operator
 import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -18,7 +17,7 @@ from allred.optim.base import Optimizer
 from allred.ps.consistency import Async, Bounded, Policy, Sync
 from allred.ps.placement import How
 from allred.ps.shard import locks
-from allred.validators import positive
+from allred.validators import integer, positive
 
 NONFINITE_POLICIES = ("raise", "skip", "ignore")
 _CONSISTENCY_POLICIES = ("async", "bounded", "sync")  # as in the settings
@@ -44,7 +43,7 @@ class StepOptions:
 
     def __post_init__(self) -> None:
         self._check_types()
-        self._replace("accumulate", _micro_steps(self.accumulate))
+        self._replace("accumulate", integer("accumulate", self.accumulate, 1, "it counts micro-steps"))
         self._replace("bucket_bytes", _size(self.bucket_bytes))
         if self.clip_norm is not None:
             self._replace("clip_norm", positive("allred.distributed", "clip_norm", self.clip_norm))
@@ -110,16 +109,6 @@ class StepOptions:
             return pickle.dumps((options, optimizer))
         except Exception as error:  # any exception of a class of the user
             return f"{type(optimizer).__name__} cannot be pickled ({type(error).__name__}: {error})"
-
-
-def _micro_steps(accumulate: Any) -> int:
-    try:
-        number = operator.index(accumulate)
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise InputError(f"accumulate={accumulate!r} must be a whole number of micro-steps, at least 1")
-    return number
 
 
 def _size(bucket_bytes: int | str | None) -> int | None:
@@ -202,21 +191,13 @@ class Mode(Protocol):
 
     @property
     def global_step(self) -> int: ...
-
     def step(self, given: StepInput) -> None: ...
-
     def reduce(self, name: str, grad: Any, samples: int | None) -> None: ...
-
     def broadcast(self, params: Any, tensors: list[Tensor], root: int, problem: str) -> None: ...
-
     def pull(self, params: Any) -> None: ...
-
     def finish(self) -> None: ...
-
     def state_dict(self) -> Any: ...
-
     def load_state_dict(self, state: Any) -> None: ...
-
     def save(self, params: Any, extra: Any, copy: bool) -> Callable[[str], str]:
         """Return a function that writes a checkpoint of this moment into a directory, and returns its path. extra: an
         object to pickle into the checkpoint. copy: whether the function is called after later steps."""

@@ -238,7 +238,8 @@ class Overlap:
         values = writable(tensors, [None if problem else given.values[index] for index in rest])
         missing = [index for index, value in zip(rest, values, strict=True) if value is None]
         self._ready |= zip(rest, values, strict=True)
-        self._ready |= {index: self._zeros(index) for index in missing}
+        for index in missing:
+            self._ready[index] = gpu.zeros(self._like if self._on_gpu[index] else None, *self._tensors[index][1:])
         while len(self._sent) < len(self._buckets):
             self._send()
         for work, targets in self._sent:
@@ -246,9 +247,6 @@ class Overlap:
                 if target is not result:
                     target[...] = result
         return self._close(missing, problem)
-
-    def _zeros(self, index: int) -> Any:
-        return gpu.zeros(self._like if self._on_gpu[index] else None, *self._tensors[index][1:])
 
     def _close(self, missing: list[int], problem: str) -> list[Any] | None:
         """Exchange mistakes, missing gradients and flags. missing: positions of the gradients that this rank lacks."""

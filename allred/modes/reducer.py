@@ -102,15 +102,12 @@ class Reducer:
         """
         note = _UNCOUNTED if samples is None else min(samples, _SAMPLES)
         note |= _MISSING * missing | _OVERLAPPED * overlapped | flags << _FLAGS_SHIFT
-        settings = f"{self._settings()} {settings}".strip()
+        nonfinite = self._options.nonfinite or world.config().nonfinite
+        settings = (
+            f"op={self._op.value} bucket_bytes={self.bucket_bytes} compression={self._compression.name} "
+            f"nonfinite={nonfinite} accumulate={self._options.accumulate} {settings}"
+        ).strip()
         return functions.current().check("step", title, lines, settings, note, problem)
-
-    def _settings(self) -> str:
-        options, nonfinite = self._options, self._options.nonfinite or world.config().nonfinite
-        return (
-            f"op={options.op.value} bucket_bytes={self.bucket_bytes} compression={options.compression.name} "
-            f"nonfinite={nonfinite} accumulate={options.accumulate}"
-        )
 
     def agreement(self, notes: list[int]) -> Agreement:
         """Interpret the notes of all ranks. Raises InputError on all ranks if their samples cannot be weighted."""
@@ -171,7 +168,7 @@ class Reducer:
             plan, values = self.plan([plan.tensors[index] for index in indices]), [values[index] for index in indices]
         if not values:
             return
-        if functions.current().fuses and weight is None:
+        if functions.current().backend.fuses and weight is None:
             self._allreduce_group(values)
         else:
             self._allreduce_buckets(plan, values, weight)
@@ -277,7 +274,7 @@ def _writable_on_gpu(value: Any, seen: set[int]) -> Any:
 
 
 def takes_gpu() -> bool:
-    return functions.current().takes_device_arrays
+    return functions.current().devices is not None
 
 
 def tensor_of(name: str, value: Any) -> Tensor:

@@ -9,7 +9,6 @@ import contextlib
 import contextvars
 import functools
 import itertools
-import operator
 import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -21,6 +20,7 @@ from allred import arrays, nest
 from allred.arrays import Array
 from allred.cluster import processors, report
 from allred.errors import InputError
+from allred.validators import integer
 
 
 class Towers:
@@ -60,12 +60,7 @@ class Towers:
     """
 
     def __init__(self, count: int, loss_and_grads: Callable[..., Any], parallel: bool = True) -> None:
-        try:
-            self.count = operator.index(count)
-        except TypeError:
-            self.count = 0
-        if self.count < 1:
-            raise InputError(f"Towers(count={count!r}): expected a whole number of towers, at least 1")
+        self.count = integer("Towers: count", count, 1, "it is the number of towers")
         if not callable(loss_and_grads):
             raise InputError(f"Towers: loss_and_grads={loss_and_grads!r} is not a function")
         self._function = loss_and_grads

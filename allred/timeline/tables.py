@@ -4,7 +4,7 @@ import bisect
 import dataclasses
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from allred.timeline.rank_file import RankTimeline, Span
 
@@ -197,10 +197,6 @@ def _s(ns: float) -> str:
 
 def _table(rows: list[list[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(_cells(row, widths)).rstrip() for row in rows)
-
-
-def _cells(row: list[str], widths: list[int]) -> Iterator[str]:
-    yield row[0].ljust(widths[0])
-    for cell, width in zip(row[1:], widths[1:], strict=True):
-        yield cell.rjust(width)
+    first, *others = widths
+    lines = ([row[0].ljust(first), *map(str.rjust, row[1:], others)] for row in rows)
+    return "\n".join("  ".join(cells).rstrip() for cells in lines)

@@ -58,7 +58,7 @@ def test_nccl_uses_the_host_backend_of_auto():
     assert select_backend("nccl", [0, 0], True, [True, True])[0] == "shm"
     host = create("single", None, 1.0, [0])
     assert add_devices(host, Config(), [NO_GPUS], [0]) == ""
-    assert not host.takes_device_arrays
+    assert host.devices is None
 
 
 @pytest.mark.parametrize(

@@ -9,59 +9,20 @@ A communicator has one host backend, which exchanges the headers of all operatio
 
 import pickle
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from allred.arrays import Array, as_bytes
 from allred.comm.ops import ReduceOp, narrow, widen
-from allred.comm.work import Engine, Pending, Steps
+from allred.comm.work import Steps
 from allred.errors import InputError
 from allred.gpu.streams import Completion, Device, StreamLease
 from allred.timeline.recorder import Track
 
-
-class CheckedOperation(Pending, Protocol):
-    """A started operation that exchanges headers first, and moves bytes only if they agree."""
-
-    @property
-    def headers_agree(self) -> bool:
-        """Whether the headers of all ranks agree. Known once the operation is complete."""
-
-
-class FastPath(Protocol):
-    """A blocking allreduce of contiguous numpy arrays in one call: checks arguments, exchanges headers, reduces.
-
-    The calls return True if the operation is complete, the started operation if it takes more than a millisecond, and
-    None if the arguments need the general path. wire: the code of the 16-bit dtype to send, 0 for none.
-    """
-
-    @property
-    def pending(self) -> bool:
-        """Whether an operation is under way."""
-
-    def allreduce(self, source: Any, target: Any, op: Any, name: Any, wire: int = 0, /) -> Any: ...
-    def grouped_allreduce(
-        self, sources: list[Any], targets: list[Any], op: Any, name: Any, wire: int = 0, /
-    ) -> Any: ...
-
-
-class WithHeader(Protocol):
-    """Primitives that exchange headers and move bytes as one operation, which can complete without Python. record: this
-    rank's header, header.BYTES bytes."""
-
-    @property
-    def number(self) -> int:
-        """The number of the operation under way, as shown in messages."""
-
-    def begin_exchange(self, record: bytes) -> CheckedOperation: ...
-    def begin_allreduce(
-        self, record: bytes, sources: list[Array], targets: list[Array], op: ReduceOp, wire: int
-    ) -> CheckedOperation: ...
-    def begin_broadcast(self, record: bytes, data: Array, root: int) -> CheckedOperation: ...
-    def begin_reducescatter(
-        self, record: bytes, flat: Array, out: Array, counts: list[int], op: ReduceOp
-    ) -> CheckedOperation: ...
+if TYPE_CHECKING:
+    from allred.comm.backends.shm import ShmBackend
+    from allred.native._kernels import Segment
 
 
 class Backend(ABC):
@@ -69,9 +30,9 @@ class Backend(ABC):
 
     name: str
     fuses = False  # whether a group of arrays passes as one stream, without a fusion buffer
-    engine: Engine | None = None  # what runs several started operations at once; None: the caller runs one at a time
-    fast_path: FastPath | None = None
-    with_header: WithHeader | None = None
+    engine: "Segment | None" = None  # what runs several started operations at once; None: the caller runs one at a time
+    fast_path: "Segment | None" = None  # a blocking allreduce of contiguous arrays, with checks, in one call into C
+    with_header: "ShmBackend | None" = None  # exchanges headers and moves bytes as one operation, which needs no Python
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank

@@ -125,7 +125,8 @@ class NcclBackend(DeviceBackend):
                 return
             how = travel(name, op)
             moved = encode(xp, flat, name, how)
-            self._call("allReduce", moved, moved, moved.size, self._type(how.name), self._op(how.op), stream.ptr)
+            nccl_op = int(getattr(self.device.nccl, _OPS[how.op]))
+            self._call("allReduce", moved, moved, moved.size, self._type(how.name), nccl_op, stream.ptr)
             decode(xp, moved, flat, name, how)
             if op is ReduceOp.AVERAGE:
                 xp.divide(flat, self._host.size, out=flat)
@@ -210,9 +211,6 @@ class NcclBackend(DeviceBackend):
     def _type(self, name: str) -> int:
         return int(getattr(self.device.nccl, TYPES[name]))
 
-    def _op(self, op: ReduceOp) -> int:
-        return int(getattr(self.device.nccl, _OPS[op]))
-
 
 @dataclasses.dataclass(frozen=True)
 class NcclDtype:
@@ -256,7 +254,8 @@ def encode(xp: Any, flat: Any, name: str, how: NcclDtype) -> Any:
 def decode(xp: Any, moved: Any, flat: Any, name: str, how: NcclDtype) -> None:
     """Convert the result of NCCL back into `flat`."""
     if how.keyed:
-        value = _unkeyed(xp, moved, how)
+        limits = np.iinfo(how.name)  # the inverse of `_keys`; the extreme integers are the bits of a NaN
+        value = xp.where(moved < 0, moved ^ limits.max, moved).view(_FLOATS[how.name])
         flat[...] = round_to_half(xp, value, name) if name in HALF_DTYPES else value
     elif moved is not flat and name != "bool":
         flat[...] = moved.astype(name)
@@ -268,12 +267,6 @@ def _keys(xp: Any, value: Any, how: NcclDtype) -> Any:
     keys = xp.where(bits < 0, bits ^ limits.max, bits)
     outermost = limits.max if how.op is ReduceOp.MAX else limits.min
     return xp.where(xp.isnan(value), xp.asarray(outermost, how.name), keys)
-
-
-def _unkeyed(xp: Any, keys: Any, how: NcclDtype) -> Any:
-    """Map integers back to floats. The extreme integers are the bits of a NaN."""
-    limits = np.iinfo(how.name)
-    return xp.where(keys < 0, keys ^ limits.max, keys).view(_FLOATS[how.name])
 
 
 def combine(xp: Any, rows: Any, name: str, op: ReduceOp) -> Any:

@@ -54,13 +54,9 @@ class MistakeChecks:
     def requests(self, samples: int | None) -> int:
         """Begin a step. Return the flags of the comparisons that this rank requests."""
         self._samples, self._found = samples, {}
-        return _CHECK * self._check_is_due() | _BATCHES * self._batches.new(self._step + 1)
-
-    def _check_is_due(self) -> bool:
-        ranks, every = functions.current().size, world.config().check_steps
-        step = self._step + 1
-        due = step <= _FIRST or (every and step % every == 0)
-        return bool(ranks > 1 and every and (due or (self._updates and self._updates.outside())))
+        every, step = world.config().check_steps, self._step + 1
+        due = every and (step <= _FIRST or step % every == 0 or (self._updates and self._updates.outside()))
+        return _CHECK * bool(due and functions.current().size > 1) | _BATCHES * self._batches.new(step)
 
     def scan(self, plan: Plan, values: Sequence[Any], plain: bool = False) -> int:
         """Return this rank's flags of its gradients. plain: see `StepInput`."""
@@ -180,11 +176,9 @@ class DuplicateBatch:
         total = 0
         for hashed in native.hashes(heads):
             total = mix(total, hashed)
-        return total >> 33 << 1 | self._averaged_by_another(values)
-
-    def _averaged_by_another(self, values: Sequence[Any]) -> bool:
         here = [value for value in values if value is not None]  # None is the array() of a freed array
-        return any(wrapper() is not self and any(value is array() for value in here) for wrapper, array in _averaged)
+        again = any(wrapper() is not self and any(value is array() for value in here) for wrapper, array in _averaged)
+        return total >> 33 << 1 | again
 
     def compare(self, hashes: list[int]) -> None:
         """Compare the hashes of all ranks. Raises InputError for gradients that would be averaged twice."""
