@@ -80,8 +80,8 @@ def test_wrapping_twice_is_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"accumulate": 0}, "accumulate=0 must be a whole number"),
-        ({"accumulate": 1.5}, "accumulate=1.5 must be"),
+        ({"accumulate": 0}, "accumulate must be an integer >= 1, but is 0"),
+        ({"accumulate": 1.5}, "accumulate must be an integer >= 1, but is 1.5"),
         ({"op": allred.Max}, "op=allred.Max cannot combine gradients"),
         ({"op": "mean"}, "op='mean' cannot combine gradients"),
         ({"nonfinite": "hope"}, "nonfinite='hope' is not a policy; use one of raise, skip, ignore"),
