@@ -10,7 +10,9 @@ from allred.cluster import mpi
 from allred.ps.stats import histogram
 
 _RATES = ("copy_GBps", "pack_GBps", "unpack_GBps", "pack_scaled_GBps", "unpack_divided_GBps")
-_COLUMNS = {"p50_us": "p50 us", "p99_us": "p99 us", "algbw_GBps": "algbw GB/s"}
+_SHARED = {"p50_us": "p50 us", "p99_us": "p99 us", "algbw_GBps": "algbw GB/s"}
+_ALLREDUCE = {**_SHARED, "busbw_GBps": "busbw GB/s"}
+_COLUMNS = {"allreduce": _ALLREDUCE, "fused": _ALLREDUCE, "ps": {**_SHARED, "updates_per_s": "updates/s"}}
 
 # Freed memory stays in the process; large blocks come from the heap too; the heap uses huge pages.
 TUNABLES = f"glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold={2**64 - 1}:glibc.malloc.mmap_threshold={2**64 - 1}"
@@ -47,11 +49,6 @@ def short(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _columns(bench: str) -> dict[str, str]:
-    last = {"updates_per_s": "updates/s"} if bench == "ps" else {"busbw_GBps": "busbw GB/s"}
-    return {**_COLUMNS, **last}
-
-
 class ResultWriter:
     """Prints each record when it is measured, as JSON or as a row of a table. enabled: this rank prints."""
 
@@ -73,7 +70,7 @@ class ResultWriter:
         print(*condition_lines(conditions), sep="\n")
         columns = [
             f"{'size' if bench == 'allreduce' else 'set':>12}",
-            *(f"{name:>11}" for name in _columns(bench).values()),
+            *(f"{name:>11}" for name in _COLUMNS[bench].values()),
         ]
         columns += [f"{'samples':>14}", *(["  against: p50 us, speedup"] if against else [])]
         print("".join(columns), flush=True)
@@ -89,7 +86,7 @@ class ResultWriter:
         if self.as_json:
             print(json.dumps(record), flush=True)
             return
-        times = "".join(f"{number(record[key]):>11}" for key in _columns(record["bench"]))
+        times = "".join(f"{number(record[key]):>11}" for key in _COLUMNS[record["bench"]])
         text = f"{record.get('set') or size_name(record['bytes']):>12}{times}"
         text += f"{record['samples']:>6} x {record['calls_per_sample']:<5}"
         if record["against"]:

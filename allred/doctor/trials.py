@@ -98,11 +98,6 @@ def time_allreduce(nbytes: int) -> AllreduceResult:
     return AllreduceResult(nbytes, float(allred.allreduce(float(np.median(times)), allred.Max)) * 1e6, wrong)
 
 
-def _time_all() -> list[AllreduceResult] | None:
-    """All sizes; None if allred.init() has failed."""
-    return [time_allreduce(nbytes) for nbytes in SIZES] if allred.is_initialized() else None
-
-
 def _batch_s(array: Any, calls: int) -> float:
     allred.barrier()
     start = time.perf_counter()
@@ -114,9 +109,13 @@ def _batch_s(array: Any, calls: int) -> float:
 def topics(comm: Any, limit_s: float) -> list[list[Topic[Any]]]:
     """The trials, in groups that are reported together. MPI's sums come last: with MPICH an error ends the process."""
     remedy = "read the findings above; if the machine is slow, add --limit-s 120"
+
+    def time_all() -> list[AllreduceResult] | None:
+        return [time_allreduce(nbytes) for nbytes in SIZES] if allred.is_initialized() else None
+
     alone: list[Topic[Any]] = [
         Topic("allred.init()", lambda: init(limit_s), diagnose_init, remedy),
-        Topic("allreduce", _time_all, diagnose_allreduce, remedy),
+        Topic("allreduce", time_all, diagnose_allreduce, remedy),
     ]
     if comm is None or comm.Get_size() == 1:
         return [alone]

@@ -4,7 +4,6 @@ Most steps have the same names, shapes and dtypes as the step before, in a dict 
 that in 0.1 us per tensor, or 0.5 us for tensors on a GPU. All other input takes the slow path, which describes errors.
 """
 
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from allred.fusion import Tensor
 from allred.gpu import device_arrays as gpu
 from allred.gpu.device_arrays import compute
 from allred.modes.reducer import takes_gpu, tensor_of
+from allred.validators import integer
 
 
 class Matched(NamedTuple):
@@ -209,7 +209,7 @@ class SampleCount:
         """Return the samples of the next step; `samples` counts in the first call. An error is raised by `of_step`."""
         if self._claimed is None:
             try:
-                self._claimed = _claim(samples), ""
+                self._claimed = claim_samples(_whole(samples)), ""
             except InputError as error:
                 self._claimed = None, str(error)
         return self._claimed[0]
@@ -217,7 +217,7 @@ class SampleCount:
     def of_step(self, samples: Any) -> int | None:
         claimed, self._claimed = self._claimed, None
         if claimed is None:
-            return _claim(samples)
+            return claim_samples(_whole(samples))
         if claimed[1]:
             raise InputError(claimed[1])
         if samples is not None and _whole(samples) != claimed[0]:
@@ -225,15 +225,5 @@ class SampleCount:
         return claimed[0]
 
 
-def _claim(samples: Any) -> int | None:
-    return claim_samples(None if samples is None else _whole(samples))
-
-
-def _whole(samples: Any) -> int:
-    try:
-        number = operator.index(samples)
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise InputError(f"samples={samples!r} must be a whole number of at least 0")
-    return number
+def _whole(samples: Any) -> int | None:
+    return None if samples is None else integer("samples", samples, 0)
