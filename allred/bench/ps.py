@@ -54,7 +54,7 @@ def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> N
     conditions = {"op": "push, SGD, pull", **conditions}
     writer = output.ResultWriter(options.json, enabled=context.worker == 0)
     writer.header(options.bench, labels, conditions, options.against)
-    worker = _BenchWorker(options.set, options.dtype, policy, workers, comm, baseline)
+    worker = _BenchWorker(options, policy, workers, comm, baseline)
     try:
         for result in worker.measure(options.seconds):
             writer.line({"bench": options.bench, **worker.what, **labels, **result, **conditions})
@@ -131,22 +131,21 @@ class _BenchWorker:
 
     def __init__(
         self,
-        name: str,
-        dtype: np.dtype[Any],
+        options: argparse.Namespace,
         policy: Policy,
         workers: Any,
         comm: Any,
         baseline: baselines.ServerBaseline | None,
     ) -> None:
-        self._shapes, self._dtype = verify.PS_SETS[name](), dtype
+        self._shapes, self._dtype = verify.PS_SETS[options.set](), options.dtype
         self._workers, self._comm, self._baseline = workers, comm, baseline
         self._round_trips = baseline.round_trips if baseline else {}
         self._averages = isinstance(policy, Sync)
         self._transport = MpiTransport(current_context().comm)
         self._opt = allred.distributed(allred.optim.SGD(lr=LR), consistency=policy)
-        self._params, self._grads = (baselines.allocate(self._shapes, dtype) for _ in range(2))
+        self._params, self._grads = (baselines.allocate(self._shapes, self._dtype) for _ in range(2))
         nbytes = sum(array.nbytes for array in self._params)
-        self.what: dict[str, Any] = {"set": name, "bytes": nbytes, "tensors": len(self._shapes)}
+        self.what: dict[str, Any] = {"set": options.set, "bytes": nbytes, "tensors": len(self._shapes)}
 
     def measure(self, seconds: float) -> list[dict[str, Any]]:
         """One record per baseline, or one without. Raises WrongResultError on all workers. Collective."""

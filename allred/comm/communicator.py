@@ -9,7 +9,7 @@ are reproducible from run to run.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -40,6 +40,28 @@ if TYPE_CHECKING:
     from allred.native._kernels import Operation as CheckedOperation
 
 _NONE = Compression.none
+
+
+class _Reduction(NamedTuple):
+    """Arrays to reduce, each into a target of its shape: the array itself, or a new contiguous one."""
+
+    sources: list[Array]
+    targets: list[Array]
+    op: ReduceOp
+    compression: Compression
+
+    def flat_sources(self, flats: list[Array]) -> list[Array]:
+        """Return the sources as flat arrays. flats: the flat targets."""
+        every = zip(self.sources, self.targets, flats, strict=True)
+        return [flat if source is target else arrays.flat(source) for source, target, flat in every]
+
+    def move(self, group: Group, flats: list[Array]) -> Steps[None]:
+        """Reduce one array after the other between the ranks of a group. flats: the flat targets."""
+        for source, target, flat in zip(self.sources, self.targets, flats, strict=True):
+            if source is not target:
+                target[...] = source
+            wire = self.compression.value if narrows(flat.dtype, self.compression.value) else 0
+            yield from group.backend.allreduce(flat, self.op, wire)
 
 
 class Communicator(Group):
@@ -82,9 +104,10 @@ class Communicator(Group):
                         return target
                     if begun is not None:
                         steps = self._finish_reduce(
-                            begun, lambda: array_descriptor("allreduce", value, name, op, compression=compression),
-                            [value], [target], op, compression,
-                        )  # fmt: skip
+                            begun,
+                            lambda: array_descriptor("allreduce", value, name, op, compression=compression),
+                            _Reduction([value], [target], op, compression),
+                        )
                         self.queue.start(f"allreduce{quoted(name)}", steps).wait()
                         return target
                 except BaseException as error:
@@ -100,7 +123,7 @@ class Communicator(Group):
     ) -> Steps[Array]:
         source, target = source_and_target(value, in_place)
         descriptor = array_descriptor("allreduce", source, name, op, compression=compression)
-        yield from self._reduce(descriptor, [source], [target], op, compression)
+        yield from self._reduce(descriptor, _Reduction([source], [target], op, compression))
         return target
 
     def grouped_allreduce(
@@ -132,9 +155,10 @@ class Communicator(Group):
                         return targets
                     if begun is not None:
                         steps = self._finish_reduce(
-                            begun, lambda: group_descriptor(group, name, op, compression),
-                            group, targets, op, compression,
-                        )  # fmt: skip
+                            begun,
+                            lambda: group_descriptor(group, name, op, compression),
+                            _Reduction(group, targets, op, compression),
+                        )
                         self.queue.start(f"grouped_allreduce{quoted(name)}", steps).wait()
                         return targets
                 except BaseException as error:
@@ -151,19 +175,12 @@ class Communicator(Group):
             self.queue.poison(f"an allreduce was cut short by {type(error).__name__}")
 
     def _finish_reduce(
-        self,
-        operation: "CheckedOperation",
-        describe: Callable[[], OpDescriptor],
-        sources: list[Array],
-        targets: list[Array],
-        op: ReduceOp,
-        compression: Compression,
+        self, operation: "CheckedOperation", describe: Callable[[], OpDescriptor], reduction: _Reduction
     ) -> Steps[None]:
         """Wait for an allreduce of contiguous arrays that the fast path began; repeat it if some ranks have joined."""
         group = yield from self.finish(operation, describe)
         if group is not self:
-            flats = [arrays.flat(target) for target in targets]
-            yield from _reduce_all(group.backend, sources, targets, flats, op, compression)
+            yield from reduction.move(group, [arrays.flat(target) for target in reduction.targets])
 
     def _reduce_group(
         self, group: Sequence[Any], op: ReduceOp, name: str, compression: Compression, in_place: bool
@@ -172,27 +189,20 @@ class Communicator(Group):
         sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
         if in_place and arrays.overlap([target for target in targets if target.size]):
             raise InputError("the same memory is in the group twice, and would be reduced twice")
-        yield from self._reduce(group_descriptor(sources, name, op, compression), sources, targets, op, compression)
+        reduction = _Reduction(sources, targets, op, compression)
+        yield from self._reduce(group_descriptor(sources, name, op, compression), reduction)
         return targets
 
-    def _reduce(
-        self,
-        descriptor: OpDescriptor,
-        sources: list[Array],
-        targets: list[Array],
-        op: ReduceOp,
-        compression: Compression,
-    ) -> Steps[None]:
-        """Agree, then reduce each source into its target, which is the source itself or a new contiguous array."""
-        flats = [arrays.flat(target) for target in targets]
+    def _reduce(self, descriptor: OpDescriptor, reduction: _Reduction) -> Steps[None]:
+        flats = [arrays.flat(target) for target in reduction.targets]
         yield from self.agree_and_move(
             descriptor,
             lambda backend, record: backend.begin_allreduce(
-                record, _flat_sources(sources, targets, flats), flats, op, compression.value
+                record, reduction.flat_sources(flats), flats, reduction.op, reduction.compression.value
             ),
-            lambda group: _reduce_all(group.backend, sources, targets, flats, op, compression),
+            lambda group: reduction.move(group, flats),
         )
-        for target, flat in zip(targets, flats, strict=True):
+        for target, flat in zip(reduction.targets, flats, strict=True):
             arrays.copy_back(target, flat)
 
     def broadcast(self, value: Any, root: int = 0, name: str = "") -> Work[Array]:
@@ -357,28 +367,6 @@ class Communicator(Group):
             return None
 
         return self.start("join", "", steps())
-
-
-def _flat_sources(sources: list[Array], targets: list[Array], flats: list[Array]) -> list[Array]:
-    return [
-        flat if source is target else arrays.flat(source)
-        for source, target, flat in zip(sources, targets, flats, strict=True)
-    ]
-
-
-def _reduce_all(
-    backend: Backend,
-    sources: list[Array],
-    targets: list[Array],
-    flats: list[Array],
-    op: ReduceOp,
-    compression: Compression,
-) -> Steps[None]:
-    for source, target, flat in zip(sources, targets, flats, strict=True):
-        if source is not target:
-            target[...] = source
-        wire = compression.value if narrows(flat.dtype, compression.value) else 0
-        yield from backend.allreduce(flat, op, wire)
 
 
 def _move_nothing(_: Group) -> Steps[None]:

@@ -12,9 +12,8 @@ from allred.comm.group import T
 from allred.comm.work import Steps, Work
 from allred.config import Config
 from allred.errors import ConfigError, InputError
-from allred.gpu import binding
-from allred.gpu.binding import VisibleGpus
-from allred.gpu.streams import Device
+from allred.gpu import streams
+from allred.gpu.streams import Device, VisibleGpus
 
 BACKENDS = ("mpi", "shm", "single")  # of host arrays
 _devices: dict[int, Device] = {}  # of this process, by index: shared by all communicators
@@ -60,7 +59,7 @@ def select_devices(config: Config, seen: list[VisibleGpus], nodes: list[int]) ->
     """
     if config.backend not in ("auto", "nccl") or (config.backend == "auto" and not any(one.devices for one in seen)):
         return False, ""
-    problem = binding.binding_error(seen, nodes, config.gpu_oversubscribe)
+    problem = streams.binding_error(seen, nodes, config.gpu_oversubscribe)
     if problem and config.backend == "nccl":
         raise ConfigError(f"backend 'nccl': {problem}")
     return not problem, problem and f"GPUs are not used: {problem}"
@@ -90,7 +89,7 @@ def add_devices(communicator: Communicator, config: Config, seen: list[VisibleGp
     wanted, reason = select_devices(config, seen, nodes)
     if not wanted:
         return reason
-    place, across = binding.bind(seen, nodes, communicator.rank), len(set(nodes)) > 1
+    place, across = streams.bind(seen, nodes, communicator.rank), len(set(nodes)) > 1
     problem = ""
     try:
         if place.index not in _devices:

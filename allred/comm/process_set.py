@@ -26,7 +26,7 @@ from allred.comm.create import add_devices, create, select_backend
 from allred.comm.work import Polled, Steps, WorkQueue
 from allred.config import Config
 from allred.errors import InputError
-from allred.gpu.binding import VisibleGpus
+from allred.gpu.streams import VisibleGpus
 
 
 @dataclasses.dataclass

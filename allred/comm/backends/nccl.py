@@ -36,15 +36,8 @@ _OPS = {ReduceOp.SUM: "NCCL_SUM", ReduceOp.PRODUCT: "NCCL_PROD", ReduceOp.MIN: "
 _WIDE = {"bool": "uint8", "int16": "int32"}
 _KEYS = {"float16": "int32", "bfloat16": "int32", "float32": "int32", "float64": "int64"}
 _FLOATS = {"int32": "float32", "int64": "float64"}
-TYPES = {  # NCCL's names of dtypes, as in cupy
-    "uint8": "NCCL_UINT8",
-    "int8": "NCCL_INT8",
-    "int32": "NCCL_INT32",
-    "int64": "NCCL_INT64",
-    "float16": "NCCL_FLOAT16",
-    "float32": "NCCL_FLOAT32",
-    "float64": "NCCL_FLOAT64",
-}
+# NCCL's names of dtypes, as in cupy.
+TYPES = {name: f"NCCL_{name.upper()}" for name in ("uint8", "int8", "int32", "int64", "float16", "float32", "float64")}
 
 
 class Starting:
