@@ -1,6 +1,7 @@
-"""Processes of allred's own, which answer while ranks sit in MPI, are stopped or dead: the watcher of a node, and the
-process at which tasks that were started by hand meet. They load nothing but their own rooms, and hold no file of the
-launcher's, or it would wait for them.
+"""Background processes: the watcher of a node, and the rendezvous process of tasks without mpirun.
+
+They answer while ranks block in MPI, are stopped or dead. They import only the modules that they need, and hold no file
+of the launcher, which would wait for them.
 """
 
 import contextlib
@@ -27,8 +28,8 @@ importlib.import_module(sys.argv[2]).main()
 
 
 def keep_standard_files() -> None:
-    """Where this program was started without stdin, stdout or stderr (`<&-`), open /dev/null there. Else the next
-    socket takes such a number, is lost in the processes that are started, and has lines for a person written into it.
+    """Open /dev/null for each of stdin, stdout and stderr that this program was started without (`<&-`). Else the next
+    socket would get such a number, be lost in child processes, and receive messages to the user.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
         pass
@@ -36,7 +37,8 @@ def keep_standard_files() -> None:
 
 
 def start(module: str, settings: Any, files: Iterable[int] = ()) -> dict[str, Any]:
-    """Start `module` of allred, whose main() calls `serve`: what it said of itself, with "problem", in words if any.
+    """Start `module` of allred, whose main() calls `serve`. Return its answer, with the key "problem", "" if there is
+    none.
 
     files: descriptors that it inherits.
     """
@@ -55,17 +57,17 @@ def start(module: str, settings: Any, files: Iterable[int] = ()) -> dict[str, An
 
 
 def serve(prepare: Callable[[Any], tuple[Any, Callable[[], None]]]) -> None:
-    """In that process: take the settings, `prepare`, say of itself what that gives, and `run` what it gives in a
-    process that is nobody's child."""
+    """Run the background process. `prepare` takes the settings and returns (answer, run); run() is called in a process
+    without a parent."""
     said, run = prepare(json.loads(sys.stdin.read()))
     print(json.dumps(said), flush=True)
     if os.fork():
         os._exit(0)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # some files a rank
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each rank needs some files
     with contextlib.suppress(OSError):
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # not only where the rank is bound, and busy
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # the cores of the rank may be busy
     null = os.open(os.devnull, os.O_RDWR)
     for number in range(3):
         os.dup2(null, number)

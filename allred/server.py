@@ -11,7 +11,7 @@ from allred.cluster import launcher, mpi, topology
 from allred.cluster.spec import CLIENT, SERVERS, ClusterSpec, Tasks, task_name, tf_config
 from allred.comm import functions
 from allred.errors import AllredError, ConfigError, InputError
-from allred.launch import by_hand
+from allred.launch import rendezvous_client
 from allred.ps import context
 from allred.startup import Cluster, enter
 
@@ -63,7 +63,7 @@ class Server:
         elif len(tasks) == 1:
             enter(None, here, **modes)
         else:
-            self._enter_by_hand(task, here, modes)
+            self._enter_rendezvous(task, here, modes)
         name = here.tasks[topology.world_rank()]
         if task not in (name, ""):
             raise InputError(f"allred.Server: this is rank {topology.world_rank()} of mpirun, {name}; got {task}")
@@ -127,7 +127,7 @@ class Server:
         self.cluster.task_address(job_name, task_index)
         return task_name(job_name, task_index)
 
-    def _enter_by_hand(self, task: str, cluster: Cluster, modes: dict[str, Any]) -> None:
+    def _enter_rendezvous(self, task: str, cluster: Cluster, modes: dict[str, Any]) -> None:
         addresses = self.cluster.addresses()
         if not task or not all(addresses.values()):
             missing = "job_name and task_index" if not task else "addresses, host:port, instead of numbers of tasks"
@@ -138,15 +138,15 @@ class Server:
         settings = config.explicit_settings(os.environ, {})
         limit_s = settings.get("start_timeout_s", config.Config.start_timeout_s)
         library, problem = _mpi()
-        meeting = by_hand.meet(addresses, task, config.secret(os.environ), limit_s, library, problem)
-        self._listener = meeting.listener
-        os.environ.update(meeting.environment)
+        joined = rendezvous_client.rendezvous(addresses, task, config.secret(os.environ), limit_s, library, problem)
+        self._listener = joined.listener
+        os.environ.update(joined.environment)
         try:
-            enter(None, dataclasses.replace(cluster, life=meeting.life), **modes)
+            enter(None, dataclasses.replace(cluster, life=joined.life), **modes)
         finally:
-            for name in meeting.environment:  # not for child processes
+            for name in joined.environment:  # not for child processes
                 os.environ.pop(name, None)
-        meeting.up()
+        joined.up()
 
 
 def _mpi() -> tuple[str, str]:

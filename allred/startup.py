@@ -14,9 +14,9 @@ import socket
 import sys
 from typing import Any
 
-from allred import detached, native, world
+from allred import detached, log, native, world
 from allred.client.call import ClientGroup
-from allred.cluster import mpi, processors, report, topology
+from allred.cluster import mpi, processors, topology
 from allred.cluster.processors import Cores
 from allred.cluster.spec import CLIENT
 from allred.comm import recording
@@ -34,8 +34,8 @@ from allred.ps.context import Context
 from allred.watch import exit as exit_protocol
 from allred.watch import exit_callbacks
 from allred.watch import start as watch
-from allred.watch.alarm import waiting_for_ranks
-from allred.watch.uncaught import status_at_exit
+from allred.watch.excepthook import status_at_exit
+from allred.watch.start import startup_timeout
 from allred.world import World
 
 
@@ -105,7 +105,7 @@ def enter(comm: Any, cluster: Cluster | None = None, **arguments: Any) -> None:
     except ConfigError as error:
         settings = str(error)
     given = cluster or Cluster()
-    with waiting_for_ranks(settings, given.life):
+    with startup_timeout(settings, given.life):
         _join_ranks(comm, settings, given, in_cluster=cluster is not None)
 
 
@@ -156,9 +156,9 @@ def _join_ranks(comm: Any, settings: dict[str, Any] | str, cluster: Cluster, in_
     world.install(here)
     _connect_servers_and_clients(here, plan, control, duplicate, cluster)
     _start_watchers(plan, facts, control, cluster)
-    report.inform(_banner(here, library))
+    log.info(_banner(here, library))
     if oversubscription := processors.oversubscription([each.cores for each in facts], [each.host for each in facts]):
-        report.inform(f"warning: {oversubscription}")
+        log.info(f"warning: {oversubscription}")
 
 
 def _duplicate(comm: Any, life: int) -> tuple[Any, str]:

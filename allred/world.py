@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from allred.comm.work import WorkQueue
     from allred.data.iterations import Iterations
     from allred.ps.context import Context
-    from allred.watch.line import Line
+    from allred.watch.watcher_client import WatcherClient
 
 
 @dataclasses.dataclass(eq=False)
@@ -48,7 +48,7 @@ class World:
     cores: int = 1
     process_sets: "ProcessSets | None" = None
     ps: "Context | None" = None
-    watcher: "Line | None" = None
+    watcher: "WatcherClient | None" = None
     in_cluster: bool = False
     client_group: "ClientGroup | None" = None
     queues: "WeakSet[WorkQueue]" = dataclasses.field(default_factory=WeakSet)
@@ -102,7 +102,7 @@ def config() -> Config:
     return _DEFAULTS if here is None else here.config
 
 
-def watcher() -> "Line | None":
+def watcher() -> "WatcherClient | None":
     """Return the connection to the watcher; None without one."""
     here = _world if _overrides is None else getattr(_overrides, "world", _world)
     return _last_watcher if here is None else here.watcher

@@ -44,8 +44,9 @@ typedef struct {
  *      finalize would hang, because the others wait for this rank in a collective.
  *
  * With a launcher: it ends the job when the first rank ends. So after a verdict a rank waits until the others have
- * unwound, and until the rank that failed has printed its error last (allred/watch/job.py). If the job goes on without
- * the rank that failed (allred/watch/spares.py), this may take hours; the rank sleeps, and wakes if its watcher ends.
+ * unwound, and until the rank that failed has printed its error last (allred/watch/job_state.py). If the job continues
+ * without the failed rank (allred/watch/records.py), this may take hours; the rank sleeps, and wakes if its watcher
+ * ends.
  *
  * Without a launcher (rendezvous_fd >= 0): no rank waits for another. 2 applies to a good end even if a rank has
  * failed, and 3 calls _exit() instead of abort(). finalize() could wait for a rank that dies meanwhile, so a thread

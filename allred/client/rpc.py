@@ -15,10 +15,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from allred import world
+from allred import log, world
 from allred.arrays import Array
 from allred.client.call import REMEDY, Call, ClientGroup, pack, unpack
-from allred.cluster import report, topology
+from allred.cluster import topology
 from allred.cluster.device import Place
 from allred.comm import functions
 from allred.comm.work import Steps, WorkQueue, spin_wait
@@ -150,8 +150,8 @@ class Dispatcher:
         wait_until("the functions that this client has started", self.poll, quiet=False)
         for call in self._calls:
             if call.unretrieved_error is not None:
-                report.say_here(f"{call.title} failed, and its error was not retrieved:")
-                report.say_here("".join(traceback.format_exception_only(call.unretrieved_error)).rstrip())
+                log.rank_warning(f"{call.title} failed, and its error was not retrieved:")
+                log.rank_warning("".join(traceback.format_exception_only(call.unretrieved_error)).rstrip())
         for rank in self._group.workers:
             self._post.send_parts(rank, CALL, pack(None, "the end"))
         _left.append(self)

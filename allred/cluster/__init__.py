@@ -1,1 +1,1 @@
-"""The machine under the ranks: MPI's start, who is on which node, and the lines printed for a person."""
+"""The machine under the ranks: the launcher, the start of MPI, the topology, cores and limits, ClusterSpec."""

@@ -13,21 +13,21 @@ from allred.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A part of it may be missing: "", None, and "" for the unit, which is cpu:0 or gpu:1."""
+    """A task and a unit, such as cpu:0 or gpu:1. Parts may be missing: "", None, ""."""
 
     job: str = ""
     task: int | None = None
     unit: str = ""
 
     def within(self, outer: "Place") -> "Place":
-        """What is missing here as it is there."""
+        """Return this place with its missing parts taken from `outer`."""
         job = self.job or outer.job
         task = outer.task if self.task is None and job == outer.job else self.task
         return Place(job, task, self.unit or outer.unit)
 
     @property
     def task_name(self) -> str:
-        """Without the unit; a job's first task where none is given."""
+        """The name of the task; task 0 if the task is missing."""
         return task_name(self.job, self.task or 0)
 
     def __str__(self) -> str:
@@ -35,7 +35,7 @@ class Place:
 
 
 def parse(text: str) -> Place:
-    """The place that a string names. Raises InputError.
+    """Return the place that a string names. Raises InputError if it names none.
 
     >>> parse("/job:ps/task:1")
     Place(job='ps', task=1, unit='')
@@ -51,7 +51,7 @@ def parse(text: str) -> Place:
 
 
 class Chooser(Protocol):
-    """What `device` takes besides a string: `allred.replica_device_setter` makes one."""
+    """Chooses places for functions and variables; `allred.replica_device_setter` returns one."""
 
     def of_function(self) -> Place: ...
 
@@ -74,14 +74,15 @@ _blocks: contextvars.ContextVar[tuple[Chooser, ...]] = contextvars.ContextVar("a
 
 @contextlib.contextmanager
 def device(place: "str | Chooser | None") -> Iterator[None]:
-    """Inside this block functions run at a place (`ClientSession.run`), and variables live there (`allred.variable`).
+    """Inside this block functions run at a place (`ClientSession.run`), and variables are stored there
+    (`allred.variable`).
 
         with allred.device("/job:worker/task:1"):
             y = session.run(function, x)
 
-    place: "/job:NAME/task:NUMBER", parts of it, or what `allred.replica_device_setter` gives. Blocks may stand in each
-    other: what the inner one leaves out is as in the outer one. None: as if there was no outer block.
-    Raises InputError for what names no place.
+    place: "/job:NAME/task:NUMBER", parts of it, or the result of `allred.replica_device_setter`. In nested blocks the
+    inner block takes missing parts from the outer one. None: ignore the outer blocks.
+    Raises InputError if the string names no place.
     """
     if place is None:
         blocks: tuple[Chooser, ...] = ()
@@ -97,7 +98,7 @@ def device(place: "str | Chooser | None") -> Iterator[None]:
 
 
 def of_function() -> Place:
-    """Where a function is to run, as far as the blocks around this line say."""
+    """Return the place for a function, from the blocks around the caller."""
     found = Place()
     for block in _blocks.get():
         found = block.of_function().within(found)
@@ -105,7 +106,7 @@ def of_function() -> Place:
 
 
 def of_variable(tensor: Any) -> Place:
-    """Where a variable, which has a name, shape and dtype, is to live."""
+    """Return the place for a variable, which has a name, shape and dtype."""
     found = Place()
     for block in _blocks.get():
         found = block.of_variable(tensor).within(found)

@@ -1,4 +1,4 @@
-"""Starting MPI: the settings it reads once, the import, and whether the world it found is the one that was launched."""
+"""The start of MPI: its settings, the import, and a check that its world is the one that was launched."""
 
 import os
 import sys
@@ -8,11 +8,11 @@ from typing import Any
 from allred.cluster import launcher
 from allred.errors import ConfigError
 
-_given: dict[str, str] | None = None  # what MPI was started with; None where it was not allred that started it
+_given: dict[str, str] | None = None  # the settings with which allred started MPI; None if it did not start it
 
 
 def load() -> tuple[Any, bool]:
-    """The module mpi4py.MPI with MPI started, and whether it was this call that started it.
+    """Start MPI. Return the module mpi4py.MPI, and whether this call started MPI.
 
     The module is None if no MPI can be loaded and no launcher started this process. Raises ConfigError if a launcher
     started this process and no MPI can be loaded, or if that launcher cannot start ranks of this MPI.
@@ -33,7 +33,7 @@ def load() -> tuple[Any, bool]:
             check_launcher(MPI.Get_library_version())
             _start(MPI, mpi4py.rc)
     finally:
-        for name in passing:  # not for programs that this one starts
+        for name in passing:  # programs that this one starts do not inherit them
             os.environ.pop(name, None)
     if imports and MPI is not None:
         _given = passing
@@ -64,7 +64,7 @@ def _start(MPI: Any, rc: Any) -> None:  # noqa: N803  (mpi4py's spelling)
 
 
 def look() -> tuple[str, bool]:
-    """The MPI library, without starting it, and whether it is running already; empty where there is none."""
+    """Return the name of the MPI library ("" without one), and whether MPI is running. Does not start MPI."""
     import mpi4py
 
     if "mpi4py.MPI" not in sys.modules:
@@ -77,7 +77,7 @@ def look() -> tuple[str, bool]:
 
 
 def given() -> str:
-    """Which settings of allred's MPI was started with, in words."""
+    """Return a text of the settings with which allred started MPI."""
     if "mpi4py.MPI" not in sys.modules:
         return "MPI has not been started"
     from mpi4py import MPI
@@ -92,11 +92,11 @@ def given() -> str:
 
 
 def settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Settings for MPI's start, which save a second; the user's own are left alone.
+    """Return settings that save a second of Open MPI's start; none if the user has set OMPI_MCA_btl.
 
-    Open MPI probes for libfabric, which ranks of one node never use. Without a launcher it also leaves a file in
-    /dev/shm on every exit, unless it is told that it talks to nobody but itself. (A program that has no launcher and
-    spawns others with MPI sets OMPI_MCA_btl itself.)
+    Open MPI probes for libfabric, which ranks of one node never use. Without a launcher, and unless it is limited to
+    the BTL `self`, it leaves a file in /dev/shm on every exit. A program without a launcher that spawns processes with
+    MPI has to set OMPI_MCA_btl.
     """
     if "OMPI_MCA_btl" in environ:
         return {}
@@ -138,7 +138,7 @@ def check_world(size: int, library: str, environ: Mapping[str, str] = os.environ
 
 
 def library_name(text: str) -> str:
-    """MPI's own name and version, in short, from what Get_library_version says.
+    """Return the short name and version of an MPI library. text: the text of MPI_Get_library_version.
 
     >>> library_name("Open MPI v5.0.11, package: ...")
     'Open MPI 5.0.11'

@@ -1,4 +1,4 @@
-"""The cores that the ranks of a node may use, and the BLAS threads that run on them.
+"""The cores that the ranks of a node may use, the BLAS threads that run on them, and the limits of cgroups.
 
 By default, BLAS starts a thread for every core in each rank. More busy threads than cores is the most
 frequent reason for slow training on CPU hosts.
@@ -6,12 +6,12 @@ frequent reason for slow training on CPU hosts.
 
 import dataclasses
 import os
+import pathlib
 from collections.abc import Mapping, Sequence
 
 import numpy  # noqa: F401  (loads the BLAS whose threads are counted)
 
 from allred import world
-from allred.cluster import limits
 
 _BLAS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP_NUM_THREADS")
 
@@ -40,7 +40,7 @@ def look() -> Cores:
         threads = max((pool["num_threads"] for pool in pools), default=1)
         blas = ", ".join(sorted({pool["internal_api"] for pool in pools})) or "no BLAS that starts threads"
         measured = True
-    return Cores(allowed, os.cpu_count() or 1, limits.look().cpus, threads, blas, measured)
+    return Cores(allowed, os.cpu_count() or 1, limits().cpus, threads, blas, measured)
 
 
 def guess_blas_threads(environ: Mapping[str, str], cores: int) -> tuple[int, str]:
@@ -108,3 +108,60 @@ def cores_per_rank() -> int:
     """Return this rank's share of the cores of its node, at least 1. Before init(): all cores of this process."""
     here = world.current_or_none()
     return usable_cores([look()]) if here is None else here.cores
+
+
+UNLIMITED = 2**60  # cgroups of version 1 have a number of about 2**63
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The limits of a process's cgroups; None: unlimited. cpus: in cores."""
+
+    memory_bytes: int | None
+    cpus: float | None
+
+
+def limits(root: pathlib.Path = pathlib.Path("/sys/fs/cgroup"), own: str | None = None) -> Limits:
+    """Return the memory and CPU limits of cgroups, version 1 and 2, for a process; the smallest limit of all levels.
+
+    own: the text of its /proc/PID/cgroup; default: this process. In a container this text often has the path of the
+    host. If the path does not exist under `root`, the mount is the container's own group.
+    """
+    text = pathlib.Path("/proc/self/cgroup").read_text() if own is None else own
+    memory: list[int] = []
+    cpus: list[float] = []
+    for entry in text.splitlines():
+        _, controllers, path = entry.split(":", 2)
+        mounts = [root / name for name in {controllers, *controllers.split(",")}] if controllers else [root]
+        for mount in mounts:
+            for group in _upwards(mount, path):
+                memory += _memory(group)
+                cpus += _cpus(group)
+    return Limits(min(memory, default=None), min(cpus, default=None))
+
+
+def _upwards(mount: pathlib.Path, path: str) -> list[pathlib.Path]:
+    """Return the group of the process and its visible parents."""
+    group = mount / path.lstrip("/")
+    inside = [group, *group.parents]
+    return [one for one in inside if one.is_relative_to(mount) and one.is_dir()]
+
+
+def _memory(group: pathlib.Path) -> list[int]:
+    values = (_read(group / name) for name in ("memory.max", "memory.limit_in_bytes"))
+    return [int(value) for value in values if value.isdigit() and int(value) < UNLIMITED]
+
+
+def _cpus(group: pathlib.Path) -> list[float]:
+    words = _read(group / "cpu.max").split()
+    words = words or [_read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")]
+    if len(words) == 2 and words[0].isdigit() and words[1].isdigit() and int(words[1]):
+        return [int(words[0]) / int(words[1])]
+    return []
+
+
+def _read(path: pathlib.Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,4 +1,4 @@
-"""`ClusterSpec`: which jobs a cluster has, and at which addresses their tasks are, in TensorFlow's words."""
+"""`ClusterSpec`: the jobs of a cluster and the addresses of their tasks, as in TensorFlow."""
 
 import json
 import os
@@ -10,8 +10,8 @@ from allred.cluster.launcher import launched_size
 from allred.errors import ConfigError, InputError
 
 SERVERS = "ps"  # the job whose tasks are parameter servers
-CLIENT = "client"  # the job whose task has others run functions
-_ORDER = {SERVERS: 0, CLIENT: 2}  # of ranks; workers between them
+CLIENT = "client"  # the job whose task sends functions to the workers
+_ORDER = {SERVERS: 0, CLIENT: 2}  # order of ranks; workers between them
 
 Tasks = Union[int, Sequence[str], Mapping[int, str]]  # noqa: UP007  (a value: evaluated at import)
 
@@ -21,12 +21,12 @@ class ClusterSpec:
 
         ClusterSpec({"ps": ["node1:2222"], "worker": ["node2:2222", "node3:2222"]})  # addresses, in task order
         ClusterSpec({"ps": {0: "node1:2222"}, "worker": {0: "node2:2222"}})  # the same, by task index
-        ClusterSpec({"ps": 1, "worker": 4})  # so many, wherever mpirun puts them
+        ClusterSpec({"ps": 1, "worker": 4})  # numbers of tasks; mpirun chooses the hosts
 
-    Job "ps" is that of the parameter servers, job "client" of a program that has the workers run functions
-    (`allred.connect`). Two specs are equal if they have the same jobs with the same tasks.
+    Job "ps" has the parameter servers, job "client" a program that sends functions to the workers (`allred.connect`).
+    Two specs are equal if they have the same jobs with the same tasks.
 
-    Raises InputError if a job has no tasks, or an address is not host:port or stands there twice.
+    Raises InputError if a job has no tasks, or an address is not host:port or occurs twice.
 
     >>> cluster = ClusterSpec({"ps": ["a:2222"], "worker": ["b:2222", "c:2222"]})
     >>> cluster.jobs, cluster.num_tasks("worker"), cluster.task_address("worker", 1)
@@ -47,10 +47,10 @@ class ClusterSpec:
 
     @classmethod
     def from_world(cls, num_ps: int = 1) -> "ClusterSpec":
-        """So many servers, and the other processes of the world that mpirun has made as workers.
+        """Return a cluster of `num_ps` servers, with the other processes of the MPI world as workers.
 
-        Before allred.init() their number is what the launcher says; without a launcher it is 1. Raises InputError if
-        no worker is left.
+        Before allred.init() the launcher determines the number of processes; without a launcher it is 1. Raises
+        InputError if no worker is left.
         """
         try:
             size = world.current().topology.world_size
@@ -62,9 +62,9 @@ class ClusterSpec:
 
     @classmethod
     def from_tf_config(cls, environ: Mapping[str, str] = os.environ) -> "ClusterSpec":
-        """The cluster of the variable TF_CONFIG; a job "chief" or "master" there is worker 0, as it is for TensorFlow.
+        """Return the cluster of the variable TF_CONFIG. A job "chief" or "master" becomes worker 0, as in TensorFlow.
 
-        Raises ConfigError if the variable is not set, or is not what TensorFlow wants it to be.
+        Raises ConfigError if the variable is not set, or does not have TensorFlow's format.
         """
         return tf_config(environ)[0]
 
@@ -74,32 +74,31 @@ class ClusterSpec:
         return list(self._jobs)
 
     def num_tasks(self, job_name: str) -> int:
-        """How many tasks a job has."""
+        """Return the number of tasks of a job."""
         return len(self._job(job_name))
 
     def task_indices(self, job_name: str) -> list[int]:
-        """The indices of a job's tasks, ascending."""
+        """Return the indices of the tasks of a job, ascending."""
         return list(self._job(job_name))
 
     def task_address(self, job_name: str, task_index: int) -> str:
-        """host:port of a task; empty where only the number of tasks was given. Raises InputError if there is none."""
+        """Return host:port of a task; "" if only the number of tasks was given. Raises InputError if it is unknown."""
         tasks = self._job(job_name)
         if task_index not in tasks:
             raise InputError(f"job {job_name!r} has no task {task_index!r}; it has {_numbers(tasks)}")
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """The addresses of a job's tasks by index; None where there is no such task, or no address."""
+        """Return the addresses of the tasks of a job by index; None for a missing task or address."""
         tasks = self._job(job_name)
         return [tasks.get(index) or None for index in range(max(tasks) + 1)]
 
     def as_dict(self) -> dict[str, Any]:
-        """What `ClusterSpec` makes the same of: for each job a list, a dict if indices are left out, or a number."""
+        """Return a dict for `ClusterSpec`: for each job a list, a dict if indices are missing, or a number."""
         return {job: _plain(tasks) for job, tasks in self._jobs.items()}
 
     def addresses(self) -> dict[str, str]:
-        """The address of every task by its name, such as /job:worker/task:1, in the order of ranks: servers come first,
-        clients last."""
+        """Return the address of every task by its name, such as /job:worker/task:1, in rank order."""
         order = sorted(self._jobs, key=lambda job: _ORDER.get(job, 1))
         return {task_name(job, index): address for job in order for index, address in self._jobs[job].items()}
 
@@ -119,12 +118,12 @@ class ClusterSpec:
 
 
 def task_name(job_name: str, task_index: int) -> str:
-    """As TensorFlow writes it."""
+    """Return the name of a task, as in TensorFlow."""
     return f"/job:{job_name}/task:{task_index}"
 
 
 def tf_config(environ: Mapping[str, str]) -> tuple[ClusterSpec, str, int]:
-    """The cluster of TF_CONFIG, and the job and index of this task. Raises ConfigError if that cannot be read."""
+    """Return the cluster of TF_CONFIG, and the job and index of this task. Raises ConfigError for another format."""
     text = environ.get("TF_CONFIG", "")
     try:
         found = json.loads(text)

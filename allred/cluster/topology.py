@@ -1,6 +1,6 @@
-"""Who is where: the numbers of every rank, from which node each of them runs on.
+"""The topology: the numbers of every rank, computed from the node of each rank.
 
-rank, size               the workers (in sync mode: all ranks); data shards and learning rates go by these. On a
+rank, size               the workers (mode sync: all ranks), for data shards and learning rates. On a
                          parameter server rank is size + its task index, so it is never the chief; on a client, after
                          those of the servers
 local_rank, local_size   among the workers of this node; on a server, among the servers; on a client, the clients
@@ -18,7 +18,7 @@ from allred.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """One rank's numbers, and the shape of the whole."""
+    """The numbers of one rank, and of all ranks."""
 
     rank: int
     size: int
@@ -34,7 +34,7 @@ class Topology:
 
 
 def number(nodes: list[int], rank: int, servers: int = 0, clients: int = 0) -> Topology:
-    """The numbers of world rank `rank`, where nodes[r] names the node of rank r; any number may name a node.
+    """Return the topology of world rank `rank`. nodes: the node of each rank, any numbers.
 
     The first `servers` ranks are parameter servers, the last `clients` are clients.
 
@@ -48,7 +48,7 @@ def number(nodes: list[int], rank: int, servers: int = 0, clients: int = 0) -> T
     end = len(nodes) - clients
     workers = end - servers
     first, last = (0, servers) if rank < servers else (servers, end) if rank < end else (end, len(nodes))
-    mine, index = nodes[first:last], rank - first  # of those that have the same job
+    mine, index = nodes[first:last], rank - first  # the nodes of the ranks with the same job
     local_ranks = [mine[:r].count(node) for r, node in enumerate(mine)]
     same_local = [r for r, local in enumerate(local_ranks) if local == local_ranks[index]]
     return Topology(
@@ -67,7 +67,8 @@ def number(nodes: list[int], rank: int, servers: int = 0, clients: int = 0) -> T
 
 
 def pretend(sizes: str, ranks: int) -> list[int]:
-    """The nodes of the setting `pretend_nodes`; empty if it is "none". Raises ConfigError for what makes no sense.
+    """Return the node of each rank for the setting `pretend_nodes`; [] if it is "none". Raises ConfigError if it is
+    invalid.
 
     >>> pretend("3,1", ranks=4)
     [0, 0, 0, 1]
@@ -80,7 +81,7 @@ def pretend(sizes: str, ranks: int) -> list[int]:
 
 
 def node_id(comm: Any) -> int:
-    """The node of this rank, named by the lowest rank there. Collective over the mpi4py communicator `comm`."""
+    """Return the lowest rank on this node. Collective over the mpi4py communicator `comm`."""
     from mpi4py import MPI
 
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)  # MPI has no nonblocking form of it
@@ -90,47 +91,47 @@ def node_id(comm: Any) -> int:
 
 
 def rank() -> int:
-    """This worker's number, 0 to size() - 1; worker 0 is the chief."""
+    """Return this worker's number, 0 to size() - 1; worker 0 is the chief."""
     return world.current().topology.rank
 
 
 def size() -> int:
-    """How many workers train together."""
+    """Return the number of workers."""
     return world.current().topology.size
 
 
 def local_rank() -> int:
-    """This rank's number on its node."""
+    """Return this rank's number on its node."""
     return world.current().topology.local_rank
 
 
 def local_size() -> int:
-    """How many ranks run on this node."""
+    """Return the number of ranks on this node."""
     return world.current().topology.local_size
 
 
 def cross_rank() -> int:
-    """This rank's number among those with its local rank on other nodes."""
+    """Return this rank's number among the ranks of all nodes that have its local rank."""
     return world.current().topology.cross_rank
 
 
 def cross_size() -> int:
-    """How many nodes have a rank with this local rank."""
+    """Return the number of nodes that have a rank with this local rank."""
     return world.current().topology.cross_size
 
 
 def world_rank() -> int:
-    """This process's number in the MPI world."""
+    """Return this process's number in the MPI world."""
     return world.current().topology.world_rank
 
 
 def world_size() -> int:
-    """How many processes the MPI world has."""
+    """Return the number of processes of the MPI world."""
     return world.current().topology.world_size
 
 
 def is_chief() -> bool:
-    """Whether this is worker 0, which writes checkpoints and speaks to the user; no parameter server is."""
+    """Return whether this is worker 0, which writes checkpoints and messages; never true on a parameter server."""
     return world.current().topology.rank == 0
 
 
@@ -144,13 +145,13 @@ def job_name() -> str:
 
 
 def role() -> str:
-    """This task for a person."""
+    """Return the job and the index of this task, for messages."""
     names = {"ps": "parameter server", "client": "client"}
     return f"{names.get(job_name(), 'worker')} {task_index()}"
 
 
 def task_index() -> int:
-    """This task's number in its job: of a worker its rank()."""
+    """Return this task's number in its job; for a worker, rank()."""
     here = world.current().topology
     first = {"ps": here.size, "client": here.size + here.servers}.get(job_name(), 0)
     return here.rank - first

@@ -52,6 +52,15 @@ class ProcessSets:
     def __post_init__(self) -> None:
         self.everyone.make_subgroup = functools.partial(_subgroup, self, tuple(range(len(self.nodes))))
 
+    def create(self, ranks: tuple[int, ...], title: str) -> Steps[Communicator]:
+        """Create a host communicator of these ranks. Collective among them."""
+        nodes, kernels = [self.nodes[rank] for rank in ranks], [self.kernels[rank] for rank in ranks]
+        name, _ = select_backend(self.config.backend, nodes, True, kernels)
+        world_ranks = [rank + self.servers for rank in ranks]
+        yield from _wait_for_members(self.comm, world_ranks, title)
+        comm = self.comm.Create_group(self.comm.Get_group().Incl(world_ranks))
+        return create(name, comm, self.config.timeout_s, nodes)
+
     def close(self) -> None:
         """Close all communicators except `everyone`. Collective."""
         for communicator in self.made.values():
@@ -161,20 +170,13 @@ def _subgroup(base: ProcessSets, parent: tuple[int, ...], ranks: Sequence[int]) 
 
 def _make(base: ProcessSets, ranks: tuple[int, ...], title: str) -> Steps[Communicator]:
     """Create a communicator of these ranks. Collective among them."""
-    nodes = [base.nodes[rank] for rank in ranks]
-    kernels = [base.kernels[rank] for rank in ranks]
-    config, world_ranks = base.config, [rank + base.servers for rank in ranks]
-    name, _ = select_backend(config.backend, nodes, True, kernels)
-    yield from _wait_for_members(base.comm, world_ranks, title)
-    comm = base.comm.Create_group(base.comm.Get_group().Incl(world_ranks))
-    communicator = create(name, comm, config.timeout_s, nodes)
+    communicator = yield from base.create(ranks, title)
     communicator.queue.timeout_s = base.everyone.queue.timeout_s
-    communicator.queue.members, communicator.ranks = world_ranks, ranks
+    communicator.queue.members, communicator.ranks = [rank + base.servers for rank in ranks], ranks
     world.current().queues.add(communicator.queue)
     communicator.checks_places = base.everyone.checks_places
     recording.attach(communicator, title)
-    seen = [base.seen[rank] for rank in ranks]
-    add_devices(communicator, config, seen, nodes)
+    add_devices(communicator, base.config, [base.seen[rank] for rank in ranks], [base.nodes[rank] for rank in ranks])
     return communicator
 
 

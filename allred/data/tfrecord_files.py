@@ -19,7 +19,7 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
 
-from allred.cluster import report
+from allred import log
 from allred.errors import DataError, InputError
 
 try:
@@ -76,7 +76,7 @@ def masked_crc32c(data: bytes) -> int:
 def _warn_if_slow() -> None:
     """Warn if no compiled google-crc32c is installed: once in a process, and only on the chief."""
     if crc_implementation != "c":
-        report.warn(
+        log.runtime_warning(
             "TFRecord checksums are computed in Python, in about 0.1 ms per kilobyte, because google-crc32c is not "
             "installed or not compiled: pip install 'allred[tfrecord]'"
         )
@@ -145,7 +145,7 @@ class TFRecord:
         if always or not self._warned:
             more = "" if self._warned else ". Corrupt records are skipped and counted in .skipped"
             self._warned = True
-            report.warn(text + more)
+            log.runtime_warning(text + more)
 
 
 def tfrecord(paths: Path | Sequence[Path], corrupt: str = "raise") -> TFRecord:

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 
 from allred.bench.output import cores as core_numbers
 from allred.bench.output import size_name
-from allred.cluster import limits
-from allred.cluster.processors import Cores, usable_cores
+from allred.cluster.processors import Cores, limits, usable_cores
 from allred.doctor.findings import (
     FAIL,
     NOTE,
@@ -140,7 +139,7 @@ def probe_memory() -> MemoryFacts:
         locked_bytes=None if locked == resource.RLIM_INFINITY else locked,
         rdma=any(pathlib.Path("/sys/class/infiniband").glob("*")),
         machine_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        cgroup_bytes=limits.look().memory_bytes,
+        cgroup_bytes=limits().memory_bytes,
         unused_files=len(unused),
         unused_bytes=sum(unused.values()),
     )

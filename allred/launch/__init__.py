@@ -1,1 +1,1 @@
-"""Tasks that are started one by one, without mpirun: how they meet, and what stands for mpirun then."""
+"""The rendezvous of tasks that are started one by one, without mpirun, and their start of MPI."""

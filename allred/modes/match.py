@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from allred import arrays, native, nest
-from allred.cluster import report
+from allred import arrays, log, native, nest
 from allred.data.iterations import claim_samples
 from allred.errors import InputError
 from allred.fusion import Tensor
@@ -72,7 +71,7 @@ class Matcher:
         if wide:
             self._warned_float64 = True
             others = f" and {len(wide) - 1} more" if len(wide) > 1 else ""
-            report.say(
+            log.warning(
                 f"{self._title}: the gradients of float32 parameters are float64 ('{wide[0]}'{others}). float64 "
                 "doubles the bytes that are sent, and the parameters stay float32. Compute the gradients in float32 "
                 "(float64 data or constants make them float64), or pass grad.astype(numpy.float32)"

@@ -10,8 +10,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from allred import checkpoint, nest
-from allred.cluster import report
+from allred import checkpoint, log, nest
 from allred.comm import functions
 from allred.comm.ops import Compression, ReduceOp
 from allred.errors import AllredError, CheckpointError, InputError
@@ -84,7 +83,7 @@ class DistributedOptimizer:
             self._check_mode()
             sync = functions.current() and not context.is_active()
             if not sync and self._options.compression is not Compression.none:
-                report.inform(f"{self.name}: compression has no effect in mode ps: gradients are sent uncompressed")
+                log.info(f"{self.name}: compression has no effect in mode ps: gradients are sent uncompressed")
             self._chosen = (SyncMode if sync else ServersMode)(self.optimizer, self._options, self._clipper)
         return self._chosen
 
@@ -328,7 +327,7 @@ class DistributedOptimizer:
                 "a checkpoint"
             )
         for text in damaged:
-            report.say(f"a later checkpoint is skipped: {text}")
+            log.warning(f"a later checkpoint is skipped: {text}")
         if found is None:
             return None, None
         path, content = found

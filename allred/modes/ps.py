@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from allred import arrays, nest, world
+from allred import arrays, log, nest, world
 from allred.arrays import Array
-from allred.cluster import report
 from allred.comm import functions
 from allred.errors import AllredError, CollectiveTimeout, DriftError, InputError, NonFiniteError, ShutdownError
 from allred.fusion import Tensor
@@ -130,11 +129,11 @@ class ServersMode:
         described = options.describe(self._optimizer) if sends_optimizer else b""
         agreement = options.agreement(self._optimizer, settings)
         client.register(protocol.Register(placement, skeleton, agreement, described))
-        report.inform(f"mode ps, {policy.describe()}")
+        log.info(f"mode ps, {policy.describe()}")
         if options.locks(self._optimizer, settings) and not options.asks_to_lock(settings):
-            report.inform("use_locking=0 has no effect: gradients are gathered before they are applied")
+            log.info("use_locking=0 has no effect: gradients are gathered before they are applied")
         for line in [*placement.report().splitlines(), *describe(named)]:
-            report.inform(line)
+            log.info(line)
         return client
 
     def _agree_on_start(self, params: Any, check: bool = False) -> None:
@@ -380,8 +379,8 @@ class ServersMode:
         try:
             statistics = self._statistics(self._client.leave_and_wait())
         except CollectiveTimeout as error:  # this wait may end the job; no other process reports it
-            return report.say_here(str(error))
+            return log.rank_warning(str(error))
         except AllredError:  # another error ends the job, and was reported
             return
         for line in str(statistics).splitlines() if statistics.servers[0].gradients else ():
-            report.inform(line)
+            log.info(line)

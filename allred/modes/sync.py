@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from allred import arrays, checkpoint, nest, world
-from allred.cluster import report
+from allred import arrays, checkpoint, log, nest, world
 from allred.comm import functions
 from allred.comm.communicator import Communicator
 from allred.comm.ops import Compression
@@ -89,7 +88,7 @@ class SyncMode:
             self._timer.begin(communicator)
         mean = self._reduce(given) if self._overlap is None else self._reduce_overlapped(self._overlap, given)
         if not self._timer.steps:
-            report.inform(self._first_step(given.tensors))
+            log.info(self._first_step(given.tensors))
         if mean is not None:
             mean = self._clipper.clip_reduced(mean) if self._clipper.active else mean
             self._apply(given, mean)

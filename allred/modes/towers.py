@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from allred import arrays, nest
+from allred import arrays, log, nest
 from allred.arrays import Array
-from allred.cluster import processors, report
+from allred.cluster import processors
 from allred.errors import InputError
 from allred.validators import integer
 
@@ -259,7 +259,7 @@ class BlasLimit:
 def _warn_once(towers: int) -> None:
     cores, threads = processors.cores_per_rank(), processors.look().blas_threads
     if towers * threads > max(cores, towers):
-        report.warn(
+        log.runtime_warning(
             f"Towers: {towers} towers x {threads} BLAS threads on this rank's {cores} core{'s' * (cores != 1)}: steps "
             "may take many times as long. Install threadpoolctl (pip install threadpoolctl), with which Towers limits "
             f"the threads, or export OMP_NUM_THREADS={max(1, cores // towers)} before the start"

@@ -202,7 +202,7 @@ class SilentWorkers:
     """Detection of workers that make no request while others wait for them. now: the time of one clock, in seconds.
 
     While the server holds replies back, it sends its watcher every second the workers that cause this, and the seconds
-    since the last request of each (event `holds` of watch/job.py), from which the watcher computes the time limits of
+    since the last request of each (event `holds`), from which the watcher computes the time limits of
     the other workers. A worker that waits at its end cannot warn or end the job itself; the server does both for it.
     """
 

@@ -14,8 +14,8 @@ import os
 import time
 from collections.abc import Iterable
 
-from allred import checkpoint
-from allred.cluster import report, topology
+from allred import checkpoint, log
+from allred.cluster import topology
 from allred.comm import functions
 from allred.errors import (
     AllredError,
@@ -90,13 +90,13 @@ def write_after_join(saver: Saver, optimizer: DistributedOptimizer, writer: int,
     with extended_timeout():
         path, failure = functions.broadcast_object((path, failure), writer)
     if failure:
-        report.say(
+        log.warning(
             f"rank {writer}, which joined last, could not write the checkpoint of step {step}: {failure}. Rank 0 does "
             f"not have the last updates of rank {writer}; call opt.broadcast(params, root={writer}) on all ranks"
         )
         return step
     saver.begin(step)
-    report.inform(f"checkpoint {path}, written by rank {writer}, which joined last")
+    log.info(f"checkpoint {path}, written by rank {writer}, which joined last")
     return step
 
 
@@ -139,7 +139,7 @@ def _write_once(saver: Saver, step: int, token: str, capture: Capture) -> str | 
             if path is None:
                 _report_no_checkpoint(f"no update has been made since step {step}, where training began")
             else:
-                report.say_here(f"the last checkpoint is {path}")
+                log.rank_warning(f"the last checkpoint is {path}")
             return path
         finally:
             with contextlib.suppress(OSError):  # without a checkpoint the other ranks must not wait
@@ -164,7 +164,7 @@ def _claim(claim: str) -> bool:
 
 
 def _report_no_checkpoint(reason: str) -> None:
-    report.say_here(f"no checkpoint was written at the end: {reason}")
+    log.rank_warning(f"no checkpoint was written at the end: {reason}")
 
 
 def outcome(
@@ -175,7 +175,7 @@ def outcome(
     stop_reason: why the loop ended without a failure. path: the final checkpoint, if this rank wrote it.
     """
     if saver.count or saver.failures:
-        report.inform(saver.summary())
+        log.info(saver.summary())
     if saver.directory and path is None:
         with contextlib.suppress(CheckpointError):
             path = str(checkpoint.newest(saver.directory) or "") or None
@@ -192,10 +192,10 @@ def report_outcome(outcome: Outcome, max_steps: int | None, batches: int, update
     """
     of = f" of {max_steps}" if max_steps else ""
     newest = f"; the newest checkpoint is {outcome.checkpoint}" if outcome.checkpoint else ""
-    report.inform(f"training ends at step {outcome.step}{of}: {outcome.reason}{newest}")
+    log.info(f"training ends at step {outcome.step}{of}: {outcome.reason}{newest}")
     if not updated and outcome.reason == END_OF_DATA:
         no_update = f"{batches} batches, but no update; call opt.step(...) for each batch"
-        report.say(f"session: {no_update if batches else 'the data has no batch'}")
+        log.warning(f"session: {no_update if batches else 'the data has no batch'}")
 
 
 def call_end(hooks: Iterable[Hook], session: SessionView, outcome: Outcome) -> None:

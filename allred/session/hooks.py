@@ -9,7 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from allred.cluster import report, topology
+from allred import log
+from allred.cluster import topology
 from allred.errors import InputError, NonFiniteError
 from allred.modes.optimizer import DistributedOptimizer
 from allred.session.progress import Rates
@@ -139,7 +140,7 @@ class LoggedValue:
         self._missed += not self._seen
         if self._missed == _WARN_AFTER_STEPS and not self._seen:
             logged = ", ".join(values) or "nothing"
-            report.say(f"{self._who}: '{self.name}' was not logged in {_WARN_AFTER_STEPS} steps; logged: {logged}")
+            log.warning(f"{self._who}: '{self.name}' was not logged in {_WARN_AFTER_STEPS} steps; logged: {logged}")
         return values.get(self.name)
 
 
@@ -228,7 +229,7 @@ class GlobalStepWaiter(Hook):
         seen, since = session.optimizer.global_step, time.monotonic()
         while seen < step and not session.asked:
             if time.monotonic() > since + self._still_s:
-                return report.say_here(
+                return log.rank_warning(
                     f"GlobalStepWaiter({self._step}): no update since step {seen} for {self._still_s:g} s, so worker "
                     f"{topology.rank()} begins"
                 )
@@ -279,4 +280,4 @@ class Notify(Hook):
                 request = urllib.request.Request(self._url, text, {"Content-Type": "application/json"})
                 urllib.request.urlopen(request, timeout=self._timeout_s).close()
         except (OSError, ValueError, subprocess.SubprocessError) as error:
-            report.say(f"Notify could not send the outcome of training: {error}")
+            log.warning(f"Notify could not send the outcome of training: {error}")

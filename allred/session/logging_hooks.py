@@ -4,9 +4,8 @@ import time
 from collections.abc import Iterable
 from typing import TextIO
 
-from allred import nest
+from allred import log, nest
 from allred.arrays import as_host_array
-from allred.cluster import report
 from allred.errors import InputError
 from allred.session.hooks import Hook, Outcome, SessionView, StopAtStep, check_integer
 from allred.session.progress import Display, PlainDisplay, display
@@ -77,7 +76,7 @@ class StepCounter(Hook):
         s_per_batch, examples = session.rates.s_per_batch, session.rates.examples_per_s
         if s_per_batch and self._schedule.due(session.step):
             rate = "" if examples is None else f", {examples:.1f} examples/sec"
-            report.inform(f"step {session.step}: {1 / s_per_batch:.2f} steps/sec{rate}")
+            log.info(f"step {session.step}: {1 / s_per_batch:.2f} steps/sec{rate}")
 
 
 class Summary(Hook):

@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from allred import checkpoint
-from allred.cluster import report
+from allred import checkpoint, log
 from allred.errors import AllredError, CollectiveTimeout, InputError, RemoteRankError
 from allred.session.hooks import Hook, LoggedValue, Outcome, SessionView, check_integer
 
@@ -93,14 +92,14 @@ class Saver:
         try:
             path = write(self.directory)
             if start >= self._logged_at + _LOG_PERIOD_S:
-                report.inform(f"checkpoint {path}")
+                log.info(f"checkpoint {path}")
                 self._logged_at = start
         except (RemoteRankError, CollectiveTimeout):
             raise
         except Exception as error:  # nothing else would show an error of this thread
             self._error = error
             self.failures += 1
-            report.say(f"a checkpoint was not written, training continues: {str(error) or type(error).__name__}")
+            log.warning(f"a checkpoint was not written, training continues: {str(error) or type(error).__name__}")
         else:
             self.count += 1
             self._prune()
@@ -141,7 +140,7 @@ class Saver:
         try:
             checkpoint.prune(self.directory, self._keep, self._keep_every, up_to=self.saved_step)
         except AllredError as error:
-            report.say(f"an older checkpoint could not be deleted: {error}")
+            log.warning(f"an older checkpoint could not be deleted: {error}")
 
     def summary(self) -> str:
         """Return the number of checkpoints and the time they took, as text.
@@ -202,7 +201,7 @@ class Checkpoint(Hook):
         self._saver.begin(session.step)
         newest = checkpoint.newest(self.directory) if session.is_chief else None
         if newest is not None and checkpoint.read_manifest(newest).step > session.step:
-            report.say(
+            log.warning(
                 f"Checkpoint: {newest} is of a later step than this training, which begins at step {session.step}; it "
                 "is not deleted, and a restore from this directory uses it"
             )

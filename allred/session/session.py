@@ -19,8 +19,8 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self, TypeVar
 
-from allred import world
-from allred.cluster import report, topology
+from allred import log, world
+from allred.cluster import topology
 from allred.comm import functions
 from allred.errors import InputError, ShutdownError
 from allred.modes.optimizer import DistributedOptimizer
@@ -184,7 +184,7 @@ class Session:
             coordination.raise_on_all(optimizer, error)
         self.params, self._optimizer, self._state = params, optimizer, state
         if restored is not None:
-            report.inform(f"resumes from step {restored} of {self._saver.directory}")
+            log.info(f"resumes from step {restored} of {self._saver.directory}")
         self.step = optimizer.global_step
         self._saver.begin(self.step)
         self._token = functions.allgather_object(secrets.token_hex(4))[0]  # no rank steps before all know global_step
@@ -198,7 +198,7 @@ class Session:
             hook.begin(self)
         self._training_begin = self.step
         if self._stop_reason == "max_steps":
-            report.inform(f"max_steps={self.max_steps} is reached already, at step {self.step}: no step is made")
+            log.info(f"max_steps={self.max_steps} is reached already, at step {self.step}: no step is made")
         return restored
 
     # The loop.

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from allred.cluster import report, topology
+from allred import log
+from allred.cluster import topology
 from allred.errors import CheckpointError, CollectiveTimeout, InputError, RemoteRankError
 
 PickledParts = dict[str, Any]
@@ -50,7 +51,7 @@ class SessionState:
     def warn_untracked(self, batches: Any) -> None:
         """Warn if `batches` can be resumed but was not given to `track`."""
         if self._data is None and _has_state(batches):
-            report.say(
+            log.warning(
                 "session.steps(): training that resumes from a checkpoint starts this data from the beginning, though "
                 "it can continue behind the last batch; pass it to session.track(data=...) too"
             )
@@ -74,7 +75,7 @@ class SessionState:
                 pickles.append(None)
                 if title not in self._left_out:
                     self._left_out.add(title)
-                    report.say_here(f"a part is left out of the checkpoint: {error}")
+                    log.rank_warning(f"a part is left out of the checkpoint: {error}")
         return parts
 
     def _parts(self, randoms: dict[int, Any] | None, noted: bool = True) -> list[tuple[str, Callable[[], Any]]]:

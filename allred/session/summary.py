@@ -26,9 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from allred import arrays
+from allred import arrays, log
 from allred.arrays import Array
-from allred.cluster import report
 from allred.errors import InputError
 
 _RESERVED = ("step", "time")
@@ -172,7 +171,7 @@ class SummaryWriter:
         step, made, now = operator.index(step), histogram(name, array), time.time()
         if made.nonfinite and not self._warned_nonfinite:
             self._warned_nonfinite = True
-            report.say(
+            log.warning(
                 f"summary: {made.nonfinite} of {made.count + made.nonfinite} values of {name!r} are not finite at step "
                 f"{step}; the histogram leaves them out. No further warning; {name + '/nonfinite'!r} counts them"
             )
@@ -203,7 +202,7 @@ class SummaryWriter:
             yield not self._failed
         except OSError as error:
             if not self._failed:
-                report.say(f"summary: {self._directory} cannot be written any more ({error}); summaries end here")
+                log.warning(f"summary: {self._directory} cannot be written any more ({error}); summaries end here")
             self._failed = True
 
 
@@ -323,5 +322,5 @@ def _event_file(directory: pathlib.Path, step: int) -> _EventFile | None:
     except OSError:
         raise
     except Exception as error:  # an incompatible protobuf, for example
-        report.say(f"summary: the package tensorboard cannot be used ({error}); summaries are JSON lines only")
+        log.warning(f"summary: the package tensorboard cannot be used ({error}); summaries are JSON lines only")
         return None

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from allred.cluster import report
+from allred import log
 
 MAGIC = b"allred timeline 1\n"
 CHUNK = struct.Struct("<II")  # length, CRC-32
@@ -96,7 +96,7 @@ class Recorder:
                 data = data[os.write(self._file, data) :]
         except OSError as error:
             self._failed = True
-            report.say_here(
+            log.rank_warning(
                 f"cannot write {self._path}: {error.strerror}; the timeline of this rank ends here, the program "
                 "continues"
             )

@@ -1,1 +1,1 @@
-"""What keeps a job from hanging or lying: the watcher process of a node, and how a rank leaves."""
+"""Failure detection: a watcher process on every node, the ranks' connections to it, and the exit of a rank."""

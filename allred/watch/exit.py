@@ -1,15 +1,16 @@
-"""How a rank leaves. mpi4py would finalize MPI at exit, which waits for the other ranks; a rank that failed would wait
-for ever for peers that wait for it. So allred owns the exit: a rank that ends with a status other than 0 aborts the
-job, any other finalizes. Before that it tells its watcher, so that the other ranks hear why, unwind and leave first
-(job.py has the protocol); without a watcher the job just ends.
+"""The exit of a rank: MPI_Finalize after success, MPI_Abort after a failure.
 
-With the C extension that decision is made inside libc's exit(), which knows the status (csrc/exit.h). Where the
-extension is missing, or where MPI was imported before allred.init() and so mpi4py finalizes it first, it is made from
-what Python can see: an uncaught exception, Ctrl-C, sys.exit(n). Only a `raise SystemExit(n)` by hand goes unseen then.
+mpi4py would finalize MPI at exit, which waits for the other ranks; a failed rank would wait forever for ranks that wait
+for it. So a rank that ends with a status other than 0 aborts the job. Before that it reports the failure to its
+watcher, so that the other ranks unwind and leave first (job_state.py has the protocol).
 
-Two more cases rest on what Python sees. A rank that fails while threads of its own still run is ended after GRACE_S.
-And one that fails before allred.init(), under MPICH's mpirun, which takes such an end for a good one while the other
-ranks wait in MPI's start: that rank tells mpirun itself.
+With the C extension this is decided inside libc's exit(), which knows the status (csrc/exit.h). Without it, or if MPI
+was imported before allred.init() and mpi4py finalizes it first, the status is the one that Python shows: an uncaught
+exception, Ctrl-C, sys.exit(n). An explicit `raise SystemExit(n)` is not seen then.
+
+Two more cases use the status that Python shows. A rank that fails while its own threads still run is ended after
+GRACE_S. And MPICH's mpirun ignores a failure before allred.init() while the other ranks wait in MPI_Init: the failed
+rank sends mpirun an abort.
 """
 
 import atexit
@@ -25,15 +26,15 @@ from collections.abc import Callable
 from typing import Any
 
 from allred import native, world
-from allred.watch import uncaught
+from allred.watch import excepthook
 
 GRACE_S = 3.0  # from failing to leaving
-FOLLOWER_S = 10.0  # the same where another rank has failed before; as in csrc/exit.c
+FOLLOWER_S = 10.0  # as GRACE_S, if another rank has failed before; as in csrc/exit.c
 _DRAIN_S = 0.2  # as in csrc/exit.c
-_LOOK_S = 0.5  # a rank that lingers, whether it still has to
+_LOOK_S = 0.5  # interval at which a lingering rank reads messages
 _TELL, _AWAIT, _RELEASED, _STAY, _LINGER = range(5)  # as in csrc/exit.h
 
-_pid = 0  # of the process whose exit is watched or owned: not that of its forks
+_pid = 0  # of the rank's own process, not of its forks
 _mpi: Any = None  # mpi4py.MPI, once the exit is owned
 _arm: Callable[..., bool] | None = None  # the C extension's, where that decides
 _stuck = False
@@ -42,30 +43,33 @@ _pmi: tuple[int, int] | None = None  # descriptor and inode of the socket to MPI
 
 
 def before_init() -> None:
-    """Watch for a failure before MPI starts, where the launcher does not: under MPICH's mpirun, with several ranks."""
+    """Report failures before MPI starts, under MPICH's mpirun with several ranks, which ignores them."""
     global _pid, _pmi
     try:
         descriptor = int(os.environ.get("PMI_FD", ""))
         status = os.fstat(descriptor)
-    except (ValueError, OSError):  # another launcher; or a child process, which has the variable but not the socket
+    except (ValueError, OSError):  # another launcher, or a child process, which has the variable without the socket
         return
     if stat.S_ISSOCK(status.st_mode) and os.environ.get("PMI_SIZE", "1") != "1" and "mpi4py.MPI" not in sys.modules:
         os.set_inheritable(descriptor, False)  # a program that this one starts is no rank
         _pid, _pmi = os.getpid(), (descriptor, status.st_ino)
-        uncaught.watch(_end_soon)
+        excepthook.watch(_end_soon)
         atexit.register(_leave, False)
 
 
 def own(MPI: Any, finalizes: bool, life: int = -1) -> None:  # noqa: N803  (mpi4py's spelling)
-    """Take over the exit of this process, once. `finalizes`: whether MPI is ours to finalize. `life`: where no launcher
-    has started it, the descriptor by which the others hear of its end; see csrc/exit.h."""
+    """Take over the exit of this process, once.
+
+    finalizes: whether allred finalizes MPI. life: the descriptor that reports the end of this process to the others, if
+    no launcher started it; else -1 (csrc/exit.h).
+    """
     global _pid, _mpi, _arm, _pmi, _life
     if _mpi is not None and _pid == os.getpid():
         return
     _pid, _mpi, _pmi, _life = os.getpid(), MPI, None, life
     atexit.unregister(_leave)
     if MPI.COMM_WORLD.Get_size() > 1:
-        uncaught.watch(_end_soon)
+        excepthook.watch(_end_soon)
         if finalizes and native.arm_exit is not None:
             functions, arm, who = _functions(MPI), native.arm_exit, _who()
             _arm = lambda words, code, fd, owed: arm(functions, who, words, code, _stuck, fd, owed, life)  # noqa: E731
@@ -75,7 +79,7 @@ def own(MPI: Any, finalizes: bool, life: int = -1) -> None:  # noqa: N803  (mpi4
 
 
 def stuck() -> None:
-    """An MPI operation of this process will never complete: it can only end by ending the job."""
+    """Note that an MPI operation of this process will never complete, so that its exit aborts the job."""
     global _stuck
     _stuck = _mpi is not None and _mpi.COMM_WORLD.Get_size() > 1
 
@@ -88,9 +92,9 @@ def _functions(MPI: Any) -> tuple[int, int, int, int]:  # noqa: N803
 
 
 def _end_soon(status: int) -> None:
-    """This process is about to end with `status`. If it is not 0, see to it that it does."""
+    """Ensure the end of this process, which is about to end with `status`, if it is not 0."""
     if status and os.getpid() == _pid:
-        with contextlib.suppress(RuntimeError):  # no thread is to be had
+        with contextlib.suppress(RuntimeError):  # no thread can be started
             threading.Thread(target=_end_after_grace, args=(status,), name="allred-exit", daemon=True).start()
 
 
@@ -103,13 +107,13 @@ def _end_after_grace(status: int) -> None:
         if not watcher.is_anothers():
             watcher.linger()
     if watcher is not None and watcher.is_anothers():
-        _sleep(FOLLOWER_S - GRACE_S)  # that rank ends the job
+        _sleep(FOLLOWER_S - GRACE_S)  # the failed rank ends the job
     what = f"failed with exit code {status} but has not left after {GRACE_S:g} s: threads or atexit functions run"
     _end_job(f"{what}{_ending()}", status)
 
 
 def _sleep(seconds: float) -> None:
-    """For so long; counted anew while the job is held."""
+    """Sleep; starts again while the end of the job is delayed."""
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
         time.sleep(min(left, _LOOK_S))
@@ -118,10 +122,10 @@ def _sleep(seconds: float) -> None:
 
 
 def _leave(finalizes: bool) -> None:
-    """At the end of Python. The C extension, where it decides, is told what is left to do."""
+    """Leave at the end of Python. With the C extension, pass it the remaining actions."""
     if os.getpid() != _pid:
         return
-    status, watcher = uncaught.status_at_exit(), world.watcher()
+    status, watcher = excepthook.status_at_exit(), world.watcher()
     owed, code, words = _TELL, 0, ""
     if watcher is not None:
         watcher.ending()
@@ -135,14 +139,14 @@ def _leave(finalizes: bool) -> None:
         elif watcher.gone:
             rank, how = next(iter(watcher.gone.items()))
             owed, code, words = _STAY, watcher.gone_code, _printable(f"rank {rank} {how}")
-    if _arm is not None and not uncaught.interrupted():  # after Ctrl-C Python ends by a signal, not by exit()
+    if _arm is not None and not excepthook.interrupted():  # after Ctrl-C Python ends by a signal, not by exit()
         _arm(words, code, -1 if watcher is None else watcher.duplicate(), owed)
     else:
         _leave_without_c(finalizes, status, owed, code, words)
 
 
 def _leave_without_c(finalizes: bool, status: int, owed: int, code: int, words: str) -> None:
-    """What csrc/exit.c does, as far as Python knows the status."""
+    """Do what csrc/exit.c does, with the status that Python shows."""
     watcher = world.watcher()
     bad = bool(status or _stuck)
     if owed == _STAY and bad:

@@ -2,7 +2,7 @@
 
 Each callback runs once. Its argument is the exception that ends the program, or None. The first of these runs it:
 
-    uncaught.py       an uncaught exception or sys.exit(), with several ranks: before the report to the watcher
+    excepthook.py     an uncaught exception or sys.exit(), with several ranks: before the report to the watcher
     allred.shutdown   the argument is the exception that is being handled, if there is one
     atexit            every other end; the argument is the exception that Python has printed, if there is one
 """
@@ -14,8 +14,7 @@ import threading
 import traceback
 from collections.abc import Callable
 
-from allred import world
-from allred.cluster import report
+from allred import log, world
 from allred.errors import AllredError
 
 End = Callable[[BaseException | None], None]
@@ -53,9 +52,9 @@ def call_and_tell(error: BaseException | None) -> None:
             call(error)
         except AllredError as problem:
             if (watcher := world.watcher()) is None or watcher.verdict is None:  # else the watcher reports it
-                report.say_here(str(problem))
+                log.rank_warning(str(problem))
         except BaseException as problem:  # a hook of the user raised it, or Ctrl-C
-            report.say_here("".join(traceback.format_exception(problem)).rstrip())
+            log.rank_warning("".join(traceback.format_exception(problem)).rstrip())
 
 
 def _at_exit() -> None:

@@ -1,10 +1,10 @@
-"""The watcher: a process of its own on every node, so that it can answer while ranks hold the GIL, sit in MPI, are
-stopped, or are dead. It imports nothing of allred but its own room (detached.py).
+"""The watcher: a process on every node that answers while ranks hold the GIL, block in MPI, are stopped or dead.
 
     rank     -- Unix socket -->  watcher of its node  -- TCP -->  watcher of the chief's node, which has the Job
 
-It holds no file of the launcher's, or mpirun would wait for it, and it is gone when its ranks are. A watcher that loses
-the one of the chief's node goes on for its own node.
+It imports only allred.watch and its dependencies (detached.py). It holds no file of the launcher, because mpirun would
+wait for it, and ends after its ranks. A watcher that loses the connection to the chief's watcher continues for its own
+node.
 """
 
 import contextlib
@@ -14,16 +14,16 @@ import os
 import selectors
 import signal
 import socket
+import stat
 import time
 from collections.abc import Callable
 
 from allred.channel import Channel, HandshakeError, Listener, connect, dispatch
 from allred.detached import serve
-from allred.watch import shm_files, state
-from allred.watch.job import Job
-from allred.watch.rank import HELLO_S, Rank, owner
+from allred.watch import process_state, shm_files
+from allred.watch.job_state import JobState
+from allred.watch.rank import HELLO_S, WatchedRank, owner
 from allred.watch.records import LARGEST, Event
-from allred.watch.speak import outlet, speak
 
 PURPOSE = "watcher"  # of the channels between watchers
 TICK_S = 0.05
@@ -32,26 +32,26 @@ STAY_S = 0.5
 
 
 class Watcher:
-    """One node's. The settings: token, ranks (of this node), size and nodes (of the job), warn_s, spares, chief
-    (whether it is the chief's), address (of the chief's watcher, for those of other nodes; "" with one node), launcher
-    (whether there is one)."""
+    """The watcher of one node. Keys of settings: token; ranks, their number on this node; size and nodes of the job;
+    warn_s; spares, the expendable ranks; chief, whether this is the chief's node; address of the chief's watcher for
+    other nodes, "" with one node; launcher, whether there is one."""
 
     def __init__(self, settings: Event) -> None:
         self._settings = settings
         self._selector = selectors.DefaultSelector()
-        self._ranks: dict[int, Rank] = {}
+        self._ranks: dict[int, WatchedRank] = {}
         self._links: list[Channel] = []
         self._places: dict[int, Channel] = {}  # of ranks of other nodes
         self._up: Channel | None = None
-        self._job: Job | None = None
+        self._job: JobState | None = None
         if settings["chief"]:
             how = settings["spares"], settings["launcher"]
-            self._job = Job(settings["size"], settings["nodes"], settings["warn_s"], *how)
+            self._job = JobState(settings["size"], settings["nodes"], settings["warn_s"], *how)
         self._gone: dict[int, Event] = {}  # spare ranks, with the message that says so
         self._ends = False  # the job, with a verdict
         self._give_up_at = time.monotonic() + LONELY_S
         self._last_death = 0.0
-        self._outlet = -1  # where a death may be told of
+        self._outlet = -1  # a descriptor of the job's stderr
         self._shm_files: set[shm_files.File] = set()  # files of MPICH that the ranks have mapped
         unix = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         unix.bind("")  # Linux chooses a name, which is not a file
@@ -65,10 +65,10 @@ class Watcher:
             self._listener = Listener(self._selector, tcp, PURPOSE, settings["token"], self._accept_watcher)
 
     def run(self) -> None:
-        """Until the last rank of this node is gone, or has hung up after a good end."""
+        """Run until all ranks of this node have died or left."""
         now = time.monotonic()
         while not self._over(now):
-            now = time.monotonic()  # however long this gets no core then, whoever has died by now is heard of first
+            now = time.monotonic()  # if this process gets no core now, deaths before this time are still handled first
             dispatch(self._selector, TICK_S)
             if self._listener is not None:
                 self._listener.close_expired()
@@ -87,10 +87,10 @@ class Watcher:
         complete = len(self._ranks) == self._settings["ranks"] or now > self._give_up_at
         if not all(rank.gone for rank in self._ranks.values()):
             return False
-        if not complete:  # who dies in init() keeps the others from coming
+        if not complete:  # a rank that died in init() keeps the others from connecting
             return bool(self._ranks) and now > self._last_death + STAY_S
         untold = not all(rank.left for rank in self._ranks.values())
-        return not untold or now > self._last_death + STAY_S  # it may take a moment to know whose death is to be told
+        return not untold or now > self._last_death + STAY_S  # which death to report may be known a moment later
 
     def _delete_shm_files(self) -> None:
         """Delete the files of the ranks in /dev/shm that no process uses."""
@@ -111,7 +111,7 @@ class Watcher:
             hello = json.loads(data)
             if not hmac.compare_digest(hello["token"], self._settings["token"]):
                 raise ValueError
-            rank = Rank(connection, hello, *files)
+            rank = WatchedRank(connection, hello, *files)
         except (OSError, ValueError, KeyError, TypeError):
             connection.close()
             return
@@ -124,8 +124,8 @@ class Watcher:
             self._join(hello["chief"])
         self._tell({"event": "joined", "rank": rank.number, "host": rank.host})
 
-    def _hear(self, rank: Rank) -> bool:
-        """Take one message of a rank, if there is one."""
+    def _hear(self, rank: WatchedRank) -> bool:
+        """Handle one event of a rank. Return whether there was one."""
         event = rank.receive()
         if event is None:
             return False
@@ -136,12 +136,12 @@ class Watcher:
         self._tell(event | {"rank": rank.number})
         return True
 
-    def _bury(self, rank: Rank) -> None:
-        while self._hear(rank):  # its last words
+    def _bury(self, rank: WatchedRank) -> None:
+        while self._hear(rank):  # its last events
             pass
         self._selector.unregister(rank.pidfd)
-        rank.dead, code = state.how_it_ended(rank.pidfd, rank.pid)
-        self._open_outlet()  # which takes a while, so not between the time and what is told with it
+        rank.dead, code = process_state.how_it_ended(rank.pidfd, rank.pid)
+        self._open_outlet()  # before ago_s is computed, because it takes a while
         ago_s = time.monotonic() - (rank.hung_up_at or time.monotonic())
         self._tell({"event": "died", "rank": rank.number, "how": rank.dead, "code": code, "ago_s": ago_s})
 
@@ -169,7 +169,7 @@ class Watcher:
 
     def _go_on_alone(self, why: str) -> None:
         launcher = self._settings["launcher"]
-        self._up, self._job = None, Job(self._settings["size"], 1, self._settings["warn_s"], launcher=launcher)
+        self._up, self._job = None, JobState(self._settings["size"], 1, self._settings["warn_s"], launcher=launcher)
         here = [rank for rank in self._ranks.values() if not rank.dead]
         for rank in here:
             self._tell({"event": "joined", "rank": rank.number, "host": rank.host})
@@ -231,7 +231,7 @@ class Watcher:
             self._deliver(rank, message)
 
     def _deliver(self, rank: int | None, message: Event) -> None:
-        """Do what concerns this node."""
+        """Handle a message on this node."""
         living = [each for each in self._ranks.values() if not each.dead]
         if rank is not None:
             if rank in self._ranks:
@@ -245,8 +245,8 @@ class Watcher:
         elif message["kind"] == "kill":
             for each in living:
                 if each.left and not self._settings["launcher"]:
-                    continue  # it ends by itself, and well
-                with contextlib.suppress(ProcessLookupError):  # it has just died, and is not buried yet
+                    continue  # it ends by itself
+                with contextlib.suppress(ProcessLookupError):  # it has just died
                     signal.pidfd_send_signal(each.pidfd, signal.SIGKILL)
         elif message["kind"] == "speak" and message["rank"] in self._ranks:
             self._speak(f"allred: {message['text']}\n")
@@ -260,22 +260,22 @@ class Watcher:
                 self._ranks[message["rank"]].ending = "has failed"
 
     def _open_outlet(self) -> None:
-        """At a death: in a moment the launcher may be gone."""
+        """Open the stderr of the job. At a death, because the launcher may end in a moment."""
         if self._outlet < 0:
             living = [rank.pid for rank in self._ranks.values() if not rank.dead]
             launchers = [pid for rank in self._ranks.values() for pid in rank.launcher if self._settings["launcher"]]
-            self._outlet = outlet(launchers, living)
+            self._outlet = open_stderr(launchers, living)
             self._last_death = time.monotonic()
 
     def _speak(self, line: str) -> None:
         descriptor, self._outlet = self._outlet, -1
-        speak(descriptor, line)
+        write_and_close(descriptor, line)
 
     def _look(self) -> dict[int, str]:
-        """What each rank of this node is doing."""
+        """Return the state of each rank of this node."""
         states = {rank.number: rank.doing() for rank in self._ranks.values()}
         silent = [rank for rank in self._ranks.values() if not states[rank.number]]
-        return states | state.stacks({r.number: (r.pidfd, r.stack_signal, r.pipe) for r in silent})
+        return states | process_state.stacks({r.number: (r.pidfd, r.stack_signal, r.pipe) for r in silent})
 
 
 def _family(address: str) -> int:
@@ -290,3 +290,43 @@ def _prepare(settings: Event) -> tuple[Event, Callable[[], None]]:
 def main() -> None:
     """See detached.py."""
     serve(_prepare)
+
+
+_NULL = os.makedev(1, 3)
+
+
+def open_stderr(launcher: list[int], ranks: list[int]) -> int:
+    """Return a descriptor of the job's stderr, -1 if there is none. This process has none of its own.
+
+    launcher: processes of the launcher, the outermost last. Preferred is a pipe or terminal of the launcher, then of a
+    rank: the launcher lives longer; but if its stderr is a file, it may overwrite the line.
+    """
+    kinds = {pid: _kind(pid) for pid in (*reversed(launcher), *ranks)}
+    streams = [pid for pid, kind in kinds.items() if kind == "stream"]
+    files = [pid for pid, kind in kinds.items() if kind == "file"]
+    return next((opened for pid in (*streams, *files) if (opened := _open(pid)) >= 0), -1)
+
+
+def write_and_close(descriptor: int, line: str) -> None:
+    """Write a line, and close the descriptor."""
+    if descriptor >= 0:
+        with contextlib.suppress(OSError):
+            os.write(descriptor, line.encode())
+        os.close(descriptor)
+
+
+def _kind(pid: int) -> str:
+    try:
+        status = os.stat(f"/proc/{pid}/fd/2")
+    except OSError:
+        return ""
+    if stat.S_ISCHR(status.st_mode) and status.st_rdev == _NULL:
+        return ""
+    return "file" if stat.S_ISREG(status.st_mode) else "stream"
+
+
+def _open(pid: int) -> int:
+    try:
+        return os.open(f"/proc/{pid}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        return -1

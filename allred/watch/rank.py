@@ -1,4 +1,4 @@
-"""A rank as its node's watcher has it: a socket, a process, and what it has said of itself."""
+"""A rank in the watcher of its node: its socket, its process, and its last events."""
 
 import contextlib
 import json
@@ -7,7 +7,7 @@ import socket
 import struct
 import time
 
-from allred.watch import state
+from allred.watch import process_state
 from allred.watch.records import LARGEST, Event
 
 HELLO_S = 3.0
@@ -22,8 +22,8 @@ def owner(connection: socket.socket) -> tuple[int, int]:
     return pid, user
 
 
-class Rank:
-    """`hello`: rank, host, stack_signal. The files are a descriptor of its process, and a pipe for its stack."""
+class WatchedRank:
+    """A rank that is connected. hello: rank, host, stack_signal. pidfd: of its process. pipe: for its stack."""
 
     def __init__(self, connection: socket.socket, hello: Event, pidfd: int, pipe: int) -> None:
         self.connection, self.pidfd, self.pipe = connection, pidfd, pipe
@@ -31,17 +31,17 @@ class Rank:
         self.waits_in, self.since, self.ending, self.dead, self.left = "", 0.0, "", "", False
         self.known_as = ""
         self.pid, _ = owner(connection)
-        self.hung_up_at = 0.0  # which may be long before its process is dead to the last thread
-        self.launcher = state.launcher(self.pid)
+        self.hung_up_at = 0.0  # the last thread of its process may end much later
+        self.launcher = process_state.launcher(self.pid)
         os.set_blocking(pipe, False)
 
     def send(self, message: Event) -> None:
-        """The first letter says what it is. A rank that does not read is no reason to wait."""
+        """Send a message: the first letter of its kind, and JSON. Does not wait for a rank that does not read."""
         with contextlib.suppress(OSError):
             self.connection.send(f"{message['kind'][0]}{json.dumps(message)}".encode(), socket.MSG_DONTWAIT)
 
     def receive(self) -> Event | None:
-        """One message; empty at the end, None if there is none now."""
+        """Return one event; {} at the end of the connection, None if there is none now."""
         if self.connection.fileno() < 0:
             return None
         try:
@@ -57,7 +57,7 @@ class Rank:
         return event
 
     def hang_up(self) -> None:
-        """The rank has closed its end."""
+        """Close the connection, after the rank has closed its end."""
         self.hung_up_at = time.monotonic()
         self.connection.close()
 
@@ -77,12 +77,12 @@ class Rank:
 
     @property
     def gone(self) -> bool:
-        """Whether nothing more will be heard of it: its process has ended, or it hung up after a good end."""
+        """Whether there will be no more events: its process has ended, or it has closed the connection after `left`."""
         return bool(self.dead) or (self.left and self.connection.fileno() < 0)
 
     def doing(self) -> str:
-        """In words, as far as it is known without asking it."""
+        """Return its state, as far as it is known without its stack; else ""."""
         if self.dead:
             return self.dead
         waits = f"in {self.waits_in} since {time.monotonic() - self.since:.0f} s" if self.waits_in else self.ending
-        return ", ".join(text for text in (state.halted(self.pid), waits) if text)
+        return ", ".join(text for text in (process_state.halted(self.pid), waits) if text)

@@ -1,4 +1,4 @@
-"""The state of each rank and the messages to send next. job.py, stalls.py and release.py share them."""
+"""The state of each rank and the messages to send next, shared by job_state.py, stalls.py and release.py."""
 
 import dataclasses
 from collections.abc import Collection
@@ -22,7 +22,7 @@ class Record:
     members: Collection[int] | None = None  # the ranks of the operation; None: all
     since: float = 0.0
     warn_at: float = 0.0
-    end: str = ""  # gone (a spare rank that lingers), unwound, left or dead
+    end: str = ""  # gone (an expendable rank that lingers), unwound, left or dead
     end_at: float = 0.0
     active: float = 0.0  # when it sent its last event
     silent: dict[int, float] = dataclasses.field(default_factory=dict)  # of `holds`: rank, time of its last request
@@ -61,3 +61,37 @@ class Records(dict[int, Record]):
     def speak(self, rank: int, text: str, **more: Any) -> None:
         """Let the watchers print a line about a rank that cannot print it."""
         self.out.append((None, {"kind": "speak", "rank": rank, "text": text, **more}))
+
+
+FOLLOW_S = 2.0  # how long after a death a launcher that does not let the others continue ends them
+
+
+@dataclasses.dataclass
+class Loss:
+    """The end of an expendable rank: its description, exit code and traceback."""
+
+    how: str
+    code: int
+    traceback: str
+
+
+class ExpendableWorkers:
+    """Ranks without which the others can continue: the workers of mode ps, with the setting worker_failure=go_on.
+
+    1  an expendable rank fails or dies: no verdict, as long as another expendable rank has not. Every rank receives
+       "gone"; the failed rank receives "linger", and waits at the end of its program
+    2  a rank that ends later lingers too: with one rank gone, MPI cannot be finalized by all
+    3  when all have ended, that is the verdict, and one of the lingering ranks ends the job: the failed rank, so that
+       its traceback comes last; else any rank, with the exit code of the dead rank
+    4  another verdict may come before. A lingering rank answers every verdict with "unwound"
+
+    ranks: the expendable ranks. gone: those that have failed or died, in this order.
+    """
+
+    def __init__(self, ranks: Collection[int]) -> None:
+        self.ranks = frozenset(ranks)
+        self.gone: dict[int, Loss] = {}
+
+    def can_lose(self, ranks: Collection[int]) -> bool:
+        """Return whether the others can continue without these ranks."""
+        return self.ranks.issuperset(ranks) and not self.ranks.issubset({*self.gone, *ranks})

@@ -1,4 +1,4 @@
-"""The part of `Job` that ends the job. After the verdict all ranks unwind and linger; then one rank is released."""
+"""The part of `JobState` that ends the job: after the verdict all ranks unwind and linger, then one is released."""
 
 from collections.abc import Collection
 
@@ -8,13 +8,13 @@ GRACE_S = 2.0  # how long the ranks may unwind
 PRINT_S = 0.1  # how long mpirun may take to print the output of ranks that have unwound; it has no fixed order
 ABORT_S = 8.0  # the longest time from the release to the end of the job; then the watchers kill the ranks
 GONE_S = 1.0  # the same, from the death of the released rank, which should have aborted the job
-HOLD_S = 0.5  # interval of the message `hold` to lingering ranks; shorter than line.RELEASE_S
+HOLD_S = 0.5  # interval of the message `hold` to lingering ranks; shorter than watcher_client.RELEASE_S
 TELL_HOLD_S = 5.0  # a hold of this length is printed
 
 
 class Release:
-    """launcher: whether a launcher started the ranks; it ends all of them when one ends the job. gone: spare ranks that
-    have failed or died."""
+    """launcher: whether a launcher started the ranks; it ends all of them when one ends the job. gone: expendable
+    ranks that have failed or died."""
 
     def __init__(self, records: Records, gone: Collection[int], launcher: bool) -> None:
         self._ranks, self._gone, self._launcher = records, gone, launcher

@@ -1,14 +1,12 @@
-"""The part of `Job` that warns of long waits and decides what a wait that has reached its time limit causes.
+"""The part of `JobState` that warns of long waits and decides what a wait that has reached its time limit causes.
 
 Both begin with a look: every watcher sends the states of the ranks on its node. The message shows them as a table.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 
-from allred.watch.records import TEXT_CHARS, Event, Records
-from allred.watch.spares import Spares
-from allred.watch.table import ranks_text, table
-from allred.watch.unresponsive import finalize_wait_since, unresponsive_ranks
+from allred.watch.records import TEXT_CHARS, Event, ExpendableWorkers, Record, Records
 
 AFTER_S = 2.0  # no time limit ends the job this soon after a rank was busy: its failure may follow and comes first
 LOOK_S = 1.0  # how long a look waits for the watchers of other nodes
@@ -24,14 +22,14 @@ class Stalls:
     def __init__(
         self,
         records: Records,
-        spares: Spares,
+        spares: ExpendableWorkers,
         size: int,
         nodes: int,
         warn_s: float,
         fail: Callable[..., None],
         lose: Callable[[list[int], str], None],
     ) -> None:
-        self._ranks, self._spares, self._fail, self._lose = records, spares, fail, lose
+        self._ranks, self._expendable, self._fail, self._lose = records, spares, fail, lose
         self._size, self._nodes, self._warn_s = size, nodes, warn_s
         self._busy_at = float("-inf")  # when a rank was busy last
         self._look: Event | None = None  # the event that caused the current look
@@ -86,7 +84,7 @@ class Stalls:
 
     def _can_lose(self, late: list[int]) -> bool:
         """Whether the job continues without these ranks."""
-        return bool(late) and self._spares.can_lose(late)
+        return bool(late) and self._expendable.can_lose(late)
 
     # Long waits.
 
@@ -157,7 +155,7 @@ class Stalls:
         states = {rank: state for some in self._states for rank, state in some.items()}
         hosts = {rank: record.host for rank, record in self._ranks.items()}
         roles = {rank: record.known_as.partition(";")[0] for rank, record in self._ranks.items()}
-        return table(self._size, hosts, roles, states)
+        return status_table(self._size, hosts, roles, states)
 
     def _judge_limit(self, rank: int, purpose: Event, shown: str) -> None:
         """End the job because a wait of this rank has reached its limit, or continue without the ranks at fault."""
@@ -172,3 +170,90 @@ class Stalls:
         told = f"; {who} {did} in this time" if who else ""
         text = f"{purpose['what']}: not complete after {purpose['limit_s']:g} s{told}\n{shown}"
         self._fail(rank, text, 1, timeout=True)
+
+
+AGAIN_S = 0.5  # the shortest interval between two checks of one wait
+
+
+def unresponsive_ranks(
+    servers: Sequence[int], limit_s: float, ranks: Mapping[int, Record], now: float
+) -> tuple[list[int], float]:
+    """Return the ranks that cause a wait to reach its time limit: those silent for `limit_s` seconds; and if there are
+    none, the seconds until the next check.
+
+    A worker of mode ps waits for a server, which holds its answer back until other workers have made their requests.
+    The event `holds` names these workers and the seconds since the last request of each. The time limit of the wait
+    counts from these requests, so a slow worker that still trains never causes an error.
+
+    If a server sends no events, only this server is returned: its last event is out of date. A worker that waits itself
+    is not returned: its own wait has a time limit.
+    """
+    lost = [server for server in servers if server in ranks and now >= ranks[server].active + limit_s]
+    if lost:
+        return lost, 0.0
+    due = {
+        rank: since + limit_s
+        for server in servers
+        if server in ranks
+        for rank, since in ranks[server].silent.items()
+        if rank in ranks and not ranks[rank].end and not ranks[rank].waits_in
+    }
+    late = sorted(rank for rank, at in due.items() if now >= at)
+    answers = (ranks[server].active + limit_s for server in servers if server in ranks)
+    return late, 0.0 if late else max(AGAIN_S, min([*due.values(), *answers], default=math.inf) - now)
+
+
+def finalize_wait_since(ranks: Mapping[int, Record]) -> float | None:
+    """Return the time since which ended ranks wait in MPI_Finalize for ranks that send no events. None if no rank has
+    ended or all have, or if a rank that has not ended waits itself or holds answers back."""
+    left = [seen.end_at for seen in ranks.values() if seen.end == "left"]
+    others = [seen for seen in ranks.values() if not seen.end]
+    if not left or not others or any(seen.waits_in or seen.silent for seen in others):
+        return None
+    return max(min(left), *(seen.active for seen in others))
+
+
+TABLE_LINES, TABLE_CHARS = 40, 200  # most lines of a table; most characters of a line
+NAME_CHARS = 40  # longest name in the first column to which the others are aligned
+
+
+def status_table(size: int, hosts: Mapping[int, str], roles: Mapping[int, str], states: Mapping[int, str]) -> str:
+    """Return the states of all ranks as a table. Ranks of one host with the same state share a line; with more than
+    TABLE_LINES lines, ranks of all hosts.
+
+    hosts, roles, states: by rank, if known. A line of a single rank shows its role.
+    """
+    alike: dict[tuple[str, str], list[int]] = {}
+    anywhere: dict[tuple[str, str], list[int]] = {}
+    for rank in range(size):
+        state = states.get(rank, "not heard from")
+        alike.setdefault((hosts.get(rank, "?"), state), []).append(rank)
+        anywhere.setdefault(("", state), []).append(rank)
+    rows = list(alike.items())
+    if len(rows) > TABLE_LINES:  # the smallest groups first
+        rows = sorted(anywhere.items(), key=lambda row: len(row[1]))[:TABLE_LINES]
+    names = [_name(ranks, roles) for _, ranks in rows]
+    width = max([10, *(len(name) for name in names if len(name) <= NAME_CHARS)])
+    lines = [f"  {name:<{width}} {host:<12} {state}" for name, ((host, state), _) in zip(names, rows, strict=True)]
+    return "\n".join(line[:TABLE_CHARS] for line in lines)
+
+
+def _name(ranks: list[int], roles: Mapping[int, str]) -> str:
+    role = roles.get(ranks[0], "") if len(ranks) == 1 else ""
+    return ranks_text(ranks) + (f" ({role})" if role else "")
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """Return a short text for ascending ranks.
+
+    >>> ranks_text([0, 1, 2, 5])
+    'ranks 0-2,5'
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank{'s' * (len(ranks) > 1)} {text}"

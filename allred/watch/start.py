@@ -1,27 +1,29 @@
-"""Starting the watchers, one on every node, and connecting each rank to its node's. Collective, in init()."""
+"""Starts the watchers in init(), one on every node, and connects the ranks to them; the time limit of MPI_Init."""
 
 import contextlib
 import ipaddress
+import os
 import secrets
 import socket
+from collections.abc import Iterator
 from typing import Any
 
-from allred import detached, world
-from allred.cluster import report
+from allred import detached, log, native, world
 from allred.cluster.topology import Topology
 from allred.config import Config
-from allred.watch.line import Line
+from allred.watch.watcher_client import WatcherClient
 
 
 def start(
     communicator: Any, shape: Topology, config: Config, reach: str, spares: tuple[int, ...] = (), launcher: bool = True
 ) -> None:
-    """Have all ranks of `communicator` watched. `reach`: how the watchers reach each other: "" with one node, "host" if
-    all nodes are on this host, else "network".
-    `spares`: the ranks without which the others can go on, if the setting `worker_failure` says that they do.
-    `launcher`: whether one has started the ranks, which ends them all when one of them ends the job.
+    """Start a watcher on every node and connect all ranks of `communicator`. Collective.
 
-    Where that cannot be, a line says so, and the job goes on without.
+    reach: how the watchers reach each other: "" with one node, "host" if all nodes are on this host, else "network".
+    spares: the ranks that are expendable with worker_failure=go_on. launcher: whether a launcher started the ranks,
+    which ends all of them when one ends the job.
+
+    If a watcher cannot be used, a warning says so, and the job continues without it.
     """
     if shape.size == 1 or not config.watcher:
         return
@@ -36,21 +38,21 @@ def start(
         chief = {key: found[0][key] for key in ("address", "port", "token")}
         hello = {"rank": shape.rank, "host": socket.gethostname(), "token": here["token"], "chief": chief}
         try:
-            world.current().watcher = Line(here["name"], hello, shape.local_rank == 0, config.stall_warning_s)
+            world.current().watcher = WatcherClient(here["name"], hello, shape.local_rank == 0, config.stall_warning_s)
         except OSError as error:
             problem = f"{error.strerror or error}"
     problems = communicator.allgather_object(problem).wait()
     bad = {rank: text for rank, text in enumerate(problems) if text}
     if bad:
         rank, text = next(iter(bad.items()))
-        report.say(
+        log.warning(
             f"no watcher for {len(bad)} of {shape.size} ranks (rank {rank}: {text}); there a rank that stalls is "
             "noticed by the time limit only"
         )
 
 
 def _spawn(shape: Topology, config: Config, address: str, spares: tuple[int, ...], launcher: bool) -> dict[str, Any]:
-    """Where this node's watcher is: name, port, address, token; or the problem, in words."""
+    """Start the watcher of this node. Return its name, port, address and token; and a problem, or ""."""
     token = secrets.token_hex(16)
     settings = {
         "token": token, "ranks": shape.local_size, "size": shape.size, "nodes": shape.nodes,
@@ -83,15 +85,51 @@ def own_address(hosts: list[str]) -> str:
 
 
 def name_this(words: str) -> None:
-    """What this rank is, for what the watchers say of it; see `Line.known_as`."""
+    """Set the role of this rank for messages; see `WatcherClient.known_as`."""
     if (watcher := world.watcher()) is not None:
         watcher.known_as(words)
 
 
 def stop() -> None:
-    """This process is no rank any more."""
+    """Disconnect from the watcher."""
     here = world.current()
     if here.watcher is not None and here.watcher.verdict is None:
         here.watcher.tell("left")
         here.watcher.close()
         here.watcher = None
+
+
+SHORTEST_S = 60.0  # ALLRED_TIMEOUT_S may be shorter than the start of many hosts
+
+_RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+
+_WHAT = (
+    "in allred.init() for the other ranks: one has not started, ended before it came there, or cannot be reached over "
+    "the network (python -m allred doctor, under the same mpirun, tells which)"
+)
+_WHAT_BY_HAND = (
+    "in allred.Server() for the other tasks, which had all come: one has been stopped since, or MPI cannot reach it "
+    "over the network"
+)
+
+
+@contextlib.contextmanager
+def startup_timeout(settings: dict[str, Any] | str, life: int = -1) -> Iterator[None]:
+    """Limit the time inside this block, which waits for the other ranks in MPI_Init. MPI_Init holds the GIL and cannot
+    be interrupted: a thread of the C extension warns, and ends this rank at the time limit.
+
+    settings: those of this rank, or a problem. life: a descriptor that receives a line if another rank has died; then
+    this rank ends too.
+    """
+    known = settings if isinstance(settings, dict) else {}
+    rank = next((os.environ[name] for name in _RANK if os.environ.get(name, "").isdigit()), None)
+    if native.alarm is None or native.cancel_alarm is None or rank is None:
+        yield
+        return
+    what = _WHAT if life < 0 else _WHAT_BY_HAND
+    warn_s, limit_s = (float(known.get(name, getattr(Config, name))) for name in ("stall_warning_s", "timeout_s"))
+    native.alarm(warn_s, max(limit_s, SHORTEST_S), f"rank {rank} on {socket.gethostname()}", what, life)
+    try:
+        yield
+    finally:
+        native.cancel_alarm()

@@ -1,4 +1,4 @@
-"""A wait in allred that has become long: what this rank's watcher hears of it, and how it ends."""
+"""Long waits in allred: their reports to the watcher, and their time limits."""
 
 import contextlib
 import dataclasses
@@ -8,7 +8,7 @@ from allred import world
 from allred.errors import CollectiveTimeout
 
 WHAT_CHARS = 500
-TELL_S = 1.0  # most waits are shorter, and nobody needs to hear of them
+TELL_S = 1.0  # shorter waits are not reported
 
 
 def _nobody() -> Sequence[int]:
@@ -20,7 +20,7 @@ class Awaited:
     """The ranks that a wait of mode ps depends on, by their numbers in the world. The time limit counts from their last
     progress.
 
-    servers: servers that may hold the answer back until other ranks make a request (watch/unresponsive.py).
+    servers: servers that may hold the answer back until other ranks make a request (watch/stalls.py).
     ranks: called at the time limit; returns the ranks that cause the wait.
     trains: the wait lasts while other workers train. Without a watcher it has no time limit.
     """
@@ -43,7 +43,7 @@ class Wait:
         self._members = None if members is None else list(members)
 
     def go_on(self, waited_s: float, peers: bool) -> None:
-        """It has lasted so long. `peers`: it waits for other ranks to begin the operation, rather than for bytes."""
+        """Report the wait, which has lasted `waited_s`. peers: it waits for other ranks to begin it, not for bytes."""
         watcher = world.watcher()
         if watcher is None:
             return
@@ -54,7 +54,7 @@ class Wait:
             self._told = True
 
     def end(self) -> None:
-        """It is over."""
+        """Report the end of the wait."""
         if self._told and (watcher := world.watcher()) is not None:
             watcher.tell("going")
 
@@ -83,8 +83,8 @@ def watched() -> bool:
 
 @contextlib.contextmanager
 def busy() -> Iterator[None]:
-    """What this rank does meanwhile may take as long as it takes: the others' waits have no limit, and the failure of
-    another rank is not raised in it; the job ends behind it."""
+    """Inside this block the waits of the other ranks have no time limit, and the failure of another rank is not raised
+    here: the job ends after the block."""
     mine = world.watcher()
     if mine is not None:
         mine.busy = True

@@ -3,8 +3,8 @@
 import re
 
 import pytest
-from by_hand import ports, tasks, text
 from harness import mpirun, python
+from rendezvous import ports, tasks, text
 
 PROGRAM = """
 import traceback

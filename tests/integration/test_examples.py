@@ -13,8 +13,8 @@ import uuid
 
 import numpy as np
 import pytest
-from by_hand import ports
 from harness import BIN, OPENMPI, ROOT, mpirun, python, run
+from rendezvous import ports
 from sklearn.datasets import load_digits
 
 DIGITS = ROOT / "examples/digits_sync.py"

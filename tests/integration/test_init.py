@@ -213,7 +213,7 @@ def test_who_waits_for_ranks_that_do_not_come_says_so(mpi):
 @pytest.mark.parametrize("mpi", MPIS)
 def test_and_gives_up_at_the_time_limit(mpi):
     shorter = LATE.format(60).replace(
-        "allred.init", "from allred.watch import alarm\nalarm.SHORTEST_S = 3\nallred.init"
+        "allred.init", "from allred.watch import start\nstart.SHORTEST_S = 3\nallred.init"
     )
     result = mpirun(2, "-c", shorter, mpi=mpi, timeout_s=30, env={"ALLRED_TIMEOUT_S": "3"})
     assert result.code != 0, result.text

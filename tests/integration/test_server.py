@@ -1,4 +1,4 @@
-"""allred.Server in the world that mpirun has made, and alone. Started by hand: test_by_hand.py."""
+"""allred.Server in the world that mpirun has made, and alone. Started by hand: test_rendezvous.py."""
 
 import json
 

@@ -680,13 +680,13 @@ def test_a_failure_just_after_a_collective_is_heard_of_too(mpi):
 @pytest.mark.parametrize("mpi", MPIS)
 def test_killed_in_init_it_leaves_no_watcher(mpi, mark):
     code = (
-        "import os, allred\nfrom allred.watch import line\n"
+        "import os, allred\nfrom allred.watch.watcher_client import WatcherClient\n"
         "rank = os.environ.get('PMI_RANK') or os.environ['OMPI_COMM_WORLD_RANK']\n"
-        "original = line.Line.__init__\n"
+        "original = WatcherClient.__init__\n"
         "def dies(*args, **kwargs):\n"
         "    if rank == '1': os.kill(os.getpid(), 9)\n"
         "    original(*args, **kwargs)\n"
-        "line.Line.__init__ = dies\nallred.init(banner=False)\n"
+        "WatcherClient.__init__ = dies\nallred.init(banner=False)\n"
     )
     result = mpirun(3, "-c", code, mpi=mpi, timeout_s=40, env=mark)
     assert result.code != 0, result.text

@@ -317,7 +317,10 @@ def test_a_watcher_that_is_killed(mpi, fails, nodes, which, mark, tmp_path):
 @pytest.mark.parametrize("mpi", MPIS)
 @pytest.mark.parametrize("fails", ["raise ValueError('boom')", "sys.exit(1)"])
 def test_a_launcher_that_is_ended_takes_it_along(mpi, fails, mark):
-    ends = "from allred.watch import state\n    if rank == 0: os.kill(state.launcher(os.getpid())[-1], signal.SIGTERM)"
+    ends = (
+        "from allred.watch.process_state import launcher\n"
+        "    if rank == 0: os.kill(launcher(os.getpid())[-1], signal.SIGTERM)"
+    )
     result = mpirun(3, "-c", program(fails, after=ends + SLEEPS), mpi=mpi, timeout_s=40, env=GO_ON | mark)
     assert result.code != 0, result.text
     assert not done(result), result.text

@@ -17,21 +17,8 @@ CSRC = ROOT.parent / "csrc"
 PACKAGES = (
     *("__main__", "doctor", "bench", "testing", "compat", "__init__", "server", "startup", "session", "client"),
     *("launch", "modes", "ps", "fusion", "comm", "timeline", "watch", "data", "optim"),
-    *(
-        "cluster",
-        "checkpoint",
-        "gpu",
-        "native",
-        "nest",
-        "arrays",
-        "validators",
-        "world",
-        "config",
-        "errors",
-        "detached",
-        "channel",
-    ),
-    "command_line",
+    *("cluster", "checkpoint", "gpu", "native", "nest", "arrays", "validators", "log", "world", "config", "errors"),
+    *("detached", "channel", "command_line"),
 )
 
 # Inside of comm, top to bottom: what users call; the communicator; the backends; what these are made of.

@@ -32,34 +32,14 @@ CONVENTIONAL_MODULES = {
 CONVENTIONAL_CLASSES: dict[str, str] = {}
 
 # To be removed: names and modules that still have to be rewritten. Empty when the restructuring is complete.
-MODULES_TO_RENAME = {
-    *("checks", "client", "device", "launch", "places", "process", "records", "server", "shard", "stalls", "state"),
-    *("summary", "table", "values"),
-}
-CLASSES_TO_RENAME = {
-    *(
-        "Checkpoint",
-        "End",
-        "Group",
-        "Job",
-        "Link",
-        "Outcome",
-        "Parser",
-        "Part",
-        "Pending",
-        "Place",
-        "Process",
-        "Request",
-    ),
-    *("Samples", "Server", "Shard", "Span", "Stalls", "Stream"),
-}
+MODULES_TO_RENAME = {"client", "shard"}
+CLASSES_TO_RENAME = {"Group", "Parser", "Part", "Pending", "Span", "Stream"}
 MODULES_TO_REWRITE = {
     f"{package}/{name}.py"
     for package, names in {
         "allred": "arrays config detached reducer server world",
         "allred/checkpoint": "__init__ entry failure own restoring root shard",
         "allred/client": "caller calling message session",
-        "allred/cluster": "device limits mpi report spec topology",
         "allred/compat": "__init__",
         "allred/compat/tf1": "sync_replicas training_session",
         "allred/compression": "__init__ wire",
@@ -67,7 +47,6 @@ MODULES_TO_REWRITE = {
         "allred/data/readers": "records",
         "allred/fusion": "plan",
         "allred/gpu": "arithmetic device kernels places values",
-        "allred/launch": "by_hand meeting places pmi process",
         "allred/modes": (
             "checkpoints clipping decorator early joined learning_rate mode optimizer options pairs pinned ps "
             "samples served sync towers"
@@ -82,8 +61,7 @@ MODULES_TO_REWRITE = {
             "asked events histogram hooks keeping progress random_states rates saver session state summary "
             "telling together values"
         ),
-        "allred/testing": "__init__ faults launch",
-        "allred/watch": "__init__ exit job line process rank spares start state table uncaught wait",
+        "allred/testing": "faults launch",
     }.items()
     for name in names.split()
 }

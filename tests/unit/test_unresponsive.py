@@ -5,8 +5,8 @@ import types
 import pytest
 
 from allred.watch import stalls
-from allred.watch.job import Job
-from allred.watch.unresponsive import AGAIN_S, finalize_wait_since, unresponsive_ranks
+from allred.watch.job_state import JobState
+from allred.watch.stalls import AGAIN_S, finalize_wait_since, unresponsive_ranks
 
 STEP = {"what": "step 4", "limit_s": 6.0, "servers": [0], "ranks": []}
 
@@ -51,7 +51,7 @@ class Script:
     """A server and three workers; `messages` are those since the last `take`."""
 
     def __init__(self, spares=()):
-        self.job, self.messages = Job(4, 1, 30.0, spares), []
+        self.job, self.messages = JobState(4, 1, 30.0, spares), []
         for rank in range(4):
             self.hear("joined", rank, 0.0, host="here")
             self.hear("known_as", rank, 0.0, text=f"worker {rank - 1}" if rank else "parameter server 0")

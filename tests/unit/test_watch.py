@@ -16,17 +16,17 @@ import pytest
 
 from allred import channel
 from allred.errors import RemoteRankError
-from allred.watch import job, line, process, records, release, stalls, start, state, table
-from allred.watch.job import Job
+from allred.watch import job_state, process, process_state, records, release, stalls, start, watcher_client
+from allred.watch.job_state import JobState
 from allred.watch.process import Watcher
-from allred.watch.spares import FOLLOW_S
+from allred.watch.records import FOLLOW_S
 
 
 class Script:
     """A job of `size` ranks that have joined; `messages` are those since the last look, without the time."""
 
     def __init__(self, size=3, nodes=1, warn_s=30.0, launcher=True):
-        self.job, self.messages = Job(size, nodes, warn_s, launcher=launcher), []
+        self.job, self.messages = JobState(size, nodes, warn_s, launcher=launcher), []
         for rank in range(size):
             self.hear("joined", rank, host=f"host{rank}")
 
@@ -52,7 +52,7 @@ def test_the_first_failure_is_everybodys_verdict():
     fail(script, 1)
     fail(script, 2, code=4)
     assert not script.take("verdict")  # the others may be about to fail of the same
-    script.tick(job.SAME_S)
+    script.tick(job_state.SAME_S)
     [(to, verdict)] = script.take("verdict")
     assert to is None
     assert [verdict[key] for key in ("rank", "host", "code", "traceback")] == [1, "host1", 3, "Traceback ..."]
@@ -161,7 +161,7 @@ def test_ranks_that_outlive_the_abort_are_killed(dies, at):
 def test_a_rank_that_dies_is_told_of_and_the_lowest_survivor_ends_the_job():
     script = Script()
     script.hear("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
-    script.tick(1.0 + job.DEATH_S)
+    script.tick(1.0 + job_state.DEATH_S)
     spoken = [message for _, message in script.messages if message["kind"] == "speak"]
     assert spoken == [{"kind": "speak", "rank": 0, "text": "rank 0 on host0 was killed by signal 9 (SIGKILL)"}]
     assert script.job.verdict["code"] == 137
@@ -212,9 +212,9 @@ def test_a_rank_that_has_just_left_is_not_missed_yet():
     script = Script()
     wait(script, 0, 10.0)
     script.hear("left", 2, 20.0)
-    script.tick(20.0 + job.LEFT_S - 0.01)
+    script.tick(20.0 + job_state.LEFT_S - 0.01)
     assert not script.messages
-    script.tick(20.0 + job.LEFT_S)
+    script.tick(20.0 + job_state.LEFT_S)
     assert script.take("verdict")
 
 
@@ -373,7 +373,7 @@ def test_the_table_of_a_large_job_is_short(state):
     kinds = 3 if "since" in state else size
     look(script, {rank: state.format(rank % kinds) for rank in range(size)} | {1234: "stopped"}, 5.1)
     message = script.take("verdict")[0][1]
-    assert len(message["text"].splitlines()) == 1 + min(kinds + 1, table.TABLE_LINES)
+    assert len(message["text"].splitlines()) == 1 + min(kinds + 1, stalls.TABLE_LINES)
     assert len(json.dumps(message)) < records.LARGEST
     if kinds == 3:
         assert re.search(r"^  rank 1234 +stopped$", message["text"], re.M)
@@ -390,15 +390,15 @@ def test_a_node_that_does_not_answer_is_not_waited_for():
 def test_who_joins_late_hears_the_verdict():
     script = Script()
     fail(script)
-    script.tick(job.SAME_S)
+    script.tick(job_state.SAME_S)
     script.messages = []
     script.hear("joined", 7, host="host7")
     assert [rank for rank, message in script.messages if message["kind"] == "verdict"] == [7]
 
 
 def test_ranks_in_short():
-    assert table.ranks_text([3]) == "rank 3"
-    assert table.ranks_text([0, 2, 3, 4, 9]) == "ranks 0,2-4,9"
+    assert stalls.ranks_text([3]) == "rank 3"
+    assert stalls.ranks_text([0, 2, 3, 4, 9]) == "ranks 0,2-4,9"
 
 
 # How a process is, and how it ended.
@@ -422,7 +422,7 @@ def test_how_a_process_ended(end, words, code, reaped):
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     if reaped:
         child.wait()
-    text, found = state.how_it_ended(pidfd, child.pid)
+    text, found = process_state.how_it_ended(pidfd, child.pid)
     child.wait()
     os.close(pidfd)
     if "does not tell" not in text or not reaped:  # where the kernel is too old
@@ -432,26 +432,26 @@ def test_how_a_process_ended(end, words, code, reaped):
 
 def test_a_stopped_process():
     with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as child:
-        assert state.halted(child.pid) == ""
+        assert process_state.halted(child.pid) == ""
         os.kill(child.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, child.pid, os.WSTOPPED)
-        assert state.halted(child.pid) == f"stopped (kill -CONT {child.pid} lets it go on)"
-        assert state.launcher(child.pid)[0] == os.getpid()
+        assert process_state.halted(child.pid) == f"stopped (kill -CONT {child.pid} lets it go on)"
+        assert process_state.launcher(child.pid)[0] == os.getpid()
         child.kill()
-    assert state.halted(child.pid) == ""
+    assert process_state.halted(child.pid) == ""
 
 
 def test_where_a_program_is():
     library = '  File "/usr/lib/python3.11/threading.py", line 9 in wait\n'
     own = '  File "/home/me/train.py", line 87 in step\n  File "/home/me/train.py", line 99 in <module>\n'
-    assert state.place(library + own) == "in Python at train.py:87 (step), in wait of threading.py"
-    assert state.place(own) == "in Python at train.py:87 (step)"
-    assert state.place(library) == "in Python at threading.py:9 (wait)"
-    assert "without an answer" in state.place("")
+    assert process_state.place(library + own) == "in Python at train.py:87 (step), in wait of threading.py"
+    assert process_state.place(own) == "in Python at train.py:87 (step)"
+    assert process_state.place(library) == "in Python at threading.py:9 (wait)"
+    assert "without an answer" in process_state.place("")
 
 
 def test_a_stack_that_comes_in_pieces_is_read_to_the_line_of_the_users_program(monkeypatch):
-    monkeypatch.setattr(state, "STACK_S", 20)
+    monkeypatch.setattr(process_state, "STACK_S", 20)
     header, library = "Stack (most recent call first):\n", '  File "/usr/lib/python3.11/threading.py", line 9 in wait\n'
     ours, theirs = os.pipe()
     os.set_blocking(ours, False)
@@ -464,7 +464,9 @@ def test_a_stack_that_comes_in_pieces_is_read_to_the_line_of_the_users_program(m
 
     thread = threading.Thread(target=write)
     thread.start()
-    assert state.stacks({3: (pidfd, 0, ours)}) == {3: "in Python at train.py:87 (step), in wait of threading.py"}
+    assert process_state.stacks({3: (pidfd, 0, ours)}) == {
+        3: "in Python at train.py:87 (step), in wait of threading.py"
+    }
     thread.join()
     for file in (ours, theirs, pidfd):
         os.close(file)
@@ -577,13 +579,13 @@ def test_the_launcher_ends_other_nodes_ranks_before_the_first_death_is_heard_of(
     script.hear("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
     script.hear("died", 2, 1.01, how="ended with exit code 0", code=1, ago_s=0.0)
     assert script.job.verdict["rank"] == 2
-    script.tick(1.1 + job.FAR_S)
+    script.tick(1.1 + job_state.FAR_S)
     assert [message["rank"] for _, message in script.take("speak")] == [2]
     script = Script(nodes=2)
     script.hear("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
     script.hear("died", 1, 1.01, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.02)
     script.hear("died", 2, 1.02, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
-    script.tick(1.0 + job.DEATH_S)
+    script.tick(1.0 + job_state.DEATH_S)
     assert [message["rank"] for _, message in script.take("speak")] == [1]
 
 
@@ -594,7 +596,7 @@ def test_an_abort_on_one_host_and_a_kill_on_another_are_both_told(heard):
     script = Script(nodes=2)
     for number, rank in enumerate(heard):
         script.hear("died", rank, 1.0 + 0.03 * number, how=hows[rank][0], code=hows[rank][1], ago_s=0.0)
-    script.tick(1.1 + job.FAR_S)
+    script.tick(1.1 + job_state.FAR_S)
     [(_, message)] = script.take("speak")
     both = "rank 0 on host0 ended with exit code 14, and at about the same time rank 2 on host2 was killed by signal 9"
     assert message["text"].startswith(both)
@@ -605,7 +607,7 @@ def test_a_rank_that_aborts_on_one_of_several_nodes_is_told_of_after_a_moment():
     script.hear("died", 1, 1.0, how="ended with exit code 3", code=3, ago_s=0.0)
     assert not script.take("speak")
     script.hear("died", 0, 1.1, how="was killed by signal 15 (SIGTERM)", code=143, ago_s=0.0)
-    script.tick(1.0 + job.FAR_S)
+    script.tick(1.0 + job_state.FAR_S)
     [(_, message)] = script.take("speak")
     assert message["text"] == "rank 1 on host1 ended with exit code 3"
 
@@ -628,7 +630,7 @@ VERDICT = {
 
 @pytest.fixture
 def rank_and_watcher():
-    """A Line of rank 0, and the other end of it."""
+    """A WatcherClient of rank 0, and the other end of it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind("")
         listener.listen()
@@ -643,7 +645,7 @@ def rank_and_watcher():
 
         thread = threading.Thread(target=welcome)
         thread.start()
-        found = line.Line(name, {"rank": 0, "host": "here"}, True, 30.0)
+        found = watcher_client.WatcherClient(name, {"rank": 0, "host": "here"}, True, 30.0)
         thread.join()
     ends[0].settimeout(5)
     yield found, ends[0]
@@ -751,7 +753,7 @@ def test_whose_death_it_was_is_not_claimed_before_all_have_joined():
     script.job._size = 3
     script.hear("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
     script.tick(2.0)
-    assert "not all ranks had come through allred.init()" in script.take("speak")[0][1]["text"]
+    assert "not all ranks had returned from allred.init()" in script.take("speak")[0][1]["text"]
 
 
 # What a rank is known as.
@@ -762,7 +764,7 @@ def test_a_rank_is_named_with_what_it_said_last():
     script.hear("known_as", 1, text="parameter server 1; last checkpoint a")
     script.hear("known_as", 1, text="parameter server 1; last checkpoint b")
     script.hear("died", 1, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
-    script.tick(1.0 + job.DEATH_S)
+    script.tick(1.0 + job_state.DEATH_S)
     [(_, message)] = script.take("speak")
     name = "rank 1 (parameter server 1; last checkpoint b) on host1"
     assert message["text"] == f"{name} was killed by signal 9 (SIGKILL)"
@@ -770,7 +772,9 @@ def test_a_rank_is_named_with_what_it_said_last():
 
 def test_the_table_has_the_role_of_a_rank_that_has_a_line_of_its_own():
     hosts, roles = dict.fromkeys(range(4), "node7"), {0: "parameter server 0", 1: "worker 0", 2: "worker 1"}
-    lines = table.table(4, hosts, roles, {0: "stopped", 1: "at its end", 2: "at its end", 3: "dead"}).splitlines()
+    lines = stalls.status_table(
+        4, hosts, roles, {0: "stopped", 1: "at its end", 2: "at its end", 3: "dead"}
+    ).splitlines()
     assert lines == [
         "  rank 0 (parameter server 0) node7        stopped",
         "  ranks 1-2                   node7        at its end",
@@ -801,7 +805,7 @@ def test_what_a_rank_says_it_is_takes_one_line_and_keeps_its_wait(rank_and_watch
 
 def spare_script(nodes=1, spares=(1, 2, 3)):
     script = Script(4, nodes)
-    script.job = Job(4, nodes, 30.0, spares)
+    script.job = JobState(4, nodes, 30.0, spares)
     for rank in range(4):
         script.hear("joined", rank, host=f"host{rank}")
         script.hear("known_as", rank, text=f"worker {rank - 1}" if rank else "parameter server 0")
@@ -824,7 +828,7 @@ def test_a_spare_rank_that_fails_lingers_and_the_others_go_on():
     gone = {"kind": "gone", "rank": 2, "host": "host2", "how": "failed with exit code 3: ValueError: boom", "code": 3}
     assert script.messages == [(2, {"kind": "linger"}), (None, gone)]
     script.messages = []
-    script.tick(job.SAME_S)
+    script.tick(job_state.SAME_S)
     text = "rank 2 (worker 1) on host2 failed with exit code 3: ValueError: boom; the others go on"
     assert script.messages == [(0, {"kind": "say", "text": text})]
     script.messages = []
@@ -838,7 +842,7 @@ def test_it_is_said_by_a_rank_that_goes_on():
     script.hear("left", 0)
     fail(script, 1)
     script.messages = []
-    script.tick(job.SAME_S)
+    script.tick(job_state.SAME_S)
     assert kinds(script) == [(2, "say")]
 
 
@@ -883,9 +887,9 @@ def test_the_last_spare_rank_that_fails_is_the_verdict():
     fail(script, 1)
     fail(script, 3, 1.0)
     die(script, 2, 2.0, 139, "was killed by signal 11 (SIGSEGV)")
-    script.tick(2.0 + job.FAR_S)
+    script.tick(2.0 + job_state.FAR_S)
     assert script.job.verdict["rank"] == 2
-    assert {1, 3} == set(script.job._spares.gone)
+    assert {1, 3} == set(script.job._expendable.gone)
 
 
 def test_all_spare_ranks_that_fail_at_once_are_not_said_to_be_survived():
@@ -893,7 +897,7 @@ def test_all_spare_ranks_that_fail_at_once_are_not_said_to_be_survived():
     for rank in (1, 2, 3):
         fail(script, rank, 0.01 * rank)
     script.messages = []
-    script.tick(job.SAME_S + 1)
+    script.tick(job_state.SAME_S + 1)
     assert "say" not in [kind for _, kind in kinds(script)]
     assert script.job.verdict["rank"] == 3
 
@@ -924,21 +928,21 @@ def test_a_rank_that_is_not_spare_is_the_verdict_and_those_that_linger_unwind_fi
 def test_without_the_setting_nobody_is_spare():
     script = spare_script(spares=())
     fail(script, 2)
-    script.tick(job.SAME_S)
+    script.tick(job_state.SAME_S)
     assert kinds(script) == [(None, "verdict")]
 
 
 def test_a_spare_rank_that_dies_is_told_of_and_the_others_go_on():
     script = spare_script()
     die(script, 2, 1.0)
-    script.tick(1.0 + job.DEATH_S)
+    script.tick(1.0 + job_state.DEATH_S)
     assert kinds(script) == []  # mpirun may be ending them all
-    script.tick(1.0 + job.FAR_S)
+    script.tick(1.0 + job_state.FAR_S)
     spoken = {"kind": "speak", "rank": 2, "text": "rank 2 (worker 1) on host2 was killed by signal 9 (SIGKILL)"}
     gone = {"kind": "gone", "rank": 2, "host": "host2", "how": "was killed by signal 9 (SIGKILL)", "code": 137}
     assert script.messages == [(None, gone), (None, spoken)]
     script.messages = []
-    script.tick(1.0 + job.FAR_S + release.GONE_S)
+    script.tick(1.0 + job_state.FAR_S + release.GONE_S)
     assert script.messages == [(0, {"kind": "say", "text": "the others go on without rank 2 (worker 1)"})]
     script.tick(1000.0)
     assert script.job.verdict is None
@@ -949,7 +953,7 @@ def test_several_that_die_at_once_are_told_of_in_one_text():
     script = spare_script()
     die(script, 3, 1.0)
     die(script, 2, 1.01)
-    script.tick(1.01 + job.FAR_S)
+    script.tick(1.01 + job_state.FAR_S)
     [(_, message)] = script.take("speak")
     assert message["text"].splitlines() == [
         "rank 3 (worker 2) on host3 was killed by signal 9 (SIGKILL)",
@@ -963,7 +967,7 @@ def test_a_launcher_that_ends_all_because_of_a_spare_rank_is_not_blamed_on_the_o
     die(script, 2, 1.0, 139, "was killed by signal 11 (SIGSEGV)")
     for rank in (0, 1, 3):
         die(script, rank, at)
-    script.tick(at + job.FAR_S)
+    script.tick(at + job_state.FAR_S)
     assert [m["text"] for _, m in script.take("speak")] == [
         "rank 2 (worker 1) on host2 was killed by signal 11 (SIGSEGV)"
     ]
@@ -980,7 +984,7 @@ def test_nor_if_their_ends_are_heard_of_first(apart_s):
     script.tick(1.0 + apart_s)
     for rank in (0, 1):
         die(script, rank, 1.0 + apart_s)
-    script.tick(1.0 + apart_s + job.DEATH_S)
+    script.tick(1.0 + apart_s + job_state.DEATH_S)
     assert [m["text"] for _, m in script.take("speak")] == [
         "rank 2 (worker 1) on host2 was killed by signal 11 (SIGSEGV)"
     ]
@@ -991,10 +995,10 @@ def test_a_second_one_that_is_killed_is_told_of_when_no_launcher_has_done_it():
     script = spare_script()
     die(script, 2, 1.0, 139, "was killed by signal 11 (SIGSEGV)")
     die(script, 3, 1.5)
-    script.tick(1.5 + job.FAR_S)
+    script.tick(1.5 + job_state.FAR_S)
     assert [(to, m["rank"]) for to, m in script.messages if m["kind"] == "gone"] == [(None, 2), (None, 3)]
     assert [m["rank"] for _, m in script.take("speak")] == [2]
-    script.tick(1.5 + job.FAR_S + FOLLOW_S)
+    script.tick(1.5 + job_state.FAR_S + FOLLOW_S)
     assert [(to, m["text"]) for to, m in script.take("say")] == [
         (0, "the others go on without rank 2 (worker 1)"),
         (0, "rank 3 (worker 2) on host3 was killed by signal 9 (SIGKILL)"),
@@ -1009,7 +1013,7 @@ def test_a_server_that_is_killed_later_is_the_verdict():
     script.tick(2.0)
     script.messages = []
     die(script, 0, 60.0)
-    script.tick(60.0 + job.DEATH_S)
+    script.tick(60.0 + job_state.DEATH_S)
     assert [message["rank"] for _, message in script.take("speak")] == [0]
     assert script.job.verdict["rank"] == 0
 
@@ -1033,9 +1037,9 @@ def test_if_nobody_can_end_the_job_the_watchers_do():
     for rank in (0, 1, 3):
         script.hear("left", rank, 1.0)
     die(script, 2, 2.0)
-    script.tick(2.0 + job.FAR_S)
+    script.tick(2.0 + job_state.FAR_S)
     script.messages = []
-    script.tick(2.0 + job.FAR_S + release.GRACE_S)
+    script.tick(2.0 + job_state.FAR_S + release.GRACE_S)
     assert kinds(script) == [(None, "kill")]
     script.tick(1000.0)
     assert kinds(script) == []
@@ -1045,7 +1049,7 @@ def test_one_that_is_killed_while_it_lingers_is_told_of_with_what_it_had_to_say(
     script = spare_script()
     fail(script, 2)
     die(script, 2, 10.0)
-    script.tick(10.0 + job.FAR_S)
+    script.tick(10.0 + job_state.FAR_S)
     [(_, message)] = script.take("speak")
     assert message["text"] == (
         "rank 2 (worker 1) on host2 was killed by signal 9 (SIGKILL) while it waited for the others to end, since it "
@@ -1132,7 +1136,7 @@ def test_a_rank_that_lingers_does_so_until_there_is_an_end(rank_and_watcher, end
     def play():
         heard.append(json.loads(watcher.recv(records.LARGEST))["event"])
         watcher.send(b'l{"kind": "linger"}')
-        time.sleep(line.RELEASE_S + 0.5)
+        time.sleep(watcher_client.RELEASE_S + 0.5)
         heard.append(rank.released)
         if end == "verdict":
             watcher.send(b"v" + json.dumps(VERDICT | {"rank": 0}).encode())

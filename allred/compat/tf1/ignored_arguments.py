@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from allred.cluster import report, topology
+from allred import log
+from allred.cluster import topology
 from allred.errors import InputError
 
 _warned: set[str] = set()
@@ -16,7 +17,7 @@ def warn_ignored(who: str, given: Mapping[str, Any], defaults: Mapping[str, Any]
     line = f"{who}: these arguments have no effect: {', '.join(odd)} (docs/from-tensorflow.md)"
     if odd and line not in _warned:
         _warned.add(line)
-        report.say(line)
+        log.warning(line)
 
 
 def check_chief(who: str, is_chief: bool | None) -> None:

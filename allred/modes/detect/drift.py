@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from allred import arrays, native, nest
+from allred import arrays, log, native, nest
 from allred.arrays import Array
-from allred.cluster import report
 from allred.comm.header import by_rank, hash_text, mix, rank_list
 from allred.gpu.device_arrays import is_device, to_host
 from allred.optim.base import Optimizer
@@ -147,7 +146,7 @@ def warn_of_stale_start(name: str, worker: int, workers: int, staleness: int) ->
     number of updates that its parameters lack.
     """
     if staleness > _STALE_STEPS * workers:
-        report.say_here(
+        log.rank_warning(
             f"{name}.step(): the first gradient of worker {worker} was computed from parameters that lack {staleness} "
             f"updates; call {name}.broadcast(params) or {name}.pull(params) directly before the training loop"
         )

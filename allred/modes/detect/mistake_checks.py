@@ -13,8 +13,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from allred import native, world
-from allred.cluster import report
+from allred import log, native, world
 from allred.comm import functions
 from allred.comm.header import mix
 from allred.errors import DriftError, InputError, NonFiniteError
@@ -111,7 +110,7 @@ class MistakeChecks:
         if self.policy == "skip" and self._optimizer is not None:
             self.skipped += 1
             if self.skipped == 1:
-                report.say(
+                log.warning(
                     f"{self._title}: step {self._step} is skipped, like all later steps with this problem: {problem}"
                 )
             return False
@@ -190,7 +189,7 @@ class DuplicateBatch:
             )
         self._in_a_row = self._in_a_row + 1 if same else 0
         if self._in_a_row == _IN_A_ROW:
-            report.say(
+            log.warning(
                 f"{self._title}: all ranks have the same gradients, bit for bit, in {_IN_A_ROW} checks in a row. They "
                 "probably train on the same batches: use allred.data.batches, or choose batches by allred.rank(). (Or "
                 "the gradients are averaged before the step: average them once)"
@@ -220,7 +219,7 @@ class Updates:
             _unused.pop(id(self.optimizer), None)
             if self.wrappers:
                 first = next(iter(self.wrappers.values()))
-                report.say(
+                log.warning(
                     f"{title}: the same {type(self.optimizer).__name__} object is wrapped twice and steps in {first} "
                     "too; its state is shared by both. Wrap it once, or make an optimizer for each"
                 )
@@ -265,7 +264,7 @@ def warn_unused() -> None:
     for optimizer, before in [(reference(), count) for reference, count in _unused.values()]:
         made = (_count(optimizer) or 0) - before
         if made > 0 and world.is_initialized() and functions.current().size > 1:
-            report.say(
+            log.warning(
                 f"a distributed {type(optimizer).__name__} made no step, but the optimizer it wraps made {made} by "
                 "itself: each rank trained alone. Call step of what allred.distributed returned"
             )

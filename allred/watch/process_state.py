@@ -1,7 +1,6 @@
-"""What a process is doing, and how it ended, seen from outside: it may hold the GIL, be stopped, or be dead.
+"""The state of another process: its stack, whether it is stopped, and how it ended.
 
-Where in its program a rank is, it says itself: on a signal, faulthandler writes the Python stack into a pipe, even
-while the interpreter is busy in C.
+A rank writes its own Python stack into a pipe on a signal, with faulthandler, also while the interpreter runs C code.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 
 
 def how_it_ended(pidfd: int, pid: int) -> tuple[str, int]:
-    """In words, and as an exit code, of a process that is dead and need not be a child."""
+    """Return a description of how a dead process ended, and an exit code. It need not be a child."""
     status = _exit_status(pidfd, pid)
     if status is None:
         return "has died (this kernel does not tell how)", 1
@@ -37,9 +36,8 @@ def how_it_ended(pidfd: int, pid: int) -> tuple[str, int]:
 
 
 def _exit_status(pidfd: int, pid: int) -> int | None:
-    """As wait(2) would give it: from /proc as long as the parent has not waited, then from the pidfd, if the kernel is
-    not too old for that."""
-    for _ in range(_TRIES):  # between the two there is a moment when neither knows
+    """Return the status as wait(2): from /proc until the parent has waited, then from the pidfd; None if unknown."""
+    for _ in range(_TRIES):  # for a moment neither has the status
         status = _status(pid)
         if status[0] == "Z":
             return int(status[_STATUS_EXIT_CODE])
@@ -60,7 +58,7 @@ def _signal_name(number: int) -> str:
 
 
 def launcher(pid: int) -> list[int]:
-    """The processes by which mpirun has started it: its parent, and what is above that, if it is mpirun's too."""
+    """Return the processes of the launcher above a process: its parent, and the parent of that if it is an mpirun."""
     found = [int(_status(pid)[1])]
     above = int(_status(found[0])[1])
     if is_launcher(above):
@@ -69,7 +67,7 @@ def launcher(pid: int) -> list[int]:
 
 
 def is_launcher(pid: int) -> bool:
-    """Whether it is mpirun or the like, by its name."""
+    """Return whether a process is a launcher, by its name."""
     try:
         with open(f"/proc/{pid}/comm") as file:
             return file.read().strip() in _LAUNCHERS
@@ -78,7 +76,7 @@ def is_launcher(pid: int) -> bool:
 
 
 def _status(pid: int) -> list[str]:
-    """State, parent and so on of a process, as proc(5) has them."""
+    """Return the fields of /proc/PID/stat from the state on; see proc(5)."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()
@@ -87,7 +85,7 @@ def _status(pid: int) -> list[str]:
 
 
 def halted(pid: int) -> str:
-    """Why a process cannot run, in words; empty if it can."""
+    """Return why a process cannot run; "" if it can."""
     return {
         "T": f"stopped (kill -CONT {pid} lets it go on)",
         "t": "stopped by a debugger",
@@ -96,10 +94,11 @@ def halted(pid: int) -> str:
 
 
 def stacks(ranks: dict[int, tuple[int, int, int]]) -> dict[int, str]:
-    """Where each rank is in its program, in words: {rank: (pidfd, signal number, pipe)}. Waits for STACK_S at most."""
+    """Return the line of the program at which each rank is. ranks: {rank: (pidfd, signal, pipe)}. Waits at most
+    STACK_S seconds."""
     texts, silent = dict.fromkeys(ranks, ""), {pipe: rank for rank, (_, _, pipe) in ranks.items()}
     for pidfd, number, pipe in ranks.values():
-        _read(pipe)  # what is left of an earlier answer
+        _read(pipe)  # the rest of an earlier answer
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(pidfd, number)
     deadline = time.monotonic() + STACK_S
@@ -107,7 +106,7 @@ def stacks(ranks: dict[int, tuple[int, int, int]]) -> dict[int, str]:
         for pipe in select.select(list(silent), [], [], left)[0]:
             new = _read(pipe).decode(errors="replace")
             texts[silent[pipe]] += new
-            if not new or (new.endswith("\n") and _own(texts[silent[pipe]])):  # a stack is written piece by piece
+            if not new or (new.endswith("\n") and _own(texts[silent[pipe]])):  # a stack is written in pieces
                 del silent[pipe]
     return {rank: place(text) for rank, text in texts.items()}
 
@@ -120,7 +119,7 @@ def _read(pipe: int) -> bytes:
 
 
 def place(stack: str) -> str:
-    """The innermost line of the user's program in a stack as faulthandler writes it, and what it has called there.
+    """Return the innermost line of the user's program in a stack of faulthandler, and the innermost library function.
 
     >>> place('  File "/lib/python3.11/threading.py", line 9 in wait\\n  File "/home/me/train.py", line 87 in step\\n')
     'in Python at train.py:87 (step), in wait of threading.py'
@@ -135,7 +134,7 @@ def place(stack: str) -> str:
 
 
 def _own(stack: str) -> list[tuple[str, str, str]]:
-    """The frames of the user's program, the innermost first: path, line, function."""
+    """Return the frames of the user's program, the innermost first: (path, line, function)."""
     return [frame for frame in _FRAME.findall(stack) if not _library(frame[0])]
 
 

@@ -1,4 +1,4 @@
-"""Tasks that meet without mpirun: PMI-1, who is there, addresses, the secret. integration/test_by_hand.py has more."""
+"""The rendezvous of tasks without mpirun: PMI-1, hellos, addresses, the secret."""
 
 import contextlib
 import itertools
@@ -14,9 +14,9 @@ import pytest
 from allred import detached
 from allred.config import secret
 from allred.errors import ConfigError
-from allred.launch import by_hand, places
-from allred.launch.meeting import Meeting
-from allred.launch.pmi import Pmi, mapping
+from allred.launch import rendezvous_client
+from allred.launch.rendezvous_server import Pmi, mapping
+from allred.launch.rendezvous_state import RendezvousState
 
 # ---- PMI-1
 
@@ -75,13 +75,13 @@ def hello(task, **more):
 
 
 def complete():
-    meeting = Meeting(ADDRESSES)
+    meeting = RendezvousState(ADDRESSES)
     assert [meeting.come(hello(task, node=task)) for task in (W1, PS, W0)] == ["", "", ""]
     return meeting
 
 
 def test_it_begins_when_all_are_there():
-    meeting = Meeting(ADDRESSES)
+    meeting = RendezvousState(ADDRESSES)
     assert not meeting.come(hello(W0))
     assert meeting.missing() == [f"{PS} (a:1)", f"{W1} (c:1)"]
     assert meeting.go(W0) == ([], "")
@@ -105,7 +105,7 @@ def test_it_begins_when_all_are_there():
     ],
 )
 def test_who_is_refused(wrong, words):
-    meeting = Meeting(ADDRESSES)
+    meeting = RendezvousState(ADDRESSES)
     assert not meeting.come(hello(PS))
     assert words in meeting.come(wrong)
     assert meeting.missing() == [f"{W0} (b:1)", f"{W1} (c:1)"], "the one that was there still is"
@@ -145,28 +145,28 @@ def test_who_has_left_needs_no_word_if_all_leave():
 
 def test_places_and_the_secret():
     near = {"a": "localhost:1", "b": "127.0.0.1:2"}
-    places.check(near, places.look_up(near), "")
+    rendezvous_client.check(near, rendezvous_client.look_up(near), "")
     far = {"a": "10.0.0.1:1", "b": "10.0.0.2:1"}
-    places.check(far, places.look_up(far), "s")
+    rendezvous_client.check(far, rendezvous_client.look_up(far), "s")
     with pytest.raises(ConfigError, match=r"10\.0\.0\.1:1 of a can be reached from other machines: set ALLRED_SECRET"):
-        places.check(far, places.look_up(far), "")
+        rendezvous_client.check(far, rendezvous_client.look_up(far), "")
     mixed = {"a": "localhost:1", "b": "10.0.0.2:1"}
     with pytest.raises(ConfigError, match=r"loopback \(127\.0\.0\.1\), which b at 10\.0\.0\.2:1 cannot reach"):
-        places.check(mixed, places.look_up(mixed), "s")
+        rendezvous_client.check(mixed, rendezvous_client.look_up(mixed), "s")
     twice = {"a": "localhost:1", "b": "127.0.0.1:1"}
-    with pytest.raises(ConfigError, match=r"localhost:1 of a and 127\.0\.0\.1:1 of b are the same place"):
-        places.check(twice, places.look_up(twice), "")
+    with pytest.raises(ConfigError, match=r"localhost:1 of a and 127\.0\.0\.1:1 of b are the same address"):
+        rendezvous_client.check(twice, rendezvous_client.look_up(twice), "")
 
 
 def test_hosts_that_nobody_knows():
     with pytest.raises(ConfigError, match=r"unknown host on .*: nowhere\.invalid of b "):
-        places.look_up({"a": "localhost:1", "b": "nowhere.invalid:1"})
+        rendezvous_client.look_up({"a": "localhost:1", "b": "nowhere.invalid:1"})
 
 
 def test_an_address_of_another_machine():
     address = {"a": "192.0.2.1:2222"}  # of no machine, by RFC 5737
     with pytest.raises(ConfigError, match=r"a cannot listen at 192\.0\.2\.1:2222 .*; start a on the machine that"):
-        places.take("a", "192.0.2.1:2222", places.look_up(address)["a"])
+        rendezvous_client.take("a", "192.0.2.1:2222", rendezvous_client.look_up(address)["a"])
 
 
 # ---- the secret
@@ -202,7 +202,7 @@ def meeting_place():
     with subprocess.Popen(["sleep", "60"]) as first, socket.create_server(("127.0.0.1", 0)) as server:
         address, listener = server.getsockname(), server.fileno()
         settings = {"addresses": ADDRESSES, "secret": "s", "listener": listener, "pid": first.pid}
-        assert detached.start("allred.launch.process", settings, files=[listener]) == {"problem": ""}
+        assert detached.start("allred.launch.rendezvous_server", settings, files=[listener]) == {"problem": ""}
         server.close()
         try:
             yield address
@@ -227,7 +227,9 @@ def test_a_task_that_comes_again_while_its_job_runs_waits_for_the_job_s_end():
     with meeting_place() as address, contextlib.ExitStack() as stack:
 
         def come(task):
-            found = by_hand._Knock(ADDRESSES, task, "s").connect([(socket.AF_INET, address)], **hello(task))
+            found = rendezvous_client.Connector(ADDRESSES, task, "s").connect(
+                [(socket.AF_INET, address)], **hello(task)
+            )
             return stack.enter_context(contextlib.closing(found.connection)), found
 
         tasks = {task: come(task) for task in ADDRESSES}
@@ -245,7 +247,7 @@ def test_a_task_that_comes_again_while_its_job_runs_waits_for_the_job_s_end():
 
 FORKS = """
 import os, socket, sys, time
-from allred.launch.by_hand import Joined
+from allred.launch.rendezvous_client import Joined
 Joined(0, 2, -1, int(sys.argv[1]), socket.create_server(("127.0.0.1", int(sys.argv[2]))))
 child = os.fork()
 if child == 0:

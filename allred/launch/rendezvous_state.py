@@ -1,9 +1,8 @@
-"""Who of a cluster's tasks is there: a state machine without clock, socket or process. The task at the first address
-has it run by a process (process.py).
+"""The state machine of the rendezvous: which tasks are connected. It has no clock, socket or process.
 
-A task's hello says `task` (its name), `addresses` (of all tasks, by name), `mpi` (which, with its version), `node`,
-`host`, `pid`, `user` (a number); or `problem`, if it cannot take part. One that cannot be accepted is told why, and so
-are those who wait: it may be theirs that is wrong. It is not the end of the job, for somebody may start the right one.
+The hello of a task has `task`, its name; `addresses` of all tasks by name; `mpi`, name and version; `node`, `host`,
+`pid`, `user` (a number); or `problem`, if it cannot take part. The reason of a refusal is sent to the refused task and
+to the waiting tasks, because these may be wrong. The job goes on, because the user may start the right task.
 """
 
 import dataclasses
@@ -22,23 +21,23 @@ class _Task:
     mpi: str
     user: int
     is_there: bool = True
-    is_up: bool = False  # MPI has started, and the watchers watch
-    ended: str = ""  # "left", after a good end; "gone", without
+    is_up: bool = False  # MPI has started, and the watchers run
+    ended: str = ""  # "left" after success, "gone" after a failure
 
 
-class Meeting:
-    """Of tasks at `addresses`, by name, in the order of ranks."""
+class RendezvousState:
+    """The tasks at `addresses`, by name, in rank order."""
 
     def __init__(self, addresses: dict[str, str]) -> None:
         self._addresses, self._names = addresses, list(addresses)
         self._tasks: dict[str, _Task] = {}
-        self.began = False  # all were there
+        self.began = False  # whether all have connected
         self._told_end = False
 
-    # Before all are there.
+    # Until all tasks have connected.
 
     def come(self, hello: Message) -> str:
-        """Take a hello: why it is refused, in words; empty if this task is there now."""
+        """Handle a hello. Return why it is refused; "" if it is accepted."""
         name = str(hello.get("task"))
         who = f"{name} (pid {hello.get('pid')} on {hello.get('host')})"
         if hello.get("problem"):
@@ -65,7 +64,7 @@ class Meeting:
         return ""
 
     def late(self, hello: Message) -> str:
-        """What a task has to wait for whose job runs already, begun with another process; empty for all others."""
+        """Return what a restarted task of a running job has to wait for; "" for other tasks."""
         task = self._tasks.get(str(hello.get("task"))) if self.began else None
         if task is None or task.is_there or hello.get("problem") or hello.get("addresses") != self._addresses:
             return ""
@@ -81,32 +80,32 @@ class Meeting:
                 return (
                     f"there {task} is {other}, here it is {ours}. Give all tasks the same addresses, letter by letter"
                 )
-        return "the tasks come in another order" if theirs != self._addresses else f"it has no {name}"
+        return "the order of the tasks differs" if theirs != self._addresses else f"it has no {name}"
 
     def missing(self) -> list[str]:
-        """Who is not there yet, with addresses."""
+        """Return the tasks that have not connected, with addresses."""
         return [f"{name} ({self._addresses[name]})" for name in self._names if name not in self._tasks]
 
     def nodes(self) -> list[str]:
-        """The node of each rank."""
+        """Return the node of each rank."""
         return [self._tasks[name].node for name in self._names]
 
     def rank(self, name: str) -> int:
-        """The number of a task in the world."""
+        """Return the world rank of a task."""
         return self._names.index(name)
 
     # Afterwards.
 
     def up(self, name: str) -> None:
-        """A task has come through MPI's start."""
+        """A task has finished MPI_Init."""
         self._tasks[name].is_up = True
 
     def left(self, name: str) -> None:
-        """A task has ended well, and waits in MPI_Finalize for the others."""
+        """A task has ended without an error, and waits in MPI_Finalize for the others."""
         self._tasks[name].ended = "left"
 
     def go(self, name: str) -> tuple[list[str], str]:
-        """A task is gone. To whom that has to be told, and in which words: those who wait for it in MPI's start."""
+        """A task has disconnected. Return the tasks that block in MPI_Init because of it, and the message for them."""
         task = self._tasks[name]
         task.is_there = False
         if not self.began:
@@ -119,8 +118,7 @@ class Meeting:
         return (start, what) if task.ended == "gone" else ([], "")
 
     def end(self) -> list[str]:
-        """Who is to be told that nobody else will come to MPI_Finalize: all that have left, since one is gone without
-        it, and the rest have ended, too."""
+        """Return the tasks that wait in MPI_Finalize in vain: those that left, if all have ended and one failed."""
         lost = any(task.ended == "gone" for task in self._tasks.values())
         if not lost or self._told_end or not all(task.ended for task in self._tasks.values()):
             return []

@@ -1,4 +1,10 @@
-"""Lines for the person at the terminal: on stderr, from one rank only, each beginning with `allred:`."""
+"""Messages to the user, on stderr; each line begins with `allred: `.
+
+info             on the chief, unless banner=False
+warning          on the chief
+rank_warning     on the rank that calls it
+runtime_warning  a RuntimeWarning of Python, on the chief; before init() in every process
+"""
 
 import contextlib
 import os
@@ -8,7 +14,7 @@ import warnings
 from allred import world
 
 
-def say(line: str) -> None:
+def warning(line: str) -> None:
     """Print a line if this rank is the chief."""
     here = world.current_or_none()
     if here is not None and here.topology.rank == 0:
@@ -17,19 +23,19 @@ def say(line: str) -> None:
             sys.stderr.flush()
 
 
-def say_here(line: str) -> None:
-    """Print a line on this rank, which need not be the one that speaks."""
+def rank_warning(line: str) -> None:
+    """Print a line on this rank."""
     with contextlib.suppress(OSError):
         os.write(2, f"allred: {line}\n".encode())
 
 
-def inform(line: str) -> None:
-    """As `say`, unless banner=False."""
+def info(line: str) -> None:
+    """Print a line if this rank is the chief, unless banner=False."""
     if world.config().banner:
-        say(line)
+        warning(line)
 
 
-def warn(text: str) -> None:
+def runtime_warning(text: str) -> None:
     """Issue a RuntimeWarning, on the chief only; before init() in every process."""
     here = world.current_or_none()
     if here is None or here.topology.rank == 0:

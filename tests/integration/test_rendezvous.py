@@ -9,8 +9,8 @@ import socket
 import time
 
 import pytest
-from by_hand import cluster, tasks, text
 from hosts import hosts
+from rendezvous import cluster, tasks, text
 
 WORKER = "opt = train({steps}); opt.finish(); allred.barrier(); opt.pull(params); print('w', params['w'][0])"
 
@@ -41,8 +41,8 @@ def await_file(path, words, future):
 def test_tasks_come_in_any_order_and_say_for_whom_they_wait(tmp_path):
     jobs = cluster()
     said = tmp_path / "said"
-    also_there = f"say, said = by_hand.report.say_here, open({str(said)!r}, 'a', buffering=1)\n"
-    also_there += "by_hand.report.say_here = lambda text: (say(text), print(text, file=said))"
+    also_there = f"say, said = rendezvous_client.log.rank_warning, open({str(said)!r}, 'a', buffering=1)\n"
+    also_there += "rendezvous_client.log.rank_warning = lambda text: (say(text), print(text, file=said))"
     body = WORKER.format(steps=5) + "\nprint([name for name in os.environ if name.startswith('PMI')])"
     with tasks(jobs) as t:
         last = t.start("worker", 1, body, before=also_there)
@@ -162,7 +162,7 @@ def test_the_process_at_which_they_meet_is_killed(tmp_path):
         os.kill(listener(port), signal.SIGKILL)
         trains.unlink()
         found = {("worker", 0): worker.result(), ("ps", 0): first.result()}
-    assert "AllredError: /job:ps/task:0 has lost the process that it has started at " in lost.err, lost.text
+    assert "AllredError: /job:ps/task:0: the rendezvous process that it started at " in lost.err, lost.text
     assert lost.code == 1
     assert [result.code for result in found.values()] == [0, 0], text(found)
     assert not any(result.left for result in found.values()), text(found)
@@ -212,8 +212,8 @@ def test_who_cannot_take_part_is_told_why_and_so_are_those_who_wait():
         assert ours in found["ps", 0].err, text(found)
 
 
-LISTEN_NOT = "from allred.launch import places\nplaces.take = lambda *_: None\n"
-START_NOT = "by_hand._start = lambda *_: None\n"
+LISTEN_NOT = "from allred.launch import rendezvous_client\nrendezvous_client.take = lambda *_: None\n"
+START_NOT = "rendezvous_client._start = lambda *_: None\n"
 
 
 @pytest.mark.parametrize("closed", ["<&-", "<&- >&- 2>&-"])

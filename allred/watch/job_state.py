@@ -1,68 +1,69 @@
-"""What the watchers make of what they hear: a state machine without clock, socket or process.
+"""The state machine of the watchers: events of ranks in, messages out. It has no clock, socket or process.
 
-The watcher of the chief's node has the `Job`; the others send it their events. An event is a dict: `event` names it,
-`rank` is whom it is about.
+The watcher of the chief's node has the `JobState`; the other watchers send their events to it. An event is a dict with
+`event`, its name, and `rank`, the rank that it is about:
 
     joined host                  the rank is watched from now on
-    known_as text                what the rank is, for a person: its role; then, after a ';', what else is worth telling
-    waiting what, since_s, peers, quiet, members  it has waited in an operation for so many seconds; peers: for ranks
-                                 to begin it; quiet: it is meant to take long; members: whose operation it is, if not
-                                 that of all
-    going                        it waits no more
-    busy is_so                   whether it does something that takes as long as it takes, for which the others wait
-    limit what, limit_s, servers, ranks  its wait has reached the time limit; no verdict while a rank is busy, or just
-                                 was. servers: those that may delay the answer (unresponsive.py); ranks: those at fault
-    holds silent                 of a server that holds answers back: {rank: seconds since its last request} of the
-                                 ranks that this is for; sent again and again, as a sign of life
+    known_as text                the rank's role for messages; after a ';', more for messages about its failure
+    waiting what, since_s, peers, quiet, members  it has waited in an operation for since_s seconds. peers: it waits for
+                                 ranks to begin it; quiet: a long wait is intended; members: its ranks; None: all
+    going                        its wait is over
+    busy is_so                   whether it does work without a time limit, for which the others wait
+    limit what, limit_s, servers, ranks  its wait has reached the time limit. No verdict if a rank is or just was busy.
+                                 servers: those that may delay the answer (stalls.py); ranks: those that cause the wait
+    holds silent                 a server holds answers back: {rank: seconds since its last request} of the ranks that
+                                 it waits for; sent repeatedly
     failed code, words, traceback    it is about to end with that exit code, and lingers for the others
-    unwound                      it has heard the verdict, its program has ended, and it lingers
-    left                         it ends well, and takes part in nothing more
-    died how, code, ago_s        its process has ended, by a signal or without a word
-    unwatched                    its watcher is lost, so no more will be heard of it
-    looked node, states          what the ranks of a node are doing, as asked for
+    unwound                      it has received the verdict, its program has ended, and it lingers
+    left                         it has ended without an error
+    died how, code, ago_s        its process has ended, by a signal or without a message
+    unwatched                    its watcher is lost, so there will be no more events of it
+    looked node, states          the states of the ranks of a node; the answer to the message `look`
 
-The first failure is the job's verdict; there is one at most, and every rank hears it:
+The first failure is the verdict of the job. There is at most one, and every rank receives it:
 
-    1  a rank fails, dies, leaves the others waiting, or waits until its time limit: the verdict goes to all ranks; that
-       of a failure after SAME_S, since often all ranks are about to fail of the same error by themselves
-    2  they raise it, unwind, and say so; each lingers, for a launcher ends a job when the first of its ranks goes
-    3  PRINT_S after the last has, or GRACE_S after the first, one of them is released: the rank that failed, if it
-       can; not before those that are busy have done that
-    4  it prints its traceback, so that this comes last, and aborts the job with its exit code
+    1  a rank fails, dies, ends while others wait for it, or waits until its time limit: the verdict goes to all ranks.
+       After a failure this takes SAME_S, because often all ranks are about to raise the same error
+    2  the ranks raise it, unwind, and report that. Each lingers, because a launcher ends a job with its first rank
+    3  PRINT_S after the last rank has unwound, or GRACE_S after the first, one rank is released: the failed one if
+       possible; not before the busy ranks have finished
+    4  the released rank prints its traceback, so that this comes last, and aborts the job with its exit code
 
-Without a launcher, which would end the others then, all are released in 3, and each ends with that exit code.
+Without a launcher, which would end the others then, step 3 releases all ranks, and each ends with that exit code.
 
-The failure of a spare rank is no verdict (spares.py).
+The failure of an expendable worker is no verdict (records.py).
 """
 
 import signal
 from collections.abc import Collection
 from typing import Any
 
-from allred.watch.records import TEXT_CHARS, Event, Record, Records
+from allred.watch.records import FOLLOW_S, TEXT_CHARS, Event, ExpendableWorkers, Loss, Record, Records
 from allred.watch.release import GONE_S, Release
-from allred.watch.spares import FOLLOW_S, Loss, Spares
 from allred.watch.stalls import Stalls
 
-DEATH_S = 0.05  # by then the first death is known, if the launcher has caused the one in hand
+DEATH_S = 0.05  # after it the first death is known, if the launcher caused the current one
 FAR_S = 0.3  # the same, if it may have been on another node: Open MPI aborts a rank that has lost a connection
-LEFT_S = 2.0  # how long to wait for a rank that has left before that is a failure: it may have answered just before
+LEFT_S = 2.0  # how long a wait for a rank that has left is no failure: it may have answered just before
 SAME_S = 0.2  # for the others to fail of the same error by themselves
 
-Death = tuple[float, int, Event]  # when, of which rank, how
+Death = tuple[float, int, Event]  # (time, rank, event)
 
 _KILLED = 128 + signal.SIGKILL
 _LAUNCHERS_CODES = (_KILLED, 128 + signal.SIGTERM)  # of ranks that are ended since another one has died
 
 
 def _by_themselves(deaths: list[Death]) -> list[Death]:
-    """Those that no launcher has caused."""
+    """Return the deaths that no launcher caused."""
     return [death for death in deaths if death[2]["code"] not in _LAUNCHERS_CODES]
 
 
-class Job:
-    """The ranks of a job, `size` of them on `nodes` nodes. `warn_s`: when a wait is told of, in seconds. `spares`: the
-    ranks without which the others can go on. `launcher`: whether one has started them; it ends all with the first."""
+class JobState:
+    """The state of a job of `size` ranks on `nodes` nodes.
+
+    warn_s: a wait of this length, in seconds, causes a warning. spares: the expendable ranks. launcher: whether a
+    launcher started the ranks; it ends all of them with the first.
+    """
 
     def __init__(
         self, size: int, nodes: int, warn_s: float, spares: Collection[int] = (), launcher: bool = True
@@ -70,9 +71,9 @@ class Job:
         self.verdict: Event | None = None
         self._size, self._nodes, self._launcher = size, nodes, launcher
         self._ranks = Records()
-        self._spares = Spares(spares)
-        self._stalls = Stalls(self._ranks, self._spares, size, nodes, warn_s, self._pass, self._lose_silent)
-        self._release = Release(self._ranks, self._spares.gone, launcher)
+        self._expendable = ExpendableWorkers(spares)
+        self._stalls = Stalls(self._ranks, self._expendable, size, nodes, warn_s, self._pass, self._lose_silent)
+        self._release = Release(self._ranks, self._expendable.gone, launcher)
         self._tell_at, self._told = 0.0, False
         self._notices: list[tuple[float, str]] = []  # when to say that the others go on
         self._deaths: list[Death] = []  # not judged yet
@@ -83,7 +84,7 @@ class Job:
         self._of_death = False  # the verdict: then mpirun ends the others
 
     def hear(self, event: Event, now: float) -> None:
-        """Take an event. What follows from it comes with the next tick: thousands of ranks may speak at once."""
+        """Handle an event. Messages are sent at the next tick, because thousands of ranks may send events at once."""
         self._ranks.now = now
         if event["event"] == "looked":
             self._stalls.take_states(event["look"], {int(rank): state for rank, state in event["states"].items()})
@@ -92,14 +93,14 @@ class Job:
             self._ranks[event["rank"]].active = now
 
     def tick(self, now: float) -> list[tuple[int | None, Event]]:
-        """What to send by now: (rank, message) to a rank, (None, message) to all watchers."""
+        """Return the messages to send now: (rank, message) to a rank, (None, message) to all watchers."""
         self._ranks.now = now
         if self.verdict is None:
             self._check_death()
         if self.verdict is None:
             self._check_left()
             self._stalls.check()
-            self._check_spares()
+            self._check_expendable()
         else:
             self._tell_verdict()
             self._tell_death()
@@ -109,19 +110,19 @@ class Job:
         return out
 
     def conclude(self, gone: Event, now: float) -> None:
-        """Pass the verdict for a spare rank, of which a message said that it is gone: nobody knows any more how the
-        ranks of other nodes end."""
+        """Pass the verdict for an expendable rank that is gone, according to a message: the ends of the ranks of other
+        nodes are no longer known."""
         self._ranks.now, rank = now, gone["rank"]
         self._ranks.setdefault(rank, Record(gone["host"], end="dead"))
         self._pass(rank, self._ranks.line(rank, gone["how"]), gone["code"])
 
-    # What is heard.
+    # Events.
 
     def _joined(self, rank: int, event: Event) -> None:
         self._ranks[rank] = Record(event["host"])
         if self._told and self.verdict is not None:
             self._ranks.out.append((rank, self.verdict))
-        self._ranks.out += [(rank, self._gone(lost)) for lost in self._spares.gone]
+        self._ranks.out += [(rank, self._gone(lost)) for lost in self._expendable.gone]
 
     def _known_as(self, rank: int, event: Event) -> None:
         self._ranks[rank].known_as = event["text"]
@@ -145,8 +146,8 @@ class Job:
         if self.verdict is None and self._deaths:
             self._pass_death()
         how = f"failed with exit code {event['code']}" + (f": {event['words']}" if event["words"] else "")
-        gone = self._spares.gone.get(rank)  # the others have gone on without it before
-        if self.verdict is None and (gone or self._spares.can_lose([rank])):
+        gone = self._expendable.gone.get(rank)  # the others continue without it already
+        if self.verdict is None and (gone or self._expendable.can_lose([rank])):
             self._end(rank, "gone")
             self._ranks.out.append((rank, {"kind": "linger"}))
             if gone:
@@ -176,9 +177,9 @@ class Job:
             self._deaths.append((self._ranks.now - event["ago_s"], rank, event))
 
     def _take_death(self, rank: int, event: Event) -> None:
-        """It is the first, or has to wait for one that may have been before it."""
+        """Pass the verdict now, or wait for an earlier death that may be reported later."""
         self._deaths.append((self._ranks.now - event["ago_s"], rank, event))
-        by_itself, spare = event["code"] not in _LAUNCHERS_CODES, rank in self._spares.ranks
+        by_itself, spare = event["code"] not in _LAUNCHERS_CODES, rank in self._expendable.ranks
         if by_itself and not (spare and event["code"] <= 128 and self._nodes > 1):
             return self._pass_death()
         follows_s = FAR_S if spare else DEATH_S
@@ -191,7 +192,7 @@ class Job:
     def _pass_death(self) -> None:
         new = sorted(self._deaths, key=lambda death: death[0])
         self._deaths, self._death_due = [], float("inf")
-        if self._spares.can_lose([rank for _, rank, _ in new]):
+        if self._expendable.can_lose([rank for _, rank, _ in new]):
             return self._lose_dead(new)
         deaths = self._just_lost() + new
         first = (_by_themselves(deaths) or deaths)[0]
@@ -200,7 +201,7 @@ class Job:
         self._of_death = True
         brief = f"rank {rank} is gone" if self._launcher else text
         self._pass(rank, text, event["code"], brief=brief)
-        if first not in self._lost and self._launcher:  # else each says it at its end, in its own terminal
+        if first not in self._lost and self._launcher:  # else each rank prints it at its end, in its own terminal
             aborted_far = event["code"] <= 128 and self._nodes > 1
             self._deaths = deaths
             self._untold, self._tell_death_at = first, self._ranks.now + FAR_S * aborted_far
@@ -210,7 +211,7 @@ class Job:
         return [lost for lost in self._lost if self._ranks.now <= lost[0] + FOLLOW_S]
 
     def _tell_death(self) -> None:
-        """Say who died. Of an abort and a kill on two hosts nobody knows which was before: both are told."""
+        """Print which rank died. The order of an abort and a kill on two hosts is unknown: print both."""
         if self._untold is None or self._ranks.now < self._tell_death_at:
             return
         (_, rank, event), self._untold = self._untold, None
@@ -220,17 +221,18 @@ class Job:
                 text += f", and at about the same time {self._ranks.line(other, killed['how'])}"
                 break
         if len(self._ranks) < self._size:
-            text += "; not all ranks had come through allred.init(), and mpirun may have ended it because of another"
+            text += "; not all ranks had returned from allred.init(), and mpirun may have ended it because of another"
         self._ranks.speak(rank, text)
 
     def _lose_dead(self, deaths: list[Death]) -> None:
-        """A kill near another death may be the launcher's, which then ends all: one that lives on tells of it later. An
-        exit is no such death if the kill of a rank of another node may have caused it; see FAR_S."""
+        """Count dead expendable ranks as gone. A kill near another death may come from the launcher, which ends all
+        ranks: a living rank prints it later. An exit does not count if the kill of a rank on another node may have
+        caused it; see FAR_S."""
         near = [death for death in _by_themselves(deaths) if death[2]["code"] > 128 or self._nodes == 1]
         follow = bool(self._just_lost() or near)
         told = []
         for _, rank, event in deaths:
-            line, before = self._ranks.line(rank, event["how"]), self._spares.gone.get(rank)
+            line, before = self._ranks.line(rank, event["how"]), self._expendable.gone.get(rank)
             if before is None:
                 self._lose(rank, Loss(event["how"], event["code"], ""))
             else:
@@ -248,7 +250,7 @@ class Job:
             self._ranks.speak(told[0][0], "\nallred: ".join(line for _, line in told))
 
     def _why(self, rank: int) -> str:
-        """Because of what, if the rank that died was to tell of it."""
+        """Return the verdict as the reason, if the dead rank was to print it."""
         assert self.verdict is not None
         return f", since {self.verdict['text']}\n{self.verdict['traceback']}" if rank == self.verdict["rank"] else ""
 
@@ -258,10 +260,10 @@ class Job:
         if how == "unwound":
             self._release.unwound(rank)
 
-    # Spare ranks.
+    # Expendable ranks.
 
     def _lose(self, rank: int, loss: Loss) -> None:
-        self._spares.gone[rank] = loss
+        self._expendable.gone[rank] = loss
         self._ranks.out.append((None, self._gone(rank)))
 
     def _lose_silent(self, ranks: list[int], how: str) -> None:
@@ -270,44 +272,44 @@ class Job:
             self._lose(rank, Loss(how, 1, ""))
 
     def _gone(self, rank: int) -> Event:
-        loss = self._spares.gone[rank]
+        loss = self._expendable.gone[rank]
         return {"kind": "gone", "rank": rank, "host": self._ranks[rank].host, "how": loss.how, "code": loss.code}
 
-    def _check_spares(self) -> None:
-        """Say that the others go on, if they do; and when all have ended, have one end the job."""
+    def _check_expendable(self) -> None:
+        """Print that the others continue. When all ranks have ended, let one of them end the job."""
         on = [rank for rank, record in self._ranks.items() if not record.end]
         due = [text for at, text in self._notices if self._ranks.now >= at and on]
         self._notices = [notice for notice in self._notices if notice[1] not in due]
         for text in due:
             self._ranks.say(min(on), text)
-        gone = self._spares.gone
+        gone = self._expendable.gone
         if gone and not on and not self._deaths and len(self._ranks) == self._size:
             rank = next((rank for rank in gone if self._ranks[rank].end == "gone"), next(iter(gone)))
             self._pass_loss(rank, self._ranks.line(rank, gone[rank].how))
             self._release.start_clock()
 
     def _unwatched(self, rank: int, event: Event) -> None:
-        """Nobody will tell when all have ended: then no rank is spare any more, and one that is gone is the verdict."""
+        """The ends of ranks are no longer known: no rank is expendable now, and a gone rank is the verdict."""
         if self._ranks[rank].end in ("left", "dead"):
             return
-        self._spares.ranks = frozenset()
-        for lost, loss in self._spares.gone.items():
+        self._expendable.ranks = frozenset()
+        for lost, loss in self._expendable.gone.items():
             if self.verdict is None:
                 self._pass_loss(lost, self._ranks.line(lost, loss.how))
 
     def _pass_loss(self, rank: int, text: str) -> None:
-        loss = self._spares.gone[rank]
+        loss = self._expendable.gone[rank]
         self._pass(rank, text, loss.code, traceback=loss.traceback)
 
     # Verdicts.
 
     def _pass(self, rank: int, text: str, code: int, later_s: float = 0.0, **more: Any) -> None:
-        """`more`: traceback, of the rank; timeout, whether all raise CollectiveTimeout; brief, instead of the text's
-        first line."""
+        """Set the verdict. more: traceback of the rank; timeout: whether all raise CollectiveTimeout; brief: replaces
+        the first line of the text."""
         self._stalls.forget_look()
         for record in self._ranks.values():
             if record.end == "gone":
-                record.end = ""  # it is to say that it has unwound, now that all do
+                record.end = ""  # it reports that it has unwound, as all ranks do now
         self.verdict = {
             "kind": "verdict", "rank": rank, "host": self._ranks[rank].host, "code": code, "text": text[:TEXT_CHARS],
             "brief": text.partition("\n")[0], "traceback": "", "timeout": False, **more,
@@ -328,7 +330,7 @@ class Job:
                 return self._pass_left(never_come, f"and will never call {record.waits_in}, in which rank {rank} waits")
 
     def _pass_left(self, left: Collection[int], never: str) -> None:
-        if gone := [rank for rank in left if rank in self._spares.gone]:
+        if gone := [rank for rank in left if rank in self._expendable.gone]:
             self._pass_loss(min(gone), self._ranks.line(min(gone), f"has failed, {never}"))
         else:
             self._pass(min(left), self._ranks.line(min(left), f"has ended, {never}"), 1)

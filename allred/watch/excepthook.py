@@ -1,8 +1,9 @@
-"""What Python shows of how a program ends: an uncaught exception, Ctrl-C, sys.exit(n). A `raise SystemExit(n)` by hand
-goes unseen here; libc's exit() sees it (csrc/exit.h).
+"""sys.excepthook and sys.exit of a rank: report an uncaught exception, Ctrl-C and sys.exit(n) to the watcher.
 
-A rank that fails shows its traceback last: it tells its watcher first, and the other ranks unwind meanwhile. On these
-the traceback of the verdict that they raised would only repeat it, and is not printed.
+An explicit `raise SystemExit(n)` is not seen here; libc's exit() sees it (csrc/exit.h).
+
+A failed rank reports to its watcher first and prints its traceback last, after the other ranks have unwound. These do
+not print the traceback of the verdict, which would repeat it.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ _status = 0
 
 
 def watch(end_soon: Callable[[int], None]) -> None:
-    """From now on call `end_soon` with the status when the program is about to end, as far as Python shows it."""
+    """Install the hooks. They call `end_soon` with the exit status when the program is about to end."""
     global _end_soon
     first, _end_soon = _end_soon is None, end_soon
     if not first:
@@ -34,7 +35,7 @@ def watch(end_soon: Callable[[int], None]) -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         if (watcher := world.watcher()) is not None:
             watcher.hushed = True
-        ends = _called_by_the_interpreter() and not hasattr(sys, "ps1")  # at a prompt an exception ends nothing
+        ends = _called_by_the_interpreter() and not hasattr(sys, "ps1")  # a prompt continues
         shown = not ends
         if ends:
             exit_callbacks.call_and_tell(error)
@@ -61,8 +62,8 @@ def watch(end_soon: Callable[[int], None]) -> None:
 
 
 def status_at_exit() -> int:
-    """The status with which Python ends, as far as it shows."""
-    error = getattr(sys, "last_type", None)  # set where an exception ended the main program, whatever the hooks did
+    """Return the exit status that Python shows."""
+    error = getattr(sys, "last_type", None)  # set if an exception ended the main program, with any hooks
     return _status or (_STATUS.get(error, 1) if error is not None and _end_soon is not None else 0)
 
 
@@ -72,14 +73,14 @@ def interrupted() -> bool:
 
 
 def _words(kind: type[BaseException], error: BaseException) -> str:
-    """The last line of a traceback, but for the notes that come behind it."""
+    """Return the last line of a traceback, without the notes after it."""
     notes = getattr(error, "__notes__", None)
     lines = sum(str(note).count("\n") + 1 for note in notes) if isinstance(notes, list) else 0
     return traceback.format_exception_only(kind, error)[-1 - lines].strip()
 
 
 def _tell(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> bool:
-    """Tell the watcher, and linger; whether the traceback is to be shown."""
+    """Report to the watcher, and linger. Return whether to print the traceback."""
     watcher = world.watcher()
     if watcher is None:
         return True
@@ -87,19 +88,19 @@ def _tell(kind: type[BaseException], error: BaseException, trace: types.Tracebac
     if watcher.verdict is None:
         words = _words(kind, error)
         with contextlib.suppress(OSError, AttributeError, ValueError):  # a stream that is closed or gone
-            sys.stdout.flush()  # it may linger for long
+            sys.stdout.flush()  # lingering may take long
         watcher.fail(_STATUS.get(kind, 1), words, text)
     elif watcher.verdict.rank == watcher.rank:
         watcher.linger()
     verdict = watcher.verdict
     if verdict is None or verdict.rank == watcher.rank:
         return True
-    same = bool(verdict.traceback) and text.endswith(verdict.traceback)  # of a long one only the end is known
+    same = bool(verdict.traceback) and text.endswith(verdict.traceback)  # the watcher has only the end of a long one
     return str(error) != str(verdict.error()) and not same
 
 
 class _Exit(SystemExit):
-    """What sys.exit raises here: one that notes its status when it ends the process, not when somebody catches it."""
+    """The exception of sys.exit. It notes its status when it ends the process, not when it is caught."""
 
     def __init__(self, status: Any) -> None:
         super().__init__(status)
@@ -121,7 +122,7 @@ class _Exit(SystemExit):
 
 
 def _called_by_the_interpreter() -> bool:
-    """Whether the function that asks was called by no Python code: the interpreter is leaving."""
+    """Whether no Python code called the calling function: the interpreter is exiting."""
     try:
         sys._getframe(2)
     except ValueError:

@@ -1,0 +1,298 @@
+"""The rendezvous of a task that was started without mpirun: it waits until all tasks have connected.
+
+A process at the first task's address serves it (rendezvous_server.py). The result is two connections to this process:
+one with PMI-1 for the start of MPI, and one that reports the end of this task, and of the others during MPI_Init.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import ipaddress
+import os
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from allred import detached, log
+from allred.channel import AUTHENTICATE_S, Channel, HandshakeError, connect
+from allred.errors import AllredError, CollectiveTimeout, ConfigError
+from allred.launch.rendezvous_state import PURPOSE
+
+TELL_S = 5.0  # interval of the message that names the missing tasks
+_AGAIN_S = 0.2  # between two attempts to connect to the first task's address
+_FREE_S = 2.0  # how long the process of an earlier job may keep the address
+
+SocketAddress = tuple[Any, Any]  # the address family, and the argument of socket.bind
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """The result of the rendezvous. pmi, life: descriptors of the two connections. listener: the socket at this task's
+    address; None for the first task, where the process listens."""
+
+    rank: int
+    size: int
+    pmi: int
+    life: int
+    listener: socket.socket | None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment variables with which MPICH starts."""
+        return {"PMI_FD": str(self.pmi), "PMI_RANK": str(self.rank), "PMI_SIZE": str(self.size)}
+
+    def __post_init__(self) -> None:
+        os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self) -> None:
+        """Close the connections in a forked child, which may outlive this task and would hide its end."""
+        os.close(self.life)
+        if self.listener is not None:
+            self.listener.close()
+
+    def up(self) -> None:
+        """Report that MPI has started."""
+        with contextlib.suppress(OSError):  # the process has ended; the watchers do not need it
+            os.write(self.life, b"up\n")
+
+
+class _NotYetError(Exception):
+    """No process answers at the address."""
+
+
+class Connector:
+    """Connects `task` of the cluster with these addresses to the rendezvous process."""
+
+    def __init__(self, addresses: Mapping[str, str], task: str, secret: str) -> None:
+        self._addresses, self._task, self._secret = dict(addresses), task, secret
+        self._first = next(iter(addresses))
+        self._at = f"{self._first} ({addresses[self._first]})"
+
+    def connect(self, where: list[SocketAddress], **hello: Any) -> Channel:
+        """Open an authenticated channel and send the hello. Raises _NotYetError if the caller should try again, else
+        ConfigError or AllredError."""
+        error: OSError | None = None
+        for family, address in where:
+            try:
+                found = connect(family, address, PURPOSE, self._secret)
+            except HandshakeError as caught:
+                raise ConfigError(f"{self._task}: the process at {self._at} {caught}") from None
+            except OSError as caught:
+                error = caught
+            else:
+                found.send(hello)
+                return found
+        if isinstance(error, ConnectionRefusedError) and self._task == self._first:
+            raise AllredError(
+                f"{self._task}: the rendezvous process that it started at {self._at} has ended; start it again"
+            )
+        raise _NotYetError(f"{self._at}: {getattr(error, 'strerror', None) or error}")
+
+
+class _Waiting:
+    """The messages to the user while a task waits, and its time limit. for_whom: the tasks that are missing."""
+
+    def __init__(self, task: str, limit_s: float, for_whom: str) -> None:
+        self.for_whom = for_whom
+        self._task, self._limit_s, self._begun = task, limit_s, time.monotonic()
+        self._say_at = self._begun + TELL_S
+        self._notice = ""
+
+    def patience(self) -> float:
+        """Return the seconds until the next message. Raises CollectiveTimeout at the limit."""
+        now = time.monotonic()
+        waited = now - self._begun
+        if waited >= self._limit_s:
+            notice = f". Meanwhile: {self._notice}" if self._notice else ""
+            raise CollectiveTimeout(
+                f"{self._task} has waited for {waited:.0f} s (ALLRED_START_TIMEOUT_S) for {self.for_whom}{notice}"
+            )
+        if now >= self._say_at:
+            log.rank_warning(
+                f"{self._task} waits for {self.for_whom}, since {waited:.0f} s; for {self._limit_s:g} s at most"
+            )
+            self._say_at += TELL_S
+        return max(0.01, min(self._say_at - now, self._begun + self._limit_s - now))
+
+    def notice(self, text: str) -> None:
+        """Print a notice of the rendezvous process."""
+        self._notice = text
+        log.rank_warning(text)
+
+
+def rendezvous(
+    addresses: Mapping[str, str], task: str, secret: str, limit_s: float, mpi: str, problem: str = ""
+) -> Joined:
+    """Wait until all tasks have connected, `limit_s` seconds at most.
+
+    addresses: of all tasks by name, in rank order. mpi: the MPI of this Python. problem: why this task cannot take
+    part; it is sent to the others. Raises ConfigError if it cannot or is refused; CollectiveTimeout at the limit.
+    """
+    detached.keep_standard_files()
+    first = next(iter(addresses))
+    where = look_up({first: addresses[first]})
+    connector = Connector(addresses, task, secret)
+    hello: dict[str, Any] = {"task": task, "addresses": dict(addresses), "mpi": mpi, "node": node()}
+    hello |= {"host": socket.gethostname(), "pid": os.getpid(), "user": os.geteuid()}
+    try:
+        where = look_up(addresses)
+        check(addresses, where, secret)
+        if problem:
+            raise ConfigError(problem)
+        listener = take(task, addresses[task], where[task])
+    except ConfigError as error:
+        if task != first:
+            with contextlib.suppress(_NotYetError, AllredError, OSError, ValueError):
+                _answer(connector.connect(where[first], **hello, problem=str(error)))  # wait until it was read
+        raise
+    if task == first:
+        _start(addresses, secret, listener)
+    waiting = _Waiting(task, limit_s, f"{first} ({addresses[first]})")
+    life = None
+    while life is None:
+        life = _wait(connector, where[first], hello, waiting)
+    rank, size = list(addresses).index(task), len(addresses)
+    try:
+        pmi = connector.connect(where[first], rank=rank)
+        _answer(pmi)
+    except (_NotYetError, OSError, ValueError) as error:
+        raise AllredError(
+            f"{task}: the connection to the process at {addresses[first]} failed before MPI started: {error}"
+        ) from None
+    for each in (pmi, life):
+        each.connection.settimeout(None)
+    kept = None if task == first else listener
+    return Joined(rank, size, pmi.connection.detach(), life.connection.detach(), kept)
+
+
+def _answer(to: Channel) -> dict[str, Any]:
+    return to.receive_one(time.monotonic() + AUTHENTICATE_S)
+
+
+def _start(addresses: Mapping[str, str], secret: str, listener: socket.socket) -> None:
+    settings = {"addresses": dict(addresses), "secret": secret, "listener": listener.fileno(), "pid": os.getpid()}
+    found = detached.start("allred.launch.rendezvous_server", settings, files=[listener.fileno()])
+    listener.close()
+    if found["problem"]:
+        raise ConfigError(f"the rendezvous process of the tasks did not start: {found['problem']}")
+
+
+def _wait(connector: Connector, where: list[SocketAddress], hello: dict[str, Any], waiting: _Waiting) -> Channel | None:
+    """Connect and wait. Return the connection after all tasks have connected; None if the caller should try again."""
+    life = None
+    try:
+        life = connector.connect(where, **hello)
+    except _NotYetError as error:
+        waiting.for_whom = str(error)
+    if life is None:
+        time.sleep(min(_AGAIN_S, waiting.patience()))
+        return None
+    try:
+        while (messages := _next(life, waiting.patience())) is not None:
+            for message in messages:
+                if "refused" in message:
+                    raise ConfigError(str(message["refused"]))
+                if "notice" in message:
+                    waiting.notice(str(message["notice"]))
+                if "missing" in message:
+                    waiting.for_whom = " and ".join(message["missing"])
+                if "go" in message:
+                    return life
+    except BaseException:
+        life.connection.close()
+        raise
+    life.connection.close()
+    return None
+
+
+def _next(life: Channel, patience_s: float) -> list[dict[str, Any]] | None:
+    """Return the messages of the next `patience_s` seconds; None at the end of the connection."""
+    life.connection.settimeout(patience_s)
+    try:
+        return life.receive()
+    except TimeoutError:
+        return []
+    except (OSError, ValueError):
+        return None
+
+
+def look_up(addresses: Mapping[str, str]) -> dict[str, list[SocketAddress]]:
+    """Return the socket addresses of each task by name, IPv4 first. Raises ConfigError for an unknown host."""
+    places, unknown = {}, []
+    for task, address in addresses.items():
+        host, _, port = address.rpartition(":")
+        try:
+            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        except OSError as error:
+            unknown.append(f"{host} of {task} ({error.strerror})")
+            continue
+        places[task] = [(family, where) for family, _, _, _, where in sorted(found, key=lambda f: f[0])]
+    if unknown:
+        raise ConfigError(
+            f"unknown host on {socket.gethostname()}: {', '.join(unknown)}; write a name or number that all tasks know"
+        )
+    return places
+
+
+def is_loopback(places: list[SocketAddress]) -> bool:
+    """Return whether only this machine can connect to it."""
+    return all(ipaddress.ip_address(where[0].partition("%")[0]).is_loopback for _, where in places)
+
+
+def check(addresses: Mapping[str, str], places: Mapping[str, list[SocketAddress]], secret: str) -> None:
+    """Raise ConfigError if a secret is missing, a task cannot connect to the first, or two have the same address."""
+    there: dict[Any, str] = {}
+    for task in places:
+        other = there.setdefault(places[task][0], task)
+        if other != task:
+            raise ConfigError(
+                f"{addresses[other]} of {other} and {addresses[task]} of {task} are the same address; give each task a "
+                "different port"
+            )
+    near = [task for task in places if is_loopback(places[task])]
+    far = [task for task in places if task not in near]
+    if near and far:
+        raise ConfigError(
+            f"{addresses[near[0]]} of {near[0]} is this machine's loopback ({places[near[0]][0][1][0]}), which "
+            f"{far[0]} at {addresses[far[0]]} cannot reach; write the address that {near[0]} has in the network"
+        )
+    if far and not secret:
+        raise ConfigError(
+            f"{addresses[far[0]]} of {far[0]} can be reached from other machines: set ALLRED_SECRET, or "
+            "ALLRED_SECRET_FILE, to the same secret for all tasks, so that nobody else can join them"
+        )
+
+
+def take(task: str, address: str, places: list[SocketAddress]) -> socket.socket:
+    """Listen at this task's address only. Raises ConfigError if that fails."""
+    family, where = places[0]
+    until = time.monotonic() + _FREE_S
+    while True:
+        try:
+            return socket.create_server(where[:2], family=family, backlog=128)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and time.monotonic() < until:
+                time.sleep(0.1)
+                continue
+            why = os.strerror(error.errno) if error.errno else str(error)
+            hint = "choose another port"
+            if error.errno == errno.EADDRINUSE:
+                which = f"ss -ltnp 'sport = :{where[1]}' shows which"
+                hint = f"{task} runs here already, an earlier job ends still, or another program has the port ({which})"
+            if error.errno == errno.EADDRNOTAVAIL:
+                hint = f"this machine is {socket.gethostname()}; start {task} on the machine that has this address"
+            raise ConfigError(f"{task} cannot listen at {address} ({where[0]}): {why}; {hint}") from None
+
+
+def node() -> str:
+    """Return the kernel, /dev/shm and the net, IPC and PID namespaces; processes with equal ones can share memory."""
+    found = []
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        found.append(file.read().strip())
+    with contextlib.suppress(OSError):
+        found.append(str(os.stat("/dev/shm").st_dev))
+    for space in ("net", "ipc", "pid"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/self/ns/{space}"))
+    return " ".join(found)

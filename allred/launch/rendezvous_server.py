@@ -1,0 +1,258 @@
+"""The rendezvous process of tasks without mpirun. It listens at the first task's address, and ends after the tasks.
+
+Each task keeps a connection, which the kernel closes when the task ends. Until all tasks have connected, this process
+sends the names of the missing ones; then it sends "go", and each task opens a second connection, which its MPI uses for
+PMI-1. A task sends the lines "up" and "left". A line sent to a task after "go" is a message to the user that ends it.
+
+If the first task ends before all have connected, this process ends; the others try to connect again. A task that is
+restarted while its job runs waits for the end of the job.
+"""
+
+import contextlib
+import os
+import secrets
+import selectors
+import socket
+import time
+from collections.abc import Callable, Hashable, Sequence
+
+from allred.channel import Channel, Listener, dispatch
+from allred.detached import serve
+from allred.launch.rendezvous_state import PURPOSE, Message, RendezvousState
+
+DEATH_S = 0.5  # for the others to fail by themselves of the same error
+_TICK_S = 0.1
+
+
+class RendezvousServer:
+    """Keys of settings: addresses of the tasks by name; secret; listener, a descriptor; pid of the first task."""
+
+    def __init__(self, settings: Message) -> None:
+        self._secret: str = settings["secret"]
+        self._first = next(iter(settings["addresses"]))
+        self._state = RendezvousState(settings["addresses"])
+        self._selector = selectors.DefaultSelector()
+        self._tasks: dict[str, Channel] = {}
+        self._pmi: Pmi | None = None
+        self._speakers: dict[int, Channel] = {}  # PMI-1 connections, by rank
+        self._later: list[tuple[float, list[str], str]] = []  # (time, tasks, message)
+        self._over_at = float("inf")
+        self._first_task = os.pidfd_open(settings["pid"])
+        self._selector.register(self._first_task, selectors.EVENT_READ, self._lose_first)
+        listening = socket.socket(fileno=settings["listener"])
+        self._listener = Listener(self._selector, listening, PURPOSE, self._secret, self._take, self._refusal)
+
+    def run(self) -> None:
+        """Run until all tasks have disconnected."""
+        while self._tasks or time.monotonic() < self._over_at:
+            dispatch(self._selector, _TICK_S)
+            self._listener.close_expired()
+            now = time.monotonic()
+            for _, names, text in [each for each in self._later if now >= each[0]]:
+                self._say(names, text)
+            self._later = [each for each in self._later if now < each[0]]
+
+    def _watch(self, channel: Channel, hear: Callable[[], object], lost: Callable[[], None]) -> None:
+        def ready() -> None:
+            try:
+                hear()
+            except Exception:  # closed, or not the protocol: no bytes of a peer may end this process
+                self._close(channel)
+                lost()
+
+        self._selector.register(channel.connection, selectors.EVENT_READ, ready)
+
+    def _close(self, channel: Channel) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(channel.connection)
+        channel.connection.close()
+
+    def _say(self, names: list[str], text: str) -> None:
+        for name in names:
+            if name in self._tasks:
+                self._tasks[name].send_line(text)
+
+    # New connections.
+
+    def _refusal(self, host: str, has: bool) -> str:
+        text = f"has a different ALLRED_SECRET than {self._first}"
+        if has != bool(self._secret):
+            one, none = "an ALLRED_SECRET", "no ALLRED_SECRET"
+            text = f"has {one if has else none}, but {self._first} has {none if has else one}"
+        text += "; set the same ALLRED_SECRET for all tasks"
+        self._notice(f"a task at {host} was refused: it {text}")
+        return f"this task {text}"
+
+    def _take(self, channel: Channel, messages: list[Message]) -> None:
+        """Handle the new channel of a task, or of its MPI."""
+        hello = messages[0]
+        if "rank" in hello:
+            return self._take_speaker(channel, hello)
+        if late := self._state.late(hello):
+            self._watch(channel, channel.receive, lambda: None)  # until this process ends
+            return channel.send({"missing": [late]})
+        refusal = self._state.come(hello)
+        if refusal:
+            self._notice(refusal)
+            channel.send({"refused": refusal})
+            return channel.connection.close()
+        name = hello["task"]
+        self._watch(channel, lambda: self._hear_task(name), lambda: self._lose(name))
+        self._tasks[name] = channel
+        if self._state.began:
+            self._pmi = Pmi(self._state.nodes())
+            self._send_to_all({"go": True})
+        else:
+            self._tell_missing()
+
+    # Tasks.
+
+    def _notice(self, text: str) -> None:
+        """Send a notice to the waiting tasks."""
+        if not self._state.began:
+            self._send_to_all({"notice": text})
+
+    def _tell_missing(self) -> None:
+        self._send_to_all({"missing": self._state.missing()})
+
+    def _send_to_all(self, message: Message) -> None:
+        for channel in self._tasks.values():
+            channel.send(message)
+
+    def _hear_task(self, name: str) -> None:
+        for word in self._tasks[name].receive_lines():
+            {"up": self._state.up, "left": self._state.left}[word](name)
+        self._end()
+
+    def _lose(self, name: str) -> None:
+        del self._tasks[name]
+        started = self._state.began
+        if started:
+            self._over_at = time.monotonic()
+        names, text = self._state.go(name)
+        if started:
+            self._later.append((time.monotonic() + DEATH_S, names, text))
+            self._end()
+        elif name == self._first:
+            self._lose_first()
+        else:
+            self._tell_missing()
+
+    def _lose_first(self) -> None:
+        """The first task has ended. Unless all had connected, the others try to connect to its address again."""
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(self._first_task)
+        if not self._state.began:
+            for channel in self._tasks.values():
+                self._close(channel)
+            self._tasks.clear()
+            self._over_at = time.monotonic()
+
+    def _end(self) -> None:
+        self._say(self._state.end(), "")
+
+    # MPI.
+
+    def _take_speaker(self, channel: Channel, hello: Message) -> None:
+        rank = int(hello["rank"])
+        if self._pmi is None or rank in self._speakers:
+            return channel.connection.close()
+        self._watch(channel, lambda: self._hear_mpi(rank), lambda: self._lose_speaker(rank))
+        self._speakers[rank] = channel
+        channel.send({"speak": True})
+
+    def _lose_speaker(self, rank: int) -> None:
+        self._speakers.pop(rank, None)
+
+    def _hear_mpi(self, rank: int) -> None:
+        assert self._pmi is not None
+        for line in self._speakers[rank].receive_lines():
+            for other, answer in self._pmi.hear(rank, line):
+                if other in self._speakers:
+                    self._speakers[other].send_line(answer)
+
+
+def _prepare(settings: Message) -> tuple[Message, Callable[[], None]]:
+    process = RendezvousServer(settings)
+    return {}, process.run
+
+
+def main() -> None:
+    """See detached.py."""
+    serve(_prepare)
+
+
+_MAXES = "cmd=maxes rc=0 kvsname_max=256 keylen_max=64 vallen_max=1024"
+
+
+def mapping(nodes: Sequence[Hashable]) -> str:
+    """Return MPICH's PMI_process_mapping, blocks of (first node, nodes, ranks per node). nodes: the node of each rank.
+
+    >>> mapping(["a", "a", "b", "a"])
+    '(vector,(0,1,2),(1,1,1),(0,1,1))'
+    """
+    numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+    blocks: list[list[int]] = []
+    for node in nodes:
+        if blocks and blocks[-1][0] == numbers[node]:
+            blocks[-1][1] += 1
+        else:
+            blocks.append([numbers[node], 1])
+    return f"(vector,{','.join(f'({node},1,{count})' for node, count in blocks)})"
+
+
+class Pmi:
+    """The PMI-1 server of one world: MPICH's processes start and find each other by this protocol. No sockets.
+
+    nodes: the node of each rank. Values that processes have put are visible to all after the next barrier.
+
+        client                                  server
+        cmd=init pmi_version= pmi_subversion=   cmd=response_to_init rc=0 pmi_version=1 pmi_subversion=2
+        cmd=get_maxes                           cmd=maxes rc=0 kvsname_max= keylen_max= vallen_max=
+        cmd=get_appnum                          cmd=appnum rc=0 appnum=0
+        cmd=get_my_kvsname                      cmd=my_kvsname rc=0 kvsname=
+        cmd=get_universe_size                   cmd=universe_size rc=0 size=
+        cmd=put kvsname= key= value=            cmd=put_result rc=0 msg=success
+        cmd=get kvsname= key=                   cmd=get_result rc=0 value=     (rc=1 without a value)
+        cmd=barrier_in                          cmd=barrier_out rc=0           to all, once all are in
+        cmd=finalize                            cmd=finalize_ack rc=0
+
+    The name is unique: MPICH derives the name of its shared memory from it, and would use that of a killed job.
+    """
+
+    def __init__(self, nodes: Sequence[Hashable]) -> None:
+        self._name = f"allred_{secrets.token_hex(8)}"
+        self._size = len(nodes)
+        self._values = {"PMI_process_mapping": mapping(nodes)}
+        self._in_barrier: set[int] = set()
+
+    def hear(self, rank: int, line: str) -> list[tuple[int, str]]:
+        """Handle a line of a rank. Return the answers: (rank, line). Raises ValueError if it is not PMI-1."""
+        words = dict(word.partition("=")[::2] for word in line.split())
+        command = words.get("cmd", "")
+        if command == "put":
+            self._values[words.get("key", "")] = words.get("value", "")
+            return [(rank, "cmd=put_result rc=0 msg=success")]
+        if command == "get":
+            value = self._values.get(words.get("key", ""))
+            found = f"rc=0 value={value}" if value is not None else "rc=1 msg=key_not_found"
+            return [(rank, f"cmd=get_result {found}")]
+        if command == "barrier_in":
+            self._in_barrier.add(rank)
+            if len(self._in_barrier) < self._size:
+                return []
+            self._in_barrier.clear()
+            return [(each, "cmd=barrier_out rc=0") for each in range(self._size)]
+        if command == "abort":  # allred's own exit protocol ends the others
+            return []
+        answer = {
+            "init": "cmd=response_to_init rc=0 pmi_version=1 pmi_subversion=2",
+            "get_maxes": _MAXES,
+            "get_appnum": "cmd=appnum rc=0 appnum=0",
+            "get_my_kvsname": f"cmd=my_kvsname rc=0 kvsname={self._name}",
+            "get_universe_size": f"cmd=universe_size rc=0 size={self._size}",
+            "finalize": "cmd=finalize_ack rc=0",
+        }.get(command)
+        if answer is None:
+            raise ValueError(f"not of PMI-1, or not needed by MPICH: {line!r}")
+        return [(rank, answer)]

@@ -1,0 +1,141 @@
+"""allred.testing.threads: ranks as threads of one process."""
+
+import threading
+
+import numpy as np
+import pytest
+
+import allred
+from allred import native
+from allred.errors import AllredError, ConfigError, InputError, MismatchError, NotInitializedError, RemoteRankError
+from allred.testing import threads
+
+pytestmark = pytest.mark.skipif(not native.available, reason="requires the C extension")
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) <= before
+    with pytest.raises(NotInitializedError):
+        allred.rank()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_each_thread_is_a_rank(size):
+    def numbers():
+        return allred.rank(), allred.size(), allred.local_rank(), allred.world_size(), allred.is_chief()
+
+    assert threads(size, numbers) == [(rank, size, rank, size, rank == 0) for rank in range(size)]
+
+
+def test_collectives():
+    def collectives(offset):
+        mine = np.full(5, allred.rank() + offset, np.float32)
+        work = allred.allreduce_async_(mine, allred.Sum)
+        gathered = allred.allgather(np.arange(allred.rank()))
+        work.wait()
+        return mine.tolist(), gathered.tolist(), allred.broadcast_object({"rank": allred.rank()}, root=2)
+
+    assert threads(3, collectives, 10) == [([33.0] * 5, [0, 0, 1], {"rank": 2})] * 3
+
+
+def test_large_arrays_in_strides():
+    def reduced():
+        array = np.ones((600, 800), np.float32)[:, ::2]
+        return allred.allreduce_(array, allred.Sum)
+
+    for result in threads(2, reduced):
+        assert (result == 2).all()
+
+
+def test_a_distributed_optimizer():
+    def train():
+        opt = allred.distributed(allred.optim.SGD(lr=0.5))
+        params = {"w": np.full(3, float(allred.rank())), "b": np.zeros(2)}
+        opt.broadcast(params)
+        for x in allred.data.batches(np.arange(12.0), batch_size=4):
+            opt.step(params, {"w": np.full(3, x.mean()), "b": np.ones(2)})
+        return params["w"].tolist(), params["b"].tolist()
+
+    alone = threads(1, train)[0]
+    assert threads(2, train) == [alone] * 2
+
+
+def test_a_session(tmp_path):
+    def train():
+        opt = allred.distributed(allred.optim.SGD(lr=0.5))
+        params = {"w": np.zeros(3)}
+        with allred.Session(checkpoint_dir=tmp_path, max_steps=3, log_steps=None) as session:
+            session.track(params=params, optimizer=opt)
+            for _ in session.steps(range(5)):
+                opt.step(params, {"w": np.full(3, float(allred.rank()))})
+        return params["w"].tolist()
+
+    assert threads(2, train) == [[-0.75] * 3] * 2
+    assert threads(2, train) == [[-0.75] * 3] * 2  # goes on from the checkpoint
+    assert "step-00000003" in {path.name for path in tmp_path.iterdir()}
+
+
+def test_process_sets():
+    def in_sets():
+        ends, last = allred.ProcessSet([0, 2]), allred.ProcessSet([2])
+        found = []
+        for group in (ends, last, ends):
+            if group.included():
+                found.append(float(allred.allreduce(allred.rank(), allred.Sum, process_set=group)))
+        allred.barrier()
+        return found
+
+    assert threads(3, in_sets) == [[2.0, 2.0], [], [2.0, 2.0, 2.0]]
+
+
+def test_join():
+    def uneven():
+        sums = []
+        with allred.Join() as joined:
+            for _ in range(allred.rank() + 1):
+                sums.append(float(allred.allreduce(1.0, allred.Sum)))
+        return joined.last, sums
+
+    assert threads(3, uneven) == [(2, [3.0]), (2, [3.0, 2.0]), (2, [3.0, 2.0, 1.0])]
+
+
+def test_the_first_error_is_raised_and_the_other_ranks_get_one():
+    seen = {}
+
+    def fails():
+        if allred.rank() == 1:
+            raise ZeroDivisionError("boom")
+        try:
+            allred.allreduce(np.ones(3))
+        except RemoteRankError as error:
+            seen[allred.rank()] = error
+            raise
+
+    with pytest.raises(ZeroDivisionError, match="boom") as caught:
+        threads(3, fails)
+    assert caught.value.__notes__ == ["allred.testing.threads: raised on rank 1 of 3"]
+    assert {rank: error.rank for rank, error in seen.items()} == {0: 1, 2: 1}
+    assert str(seen[0]).startswith("rank 1 failed: ZeroDivisionError: boom\nTraceback")
+
+
+def test_a_rank_that_returns_early_is_an_error():
+    with pytest.raises(MismatchError, match="the end of the function"):
+        threads(2, lambda: allred.rank() and allred.barrier())
+
+
+def test_different_arguments_are_an_error_and_the_next_call_works():
+    with pytest.raises(MismatchError, match=r"float64 \(2,\) on rank 0; .* float64 \(3,\) on rank 1"):
+        threads(2, lambda: allred.allreduce(np.ones(2 + allred.rank())))
+    assert threads(2, allred.rank) == [0, 1]
+
+
+def test_it_is_refused():
+    with pytest.raises(InputError, match="at least 1"):
+        threads(0, print)
+    with pytest.raises(ConfigError, match="timeout_s"):
+        threads(2, print, timeout_s=-1)
+    with pytest.raises(AllredError, match="has ranks already"):
+        threads(2, lambda: threads(2, print))
