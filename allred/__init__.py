@@ -18,6 +18,7 @@ from allred.cluster.topology import (
     world_size,
 )
 from allred.comm.functions import (
+    Join,
     allgather,
     allgather_async,
     allgather_object,
@@ -38,17 +39,16 @@ from allred.comm.functions import (
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
+    join,
     patience,
     poll,
     reducescatter,
     reducescatter_async,
     synchronize,
 )
-from allred.comm.join import Join, join
-from allred.comm.ops import ReduceOp
+from allred.comm.ops import Compression, ReduceOp
 from allred.comm.process_set import ProcessSet
 from allred.comm.work import Work
-from allred.compression import Compression
 from allred.errors import (
     AllredError,
     CheckpointError,

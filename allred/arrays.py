@@ -17,10 +17,7 @@ from allred.errors import InputError
 Array = NDArray[Any]
 
 # The index of a dtype is its code on the wire; append only.
-DTYPES = (
-    *("bool", "uint8", "int8", "int16", "int32", "int64"),
-    *("float16", "bfloat16", "float32", "float64"),
-)
+DTYPES = (*("bool", "uint8", "int8", "int16", "int32", "int64"), *("float16", "bfloat16", "float32", "float64"))
 _CODES = {name: code for code, name in enumerate(DTYPES)}
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 _HALVES = frozenset({"float16", "bfloat16"})

@@ -25,10 +25,8 @@ def first_rank() -> bool:
 
 
 def fail(line: str, code: int = 2) -> int:
-    """Print an error on rank 0 and return the exit code.
-
-    Other ranks wait a second: a launcher may kill rank 0 before it prints if another rank exits first.
-    """
+    """Print an error on rank 0 and return the exit code. Other ranks wait a second: a launcher may kill rank 0 before
+    it prints if another rank exits first."""
     if first_rank():
         print(line, end="\n" * bool(line), file=sys.stderr, flush=True)
     else:

@@ -69,9 +69,7 @@ class Config:
         choices=("thread", "caller"),
     )
     bucket_bytes: int = _setting(
-        2**20,
-        "size of a bucket: gradients smaller than half of it are reduced together (512KiB, 4MiB, ...)",
-        minimum=1,
+        2**20, "size of a bucket: gradients smaller than half of it are reduced together (512KiB, 4MiB, ...)", minimum=1
     )
     timeout_s: float = _setting(1800.0, "time limit of a wait in one collective, in seconds", minimum=0.001)
     nonfinite: str = _setting(
@@ -122,9 +120,7 @@ _FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 
 def explicit_settings(environ: Mapping[str, str], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Settings that were set explicitly on this rank, parsed: variables, overridden by arguments that are not None.
-
-    Raises ConfigError for an unknown `ALLRED_*` variable or an invalid value.
-    """
+    Raises ConfigError for an unknown `ALLRED_*` variable or an invalid value."""
     found: dict[str, Any] = {}
     for variable in sorted(environ):
         if variable.startswith(_PREFIX):
@@ -140,10 +136,8 @@ def explicit_settings(environ: Mapping[str, str], arguments: Mapping[str, Any]) 
 
 
 def secret(environ: Mapping[str, str]) -> str:
-    """Secret of the cluster, from ALLRED_SECRET or the file ALLRED_SECRET_FILE; "" if there is none.
-
-    Raises ConfigError if the file cannot be read, is empty, or is accessible to other users than its owner.
-    """
+    """Secret of the cluster, from ALLRED_SECRET or the file ALLRED_SECRET_FILE; "" if there is none. Raises ConfigError
+    if the file cannot be read, is empty, or is accessible to other users than its owner."""
     word, path = (environ.get(f"{_PREFIX}{name}", "none") for name in ("SECRET", "SECRET_FILE"))
     if path in ("none", ""):
         return "" if word == "none" else word

@@ -29,7 +29,6 @@ class Tensor(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """The number of elements; 1 for a 0-d tensor."""
         return arrays.size_of(self.shape)
 
     def __str__(self) -> str:
@@ -83,12 +82,10 @@ class Plan:
 
     @functools.cached_property
     def nonempty(self) -> list[int]:
-        """The indices of the tensors that have elements."""
         return [index for index, tensor in enumerate(self.tensors) if tensor.elements]
 
     @functools.cached_property
     def dtypes(self) -> tuple[np.dtype[Any], ...]:
-        """The dtypes of the non-empty tensors, each once."""
         return tuple(dict.fromkeys(self.tensors[index].dtype for index in self.nonempty))
 
     @functools.cached_property
@@ -107,11 +104,9 @@ class Plan:
 
     @functools.cached_property
     def nbytes(self) -> int:
-        """The bytes of all tensors."""
         return sum(tensor.elements * tensor.dtype.itemsize for tensor in self.tensors)
 
     def largest(self, dtype: np.dtype[Any]) -> int:
-        """Return the number of elements of the largest bucket of a dtype."""
         return max(bucket.count for bucket in self.buckets if bucket.dtype == dtype)
 
 
@@ -124,18 +119,15 @@ class FusionBuffer:
 
     def pack(self, tensors: Sequence[Array], largest: int) -> Array:
         """Copy contiguous tensors of one dtype behind each other. Returns a flat view, valid until the next pack.
-
-        largest: the number of elements of the largest bucket of this dtype.
-        """
+        largest: the number of elements of the largest bucket of this dtype."""
         dtype = tensors[0].dtype
         if dtype not in self._memory or self._memory[dtype].size < largest:
-            self._memory[dtype] = self._communicator.allocate(largest, dtype)
+            self._memory[dtype] = self._communicator.backend.allocate(largest, dtype)
         memory = self._memory[dtype]
         native.pack([arrays.as_buffer(tensor) for tensor in tensors], arrays.as_buffer(memory))
         return memory[: sum(tensor.size for tensor in tensors)]
 
     def unpack(self, tensors: Sequence[Array]) -> None:
-        """Copy the buffer back into the tensors of the last pack."""
         memory = self._memory[tensors[0].dtype]
         native.unpack([arrays.as_buffer(tensor) for tensor in tensors], arrays.as_buffer(memory))
 

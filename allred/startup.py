@@ -27,8 +27,8 @@ from allred.config import Config, explicit_settings, settle
 from allred.data.loader import Iterations
 from allred.data.prefetching import check_not_in_prefetch_process
 from allred.errors import AllredError, ConfigError, InputError
-from allred.gpu import binding
-from allred.modes.detect import wrapper_bypass
+from allred.gpu import streams
+from allred.modes.detect import mistake_checks
 from allred.ps import context
 from allred.ps.context import Context
 from allred.watch import exit as exit_protocol
@@ -117,7 +117,7 @@ class _Facts:
     host: int  # the lowest rank on the same host
     has_kernels: bool
     cores: Cores
-    gpus: binding.VisibleGpus
+    gpus: streams.VisibleGpus
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,10 +178,10 @@ def _duplicate(comm: Any, life: int) -> tuple[Any, str]:
     return duplicate, library
 
 
-def _gpus(settings: dict[str, Any] | str) -> binding.VisibleGpus:
+def _gpus(settings: dict[str, Any] | str) -> streams.VisibleGpus:
     """Return the GPUs that this rank sees; none if its settings do not allow GPUs."""
     allowed = isinstance(settings, dict) and settings.get("backend", "auto") in ("auto", "nccl")
-    return binding.visible_gpus() if allowed else binding.NO_GPUS
+    return streams.visible_gpus() if allowed else streams.NO_GPUS
 
 
 def _plan(facts: list[_Facts], cluster: Cluster, has_mpi: bool) -> _Decisions:
@@ -316,7 +316,7 @@ def shutdown() -> None:
     if not communicator.queue.poisoned and topology.rank() < topology.size():
         communicator.check("shutdown", "shutdown()").wait()
         recording.compare_clocks_again()
-    wrapper_bypass.warn_unused()
+    mistake_checks.warn_unused()
     _leave_servers()
     _leave_workers()
     watch.stop()

@@ -27,9 +27,8 @@ from numpy.typing import DTypeLike
 import allred
 from allred.arrays import Array
 from allred.bench.measure import Call
-from allred.bench.sets import Shape
-from allred.bench.verify import first_difference, random_arrays
-from allred.compression import Compression
+from allred.bench.verify import Shape, first_difference, random_arrays
+from allred.comm.ops import Compression
 
 UNCOMPRESSED = "allred uncompressed"
 PER_TENSOR = "mpi per tensor"

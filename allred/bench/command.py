@@ -17,12 +17,13 @@ import numpy as np
 
 import allred
 from allred import arrays, command_line, config
-from allred.bench import data, measure, output, sets
+from allred.bench import baselines, data, gpu, measure, output, verify
 from allred.bench.verify import WrongResultError
 from allred.cluster import launcher, mpi
+from allred.comm import functions
 from allred.comm.backends.nccl import TYPES
+from allred.comm.ops import Compression, narrows
 from allred.command_line import Parser
-from allred.compression import Compression, narrows
 from allred.errors import ConfigError
 
 SIZES = "4,1KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB,256MiB"
@@ -72,8 +73,57 @@ def _run(options: argparse.Namespace, command: str) -> None:
         "allred": allred.__version__,
         "command": f"mpirun -np {comm.Get_size()} {command}" if comm.Get_size() > 1 else command,
     }
-    name = "allreduce" if options.bench == "fused" else options.bench
-    return importlib.import_module(f"allred.bench.{name}").run(options, comm, conditions)  # type: ignore[no-any-return]
+    if options.bench in ("allreduce", "fused"):
+        return _run_allreduce(options, comm, conditions)
+    return importlib.import_module(f"allred.bench.{options.bench}").run(options, comm, conditions)  # type: ignore[no-any-return]
+
+
+def _run_allreduce(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> None:
+    """Measure all sizes or sets; rank 0 prints. Raises WrongResultError on all ranks. Calls allred.shutdown()."""
+    labels = {"ranks": comm.Get_size(), "dtype": arrays.name_of(options.dtype), "backend": functions.current().name}
+    if options.compression is not Compression.none:
+        labels["compression"] = options.compression.name
+    on_gpu = {"device": "cuda", **gpu.describe()} if options.device == "cuda" else {}
+    conditions = {"op": "Sum", **on_gpu, **conditions}
+    writer = output.ResultWriter(options.json, enabled=comm.Get_rank() == 0)
+    writer.header(options.bench, labels, conditions, options.against or labels.get("compression"))
+    baseline: baselines.Baseline | None = None
+    if options.against:
+        baseline = baselines.MpiBaseline(comm) if options.against == "mpi" else gpu.NcclBaseline(comm, options.dtype)
+    for item in options.items:
+        what, results = _measure(item, options, comm, baseline)
+        for result in results:
+            thread = {"progress_thread": functions.current().queue.engine.has_progress_thread}
+            writer.line({"bench": options.bench, **what, **labels, **result, **conditions, **thread})
+    writer.footer(functions.current().queue.engine.has_progress_thread)
+    if baseline is not None:
+        baseline.close()
+    comm.Free()
+    allred.shutdown()
+
+
+def _measure(
+    item: Any, options: argparse.Namespace, comm: Any, baseline: baselines.Baseline | None
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Size or set of `item`, and one record per compared implementation."""
+    single, on_gpu = options.bench == "allreduce", options.device == "cuda"
+    shapes = [(item // options.dtype.itemsize,)] if single else verify.SETS[item]()
+    group = (gpu if on_gpu else baselines).allocate(shapes, options.dtype)
+    nbytes, title = sum(array.nbytes for array in group), f"{options.bench} {item}"
+    what = {"bytes": nbytes} if single else {"set": item, "bytes": nbytes, "tensors": len(group)}
+    calls = baselines.allred_calls(group, single, options.compression)
+    if baseline is not None:
+        calls |= baseline.array_calls(group[0]) if single else baseline.group_calls(group)
+    for name, call in calls.items():
+        verify.check(f"{title} by {name}", call, group, comm)
+    synchronize = gpu.synchronize if on_gpu else measure.no_synchronize
+    times = measure.interleave(calls, comm, options.seconds * max(1, len(calls) - 1), synchronize)
+    verify.check_zeros(title, group, comm)
+    ours = times.pop("allred")
+    details = gpu.enqueue_and_pack(group, comm, options.seconds) if on_gpu and not single else {}
+    others = times.items() or [(None, None)]
+    size = comm.Get_size()
+    return what, [{**output.result(ours, name, other, nbytes, size), **details} for name, other in others]
 
 
 def tune_malloc() -> None:
@@ -99,10 +149,8 @@ def _restart(environ: dict[str, str]) -> NoReturn:
 
 
 def before_mpi(against_mpi: bool) -> dict[str, str]:
-    """The settings that MPI will start with: the user's and allred's. Call it before MPI starts.
-
-    against_mpi: also sets mpi_yield_when_idle if this host has more ranks than cores: else raw Open MPI busy-waits.
-    """
+    """The settings that MPI will start with: the user's and allred's. Call it before MPI starts. against_mpi: also sets
+    mpi_yield_when_idle if this host has more ranks than cores: else raw Open MPI busy-waits."""
     ranks = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "")
     if against_mpi and ranks.isdigit() and int(ranks) > (os.cpu_count() or 1):
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
@@ -130,7 +178,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _parser() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
-    """The parser, and those of the commands by name."""
     text: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter}
     parser = Parser(
         prog=_PROGRAM,
@@ -143,13 +190,13 @@ def _parser() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
     allreduce = commands.add_parser("allreduce", help="one array in place, at several sizes")
     allreduce.add_argument("--sizes", help=f"bytes per array, for example 4,64KiB,1MiB; default {SIZES}")
     fused = commands.add_parser("fused", help="all gradients of a model in one call")
-    fused.add_argument("--set", dest="sets", default=",".join(sets.SETS), help="default: all, which are %(default)s")
+    fused.add_argument("--set", dest="sets", default=",".join(verify.SETS), help="default: all, which are %(default)s")
     overlap = commands.add_parser("overlap", help="steps that reduce gradients during the backward pass")
-    names = ", ".join(sets.OVERLAP_SETS)
+    names = ", ".join(verify.OVERLAP_SETS)
     overlap.add_argument("--set", dest="sets", default="resnet50", help=f"of {names}; default %(default)s")
     overlap.add_argument("--progress", choices=["thread", "caller"], default="thread", help="as ALLRED_PROGRESS")
     ps = commands.add_parser("ps", help="steps with parameter servers; the first ranks are the servers")
-    ps.add_argument("--set", default="resnet50", help=f"one of {', '.join(sets.PS_SETS)}; default %(default)s")
+    ps.add_argument("--set", default="resnet50", help=f"one of {', '.join(verify.PS_SETS)}; default %(default)s")
     ps.add_argument("--servers", type=int, default=1, help="number of servers; default 1")
     ps.add_argument("--consistency", choices=["async", "bounded", "sync"], help="default: ALLRED_CONSISTENCY")
     ps.add_argument("--against", choices=["mpi"], help="also time raw MPI on the same arrays, interleaved")
@@ -191,7 +238,7 @@ def _check(options: argparse.Namespace) -> None:
             options.items = _sizes(options.sizes, options.dtype)
         else:
             options.items = options.sets.split(",")
-            _check_sets(options.items, sets.OVERLAP_SETS if options.bench == "overlap" else sets.SETS)
+            _check_sets(options.items, verify.OVERLAP_SETS if options.bench == "overlap" else verify.SETS)
     if not 0 <= options.seconds < float("inf"):
         raise ValueError(f"--seconds must be a finite number of at least 0, got {options.seconds:g}")
 
@@ -224,7 +271,7 @@ def _check_device(options: argparse.Namespace) -> None:
 
 
 def _check_ps(options: argparse.Namespace) -> None:
-    _check_sets([options.set], sets.PS_SETS)
+    _check_sets([options.set], verify.PS_SETS)
     if options.dtype not in (np.float32, np.float64):
         raise ValueError("bench ps needs --dtype float32 or float64")  # it verifies exact sums after many steps
     if options.servers < 1:

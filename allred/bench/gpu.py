@@ -39,7 +39,6 @@ def _device() -> Device:
 
 
 def synchronize() -> None:
-    """Wait until the GPU has finished."""
     _device().xp.cuda.Device().synchronize()
 
 
@@ -51,7 +50,6 @@ def describe() -> dict[str, Any]:
 
 
 def allocate(shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> list[Any]:
-    """Arrays of zeros on this rank's GPU."""
     return [_device().xp.zeros(shape, dtype) for shape in shapes]
 
 
@@ -92,7 +90,6 @@ class NcclBaseline:
         return {PER_TENSOR: per_tensor, CONCATENATED: concatenated}
 
     def close(self) -> None:
-        """Destroy the NCCL communicator. Collective."""
         synchronize()
         self._nccl.destroy()
 
@@ -130,6 +127,5 @@ def packing_bandwidths(group: list[Any], comm: Any, seconds: float) -> dict[str,
 
 
 def enqueue_and_pack(group: list[Any], comm: Any, seconds: float) -> dict[str, float]:
-    """The additional numbers of `bench fused`. Collective."""
     call = functools.partial(allred.grouped_allreduce_, group, allred.Sum)
     return {"enqueue_us": short(enqueue_us(call, comm)), **packing_bandwidths(group, comm, seconds)}

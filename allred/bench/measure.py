@@ -46,17 +46,13 @@ class CallTimes:
     batch: int
 
     def us(self, percent: float) -> float:
-        """A percentile of the samples, in microseconds."""
         return float(np.percentile(self.seconds, percent)) * 1e6
 
 
 @dataclasses.dataclass(frozen=True)
 class StepTimes:
-    """Times of one kind of training step.
-
-    steps: calls of one worker, warm-up included. steps_per_s: timed steps of all workers, divided by the sum over turns
-    of the slowest worker's time.
-    """
+    """Times of one kind of training step. steps: calls of one worker, warm-up included. steps_per_s: timed steps of all
+    workers, divided by the sum over turns of the slowest worker's time."""
 
     times: CallTimes
     steps_per_s: float
@@ -119,10 +115,8 @@ def interleave(
 def interleave_steps(
     calls: Mapping[str, Call], comm: Any, seconds: float, context: TurnContext
 ) -> dict[str, StepTimes]:
-    """Time steps of all workers for about `seconds`. Collective over the workers' mpi4py communicator `comm`.
-
-    context: `context(name, calls)` makes a context manager that surrounds a turn of that many calls.
-    """
+    """Time steps of all workers for about `seconds`. Collective over the workers' mpi4py communicator `comm`. context:
+    `context(name, calls)` makes a context manager that surrounds a turn of that many calls."""
     begin = time.perf_counter()
     steps = dict.fromkeys(calls, 0)
 

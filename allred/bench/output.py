@@ -10,23 +10,19 @@ from allred.cluster import mpi
 from allred.ps.protocol import histogram
 
 _RATES = ("copy_GBps", "pack_GBps", "unpack_GBps", "pack_scaled_GBps", "unpack_divided_GBps")
-_COLUMNS = {"p50_us": "p50 us", "p99_us": "p99 us", "algbw_GBps": "algbw GB/s"}
+_SHARED = {"p50_us": "p50 us", "p99_us": "p99 us", "algbw_GBps": "algbw GB/s"}
+_ALLREDUCE = {**_SHARED, "busbw_GBps": "busbw GB/s"}
+_COLUMNS = {"allreduce": _ALLREDUCE, "fused": _ALLREDUCE, "ps": {**_SHARED, "updates_per_s": "updates/s"}}
 
 # Freed memory stays in the process; large blocks come from the heap too; the heap uses huge pages.
 TUNABLES = f"glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold={2**64 - 1}:glibc.malloc.mmap_threshold={2**64 - 1}"
 
 
 def result(
-    ours: measure.CallTimes,
-    against: str | None,
-    theirs: measure.CallTimes | None,
-    nbytes: int,
-    size: int | None = None,
+    ours: measure.CallTimes, against: str | None, theirs: measure.CallTimes | None, nbytes: int, size: int | None = None
 ) -> dict[str, Any]:
-    """The measured part of a record: times in microseconds, bandwidths in GB/s, speedup over `against`.
-
-    size: number of ranks of an allreduce, for busbw.
-    """
+    """The measured part of a record: times in microseconds, bandwidths in GB/s, speedup over `against`. size: number of
+    ranks of an allreduce, for busbw."""
     p50 = ours.us(50)
     algbw = measure.algbw(nbytes, p50)
     their_p50 = theirs.us(50) if theirs else None
@@ -53,12 +49,6 @@ def short(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _columns(bench: str) -> dict[str, str]:
-    """Column headers by JSON key."""
-    last = {"updates_per_s": "updates/s"} if bench == "ps" else {"busbw_GBps": "busbw GB/s"}
-    return {**_COLUMNS, **last}
-
-
 class ResultWriter:
     """Prints each record when it is measured, as JSON or as a row of a table. enabled: this rank prints."""
 
@@ -80,7 +70,7 @@ class ResultWriter:
         print(*condition_lines(conditions), sep="\n")
         columns = [
             f"{'size' if bench == 'allreduce' else 'set':>12}",
-            *(f"{name:>11}" for name in _columns(bench).values()),
+            *(f"{name:>11}" for name in _COLUMNS[bench].values()),
         ]
         columns += [f"{'samples':>14}", *(["  against: p50 us, speedup"] if against else [])]
         print("".join(columns), flush=True)
@@ -91,13 +81,12 @@ class ResultWriter:
             print(f"progress thread: {'running' if progress_thread else 'not running'}", flush=True)
 
     def line(self, record: dict[str, Any]) -> None:
-        """Print one record."""
         if not self.enabled:
             return
         if self.as_json:
             print(json.dumps(record), flush=True)
             return
-        times = "".join(f"{number(record[key]):>11}" for key in _columns(record["bench"]))
+        times = "".join(f"{number(record[key]):>11}" for key in _COLUMNS[record["bench"]])
         text = f"{record.get('set') or size_name(record['bytes']):>12}{times}"
         text += f"{record['samples']:>6} x {record['calls_per_sample']:<5}"
         if record["against"]:
@@ -111,7 +100,6 @@ class ResultWriter:
 
 
 def tuned() -> bool:
-    """Whether this process was started with TUNABLES."""
     return TUNABLES in os.environ.get("GLIBC_TUNABLES", "")
 
 
@@ -150,7 +138,6 @@ def cores(numbers: set[int]) -> str:
 
 
 def condition_lines(record: dict[str, Any]) -> list[str]:
-    """The conditions as two lines of text."""
     settings = " ".join(f"{name}={value}" for name, value in record["mpi_settings"].items())
     binding = record["binding"]
     where = f"{binding[0]} each" if len(set(binding)) == 1 else ", ".join(binding)

@@ -24,7 +24,7 @@ import numpy as np
 
 import allred
 from allred.arrays import Array
-from allred.bench import baselines, measure, output, sets
+from allred.bench import baselines, measure, output, verify
 from allred.bench.measure import Call
 from allred.comm import functions
 
@@ -50,8 +50,13 @@ def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> N
         print(*output.condition_lines(conditions), sep="\n")
 
     def write(name: str, result: dict[str, Any]) -> None:
-        if prints:
-            _print({"bench": "overlap", "set": name, **labels, **result, **conditions}, options.json)
+        record = {"bench": "overlap", "set": name, **labels, **result, **conditions}
+        if prints and options.json:
+            output.ResultWriter(as_json=True, enabled=True).line(record)
+        elif prints:
+            texts = {key: output.number(value) for key, value in record.items() if key.endswith(("_us", "share"))}
+            label = f"{name:>12} {record.get('backward') or 'rank 0 ' + record['rank_0']:>12}"
+            print(label + "".join(f"  {key.removesuffix('_us')} {text}" for key, text in texts.items()), flush=True)
 
     for name in options.items:  # the first step with reduce() starts the progress thread
         for result in _measure_steps(name, options, comm):
@@ -63,8 +68,7 @@ def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> N
 
 
 def _measure_steps(name: str, options: argparse.Namespace, comm: Any) -> Iterator[dict[str, Any]]:
-    """One record per kind of backward pass."""
-    group = baselines.allocate(sets.OVERLAP_SETS[name](), options.dtype)
+    group = baselines.allocate(verify.OVERLAP_SETS[name](), options.dtype)
     grads = {f"{index:04}": array for index, array in enumerate(group)}
     opt = allred.distributed(_NoUpdate(), name=name)
     for _ in range(2):  # overlap starts with the second step
@@ -165,12 +169,3 @@ def _measure_peers(comm: Any) -> list[dict[str, Any]]:
                 }
             )
     return comm.bcast(found)  # type: ignore[no-any-return]
-
-
-def _print(record: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        output.ResultWriter(as_json=True, enabled=True).line(record)
-        return
-    texts = {key: output.number(value) for key, value in record.items() if key.endswith(("_us", "share"))}
-    label = f"{record['set']:>12} {record.get('backward') or 'rank 0 ' + record['rank_0']:>12}"
-    print(label + "".join(f"  {key.removesuffix('_us')} {text}" for key, text in texts.items()), flush=True)

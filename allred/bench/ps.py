@@ -18,7 +18,7 @@ import numpy as np
 
 import allred
 from allred import arrays, native
-from allred.bench import baselines, measure, output, sets, verify
+from allred.bench import baselines, measure, output, verify
 from allred.bench.verify import LR, WrongResultError
 from allred.errors import ConfigError
 from allred.modes.options import StepOptions
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> N
     workers = comm.Split(context.serves, context.rank)
     baseline = None
     if options.against:
-        baseline = baselines.server_baseline(comm, sets.PS_SETS[options.set](), options.dtype, LR)
+        baseline = baselines.server_baseline(comm, verify.PS_SETS[options.set](), options.dtype, LR)
     if context.serves:
         return _serve(context, policy, comm, baseline)
     labels = {
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> N
     conditions = {"op": "push, SGD, pull", **conditions}
     writer = output.ResultWriter(options.json, enabled=context.worker == 0)
     writer.header(options.bench, labels, conditions, options.against)
-    worker = _BenchWorker(options.set, options.dtype, policy, workers, comm, baseline)
+    worker = _BenchWorker(options, policy, workers, comm, baseline)
     try:
         for result in worker.measure(options.seconds):
             writer.line({"bench": options.bench, **worker.what, **labels, **result, **conditions})
@@ -128,22 +128,21 @@ class _BenchWorker:
 
     def __init__(
         self,
-        name: str,
-        dtype: np.dtype[Any],
+        options: argparse.Namespace,
         policy: Policy,
         workers: Any,
         comm: Any,
         baseline: baselines.ServerBaseline | None,
     ) -> None:
-        self._shapes, self._dtype = sets.PS_SETS[name](), dtype
+        self._shapes, self._dtype = verify.PS_SETS[options.set](), options.dtype
         self._workers, self._comm, self._baseline = workers, comm, baseline
         self._round_trips = baseline.round_trips if baseline else {}
         self._averages = isinstance(policy, Sync)
         self._transport = MpiTransport(current_context().comm)
         self._opt = allred.distributed(allred.optim.SGD(lr=LR), consistency=policy)
-        self._params, self._grads = (baselines.allocate(self._shapes, dtype) for _ in range(2))
+        self._params, self._grads = (baselines.allocate(self._shapes, self._dtype) for _ in range(2))
         nbytes = sum(array.nbytes for array in self._params)
-        self.what: dict[str, Any] = {"set": name, "bytes": nbytes, "tensors": len(self._shapes)}
+        self.what: dict[str, Any] = {"set": options.set, "bytes": nbytes, "tensors": len(self._shapes)}
 
     def measure(self, seconds: float) -> list[dict[str, Any]]:
         """One record per baseline, or one without. Raises WrongResultError on all workers. Collective."""
@@ -195,7 +194,6 @@ class _BenchWorker:
             self._comm.Recv(empty, 0)
 
     def _statistics(self) -> Statistics:
-        """The servers' statistics; no worker is in a step."""
         self._workers.Barrier()
         found: Statistics = self._opt.statistics()
         self._workers.Barrier()
@@ -225,7 +223,6 @@ class _BenchWorker:
         self._raise_if_any(f"the result of {updates} updates", problem)
 
     def _pull(self) -> None:
-        """Pull the parameters after all workers' steps."""
         self._workers.Barrier()
         self._opt.pull(self._params)
         self._workers.Barrier()

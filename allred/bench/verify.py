@@ -19,9 +19,62 @@ from numpy.typing import DTypeLike
 
 from allred import arrays
 from allred.arrays import Array
-from allred.bench.sets import Shape
 from allred.gpu.device_arrays import fill as put
 from allred.gpu.device_arrays import to_host
+
+Shape = tuple[int, ...]
+
+
+def resnet50() -> list[Shape]:
+    """Convolutions (out, in, height, width), each followed by weight and bias of its batch norm; fc.weight, fc.bias."""
+    shapes = [(64, 3, 7, 7), (64,), (64,)]
+    channels = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            shapes += _bottleneck(channels, width, downsample=block == 0)
+            channels = 4 * width
+    return [*shapes, (1000, 2048), (1000,)]
+
+
+def _bottleneck(channels: int, width: int, downsample: bool) -> Iterator[Shape]:
+    out = 4 * width
+    convolutions = [(width, channels, 1, 1), (width, width, 3, 3), (out, width, 1, 1)]
+    if downsample:
+        convolutions.append((out, channels, 1, 1))
+    for convolution in convolutions:
+        yield from (convolution, convolution[:1], convolution[:1])
+
+
+def transformer() -> list[Shape]:
+    """Embeddings (word, position, token type, norm), 12 layers of 16 tensors, pooler."""
+    hidden, inner = 768, 3072
+    norm: list[Shape] = [(hidden,), (hidden,)]
+    dense: list[Shape] = [(hidden, hidden), (hidden,)]
+    attention = [*dense, *dense, *dense, *dense, *norm]  # query, key, value, output
+    layer = [*attention, (inner, hidden), (inner,), (hidden, inner), (hidden,), *norm]
+    return [(30522, hidden), (512, hidden), (2, hidden), *norm, *layer * 12, *dense]
+
+
+def mlp() -> list[Shape]:
+    """Eight layers, each a weight (512, 512) and a bias (512,)."""
+    layer: list[Shape] = [(512, 512), (512,)]
+    return layer * 8
+
+
+def small() -> list[Shape]:
+    """1000 tensors of 1 KiB in float32."""
+    return [(256,)] * 1000
+
+
+def tiny() -> list[Shape]:
+    """One tensor of 1 KiB in float32."""
+    return [(256,)]
+
+
+SETS = {"resnet50": resnet50, "transformer": transformer, "small": small}
+OVERLAP_SETS = {**SETS, "mlp": mlp}
+PS_SETS = {**SETS, "tiny": tiny}
+
 
 LR = 0.75  # learning rate; 4 * LR is a whole number
 _BLOCK = 2**18  # elements that are filled or compared at once

@@ -11,8 +11,7 @@ from allred import arrays
 from allred.arrays import Array
 from allred.comm import header, ops
 from allred.comm.header import OpDescriptor, quoted
-from allred.comm.ops import ReduceOp
-from allred.compression import Compression
+from allred.comm.ops import Compression, ReduceOp
 from allred.errors import InputError
 
 _NO_OP = object()  # the operation does not reduce; None is a value that a user may pass by mistake
@@ -20,9 +19,7 @@ _NO_OP = object()  # the operation does not reduce; None is a value that a user 
 
 def source_and_target(value: Any, in_place: bool) -> tuple[Array, Array]:
     """Return what to reduce and where to store it: the caller's array twice, or a new contiguous array for the result.
-
-    Raises InputError.
-    """
+    Raises InputError."""
     if in_place:
         target = target_of(value, in_place)
         return target, target
@@ -31,7 +28,6 @@ def source_and_target(value: Any, in_place: bool) -> tuple[Array, Array]:
 
 
 def target_of(value: Any, in_place: bool) -> Array:
-    """Return the array that an operation works on: the caller's, or a contiguous copy of it. Raises InputError."""
     if not in_place:
         return np.array(arrays.as_host_array(value), copy=True, order="C")
     arrays.as_host_array(value)  # raises for device arrays, torch tensors and masked arrays
@@ -44,13 +40,11 @@ def target_of(value: Any, in_place: bool) -> Array:
 
 
 def check_name(name: Any) -> None:
-    """Raise InputError if `name` is not a string."""
     if not isinstance(name, str):
         raise InputError(f"name={name!r} must be a string")
 
 
 def listed(group: Any) -> Sequence[Any]:
-    """Return a list of arrays. Raises InputError if `group` is not iterable."""
     try:
         return list(group)
     except TypeError:
@@ -58,7 +52,6 @@ def listed(group: Any) -> Sequence[Any]:
 
 
 def index_of(root: Any, ranks: Sequence[int]) -> int:
-    """Return the index of `root` in `ranks`. Raises InputError."""
     try:
         return ranks.index(operator.index(root))
     except (TypeError, ValueError):

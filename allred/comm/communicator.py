@@ -9,7 +9,7 @@ are reproducible from run to run.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -27,17 +27,41 @@ from allred.comm.arguments import (
     target_of,
     wire_code,
 )
-from allred.comm.backends.backend import Backend, CheckedOperation, pickled
+from allred.comm.backends.backend import Backend, pickled
 from allred.comm.device_collectives import DeviceCollectives
 from allred.comm.group import Group
 from allred.comm.header import OpDescriptor, quoted
-from allred.comm.ops import ReduceOp
+from allred.comm.ops import Compression, ReduceOp, narrows
 from allred.comm.work import Steps, Work
-from allred.compression import Compression, narrows
 from allred.errors import AllredError, InputError
 from allred.gpu.device_arrays import is_device
 
+if TYPE_CHECKING:
+    from allred.native._kernels import Operation as CheckedOperation
+
 _NONE = Compression.none
+
+
+class _Reduction(NamedTuple):
+    """Arrays to reduce, each into a target of its shape: the array itself, or a new contiguous one."""
+
+    sources: list[Array]
+    targets: list[Array]
+    op: ReduceOp
+    compression: Compression
+
+    def flat_sources(self, flats: list[Array]) -> list[Array]:
+        """Return the sources as flat arrays. flats: the flat targets."""
+        every = zip(self.sources, self.targets, flats, strict=True)
+        return [flat if source is target else arrays.flat(source) for source, target, flat in every]
+
+    def move(self, group: Group, flats: list[Array]) -> Steps[None]:
+        """Reduce one array after the other between the ranks of a group. flats: the flat targets."""
+        for source, target, flat in zip(self.sources, self.targets, flats, strict=True):
+            if source is not target:
+                target[...] = source
+            wire = self.compression.value if narrows(flat.dtype, self.compression.value) else 0
+            yield from group.backend.allreduce(flat, self.op, wire)
 
 
 class Communicator(Group):
@@ -80,9 +104,10 @@ class Communicator(Group):
                         return target
                     if begun is not None:
                         steps = self._finish_reduce(
-                            begun, lambda: array_descriptor("allreduce", value, name, op, compression=compression),
-                            [value], [target], op, compression,
-                        )  # fmt: skip
+                            begun,
+                            lambda: array_descriptor("allreduce", value, name, op, compression=compression),
+                            _Reduction([value], [target], op, compression),
+                        )
                         self.queue.start(f"allreduce{quoted(name)}", steps).wait()
                         return target
                 except BaseException as error:
@@ -98,13 +123,12 @@ class Communicator(Group):
     ) -> Steps[Array]:
         source, target = source_and_target(value, in_place)
         descriptor = array_descriptor("allreduce", source, name, op, compression=compression)
-        yield from self._reduce(descriptor, [source], [target], op, compression)
+        yield from self._reduce(descriptor, _Reduction([source], [target], op, compression))
         return target
 
     def grouped_allreduce(
         self, group: Sequence[Any], op: ReduceOp = ReduceOp.AVERAGE, name: str = "", compression: Compression = _NONE
     ) -> Work[list[Array]]:
-        """Reduce several arrays as one operation: new arrays."""
         if self.gpu is not None and any(map(is_device, group)):
             return self.gpu.grouped_allreduce(group, op, name, compression, in_place=False)
         return self.start("grouped_allreduce", name, self._reduce_group(group, op, name, compression, in_place=False))
@@ -112,7 +136,6 @@ class Communicator(Group):
     def grouped_allreduce_(
         self, group: Sequence[Array], op: ReduceOp = ReduceOp.AVERAGE, name: str = "", compression: Compression = _NONE
     ) -> Work[list[Array]]:
-        """As `grouped_allreduce`, in place."""
         if self.gpu is not None and any(map(is_device, group)):
             return self.gpu.grouped_allreduce(group, op, name, compression, in_place=True)
         return self.start("grouped_allreduce", name, self._reduce_group(group, op, name, compression, in_place=True))
@@ -132,9 +155,10 @@ class Communicator(Group):
                         return targets
                     if begun is not None:
                         steps = self._finish_reduce(
-                            begun, lambda: group_descriptor(group, name, op, compression),
-                            group, targets, op, compression,
-                        )  # fmt: skip
+                            begun,
+                            lambda: group_descriptor(group, name, op, compression),
+                            _Reduction(group, targets, op, compression),
+                        )
                         self.queue.start(f"grouped_allreduce{quoted(name)}", steps).wait()
                         return targets
                 except BaseException as error:
@@ -151,19 +175,12 @@ class Communicator(Group):
             self.queue.poison(f"an allreduce was cut short by {type(error).__name__}")
 
     def _finish_reduce(
-        self,
-        operation: CheckedOperation,
-        describe: Callable[[], OpDescriptor],
-        sources: list[Array],
-        targets: list[Array],
-        op: ReduceOp,
-        compression: Compression,
+        self, operation: "CheckedOperation", describe: Callable[[], OpDescriptor], reduction: _Reduction
     ) -> Steps[None]:
         """Wait for an allreduce of contiguous arrays that the fast path began; repeat it if some ranks have joined."""
         group = yield from self.finish(operation, describe)
         if group is not self:
-            flats = [arrays.flat(target) for target in targets]
-            yield from _reduce_all(group.backend, sources, targets, flats, op, compression)
+            yield from reduction.move(group, [arrays.flat(target) for target in reduction.targets])
 
     def _reduce_group(
         self, group: Sequence[Any], op: ReduceOp, name: str, compression: Compression, in_place: bool
@@ -172,27 +189,20 @@ class Communicator(Group):
         sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
         if in_place and arrays.overlap([target for target in targets if target.size]):
             raise InputError("the same memory is in the group twice, and would be reduced twice")
-        yield from self._reduce(group_descriptor(sources, name, op, compression), sources, targets, op, compression)
+        reduction = _Reduction(sources, targets, op, compression)
+        yield from self._reduce(group_descriptor(sources, name, op, compression), reduction)
         return targets
 
-    def _reduce(
-        self,
-        descriptor: OpDescriptor,
-        sources: list[Array],
-        targets: list[Array],
-        op: ReduceOp,
-        compression: Compression,
-    ) -> Steps[None]:
-        """Agree, then reduce each source into its target, which is the source itself or a new contiguous array."""
-        flats = [arrays.flat(target) for target in targets]
+    def _reduce(self, descriptor: OpDescriptor, reduction: _Reduction) -> Steps[None]:
+        flats = [arrays.flat(target) for target in reduction.targets]
         yield from self.agree_and_move(
             descriptor,
             lambda backend, record: backend.begin_allreduce(
-                record, _flat_sources(sources, targets, flats), flats, op, compression.value
+                record, reduction.flat_sources(flats), flats, reduction.op, reduction.compression.value
             ),
-            lambda group: _reduce_all(group.backend, sources, targets, flats, op, compression),
+            lambda group: reduction.move(group, flats),
         )
-        for target, flat in zip(targets, flats, strict=True):
+        for target, flat in zip(reduction.targets, flats, strict=True):
             arrays.copy_back(target, flat)
 
     def broadcast(self, value: Any, root: int = 0, name: str = "") -> Work[Array]:
@@ -202,7 +212,6 @@ class Communicator(Group):
         return self.start("broadcast", name, self._broadcast(value, root, name, in_place=False))
 
     def broadcast_(self, array: Array, root: int = 0, name: str = "") -> Work[Array]:
-        """As `broadcast`, in place."""
         if self.gpu is not None and is_device(array):
             return self.gpu.broadcast(array, root, name, in_place=True)
         return self.start("broadcast", name, self._broadcast(array, root, name, in_place=True))
@@ -222,10 +231,8 @@ class Communicator(Group):
         return target
 
     def allgather(self, value: Any, name: str = "") -> Work[Array]:
-        """Concatenate the arrays of all ranks along the first dimension in rank order: a new array on every rank.
-
-        Ranks may differ in the first dimension. A 0-d value counts as one of shape (1,).
-        """
+        """Concatenate the arrays of all ranks along the first dimension in rank order: a new array on every rank. Ranks
+        may differ in the first dimension. A 0-d value counts as one of shape (1,)."""
         if self.gpu is not None and is_device(value):
             return self.gpu.allgather(value, name)
 
@@ -244,10 +251,8 @@ class Communicator(Group):
         return self.start("allgather", name, steps())
 
     def reducescatter(self, value: Any, op: ReduceOp = ReduceOp.AVERAGE, name: str = "") -> Work[Array]:
-        """Reduce, and return this rank's rows of the result: a new array.
-
-        If the rows do not divide evenly, the first ranks get one more.
-        """
+        """Reduce, and return this rank's rows of the result: a new array. If the rows do not divide evenly, the first
+        ranks get one more."""
         if self.gpu is not None and is_device(value):
             return self.gpu.reducescatter(value, op, name)
 
@@ -267,9 +272,7 @@ class Communicator(Group):
                 yield from self.backend.reducescatter(flat, out, counts, op)
 
             yield from self.agree_and_move(
-                descriptor,
-                lambda backend, record: backend.begin_reducescatter(record, flat, out, counts, op),
-                move,
+                descriptor, lambda backend, record: backend.begin_reducescatter(record, flat, out, counts, op), move
             )
             return result
 
@@ -277,9 +280,7 @@ class Communicator(Group):
 
     def alltoall(self, value: Any, splits: Sequence[int] | None = None, name: str = "") -> Work[tuple[Array, Array]]:
         """Send rows to every rank and receive rows from every rank: (new array, int64 array of the rows received).
-
-        `splits[r]` rows go to rank r; without it the rows must divide evenly. Rows are received in rank order.
-        """
+        `splits[r]` rows go to rank r; without it the rows must divide evenly. Rows are received in rank order."""
         if self.gpu is not None and is_device(value):
             return self.gpu.alltoall(value, splits, name)
 
@@ -336,11 +337,8 @@ class Communicator(Group):
     def check(
         self, kind: str, title: str, tensors: Sequence[str] = (), settings: str = "", note: int = 0, problem: str = ""
     ) -> Work[list[int]]:
-        """Check that all ranks pass the same title, tensors (a line each) and settings.
-
-        The result is the `note`, 0 to 2**64 - 1, of every rank of `active`. A `problem` (a sentence) on any rank is an
-        InputError on all.
-        """
+        """Check that all ranks pass the same title, tensors (a line each) and settings. The result is the `note`, 0 to
+        2**64 - 1, of every rank of `active`. A `problem` (a sentence) on any rank is an InputError on all."""
 
         def steps() -> Steps[list[int]]:
             descriptor = OpDescriptor(kind, "", title, tuple(tensors), settings, note=note, problem=problem)
@@ -361,7 +359,7 @@ class Communicator(Group):
             descriptor = OpDescriptor("join", title="join()", note=first, problem=problem)
             if problem:
                 yield from self.agree(descriptor)
-            headers = yield from self.exchange(descriptor)
+            headers = yield from self.backend.exchange(self._announce(descriptor))
             if header.agree(headers):
                 notes = [header.rows_and_note(record)[1] for record in headers]
                 return self.ranks[notes.index(1)]
@@ -369,30 +367,6 @@ class Communicator(Group):
             return None
 
         return self.start("join", "", steps())
-
-
-def _flat_sources(sources: list[Array], targets: list[Array], flats: list[Array]) -> list[Array]:
-    """The sources as flat arrays; `flats` are the flat targets."""
-    return [
-        flat if source is target else arrays.flat(source)
-        for source, target, flat in zip(sources, targets, flats, strict=True)
-    ]
-
-
-def _reduce_all(
-    backend: Backend,
-    sources: list[Array],
-    targets: list[Array],
-    flats: list[Array],
-    op: ReduceOp,
-    compression: Compression,
-) -> Steps[None]:
-    """Reduce one array after the other. flats: the flat targets."""
-    for source, target, flat in zip(sources, targets, flats, strict=True):
-        if source is not target:
-            target[...] = source
-        wire = compression.value if narrows(flat.dtype, compression.value) else 0
-        yield from backend.allreduce(flat, op, wire)
 
 
 def _move_nothing(_: Group) -> Steps[None]:

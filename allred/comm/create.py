@@ -1,12 +1,10 @@
 """Makes communicators: selects the host backend, with the reason that the banner shows, and adds a device backend if
 every rank has a GPU that can be used."""
 
-from collections.abc import Callable
 from typing import Any
 
-from allred.comm.backends.backend import Backend
+from allred.comm.backends.backend import SingleBackend
 from allred.comm.backends.nccl import NcclBackend
-from allred.comm.backends.single import SingleBackend
 from allred.comm.backends.staged import StagedBackend
 from allred.comm.communicator import Communicator
 from allred.comm.device_collectives import DeviceCollectives
@@ -14,31 +12,11 @@ from allred.comm.group import T
 from allred.comm.work import Steps, Work
 from allred.config import Config
 from allred.errors import ConfigError, InputError
-from allred.gpu import binding
-from allred.gpu.binding import GpuBinding, VisibleGpus
-from allred.gpu.streams import Device
+from allred.gpu import streams
+from allred.gpu.streams import Device, VisibleGpus
 
+BACKENDS = ("mpi", "shm", "single")  # of host arrays
 _devices: dict[int, Device] = {}  # of this process, by index: shared by all communicators
-
-
-def _single(_: Any, nodes: list[int]) -> Backend:
-    return SingleBackend()
-
-
-def _mpi(comm: Any, nodes: list[int]) -> Backend:
-    from allred.comm.backends.mpi import MpiBackend  # imports MPI
-
-    return MpiBackend(comm)
-
-
-def _shm(comm: Any, nodes: list[int]) -> Backend:
-    from allred.comm.backends.hierarchical import connect  # imports MPI, and the C extension
-
-    return connect(comm, nodes)
-
-
-# Each makes a backend from an mpi4py communicator (None without MPI) and the node of every rank.
-BACKENDS: dict[str, Callable[[Any, list[int]], Backend]] = {"single": _single, "mpi": _mpi, "shm": _shm}
 
 
 def select_backend(wanted: str, nodes: list[int], has_mpi: bool, kernels: list[bool]) -> tuple[str, str]:
@@ -81,18 +59,24 @@ def select_devices(config: Config, seen: list[VisibleGpus], nodes: list[int]) ->
     """
     if config.backend not in ("auto", "nccl") or (config.backend == "auto" and not any(one.devices for one in seen)):
         return False, ""
-    problem = binding.binding_error(seen, nodes, config.gpu_oversubscribe)
+    problem = streams.binding_error(seen, nodes, config.gpu_oversubscribe)
     if problem and config.backend == "nccl":
         raise ConfigError(f"backend 'nccl': {problem}")
     return not problem, problem and f"GPUs are not used: {problem}"
 
 
 def create(name: str, comm: Any, timeout_s: float, nodes: list[int]) -> Communicator:
-    """Make a communicator on backend `name`. Collective.
+    """Make a communicator on backend `name`. Collective. comm: an mpi4py communicator, which the backend owns; None
+    without MPI. nodes: the node of every rank."""
+    if name == "single":
+        return Communicator(SingleBackend(), timeout_s)
+    if name == "mpi":
+        from allred.comm.backends.mpi import MpiBackend  # imports MPI
 
-    comm: an mpi4py communicator, which the backend owns; None without MPI. nodes: the node of every rank.
-    """
-    return Communicator(BACKENDS[name](comm, nodes), timeout_s)
+        return Communicator(MpiBackend(comm), timeout_s)
+    from allred.comm.backends.hierarchical import connect  # imports MPI, and the C extension
+
+    return Communicator(connect(comm, nodes), timeout_s)
 
 
 def add_devices(communicator: Communicator, config: Config, seen: list[VisibleGpus], nodes: list[int]) -> str:
@@ -105,8 +89,14 @@ def add_devices(communicator: Communicator, config: Config, seen: list[VisibleGp
     wanted, reason = select_devices(config, seen, nodes)
     if not wanted:
         return reason
-    place, across = binding.bind(seen, nodes, communicator.rank), len(set(nodes)) > 1
-    problems = communicator.allgather_object(_open(place, communicator.rank)).wait()
+    place, across = streams.bind(seen, nodes, communicator.rank), len(set(nodes)) > 1
+    problem = ""
+    try:
+        if place.index not in _devices:
+            _devices[place.index] = Device(place, communicator.rank)
+    except Exception as error:  # cupy is for another CUDA version or lacks NCCL; the other ranks have to know
+        problem = f"{type(error).__name__}: {error}"
+    problems = communicator.allgather_object(problem).wait()
     if any(problems):
         rank = next(rank for rank, text in enumerate(problems) if text)
         problem = f"cupy or its NCCL does not work on rank {rank} ({problems[rank]}); run python -m allred doctor"
@@ -114,16 +104,6 @@ def add_devices(communicator: Communicator, config: Config, seen: list[VisibleGp
             raise ConfigError(f"backend 'nccl': {problem}")
         return f"GPUs are not used: {problem}"
     return add_device(communicator, _devices[place.index], staged=across and config.nccl_cross == "mpi")
-
-
-def _open(place: GpuBinding, rank: int) -> str:
-    """Open this rank's GPU. Return "", or the problem."""
-    try:
-        if place.index not in _devices:
-            _devices[place.index] = Device(place, rank)
-    except Exception as error:  # cupy is for another CUDA version or lacks NCCL; the other ranks have to know
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def add_device(communicator: Communicator, device: Device, staged: bool) -> str:

@@ -15,9 +15,8 @@ from allred.arrays import Array
 from allred.comm import header
 from allred.comm.arguments import array_descriptor, index_of, splits_of
 from allred.comm.device_reduce import DeviceReductions, ReduceRequest, adopted, check_writable, on_gpu
-from allred.comm.ops import ReduceOp
+from allred.comm.ops import Compression, ReduceOp
 from allred.comm.work import Steps, Work
-from allred.compression import Compression
 from allred.errors import InputError
 from allred.gpu.device_arrays import Adopted
 from allred.gpu.streams import StreamLease
@@ -29,18 +28,14 @@ class DeviceCollectives(DeviceReductions):
     """The collectives of a communicator with a device backend. Arguments and results are those of Communicator."""
 
     def allreduce(self, value: Any, op: ReduceOp, name: str, compression: Compression, in_place: bool) -> Work[Any]:
-        """Reduce one array."""
         return self._reduction([value], ReduceRequest(op, name, compression, in_place, one=True))
 
     def grouped_allreduce(
         self, group: Sequence[Any], op: ReduceOp, name: str, compression: Compression, in_place: bool
     ) -> Work[list[Any]]:
-        """Reduce several arrays as one operation."""
         return self._reduction(group, ReduceRequest(op, name, compression, in_place))
 
     def broadcast(self, value: Any, root: int, name: str, in_place: bool) -> Work[Any]:
-        """Copy the root's array to every rank."""
-
         def body(g: Adopted, lease: StreamLease) -> Steps[Any]:
             source = index_of(root, self.communicator.ranks)
             if in_place:
@@ -65,8 +60,6 @@ class DeviceCollectives(DeviceReductions):
         return self._of_one("broadcast", name, value, body)
 
     def allgather(self, value: Any, name: str) -> Work[Any]:
-        """Concatenate the arrays of all ranks along the first dimension."""
-
         def body(g: Adopted, lease: StreamLease) -> Steps[Any]:
             shape = g.shape or (1,)
             descriptor = array_descriptor("allgather", cast(Array, g), name, shape=("any", *shape[1:]), rows=shape[0])
@@ -85,8 +78,6 @@ class DeviceCollectives(DeviceReductions):
         return self._of_one("allgather", name, value, body)
 
     def reducescatter(self, value: Any, op: ReduceOp, name: str) -> Work[Any]:
-        """Reduce, and return this rank's rows of the result."""
-
         def body(g: Adopted, lease: StreamLease) -> Steps[Any]:
             descriptor = on_gpu(array_descriptor("reducescatter", cast(Array, g), name, op))
             if not g.shape:
@@ -107,8 +98,6 @@ class DeviceCollectives(DeviceReductions):
         return self._of_one("reducescatter", name, value, body)
 
     def alltoall(self, value: Any, splits: Sequence[int] | None, name: str) -> Work[tuple[Any, Array]]:
-        """Send rows to every rank and receive rows from every rank."""
-
         def body(g: Adopted, lease: StreamLease) -> Steps[tuple[Any, Array]]:
             shape = g.shape or (1,)
             sent = splits_of(shape[0], splits, self.communicator.size)
@@ -131,8 +120,6 @@ class DeviceCollectives(DeviceReductions):
         return self._of_one("alltoall", name, value, body)
 
     def _of_one(self, kind: str, name: str, value: Any, body: Callable[[Adopted, StreamLease], Steps[T]]) -> Work[T]:
-        """Start an operation on one array."""
-
         def steps() -> Steps[T]:
             given = adopted(value, self.devices.device.index)
             return body(given, self.devices.device.lease([given.stream]))

@@ -20,12 +20,10 @@ from allred.comm.arguments import array_descriptor, group_descriptor
 from allred.comm.backends.backend import DeviceBackend
 from allred.comm.group import Group
 from allred.comm.header import OpDescriptor
-from allred.comm.ops import ReduceOp
+from allred.comm.ops import Compression, ReduceOp, narrows
 from allred.comm.work import Steps, Work
-from allred.compression import Compression, narrows
 from allred.errors import InputError
-from allred.gpu.arithmetic import HALF_DTYPES, storage_dtype
-from allred.gpu.device_arrays import Adopted, adopt, is_device, layouts
+from allred.gpu.device_arrays import HALF_DTYPES, Adopted, adopt, is_device, layouts, storage_dtype
 from allred.gpu.kernels import LaunchTable
 from allred.gpu.streams import StreamHandle, StreamLease
 
@@ -85,10 +83,8 @@ class DeviceReductions:
     def weighted_allreduce_(
         self, group: Sequence[Any], op: ReduceOp, name: str, compression: Compression, weight: float | None
     ) -> Work[list[Any]]:
-        """grouped_allreduce_ of gradients on GPUs, multiplied by this rank's `weight` before (None: by 1).
-
-        16-bit floats are multiplied and summed in float32 and rounded once. A weight of 0 also turns NaN into 0.
-        """
+        """grouped_allreduce_ of gradients on GPUs, multiplied by this rank's `weight` before (None: by 1). 16-bit
+        floats are multiplied and summed in float32 and rounded once. A weight of 0 also turns NaN into 0."""
         return self._reduction(group, ReduceRequest(op, name, compression, True, weight))
 
     def _reduction(self, values: Sequence[Any], request: ReduceRequest) -> Work[Any]:
@@ -146,7 +142,6 @@ class DeviceReductions:
         self, values: Sequence[Any], given: list[Adopted], lease: StreamLease, descriptor: OpDescriptor,
         together: list[list[int]], request: ReduceRequest,
     ) -> Steps[Any]:  # fmt: skip
-        """Reduce arrays of any layout, in place or not."""
         group, devices, _ = yield from self._agree(descriptor)
         made = [] if request.in_place else lease.empty([(one.shape, one.array.dtype) for one in given])
         with lease.enter():
@@ -205,10 +200,8 @@ class DeviceReductions:
     # The common part of all device collectives.
 
     def _begin(self, kind: str, name: str, make: Callable[[], Steps[T]]) -> Work[T]:
-        """Start an operation on device arrays, after the work already enqueued on the caller's streams.
-
-        If `make` finds arguments that cannot be used, the header says so to the other ranks.
-        """
+        """Start an operation on device arrays, after the work already enqueued on the caller's streams. If `make` finds
+        arguments that cannot be used, the header says so to the other ranks."""
         steps: Steps[T]
         try:
             steps = make()

@@ -4,25 +4,26 @@ At the start of an operation each rank sends every other a header (header.py). I
 of one rank cannot be used, all ranks raise the same error and no bytes have moved. So a check that fails on one rank
 never leaves the others waiting.
 
-Ranks may have joined (join.py): their header of every operation is `join`. Then headers differ, no bytes have moved,
+Ranks may have joined: their header of every operation is `join`. Then headers differ, no bytes have moved,
 and the other ranks run the operation on a subgroup of their own.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
 
-import numpy as np
-
-from allred.arrays import Array
 from allred.comm import header
 from allred.comm.arguments import check_name
-from allred.comm.backends.backend import Backend, CheckedOperation, DeviceBackend, WithHeader, pickled
+from allred.comm.backends.backend import Backend, DeviceBackend, pickled
 from allred.comm.header import OpDescriptor, quoted
 from allred.comm.work import Steps, Work, WorkQueue
 from allred.errors import InputError
 from allred.timeline.recorder import Operation, Track
+
+if TYPE_CHECKING:
+    from allred.comm.backends.shm import ShmBackend
+    from allred.native._kernels import Operation as CheckedOperation
 
 T = TypeVar("T")
 
@@ -30,10 +31,8 @@ _BEHIND = 16  # later operations sent along with a mismatch, because they may ex
 
 
 class Group:
-    """The ranks of `backend`, which the group owns. timeout_s: how long an operation may wait, in seconds.
-
-    ranks: the numbers of the members as callers know them, for roots and messages. devices: moves arrays on GPUs.
-    """
+    """The ranks of `backend`, which the group owns. timeout_s: how long an operation may wait, in seconds. ranks: the
+    numbers of the members as callers know them, for roots and messages. devices: moves arrays on GPUs."""
 
     def __init__(self, backend: Backend, timeout_s: float) -> None:
         self.backend = backend
@@ -59,30 +58,9 @@ class Group:
         return self._active or self
 
     @property
-    def takes_device_arrays(self) -> bool:
-        """Whether the collectives accept arrays on this rank's GPU."""
-        return self.devices is not None
-
-    @property
-    def fuses(self) -> bool:
-        """Whether a grouped allreduce of host arrays needs no fusion buffer."""
-        return self.backend.fuses
-
-    @property
     def sent_bytes(self) -> int:
         """Bytes that this rank has contributed to allreduces so far; see Backend.sent_bytes."""
         return self.backend.sent_bytes + (0 if self.devices is None else self.devices.sent_bytes)
-
-    def allocate(self, count: int, dtype: np.dtype[Any]) -> Array:
-        """Zeros that live as long as the communicator; it may reduce them without a copy."""
-        return self.backend.allocate(count, dtype)
-
-    def start_progress_thread(self) -> None:
-        """Start a thread that runs operations while the program computes, if the backend has one.
-
-        Without it, operations make progress when the program waits for one, tests one, or starts another.
-        """
-        self.backend.start_progress_thread()
 
     def close(self) -> None:
         """Release all resources; collective. The communicator cannot be used afterwards."""
@@ -117,10 +95,8 @@ class Group:
         return self.queue.start(title, steps())
 
     def agree(self, descriptor: OpDescriptor) -> "Steps[tuple[Group, list[bytes]]]":
-        """Exchange headers. Return the group that runs the operation, and the headers of its ranks.
-
-        Raises the same error on every rank if the headers disagree.
-        """
+        """Exchange headers. Return the group that runs the operation, and the headers of its ranks. Raises the same
+        error on every rank if the headers disagree."""
         headers = yield from self.backend.exchange(self._announce(descriptor))
         if (noted := self._noted) is not None:
             noted.agree()
@@ -132,13 +108,11 @@ class Group:
     def agree_and_move(
         self,
         descriptor: OpDescriptor,
-        begin: Callable[[WithHeader, bytes], CheckedOperation],
+        begin: Callable[["ShmBackend", bytes], "CheckedOperation"],
         move: "Callable[[Group], Steps[None]]",
     ) -> Steps[None]:
-        """Exchange headers, then move the bytes of the operation.
-
-        begin: starts both as one operation, for a backend that can; move: moves the bytes on a group that has agreed.
-        """
+        """Exchange headers, then move the bytes of the operation. begin: starts both as one operation, for a backend
+        that can; move: moves the bytes on a group that has agreed."""
         if (backend := self.backend.with_header) is None:
             group, _ = yield from self.agree(descriptor)
         else:
@@ -148,11 +122,7 @@ class Group:
                 return
         yield from move(group)
 
-    def exchange(self, descriptor: OpDescriptor) -> Steps[list[bytes]]:
-        """Return the headers of all ranks, whether they agree or not."""
-        return (yield from self.backend.exchange(self._announce(descriptor)))
-
-    def finish(self, operation: CheckedOperation, describe: Callable[[], OpDescriptor]) -> "Steps[Group]":
+    def finish(self, operation: "CheckedOperation", describe: Callable[[], OpDescriptor]) -> "Steps[Group]":
         """Wait for an operation that includes the header exchange.
 
         Returns this group; or the subgroup on which the bytes have still to be moved, if some ranks have joined. Raises

@@ -167,9 +167,7 @@ def call_site() -> str:
 
 def verdict(calls: list[OpDescriptor], ranks: Sequence[int] | None = None) -> AllredError:
     """Return the error that all ranks raise, from every rank's descriptor. Pure, so the text is the same on all ranks.
-
-    ranks: the numbers of the ranks; default: 0, 1, ...
-    """
+    ranks: the numbers of the ranks; default: 0, 1, ..."""
     error = _verdict(calls, range(len(calls)) if ranks is None else ranks)
     if isinstance(error, MismatchError) and any(call.found_at for call in calls):
         return MismatchError(f"{error}\n  called at {by_rank([call.found_at or '?' for call in calls], ranks)}")

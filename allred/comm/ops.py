@@ -1,19 +1,19 @@
-"""The reduction operators, and their meaning for each dtype.
+"""The reduction operators, and compression to 16-bit wire dtypes.
 
-Average   the sum divided by the number of ranks; floating point only
-Sum       integers wrap around; the 16-bit floats are summed in float32 and rounded once
-Min, Max  a NaN on any rank makes the element NaN, as numpy.minimum does (plain MPI leaves it open)
-Product   integers wrap around; the 16-bit floats are multiplied in float32 and rounded once
-
-For bool, Min and Product are "all", Max is "any"; Sum and Average are errors.
+Compression: each float32 or float64 number is rounded to nearest, ties to even, before it is sent; float64 is first
+converted to float32. All ranks, also for their own numbers, add the rounded numbers in float32, so all get the same
+bits. In shared memory C does this while it copies (csrc/transfers.c); other backends use `narrow` and `widen`. 16-bit
+numbers are uint16 arrays here, so bfloat16 needs no package.
 """
 
 import enum
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from allred import arrays
+from allred import arrays, native
+from allred.arrays import Array
 
 
 class ReduceOp(enum.Enum):
@@ -41,3 +41,43 @@ def refusal(op: Any, dtype: np.dtype[Any]) -> str | None:
     if op is ReduceOp.AVERAGE and not arrays.is_float(dtype):
         return f"Average of {dtype.name} is not defined (it would round); use op=allred.Sum, or cast to float32"
     return None
+
+
+_SUM = 2  # code of the operator (comm/ops.py); the sum of one source is that source
+_WIDE = frozenset({"float32", "float64"})
+
+
+class Compression(enum.Enum):
+    """Wire dtype of float32 and float64 numbers between ranks.
+
+    `none`    no compression
+    `fp16`    float16: 11 bits of precision; overflows above 65504, underflows below 6e-8 (see `GradScaler`)
+    `bf16`    bfloat16: 8 bits of precision, range of float32
+
+    Integers, bools and 16-bit floats are never compressed.
+
+    >>> Compression.fp16
+    allred.Compression.fp16
+    """
+
+    none = 0  # the values are codes of arrays.DTYPES
+    fp16 = arrays.DTYPES.index("float16")
+    bf16 = arrays.DTYPES.index("bfloat16")
+
+    def __repr__(self) -> str:
+        return f"allred.Compression.{self.name}"
+
+
+def narrows(dtype: np.dtype[Any], wire: int) -> bool:
+    """Whether numbers of this dtype are compressed. wire: the value of a Compression."""
+    return bool(wire) and arrays.name_of(dtype) in _WIDE
+
+
+def narrow(numbers: Array, out: NDArray[np.uint16], wire: int) -> None:
+    """Compress contiguous numbers into `out`, of the same number of elements."""
+    native.narrow(numbers, out, arrays.dtype_code(numbers.dtype), wire)
+
+
+def widen(halves: NDArray[np.uint16], out: Array, wire: int) -> None:
+    """Decompress into `out`. The conversion is exact."""
+    native.reduce([halves], out, wire, _SUM, 1, "", arrays.dtype_code(out.dtype))

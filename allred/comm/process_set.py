@@ -26,7 +26,7 @@ from allred.comm.create import add_devices, create, select_backend
 from allred.comm.work import Polled, Steps, WorkQueue
 from allred.config import Config
 from allred.errors import InputError
-from allred.gpu.binding import VisibleGpus
+from allred.gpu.streams import VisibleGpus
 
 
 @dataclasses.dataclass
@@ -159,10 +159,8 @@ def _translated(comm: Any) -> list[int]:
 
 
 def _subgroup(base: ProcessSets, parent: tuple[int, ...], ranks: Sequence[int]) -> Steps[Communicator]:
-    """Return the communicator of the ranks of `parent` that have not joined.
-
-    It differs from that of a process set of the same ranks, which may have other operations under way.
-    """
+    """Return the communicator of the ranks of `parent` that have not joined. It differs from that of a process set of
+    the same ranks, which may have other operations under way."""
     key = parent, tuple(ranks)
     if key not in base.made:
         title = f"{ProcessSet(ranks)}, which have not joined, of {list(parent)}"

@@ -32,7 +32,12 @@ def start(directory: str, control: Communicator, comm: Any, workers: range) -> N
     stop()  # one that was left by a failed init()
     if directory in ("none", ""):
         return
-    mine, problem = _file(os.path.join(os.path.abspath(directory), f"rank-{control.rank}.timeline"))
+    mine, problem = None, ""
+    try:
+        os.makedirs(os.path.abspath(directory), exist_ok=True)
+        mine = recorder.Recorder(os.path.join(os.path.abspath(directory), f"rank-{control.rank}.timeline"))
+    except OSError as error:
+        problem = f"{error.strerror}: {error.filename}"
     told = control.allgather_object((problem, secrets.token_hex(8), socket.gethostname())).wait()
     problems = [f"rank {rank} on {host}: {text}" for rank, (text, _, host) in enumerate(told) if text]
     if problems:
@@ -62,15 +67,6 @@ def _name(rank: int, workers: range, size: int) -> str:
     if rank >= workers.stop:
         return f"client {rank - workers.stop}"
     return f"worker {rank - workers.start}" if len(workers) < size else f"rank {rank}"
-
-
-def _file(path: str) -> tuple[recorder.Recorder | None, str]:
-    """Open the file. Returns (recorder, "") or (None, problem)."""
-    try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        return recorder.Recorder(path), ""
-    except OSError as error:
-        return None, f"{error.strerror}: {error.filename}"
 
 
 def attach(communicator: Communicator, members: str) -> None:

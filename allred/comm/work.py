@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from allred import world
 from allred.comm.header import OpDescriptor
@@ -24,6 +24,9 @@ from allred.gpu.streams import Completion
 from allred.timeline.recorder import Operation, Track
 from allred.watch import exit as exit_protocol
 from allred.watch.wait import Awaited, Wait
+
+if TYPE_CHECKING:
+    from allred.native._kernels import Segment
 
 T = TypeVar("T")
 
@@ -78,27 +81,8 @@ class Polled:
         return spin_wait(self.done)
 
 
-class Engine(Protocol):
-    """Runs operations that are begun ahead, in order."""
-
-    @property
-    def has_progress_thread(self) -> bool:
-        """Whether a thread runs them while the program computes."""
-
-    def acquire(self, blocking: bool) -> bool:
-        """Take the lock; False if it is taken."""
-
-    def release(self) -> object: ...
-
-    def on_complete(self, first: Any) -> object:
-        """An operation is complete, whose first wait was for `first`: the operations begun after it may run."""
-
-    def halt(self) -> object:
-        """Stop moving bytes."""
-
-
 class _NoEngine:
-    """No engine: operations make progress only in waits."""
+    """In place of a Segment, which runs operations that are begun ahead: they make progress only in waits."""
 
     has_progress_thread = False
 
@@ -203,12 +187,10 @@ class Work(Generic[T]):
 
 
 class WorkQueue:
-    """The operations of one communicator that are not complete yet, oldest first. Used by one thread at a time.
+    """The operations of one communicator that are not complete yet, oldest first. Used by one thread at a time. idle:
+    whether there are none, and one may be started. With an engine they are begun ahead."""
 
-    idle: whether there are none, and one may be started. With an engine they are begun ahead.
-    """
-
-    def __init__(self, timeout_s: float, engine: Engine | None = None, members: Sequence[int] | None = None) -> None:
+    def __init__(self, timeout_s: float, engine: "Segment | None" = None, members: Sequence[int] | None = None) -> None:
         self.timeout_s = timeout_s
         self.members = members  # world ranks of a process set; None: all ranks
         self.steps_taken = 0
@@ -224,7 +206,7 @@ class WorkQueue:
         self._running_for_others = threading.RLock()  # taken by a thread that waits for another queue and runs this one
         self._pid = os.getpid()
         self._ahead = engine is not None
-        self.engine: Engine = engine or _NoEngine()
+        self.engine: Segment | _NoEngine = engine or _NoEngine()
 
     def start(self, title: str, steps: Steps[T]) -> Work[T]:
         """Start an operation, which runs after all those before it."""
@@ -309,7 +291,9 @@ class WorkQueue:
                         raise outcome
                     deadline = now + outcome
                 if (error := world.error()) is not None:
-                    raise self._poison_with(error)
+                    self.poison(str(error).partition("\n")[0])
+                    exit_protocol.stuck()
+                    raise error
         finally:
             if watcher is not None:
                 watcher.waits = False
@@ -326,11 +310,6 @@ class WorkQueue:
             return self._works[0].title
         call, number = self._works[0].described
         return call().describe(number())
-
-    def _poison_with(self, error: AllredError) -> AllredError:
-        self.poison(str(error).partition("\n")[0])
-        exit_protocol.stuck()
-        return error
 
     def poison(self, reason: str) -> None:
         """Refuse all further operations: an MPI operation cannot be cancelled, and the ranks no longer match."""

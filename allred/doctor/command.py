@@ -23,17 +23,7 @@ from allred.bench.output import cores
 from allred.cluster import launcher, processors
 from allred.comm import functions
 from allred.doctor import findings, gpu, host, info, mpi, trials
-from allred.doctor.findings import (
-    FAIL,
-    NOTE,
-    WARN,
-    Finding,
-    RankReport,
-    ReportPrinter,
-    Topic,
-    exit_code,
-    summary,
-)
+from allred.doctor.findings import FAIL, NOTE, WARN, Finding, RankReport, ReportPrinter, Topic, exit_code, summary
 from allred.doctor.watchdog import Watchdog
 from allred.errors import CollectiveTimeout
 
@@ -135,7 +125,6 @@ def diagnose(reports: list[RankReport]) -> list[Finding]:
 
 
 def _fact(facts: Any, topic: str, kind: type[Any]) -> Any:
-    """The facts of a topic, None if the probe failed."""
     return facts[topic] if isinstance(facts[topic], kind) else None
 
 
@@ -151,7 +140,6 @@ def _require_all(printer: ReportPrinter, comm: Any, reports: dict[int, Any], lim
 
 
 def phase(watchdog: Watchdog, printer: ReportPrinter, title: str, limit_s: float) -> AbstractContextManager[None]:
-    """A phase in which ranks wait for each other."""
     remedy = f"read the findings above; find the rank that hangs with top or py-spy; {_SLOW}"
     late = Finding(FAIL, title, f"not finished after {limit_s:g} s", remedy)
     remedy = trials.NO_CMA if title == trials.MPI_SUMS else remedy

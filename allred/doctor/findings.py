@@ -64,7 +64,6 @@ class RankReport:
     topics: Mapping[str, Any]
 
     def topic(self, name: str) -> RankFacts[Any]:
-        """The facts of one topic."""
         return RankFacts(self.rank, self.host, self.topics[name])
 
 
@@ -97,7 +96,6 @@ def probe(
 
 
 def diagnose(topics: list[Topic[Any]], reports: list[RankReport]) -> list[Finding]:
-    """The findings about all topics."""
     findings: list[Finding] = []
     for topic in topics:
         ranks = [report.topic(topic.name) for report in reports if report.topics[topic.name] is not None]
@@ -157,7 +155,6 @@ def compare(ranks: list[RankFacts[F]], text: Callable[[F], Hashable]) -> str:
 
 
 def by_host(ranks: list[RankFacts[F]]) -> dict[str, list[RankFacts[F]]]:
-    """The ranks of each host, in rank order."""
     hosts: dict[str, list[RankFacts[F]]] = {}
     for rank in ranks:
         hosts.setdefault(rank.host, []).append(rank)
@@ -212,7 +209,6 @@ def error_line(error: BaseException) -> str:
 
 
 def exit_code(findings: list[Finding]) -> int:
-    """1 if a finding is FAIL, else 0."""
     return int(any(one.verdict == FAIL for one in findings))
 
 
@@ -241,7 +237,6 @@ class ReportPrinter:
         self.findings: list[Finding] = []
 
     def text(self, findings: list[Finding]) -> str:
-        """The findings as they are printed."""
         return "\n".join(map(self._text, findings))
 
     def _text(self, finding: Finding) -> str:
@@ -251,7 +246,6 @@ class ReportPrinter:
         return text + (f"\n{'':{_TOPIC_WIDTH + 6}} -> {finding.remedy}" if finding.remedy else "")
 
     def add(self, findings: list[Finding]) -> None:
-        """Print findings."""
         self.findings += findings
         if self.enabled and findings:
             print(self.text(findings), flush=True)

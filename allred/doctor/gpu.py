@@ -72,7 +72,6 @@ def nccl_version(number: int) -> str:
 
 
 def diagnose(ranks: list[RankFacts[GpuFacts]]) -> list[Finding]:
-    """Devices and cupy, NCCL, and ranks per device."""
     cupy = _diagnose_cupy(ranks)
     if cupy.verdict != OK:
         return [cupy]

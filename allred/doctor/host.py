@@ -43,10 +43,15 @@ def diagnose_processors(ranks: list[RankFacts[Cores]]) -> list[Finding]:
     """Binding, ranks per core, the cgroup's quota, BLAS threads."""
     hosts = by_host(ranks)
     cores = [finding for host, there in hosts.items() for finding in _diagnose_cores(host, there)]
+    no_tool = []
+    if not all(rank.facts.measured for rank in ranks):
+        found = "read from environment variables, because threadpoolctl is not installed"
+        no_tool = [Finding(NOTE, "BLAS threads", found, "pip install 'allred[doctor]'")]
     return [
         _diagnose_binding(ranks),
         *summarize_hosts(cores, len(hosts), "cores", "enough for the ranks on"),
-        *_blas(ranks),
+        *no_tool,
+        _diagnose_blas(ranks),
     ]
 
 
@@ -83,14 +88,6 @@ def _usable(ranks: list[RankFacts[Cores]]) -> int:
 
 def _cores_per_rank(ranks: list[RankFacts[Cores]]) -> int:
     return max(1, _usable(ranks) // len(ranks))
-
-
-def _blas(ranks: list[RankFacts[Cores]]) -> list[Finding]:
-    findings = [_diagnose_blas(ranks)]
-    if not all(rank.facts.measured for rank in ranks):
-        found = "read from environment variables, because threadpoolctl is not installed"
-        findings.insert(0, Finding(NOTE, "BLAS threads", found, "pip install 'allred[doctor]'"))
-    return findings
 
 
 def _diagnose_blas(ranks: list[RankFacts[Cores]]) -> Finding:
@@ -130,7 +127,6 @@ class MemoryFacts:
 
 
 def probe_memory() -> MemoryFacts:
-    """Memory and limits of this process."""
     shm_bytes, shm_free = None, 0
     if os.access(_SHM, os.W_OK):
         status = os.statvfs(_SHM)
@@ -236,12 +232,10 @@ class NetworkFacts:
 
     @property
     def active(self) -> bool:
-        """Whether an InfiniBand port is active."""
         return any("ACTIVE" in port for port in self.infiniband)
 
 
 def probe_network(sys_class: pathlib.Path = pathlib.Path("/sys/class")) -> NetworkFacts:
-    """Interfaces and InfiniBand ports of this host."""
     interfaces = []
     for path in sorted((sys_class / "net").glob("*")):
         if path.name != "lo" and _read(path / "operstate") in ("up", "unknown"):

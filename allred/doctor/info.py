@@ -29,7 +29,6 @@ _PREFIX = "ALLRED_"
 
 
 def main(arguments: list[str]) -> int:
-    """Print the records on one rank; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m allred info", description="Versions, paths, backend, settings.")
     parser.add_argument("--config", action="store_true", help="every setting: type, default, value and its source")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
@@ -157,7 +156,6 @@ class SoftwareFacts:
 
 
 def probe() -> SoftwareFacts:
-    """The software of this process."""
     try:
         explicit: dict[str, Any] | str = config.explicit_settings(os.environ, {})
     except ConfigError as error:
@@ -175,7 +173,6 @@ def probe() -> SoftwareFacts:
 
 
 def diagnose(ranks: list[RankFacts[SoftwareFacts]]) -> list[Finding]:
-    """Versions, C extension, settings."""
     return [_diagnose_versions(ranks), _diagnose_extension(ranks), _diagnose_settings(ranks)]
 
 

@@ -69,7 +69,6 @@ class LibraryFacts:
 
 
 def probe_library() -> LibraryFacts:
-    """Load mpi4py in a new process."""
     forced = next((f"{name}={os.environ[name]}" for name in _LIBRARY_VARIABLES if name in os.environ), "")
     found, error = probe_in_subprocess(_PROBE)
     if error:
@@ -147,7 +146,6 @@ class LaunchFacts:
 
     @property
     def first_text(self) -> str:
-        """The first mpirun on PATH, with its MPI."""
         return f"{self.first} ({self.first_kind})" if self.first_kind else self.first
 
 
@@ -223,9 +221,7 @@ class WorldFacts:
 
 def start(library: str) -> tuple[Any, WorldFacts]:
     """Start MPI as allred.init() does; mpi4py.MPI or None, and the world. May block in C: call it under a watchdog.
-
-    library: the text of MPI_Get_library_version, "" if unknown.
-    """
+    library: the text of MPI_Get_library_version, "" if unknown."""
     host, launched = socket.gethostname(), launcher.launched_size(os.environ)
     none = WorldFacts(0, 0, host, launched)
     if launched > 1 and launcher.incompatible(launcher.name(os.environ), library):

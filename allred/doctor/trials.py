@@ -14,18 +14,7 @@ from allred import world
 from allred.bench import measure, output, verify
 from allred.comm import functions
 from allred.comm.backends import segment
-from allred.doctor.findings import (
-    FAIL,
-    NOTE,
-    OK,
-    WARN,
-    Finding,
-    RankFacts,
-    Topic,
-    compare,
-    error_line,
-    rank_names,
-)
+from allred.doctor.findings import FAIL, NOTE, OK, WARN, Finding, RankFacts, Topic, compare, error_line, rank_names
 from allred.errors import AllredError
 
 SIZES = (4, 64 * 2**10, 4 * 2**20)  # bytes
@@ -109,11 +98,6 @@ def time_allreduce(nbytes: int) -> AllreduceResult:
     return AllreduceResult(nbytes, float(allred.allreduce(float(np.median(times)), allred.Max)) * 1e6, wrong)
 
 
-def _time_all() -> list[AllreduceResult] | None:
-    """All sizes; None if allred.init() has failed."""
-    return [time_allreduce(nbytes) for nbytes in SIZES] if allred.is_initialized() else None
-
-
 def _batch_s(array: Any, calls: int) -> float:
     allred.barrier()
     start = time.perf_counter()
@@ -125,9 +109,13 @@ def _batch_s(array: Any, calls: int) -> float:
 def topics(comm: Any, limit_s: float) -> list[list[Topic[Any]]]:
     """The trials, in groups that are reported together. MPI's sums come last: with MPICH an error ends the process."""
     remedy = "read the findings above; if the machine is slow, add --limit-s 120"
+
+    def time_all() -> list[AllreduceResult] | None:
+        return [time_allreduce(nbytes) for nbytes in SIZES] if allred.is_initialized() else None
+
     alone: list[Topic[Any]] = [
         Topic("allred.init()", lambda: init(limit_s), diagnose_init, remedy),
-        Topic("allreduce", _time_all, diagnose_allreduce, remedy),
+        Topic("allreduce", time_all, diagnose_allreduce, remedy),
     ]
     if comm is None or comm.Get_size() == 1:
         return [alone]
@@ -136,7 +124,6 @@ def topics(comm: Any, limit_s: float) -> list[list[Topic[Any]]]:
 
 
 def diagnose_sharing(ranks: list[RankFacts[SharingResult]]) -> list[Finding]:
-    """Whether the ranks of a host share memory."""
     if all(rank.facts.ranks == 1 for rank in ranks):
         return [Finding(NOTE, "shared memory", "not tried: no host has two ranks")]
     without = [rank for rank in ranks if rank.facts.ranks > 1 and not rank.facts.way]
@@ -148,7 +135,6 @@ def diagnose_sharing(ranks: list[RankFacts[SharingResult]]) -> list[Finding]:
 
 
 def diagnose_mpi(ranks: list[RankFacts[str]]) -> list[Finding]:
-    """Whether the sums of MPI_Allreduce are correct."""
     wrong = [rank for rank in ranks if rank.facts]
     if wrong:
         found = f"wrong on {rank_names(wrong)}; {wrong[0].facts}"
@@ -157,7 +143,6 @@ def diagnose_mpi(ranks: list[RankFacts[str]]) -> list[Finding]:
 
 
 def diagnose_init(ranks: list[RankFacts[InitResult]]) -> list[Finding]:
-    """Whether allred.init() works, and which backend it chooses."""
     facts = ranks[0].facts
     if facts.error:
         remedy = "read the findings above; python -m allred info --config lists the settings"
@@ -170,7 +155,6 @@ def diagnose_init(ranks: list[RankFacts[InitResult]]) -> list[Finding]:
 
 
 def diagnose_allreduce(ranks: list[RankFacts[list[AllreduceResult]]]) -> list[Finding]:
-    """Whether the sums are correct, and how long they take."""
     for rank in ranks:
         for result in rank.facts:
             if result.wrong:

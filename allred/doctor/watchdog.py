@@ -37,7 +37,6 @@ class Watchdog:
             self._send({})
 
     def close(self) -> None:
-        """End the watchdog."""
         if self._process is not None and self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()

@@ -47,12 +47,10 @@ class Adopted(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array."""
         return tuple(self.array.shape)
 
     @property
     def nbytes(self) -> int:
-        """Size of the array in bytes."""
         return int(self.array.nbytes)
 
     def flat(self) -> Any:
@@ -85,8 +83,10 @@ def adopt(value: Any) -> Adopted:
     if torch is not None and isinstance(value, torch.Tensor):
         return _from_torch(torch, value)
     interface = getattr(value, "__cuda_array_interface__", None)
-    if interface is not None and not (hasattr(value, "__dlpack__") and _lacks_stream(interface)):
-        return _from_interface(value, interface)
+    if interface is not None:  # if it is read-only and names no stream, as JAX's, DLPack orders cupy's stream
+        orders = interface.get("stream") is not None or not interface["data"][1]
+        if orders or not hasattr(value, "__dlpack__"):
+            return _from_interface(value, interface)
     return _from_cupy(cupy.from_dlpack(value), writable=False)  # arrays of this framework may be immutable
 
 
@@ -100,11 +100,6 @@ def _to_cupy(made: Any, dtype: np.dtype[Any]) -> Any:
     return made if made.dtype == dtype else made.view(dtype)
 
 
-def _lacks_stream(interface: dict[str, Any]) -> bool:
-    """Whether the interface is read-only and names no stream, as JAX's. DLPack then orders cupy's stream."""
-    return interface.get("stream") is None and bool(interface["data"][1])
-
-
 def _from_torch(torch: Any, tensor: Any) -> Adopted:
     dtype = _numpy_dtype(tensor.dtype)
     held = np.dtype(np.uint16) if tensor.dtype is torch.bfloat16 else dtype
@@ -116,7 +111,6 @@ def _from_torch(torch: Any, tensor: Any) -> Adopted:
 
 @functools.cache
 def _numpy_dtype(dtype: Any) -> np.dtype[Any]:
-    """numpy dtype for a torch dtype."""
     name = str(dtype).removeprefix("torch.")
     try:
         return arrays.dtype_of(name)
@@ -172,10 +166,8 @@ _CUPY_LAYOUT = operator.attrgetter("data.ptr", "data.device_id", "shape", "strid
 
 
 def layouts(values: Sequence[Any]) -> list[Any] | None:
-    """Memory layout of each array, as tuples to compare: address, device, shape, strides, dtype.
-
-    A kernel treats arrays with equal layouts alike. None if there are no arrays, or if only `adopt` could tell.
-    """
+    """Memory layout of each array, as tuples to compare: address, device, shape, strides, dtype. A kernel treats arrays
+    with equal layouts alike. None if there are no arrays, or if only `adopt` could tell."""
     kinds = set(map(type, values))
     cupy, torch = sys.modules.get("cupy"), sys.modules.get("torch")
     if cupy is not None and kinds == {cupy.ndarray}:
@@ -186,13 +178,11 @@ def layouts(values: Sequence[Any]) -> list[Any] | None:
 
 
 def addresses(values: Sequence[Any]) -> list[int]:
-    """Addresses of device arrays."""
     known = layouts(values)
     return [adopt(value).array.data.ptr for value in values] if known is None else [layout[0] for layout in known]
 
 
 def shape_and_dtype(value: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and numpy dtype of a host or device array."""
     if isinstance(value, np.ndarray) or type(value).__module__.partition(".")[0] == "cupy":
         return value.shape, value.dtype
     found = adopt(value)
@@ -200,7 +190,6 @@ def shape_and_dtype(value: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
 
 
 def current_stream(value: Any) -> Any:
-    """Current stream of the framework of a device array, as a cupy stream."""
     import cupy
 
     if not isinstance(value, cupy.ndarray):
@@ -232,7 +221,6 @@ def zeros(like: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
 
 
 def fill(target: Any, values: Any) -> None:
-    """Copy a host array into a host or device array of the same shape."""
     if not is_device(target):
         target[...] = values
         return
@@ -279,3 +267,87 @@ def leading_bytes(value: Any, nbytes: int) -> arrays.Array:
     with on_stream(found):
         start: arrays.Array = found.flat()[: nbytes // found.array.itemsize].get()
         return start.view(np.uint8)
+
+
+HALF_DTYPES = ("float16", "bfloat16")
+
+
+def storage_dtype(name: str) -> np.dtype[Any]:
+    """Dtype of device arrays for elements of the dtype `name`: uint16 for bfloat16, else the dtype itself."""
+    return np.dtype(np.uint16 if name == "bfloat16" else name)
+
+
+def half_to_float32(bits: Any, name: str) -> Any:
+    """Convert 16-bit floats of the dtype `name` to float32. bits: numpy or cupy array, bfloat16 as uint16."""
+    if name == "float16":
+        return bits.astype(np.float32)
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def round_to_half(xp: Any, value: Any, name: str) -> Any:
+    """Round float32 or float64 to 16-bit floats of the dtype `name`, ties to even; bfloat16 as uint16. xp: cupy, or
+    numpy, whose functions accept cupy arrays too."""
+    if name == "float16":
+        return value.astype(np.float32).astype(np.float16)
+    bits = value.astype(np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    quiet_nan = (bits >> np.uint32(16)) | np.uint32(0x40)
+    return xp.where(xp.isnan(value), quiet_nan, rounded).astype(np.uint16)
+
+
+def compute(
+    function: Any, *operands: Any, wide: np.dtype[Any], dtype: np.dtype[Any] | None = None, out: Any = None
+) -> Any:
+    """Apply a numpy ufunc to numbers and to arrays that are all on the host or all on one GPU.
+
+    wide: dtype of the computation. The result is `out`, or a new array of the same framework as the first array. It is
+    rounded once: to the dtype of `out`, or to `dtype` if given.
+    """
+    first = next(filter(is_device, operands), None)
+    if first is None:
+        made = np.asarray(function(*operands, out=out, dtype=wide, casting="same_kind"))
+        return made if dtype is None else made.astype(dtype, copy=False)
+    like = adopt(first)
+    with on_stream(like):
+        given = [_computable(operand) if is_device(operand) else operand for operand in operands]
+        if out is None:
+            return like.convert(_rounded(function(*given, dtype=wide), dtype or wide), dtype or wide)
+        target = adopt(out)
+        if target.dtype == wide:
+            function(*given, out=target.array, dtype=wide)
+        else:
+            target.array[...] = _rounded(function(*given, dtype=wide), target.dtype)
+        return out
+
+
+def _computable(value: Any) -> Any:
+    found = adopt(value)
+    return half_to_float32(found.array, "bfloat16") if arrays.name_of(found.dtype) == "bfloat16" else found.array
+
+
+def _rounded(made: Any, dtype: np.dtype[Any]) -> Any:
+    if arrays.name_of(dtype) == "bfloat16":
+        return round_to_half(np, made, "bfloat16")
+    return made.astype(dtype, copy=False)
+
+
+def squares(parts: Sequence[tuple[Any, int, int]]) -> float:
+    """Sum of squares of floats in float64, where squares of float32 never overflow; without a copy of a whole array.
+    parts: (array, start, stop): elements start to stop - 1 of the array in C order."""
+    here = [arrays.flat(value)[low:high] for value, low, high in parts if not is_device(value)]
+    total = float(sum(np.einsum("i,i->", flat, flat, dtype=np.float64) for flat in here))
+    there = [part for part in parts if is_device(part[0])]
+    return total + squares_on_gpu(there) if there else total
+
+
+def squares_on_gpu(parts: Sequence[tuple[Any, int, int]]) -> float:
+    found, kernels = with_kernels([value for value, *_ in parts])
+    flats: dict[str, list[Any]] = {}
+    for one, (_, low, high) in zip(found, parts, strict=True):
+        flats.setdefault(arrays.name_of(one.dtype), []).append(one.flat()[low:high])
+    return float(sum(kernels.squares(some, name) for name, some in flats.items()))
+
+
+def exceeds_on_gpu(values: Sequence[Any], element_bytes: int, limit: int) -> bool:
+    found, kernels = with_kernels(values)
+    return bool(kernels.exceeds([one.flat() for one in found], element_bytes, limit).get()[0])

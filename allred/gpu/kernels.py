@@ -48,10 +48,8 @@ def pieces_and_tiles(addresses: Sequence[int], offsets: Sequence[int], counts: S
 
 
 class LaunchTable:
-    """Addresses of tensors of one dtype and their offsets in a buffer, copied to the GPU at the first launch.
-
-    It holds addresses and keeps no tensor alive.
-    """
+    """Addresses of tensors of one dtype and their offsets in a buffer, copied to the GPU at the first launch. It holds
+    addresses and keeps no tensor alive."""
 
     def __init__(self, addresses: Sequence[int], counts: Sequence[int], itemsize: int) -> None:
         self.addresses, self.counts, self.itemsize = addresses, counts, itemsize
@@ -60,7 +58,6 @@ class LaunchTable:
 
     @property
     def buffer_elements(self) -> int:
-        """Size of the buffer in elements."""
         return self.offsets[-1]
 
     def on_gpu(self, xp: Any, scale: int) -> tuple[Any, Any]:
@@ -73,10 +70,8 @@ class LaunchTable:
 
 
 class Kernels:
-    """Kernels of fuse.cu on the current GPU, launched on the current stream.
-
-    Arrays are contiguous cupy arrays, bfloat16 as uint16; `name` is the name of their dtype.
-    """
+    """Kernels of fuse.cu on the current GPU, launched on the current stream. Arrays are contiguous cupy arrays,
+    bfloat16 as uint16; `name` is the name of their dtype."""
 
     def __init__(self, xp: Any) -> None:
         self._xp = xp
@@ -117,7 +112,6 @@ class Kernels:
         return flag
 
     def squares(self, parts: Sequence[Any], name: str) -> Any:
-        """Sum of squares of all elements, a float64 () on the GPU."""
         table = self.table(parts, parts[0].itemsize)
         sums = self._xp.zeros(len(table.on_gpu(self._xp, 1)[1]) * _THREADS, np.float64)  # one per thread
         self._launch(f"squares_{name}", table, 1, (sums,))
@@ -134,11 +128,8 @@ _MAX_BLOCKS = 4096  # beyond that a thread updates several elements
 
 
 def update(rule: str, tensors: Sequence[Any], numbers: Sequence[float]) -> bool:
-    """Update one tensor in one launch, as native.update does for host arrays.
-
-    Returns False, and changes nothing, unless all tensors are contiguous cupy arrays of one shape and one dtype,
-    float32 or float64.
-    """
+    """Update one tensor in one launch, as native.update does for host arrays. Returns False, and changes nothing,
+    unless all tensors are contiguous cupy arrays of one shape and one dtype, float32 or float64."""
     param = tensors[0]
     given = [tensor for tensor in tensors if tensor is not None]
     if param.dtype.char not in "fd" or not param.size:

@@ -1,6 +1,11 @@
-"""The GPU of this rank through cupy: a stream for communication, ordered by events. No call here blocks the host.
+"""The GPU of this rank: its binding, and through cupy a stream for communication, ordered by events.
 
-Everything that communication uses of cupy is in this file, so tests without a GPU replace only this.
+A rank is bound to the first GPU it sees that no lower rank of its node uses: GPU `local_rank` if all ranks see the same
+GPUs, or the only GPU it sees (`srun --gpus-per-task=1`). The driver (libcuda) lists the GPUs, because importing cupy
+takes a second.
+
+Everything that communication uses of cupy is in class Device, so tests without a GPU replace only this. No call here
+blocks the host.
 
     lease = device.lease()           before an operation: records the current position of the caller's streams
     out = lease.empty(...)           allocates results
@@ -11,16 +16,125 @@ cupy's pool reuses freed memory for the next allocation on the same stream. So m
 may be used on the communication stream only, and results are allocated on the caller's stream.
 """
 
+import ctypes
+import dataclasses
 import functools
+import importlib.util
 import os
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from allred.gpu.binding import GpuBinding, nccl_variables
 from allred.gpu.kernels import Kernels
+
+_UUID_BYTES = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class VisibleGpus:
+    """GPUs that a rank sees.
+
+    Arguments:
+        devices: UUID of each GPU, in CUDA's order.
+        cupy: whether cupy is installed.
+    """
+
+    devices: tuple[str, ...] = ()
+    cupy: bool = False
+
+
+NO_GPUS = VisibleGpus()
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuBinding:
+    """GPU of a rank: its CUDA index, and the number of ranks on this node that share it."""
+
+    index: int
+    sharing: int = 1
+
+
+def visible_gpus() -> VisibleGpus:
+    cupy = importlib.util.find_spec("cupy") is not None
+    return VisibleGpus(_uuids(), cupy) if cupy else NO_GPUS
+
+
+def _uuids() -> tuple[str, ...]:
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return ()
+    count = ctypes.c_int()
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return ()
+    found = []
+    for index in range(count.value):
+        uuid = (ctypes.c_ubyte * _UUID_BYTES)()
+        if cuda.cuDeviceGetUuid(uuid, ctypes.c_int(index)):
+            return ()
+        found.append(bytes(uuid).hex())
+    return tuple(found)
+
+
+def binding_error(seen: Sequence[VisibleGpus], nodes: Sequence[int], oversubscribe: bool) -> str:
+    """Error text if the ranks cannot be bound to a GPU each, else "". seen, nodes: of each rank. oversubscribe: whether
+    ranks may share a GPU."""
+    for rank, one in enumerate(seen):
+        if not one.cupy:
+            return f"cupy is not installed on rank {rank}; pip install cupy-cuda12x, or the one for your CUDA"
+        if not one.devices:
+            return f"rank {rank} sees no GPU; check CUDA_VISIBLE_DEVICES and nvidia-smi on its host"
+    for node in dict.fromkeys(nodes):
+        here = [rank for rank, name in enumerate(nodes) if name == node]
+        devices = {device for rank in here for device in seen[rank].devices}
+        if not oversubscribe and any(one.sharing > 1 for one in _bind_node([seen[rank] for rank in here])):
+            return (
+                f"{len(here)} ranks (rank {here[0]} and others) share a node with {len(devices)} GPU"
+                f"{'s' * (len(devices) != 1)}; start one rank per GPU, or set ALLRED_GPU_OVERSUBSCRIBE=1 to let ranks "
+                "share a GPU, which is slow and meant for tests"
+            )
+    return ""
+
+
+def bind(seen: Sequence[VisibleGpus], nodes: Sequence[int], rank: int) -> GpuBinding:
+    """GPU of a rank, if `binding_error` returned "".
+
+    >>> two = VisibleGpus(("GPU-a", "GPU-b"), cupy=True)
+    >>> [bind([two, two], [0, 0], rank).index for rank in range(2)]
+    [0, 1]
+    >>> [bind([VisibleGpus(("GPU-a",), True), VisibleGpus(("GPU-b",), True)], [0, 0], rank).index for rank in range(2)]
+    [0, 0]
+    """
+    here = [other for other, name in enumerate(nodes) if name == nodes[rank]]
+    return _bind_node([seen[other] for other in here])[here.index(rank)]
+
+
+def _bind_node(seen: Sequence[VisibleGpus]) -> list[GpuBinding]:
+    """Bindings of the ranks of one node, in rank order; round robin if there are fewer GPUs than ranks."""
+    users: dict[str, int] = {}
+    chosen = []
+    for one in seen:
+        device = min(one.devices, key=lambda name: users.get(name, 0))  # the first GPU with the fewest ranks
+        users[device] = users.get(device, 0) + 1
+        chosen.append((one.devices.index(device), device))
+    return [GpuBinding(index, users[device]) for index, device in chosen]
+
+
+def nccl_variables(binding: GpuBinding, rank: int, version: int, host: str) -> dict[str, str]:
+    """Environment variables that let NCCL run several ranks on one GPU; none if each rank has its own GPU.
+
+    NCCL 2.30 and later have a variable for it. Earlier versions refuse two ranks with one GPU on one host; with
+    different host identifiers they communicate through sockets.
+
+    >>> nccl_variables(GpuBinding(0, sharing=2), 1, 22907, "node7")
+    {'NCCL_HOSTID': 'node7-1'}
+    """
+    if binding.sharing == 1:
+        return {}
+    return {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if version >= 23000 else {"NCCL_HOSTID": f"{host}-{rank}"}
+
 
 StreamHandle = Callable[[], int]  # returns the CUDA handle of a framework's current stream
 
@@ -32,24 +146,19 @@ class Completion:
         self._device, self._event, self._handles = device, event, handles
 
     def order(self) -> None:
-        """Make the caller's streams wait for this work. The host does not wait."""
         for stream in (self._device.current(), *map(self._device.current, self._handles)):
             stream.wait_event(self._event)
 
     def done(self) -> bool:
-        """Whether the work is complete."""
         return bool(self._event.done)
 
     def synchronize(self) -> None:
-        """Block the host until the work is complete."""
         self._event.synchronize()
 
 
 class StreamLease:
-    """Use of the communication stream by one operation.
-
-    handles: of the caller's streams; None stands for cupy's current stream.
-    """
+    """Use of the communication stream by one operation. handles: of the caller's streams; None stands for cupy's
+    current stream."""
 
     def __init__(self, device: "Device", handles: Iterable[StreamHandle | None]) -> None:
         callers = [device.current(handle) for handle in handles] or [device.current()]
@@ -103,7 +212,6 @@ class Device:
         return self.xp.cuda.get_current_stream() if handle is None else external_stream(handle())
 
     def record(self, stream: Any) -> Any:
-        """Event at the current position of the stream."""
         event = self.xp.cuda.Event(disable_timing=True)
         event.record(stream)
         return event
@@ -118,7 +226,6 @@ class Device:
         return self.nccl.NcclCommunicator(size, unique_id, rank)
 
     def pinned(self, count: int) -> Any:
-        """Pinned host memory, uint8 (count,)."""
         memory = self.xp.cuda.alloc_pinned_memory(max(count, 1))
         return np.frombuffer(memory, np.uint8, max(count, 1))
 
@@ -131,7 +238,6 @@ class Device:
         target.set(source, stream=self.xp.cuda.get_current_stream())
 
     def keep(self, end: Completion, what: Any) -> None:
-        """Keep an object alive until the work is complete."""
         while self._kept and self._kept[0][0].done():
             self._kept.pop(0)
         self._kept.append((end, what))

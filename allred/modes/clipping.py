@@ -17,8 +17,7 @@ from allred.comm import functions
 from allred.comm.ops import ReduceOp
 from allred.errors import InputError, NonFiniteError
 from allred.fusion import Tensor
-from allred.gpu.arithmetic import compute, squares
-from allred.gpu.device_arrays import shape_and_dtype
+from allred.gpu.device_arrays import compute, shape_and_dtype, squares
 from allred.validators import integer, positive
 
 _LARGEST_SCALE = 2.0**127  # a power of two that float32 represents
@@ -158,8 +157,8 @@ class Clipper:
         return self._scaled(grads, _norm_of_all(grads) if self.limit is not None else 0.0, in_place=True)
 
     def clip_local(self, grads: list[Any]) -> list[Any]:
-        """Return scaled copies of gradients of this rank only."""
-        return self._scaled(grads, _norm(grads) if self.limit is not None else 0.0, in_place=False)
+        here = [(grad, 0, _count(grad)) for grad in grads if grad is not None and self.limit is not None]
+        return self._scaled(grads, math.sqrt(squares(here)), in_place=False)
 
     def _scaled(self, grads: list[Any], norm: float, in_place: bool) -> list[Any]:
         factor = 1.0 if self.scaler is None else 1.0 / self.scaler.get_scale()
@@ -176,11 +175,6 @@ class Clipper:
         wide = arrays.accumulator(dtype)
         in_place = in_place and (wide == dtype or self.scaler is None)
         return compute(np.multiply, grad, factor, wide=wide, out=grad if in_place else None)
-
-
-def _norm(grads: Sequence[Any]) -> float:
-    here = [grad for grad in grads if grad is not None]
-    return math.sqrt(squares([(grad, 0, _count(grad)) for grad in here]))
 
 
 def _norm_of_all(grads: Sequence[Any]) -> float:

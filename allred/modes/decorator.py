@@ -1,4 +1,4 @@
-"""`allred.distributed`: wraps an optimizer object or class (`_FORMS` below) or a gradient function.
+"""`allred.distributed`: wraps an optimizer object or class, or a gradient function.
 
 Wrapping is explicit delegation: the wrapped object keeps its class and behaviour, and nothing is forwarded implicitly.
 """
@@ -11,16 +11,14 @@ from typing import Any
 
 from allred import nest
 from allred.comm import functions
-from allred.comm.ops import ReduceOp
+from allred.comm.ops import Compression, ReduceOp
 from allred.comm.process_set import ProcessSet
-from allred.compression import Compression
 from allred.data.loader import claim_samples
 from allred.errors import InputError
 from allred.modes.clipping import GradScaler
 from allred.modes.detect.mistake_checks import MistakeChecks
-from allred.modes.mode import StepInput
 from allred.modes.optimizer import DistributedOptimizer
-from allred.modes.options import StepOptions
+from allred.modes.options import StepInput, StepOptions
 from allred.modes.reducer import Reducer, tensor_of
 from allred.modes.sync import reduce_gradients
 from allred.ps import context
@@ -172,7 +170,6 @@ def _step_input(grads: Any) -> StepInput:
 
 
 def _steps(target: Any) -> bool:
-    """Return whether it has a method step(params, grads)."""
     step = getattr(target, "step", None)
     if not callable(step):
         return False
@@ -189,31 +186,22 @@ def _wrap_class(target: type, options: StepOptions) -> type[DistributedOptimizer
         __wrapped__ = target
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(target(*args, **kwargs), **vars(options))
+            super().__init__(target(*args, **kwargs), options)
 
     for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(Distributed, attribute, getattr(target, attribute))
     return Distributed
 
 
-# The forms of a target: a test, in order; the function that wraps it; its description.
-_FORMS: list[tuple[Callable[[Any], bool], Callable[[Any, StepOptions], Any], str]] = [
-    (lambda t: not inspect.isclass(t) and _steps(t), lambda t, options: DistributedOptimizer(t, **vars(options)),
-     "an object with step(params, grads)"),
-    (lambda t: inspect.isclass(t) and _steps(t), _wrap_class, "a class with such a step"),
-]  # fmt: skip
-
-
 def _wrap(target: Any, options: StepOptions) -> Any:
     if issubclass(target if isinstance(target, type) else type(target), DistributedOptimizer):
         raise TypeError("this optimizer is distributed already; wrapping it twice would average twice")
-    for fits, wrap, _ in _FORMS:
-        if fits(target):
-            return wrap(target, options)
+    if _steps(target):
+        return _wrap_class(target, options) if inspect.isclass(target) else DistributedOptimizer(target, options)
     torch = type(target).__module__.startswith("torch.")
     raise TypeError(
-        f"allred.distributed cannot wrap {target!r}: it takes {'; '.join(words for *_, words in _FORMS)}; "
-        "and for a function that returns gradients there is @allred.distributed.gradients"
+        f"allred.distributed cannot wrap {target!r}: it takes an object with step(params, grads); a class with such a "
+        "step; and for a function that returns gradients there is @allred.distributed.gradients"
         + (". An adapter for torch optimizers comes in a later version" if torch else "")
     )
 

@@ -1,18 +1,22 @@
-"""`Matcher`: matches parameters with their gradients at the start of each step.
+"""The input of a step: parameters with their gradients (`Matcher`), micro-steps (`Accumulator`), `SampleCount`.
 
 Most steps have the same names, shapes and dtypes as the step before, in a dict or a list of contiguous arrays. C checks
 that in 0.1 us per tensor, or 0.5 us for tensors on a GPU. All other input takes the slow path, which describes errors.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from allred import arrays, log, native, nest
+from allred.data.loader import claim_samples
 from allred.errors import InputError
 from allred.fusion import Tensor
 from allred.gpu import device_arrays as gpu
+from allred.gpu.device_arrays import compute
 from allred.modes.reducer import takes_gpu, tensor_of
+from allred.validators import integer
 
 
 class Matched(NamedTuple):
@@ -40,7 +44,10 @@ class Matcher:
         again = self._match_again(params, grads)
         if again is not None:
             return again
-        matched = _match(params, grads)
+        try:
+            matched = _match_leaves(nest.leaves(params), nest.leaves(grads))
+        except InputError as error:
+            matched = Matched([], [], [], str(error))
         tensors, leaves, values, problem, _ = matched
         if not self._warned_float64 and not problem:
             self._warn_float64(tensors, leaves, values)
@@ -104,13 +111,6 @@ def _is_flat(params: Any) -> bool:
     return not any(isinstance(v, (dict, list, tuple)) for v in (params.values() if type(params) is dict else params))
 
 
-def _match(params: Any, grads: Any) -> Matched:
-    try:
-        return _match_leaves(nest.leaves(params), nest.leaves(grads))
-    except InputError as error:
-        return Matched([], [], [], str(error))
-
-
 def _match_leaves(params: list[nest.Leaf], grads: list[nest.Leaf]) -> Matched:
     """Raises InputError if they do not match."""
     names, given_names = [name for name, _ in params], [name for name, _ in grads]
@@ -145,3 +145,84 @@ def parameter(name: str, leaf: Any) -> Tensor:
         what = "a read-only array" if isinstance(leaf, np.ndarray) else type(leaf).__name__
         raise InputError(f"parameter '{name}' is {what}; it is updated in place, so it must be a writable array")
     return tensor_of(name, leaf)
+
+
+class Accumulator:
+    """Adds up the gradients of several micro-steps, each weighted by its samples; 16-bit floats in float32."""
+
+    def __init__(self, micro_steps: int) -> None:
+        self.micro_steps = micro_steps
+        self.clear()
+
+    @property
+    def filled(self) -> int:
+        return len(self._samples)
+
+    def clear(self) -> None:
+        self._tensors: list[Tensor] = []
+        self._sums: list[Any] = []
+        self._samples: list[int | None] = []  # of each micro-step
+
+    def add(self, tensors: Sequence[Tensor], values: Sequence[Any], samples: int | None) -> bool:
+        """Add the gradients of one micro-step; return whether it is the last of a step. Raises InputError if they
+        differ from those of the micro-steps before in name, shape or dtype."""
+        if odd := next((tensor for tensor in tensors if not arrays.is_float(tensor.dtype)), None):
+            raise InputError(f"the gradient of {odd} cannot be accumulated: its mean would be rounded; cast it")
+        if not self._samples:
+            self._tensors, self._sums = list(tensors), [None] * len(values)
+        if list(tensors) != self._tensors:
+            raise InputError("the gradients of this micro-step have other names, shapes or dtypes than those before it")
+        if self._samples and (samples is None) != (self._samples[0] is None):
+            raise InputError("samples are known for some micro-steps of this step and not for others; give all or none")
+        self._samples.append(samples)
+        weight = 1 if samples is None else samples
+        for index, (tensor, value) in enumerate(zip(tensors, values, strict=True)):
+            if value is not None and weight:
+                wide = arrays.accumulator(tensor.dtype)
+                added, before = compute(np.multiply, value, weight, wide=wide), self._sums[index]
+                self._sums[index] = added if before is None else compute(np.add, before, added, wide=wide)
+        return len(self._samples) == self.micro_steps
+
+    def take(self) -> tuple[list[Any], int | None]:
+        """Return the means as new arrays of the dtypes of the tensors, and the number of samples; then clear."""
+        counts = [count for count in self._samples if count is not None]
+        total = sum(counts) if counts else len(self._samples)
+        means = [
+            None
+            if added is None
+            else compute(np.divide, added, max(total, 1), wide=arrays.accumulator(tensor.dtype), dtype=tensor.dtype)
+            for tensor, added in zip(self._tensors, self._sums, strict=True)
+        ]
+        self.clear()
+        return means, sum(counts) if counts else None
+
+
+class SampleCount:
+    """The number of samples of each step: the argument of its first reduce() or of step(), else the share of the
+    current batch (data/iterations.py)."""
+
+    def __init__(self) -> None:
+        self._claimed: tuple[int | None, str] | None = None  # by reduce() for the next step: the number, or an error
+
+    def of_reduce(self, samples: Any) -> int | None:
+        """Return the samples of the next step; `samples` counts in the first call. An error is raised by `of_step`."""
+        if self._claimed is None:
+            try:
+                self._claimed = claim_samples(_whole(samples)), ""
+            except InputError as error:
+                self._claimed = None, str(error)
+        return self._claimed[0]
+
+    def of_step(self, samples: Any) -> int | None:
+        claimed, self._claimed = self._claimed, None
+        if claimed is None:
+            return claim_samples(_whole(samples))
+        if claimed[1]:
+            raise InputError(claimed[1])
+        if samples is not None and _whole(samples) != claimed[0]:
+            raise InputError(f"samples={samples!r} in step(), but {claimed[0]!r} in the first reduce(); give it there")
+        return claimed[0]
+
+
+def _whole(samples: Any) -> int | None:
+    return None if samples is None else integer("samples", samples, 0)

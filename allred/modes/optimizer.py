@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: the part of a distributed optimizer that is the same in every mode; see mode.py.
+"""`DistributedOptimizer`: the part of a distributed optimizer that is the same in every mode; see options.py.
 
 The mode is selected at the first use, because the optimizer may be made before allred.init(). A parameter server
 serves where the optimizer is made or first used, and exits there.
@@ -12,17 +12,13 @@ from typing import Any, NoReturn
 
 from allred import checkpoint, log, nest
 from allred.comm import functions
-from allred.comm.ops import ReduceOp
-from allred.comm.process_set import ProcessSet
-from allred.compression import Compression
+from allred.comm.ops import Compression, ReduceOp
 from allred.errors import AllredError, CheckpointError, InputError
 from allred.gpu.device_arrays import fill
-from allred.modes.accumulate import Accumulator, SampleCount
-from allred.modes.clipping import Clipper, GradScaler
-from allred.modes.detect.wrapper_bypass import restored, updates_of
-from allred.modes.match import Matcher, parameter
-from allred.modes.mode import SessionSupport, StepInput
-from allred.modes.options import StepOptions
+from allred.modes.clipping import Clipper
+from allred.modes.detect.mistake_checks import restored, updates_of
+from allred.modes.match import Accumulator, Matcher, SampleCount, parameter
+from allred.modes.options import SessionSupport, StepInput, StepOptions
 from allred.modes.ps import ServersMode
 from allred.modes.sync import SyncMode, has_state
 from allred.ps import context
@@ -46,29 +42,11 @@ class DistributedOptimizer:
     `optimizer` is the wrapped optimizer. See `allred.distributed` for the arguments.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        op: ReduceOp = ReduceOp.AVERAGE,
-        accumulate: int = 1,
-        bucket_bytes: int | str | None = None,
-        nonfinite: str | None = None,
-        name: str = "opt",
-        process_set: ProcessSet | None = None,
-        compression: Compression = Compression.none,
-        clip_norm: float | None = None,
-        scaler: GradScaler | None = None,
-        consistency: Any = None,
-        placement: Any = None,
-        use_locking: bool | None = None,
-    ) -> None:
-        self._options = options = StepOptions(
-            name, op, accumulate, bucket_bytes, nonfinite, process_set, compression,
-            clip_norm, scaler, consistency, placement, use_locking,
-        )  # fmt: skip
-        self.optimizer, self.name, self.process_set = optimizer, name, process_set
+    def __init__(self, optimizer: Any, options: StepOptions) -> None:
+        self._options = options
+        self.optimizer, self.name, self.process_set = optimizer, options.name, options.process_set
         self._accumulator = Accumulator(options.accumulate)
-        self._clipper = Clipper(options.clip_norm, scaler, name)
+        self._clipper = Clipper(options.clip_norm, options.scaler, options.name)
         self._matcher = Matcher(options.title)
         self._samples = SampleCount()
         self._updates = updates_of(optimizer)  # also counts the updates of an optimizer whose wrapper is never used
@@ -77,7 +55,6 @@ class DistributedOptimizer:
             self._serve()
 
     def _serve(self) -> NoReturn:
-        """Serve on a parameter server until the workers are done, and exit."""
         from allred.modes.ps_join import serve_until_done  # imports MPI
 
         self._check_mode()
@@ -86,7 +63,6 @@ class DistributedOptimizer:
         raise SystemExit(0)
 
     def _check_mode(self) -> None:
-        """Raise InputError in mode ps for options of mode sync."""
         if not context.is_active():
             return
         if self._options.op is not ReduceOp.AVERAGE:
@@ -328,7 +304,11 @@ class DistributedOptimizer:
                 restored(self.optimizer)
                 if control.is_lockstep:
                     control.count_from(step)
-        return step, self._unpack_extra(extra)
+        if isinstance(extra, dict) and _SCALER in extra:
+            if self._clipper.scaler is not None:
+                self._clipper.scaler.load_state_dict(extra[_SCALER])
+            extra = extra[_EXTRA]
+        return step, extra
 
     def saving(self, params: Any, extra: Any, copy: bool = False) -> Callable[[str], str]:
         """Internal, for a session: return a function that writes a checkpoint of this moment into a directory, and
@@ -337,14 +317,6 @@ class DistributedOptimizer:
         scaler = self._clipper.scaler
         extra = extra if scaler is None else {_SCALER: scaler.state_dict(), _EXTRA: extra}
         return self._get_mode().save(params, extra, copy)
-
-    def _unpack_extra(self, extra: Any) -> Any:
-        """Restore the scaler from a checkpoint; return the `extra` that was passed to `saving`."""
-        if not isinstance(extra, dict) or _SCALER not in extra:
-            return extra
-        if self._clipper.scaler is not None:
-            self._clipper.scaler.load_state_dict(extra[_SCALER])
-        return extra[_EXTRA]
 
     def _load(self, directory: str | os.PathLike[str], params: Any) -> tuple[int | None, Any]:
         """Load parameters and optimizer on this rank; return the step and the extra. Raises CheckpointError."""

@@ -1,21 +1,23 @@
-"""`StepOptions`: the arguments of `allred.distributed`, validated once and passed on as one object."""
+"""The arguments of `allred.distributed` (`StepOptions`), those of a step (`StepInput`), and the interfaces of mode sync
+(sync.py) and mode ps (ps.py): `Mode` and `SessionSupport`.
+"""
 
 import dataclasses
-import operator
 import pickle
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
-from allred.comm.ops import ReduceOp
+from allred.comm.ops import Compression, ReduceOp
 from allred.comm.process_set import ProcessSet
-from allred.compression import Compression
 from allred.config import parse_bytes
-from allred.errors import InputError
+from allred.errors import AllredError, InputError
+from allred.fusion import Tensor
 from allred.modes.clipping import GradScaler
 from allred.optim.base import Optimizer
 from allred.ps.consistency import Async, Bounded, Policy, Sync
 from allred.ps.placement import How
 from allred.ps.shard import locks
-from allred.validators import positive
+from allred.validators import integer, positive
 
 NONFINITE_POLICIES = ("raise", "skip", "ignore")
 _CONSISTENCY_POLICIES = ("async", "bounded", "sync")  # as in the settings
@@ -24,9 +26,7 @@ _CONSISTENCY_POLICIES = ("async", "bounded", "sync")  # as in the settings
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
     """Options of one distributed optimizer or gradient function; see `allred.distributed`. None: use the setting.
-
-    Raises InputError for a value that cannot be used.
-    """
+    Raises InputError for a value that cannot be used."""
 
     name: str = "opt"
     op: ReduceOp = ReduceOp.AVERAGE
@@ -43,7 +43,7 @@ class StepOptions:
 
     def __post_init__(self) -> None:
         self._check_types()
-        self._replace("accumulate", _micro_steps(self.accumulate))
+        self._replace("accumulate", integer("accumulate", self.accumulate, 1, "it counts micro-steps"))
         self._replace("bucket_bytes", _size(self.bucket_bytes))
         if self.clip_norm is not None:
             self._replace("clip_norm", positive("allred.distributed", "clip_norm", self.clip_norm))
@@ -80,13 +80,11 @@ class StepOptions:
 
     @property
     def title(self) -> str:
-        """The prefix of errors of a step."""
         return f"{self.name}.step()"
 
     # Mode ps.
 
     def policy(self, settings: Any) -> Policy:
-        """Return the consistency policy in force."""
         given = settings.consistency if self.consistency is None else self.consistency
         if isinstance(given, Policy):
             return given
@@ -95,11 +93,9 @@ class StepOptions:
         return Async() if given == "async" else Sync(settings.replicas_to_aggregate or None)
 
     def asks_to_lock(self, settings: Any) -> bool:
-        """Return whether the user wants the servers to process requests one at a time."""
         return bool(settings.use_locking if self.use_locking is None else self.use_locking)
 
     def locks(self, optimizer: Any, settings: Any) -> bool:
-        """Return whether the servers process requests one at a time."""
         return locks(self.asks_to_lock(settings), self.policy(settings), optimizer)
 
     def agreement(self, optimizer: Any, settings: Any) -> str:
@@ -113,16 +109,6 @@ class StepOptions:
             return pickle.dumps((options, optimizer))
         except Exception as error:  # any exception of a class of the user
             return f"{type(optimizer).__name__} cannot be pickled ({type(error).__name__}: {error})"
-
-
-def _micro_steps(accumulate: Any) -> int:
-    try:
-        number = operator.index(accumulate)
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise InputError(f"accumulate={accumulate!r} must be a whole number of micro-steps, at least 1")
-    return number
 
 
 def _size(bucket_bytes: int | str | None) -> int | None:
@@ -143,3 +129,77 @@ def _describe(optimizer: Any) -> str:
         if isinstance(value, (bool, int, float)) and name not in ("lr", "global_step") and name[0] != "_"
     } if isinstance(optimizer, Optimizer) else {}  # fmt: skip
     return f"{type(optimizer).__name__}({', '.join(f'{name}={value}' for name, value in numbers.items())})"
+
+
+class StepInput(NamedTuple):
+    """The arguments of one step, matched and checked on this rank. All lists are in the order of the nest.
+
+    tensors: name, shape and dtype of each gradient. The same list object as in the step before means that nothing in
+        it has changed, and that `plain` is true.
+    leaves, values: the parameters and gradients. samples: of how many samples the gradients are the mean; None if
+    unknown. problem: why this rank's gradients cannot be used, then the lists are empty.
+    plain: whether all gradients are present, on the host and contiguous.
+    """
+
+    params: Any
+    grads: Any
+    tensors: list[Tensor]
+    leaves: list[Any]
+    values: list[Any]
+    samples: int | None
+    problem: str
+    plain: bool
+
+
+class SessionSupport(Protocol):
+    """The operations of an optimizer that a Session needs, and a training loop without a session does not."""
+
+    is_lockstep: bool  # whether all ranks make every step together
+
+    @property
+    def update_interrupted(self) -> bool:
+        """Whether an exception has interrupted an update, so that the parameters belong to no step."""
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has spent in communication."""
+
+    def latest_step(self) -> int:
+        """Return the current global step. Mode ps: a request to the servers."""
+
+    def count_from(self, step: int) -> None:
+        """Set the global step, after a restore. Mode ps: on worker 0 only."""
+
+    def request_stop(self) -> None:
+        """Mode ps: make the next step of every worker raise ShutdownError, after a checkpoint. Mode sync: nothing."""
+
+    def set_final_save(self, save: Callable[[], str]) -> None:
+        """Set the function that writes the checkpoint after `request_stop` and returns its path."""
+
+    def wait_all_workers(self) -> None:
+        """Mode ps: `finish`, and wait until all workers have finished or failed. Mode sync: nothing."""
+
+    def broadcast_failure(self, failure: AllredError | None) -> AllredError | None:
+        """Return the `failure` of worker 0 (or None) on all workers. Collective."""
+
+
+class Mode(Protocol):
+    """How the ranks of a distributed optimizer train together. See `DistributedOptimizer` for the public methods."""
+
+    skipped: int  # steps skipped because of gradients that are not finite
+    dropped: int  # gradients of this worker that were too late
+
+    @property
+    def global_step(self) -> int: ...
+    def step(self, given: StepInput) -> None: ...
+    def reduce(self, name: str, grad: Any, samples: int | None) -> None: ...
+    def broadcast(self, params: Any, tensors: list[Tensor], root: int, problem: str) -> None: ...
+    def pull(self, params: Any) -> None: ...
+    def finish(self) -> None: ...
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any) -> None: ...
+    def save(self, params: Any, extra: Any, copy: bool) -> Callable[[str], str]:
+        """Return a function that writes a checkpoint of this moment into a directory, and returns its path. extra: an
+        object to pickle into the checkpoint. copy: whether the function is called after later steps."""
+
+    def summary(self) -> str: ...

@@ -32,7 +32,7 @@ from allred.fusion import Plan, Tensor
 from allred.gpu import device_arrays as gpu
 from allred.modes.clipping import Clipper
 from allred.modes.detect.mistake_checks import MistakeChecks
-from allred.modes.mode import StepInput
+from allred.modes.options import StepInput
 from allred.modes.reducer import Reducer, takes_gpu, tensor_of, writable
 from allred.timeline.recorder import span
 
@@ -58,7 +58,6 @@ class Overlap:
         self.end_step()
 
     def end_step(self) -> None:
-        """Discard what belongs to one step."""
         self._given: dict[str, Any] = {}  # gradients passed to reduce(), in this order
         self._ready: dict[int, Any] = {}  # by position: the array that is reduced
         self._opening: Work[list[int]] | None = None
@@ -77,18 +76,15 @@ class Overlap:
 
     @property
     def has_begun(self) -> bool:
-        """Whether reduce() was called for the current step."""
         return bool(self._given)
 
     @property
     def has_order(self) -> bool:
-        """Whether the ranks have agreed on an order of gradients."""
         return self._ordered is not None
 
     def agree_on_order(self, tensors: Sequence[Tensor], values: Sequence[Any]) -> None:
-        """Adopt the order in which gradients became ready on the first rank. Collective.
-
-        values: the gradients, or their means."""
+        """Adopt the order in which gradients became ready on the first rank. Collective. values: the gradients, or
+        their means."""
         positions = {tensor.name: index for index, tensor in enumerate(tensors)}
         order = [positions[name] for name in self._given]
         order += [index for index in reversed(range(len(tensors))) if index not in order]
@@ -158,7 +154,6 @@ class Overlap:
         self._opening = self._reducer.start_negotiation(title, lines, settings, samples, flags)
 
     def _advance(self) -> None:
-        """Send the complete buckets, if the opening is complete."""
         assert self._opening is not None
         try:
             if self._needs_all is None and not self._opening.done():
@@ -182,7 +177,6 @@ class Overlap:
             self._needs_all = any(flag & _NEEDS_ALL for flag in agreement.flags)
 
     def _send(self) -> None:
-        """Start the reduction of the next bucket."""
         number = len(self._sent)
         indices, bucket = self._buckets[number]
         targets = [self._ready[index] for index in indices]
@@ -192,10 +186,8 @@ class Overlap:
         self._sent.append((self._reducer.start(targets, self._weight, name), targets))
 
     def _order_streams(self, grads: Sequence[Any]) -> None:
-        """Make the stream of each gradient wait for the stream of the one before it.
-
-        Gradients of one bucket may be computed on several streams, and sent in a later call of reduce().
-        """
+        """Make the stream of each gradient wait for the stream of the one before it. Gradients of one bucket may be
+        computed on several streams, and sent in a later call of reduce()."""
         for grad in filter(gpu.is_device, grads) if takes_gpu() else ():
             stream = gpu.current_stream(grad)
             if self._stream is not None and stream.ptr != self._stream.ptr:
@@ -246,7 +238,8 @@ class Overlap:
         values = writable(tensors, [None if problem else given.values[index] for index in rest])
         missing = [index for index, value in zip(rest, values, strict=True) if value is None]
         self._ready |= zip(rest, values, strict=True)
-        self._ready |= {index: self._zeros(index) for index in missing}
+        for index in missing:
+            self._ready[index] = gpu.zeros(self._like if self._on_gpu[index] else None, *self._tensors[index][1:])
         while len(self._sent) < len(self._buckets):
             self._send()
         for work, targets in self._sent:
@@ -254,9 +247,6 @@ class Overlap:
                 if target is not result:
                     target[...] = result
         return self._close(missing, problem)
-
-    def _zeros(self, index: int) -> Any:
-        return gpu.zeros(self._like if self._on_gpu[index] else None, *self._tensors[index][1:])
 
     def _close(self, missing: list[int], problem: str) -> list[Any] | None:
         """Exchange mistakes, missing gradients and flags. missing: positions of the gradients that this rank lacks."""

@@ -20,12 +20,10 @@ from allred.modes import ps_payload
 from allred.modes.clipping import Clipper
 from allred.modes.detect.batch_arguments import compare_at_server
 from allred.modes.detect.drift import warn_of_stale_start
-from allred.modes.detect.wrapper_bypass import used
-from allred.modes.host_staging import HostStaging
+from allred.modes.detect.mistake_checks import used
 from allred.modes.match import parameter
-from allred.modes.mode import StepInput
-from allred.modes.options import StepOptions
-from allred.modes.ps_payload import PushedGradients, PushedLearningRate
+from allred.modes.options import StepInput, StepOptions
+from allred.modes.ps_payload import HostStaging, PushedGradients, PushedLearningRate
 from allred.optim.base import Optimizer
 from allred.ps import context, protocol
 from allred.ps.context import Context
@@ -117,7 +115,6 @@ class ServersMode:
         self._context.farewell = self._leave
 
     def _register(self, title: str, params: Any, tensors: list[Tensor], leaves: list[Any]) -> "Client":
-        """Place the parameters and register them with the servers."""
         from allred.ps.worker_client import Client  # imports MPI
 
         options, settings = self._options, self._context.config
@@ -200,7 +197,6 @@ class ServersMode:
             self._end()
 
     def _check(self, params: Any, tensors: list[Tensor], leaves: list[Any], twins: list[Any]) -> None:
-        """Check tensors that the step before did not have."""
         new = self._client is None
         own = [Tensor(t.name, twin.shape, twin.dtype) for t, twin in zip(tensors, twins, strict=True)]
         self._connect(self._title, params, own, leaves)
@@ -264,7 +260,7 @@ class ServersMode:
     # State.
 
     def _states(self) -> list[tuple[Any, Parts]]:
-        """Return the parts of this rank's optimizer's state for each server."""
+        assert self._client is not None
         if not isinstance(self._optimizer, Optimizer):
             if self._loaded and self._context.servers > 1:
                 raise InputError(
@@ -293,7 +289,6 @@ class ServersMode:
     # Reports.
 
     def statistics(self) -> Statistics:
-        """Return the statistics of the servers."""
         if self._client is None:
             raise InputError(f"{self._options.name}.statistics(): no step was made yet")
         return self._statistics(self._client.call(protocol.GetStatistics()))

@@ -17,20 +17,16 @@ from allred.ps.server_loop import ServerLoop
 
 
 def serve_until_done(optimizer: object, options: StepOptions, first: ControlRequest | None = None) -> None:
-    """Serve until the last worker has left, and return.
-
-    options: those of `allred.distributed`. first: a request of worker 0 that was received before.
-    """
+    """Serve until the last worker has left, and return. options: those of `allred.distributed`. first: a request of
+    worker 0 that was received before."""
     here = context.current()
     policy, locks = options.policy(here.config), options.locks(optimizer, here.config)
     ServerLoop(here, optimizer, policy, locks, options.agreement(optimizer, here.config)).serve(first)
 
 
 def join() -> None:
-    """Serve until the last worker has left, with the optimizer and the options of worker 0, and return.
-
-    They arrive with its first request, the registration. Raises InputError if they cannot be loaded here.
-    """
+    """Serve until the last worker has left, with the optimizer and the options of worker 0, and return. They arrive
+    with its first request, the registration. Raises InputError if they cannot be loaded here."""
     here = context.current()
     here.servers_return = True
     transport = MpiTransport(here.comm)

@@ -1,4 +1,8 @@
-"""Payload of a step in mode ps: gradients in the form that is pushed, the learning rate, and the targets of a pull."""
+"""Payload of a step in mode ps: gradients in the form that is pushed, the learning rate, and the targets of a pull.
+
+Parameter servers take host arrays only. `HostStaging` has pinned host memory for arrays on a GPU: download gradients
+(the host waits) -> push and pull -> upload parameters (the caller's stream waits).
+"""
 
 import itertools
 import math
@@ -9,8 +13,12 @@ from typing import Any
 import numpy as np
 
 from allred.arrays import Array
+from allred.comm import functions
+from allred.comm.device_reduce import adopted
 from allred.errors import InputError
 from allred.fusion import Plan, Tensor
+from allred.gpu.device_arrays import Adopted, is_device
+from allred.gpu.streams import Completion, Device
 from allred.modes.detect import finite
 from allred.optim.base import Optimizer, compute_dtype
 from allred.validators import non_negative
@@ -44,7 +52,6 @@ class PushedGradients:
         return np.ascontiguousarray(value, dtype).reshape(shape)
 
     def describe(self, sources: Sequence[Array]) -> dict[str, str]:
-        """Return {name: problem} of the gradients that have a NaN or infinity."""
         return finite.describe(self._plan, sources)
 
 
@@ -54,7 +61,6 @@ def targets(leaves: Sequence[Any]) -> list[Any]:
 
 
 def put_back(leaves: Sequence[Any], targets: Sequence[Any]) -> None:
-    """Copy the buffers of `targets` to their parameters."""
     for leaf, target in zip(leaves, targets, strict=True):
         if target is not leaf:
             leaf[...] = target
@@ -69,7 +75,6 @@ def difference(tensors: Sequence[Tensor], known: Sequence[Tensor]) -> str:
 
 
 def describe_overlap(tensors: Sequence[Tensor], leaves: Sequence[Array]) -> str:
-    """Describe which parameters share memory."""
     pairs = itertools.combinations(zip(tensors, leaves, strict=True), 2)
     one, other = next(((a.name, b.name) for (a, x), (b, y) in pairs if np.may_share_memory(x, y)), ("?", "?"))
     return (
@@ -79,10 +84,8 @@ def describe_overlap(tensors: Sequence[Tensor], leaves: Sequence[Array]) -> str:
 
 
 class PushedLearningRate:
-    """The learning rate that the program assigns to its optimizer, which goes to the servers with a step.
-
-    A schedule is not sent: the servers got it with their own optimizer. title: prefix of errors.
-    """
+    """The learning rate that the program assigns to its optimizer, which goes to the servers with a step. A schedule is
+    not sent: the servers got it with their own optimizer. title: prefix of errors."""
 
     def __init__(self, optimizer: Any, title: str) -> None:
         self._optimizer, self._title = optimizer, title
@@ -110,3 +113,67 @@ class PushedLearningRate:
                 "the optimizer is made, and assign numbers"
             )
         return math.nan
+
+
+class HostStaging:
+    """The staging memory of one optimizer. Arrays on the host are passed through."""
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[str, int], Array] = {}
+        self._uploaded: Completion | None = None  # the event after which upload memory may be overwritten
+
+    @property
+    def _device(self) -> Device:
+        devices = functions.current().devices
+        assert devices is not None  # else there are no device arrays
+        return devices.device
+
+    def download(self, values: Sequence[Any]) -> list[Any]:
+        """Return host arrays with the values of arrays on the GPU, valid until the next call."""
+        there = self._on_gpu(values)
+        hosts = [self._pinned("download", i, there[i]) if i in there else value for i, value in enumerate(values)]
+        if there:
+            lease = self._device.lease([one.stream for one in there.values()])
+            with lease.enter():
+                flats = {i: one.flat() for i, one in there.items() if one.nbytes}
+                for i, flat in flats.items():
+                    self._device.to_host(flat.view(np.uint8), hosts[i].reshape(-1).view(np.uint8))
+            lease.end((there, flats)).synchronize()
+        return hosts
+
+    def host_targets(self, leaves: Sequence[Any]) -> list[Any]:
+        """Return host arrays to write into, for `upload`. Arrays that share memory on the GPU share a target."""
+        there = self._on_gpu(leaves)
+        if self._uploaded is not None:
+            self._uploaded.synchronize()
+        found, first = list(leaves), dict[int, Array]()
+        for i, one in there.items():
+            found[i] = self._pinned("upload", i, one)
+            if one.nbytes:
+                found[i] = first.setdefault(one.array.data.ptr, found[i])
+        return found
+
+    def upload(self, leaves: Sequence[Any], targets: Sequence[Any]) -> None:
+        """Copy the results of `host_targets` to the arrays on the GPU."""
+        there = {i: one for i, one in self._on_gpu(leaves).items() if one.nbytes}
+        if not there:
+            return
+        lease = self._device.lease([one.stream for one in there.values()])
+        with lease.enter():
+            for i, one in there.items():
+                flat = one.flat()
+                self._device.to_device(targets[i].reshape(-1).view(np.uint8), flat.view(np.uint8))
+                if not one.array.flags.c_contiguous:
+                    one.array[...] = flat.reshape(one.shape)
+        self._uploaded = lease.end(there)
+        self._uploaded.order()
+
+    def _on_gpu(self, values: Sequence[Any]) -> dict[int, Adopted]:
+        found = [i for i, value in enumerate(values) if is_device(value)]
+        return {i: adopted(values[i], self._device.index) for i in found}
+
+    def _pinned(self, use: str, index: int, like: Adopted) -> Array:
+        key = use, index
+        if key not in self._memory or self._memory[key].nbytes < like.nbytes:
+            self._memory[key] = self._device.pinned(like.nbytes)
+        return self._memory[key][: like.nbytes].view(like.dtype).reshape(like.shape)

@@ -19,9 +19,8 @@ import numpy as np
 from allred import arrays, world
 from allred.arrays import Array
 from allred.comm import functions, ops
-from allred.comm.ops import ReduceOp
+from allred.comm.ops import Compression, ReduceOp
 from allred.comm.work import Work
-from allred.compression import Compression
 from allred.errors import InputError
 from allred.fusion import Plan, Tensor, buffer_of
 from allred.gpu import device_arrays as gpu
@@ -62,7 +61,6 @@ class Reducer:
 
     @property
     def bucket_bytes(self) -> int:
-        """The size limit of a bucket in bytes."""
         own = self._options.bucket_bytes
         return own if isinstance(own, int) else world.config().bucket_bytes  # StepOptions has converted text
 
@@ -80,7 +78,6 @@ class Reducer:
         return self._plans[key]
 
     def refusal(self, plan: Plan) -> str:
-        """Return why the tensors cannot be reduced with `op`; "" if they can."""
         return next((problem for dtype in plan.dtypes if (problem := ops.refusal(self._op, dtype))), "")
 
     def start_negotiation(
@@ -105,15 +102,12 @@ class Reducer:
         """
         note = _UNCOUNTED if samples is None else min(samples, _SAMPLES)
         note |= _MISSING * missing | _OVERLAPPED * overlapped | flags << _FLAGS_SHIFT
-        settings = f"{self._settings()} {settings}".strip()
+        nonfinite = self._options.nonfinite or world.config().nonfinite
+        settings = (
+            f"op={self._op.value} bucket_bytes={self.bucket_bytes} compression={self._compression.name} "
+            f"nonfinite={nonfinite} accumulate={self._options.accumulate} {settings}"
+        ).strip()
         return functions.current().check("step", title, lines, settings, note, problem)
-
-    def _settings(self) -> str:
-        options, nonfinite = self._options, self._options.nonfinite or world.config().nonfinite
-        return (
-            f"op={options.op.value} bucket_bytes={self.bucket_bytes} compression={options.compression.name} "
-            f"nonfinite={nonfinite} accumulate={options.accumulate}"
-        )
 
     def agreement(self, notes: list[int]) -> Agreement:
         """Interpret the notes of all ranks. Raises InputError on all ranks if their samples cannot be weighted."""
@@ -174,7 +168,7 @@ class Reducer:
             plan, values = self.plan([plan.tensors[index] for index in indices]), [values[index] for index in indices]
         if not values:
             return
-        if functions.current().fuses and weight is None:
+        if functions.current().backend.fuses and weight is None:
             self._allreduce_group(values)
         else:
             self._allreduce_buckets(plan, values, weight)
@@ -214,10 +208,8 @@ class Reducer:
             array[...] = weighted
 
     def start(self, targets: list[Any], weight: float | None, name: str) -> Work[list[Any]]:
-        """Start the reduction of arrays of one dtype, all on the host or all on a GPU.
-
-        The result of the Work is `targets`, reduced in place, or new arrays where the weighted copy was reduced.
-        """
+        """Start the reduction of arrays of one dtype, all on the host or all on a GPU. The result of the Work is
+        `targets`, reduced in place, or new arrays where the weighted copy was reduced."""
         communicator = functions.current()
         if (devices := communicator.gpu) is not None and gpu.is_device(targets[0]):
             return devices.weighted_allreduce_(targets, self._op, name, self._compression, weight)
@@ -242,10 +234,8 @@ def _flags_of(notes: list[int]) -> tuple[list[int], bool]:
 
 
 def writable(tensors: Sequence[Tensor], values: Sequence[Any]) -> list[Any]:
-    """Return the arrays to reduce in place: the given ones where possible.
-
-    Numbers, read-only arrays and repeated occurrences of the same memory are replaced by copies; None stays None.
-    """
+    """Return the arrays to reduce in place: the given ones where possible. Numbers, read-only arrays and repeated
+    occurrences of the same memory are replaced by copies; None stays None."""
     if set(map(type, values)) == {np.ndarray}:  # the usual case
         flags = set(map(_ndarray_flags, values))
         if all(each & _WRITEABLE for each in flags):
@@ -284,8 +274,7 @@ def _writable_on_gpu(value: Any, seen: set[int]) -> Any:
 
 
 def takes_gpu() -> bool:
-    """Return whether gradients may be on a GPU."""
-    return functions.current().takes_device_arrays
+    return functions.current().devices is not None
 
 
 def tensor_of(name: str, value: Any) -> Tensor:

@@ -16,15 +16,13 @@ import numpy as np
 from allred import arrays, checkpoint, log, nest, world
 from allred.comm import functions
 from allred.comm.communicator import Communicator
-from allred.compression import Compression
+from allred.comm.ops import Compression
 from allred.errors import AllredError
 from allred.fusion import Tensor
 from allred.gpu.device_arrays import to_host
 from allred.modes.clipping import Clipper
-from allred.modes.detect.mistake_checks import MistakeChecks
-from allred.modes.detect.wrapper_bypass import restored
-from allred.modes.mode import StepInput
-from allred.modes.options import StepOptions
+from allred.modes.detect.mistake_checks import MistakeChecks, restored
+from allred.modes.options import StepInput, StepOptions
 from allred.modes.overlap import Overlap
 from allred.modes.reducer import Reducer, writable
 from allred.optim.base import Optimizer
@@ -126,7 +124,6 @@ class SyncMode:
         return Overlap(self._reducer, self._checks, self._clipper, self._title)
 
     def _reduce_overlapped(self, overlap: Overlap, given: StepInput) -> list[Any] | None:
-        """Reduce the gradients that were not passed to `reduce`, and wait for the others."""
         try:
             given = overlap.with_problem(given)
             if not overlap.has_order:
@@ -220,7 +217,6 @@ class SyncMode:
         return f"\ngradients: {arrays.amount(self._timer.sent_bytes / self._timer.steps)} a step on the wire{how}"
 
     def _first_step(self, tensors: list[Tensor]) -> str:
-        """Describe what this job does at each step in one line."""
         reducer, size, rate = self._reducer, functions.current().size, getattr(self._optimizer, "lr", None)
         plan = reducer.plan(tensors)
         batch = f"; global batch {reducer.samples} over {size} rank{'s' * (size > 1)}" if reducer.samples else ""
@@ -257,7 +253,6 @@ class SyncMode:
 
 
 def has_state(optimizer: Any) -> bool:
-    """Return whether an optimizer has state_dict and load_state_dict."""
     return hasattr(optimizer, "state_dict") and hasattr(optimizer, "load_state_dict")
 
 

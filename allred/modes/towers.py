@@ -9,7 +9,6 @@ import contextlib
 import contextvars
 import functools
 import itertools
-import operator
 import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -21,6 +20,7 @@ from allred import arrays, log, nest
 from allred.arrays import Array
 from allred.cluster import processors
 from allred.errors import InputError
+from allred.validators import integer
 
 
 class Towers:
@@ -60,12 +60,7 @@ class Towers:
     """
 
     def __init__(self, count: int, loss_and_grads: Callable[..., Any], parallel: bool = True) -> None:
-        try:
-            self.count = operator.index(count)
-        except TypeError:
-            self.count = 0
-        if self.count < 1:
-            raise InputError(f"Towers(count={count!r}): expected a whole number of towers, at least 1")
+        self.count = integer("Towers: count", count, 1, "it is the number of towers")
         if not callable(loss_and_grads):
             raise InputError(f"Towers: loss_and_grads={loss_and_grads!r} is not a function")
         self._function = loss_and_grads
@@ -120,7 +115,6 @@ class Towers:
 
 
 def _rows_of(batch: tuple[Any, ...]) -> int:
-    """Return the number of samples of a batch. Raises InputError if its arrays have different numbers."""
     if not batch:
         raise InputError("Towers: call it with a batch: towers(params, x, ...)")
     if odd := [value for value in batch if not getattr(value, "shape", ())]:
@@ -187,7 +181,6 @@ class _Mean:
             np.add(before, added, out=before)
 
     def grads(self) -> Any:
-        """Return the means."""
         means = [
             None if total is None else total.astype(dtype, copy=False)
             for total, dtype in zip(self._sums, self._dtypes, strict=True)

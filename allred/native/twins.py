@@ -14,13 +14,7 @@ _AT_ONCE_BYTES = 2**18
 
 # The operators by their codes (allred/comm/ops.py).
 _AVERAGE, _SUM, _MIN, _MAX, _PRODUCT = range(1, 6)
-_FUNCTIONS: dict[int, Any] = {
-    _AVERAGE: np.add,
-    _SUM: np.add,
-    _MIN: np.minimum,
-    _MAX: np.maximum,
-    _PRODUCT: np.multiply,
-}
+_FUNCTIONS: dict[int, Any] = {_AVERAGE: np.add, _SUM: np.add, _MIN: np.minimum, _MAX: np.maximum, _PRODUCT: np.multiply}
 
 
 def pack(tensors: list[Array], buffer: Array) -> None:
@@ -66,10 +60,8 @@ def reduce(
 
 
 def narrow(source: Array, out: Array, dtype_code: int, wire_code: int, variant: str = "") -> None:
-    """Round float32 or float64 into 16-bit floats of the dtype `wire_code`. See csrc/reduce.h.
-
-    Raises ValueError for other dtypes, or if `out` has another number of elements.
-    """
+    """Round float32 or float64 into 16-bit floats of the dtype `wire_code`. See csrc/reduce.h. Raises ValueError for
+    other dtypes, or if `out` has another number of elements."""
     if not narrows(dtype_code, wire_code):
         raise ValueError(f"dtype {dtype_code} does not travel as dtype {wire_code}")
     item = np.dtype(DTYPES[dtype_code]).itemsize
@@ -148,7 +140,6 @@ def _matches(tensor: Any, param: Any, grad: Any) -> bool:
 
 
 def _widened(array: Array, dtype: str) -> Array:
-    """Return a copy of the elements in the dtype of the computation."""
     memory = _bytes(array)
     if dtype == "bfloat16":  # the upper half of a float32
         return (memory.view(np.uint16).astype(np.uint32) << 16).view(np.float32)

@@ -22,7 +22,7 @@ from typing import Any, Self, TypeVar
 
 from allred import log, world
 from allred.cluster import topology
-from allred.comm import functions, join
+from allred.comm import functions
 from allred.errors import InputError, ShutdownError
 from allred.modes.optimizer import DistributedOptimizer
 from allred.session import coordination, final_checkpoint
@@ -124,7 +124,7 @@ class Session:
             raise
         finally:
             self._signals.restore()
-            join.remove_observer(self._save_after_join)
+            functions.remove_observer(self._save_after_join)
             self._done = True
             if optimizer is not None or failure is not None:
                 self._call_end(failure, path)
@@ -185,7 +185,7 @@ class Session:
         self._saver.begin(self.step)
         self._token = functions.allgather_object(secrets.token_hex(4))[0]  # no rank steps before all know global_step
         if optimizer.session_support.is_lockstep:
-            join.add_observer(self._save_after_join)
+            functions.add_observer(self._save_after_join)
         else:
             self._signals.notify(optimizer.session_support.request_stop)
             if self._saver.directory:

@@ -17,7 +17,7 @@ from allred.comm.work import Steps
 from allred.config import Config, explicit_settings, settle
 from allred.data.loader import Iterations
 from allred.errors import AllredError, ConfigError, InputError, RemoteRankError
-from allred.gpu import binding
+from allred.gpu import streams
 from allred.world import World
 
 T = TypeVar("T")
@@ -177,7 +177,7 @@ class _ThreadProcessSets(ProcessSets):
     """The process sets of a rank that is a thread."""
 
     def __init__(self, ranks: _Ranks, everyone: Communicator, nodes: list[int]) -> None:
-        nothing = [binding.NO_GPUS] * len(nodes)
+        nothing = [streams.NO_GPUS] * len(nodes)
         super().__init__(None, everyone, 0, everyone, nodes, [True] * len(nodes), nothing, ranks.config)
         self._ranks = ranks
 

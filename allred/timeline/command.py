@@ -12,14 +12,13 @@ from typing import Any
 
 from allred.command_line import Parser
 from allred.errors import InputError
-from allred.timeline import collectives, tables
+from allred.timeline import tables
 from allred.timeline.rank_file import RankTimeline, Span, read_timeline
 
 _WAITED_FOR = "waits for"
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command. Returns the exit code."""
     parser = Parser(
         prog="python -m allred timeline", description="Evaluates timelines that ALLRED_TIMELINE=DIR has recorded."
     )
@@ -43,8 +42,8 @@ def main(arguments: list[str]) -> int:
 
 def _merge(directory: pathlib.Path, output: pathlib.Path) -> None:
     ranks, notes = _newest(directory)
-    matched = collectives.match(ranks)
-    waits = collectives.waits(matched, ranks)
+    matched = tables.match(ranks)
+    waits = tables.waits(matched, ranks)
     document = {"traceEvents": list(trace_events(ranks, waits)), "displayTimeUnit": "ms"}
     try:
         output.write_text(json.dumps(document), "utf-8")

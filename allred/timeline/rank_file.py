@@ -31,7 +31,6 @@ class ClockAlignment:
         self._drift, self._interval = offset - self._offset, max(last - self._first, 1)
 
     def __call__(self, when: int) -> int:
-        """The time on the chief's clock."""
         return when + self._offset + (when - self._first) * self._drift // self._interval
 
 
@@ -79,12 +78,10 @@ class RankTimeline:
 
     @property
     def number(self) -> int:
-        """The rank's number in the job."""
         return int(self.about["rank"])
 
     @property
     def name(self) -> str:
-        """The name in tables, for example "rank 0"."""
         return str(self.about["name"])
 
 
@@ -159,7 +156,6 @@ def _operations(records: list[tuple[Any, ...]], clock: ClockAlignment) -> list[O
 
 
 def _blocking_call(members: str, kind: str, start: int) -> OperationRecord:
-    """A blocking call whose name, end and size are not known yet."""
     return OperationRecord(members, 0, kind, "", start, 0, 0, 0, True)
 
 

@@ -54,7 +54,6 @@ class Recorder:
         self._thread = threading.Thread(target=self._write_until_closed, name="allred-timeline", daemon=True)
 
     def begin(self, about: dict[str, Any]) -> None:
-        """Write the header and start the writing thread."""
         self.add(("begin", about))
         self._write(MAGIC)
         self._write_records()
@@ -148,7 +147,6 @@ class Operation:
         self.title, self.start, self.agreed, self.end, self.nbytes = title, time.perf_counter_ns(), 0, 0, 0
 
     def agree(self) -> None:
-        """The headers of all ranks have arrived."""
         self.agreed = time.perf_counter_ns()
 
 
@@ -168,7 +166,6 @@ class Track:
         self._add(("call", self._members, kind, time.perf_counter_ns()))
 
     def end(self, operation: Operation) -> None:
-        """Record a complete operation."""
         kind, _, name = operation.title.partition(" '")
         start, agreed, nbytes = operation.start, operation.agreed, operation.nbytes
         operation.end = time.perf_counter_ns()

@@ -11,14 +11,14 @@ import standin_gpu
 from mpi4py import MPI
 
 from allred import startup
-from allred.bench import command, gpu, sets
+from allred.bench import command, gpu, verify
 from allred.comm.create import add_device
 
 standin_gpu.install(setattr)
 gpu.adopt = standin_gpu.adopt
 gpu.allocate = lambda shapes, dtype: [standin_gpu.on_gpu(np.zeros(shape, dtype)) for shape in shapes]
 gpu._ENQUEUE_SAMPLES = 3
-sets.SETS["small"] = lambda: [(256,)] * 10
+verify.SETS["small"] = lambda: [(256,)] * 10
 startup.select_devices = lambda *_: (True, "")
 startup.add_devices = lambda communicator, *_: add_device(
     communicator, standin_gpu.Device(MPI.COMM_WORLD.Dup()), staged=False

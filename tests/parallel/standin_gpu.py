@@ -13,7 +13,7 @@ import ctypes
 import numpy as np
 
 from allred.comm import device_reduce
-from allred.gpu import arithmetic, device_arrays, kernels
+from allred.gpu import device_arrays, kernels
 from allred.modes.detect import finite
 
 
@@ -80,18 +80,18 @@ def zeros(like, shape, dtype):
 def install(put):
     """Where the library asks for what only a GPU has, this answers. put: setattr, or a test's own."""
     scan = Kernels()
-    for module in (device_arrays, arithmetic, device_reduce):
+    for module in (device_arrays, device_reduce):
         put(module, "adopt", adopt)
     put(device_reduce, "layouts", layouts)
     put(device_arrays, "zeros", zeros)
     put(device_arrays, "current_stream", lambda value: Stream)
     put(device_arrays, "layouts", layouts)
-    put(arithmetic, "squares_on_gpu", lambda parts: sum(map(squares, parts)))
+    put(device_arrays, "squares_on_gpu", lambda parts: sum(map(squares, parts)))
     put(finite, "exceeds_on_gpu", lambda parts, *a: bool(scan.exceeds(list(map(host, parts)), *a)))
 
 
 def squares(part):
-    """In place of arithmetic.squares_on_gpu, of one array."""
+    """In place of device_arrays.squares_on_gpu, of one array."""
     value, low, high = part
     return float(np.square(host(value).astype(np.float64).reshape(-1)[low:high]).sum())
 
@@ -220,7 +220,7 @@ class Kernels(kernels.Kernels):
     def _parts(self, table, name, buffer):
         """Each tensor, by its address alone, and its part of the buffer."""
         assert table.itemsize == buffer.itemsize
-        dtype = arithmetic.storage_dtype(name)
+        dtype = device_arrays.storage_dtype(name)
         for address, start, count in zip(table.addresses, table.offsets, table.counts, strict=False):
             if count:
                 memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
@@ -234,11 +234,11 @@ class Kernels(kernels.Kernels):
 
 
 def widened(part, name):
-    return arithmetic.half_to_float32(part, name) if name in arithmetic.HALF_DTYPES else part
+    return device_arrays.half_to_float32(part, name) if name in device_arrays.HALF_DTYPES else part
 
 
 def narrowed(part, name):
-    return arithmetic.round_to_half(np, part, name) if name in arithmetic.HALF_DTYPES else part
+    return device_arrays.round_to_half(np, part, name) if name in device_arrays.HALF_DTYPES else part
 
 
 class Nccl:

@@ -27,7 +27,7 @@ def who(request):
 def comm(comm, who):
     """Each backend, with the thread where there is one, and without."""
     if who == "thread":
-        comm.start_progress_thread()
+        comm.backend.start_progress_thread()
         if not isinstance(comm.backend, ShmBackend):
             pytest.skip("no thread there")
     return comm
@@ -248,8 +248,8 @@ def test_the_thread_starts_with_the_first_operation_that_is_not_waited_for(size)
         one.allreduce_blocking(np.ones(3), True, allred.Sum, "")
         one.allreduce(np.ones(3), allred.Sum).wait()
         assert alive().count("allred-progress") == before
-        one.start_progress_thread()
-        one.start_progress_thread()
+        one.backend.start_progress_thread()
+        one.backend.start_progress_thread()
         assert alive().count("allred-progress") == before + 1
         one.allreduce(np.ones(3), allred.Sum).wait()
         one.barrier().wait()
@@ -274,7 +274,7 @@ def test_closed_with_operations_under_way(size, thread):
         pytest.skip("takes several ranks")
     one = Communicator(ShmBackend(allred.rank(), size, _memory()), 20.0)
     if thread:
-        one.start_progress_thread()
+        one.backend.start_progress_thread()
     arrays = [np.ones(10_000) for _ in range(3)]
     works = [one.allreduce_(x, allred.Sum) for x in arrays] if allred.rank() else []
     threads = threading.active_count()

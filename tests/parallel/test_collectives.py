@@ -283,7 +283,7 @@ def test_results_are_bitwise_equal_on_all_ranks_and_from_run_to_run(comm, dtype)
 
 
 def test_memory_of_the_communicator_reduces_without_a_copy_and_lasts(comm):
-    mine = comm.allocate(1000, np.dtype(np.float32))
+    mine = comm.backend.allocate(1000, np.dtype(np.float32))
     mine[:] = comm.rank + 1
     comm.allreduce_(mine, allred.Sum).wait()
     comm.allreduce_(mine[100:200], allred.Sum).wait()
@@ -434,7 +434,7 @@ def test_mpi_never_sees_the_users_memory(comm, monkeypatch):
     assert all(any(np.shares_memory(buffer, piece) for piece in owned) for buffer in seen)
     assert not any(np.shares_memory(buffer, mine) for buffer in seen)
     seen.clear()
-    born = comm.allocate(1000, np.dtype(np.float32))
+    born = comm.backend.allocate(1000, np.dtype(np.float32))
     comm.allreduce_(born[10:20], allred.Sum).wait()
     assert any(np.shares_memory(buffer, born) for buffer in seen)  # and what is allred's is not copied
     monkeypatch.undo()

@@ -7,7 +7,7 @@ import pytest
 
 import allred
 from allred.errors import InputError, MismatchError
-from allred.modes.detect import wrapper_bypass
+from allred.modes.detect import mistake_checks
 
 pytestmark = pytest.mark.mpi
 
@@ -268,7 +268,7 @@ def test_a_second_epoch(rank, size, early, capfd):
                 opt.step(params, grads)
         opt.broadcast(params, root=joined.last)
     assert params["a"].tolist() == [12.0 if size > 1 else 6.0] * 4
-    assert id(opt.optimizer) not in wrapper_bypass._unused
+    assert id(opt.optimizer) not in mistake_checks._unused
 
 
 @pytest.mark.parametrize("settled", [False, True])

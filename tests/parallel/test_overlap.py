@@ -237,7 +237,7 @@ def test_samples_are_given_in_the_first_call(rank):
     opt.reduce("a", grads["a"], samples=2)
     opt.step(params, grads, samples=2)
     opt.reduce("a", grads["a"], samples=-1)
-    with pytest.raises(InputError, match="samples=-1 must be a whole number"):
+    with pytest.raises(InputError, match="samples must be an integer >= 0, but is -1"):
         opt.step(params, grads)
 
 

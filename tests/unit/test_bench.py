@@ -16,7 +16,7 @@ import pytest
 
 import allred
 from allred import command_line
-from allred.bench import baselines, command, measure, output, sets, verify
+from allred.bench import baselines, command, measure, output, verify
 
 REPORT = pathlib.Path(allred.__file__).parents[1] / "benchmarks/report.py"
 RESULT_KEYS = {"p50_us", "p99_us", "algbw_GBps", "busbw_GBps", "against", "against_p50_us", "speedup"}
@@ -56,14 +56,14 @@ class OneRank:
     ],
 )
 def test_sets_have_the_models_sizes(name, tensors, elements, largest):
-    shapes = sets.PS_SETS[name]()
+    shapes = verify.PS_SETS[name]()
     assert len(shapes) == tensors
     assert sum(map(math.prod, shapes)) == elements
     assert max(shapes, key=math.prod) == largest
 
 
 def test_resnet50_in_the_order_of_construction():
-    shapes = sets.resnet50()
+    shapes = verify.resnet50()
     assert shapes[:6] == [(64, 3, 7, 7), (64,), (64,), (64, 64, 1, 1), (64,), (64,)]
     assert shapes[12:15] == [(256, 64, 1, 1), (256,), (256,)]  # the first block's downsample comes last in it
     assert shapes[15] == (64, 256, 1, 1)

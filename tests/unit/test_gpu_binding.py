@@ -6,8 +6,8 @@ import pytest
 from allred.comm.create import add_devices, create, select_backend, select_devices
 from allred.config import Config
 from allred.errors import ConfigError
-from allred.gpu import binding, device_arrays
-from allred.gpu.binding import NO_GPUS, GpuBinding, VisibleGpus, bind
+from allred.gpu import device_arrays, streams
+from allred.gpu.streams import NO_GPUS, GpuBinding, VisibleGpus, bind
 
 TWO = VisibleGpus(("GPU-a", "GPU-b"), cupy=True)
 THREE = VisibleGpus(("GPU-a", "GPU-b", "GPU-c"), cupy=True)
@@ -58,7 +58,7 @@ def test_nccl_uses_the_host_backend_of_auto():
     assert select_backend("nccl", [0, 0], True, [True, True])[0] == "shm"
     host = create("single", None, 1.0, [0])
     assert add_devices(host, Config(), [NO_GPUS], [0]) == ""
-    assert not host.takes_device_arrays
+    assert host.devices is None
 
 
 @pytest.mark.parametrize(
@@ -70,15 +70,15 @@ def test_nccl_uses_the_host_backend_of_auto():
     ],
 )
 def test_nccl_variables_for_several_ranks_on_one_gpu(bound, version, expected):
-    assert binding.nccl_variables(bound, 3, version, "node7") == expected
+    assert streams.nccl_variables(bound, 3, version, "node7") == expected
 
 
 def test_a_machine_without_a_driver_has_no_gpus(monkeypatch):
     def no_library(name):
         raise OSError(name)
 
-    monkeypatch.setattr(binding.ctypes, "CDLL", no_library)
-    assert binding._uuids() == ()
+    monkeypatch.setattr(streams.ctypes, "CDLL", no_library)
+    assert streams._uuids() == ()
 
 
 class Foreign:

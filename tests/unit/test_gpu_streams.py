@@ -9,8 +9,8 @@ from fake_cupy import Array, Stream, stack
 
 from allred.errors import InputError
 from allred.gpu import device_arrays, streams
-from allred.gpu.arithmetic import compute
-from allred.gpu.binding import GpuBinding
+from allred.gpu.device_arrays import compute
+from allred.gpu.streams import GpuBinding
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from allred.bench.sets import SETS
+from allred.bench.verify import SETS
 from allred.errors import InputError
 from allred.fusion import Tensor
 from allred.ps.placement import SMALL_BYTES, Piece, Placement, place
@@ -215,7 +215,7 @@ def test_the_fingerprint_depends_on_every_field():
 
 def test_another_process_with_another_hash_seed_finds_the_same():
     code = (
-        "import numpy as np; from allred.bench.sets import SETS; from allred.fusion import Tensor\n"
+        "import numpy as np; from allred.bench.verify import SETS; from allred.fusion import Tensor\n"
         "from allred.ps.placement import place\n"
         "tensors = [Tensor(f'p{i}', shape, np.dtype('f4')) for i, shape in enumerate(SETS['transformer']())]\n"
         "ways = ['bytes', 'round_robin', 'greedy', {'p3': 1, 'p0': 7}, lambda tensor: len(tensor.name)]\n"

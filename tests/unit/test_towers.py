@@ -318,7 +318,7 @@ def test_results_that_cannot_be_averaged(results, words):
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, "2", None])
 def test_a_count_that_is_none(count):
-    with pytest.raises(InputError, match="expected a whole number of towers, at least 1"):
+    with pytest.raises(InputError, match="count must be an integer >= 1"):
         allred.Towers(count, nothing)
 
 

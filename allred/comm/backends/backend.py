@@ -9,61 +9,20 @@ A communicator has one host backend, which exchanges the headers of all operatio
 
 import pickle
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from allred.arrays import Array, as_bytes
-from allred.comm.ops import ReduceOp
-from allred.comm.work import Engine, Pending, Steps
+from allred.comm.ops import ReduceOp, narrow, widen
+from allred.comm.work import Steps
 from allred.errors import InputError
 from allred.gpu.streams import Completion, Device, StreamLease
 from allred.timeline.recorder import Track
 
-
-class CheckedOperation(Pending, Protocol):
-    """A started operation that exchanges headers first, and moves bytes only if they agree."""
-
-    @property
-    def headers_agree(self) -> bool:
-        """Whether the headers of all ranks agree. Known once the operation is complete."""
-
-
-class FastPath(Protocol):
-    """A blocking allreduce of contiguous numpy arrays in one call: checks arguments, exchanges headers, reduces.
-
-    The calls return True if the operation is complete, the started operation if it takes more than a millisecond, and
-    None if the arguments need the general path. wire: the code of the 16-bit dtype to send, 0 for none.
-    """
-
-    @property
-    def pending(self) -> bool:
-        """Whether an operation is under way."""
-
-    def allreduce(self, source: Any, target: Any, op: Any, name: Any, wire: int = 0, /) -> Any: ...
-    def grouped_allreduce(
-        self, sources: list[Any], targets: list[Any], op: Any, name: Any, wire: int = 0, /
-    ) -> Any: ...
-
-
-class WithHeader(Protocol):
-    """Primitives that exchange headers and move bytes as one operation, which can complete without Python.
-
-    record: this rank's header, header.BYTES bytes.
-    """
-
-    @property
-    def number(self) -> int:
-        """The number of the operation under way, as shown in messages."""
-
-    def begin_exchange(self, record: bytes) -> CheckedOperation: ...
-    def begin_allreduce(
-        self, record: bytes, sources: list[Array], targets: list[Array], op: ReduceOp, wire: int
-    ) -> CheckedOperation: ...
-    def begin_broadcast(self, record: bytes, data: Array, root: int) -> CheckedOperation: ...
-    def begin_reducescatter(
-        self, record: bytes, flat: Array, out: Array, counts: list[int], op: ReduceOp
-    ) -> CheckedOperation: ...
+if TYPE_CHECKING:
+    from allred.comm.backends.shm import ShmBackend
+    from allred.native._kernels import Segment
 
 
 class Backend(ABC):
@@ -71,9 +30,9 @@ class Backend(ABC):
 
     name: str
     fuses = False  # whether a group of arrays passes as one stream, without a fusion buffer
-    engine: Engine | None = None  # what runs several started operations at once; None: the caller runs one at a time
-    fast_path: FastPath | None = None
-    with_header: WithHeader | None = None
+    engine: "Segment | None" = None  # what runs several started operations at once; None: the caller runs one at a time
+    fast_path: "Segment | None" = None  # a blocking allreduce of contiguous arrays, with checks, in one call into C
+    with_header: "ShmBackend | None" = None  # exchanges headers and moves bytes as one operation, which needs no Python
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -110,10 +69,8 @@ class Backend(ABC):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank has contributed to allreduces so far, in their wire dtype.
-
-        On several nodes, only what crosses between nodes counts; backend single sends nothing.
-        """
+        """Bytes that this rank has contributed to allreduces so far, in their wire dtype. On several nodes, only what
+        crosses between nodes counts; backend single sends nothing."""
         return self._sent_bytes
 
     def start_progress_thread(self) -> None:  # noqa: B027  (optional)
@@ -148,7 +105,6 @@ class Backend(ABC):
 
 
 def pickled(value: Any) -> Array:
-    """Pickle an object into a uint8 array. Raises InputError if it cannot be pickled."""
     try:
         return np.frombuffer(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), np.uint8)
     except Exception as error:
@@ -156,10 +112,8 @@ def pickled(value: Any) -> Array:
 
 
 class DeviceBackend(ABC):
-    """Moves arrays on GPUs between ranks. A primitive enqueues its work on `lease`, a communication stream.
-
-    A primitive never holds the lease while it waits for the host.
-    """
+    """Moves arrays on GPUs between ranks. A primitive enqueues its work on `lease`, a communication stream. A primitive
+    never holds the lease while it waits for the host."""
 
     name: str
 
@@ -207,3 +161,39 @@ class DeviceBackend(ABC):
     def close(self, sound: bool) -> None:
         """Release all resources; collective. sound: every operation is complete or will be, so that it can wait."""
         self._buffers.clear()
+
+
+class SingleBackend(Backend):
+    """One rank. Every operation completes when it is started."""
+
+    name = "single"
+    fuses = True  # there is nothing to copy into a fusion buffer for
+
+    def __init__(self) -> None:
+        super().__init__(rank=0, size=1)
+
+    def exchange(self, record: bytes) -> Steps[list[bytes]]:
+        yield from ()
+        return [record]
+
+    def allreduce(self, flat: Array, op: ReduceOp, wire: int = 0) -> Steps[None]:
+        yield from ()
+        if wire:  # round as several ranks do
+            halves = np.empty(flat.size, np.uint16)
+            narrow(flat, halves, wire)
+            widen(halves, flat, wire)
+
+    def broadcast(self, data: Array, root: int) -> Steps[None]:
+        yield from ()
+
+    def allgather(self, send: Array, recv: Array, counts: list[int]) -> Steps[None]:
+        yield from ()
+        recv[:] = send
+
+    def alltoall(self, send: Array, recv: Array, counts: Array) -> Steps[None]:
+        yield from ()
+        recv[:] = send
+
+    def reducescatter(self, flat: Array, out: Array, counts: list[int], op: ReduceOp) -> Steps[None]:
+        yield from ()
+        out[:] = flat

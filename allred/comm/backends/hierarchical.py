@@ -11,18 +11,15 @@ order of MPI between nodes: the same on all ranks. Compression applies between n
 precision and are rounded before they are sent. All primitives except allreduce use plain MPI.
 """
 
-from typing import Any
-
 import numpy as np
 from mpi4py import MPI
 
 from allred import arrays
 from allred.arrays import Array
 from allred.cluster.topology import number
-from allred.comm.backends.backend import Backend
+from allred.comm.backends.backend import Backend, SingleBackend
 from allred.comm.backends.mpi import CHUNK_BYTES, MpiBackend
 from allred.comm.backends.shm import ShmBackend, segment_memory
-from allred.comm.backends.single import SingleBackend
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Steps
 
@@ -77,7 +74,11 @@ def connect(comm: MPI.Intracomm, nodes: list[int]) -> Backend:
     Ranks of a node that cannot share memory count as nodes of their own; if no two ranks can share memory the backend
     is plain MPI. Collective and blocking.
     """
-    memory, nodes = _share(comm, nodes)
+    mine = comm.Split(nodes[comm.Get_rank()], comm.Get_rank())
+    memory = segment_memory(mine) if mine.Get_size() > 1 else None
+    alone = comm.allgather(memory is None)
+    mine.Free()
+    nodes = [-1 - rank if alone[rank] else nodes[rank] for rank in range(len(nodes))]
     world = number(nodes, comm.Get_rank())
     if world.nodes == world.size:
         return MpiBackend(comm)
@@ -86,13 +87,3 @@ def connect(comm: MPI.Intracomm, nodes: list[int]) -> Backend:
         comm.Free()
         return node
     return HierarchicalBackend(comm, node, slices=min(nodes.count(name) for name in set(nodes)))
-
-
-def _share(comm: MPI.Intracomm, nodes: list[int]) -> tuple[Any, list[int]]:
-    """Return the memory of this rank's node (None if it has one rank), and the nodes as far as ranks share memory."""
-    name = nodes[comm.Get_rank()]
-    node = comm.Split(name, comm.Get_rank())
-    memory = segment_memory(node) if node.Get_size() > 1 else None
-    alone = comm.allgather(memory is None)
-    node.Free()
-    return memory, [-1 - rank if alone[rank] else nodes[rank] for rank in range(len(nodes))]

@@ -21,25 +21,17 @@ from allred import arrays, native
 from allred.arrays import Array
 from allred.comm import header, ops
 from allred.comm.backends.backend import Backend
-from allred.comm.ops import ReduceOp
+from allred.comm.ops import ReduceOp, narrow, widen
 from allred.comm.work import Polled, Steps
-from allred.compression import narrow, widen
 
 CHUNK_BYTES = 2**20
 
-_MPI_OPS = {
-    ReduceOp.AVERAGE: MPI.SUM,
-    ReduceOp.SUM: MPI.SUM,
-    ReduceOp.MIN: MPI.MIN,
-    ReduceOp.MAX: MPI.MAX,
-    ReduceOp.PRODUCT: MPI.PROD,
-}
-
-_NUMPY_OPS: dict[ReduceOp, Any] = {
-    ReduceOp.SUM: np.add,
-    ReduceOp.MIN: np.minimum,
-    ReduceOp.MAX: np.maximum,
-    ReduceOp.PRODUCT: np.multiply,
+_OPERATORS: dict[ReduceOp, tuple[MPI.Op, Any]] = {  # of MPI and of numpy
+    ReduceOp.AVERAGE: (MPI.SUM, np.add),
+    ReduceOp.SUM: (MPI.SUM, np.add),
+    ReduceOp.MIN: (MPI.MIN, np.minimum),
+    ReduceOp.MAX: (MPI.MAX, np.maximum),
+    ReduceOp.PRODUCT: (MPI.PROD, np.multiply),
 }
 
 
@@ -192,13 +184,13 @@ class MpiBackend(Backend):
         """Return the MPI operator; a numpy one if MPI leaves NaN undefined or Open MPI saturates small integers."""
         small_integer = wire.kind in "iu" and wire.itemsize <= 2
         if not (op in (ReduceOp.MIN, ReduceOp.MAX) and arrays.is_float(wire)) and not small_integer:
-            return _MPI_OPS[op]
+            return _OPERATORS[op][0]
         return _numpy_op(op, wire)
 
 
 @functools.cache  # shared by all communicators: mpi4py allows 32 per process
 def _numpy_op(op: ReduceOp, wire: np.dtype[Any]) -> MPI.Op:
-    function = _NUMPY_OPS[op]
+    function = _OPERATORS[op][1]
 
     def reduce(incoming: Any, both: Any, _: MPI.Datatype) -> None:
         out = np.frombuffer(both, wire)

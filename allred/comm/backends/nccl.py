@@ -28,28 +28,16 @@ from allred.comm.backends.nccl_guard import HINT, Guard
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Steps, WorkQueue
 from allred.errors import AllredError
-from allred.gpu.arithmetic import HALF_DTYPES, half_to_float32, round_to_half, storage_dtype
+from allred.gpu.device_arrays import HALF_DTYPES, half_to_float32, round_to_half, storage_dtype
 from allred.gpu.streams import Completion, Device, StreamLease
 
-_OPS = {
-    ReduceOp.SUM: "NCCL_SUM",
-    ReduceOp.PRODUCT: "NCCL_PROD",
-    ReduceOp.MIN: "NCCL_MIN",
-    ReduceOp.MAX: "NCCL_MAX",
-}
+_OPS = {ReduceOp.SUM: "NCCL_SUM", ReduceOp.PRODUCT: "NCCL_PROD", ReduceOp.MIN: "NCCL_MIN", ReduceOp.MAX: "NCCL_MAX"}
 
 _WIDE = {"bool": "uint8", "int16": "int32"}
 _KEYS = {"float16": "int32", "bfloat16": "int32", "float32": "int32", "float64": "int64"}
 _FLOATS = {"int32": "float32", "int64": "float64"}
-TYPES = {  # NCCL's names of dtypes, as in cupy
-    "uint8": "NCCL_UINT8",
-    "int8": "NCCL_INT8",
-    "int32": "NCCL_INT32",
-    "int64": "NCCL_INT64",
-    "float16": "NCCL_FLOAT16",
-    "float32": "NCCL_FLOAT32",
-    "float64": "NCCL_FLOAT64",
-}
+# NCCL's names of dtypes, as in cupy.
+TYPES = {name: f"NCCL_{name.upper()}" for name in ("uint8", "int8", "int32", "int64", "float16", "float32", "float64")}
 
 
 class BlockingCall:
@@ -130,7 +118,8 @@ class NcclBackend(DeviceBackend):
                 return
             how = wire_format(name, op)
             moved = encode(xp, flat, name, how)
-            self._call("allReduce", moved, moved, moved.size, self._type(how.name), self._op(how.op), stream.ptr)
+            nccl_op = int(getattr(self.device.nccl, _OPS[how.op]))
+            self._call("allReduce", moved, moved, moved.size, self._type(how.name), nccl_op, stream.ptr)
             decode(xp, moved, flat, name, how)
             if op is ReduceOp.AVERAGE:
                 xp.divide(flat, self._host.size, out=flat)
@@ -215,9 +204,6 @@ class NcclBackend(DeviceBackend):
     def _type(self, name: str) -> int:
         return int(getattr(self.device.nccl, TYPES[name]))
 
-    def _op(self, op: ReduceOp) -> int:
-        return int(getattr(self.device.nccl, _OPS[op]))
-
 
 @dataclasses.dataclass(frozen=True)
 class NcclDtype:
@@ -263,7 +249,8 @@ def encode(xp: Any, flat: Any, name: str, how: NcclDtype) -> Any:
 def decode(xp: Any, moved: Any, flat: Any, name: str, how: NcclDtype) -> None:
     """Convert the result of NCCL back into `flat`."""
     if how.keyed:
-        value = _from_keys(xp, moved, how)
+        limits = np.iinfo(how.name)  # the inverse of `_to_keys`; the extreme integers are the bits of a NaN
+        value = xp.where(moved < 0, moved ^ limits.max, moved).view(_FLOATS[how.name])
         flat[...] = round_to_half(xp, value, name) if name in HALF_DTYPES else value
     elif moved is not flat and name != "bool":
         flat[...] = moved.astype(name)
@@ -275,12 +262,6 @@ def _to_keys(xp: Any, value: Any, how: NcclDtype) -> Any:
     keys = xp.where(bits < 0, bits ^ limits.max, bits)
     outermost = limits.max if how.op is ReduceOp.MAX else limits.min
     return xp.where(xp.isnan(value), xp.asarray(outermost, how.name), keys)
-
-
-def _from_keys(xp: Any, keys: Any, how: NcclDtype) -> Any:
-    """Map integers back to floats. The extreme integers are the bits of a NaN."""
-    limits = np.iinfo(how.name)
-    return xp.where(keys < 0, keys ^ limits.max, keys).view(_FLOATS[how.name])
 
 
 def combine(xp: Any, rows: Any, name: str, op: ReduceOp) -> Any:

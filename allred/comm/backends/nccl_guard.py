@@ -43,7 +43,6 @@ class Guard:
         self._thread.start()
 
     def watch(self, end: Completion, title: str) -> Completion:
-        """Watch an operation that was enqueued."""
         self._running.append((end, title, time.monotonic()))
         return Guarded(self, end)
 
@@ -88,14 +87,20 @@ class Guard:
         """Check the running operations once. now: time.monotonic()."""
         while self._running and self._running[0][0].done():
             self._running.popleft()
-            self._tell_going()
+            if self._told and (watcher := world.watcher()) is not None:
+                watcher.tell("going")
+            self._told = False
         oldest = self._running[0][1:] if self._running else self._calling
         if oldest is not None:
             title, since = oldest
             self._tell(title, now - since)
             problem = self._problem(title, now - since)
             if problem is not None:
-                self._fail(problem)
+                self.failure = problem
+                try:
+                    self._communicator.abort()
+                except Exception as error:
+                    self.failure = AllredError(f"{problem}; and NCCL could not be aborted: {error}")
 
     def _problem(self, title: str, waited_s: float) -> AllredError | None:
         try:
@@ -113,13 +118,6 @@ class Guard:
             )
         return None
 
-    def _fail(self, problem: AllredError) -> None:
-        self.failure = problem
-        try:
-            self._communicator.abort()
-        except Exception as error:
-            self.failure = AllredError(f"{problem}; and NCCL could not be aborted: {error}")
-
     def _tell(self, title: str, waited_s: float) -> None:
         """Report a long wait to the watcher, unless the rank is in a wait that reports itself."""
         watcher = world.watcher()
@@ -131,11 +129,6 @@ class Guard:
         what = f"{title}, on the GPU"
         watcher.tell("waiting", what=what, since_s=waited_s, peers=False, quiet=self._queue.quiet, members=members)
         self._told = True
-
-    def _tell_going(self) -> None:
-        if self._told and (watcher := world.watcher()) is not None:
-            watcher.tell("going")
-        self._told = False
 
 
 class Guarded(Completion):
@@ -153,6 +146,5 @@ class Guarded(Completion):
         return self._end.done()
 
     def synchronize(self) -> None:
-        """Wait on the host; raise the error that ended the wait, if any."""
         self._end.synchronize()
         self._guard.check()

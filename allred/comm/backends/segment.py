@@ -49,7 +49,6 @@ def offer(nbytes: int) -> tuple[mmap.mmap, Offer]:
 
 
 def accept(offered: Offer) -> mmap.mmap | None:
-    """Open the memory of another process; None if that is not possible."""
     try:
         fd = os.open(offered.path, os.O_RDWR | os.O_CLOEXEC)
         return _map(fd, offered.nbytes, offered.identity, mmap.PAGESIZE)

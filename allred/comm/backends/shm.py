@@ -31,9 +31,7 @@ _OPS = (None, *ops.CODES)
 
 def segment_memory(comm: Any) -> mmap.mmap | None:
     """Create the memory of a ShmBackend for the ranks of an mpi4py communicator; None if they cannot share memory.
-
-    Collective.
-    """
+    Collective."""
     return share(comm, segment_bytes(comm.Get_size(), CHUNK_BYTES))
 
 

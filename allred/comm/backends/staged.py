@@ -82,7 +82,6 @@ class StagedBackend(DeviceBackend):
         self._free(stage)
 
     def _take(self, nbytes: int) -> Any:
-        """Return free pinned memory of at least `nbytes` bytes."""
         fitting = next((stage for stage in self._stages if stage.nbytes >= nbytes), None)
         if fitting is None:
             return self.device.pinned(nbytes)
@@ -94,6 +93,5 @@ class StagedBackend(DeviceBackend):
 
 
 def _typed(stage: Any, like: Any, name: str) -> arrays.Array:
-    """View pinned bytes as a host array of dtype `name`."""
     found: arrays.Array = stage[: like.nbytes].view(arrays.dtype_of(name))
     return found

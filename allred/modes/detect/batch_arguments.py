@@ -49,11 +49,8 @@ class BatchArguments:
 
 
 def compare_at_server(client: "Client", title: str) -> None:
-    """Mode ps: compare this worker's arguments with those of the workers that have already made a step.
-
-    Start positions are not compared: workers may resume at different positions.
-    Raises MismatchError on this worker only.
-    """
+    """Mode ps: compare this worker's arguments with those of the workers that have already made a step. Start positions
+    are not compared: workers may resume at different positions. Raises MismatchError on this worker only."""
     mine = list(dict.fromkeys(iteration.arguments for iteration in loader.running() if _shared(iteration)))
     if mine:
         everyone = client.call_first(CompareBatches(mine))

@@ -59,7 +59,6 @@ def _settings(optimizer: Any) -> dict[str, Any]:
 
 
 def fingerprint(parts: Sequence[Part]) -> int:
-    """Return a 64-bit hash of all parts and their names."""
     total = len(parts)
     for part, found in zip(parts, native.hashes([arrays.as_bytes(part.value) for part in parts]), strict=True):
         total = mix(mix(total, _hash_name(part.name)), found)
@@ -67,10 +66,8 @@ def fingerprint(parts: Sequence[Part]) -> int:
 
 
 def table(parts: Sequence[Part]) -> Table:
-    """Return the text to compare of each part: numbers as they are; dtype, shape and hash of arrays.
-
-    All NaN are equal: the payload of a NaN in a sum may differ between ranks.
-    """
+    """Return the text to compare of each part: numbers as they are; dtype, shape and hash of arrays. All NaN are equal:
+    the payload of a NaN in a sum may differ between ranks."""
     found = {}
     for part in parts:
         value = part.value

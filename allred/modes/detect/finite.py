@@ -14,10 +14,9 @@ import numpy as np
 from allred import arrays, native
 from allred.arrays import Array
 from allred.comm.header import rank_list
-from allred.compression import Compression
+from allred.comm.ops import Compression
 from allred.fusion import Plan
-from allred.gpu.arithmetic import exceeds_on_gpu
-from allred.gpu.device_arrays import is_device, to_host
+from allred.gpu.device_arrays import exceeds_on_gpu, is_device, to_host
 
 # Flags of a rank.
 NONFINITE = 1
@@ -53,10 +52,8 @@ def _limits(dtype: np.dtype[Any], ranks: int, compression: Compression) -> tuple
 def scan(
     plan: Plan, values: Sequence[Any], ranks: int, compression: Compression = Compression.none, plain: bool = False
 ) -> int:
-    """Return the flags of this rank's gradients, None among them allowed, for a sum over `ranks` ranks.
-
-    plain: whether all values are contiguous arrays on the host.
-    """
+    """Return the flags of this rank's gradients, None among them allowed, for a sum over `ranks` ranks. plain: whether
+    all values are contiguous arrays on the host."""
     flags = 0
     for dtype, indices in plan.floats.items():
         element_bytes, large, largest = _limits(dtype, ranks, compression)
@@ -105,10 +102,8 @@ def describe(plan: Plan, values: Sequence[Any]) -> dict[str, str]:
 
 
 def verdict(found: list[dict[str, str]], numbers: Sequence[int]) -> str:
-    """Describe which gradients are not finite on which ranks; the same text on every rank.
-
-    found: the result of `describe` of each rank. numbers: the numbers of these ranks.
-    """
+    """Describe which gradients are not finite on which ranks; the same text on every rank. found: the result of
+    `describe` of each rank. numbers: the numbers of these ranks."""
     names = list(dict.fromkeys(name for each in found for name in each))
     words = []
     for name in names[:_NAMED]:

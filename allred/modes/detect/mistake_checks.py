@@ -3,8 +3,12 @@
 Every step: one pass over this rank's gradients, and flags in the header exchange. In the steps of a check, and where a
 rank has a reason for one: one more header exchange, with two hashes. More is exchanged only if something is wrong.
 A result or error follows from what all ranks know, so it is the same on all ranks.
+
+Updates that an optimizer makes without its wrapper are found in its own counter `global_step`, if it has one, as all of
+allred.optim have. Other optimizers are only found when the parameters are compared (drift.py).
 """
 
+import atexit
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +21,6 @@ from allred.fusion import Plan
 from allred.gpu.device_arrays import leading_bytes
 from allred.modes.detect import drift, finite
 from allred.modes.detect.batch_arguments import BatchArguments
-from allred.modes.detect.wrapper_bypass import updates_of
 from allred.modes.options import StepOptions
 
 # Flags, in addition to those of finite.py: this rank requests
@@ -28,11 +31,8 @@ _BITS = 32  # of the hash of gradients
 
 
 class MistakeChecks:
-    """The checks of one optimizer or gradient function.
-
-    title: prefix of errors. optimizer: the wrapped optimizer; None for a gradient function, which has no parameters
-    and no steps that could be skipped.
-    """
+    """The checks of one optimizer or gradient function. title: prefix of errors. optimizer: the wrapped optimizer; None
+    for a gradient function, which has no parameters and no steps that could be skipped."""
 
     def __init__(self, options: StepOptions, title: str, optimizer: Any = None) -> None:
         self.skipped = 0  # steps
@@ -48,19 +48,14 @@ class MistakeChecks:
 
     @property
     def policy(self) -> str:
-        """The policy for gradients that are not finite."""
         return self._nonfinite or world.config().nonfinite
 
     def requests(self, samples: int | None) -> int:
         """Begin a step. Return the flags of the comparisons that this rank requests."""
         self._samples, self._found = samples, {}
-        return _CHECK * self._check_is_due() | _BATCHES * self._batches.new(self._step + 1)
-
-    def _check_is_due(self) -> bool:
-        ranks, every = functions.current().size, world.config().check_steps
-        step = self._step + 1
-        due = step <= _FIRST or (every and step % every == 0)
-        return bool(ranks > 1 and every and (due or (self._updates and self._updates.outside())))
+        every, step = world.config().check_steps, self._step + 1
+        due = every and (step <= _FIRST or step % every == 0 or (self._updates and self._updates.outside()))
+        return _CHECK * bool(due and functions.current().size > 1) | _BATCHES * self._batches.new(step)
 
     def scan(self, plan: Plan, values: Sequence[Any], plain: bool = False) -> int:
         """Return this rank's flags of its gradients. plain: see `StepInput`."""
@@ -76,10 +71,8 @@ class MistakeChecks:
         return flags
 
     def passes(self, flags: list[int], plan: Plan, values: Sequence[Any], params: Any) -> bool:
-        """Make the requested comparisons before the reduction. Return whether the gradients are used.
-
-        flags: of all ranks. Raises DriftError, InputError, MismatchError or NonFiniteError on all ranks.
-        """
+        """Make the requested comparisons before the reduction. Return whether the gradients are used. flags: of all
+        ranks. Raises DriftError, InputError, MismatchError or NonFiniteError on all ranks."""
         if any(flag & _BATCHES for flag in flags):
             self._batches.compare(self._step + 1)
         if any(flag & _CHECK for flag in flags):
@@ -114,7 +107,6 @@ class MistakeChecks:
         return self._refuse(finite.verdict(everyone, functions.current().active.ranks))
 
     def _refuse(self, problem: str) -> bool:
-        """Skip the step, or raise NonFiniteError."""
         if self.policy == "skip" and self._optimizer is not None:
             self.skipped += 1
             if self.skipped == 1:
@@ -183,11 +175,9 @@ class DuplicateBatch:
         total = 0
         for hashed in native.hashes(heads):
             total = mix(total, hashed)
-        return total >> 33 << 1 | self._averaged_by_another(values)
-
-    def _averaged_by_another(self, values: Sequence[Any]) -> bool:
         here = [value for value in values if value is not None]  # None is the array() of a freed array
-        return any(wrapper() is not self and any(value is array() for value in here) for wrapper, array in _averaged)
+        again = any(wrapper() is not self and any(value is array() for value in here) for wrapper, array in _averaged)
+        return total >> 33 << 1 | again
 
     def compare(self, hashes: list[int]) -> None:
         """Compare the hashes of all ranks. Raises InputError for gradients that would be averaged twice."""
@@ -206,6 +196,79 @@ class DuplicateBatch:
             )
 
     def remember(self, values: Sequence[Any]) -> None:
-        """Note that these arrays are averaged now."""
         array = next((value for value in values if value is not None), None)
         _averaged[:] = [] if array is None else [(weakref.ref(self), weakref.ref(array))]
+
+
+class Updates:
+    """Counts the updates of one optimizer that its wrappers know. Created by `updates_of`."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer  # a reference keeps its id unique
+        self.wrappers: dict[int, str] = {}  # titles of the wrappers that have made a step, by id
+        self.known: int | None = None  # the counter after the last step of a wrapper
+
+    def outside(self) -> int:
+        """Return the number of updates since the last step of a wrapper; negative if the counter was set back."""
+        count = _count(self.optimizer)
+        return 0 if count is None or self.known is None else count - self.known
+
+    def stepped(self, wrapper: object, title: str) -> None:
+        self.known = _count(self.optimizer)
+        if id(wrapper) not in self.wrappers:
+            _unused.pop(id(self.optimizer), None)
+            if self.wrappers:
+                first = next(iter(self.wrappers.values()))
+                log.warning(
+                    f"{title}: the same {type(self.optimizer).__name__} object is wrapped twice and steps in {first} "
+                    "too; its state is shared by both. Wrap it once, or make an optimizer for each"
+                )
+            self.wrappers[id(wrapper)] = title
+            weakref.finalize(wrapper, self.wrappers.pop, id(wrapper), None).atexit = False
+
+
+def _count(optimizer: Any) -> int | None:
+    count = getattr(optimizer, "global_step", None)
+    return count if isinstance(count, int) else None
+
+
+_known: weakref.WeakValueDictionary[int, Updates] = weakref.WeakValueDictionary()
+_unused: dict[int, tuple[weakref.ref[Any], int]] = {}  # optimizers not stepped by a wrapper yet, and their counters
+
+
+def updates_of(optimizer: Any) -> Updates:
+    """Return the record of an optimizer, shared by all its wrappers."""
+    record = _known.get(id(optimizer))
+    if record is None:
+        record = _known[id(optimizer)] = Updates(optimizer)
+        count = _count(optimizer)
+        if count is not None and hasattr(type(optimizer), "__weakref__"):
+            _unused[id(optimizer)] = weakref.ref(optimizer), count
+    return record
+
+
+def used(optimizer: Any) -> None:
+    """Note that the wrapper of an optimizer has made a step, so it is not unused."""
+    _unused.pop(id(optimizer), None)
+
+
+def restored(optimizer: Any) -> None:
+    """Note that the wrapper has restored an optimizer: updates are counted from its restored counter."""
+    count = _count(optimizer)
+    if count is not None and id(optimizer) in _unused:
+        _unused[id(optimizer)] = weakref.ref(optimizer), count
+
+
+def warn_unused() -> None:
+    """Warn of optimizers that were wrapped, but stepped only without the wrapper: each rank trained alone."""
+    for optimizer, before in [(reference(), count) for reference, count in _unused.values()]:
+        made = (_count(optimizer) or 0) - before
+        if made > 0 and world.is_initialized() and functions.current().size > 1:
+            log.warning(
+                f"a distributed {type(optimizer).__name__} made no step, but the optimizer it wraps made {made} by "
+                "itself: each rank trained alone. Call step of what allred.distributed returned"
+            )
+    _unused.clear()
+
+
+atexit.register(warn_unused)
