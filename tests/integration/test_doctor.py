@@ -331,7 +331,7 @@ def test_info_without_any_mpi():
 def test_info_config_needs_no_mpi():
     result = python("-m", "allred", "info", "--config", env={**NO_MPI, "ALLRED_TIMEOUT_S": "5", "ALLRED_X": "1"})
     assert result.code == 0, result.text
-    assert "ALLRED_TIMEOUT_S: 5.0 (variable)\n    float, default 1800.0; longest wait" in result.out, result.text
+    assert "ALLRED_TIMEOUT_S: 5.0 (variable)\n    float, default 1800.0; time limit of" in result.out, result.text
     assert "ALLRED_MODE: sync (default)" in result.out, result.text
     assert "ALLRED_X: (set) (unknown variable)\n    not a setting of this version" in result.out, result.text
 
