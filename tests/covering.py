@@ -4,22 +4,30 @@ A table is one `@pytest.mark.parametrize` or one parametrized fixture. A test wi
 (16 rows), runs 16 times instead of 32. `--full` runs all
 combinations; `--full --part 3/10` runs the third of ten parts of them. `@pytest.mark.cover(2)` keeps every pair of
 rows of two tables, `@pytest.mark.cover(3)` every triple, and so on.
+
+Jobs of Open MPI take twice as long as those of MPICH on a busy machine. So a test runs under MPICH where it can: if it
+has another table of parameters, with one row under Open MPI. A test whose cases differ in `mpi` only runs under one
+MPI, one test in three under Open MPI, chosen by its name; `@pytest.mark.cover(1)` keeps both. A test or a row with
+`@pytest.mark.full` runs with `--full` only.
 """
 
 import itertools
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-MARKER = "cover(strength): keep all combinations of rows of this many tables of parameters (default 1)"
+MARKERS = (
+    "cover(strength): keep all combinations of rows of this many tables of parameters (default 1)",
+    "full: run this test, or this row of a table, with --full only",
+)
 
 
-def covering(cases: Sequence[Sequence[Any]], strength: int, seed: str) -> list[int]:
+def covering(cases: Sequence[Sequence[Any]], strength: int, seed: str, expensive: Collection[int] = ()) -> list[int]:
     """The positions of a subset of `cases` that has every combination of `strength` values that `cases` has.
 
-    Greedy: it always takes the case with the most missing combinations. `seed` breaks ties, so that different tests
-    combine values differently. Deterministic.
+    Greedy: it always takes the case with the most missing combinations. Among equals it takes the positions in
+    `expensive` last; `seed` breaks further ties, so that different tests combine values differently. Deterministic.
 
     >>> covering([(mpi, failure) for mpi in range(2) for failure in range(3)], 1, "")
     [0, 2, 4]
@@ -31,12 +39,18 @@ def covering(cases: Sequence[Sequence[Any]], strength: int, seed: str) -> list[i
     missing = set().union(*combinations)
     order = list(range(len(cases)))
     random.Random(zlib.crc32(seed.encode())).shuffle(order)
+    order.sort(key=lambda position: position in expensive)
     kept = []
     while missing:
         best = max(order, key=lambda position: len(combinations[position] & missing))
         missing -= combinations[best]
         kept.append(best)
     return sorted(kept)
+
+
+def pytest_configure(config):
+    for marker in MARKERS:
+        config.addinivalue_line("markers", marker)
 
 
 def pytest_addoption(parser):
@@ -63,6 +77,8 @@ def _reduced(items):
         if "unit" in item.path.parts:  # cheap: always complete
             keep.add(item)
             continue
+        if item.get_closest_marker("full"):
+            continue
         functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, group in functions.items():
         if not hasattr(group[0], "callspec"):
@@ -70,8 +86,17 @@ def _reduced(items):
             continue
         marker = group[0].get_closest_marker("cover")
         cases = [_rows(item) for item in group]
-        keep.update(group[position] for position in covering(cases, marker.args[0] if marker else 1, name))
+        strength = marker.args[0] if marker else _default_strength(group)
+        other_mpi = "mpich" if strength == 0 and zlib.crc32(name.encode()) % 3 == 0 else "openmpi"
+        expensive = [position for position, item in enumerate(group) if item.callspec.params.get("mpi") == other_mpi]
+        keep.update(group[position] for position in covering(cases, strength, name, expensive))
     return [item for item in items if item in keep]
+
+
+def _default_strength(items):
+    """0, which keeps one case, if the cases differ in the MPI only; else 1."""
+    others = {tuple(id(value) for name, value in item.callspec.params.items() if name != "mpi") for item in items}
+    return int(len(others) > 1)
 
 
 def _rows(item):

@@ -31,6 +31,7 @@ from allred.comm import functions
 Part = Callable[[float], object]  # takes the seconds to work
 BUSY_S = 0.2
 PEER_BYTES = 65536
+PEER_CALLS = 200
 
 
 class _NoUpdate:
@@ -141,9 +142,9 @@ def _calibrated(work: Callable[[int], object]) -> Part:
 
 
 def _measure_peers(comm: Any) -> list[dict[str, Any]]:
-    """How long the peers of rank 0 wait for each of 200 allreduces, while rank 0 waits and while it is busy."""
+    """How long the peers of rank 0 wait for each of PEER_CALLS allreduces, while rank 0 waits and while it is busy."""
     busy, found = _python_part(), []
-    group = baselines.allocate([(PEER_BYTES // 4,)] * 200, np.dtype(np.float32))
+    group = baselines.allocate([(PEER_BYTES // 4,)] * PEER_CALLS, np.dtype(np.float32))
     for state in ("waits", "busy"):
         times: list[float] = []
         for _ in range(5):

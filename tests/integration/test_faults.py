@@ -61,11 +61,14 @@ def test_the_page_about_testing_has_the_test_of_the_docstring():
 @pytest.mark.parametrize(
     ("fault", "code", "words"),
     [
-        ("testing.fail_at(1, 3)", 1, r"RuntimeError: allred.testing.fail_at\(rank=1, step=3\)"),
+        pytest.param(
+            *("testing.fail_at(1, 3)", 1, r"RuntimeError: allred.testing.fail_at\(rank=1, step=3\)"),
+            marks=pytest.mark.full,  # also in the example of the docstring
+        ),
         ("testing.fail_at(0, 3, OSError('full'))", 1, "OSError: full"),
         ("testing.exit_at(1, 3, 7)", 7, ""),
         ("testing.kill_at(1, 3)", None, ""),
-        ("testing.kill_at(1, 3, 15)", None, ""),
+        pytest.param("testing.kill_at(1, 3, 15)", None, "", marks=pytest.mark.full),
     ],
 )
 def test_a_fault_ends_the_job(mpi, place, fault, code, words):

@@ -8,7 +8,7 @@ from harness import ROOT, mpirun
 MPIS = ["mpich", "openmpi"]
 
 
-def pytest_under_mpirun(mpi, tmp_path, test, limit_s=3):
+def pytest_under_mpirun(mpi, tmp_path, test, limit_s=3, ranks=2):
     for file in ("conftest.py", "covering.py"):
         shutil.copy(ROOT / "tests" / file, tmp_path)
     (tmp_path / "parallel").mkdir()
@@ -18,13 +18,13 @@ def pytest_under_mpirun(mpi, tmp_path, test, limit_s=3):
     (tmp_path / "parallel/test_it.py").write_text(beginning + test)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     pytest_ = ["-m", "pytest", "--with-mpi", "--color=no", "parallel"]
-    return mpirun(3, *pytest_, mpi=mpi, timeout_s=40, cwd=tmp_path)
+    return mpirun(ranks, *pytest_, mpi=mpi, timeout_s=40, cwd=tmp_path)
 
 
 @pytest.mark.parametrize("mpi", MPIS)
 def test_a_rank_that_fails_alone(mpi, tmp_path):
     result = pytest_under_mpirun(
-        mpi, tmp_path, "def test_x(rank):\n    assert rank != 2, 'odd one'\ndef test_y(): pass\n"
+        mpi, tmp_path, "def test_x(rank):\n    assert rank != 2, 'odd one'\ndef test_y(): pass\n", ranks=3
     )
     assert result.code == 1, result.text
     assert "--- rank 2" in result.out, result.text

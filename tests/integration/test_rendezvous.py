@@ -87,7 +87,11 @@ def test_a_worker_that_is_killed_is_named_to_all_at_once():
 
 @pytest.mark.parametrize(
     ("fails", "code"),
-    [("raise OSError('disk full')", 1), ("sys.exit(3)", 3), ("os.kill(os.getpid(), signal.SIGINT)", 130)],
+    [
+        ("raise OSError('disk full')", 1),
+        pytest.param("sys.exit(3)", 3, marks=pytest.mark.full),
+        ("os.kill(os.getpid(), signal.SIGINT)", 130),
+    ],
 )
 def test_a_task_that_fails_ends_all_with_its_exit_code(fails, code):
     with tasks(cluster()) as t:
@@ -216,7 +220,7 @@ LISTEN_NOT = "from allred.launch import rendezvous_client\nrendezvous_client.tak
 START_NOT = "rendezvous_client._start = lambda *_: None\n"
 
 
-@pytest.mark.parametrize("closed", ["<&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", [pytest.param("<&-", marks=pytest.mark.full), "<&- >&- 2>&-"])
 def test_tasks_without_standard_files(closed):
     """As `ssh host "program <&- &"` starts them."""
     inside = ("sh", "-c", f'exec "$@" {closed}', "sh")

@@ -110,31 +110,34 @@ def test_a_cluster_that_is_not_what_mpirun_started(cluster, given, words):
     assert words in result.err, result.text
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        ("Server({'ps': 1})", "one job of workers besides 'ps' and 'client'; got none"),
-        ("Server({'ps': 1, 'chief': 1, 'worker': 1})", "got 'chief', 'worker'"),
-        ("Server({'worker': {1: 'a:1'}})", "the tasks of job 'worker' are [1]; none may be left out"),
-        ("Server({'worker': 2}, 'worker', 2)", "job 'worker' has no task 2; it has 0, 1"),
-        ("Server({'worker': 2}, 'worker')", "job_name and task_index go together"),
-        ("Server({'worker': 2})", "(mpirun -np 2 ...), and to be started by hand it takes job_name and task_index"),
-        ("Server({'worker': 2}, 'worker', 0)", "it takes addresses, host:port, instead of numbers of tasks"),
-        (
-            "Server({'worker': ['nowhere.invalid:1', 'localhost:1']}, 'worker', 1)",
-            "nowhere.invalid of /job:worker/task:0",
-        ),
-        (
-            "Server({'worker': ['localhost:1', '10.1.1.1:1']}, 'worker', 1)",
-            "write the address that /job:worker/task:0 has",
-        ),
-        ("init(); allred.Server({'worker': 1})", "allred.Server() calls allred.init() itself"),
-    ],
-)
-def test_what_is_refused_at_once(call, words):
-    result = python("-c", f"import allred; allred.{call}")
-    assert result.code == 1, result.text
-    assert words in result.err.rstrip().rpartition("\n")[2], result.text
+REFUSED = [
+    ("Server({'ps': 1})", "one job of workers besides 'ps' and 'client'; got none"),
+    ("Server({'ps': 1, 'chief': 1, 'worker': 1})", "got 'chief', 'worker'"),
+    ("Server({'worker': {1: 'a:1'}})", "the tasks of job 'worker' are [1]; none may be left out"),
+    ("Server({'worker': 2}, 'worker', 2)", "job 'worker' has no task 2; it has 0, 1"),
+    ("Server({'worker': 2}, 'worker')", "job_name and task_index go together"),
+    ("Server({'worker': 2})", "(mpirun -np 2 ...), and to be started by hand it takes job_name and task_index"),
+    ("Server({'worker': 2}, 'worker', 0)", "it takes addresses, host:port, instead of numbers of tasks"),
+    (
+        "Server({'worker': ['nowhere.invalid:1', 'localhost:1']}, 'worker', 1)",
+        "nowhere.invalid of /job:worker/task:0",
+    ),
+    (
+        "Server({'worker': ['localhost:1', '10.1.1.1:1']}, 'worker', 1)",
+        "write the address that /job:worker/task:0 has",
+    ),
+    ("init(); allred.Server({'worker': 1})", "allred.Server() calls allred.init() itself"),
+]
+
+
+def test_what_is_refused_at_once():
+    """All calls in one process: a refused call leaves nothing behind."""
+    calls = [f"allred.{call}" for call, _ in REFUSED]
+    code = "import allred\nfor call in {}:\n    try: exec(call)\n    except allred.AllredError as error: print(error)"
+    result = python("-c", code.format(calls))
+    assert (result.code, len(result.out.splitlines())) == (0, len(calls)), result.text
+    for line, (_, words) in zip(result.out.splitlines(), REFUSED, strict=True):
+        assert words in line, result.text
 
 
 def test_alone():

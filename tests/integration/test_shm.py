@@ -12,6 +12,7 @@ import pytest
 from harness import BIN, ROOT, mpirun, run
 
 MPIS = ["mpich", "openmpi"]
+full = pytest.mark.full
 DIGITS = ROOT / "examples/digits_sync.py"
 NOT_OURS = ("mpich_", "sm_segment", "vader", "ucx_", "ompi", "osc_", "pmix", "sem.")  # MPI's, and other programs'
 
@@ -93,7 +94,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("whom", [(1,), (0, 1, 2)], ids=["one", "all"])
+@pytest.mark.parametrize("whom", [(1,), pytest.param((0, 1, 2), marks=full)], ids=["one", "all"])
 @pytest.mark.parametrize("mpi", MPIS)
 def test_nothing_is_left_of_killed_ranks(mpi, whom, mark):
     before = set(os.listdir("/dev/shm"))
@@ -170,9 +171,18 @@ def test_an_interrupt_ends_a_wait(mpi, count, mark):
     assert_nothing_left(mark, before, result)
 
 
-@pytest.mark.limit(160)
 def test_more_ranks_than_cores():
-    """Under MPICH test_examples.py has it."""
+    """Under MPICH test_examples.py has it, with the training of the next test."""
+    few = "for count in (1, 300_000): assert (allred.allreduce(np.full(count, rank), allred.Sum) == 28).all()\n"
+    result = mpirun(8, "-c", program(few + "print('right\\n', end='')"), mpi="openmpi")
+    assert (result.code, result.out.count("right")) == (0, 8), result.text
+    assert "backend shm" in result.err, result.text
+    assert "8 ranks on " in result.err, result.text
+
+
+@full
+@pytest.mark.limit(160)
+def test_training_on_more_ranks_than_cores():
     result = mpirun(8, DIGITS, mpi="openmpi", timeout_s=150)
     assert_good_digits(result)
     assert "8 ranks on " in result.err, result.text
@@ -212,7 +222,9 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=full) if way in ("no /proc", "no memfd") else way for way in WAYS]
+)
 @pytest.mark.parametrize("mpi", MPIS)
 def test_ranks_agree_on_another_way(mpi, way, mark):
     patch, backend = WAYS[way]
@@ -299,7 +311,7 @@ NODES = {
 }
 
 
-@pytest.mark.parametrize("sizes", NODES)
+@pytest.mark.parametrize("sizes", [pytest.param("2,2", marks=full), "3,1", "1,1,1"])
 @pytest.mark.parametrize("mpi", MPIS)
 def test_pretended_nodes(mpi, sizes):
     numbers = NODES[sizes]
@@ -314,15 +326,19 @@ def test_pretended_nodes(mpi, sizes):
     assert reason in result.err, result.text
 
 
-@pytest.mark.parametrize("sizes", ["2,2", "3,0", "3,x", "-1,4", "", "9" * 20 + ",1"])
-def test_pretended_nodes_that_make_no_sense_are_one_clear_error(sizes):
-    code = program(CHECK, patch="import atexit").replace(
-        "allred.init()", "try: allred.init()\nexcept allred.ConfigError as error: sys.exit(print(error))"
+def test_pretended_nodes_that_make_no_sense_are_one_clear_error():
+    wrong = ["2,2", "3,0", "3,x", "-1,4", "", "9" * 20 + ",1"]
+    code = (
+        "import os, allred\n"
+        f"for sizes in {wrong}:\n"
+        "    os.environ['ALLRED_PRETEND_NODES'] = sizes\n"
+        "    try: allred.init()\n"
+        "    except allred.ConfigError as error: print(f'{error}\\n', end='', flush=True)\n"
     )
-    result = mpirun(3, "-c", code, timeout_s=40, env={"ALLRED_PRETEND_NODES": sizes})
-    words = f"pretend_nodes={sizes!r} must be numbers of ranks, such as 2,2, that add up to 3"
-    assert result.out.count(words) == 3, result.text
-    assert "right" not in result.out, result.text
+    result = mpirun(3, "-c", code, timeout_s=40)
+    for sizes in wrong:
+        words = f"pretend_nodes={sizes!r} must be numbers of ranks, such as 2,2, that add up to 3"
+        assert result.out.count(words) == 3, result.text
 
 
 def on_hosts(hosts, *arguments):
@@ -337,6 +353,7 @@ def test_ranks_on_two_hosts():
     assert "backend shm" in result.err, result.text
 
 
+@full
 def test_training_on_two_hosts_gives_the_result_of_one():
     two, one = on_hosts("nodea:2,nodeb:1", DIGITS), mpirun(3, DIGITS)
     assert_good_digits(two)

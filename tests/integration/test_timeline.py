@@ -65,7 +65,9 @@ def balanced(events):
     return found
 
 
-@pytest.mark.parametrize(("mpi", "backend"), [("mpich", "shm"), ("mpich", "mpi"), ("openmpi", "shm")])
+@pytest.mark.parametrize(
+    ("mpi", "backend"), [pytest.param("mpich", "shm", marks=pytest.mark.full), ("mpich", "mpi"), ("openmpi", "shm")]
+)
 def test_the_summary_names_the_slow_rank(mpi, backend, tmp_path):
     env = {"ALLRED_TIMELINE": str(tmp_path / "made" / "here"), "ALLRED_BACKEND": backend}
     result = mpirun(3, "-c", train(), mpi=mpi, env=env)
