@@ -22,7 +22,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "limit(seconds): the time limit of a slow test")
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # `make test &` in a script; child processes would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    config.addinivalue_line("markers", covering.MARKER)
+    covering.pytest_configure(config)
     with config.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
         config.stash[STDERR] = os.fdopen(os.dup(2), "w")
 

@@ -4,6 +4,9 @@ A table is one `@pytest.mark.parametrize` or one parametrized fixture. A test wi
 (16 rows), runs 16 times instead of 32. `--full` runs all
 combinations; `--full --part 3/10` runs the third of ten parts of them. `@pytest.mark.cover(2)` keeps every pair of
 rows of two tables, `@pytest.mark.cover(3)` every triple, and so on.
+
+A test whose only table with more than one row is `mpi` runs under one MPI, chosen by the name of the test;
+`@pytest.mark.cover(1)` keeps both. A test or a row with `@pytest.mark.full` runs with `--full` only.
 """
 
 import itertools
@@ -12,7 +15,10 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-MARKER = "cover(strength): keep all combinations of rows of this many tables of parameters (default 1)"
+MARKERS = (
+    "cover(strength): keep all combinations of rows of this many tables of parameters (default 1)",
+    "full: run this test, or this row of a table, with --full only",
+)
 
 
 def covering(cases: Sequence[Sequence[Any]], strength: int, seed: str) -> list[int]:
@@ -39,6 +45,11 @@ def covering(cases: Sequence[Sequence[Any]], strength: int, seed: str) -> list[i
     return sorted(kept)
 
 
+def pytest_configure(config):
+    for marker in MARKERS:
+        config.addinivalue_line("markers", marker)
+
+
 def pytest_addoption(parser):
     group = parser.getgroup("covering")
     group.addoption("--full", action="store_true", help="run all combinations of parameters, not a covering subset")
@@ -63,6 +74,8 @@ def _reduced(items):
         if "unit" in item.path.parts:  # cheap: always complete
             keep.add(item)
             continue
+        if item.get_closest_marker("full"):
+            continue
         functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, group in functions.items():
         if not hasattr(group[0], "callspec"):
@@ -70,8 +83,15 @@ def _reduced(items):
             continue
         marker = group[0].get_closest_marker("cover")
         cases = [_rows(item) for item in group]
-        keep.update(group[position] for position in covering(cases, marker.args[0] if marker else 1, name))
+        strength = marker.args[0] if marker else _default_strength(group)
+        keep.update(group[position] for position in covering(cases, strength, name))
     return [item for item in items if item in keep]
+
+
+def _default_strength(items):
+    """0, which keeps one case, if the cases differ in the MPI only; else 1."""
+    others = {tuple(id(value) for name, value in item.callspec.params.items() if name != "mpi") for item in items}
+    return int(len(others) > 1)
 
 
 def _rows(item):
