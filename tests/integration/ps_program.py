@@ -231,8 +231,7 @@ def slow():
     opt.broadcast(params)
     ended, steps = time.perf_counter() + ARGUMENTS["seconds"], 0
     while time.perf_counter() < ended:
-        if allred.rank() == allred.size() - 1:
-            time.sleep(0.05)
+        time.sleep(0.1 if allred.rank() == allred.size() - 1 else 0.003)
         opt.step(params, {"w": np.ones(1000)})
         steps += 1
     opt.finish()

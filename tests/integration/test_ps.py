@@ -77,18 +77,6 @@ def test_sync_is_the_serial_optimizer_on_the_mean_gradient(workers, servers, apa
     assert leave["updates"] == [5 + 2 * (workers - 1)] * servers
 
 
-def test_bounded_by_0_is_sync_with_the_learning_rate_shared_out():
-    bounded, in_sync = run(
-        [
-            ["together", {"divide": True, "steps": 20}, POLICIES["bounded by 0"]],
-            ["together", {"divide": False, "steps": 20}, POLICIES["sync"]],
-        ],
-        3,
-    )
-    assert bounded["w"] == pytest.approx(in_sync["w"], rel=1e-9)
-    assert abs(in_sync["w"][0]) > 0.01
-
-
 @pytest.mark.parametrize(("apart", "servers"), [(False, 1), (True, 2)], ids=["memory", "messages"])
 def test_a_broadcast_moves_the_parameters_once_for_each_worker(apart, servers):
     [found] = run([["start", {}, {}]], 3, servers, apart=apart)
@@ -150,27 +138,33 @@ def check_backup(found):
     assert found["gradients"][0] == found["gradients"][1] == 2 * found["updates"][0] + unused
 
 
-def test_the_same_order_of_steps_gives_the_same_twice():
+# ---- who waits for whom, in which order
+
+
+def test_policies_with_three_workers():
+    cases = {
+        "bounded by 0": ["together", {"divide": True, "steps": 20}, POLICIES["bounded by 0"]],
+        "sync": ["together", {"divide": False, "steps": 20}, POLICIES["sync"]],
+        "slow, async": ["slow", {"seconds": 1.5}, POLICIES["async"]],
+        "slow, bounded": ["slow", {"seconds": 1.5}, {"consistency": ["Bounded", {"staleness": 3}]}],
+    }
     for policy in ("async", "bounded by 100"):
-        first, second, other = run([["schedule", {"seed": seed}, POLICIES[policy]] for seed in (4, 4, 5)], 3)
+        cases |= {f"{policy} {n}": ["schedule", {"seed": seed}, POLICIES[policy]] for n, seed in enumerate((4, 4, 5))}
+    found = dict(zip(cases, run(list(cases.values()), 3), strict=True))
+    # Bounded by 0 is sync with the learning rate divided by the number of workers.
+    assert found["bounded by 0"]["w"] == pytest.approx(found["sync"]["w"], rel=1e-9)
+    assert abs(found["sync"]["w"][0]) > 0.01
+    # Async does not wait for a slow worker, and bounded does.
+    steps = found["slow, async"]["steps"]
+    assert steps[0] > 3 * steps[2]
+    steps = found["slow, bounded"]["steps"]
+    assert max(steps) <= min(steps) + 3 + 1
+    # The same order of steps gives the same twice, another order does not.
+    for policy in ("async", "bounded by 100"):
+        first, second, other = (found[f"{policy} {n}"] for n in range(3))
         assert first == second, policy
         assert len(first["staleness"]) > 1, policy
         assert other["hash"] != first["hash"], policy
-
-
-# ---- who waits for whom
-
-
-def test_async_does_not_wait_for_a_slow_worker_and_bounded_does():
-    of_async, bounded = run(
-        [
-            ["slow", {"seconds": 1.5}, POLICIES["async"]],
-            ["slow", {"seconds": 1.5}, {"consistency": ["Bounded", {"staleness": 3}]}],
-        ],
-        3,
-    )
-    assert of_async["steps"][0] > 3 * of_async["steps"][2]
-    assert max(bounded["steps"]) <= min(bounded["steps"]) + 3 + 1
 
 
 # ---- what is not of this mode
