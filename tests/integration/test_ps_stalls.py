@@ -52,8 +52,8 @@ def test_all_others_have_ended(tmp_path):
 
 def test_a_slow_worker_that_trains_on_is_not_late(tmp_path):
     """The worker trains for longer than the time limit, and makes steps in shorter intervals than the limit."""
-    body = "train(2)\nif me == 1: train(50, 0.3)\ndone()"
-    result = job(tmp_path, body, 2, 1, **LIMITS | {"timeout_s": 8, "stall_warning_s": 8})
+    body = "train(2)\nif me == 1: train(35, 0.2)\ndone()"
+    result = job(tmp_path, body, 2, 1, **LIMITS | {"timeout_s": 6, "stall_warning_s": 6})
     check_end(result, 0)
     assert done(result) == {0, 1}, result.text
     assert "has waited for" not in result.err, result.text
