@@ -64,7 +64,7 @@ def test_one_worker_gives_what_the_optimizer_alone_gives(apart, servers, mpi, tm
 
 @pytest.mark.parametrize("mpi", MPIS)
 @pytest.mark.parametrize("apart", [False, True], ids=["shm", "mpi"])
-@pytest.mark.parametrize(("workers", "servers"), [(2, 1), (3, 2), (3, 3)])
+@pytest.mark.parametrize(("workers", "servers"), [(2, 1), (3, 2), pytest.param(3, 3, marks=pytest.mark.full)])
 def test_sync_is_the_serial_optimizer_on_the_mean_gradient(workers, servers, apart, mpi):
     cases = [["mean", {"optimizer": name}, POLICIES["sync"]] for name in ("sgd", "adam", "normed")]
     cases += [["mean", {"optimizer": name}, POLICIES["sync"] | {"use_locking": False}] for name in ("sgd", "normed")]

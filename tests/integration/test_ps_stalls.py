@@ -80,12 +80,12 @@ class Slow:
     count = 0
     def step(self, params, grads):
         self.count += 1
-        time.sleep(0.6 if self.count > 2 else 0)
+        time.sleep(0.3 if self.count > 2 else 0)
         params["w"] -= grads["w"]
 opt = allred.distributed(Slow())
 opt.broadcast(params)
-if me == 1: threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGSTOP)).start()
-for _ in range(8): opt.step(params, ones)
+if me == 1: threading.Timer(0.8, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+for _ in range(6): opt.step(params, ones)
 print("done", me, flush=True)
 """
     result = job(tmp_path, "", 3, 1, False, 2_000_000, own, worker_failure="go_on", **LIMITS | {"timeout_s": 5})
