@@ -44,23 +44,21 @@ class Server:
         task_index: int | None = None,
     ) -> None:
         self.cluster = ClusterSpec(cluster)
-        self._check()
+        workers_job = self._check()
         if world.is_initialized():
             raise AllredError("allred.Server() calls allred.init() itself; call only one of them, and once")
         launched = launcher.launched_size(os.environ)
         tasks = self.cluster.addresses()
-        here = Cluster(self._workers_job(), tasks=tuple(tasks))
+        here = Cluster(workers_job, tasks=tuple(tasks))
         servers = self.cluster.num_tasks(SERVERS) if SERVERS in self.cluster.jobs else 0
         modes = {"mode": "ps", "num_ps": servers} if servers else {"mode": "sync"}
         self._listener: socket.socket | None = None  # open until the end, so that no other program takes the address
         task = self._given(job_name, task_index)
-        if launched > 1:
-            if launched != len(tasks):
-                raise ConfigError(
-                    f"allred.Server: the launcher started {launched} processes, but the cluster has {len(tasks)} tasks"
-                )
-            enter(None, here, **modes)
-        elif len(tasks) == 1:
+        if launched > 1 and launched != len(tasks):
+            raise ConfigError(
+                f"allred.Server: the launcher started {launched} processes, but the cluster has {len(tasks)} tasks"
+            )
+        if launched > 1 or len(tasks) == 1:
             enter(None, here, **modes)
         else:
             self._enter_rendezvous(task, here, modes)
@@ -103,7 +101,8 @@ class Server:
             return rpc.serve(group)
         functions.barrier_async().wait(_NO_LIMIT_S)  # a warning reports a long wait
 
-    def _check(self) -> None:
+    def _check(self) -> str:
+        """Return the name of the job of workers. Raises InputError."""
         others = [job for job in self.cluster.jobs if job not in (SERVERS, CLIENT)]
         if len(others) != 1:
             words = ", ".join(map(repr, others)) or "none"
@@ -112,9 +111,7 @@ class Server:
             if self.cluster.task_indices(job) != list(range(self.cluster.num_tasks(job))):
                 indices = self.cluster.task_indices(job)
                 raise InputError(f"allred.Server: the tasks of job {job!r} are {indices}; none may be left out")
-
-    def _workers_job(self) -> str:
-        return next(job for job in self.cluster.jobs if job not in (SERVERS, CLIENT))
+        return others[0]
 
     def _given(self, job_name: str | None, task_index: int | None) -> str:
         """Return the name of the requested task; "" for none."""

@@ -24,8 +24,8 @@ from allred.comm.communicator import Communicator
 from allred.comm.create import NoCollectives, add_devices, create, select_backend, select_devices
 from allred.comm.process_set import ProcessSets
 from allred.config import Config, explicit_settings, settle
-from allred.data import prefetch_processes
-from allred.data.iterations import Iterations
+from allred.data.loader import Iterations
+from allred.data.prefetching import check_not_in_prefetch_process
 from allred.errors import AllredError, ConfigError, InputError
 from allred.gpu import binding
 from allred.modes.detect import wrapper_bypass
@@ -92,7 +92,7 @@ def enter(comm: Any, cluster: Cluster | None = None, **arguments: Any) -> None:
     """As `init`. cluster: the cluster that this process is a task of; None for `init`."""
     if world.is_initialized():
         raise AllredError("allred.init() was called already; drop the second call, or call allred.shutdown() before it")
-    prefetch_processes.check_not_in_prefetch_process("allred.init()")
+    check_not_in_prefetch_process("allred.init()")
     detached.keep_standard_files()
     if context.servers_ended():
         raise AllredError(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from allred.comm.communicator import Communicator
     from allred.comm.process_set import ProcessSets
     from allred.comm.work import WorkQueue
-    from allred.data.iterations import Iterations
+    from allred.data.loader import Iterations
     from allred.ps.context import Context
     from allred.watch.watcher_client import WatcherClient
 

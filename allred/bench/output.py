@@ -7,7 +7,7 @@ from typing import Any
 
 from allred.bench import measure
 from allred.cluster import mpi
-from allred.ps.stats import histogram
+from allred.ps.protocol import histogram
 
 _RATES = ("copy_GBps", "pack_GBps", "unpack_GBps", "pack_scaled_GBps", "unpack_divided_GBps")
 _COLUMNS = {"p50_us": "p50 us", "p99_us": "p99 us", "algbw_GBps": "algbw GB/s"}

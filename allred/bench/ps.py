@@ -28,9 +28,8 @@ from allred.ps.context import Context
 from allred.ps.context import current as current_context
 from allred.ps.control import NO_REPLY
 from allred.ps.mpi_transport import CALL, MpiTransport
-from allred.ps.protocol import ControlRequest
+from allred.ps.protocol import ControlRequest, Statistics
 from allred.ps.server_loop import ServerLoop
-from allred.ps.stats import Statistics
 
 
 def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> None:
@@ -81,7 +80,6 @@ def _policy(name: str | None, context: Context) -> Policy:
 # Server.
 
 
-@dataclasses.dataclass(frozen=True)
 class _RoundTrips(ControlRequest):
     """Serve `count` raw MPI round trips of one baseline. There is no reply."""
 
@@ -89,7 +87,6 @@ class _RoundTrips(ControlRequest):
     count: int
 
 
-@dataclasses.dataclass(frozen=True)
 class _WrongResult(ControlRequest):
     """A worker reports a wrong result. There is no reply."""
 

@@ -18,9 +18,8 @@ directory to step-...: a process that is killed at any moment leaves the earlier
 
 from allred.checkpoint.directory import has, list_complete, newest, prune
 from allred.checkpoint.entry import Entry, pickled_extra, pickled_state, pop_extra, unpickle_state, whole
-from allred.checkpoint.manifest import Manifest, read_manifest
 from allred.checkpoint.restore import SavedTensors, read_checkpoint, read_newest, verify
-from allred.checkpoint.shard import ShardInfo, write_shard
+from allred.checkpoint.shard import Manifest, ShardInfo, read_manifest, write_shard
 from allred.checkpoint.writing import abandon, begin, commit, write
 
 __all__ = [

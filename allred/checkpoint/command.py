@@ -15,8 +15,8 @@ from typing import NoReturn
 from allred import arrays
 from allred.checkpoint.directory import damage, list_committed, list_unfinished, newest
 from allred.checkpoint.entry import Entry
-from allred.checkpoint.manifest import NAME, Manifest, read_manifest
 from allred.checkpoint.restore import verify
+from allred.checkpoint.shard import MANIFEST, Manifest, read_manifest
 from allred.errors import CheckpointError
 
 
@@ -58,7 +58,7 @@ def _checkpoints(path: pathlib.Path) -> list[pathlib.Path]:
         what = "is not a directory" if path.exists() else "does not exist"
         raise CheckpointError(f"{path} {what}; give the directory that checkpoints were saved to, or one of them")
     absolute = pathlib.Path(os.path.abspath(path))
-    if (path / NAME).exists() or absolute in list_committed(absolute.parent).values():
+    if (path / MANIFEST).exists() or absolute in list_committed(absolute.parent).values():
         return [path]
     if found := list(list_committed(path).values()):
         return found

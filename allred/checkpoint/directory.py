@@ -1,36 +1,145 @@
-"""The directory of all checkpoints of a training (the root): names, listing, deletion.
+"""The directory of all checkpoints of a training (the root): names, listing, deletion, and locks of writers.
 
 step-00000400              a complete checkpoint
 step-00000400.replaced     the previous checkpoint of step 400 during its replacement; used only if the first is missing
 .step-00000500.xx.xx.tmp   unfinished: being written, or left by a dead writer; boot id and random digits
 .step-00000300.xxxx.gone   being deleted, or left by a process that died while it deleted it
+
+Files of a dead writer may be deleted. Whether a writer is dead is known by locks:
+
+1  `claim` creates manifest.json in the unfinished directory, locks it (flock), and then writes the name of the writer
+   into it. The kernel releases the lock when the process ends, or, after a fork, when both processes have ended.
+   `commit` writes the manifest into the same file, so the lock is held until after the rename.
+2  The directory is claimed with a shared lock of the root. With the exclusive lock of the root, a directory of this
+   boot that has no claim is dead.
+3  The writer is dead if the file is not empty, has no lock, and is from this boot of this host (flock is reliable).
+4  For other hosts and boots, and file systems without flock, it is dead only if nothing in the directory has changed
+   for a day, by the clock of the file system.
 """
 
 import contextlib
+import errno
+import fcntl
+import functools
+import json
 import os
 import pathlib
 import re
 import secrets
 import shutil
+import socket
+from collections.abc import Iterator
+from typing import BinaryIO
 
-from allred.checkpoint import lock
-from allred.checkpoint.manifest import read_manifest
-from allred.checkpoint.shard import check_length, file_errors
+from allred.checkpoint.shard import MANIFEST, check_length, file_errors, read_manifest
 from allred.errors import CheckpointError, InputError
 
 _COMMITTED = re.compile(r"step-(\d{8,})(\.replaced)?", re.ASCII)
 _UNFINISHED = re.compile(r"\.step-(\d{8,})\.([0-9a-f]+)\.[0-9a-f]+\.tmp", re.ASCII)
 _DELETED = re.compile(r"\.step-\d{8,}(\.[0-9a-z]+)+\.gone", re.ASCII)
+ABANDONED_S = 24 * 3600.0
+
+_claimed: dict[str, BinaryIO] = {}  # real path of each directory that this process writes: its locked manifest
 
 
-def committed_name(step: int) -> str:
-    """Return the name of the directory of a complete checkpoint."""
-    return f"step-{step:08d}"
+def claim(directory: pathlib.Path) -> None:
+    """Create `directory` and lock it for this process. Raises OSError."""
+    with _lock_root(directory.parent, fcntl.LOCK_SH):
+        directory.mkdir()
+        file = open(directory / MANIFEST, "x+b")  # noqa: SIM115  (open until `release`: closing it releases the lock)
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks: then the age decides
+                fcntl.flock(file, fcntl.LOCK_EX)
+            writer = f"process {os.getpid()} on {socket.gethostname()}"
+            file.write(json.dumps({"writer": writer}).encode())
+            file.flush()
+        except BaseException:
+            with contextlib.suppress(OSError):  # close() tries the failed write again
+                file.close()
+            raise
+        _claimed[os.path.realpath(directory)] = file
+
+
+@contextlib.contextmanager
+def _lock_root(root: pathlib.Path, operation: int) -> Iterator[bool]:
+    """Lock the directory of all checkpoints, and yield whether that succeeded."""
+    descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, operation)
+            locked = True
+        except OSError:  # another process holds the lock, or the file system has no locks of directories
+            locked = False
+        yield locked
+    finally:
+        os.close(descriptor)
+
+
+def exclude_claims(root: pathlib.Path) -> contextlib.AbstractContextManager[bool]:
+    """Block `claim` of other processes on this host; yield whether that succeeded. Does not wait. Raises OSError."""
+    return _lock_root(root, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def overwrite(directory: pathlib.Path, content: bytes) -> None:
+    """Replace the content of the claimed manifest, sync it to disk, and keep the lock. Raises OSError."""
+    file = _claimed.get(os.path.realpath(directory))
+    with contextlib.nullcontext(file) if file else open(directory / MANIFEST, "r+b") as manifest:
+        manifest.seek(0)
+        manifest.write(content)
+        manifest.truncate()  # not earlier: an empty manifest counts as not claimed
+        manifest.flush()
+        os.fsync(manifest.fileno())
+
+
+def release(directory: str) -> None:
+    """Release the lock of a committed or abandoned checkpoint. `directory`: a real path, which need not exist."""
+    if file := _claimed.pop(directory, None):
+        with contextlib.suppress(OSError):
+            file.close()
+
+
+def is_dead(directory: pathlib.Path, boot: str, now: float, excluded: bool) -> bool:
+    """Return whether the writer of the unfinished checkpoint in `directory` is dead.
+
+    boot: the `boot_id` of the writer. now: st_mtime of a file just written to the same file system. excluded: the value
+    of `exclude_claims`.
+    """
+    if os.path.realpath(directory) in _claimed:
+        return False
+    same_boot = boot == boot_id()
+    try:
+        with open(directory / MANIFEST, "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if same_boot and (excluded or file.read(1)):
+                return True
+    except FileNotFoundError:
+        if same_boot and excluded:
+            return True
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+    return now - _last_change(directory) > ABANDONED_S
+
+
+def _last_change(directory: pathlib.Path) -> float:
+    try:
+        return max(path.stat().st_mtime for path in [directory, *directory.iterdir()])
+    except OSError:
+        return float("inf")  # unknown: do not delete it
+
+
+@functools.cache
+def boot_id() -> str:
+    """Return hex digits that identify this boot of this host."""
+    try:
+        return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
+    except OSError:
+        return secrets.token_hex(16)  # then the age decides
 
 
 def unfinished_name(step: int) -> str:
     """Return a new, unique name for the directory of an unfinished checkpoint."""
-    return f".{committed_name(step)}.{lock.boot_id()}.{secrets.token_hex(4)}.tmp"
+    return f".step-{step:08d}.{boot_id()}.{secrets.token_hex(4)}.tmp"
 
 
 def unfinished_step(name: str) -> int | None:
@@ -85,9 +194,7 @@ def list_complete(root: str | os.PathLike[str]) -> list[pathlib.Path]:
     """Return the directories of the complete checkpoints in `root`, by ascending step. Empty without root.
 
     Reads the manifests and compares the lengths of the shards. `verify` reads the bytes.
-
-    Raises:
-        CheckpointError: `root` cannot be listed.
+    Raises CheckpointError: `root` cannot be listed.
     """
     return [path for path in list_committed(pathlib.Path(root)).values() if _is_complete(path)]
 
@@ -95,8 +202,7 @@ def list_complete(root: str | os.PathLike[str]) -> list[pathlib.Path]:
 def newest(root: str | os.PathLike[str]) -> pathlib.Path | None:
     """Return the last of `list_complete(root)`; None if there is none. Does not check the earlier ones.
 
-    Raises:
-        CheckpointError: `root` cannot be listed.
+    Raises CheckpointError: `root` cannot be listed.
     """
     return next(filter(_is_complete, reversed(list_committed(pathlib.Path(root)).values())), None)
 
@@ -110,17 +216,10 @@ def has(root: str | os.PathLike[str], step: int) -> bool:
 def prune(root: str | os.PathLike[str], keep: int, keep_every: int = 0, up_to: int | None = None) -> list[pathlib.Path]:
     """Delete complete checkpoints except the newest `keep`. Damaged ones are not deleted.
 
-    Arguments:
-        keep: number of checkpoints, at least 1.
-        keep_every: those whose step is a multiple of it are not deleted; 0: none.
-        up_to: those of later steps are not deleted, and not counted.
-
-    Returns:
-        The deleted directories.
-
-    Raises:
-        InputError: keep < 1, or keep_every < 0.
-        CheckpointError: a checkpoint cannot be deleted.
+    keep: number of checkpoints, at least 1. keep_every: those whose step is a multiple of it are not deleted; 0: none.
+    up_to: those of later steps are not deleted, and not counted.
+    Returns the deleted directories.
+    Raises InputError: keep < 1, or keep_every < 0. Raises CheckpointError: a checkpoint cannot be deleted.
     """
     if keep < 1 or keep_every < 0:
         raise InputError(f"prune: keep={keep}, keep_every={keep_every}; expected keep >= 1 and keep_every >= 0")
@@ -142,10 +241,10 @@ def discard(path: pathlib.Path) -> None:
 
 
 def sweep(root: pathlib.Path, now: float) -> None:
-    """Delete files of dead processes; ignores errors. For `now` see `lock.is_dead`."""
+    """Delete files of dead processes; ignores errors. For `now` see `is_dead`."""
     found = [(root / name, _UNFINISHED.fullmatch(name)) for name in _names(root)]
-    with lock.exclude_claims(root) as excluded:
-        dead = [path for path, match in found if match and lock.is_dead(path, match[2], now, excluded)]
+    with exclude_claims(root) as excluded:
+        dead = [path for path, match in found if match and is_dead(path, match[2], now, excluded)]
     for path, _ in found:
         with contextlib.suppress(OSError):
             if _DELETED.fullmatch(path.name):

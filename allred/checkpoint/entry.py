@@ -31,15 +31,11 @@ _STATE, _EXTRA = "state", "extra"
 class Entry:
     """Elements `start` to `stop` of a tensor, flattened in C order.
 
-    Arguments:
-        name: the name of the parameter; any text.
-        slot: the name of the optimizer slot of that parameter; "" for the parameter itself.
-        dtype: numpy's name of the dtype, or "bfloat16".
-        shape: the shape of the whole tensor. The shape of a slot may differ from its parameter's.
-        start, stop: 0 <= start <= stop <= elements of the whole tensor; 0 and 1 for a 0-d tensor.
-
-    Raises:
-        InputError: the dtype cannot be saved, or the range is not within the tensor.
+    name: the name of the parameter; any text. slot: the name of the optimizer slot of that parameter; "" for the
+    parameter itself. dtype: numpy's name of the dtype, or "bfloat16". shape: the shape of the whole tensor. The shape
+    of a slot may differ from its parameter's. start, stop: 0 <= start <= stop <= elements of the whole tensor; 0 and 1
+    for a 0-d tensor.
+    Raises InputError: the dtype cannot be saved, or the range is not within the tensor.
     """
 
     name: str
@@ -107,12 +103,8 @@ class Entry:
 def whole(name: str, array: Any, slot: str = "") -> tuple[Entry, Array]:
     """Return the entry of a whole tensor and the tensor, as `write_shard` takes them.
 
-    Arguments:
-        name, slot: see Entry.
-        array: a host array of any shape and layout, or a number. Not copied.
-
-    Raises:
-        InputError: the array is on a GPU, or its dtype cannot be saved.
+    name, slot: see Entry. array: a host array of any shape and layout, or a number. Not copied.
+    Raises InputError: the array is on a GPU, or its dtype cannot be saved.
     """
     host = arrays.as_host_array(array)
     return Entry(name, slot, arrays.name_of(host.dtype), tuple(host.shape), 0, host.size), host
@@ -153,9 +145,7 @@ def _unpickled(slots: dict[str, dict[str, Array]], slot: str) -> Any:
 def check_cover(who: str, entries: Iterable[tuple[str, Entry]]) -> None:
     """Raise CheckpointError unless each element of each tensor is in exactly one of the entries.
 
-    Arguments:
-        who: the beginning of the message.
-        entries: those of all shards, each with the file name of its shard.
+    who: the beginning of the message. entries: those of all shards, each with the file name of its shard.
     """
     tensors: dict[tuple[str, str], list[tuple[str, Entry]]] = {}
     for file, entry in entries:

@@ -15,8 +15,7 @@ import numpy as np
 from allred.arrays import Array
 from allred.checkpoint.directory import damage, list_committed
 from allred.checkpoint.entry import check_cover
-from allred.checkpoint.manifest import Manifest, read_manifest
-from allred.checkpoint.shard import check_bytes, read_shard
+from allred.checkpoint.shard import Manifest, check_bytes, read_manifest, read_shard
 from allred.errors import CheckpointError
 
 
@@ -24,11 +23,8 @@ from allred.errors import CheckpointError
 class SavedTensors:
     """Content of a checkpoint, as whole tensors in new, writable arrays.
 
-    Attributes:
-        step: the global step.
-        params: the parameters by name.
-        slots: the state of the optimizer: {parameter name: {slot name: array}}.
-        meta: the argument `meta` of `commit`.
+    step: the global step. params: the parameters by name. slots: the state of the optimizer: {parameter name: {slot
+    name: array}}. meta: the argument `meta` of `commit`.
     """
 
     step: int
@@ -40,9 +36,8 @@ class SavedTensors:
 def read_checkpoint(path: str | os.PathLike[str]) -> SavedTensors:
     """Read a checkpoint with any number of shards.
 
-    Raises:
-        CheckpointError: a file is missing, damaged or of an unknown version; names the file, and another checkpoint in
-            the same root that is complete. Or it holds bfloat16, and ml_dtypes is not installed.
+    Raises CheckpointError: a file is missing, damaged or of an unknown version; names the file, and another checkpoint
+    in the same root that is complete. Or it holds bfloat16, and ml_dtypes is not installed.
     """
     directory = pathlib.Path(path)
     for problem in _problems(directory):
@@ -53,11 +48,8 @@ def read_checkpoint(path: str | os.PathLike[str]) -> SavedTensors:
 def read_newest(root: str | os.PathLike[str]) -> tuple[tuple[pathlib.Path, SavedTensors] | None, list[str]]:
     """Read the newest undamaged checkpoint in `root`.
 
-    Returns:
-        (path, content), or None if there is none; and the damage of each later checkpoint, one line each.
-
-    Raises:
-        CheckpointError: `root` cannot be listed; or see `read_checkpoint`.
+    Returns (path, content), or None if there is none; and the damage of each later checkpoint, one line each.
+    Raises CheckpointError: `root` cannot be listed; or see `read_checkpoint`.
     """
     damaged: list[str] = []
     for path in reversed(list_committed(pathlib.Path(root)).values()):

@@ -1,8 +1,14 @@
-"""A shard: the safetensors file of one process. Also the conversion of file errors to CheckpointError.
+"""Shards and the manifest of a checkpoint. Also the conversion of file errors to CheckpointError.
 
-The checksum is CRC-32. It protects from accidents, not from attacks: it detects every damage of up to 32 consecutive
-bits, and misses other damage once in 4 * 10^9 times. On 100 MB zlib.crc32 took 0.045 s, hashlib.sha256 0.09 s and
-hashlib.blake2b 0.18 s; writing and fsync took 0.08 s.
+A shard is the safetensors file of one process. The manifest is a JSON file that lists the shards:
+
+    {"format": "allred checkpoint", "version": 1, "step": 400, "time": ..., "meta": {}, "shards": [], "checksum": ""}
+
+Its checksum is that of the other fields, as JSON with sorted keys and without spaces. Every version of the format must
+keep the fields `format`, `version` and `checksum`: then a newer version is not reported as damage.
+
+Checksums are CRC-32, which detects every damage of up to 32 consecutive bits, and misses other damage once in 4 * 10^9
+times. On 100 MB zlib.crc32 took 0.045 s, hashlib.sha256 0.09 s; writing and fsync took 0.08 s.
 
 safetensors 0.8 and later write from the arrays without the GIL; earlier versions copy the shard once.
 """
@@ -10,6 +16,7 @@ safetensors 0.8 and later write from the arrays without the GIL; earlier version
 import contextlib
 import dataclasses
 import errno
+import json
 import os
 import pathlib
 import re
@@ -73,11 +80,8 @@ def _free_space(number: int | None, path: pathlib.Path) -> str:
 class ShardInfo:
     """Description of a written shard.
 
-    Attributes:
-        file: the file name within the directory of the checkpoint.
-        nbytes: the length of the file in bytes.
-        checksum: CRC-32 of all bytes, as 8 hex digits.
-        entries: the entries in the file.
+    file: the file name within the directory of the checkpoint. nbytes: the length of the file in bytes. checksum:
+    CRC-32 of all bytes, as 8 hex digits. entries: the entries in the file.
     """
 
     file: str
@@ -110,18 +114,12 @@ def write_shard(
 
     Several processes, also on several hosts, may write their shards at the same time.
 
-    Arguments:
-        directory: the result of `begin`.
-        index, of: the number of the shard, 0 <= index < of, and the number of shards.
-        entries: pairs of an entry and its array: of the entry's dtype, with stop - start elements, of any shape and
-            layout. The arrays must not change during the call. Contiguous arrays are not copied. May be empty.
-
-    Returns:
-        The ShardInfo for `commit`.
-
-    Raises:
-        InputError: an array does not match its entry, or an entry is given twice. Nothing is written.
-        CheckpointError: the file cannot be written, or exists.
+    directory: the result of `begin`. index, of: the number of the shard, 0 <= index < of, and the number of shards.
+    entries: pairs of an entry and its array: of the entry's dtype, with stop - start elements, of any shape and layout.
+    The arrays must not change during the call. Contiguous arrays are not copied. May be empty.
+    Returns the ShardInfo for `commit`.
+    Raises InputError: an array does not match its entry, or an entry is given twice. Nothing is written. Raises
+    CheckpointError: the file cannot be written, or exists.
     """
     from safetensors.numpy import save_file  # `import allred` does not load safetensors
 
@@ -217,3 +215,84 @@ def _register_bfloat16(who: str, path: pathlib.Path) -> None:
     except ImportError as error:
         raise CheckpointError(f"{who}: {path} holds bfloat16, which needs ml_dtypes; pip install ml_dtypes") from error
     np.dtype(ml_dtypes.bfloat16)
+
+
+MANIFEST = "manifest.json"
+FORMAT = "allred checkpoint"
+VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """Content of a manifest.
+
+    step: the global step of the parameters. time: the time of the commit, in seconds since 1970. shards: the shards
+    with the tensors. meta: the argument `meta` of `commit`.
+    """
+
+    step: int
+    time: float
+    shards: tuple[ShardInfo, ...]
+    meta: dict[str, Any]
+
+    def encode(self) -> bytes:
+        """Return the content of the file. Raises InputError unless `meta` consists of JSON types."""
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": self.step,
+            "time": self.time,
+            "meta": self.meta,
+            "shards": [shard.to_json() for shard in self.shards],
+        }
+        try:
+            content = json.loads(json.dumps(content))  # before the checksum: tuples become lists, and keys text
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InputError(
+                f"commit: meta must hold only dicts, lists, numbers, text, booleans and None, but {error}"
+            ) from error
+        return json.dumps({**content, "checksum": _content_checksum(content)}, indent=1).encode()
+
+
+def read_manifest(path: str | os.PathLike[str]) -> Manifest:
+    """Read the manifest of the checkpoint in the directory `path`. Does not check the shards.
+
+    Raises CheckpointError: the manifest is missing, damaged, or of a version that this allred does not know.
+    """
+    file = pathlib.Path(path) / MANIFEST
+    with file_errors("checkpoint: reading", file):
+        raw = file.read_bytes()
+    try:
+        content = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"checkpoint: {file} is damaged: {error}") from error
+    if isinstance(content, dict) and "writer" in content:
+        raise CheckpointError(f"checkpoint: {file.parent} is not complete: {content['writer']} has not committed it")
+    _check(file, content)
+    try:
+        shards = tuple(map(ShardInfo.from_json, content["shards"]))
+        return Manifest(content["step"], content["time"], shards, content["meta"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"checkpoint: {file} does not have the fields that allred writes: {error!r}") from error
+
+
+def _check(file: pathlib.Path, content: Any) -> None:
+    """Remove the checksum from `content`. Raises CheckpointError if checksum, format or version are wrong."""
+    if not isinstance(content, dict) or "checksum" not in content:
+        raise CheckpointError(f"checkpoint: {file} is damaged: expected a JSON object with a checksum")
+    written, found = content.pop("checksum"), _content_checksum(content)
+    if written != found:
+        raise CheckpointError(
+            f"checkpoint: {file} is damaged: its checksum is {found}, but was {written} when it was written"
+        )
+    if content.get("format") != FORMAT:
+        raise CheckpointError(f"checkpoint: the format of {file} is {content.get('format')!r}; expected {FORMAT!r}")
+    if content.get("version") != VERSION:
+        raise CheckpointError(
+            f"checkpoint: {file} has version {content.get('version')!r} of the format, but this allred reads "
+            f"version {VERSION}; install the allred that wrote it, or a newer one"
+        )
+
+
+def _content_checksum(content: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(content, sort_keys=True, separators=(',', ':')).encode()):08x}"

@@ -25,11 +25,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from allred.arrays import Array
-from allred.checkpoint import lock, manifest
-from allred.checkpoint.directory import committed_name, discard, sweep, unfinished_name, unfinished_step
+from allred.checkpoint.directory import claim, discard, overwrite, release, sweep, unfinished_name, unfinished_step
 from allred.checkpoint.entry import Entry, check_cover
-from allred.checkpoint.manifest import Manifest
-from allred.checkpoint.shard import ShardInfo, check_length, file_errors, shard_name, write_shard
+from allred.checkpoint.shard import MANIFEST, Manifest, ShardInfo, check_length, file_errors, shard_name, write_shard
 from allred.errors import CheckpointError, InputError
 
 _TRIES = 10  # renames, while another writer renames the same step
@@ -40,13 +38,8 @@ def begin(root: str | os.PathLike[str], step: int) -> pathlib.Path:
 
     Readers ignore the directory until `commit`. If the process dies, a later commit of any process deletes it.
 
-    Arguments:
-        root: the directory of all checkpoints of this training; created if missing.
-        step: the global step, >= 0.
-
-    Raises:
-        InputError: a negative step.
-        CheckpointError: the directory cannot be created.
+    root: the directory of all checkpoints of this training; created if missing. step: the global step, >= 0.
+    Raises InputError: a negative step. Raises CheckpointError: the directory cannot be created.
     """
     if step < 0:
         raise InputError(f"begin: step={step}; expected the number of updates done, >= 0")
@@ -55,7 +48,7 @@ def begin(root: str | os.PathLike[str], step: int) -> pathlib.Path:
         directory.parent.mkdir(parents=True, exist_ok=True)
     try:
         with file_errors("begin: creating", directory):
-            lock.claim(directory)
+            claim(directory)
     except BaseException:
         abandon(directory)
         raise
@@ -81,36 +74,30 @@ def commit(
 
     Replaces a complete checkpoint of the same step.
 
-    Arguments:
-        directory: the result of `begin` for the same step.
-        shards: the results of all `write_shard` calls, in any order.
-        meta: dicts, lists, numbers, text, booleans and None, for `read_checkpoint`. Tuples become lists, keys text.
-
-    Returns:
-        The checkpoint: root/step-00000400.
-
-    Raises:
-        InputError: another directory or step, or `meta` cannot be written as JSON.
-        CheckpointError: a shard is missing, the shards do not form whole tensors, or a file operation fails.
+    directory: the result of `begin` for the same step. shards: the results of all `write_shard` calls, in any order.
+    meta: dicts, lists, numbers, text, booleans and None, for `read_checkpoint`. Tuples become lists, keys text.
+    Returns the checkpoint: root/step-00000400.
+    Raises InputError: another directory or step, or `meta` cannot be written as JSON. Raises CheckpointError: a shard
+    is missing, the shards do not form whole tensors, or a file operation fails.
     """
     source = pathlib.Path(directory)
     if unfinished_step(source.name) != step:
         raise InputError(f"commit: expected the directory that begin returned for step {step}, but got {source}")
-    target, key = source.parent / committed_name(step), os.path.realpath(source)
+    target, key = source.parent / f"step-{step:08d}", os.path.realpath(source)
     try:
         written = Manifest(step, time.time(), tuple(sorted(shards, key=lambda shard: shard.file)), meta or {})
         _check_shards(source, written)
-        content = manifest.encode(written)
-        with file_errors(f"commit: writing {len(content) / 1e6:.1f} MB to", source / manifest.NAME):
-            lock.overwrite(source, content)
-            now = (source / manifest.NAME).stat().st_mtime
+        content = written.encode()
+        with file_errors(f"commit: writing {len(content) / 1e6:.1f} MB to", source / MANIFEST):
+            overwrite(source, content)
+            now = (source / MANIFEST).stat().st_mtime
             _sync(source)
         with file_errors(f"commit: renaming {source} to", target):
             replaced = _rename(source, target)
     except BaseException:
         abandon(source)
         raise
-    lock.release(key)
+    release(key)
     with file_errors("commit: syncing", target.parent):
         _sync(target.parent)
     with contextlib.suppress(OSError):  # the next commit deletes the rest
@@ -123,11 +110,8 @@ def commit(
 def abandon(directory: str | os.PathLike[str]) -> None:
     """Delete an unfinished checkpoint; ignores file errors. Another process that writes a shard gets CheckpointError.
 
-    Arguments:
-        directory: the result of `begin`; it need not exist.
-
-    Raises:
-        InputError: another directory; nothing is deleted.
+    directory: the result of `begin`; it need not exist.
+    Raises InputError: another directory; nothing is deleted.
     """
     source = pathlib.Path(directory)
     if unfinished_step(source.name) is None:
@@ -135,7 +119,7 @@ def abandon(directory: str | os.PathLike[str]) -> None:
     key = os.path.realpath(source)
     with contextlib.suppress(OSError):
         discard(source)
-    lock.release(key)
+    release(key)
 
 
 def _check_shards(source: pathlib.Path, written: Manifest) -> None:
@@ -168,14 +152,14 @@ def _rename(source: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
 
 def _move_aside(target: pathlib.Path, replaced: pathlib.Path) -> None:
     """Rename an older checkpoint of the same step. Files that are no checkpoint are renamed and never deleted."""
-    if (target / manifest.NAME).exists():
+    if (target / MANIFEST).exists():
         if replaced.exists():
             discard(replaced)
         os.rename(target, replaced)
         return
     aside = target.with_name(f"{target.name}.was-in-the-way-{secrets.token_hex(4)}")
     os.rename(target, aside)
-    if (aside / manifest.NAME).exists():  # another writer has put its checkpoint there since the first check
+    if (aside / MANIFEST).exists():  # another writer has put its checkpoint there since the first check
         try:
             os.rename(aside, replaced)
         except OSError:  # step-N.replaced exists

@@ -21,7 +21,7 @@ from allred.client.call import REMEDY, Call, ClientGroup, pack, unpack
 from allred.cluster import topology
 from allred.cluster.device import Place
 from allred.comm import functions
-from allred.comm.work import Steps, WorkQueue, spin_wait
+from allred.comm.work import Polled, Steps, WorkQueue
 from allred.errors import AllredError, InputError
 from allred.ps.mpi_transport import CALL, REPLY, MpiTransport
 from allred.ps.run_steps import run_steps, wait_until
@@ -77,22 +77,6 @@ def _set_result(call: Call, parts: list[Array]) -> None:
     call.end(error=error)
 
 
-class _Pending:
-    """A call as an operation that a WorkQueue waits for."""
-
-    waits_for_peers, progress_count = True, 0
-
-    def __init__(self, dispatcher: "Dispatcher", call: Call) -> None:
-        self._dispatcher, self._call = dispatcher, call
-
-    def done(self) -> bool:
-        self._dispatcher.poll()
-        return self._call.ended
-
-    def spin_wait(self) -> bool:
-        return spin_wait(self.done)
-
-
 _left: list["Dispatcher"] = []  # MPI may still send from their memory
 
 
@@ -137,8 +121,12 @@ class Dispatcher:
     def wait(self, call: Call) -> None:
         """Wait for the end of a call."""
 
+        def has_ended() -> bool:
+            self.poll()
+            return call.ended
+
         def steps() -> Steps[None]:
-            yield _Pending(self, call)
+            yield Polled(has_ended, waits_for_peers=True)
 
         current = functions.current().queue
         queue = WorkQueue(current.timeout_s, members=[self._rank(call), self._group.rank])

@@ -10,8 +10,7 @@ from typing import Any
 
 from allred.arrays import Array
 from allred.data.columns import Columns, as_column
-from allred.data.loader import BatchSpec, Loader, check_batch_size, resolve_rank
-from allred.data.sampler import Position, Sampler, rank_slice
+from allred.data.loader import BatchSpec, Loader, Position, Sampler, rank_slice, resolve_rank
 from allred.errors import InputError
 from allred.validators import integer
 
@@ -72,16 +71,13 @@ def batches(
             are ranks, some ranks get 0 samples, and their gradients have weight 0.
         rank, size: whose share to return, by default this rank's; `rank=0, size=1` returns whole batches.
 
-    Returns:
-        A `Batches` object. It yields tuples of batches, or the batch itself if there is one column: copies of shape
-        (share, ...). The next step weights its gradients by the share of the latest batch. `allred.data.prefetch`
-        preserves this; with other ways of fetching ahead pass it: `opt.step(..., samples=len(x))`. `state_dict()`
-        returns the position, and after `load_state_dict(state)` the next iteration continues there, on any number of
-        ranks and with any batch_size; no sample of an epoch is skipped or repeated. After its end or a `break`, a new
-        iteration starts at the beginning.
-
-    Raises:
-        InputError: columns of different lengths, or a batch_size below one sample per rank.
+    Returns a `Batches` object. It yields tuples of batches, or the batch itself if there is one column: copies of shape
+    (share, ...). The next step weights its gradients by the share of the latest batch. `allred.data.prefetch` preserves
+    this; with other ways of fetching ahead pass it: `opt.step(..., samples=len(x))`. `state_dict()` returns the
+    position, and after `load_state_dict(state)` the next iteration continues there, on any number of ranks and with any
+    batch_size; no sample of an epoch is skipped or repeated. After its end or a `break`, a new iteration starts at the
+    beginning.
+    Raises InputError: columns of different lengths, or a batch_size below one sample per rank.
 
     >>> data = batches([1, 2, 3, 4, 5], [10, 20, 30, 40, 50], batch_size=4, seed=None, rank=1, size=2)
     >>> for x, y in data:
@@ -99,7 +95,7 @@ def batches(
         raise InputError(f"batches() needs arrays of equal, non-zero length, got lengths {lengths}")
     if seed is not None:
         seed = integer("batches: seed", seed, 0, "pass None to keep the order")
-    batch_size = check_batch_size("batches", batch_size, size)
+    batch_size = integer("batches: batch_size", batch_size, size, "it counts the samples of all ranks")
     epochs = integer("batches: epochs", epochs, 0)
     if drop_last and batch_size > rows:
         raise InputError(f"batches: with drop_last there are no batches: {rows} rows do not fill one of {batch_size}")

@@ -1,31 +1,211 @@
-"""Loader: base class of Batches and Stream. It yields batches and tracks its position in the data.
+"""Loader: base class of Batches and Stream, with the positions and samples of their batches.
 
 Loading has two steps, so that a thread or another process can do the second one ahead (prefetching.py): `specs` yields
 the specification of each batch in order; `load` makes a batch from its specification. Position and claimed samples
-(iterations.py) follow the batches that were yielded, not those that were fetched ahead.
+follow the batches that were yielded, not those that were fetched ahead.
+
+A position is an epoch and the number of its samples that were yielded over all ranks. It does not depend on the number
+of ranks or the batch size: a position saved on 4 ranks with batches of 100 is valid on 3 with batches of 64.
+
+A step normally follows its batch, so it takes the share of the latest batch. If batches are fetched ahead or skipped,
+the batch of a step is not known. That is harmless while all ranks have equal shares. Otherwise it is an error, because
+wrong weights of gradients would go unnoticed.
 """
 
 import dataclasses
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from allred import world
+from allred.arrays import Array
 from allred.cluster import topology
-from allred.data.iterations import Iteration, LoaderArguments
-from allred.data.sampler import BEGIN, Position
 from allred.errors import InputError
 from allred.validators import integer
+
+
+class LoaderArguments(NamedTuple):
+    """Arguments of a loader that must be equal on all ranks: they decide the samples and the number of batches.
+
+    function: "batches" or "stream". values: the name and value of each argument.
+
+    >>> print(LoaderArguments("batches", (("rows", 5), ("seed", None))))
+    batches(rows=5, seed=None)
+    """
+
+    function: str
+    values: tuple[tuple[str, Any], ...]
+
+    def __str__(self) -> str:
+        return f"{self.function}({', '.join(f'{name}={value!r}' for name, value in self.values)})"
+
+
+class Iteration:
+    """One running iteration over a loader.
+
+    rank, ranks: index of its share of each global batch, and the number of shares. arguments: the arguments of its
+    loader. start: the position in the data where it began, as text.
+    """
+
+    def __init__(self, rank: int, ranks: int, arguments: LoaderArguments, start: str) -> None:
+        self.rank, self.ranks, self.arguments = rank, ranks, arguments
+        self.arguments_and_start = LoaderArguments(arguments.function, (*arguments.values, ("start", start)))
+        self.key = str(self.arguments_and_start)
+        self.share = 0  # samples of this rank in the latest batch
+        self.ahead = 0  # batches yielded that no step has followed yet
+        self.totals: set[int] = set()  # samples over all ranks in each of these batches
+
+    def count_batch(self, share: int, total: int) -> None:
+        """Record that a batch is yielded. share, total: its samples on this rank and on all ranks."""
+        self.share = share
+        self.ahead += 1
+        self.totals.add(total)
+        running = _iterations().running
+        running.pop(self, None)  # the iteration with the latest batch is the last element
+        running[self] = None
+
+    def count_steps(self, steps: int) -> None:
+        """Record that steps have followed the batches."""
+        self.ahead = max(self.ahead - steps, 0)
+        if not self.ahead:
+            self.totals.clear()
+
+    def uneven(self) -> bool:
+        """Whether the shares of the ranks differ in one of the batches without a step."""
+        return any(total % self.ranks for total in self.totals)
+
+    def end(self) -> None:
+        """Record that the iteration has ended."""
+        iterations = _iterations()
+        iterations.running.pop(self, None)
+        iterations.uneven_left = iterations.uneven_left or self.uneven()
+
+
+@dataclasses.dataclass
+class Iterations:
+    """Iterations over batches in one world.
+
+    running: unfinished iterations that have yielded a batch; the last element yielded the latest batch. uneven_left:
+    whether an iteration has ended whose uneven batches no step followed.
+    """
+
+    running: dict[Iteration, None] = dataclasses.field(default_factory=dict)
+    uneven_left: bool = False
+
+
+_without_world = Iterations()
+
+
+def _iterations() -> Iterations:
+    here = world.current_or_none()
+    return _without_world if here is None or here.iterations is None else here.iterations
+
+
+def running() -> list[Iteration]:
+    """Return the unfinished iterations that have yielded a batch; the last element yielded the latest batch."""
+    return list(_iterations().running)
+
+
+def claim_samples(samples: int | None = None) -> int | None:
+    """Return the samples of the step that is about to run: `samples` if given, else the share of its batch.
+
+    Returns None if no batches are in use. Raises InputError if the batch is not known and the shares differ.
+    """
+    iterations = _iterations()
+    running = iterations.running
+    if not running and not iterations.uneven_left:
+        return samples
+    shared = [iteration for iteration in running if iteration.ranks > 1]
+    candidates = shared or list(running)  # steps do not use batches of one rank alone, such as for validation
+    sizes = set().union(*(iteration.totals for iteration in candidates))
+    unknown = len(sizes) > 1 and any(iteration.uneven() for iteration in candidates)
+    unknown = unknown or (iterations.uneven_left and not running)
+    known = samples is not None or unknown
+    iterations.uneven_left = False
+    for iteration in running:
+        iteration.count_steps(iteration.ahead if known else 1)
+    if samples is not None:
+        return samples
+    if unknown:
+        raise InputError(
+            "the number of samples of this step is not known: batches with uneven shares were iterated without a step "
+            "for each (fetched ahead, skipped or evaluated); pass it with step(..., samples=len(x))"
+        )
+    return candidates[-1].share if candidates else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """Position in the data: all earlier epochs and `samples` samples of `epoch` were yielded."""
+
+    epoch: int = 0
+    samples: int = 0
+
+
+BEGIN = Position()
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+    """Global batches of `epochs` passes over samples 0 to rows - 1."""
+
+    rows: int
+    batch_size: int
+    epochs: int
+    seed: int | None
+    drop_last: bool
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Number of batches in a complete epoch."""
+        return self.rows // self.batch_size if self.drop_last else -(-self.rows // self.batch_size)
+
+    def order(self, epoch: int) -> Array:
+        """Order of the samples in an epoch, int64 (rows,): a permutation, or 0, 1, 2 ... without a seed."""
+        if self.seed is None:
+            return np.arange(self.rows)
+        return np.random.default_rng([self.seed, epoch]).permutation(self.rows)
+
+    def batches(self, start: Position = BEGIN) -> Iterator[tuple[Position, Array]]:
+        """Yield each global batch from `start` on: the position after it, and its samples, int64 (n,).
+
+        >>> for position, samples in Sampler(5, 2, 2, None, False).batches(Position(0, 3)):
+        ...     print(position.epoch, position.samples, samples)
+        0 5 [3 4]
+        1 2 [0 1]
+        1 4 [2 3]
+        1 5 [4]
+        """
+        for epoch in range(start.epoch, self.epochs):
+            first = start.samples if epoch == start.epoch else 0
+            least = self.batch_size if self.drop_last else 1
+            begins = range(first, self.rows - least + 1, self.batch_size)
+            if not begins:
+                continue
+            order = self.order(epoch)
+            for begin in begins:
+                samples = order[begin : begin + self.batch_size]
+                yield Position(epoch, begin + len(samples)), samples
+
+
+def rank_slice(total: int, rank: int, size: int) -> slice:
+    """Slice of a rank in a global batch of `total` samples. Sizes differ by at most 1; the first ranks have more.
+
+    >>> [rank_slice(10, rank, 4) for rank in range(4)]
+    [slice(0, 3, None), slice(3, 6, None), slice(6, 8, None), slice(8, 10, None)]
+    """
+    base, extra = divmod(total, size)
+    start = rank * base + min(rank, extra)
+    return slice(start, start + base + (rank < extra))
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchSpec:
     """Specification of this rank's share of a global batch.
 
-    Arguments:
-        position: the position after this batch.
-        share, total: samples of this rank, and of all ranks.
-        input: the argument of `load`.
+    position: the position after this batch. share, total: samples of this rank, and of all ranks. input: the argument
+    of `load`.
     """
 
     position: Position
@@ -86,10 +266,9 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """Position in the data, the same on all ranks.
 
-        Returns:
-            A dict of ints and None, which JSON can hold: "epoch", counted from 0; "samples", the number of samples of
-            that epoch that were yielded over all ranks, including the latest batch; and values that identify the data,
-            such as "rows" and "seed".
+        Returns a dict of ints and None, which JSON can hold: "epoch", counted from 0; "samples", the number of samples
+        of that epoch that were yielded over all ranks, including the latest batch; and values that identify the data,
+        such as "rows" and "seed".
         """
         return {"epoch": self._position.epoch, "samples": self._position.samples, **self._identity}
 
@@ -97,9 +276,7 @@ class Loader:
         """Start the next iteration after the last batch that `state` includes. Later iterations start at the beginning.
 
         The number of ranks and batch_size may differ from those of the saved state. Pass the same state on every rank.
-
-        Raises:
-            InputError: `state` is not a state of a loader, or was saved for other data; nothing has changed then.
+        Raises InputError: `state` is not a state of a loader, or was saved for other data; nothing has changed then.
         """
         missing = [name for name in ("epoch", "samples", *self._identity) if name not in state]
         if missing:
@@ -125,11 +302,6 @@ class Loader:
 def _load_each(specs: Iterable[BatchSpec], load: Load) -> Fetched:
     for spec in specs:
         yield spec, load(spec.input)
-
-
-def check_batch_size(function: str, batch_size: Any, size: int) -> int:
-    """Return `batch_size` as an int. Raises InputError if it is less than one sample per rank."""
-    return integer(f"{function}: batch_size", batch_size, size, "it counts the samples of all ranks")
 
 
 def resolve_rank(function: str, rank: int | None, size: int | None) -> tuple[int, int]:

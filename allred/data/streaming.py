@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 
 from allred.data.columns import collate
-from allred.data.iterations import LoaderArguments
-from allred.data.loader import BatchSpec, Loader, check_batch_size, resolve_rank
-from allred.data.sampler import Position, rank_slice
+from allred.data.loader import BatchSpec, Loader, LoaderArguments, Position, rank_slice, resolve_rank
 from allred.errors import InputError
 from allred.validators import integer
 
@@ -54,8 +52,7 @@ def shuffled(records: Iterable[Any], buffer: int, seed: int = 0) -> Shuffled:
         seed: >= 0. The order depends on it and on the epoch, which `allred.data.stream` sets. It is the same on all
             ranks and after a resume.
 
-    Raises:
-        InputError: buffer or seed out of range.
+    Raises InputError: buffer or seed out of range.
 
     >>> list(shuffled(range(8), buffer=4, seed=1))
     [1, 2, 3, 6, 7, 0, 5, 4]
@@ -150,13 +147,10 @@ def stream(
             numpy arrays as in `batches`. Without it, a batch of bytes is a list.
         batch_size, epochs, drop_last, rank, size: as in `batches`.
 
-    Returns:
-        A `Stream` object, which yields this rank's batches. Weights of steps, `state_dict` and `load_state_dict` are as
-        in `batches`: a position is a number of records over all ranks, valid on any number of ranks.
-
-    Raises:
-        InputError: a batch_size below one sample per rank; several epochs of an iterable that can be iterated once;
-            during iteration, a position beyond the end of the stream.
+    Returns a `Stream` object, which yields this rank's batches. Weights of steps, `state_dict` and `load_state_dict`
+    are as in `batches`: a position is a number of records over all ranks, valid on any number of ranks.
+    Raises InputError: a batch_size below one sample per rank; several epochs of an iterable that can be iterated once;
+    during iteration, a position beyond the end of the stream.
 
     >>> for batch in stream(range(7), batch_size=4, decode=lambda n: 10 * n, rank=1, size=2):
     ...     print(batch)
@@ -164,7 +158,7 @@ def stream(
     [60]
     """
     rank, size = resolve_rank("stream", rank, size)
-    batch_size = check_batch_size("stream", batch_size, size)
+    batch_size = integer("stream: batch_size", batch_size, size, "it counts the samples of all ranks")
     epochs = integer("stream: epochs", epochs, 0)
     source = records.records if isinstance(records, Shuffled) else records
     if not hasattr(source, "__iter__"):

@@ -14,7 +14,7 @@ from allred.comm import functions
 from allred.comm.ops import ReduceOp
 from allred.comm.process_set import ProcessSet
 from allred.compression import Compression
-from allred.data.iterations import claim_samples
+from allred.data.loader import claim_samples
 from allred.errors import InputError
 from allred.modes.clipping import GradScaler
 from allred.modes.detect.mistake_checks import MistakeChecks

@@ -26,7 +26,7 @@ from allred.modes.options import StepOptions
 from allred.modes.ps import ServersMode
 from allred.modes.sync import SyncMode, has_state
 from allred.ps import context
-from allred.ps.stats import Statistics
+from allred.ps.protocol import Statistics
 from allred.timeline.recorder import span
 
 _SCALER, _EXTRA = "the optimizer's scaler", "what else there is"  # keys in a checkpoint

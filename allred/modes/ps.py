@@ -30,8 +30,8 @@ from allred.optim.base import Optimizer
 from allred.ps import context, protocol
 from allred.ps.context import Context
 from allred.ps.placement import place
+from allred.ps.protocol import ServerStatistics, Statistics
 from allred.ps.shard import Parts, splittable
-from allred.ps.stats import ServerStatistics, Statistics
 from allred.ps.variable import describe, places
 from allred.watch import exit as exit_protocol
 
@@ -81,6 +81,11 @@ class ServersMode:
         if self._context.worker != 0:  # worker 0 sent the parameters
             self._pull(leaves)
         functions.barrier()  # no worker makes a step before all have pulled
+
+    @property
+    def _servers(self) -> "Client":
+        assert self._client is not None, "not connected to the servers"
+        return self._client
 
     def _connect(self, title: str, params: Any, tensors: list[Tensor], leaves: list[Any]) -> None:
         """Register with the servers at the first call. Later, check that these are the parameters of the servers."""
@@ -141,12 +146,11 @@ class ServersMode:
 
     def _agree_on_start(self, params: Any, check: bool = False) -> None:
         """Worker 0 sends its parameters to the servers; the others wait for that. check: theirs must be equal."""
-        assert self._client is not None
         values = self._staging.download([leaf for _, leaf in nest.leaves(params)])
         digest = nest.digest(nest.rebuild(params, values)) if check or self._context.worker == 0 else ""
         if self._context.worker == 0:
-            self._client.send_start(self._gradients.to_wire(values), self._states(), digest)
-        elif (chiefs := self._client.await_start()) != digest and check:
+            self._servers.send_start(self._gradients.to_wire(values), self._states(), digest)
+        elif (chiefs := self._servers.await_start()) != digest and check:
             raise DriftError(
                 f"{self._title}: worker {self._context.worker} starts from other parameters (hash {digest}) than "
                 f"worker 0 (hash {chiefs}); call {self._options.name}.broadcast(params) before the first step"
@@ -168,8 +172,7 @@ class ServersMode:
             leaves = self._staging.host_targets(params_given)
             self._check(params, tensors, params_given, leaves)
             values = self._staging.download(values)
-        client = self._client
-        assert client is not None
+        client = self._servers
         sources, targets, absent = values, leaves, _NONE
         if samples == 0:  # the gradients are of no sample
             values = [None] * len(values)
@@ -204,8 +207,7 @@ class ServersMode:
         if new:
             self._agree_on_start(params, check=True)
         if self._checked is None:
-            assert self._client is not None
-            compare_at_server(self._client, self._title)
+            compare_at_server(self._servers, self._title)
         self._start = self._start or time.perf_counter()
         self._checked = tensors
         used(self._optimizer)
@@ -239,10 +241,9 @@ class ServersMode:
         self._pull(leaves)
 
     def _pull(self, leaves: list[Any]) -> None:
-        assert self._client is not None
         twins = self._staging.host_targets(leaves)
         targets = ps_payload.targets(twins)
-        self._client.pull(targets)
+        self._servers.pull(targets)
         ps_payload.put_back(twins, targets)
         self._staging.upload(leaves, twins)
 
@@ -257,15 +258,13 @@ class ServersMode:
             self._client.call_first(protocol.AwaitFinish())
 
     def broadcast_failure(self, failure: AllredError | None) -> AllredError | None:
-        assert self._client is not None
-        self._client.share_failure(failure)
+        self._servers.share_failure(failure)
         return None
 
     # State.
 
     def _states(self) -> list[tuple[Any, Parts]]:
         """Return the parts of this rank's optimizer's state for each server."""
-        assert self._client is not None
         if not isinstance(self._optimizer, Optimizer):
             if self._loaded and self._context.servers > 1:
                 raise InputError(
@@ -274,7 +273,7 @@ class ServersMode:
                 )
             return [(self._optimizer.state_dict() if self._loaded else None, {})] * self._context.servers
         state = self._optimizer.live_state()
-        return [({"global_step": state["global_step"]}, parts) for parts in self._client.split_slots(state["slots"])]
+        return [({"global_step": state["global_step"]}, parts) for parts in self._servers.split_slots(state["slots"])]
 
     def state_dict(self) -> Any:
         if self._client is None:
@@ -288,9 +287,8 @@ class ServersMode:
             self._client.call_each([protocol.LoadState(*state) for state in self._states()])
 
     def count_from(self, step: int) -> None:
-        assert self._client is not None
         self._steps_before = None
-        self._client.call(protocol.SetStep(step))
+        self._servers.call(protocol.SetStep(step))
 
     # Reports.
 
@@ -301,9 +299,8 @@ class ServersMode:
         return self._statistics(self._client.call(protocol.GetStatistics()))
 
     def _statistics(self, servers: Sequence[ServerStatistics]) -> Statistics:
-        assert self._client is not None
         policy = self._options.policy(self._context.config)
-        return Statistics(tuple(servers), policy.describe(), self._client.placement.how)
+        return Statistics(tuple(servers), policy.describe(), self._servers.placement.how)
 
     def summary(self) -> str:
         shape, seconds = world.current().topology, time.perf_counter() - self._start
@@ -339,8 +336,7 @@ class ServersMode:
 
     def _end(self) -> NoReturn:
         """A rank was asked to stop: one worker writes a checkpoint, then all leave the training loop."""
-        root, client = self._context.config.checkpoint_dir, self._client
-        assert client is not None
+        root, client = self._context.config.checkpoint_dir, self._servers
         saves = self._saves_last or (None if root == "none" else lambda: client.save(root))
         result = "no checkpoint_dir is set, so nothing was saved"
         is_saver = client.call(protocol.BeginDrain())[0]
@@ -377,13 +373,12 @@ class ServersMode:
 
     def _leave(self) -> None:
         """Leave the servers. Worker 0 waits for the other workers, and prints the statistics."""
-        assert self._client is not None
-        if self._client.is_interrupted:  # a server may wait for the rest of a request, and other workers for it
+        if self._servers.is_interrupted:  # a server may wait for the rest of a request, and other workers for it
             return exit_protocol.stuck()
         if self._context.worker != 0:
-            return self._client.leave()
+            return self._servers.leave()
         try:
-            statistics = self._statistics(self._client.leave_and_wait())
+            statistics = self._statistics(self._servers.leave_and_wait())
         except CollectiveTimeout as error:  # this wait may end the job; no other process reports it
             return log.rank_warning(str(error))
         except AllredError:  # another error ends the job, and was reported

@@ -12,8 +12,7 @@ from allred.arrays import Array
 from allred.errors import InputError
 from allred.fusion import Plan, Tensor
 from allred.modes.detect import finite
-from allred.optim.base import Optimizer
-from allred.optim.tensors import compute_dtype
+from allred.optim.base import Optimizer, compute_dtype
 from allred.validators import non_negative
 
 

@@ -10,31 +10,12 @@ distributed optimizer. Formulas and names of hyper-parameters are those of torch
 {'w': array([0.9, 2.1]), 'b': array(-0.5)}
 """
 
-from allred.optim.adagrad import Adagrad
-from allred.optim.adam import Adam, AdamW
 from allred.optim.base import Optimizer
 from allred.optim.clip import clip_by_global_norm_, clip_by_value_, global_norm
-from allred.optim.rmsprop import RMSProp
+from allred.optim.optimizers import SGD, Adagrad, Adam, AdamW, RMSProp
 from allred.optim.schedules import Schedule, constant, cosine, exponential_decay, linear_warmup, step_decay
-from allred.optim.sgd import SGD
 
-__all__ = [  # noqa: RUF022  (grouped, not sorted)
-    # optimizers
-    "Optimizer",
-    "SGD",
-    "Adagrad",
-    "RMSProp",
-    "Adam",
-    "AdamW",
-    # learning-rate schedules
-    "Schedule",
-    "constant",
-    "exponential_decay",
-    "step_decay",
-    "cosine",
-    "linear_warmup",
-    # gradient clipping
-    "clip_by_value_",
-    "clip_by_global_norm_",
-    "global_norm",
-]
+__all__ = [
+    "SGD", "Adagrad", "Adam", "AdamW", "Optimizer", "RMSProp", "Schedule", "clip_by_global_norm_", "clip_by_value_",
+    "constant", "cosine", "exponential_decay", "global_norm", "linear_warmup", "step_decay",
+]  # fmt: skip

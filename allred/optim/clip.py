@@ -12,7 +12,7 @@ import numpy as np
 from allred.arrays import Array
 from allred.errors import InputError
 from allred.nest import leaves
-from allred.optim.tensors import check_writable, compute_dtype, describe, is_float_tensor
+from allred.optim.base import check_writable, compute_dtype, describe, is_float_tensor
 from allred.validators import positive
 
 
@@ -23,8 +23,7 @@ def clip_by_value_(grads: Any, limit: float) -> None:
         grads: nest of writable float arrays; None leaves are skipped.
         limit: > 0.
 
-    Raises:
-        InputError: a leaf is not a writable float array, or limit <= 0; nothing has changed then.
+    Raises InputError: a leaf is not a writable float array, or limit <= 0; nothing has changed then.
 
     >>> grads = [np.array([-3.0, 0.5]), None]
     >>> clip_by_value_(grads, 1.0)
@@ -48,8 +47,7 @@ def clip_by_global_norm_(grads: Any, max_norm: float) -> float:
         grads: nest of writable float arrays; None leaves are skipped.
         max_norm: > 0; with infinity the function only computes the norm.
 
-    Raises:
-        InputError: a leaf is not a writable float array, or max_norm <= 0; nothing has changed then.
+    Raises InputError: a leaf is not a writable float array, or max_norm <= 0; nothing has changed then.
 
     >>> grads = {"w": np.array([3.0, 0.0]), "b": np.array(-4.0)}
     >>> clip_by_global_norm_(grads, 1.0)
@@ -74,8 +72,7 @@ def global_norm(grads: Any) -> float:
     Arguments:
         grads: nest of float arrays and Python floats; None leaves are skipped.
 
-    Raises:
-        InputError: a leaf has another type.
+    Raises InputError: a leaf has another type.
 
     >>> global_norm([np.array([3.0, 0.0]), None, 4.0])
     5.0

@@ -11,7 +11,7 @@ import math
 import os
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -22,13 +22,12 @@ from allred.comm.work import Steps
 from allred.errors import AllredError, InputError
 from allred.ps import protocol
 from allred.ps.context import Context
-from allred.ps.layout import Layout, lay_out
 from allred.ps.mpi_transport import CALL, LOST, REPLY, Exchange, MpiTransport, send_leave
 from allred.ps.placement import Piece, Placement
+from allred.ps.protocol import ServerStatistics
 from allred.ps.run_steps import AllPending, run_steps
-from allred.ps.shard import Parts
+from allred.ps.shard import Layout, Parts, lay_out
 from allred.ps.shm_transport import open_mailbox
-from allred.ps.stats import ServerStatistics
 from allred.timeline.recorder import span
 from allred.watch.wait import Awaited
 
@@ -71,14 +70,6 @@ class _ServerLink:
         """Return sources and cells with a first cell that marks the pieces without a gradient."""
         marks = np.isin([piece.tensor for piece in self.layout.pieces], absent).astype(np.uint8)
         return [marks, *sources], np.concatenate([[marks.size], cells])
-
-
-class StepOutcome(NamedTuple):
-    """Outcome of a step. flags: DROPPED, DRAINING of protocol.py. staleness: of the gradient in updates; the largest of
-    all servers."""
-
-    flags: int
-    staleness: int
 
 
 def _range_of(layout: Layout, piece: Piece) -> tuple[int, int | None, int]:
@@ -215,11 +206,12 @@ class Client:
 
     def step(
         self, sources: list[Array], absent: Sequence[int], targets: list[Array], lr: float, drain: bool
-    ) -> StepOutcome:
+    ) -> protocol.StepReply:
         """Push a gradient and pull the parameters.
 
         sources: contiguous arrays in the gradient dtypes of the layout, zeros for the tensors in `absent`. targets:
-        contiguous arrays. lr: the learning rate, NaN for no change. drain: ask all workers to stop.
+        contiguous arrays. lr: the learning rate, NaN for no change. drain: ask all workers to stop. Returns the flags
+        and the largest staleness of all servers.
         """
         up, down = self._parts(sources), self._parts(targets)
         asked = protocol.DRAIN if drain else 0
@@ -232,13 +224,14 @@ class Client:
         pulled = self._request("", protocol.PULL, None, down)
         return self._outcome([done[0]._replace(flags=done[0].flags | dropped), *pushed, *pulled])
 
-    def _outcome(self, replies: list[protocol.StepReply]) -> StepOutcome:
-        """Combine several replies; the step is that of the first."""
-        flags, self.step_number, _, staleness = replies[0]
+    def _outcome(self, replies: list[protocol.StepReply]) -> protocol.StepReply:
+        """Combine several replies: all flags, the largest staleness, and the step of the first."""
+        outcome = replies[0]
         for reply in replies[1:]:
-            flags |= reply.flags
-            staleness = max(staleness, reply.staleness)
-        return StepOutcome(flags, staleness)
+            staleness = max(outcome.staleness, reply.staleness)
+            outcome = outcome._replace(flags=outcome.flags | reply.flags, staleness=staleness)
+        self.step_number = outcome.step
+        return outcome
 
     def _request(
         self, title: str, flags: int, up: list[list[Array]] | None, down: list[list[Array]] | None,

@@ -6,15 +6,240 @@
     Sync(replicas_to_aggregate=3) a step is the mean of the first 3 fresh gradients: with 4 workers there is one backup
                                   worker, and the last gradient of each step is dropped
 
-A policy is a record. Its coordinator on server 0 decides (coordinator.py).
+A policy is a record. Its coordinator, a state machine on server 0 without clock, socket or array, decides which workers
+may continue.
 """
 
+import abc
 import dataclasses
-import operator
-from typing import Any
 
 from allred.errors import InputError
-from allred.ps.coordinator import AsyncCoordinator, BoundedCoordinator, Coordinator, SyncCoordinator
+from allred.validators import integer
+
+
+class Coordinator(abc.ABC):
+    """The workers 0 to `workers` - 1, and which of them may continue.
+
+    asks: whether `begin` precedes a gradient. waits: whether a worker must wait for `ready` after `done`. live: the
+    workers that have not left. global_step: number of updates of the parameters. accepted, dropped: number of gradients
+    of each worker; a withdrawn gradient is in neither.
+
+    Each worker may compute at the start, with local step 0 and the initial parameters. A step of worker w:
+
+    1  w pulls the parameters and computes a gradient: `ready` has named it
+    2  if the policy `asks`: begin(w). If that returns False, the gradient is dropped and w continues with 4
+    3  w sends the gradient to every server; when all have replied: done(w)
+    4  if the policy `waits`: w waits until `ready` names it. Else it continues at once
+
+    leave(w) is for a worker that has finished, failed or died. It may come at any time. By the phase of w:
+
+    computing   nothing of the step counts; no worker waits for w any more
+    sending     between begin and done: the gradient is withdrawn as if begin had not been called, because some servers
+                may never get it; those that have it must forget it. If all servers have it, or one has applied it and
+                cannot forget it: leave(w, sent=True), and it counts as if done(w) had come first. A policy that does
+                not ask cannot tell computing from sending; there too `sent` means that the gradient counts
+    waiting     no worker waits for w any more; its gradients stay
+
+    A call in the wrong phase is an error of the server, not of the user: AssertionError, and nothing has changed.
+    """
+
+    asks = False
+    waits = True
+
+    def __init__(self, workers: int) -> None:
+        self.live = set(range(workers))
+        self.global_step = 0
+        self.accepted = [0] * workers
+        self.dropped = [0] * workers
+        self._phase = ["computing"] * workers
+        self._waiting: list[int] = []  # the first has waited longest
+
+    @property
+    def needed(self) -> int:
+        """The number of gradients in the current step."""
+        return 1
+
+    def begin(self, worker: int) -> bool:
+        """Return whether the worker's gradient is accepted. Otherwise it is dropped, and the worker waits."""
+        raise AssertionError(f"begin: worker {worker} has asked, but in this policy no gradient is ever dropped")
+
+    def done(self, worker: int) -> None:
+        """Record that every server has the worker's gradient."""
+        self._expect("done", worker, self._carries)
+        self._wait(worker)
+        self._count(worker)
+
+    @abc.abstractmethod
+    def ready(self) -> list[tuple[int, int]]:
+        """Return (worker, its local step) of those that may continue now, each once, the longest wait first."""
+
+    def leave(self, worker: int, sent: bool = False) -> None:
+        """Remove a worker. sent: every server has the gradient that it was sending."""
+        self._expect("leave", worker, *([self._carries] if sent else ["computing", "sending", "waiting"]))
+        if self._phase[worker] == "sending" and not sent:
+            self.accepted[worker] -= 1
+        if worker in self._waiting:
+            self._waiting.remove(worker)
+        self._phase[worker] = "gone"
+        self.live.remove(worker)
+        if sent:
+            self._count(worker)
+        self._release()
+
+    @property
+    def _carries(self) -> str:
+        """The phase in which a worker sends a gradient."""
+        return "sending" if self.asks else "computing"
+
+    def _count(self, worker: int) -> None:
+        self.accepted[worker] += 1
+        self.global_step += 1
+
+    def _wait(self, worker: int) -> None:
+        self._phase[worker] = "waiting"
+        self._waiting.append(worker)
+
+    def _release(self) -> None:  # noqa: B027  (most policies do nothing)
+        """Let the other workers continue without a worker that has left."""
+
+    def _expect(self, call: str, worker: int, *phases: str) -> None:
+        if worker not in self.live:
+            raise AssertionError(f"{call}: worker {worker} is not one of the live workers {sorted(self.live)}")
+        if self._phase[worker] not in phases:
+            raise AssertionError(
+                f"{call}: worker {worker} is {self._phase[worker]}, but has to be {' or '.join(phases)}"
+            )
+
+
+class AsyncCoordinator(Coordinator):
+    """Every gradient is applied when it arrives. A worker may continue from `done` on, also without `ready`."""
+
+    waits = False
+
+    def ready(self) -> list[tuple[int, int]]:
+        """Return the workers that were done since the last call, with their clocks."""
+        go, self._waiting = self._waiting, []
+        return [(worker, self.accepted[worker]) for worker in go]
+
+    def _wait(self, worker: int) -> None:
+        if worker not in self._waiting:  # the list must not grow if `ready` is never called
+            self._waiting.append(worker)
+
+
+class BoundedCoordinator(Coordinator):
+    """Bounded staleness: no worker starts a step while it is more than `staleness` clocks ahead of the slowest.
+
+    The clock of a worker is the number of its gradients that were applied. A worker with clock c may continue when
+    c - m <= s, where m is the smallest clock of the live workers and s the staleness. So the clocks of live workers
+    differ by at most s + 1, and by that only while the fastest waits. The slowest may always continue: no deadlock.
+
+    This bounds the staleness of gradients too. A worker that pulled at clock c found the others at c - s or more, and
+    until its own gradient is applied none exceeds c + s + 1: at most (n - 1)(2s + 1) updates of the others come
+    between, with n workers. Ho et al., More effective distributed ML via a stale synchronous parallel parameter server,
+    NIPS 2013.
+
+    max_lead: the largest lead, in clocks, with which a worker has continued so far.
+    """
+
+    def __init__(self, workers: int, staleness: int) -> None:
+        super().__init__(workers)
+        self.max_lead = 0
+        self._staleness = staleness
+
+    def ready(self) -> list[tuple[int, int]]:
+        """Return the workers whose clocks are close enough to the slowest, with their clocks."""
+        slowest = min((self.accepted[worker] for worker in self.live), default=0)
+        go = [worker for worker in self._waiting if self.accepted[worker] - slowest <= self._staleness]
+        for worker in go:
+            self._waiting.remove(worker)
+            self._phase[worker] = "computing"
+            self.max_lead = max(self.max_lead, self.accepted[worker] - slowest)
+        return [(worker, self.accepted[worker]) for worker in go]
+
+
+class SyncCoordinator(Coordinator):
+    """Sync: a step is the mean of `replicas_to_aggregate` fresh gradients; None: one gradient of each live worker.
+
+    The rules of TensorFlow's SyncReplicasOptimizer:
+
+        1  A worker computes with a token, whose value is the global step that the gradient is for, its local step. At
+           the start all workers compute without a token, at step 0. If more gradients are needed than there are
+           workers, the queue holds the missing tokens of step 0.
+        2  begin: the gradient is dropped if its local step is smaller than the global step, or if the step has accepted
+           its `needed` gradients already.
+        3  done, of the last gradient: all servers have updated, and the global step grows by one. The queue then gets
+           max(live workers, needed) tokens of the new step.
+        4  A worker that is done, or whose gradient was dropped, waits for a token, first come, first served: a fast
+           worker may take several tokens of a step, and another none.
+
+    docs/from-tensorflow.md lists the differences from TensorFlow. A worker that leaves gives back its share. After a
+    leave the queue is filled as if the step had begun with the live workers.
+
+    There is no deadlock: the tokens in the queue and with live workers before `begin` are never fewer than the
+    gradients that the step has to accept. So the queue is not empty when all workers wait.
+
+    issued: number of tokens put in the queue, at the start and at the end of each step.
+    """
+
+    asks = True
+
+    def __init__(self, workers: int, replicas_to_aggregate: int | None) -> None:
+        super().__init__(workers)
+        self._aggregate = replicas_to_aggregate
+        self._local_step = [0] * workers
+        self._given: list[int] = []  # workers whose gradients are done in this step
+        self.issued = self._fill_queue()
+
+    @property
+    def needed(self) -> int:
+        return self._aggregate or len(self.live.union(self._given))
+
+    def begin(self, worker: int) -> bool:
+        self._expect("begin", worker, "computing")
+        fresh = self._local_step[worker] == self.global_step and self._missing > 0
+        if fresh:
+            self.accepted[worker] += 1
+            self._phase[worker] = "sending"
+        else:
+            self.dropped[worker] += 1
+            self._wait(worker)
+        return fresh
+
+    def ready(self) -> list[tuple[int, int]]:
+        """Return the workers that get a token now, with its value."""
+        count = min(self._tokens, len(self._waiting)) if self._missing else 0
+        go, self._waiting = self._waiting[:count], self._waiting[count:]
+        self._tokens -= count
+        for worker in go:
+            self._phase[worker] = "computing"
+            self._local_step[worker] = self.global_step
+        return [(worker, self.global_step) for worker in go]
+
+    @property
+    def _missing(self) -> int:
+        """The number of gradients that the step has to accept."""
+        return self.needed - len(self._given) - self._phase.count("sending")
+
+    def _count(self, worker: int) -> None:
+        self._given.append(worker)
+        self._end_step()
+
+    def _release(self) -> None:
+        self._end_step()
+        self._fill_queue()
+
+    def _end_step(self) -> None:
+        """End the step if it has all its gradients."""
+        if self._given and len(self._given) == self.needed:
+            self.global_step += 1
+            self._given.clear()
+            self.issued += self._fill_queue()
+
+    def _fill_queue(self) -> int:
+        """Fill the queue to max(live workers, needed) tokens, without those of accepted gradients and of workers."""
+        held = sum(self._phase[w] == "computing" and self._local_step[w] == self.global_step for w in self.live)
+        self._tokens = max(0, max(len(self.live), self.needed) - (self.needed - self._missing) - held)
+        return self._tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +273,9 @@ class Bounded:
     staleness: int = 4
 
     def __post_init__(self) -> None:
+        # Fields become plain ints; the user may have passed a numpy integer.
         remedy = "0 keeps all workers together, and Async() has no bound"
-        _keep(self, "staleness", _whole("Bounded: staleness", self.staleness, 0, remedy))
+        object.__setattr__(self, "staleness", integer("Bounded: staleness", self.staleness, 0, remedy))
 
     def describe(self) -> str:
         """Return a description for the banner."""
@@ -84,7 +310,7 @@ class Sync:
         ):
             value = getattr(self, field)
             if value is not None:
-                _keep(self, field, _whole(f"Sync: {field}", value, 1, f"None means {meaning}"))
+                object.__setattr__(self, field, integer(f"Sync: {field}", value, 1, f"None means {meaning}"))
 
     def describe(self) -> str:
         """Return a description for the banner."""
@@ -120,19 +346,3 @@ def _workers(count: int) -> int:
     if count < 1:
         raise InputError(f"a parameter server needs at least 1 worker, but has {count}; start more ranks")
     return count
-
-
-def _whole(name: str, value: Any, least: int, remedy: str) -> int:
-    """Return `value` as an int. Raises InputError unless it is an integer >= `least`."""
-    try:
-        number = least - 1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = least - 1
-    if number < least:
-        raise InputError(f"{name} must be an integer >= {least}, but is {value!r}; {remedy}")
-    return number
-
-
-def _keep(policy: Any, field: str, number: int) -> None:
-    """Replace a field by a plain int; the user may have passed a numpy integer."""
-    object.__setattr__(policy, field, number)

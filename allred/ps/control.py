@@ -15,12 +15,10 @@ from allred.errors import AllredError, InputError, MismatchError
 from allred.optim.base import Optimizer
 from allred.ps import protocol, shm_transport
 from allred.ps.context import Context
-from allred.ps.layout import lay_out
 from allred.ps.mpi_transport import CALL, REPLY, MpiTransport
 from allred.ps.placement import Placement
-from allred.ps.shard import Parts, Shard
+from allred.ps.shard import Shard, lay_out
 from allred.ps.shm_transport import MailboxPort
-from allred.ps.stats import ServerStatistics
 from allred.ps.step_handler import StepHandler, Turn
 from allred.watch import wait
 from allred.watch.start import name_this
@@ -63,16 +61,16 @@ class Control:
             protocol.AwaitStart: self._await_start,
             protocol.CompareBatches: self._compare_batches,
             protocol.LoadState: self._load_state,
-            protocol.GetState: self._get_state,
+            protocol.GetState: lambda _, request: step_handler.require_shard().state(),
             protocol.GetStep: self._get_step,
             protocol.SetStep: self._set_step,
             protocol.Save: self._save,
-            protocol.CheckpointComplete: self._checkpoint_complete,
-            protocol.GetStatistics: self._get_statistics,
+            protocol.CheckpointComplete: lambda _, r: name_this(f"{topology.role()}; last checkpoint {r.path}"),
+            protocol.GetStatistics: lambda _, request: step_handler.statistics,
             protocol.BeginDrain: self._begin_drain,
             protocol.EndDrain: self._end_drain,
             protocol.Finish: self._finish,
-            protocol.AwaitFinish: self._await_finish,
+            protocol.AwaitFinish: lambda _, request: None if self._all_finished() else NOT_YET,
             protocol.ShareFailure: self._share_failure,
             protocol.Leave: self._leave,
             protocol.LeaveAndWait: self._leave_and_wait,
@@ -115,8 +113,10 @@ class Control:
         if self._no_shard is not None:
             raise self._no_shard
         if worker == 0:
+            layout = lay_out(request.placement.tensors, request.placement.of(self._context.rank))
+            self._memory, self._shard_offer = shm_transport.allocate(layout.nbytes + shm_transport.BELL_BYTES)
             try:
-                self._make_shard(request)
+                self._step_handler.shard = Shard(layout, self._memory, self._optimizer, request.skeleton)
             except AllredError as error:
                 self._no_shard = error
                 raise
@@ -133,16 +133,11 @@ class Control:
             raise MismatchError(_difference(worker, request.placement, self._first.placement))
         return protocol.Registration(*self._offers(worker), server_returns=bool(self._context.servers_return))
 
-    def _make_shard(self, request: protocol.Register) -> None:
-        layout = lay_out(request.placement.tensors, request.placement.of(self._context.rank))
-        self._memory, self._shard_offer = shm_transport.allocate(layout.nbytes + shm_transport.BELL_BYTES)
-        self._step_handler.shard = Shard(layout, self._memory, self._optimizer, request.skeleton)
-
     def _offers(self, worker: int) -> tuple[Offer | None, Offer | None]:
         """Create the mailbox of a worker on this node. Return the offers of the mailbox and of the parameters."""
         nodes = self._context.nodes
-        is_local = nodes[worker + self._context.servers] == nodes[self._context.rank]
-        if not is_local or self._shard_offer is None:
+        on_this_node = nodes[worker + self._context.servers] == nodes[self._context.rank]
+        if not on_this_node or self._shard_offer is None:
             return None, None
         memory, offer = shm_transport.allocate(shm_transport.BOX_BYTES)
         if offer is not None:
@@ -179,9 +174,6 @@ class Control:
     def _load_state(self, worker: int, request: protocol.LoadState) -> None:
         self._step_handler.require_shard().load(request.state, request.parts)
 
-    def _get_state(self, worker: int, request: protocol.GetState) -> tuple[Any, Parts]:
-        return self._step_handler.require_shard().state()
-
     def _get_step(self, worker: int, request: protocol.GetStep) -> tuple[int, int]:
         shard = self._step_handler.require_shard()
         step = getattr(self._optimizer, "global_step", None)
@@ -217,18 +209,11 @@ class Control:
             written = checkpoint.write_shard(request.directory, self._context.rank, self._context.servers, entries)
         return written, state, shard.version
 
-    def _checkpoint_complete(self, worker: int, request: protocol.CheckpointComplete) -> None:
-        name_this(f"{topology.role()}; last checkpoint {request.path}")
-
-    def _get_statistics(self, worker: int, request: protocol.GetStatistics) -> ServerStatistics:
-        return self._step_handler.statistics
-
     # The end.
 
     def _begin_drain(self, worker: int, request: protocol.BeginDrain) -> bool:
         self._step_handler.draining = True
-        if self._saver is None:
-            self._saver = worker
+        self._saver = worker if self._saver is None else self._saver
         return self._saver == worker
 
     def _end_drain(self, worker: int, request: protocol.EndDrain) -> Any:
@@ -240,8 +225,8 @@ class Control:
         yield from self._step_handler.leave(worker)
         self._finished.add(worker)
 
-    def _await_finish(self, worker: int, request: protocol.AwaitFinish) -> Any:
-        return None if len(self._finished | self._gone) == self._context.workers else NOT_YET
+    def _all_finished(self) -> bool:
+        return len(self._finished | self._gone) == self._context.workers
 
     def _share_failure(self, worker: int, request: protocol.ShareFailure) -> Any:
         if request.is_chief:

@@ -21,9 +21,9 @@ from mpi4py import MPI
 from allred import world
 from allred.arrays import Array
 from allred.comm.work import Steps, spin_wait
-from allred.ps.layout import CELL_BYTES
 from allred.ps.protocol import RECORD_BYTES, Leave
 from allred.ps.run_steps import Condition
+from allred.ps.shard import CELL_BYTES
 
 CALL, REPLY, BODY, STEP, STEP_REPLY, UP, DOWN = range(1, 8)  # tags
 _DEPTH = 4  # cells in flight in each direction
@@ -47,10 +47,21 @@ def _complete(request: Any, lost: bool = False) -> bool:
         raise ConnectionResetError from error
 
 
-class Arrival:
-    """A `Pending` for a message of a rank with this tag. waits_for_peers: the sender may be late."""
+class _Tested:
+    """Base class of a `Pending` that tests MPI requests. Its `done` is a method, so it forms no reference cycle."""
 
+    waits_for_peers = False
     progress_count = 0
+
+    def done(self) -> bool:
+        raise NotImplementedError
+
+    def spin_wait(self) -> bool:
+        return spin_wait(self.done)
+
+
+class Arrival(_Tested):
+    """A `Pending` for a message of a rank with this tag. waits_for_peers: the sender may be late."""
 
     def __init__(self, comm: Any, source: int, tag: int, waits_for_peers: bool = False) -> None:
         self.waits_for_peers = waits_for_peers
@@ -63,9 +74,6 @@ class Arrival:
             return False
         self.nbytes = status.Get_count(MPI.BYTE)
         return True
-
-    def spin_wait(self) -> bool:
-        return spin_wait(self.done)
 
 
 class MpiTransport:
@@ -170,17 +178,14 @@ class _Stream:
                 self._number, self._offset = self._number + 1, 0
 
 
-class Exchange:
+class Exchange(_Tested):
     """A worker's step request by MPI, as a `Pending`. up, down: byte arrays to push and to fill, with the sizes of
     their cells in bytes."""
-
-    waits_for_peers = False
 
     def __init__(
         self, transport: MpiTransport, server: int, record: bytes, up: Sequence[Array], up_sizes: Array,
         down: Sequence[Array], down_sizes: Array,
     ) -> None:  # fmt: skip
-        self.progress_count = 0
         self.reply = b""
         self._transport, self._server = transport, server
         self._up, self._down = _Stream(up), _Stream(down)
@@ -220,17 +225,11 @@ class Exchange:
         self.reply = self._answer.tobytes()
         return True
 
-    def spin_wait(self) -> bool:
-        return spin_wait(self.done)
 
-
-class MpiPort:
+class MpiPort(_Tested):
     """A server's end of the MPI traffic with a worker. It is a `Pending` that is complete when a cell has arrived."""
 
-    waits_for_peers = False
-
     def __init__(self, transport: MpiTransport, worker: int) -> None:
-        self.progress_count = 0
         self._transport, self._worker = transport, worker
         self._sizes: deque[int] = deque()
         self._receives: deque[tuple[Any, Array]] = deque()
@@ -260,9 +259,6 @@ class MpiPort:
 
     def done(self) -> bool:
         return self.cell() is not None
-
-    def spin_wait(self) -> bool:
-        return spin_wait(self.done)
 
     @property
     def room(self) -> Condition:

@@ -123,7 +123,6 @@ def place(tensors: Sequence[Tensor], servers: int, how: How = "bytes", split: bo
          a function     f(tensor) -> server, whole
          a dict         name -> server, whole; the other tensors by bytes
     split: False for an optimizer that needs whole tensors; "bytes" and a dict then cut none.
-
     Raises InputError: servers is no integer >= 1; `how` is none of these; the dict has an unknown name; an index is
     not that of a server; the function raises.
 

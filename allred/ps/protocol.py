@@ -12,11 +12,13 @@ Control requests are rare. A worker sends one as a pickled object (`ControlReque
 
 import dataclasses
 import struct
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, dataclass_transform
 
 from allred import checkpoint
-from allred.arrays import Array
+from allred.arrays import Array, amount
 from allred.comm.backends.segment import Offer
 from allred.errors import AllredError
 from allred.ps.placement import Placement
@@ -65,8 +67,9 @@ def unpack_reply(record: bytes) -> StepReply:
     return StepReply._make(_REPLY.unpack(record))
 
 
+@dataclass_transform(frozen_default=True)
 class ControlRequest:
-    """Base class of control requests.
+    """Base class of control requests; its subclasses are frozen dataclasses.
 
     title: the text of the wait for the reply. late: the reply may depend on requests of other workers. trains: the wait
     lasts while other workers train; the servers report a worker that makes no requests.
@@ -76,9 +79,9 @@ class ControlRequest:
 
     def __init_subclass__(cls, title: str = "", late: bool = False, trains: bool = False) -> None:
         cls.title, cls.late, cls.trains = title, late, trains
+        dataclasses.dataclass(frozen=True)(cls)
 
 
-@dataclasses.dataclass(frozen=True)
 class Register(ControlRequest, title="registration with the parameter servers", late=True):
     """Register a worker. Reply: `Registration`.
 
@@ -101,7 +104,6 @@ class Registration(NamedTuple):
     server_returns: bool
 
 
-@dataclasses.dataclass(frozen=True)
 class LoadState(ControlRequest, title="the optimizer's state"):
     """Set the optimizer's state."""
 
@@ -109,21 +111,18 @@ class LoadState(ControlRequest, title="the optimizer's state"):
     parts: Parts
 
 
-@dataclasses.dataclass(frozen=True)
 class InitialState(LoadState, title="the optimizer's state to start from"):
     """Worker 0 sets the optimizer's state and the hash of the initial parameters, which follow as a push."""
 
     digest: str
 
 
-@dataclasses.dataclass(frozen=True)
 class AwaitStart(ControlRequest, late=True):
     """Wait until worker 0 has sent initial parameters `number` times. Reply: their hash."""
 
     number: int
 
 
-@dataclasses.dataclass(frozen=True)
 class CompareBatches(ControlRequest, title="the arguments of the batches"):
     """Send the arguments of this worker's batches. Reply: {worker: arguments} so far."""
 
@@ -138,14 +137,12 @@ class GetStep(ControlRequest, title="the number of the step"):
     """Reply: the optimizer's updates, including those before a restore, and the version of the parameters."""
 
 
-@dataclasses.dataclass(frozen=True)
 class SetStep(ControlRequest, title="the number of the step"):
     """The parameters were restored from a checkpoint of this step."""
 
     step: int
 
 
-@dataclasses.dataclass(frozen=True)
 class Save(ControlRequest):
     """Write this server's part of a checkpoint. Reply: (shard, optimizer's state, version). extra: one more entry."""
 
@@ -153,7 +150,6 @@ class Save(ControlRequest):
     extra: tuple[checkpoint.Entry, Array] | None = None
 
 
-@dataclasses.dataclass(frozen=True)
 class CheckpointComplete(ControlRequest):
     """Announce a complete checkpoint, for the status of the server."""
 
@@ -168,7 +164,6 @@ class BeginDrain(ControlRequest, title="the stop request"):
     """Stop all workers. Reply: whether this worker writes the last checkpoint."""
 
 
-@dataclasses.dataclass(frozen=True)
 class EndDrain(ControlRequest, title="the checkpoint at the end"):
     """Wait for the result of the last checkpoint. result: given by the worker that writes it. Reply: the result."""
 
@@ -183,7 +178,6 @@ class AwaitFinish(ControlRequest, title="the end of the other workers' steps", l
     """Wait until all workers have finished or are gone."""
 
 
-@dataclasses.dataclass(frozen=True)
 class ShareFailure(ControlRequest, title="final status of worker 0", late=True):
     """Wait for the `number`-th final status of worker 0. Reply: its error, or None.
 
@@ -201,3 +195,114 @@ class Leave(ControlRequest):
 
 class LeaveAndWait(Leave, title="the end of the other workers", trains=True):
     """This worker makes no more requests. Reply: the statistics, after the last worker has left."""
+
+
+_ROWS = 8  # of a histogram
+
+
+@dataclasses.dataclass
+class ServerStatistics:
+    """Statistics of one server.
+
+    gradients   number of gradients that were applied or added to the sum of their step, without dropped ones
+    updates     of the parameters: one for each gradient; with policy sync one for each step
+    staleness   {updates: gradients}: how many updates the parameters of each gradient lacked when it arrived
+    dropped     {worker: gradients that were too late for their step}; only at server 0
+    torn        gradients that were applied in part, because their worker died
+    unused      policy sync: gradients of the last step, if it was incomplete when the last worker left; `gradients`
+                includes them
+    """
+
+    server: int
+    gradients: int = 0
+    updates: int = 0
+    pulls: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    torn: int = 0
+    unused: int = 0
+    staleness: Counter[int] = dataclasses.field(default_factory=Counter)
+    dropped: Counter[int] = dataclasses.field(default_factory=Counter)
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """Statistics of all servers, as returned by `opt.statistics()`.
+
+    servers: those of each server. policy, placement: descriptions of the consistency policy and of the placement.
+    """
+
+    servers: tuple[ServerStatistics, ...]
+    policy: str
+    placement: str
+
+    @property
+    def staleness(self) -> Counter[int]:
+        """{updates: gradients}: how many updates the parameters of each gradient lacked, over all servers."""
+        return sum((each.staleness for each in self.servers), Counter())
+
+    @property
+    def dropped(self) -> Counter[int]:
+        """{worker: number of its gradients that were dropped}."""
+        return self.servers[0].dropped
+
+    @property
+    def updates(self) -> int:
+        """Number of updates of the parameters; equal on all servers while no step is in progress."""
+        return self.servers[0].updates
+
+    def __str__(self) -> str:
+        first = self.servers[0]
+        dropped = ", ".join(f"worker {worker}: {count}" for worker, count in sorted(self.dropped.items()))
+        lines = [
+            f"parameter servers, {self.policy}: {first.gradients} gradients, {first.updates} updates; "
+            f"dropped {sum(self.dropped.values())}{f' ({dropped})' * bool(dropped)}",
+            f"staleness (updates): {histogram(self.staleness)}",
+        ]
+        if first.unused:
+            count = f"{first.unused} gradient{'s' * (first.unused > 1)}"
+            lines.append(f"{count} of a step that was not complete {'were' if first.unused > 1 else 'was'} not used")
+        for each in self.servers:
+            torn = f", {each.torn} gradients torn" if each.torn else ""
+            lines.append(
+                f"server {each.server}: {amount(each.bytes_in)} in, {amount(each.bytes_out)} out, "
+                f"{each.updates} updates, {each.pulls} pulls{torn}"
+            )
+        return "\n".join(lines)
+
+
+def histogram(counts: Counter[int]) -> str:
+    """Return counts as percentages, in at most 8 groups of neighbouring values.
+
+    >>> histogram(Counter({0: 90, 1: 9, 4: 1}))
+    '0: 90 %, 1: 9 %, 4: 1 %; mean 0.13, largest 4'
+    """
+    total = sum(counts.values())
+    if not total:
+        return "none"
+    values = sorted(counts)
+    size = -(-len(values) // _ROWS)
+    rows: Sequence[list[int]] = [values[at : at + size] for at in range(0, len(values), size)]
+    texts = [
+        f"{row[0]}{f'-{row[-1]}' if len(row) > 1 else ''}: {_percent(sum(counts[v] for v in row) / total)}"
+        for row in rows
+    ]
+    mean = sum(value * count for value, count in counts.items()) / total
+    return f"{', '.join(texts)}; mean {mean:.3g}, largest {values[-1]}"
+
+
+def _percent(share: float) -> str:
+    """
+    >>> _percent(0.28), _percent(0.0004), _percent(1)
+    ('28 %', '0.04 %', '100 %')
+    """
+    return f"{100 * share:.0f} %" if share >= 0.01 else f"{100 * share:.1g} %"
+
+
+def named(workers: list[int]) -> str:
+    """Return the names of workers.
+
+    >>> named([0, 2])
+    'workers 0,2'
+    """
+    return f"worker{'s' * (len(workers) > 1)} {','.join(map(str, workers))}"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from allred import world
-from allred.comm.work import Pending, Steps, WorkQueue, spin_wait
+from allred.comm.work import Pending, Polled, Steps, WorkQueue, spin_wait
 from allred.watch.wait import Awaited
 
 T = TypeVar("T")
@@ -17,17 +17,12 @@ _REPORT_S = 1.0  # duration of a wait before it is reported to the watcher
 _AWAKE_S, _NAP_S = 0.1, 0.01  # duration of a wait before it sleeps between tests; the length of a sleep
 
 
-class Condition:
+class Condition(Polled):
     """A `Pending` that is complete when `done()` is true. worker: the worker that it depends on, if known."""
 
-    waits_for_peers = False
-    progress_count = 0
-
     def __init__(self, done: Callable[[], bool], worker: int | None = None) -> None:
-        self.done, self.worker = done, worker
-
-    def spin_wait(self) -> bool:
-        return spin_wait(self.done)
+        super().__init__(done)
+        self.worker = worker
 
 
 class _Checked:

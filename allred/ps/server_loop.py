@@ -18,10 +18,9 @@ from allred.errors import AllredError, CollectiveTimeout
 from allred.ps.context import Context
 from allred.ps.control import Control
 from allred.ps.mpi_transport import CALL, STEP, MpiPort, MpiTransport
-from allred.ps.protocol import ControlRequest, unpack_request
+from allred.ps.protocol import ControlRequest, named, unpack_request
 from allred.ps.run_steps import run_steps
 from allred.ps.shard import locks
-from allred.ps.stats import named
 from allred.ps.step_handler import StepHandler, Turn
 from allred.watch.wait import Awaited
 

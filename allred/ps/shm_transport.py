@@ -10,8 +10,8 @@ from typing import Any
 from allred import native
 from allred.arrays import Array
 from allred.comm.backends.segment import Offer, accept, offer
-from allred.ps.layout import CELL_BYTES
 from allred.ps.run_steps import Condition
+from allred.ps.shard import CELL_BYTES
 
 SLOTS = 8  # cells in a mailbox
 BELL_BYTES = 64  # doorbell that wakes a sleeping server, at the end of the parameters' memory

@@ -2,20 +2,8 @@
 
 With locking a pull gets one version: while a worker copies the parameters, no cell that it has not copied changes.
 
-Policy sync on several servers. Each server applies the mean of a step by itself, and all apply the same mean:
-
-    1  A gradient that server 0 has accepted for step s (BEGIN) goes to all servers, which add it to their sums.
-    2  When all have replied, the worker reports that to server 0 (DONE). So when server 0 has the reports of all
-       gradients of the step, every server's sum contains these gradients and no other.
-    3  A server applies the mean when its sum has the gradients that it expects: `replicas_to_aggregate`, or one of each
-       worker that has not left. A leave may reach it later than server 0; then it still waits.
-    4  Server 0 lets a worker continue with step s + 1, which means that step s is complete. The worker's next requests
-       to all servers carry that number. A server with a smaller version first applies the mean of its sum.
-    5  So no pull gets parameters older than the step that it is for, and no sum gets a gradient of another step.
-
-A server may be ahead. It may receive a leave before server 0 does, but it lets no worker continue. And if
-`replicas_to_aggregate` is smaller than the number of workers, a backup worker may pull while the others end the step:
-its gradient is dropped (BEGIN), because the step has its gradients.
+docs/modes.md says why all servers apply the same mean with policy sync: requests of step s + 1 reach a server only when
+its sum has all gradients of step s, and no other.
 """
 
 import functools
@@ -28,9 +16,9 @@ import numpy as np
 from allred.comm.work import Steps
 from allred.errors import AllredError
 from allred.ps import protocol
+from allred.ps.protocol import ServerStatistics, named
 from allred.ps.shard import Shard, Update
 from allred.ps.shm_transport import MailboxPort
-from allred.ps.stats import ServerStatistics, named
 from allred.timeline.recorder import span
 
 
@@ -93,7 +81,7 @@ class StepHandler:
         self._begun: set[int] = set()  # workers that are sending a gradient to all servers, or partly into the sum
         self._in_sum: set[int] = set()  # workers that have a gradient in the sum
         self._readers: dict[int, MailboxPort] = {}  # workers that copy parameters
-        self._parked: dict[int, tuple[Any, protocol.StepRequest, int, int]] = {}  # workers that are done and must wait
+        self.parked: dict[int, tuple[Any, protocol.StepRequest, int, int]] = {}  # workers that are done and must wait
         self._may_go: dict[int, int] = {}  # {worker: step} of workers that may continue and have not asked yet
         self._lr = float("nan")
 
@@ -109,7 +97,11 @@ class StepHandler:
         if flags & protocol.DRAIN:
             self.draining = True
         if flags & protocol.BEGIN:
-            dropped = not self._begin(worker)
+            dropped = not self.coordinator.begin(worker)
+            if dropped:
+                self.statistics.dropped[worker] += 1
+            else:
+                self._begun.add(worker)
         if worker == 0 and lr != self._lr and lr == lr:
             self._lr = lr
             shard.set_lr(lr)
@@ -136,28 +128,20 @@ class StepHandler:
             if worker in self._begun or not self._averages:
                 self._begun.discard(worker)
                 self.coordinator.done(worker)
-            self._parked[worker] = port, request, protocol.DROPPED * dropped, staleness
+            self.parked[worker] = port, request, protocol.DROPPED * dropped, staleness
             self.release()
             return
         if flags & protocol.PULL:
             yield from self._give(worker, port, shard)
         self._reply(port, step + 1, protocol.DROPPED if dropped else 0, staleness)
 
-    def _begin(self, worker: int) -> bool:
-        taken: bool = self.coordinator.begin(worker)
-        if taken:
-            self._begun.add(worker)
-        else:
-            self.statistics.dropped[worker] += 1
-        return taken
-
     def release(self) -> None:
         """Let the workers continue that may."""
         self._may_go.update(self.coordinator.ready())
         if self.draining:  # no worker makes another step
-            self._may_go.update({worker: request.step for worker, (_, request, *_) in self._parked.items()})
-        for worker in [worker for worker in self._may_go if worker in self._parked]:
-            port, request, flags, staleness = self._parked.pop(worker)
+            self._may_go.update({worker: request.step for worker, (_, request, *_) in self.parked.items()})
+        for worker in [worker for worker in self._may_go if worker in self.parked]:
+            port, request, flags, staleness = self.parked.pop(worker)
             steps = self._continue(worker, port, request.flags, self._may_go.pop(worker), flags, staleness)
             self.turns.append(Turn(worker, steps))
 
@@ -168,13 +152,8 @@ class StepHandler:
 
     def describe_waits(self) -> str:
         """Return which workers wait for which, as text; "" if none waits."""
-        waiting, others = sorted(self._parked), sorted(self.coordinator.live - set(self._parked))
+        waiting, others = sorted(self.parked), sorted(self.coordinator.live - set(self.parked))
         return f"{named(waiting)} wait{'s' * (len(waiting) == 1)} for {named(others)}" if waiting else ""
-
-    @property
-    def parked(self) -> Collection[int]:
-        """The workers whose replies are held back."""
-        return self._parked.keys()
 
     def forget_reader(self, worker: int) -> None:
         """Do not wait for a worker that copies parameters: it is gone."""
@@ -190,7 +169,7 @@ class StepHandler:
                 f"worker {worker} was gone in the middle of its gradient, and a part of it may be in the sum of step "
                 f"{self.require_shard().version}, which cannot be undone. Restart from the last checkpoint"
             )
-        self._parked.pop(worker, None)
+        self.parked.pop(worker, None)
         self._may_go.pop(worker, None)
         self.coordinator.leave(worker)
         yield from self._end_step()
@@ -222,7 +201,7 @@ class StepHandler:
         receive: Callable[[int, Any], None]
         update: Update | None = None
         if dropped:
-            receive = _ignore
+            receive = lambda number, cell: None  # noqa: E731
         elif starts:
             receive = shard.start
         elif adds:
@@ -311,7 +290,3 @@ class StepHandler:
                 yield port.reading(number, worker)
             if port.has_read(len(self.require_shard().bytes) - 1):
                 self._readers.pop(worker, None)
-
-
-def _ignore(number: int, cell: Any) -> None:
-    """Receive a cell of a dropped gradient."""

@@ -68,7 +68,7 @@ def places(named: Iterable[tuple[str, Any]]) -> dict[str, int]:
     """Return {name: server} of the leaves for which the program chose a server."""
     found = {}
     for name, leaf in named:
-        place = _place(leaf)
+        _, _, place = _known.get(id(leaf), (None, "", None))
         if place is not None and place.job == SERVERS and place.task is not None:
             found[name] = place.task
     return found
@@ -90,11 +90,6 @@ def describe(named: Iterable[tuple[str, Any]]) -> list[str]:
         names = ", ".join(others[:_SHOWN])
         lines.append(f"given a server, but not among the parameters of this optimizer, so they stay here: {names}")
     return lines
-
-
-def _place(leaf: Any) -> Place | None:
-    found = _known.get(id(leaf))
-    return None if found is None else found[2]
 
 
 class _Setter:

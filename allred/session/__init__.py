@@ -1,8 +1,9 @@
 """The training loop: checkpoints and resuming, hooks, logging, and the end of training on all ranks."""
 
 from allred.session.average import Averaging, MovingAverage
-from allred.session.hooks import EarlyStopping, GlobalStepWaiter, Hook, NanLoss, Notify, Outcome, StopAtStep
-from allred.session.logging_hooks import Logging, StepCounter, Summary
+
+from allred.session.hooks import EarlyStopping, GlobalStepWaiter, Hook, Logging, NanLoss, Notify, Outcome  # isort: skip
+from allred.session.hooks import StepCounter, StopAtStep, Summary  # isort: skip
 from allred.session.progress import Rates, display
 from allred.session.saver import Checkpoint
 from allred.session.session import Session

@@ -10,7 +10,7 @@ import numpy as np
 from allred import nest
 from allred.arrays import Array
 from allred.errors import InputError
-from allred.optim.tensors import check_writable, compute_dtype, describe, is_float_tensor
+from allred.optim.base import check_writable, compute_dtype, describe, is_float_tensor
 from allred.session.hooks import Hook, SessionView
 from allred.validators import fraction
 
@@ -32,8 +32,7 @@ class MovingAverage:
         decay: 0 <= decay < 1; 0.999 averages about 1000 steps.
         warmup: see above.
 
-    Raises:
-        InputError: decay is out of range, or a parameter is read-only.
+    Raises InputError: decay is out of range, or a parameter is read-only.
 
     >>> params = {"w": np.array([0.0])}
     >>> average = MovingAverage(params, decay=0.75, warmup=False)
@@ -69,15 +68,11 @@ class MovingAverage:
     def update(self, step: int) -> None:
         """Update the averages with the current parameters.
 
-        Arguments:
-            step: the global step, the number of updates of the parameters so far.
-
-        Raises:
-            InputError: the parameters are swapped, or not those of the constructor.
+        step: the global step, the number of updates of the parameters so far.
+        Raises InputError: the parameters are swapped, or not those of the constructor.
         """
-        self._check_not_swapped("update")
         decay = self.decay_at(operator.index(step))
-        for param, average in list(self._pairs("update")):  # checks all before the first changes
+        for param, average in self._pairs("update"):
             scratch = self._scratch_for(average)
             np.multiply(param, 1.0 - decay, out=scratch, dtype=scratch.dtype)
             np.multiply(average, decay, out=average)
@@ -85,8 +80,7 @@ class MovingAverage:
 
     def reset(self) -> None:
         """Set the averages to the current parameters. Raises InputError as `update` does."""
-        self._check_not_swapped("reset")
-        for param, average in list(self._pairs("reset")):
+        for param, average in self._pairs("reset"):
             average[...] = param
 
     @contextlib.contextmanager
@@ -94,12 +88,9 @@ class MovingAverage:
         """Replace the parameters by the averages, in place; restore them, bit for bit, at the end of the block.
 
         Needs memory for a copy of the parameters. Changes of the parameters within the block are lost.
-
-        Raises:
-            InputError: the parameters are swapped already, or not those of the constructor.
+        Raises InputError: the parameters are swapped already, or not those of the constructor.
         """
-        self._check_not_swapped("swapped")
-        pairs = list(self._pairs("swapped"))
+        pairs = self._pairs("swapped")
         kept = [(param, param.copy()) for param, _ in pairs]
         self._swapped = True
         try:
@@ -118,8 +109,7 @@ class MovingAverage:
     def load_state_dict(self, state: Any) -> None:
         """Restore the result of `state_dict`, as a copy. Arrays may have another float dtype.
 
-        Raises:
-            InputError: another format, or other parameters; nothing has changed.
+        Raises InputError: another format, or other parameters; nothing has changed.
         """
         who = "MovingAverage.load_state_dict"
         loaded = state.get("averages") if isinstance(state, dict) else None
@@ -140,9 +130,11 @@ class MovingAverage:
     def _leaves(self) -> list[nest.Leaf]:
         return [(name, leaf) for name, leaf in nest.leaves(self._params) if is_float_tensor(leaf)]
 
-    def _pairs(self, what: str) -> Iterator[tuple[Array, Array]]:
-        """Yield each parameter with its average."""
+    def _pairs(self, what: str) -> list[tuple[Array, Array]]:
+        """Return each parameter with its average, after checking all."""
         who, leaves = f"MovingAverage.{what}", self._leaves()
+        if self._swapped:
+            raise InputError(f"{who}: the parameters are swapped inside `with average.swapped()`; call it outside")
         _check_names(who, set(self._averages), {name for name, _ in leaves})
         for name, param in leaves:
             average = self._averages[name]
@@ -151,7 +143,7 @@ class MovingAverage:
                     f"{who}: parameter {name!r} is {describe(param)}, but its average is {describe(average)}; "
                     "create a new MovingAverage for another model"
                 )
-            yield param, average
+        return [(param, self._averages[name]) for name, param in leaves]
 
     def _scratch_for(self, average: Array) -> Array:
         """Return memory of the average's shape and dtype, reused for all tensors because new memory is slow."""
@@ -159,12 +151,6 @@ class MovingAverage:
         if held is None or held.size < average.size:
             held = self._scratch[average.dtype] = np.empty_like(average, shape=(average.size,))
         return held[: average.size].reshape(average.shape)
-
-    def _check_not_swapped(self, what: str) -> None:
-        if self._swapped:
-            raise InputError(
-                f"MovingAverage.{what}: the parameters are swapped inside `with average.swapped()`; call it outside"
-            )
 
 
 def _check_names(who: str, expected: set[str], got: set[str]) -> None:

@@ -23,7 +23,7 @@ from allred.comm.ops import ReduceOp
 from allred.errors import AllredError, InputError, MismatchError
 from allred.modes.detect.batch_arguments import arguments_of, difference
 from allred.modes.optimizer import DistributedOptimizer
-from allred.session.session_state import random_states
+from allred.session.saver import random_states
 from allred.watch.wait import watched
 
 NO_LIMIT_S = 1e9
@@ -114,8 +114,7 @@ class StepMetrics:
     def report_all(self, stop: str, save: bool) -> StepReport:
         """Return the report of all ranks, and begin the next step. Collective. stop: the reason on this rank, or ""."""
         values, examples = self._take()
-        names = sorted(values)
-        weight = 1.0 if examples is None else examples
+        names, weight = sorted(values), 1.0 if examples is None else examples
         sent_reason = stop if stop in _REASONS or not stop else OTHER_RANK
         mine = [float(save), examples or 0.0, weight, *(float(sent_reason == reason) for reason in _REASONS)]
         first = len(mine)
@@ -201,12 +200,6 @@ def gather_random_states(optimizer: DistributedOptimizer, title: str = "") -> di
     if not optimizer.session_support.is_lockstep:
         return None
     return dict(functions.allgather_object((topology.rank(), random_states()), title))
-
-
-def wait_all_workers(optimizer: DistributedOptimizer, params: Any) -> None:
-    """Mode ps: wait for all workers, which make different numbers of steps, and pull the final parameters."""
-    optimizer.session_support.wait_all_workers()
-    optimizer.pull(params)
 
 
 def raise_on_all(optimizer: DistributedOptimizer, failure: AllredError | None) -> None:

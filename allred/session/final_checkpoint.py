@@ -59,18 +59,17 @@ def write(saver: Saver, optimizer: DistributedOptimizer, step: int, capture: Cap
             with wait.busy():
                 path = saver.save_final(step, capture)
         except (CheckpointError, InputError) as error:
-            failure = CheckpointError(
-                f"the last checkpoint was not written: {error}; {_newest_in_words(saver.directory)}"
-            )
+            newest = _newest(saver.directory)
+            there = f"the newest one is {newest}" if newest else "there is none"
+            failure = CheckpointError(f"the last checkpoint was not written: {error}; {there}")
     raise_on_all(optimizer, failure)
     return path
 
 
-def _newest_in_words(directory: str) -> str:
+def _newest(directory: str) -> str | None:
     with contextlib.suppress(CheckpointError):
-        if newest := checkpoint.newest(directory):
-            return f"the newest one is {newest}"
-    return "there is none"
+        return str(checkpoint.newest(directory) or "") or None
+    return None
 
 
 def write_after_join(saver: Saver, optimizer: DistributedOptimizer, writer: int, capture: Capture) -> int:
@@ -112,7 +111,10 @@ def write_after_error(
         saver.wait()  # the checkpoint that is being written may be the newest
         if isinstance(error, _NOT_SAVED):
             return None
-        if reason := _reason_not_to_save(error, in_step, optimizer):
+        reason = "an update was interrupted" if optimizer.session_support.update_interrupted else ""
+        if isinstance(error, NonFiniteError) and not in_step:  # raised by a hook, after the update
+            reason = "the parameters may not be finite"
+        if reason:
             _report_no_checkpoint(f"{reason}; the newest checkpoint is the one before")
             return None
         try:
@@ -120,12 +122,6 @@ def write_after_error(
         except AllredError as failure:
             _report_no_checkpoint(str(failure))
     return None
-
-
-def _reason_not_to_save(error: BaseException, in_step: bool, optimizer: DistributedOptimizer) -> str:
-    if isinstance(error, NonFiniteError) and not in_step:  # raised by a hook, after the update
-        return "the parameters may not be finite"
-    return "an update was interrupted" if optimizer.session_support.update_interrupted else ""
 
 
 def _write_once(saver: Saver, step: int, token: str, capture: Capture) -> str | None:
@@ -177,8 +173,7 @@ def outcome(
     if saver.count or saver.failures:
         log.info(saver.summary())
     if saver.directory and path is None:
-        with contextlib.suppress(CheckpointError):
-            path = str(checkpoint.newest(saver.directory) or "") or None
+        path = _newest(saver.directory)
     if failure is None:
         return Outcome(stop_reason or "stopped", False, "", step, seconds, path)
     reason = "SystemExit" if isinstance(failure, SystemExit) else type(failure).__name__

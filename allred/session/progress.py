@@ -199,12 +199,8 @@ class TerminalDisplay:
     (ranks, watchers, C code) appears behind the line, and remains if it is written together with its newline: print()
     does so on stdout, and not on stderr.
 
-    Arguments:
-        stream: the output stream.
-        terminal: a descriptor of the terminal that the stream leads to; `close` closes it.
-
-    Raises:
-        ImportError: rich is not installed.
+    stream: the output stream. terminal: a descriptor of the terminal that the stream leads to; `close` closes it.
+    Raises ImportError: rich is not installed.
     """
 
     def __init__(self, stream: TextIO, terminal: int) -> None:

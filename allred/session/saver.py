@@ -1,19 +1,30 @@
-"""Writes periodic checkpoints: in a thread, from a copy, while training continues. Also the hook `Checkpoint`.
+"""Checkpoints of a session: the Saver of periodic ones, the hook `Checkpoint`, and the session's part of the content.
 
-One checkpoint is written at a time; a checkpoint that becomes due meanwhile is made afterwards. An error while writing
-does not end training: it is printed, and the next checkpoint is tried. Only the final checkpoint raises errors.
+The Saver writes in a thread, from a copy, while training continues. One checkpoint is written at a time; a checkpoint
+that becomes due meanwhile is made afterwards. An error while writing does not end training: it is printed, and the next
+checkpoint is tried. Only the final checkpoint raises errors.
+
+SessionState holds the position in the data, random states, hooks, and the objects given to `track`. Each part is
+pickled separately, so that errors name the part. Before training a failure is an error; later the part is left out of
+the checkpoint with a warning, because the parameters matter more.
 """
 
 import math
 import os
+import pickle
+import random
 import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
+
 from allred import checkpoint, log
-from allred.errors import AllredError, CollectiveTimeout, InputError, RemoteRankError
-from allred.session.hooks import Hook, LoggedValue, Outcome, SessionView, check_integer
+from allred.cluster import topology
+from allred.errors import AllredError, CheckpointError, CollectiveTimeout, InputError, RemoteRankError
+from allred.session.hooks import Hook, LoggedValue, Outcome, SessionView
+from allred.validators import integer
 
 Write = Callable[[str], str]  # writes a checkpoint into the given directory and returns its path
 Capture = Callable[[], Write]  # captures the current state
@@ -41,7 +52,7 @@ class Saver:
     see checkpoint.prune. Raises InputError."""
 
     def __init__(self, directory: str, secs: float | None, steps: int | None, keep: int, keep_every: int) -> None:
-        steps = None if steps is None else check_integer("Session: save_steps", steps, 1)
+        steps = None if steps is None else integer("Session: save_steps", steps, 1)
         if secs is not None and not (isinstance(secs, (int, float)) and secs > 0):
             raise InputError(f"Session: save_secs must be a positive number of seconds, but is {secs!r}")
         if secs is not None and steps is not None:
@@ -54,10 +65,10 @@ class Saver:
         self.count = self.failures = 0
         self.blocked_s, self.written_s = 0.0, 0.0  # seconds that training waited; seconds of writing
         self._secs, self._steps = (600.0 if secs is None and steps is None else secs), steps
-        self._keep = check_integer("Session: keep", keep, 1)
-        self._keep_every = check_integer("Session: keep_every", keep_every, 0)
+        self._keep = integer("Session: keep", keep, 1)
+        self._keep_every = integer("Session: keep_every", keep_every, 0)
         self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self.error: Exception | None = None
         self._next_at, self._logged_at = 0.0, -_LOG_PERIOD_S
 
     def begin(self, step: int) -> None:
@@ -97,7 +108,7 @@ class Saver:
         except (RemoteRankError, CollectiveTimeout):
             raise
         except Exception as error:  # nothing else would show an error of this thread
-            self._error = error
+            self.error = error
             self.failures += 1
             log.warning(f"a checkpoint was not written, training continues: {str(error) or type(error).__name__}")
         else:
@@ -105,18 +116,13 @@ class Saver:
             self._prune()
         self.written_s += time.monotonic() - start
 
-    @property
-    def failed(self) -> bool:
-        """Whether the last checkpoint was not written."""
-        return self._error is not None
-
     def wait(self) -> None:
         """Wait until no checkpoint is being written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._error is not None:
-            self.saved_step, self._error = None, None
+        if self.error is not None:
+            self.saved_step, self.error = None, None
 
     def save_final(self, step: int, capture: Capture) -> str | None:
         """Write now, without a time limit. Returns the path, or None if this step is saved. Raises CheckpointError."""
@@ -210,7 +216,7 @@ class Checkpoint(Hook):
         if self._value is None:
             due = self._saver.due(session.step)
         else:
-            if self._saver.failed:
+            if self._saver.error is not None:
                 self.best = self._previous_best
             found = self._value.of(values)
             value = math.inf if found is None else self._sign * found
@@ -229,3 +235,113 @@ class Checkpoint(Hook):
 
     def end(self, session: SessionView, outcome: Outcome) -> None:
         self._saver.wait()
+
+
+PickledParts = dict[str, Any]
+
+
+def random_states() -> Any:
+    """Return the states of Python's `random` and of numpy's global generator."""
+    return random.getstate(), np.random.get_state()
+
+
+class SessionState:
+    """The state of a session on this rank. hooks: of any type. data, more: the arguments of `track`.
+
+    Raises InputError for an object without state_dict, and for a state that cannot be pickled."""
+
+    def __init__(self, hooks: Iterable[Any], data: Any, more: dict[str, Any]) -> None:
+        for name, value in more.items():
+            if not _has_state(value):
+                raise InputError(
+                    f"session.track({name}=...): {type(value).__name__} has no state_dict, load_state_dict"
+                )
+        self._data = data if _has_state(data) else None
+        self._more = {f"'{name}'": value for name, value in more.items()}
+        self._hooks = [hook for hook in hooks if _has_state(hook)]
+        self._position = self._data_position()  # behind the last batch that an update used
+        self._left_out: set[str] = set()
+        for title, get_state in self._parts(None):
+            _pickle(title, get_state)
+
+    def warn_untracked(self, batches: Any) -> None:
+        """Warn if `batches` can be resumed but was not given to `track`."""
+        if self._data is None and _has_state(batches):
+            log.warning(
+                "session.steps(): training that resumes from a checkpoint starts this data from the beginning, though "
+                "it can continue behind the last batch; pass it to session.track(data=...) too"
+            )
+
+    def note_position(self) -> None:
+        """Record the position in the data: an update has used all batches so far."""
+        self._position = self._data_position()
+
+    def _data_position(self) -> Any:
+        return None if self._data is None else self._data.state_dict()
+
+    def pickle(self, randoms: dict[int, Any] | None, noted: bool) -> PickledParts:
+        """Return all parts, pickled. randoms: the random states by rank; None: only of this rank. noted: use the
+        position of `note_position`, not the current one: the current batch is repeated after a restore."""
+        parts: PickledParts = {}
+        for title, get_state in self._parts(randoms, noted):
+            pickles = parts.setdefault(title, [])
+            try:
+                pickles.append(_pickle(title, get_state))
+            except InputError as error:
+                pickles.append(None)
+                if title not in self._left_out:
+                    self._left_out.add(title)
+                    log.rank_warning(f"a part is left out of the checkpoint: {error}")
+        return parts
+
+    def _parts(self, randoms: dict[int, Any] | None, noted: bool = True) -> list[tuple[str, Callable[[], Any]]]:
+        """Return titles and functions that return the states."""
+        return [
+            ("the data", lambda: self._position if noted else self._data_position()),
+            ("random generators", lambda: {topology.rank(): random_states()} if randoms is None else randoms),
+            *((title, owner.state_dict) for title, owner in self._owners()),
+        ]
+
+    def load(self, parts: PickledParts, where: str | os.PathLike[str]) -> None:
+        """Restore the result of `pickle`. The hooks may differ; hooks of the same class are matched by their order.
+        Raises CheckpointError for a part that cannot be unpickled."""
+        left = {title: list(pickles) for title, pickles in parts.items()}
+
+        def take(title: str) -> Any:
+            data = left[title].pop(0) if left.get(title) else None
+            try:
+                return None if data is None else pickle.loads(data)
+            except Exception as error:  # unpickling runs code of the user
+                raise CheckpointError(
+                    f"the state of {title} in {where} cannot be loaded: {type(error).__name__}: {error}"
+                ) from error
+
+        if (position := take("the data")) is not None and self._data is not None:
+            self._data.load_state_dict(position)
+            self._position = position
+        if (mine := (take("random generators") or {}).get(topology.rank())) is not None:
+            random.setstate(mine[0])
+            np.random.set_state(mine[1])
+        for title, owner in self._owners():
+            if (state := take(title)) is not None:
+                owner.load_state_dict(state)
+
+    def _owners(self) -> list[tuple[str, Any]]:
+        """Return titles and objects with a state. Hooks of the same class have the same title."""
+        return [*((f"hook {type(hook).__name__}", hook) for hook in self._hooks), *self._more.items()]
+
+
+def _has_state(value: Any) -> bool:
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def _pickle(title: str, get_state: Callable[[], Any]) -> bytes:
+    try:
+        return pickle.dumps(get_state(), pickle.HIGHEST_PROTOCOL)
+    except (RemoteRankError, CollectiveTimeout):  # an error of the job, not of this state
+        raise
+    except Exception as error:  # state_dict is code of the user
+        raise InputError(
+            f"the state of {title} cannot be saved: {type(error).__name__}: {error}; its state_dict must return "
+            "objects that pickle accepts"
+        ) from error

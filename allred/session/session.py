@@ -11,6 +11,7 @@ Mode ps: workers do not synchronize at the end of a step. Each worker has its ow
 global step and write the checkpoints, and the position in the data is that of the chief.
 """
 
+import functools
 import os
 import secrets
 import sys
@@ -25,11 +26,9 @@ from allred.comm import functions, join
 from allred.errors import InputError, ShutdownError
 from allred.modes.optimizer import DistributedOptimizer
 from allred.session import coordination, final_checkpoint
-from allred.session.hooks import Hook
-from allred.session.logging_hooks import all_hooks
+from allred.session.hooks import Hook, all_hooks
 from allred.session.progress import Rates
-from allred.session.saver import Saver, check_directories, check_path
-from allred.session.session_state import SessionState
+from allred.session.saver import Saver, SessionState, check_directories, check_path
 from allred.watch import exit_callbacks
 
 T = TypeVar("T")
@@ -112,9 +111,8 @@ class Session:
             return False
         exit_callbacks.unregister(self._end_with_program)
         optimizer, path = self._optimizer, None
-        stopped = (
-            isinstance(error, ShutdownError) and optimizer is not None and not optimizer.session_support.is_lockstep
-        )
+        in_mode_ps = optimizer is not None and not optimizer.session_support.is_lockstep
+        stopped = isinstance(error, ShutdownError) and in_mode_ps
         failure = None if stopped else error
         try:
             if stopped:
@@ -140,10 +138,9 @@ class Session:
         cannot be written."""
         if error is self._outer_error:
             error = None
-        if (
-            error is None and self._optimizer is not None and self._optimizer.session_support.update_interrupted
-        ):  # by a sys.exit() that Python hides
-            error = SystemExit()
+        optimizer = self._optimizer
+        if error is None and optimizer is not None and optimizer.session_support.update_interrupted:
+            error = SystemExit()  # by a sys.exit() that Python hides
         self.__exit__(None if error is None else type(error), error, None)
 
     def _end_with_program(self, error: BaseException | None) -> None:
@@ -157,7 +154,6 @@ class Session:
         params: a nest of arrays. optimizer: the result of allred.distributed. data: the source of the batches; if it
         has state_dict and load_state_dict, resuming continues behind the last batch. more: other objects with these two
         methods, by name: saved by the chief (or the rank that fails), and loaded on all ranks.
-
         Returns the restored step; None if there was no checkpoint.
         Raises InputError for objects that cannot be tracked, MismatchError if sessions or arguments of data differ
         between ranks, CheckpointError if no checkpoint can be read, or it is of another model.
@@ -289,9 +285,8 @@ class Session:
 
         everywhere: all ranks call this after the same step; then the loop ends at once.
         """
-        if everywhere and (
-            self.optimizer.session_support.is_lockstep or reason == "max_steps"
-        ):  # which each worker sees at the servers
+        in_lockstep = self.optimizer.session_support.is_lockstep
+        if everywhere and (in_lockstep or reason == "max_steps"):  # which each worker sees at the servers
             self._stop_reason = self._stop_reason or reason
         else:
             self._stop_request = self._stop_request or reason
@@ -326,9 +321,8 @@ class Session:
 
     def save_by(self, saver: Saver, randoms: Any = None) -> None:
         """For hooks, on the chief, after a step: write a checkpoint of the current state with this Saver."""
-        saver.save(
-            self.step, lambda: self._capture(randoms, copy=True), in_thread=self.optimizer.session_support.is_lockstep
-        )
+        in_thread = self.optimizer.session_support.is_lockstep
+        saver.save(self.step, lambda: self._capture(randoms, copy=True), in_thread)
         self.rates.pause()
 
     def _capture(self, randoms: Any = None, copy: bool = False) -> Callable[[str], str]:
@@ -341,9 +335,8 @@ class Session:
         if self.step != self.optimizer.global_step:  # the current step has made its update
             self._state.note_position()
         randoms = coordination.gather_random_states(self.optimizer)
-        self.step = final_checkpoint.write_after_join(
-            self._saver, self.optimizer, writer, lambda: self._capture(randoms)
-        )
+        capture = functools.partial(self._capture, randoms)
+        self.step = final_checkpoint.write_after_join(self._saver, self.optimizer, writer, capture)
         self._step_begin = self.optimizer.global_step  # so that `_note_step` does not set the step back
 
     # The end.
@@ -373,8 +366,10 @@ class Session:
         return path
 
     def _wait_all_workers(self) -> None:
+        """Mode ps: wait for all workers, which make different numbers of steps, and pull the final parameters."""
         if not self.optimizer.session_support.is_lockstep:
-            coordination.wait_all_workers(self.optimizer, self.params)
+            self.optimizer.session_support.wait_all_workers()
+            self.optimizer.pull(self.params)
             self.step = self.optimizer.global_step
 
     def _call_end(self, failure: BaseException | None, path: str | None) -> None:

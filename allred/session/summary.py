@@ -22,7 +22,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -40,12 +40,10 @@ _EVENT_FILE = re.compile(r"events\.out\.tfevents\.(\d{10})\..*")
 class Histogram:
     """TensorBoard's histogram of an array: 30 buckets of equal width.
 
-    Attributes:
-        count, minimum, maximum, total, total_squares: of the finite values; 0 if there is none.
-        edges: 31 float64, ascending. Bucket i holds edges[i] <= x < edges[i + 1], the last one also its upper edge. If
-            all values are equal, all edges are equal, and the last bucket holds all values.
-        counts: 30 int64, of the finite values.
-        nonfinite: the number of NaNs and infinities.
+    count, minimum, maximum, total, total_squares: of the finite values; 0 if there is none. edges: 31 float64,
+    ascending. Bucket i holds edges[i] <= x < edges[i + 1], the last one also its upper edge. If all values are equal,
+    all edges are equal, and the last bucket holds all values. counts: 30 int64, of the finite values. nonfinite: the
+    number of NaNs and infinities.
     """
 
     count: int
@@ -61,8 +59,7 @@ class Histogram:
 def histogram(name: str, value: Any) -> Histogram:
     """Return the histogram of an array of numbers of any dtype, shape and layout. 10 million float32 take about 0.5 s.
 
-    Raises:
-        InputError: not a host array of real numbers; `name` is in the message.
+    Raises InputError: not a host array of real numbers; `name` is in the message.
 
     >>> made = histogram("w", np.array([0.0, 1.0, 3.0, np.nan], np.float16))
     >>> made.count, made.maximum, made.total, made.nonfinite, made.counts[[0, 9, 10, 29]].tolist()
@@ -118,8 +115,7 @@ class SummaryWriter:
         directory: created if missing.
         step: the global step at the start of the run.
 
-    Raises:
-        InputError: the directory cannot be written.
+    Raises InputError: the directory cannot be written.
     """
 
     def __init__(self, directory: str | os.PathLike[str], step: int = 0) -> None:
@@ -129,8 +125,8 @@ class SummaryWriter:
         self._events: _EventFile | None = None
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            self._scalars = _JsonLines(self._directory / "scalars.jsonl", step)
-            self._histograms = _JsonLines(self._directory / "histograms.jsonl", step)
+            self._scalars = _open_lines(self._directory / "scalars.jsonl", step)
+            self._histograms = _open_lines(self._directory / "histograms.jsonl", step)
             self._events = _event_file(self._directory, step)
         except OSError as error:
             raise InputError(
@@ -145,14 +141,13 @@ class SummaryWriter:
             values: numbers by name, any text but "step" and "time". Types that `float` converts are accepted, such as
                 0-d arrays. TensorBoard receives float32.
 
-        Raises:
-            InputError: a wrong name or value. Nothing is written.
+        Raises InputError: a wrong name or value. Nothing is written.
         """
         numbers = {name: _number(name, value) for name, value in values.items()}
         step, now = operator.index(step), time.time()
         with self._write_errors() as writes:
             if writes:
-                self._scalars.write({"step": step, "time": now, **numbers})
+                _write_line(self._scalars, {"step": step, "time": now, **numbers})
                 if self._events:
                     self._events.scalars(step, now, numbers)
 
@@ -165,8 +160,7 @@ class SummaryWriter:
             array: real numbers, bfloat16 included, of any shape; may be empty. Values that are not finite are in no
                 bucket: they are counted ("nonfinite" in the line; the scalar name/nonfinite in TensorBoard).
 
-        Raises:
-            InputError: not an array of real numbers.
+        Raises InputError: not an array of real numbers.
         """
         step, made, now = operator.index(step), histogram(name, array), time.time()
         if made.nonfinite and not self._warned_nonfinite:
@@ -182,7 +176,7 @@ class SummaryWriter:
                     "sum_squares": made.total_squares, "nonfinite": made.nonfinite,
                     "edges": made.edges.tolist(), "counts": made.counts.tolist(),
                 }  # fmt: skip
-                self._histograms.write({"step": step, "time": now, "name": name, **fields})
+                _write_line(self._histograms, {"step": step, "time": now, "name": name, **fields})
                 if self._events:
                     self._events.histogram(step, now, name, made)
                     if made.nonfinite:
@@ -206,18 +200,14 @@ class SummaryWriter:
             self._failed = True
 
 
-class _JsonLines:
-    """A file of JSON lines without the lines of steps after `step`. All methods raise OSError."""
+def _open_lines(path: pathlib.Path, step: int) -> TextIO:
+    """Open a file of JSON lines, without the lines of steps after `step`. Raises OSError."""
+    _purge(path, step)
+    return open(path, "a", encoding="utf-8", buffering=1)
 
-    def __init__(self, path: pathlib.Path, step: int) -> None:
-        _purge(path, step)
-        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  (open until `close`)
 
-    def write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps({name: _strict(value) for name, value in record.items()}, allow_nan=False) + "\n")
-
-    def close(self) -> None:
-        self._file.close()
+def _write_line(file: TextIO, record: dict[str, Any]) -> None:
+    file.write(json.dumps({name: _strict(value) for name, value in record.items()}, allow_nan=False) + "\n")
 
 
 def _purge(path: pathlib.Path, step: int) -> None:
@@ -265,9 +255,8 @@ def _number(name: str, value: Any) -> float:
 class _EventFile:
     """A new event file. Readers ignore the records of older files in the directory after `step`.
 
-    Raises:
-        ImportError: tensorboard is not installed; importing it takes about 0.2 s.
-        OSError: also of all methods.
+    Raises ImportError: tensorboard is not installed; importing it takes about 0.2 s. Raises OSError: also of all
+    methods.
     """
 
     def __init__(self, directory: pathlib.Path, step: int) -> None:

@@ -29,8 +29,7 @@ class Fault:
         step: step that runs it, >= 1; None means every step.
         happen: the action.
 
-    Raises:
-        InputError: rank or step is out of range; when called, if the job has no such rank.
+    Raises InputError: rank or step is out of range; when called, if the job has no such rank.
 
     >>> Fault("nothing", rank=1, step=5, happen=lambda: None)
     nothing on rank 1 at step 5

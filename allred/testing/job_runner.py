@@ -109,8 +109,7 @@ def run(
         env: variables to add to those of this process; None removes one.
         options: as in subprocess.Popen, for example cwd.
 
-    Raises:
-        TimeoutError: the command did not end in time. It was killed; the text has its output.
+    Raises TimeoutError: the command did not end in time. It was killed; the text has its output.
     """
     mark, start = uuid.uuid4().hex, time.monotonic()
     process = subprocess.Popen(

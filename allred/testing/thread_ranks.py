@@ -15,7 +15,7 @@ from allred.comm.communicator import Communicator
 from allred.comm.process_set import ProcessSets
 from allred.comm.work import Steps
 from allred.config import Config, explicit_settings, settle
-from allred.data.iterations import Iterations
+from allred.data.loader import Iterations
 from allred.errors import AllredError, ConfigError, InputError, RemoteRankError
 from allred.gpu import binding
 from allred.world import World

@@ -10,7 +10,7 @@ import pytest
 from harness import mpirun, remove_mapped
 
 from allred.data import shuffled, write_tfrecord
-from allred.data.sampler import Sampler
+from allred.data.loader import Sampler
 
 PROGRAM = pathlib.Path(__file__).parent / "ledger_program.py"
 ROWS, EPOCHS, SEED = 97, 5, 7

@@ -9,7 +9,7 @@ import pytest
 
 import allred
 from allred import world
-from allred.data import iterations, shuffled, stream
+from allred.data import loader, shuffled, stream
 from allred.errors import MismatchError
 from allred.modes.detect.batch_arguments import BatchArguments
 
@@ -21,7 +21,7 @@ ROWS = np.arange(200.0)
 def several(size):
     if size == 1:
         pytest.skip("one rank agrees with itself")
-    world.current().iterations = iterations.Iterations()
+    world.current().iterations = loader.Iterations()
 
 
 @pytest.fixture

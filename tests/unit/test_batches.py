@@ -6,7 +6,7 @@ import worlds
 
 import allred
 from allred.cluster import topology
-from allred.data import iterations
+from allred.data import loader
 from allred.errors import InputError, NotInitializedError
 
 ROWS = np.arange(37)
@@ -56,7 +56,7 @@ def test_len_and_iterating_again():
 
 @pytest.fixture(autouse=True)
 def no_memory_of_other_tests(monkeypatch):
-    monkeypatch.setattr(iterations, "_without_world", iterations.Iterations())
+    monkeypatch.setattr(loader, "_without_world", loader.Iterations())
 
 
 def running(batch_size, size=1, rows=ROWS):
@@ -64,14 +64,14 @@ def running(batch_size, size=1, rows=ROWS):
 
 
 def test_a_step_takes_the_share_of_the_batch_before_it():
-    assert iterations.claim_samples() is None
-    assert [(iterations.claim_samples(), len(batch)) for batch in running(10, size=3)] == [
+    assert loader.claim_samples() is None
+    assert [(loader.claim_samples(), len(batch)) for batch in running(10, size=3)] == [
         (4, 4),
         (4, 4),
         (4, 4),
         (3, 3),
     ]
-    assert iterations.claim_samples() is None
+    assert loader.claim_samples() is None
 
 
 def test_evaluation_inside_training_and_two_steps_for_a_batch():
@@ -79,9 +79,9 @@ def test_evaluation_inside_training_and_two_steps_for_a_batch():
     next(training)
     for _ in running(20):
         pass
-    assert (iterations.claim_samples(), iterations.claim_samples()) == (4, 4)
+    assert (loader.claim_samples(), loader.claim_samples()) == (4, 4)
     next(training)
-    assert iterations.claim_samples() == 4
+    assert loader.claim_samples() == 4
 
 
 def test_batches_fetched_ahead_are_fine_while_they_are_alike_and_an_error_where_they_are_not():
@@ -89,50 +89,50 @@ def test_batches_fetched_ahead_are_fine_while_they_are_alike_and_an_error_where_
     next(training)
     for _ in range(2):
         next(training)  # one ahead of the step, as a prefetcher
-        assert iterations.claim_samples() == 4
+        assert loader.claim_samples() == 4
     next(training)  # the last one, of 7: is the step for it, or still for the one of 10?
     with pytest.raises(InputError, match=r"number of samples of this step is not known: .*; pass it with step"):
-        iterations.claim_samples()
-    assert iterations.claim_samples(samples=3) == 3
+        loader.claim_samples()
+    assert loader.claim_samples(samples=3) == 3
 
 
 def test_two_sources_at_once():
     alike = zip(running(10), running(10), strict=True)
     next(alike)
-    assert iterations.claim_samples() == 10
+    assert loader.claim_samples() == 10
     even = zip(running(12, size=3), running(6, size=3), strict=False)
     next(even)
-    assert iterations.claim_samples() == 2  # sizes differ, but in both all ranks have equally many
+    assert loader.claim_samples() == 2  # sizes differ, but in both all ranks have equally many
     uneven = zip(running(10, size=3), running(20, size=3), strict=False)
     next(uneven)
     with pytest.raises(InputError, match="not known"):
-        iterations.claim_samples()
+        loader.claim_samples()
 
 
 def test_a_validation_of_this_rank_alone_does_not_count_beside_shared_batches():
     training, validation = running(10, size=3), running(7)
     for _ in range(2):
         next(training), next(validation)
-        assert iterations.claim_samples() == 4
+        assert loader.claim_samples() == 4
     next(validation), next(training)
-    assert iterations.claim_samples() == 4
+    assert loader.claim_samples() == 4
 
 
 def test_given_samples_settle_it():
     list(running(10, size=3))
     held = running(20, size=3)
     next(held)
-    assert iterations.claim_samples(samples=5) == 5
+    assert loader.claim_samples(samples=5) == 5
     held.close()
-    assert iterations.claim_samples() is None
+    assert loader.claim_samples() is None
 
 
 def test_a_list_of_batches_is_an_error_where_their_shares_are_uneven():
     list(allred.data.batches(ROWS[:36], batch_size=12, rank=0, size=3))
-    assert iterations.claim_samples() is None  # all ranks have equally many: no weights are needed
+    assert loader.claim_samples() is None  # all ranks have equally many: no weights are needed
     list(allred.data.batches(ROWS, batch_size=12, rank=0, size=3))
     with pytest.raises(InputError, match="not known"):
-        iterations.claim_samples()
+        loader.claim_samples()
 
 
 @pytest.mark.parametrize(
@@ -168,8 +168,8 @@ def server():
 
 def test_a_server_may_pass_the_line_and_gets_nothing(server):
     assert allred.rank() == allred.size() == 2
-    for loader in (allred.data.batches(ROWS, batch_size=10), allred.data.stream(ROWS, batch_size=10)):
-        assert [len(batch) for batch in loader] == [0, 0, 0, 0]
+    for source in (allred.data.batches(ROWS, batch_size=10), allred.data.stream(ROWS, batch_size=10)):
+        assert [len(batch) for batch in source] == [0, 0, 0, 0]
     with pytest.raises(InputError, match="rank must be less than size=2, but is 2"):
         allred.data.batches(ROWS, batch_size=2, rank=2)
 

@@ -10,7 +10,7 @@ import pytest
 from checkpoints import M, W, bits, piece, save, save_one
 
 from allred import checkpoint
-from allred.checkpoint import manifest, whole
+from allred.checkpoint import shard, whole
 from allred.errors import CheckpointError
 
 
@@ -87,7 +87,7 @@ def rewrite(path, **changes):
     """Change the manifest, with the right checksum."""
     content = {**json.loads((path / "manifest.json").read_bytes()), **changes}
     del content["checksum"]
-    text = json.dumps({**content, "checksum": manifest._checksum(content)})
+    text = json.dumps({**content, "checksum": shard._content_checksum(content)})
     (path / "manifest.json").write_text(text)
 
 

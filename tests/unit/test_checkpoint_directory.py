@@ -11,7 +11,7 @@ import pytest
 from checkpoints import names_in, save_one
 
 from allred import checkpoint
-from allred.checkpoint import directory, lock
+from allred.checkpoint import directory
 from allred.errors import CheckpointError, InputError
 
 
@@ -159,7 +159,7 @@ def test_leftovers_of_unknown_writers_go_after_a_day(tmp_path, record):
         (left / "manifest.json").write_bytes(record)
     path = save_one(tmp_path, 1)
     assert left.exists()
-    ago = path.stat().st_mtime - lock.ABANDONED_S
+    ago = path.stat().st_mtime - directory.ABANDONED_S
     for old in left.iterdir():
         os.utime(old, (ago - 60, ago - 60))
     os.utime(left, (ago + 60, ago + 60))  # less than a day
@@ -173,7 +173,7 @@ def test_leftovers_of_unknown_writers_go_after_a_day(tmp_path, record):
 def test_where_a_process_cannot_see_its_own_locks_its_writes_are_left_alone(tmp_path, monkeypatch):
     """NFS makes flock a POSIX lock, which the process that holds it can take again."""
     mine = checkpoint.begin(tmp_path, 8)
-    monkeypatch.setattr(lock.fcntl, "flock", lambda file, operation: None)
+    monkeypatch.setattr(directory.fcntl, "flock", lambda file, operation: None)
     save_one(tmp_path, 1)
     assert mine.exists()
     checkpoint.abandon(mine)
@@ -184,9 +184,9 @@ def test_without_locks_only_age_decides(tmp_path, monkeypatch):
     def unsupported(file, operation):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(lock.fcntl, "flock", unsupported)
+    monkeypatch.setattr(directory.fcntl, "flock", unsupported)
     mine = checkpoint.begin(tmp_path, 8)
-    monkeypatch.setattr(lock, "_claimed", {})  # as another process sees it
+    monkeypatch.setattr(directory, "_claimed", {})  # as another process sees it
     save_one(tmp_path, 1)
     assert mine.exists()
     for path in (*mine.iterdir(), mine):

@@ -12,7 +12,8 @@ from checkpoints import W, names_in, same, save, save_one
 
 import allred
 from allred import checkpoint
-from allred.checkpoint import lock, whole
+from allred.checkpoint import directory as directories
+from allred.checkpoint import whole
 from allred.errors import CheckpointError
 
 
@@ -108,7 +109,7 @@ def test_a_read_only_directory(tmp_path):
         directory = checkpoint.begin(tmp_path, 2)
         shard = checkpoint.write_shard(directory, 0, 2, [])
         refused = "failed: (Permission denied|Read-only file system); .*save to another directory"
-        lock.release(os.path.realpath(directory))  # an open file would keep the mount from becoming read-only
+        directories.release(os.path.realpath(directory))  # an open file would keep the mount from becoming read-only
         with (
             read_only(tmp_path if os.geteuid() == 0 else directory),
             pytest.raises(CheckpointError, match=f"^write_shard: creating .* {refused}"),

@@ -10,7 +10,7 @@ from allred.client.call import pack, unpack
 from allred.cluster import device
 from allred.cluster.device import Place
 from allred.compat import tf1
-from allred.compat.tf1 import ignored_arguments
+from allred.compat.tf1 import training_session
 from allred.errors import InputError, NotInitializedError
 
 
@@ -42,7 +42,7 @@ def server():
 
 
 def test_a_function_for_a_gpu_runs_on_its_task_under_soft_placement(server, capfd, monkeypatch):
-    monkeypatch.setattr(ignored_arguments, "_warned", set())
+    monkeypatch.setattr(training_session, "_warned", set())
     config = tf1.ConfigProto(allow_soft_placement=True, log_device_placement=True, gpu_options={})
     for session in (
         allred.connect(server.target, allow_soft_placement=True, log_device_placement=True),

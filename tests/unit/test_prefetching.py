@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import allred
-from allred.data import iterations
+from allred.data import loader
 from allred.errors import DataError, InputError
 
 ROWS = np.arange(37)
@@ -22,7 +22,7 @@ ROWS = np.arange(37)
 
 @pytest.fixture(autouse=True)
 def nothing_left(monkeypatch):
-    monkeypatch.setattr(iterations, "_without_world", iterations.Iterations())
+    monkeypatch.setattr(loader, "_without_world", loader.Iterations())
     before = children()
     yield
     gc.collect()
@@ -110,9 +110,9 @@ def test_a_step_claims_the_share_of_the_batch_in_hand():
     for expected in (4, 4, 4, 3):
         assert len(next(training)) == expected
         time.sleep(0.02)
-        assert iterations.claim_samples() == expected
+        assert loader.claim_samples() == expected
     training.close()
-    assert iterations.claim_samples() is None
+    assert loader.claim_samples() is None
 
 
 def test_it_is_bounded():

@@ -7,9 +7,8 @@ import pytest
 from allred import optim
 from allred.errors import InputError
 from allred.fusion import Tensor
-from allred.ps.layout import CELL_BYTES, lay_out
 from allred.ps.placement import place
-from allred.ps.shard import Shard, splittable
+from allred.ps.shard import CELL_BYTES, Shard, lay_out, splittable
 
 DTYPES = [np.dtype(name) for name in ("float16", "float32", "float64", ml_dtypes.bfloat16)]
 

@@ -10,14 +10,16 @@ from allred.ps.protocol import (
     DRAINING,
     DROPPED,
     RECORD_BYTES,
+    ServerStatistics,
+    Statistics,
     StepReply,
     StepRequest,
+    histogram,
     pack_reply,
     pack_request,
     unpack_reply,
     unpack_request,
 )
-from allred.ps.stats import ServerStatistics, Statistics, histogram
 
 
 def servers():

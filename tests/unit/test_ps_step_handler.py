@@ -9,10 +9,9 @@ from allred import optim
 from allred.errors import AllredError
 from allred.fusion import Tensor
 from allred.ps.consistency import Async, Bounded, Sync
-from allred.ps.layout import lay_out
 from allred.ps.placement import place
 from allred.ps.protocol import ABSENT, BEGIN, DONE, DROPPED, INIT, PULL, PUSH, StepRequest, unpack_reply
-from allred.ps.shard import Shard, locks
+from allred.ps.shard import Shard, lay_out, locks
 from allred.ps.shm_transport import MailboxPort
 from allred.ps.step_handler import StepHandler
 

@@ -8,7 +8,7 @@ import pytest
 
 import allred
 from allred import arrays
-from allred.data.sampler import BEGIN, Position, Sampler, rank_slice
+from allred.data.loader import BEGIN, Position, Sampler, rank_slice
 from allred.errors import InputError
 
 ROWS = 37

@@ -8,7 +8,7 @@ import pytest
 
 import allred
 from allred.compat import tf1
-from allred.compat.tf1 import ignored_arguments
+from allred.compat.tf1 import training_session
 from allred.errors import InputError
 from allred.session import Hook, Summary
 
@@ -43,7 +43,7 @@ def test_arguments_are_tensorflow_s(what):
 
 @pytest.fixture
 def world(monkeypatch):
-    monkeypatch.setattr(ignored_arguments, "_warned", set())
+    monkeypatch.setattr(training_session, "_warned", set())
     allred.init(banner=False)
     yield
     allred.shutdown()

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from allred.data.iterations import LoaderArguments
+from allred.data.loader import LoaderArguments
 from allred.fusion import Plan, Tensor
 from allred.modes.detect import drift, finite
 from allred.modes.detect.batch_arguments import difference

@@ -5,12 +5,14 @@ Arguments that have no effect are accepted, with one warning. docs/from-tensorfl
 """
 
 from allred.compat.tf1.sync_replicas import SyncReplicasOptimizer
-from allred.compat.tf1.tf_session import ConfigProto, Session, replica_device_setter
 from allred.compat.tf1.training_session import (
+    ConfigProto,
     MonitoredSession,
     MonitoredTrainingSession,
+    Session,
     StopAtStepHook,
     Supervisor,
+    replica_device_setter,
 )
 
 __all__ = [

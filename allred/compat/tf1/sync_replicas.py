@@ -5,7 +5,7 @@ from typing import Any
 
 from allred import nest
 from allred.cluster import topology
-from allred.compat.tf1.ignored_arguments import warn_ignored
+from allred.compat.tf1.training_session import warn_ignored
 from allred.errors import InputError, NotInitializedError
 from allred.modes.optimizer import DistributedOptimizer
 from allred.ps import context

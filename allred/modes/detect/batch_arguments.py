@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from allred.cluster import topology
 from allred.comm import functions
 from allred.comm.header import by_rank
-from allred.data import Batches, Prefetch, Stream, iterations
-from allred.data.iterations import Iteration, LoaderArguments
+from allred.data import Batches, Prefetch, Stream, loader
+from allred.data.loader import Iteration, LoaderArguments
 from allred.errors import MismatchError
 from allred.ps.protocol import CompareBatches
 
@@ -34,16 +34,14 @@ class BatchArguments:
 
     def new(self, step: int) -> bool:
         """Whether this rank uses arguments that have not been compared yet."""
-        unknown = [iteration for iteration in iterations.running() if iteration.key not in self._compared]
+        unknown = [iteration for iteration in loader.running() if iteration.key not in self._compared]
         if not unknown or step < self._next_at or functions.current().size == 1:
             return False
         return any(map(_shared, unknown))
 
     def compare(self, step: int) -> None:
         """Exchange the arguments in use. Collective. Raises MismatchError on all ranks if they differ."""
-        mine = {
-            iteration.key: iteration.arguments_and_start for iteration in iterations.running() if _shared(iteration)
-        }
+        mine = {iteration.key: iteration.arguments_and_start for iteration in loader.running() if _shared(iteration)}
         everyone = functions.allgather_object(list(mine.values()), f"{self._title}: arguments of the batches")
         if problem := difference(everyone, functions.current().active.ranks):
             raise MismatchError(f"{self._title}: {problem}")
@@ -56,7 +54,7 @@ def compare_at_server(client: "Client", title: str) -> None:
     Start positions are not compared: workers may resume at different positions.
     Raises MismatchError on this worker only.
     """
-    mine = list(dict.fromkeys(iteration.arguments for iteration in iterations.running() if _shared(iteration)))
+    mine = list(dict.fromkeys(iteration.arguments for iteration in loader.running() if _shared(iteration)))
     if mine:
         everyone = client.call_first(CompareBatches(mine))
         workers = sorted(everyone)
