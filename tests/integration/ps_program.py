@@ -1,14 +1,20 @@
-"""What the tests of mode ps run under mpirun: `ps_program.py CASE [JSON]`. Worker 0 prints a line of JSON."""
+"""Cases of mode ps for tests: `ps_program.py SERVERS CASES` under mpirun. Worker 0 prints a line of JSON for each case.
+
+CASES: JSON, a list of [name of a function, its arguments, options]; options: {"consistency": [class, arguments],
+"use_locking": bool}, each may be missing. The servers return from Server.join() after each case, and the next case
+starts with a new allred.Server.
+"""
 
 import json
 import sys
 import time
 
 import numpy as np
+from mpi4py.MPI import COMM_WORLD
 
 import allred
 
-CASE, ARGUMENTS = sys.argv[1], json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
+ARGUMENTS, OPTIONS = {}, {}  # of the current case
 
 
 class Own:
@@ -59,6 +65,14 @@ def optimizer(name):
     return known[name]()
 
 
+def distributed(optimizer):
+    options = dict(OPTIONS)
+    if "consistency" in options:
+        policy, arguments = options["consistency"]
+        options["consistency"] = getattr(allred.ps, policy)(**arguments)
+    return allred.distributed(optimizer, **options)
+
+
 def parameters(rng, halves=True):
     """Of several dtypes, layouts and sizes; the largest takes several cells."""
     few = rng.normal(size=(300, 7)).astype(np.float32)
@@ -87,7 +101,7 @@ def serial():
     """One worker must give what the optimizer alone gives, bit for bit."""
     name = ARGUMENTS["optimizer"]
     params = parameters(np.random.default_rng(0), halves=name != "own")
-    opt = allred.distributed(optimizer(name))
+    opt = distributed(optimizer(name))
     alone, alone_opt = parameters(np.random.default_rng(0), halves=name != "own"), optimizer(name)
     opt.broadcast(params)
     for step in range(6):
@@ -107,7 +121,7 @@ def spare():
     """More servers than tensors: some have nothing to do but to count."""
     name = ARGUMENTS["optimizer"]
     params, alone = ({"a": [np.ones(3)], "b": [np.ones((2, 2), np.float32)]} for _ in range(2))
-    opt, alone_opt = allred.distributed(optimizer(name)), optimizer(name)
+    opt, alone_opt = distributed(optimizer(name)), optimizer(name)
     opt.broadcast(params)
     for step in range(6):
         grads = {"a": [None if step % 3 == 1 else np.full(3, step - 2.0)], "b": [np.full((2, 2), 1.0, np.float32)]}
@@ -121,7 +135,7 @@ def spare():
 def leave():
     """Sync with workers that end at different steps: each step is the mean of those that still live."""
     params = {"a": np.zeros((300, 200)), "b": np.zeros(70000), "c": np.zeros(3, np.float32)}
-    opt, expected = allred.distributed(optimizer("count")), 0.0
+    opt, expected = distributed(optimizer("count")), 0.0
     opt.broadcast(params)
     last = [ARGUMENTS["first"] + 2 * worker for worker in range(allred.size())]
     for step in range(last[allred.rank()]):
@@ -144,7 +158,7 @@ def mean():
     name, steps = ARGUMENTS.get("optimizer", "sgd"), 5
     params = parameters(np.random.default_rng(0), halves=False)
     alone = parameters(np.random.default_rng(0), halves=False)
-    opt, alone_opt = allred.distributed(optimizer(name)), optimizer(name)
+    opt, alone_opt = distributed(optimizer(name)), optimizer(name)
     opt.broadcast(params)
     for step in range(steps):
         each = [gradients(params, np.random.default_rng((step, w)), 0) for w in range(allred.size())]
@@ -161,7 +175,7 @@ def together():
     n, rng = allred.size(), np.random.default_rng(5)
     x, y = rng.normal(size=(60, 8)), rng.normal(size=60)
     params = {"w": np.zeros(8)}
-    opt = allred.distributed(allred.optim.SGD(lr=0.05 / (n if ARGUMENTS["divide"] else 1)))
+    opt = distributed(allred.optim.SGD(lr=0.05 / (n if ARGUMENTS["divide"] else 1)))
     opt.broadcast(params)
     mine = slice(allred.rank() * 60 // n, (allred.rank() + 1) * 60 // n)
     for _ in range(ARGUMENTS["steps"]):
@@ -173,7 +187,7 @@ def schedule():
     """An order of steps by a logical clock: at each tick one worker makes its step."""
     rng = np.random.default_rng(ARGUMENTS["seed"])
     params = {"w": np.ones((100, 70), np.float32)}
-    opt = allred.distributed(optimizer("adam"))
+    opt = distributed(optimizer("adam"))
     opt.broadcast(params)
     for tick, who in enumerate(rng.integers(0, allred.size(), size=40)):
         if allred.rank() == who:
@@ -186,7 +200,7 @@ def sums():
     """Random delays; every gradient must have been applied exactly once. Whole numbers: exact in any order."""
     steps, rng = ARGUMENTS["steps"], np.random.default_rng((ARGUMENTS["seed"], allred.rank()))
     params = {"a": np.zeros((300, 200)), "b": [np.zeros(1), np.zeros(70000)]}
-    opt = allred.distributed(optimizer("count"))
+    opt = distributed(optimizer("count"))
     opt.broadcast(params)
     total = 0
     for _ in range(steps):
@@ -213,12 +227,11 @@ def sums():
 def slow():
     """The last worker is slow."""
     params = {"w": np.zeros(1000)}
-    opt = allred.distributed(optimizer("count"))
+    opt = distributed(optimizer("count"))
     opt.broadcast(params)
     ended, steps = time.perf_counter() + ARGUMENTS["seconds"], 0
     while time.perf_counter() < ended:
-        if allred.rank() == allred.size() - 1:
-            time.sleep(0.05)
+        time.sleep(0.1 if allred.rank() == allred.size() - 1 else 0.003)
         opt.step(params, {"w": np.ones(1000)})
         steps += 1
     opt.finish()
@@ -229,7 +242,7 @@ def slow():
 def large():
     """All workers push large gradients, of many cells, at the same time."""
     params = {"w": np.zeros(ARGUMENTS["elements"], np.float32)}
-    opt = allred.distributed(optimizer("count"))
+    opt = distributed(optimizer("count"))
     opt.broadcast(params)
     for _ in range(ARGUMENTS["steps"]):
         opt.step(params, {"w": np.ones_like(params["w"])})
@@ -243,7 +256,7 @@ def start():
     """Count the bytes of a broadcast, and of a second one after three steps of worker 1."""
     params = {name: np.full(1000, 1.0 + allred.rank()) for name in "ab"}
     ones = {name: np.ones(1000) for name in "ab"}
-    opt = allred.distributed(optimizer("count"))
+    opt = distributed(optimizer("count"))
     opt.broadcast(params)
     servers = opt.statistics().servers
     allred.barrier()
@@ -261,12 +274,21 @@ def start():
     }  # fmt: skip
 
 
-def main():
-    allred.init()
-    result = globals()[CASE]()
-    if allred.rank() == 0:
-        print(json.dumps(result), flush=True)
+def main(servers, cases):
+    ranks = COMM_WORLD.size
+    for name, arguments, options in cases:
+        server = allred.Server({"ps": servers, "worker": ranks - servers})
+        for current, given in ((ARGUMENTS, arguments), (OPTIONS, options)):
+            current.clear()
+            current.update(given)
+        if allred.job_name() == "ps":
+            server.join()
+        else:
+            result = globals()[name]()
+            if allred.rank() == 0:
+                print(json.dumps(result), flush=True)
+        allred.shutdown()
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]), json.loads(sys.argv[2]))

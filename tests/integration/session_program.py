@@ -1,6 +1,7 @@
 """A training that a session runs: what it prints is judged by test_session.py.
 
-session_program.py DIRECTORY ARGUMENTS    JSON: see `main`
+session_program.py (DIRECTORY ARGUMENTS)...    JSON: see `main`; several trainings run one after the other, each with
+its own allred.init()
 """
 
 import json
@@ -172,4 +173,7 @@ def act(fault):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], **json.loads(sys.argv[2]))
+    for number in range(1, len(sys.argv), 2):
+        if number > 1:
+            allred.shutdown()
+        main(sys.argv[number], **json.loads(sys.argv[number + 1]))

@@ -16,7 +16,7 @@ from allred import checkpoint
 from allred.checkpoint import ShardInfo
 from allred.errors import CheckpointError
 
-KILLS = 200
+KILLS = {"default": 60, "full": 200}
 
 # For each line that it reads, forks a child that saves for ever: from the step that it finds on, two shards, each third
 # step twice, and only two checkpoints are kept. Forked, for the imports take longer than all else here.
@@ -71,21 +71,22 @@ def killed(saver, rng):
 
 
 @pytest.mark.limit(240)
-def test_killed_at_any_moment_the_newest_checkpoint_is_complete_and_right(tmp_path):
+def test_killed_at_any_moment_the_newest_checkpoint_is_complete_and_right(tmp_path, request):
+    kills = KILLS["full" if request.config.getoption("--full") else "default"]
     rng, committed, leftovers = random.Random(4), -1, 0
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SAVES, tmp_path]
     with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, env=environment) as saver:
         try:
-            for _ in range(KILLS):
+            for _ in range(kills):
                 committed = max([committed, *killed(saver, rng)])  # what was told is never lost
                 names = [path.name for path in tmp_path.iterdir()]
                 leftovers += any(name.startswith(".") for name in names)
                 check(tmp_path, committed)
         finally:
             saver.kill()
-    assert committed >= KILLS / 2
-    assert leftovers >= KILLS / 10  # so many at least were killed in the midst of a save
+    assert committed >= kills / 2
+    assert leftovers >= kills / 10  # so many at least were killed in the midst of a save
     assert len(names) <= 8  # and what they leave does not pile up
 
 

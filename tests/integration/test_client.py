@@ -69,7 +69,9 @@ else:
 """
 
 
-@pytest.mark.parametrize(("mpi", "servers"), [("mpich", 0), ("mpich", 1), ("openmpi", 0)])
+@pytest.mark.parametrize(
+    ("mpi", "servers"), [pytest.param("mpich", 0, marks=pytest.mark.full), ("mpich", 1), ("openmpi", 0)]
+)
 def test_functions_run_where_the_client_says(mpi, servers):
     result = mpirun(3 + servers, "-c", PROGRAM.replace("PS", str(servers)), mpi=mpi)
     assert result.code == 0, result.text

@@ -17,6 +17,7 @@ from harness import BIN, OPENMPI, ROOT, mpirun, python, run
 from rendezvous import ports
 from sklearn.datasets import load_digits
 
+FULL = pytest.mark.full  # runs with --full only
 DIGITS = ROOT / "examples/digits_sync.py"
 RESUME = ROOT / "examples/resume.py"
 DIGITS_PS = ROOT / "examples/digits_ps.py"
@@ -40,7 +41,16 @@ def check_digits(result, ranks):
     assert "epoch 30 of 30, loss" in result.out
 
 
-@pytest.mark.parametrize(("mpi", "ranks"), [("mpich", 1), ("mpich", 2), ("mpich", 4), ("openmpi", 2), ("openmpi", 3)])
+@pytest.mark.parametrize(
+    ("mpi", "ranks"),
+    [
+        ("mpich", 2),
+        ("openmpi", 2),
+        pytest.param("mpich", 1, marks=FULL),
+        pytest.param("mpich", 4, marks=FULL),
+        pytest.param("openmpi", 3, marks=FULL),
+    ],
+)
 def test_digits_under_mpirun(mpi, ranks):
     result = mpirun(ranks, DIGITS, mpi=mpi)
     check_digits(result, ranks)
@@ -53,6 +63,7 @@ def test_digits_without_mpirun():
     check_digits(python(DIGITS), 1)
 
 
+@FULL
 def test_digits_without_the_extension():
     hide = "import runpy, sys; sys.modules['allred.native._kernels'] = None"
     code = f"{hide}; runpy.run_path({str(DIGITS)!r}, run_name='__main__')"
@@ -61,6 +72,7 @@ def test_digits_without_the_extension():
     assert result.err.count("no C extension (") == 1
 
 
+@FULL
 def test_more_ranks_than_cores():
     check_digits(mpirun(8, DIGITS), 8)
 
@@ -79,6 +91,7 @@ def digits_ps(ranks, *arguments, mpi="mpich", **settings):
     return result.out
 
 
+@FULL
 @pytest.mark.parametrize(("mpi", "ranks"), [("mpich", 1), ("mpich", 2), ("openmpi", 2)])
 def test_digits_ps_in_mode_sync(mpi, ranks):
     out = digits_ps(ranks, mpi=mpi)
@@ -87,10 +100,12 @@ def test_digits_ps_in_mode_sync(mpi, ranks):
 
 
 GRADIENTS = 3 * 30 * 15  # workers, epochs, batches of an epoch
+ASYNC = ("async", 1, rf"async: .*: {GRADIENTS} gradients, {GRADIENTS} updates; dropped 0", GRADIENTS)
+SYNC = ("sync", 2, rf"sync: .*: {GRADIENTS} gradients, {GRADIENTS // 3} updates; dropped 0", 0)
 POLICIES = [
-    ("async", 1, rf"async: .*: {GRADIENTS} gradients, {GRADIENTS} updates; dropped 0", GRADIENTS),
+    pytest.param(*ASYNC, marks=FULL),
     ("bounded", 1, rf"4 clocks .*: {GRADIENTS} gradients, {GRADIENTS} updates; dropped 0", 2 * (2 * 4 + 1)),
-    ("sync", 2, rf"sync: .*: {GRADIENTS} gradients, {GRADIENTS // 3} updates; dropped 0", 0),
+    pytest.param(*SYNC, marks=FULL),
 ]
 
 
@@ -104,21 +119,25 @@ def test_digits_ps_with_servers(consistency, servers, words, bound):
     assert out.count(" MB in, ") == servers
 
 
+@FULL
 def test_digits_ps_with_servers_under_open_mpi():
     assert "staleness (updates): " in digits_ps(3, mpi="openmpi", mode="ps")
 
 
 @pytest.mark.limit(200)
-def test_digits_ps_goes_on_from_a_checkpoint_of_another_mode(tmp_path):
+@pytest.mark.parametrize("jobs", [2, pytest.param(3, marks=FULL)])
+def test_digits_ps_goes_on_from_a_checkpoint_of_another_mode(jobs, tmp_path):
     steps = []
-    for ranks, settings in ((3, {"mode": "ps"}), (2, {}), (4, {"mode": "ps", "num_ps": 2, "consistency": "sync"})):
+    last = (4, {"mode": "ps", "num_ps": 2, "consistency": "sync"})
+    for ranks, settings in [(3, {"mode": "ps"}), (2, {"mpi": "openmpi"}), last][:jobs]:
         out = digits_ps(ranks, tmp_path, **settings)
+        assert ("staleness (updates): " in out) == ("mode" in settings)
         assert ("goes on from step" in out) == bool(steps)
         assert not steps or f"goes on from step {steps[-1]}\n" in out
         saved = re.search(rf"^checkpoint: {tmp_path}/step-(\d+)$", out, flags=re.MULTILINE)
         assert saved, out
         steps.append(int(saved[1]))
-    assert steps == [2 * 450, 3 * 450, 4 * 450]  # two workers' updates, then global batches
+    assert steps == [2 * 450, 3 * 450, 4 * 450][:jobs]  # two workers' updates, then global batches
 
 
 def killed_at(step, ranks, directory):
@@ -140,13 +159,15 @@ def killed_at(step, ranks, directory):
 
 
 @pytest.mark.limit(180)
-def test_resume_is_killed_and_goes_on_with_another_number_of_ranks(tmp_path):
+@pytest.mark.parametrize(("kills", "ranks"), [([(100, 2)], 3), pytest.param([(10, 2), (100, 3)], 4, marks=FULL)])
+def test_resume_is_killed_and_goes_on_with_another_number_of_ranks(kills, ranks, tmp_path):
     """Under MPICH; test_ledger.py does as much under Open MPI."""
-    killed_at(10, 2, tmp_path)
-    killed_at(100, 3, tmp_path)
-    result = mpirun(4, RESUME, tmp_path)
+    for step, before in kills:
+        killed_at(step, before, tmp_path)
+    result = mpirun(ranks, RESUME, tmp_path)
     assert result.code == 0, result.text
-    found = re.search(r"^started 3 times, the last time at step (\d+) of 540$", result.out, flags=re.M)
+    starts = len(kills) + 1
+    found = re.search(rf"^started {starts} times, the last time at step (\d+) of 540$", result.out, flags=re.M)
     assert found, result.text
     assert 100 <= int(found[1]) < 540, result.text
     assert "same loss as if it had never been killed: yes" in result.out, result.text
@@ -225,7 +246,7 @@ def test_linear_regression_by_hand():
     ("ranks", "arguments", "mpi"),
     [
         (3, [], "openmpi"),
-        (3, ["--ps_hosts=localhost:1"], "mpich"),
+        pytest.param(3, ["--ps_hosts=localhost:1"], "mpich", marks=FULL),
         (4, ["--ps_hosts=localhost:1,localhost:2"], "mpich"),
     ],
 )

@@ -39,10 +39,11 @@ def ledger(directory, generation, ranks, done):
 
 @pytest.mark.limit(300)
 @pytest.mark.parametrize(
-    ("mpi", "source", "kills"),
-    [("mpich", "arrays", 8), ("mpich", "processes", 4), ("mpich", "stream", 4), ("openmpi", "thread", 4)],
+    ("mpi", "source", "default", "full"),  # the number of jobs that are killed, without and with --full
+    [("mpich", "arrays", 4, 8), ("mpich", "processes", 2, 4), ("mpich", "stream", 2, 4), ("openmpi", "thread", 2, 4)],
 )
-def test_killed_and_resized_every_epoch_has_every_sample_exactly_once(mpi, source, kills, tmp_path):
+def test_killed_and_resized_every_epoch_has_every_sample_exactly_once(mpi, source, default, full, tmp_path, request):
+    kills = full if request.config.getoption("--full") else default
     chance = random.Random(f"{mpi} {source}")
     completed, sizes = [], []
     write_tfrecord(tmp_path / "numbers", (str(number).encode() for number in range(ROWS)))

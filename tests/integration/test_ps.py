@@ -1,5 +1,6 @@
 """Mode ps with real processes: what comes out of training is what the policies promise, over shared memory and MPI."""
 
+import itertools
 import json
 import pathlib
 
@@ -8,94 +9,77 @@ from harness import mpirun
 
 PROGRAM = pathlib.Path(__file__).with_name("ps_program.py")
 MPIS = ["mpich", "openmpi"]
+POLICIES = {
+    "async": {"consistency": ["Async", {}]},
+    "bounded": {"consistency": ["Bounded", {"staleness": 1}]},
+    "bounded by 0": {"consistency": ["Bounded", {"staleness": 0}]},
+    "bounded by 100": {"consistency": ["Bounded", {"staleness": 100}]},
+    "sync": {"consistency": ["Sync", {}]},
+}
 
 
-def run(case, workers, servers=1, mpi="mpich", apart=False, policy="async", **arguments):
-    """The result of a case. apart: every rank on a (pretended) node of its own, so that all goes by MPI."""
-    env = {"ALLRED_MODE": "ps", "ALLRED_NUM_PS": str(servers), "ALLRED_CONSISTENCY": policy}
-    env |= {f"ALLRED_{key.upper()}": str(arguments.pop(key)) for key in list(arguments) if key in SETTINGS}
+def sync_of(gradients):
+    return {"consistency": ["Sync", {"replicas_to_aggregate": gradients}]}
+
+
+def run(cases, workers, servers=1, mpi="mpich", apart=False):
+    """The results of cases, [name, arguments, options] (see ps_program.py), that run in one job.
+
+    apart: every rank is on a (pretended) node of its own, so all messages are sent by MPI.
+    """
+    env = {"ALLRED_BANNER": "0", "ALLRED_WATCHER": "0"}  # without watchers a case starts in 10 ms, not in 90 ms
     if apart:
         env["ALLRED_PRETEND_NODES"] = ",".join("1" * (workers + servers))
-    result = mpirun(workers + servers, PROGRAM, case, json.dumps(arguments), mpi=mpi, env=env, timeout_s=60)
+    result = mpirun(workers + servers, PROGRAM, servers, json.dumps(cases), mpi=mpi, env=env, timeout_s=60)
     assert result.code == 0, result.text
-    return json.loads(result.out.splitlines()[-1])
+    lines = result.out.splitlines()
+    assert len(lines) == len(cases), result.text
+    return list(map(json.loads, lines))
 
 
-SETTINGS = ("staleness", "replicas_to_aggregate", "use_locking", "placement")
+# ---- one worker: the same as without servers
 
 
-# ---- the same as without servers
-
-
+@pytest.mark.parametrize("mpi", MPIS)
 @pytest.mark.parametrize("servers", [1, 3])
 @pytest.mark.parametrize("apart", [False, True], ids=["shm", "mpi"])
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "adagrad", "normed"])
-def test_one_worker_gives_what_the_optimizer_alone_gives(optimizer, apart, servers):
-    found = run("serial", 1, servers, apart=apart, optimizer=optimizer)
-    assert found == {"same": True, "same_state": True, "moved": True}
+def test_one_worker_gives_what_the_optimizer_alone_gives(apart, servers, mpi, tmp_path):
+    """Own: an optimizer of the user, whose state only one server can give. 3 servers: more than tensors in `spare`."""
+    optimizers = ["sgd", "momentum", "adam", "adagrad", "normed", *["own"] * (servers == 1)]
+    cases = [["serial", {"optimizer": name}, POLICIES["async"]] for name in optimizers]
+    cases += [["serial", {"optimizer": "adam"}, POLICIES[policy]] for policy in ("bounded", "sync")]
+    if servers == 3:
+        products = itertools.product(("own", "normed", "adam"), ("async", "sync"))
+        cases += [["spare", {"optimizer": name, "directory": str(tmp_path / name / policy)}, POLICIES[policy]]
+                  for name, policy in products]  # fmt: skip
+    for case, found in zip(cases, run(cases, 1, servers, mpi, apart), strict=True):
+        if case[0] == "spare":
+            assert found == {"same": True, "updates": [6, 6, 6]}, case
+        else:
+            assert found == {"same": True, "same_state": True, "moved": True}, case
 
 
-@pytest.mark.parametrize("policy", ["bounded", "sync"])
-def test_so_it_does_with_the_other_policies(policy):
-    found = run("serial", 1, 2, policy=policy, optimizer="adam")
-    assert found == {"same": True, "same_state": True, "moved": True}
+# ---- several workers
 
 
-def test_a_users_own_optimizer_serves_as_it_is():
-    assert run("serial", 1, 1, optimizer="own")["same"]
-
-
-@pytest.mark.parametrize("apart", [False, True], ids=["shm", "mpi"])
-@pytest.mark.parametrize("optimizer", ["own", "normed", "adam"])
-@pytest.mark.parametrize("policy", ["async", "sync"])
-def test_more_servers_than_tensors(tmp_path, policy, optimizer, apart):
-    found = run("spare", 1, 3, apart=apart, policy=policy, optimizer=optimizer, directory=str(tmp_path))
-    assert found == {"same": True, "updates": [6, 6, 6]}
-
-
-def test_open_mpi_gives_the_same():
-    assert run("serial", 1, 2, mpi="openmpi", optimizer="momentum")["same"]
-    assert run("serial", 1, 2, mpi="openmpi", apart=True, optimizer="momentum")["same"]
-
-
-@pytest.mark.parametrize(("workers", "servers"), [(2, 1), (3, 2)])
-@pytest.mark.parametrize("apart", [False, True], ids=["shm", "mpi"])
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "normed"])
-def test_sync_is_the_serial_optimizer_on_the_mean_gradient(optimizer, apart, workers, servers):
-    found = run("mean", workers, servers, apart=apart, policy="sync", optimizer=optimizer)
-    assert found["worst"] < 2e-5, found
-    assert found["equal"], found
-    assert f"{5 * workers} gradients, 5 updates; dropped 0" in found["text"]
-
-
-@pytest.mark.parametrize("apart", [False, True], ids=["shm", "mpi"])
-@pytest.mark.parametrize("optimizer", ["sgd", "normed"])
-def test_so_it_is_without_locking(optimizer, apart):
-    found = run("mean", 3, 1, apart=apart, policy="sync", optimizer=optimizer, use_locking=0)
-    assert found["worst"] < 2e-5, found
-
-
-@pytest.mark.parametrize("servers", [1, 2, 3])
 @pytest.mark.parametrize("mpi", MPIS)
-def test_no_step_mixes_when_workers_end(mpi, servers):
-    found = run("leave", 3, servers, mpi=mpi, policy="sync", first=5)
-    assert found["updates"] == [9] * servers
-    assert run("leave", 3, servers, mpi=mpi, apart=True, policy="sync", first=5) == found
-
-
-def test_bounded_by_0_is_sync_with_the_learning_rate_shared_out():
-    bounded = run("together", 3, 1, policy="bounded", staleness=0, divide=True, steps=20)
-    in_sync = run("together", 3, 1, policy="sync", divide=False, steps=20)
-    assert bounded["w"] == pytest.approx(in_sync["w"], rel=1e-9)
-    assert abs(in_sync["w"][0]) > 0.01
-
-
-# ---- the parameters to start from
+@pytest.mark.parametrize("apart", [False, True], ids=["shm", "mpi"])
+@pytest.mark.parametrize(("workers", "servers"), [(2, 1), (3, 2), pytest.param(3, 3, marks=pytest.mark.full)])
+def test_sync_is_the_serial_optimizer_on_the_mean_gradient(workers, servers, apart, mpi):
+    cases = [["mean", {"optimizer": name}, POLICIES["sync"]] for name in ("sgd", "adam", "normed")]
+    cases += [["mean", {"optimizer": name}, POLICIES["sync"] | {"use_locking": False}] for name in ("sgd", "normed")]
+    cases += [["leave", {"first": 5}, POLICIES["sync"]]]  # no step mixes when workers end
+    *means, leave = run(cases, workers, servers, mpi, apart)
+    for case, found in zip(cases, means, strict=False):
+        assert found["worst"] < 2e-5, (case, found)
+        assert found["equal"], (case, found)
+        assert f"{5 * workers} gradients, 5 updates; dropped 0" in found["text"], case
+    assert leave["updates"] == [5 + 2 * (workers - 1)] * servers
 
 
 @pytest.mark.parametrize(("apart", "servers"), [(False, 1), (True, 2)], ids=["memory", "messages"])
 def test_a_broadcast_moves_the_parameters_once_for_each_worker(apart, servers):
-    found = run("start", 3, servers, apart=apart)
+    [found] = run([["start", {}, {}]], 3, servers, apart=apart)
     assert (found["up"], found["down"], found["pulls"]) == (16000, 2 * 16000, [2] * servers)
     assert found["equal"]
     assert found["staleness"] == {"0": 4 * servers}  # worker 0's step after the second broadcast too
@@ -105,36 +89,43 @@ def test_a_broadcast_moves_the_parameters_once_for_each_worker(apart, servers):
 # ---- nothing is lost, nothing comes twice
 
 
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("apart", [False, True], ids=["shm", "mpi"])
 @pytest.mark.parametrize("servers", [1, 2, 3])
 @pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("policy", ["async", "bounded", "sync"])
-def test_no_gradient_is_lost_or_applied_twice(policy, workers, servers):
-    found = run("sums", workers, servers, policy=policy, staleness=1, steps=30, seed=workers + 10 * servers,
-                consistent=servers == 1)  # fmt: skip
-    expected = found["expected"] / (workers if policy == "sync" else 1)
-    assert found["a"] == found["b"] == [pytest.approx(expected, rel=1e-12)]
-    assert found["gradients"] == [30 * workers] * servers
-    assert found["updates"] == [30 * (1 if policy == "sync" else workers)] * servers
-    assert found["dropped"] == [0] * workers
-    bound = {"async": 1000, "bounded": (workers - 1) * 3, "sync": 0}[policy]
-    assert found["stalest"] <= bound
-
-
-@pytest.mark.parametrize("mpi", MPIS)
-@pytest.mark.parametrize("policy", ["async", "sync"])
-def test_so_it_is_by_mpi(policy, mpi):
-    found = run("sums", 3, 2, mpi=mpi, apart=True, policy=policy, steps=20, seed=3, consistent=False)
-    assert found["a"] == found["b"] == [pytest.approx(found["expected"] / (3 if policy == "sync" else 1), rel=1e-12)]
-    assert found["gradients"] == [60, 60]
-
-
-def test_without_locking_nothing_is_lost_either():
-    found = run("sums", 3, 1, use_locking=0, steps=40, seed=1, consistent=False)
-    assert found["a"] == found["b"] == [found["expected"]]
+def test_no_gradient_is_lost_or_applied_twice(workers, servers, apart, mpi):
+    arguments = {"steps": 30, "seed": workers + 10 * servers, "consistent": servers == 1 and not apart}
+    cases = {policy: ["sums", arguments, POLICIES[policy]] for policy in ("async", "bounded", "sync")}
+    cases["unlocked"] = ["sums", arguments | {"consistent": False}, {"use_locking": False}]
+    more = 2 * workers  # gradients in a step: two of each worker
+    cases["more gradients"] = ["sums", arguments | {"consistent": False}, sync_of(more)]
+    for policy, found in zip(cases, run(list(cases.values()), workers, servers, mpi, apart), strict=True):
+        gradients = {"sync": workers, "more gradients": more}.get(policy, 1)  # of one update
+        expected = found["expected"] / gradients
+        assert found["a"] == found["b"] == [pytest.approx(expected, rel=1e-12)], policy
+        assert found["gradients"] == [30 * workers] * servers, policy
+        assert found["updates"] == [30 * workers // gradients] * servers, policy
+        assert found["dropped"] == [0] * workers, policy
+        if policy in ("bounded", "sync"):
+            assert found["stalest"] <= {"bounded": (workers - 1) * 3, "sync": 0}[policy], policy
 
 
 def test_backup_workers_are_dropped_counted_and_told():
-    found = run("sums", 3, 2, policy="sync", replicas_to_aggregate=2, steps=30, seed=2, consistent=False)
+    sums, slow = run(
+        [
+            ["sums", {"steps": 30, "seed": 2, "consistent": False}, sync_of(2)],
+            ["slow", {"seconds": 1.5}, sync_of(2)],
+        ],
+        3,
+        2,
+    )
+    check_backup(sums)
+    assert slow["steps"][0] > 3 * slow["steps"][2]
+    assert slow["dropped"][2] > 0
+    assert "worker 2: " in slow["text"]
+
+
+def check_backup(found):
     unused = found["unused"][0]  # 1 where an odd number was taken: nobody is left to give the other one
     assert unused in (0, 1)
     assert ("1 gradient of a step that was not complete was not used" in found["text"]) == unused
@@ -147,35 +138,33 @@ def test_backup_workers_are_dropped_counted_and_told():
     assert found["gradients"][0] == found["gradients"][1] == 2 * found["updates"][0] + unused
 
 
-def test_more_gradients_than_workers():
-    found = run("sums", 2, 1, policy="sync", replicas_to_aggregate=4, steps=20, seed=2, consistent=False)
-    assert found["a"] == found["b"] == [pytest.approx(found["expected"] / 4, rel=1e-12)]
-    assert found["updates"] == [10]
+# ---- who waits for whom, in which order
 
 
-@pytest.mark.parametrize("policy", ["async", "bounded"])
-def test_the_same_order_of_steps_gives_the_same_twice(policy):
-    first, second = (run("schedule", 3, 1, policy=policy, staleness=100, seed=4) for _ in range(2))
-    assert first == second
-    assert len(first["staleness"]) > 1
-    assert run("schedule", 3, 1, policy=policy, staleness=100, seed=5)["hash"] != first["hash"]
-
-
-# ---- who waits for whom
-
-
-def test_async_does_not_wait_for_a_slow_worker_and_bounded_does():
-    steps = run("slow", 3, 1, policy="async", seconds=1.5)["steps"]
+def test_policies_with_three_workers():
+    cases = {
+        "bounded by 0": ["together", {"divide": True, "steps": 20}, POLICIES["bounded by 0"]],
+        "sync": ["together", {"divide": False, "steps": 20}, POLICIES["sync"]],
+        "slow, async": ["slow", {"seconds": 1.5}, POLICIES["async"]],
+        "slow, bounded": ["slow", {"seconds": 1.5}, {"consistency": ["Bounded", {"staleness": 3}]}],
+    }
+    for policy in ("async", "bounded by 100"):
+        cases |= {f"{policy} {n}": ["schedule", {"seed": seed}, POLICIES[policy]] for n, seed in enumerate((4, 4, 5))}
+    found = dict(zip(cases, run(list(cases.values()), 3), strict=True))
+    # Bounded by 0 is sync with the learning rate divided by the number of workers.
+    assert found["bounded by 0"]["w"] == pytest.approx(found["sync"]["w"], rel=1e-9)
+    assert abs(found["sync"]["w"][0]) > 0.01
+    # Async does not wait for a slow worker, and bounded does.
+    steps = found["slow, async"]["steps"]
     assert steps[0] > 3 * steps[2]
-    steps = run("slow", 3, 1, policy="bounded", staleness=3, seconds=1.5)["steps"]
+    steps = found["slow, bounded"]["steps"]
     assert max(steps) <= min(steps) + 3 + 1
-
-
-def test_sync_with_a_backup_worker_does_not_wait_for_the_slow_one():
-    found = run("slow", 3, 1, policy="sync", replicas_to_aggregate=2, seconds=1.5)
-    assert found["steps"][0] > 3 * found["steps"][2]
-    assert found["dropped"][2] > 0
-    assert "worker 2: " in found["text"]
+    # The same order of steps gives the same twice, another order does not.
+    for policy in ("async", "bounded by 100"):
+        first, second, other = (found[f"{policy} {n}"] for n in range(3))
+        assert first == second, policy
+        assert len(first["staleness"]) > 1, policy
+        assert other["hash"] != first["hash"], policy
 
 
 # ---- what is not of this mode

@@ -5,6 +5,8 @@ import re
 import pytest
 from ps_jobs import MAKE, MPIS, POLICIES, ULFM, check_end, check_failure, done, job
 
+FULL = pytest.mark.full  # runs with --full only
+
 # ---- a worker that fails
 
 FAILS = {
@@ -20,7 +22,7 @@ FAILS = {
 def test_it_ends_the_job(fails, mpi, tmp_path):
     action, code, _ = FAILS[fails]
     body = f"train(3)\nif me == 1:\n    {action}\ntrain(10_000)"
-    result = job(tmp_path, body, 3, 2, mpi=mpi, consistency="sync")
+    result = job(tmp_path, body, 2, 1, mpi=mpi, consistency="sync")
     check_failure(result, code, "; ending the job", mpi, tracebacks=int(fails != "exits"))
 
 
@@ -37,7 +39,7 @@ def test_the_others_go_on(who, policy, mpi, tmp_path):
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["shared", "messages"])
-@pytest.mark.parametrize("policy", ["async", "bounded", "sync"])
+@pytest.mark.parametrize("policy", ["async", pytest.param("bounded", marks=FULL), "sync"])
 def test_the_others_go_on_when_it_is_interrupted_while_it_waits_in_a_step(policy, apart, tmp_path):
     """Worker 2 is late, the others wait for it, or not."""
     body = """
@@ -57,7 +59,7 @@ class Slow:  # takes its time for each step, so what comes meanwhile is stuck in
     def __init__(self): self.count = 0
     def step(self, params, grads):
         self.count += 1
-        time.sleep(0.6 if self.count > 2 else 0)
+        time.sleep(0.3 if self.count > 2 else 0)
         params["w"] -= grads["w"]
 opt = allred.distributed(Slow())
 opt.broadcast(params)
@@ -71,7 +73,7 @@ def done(*words):
 @pytest.mark.parametrize("locking", [0, 1])
 @pytest.mark.parametrize("apart", [False, True], ids=["shared", "messages"])
 def test_also_in_the_middle_of_its_gradient(apart, locking, tmp_path):
-    body = "if me == 1: threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()\ntrain(8)\ndone()"
+    body = "if me == 1: threading.Timer(0.8, os.kill, (os.getpid(), signal.SIGINT)).start()\ntrain(6)\ndone()"
     result = job(tmp_path, body, 3, 1, apart, 2_000_000, SLOW, worker_failure="go_on", use_locking=locking)
     check_end(result, 130)
     assert done(result) == {0, 2}, result.text
@@ -112,7 +114,9 @@ def test_a_worker_is_killed(mpi, tmp_path):
     assert not result.left, result.text
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy", ["async", "backup", *(pytest.param(name, marks=FULL) for name in ("bounded", "sync"))]
+)
 def test_the_others_go_on_where_the_launcher_lets_them(policy, tmp_path):
     body = "train(3)\nif me == 1: os.kill(os.getpid(), signal.SIGKILL)\ntrain(20)\ndone()"
     result = job(tmp_path, body, 3, 2, mpi="openmpi", mpirun=ULFM, worker_failure="go_on", **POLICIES[policy])
@@ -121,13 +125,13 @@ def test_the_others_go_on_where_the_launcher_lets_them(policy, tmp_path):
     assert not result.left, result.text
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["shared", "messages"])
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=FULL)], ids=["shared", "messages"])
 def test_a_good_end_after_a_step_that_was_interrupted_is_none(apart, tmp_path):
     """A server may still wait for the rest of it."""
     body = """
 try:
-    if me == 1: threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-    train(8)
+    if me == 1: threading.Timer(0.8, os.kill, (os.getpid(), signal.SIGINT)).start()
+    train(6)
 except KeyboardInterrupt:
     print("caught", flush=True)
 """
@@ -166,12 +170,11 @@ def test_a_gradient_that_is_not_finite(nonfinite, tmp_path):
         check_failure(result, 1, "the gradient of 'w' of worker 1 is not finite")
 
 
-@pytest.mark.parametrize("mpi", MPIS)
-@pytest.mark.parametrize("launcher", ["mpirun", "ulfm"])
+@pytest.mark.parametrize(
+    ("launcher", "mpi"), [("mpirun", "mpich"), ("ulfm", "openmpi"), pytest.param("mpirun", "openmpi", marks=FULL)]
+)
 def test_a_server_is_killed(launcher, mpi, tmp_path):
     """The line names it, and the last checkpoint."""
-    if launcher == "ulfm" and mpi == "mpich":
-        pytest.skip("Open MPI's")
     body = """
 train(3)
 if me == 0:
@@ -254,8 +257,8 @@ def test_and_of_one_that_computes(tmp_path):
     assert re.search(r"rank 2 \(worker 1\) +\S+ +in Python at <string>:\d+ \(<module>\)", result.err), result.text
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["shared", "messages"])
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=FULL)], ids=["shared", "messages"])
+@pytest.mark.parametrize("servers", [pytest.param(1, marks=FULL), 2])
 def test_and_of_a_server(servers, apart, tmp_path):
     body = f"""
 train(3)
@@ -277,8 +280,8 @@ def test_stopped_in_the_middle_of_its_gradient(tmp_path):
     """The server waits for it, in the middle of a request, with the others behind it."""
     body = """
 if me == 1:
-    threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGSTOP)).start()
-if me == 0: threading.Timer(6.5, os.kill, (pid(2), signal.SIGCONT)).start()
+    threading.Timer(0.8, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+if me == 0: threading.Timer(5.8, os.kill, (pid(2), signal.SIGCONT)).start()
 train(6)
 done()
 """

@@ -1,5 +1,7 @@
 """Mode ps and what users get wrong: one clear error, before anything has moved, after which the worker can go on."""
 
+import itertools
+
 import pytest
 from harness import mpirun
 
@@ -30,67 +32,113 @@ def run(body, ranks=2, make=SGD, **env):
     return result.out
 
 
+CASES = """
+import sys
+import numpy as np
+import allred
+
+def refuses(call, *given, **named):
+    try:
+        call(*given, **named)
+    except allred.AllredError as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("no error")
+
+for number, body in enumerate(sys.argv[1:]):
+    server = allred.Server({"ps": 1, "worker": 1})
+    if allred.job_name() == "ps":
+        server.join()
+    else:
+        params, ones = {"w": np.ones(4), "b": np.ones(2)}, {"w": np.ones(4), "b": np.ones(2)}
+        try:
+            exec(body, {"np": np, "allred": allred, "params": params, "ones": ones, "refuses": refuses})
+        except BaseException:
+            print("failed:", body, file=sys.stderr)
+            raise
+        print("end of case", flush=True)
+    allred.shutdown()
+"""
+
+
+def run_cases(bodies, **env):
+    """What the worker printed in each case. All run in one job: the server returns from Server.join() after each."""
+    env |= {"ALLRED_BANNER": "0", "ALLRED_WATCHER": "0"}
+    result = mpirun(2, "-c", CASES, *bodies, env=env, timeout_s=60)
+    assert result.code == 0, result.text
+    assert "Traceback" not in result.err, result.text
+    *said, rest = result.out.split("end of case\n")
+    assert (len(said), rest) == (len(bodies), ""), result.text
+    return said
+
+
 # The worker's state is sound after each: a step does what it should.
 GOES_ON = "\nopt.step(params, ones)\nassert params['w'].tolist() == [0.5] * 4 and params['b'].tolist() == [0.5] * 2"
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        ("opt.pull({'w': np.ones(4)})", "InputError: opt.pull(): parameters differ from those that the servers have"),
-        ("opt.pull({'w': np.ones(4), 'b': np.ones(3)})", "'b' float64 (3,) where they have 'b' float64 (2,)"),
-        ("opt.pull({'w': np.ones(4), 'b': np.ones(2, 'f4')})", "'b' float32 (2,) where they have 'b' float64 (2,)"),
-        ("opt.pull({'w': np.ones(4), 'c': np.ones(2)})", "'c' float64 (2,) where they have"),
-        ("opt.pull({'w': np.ones(4), 'b': np.broadcast_to(1.0, 2)})", "opt.pull(): parameter 'b' is a read-only array"),
-        ("opt.pull({'w': np.ones(4), 'b': [1.0, 1.0]})", "opt.pull(): parameter 'b.0' is float"),
-        ("opt.broadcast({'w': np.ones(4)})", "opt.broadcast(): parameters differ from those that the servers have"),
-        ("opt.broadcast(params, root=1)", "opt.broadcast(): root=1: in mode ps"),
-        ("opt.step({'w': np.ones(5), 'b': params['b']}, {'w': np.ones(5), 'b': ones['b']})", "opt.step(): parameters"),
-        ("opt.step({'w': np.ones(4, 'f4'), 'b': params['b']}, ones)", "'w' float32 (4,) where they have 'w' float64"),
-        ("opt.step(params, {'w': np.ones(4)})", "opt.step(): params and grads differ in structure, in 'b'"),
-        ("opt.step(params, {'w': np.ones(4), 'b': 1j * np.ones(2)})", "opt.step(): 'b': dtype complex128"),
-        ("again.step(params, ones)", "again.step(): this program trains another optimizer"),
-        ("again.broadcast(params)", "again.broadcast(): this program trains another optimizer"),
-    ],
-)  # fmt: skip
-def test_wrong_arguments_are_told_before_anything_moves(call, words):
+WRONG_ARGUMENTS = [
+    ("opt.pull({'w': np.ones(4)})", "InputError: opt.pull(): parameters differ from those that the servers have"),
+    ("opt.pull({'w': np.ones(4), 'b': np.ones(3)})", "'b' float64 (3,) where they have 'b' float64 (2,)"),
+    ("opt.pull({'w': np.ones(4), 'b': np.ones(2, 'f4')})", "'b' float32 (2,) where they have 'b' float64 (2,)"),
+    ("opt.pull({'w': np.ones(4), 'c': np.ones(2)})", "'c' float64 (2,) where they have"),
+    ("opt.pull({'w': np.ones(4), 'b': np.broadcast_to(1.0, 2)})", "opt.pull(): parameter 'b' is a read-only array"),
+    ("opt.pull({'w': np.ones(4), 'b': [1.0, 1.0]})", "opt.pull(): parameter 'b.0' is float"),
+    ("opt.broadcast({'w': np.ones(4)})", "opt.broadcast(): parameters differ from those that the servers have"),
+    ("opt.broadcast(params, root=1)", "opt.broadcast(): root=1: in mode ps"),
+    ("opt.step({'w': np.ones(5), 'b': params['b']}, {'w': np.ones(5), 'b': ones['b']})", "opt.step(): parameters"),
+    ("opt.step({'w': np.ones(4, 'f4'), 'b': params['b']}, ones)", "'w' float32 (4,) where they have 'w' float64"),
+    ("opt.step(params, {'w': np.ones(4)})", "opt.step(): params and grads differ in structure, in 'b'"),
+    ("opt.step(params, {'w': np.ones(4), 'b': 1j * np.ones(2)})", "opt.step(): 'b': dtype complex128"),
+    ("again.step(params, ones)", "again.step(): this program trains another optimizer"),
+    ("again.broadcast(params)", "again.broadcast(): this program trains another optimizer"),
+]  # fmt: skip
+
+
+def test_wrong_arguments_are_told_before_anything_moves():
     again = "again = allred.distributed(allred.optim.SGD(lr=0.5), name='again')\n"
-    called, given = call.split("(", 1)
-    body = f"opt.broadcast(params)\n{again}print(refuses({called}, {given}){GOES_ON}"
-    assert words in run(body)
+    bodies = []
+    for call, _ in WRONG_ARGUMENTS:
+        called, given = call.split("(", 1)
+        bodies.append(f"{SGD}\nopt.broadcast(params)\n{again}print(refuses({called}, {given}){GOES_ON}")
+    for (call, words), said in zip(WRONG_ARGUMENTS, run_cases(bodies), strict=True):
+        assert words in said, call
 
 
 TIED = "both = np.ones(4)\ntied = {'out': both, 'in': both, 'other': np.ones(4)}\n"
 PARTS = "both = np.ones(6)\ntied = {'out': both[:4], 'in': both[2:], 'other': np.ones(4)}\n"
 
 
-@pytest.mark.parametrize("tied", [TIED, PARTS], ids=["the same array", "overlapping views"])
-@pytest.mark.parametrize("call", ["opt.broadcast, tied", "opt.step, tied, {key: ones['w'] for key in tied}"])
-def test_tied_parameters_are_refused(tied, call):
+def test_tied_parameters_are_refused():
     """Each would lose the other's gradient: the pull writes both into the same memory."""
-    said = run(f"{tied}print(refuses({call})){GOES_ON}")
-    assert "parameters 'in' and 'out' share memory" in said
-    assert "with the sum of its gradients" in said
+    calls = ["opt.broadcast, tied", "opt.step, tied, {key: ones['w'] for key in tied}"]
+    cases = list(itertools.product([TIED, PARTS], calls))
+    bodies = [f"{SGD}\n{tied}print(refuses({call})){GOES_ON}" for tied, call in cases]
+    for case, said in zip(cases, run_cases(bodies), strict=True):
+        assert "parameters 'in' and 'out' share memory" in said, case
+        assert "with the sum of its gradients" in said, case
 
 
-@pytest.mark.parametrize(
-    ("lr", "words"),
-    [
-        ("'x'", "InputError: opt.step(): lr must be a finite number >= 0, but is 'x'"),
-        ("-1.0", "lr must be a finite number >= 0, but is -1.0"),
-        ("float('nan')", "lr must be a finite number >= 0, but is nan"),
-        ("lambda step: 0.5", "opt.step(): lr was changed to a schedule, and the servers do not hear of it"),
-    ],
-)  # fmt: skip
-def test_a_learning_rate_that_cannot_be_sent(lr, words):
-    body = f"opt.broadcast(params)\nopt.optimizer.lr = {lr}\nprint(refuses(opt.step, params, ones))\n"
-    assert words in run(body + "opt.optimizer.lr = 0.5" + GOES_ON)
+LEARNING_RATES = [
+    ("'x'", "InputError: opt.step(): lr must be a finite number >= 0, but is 'x'"),
+    ("-1.0", "lr must be a finite number >= 0, but is -1.0"),
+    ("float('nan')", "lr must be a finite number >= 0, but is nan"),
+    ("lambda step: 0.5", "opt.step(): lr was changed to a schedule, and the servers do not hear of it"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("lr", ["0", "np.float32(0)", "np.array(0.0)"])
-def test_a_learning_rate_may_be_any_number(lr):
-    body = f"opt.broadcast(params)\nopt.optimizer.lr = {lr}\nopt.step(params, ones)\nprint(params['w'])"
-    assert run(body) == "[1. 1. 1. 1.]\n"
+def test_a_learning_rate_that_cannot_be_sent():
+    bodies = [
+        f"{SGD}\nopt.broadcast(params)\nopt.optimizer.lr = {lr}\nprint(refuses(opt.step, params, ones))\n"
+        f"opt.optimizer.lr = 0.5{GOES_ON}"
+        for lr, _ in LEARNING_RATES
+    ]
+    for (lr, words), said in zip(LEARNING_RATES, run_cases(bodies), strict=True):
+        assert words in said, lr
+
+
+def test_a_learning_rate_may_be_any_number():
+    body = SGD + "\nopt.broadcast(params)\nopt.optimizer.lr = {}\nopt.step(params, ones)\nprint(params['w'])"
+    bodies = [body.format(lr) for lr in ("0", "np.float32(0)", "np.array(0.0)")]
+    assert run_cases(bodies) == ["[1. 1. 1. 1.]\n"] * 3
 
 
 def test_a_users_own_optimizer_may_have_any_lr():
@@ -112,14 +160,14 @@ def test_hyper_parameters_are_the_same_on_all_ranks_and_servers():
     assert "worker 0 has SGD(momentum=0.5" in said
 
 
-@pytest.mark.parametrize(
-    ("word", "policy"), [("sync", "Sync("), ("bounded", "Bounded(staleness=7)"), ("async", "Async()")]
-)
-def test_a_policy_may_be_given_in_a_word(word, policy):
-    make = f"opt = allred.distributed(allred.optim.SGD(lr=0.5), consistency='{word}')"
-    body = "opt.broadcast(params)\nfrom allred import world\nprint(opt._options.policy(world.config()))"
-    assert run(body + GOES_ON, make=make, ALLRED_STALENESS="7").startswith(policy)
-    said = run("import allred.modes.options as o\nprint(refuses(o.StepOptions, 'opt', consistency='some'))")
+def test_a_policy_may_be_given_in_a_word():
+    make = "opt = allred.distributed(allred.optim.SGD(lr=0.5), consistency='{}')\n"
+    body = make + "opt.broadcast(params)\nfrom allred import world\nprint(opt._options.policy(world.config()))"
+    policies = {"sync": "Sync(", "bounded": "Bounded(staleness=7)", "async": "Async()"}
+    wrong = "import allred.modes.options as o\nprint(refuses(o.StepOptions, 'opt', consistency='some'))"
+    *found, said = run_cases([*(body.format(word) + GOES_ON for word in policies), wrong], ALLRED_STALENESS="7")
+    for policy, described in zip(found, policies.values(), strict=True):
+        assert policy.startswith(described)
     assert "consistency='some' must be allred.ps.Async()" in said
 
 
@@ -132,7 +180,7 @@ def test_no_samples_are_no_gradient():
 
 def test_a_nest_that_contains_itself():
     said = run("params['w'] = params\nprint(refuses(opt.broadcast, params))")
-    assert "opt.broadcast(): a nest of parameters is too deep, or contains itself" in said
+    assert "opt.broadcast(): a nest of parameters is too deep or contains itself; flatten it" in said
 
 
 def test_two_threads_at_once():

@@ -52,8 +52,8 @@ def test_all_others_have_ended(tmp_path):
 
 def test_a_slow_worker_that_trains_on_is_not_late(tmp_path):
     """The worker trains for longer than the time limit, and makes steps in shorter intervals than the limit."""
-    body = "train(2)\nif me == 1: train(50, 0.3)\ndone()"
-    result = job(tmp_path, body, 2, 1, **LIMITS | {"timeout_s": 8, "stall_warning_s": 8})
+    body = "train(2)\nif me == 1: train(35, 0.2)\ndone()"
+    result = job(tmp_path, body, 2, 1, **LIMITS | {"timeout_s": 6, "stall_warning_s": 6})
     check_end(result, 0)
     assert done(result) == {0, 1}, result.text
     assert "has waited for" not in result.err, result.text
@@ -80,12 +80,12 @@ class Slow:
     count = 0
     def step(self, params, grads):
         self.count += 1
-        time.sleep(0.6 if self.count > 2 else 0)
+        time.sleep(0.3 if self.count > 2 else 0)
         params["w"] -= grads["w"]
 opt = allred.distributed(Slow())
 opt.broadcast(params)
-if me == 1: threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGSTOP)).start()
-for _ in range(8): opt.step(params, ones)
+if me == 1: threading.Timer(0.8, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+for _ in range(6): opt.step(params, ones)
 print("done", me, flush=True)
 """
     result = job(tmp_path, "", 3, 1, False, 2_000_000, own, worker_failure="go_on", **LIMITS | {"timeout_s": 5})

@@ -14,7 +14,7 @@ PROGRAM = pathlib.Path(__file__).with_name("supervisor_program.py")
     ("way", "mode", "mpi", "code", "steps"),
     [
         ("end", "sync", "mpich", 0, {6}),
-        ("exit 3", "sync", "mpich", 3, {3}),
+        pytest.param("exit 3", "sync", "mpich", 3, {3}, marks=pytest.mark.full),
         ("SIGTERM", "sync", "mpich", 0, {4}),
         ("raise, then stop", "sync", "mpich", 1, {3}),
         ("raise", "sync", "openmpi", 1, {3}),
