@@ -186,7 +186,7 @@ def _wrap_class(target: type, options: StepOptions) -> type[DistributedOptimizer
         __wrapped__ = target
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(target(*args, **kwargs), options)
+            super().__init__(target(*args, **kwargs), **vars(options))
 
     for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(Distributed, attribute, getattr(target, attribute))
@@ -197,7 +197,9 @@ def _wrap(target: Any, options: StepOptions) -> Any:
     if issubclass(target if isinstance(target, type) else type(target), DistributedOptimizer):
         raise TypeError("this optimizer is distributed already; wrapping it twice would average twice")
     if _steps(target):
-        return _wrap_class(target, options) if inspect.isclass(target) else DistributedOptimizer(target, options)
+        return (
+            _wrap_class(target, options) if inspect.isclass(target) else DistributedOptimizer(target, **vars(options))
+        )
     torch = type(target).__module__.startswith("torch.")
     raise TypeError(
         f"allred.distributed cannot wrap {target!r}: it takes an object with step(params, grads); a class with such a "

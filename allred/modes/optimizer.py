@@ -39,15 +39,15 @@ def _deprecated(old: str, new: str) -> property:
 class DistributedOptimizer:
     """The result of `allred.distributed`: an optimizer whose `step` uses the gradients of all ranks.
 
-    `optimizer` is the wrapped optimizer. See `allred.distributed` for the arguments.
+    optimizer: the wrapped optimizer. op, options: the arguments of `allred.distributed`.
     """
 
-    def __init__(self, optimizer: Any, options: StepOptions) -> None:
-        self._options = options
-        self.optimizer, self.name, self.process_set = optimizer, options.name, options.process_set
-        self._accumulator = Accumulator(options.accumulate)
-        self._clipper = Clipper(options.clip_norm, options.scaler, options.name)
-        self._matcher = Matcher(options.title)
+    def __init__(self, optimizer: Any, op: ReduceOp = ReduceOp.AVERAGE, **options: Any) -> None:
+        self._options = StepOptions(op=op, **options)
+        self.optimizer, self.name, self.process_set = optimizer, self._options.name, self._options.process_set
+        self._accumulator = Accumulator(self._options.accumulate)
+        self._clipper = Clipper(self._options.clip_norm, self._options.scaler, self.name)
+        self._matcher = Matcher(self._options.title)
         self._samples = SampleCount()
         self._updates = updates_of(optimizer)  # also counts the updates of an optimizer whose wrapper is never used
         self._chosen: SyncMode | ServersMode | None = None

@@ -31,6 +31,7 @@ def test_an_object_a_class_and_a_class_with_arguments(world):
         allred.distributed(Descent(lr=0.5)),
         allred.distributed(Descent)(lr=0.5),
         allred.distributed(op=allred.Sum, name="mine")(Descent)(0.5),
+        allred.DistributedOptimizer(Descent(lr=0.5), op=allred.Sum, name="mine", bucket_bytes="1MiB"),
     ]
     for opt in made:
         params = [np.ones(3), np.ones(())]

@@ -8,7 +8,6 @@ from allred.cluster import topology
 from allred.compat.tf1.training_session import warn_ignored
 from allred.errors import InputError, NotInitializedError
 from allred.modes.optimizer import DistributedOptimizer
-from allred.modes.options import StepOptions
 from allred.ps import context
 from allred.ps.consistency import Sync
 from allred.session.hooks import Hook
@@ -52,7 +51,7 @@ class SyncReplicasOptimizer(DistributedOptimizer):
         policy = Sync(replicas_to_aggregate, total_num_replicas or None)
         self._tracked: Any = None  # the nest of parameters given to `broadcast`
         _check_without_servers(policy)
-        super().__init__(opt, StepOptions(name, consistency=policy))
+        super().__init__(opt, name=name, consistency=policy)
 
     def broadcast(self, params: Any, root: int | None = None) -> None:
         """See `allred.DistributedOptimizer.broadcast`."""
