@@ -216,7 +216,7 @@ def test_process_sets_have_data_of_their_own(rank, size):
     mine = sets[rank > 0]
     own = {"rank": mine.rank(), "size": mine.size()}
     training, all_together = Training(process_set=mine), Training()
-    for _ in batches(100 + 100 * (rank > 0), seed=rank > 0, epochs=1 + (rank == 0), **own):
+    for _ in batches(100 + 100 * (rank > 0), seed=int(rank > 0), epochs=1 + (rank == 0), **own):
         training.step()
         all_together.step()
     assert training.steps == 10
