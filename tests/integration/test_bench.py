@@ -23,9 +23,9 @@ TINY = ("--seconds", "0", "--json")
 # `small` has 1000 tensors, and `mlp` 8 MB: on a busy machine a step takes up to a second.
 FEW = """
 import sys
-from allred.bench import command, measure, overlap, sets
+from allred.bench import command, measure, overlap, verify
 measure.TURN_S, overlap.BUSY_S, overlap.PEER_CALLS = 1e-3, 0.02, 10
-sets.SETS["small"] = sets.OVERLAP_SETS["mlp"] = lambda: [(256,)] * 10
+verify.SETS["small"] = verify.OVERLAP_SETS["mlp"] = lambda: [(256,)] * 10
 sys.exit(command.main(sys.argv[1:]))
 """
 
