@@ -65,7 +65,7 @@ class Watcher:
             self._listener = Listener(self._selector, tcp, PURPOSE, settings["token"], self._accept_watcher)
 
     def run(self) -> None:
-        """Run until all ranks of this node have died or left."""
+        """Run until all ranks of this node have died or left, and on the chief's node all other watchers have ended."""
         now = time.monotonic()
         while not self._is_done(now):
             now = time.monotonic()  # if this process gets no core now, deaths before this time are still handled first
@@ -84,6 +84,8 @@ class Watcher:
             self._delete_shm_files()
 
     def _is_done(self, now: float) -> bool:
+        if self._links:  # ranks of other nodes are still leaving, or there are deaths to report
+            return False
         complete = len(self._ranks) == self._settings["ranks"] or now > self._give_up_at
         if not all(rank.gone for rank in self._ranks.values()):
             return False

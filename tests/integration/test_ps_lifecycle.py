@@ -304,3 +304,25 @@ def test_parameters_and_state_pass_between_any_number_of_servers_and_mode_sync(m
         assert [step for step, _ in restored] == ["None", *(str(3 * n) for n in range(1, len(numbers)))], result.text
         assert [digests for _, digests in restored[1:]] == saved[:-1], (name, result.text)
         assert len(set(saved)) == len(numbers), (name, result.text)
+
+
+SLOW_TO_LEAVE = """
+import time
+import allred
+from allred.watch import start
+
+stop = start.stop
+server = allred.Server({"ps": 1, "worker": 2})
+if allred.job_name() == "ps":
+    server.join()
+else:  # the server on the chief's node leaves first
+    start.stop = lambda: (time.sleep(0.5), stop())
+allred.shutdown()
+"""
+
+
+def test_ranks_that_leave_after_the_chiefs_node_print_nothing():
+    """Regression: the chief's watcher ended before the watchers of other nodes, which reported that they had lost it."""
+    result = mpirun(3, "-c", SLOW_TO_LEAVE, env={"ALLRED_BANNER": "0", "ALLRED_PRETEND_NODES": "1,1,1"})
+    check_end(result, 0)
+    assert result.err == "", result.text
