@@ -5,7 +5,7 @@ that in 0.1 us per tensor, or 0.5 us for tensors on a GPU. All other input takes
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,15 +18,8 @@ from allred.gpu.device_arrays import compute
 from allred.modes.reducer import takes_gpu, tensor_of
 from allred.validators import integer
 
-
-class Matched(NamedTuple):
-    """See `StepInput`."""
-
-    tensors: list[Tensor]
-    leaves: list[Any]
-    values: list[Any]
-    problem: str = ""
-    plain: bool = False
+# tensors, leaves, values, problem, plain of a `StepInput`. A tuple: one is made in each step.
+Matched = tuple[list[Tensor], list[Any], list[Any], str, bool]
 
 
 class Matcher:
@@ -47,7 +40,7 @@ class Matcher:
         try:
             matched = _match_leaves(nest.leaves(params), nest.leaves(grads))
         except InputError as error:
-            matched = Matched([], [], [], str(error))
+            matched = [], [], [], str(error), False
         tensors, leaves, values, problem, _ = matched
         if not self._warned_float64 and not problem:
             self._warn_float64(tensors, leaves, values)
@@ -59,7 +52,7 @@ class Matcher:
         if plain or self._on_gpu:
             self._tensors = tensors
             self._keys = sorted(params, key=str) if type(params) is dict else None
-        return matched._replace(plain=plain)
+        return tensors, leaves, values, problem, plain
 
     def _warn_float64(self, tensors: list[Tensor], leaves: list[Any], values: list[Any]) -> None:
         """Print one warning if gradients are float64 and their parameters float32."""
@@ -92,9 +85,9 @@ class Matcher:
             return None
         if self._on_gpu is None:
             matches = native.match(self._tensors, leaves, values)
-            return Matched(self._tensors, leaves, values, plain=True) if matches else None
+            return (self._tensors, leaves, values, "", True) if matches else None
         if takes_gpu() and self._on_gpu == _layouts(leaves, values):
-            return Matched(list(self._tensors), leaves, values)
+            return list(self._tensors), leaves, values, "", False
         return None
 
 
@@ -127,7 +120,7 @@ def _match_leaves(params: list[nest.Leaf], grads: list[nest.Leaf]) -> Matched:
         if got.shape != expected.shape:
             raise InputError(f"the gradient of {expected} has shape {got.shape}")
         tensors.append(expected if isinstance(grad, (int, float)) else got)  # Python numbers have no dtype
-    return Matched(tensors, [leaf for _, leaf in params], [grad for _, grad in grads])
+    return tensors, [leaf for _, leaf in params], [grad for _, grad in grads], "", False
 
 
 def parameter(name: str, leaf: Any) -> Tensor:

@@ -116,7 +116,7 @@ class StepHandler:
             with span(kind, "", nbytes, self._rows[worker]):
                 yield from self._push(worker, port, shard, flags, dropped, given)
             if given:  # reply before counting, so that the worker continues sooner
-                self._reply(port, step + 1, 0, staleness)
+                self._reply(port, shard, step + 1, 0, staleness)
                 self._count_pull(worker, port, shard)
             self.statistics.bytes_in += shard.bytes_up
             if not dropped and not flags & protocol.INIT:
@@ -133,7 +133,7 @@ class StepHandler:
             return
         if flags & protocol.PULL:
             yield from self._give(worker, port, shard)
-        self._reply(port, step + 1, protocol.DROPPED if dropped else 0, staleness)
+        self._reply(port, shard, step + 1, protocol.DROPPED if dropped else 0, staleness)
 
     def release(self) -> None:
         """Let the workers continue that may."""
@@ -146,9 +146,10 @@ class StepHandler:
             self.turns.append(Turn(worker, steps))
 
     def _continue(self, worker: int, port: Any, asked: int, step: int, flags: int, staleness: int) -> Steps[None]:
+        shard = self.require_shard()
         if asked & protocol.PULL:
-            yield from self._give(worker, port, self.require_shard())
-        self._reply(port, step, flags, staleness)
+            yield from self._give(worker, port, shard)
+        self._reply(port, shard, step, flags, staleness)
 
     def describe_waits(self) -> str:
         """Return which workers wait for which, as text; "" if none waits."""
@@ -182,10 +183,10 @@ class StepHandler:
         assert self.shard is not None, "a request arrived before the registration"
         return self.shard
 
-    def _reply(self, port: Any, step: int, flags: int, staleness: int) -> None:
+    def _reply(self, port: Any, shard: Shard, step: int, flags: int, staleness: int) -> None:
         if self.draining:
             flags |= protocol.DRAINING
-        port.answer(protocol.pack_reply(flags, step, self.require_shard().version, staleness))
+        port.answer(protocol.pack_reply(flags, step, shard.version, staleness))
 
     # Receiving gradients.
 
