@@ -345,8 +345,18 @@ def test_ranks_that_have_joined_are_left_out(monkeypatch):
     if comm.rank == 0:
         while comm.join(0).wait() is None:
             pass
-        return
-    few = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Excl([0]))
+    else:
+        few = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Excl([0]))
+        subgroup = _check_without_rank_0(comm, few)
+        subgroup.barrier().wait()
+        subgroup.close()
+        few.Free()
+    comm.barrier().wait()
+    comm.close()
+
+
+def _check_without_rank_0(comm, few):
+    """few: MPI communicator of the ranks that have not joined. Return allred's communicator of these ranks."""
 
     def make_subgroup(ranks):
         yield from ()
@@ -358,11 +368,13 @@ def test_ranks_that_have_joined_are_left_out(monkeypatch):
     comm.make_subgroup = make_subgroup
     x = comm.allreduce(on_gpu(np.full(3, comm.rank, np.float32)), allred.Average).wait()
     np.testing.assert_array_equal(host(x), np.full(3, sum(range(1, comm.size)) / (comm.size - 1), np.float32))
-    assert comm.active.ranks == tuple(range(1, comm.size))
+    subgroup = comm.active
+    assert subgroup.ranks == tuple(range(1, comm.size))
     for operation in (comm.alltoall, comm.reducescatter):
         with pytest.raises(InputError, match="some rows are for rank 0, which joined before"):
             operation(on_gpu(np.ones(comm.size, np.float32))).wait()
     comm.join(1).wait()
+    return subgroup
 
 
 class Model:
