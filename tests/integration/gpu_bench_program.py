@@ -1,5 +1,6 @@
-"""`python -m allred bench` with --device cuda, on a GPU that is a stand-in (tests/parallel/standin_gpu.py)."""
+"""Runs `python -m allred bench` for each command in a JSON list, with a stand-in GPU (tests/parallel/standin_gpu.py)."""
 
+import json
 import pathlib
 import sys
 
@@ -23,4 +24,6 @@ startup.select_devices = lambda *_: (True, "")
 startup.add_devices = lambda communicator, *_: add_device(
     communicator, standin_gpu.Device(MPI.COMM_WORLD.Dup()), staged=False
 )
-sys.exit(command.main(sys.argv[1:]))
+for words in json.loads(sys.argv[1]):
+    if code := command.main(words):
+        sys.exit(code)
