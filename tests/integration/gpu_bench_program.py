@@ -1,4 +1,4 @@
-"""Runs `python -m allred bench` for each command in a JSON list, with a stand-in GPU (tests/parallel/standin_gpu.py)."""
+"""Runs bench for each command in a JSON list, with a stand-in for the GPU (tests/parallel/standin_gpu.py)."""
 
 import json
 import pathlib
