@@ -1,5 +1,6 @@
 """The safety net of tests/parallel: a rank that fails or hangs ends the run, with that rank's traceback."""
 
+import re
 import shutil
 
 import pytest
@@ -8,7 +9,7 @@ from harness import ROOT, mpirun
 MPIS = ["mpich", "openmpi"]
 
 
-def pytest_under_mpirun(mpi, tmp_path, test, limit_s=3, ranks=2):
+def pytest_under_mpirun(mpi, tmp_path, test, limit_s, ranks=2):
     for file in ("conftest.py", "covering.py"):
         shutil.copy(ROOT / "tests" / file, tmp_path)
     (tmp_path / "parallel").mkdir()
@@ -21,27 +22,31 @@ def pytest_under_mpirun(mpi, tmp_path, test, limit_s=3, ranks=2):
     return mpirun(ranks, *pytest_, mpi=mpi, timeout_s=40, cwd=tmp_path)
 
 
+FAILURES = """
+odd = lambda rank: rank != 1
+@pytest.fixture
+def setup(rank):
+    assert odd(rank), "odd in setup"
+@pytest.fixture
+def teardown(rank):
+    yield
+    assert odd(rank), "odd in teardown"
+def test_alone(rank): assert odd(rank), "odd in the test"
+def test_setup(setup): allred.barrier()
+def test_teardown(teardown): allred.barrier()
+def test_good(): allred.barrier()
+"""
+
+
 @pytest.mark.parametrize("mpi", MPIS)
-def test_a_rank_that_fails_alone(mpi, tmp_path):
-    result = pytest_under_mpirun(
-        mpi, tmp_path, "def test_x(rank):\n    assert rank != 2, 'odd one'\ndef test_y(): pass\n", ranks=3
-    )
+def test_a_rank_that_fails_alone_in_a_test_or_a_fixture(mpi, tmp_path):
+    """No rank goes on to the barrier behind the failure, and all ranks run the next test."""
+    result = pytest_under_mpirun(mpi, tmp_path, FAILURES, limit_s=60)
     assert result.code == 1, result.text
-    assert "--- rank 2" in result.out, result.text
-    assert "AssertionError: odd one" in result.out, result.text
-    assert "1 failed, 1 passed" in result.out, result.text
-
-
-@pytest.mark.parametrize("phase", ["setup", "teardown"])
-def test_a_rank_that_fails_in_a_fixture(phase, tmp_path):
-    odd = "assert rank != 1, 'odd one'"
-    before, after = (odd, "") if phase == "setup" else ("", odd)
-    fixture = f"@pytest.fixture\ndef odd(rank):\n    {before}\n    yield\n    {after}\n"
-    test = f"{fixture}def test_x(odd): allred.barrier()\ndef test_y(): pass\n"
-    result = pytest_under_mpirun("mpich", tmp_path, test, limit_s=30)
-    assert result.code != 0, result.text
-    assert "odd one" in result.text, result.text
-    assert "rank 1" in result.text, result.text
+    for place in ("the test", "setup", "teardown"):
+        assert re.search(rf"--- rank 1\n(?:(?!--- ).*\n)*.*AssertionError: odd in {place}", result.out), result.text
+    assert "1 failed, 2 passed" in result.out, result.text
+    assert "2 errors" in result.out, result.text
 
 
 @pytest.mark.parametrize("mpi", MPIS)
@@ -55,8 +60,9 @@ def test_a_rank_that_fails_while_the_others_wait_for_it(mpi, tmp_path):
 
 @pytest.mark.parametrize("mpi", MPIS)
 def test_a_rank_that_hangs(mpi, tmp_path):
-    test = "def test_x(rank):\n    while rank == 1: time.sleep(0.1)\n    allred.barrier()\n"
-    result = pytest_under_mpirun(mpi, tmp_path, test)
+    hangs = "@pytest.mark.limit(2)\ndef test_x(rank):\n    while rank == 1: time.sleep(0.1)\n    allred.barrier()\n"
+    test = f"def test_w(): pass  # starts MPI, within another limit\n{hangs}"
+    result = pytest_under_mpirun(mpi, tmp_path, test, limit_s=60)
     assert result.code != 0, result.text
     assert "Timeout" in result.err, result.text
-    assert 'test_it.py", line 4 in test_x' in result.err, result.text
+    assert 'test_it.py", line 6 in test_x' in result.err, result.text

@@ -1,7 +1,5 @@
 """allred.Server in the world that mpirun has made, and alone. Started by hand: test_rendezvous.py."""
 
-import json
-
 import pytest
 from harness import mpirun, python
 
@@ -17,97 +15,75 @@ class Mine:                     # the server has it by its name, from its own co
     def state_dict(self): return {}
     def load_state_dict(self, state): pass
 
-cluster = allred.ClusterSpec({"worker": 2, "ps": 1})
-server = allred.Server(cluster)
-print(allred.job_name(), allred.task_index(), allred.is_chief(), server.target, flush=True)
-if allred.job_name() == "ps":
-    server.join()
-    print("served", flush=True)
-else:
-    params = {"w": np.zeros(3)}
-    opt = allred.distributed(Mine(0.5), consistency="sync")
-    opt.broadcast(params)
-    opt.step(params, {"w": np.full(3, 2.0 * allred.task_index())})
-    print("w", params["w"][0], flush=True)
-"""
-
-
-@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
-def test_a_server_that_joins_serves_with_worker_0_s_optimizer_and_policy(mpi):
-    result = mpirun(3, "-c", TRAIN, mpi=mpi)
-    assert result.code == 0, result.text
-    lines = sorted(result.out.splitlines())
-    assert lines == [
-        "ps 0 False allred:///job:ps/task:0",
-        "served",
-        "w -0.5",
-        "w -0.5",
-        "worker 0 True allred:///job:worker/task:0",
-        "worker 1 False allred:///job:worker/task:1",
-    ], result.text
-
-
-def test_a_server_that_joins_where_nobody_trains():
-    code = "import allred\nserver = allred.Server({'ps': 1, 'worker': 1})\n"
-    result = mpirun(2, "-c", code + "if allred.job_name() == 'ps': server.join(); print('served')")
-    assert (result.code, result.out) == (0, "served\n"), result.text
-
-
-AGAIN = """
-import numpy as np
-import allred
-
 old = None
-for part in range(2):
-    server = allred.Server({"ps": 1, "worker": 2})
+for part in range(3):
+    server = allred.Server({"ps": 1, "worker": WORKERS})
+    if part == 0:
+        print(allred.job_name(), allred.task_index(), allred.is_chief(), server.target, flush=True)
     if allred.job_name() == "ps":
         SERVES
         print(f"served {part}", flush=True)
-    else:
+    elif part < 2:  # then nobody trains
         params = {"w": np.zeros(3)}
         if old is not None:
             try:
                 old.step(params, params)
             except allred.AllredError as error:
                 print(f"old: {error}", flush=True)
-        old = opt = allred.distributed(allred.optim.SGD(0.5), consistency="sync")
+        old = opt = allred.distributed(Mine(0.5), consistency="sync")
         opt.broadcast(params)
-        opt.step(params, {"w": np.ones(3) + part})
+        opt.step(params, {"w": np.full(3, 2.0 * allred.task_index() + part)})
         print(f"w {part} {params['w'][0]}", flush=True)
     allred.shutdown()
 """
 
 
 @pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
-def test_init_works_after_shutdown_if_the_servers_return_from_join(mpi):
-    result = mpirun(3, "-c", AGAIN.replace("SERVES", "server.join()"), mpi=mpi)
+def test_join_serves_with_worker_0_s_optimizer_and_policy_and_returns_also_where_nobody_trains(mpi):
+    """Three times in the same processes: init() works after shutdown(), because the server returns from join()."""
+    result = mpirun(3, "-c", TRAIN.replace("WORKERS", "2").replace("SERVES", "server.join()"), mpi=mpi)
     assert result.code == 0, result.text
     left = "old: this worker has left the parameter servers (allred.shutdown()); make a new optimizer with "
     assert sorted(result.out.splitlines()) == [
-        *[f"{left}allred.distributed"] * 2, "served 0", "served 1", "w 0 -0.5", "w 0 -0.5", "w 1 -1.0", "w 1 -1.0",
-    ], result.text  # fmt: skip
+        *[f"{left}allred.distributed"] * 2,
+        "ps 0 False allred:///job:ps/task:0",
+        "served 0",
+        "served 1",
+        "served 2",
+        "w 0 -0.5",
+        "w 0 -0.5",
+        "w 1 -1.0",
+        "w 1 -1.0",
+        "worker 0 True allred:///job:worker/task:0",
+        "worker 1 False allred:///job:worker/task:1",
+    ], result.text
 
 
 def test_init_after_shutdown_is_an_error_if_the_servers_have_ended():
-    result = mpirun(3, "-c", AGAIN.replace("SERVES", "allred.distributed(allred.optim.SGD(0.5), consistency='sync')"))
+    serves = "allred.distributed(Mine(0.5), consistency='sync')"
+    result = mpirun(2, "-c", TRAIN.replace("WORKERS", "1").replace("SERVES", serves))
     assert result.code == 1, result.text
     assert "the parameter servers have left, and their programs have ended" in result.err, result.text
     assert "served" not in result.out
 
 
-@pytest.mark.parametrize(
-    ("cluster", "given", "words"),
-    [
-        ({"ps": 1, "worker": 3}, "", "the launcher started 2 processes, but the cluster has 4 tasks"),
-        ({"ps": 1, "worker": 1}, ", 'worker', 0", "this is rank 0 of mpirun, /job:ps/task:0; got /job:worker/task:0"),
-    ],
-)
-def test_a_cluster_that_is_not_what_mpirun_started(cluster, given, words):
-    result = mpirun(
-        2, "-c", f"import allred\nallred.Server({cluster}{given})\nallred.distributed(allred.optim.SGD(1.0))"
-    )
+NOT_STARTED = """
+import allred
+try:
+    allred.Server({"ps": 1, "worker": 3})
+except allred.ConfigError as error:
+    print(error)
+allred.Server({"ps": 1, "worker": 1}, "worker", 0)
+allred.distributed(allred.optim.SGD(1.0))
+"""
+
+
+def test_a_cluster_or_a_task_that_is_not_what_mpirun_started():
+    result = mpirun(2, "-c", NOT_STARTED)
     assert result.code == 1, result.text
-    assert words in result.err, result.text
+    words = "the launcher started 2 processes, but the cluster has 4 tasks"
+    assert result.out.count(words) == 2, result.text
+    assert "this is rank 0 of mpirun, /job:ps/task:0; got /job:worker/task:0" in result.err, result.text
 
 
 REFUSED = [
@@ -140,60 +116,74 @@ def test_what_is_refused_at_once():
         assert words in line, result.text
 
 
+ALONE = """
+import json, os
+import allred
+
+def show(server):
+    print(allred.job_name(), allred.task_index(), allred.size(), server.target)
+    server.join()
+    allred.shutdown()
+
+show(allred.Server.create_local_server())
+show(allred.Server({"ml": ["localhost:2222"]}, "ml"))
+chief = {"cluster": {"chief": ["localhost:2222"]}, "task": {"type": "chief", "index": 0}}
+os.environ["TF_CONFIG"] = json.dumps(chief)
+show(allred.Server.from_tf_config())
+"""
+
+
 def test_alone():
-    code = "import allred\ns = {}\nprint(allred.job_name(), allred.task_index(), allred.size(), s.target)\ns.join()"
-    result = python("-c", code.format("allred.Server.create_local_server()"))
-    assert result.out == "local 0 1 allred:///job:local/task:0\n", result.text
-    result = python("-c", code.format("allred.Server({'ml': ['localhost:2222']}, 'ml')"))
-    assert result.out == "ml 0 1 allred://localhost:2222/job:ml/task:0\n", result.text
-    tf_config = json.dumps({"cluster": {"chief": ["localhost:2222"]}, "task": {"type": "chief", "index": 0}})
-    result = python("-c", code.format("allred.Server.from_tf_config()"), env={"TF_CONFIG": tf_config})
-    assert result.out == "worker 0 1 allred://localhost:2222/job:worker/task:0\n", result.text
+    result = python("-c", ALONE)
+    assert result.out.splitlines() == [
+        "local 0 1 allred:///job:local/task:0",
+        "ml 0 1 allred://localhost:2222/job:ml/task:0",
+        "worker 0 1 allred://localhost:2222/job:worker/task:0",
+    ], result.text
 
 
 VARIABLES = """
 import numpy as np
 import allred
 
-cluster = allred.ClusterSpec({"ps": 2, "worker": 2})
-server = allred.Server(cluster)
-if allred.job_name() == "ps":
-    server.join()
-else:
+def train(server, **options):
     with allred.device(allred.replica_device_setter(cluster=cluster)):
         w = allred.variable(np.zeros(1000), name="weights")
         step = allred.variable(0, name="step")
         b = allred.variable(np.zeros(10), name="bias")
-    with allred.device("/job:ps/task:SERVER"):
+    with allred.device(f"/job:ps/task:{server}"):
         late = allred.variable(0.0)
     model = [w, {"b": b, "late": late}]
-    opt = allred.distributed(allred.optim.SGD(1.0), consistency="sync"MORE)
+    opt = allred.distributed(allred.optim.SGD(1.0), consistency="sync", **options)
     opt.broadcast(model)
     opt.step(model, [np.ones(1000), {"b": np.ones(10), "late": 2.0}])
-    print(w[0], b[0], float(late))
+    print(w[0], b[0], float(late), flush=True)
+
+cluster = allred.ClusterSpec({"ps": 2, "worker": 2})
+for part in range(3):
+    server = allred.Server(cluster)
+    if allred.job_name() == "ps":
+        server.join()
+    else:
+        try:
+            train(allred.task_index() if part == 2 else 1, **{"placement": "bytes"} if part == 1 else {})
+        except allred.InputError as error:
+            print(error, flush=True)
+    allred.shutdown()
 """
 
 
-def test_variables_live_where_allred_device_has_put_them():
-    result = mpirun(4, "-c", VARIABLES.replace("SERVER", "1").replace("MORE", ""))
-    assert (result.code, result.out) == (0, "-1.0 -1.0 -2.0\n" * 2), result.text
+def test_variables_live_where_allred_device_has_put_them_if_that_is_clear():
+    """Parts of a job: good places, a placement besides, and different places on the workers, which end the job."""
+    result = mpirun(4, "-c", VARIABLES)
+    assert result.code == 1, result.text
+    words = "opt.broadcast(): '0' was made inside allred.device, and allred.distributed was given a placement"
+    assert (result.out.count("-1.0 -1.0 -2.0\n"), result.out.count(words)) == (2, 2), result.text
+    words = "allred.device around variables, or a function given as placement, must say the same on all ranks"
+    assert words in result.err, result.text
     for line in (
         "server 0: 2 tensors, 8.08 kB, 99.9%", "server 1: 1 tensor, 8 B, 0.1%", "weights: /job:ps/task:0/cpu:0",
         "bias: /job:ps/task:0/cpu:0", "1.late: /job:ps/task:1/cpu:0",
         "given a server, but not among the parameters of this optimizer, so they stay here: 'step'",
     ):  # fmt: skip
         assert f"allred: {line}\n" in result.err, result.text
-
-
-@pytest.mark.parametrize(
-    ("server", "more", "words"),
-    [
-        ("1", ", placement='bytes'", "'0' was made inside allred.device, and allred.distributed was given a placement"),
-        ("{allred.task_index()}", "", "allred.device around variables, or a function given as placement, must say"),
-    ],
-)
-def test_variables_whose_places_are_not_clear(server, more, words):
-    program = VARIABLES.replace('"/job:ps/task:SERVER"', f'f"/job:ps/task:{server}"').replace("MORE", more)
-    result = mpirun(4, "-c", program)
-    assert result.code == 1, result.text
-    assert words in result.err, result.text
