@@ -50,11 +50,12 @@ def main():
             with allred.device(f"/job:worker/task:{task}"):
                 calls += [session.start(np.zeros, 1_000_000), session.start(together, x)]
     print([call.wait() for call in reversed(calls)][::2], all(call.done() for call in calls))
-    for call in (
-        lambda: session.run(where, 1), allred.barrier, server.join, lambda: allred.connect("grpc://localhost:1"),
+    for task, call in (
+        *((f"/job:{job}", lambda: session.run(where, 1)) for job in ["ps/task:0"] * PS + ["worker/task:2"]),
+        *((None, call) for call in (allred.barrier, server.join, lambda: allred.connect("grpc://localhost:1"))),
     ):
         try:
-            with allred.device("/job:ps/task:0" if PS else "/job:worker/task:2"):
+            with allred.device(task):
                 call()
         except allred.InputError as error:
             print("refused:", error)
@@ -70,7 +71,12 @@ else:
 
 
 @pytest.mark.parametrize(
-    ("mpi", "servers"), [pytest.param("mpich", 0, marks=pytest.mark.full), ("mpich", 1), ("openmpi", 0)]
+    ("mpi", "servers"),
+    [
+        ("mpich", 1),
+        pytest.param("mpich", 0, marks=pytest.mark.full),
+        pytest.param("openmpi", 0, marks=pytest.mark.full),
+    ],
 )
 def test_functions_run_where_the_client_says(mpi, servers):
     result = mpirun(3 + servers, "-c", PROGRAM.replace("PS", str(servers)), mpi=mpi)
@@ -85,11 +91,8 @@ def test_functions_run_where_the_client_says(mpi, servers):
     refused = [line.removeprefix("refused: ") for line in out if line.startswith("refused: ")]
     no_task = "session.run: there is no /job:worker/task:2; functions run on /job:worker/task:0, /job:worker/task:1"
     no_functions = "session.run: /job:ps/task:0 is a parameter server, which runs no functions"
-    for said, words in zip(
-        refused,
-        (no_functions if servers else no_task, "barrier was called by a client", "this is a client", "server.target"),
-        strict=True,
-    ):
+    expected = ("barrier was called by a client", "this is a client", "server.target")
+    for said, words in zip(refused, (*[no_functions] * servers, no_task, *expected), strict=True):
         assert words in said, result.text
     placed = [line for line in result.err.splitlines() if line.endswith("/cpu:0")]
     assert placed[:2] == ["where: /job:client/task:0/cpu:0", "where: /job:worker/task:1/cpu:0"], result.text
@@ -99,11 +102,11 @@ def test_functions_run_where_the_client_says(mpi, servers):
     )
 
 
-def jobs(servers=0):
-    """Addresses of two workers and a client, after so many servers."""
-    found = [f"localhost:{port}" for port in ports(3 + servers)]
-    with_servers = {"ps": found[3:]} if servers else {}
-    return {"worker": found[:2], "client": found[2:3], **with_servers}
+def jobs(workers=2, servers=0):
+    """Addresses of so many workers and servers, and of a client."""
+    client, *found = [f"localhost:{port}" for port in ports(1 + workers + servers)]
+    with_servers = {"ps": found[workers:]} if servers else {}
+    return {"worker": found[:workers], "client": [client], **with_servers}
 
 
 CLIENT = """
@@ -118,20 +121,17 @@ except allred.AllredError as error:
 """
 
 
-@pytest.mark.parametrize(
-    ("dies", "codes", "name", "words"),
-    [
-        ("dies, 9", [137, -9, 137], "dies", "was killed by signal 9"),
-        ("sys.exit, 3", [3, 3, 3], "exit", r"failed with exit code 3: sys.exit\(3\)"),
-    ],
-)
-def test_a_task_that_dies_in_a_function_is_named_to_the_client(dies, codes, name, words):
-    client = CLIENT.replace("WHAT", "raise").replace("DIES", dies)
+def test_a_task_that_is_killed_in_a_function_is_named_to_the_client():
+    client = CLIENT.replace("WHAT", "raise").replace("DIES", "dies, 9")
     with tasks(jobs()) as t:
         join = "server.join()"
         found = t.all({("worker", 0): join, ("worker", 1): join, ("client", 0): client})
-    assert [result.code for result in found.values()] == codes, text(found)
-    named = rf"RemoteRankError rank 1 \(worker 1; it runs {name} for /job:client/task:0\) on \S+ {words}"
+    assert [result.code for result in found.values()] == [137, -9, 137], text(found)
+    check_named(found, 1, "dies", "was killed by signal 9")
+
+
+def check_named(found, worker, name, words):
+    named = rf"RemoteRankError rank {worker} \(worker {worker}; it runs {name} for /job:client/task:0\) on \S+ {words}"
     assert re.search(named, found["client", 0].out), text(found)
     assert not any(result.left for result in found.values()), text(found)
 
@@ -150,18 +150,15 @@ def test_with_go_on_the_client_hears_of_it_and_goes_on_with_the_others():
     assert "joined" in found["worker", 0].out, text(found)
 
 
-def test_a_client_that_fails_ends_the_tasks_which_hear_of_it():
-    with tasks(jobs()) as t:
-        join = "server.join()"
-        found = t.all({("worker", 0): join, ("worker", 1): join, ("client", 0): "raise OSError('no data')"})
-    assert [result.code for result in found.values()] == [1, 1, 1], text(found)
-    assert "rank 2 (client 0) on " in found["worker", 0].err, text(found)
-    assert "OSError: no data" in found["worker", 1].err, text(found)
+def test_a_client_that_fails_ends_the_task_which_hears_of_it():
+    with tasks(jobs(workers=1)) as t:
+        found = t.all({("worker", 0): "server.join()", ("client", 0): "raise OSError('no data')"})
+    assert [result.code for result in found.values()] == [1, 1], text(found)
+    assert "rank 1 (client 0) on " in found["worker", 0].err, text(found)
+    assert "OSError: no data" in found["worker", 0].err, text(found)
 
 
-def test_without_cloudpickle_a_function_has_to_be_importable_there():
-    none = "sys.modules['cloudpickle'] = None\n"
-    body = """
+WITHOUT_CLOUDPICKLE = """
 def mine(): pass
 session = allred.connect(server.target)
 with allred.device("/job:worker"):
@@ -169,14 +166,23 @@ with allred.device("/job:worker"):
     for function in (mine, lambda: 1):
         try: session.run(function)
         except allred.InputError as error: print(error)
+    try: session.run(sys.exit, 3)
+    except allred.AllredError as error:
+        print(type(error).__name__, error)
+        raise
 """
-    with tasks({"worker": (addresses := jobs())["worker"][:1], "client": addresses["client"]}) as t:
-        found = t.all({("worker", 0): "server.join()", ("client", 0): body}, before=none)
-    assert [result.code for result in found.values()] == [0, 0], text(found)
+
+
+def test_without_cloudpickle_a_function_has_to_be_importable_there_and_one_that_exits_is_named():
+    none = "sys.modules['cloudpickle'] = None\n"
+    with tasks(jobs(workers=1)) as t:
+        found = t.all({("worker", 0): "server.join()", ("client", 0): WITHOUT_CLOUDPICKLE}, before=none)
+    assert [result.code for result in found.values()] == [3, 3], text(found)
     said = found["client", 0].out
     assert "\n3\n/job:worker/task:0 cannot load mine (AttributeError: " in said, text(found)
     assert "session.run(<lambda>) on /job:worker/task:0: the function, or an argument, cannot be sent (" in said
     assert said.count("pip install 'allred[client]'") == 2, text(found)
+    check_named(found, 0, "exit", r"failed with exit code 3: sys.exit\(3\)")
 
 
 def test_alone():

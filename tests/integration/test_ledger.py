@@ -39,31 +39,34 @@ def ledger(directory, generation, ranks, done):
 
 @pytest.mark.limit(300)
 @pytest.mark.parametrize(
-    ("mpi", "source", "default", "full"),  # the number of jobs that are killed, without and with --full
-    [("mpich", "arrays", 4, 8), ("mpich", "processes", 2, 4), ("mpich", "stream", 2, 4), ("openmpi", "thread", 2, 4)],
+    ("mpi", "source", "places", "full"),  # where a job is killed; with --full there are more jobs, with random places
+    [
+        ("mpich", "arrays", ("ledger", "saving"), 8),
+        ("mpich", "processes", ("begin",), 4),
+        ("mpich", "stream", ("step",), 4),
+        ("openmpi", "thread", ("saved",), 4),
+    ],
 )
-def test_killed_and_resized_every_epoch_has_every_sample_exactly_once(mpi, source, default, full, tmp_path, request):
-    kills = full if request.config.getoption("--full") else default
-    chance = random.Random(f"{mpi} {source}")
-    completed, sizes = [], []
+def test_killed_and_resized_every_epoch_has_every_sample_exactly_once(mpi, source, places, full, tmp_path, request):
+    chance, ranks, completed, largest = random.Random(f"{mpi} {source}"), 0, [], 3
+    if request.config.getoption("--full"):
+        places, largest = (*places, *chance.choices(PLACES, k=full - len(places))), 4
     write_tfrecord(tmp_path / "numbers", (str(number).encode() for number in range(ROWS)))
-    for generation in range(kills + 1):
-        ranks, batch_size = chance.randint(1, 4), chance.randint(6, 12)
-        kill = (chance.randrange(ranks), chance.randint(1, 6), chance.choice(PLACES))
-        kill = (0, *kill[1:]) if kill[2] == "saving" else kill
-        kill = kill if generation < kills else NOBODY
+    for generation, place in enumerate((*places, None)):
+        ranks = chance.choice([other for other in range(1, largest + 1) if other != ranks])
+        batch_size = chance.randint(6, 12)
+        rank = 0 if place == "saving" else chance.randrange(ranks)
+        kill = (rank, chance.randint(1, 6), place) if place else NOBODY
         before = position(tmp_path)
         result = mpirun(ranks, PROGRAM, tmp_path, generation, source, batch_size, *kill, mpi=mpi, timeout_s=100)
         remove_mapped(tmp_path)
         assert result.left == [], result.text
-        assert (result.code != 0, "done" in result.out) == (generation < kills, generation == kills), result.text
+        assert (result.code != 0, "done" in result.out) == (bool(place), not place), result.text
         assert "Traceback" not in result.err, result.text
         after = position(tmp_path)
         steps = ledger(tmp_path, generation, ranks, after)
         assert [step for step, _, _ in steps] == list(range(before + 1, after + 1)), result.text
         completed += steps
-        sizes.append(ranks)
-    assert len(set(sizes)) > 1
     seen = {}
     for _, epoch, numbers in completed:
         seen.setdefault(epoch, []).extend(numbers)

@@ -23,56 +23,55 @@ def words(text):
     return " ".join(text.split())
 
 
-@pytest.mark.parametrize("run", [
-    lambda file: python(file),
-    lambda file: mpirun(2, file),
-    lambda file: mpirun(3, file, env=PS),
-], ids=["alone", "mpich", "ps"])  # fmt: skip
-def test_readme(run, tmp_path):
-    file = tmp_path / "train.py"
-    [program] = programs("../README.md")
-    assert len(program.splitlines()) <= 15
-    file.write_text(program)
-    result = run(file)
-    assert (result.code, result.out) == (0, "found [1. 2. 3. 4.]\n"), result.text
+PAGES = {  # a page whose only program is run, and the first words that it prints
+    "../README.md": "found [1. 2. 3. 4.]\n",
+    "index.md": "found [1. 2. 3. 4.] [5.]\n",
+    "precision.md": "found [1. 2. 3. 4.]\n",
+}
+ALL = """
+import runpy, sys
+import allred
+for file in sys.argv[1:]:
+    runpy.run_path(file, run_name="__main__")
+    allred.shutdown()
+"""
+
+
+def program_files(directory):
+    """Write the program of each page into a file."""
+    files = {page: directory / f"{number}.py" for number, page in enumerate(PAGES)}
+    for page, file in files.items():
+        [program] = programs(page)
+        file.write_text(program)
+    return files
 
 
 @pytest.mark.parametrize("run", [
-    lambda file: python(file),
-    pytest.param(lambda file: mpirun(4, file), marks=pytest.mark.full),
-    lambda file: mpirun(2, file, mpi="openmpi"),
-    pytest.param(lambda file: mpirun(5, file, env=PS), marks=pytest.mark.full),
-], ids=["alone", "mpich", "openmpi", "ps"])  # fmt: skip
-def test_getting_started(run, tmp_path):
-    file = tmp_path / "train.py"
-    [program] = programs("index.md")
-    file.write_text(program)
-    result = run(file)
-    assert result.code == 0, result.text
-    assert result.out == "found [1. 2. 3. 4.] [5.]\n", result.text
+    lambda *words: python(*words),
+    lambda *words: mpirun(2, *words),
+    pytest.param(lambda *words: mpirun(2, *words, mpi="openmpi"), marks=pytest.mark.full),
+    pytest.param(lambda *words: mpirun(4, *words), marks=pytest.mark.full),
+], ids=["alone", "mpich", "openmpi", "4 ranks"])  # fmt: skip
+def test_readme_and_getting_started_and_precision(run, tmp_path):
+    """All programs in one job."""
+    result = run("-c", ALL, *program_files(tmp_path).values())
+    assert (result.code, result.out) == (0, "".join(PAGES.values())), result.text
+    assert len((tmp_path / "0.py").read_text().splitlines()) <= 15
 
 
-@pytest.mark.parametrize("run", [
-    lambda file: python(file),
-    pytest.param(lambda file: mpirun(3, file), marks=pytest.mark.full),
-    lambda file: mpirun(3, file, env=PS),
-], ids=["alone", "mpich", "ps"])  # fmt: skip
-def test_precision(run, tmp_path):
-    file = tmp_path / "train.py"
-    [program] = programs("precision.md")
-    file.write_text(program)
-    result = run(file)
-    assert result.code == 0, result.text
-    assert result.out == "found [1. 2. 3. 4.]\n", result.text
+@pytest.mark.parametrize("page", ["../README.md", "precision.md", pytest.param("index.md", marks=pytest.mark.full)])
+def test_the_same_programs_with_a_parameter_server(page, tmp_path):
+    result = mpirun(2, program_files(tmp_path)[page], env=PS)
+    assert (result.code, result.out) == (0, PAGES[page]), result.text
 
 
 def test_the_banner(tmp_path):
-    file = tmp_path / "train.py"
-    file.write_text(programs("index.md")[0])
     [shown] = blocks("index.md", "text")
-    printed = mpirun(4, file, env={"OMP_NUM_THREADS": "1"}).err.splitlines()
-    printed = "\n".join(line for line in printed if "warning: 4 ranks with" not in line)  # on fewer cores
-    assert re.sub(r"on \S+;|MPICH [\d.]+", "", words(printed)) == re.sub(r"on \S+;|MPICH [\d.]+", "", words(shown))
+    result = mpirun(4, program_files(tmp_path)["index.md"], env={"OMP_NUM_THREADS": "1"})
+    assert (result.code, result.out) == (0, PAGES["index.md"]), result.text
+    printed = [line for line in result.err.splitlines() if "warning: 4 ranks with" not in line]  # on fewer cores
+    printed = words("\n".join(printed))
+    assert re.sub(r"on \S+;|MPICH [\d.]+", "", printed) == re.sub(r"on \S+;|MPICH [\d.]+", "", words(shown))
 
 
 def test_sessions(tmp_path):
@@ -87,10 +86,9 @@ def test_sessions(tmp_path):
         rf"max_steps at step 150, (lowest loss \S+), {directory}/step-00000150\nstep 150 \[1. 2. 3. 4.\]\n", first.out
     )
     assert lowest, first.text
-    for ranks, env in [(3, {}), (2, PS)]:
-        again = mpirun(ranks, file, directory, env=env)
-        assert again.code == 0, again.text
-        assert again.out == first.out, again.text
+    again = mpirun(2, file, directory, env=PS)
+    assert again.code == 0, again.text
+    assert again.out == first.out, again.text
     file.write_text(file.read_text().replace("max_steps=150", "max_steps=170"))
     later = mpirun(1, file, directory)
     assert "max_steps at step 170" in later.out, later.text
@@ -116,17 +114,17 @@ def test_clusters(tmp_path):
     assert placed == ["1", "0", "1"], result.text
 
 
-def test_from_tensorflow(tmp_path):
+def test_from_tensorflow(tmp_path, request):
     replicated, supervised = programs("from-tensorflow.md")
     [ignored] = blocks("from-tensorflow.md", "text")
     file = tmp_path / "train.py"
     file.write_text(replicated.replace("is_chief=", "master=server.target, config=object(), is_chief="))
-    for _ in range(2):  # the second time it goes on from the end
+    for start in range(1 + request.config.getoption("--full")):  # the second time it goes on from the end
         result = mpirun(4, file, cwd=tmp_path)
         assert (result.code, result.out) == (0, "found [1. 2. 3.] 4.0 after 100 steps\n"), result.text
         assert words(result.err).count(words(ignored)) == 1, result.text
-    assert "allred: w: /job:ps/task:0/cpu:0\nallred: b: /job:ps/task:1/cpu:0\n" in result.err, result.text
-    assert "resumes from step 100" in result.err, result.text
+        assert "allred: w: /job:ps/task:0/cpu:0\nallred: b: /job:ps/task:1/cpu:0\n" in result.err, result.text
+        assert ("resumes from step 100" in result.err) == (start == 1), result.text
     (other := tmp_path / "other").mkdir()
     file.write_text(supervised)
     result = mpirun(2, file, cwd=other)

@@ -448,13 +448,16 @@ def test_in_place_is_untouched_by_an_operation_that_fails(comm):
 
 
 @pytest.mark.limit(240)
-def test_more_than_2_to_the_31_elements(comm):
+def test_more_than_2_to_the_31_elements(comm, request):
+    """Costs 4 s with shm. With mpi, which moves chunks of 1 MiB, it costs 13 s; there SHAPES has more than a chunk."""
     if comm.size != 2:
         pytest.skip("2 ranks are enough for 2 GiB each")
+    if comm.backend.name == "mpi" and not request.config.getoption("--full"):
+        pytest.skip("with --full only")
     count = 2**31 + 11
     x = np.ones(count, np.int8)
     x[-1] = comm.rank
     comm.allreduce_(x, allred.Sum).wait()
-    assert x[0] == x[2**31] == 2
-    assert x[-1] == 1
-    assert int(np.count_nonzero(x == 2)) == count - 1
+    assert x[-4:].tolist() == [2, 2, 2, 1]
+    words = x[: count // 8 * 8].view(np.uint64)  # compared in place of 2 GiB of elements
+    assert int(np.count_nonzero(words == 0x0202020202020202)) == len(words)

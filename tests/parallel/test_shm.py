@@ -259,9 +259,9 @@ def on_nodes():
     return create("shm", MPI.COMM_WORLD.Dup(), 20.0, [0] * (size - 1) + [1])
 
 
-# With MPI's Dup, Split and Free a round takes three times as long, and one lost communicator shows in any number.
-@pytest.mark.parametrize(("make_one", "rounds"), [(make, 1000), (created, 50), (on_nodes, 50)])
-def test_a_thousand_communicators_leave_nothing_behind(make_one, rounds):
+# A lost descriptor, mapping or communicator shows after any number of rounds, lost memory after many: 7 kB in each.
+@pytest.mark.parametrize(("make_one", "rounds"), [(make, 300), (created, 20), (on_nodes, 20)])
+def test_hundreds_of_communicators_leave_nothing_behind(make_one, rounds):
     def once():
         comm = make_one()
         comm.allreduce_blocking(np.ones(300), True, allred.Sum, "")
@@ -275,7 +275,7 @@ def test_a_thousand_communicators_leave_nothing_behind(make_one, rounds):
     for _ in range(rounds):
         once()
     assert (footprint(), next_numbers()) == (before, numbers)
-    assert resident_bytes() < resident + 4 * 2**20
+    assert resident_bytes() < resident + 2 * 2**20
 
 
 # ---- threads and forks
