@@ -132,7 +132,7 @@ def run_cases(here, cases, ranks=2, mpi="mpich", before="", **settings):
     """Run {name: Case} in one job. Return its result, and what the workers printed: {name: {worker: text}}."""
     env = {"ALLRED_BANNER": "0", **{f"ALLRED_{key.upper()}": str(value) for key, value in settings.items()}}
     given = json.dumps([dataclasses.astuple(case) for case in cases.values()])
-    result = mpirun(ranks, "-c", CASES.format(before=before), ranks, here, given, mpi=mpi, env=env, timeout_s=60)
+    result = mpirun(ranks, "-c", CASES.format(before=before), ranks, here, given, mpi=mpi, env=env, timeout_s=100)
     check_end(result, 0)
     assert "Traceback" not in result.err, result.text
     said = {name: {} for name in cases}
