@@ -48,6 +48,54 @@ def done(*words):
     print("done", me, *words, flush=True)
 """
 
+# Instead of MAKE, with one server and two workers: worker 1 is cut short in the middle of a gradient. The third step of
+# the server lasts until then. `others` is called in worker 0, and `cut_short(number of a signal)` in worker 1.
+CUT_SHORT = """
+def await_file(name):
+    until = time.monotonic() + 30
+    while not (here / name).exists() and time.monotonic() < until: time.sleep(0.01)
+
+class Slow:
+    def __init__(self): self.count = 0
+    def step(self, params, grads):
+        self.count += 1
+        params["w"] -= grads["w"]
+        if self.count == 3:
+            (here / "slow").touch()
+            await_file("cut short")
+
+opt = allred.distributed(Slow())
+opt.broadcast(params)
+
+def train(steps):
+    for _ in range(steps): opt.step(params, ones)
+
+def done(*words):
+    print("done", me, *words, flush=True)
+
+def others():
+    def watch():
+        until = time.monotonic() + 30
+        while open(f"/proc/{pid(2)}/stat").read().rpartition(")")[2].split()[0] != "T" and time.monotonic() < until:
+            time.sleep(0.01)
+        (here / "cut short").touch()
+
+    train(1)
+    allred.barrier()
+    if STOPS: threading.Thread(target=watch).start()
+    train(1)
+
+def cut_short(number):
+    train(1)
+    allred.barrier()
+    await_file("slow")
+    threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
+    try:
+        train(1)
+    finally:
+        (here / "cut short").touch()
+"""
+
 
 def job(
     here,

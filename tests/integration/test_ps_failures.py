@@ -4,7 +4,7 @@ import os
 import re
 
 import pytest
-from ps_jobs import MAKE, MPIS, POLICIES, ULFM, check_end, check_failure, done, job
+from ps_jobs import CUT_SHORT, MAKE, MPIS, POLICIES, ULFM, check_end, check_failure, done, job
 
 FULL = pytest.mark.full  # runs with --full only
 
@@ -72,27 +72,12 @@ done()
     assert done(result) == {0, 2}, result.text
 
 
-SLOW = """
-class Slow:  # takes its time for each step, so what comes meanwhile is stuck in the middle
-    def __init__(self): self.count = 0
-    def step(self, params, grads):
-        self.count += 1
-        time.sleep(0.3 if self.count > 2 else 0)
-        params["w"] -= grads["w"]
-opt = allred.distributed(Slow())
-opt.broadcast(params)
-def train(steps):
-    for _ in range(steps): opt.step(params, ones)
-def done(*words):
-    print("done", me, *words, flush=True)
-"""
-
-
 @pytest.mark.parametrize("locking", [pytest.param(0, marks=FULL), 1])
 @pytest.mark.parametrize("apart", [False, True], ids=["shared", "messages"])
 def test_the_others_go_on_when_it_is_interrupted_in_the_middle_of_its_gradient(apart, locking, tmp_path):
-    body = "if me == 1: threading.Timer(0.8, os.kill, (os.getpid(), signal.SIGINT)).start()\ntrain(6)\ndone()"
-    result = job(tmp_path, body, 2, 1, apart, 2_000_000, SLOW, worker_failure="go_on", use_locking=locking)
+    body = "if me == 1: cut_short(signal.SIGINT)\nothers()\ntrain(4)\ndone()"
+    make = "STOPS = False" + CUT_SHORT
+    result = job(tmp_path, body, 2, 1, apart, 2_000_000, make, worker_failure="go_on", use_locking=locking)
     check_end(result, 130)
     assert done(result) == {0}, result.text
 
@@ -131,13 +116,13 @@ def test_after_an_interrupted_step_another_step_is_an_error_and_so_is_a_good_end
     """A server may still wait for the rest of the gradient."""
     body = """
 try:
-    if me == 1: threading.Timer(0.8, os.kill, (os.getpid(), signal.SIGINT)).start()
-    train(6)
+    others() if me == 0 else cut_short(signal.SIGINT)
+    train(4)
 except KeyboardInterrupt:
     try: train(1)
     except allred.AllredError as error: print("caught:", error, flush=True)
 """
-    result = job(tmp_path, body, 2, 1, apart, 2_000_000, SLOW)
+    result = job(tmp_path, body, 2, 1, apart, 2_000_000, "STOPS = False" + CUT_SHORT)
     check_end(result, 1)
     assert "caught: a request to the parameter servers was interrupted" in result.out, result.text
     assert "an operation that never completed" in result.err, result.text
@@ -264,13 +249,17 @@ done()
 def test_stopped_in_the_middle_of_its_gradient(tmp_path):
     """The server waits for it, in the middle of a request, with the others behind it."""
     body = """
-if me == 1:
-    threading.Timer(0.8, os.kill, (os.getpid(), signal.SIGSTOP)).start()
-if me == 0: threading.Timer(5.8, os.kill, (pid(2), signal.SIGCONT)).start()
-train(6)
+def go_on_later():
+    await_file("cut short")
+    time.sleep(5)
+    os.kill(pid(2), signal.SIGCONT)
+
+if me == 0: threading.Thread(target=go_on_later).start()
+others() if me == 0 else cut_short(signal.SIGSTOP)
+train(4)
 done()
 """
-    result = job(tmp_path, body, 2, 1, False, 2_000_000, SLOW, stall_warning_s=1)
+    result = job(tmp_path, body, 2, 1, False, 2_000_000, "STOPS = True" + CUT_SHORT, stall_warning_s=1)
     check_end(result, 0)
     assert done(result) == {0, 1}, result.text
     assert re.search(r"rank 2 \(worker 1\) +\S+ +stopped", result.err), result.text

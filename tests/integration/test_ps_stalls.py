@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from ps_jobs import check_end, done, job
+from ps_jobs import CUT_SHORT, check_end, done, job
 
 LIMITS = {"stall_warning_s": 1, "timeout_s": 4, "check_steps": 0}
 SESSION = """
@@ -75,20 +75,9 @@ def test_the_others_go_on_without_it(stall, policy, mpi, tmp_path):
 
 def test_a_worker_that_stops_in_the_middle_of_its_gradient_counts_as_failed(tmp_path):
     """The server waits for the rest of the gradient that it is receiving."""
-    own = """
-class Slow:
-    count = 0
-    def step(self, params, grads):
-        self.count += 1
-        time.sleep(0.3 if self.count > 2 else 0)
-        params["w"] -= grads["w"]
-opt = allred.distributed(Slow())
-opt.broadcast(params)
-if me == 1: threading.Timer(0.8, os.kill, (os.getpid(), signal.SIGSTOP)).start()
-for _ in range(6): opt.step(params, ones)
-print("done", me, flush=True)
-"""
-    result = job(tmp_path, "", 2, 1, False, 2_000_000, own, worker_failure="go_on", **LIMITS | {"timeout_s": 5})
+    body = "others() if me == 0 else cut_short(signal.SIGSTOP)\ntrain(4)\ndone()"
+    settings = {"worker_failure": "go_on", **LIMITS, "timeout_s": 5}
+    result = job(tmp_path, body, 2, 1, False, 2_000_000, "STOPS = True" + CUT_SHORT, **settings)
     check_end(result, 1)
     assert done(result) == {0}, result.text
     assert "rank 2 (worker 1)" in result.err, result.text
