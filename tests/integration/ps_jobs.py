@@ -1,5 +1,9 @@
-"""Jobs of mode ps for the tests of its lifecycle: a script with a common beginning, run under a real mpirun."""
+"""Jobs of mode ps under a real mpirun: a script with a common beginning (`job`), or several cases one after another in
+the same processes (`run_cases`).
+"""
 
+import dataclasses
+import json
 import re
 
 from harness import BIN, mpirun, run
@@ -44,6 +48,54 @@ def done(*words):
     print("done", me, *words, flush=True)
 """
 
+# Instead of MAKE, with one server and two workers: worker 1 is cut short in the middle of a gradient. The third step of
+# the server lasts until then. `others` is called in worker 0, and `cut_short(number of a signal)` in worker 1.
+CUT_SHORT = """
+def await_file(name):
+    until = time.monotonic() + 30
+    while not (here / name).exists() and time.monotonic() < until: time.sleep(0.01)
+
+class Slow:
+    def __init__(self): self.count = 0
+    def step(self, params, grads):
+        self.count += 1
+        params["w"] -= grads["w"]
+        if self.count == 3:
+            (here / "slow").touch()
+            await_file("cut short")
+
+opt = allred.distributed(Slow())
+opt.broadcast(params)
+
+def train(steps):
+    for _ in range(steps): opt.step(params, ones)
+
+def done(*words):
+    print("done", me, *words, flush=True)
+
+def others():
+    def watch():
+        until = time.monotonic() + 30
+        while open(f"/proc/{pid(2)}/stat").read().rpartition(")")[2].split()[0] != "T" and time.monotonic() < until:
+            time.sleep(0.01)
+        (here / "cut short").touch()
+
+    train(1)
+    allred.barrier()
+    if STOPS: threading.Thread(target=watch).start()
+    train(1)
+
+def cut_short(number):
+    train(1)
+    allred.barrier()
+    await_file("slow")
+    threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
+    try:
+        train(1)
+    finally:
+        (here / "cut short").touch()
+"""
+
 
 def job(
     here,
@@ -70,6 +122,73 @@ def job(
         command = [*options.pop("mpirun"), "-np", workers + servers, BIN[mpi] / "python", "-c", script, here, *words]
         return run(command, env=env, **options)
     return mpirun(workers + servers, "-c", script, here, *words, mpi=mpi, env=env, **options)
+
+
+@dataclasses.dataclass
+class Case:
+    """A part of a job: what its workers run. env: variables that are set during the case."""
+
+    body: str
+    servers: int = 1
+    env: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+# The servers return from Server.join() after each case. A body prints with `say`.
+CASES = """
+import json, os, pathlib, signal, sys, threading, time
+import numpy as np
+import allred
+{before}
+def refuses(call, *given, **named):
+    try:
+        call(*given, **named)
+    except allred.AllredError as error:
+        return f"{{type(error).__name__}}: {{error}}"
+    raise AssertionError("no error")
+
+ranks, here = int(sys.argv[1]), pathlib.Path(sys.argv[2])
+for number, (body, servers, env) in enumerate(json.loads(sys.argv[3])):
+    os.environ.update(env)
+    server = allred.Server({{"ps": servers, "worker": ranks - servers}})
+    pid_file = here / f"{{number}}-{{allred.world_rank()}}"
+    pid_file.with_suffix(".new").write_text(str(os.getpid()))
+    pid_file.with_suffix(".new").rename(pid_file)
+    if allred.job_name() == "ps":
+        server.join()
+    else:
+        me = allred.rank()
+
+        def say(*words, number=number, me=me):
+            print(f"case {{number}} worker {{me}}:", *words, flush=True)
+
+        def pid(world_rank, number=number):
+            return int((here / f"{{number}}-{{world_rank}}").read_text())
+
+        given = {{"params": {{"w": np.ones(4), "b": np.ones(2)}}, "ones": {{"w": np.ones(4), "b": np.ones(2)}}}}
+        try:
+            exec(body, {{**globals(), **given}})
+        except BaseException:
+            print("failed:", body, file=sys.stderr, flush=True)
+            raise
+    allred.shutdown()
+    for name in env:
+        del os.environ[name]
+"""
+
+
+def run_cases(here, cases, ranks=2, mpi="mpich", before="", **settings):
+    """Run {name: Case} in one job. Return its result, and what the workers printed: {name: {worker: text}}."""
+    env = {"ALLRED_BANNER": "0", **{f"ALLRED_{key.upper()}": str(value) for key, value in settings.items()}}
+    given = json.dumps([dataclasses.astuple(case) for case in cases.values()])
+    result = mpirun(ranks, "-c", CASES.format(before=before), ranks, here, given, mpi=mpi, env=env, timeout_s=100)
+    check_end(result, 0)
+    assert "Traceback" not in result.err, result.text
+    said = {name: {} for name in cases}
+    names = list(cases)
+    for number, worker, text in re.findall(r"^case (\d+) worker (\d+): (.*)$", result.out, re.M):
+        of_case = said[names[int(number)]]
+        of_case[int(worker)] = f"{of_case.get(int(worker), '')}{text}\n"
+    return result, said
 
 
 def check_end(result, code, mpi="mpich"):

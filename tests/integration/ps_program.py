@@ -6,6 +6,7 @@ starts with a new allred.Server.
 """
 
 import json
+import pathlib
 import sys
 import time
 
@@ -224,19 +225,43 @@ def sums():
     }  # fmt: skip
 
 
-def slow():
-    """The last worker is slow."""
-    params = {"w": np.zeros(1000)}
+def await_file(name):
+    """Wait until a worker has made this file in the directory of the case."""
+    file, until = pathlib.Path(ARGUMENTS["directory"], name), time.monotonic() + 60
+    while not file.exists():
+        assert time.monotonic() < until, f"there is no {file}"
+        time.sleep(0.005)
+
+
+def late():
+    """The last worker makes its only step when worker 0 has made 20."""
+    params, is_late = {"w": np.zeros(1000)}, allred.rank() == allred.size() - 1
     opt = distributed(optimizer("count"))
     opt.broadcast(params)
-    ended, steps = time.perf_counter() + ARGUMENTS["seconds"], 0
-    while time.perf_counter() < ended:
-        time.sleep(0.1 if allred.rank() == allred.size() - 1 else 0.003)
+    if is_late:
+        await_file("ahead")
+    for _ in range(1 if is_late else 20):
+        opt.step(params, {"w": np.ones(1000)})
+    if allred.rank() == 0:
+        pathlib.Path(ARGUMENTS["directory"], "ahead").touch()
+    opt.finish()
+    return {"dropped": allred.allgather_object(opt.dropped), "text": str(opt.statistics())}
+
+
+def slow():
+    """The last worker makes 5 slow steps, and the others make steps until then."""
+    params, steps, is_slow = {"w": np.zeros(1000)}, 0, allred.rank() == allred.size() - 1
+    over = pathlib.Path(ARGUMENTS["directory"], "over")
+    opt = distributed(optimizer("count"))
+    opt.broadcast(params)
+    while steps < 5 if is_slow else not over.exists():
+        time.sleep(0.1 * is_slow)
         opt.step(params, {"w": np.ones(1000)})
         steps += 1
+    if is_slow:
+        over.touch()
     opt.finish()
-    everyone = allred.allgather_object((steps, opt.dropped))
-    return {"steps": [s for s, _ in everyone], "dropped": [d for _, d in everyone], "text": str(opt.statistics())}
+    return {"steps": allred.allgather_object(steps)}
 
 
 def large():
@@ -272,6 +297,26 @@ def start():
         "pulls": [server.pulls for server in servers], "equal": equal, "staleness": dict(opt.statistics().staleness),
         "values": [*np.unique(params["a"]), *np.unique(params["b"])],
     }  # fmt: skip
+
+
+def clips():
+    """Clipping, gradient scaling and compression: each worker's own, or without effect."""
+    scaler = allred.GradScaler(init_scale=1024.0, growth_interval=2)
+    settings = {"clip_norm": 1.0, "scaler": scaler, "compression": allred.Compression.bf16}
+    opt = allred.distributed(allred.optim.SGD(lr=1.0), **settings)
+    params, scales = {"w": np.zeros(2), "b": np.zeros(1, np.float16)}, []
+    opt.broadcast(params)
+    grads = {"w": scaler.scale(np.array([6.0, 0.0])), "b": np.array([8192.0], np.float16)}  # 8, scaled
+    before = {name: grad.copy() for name, grad in grads.items()}
+    opt.step(params, grads)
+    norm = opt.grad_norm
+    assert all((grads[name] == before[name]).all() for name in grads)
+    first = [round(float(p[0]), 3) for p in params.values()]
+    for number in (np.inf, 0.0, 0.0):
+        opt.step(params, {"w": np.array([number, 0.0]), "b": np.zeros(1, np.float16)})
+        scales.append(scaler.get_scale())
+    second = [round(float(p[0]), 3) for p in params.values()]
+    return {"norm": norm, "params": [first, second], "skipped": opt.skipped, "scales": scales}
 
 
 def main(servers, cases):

@@ -4,11 +4,86 @@ import pathlib
 import re
 
 import pytest
-from ps_jobs import MPIS, POLICIES, check_end, job
+from ps_jobs import MPIS, POLICIES, Case, check_end, job, run_cases
 
 from allred import checkpoint
 
-FULL = pytest.mark.full  # runs with --full only
+# Three workers and two servers, which are ranks 0 and 1. ASKED: the ranks that get the signal.
+TRAINING = """
+opt = allred.distributed(allred.optim.SGD(lr=1.0))
+params = {"w": np.zeros(200_000), "b": np.zeros(3, np.float32)}
+ones = {"w": np.ones(200_000), "b": np.ones(3, np.float32)}
+opt.broadcast(params)
+
+def ask():
+    for rank in ASKED:
+        os.kill(pid(rank), signal.SIGTERM)
+
+timer = threading.Timer(0.3, ask)
+try:
+    for step in range(100_000):
+        if me == 0 and step == 4:
+            timer.start()
+        COMPUTES
+        time.sleep(0.002)
+        opt.step(params, ones)
+except allred.ShutdownError as error:
+    say("shutdown", error)
+    (here / f"ended-{number}-{me}").touch()
+if me == 0:
+    timer.join()
+"""
+
+# Worker 1 computes until the others have left their training loops.
+COMPUTES = "while me == 1 and step > 3 and len(list(here.glob(f'ended-{number}-*'))) < 2: time.sleep(0.01)"
+
+
+def case(directory, asked, policy="async", apart=False, computes="pass"):
+    settings = {"CHECKPOINT_DIR": directory, **{name.upper(): value for name, value in POLICIES[policy].items()}}
+    env = {f"ALLRED_{name}": str(value) for name, value in settings.items()}
+    if apart:
+        env["ALLRED_PRETEND_NODES"] = "1,1,1,1,1"
+    return Case(f"ASKED = {asked}\n" + TRAINING.replace("COMPUTES", computes), servers=2, env=env)
+
+
+def check_drained(said, directory, same):
+    """Check that all workers were told of one complete checkpoint. same: all elements of a parameter are equal."""
+    told = [re.fullmatch(r"shutdown .* was asked to end; the checkpoint is (\S+)\n", said[w]) for w in range(3)]
+    assert all(told), said
+    [path] = {match[1] for match in told}
+    found = checkpoint.read_checkpoint(path)
+    assert set(found.params) == {"w", "b"}
+    assert [p.name for p in directory.iterdir()] == [pathlib.Path(path).name]
+    assert not same or len(set(found.params["w"])) == 1, found.params["w"]
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_when_any_rank_is_asked_to_end_one_complete_checkpoint_is_written_and_all_workers_end(mpi, tmp_path):
+    """With each policy, a server or a worker that is asked, and all ranks at once. With policy sync a step is in the
+    checkpoint completely or not at all, and nobody waits for a worker that computes. An error of the checkpoint is
+    reported."""
+    asked = {
+        "server-async": ([0], "async", False),
+        "server-bounded": ([0], "bounded", True),
+        "server-sync": ([1], "sync", False),
+        "chief-sync": ([2], "sync", True),
+        "worker-backup": ([4], "backup", False),
+        "all-sync": (range(5), "sync", False),
+        "server-sync-computes": ([0], "sync", False, COMPUTES),
+    }
+    cases = {name: case(tmp_path / name, *given) for name, given in asked.items()}
+    cases["no directory"] = case("none", [0])
+    (tmp_path / "file").write_text("")
+    cases["not writable"] = case(tmp_path / "file" / "below", [0])
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    _, said = run_cases(pids, cases, 5, mpi)
+    for name in asked:
+        check_drained(said[name], tmp_path / name, "sync" in name)
+    for worker in range(3):
+        assert "no checkpoint_dir is set, so nothing was saved" in said["no directory"][worker]
+        assert "no checkpoint was written: " in said["not writable"][worker]
+
 
 DRAIN = """
 try:
@@ -19,79 +94,15 @@ except allred.ShutdownError as error:
 """
 
 
-def check_drained(result, tmp_path, workers, mpi="mpich", code=0):
-    check_end(result, code, mpi)
-    said = re.findall(r"^shutdown (\d) .* was asked to end; the checkpoint is (\S+)$", result.out, re.M)
-    assert {int(worker) for worker, _ in said} == set(range(workers)), result.text
-    [path] = {path for _, path in said}
-    found = checkpoint.read_checkpoint(path)
-    assert set(found.params) == {"w", "b"}, result.text
-    assert [p.name for p in (tmp_path / "drained").iterdir()] == [pathlib.Path(path).name]
-    return found
-
-
-@pytest.mark.parametrize(
-    ("who", "policy", "apart"),
-    [
-        (0, "async", False),
-        (0, "bounded", True),
-        (1, "sync", False),
-        (2, "sync", True),
-        (4, "backup", False),
-        pytest.param(0, "sync", False, marks=FULL),
-        pytest.param(0, "backup", True, marks=FULL),
-        pytest.param(1, "async", True, marks=FULL),
-        pytest.param(1, "backup", False, marks=FULL),
-        pytest.param(2, "bounded", False, marks=FULL),
-    ],
-)
-def test_one_rank_is_asked_to_end(who, policy, apart, tmp_path):
-    """Two servers, three workers; 0 and 1 are servers."""
-    body = f"train(3)\nif me == 0: threading.Timer(0.3, os.kill, (pid({who}), signal.SIGTERM)).start()\n" + DRAIN
-    result = job(tmp_path, body, 3, 2, apart, checkpoint_dir=tmp_path / "drained", **POLICIES[policy])
-    found = check_drained(result, tmp_path, 3)
-    if policy == "sync":  # a step is complete or not at all
-        assert len(set(found.params["w"])) == 1, found.params["w"]
-
-
-@pytest.mark.parametrize("mpi", MPIS)
-def test_all_ranks_are_asked_at_once(mpi, tmp_path):
-    body = "train(3)\nif me == 0: threading.Timer(0.3, lambda: [os.kill(pid(r), 15) for r in range(5)]).start()" + DRAIN
-    result = job(tmp_path, body, 3, 2, mpi=mpi, checkpoint_dir=tmp_path / "drained", consistency="sync")
-    check_drained(result, tmp_path, 3, mpi)
-
-
-def test_those_that_wait_for_a_worker_which_computes_do_not_wait_for_it_any_more(tmp_path):
-    body = "train(3)\nif me == 1: os.kill(pid(0), signal.SIGTERM); time.sleep(3)\n" + DRAIN
-    body = body.replace('print("shutdown"', 'print(round(time.monotonic()), "\\nshutdown"')
-    result = job(tmp_path, body, 3, 1, checkpoint_dir=tmp_path / "drained", consistency="sync")
-    times = [int(t) for t in re.findall(r"^(\d+) $", result.out, re.M)]
-    assert max(times) - min(times) >= 2, result.text
-
-
 def test_nobody_catches_it(tmp_path):
     """It is an exception like others: the job fails. The checkpoint is complete before."""
     body = "if me == 0: os.kill(pid(0), signal.SIGTERM)\ntrain(100_000)"
-    result = job(tmp_path, body, 3, 2, elements=5_000_000, checkpoint_dir=tmp_path / "drained")
+    result = job(tmp_path, body, 2, 1, elements=2_000_000, checkpoint_dir=tmp_path / "drained")
     check_end(result, 1)
     assert "allred.errors.ShutdownError: opt.step(): the job was asked to end; the checkpoint is" in result.err
     assert result.err.count("Traceback (most recent call last)") == 1, result.text
     assert checkpoint.newest(tmp_path / "drained") is not None, result.text
     assert len(list((tmp_path / "drained").iterdir())) == 1
-
-
-def test_without_a_directory_nothing_is_saved(tmp_path):
-    result = job(tmp_path, "if me == 0: os.kill(pid(0), signal.SIGTERM)\n" + DRAIN)
-    check_end(result, 0)
-    assert result.out.count("no checkpoint_dir is set, so nothing was saved") == 3, result.text
-
-
-def test_a_directory_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    body = "if me == 0: os.kill(pid(0), signal.SIGTERM)\n" + DRAIN
-    result = job(tmp_path, body, checkpoint_dir=tmp_path / "file" / "below")
-    check_end(result, 0)
-    assert result.out.count("no checkpoint was written: ") == 3, result.text
 
 
 @pytest.mark.parametrize("mpi", MPIS)
@@ -100,7 +111,7 @@ def test_mpirun_is_asked_to_end(mpi, tmp_path):
     which may be too short for a checkpoint. Then there is none, but no part of one."""
     launcher = "int(open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[1])" if mpi == "mpich" else ""
     body = f"train(3)\nif me == 0: os.kill({launcher or 'os.getppid()'}, signal.SIGTERM)\n" + DRAIN
-    result = job(tmp_path, body, 3, 2, mpi=mpi, checkpoint_dir=tmp_path / "drained", consistency="sync")
+    result = job(tmp_path, body, 2, 1, mpi=mpi, checkpoint_dir=tmp_path / "drained", consistency="sync")
     assert not result.left, result.text
     newest = checkpoint.newest(tmp_path / "drained")
     assert newest is not None or mpi == "openmpi", result.text

@@ -1,65 +1,76 @@
-"""Mode ps from the first rank that ends to the last: who may leave when, whom it is not for, what is left behind."""
+"""Mode ps from the first rank that ends to the last: ends of workers, programs that are not meant for it, forks."""
 
 import os
 import re
 
 import pytest
 from harness import mpirun
-from ps_jobs import MAKE, MPIS, POLICIES, check_end, check_failure, done, job
+from ps_jobs import MAKE, MPIS, POLICIES, Case, check_end, check_failure, done, job, run_cases
 
 FULL = pytest.mark.full  # runs with --full only
 
 # ---- a good end
 
 
-@pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("apart", [False, True], ids=["shared", "messages"])
-@pytest.mark.parametrize("policy", ["async", pytest.param("bounded", marks=FULL), "sync"])
-def test_a_worker_that_ends_early_gives_back_its_share(policy, apart, servers, tmp_path):
-    body = "train(4 + 4 * me)\ndone()"
-    result = job(tmp_path, body, 3, servers, apart, **POLICIES[policy])
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize(
+    ("policy", "apart", "servers"),
+    [
+        ("async", False, 1),
+        ("sync", True, 2),
+        pytest.param("bounded", False, 2, marks=FULL),
+        pytest.param("async", True, 2, marks=FULL),
+        pytest.param("sync", False, 1, marks=FULL),
+    ],
+)
+def test_workers_may_end_at_different_steps_in_different_ways_and_the_chief_reports_all_steps(
+    policy, apart, servers, mpi, tmp_path
+):
+    """The chief ends first. Nothing is left in shared memory."""
+    ends = "if me == 0: sys.exit(0)\nif me == 1: sys.exit()\nif me == 2: raise SystemExit\n"
+    before = set(os.listdir("/dev/shm"))
+    result = job(
+        tmp_path, f"train(2 + 4 * me)\ndone()\n{ends}", 4, servers, apart, mpi=mpi, banner=1, **POLICIES[policy]
+    )
     check_end(result, 0)
-    assert done(result) == {0, 1, 2}, result.text
-    assert not result.err, result.text
+    assert done(result) == {0, 1, 2, 3}, result.text
+    updates = 14 if policy == "sync" else 32
+    assert f"32 gradients, {updates} updates" in result.err, result.text
+    assert all(line.startswith(("allred: ", "  ")) for line in result.err.splitlines()), result.text
+    left = {name for name in set(os.listdir("/dev/shm")) - before if "allred" in name or "psm" in name}
+    assert not left
+
+
+ONE_IS_LEFT = """
+opt = allred.distributed(allred.optim.SGD(lr=1.0))
+opt.broadcast(params)
+for _ in range(3 if me < 2 else 24):
+    opt.step(params, ones)
+    time.sleep(0.01)
+opt.finish()
+say("done")
+"""
 
 
 @pytest.mark.parametrize("mpi", MPIS)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_also_with_one_worker_left_which_is_not_the_chief(policy, mpi, tmp_path):
-    body = "train(3 if me < 2 else 12, 0.02)\nopt.pull(params)\ndone(params['w'][0])"
-    if policy == "backup":
-        body = body.replace("12", "24")  # it gives several gradients a step
-    check = job(tmp_path, body, 3, 2, mpi=mpi, **POLICIES[policy])
-    check_end(check, 0)
-    assert done(check) == {0, 1, 2}, check.text
-
-
-@pytest.mark.parametrize("mpi", MPIS)
-def test_sys_exit_is_a_good_end(mpi, tmp_path):
-    ends = "if me == 1: sys.exit(0)\nif me == 2: sys.exit()\nif me == 3: raise SystemExit\n"
-    result = job(tmp_path, f"train(3)\n{ends}train(5)\ndone()", 4, mpi=mpi)
-    check_end(result, 0)
-    assert done(result) == {0}, result.text
-
-
-def test_the_chief_tells_at_the_end_of_all_what_has_passed(tmp_path):
-    result = job(tmp_path, "train(2 if me == 0 else 10, 0.05 * (me > 0))", banner=1)
-    check_end(result, 0)
-    assert "22 gradients, 22 updates" in result.err, result.text
+def test_the_last_worker_trains_on_alone_with_each_policy(mpi, tmp_path):
+    """It is not the chief. With policy backup it gives several gradients a step."""
+    env = {
+        policy: {f"ALLRED_{name.upper()}": str(value) for name, value in settings.items()}
+        for policy, settings in POLICIES.items()
+    }
+    cases = {policy: Case(ONE_IS_LEFT, servers=2, env=env[policy]) for policy in POLICIES}
+    _, said = run_cases(tmp_path, cases, 5, mpi)
+    for policy in POLICIES:
+        assert said[policy] == dict.fromkeys(range(3), "done\n"), policy
 
 
 def test_shutdown_ends_it_too(tmp_path):
-    result = job(tmp_path, "train(3)\nallred.shutdown()\ndone(allred.is_initialized())", banner=1)
+    """tests/integration/test_server.py: init after it is an error."""
+    result = job(tmp_path, "train(3)\nallred.shutdown()\ndone(allred.is_initialized())", 2, banner=1)
     check_end(result, 0)
-    assert result.out.count("False") == 3, result.text
-    assert "9 gradients, 9 updates" in result.err, result.text
-
-
-def test_init_after_it_is_an_error(tmp_path):
-    body = "train(3)\nallred.shutdown()\ntry: allred.init()\nexcept allred.AllredError as e: done(e)"
-    result = job(tmp_path, body)
-    check_end(result, 0)
-    assert result.out.count("parameter servers have left") == 3, result.text
+    assert result.out.count("False") == 2, result.text
+    assert "6 gradients, 6 updates" in result.err, result.text
 
 
 # ---- scripts that are not meant for mode ps
@@ -70,10 +81,10 @@ def test_init_after_it_is_an_error(tmp_path):
 def test_a_worker_that_never_makes_an_optimizer(who, mpi, tmp_path):
     """Without the chief's parameters nobody can start; without another's everybody can."""
     body = f"if me == {who}: sys.exit(0)\n" + MAKE.replace("opt.broadcast(params)", "") + "train(3)\ndone()"
-    result = job(tmp_path, body, make="", mpi=mpi, consistency="sync")
+    result = job(tmp_path, body, 2, make="", mpi=mpi, consistency="sync")
     if who == 1:
         check_end(result, 0)
-        assert done(result) == {0, 2}, result.text
+        assert done(result) == {0}, result.text
     else:
         check_end(result, 1, mpi)
         assert "worker 0 has ended without giving the parameters to start from" in result.err, result.text
@@ -81,69 +92,22 @@ def test_a_worker_that_never_makes_an_optimizer(who, mpi, tmp_path):
 
 def test_the_server_ends_without_an_optimizer(tmp_path):
     result = job(tmp_path, "if me < workers:\n    opt = allred.distributed(allred.optim.SGD(lr=1.0))\n"
-                 "    opt.broadcast(params)", make="")  # fmt: skip
+                 "    opt.broadcast(params)", 1, make="")  # fmt: skip
     check_end(result, 1)
     assert "rank 0 (parameter server 0)" in result.err, result.text
     assert "has ended, and will never" in result.err, result.text
 
 
 def test_collectives_are_not_for_servers(tmp_path):
-    result = job(tmp_path, "allred.barrier()", make="")
+    result = job(tmp_path, "allred.barrier()", 1, make="")
     check_failure(result, 1, "barrier was called by a parameter server")
-
-
-@pytest.mark.parametrize("form", ["call", "argument"])
-def test_a_gradient_function_is_an_error(form, tmp_path):
-    body = {
-        "call": "@allred.distributed.gradients\ndef g(): return [np.ones(3)]\ng()",
-        "argument": "allred.distributed.gradients(lambda: [np.ones(3)], op=allred.Sum)()",
-    }
-    result = job(tmp_path, body[form], make="")
-    check_end(result, 1)
-    assert "gradient function" in result.err, result.text
-    assert "mode ps" in result.err, result.text
-    assert "step(params, grads)" in result.err, result.text
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ("opt = allred.distributed([allred.optim.SGD, allred.optim.Adam][me == 1](lr=1.0))", "worker 1 has Adam"),
-        ("opt = allred.distributed([allred.optim.SGD, allred.optim.Adam][me == workers](lr=1.0))", "the server has Ad"),
-        ("opt = allred.distributed(allred.optim.SGD(lr=1.0), placement=lambda t: me % 2)", "worker 1 places the par"),
-        ("opt = allred.distributed(allred.optim.SGD(lr=1.0), use_locking=me != 1)", "worker 1 has SGD"),
-        ("opt = allred.distributed(allred.optim.SGD(lr=1.0), consistency=allred.ps.Bounded(me))", "Bounded"),
-        ("opt = allred.distributed(allred.optim.SGD(lr=1.0))\nparams['w'] = params['w'][me:]", "parameters differ"),
-    ],
-    ids=["worker's optimizer", "server's optimizer", "placement", "locking", "policy", "parameters"],
-)
-def test_ranks_that_differ(change, words, tmp_path):
-    result = job(tmp_path, f"{change}\nopt.broadcast(params)", 2, 1 + ("placement" in change), make="")
-    check_end(result, 1)
-    assert words in result.err, result.text
-    assert "MismatchError" in result.err, result.text
-
-
-def test_steps_before_broadcast_from_different_values(tmp_path):
-    body = "params['w'] += me\nopt = allred.distributed(allred.optim.SGD(lr=1.0))\nopt.step(params, ones)"
-    result = job(tmp_path, body, make="")
-    check_end(result, 1)
-    assert "DriftError" in result.err, result.text
-    assert "call opt.broadcast(params) before the first step" in result.err, result.text
-
-
-def test_two_optimizers(tmp_path):
-    body = "two = allred.distributed(allred.optim.SGD(lr=1.0))\ntwo.broadcast({'v': np.zeros(3)})"
-    result = job(tmp_path, body)
-    check_end(result, 1)
-    assert "this program trains another optimizer with the parameter servers already" in result.err, result.text
 
 
 @pytest.mark.parametrize("mpi", MPIS)
 def test_too_few_ranks(mpi, tmp_path):
-    result = job(tmp_path, "", 1, 2, num_ps=3, make="", mpi=mpi)
+    result = job(tmp_path, "", 1, 1, num_ps=2, make="", mpi=mpi)
     assert result.code == 1, result.text
-    assert "mode ps with 3 parameter servers and no worker: 3 ranks in all; start at least 4" in result.err
+    assert "mode ps with 2 parameter servers and no worker: 2 ranks in all; start at least 3" in result.err
 
 
 # ---- forks
@@ -173,43 +137,34 @@ allred.barrier()
 opt.pull(params)
 done(params["w"][0])
 """
-    result = job(tmp_path, body, consistency="sync")
+    result = job(tmp_path, body, 2, consistency="sync")
     check_end(result, 0)
-    assert result.out.count("-6.0") == 3, result.text
+    assert result.out.count("-6.0") == 2, result.text
     assert "child: this process was forked from a rank after allred.init()" in result.out, result.text
     assert "child ended by 15" in result.out, result.text
 
 
-# ---- what is left behind
-
-
-@pytest.mark.parametrize("end", ["", "raise ValueError('boom')", "os.kill(pid(0), signal.SIGKILL); time.sleep(9)"])
-def test_nothing_is_left_in_shared_memory(end, tmp_path):
-    before = set(os.listdir("/dev/shm"))
-    result = job(tmp_path, f"train(3)\nif me == 1:\n    {end or 'pass'}\ntrain(3)", 3, 2)
-    assert (result.code == 0) == (not end), result.text
-    left = {name for name in set(os.listdir("/dev/shm")) - before if "allred" in name or "psm" in name}
-    assert not left
-    assert not result.left, result.text
+# ---- surroundings
 
 
 def test_without_the_extension(tmp_path):
     hide = "sys.modules['allred.native._kernels'] = None"
-    result = job(tmp_path, "train(5)\nopt.pull(params)\ndone()", before=hide, consistency="sync")
+    result = job(tmp_path, "train(5)\nopt.pull(params)\ndone(params['w'][0])", 2, before=hide, consistency="sync")
     check_end(result, 0)
-    assert done(result) == {0, 1, 2}, result.text
+    assert done(result) == {0, 1}, result.text
+    assert result.out.count("-5.0") == 2, result.text
 
 
 def test_with_the_extension_on_some_ranks_only(tmp_path):
     hide = "if os.environ.get('PMI_RANK') in '02': sys.modules['allred.native._kernels'] = None"
-    result = job(tmp_path, "train(5)\ndone()", before=hide, consistency="sync")
+    result = job(tmp_path, "train(5)\nopt.pull(params)\ndone(params['w'][0])", 2, before=hide, consistency="sync")
     check_end(result, 0)
-    assert done(result) == {0, 1, 2}, result.text
+    assert done(result) == {0, 1}, result.text
+    assert result.out.count("-5.0") == 2, result.text
 
 
-@pytest.mark.parametrize(
-    "policy", ["sync", *(pytest.param(name, marks=FULL) for name in ("async", "bounded", "backup"))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("policy", POLICIES)
 def test_more_ranks_than_cores(policy, tmp_path):
     result = job(tmp_path, "train(5 + me)\ndone()", 6, 2, **POLICIES[policy])
     check_end(result, 0)
@@ -217,11 +172,10 @@ def test_more_ranks_than_cores(policy, tmp_path):
 
 
 @pytest.mark.parametrize("mpi", MPIS)
-def test_without_a_watcher(mpi, tmp_path):
-    result = job(tmp_path, "train(5 + me)\ndone()", 3, 2, mpi=mpi, watcher=0)
-    check_end(result, 0)
-    assert done(result) == {0, 1, 2}, result.text
-    result = job(tmp_path, "train(5)\nif me == 1: raise ValueError('boom')\ntrain(10_000)", 3, 2, mpi=mpi, watcher=0)
+def test_a_worker_that_fails_ends_the_job_without_a_watcher(mpi, tmp_path):
+    """The jobs of test_ps.py end well without watchers."""
+    body = "train(5)\nif me == 1: raise ValueError('boom')\ntrain(10_000)"
+    result = job(tmp_path, body, 2, 1, mpi=mpi, watcher=0)
     check_end(result, 1, mpi)
     assert "ValueError: boom" in result.err, result.text
 
@@ -285,7 +239,7 @@ for job in jobs:
 @pytest.mark.parametrize("mpi", MPIS)
 def test_parameters_and_state_pass_between_any_number_of_servers_and_mode_sync(mpi, tmp_path):
     """Four ranks, of which so many are servers; 0: mode sync. The state of a user's own optimizer is on one server."""
-    ways = {"adam": (1, 3, 0, 2, 0), "momentum": (1, 3, 0, 2, 0), "own": (1, 0, 1)}
+    ways = {"adam": (1, 3, 0, 2, 0), "momentum": (3, 0), "own": (1, 0, 1)}
     jobs = [f"{name}:{servers}" for name, numbers in ways.items() for servers in numbers]
     result = mpirun(
         4,
@@ -322,7 +276,7 @@ allred.shutdown()
 
 
 def test_ranks_that_leave_after_the_chiefs_node_print_nothing():
-    """Regression: the chief's watcher ended before the watchers of other nodes, which reported that they had lost it."""
+    """Regression: the chief's watcher ended before the watchers of other nodes, which then reported its loss."""
     result = mpirun(3, "-c", SLOW_TO_LEAVE, env={"ALLRED_BANNER": "0", "ALLRED_PRETEND_NODES": "1,1,1"})
     check_end(result, 0)
     assert result.err == "", result.text

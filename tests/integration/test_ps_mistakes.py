@@ -1,191 +1,69 @@
-"""Mode ps and what users get wrong: one clear error, before anything has moved, after which the worker can go on."""
+"""Mode ps and mistakes of its users: one clear error before anything has moved; then the worker can continue."""
 
-import itertools
-
-import pytest
 from harness import mpirun
+from ps_jobs import Case, run_cases
 
-MODE = {"ALLRED_MODE": "ps"}
-BEGIN = """
-import numpy as np
-import allred
-allred.init(banner=False)
-{make}
-params = {{"w": np.ones(4), "b": np.ones(2)}}
-ones = {{"w": np.ones(4), "b": np.ones(2)}}
+SGD = "opt = allred.distributed(allred.optim.SGD(lr=0.5))\n"
 
-def refuses(call, *given, **named):
-    try:
-        call(*given, **named)
-    except allred.AllredError as error:
-        return f"{{type(error).__name__}}: {{error}}"
-    raise AssertionError("no error")
-"""
-SGD = "opt = allred.distributed(allred.optim.SGD(lr=0.5))"
-
-
-def run(body, ranks=2, make=SGD, **env):
-    """What the program's workers printed."""
-    result = mpirun(ranks, "-c", BEGIN.format(make=make) + body, env=MODE | env, timeout_s=60)
-    assert result.code == 0, result.text
-    assert "Traceback" not in result.err, result.text
-    return result.out
-
-
-CASES = """
-import sys
-import numpy as np
-import allred
-
-def refuses(call, *given, **named):
-    try:
-        call(*given, **named)
-    except allred.AllredError as error:
-        return f"{type(error).__name__}: {error}"
-    raise AssertionError("no error")
-
-for number, body in enumerate(sys.argv[1:]):
-    server = allred.Server({"ps": 1, "worker": 1})
-    if allred.job_name() == "ps":
-        server.join()
-    else:
-        params, ones = {"w": np.ones(4), "b": np.ones(2)}, {"w": np.ones(4), "b": np.ones(2)}
-        try:
-            exec(body, {"np": np, "allred": allred, "params": params, "ones": ones, "refuses": refuses})
-        except BaseException:
-            print("failed:", body, file=sys.stderr)
-            raise
-        print("end of case", flush=True)
-    allred.shutdown()
-"""
-
-
-def run_cases(bodies, **env):
-    """What the worker printed in each case. All run in one job: the server returns from Server.join() after each."""
-    env |= {"ALLRED_BANNER": "0", "ALLRED_WATCHER": "0"}
-    result = mpirun(2, "-c", CASES, *bodies, env=env, timeout_s=60)
-    assert result.code == 0, result.text
-    assert "Traceback" not in result.err, result.text
-    *said, rest = result.out.split("end of case\n")
-    assert (len(said), rest) == (len(bodies), ""), result.text
-    return said
-
-
-# The worker's state is sound after each: a step does what it should.
+# A step does what it should.
 GOES_ON = "\nopt.step(params, ones)\nassert params['w'].tolist() == [0.5] * 4 and params['b'].tolist() == [0.5] * 2"
 
+# Classes are pickled for the servers by name, so they are part of the script, not of a case.
+OPTIMIZERS = """
+import collections
 
-WRONG_ARGUMENTS = [
-    ("opt.pull({'w': np.ones(4)})", "InputError: opt.pull(): parameters differ from those that the servers have"),
-    ("opt.pull({'w': np.ones(4), 'b': np.ones(3)})", "'b' float64 (3,) where they have 'b' float64 (2,)"),
-    ("opt.pull({'w': np.ones(4), 'b': np.ones(2, 'f4')})", "'b' float32 (2,) where they have 'b' float64 (2,)"),
-    ("opt.pull({'w': np.ones(4), 'c': np.ones(2)})", "'c' float64 (2,) where they have"),
-    ("opt.pull({'w': np.ones(4), 'b': np.broadcast_to(1.0, 2)})", "opt.pull(): parameter 'b' is a read-only array"),
-    ("opt.pull({'w': np.ones(4), 'b': [1.0, 1.0]})", "opt.pull(): parameter 'b.0' is float"),
-    ("opt.broadcast({'w': np.ones(4)})", "opt.broadcast(): parameters differ from those that the servers have"),
-    ("opt.broadcast(params, root=1)", "opt.broadcast(): root=1: in mode ps"),
-    ("opt.step({'w': np.ones(5), 'b': params['b']}, {'w': np.ones(5), 'b': ones['b']})", "opt.step(): parameters"),
-    ("opt.step({'w': np.ones(4, 'f4'), 'b': params['b']}, ones)", "'w' float32 (4,) where they have 'w' float64"),
-    ("opt.step(params, {'w': np.ones(4)})", "opt.step(): params and grads differ in structure, in 'b'"),
-    ("opt.step(params, {'w': np.ones(4), 'b': 1j * np.ones(2)})", "opt.step(): 'b': dtype complex128"),
-    ("again.step(params, ones)", "again.step(): this program trains another optimizer"),
-    ("again.broadcast(params)", "again.broadcast(): this program trains another optimizer"),
-]  # fmt: skip
-
-
-def test_wrong_arguments_are_told_before_anything_moves():
-    again = "again = allred.distributed(allred.optim.SGD(lr=0.5), name='again')\n"
-    bodies = []
-    for call, _ in WRONG_ARGUMENTS:
-        called, given = call.split("(", 1)
-        bodies.append(f"{SGD}\nopt.broadcast(params)\n{again}print(refuses({called}, {given}){GOES_ON}")
-    for (call, words), said in zip(WRONG_ARGUMENTS, run_cases(bodies), strict=True):
-        assert words in said, call
-
-
-TIED = "both = np.ones(4)\ntied = {'out': both, 'in': both, 'other': np.ones(4)}\n"
-PARTS = "both = np.ones(6)\ntied = {'out': both[:4], 'in': both[2:], 'other': np.ones(4)}\n"
-
-
-def test_tied_parameters_are_refused():
-    """Each would lose the other's gradient: the pull writes both into the same memory."""
-    calls = ["opt.broadcast, tied", "opt.step, tied, {key: ones['w'] for key in tied}"]
-    cases = list(itertools.product([TIED, PARTS], calls))
-    bodies = [f"{SGD}\n{tied}print(refuses({call})){GOES_ON}" for tied, call in cases]
-    for case, said in zip(cases, run_cases(bodies), strict=True):
-        assert "parameters 'in' and 'out' share memory" in said, case
-        assert "with the sum of its gradients" in said, case
-
-
-LEARNING_RATES = [
-    ("'x'", "InputError: opt.step(): lr must be a finite number >= 0, but is 'x'"),
-    ("-1.0", "lr must be a finite number >= 0, but is -1.0"),
-    ("float('nan')", "lr must be a finite number >= 0, but is nan"),
-    ("lambda step: 0.5", "opt.step(): lr was changed to a schedule, and the servers do not hear of it"),
-]  # fmt: skip
-
-
-def test_a_learning_rate_that_cannot_be_sent():
-    bodies = [
-        f"{SGD}\nopt.broadcast(params)\nopt.optimizer.lr = {lr}\nprint(refuses(opt.step, params, ones))\n"
-        f"opt.optimizer.lr = 0.5{GOES_ON}"
-        for lr, _ in LEARNING_RATES
-    ]
-    for (lr, words), said in zip(LEARNING_RATES, run_cases(bodies), strict=True):
-        assert words in said, lr
-
-
-def test_a_learning_rate_may_be_any_number():
-    body = SGD + "\nopt.broadcast(params)\nopt.optimizer.lr = {}\nopt.step(params, ones)\nprint(params['w'])"
-    bodies = [body.format(lr) for lr in ("0", "np.float32(0)", "np.array(0.0)")]
-    assert run_cases(bodies) == ["[1. 1. 1. 1.]\n"] * 3
-
-
-def test_a_users_own_optimizer_may_have_any_lr():
-    make = """
-class Own:
+class AnyLr:
     lr = property(lambda self: 0.5)
     def step(self, params, grads):
         for key in params:
             params[key] -= self.lr * grads[key]
-opt = allred.distributed(Own())
+
+class NewArrays:
+    def step(self, params, grads):
+        for key in params:
+            params[key] = params[key] - 0.5 * grads[key]
+
+Layer = collections.namedtuple("Layer", "w b")
+
+class KnowsItsNest:
+    def step(self, params, grads):
+        params.w[...] -= 0.5 * grads.w
+        params.b[...] -= 0.5 * grads.b
 """
-    run(GOES_ON, make=make)
 
+WRONG_ARGUMENTS = {
+    "opt.pull({'w': np.ones(4)})": "InputError: opt.pull(): parameters differ from those that the servers have",
+    "opt.pull({'w': np.ones(4), 'b': np.ones(3)})": "'b' float64 (3,) where they have 'b' float64 (2,)",
+    "opt.pull({'w': np.ones(4), 'b': np.ones(2, 'f4')})": "'b' float32 (2,) where they have 'b' float64 (2,)",
+    "opt.pull({'w': np.ones(4), 'c': np.ones(2)})": "'c' float64 (2,) where they have",
+    "opt.pull({'w': np.ones(4), 'b': np.broadcast_to(1.0, 2)})": "opt.pull(): parameter 'b' is a read-only array",
+    "opt.pull({'w': np.ones(4), 'b': [1.0, 1.0]})": "opt.pull(): parameter 'b.0' is float",
+    "opt.broadcast({'w': np.ones(4)})": "opt.broadcast(): parameters differ from those that the servers have",
+    "opt.broadcast(params, root=1)": "opt.broadcast(): root=1: in mode ps",
+    "opt.step({'w': np.ones(5), 'b': params['b']}, {'w': np.ones(5), 'b': ones['b']})": "opt.step(): parameters",
+    "opt.step({'w': np.ones(4, 'f4'), 'b': params['b']}, ones)": "'w' float32 (4,) where they have 'w' float64",
+    "opt.step(params, {'w': np.ones(4)})": "opt.step(): params and grads differ in structure, in 'b'",
+    "opt.step(params, {'w': np.ones(4), 'b': 1j * np.ones(2)})": "opt.step(): 'b': dtype complex128",
+    "opt.step(params, {'w': np.array([1, np.inf, 1, 1]), 'b': ones['b']})":
+        "NonFiniteError: opt.step(): the gradient of 'w' of worker 0 is not finite",
+    "again.step(params, ones)": "again.step(): this program trains another optimizer",
+    "again.broadcast(params)": "again.broadcast(): this program trains another optimizer",
+}  # fmt: skip
 
-def test_hyper_parameters_are_the_same_on_all_ranks_and_servers():
-    make = "opt = allred.distributed(allred.optim.SGD(lr=0.1, momentum=0.5 + 0.1 * (allred.rank() == 1)))"
-    said = run("print(refuses(opt.broadcast, params))", 2, make)
-    assert "MismatchError: mode ps is set differently: the server has SGD(momentum=0.6" in said
-    assert "worker 0 has SGD(momentum=0.5" in said
+TIED = "both = np.ones(4)\ntied = {'out': both, 'in': both, 'other': np.ones(4)}\n"
+PARTS = "both = np.ones(6)\ntied = {'out': both[:4], 'in': both[2:], 'other': np.ones(4)}\n"
+SHARED_MEMORY = ("parameters 'in' and 'out' share memory", "with the sum of its gradients")
 
+LEARNING_RATES = {
+    "'x'": "InputError: opt.step(): lr must be a finite number >= 0, but is 'x'",
+    "-1.0": "lr must be a finite number >= 0, but is -1.0",
+    "float('nan')": "lr must be a finite number >= 0, but is nan",
+    "lambda step: 0.5": "opt.step(): lr was changed to a schedule, and the servers do not hear of it",
+}
 
-def test_a_policy_may_be_given_in_a_word():
-    make = "opt = allred.distributed(allred.optim.SGD(lr=0.5), consistency='{}')\n"
-    body = make + "opt.broadcast(params)\nfrom allred import world\nprint(opt._options.policy(world.config()))"
-    policies = {"sync": "Sync(", "bounded": "Bounded(staleness=7)", "async": "Async()"}
-    wrong = "import allred.modes.options as o\nprint(refuses(o.StepOptions, 'opt', consistency='some'))"
-    *found, said = run_cases([*(body.format(word) + GOES_ON for word in policies), wrong], ALLRED_STALENESS="7")
-    for policy, described in zip(found, policies.values(), strict=True):
-        assert policy.startswith(described)
-    assert "consistency='some' must be allred.ps.Async()" in said
+GRADIENTS = ("gradient function", "mode ps", "step(params, grads)")
 
-
-def test_no_samples_are_no_gradient():
-    """momentum keeps what it has, too"""
-    make = "opt = allred.distributed(allred.optim.SGD(lr=0.5, momentum=0.5))"
-    body = "opt.broadcast(params)\nopt.step(params, ones, samples=0)\nassert params['w'].tolist() == [1.0] * 4\n"
-    run(body + "opt.step(params, ones, samples=3)\nassert params['w'].tolist() == [0.5] * 4", make=make)
-
-
-def test_a_nest_that_contains_itself():
-    said = run("params['w'] = params\nprint(refuses(opt.broadcast, params))")
-    assert "opt.broadcast(): a nest of parameters is too deep or contains itself; flatten it" in said
-
-
-def test_two_threads_at_once():
-    body = """
-import threading, time
+TWO_THREADS = """
 opt.broadcast(params)
 found, stop = [], threading.Event()
 def step():
@@ -196,58 +74,143 @@ def step():
         except allred.AllredError as error:
             found.append(str(error))
             stop.set()
-import sys
+interval = sys.getswitchinterval()
 sys.setswitchinterval(1e-6)
 threads = [threading.Thread(target=step) for _ in range(2)]
 [t.start() for t in threads]
 stop.wait(20)
 [t.join() for t in threads]
-print(found)
+sys.setswitchinterval(interval)
+say(found)
 opt.step(params, ones)
 """
-    assert "two threads of this worker call the parameter servers at once" in run(body)
 
 
-def test_an_optimizer_that_puts_new_arrays_into_the_nest():
-    make = """
-class Own:
-    def step(self, params, grads):
-        for key in params:
-            params[key] = params[key] - 0.5 * grads[key]
-opt = allred.distributed(Own())
-"""
-    run(GOES_ON, make=make)
-    run("opt.broadcast(params)" + GOES_ON, 3, make, ALLRED_NUM_PS="2")
+def mistakes():
+    """Return {name: (body, words that it prints)}."""
+    again = "again = allred.distributed(allred.optim.SGD(lr=0.5), name='again')\n"
+    made = {}
+    for call, words in WRONG_ARGUMENTS.items():
+        called, given = call.split("(", 1)
+        made[call] = f"{SGD}opt.broadcast(params)\n{again}say(refuses({called}, {given}){GOES_ON}", [words]
+    for tied in (TIED, PARTS):
+        for call in ("opt.broadcast, tied", "opt.step, tied, {key: ones['w'] for key in tied}"):
+            made[tied + call] = f"{SGD}{tied}say(refuses({call})){GOES_ON}", SHARED_MEMORY
+    for lr, words in LEARNING_RATES.items():
+        body = (
+            f"{SGD}opt.broadcast(params)\nopt.optimizer.lr = {lr}\nsay(refuses(opt.step, params, ones))\n"
+            f"opt.optimizer.lr = 0.5{GOES_ON}"
+        )
+        made[f"lr = {lr}"] = body, [words]
+    for name, body, words in (
+        ("a nest that contains itself", SGD + "params['w'] = params\nsay(refuses(opt.broadcast, params))",
+         ["opt.broadcast(): a nest of parameters is too deep or contains itself; flatten it"]),
+        ("two threads at once", SGD + TWO_THREADS,
+         ["two threads of this worker call the parameter servers at once"]),
+        ("a policy that does not exist",
+         "import allred.modes.options as o\nsay(refuses(o.StepOptions, 'opt', consistency='some'))",
+         ["consistency='some' must be allred.ps.Async()"]),
+        ("a sum", "opt = allred.distributed(allred.optim.SGD(lr=0.1), op=allred.Sum)\nsay(refuses(opt.statistics))",
+         ["opt: op=allred.Sum is available in mode sync only; parameter servers apply"]),
+        ("a decorated gradient function",
+         "def call():\n    @allred.distributed.gradients\n    def g(): return []\n    g()\nsay(refuses(call))",
+         GRADIENTS),
+        ("a gradient function",
+         "say(refuses(lambda: allred.distributed.gradients(lambda: [np.ones(3)], op=allred.Sum)()))", GRADIENTS),
+    ):  # fmt: skip
+        made[name] = body, words
+    return made
 
 
-def test_an_optimizer_that_knows_its_nest():
-    make = """
-import collections
-Layer = collections.namedtuple("Layer", "w b")
-class Own:
-    def step(self, params, grads):
-        params.w[...] -= 0.5 * grads.w
-        params.b[...] -= 0.5 * grads.b
-opt = allred.distributed(Own())
-"""
-    run("layer, ones = Layer(**params), Layer(**ones)\n" + GOES_ON.replace("(params,", "(layer,"), make=make)
+def test_each_mistake_is_one_error_before_anything_moves_and_the_worker_can_continue(tmp_path):
+    table = mistakes()
+    _, said = run_cases(tmp_path, {name: Case(body) for name, (body, _) in table.items()}, watcher=0)
+    for name, (_, expected) in table.items():
+        for words in expected:
+            assert words in said[name][0], (name, words, said[name])
 
 
-@pytest.mark.parametrize(("seed", "refused"), [("allred.rank()", 1), ("0", 0)])
-def test_batches_of_different_arguments(seed, refused):
-    """The worker that makes its first step later raises the error. Start positions may differ between workers."""
-    body = f"""
+POLICIES = {"sync": "Sync(", "bounded": "Bounded(staleness=7)", "async": "Async()"}
+
+
+def test_what_a_worker_may_give(tmp_path):
+    """A learning rate of any type of number, a policy in a word, no samples, optimizers of its own."""
+    rates = ("0", "np.float32(0)", "np.array(0.0)")
+    step_at = SGD + "opt.broadcast(params)\nopt.optimizer.lr = {}\nopt.step(params, ones)\nsay(params['w'])"
+    cases = {rate: Case(step_at.format(rate)) for rate in rates}
+    for word in POLICIES:
+        make = f"opt = allred.distributed(allred.optim.SGD(lr=0.5), consistency='{word}')\nopt.broadcast(params)\n"
+        tell = "from allred import world\nsay(opt._options.policy(world.config()))"
+        cases[word] = Case(make + tell + GOES_ON)
+    momentum = "opt = allred.distributed(allred.optim.SGD(lr=0.5, momentum=0.5))\nopt.broadcast(params)\n"
+    cases["no samples"] = Case(  # no gradient: momentum keeps its value too
+        f"{momentum}opt.step(params, ones, samples=0)\nassert params['w'].tolist() == [1.0] * 4\n"
+        "opt.step(params, ones, samples=3)\nassert params['w'].tolist() == [0.5] * 4"
+    )
+    cases["skip"] = Case(
+        "opt = allred.distributed(allred.optim.SGD(lr=0.5), nonfinite='skip')\nopt.broadcast(params)\n"
+        f"opt.step(params, {{'w': np.full(4, np.nan), 'b': ones['b']}})\nsay(opt.skipped){GOES_ON}"
+    )
+    cases["any lr"] = Case("opt = allred.distributed(AnyLr())" + GOES_ON)
+    cases["new arrays"] = Case("opt = allred.distributed(NewArrays())" + GOES_ON)
+    layers = "layer, ones = Layer(**params), Layer(**ones)\nopt = allred.distributed(KnowsItsNest())"
+    cases["knows its nest"] = Case(layers + GOES_ON.replace("(params,", "(layer,"))
+    _, said = run_cases(tmp_path, cases, before=OPTIMIZERS, watcher=0, staleness=7)
+    for rate in rates:
+        assert said[rate] == {0: "[1. 1. 1. 1.]\n"}, rate
+    for word, described in POLICIES.items():
+        assert said[word][0].startswith(described), said
+    assert said["skip"] == {0: "1\n"}
+
+
+def test_an_optimizer_of_a_server_that_differs_is_an_error():
+    make = "opt = allred.distributed(allred.optim.SGD(lr=0.1, momentum=0.5 + 0.1 * (allred.rank() == 1)))"
+    code = f"import numpy as np\nimport allred\nallred.init(banner=False)\n{make}\nopt.broadcast({{'w': np.ones(4)}})"
+    result = mpirun(2, "-c", code, env={"ALLRED_MODE": "ps"}, timeout_s=60)
+    assert result.code == 1, result.text
+    assert "MismatchError: mode ps is set differently: the server has SGD(momentum=0.6" in result.err, result.text
+    assert "worker 0 has SGD(momentum=0.5" in result.err, result.text
+
+
+# Worker 1 differs from worker 0. The case, and the error of worker 1.
+OTHER = "opt = allred.distributed([allred.optim.SGD, allred.optim.Adam][me](lr=1.0))"
+DIFFERENCES = {
+    OTHER: "MismatchError: mode ps is set differently: worker 1 has Adam",
+    "opt = allred.distributed(allred.optim.SGD(lr=1.0), use_locking=me != 1)":
+        "MismatchError: mode ps is set differently: worker 1 has SGD",
+    "opt = allred.distributed(allred.optim.SGD(lr=1.0), consistency=allred.ps.Bounded(1 + me))":
+        "Bounded(staleness=2), use_locking=True, worker 0 has SGD",
+    SGD + "params['w'] = params['w'][me:]; ones['w'] = ones['w'][me:]": "MismatchError: parameters differ",
+    SGD + "params['w'] += me": "DriftError: opt.step(): worker 1 starts from other parameters",
+    "opt = allred.distributed(allred.optim.SGD(lr=1.0), placement=lambda t: me)":
+        "MismatchError: worker 1 places the parameters differently from worker 0",
+}  # fmt: skip
+
+BATCHES = """
 opt.broadcast(params)
-data = allred.data.batches(np.arange(8), batch_size=4, seed={seed}, epochs=2)
-data.load_state_dict(data.state_dict() | {{"samples": 4 * allred.rank()}})
+data = allred.data.batches(np.arange(8), batch_size=4, seed={}, epochs=2)
+data.load_state_dict(data.state_dict() | {{"samples": 4 * me}})
 for x in data:
     try:
         opt.step(params, ones)
     except allred.MismatchError as error:
-        print(error)
+        say(error)
 opt.finish()
 """
-    said = run(body, ranks=3)
+
+
+def test_workers_that_differ_are_told_what_differs(tmp_path):
+    """In their options, parameters, initial values or batches. The worker that makes its first step later raises the
+    error about batches, whose start positions may differ."""
+    step = "\nsay(refuses(opt.step, params, ones)) if me == 1 else opt.step(params, ones)"
+    cases = {change: Case(change + step, servers=2) for change in DIFFERENCES}
+    for seed in ("me", "0"):
+        cases[seed] = Case(SGD + BATCHES.format(seed), servers=2)
+    _, said = run_cases(tmp_path, cases, 4, watcher=0)
+    for change, words in DIFFERENCES.items():
+        assert words in said[change][1], (change, said[change])
+    [told] = said["me"].values()
     words = "opt.step(): the ranks iterate over batches with different arguments: seed=0 on rank 0, seed=1 on rank 1."
-    assert (said.count(words) > 0) == refused
-    assert "start=" not in said
+    assert words in told
+    assert "start=" not in told
+    assert not said["0"]

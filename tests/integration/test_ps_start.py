@@ -2,8 +2,7 @@
 
 import json
 
-import pytest
-from ps_jobs import check_end, job
+from ps_jobs import Case, run_cases
 
 # Worker 1 is late: worker 0 makes 60 steps before it, and none while worker 1 makes its 3.
 SESSION = """
@@ -11,7 +10,7 @@ opt = allred.distributed(allred.optim.SGD(lr=1.0))
 
 def await_file(name):
     until = time.monotonic() + 30
-    while not (here / name).exists():
+    while not (here / f"{number}-{name}").exists():
         assert time.monotonic() < until, f"{name} does not come"
         time.sleep(0.01)
 
@@ -34,33 +33,25 @@ def by_hand(session, batches):
 with allred.Session(hooks=[Late()], log_steps=None) as session:
     session.track(params=params, optimizer=opt)
     before = session.step
-    for number in session.steps(batches()) if LATE_IN == "data" else by_hand(session, batches()):
+    for batch in session.steps(batches()) if LATE_IN == "data" else by_hand(session, batches()):
         begun = session.step
         opt.step(params, ones)
-        if (me, number) == (0, 59):
-            (here / "ahead").touch()
+        if (me, batch) == (0, 59):
+            (here / f"{number}-ahead").touch()
             await_file("done")
-        if (me, number) == (1, 2):
-            (here / "done").touch()
+        if (me, batch) == (1, 2):
+            (here / f"{number}-done").touch()
 if me == 0:
-    import json
-    print(json.dumps({"staleness": dict(opt.statistics().staleness), "w": params["w"][0]}))
+    say(json.dumps({"staleness": dict(opt.statistics().staleness), "w": params["w"][0]}))
 else:
     assert (before, begun, session.step) == (0, 62, 63), (before, begun, session.step)
 """
 
 
-@pytest.mark.parametrize("late_in", ["hook", "data"])
-def test_a_session_pulls_right_before_the_first_step(tmp_path, late_in):
-    result = job(tmp_path, SESSION, 2, elements=1000, make=f"LATE_IN = {late_in!r}\n")
-    check_end(result, 0)
-    assert json.loads(result.out) == {"staleness": {"0": 63}, "w": -63.0}
-
-
 ALONE = """
 opt = allred.distributed(allred.optim.SGD(lr=1.0))
 opt.broadcast(params)
-for _ in range(60 * (me == 0)):
+for _ in range((50 if PULLS else 60) * (me == 0)):
     opt.step(params, ones)
 allred.barrier()
 if PULLS:
@@ -74,9 +65,10 @@ WARNING = (
 )
 
 
-@pytest.mark.parametrize("pulls", [False, True])
-def test_without_a_session_a_worker_tells_that_its_first_gradient_is_old(tmp_path, pulls):
-    result = job(tmp_path, ALONE, 2, elements=1000, make=f"PULLS = {pulls}\n")
-    check_end(result, 0)
-    assert result.err.count(WARNING) == (not pulls), result.text
-    assert ("from parameters that lack" in result.err) == (not pulls), result.text
+def test_a_session_pulls_before_the_first_step_and_without_one_an_old_first_gradient_is_reported(tmp_path):
+    cases = {f"late in {what}": Case(f"LATE_IN = {what!r}\n{SESSION}") for what in ("hook", "data")}
+    cases |= {f"pulls: {pulls}": Case(f"PULLS = {pulls}\n{ALONE}") for pulls in (False, True)}
+    result, said = run_cases(tmp_path, cases, 3)
+    for what in ("hook", "data"):
+        assert json.loads(said[f"late in {what}"][0]) == {"staleness": {"0": 63}, "w": 1.0 - 63}, what
+    assert result.err.count(WARNING) == result.err.count("from parameters that lack") == 1, result.text
