@@ -300,15 +300,17 @@ def test_saving_has_no_time_limit(tmp_path):
 
 DIFFER = """
 import sys
+import numpy as np
 import allred
 
 allred.init(banner=False)
 directory = sys.argv[1]
 for arguments in ({"max_steps": 20 - 15 * allred.rank()}, {"checkpoint_dir": directory + allred.rank() * "x"}):
     try:
-        with allred.Session(**{"checkpoint_dir": directory, **arguments}): pass
+        with allred.Session(**{"checkpoint_dir": directory, **arguments}) as session:
+            session.track(params=np.zeros(3), optimizer=allred.distributed(allred.optim.SGD(lr=1.0)))
     except allred.MismatchError as error:
-        if allred.rank() == 1: print(error)
+        if allred.rank() == 1: print(error, flush=True)
 """
 
 
