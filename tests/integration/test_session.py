@@ -112,14 +112,14 @@ def test_ends_of_a_training_and_its_values_and_that_two_parts_are_the_whole(mpi,
 def test_waits_for_the_chief_and_for_the_last_checkpoint_are_reported_and_have_limits_of_their_own(tmp_path):
     """The wait for the chief at the start has the limit wait_for_chief_s; that for the last checkpoint has none."""
     trainings = [
-        (tmp_path / "late", {"late_s": 2.5, "max_steps": 2}),
+        (tmp_path / "late", {"late_s": 4.5, "max_steps": 2}),
         (tmp_path / "slow", {"slow": True, "max_steps": 2}),
         (tmp_path / "too late", {"late_s": 4, "max_steps": 4, "wait_for_chief_s": 2}),
     ]
-    _, err = run_all(trainings, env={"ALLRED_TIMEOUT_S": "1", "ALLRED_STALL_WARNING_S": "0.5"}, code=1)
+    _, err = run_all(trainings, env={"ALLRED_TIMEOUT_S": "3", "ALLRED_STALL_WARNING_S": "0.5"}, code=1)
     assert steps_in(tmp_path / "late") == steps_in(tmp_path / "slow") == [2], err
     waits = re.findall(r"rank 1 has waited for \d+ s in (.*)", err)
-    assert len({*waits}) >= 2, err
+    assert len({*waits}) >= 2, err  # for the chief, and for the last checkpoint
     assert "in Python at session_program.py" in err, err
     assert "not complete after 2 s" in err, err
 
@@ -289,7 +289,7 @@ def test_the_job_waits_for_what_is_being_written(mpi, tmp_path):
 
 
 def test_saving_has_no_time_limit(tmp_path):
-    result = run(tmp_path, fault="raise", slow=True, env={"ALLRED_TIMEOUT_S": "1"})
+    result = run(tmp_path, fault="raise", slow=True, env={"ALLRED_TIMEOUT_S": "3"})
     assert steps_in(tmp_path) == [7], result.text
     assert result.code == 1
     assert (result.outcome[0]["reason"], result.outcome[1]["reason"]) == ("RemoteRankError", "ValueError"), result.text
