@@ -27,6 +27,10 @@ def pytest_configure(config):
         config.stash[STDERR] = os.fdopen(os.dup(2), "w")
 
 
+def pytest_unconfigure(config):
+    config.stash[STDERR].close()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     marker = item.get_closest_marker("limit")

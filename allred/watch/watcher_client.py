@@ -56,6 +56,8 @@ class Verdict:
 class WatcherClient:
     """The connection of one rank, and the messages that it has received."""
 
+    _ignores_usr1 = False  # the connection of an earlier world has set SIG_IGN for SIGUSR1
+
     def __init__(self, name: str, hello: dict[str, Any], speaks: bool, warn_s: float) -> None:
         """Connect. speaks: whether this rank prints a line if the watcher dies. warn_s: the seconds after which the
         watcher warns of a wait. Raises OSError if the connection fails."""
@@ -100,7 +102,8 @@ class WatcherClient:
     def _enable_signals(self) -> None:
         with contextlib.suppress(ValueError):  # not the main thread: then only waits are interrupted
             signal.signal(self._wake, self._on_signal)
-            if "PMI_FD" in os.environ and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
+            unused = (signal.SIG_DFL, signal.SIG_IGN) if WatcherClient._ignores_usr1 else (signal.SIG_DFL,)
+            if "PMI_FD" in os.environ and signal.getsignal(signal.SIGUSR1) in unused:
                 signal.signal(signal.SIGUSR1, _nothing)
             fd = self._socket.fileno()
             fcntl.fcntl(fd, fcntl.F_SETOWN, self._pid)
@@ -286,6 +289,7 @@ class WatcherClient:
             signal.signal(self._stack, signal.SIG_IGN)  # not set yet if init() ran in another thread
             if signal.getsignal(signal.SIGUSR1) is _nothing:
                 signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+                WatcherClient._ignores_usr1 = True
 
     def close(self) -> None:
         """Close the connection."""

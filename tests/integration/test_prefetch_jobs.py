@@ -39,7 +39,7 @@ if __name__ == "__main__":
 def test_a_rank_that_fails_ends_the_job(mpi, workers, fail, words, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(PROGRAM.format(fail=fail, workers=workers))
-    result = mpirun(3, script, mpi=mpi, timeout_s=50)
+    result = mpirun(2, script, mpi=mpi, timeout_s=50)
     remove_mapped(tmp_path)
     assert result.code == 1, result.text
     assert result.left == [], result.text

@@ -94,13 +94,13 @@ while True:
 """
 
 
-@pytest.mark.parametrize("whom", [(1,), pytest.param((0, 1, 2), marks=full)], ids=["one", "all"])
+@pytest.mark.parametrize("whom", [(1,), pytest.param((0, 1), marks=full)], ids=["one", "all"])
 @pytest.mark.parametrize("mpi", MPIS)
 def test_nothing_is_left_of_killed_ranks(mpi, whom, mark):
     before = set(os.listdir("/dev/shm"))
-    result = mpirun(3, "-c", program(KILLED.format(whom=whom)), mpi=mpi, timeout_s=40, env=mark)
+    result = mpirun(2, "-c", program(KILLED.format(whom=whom)), mpi=mpi, timeout_s=40, env=mark)
     assert result.code != 0, result.text
-    assert result.out.count("begun") == 3, result.text
+    assert result.out.count("begun") == 2, result.text
     assert_nothing_left(mark, before, result)
 
 
@@ -132,11 +132,12 @@ if rank == 0:
 
 @pytest.mark.parametrize(("mpi", "count"), [("mpich", 10**6), ("openmpi", 3)])
 def test_a_stopped_rank_is_waited_for_without_burning_a_core(mpi, count, mark):
-    result = mpirun(3, "-c", program(STOPPED.format(after=3, count=count) + CHECK), mpi=mpi, timeout_s=40, env=mark)
-    assert (result.code, result.out.count("right by shm")) == (0, 3), result.text
+    result = mpirun(2, "-c", program(STOPPED.format(after=3, count=count) + CHECK), mpi=mpi, timeout_s=40, env=mark)
+    assert (result.code, result.out.count("right by shm")) == (0, 2), result.text
     assert float(result.out.split("share of a core:")[1].split()[0]) < 0.3, result.text
 
 
+@full  # test_watch.py has it by default: test_a_stalled_rank_is_reported_once_and_ends_the_job
 @pytest.mark.parametrize("mpi", MPIS)
 def test_a_rank_that_stays_stopped_is_a_timeout_on_the_others(mpi, mark):
     before = set(os.listdir("/dev/shm"))
@@ -165,7 +166,7 @@ finally:
 @pytest.mark.parametrize(("mpi", "count"), [("mpich", 3), ("openmpi", 10**6)])
 def test_an_interrupt_ends_a_wait(mpi, count, mark):
     before = set(os.listdir("/dev/shm"))
-    result = mpirun(3, "-c", program(INTERRUPTED.format(count=count)), mpi=mpi, timeout_s=40, env=mark)
+    result = mpirun(2, "-c", program(INTERRUPTED.format(count=count)), mpi=mpi, timeout_s=40, env=mark)
     assert result.code != 0, result.text
     assert "left by KeyboardInterrupt" in result.out, result.text
     assert_nothing_left(mark, before, result)
@@ -173,11 +174,11 @@ def test_an_interrupt_ends_a_wait(mpi, count, mark):
 
 def test_more_ranks_than_cores():
     """Under MPICH test_examples.py has it, with the training of the next test."""
-    few = "for count in (1, 300_000): assert (allred.allreduce(np.full(count, rank), allred.Sum) == 28).all()\n"
-    result = mpirun(8, "-c", program(few + "print('right\\n', end='')"), mpi="openmpi")
-    assert (result.code, result.out.count("right")) == (0, 8), result.text
+    few = "for count in (1, 300_000): assert (allred.allreduce(np.full(count, rank), allred.Sum) == 10).all()\n"
+    result = mpirun(5, "-c", program(few + "print('right\\n', end='')"), mpi="openmpi")
+    assert (result.code, result.out.count("right")) == (0, 5), result.text
     assert "backend shm" in result.err, result.text
-    assert "8 ranks on " in result.err, result.text
+    assert "5 ranks on " in result.err, result.text
 
 
 @full
@@ -212,31 +213,10 @@ NO_PROC = "segment._through_proc = refuse(segment._through_proc)\n"
 NO_SOCKET = "segment._over_socket = refuse(segment._over_socket)\n"
 NO_MEMFD = "def fail(*_): raise OSError(28, 'No space left on device')\nif RANK == 0: os.{function} = fail\n"
 ANOTHER_USER = "segment.SOCKET_S = 0.5\nif RANK == 0: os.geteuid = lambda: 12345\n"
-WAYS = {
-    "no /proc": (REFUSE.format(odd=2, instead=-1) + NO_PROC, "shm"),
-    "no /proc for the first": (REFUSE.format(odd=0, instead=-1) + NO_PROC, "shm"),
-    "no /proc, no socket": (REFUSE.format(odd=1, instead=-1) + NO_PROC + NO_SOCKET, "mpi"),
-    "refused as another user's": (REFUSE.format(odd=2, instead=-1) + NO_PROC + ANOTHER_USER, "mpi"),
-    "no memfd": (NO_MEMFD.format(function="memfd_create"), "mpi"),
-    "no room": (NO_MEMFD.format(function="posix_fallocate"), "mpi"),
-}
-
-
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=full) if way in ("no /proc", "no memfd") else way for way in WAYS]
-)
-@pytest.mark.parametrize("mpi", MPIS)
-def test_ranks_agree_on_another_way(mpi, way, mark):
-    patch, backend = WAYS[way]
-    result = mpirun(3, "-c", program(patch=patch), mpi=mpi, timeout_s=40, env=mark)
-    assert (result.code, result.out.count(f"right by {backend}")) == (0, 3), result.text
-    reason = "ranks share a node" if backend == "shm" else "no two ranks could share memory"
-    assert f"backend {backend} ({reason}" in result.err, result.text
-
 
 # Rank 2 is led to a memfd of its own: of the same size, and in the worst case with the same first bytes.
 WRONG = """
-true_map = segment._map
+true_map, led = segment._map, []
 def wrong(fd, nbytes, identity):
     if RANK == 2 and not led:
         led.append(os.memfd_create("other"))
@@ -245,7 +225,6 @@ def wrong(fd, nbytes, identity):
         os.close(fd)
         fd = os.dup(led[0])
     return true_map(fd, nbytes, identity)
-led = []
 segment._map = wrong
 """
 WRONG_CHECK = """
@@ -253,13 +232,42 @@ maps = open("/proc/self/maps").read()
 assert maps.count("memfd:allred") == 1 and "memfd:other" not in maps
 assert rank < 2 or led
 """
+WAYS = {  # what changes before init(), the backend that the ranks agree on, and what is checked after it
+    "no /proc": (REFUSE.format(odd=2, instead=-1) + NO_PROC, "shm", ""),
+    "no /proc for the first": (REFUSE.format(odd=0, instead=-1) + NO_PROC, "shm", ""),
+    "no /proc, no socket": (REFUSE.format(odd=1, instead=-1) + NO_PROC + NO_SOCKET, "mpi", ""),
+    "refused as another user's": (REFUSE.format(odd=2, instead=-1) + NO_PROC + ANOTHER_USER, "mpi", ""),
+    "no memfd": (NO_MEMFD.format(function="memfd_create"), "mpi", ""),
+    "no room": (NO_MEMFD.format(function="posix_fallocate"), "mpi", ""),
+    "another process's file": (WRONG.format(nonce="bytes(16)"), "shm", WRONG_CHECK),
+    "another process's file that looks the same": (WRONG.format(nonce="identity.nonce"), "shm", WRONG_CHECK),
+}
+EACH_WAY = """
+saved = [(module, dict(vars(module))) for module in (segment, os)]
+for patch, _, check in {ways!r}:
+    exec(patch)
+    allred.init()
+    rank, size = allred.rank(), allred.size()
+    exec(check + CHECK)
+    allred.shutdown()
+    for module, names in saved:
+        vars(module).update(names)
+"""
 
 
-@pytest.mark.parametrize("nonce", ["bytes(16)", "identity.nonce"])
-def test_another_processs_file_is_not_taken_for_the_memory(nonce, mark):
-    code = program(WRONG_CHECK + CHECK, patch=WRONG.format(nonce=nonce))
-    result = mpirun(3, "-c", code, timeout_s=40, env=mark)
-    assert (result.code, result.out.count("right by shm")) == (0, 3), result.text
+@pytest.mark.parametrize("mpi", MPIS)
+def test_ranks_agree_on_another_way_to_share_memory_or_on_mpi(mpi, mark):
+    """All ways in one job: a world each."""
+    ways = list(WAYS.values())
+    code = START.partition("{patch}")[0].format(before="") + f"CHECK = {CHECK!r}\n" + EACH_WAY.format(ways=ways)
+    result = mpirun(3, "-c", code, mpi=mpi, timeout_s=40, env=mark)
+    assert result.code == 0, result.text
+    reasons = {"shm": "ranks share a node", "mpi": "no two ranks could share memory"}
+    expected = [f"{backend} ({reasons[backend]}" for _, backend, _ in ways]
+    assert re.findall(r"backend (\w+ \([^;)]*)", result.err) == expected, result.text
+    for backend in ("shm", "mpi"):
+        worlds = sum(way[1] == backend for way in ways)
+        assert result.out.count(f"right by {backend}") == 3 * worlds, result.text
 
 
 NAMESPACES = {
@@ -285,17 +293,17 @@ def test_ranks_in_namespaces_of_their_own(kinds, mark):
     # Whatever the number of the first rank's descriptor, the others find one in /proc/1/fd: of their own.
     led = "if RANK: [os.ftruncate(os.memfd_create('other'), 2**26) for _ in range(100)]"
     own = "assert os.getpid() == 1 and 'memfd:other' not in open('/proc/self/maps').read()\n"
-    launcher = [BIN["mpich"] / "mpirun", "-np", 3, *unshare, BIN["mpich"] / "python"]
+    launcher = [BIN["mpich"] / "mpirun", "-np", 2, *unshare, BIN["mpich"] / "python"]
     result = run([*launcher, "-c", program(own + CHECK, before=led)], timeout_s=40, env={**mark, **environment})
-    assert (result.code, result.out.count(f"right by {backend}")) == (0, 3), result.text
+    assert (result.code, result.out.count(f"right by {backend}")) == (0, 2), result.text
     assert f"backend {backend} ({reason})" in result.err, result.text
 
 
 @pytest.mark.parametrize("mpi", MPIS)
 def test_without_the_extension_on_one_rank(mpi):
     before = "if RANK == 1: sys.modules['allred.native._kernels'] = None"
-    result = mpirun(3, "-c", program(before=before), mpi=mpi, timeout_s=40)
-    assert (result.code, result.out.count("right by mpi")) == (0, 3), result.text
+    result = mpirun(2, "-c", program(before=before), mpi=mpi, timeout_s=40)
+    assert (result.code, result.out.count("right by mpi")) == (0, 2), result.text
     assert "backend mpi (rank 1 lacks the C extension, which shared memory needs)" in result.err, result.text
 
 
@@ -305,40 +313,54 @@ NUMBERS = (
     "print(rank, allred.local_rank(), allred.local_size(), allred.cross_rank(), allred.cross_size(), flush=True)\n"
 )
 NODES = {
+    "2,1": ["0 0 2 0 2", "1 1 2 0 1", "2 0 1 1 2"],
+    "1,1,1": ["0 0 1 0 3", "1 0 1 1 3", "2 0 1 2 3"],
     "2,2": ["0 0 2 0 2", "1 1 2 0 2", "2 0 2 1 2", "3 1 2 1 2"],
     "3,1": ["0 0 3 0 2", "1 1 3 0 1", "2 2 3 0 1", "3 0 1 1 2"],
-    "1,1,1": ["0 0 1 0 3", "1 0 1 1 3", "2 0 1 2 3"],
 }
+EACH_NODES = """
+def init(sizes):
+    os.environ["ALLRED_PRETEND_NODES"] = sizes
+    allred.init()
+
+for sizes in {wrong}:
+    try: init(sizes)
+    except allred.ConfigError as error: print(f"{{error}}\\n", end="", flush=True)
+for sizes in {right}:
+    init(sizes)
+    rank, size = allred.rank(), allred.size()
+    exec(CHECK)
+    for number in range(size):
+        allred.barrier()
+        if number == rank: exec(NUMBERS)
+    allred.shutdown()
+"""
 
 
-@pytest.mark.parametrize("sizes", [pytest.param("2,2", marks=full), "3,1", "1,1,1"])
+@pytest.mark.parametrize("right", [("2,1", "1,1,1"), pytest.param(("2,2", "3,1"), marks=full)])
 @pytest.mark.parametrize("mpi", MPIS)
-def test_pretended_nodes(mpi, sizes):
-    numbers = NODES[sizes]
-    code = program(CHECK + f"time.sleep(0.1 * rank)\n{NUMBERS}")
-    result = mpirun(len(numbers), "-c", code, mpi=mpi, timeout_s=40, env={"ALLRED_PRETEND_NODES": sizes})
-    alone = sizes == "1,1,1"
-    lines = result.out.split("\n")
-    assert (result.code, lines.count(f"right by {'mpi' if alone else 'shm'}")) == (0, len(numbers)), result.text
-    assert [line for line in lines if line[:1].isdecimal()] == numbers, result.text
-    assert f"{len(numbers)} ranks on {len(sizes.split(','))} nodes, chief on " in result.err, result.text
-    reason = "backend mpi (every rank is on a node of its own)" if alone else "backend shm (ranks share a node)"
-    assert reason in result.err, result.text
-
-
-def test_pretended_nodes_that_make_no_sense_are_one_clear_error():
-    wrong = ["2,2", "3,0", "3,x", "-1,4", "", "9" * 20 + ",1"]
-    code = (
-        "import os, allred\n"
-        f"for sizes in {wrong}:\n"
-        "    os.environ['ALLRED_PRETEND_NODES'] = sizes\n"
-        "    try: allred.init()\n"
-        "    except allred.ConfigError as error: print(f'{error}\\n', end='', flush=True)\n"
-    )
-    result = mpirun(3, "-c", code, timeout_s=40)
+def test_pretended_nodes_and_those_that_make_no_sense(mpi, right):
+    """A world for each in one job."""
+    wrong, ranks = ["2,2,2", "3,0", "3,x", "-1,4", "", "9" * 20 + ",1"], len(NODES[right[0]])
+    code = START.partition("{patch}")[0].format(before="") + f"CHECK, NUMBERS = {CHECK!r}, {NUMBERS!r}\n"
+    result = mpirun(ranks, "-c", code + EACH_NODES.format(wrong=wrong, right=right), mpi=mpi, timeout_s=40)
+    assert result.code == 0, result.text
     for sizes in wrong:
-        words = f"pretend_nodes={sizes!r} must be numbers of ranks, such as 2,2, that add up to 3"
-        assert result.out.count(words) == 3, result.text
+        words = f"pretend_nodes={sizes!r} must be numbers of ranks, such as 2,2, that add up to {ranks}"
+        assert result.out.count(words) == ranks, result.text
+    lines = result.out.split("\n")
+    expected = [line for sizes in right for line in NODES[sizes]]
+    assert sorted(line for line in lines if line[:1].isdecimal()) == sorted(expected), result.text
+    banners = [line for line in result.err.split("\n") if line.startswith("allred: 0.")]
+    assert len(banners) == len(right), result.text
+    for sizes, banner in zip(right, banners, strict=True):
+        assert f"{ranks} ranks on {len(sizes.split(','))} nodes, chief on " in banner, result.text
+        alone = set(sizes.split(",")) == {"1"}
+        reason = "backend mpi (every rank is on a node of its own)" if alone else "backend shm (ranks share a node)"
+        assert reason in banner, result.text
+    alone = sum(set(sizes.split(",")) == {"1"} for sizes in right)
+    assert lines.count("right by mpi") == ranks * alone, result.text
+    assert lines.count("right by shm") == ranks * (len(right) - alone), result.text
 
 
 def on_hosts(hosts, *arguments):
@@ -347,8 +369,10 @@ def on_hosts(hosts, *arguments):
 
 
 def test_ranks_on_two_hosts():
-    result = on_hosts("nodea:2,nodeb:1", "-c", program())
+    result = on_hosts("nodea:2,nodeb:1", "-c", program(CHECK + f"time.sleep(0.1 * rank)\n{NUMBERS}"))
     assert (result.code, result.out.count("right by shm")) == (0, 3), result.text
+    lines = result.out.split("\n")
+    assert sorted(line for line in lines if line[:1].isdecimal()) == NODES["2,1"], result.text
     assert "3 ranks on 2 nodes" in result.err, result.text
     assert "backend shm" in result.err, result.text
 

@@ -1,11 +1,15 @@
 """Jobs that are recorded: a slow rank is named, a killed one leaves what it did, and what cannot be written is told."""
 
 import collections
+import contextlib
+import io
 import json
 import os
 
 import pytest
 from harness import mpirun, python
+
+from allred.timeline import command
 
 MPIS = ["mpich", "openmpi"]
 
@@ -33,9 +37,9 @@ def train(fault="", steps=10, sleep="0.1 * (allred.rank() == 1)"):
 
 def merged(directory):
     """What the command prints, and the events."""
-    result = python("-m", "allred", "timeline", "merge", directory)
-    assert result.code == 0, result.text
-    return result.out, json.loads((directory / "trace.json").read_text())["traceEvents"]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert command.main(["merge", str(directory)]) == 0
+    return out.getvalue(), json.loads((directory / "trace.json").read_text())["traceEvents"]
 
 
 def spans(events):
@@ -89,14 +93,14 @@ def test_the_summary_names_the_slow_rank(mpi, backend, tmp_path):
 
 @pytest.mark.parametrize("mpi", MPIS)
 def test_a_killed_rank_leaves_what_it_did(mpi, tmp_path):
-    code = train("testing.kill_at(2, 4).into", sleep="0.3")
-    result = mpirun(3, "-c", code, mpi=mpi, env={"ALLRED_TIMELINE": str(tmp_path)})
+    code = train("testing.kill_at(1, 4).into", sleep="0.3")
+    result = mpirun(2, "-c", code, mpi=mpi, env={"ALLRED_TIMELINE": str(tmp_path)})
     assert result.code != 0, result.text
     out, events = merged(tmp_path)
-    assert "rank-2.timeline has no end: its rank was killed or aborted, and its last records are missing" in out, out
+    assert "rank-1.timeline has no end: its rank was killed or aborted, and its last records are missing" in out, out
     found = spans(events)
-    assert 1 <= found[2]["step"] <= 3, found
-    assert all(1 <= found[rank]["step"] <= 4 for rank in (0, 1)), found
+    assert 1 <= found[1]["step"] <= 3, found
+    assert 1 <= found[0]["step"] <= 4, found
 
 
 @pytest.mark.parametrize("mpi", MPIS)
@@ -128,24 +132,25 @@ def test_a_full_disk_is_told_once_and_training_goes_on(tmp_path):
     assert spans(events)[0]["step"] == 10
 
 
-@pytest.mark.parametrize("locking", ["1", "0"])
-def test_pushes_and_pulls_of_parameter_servers(locking, tmp_path):
+@pytest.mark.parametrize(("locking", "servers", "workers"), [("1", 2, 1), ("0", 1, 2)])
+def test_pushes_and_pulls_of_parameter_servers(locking, servers, workers, tmp_path):
     code = train().partition("works =")[0]
-    env = {"ALLRED_TIMELINE": str(tmp_path), "ALLRED_MODE": "ps", "ALLRED_USE_LOCKING": locking, "ALLRED_NUM_PS": "2"}
-    result = mpirun(4, "-c", code, env=env)
+    env = {"ALLRED_TIMELINE": str(tmp_path), "ALLRED_MODE": "ps", "ALLRED_USE_LOCKING": locking}
+    result = mpirun(3, "-c", code, env={**env, "ALLRED_NUM_PS": str(servers)})
     assert result.code == 0, result.text
     out, events = merged(tmp_path)
     found = spans(events)
-    assert all(found[worker]["step"] == found[worker]["push+pull"] == 10 for worker in (2, 3)), found
-    assert all(found[server]["push+pull"] == 20 for server in (0, 1)), found
+    assert all(found[worker]["step"] == found[worker]["push+pull"] == 10 for worker in range(servers, 3)), found
+    assert all(found[server]["push+pull"] == 10 * workers for server in range(servers)), found
     rows = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"}
-    assert {(0, "worker 0"), (0, "worker 1"), (1, "worker 0"), (1, "worker 1")} <= rows
-    assert "parameter server 1" in out, out
+    assert {(server, f"worker {worker}") for server in range(servers) for worker in range(workers)} <= rows
+    assert f"parameter server {servers - 1}" in out, out
 
 
-def test_a_world_of_one_has_a_timeline_too(tmp_path):
+def test_a_world_of_one_has_a_timeline_too_and_the_command_merges_it(tmp_path):
     result = python("-c", train(sleep="0"), env={"ALLRED_TIMELINE": str(tmp_path)})
     assert result.code == 0, result.text
-    out, events = merged(tmp_path)
-    assert "; 1 rank, " in out, out
-    assert spans(events)[0]["apply"] == 10
+    merge = python("-m", "allred", "timeline", "merge", tmp_path)
+    assert merge.code == 0, merge.text
+    assert "; 1 rank, " in merge.out, merge.text
+    assert spans(json.loads((tmp_path / "trace.json").read_text())["traceEvents"])[0]["apply"] == 10

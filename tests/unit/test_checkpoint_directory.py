@@ -193,6 +193,8 @@ def test_without_locks_only_age_decides(tmp_path, monkeypatch):
         os.utime(path, (0, 0))
     save_one(tmp_path, 1)
     assert not mine.exists()
+    monkeypatch.undo()
+    checkpoint.abandon(mine)  # closes its manifest
 
 
 def test_half_deleted_ones_are_removed(tmp_path):
