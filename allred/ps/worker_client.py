@@ -10,6 +10,7 @@ import dataclasses
 import math
 import os
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,6 +83,17 @@ def _until_done(pending: list[Any]) -> Steps[None]:
     yield AllPending(pending)
 
 
+_clients: "weakref.WeakSet[Client]" = weakref.WeakSet()
+
+
+def _refuse_in_child() -> None:
+    for client in _clients:
+        client._unusable = _FORKED
+
+
+os.register_at_fork(after_in_child=_refuse_in_child)
+
+
 class Client:
     """Client of the parameter servers for one optimizer on one worker.
 
@@ -109,7 +121,7 @@ class Client:
         self._unusable = ""  # the error of further requests; during a request: the error if it is interrupted
         self._thread: int | None = None  # the thread that makes a request now
         self._in_flight: list[Any] = []
-        os.register_at_fork(after_in_child=lambda: setattr(self, "_unusable", _FORKED))
+        _clients.add(self)
 
     def _refusal(self) -> AllredError:
         if self._thread not in (None, threading.get_ident()):

@@ -16,6 +16,7 @@ import secrets
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,9 +43,11 @@ class Offer:
 
 
 def offer(nbytes: int) -> tuple[mmap.mmap, Offer]:
-    """Create `nbytes` bytes of shared memory. The descriptor stays open. Raises OSError if there is no memory."""
+    """Create `nbytes` bytes of shared memory. Its descriptor is open as long as the memory exists. Raises OSError if
+    there is no memory."""
     fd, identity = _create(mmap.PAGESIZE + nbytes)  # the nonce has a page of its own
     memory = mmap.mmap(fd, nbytes, offset=mmap.PAGESIZE)
+    weakref.finalize(memory, os.close, fd)
     return memory, Offer(f"/proc/{os.getpid()}/fd/{fd}", nbytes, identity)
 
 
