@@ -94,6 +94,7 @@ def cut_short(number):
         train(1)
     finally:
         (here / "cut short").touch()
+        time.sleep(0.5)  # so the server begins the request before it hears of the failure
 """
 
 
