@@ -70,41 +70,42 @@ def test_without_the_extension_and_where_mpi_was_imported_first(mpi, failure, be
     check(mpirun(2, "-c", program(failure, before=before), mpi=mpi, timeout_s=40), failure)
 
 
-CAUGHT = "\ntry: sys.exit(2)\nexcept SystemExit as error: assert error.code == 2\n"
+CAUGHT = "\ntry: sys.exit(2)\nexcept SystemExit as error: assert error.code == 2"
 AGAIN = "\ntry: sys.exit(0)\nexcept SystemExit as error: sys.exit(error)"
-THREAD = "\nimport threading\nthread = threading.Thread(target=sys.exit, args=(3,)); thread.start(); thread.join()\n"
+THREAD = "\nimport threading\nthread = threading.Thread(target=sys.exit, args=(3,)); thread.start(); thread.join()"
 FINALIZED = "allred.shutdown()\nfrom mpi4py import MPI\nMPI.Finalize()"
 GOOD = {
     "end": "",
     "shutdown": "allred.shutdown()",
-    "shutdown, exit(0)": "allred.shutdown()\nsys.exit(0)",
+    "shutdown, exit(256)": "allred.shutdown()\nsys.exit(256)",
     "exit(0)": "sys.exit(0)",
     "exit()": "sys.exit()",
     "exit(256)": "sys.exit(256)",
     "caught": CAUGHT,
-    "caught, exit()": CAUGHT + "sys.exit()",
     "raised again": AGAIN,
     "in a thread": THREAD,
-    "in a thread, exit(256)": THREAD + "sys.exit(256)",
     "finalized": FINALIZED,
+    "finalized, exit()": FINALIZED + "\nsys.exit()",
 }
 TOGETHER = [  # by rank; shutdown() and MPI.Finalize() are collective
-    ("caught, exit()", "in a thread, exit(256)", "raised again"),
-    ("shutdown", "shutdown, exit(0)"),
-    ("finalized", "finalized"),
-    pytest.param(("end", "exit(0)", "caught", "in a thread"), marks=full),
-    pytest.param(("exit()", "exit(256)"), marks=full),
+    ("caught", "in a thread", "raised again"),
+    ("shutdown", "shutdown, exit(256)"),
+    ("finalized", "finalized, exit()"),
+    pytest.param(("end", "exit(0)", "exit()", "exit(256)"), marks=full),
 ]
 BEFORE = {"plain": "", "no extension": WITHOUT_EXTENSION, "MPI first": MPI_FIRST}
 
 
 @pytest.mark.parametrize("mpi", MPIS)
-@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("before", ["plain", "MPI first", pytest.param("no extension", marks=full)])
 @pytest.mark.parametrize("ends", TOGETHER, ids="; ".join)
 def test_a_good_end_is_quiet_even_if_one_rank_leaves_early(mpi, before, ends):
-    """Each rank ends in its own way, one after another."""
+    """Each rank ends in its own way, one after another. The last one has no extension."""
     code = (
-        f"import sys, time\n{BEFORE[before]}\nimport allred\nallred.init(banner=False)\n"
+        "import os, sys, time\n"
+        "number = int(os.environ.get('PMI_RANK') or os.environ['OMPI_COMM_WORLD_RANK'])\n"
+        f"if number == {len(ends) - 1}: {WITHOUT_EXTENSION}\n"
+        f"{BEFORE[before]}\nimport allred\nallred.init(banner=False)\n"
         "time.sleep(0.2 * allred.rank())\n"
         f"print('done', flush=True)\nexec({[GOOD[end] for end in ends]!r}[allred.rank()])\n"
     )
