@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 
 from allred import command_line, data
-from allred.bench import output
 from allred.bench.output import short
 from allred.data import tfrecord_files
 from allred.errors import ConfigError
+from allred.wording import ranges
 
 ROWS, BATCH, BUFFER = 2000, 100, 1000
 _ENDLESS = 10**9  # epochs
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace, command: str) -> None:
         conditions = {
             "crc32c": tfrecord_files.crc_implementation,
             "protobuf": importlib.metadata.version("protobuf"),
-            "cores": output.cores(os.sched_getaffinity(0)),
+            "cores": ranges(os.sched_getaffinity(0)),
             "command": command,
         }
         prints = command_line.first_rank()

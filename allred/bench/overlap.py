@@ -73,10 +73,10 @@ def _measure_steps(name: str, options: argparse.Namespace, comm: Any) -> Iterato
     grads = {f"{index:04}": array for index, array in enumerate(group)}
     opt = allred.distributed(_NoUpdate(), name=name)
     for _ in range(2):  # overlap starts with the second step
-        _step(opt, grads, 0.0, _sleep, early=True)
+        _step(opt, grads, 0.0, time.sleep, early=True)
     alone = measure.interleave({"step": lambda: opt.step(grads, grads)}, comm, options.seconds / 2)
     compute_s = float(np.median(alone["step"].seconds))
-    for kind, part in (("sleep", _sleep), ("numpy", _numpy_part()), ("python", _python_part())):
+    for kind, part in (("sleep", time.sleep), ("numpy", _numpy_part()), ("python", _python_part())):
         calls: dict[str, Call] = {
             "compute": functools.partial(_backward, grads, compute_s, part, None),
             "after": functools.partial(_step, opt, grads, compute_s, part, False),
@@ -108,16 +108,12 @@ def _backward(grads: dict[str, Array], compute_s: float, part: Part, opt: Any) -
     for name in reversed(grads):
         part_s = compute_s * grads[name].size / elements
         end += part_s
-        if part is not _sleep:
+        if part is not time.sleep:
             part(part_s)
         elif (left := end - time.perf_counter()) > 0:
             part(left)
         if opt is not None:
             opt.reduce(name, grads[name])
-
-
-def _sleep(seconds: float) -> None:
-    time.sleep(seconds)
 
 
 def _numpy_part() -> Part:

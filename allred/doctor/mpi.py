@@ -20,11 +20,11 @@ from allred.doctor.findings import (
     RankFacts,
     by_host,
     compare,
-    count,
     probe_in_subprocess,
     rank_names,
 )
 from allred.errors import ConfigError
+from allred.wording import count
 
 # Runs in a new process, because a library may crash while it is loaded. Does not call MPI_Init.
 _PROBE = """

@@ -87,12 +87,7 @@ class RendezvousState:
         return [f"{name} ({self._addresses[name]})" for name in self._names if name not in self._tasks]
 
     def nodes(self) -> list[str]:
-        """Return the node of each rank."""
         return [self._tasks[name].node for name in self._names]
-
-    def rank(self, name: str) -> int:
-        """Return the world rank of a task."""
-        return self._names.index(name)
 
     # Afterwards.
 

@@ -32,12 +32,10 @@ class Context:
 
     @property
     def workers(self) -> int:
-        """The number of workers."""
         return len(self.nodes) - self.servers
 
     @property
     def serves(self) -> bool:
-        """Whether this rank is a server."""
         return self.rank < self.servers
 
     @property

@@ -18,11 +18,12 @@ from allred.errors import AllredError, CollectiveTimeout
 from allred.ps.context import Context
 from allred.ps.control import Control
 from allred.ps.mpi_transport import CALL, STEP, MpiPort, MpiTransport
-from allred.ps.protocol import ControlRequest, named, unpack_request
+from allred.ps.protocol import ControlRequest, unpack_request
 from allred.ps.run_steps import run_steps
 from allred.ps.shard import locks
 from allred.ps.step_handler import StepHandler, Turn
 from allred.watch.wait import Awaited
+from allred.wording import named
 
 _END_S = 2.0  # time limit for the last replies; to a dead worker they never complete
 _NAP_US = 5000  # longest sleep on the doorbell of the mailboxes before MPI is tested
@@ -80,9 +81,7 @@ class ServerLoop:
                 self._advance_all()
             if self.control.waiting:
                 self.control.retry()
-        until = time.monotonic() + _END_S
-        while not self._transport.progress() and time.monotonic() < until:
-            pass
+        self._transport.flush(_END_S)
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if os.getpid() == self._process:
@@ -186,7 +185,7 @@ class ServerLoop:
     def _check_silent(self, waits_here: bool) -> None:
         now = time.monotonic()
         if self._silent.due(now):
-            self._silent.check(self.control.awaited(), self.control.at_the_end(), waits_here, now)
+            self._silent.check(self.control.awaited(), self.control.at_end(), waits_here, now)
 
     def _remove_dead_workers(self) -> None:
         """Remove workers that have failed or died, where the others continue."""
@@ -263,26 +262,26 @@ class SilentWorkers:
         if not late:
             return
         has, its, waits = ("has", "its", "waits") if len(ended) == 1 else ("have", "their", "wait")
-        what = f"service: {named(sorted(ended))} {has} made {its} last step, and {waits} for {named(late)}"
+        what = f"service: {named('worker', ended)} {has} made {its} last step, and {waits} for {named('worker', late)}"
         if late != self._reported_workers:
             self._report_wait(what, max(silent.values()), late, quiet=False)
         if max(silent.values()) >= self._timeout_s:
             self._end_job(what, late)
 
     def _end_job(self, what: str, late: list[int]) -> None:
-        if (watcher := world.watcher()) is not None and watcher.watched():
-            watcher.ask_for_verdict(what, self._timeout_s, [self._server])
+        if (watcher := world.watcher()) is not None and watcher.is_alive():
+            watcher.report_limit(what, self._timeout_s, [self._server])
             return
         raise CollectiveTimeout(
-            f"{what}: {named(late)} made no request for {self._timeout_s:g} s; it is late, stopped or dead. If such a "
-            "pause is intended, increase ALLRED_TIMEOUT_S"
+            f"{what}: {named('worker', late)} made no request for {self._timeout_s:g} s; it is late, stopped or dead. "
+            "If such a pause is intended, increase ALLRED_TIMEOUT_S"
         )
 
     def _report_holds(self, awaited: Collection[int], now: float) -> None:
         watcher = world.watcher()
         if watcher is not None and (awaited or self._holds):
             silent = {self._ranks[worker]: round(now - self._last[worker], 1) for worker in awaited}
-            watcher.tell("holds", silent=silent)
+            watcher.send("holds", silent=silent)
             watcher.read()
             if watcher.pending():
                 raise watcher.error()
@@ -291,9 +290,9 @@ class SilentWorkers:
     def _report_wait(self, what: str, since_s: float, late: list[int], quiet: bool) -> None:
         if (watcher := world.watcher()) is not None:
             self._reported, self._reported_workers = what, late
-            watcher.tell("waiting", what=self._reported, since_s=since_s, peers=False, quiet=quiet)
+            watcher.send("waiting", what=self._reported, since_s=since_s, peers=False, quiet=quiet)
 
     def _report_end(self) -> None:
         if (watcher := world.watcher()) is not None:
-            watcher.tell("going")
+            watcher.send("going")
         self._reported, self._reported_workers = "", []

@@ -16,10 +16,11 @@ import numpy as np
 from allred.comm.work import Steps
 from allred.errors import AllredError
 from allred.ps import protocol
-from allred.ps.protocol import ServerStatistics, named
+from allred.ps.protocol import ServerStatistics
 from allred.ps.shard import Shard, Update
 from allred.ps.shm_transport import MailboxPort
 from allred.timeline.recorder import span
+from allred.wording import named
 
 
 class Turn:
@@ -86,7 +87,6 @@ class StepHandler:
         self._lr = float("nan")
 
     def step(self, worker: int, port: Any, request: protocol.StepRequest) -> Steps[None]:
-        """Handle a step request (protocol.py)."""
         flags, step, version, lr = request
         shard, staleness, dropped, given = self.require_shard(), 0, False, False
         self._readers.pop(worker, None)
@@ -153,8 +153,10 @@ class StepHandler:
 
     def describe_waits(self) -> str:
         """Return which workers wait for which, as text; "" if none waits."""
-        waiting, others = sorted(self.parked), sorted(self.coordinator.live - set(self.parked))
-        return f"{named(waiting)} wait{'s' * (len(waiting) == 1)} for {named(others)}" if waiting else ""
+        if not self.parked:
+            return ""
+        waiting, others = named("worker", self.parked), named("worker", self.coordinator.live - set(self.parked))
+        return f"{waiting} wait{'s' * (len(self.parked) == 1)} for {others}"
 
     def forget_reader(self, worker: int) -> None:
         """Do not wait for a worker that copies parameters: it is gone."""
@@ -271,7 +273,6 @@ class StepHandler:
     # Sending parameters.
 
     def _give(self, worker: int, port: Any, shard: Shard) -> Steps[None]:
-        """Send all parameters."""
         with span("pull", "", shard.bytes_down, self._rows[worker]):
             for cell in shard.bytes:
                 while not port.give(cell):

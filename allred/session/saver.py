@@ -16,15 +16,18 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from allred import checkpoint, log
 from allred.cluster import topology
 from allred.errors import AllredError, CheckpointError, CollectiveTimeout, InputError, RemoteRankError
-from allred.session.hooks import Hook, LoggedValue, Outcome, SessionView
+from allred.session.hooks import Hook, LoggedValue, Outcome
 from allred.validators import integer
+
+if TYPE_CHECKING:
+    from allred.session.session import Session
 
 Write = Callable[[str], str]  # writes a checkpoint into the given directory and returns its path
 Capture = Callable[[], Write]  # captures the current state
@@ -203,7 +206,7 @@ class Checkpoint(Hook):
         self._sign = 1 if mode == "min" else -1
         self.best = self._previous_best = math.inf  # times the sign
 
-    def begin(self, session: SessionView) -> None:
+    def begin(self, session: "Session") -> None:
         self._saver.begin(session.step)
         newest = checkpoint.newest(self.directory) if session.is_chief else None
         if newest is not None and checkpoint.read_manifest(newest).step > session.step:
@@ -212,7 +215,7 @@ class Checkpoint(Hook):
                 "is not deleted, and a restore from this directory uses it"
             )
 
-    def after_step(self, session: SessionView, values: dict[str, float]) -> None:
+    def after_step(self, session: "Session", values: dict[str, float]) -> None:
         if self._value is None:
             due = self._saver.due(session.step)
         else:
@@ -233,7 +236,7 @@ class Checkpoint(Hook):
         """Restore the result of `state_dict`."""
         self.best = state["best"]
 
-    def end(self, session: SessionView, outcome: Outcome) -> None:
+    def end(self, session: "Session", outcome: Outcome) -> None:
         self._saver.wait()
 
 

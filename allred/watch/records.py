@@ -15,7 +15,7 @@ class Record:
     """The state of a rank. Times are in seconds of the job's clock."""
 
     host: str
-    known_as: str = ""
+    role: str = ""
     waits_in: str = ""
     busy: bool = False  # with work that has no time limit
     misses: bool = False  # whether it waits for ranks that have not begun the operation
@@ -47,8 +47,8 @@ class Records(dict[int, Record]):
 
     def name(self, rank: int) -> str:
         """The rank and its role, for messages."""
-        known_as = self[rank].known_as
-        return f"rank {rank}" + (f" ({known_as})" if known_as else "")
+        role = self[rank].role
+        return f"rank {rank}" + (f" ({role})" if role else "")
 
     def line(self, rank: int, how: str) -> str:
         """The rank, its host and what it did, for messages."""

@@ -67,7 +67,7 @@ STALLS = {  # what the culprit does, and how the others are told of it
         "import ctypes; m = ctypes.create_string_buffer(64); [*map(ctypes.PyDLL(None).pthread_mutex_lock, (m, m))]",
         r"in Python at <string>:11 \(culprit\)",
     ),
-    "is stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", r"stopped \(kill -CONT \d+ lets it go on\)"),
+    "is stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", r"stopped \(kill -CONT \d+ continues it\)"),
 }
 LIMITS = {"ALLRED_TIMEOUT_S": "2", "ALLRED_STALL_WARNING_S": "1"}
 
