@@ -28,23 +28,23 @@ def result(
     algbw = measure.algbw(nbytes, p50)
     their_p50 = theirs.us(50) if theirs else None
     return {
-        "p50_us": short(p50),
-        "p99_us": short(ours.us(99)),
-        "algbw_GBps": short(algbw),
-        **({} if size is None else {"busbw_GBps": short(measure.busbw(algbw, size))}),
+        "p50_us": rounded(p50),
+        "p99_us": rounded(ours.us(99)),
+        "algbw_GBps": rounded(algbw),
+        **({} if size is None else {"busbw_GBps": rounded(measure.busbw(algbw, size))}),
         "against": against,
-        "against_p50_us": their_p50 and short(their_p50),
-        "against_p99_us": theirs and short(theirs.us(99)),
-        "speedup": their_p50 and short(their_p50 / p50),
+        "against_p50_us": their_p50 and rounded(their_p50),
+        "against_p99_us": theirs and rounded(theirs.us(99)),
+        "speedup": their_p50 and rounded(their_p50 / p50),
         "samples": len(ours.seconds),
         "calls_per_sample": ours.batch,
     }
 
 
-def short(value: float) -> float:
+def rounded(value: float) -> float:
     """Round to four significant digits.
 
-    >>> short(0.123456)
+    >>> rounded(0.123456)
     0.1235
     """
     return float(f"{value:.4g}")

@@ -88,11 +88,11 @@ def _measure_steps(name: str, options: argparse.Namespace, comm: Any) -> Iterato
         can_be_hidden = compute + communicate - max(compute, communicate)
         yield {
             "backward": kind,
-            "compute_us": output.short(compute),
-            "communicate_us": output.short(communicate),
-            "after_us": output.short(after),
-            "early_us": output.short(early),
-            "share": output.short((after - early) / can_be_hidden),
+            "compute_us": output.rounded(compute),
+            "communicate_us": output.rounded(communicate),
+            "after_us": output.rounded(after),
+            "early_us": output.rounded(early),
+            "share": output.rounded((after - early) / can_be_hidden),
             "samples": len(times["early"].seconds),
         }
 
@@ -160,9 +160,9 @@ def _measure_peers(comm: Any) -> list[dict[str, Any]]:
                     "rank_0": state,
                     "busy_ms": BUSY_S * 1e3,
                     "bytes": PEER_BYTES,
-                    "p50_us": output.short(float(np.percentile(us, 50))),
-                    "p99_us": output.short(float(np.percentile(us, 99))),
-                    "longest_us": output.short(float(us.max())),
+                    "p50_us": output.rounded(float(np.percentile(us, 50))),
+                    "p99_us": output.rounded(float(np.percentile(us, 99))),
+                    "longest_us": output.rounded(float(us.max())),
                 }
             )
     return comm.bcast(found)  # type: ignore[no-any-return]

@@ -53,7 +53,7 @@ class ClientGroup:
 
 class Call:
     """Handle of a function that a task runs; `ClientSession.start` returns it. The arguments of the function must not
-    change before its end.
+    change before its end. Attribute `ended`: whether the result has been received.
 
         call = session.start(function, x)
         y = call.wait()
@@ -62,7 +62,7 @@ class Call:
     def __init__(self, name: str, place: Place, dispatcher: Any = None) -> None:
         self.name, self.place = name, place
         self.title = f"session.run({name}) on {place.task_name}"
-        self.ended = False  # whether the result has been received
+        self.ended = False
         self._dispatcher = dispatcher  # None: the function runs on this task
         self._value: Any = None
         self._error: BaseException | None = None

@@ -75,7 +75,7 @@ def _set_result(call: Call, parts: list[Array]) -> None:
     call.end(error=error)
 
 
-_left: list["Dispatcher"] = []  # MPI may still send from their memory
+_ended_dispatchers: list["Dispatcher"] = []  # MPI may still send from their memory
 
 
 class Dispatcher:
@@ -138,7 +138,7 @@ class Dispatcher:
                 log.rank_warning("".join(traceback.format_exception_only(call.unretrieved_error)).rstrip())
         for rank in self._group.workers:
             self._transport.send_parts(rank, CALL, pack(None, "the end"))
-        _left.append(self)
+        _ended_dispatchers.append(self)
         self._transport.flush(_LEAVE_S)
 
 
@@ -146,7 +146,9 @@ def serve(group: ClientGroup) -> None:
     """Run functions until the last client has left."""
     transport, left = MpiTransport(group.comm), 0
     while left < group.clients:
-        source = _wait_for_call(transport)
+        wait_until("Server.join(), for a function of a client", lambda: transport.arrived(CALL) is not None)
+        source = transport.arrived(CALL)
+        assert source is not None  # a message stays until it is received
         parts = run_steps("a function of a client", transport.receive_parts(source, CALL), group.config.timeout_s)
         name = unpack(parts[:1])
         if name is None:
@@ -157,19 +159,6 @@ def serve(group: ClientGroup) -> None:
         set_role(topology.role())
         transport.send_parts(source, REPLY, answer)
         wait_until(f"{group.tasks[source]}, to receive the result of {name}", transport.progress)
-
-
-def _wait_for_call(transport: MpiTransport) -> int:
-    """Return the rank of the client that has sent a function."""
-    found: list[int] = []
-
-    def poll() -> bool:
-        source = transport.arrived(CALL)
-        found.extend(() if source is None else (source,))
-        return bool(found)
-
-    wait_until("Server.join(), for a function of a client", poll)
-    return found[0]
 
 
 def _run(name: str, parts: list[Array], group: ClientGroup) -> list[Any]:

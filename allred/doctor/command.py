@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
     """Run the doctor; the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m allred doctor",
-        description="Finds problems of MPI, this host and allred, and says what to type. Compares ranks under mpirun.",
+        description="Finds problems of MPI, this host and allred, and suggests commands. Compares ranks under mpirun.",
         epilog="Verdicts: ok; note (good to know); warn (slow, or not as intended); FAIL (the exit code is 1).",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object per line: verdict, topic, found, remedy")

@@ -103,7 +103,7 @@ class _Waiting:
         now = time.monotonic()
         waited = now - self._begun
         if waited >= self._limit_s:
-            notice = f". Meanwhile: {self._notice}" if self._notice else ""
+            notice = f". Last notice: {self._notice}" if self._notice else ""
             raise CollectiveTimeout(
                 f"{self._task} has waited for {waited:.0f} s (ALLRED_START_TIMEOUT_S) for {self.for_whom}{notice}"
             ) from None
@@ -131,14 +131,14 @@ def rendezvous(
     first = next(iter(addresses))
     where = look_up({first: addresses[first]})
     connector = Connector(addresses, task, secret)
-    hello: dict[str, Any] = {"task": task, "addresses": dict(addresses), "mpi": mpi, "node": node()}
+    hello: dict[str, Any] = {"task": task, "addresses": dict(addresses), "mpi": mpi, "node": shared_memory_domain()}
     hello |= {"host": socket.gethostname(), "pid": os.getpid(), "user": os.geteuid()}
     try:
         where = look_up(addresses)
-        check(addresses, where, secret)
+        check_addresses(addresses, where, secret)
         if problem:
             raise ConfigError(problem)
-        listener = take(task, addresses[task], where[task])
+        listener = listen(task, addresses[task], where[task])
     except ConfigError as error:
         if task != first:
             with contextlib.suppress(_NotYetError, AllredError, OSError, ValueError):
@@ -235,7 +235,7 @@ def is_loopback(places: list[SocketAddress]) -> bool:
     return all(ipaddress.ip_address(where[0].partition("%")[0]).is_loopback for _, where in places)
 
 
-def check(addresses: Mapping[str, str], places: Mapping[str, list[SocketAddress]], secret: str) -> None:
+def check_addresses(addresses: Mapping[str, str], places: Mapping[str, list[SocketAddress]], secret: str) -> None:
     """Raise ConfigError if a secret is missing, a task cannot connect to the first, or two have the same address."""
     there: dict[Any, str] = {}
     for task in places:
@@ -259,7 +259,7 @@ def check(addresses: Mapping[str, str], places: Mapping[str, list[SocketAddress]
         )
 
 
-def take(task: str, address: str, places: list[SocketAddress]) -> socket.socket:
+def listen(task: str, address: str, places: list[SocketAddress]) -> socket.socket:
     """Listen at this task's address only. Raises ConfigError if that fails."""
     family, where = places[0]
     until = time.monotonic() + _FREE_S
@@ -280,7 +280,7 @@ def take(task: str, address: str, places: list[SocketAddress]) -> socket.socket:
             raise ConfigError(f"{task} cannot listen at {address} ({where[0]}): {why}; {hint}") from None
 
 
-def node() -> str:
+def shared_memory_domain() -> str:
     """Return the kernel, /dev/shm and the net, IPC and PID namespaces; processes with equal ones can share memory."""
     found = []
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:

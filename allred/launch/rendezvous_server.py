@@ -154,7 +154,7 @@ class RendezvousServer:
             self._end_at = time.monotonic()
 
     def _end(self) -> None:
-        self._send_text(self._state.waiting_in_vain(), "")
+        self._send_text(self._state.blocked_in_finalize(), "")
 
     # MPI.
 

@@ -43,7 +43,7 @@ class Control:
         self._list_boxes()
         self.waiting: list[tuple[int, protocol.ControlRequest]] = []
         self._first: protocol.Register | None = None  # registration of worker 0
-        self._no_shard: AllredError | None = None  # the error of that registration
+        self._shard_error: AllredError | None = None  # the error of that registration
         self._memory: Any = None  # of the parameters
         self._shard_offer: Offer | None = None
         self._digest = ""  # hash of the last initial parameters
@@ -110,15 +110,15 @@ class Control:
     # Registration.
 
     def _register(self, worker: int, request: protocol.Register) -> Any:
-        if self._no_shard is not None:
-            raise self._no_shard
+        if self._shard_error is not None:
+            raise self._shard_error
         if worker == 0:
             layout = lay_out(request.placement.tensors, request.placement.of(self._context.rank))
             self._memory, self._shard_offer = shm_transport.allocate(layout.nbytes + shm_transport.BELL_BYTES)
             try:
                 self._step_handler.shard = Shard(layout, self._memory, self._optimizer, request.skeleton)
             except AllredError as error:
-                self._no_shard = error
+                self._shard_error = error
                 raise
             self._first = request
         if self._first is None:

@@ -73,11 +73,11 @@ class ServerLoop:
                 self.step_handler.release()
             if self.step_handler.locking:
                 if not self._turns:
-                    self._look(wait=True)
+                    self._receive(wait=True)
                 while self._turns:
                     self._run(self._turns.popleft())
             else:
-                self._look(wait=not self._turns)
+                self._receive(wait=not self._turns)
                 self._advance_all()
             if self.control.waiting:
                 self.control.retry()
@@ -132,7 +132,7 @@ class ServerLoop:
 
     # Receiving requests.
 
-    def _look(self, wait: bool) -> None:
+    def _receive(self, wait: bool) -> None:
         """Receive a new request if there is one. wait: wait for one for a moment."""
         boxes = self.control.boxes
         if self._in_a_row >= _IN_A_ROW and self._receive_message():
@@ -168,7 +168,7 @@ class ServerLoop:
     def _start_request(self, source: int, tag: int) -> None:
         worker = source - self._context.servers
         if tag == CALL:
-            self._silent.heard(worker, time.monotonic())
+            self._silent.record_request(worker, time.monotonic())
             self._turns.append(Turn(worker, self.control.handle(source)))
         elif worker not in self.control.live:  # it was removed, and does not know that yet
             self._transport.receive_record(source, STEP)
@@ -177,7 +177,7 @@ class ServerLoop:
             self._start_step(worker, port, self._transport.receive_record(source, STEP))
 
     def _start_step(self, worker: int, port: Any, record: bytes) -> None:
-        self._silent.heard(worker, time.monotonic())
+        self._silent.record_request(worker, time.monotonic())
         self._turns.append(Turn(worker, self.step_handler.step(worker, port, unpack_request(record))))
 
     # Checks.
@@ -200,8 +200,8 @@ class SilentWorkers:
     """Detection of workers that make no request while others wait for them. now: the time of one clock, in seconds.
 
     While the server holds replies back, it sends its watcher every second the workers that cause this, and the seconds
-    since the last request of each (event `holds`), from which the watcher computes the time limits of
-    the other workers. A worker that waits at its end cannot warn or end the job itself; the server does both for it.
+    since the last request of each (event `holds`), from which the watcher computes the time limits of the other
+    workers. A worker that waits at its end cannot warn or end the job itself; the server does both for it.
     """
 
     def __init__(self, context: Context, now: float) -> None:
@@ -215,8 +215,7 @@ class SilentWorkers:
         self._holds = False  # whether the last event `holds` named a worker
         self._next = now  # time of the next check
 
-    def heard(self, worker: int, now: float) -> None:
-        """Record a request of a worker."""
+    def record_request(self, worker: int, now: float) -> None:
         self._last[worker] = self._last_of_all = now
         if self._reported and (not self._reported_workers or worker in self._reported_workers):
             self._report_end()

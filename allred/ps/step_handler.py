@@ -83,7 +83,7 @@ class StepHandler:
         self._in_sum: set[int] = set()  # workers that have a gradient in the sum
         self._readers: dict[int, MailboxPort] = {}  # workers that copy parameters
         self.parked: dict[int, tuple[Any, protocol.StepRequest, int, int]] = {}  # workers that are done and must wait
-        self._may_go: dict[int, int] = {}  # {worker: step} of workers that may continue and have not asked yet
+        self._may_continue: dict[int, int] = {}  # {worker: step} of workers that may continue and have not asked yet
         self._lr = float("nan")
 
     def step(self, worker: int, port: Any, request: protocol.StepRequest) -> Steps[None]:
@@ -137,12 +137,12 @@ class StepHandler:
 
     def release(self) -> None:
         """Let the workers continue that may."""
-        self._may_go.update(self.coordinator.ready())
+        self._may_continue.update(self.coordinator.ready())
         if self.draining:  # no worker makes another step
-            self._may_go.update({worker: request.step for worker, (_, request, *_) in self.parked.items()})
-        for worker in [worker for worker in self._may_go if worker in self.parked]:
+            self._may_continue.update({worker: request.step for worker, (_, request, *_) in self.parked.items()})
+        for worker in [worker for worker in self._may_continue if worker in self.parked]:
             port, request, flags, staleness = self.parked.pop(worker)
-            steps = self._continue(worker, port, request.flags, self._may_go.pop(worker), flags, staleness)
+            steps = self._continue(worker, port, request.flags, self._may_continue.pop(worker), flags, staleness)
             self.turns.append(Turn(worker, steps))
 
     def _continue(self, worker: int, port: Any, asked: int, step: int, flags: int, staleness: int) -> Steps[None]:
@@ -173,7 +173,7 @@ class StepHandler:
                 f"{self.require_shard().version}, which cannot be undone. Restart from the last checkpoint"
             )
         self.parked.pop(worker, None)
-        self._may_go.pop(worker, None)
+        self._may_continue.pop(worker, None)
         self.coordinator.leave(worker)
         yield from self._end_step()
         if not self.coordinator.live and self.shard is not None:

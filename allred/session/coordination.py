@@ -27,7 +27,7 @@ from allred.session.saver import random_states
 from allred.watch.wait import has_watcher
 
 NO_LIMIT_S = 1e9
-OTHER_RANK = "another rank asked"
+OTHER_RANK = "stop request of another rank"
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _REASONS = (*(number.name for number in SIGNALS), OTHER_RANK)  # the stop reasons that other ranks receive
 

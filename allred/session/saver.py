@@ -36,11 +36,7 @@ _LOG_PERIOD_S = 10.0
 
 
 def check_path(title: str, value: Any) -> str:
-    """Return a path as text. Raises InputError, which begins with `title`.
-
-    >>> check_path("Session: checkpoint_dir", "ckpt")
-    'ckpt'
-    """
+    """Return a path as text. Raises InputError, which begins with `title`."""
     try:
         path = os.fspath(value)
     except TypeError:
@@ -152,13 +148,7 @@ class Saver:
             log.warning(f"an older checkpoint could not be deleted: {error}")
 
     def summary(self) -> str:
-        """Return the number of checkpoints and the time they took, as text.
-
-        >>> Saver("ckpt", None, 100, 5, 0).summary()
-        'checkpoints: none'
-        """
-        if not self.count and not self.failures:
-            return "checkpoints: none"
+        """Return the number of checkpoints and the time they took, as text."""
         failed = f", {self.failures} failed" if self.failures else ""
         return (
             f"checkpoints: {self.count} written to {self.directory}{failed}; training waited {self.blocked_s:.3g} s "

@@ -49,7 +49,7 @@ def watch(end_soon: Callable[[int], None]) -> None:
                 if watcher is not None:
                     watcher.is_exiting = ends
                 if ends:
-                    _note(_STATUS.get(kind, 1))
+                    _end_with(_STATUS.get(kind, 1))
 
     @functools.wraps(sys.exit)
     def leave(status: Any = None, /) -> None:
@@ -113,7 +113,7 @@ class _Exit(SystemExit):
             exit_callbacks.call_and_print(self if status else None)
             if status and (watcher := world.watcher()) is not None:
                 watcher.report_failure(status, f"sys.exit({self._code!r})")
-            _note(status)
+            _end_with(status)
         return self._code
 
     @code.setter
@@ -130,7 +130,7 @@ def _called_by_the_interpreter() -> bool:
     return False
 
 
-def _note(status: int) -> None:
+def _end_with(status: int) -> None:
     global _status
     _status = status
     if _end_soon is not None:

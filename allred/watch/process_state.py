@@ -31,7 +31,7 @@ def describe_end(pidfd: int, pid: int) -> tuple[str, int]:
         return "has died (this kernel does not tell how)", 1
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
-        return f"ended with exit code {code} without a word (os._exit, MPI_Abort?)", code or 1
+        return f"ended with exit code {code} without a report (os._exit, MPI_Abort?)", code or 1
     hint = "; if nobody sent it, the machine may be out of memory" if -code == signal.SIGKILL else ""
     try:
         name = signal.Signals(-code).name

@@ -53,7 +53,7 @@ class WatchedRank:
         if not data:
             return {}
         event: Event = json.loads(data)
-        self._note(event)
+        self._record(event)
         return event
 
     def hang_up(self) -> None:
@@ -61,7 +61,7 @@ class WatchedRank:
         self.hung_up_at = time.monotonic()
         self.connection.close()
 
-    def _note(self, event: Event) -> None:
+    def _record(self, event: Event) -> None:
         if event["event"] == "holds":
             return
         if event["event"] == "waiting":

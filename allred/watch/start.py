@@ -47,7 +47,7 @@ def start(
         rank, text = next(iter(bad.items()))
         log.warning(
             f"no watcher for {len(bad)} of {shape.size} ranks (rank {rank}: {text}); there a rank that stalls is "
-            "noticed by the time limit only"
+            "detected by the time limit only"
         )
 
 

@@ -177,7 +177,7 @@ class WatcherClient:
         if self._speaks and not self.is_exiting:
             log.rank_warning(
                 f"the watcher process on {self._host} has ended; training continues, but a rank that stalls is now "
-                "noticed by the time limit only, and one that fails ends the others at once"
+                "detected by the time limit only, and one that fails ends the others at once"
             )
 
     def is_alive(self) -> bool:

@@ -403,8 +403,8 @@ def test_a_rank_that_connects_late_gets_the_verdict():
 @pytest.mark.parametrize(
     ("end", "words", "code"),
     [
-        ("os._exit(5)", "ended with exit code 5 without a word", 5),
-        ("os._exit(0)", "ended with exit code 0 without a word", 1),
+        ("os._exit(5)", "ended with exit code 5 without a report", 5),
+        ("os._exit(0)", "ended with exit code 0 without a report", 1),
         ("os.kill(os.getpid(), 9)", "was killed by signal 9 (SIGKILL)", 137),
         ("os.kill(os.getpid(), 11)", "was killed by signal 11 (SIGSEGV)", 139),
         ("os.kill(os.getpid(), 40)", "was killed by signal 40 (a real-time signal)", 168),
