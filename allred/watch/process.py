@@ -158,7 +158,8 @@ class Watcher:
             self._chief = connect(_family(address), (address, port), PURPOSE, chief["token"])
         except (HandshakeError, OSError) as error:
             why = getattr(error, "strerror", None) or error
-            return self._continue_alone(f"cannot reach that of the chief's node at {address} port {port} ({why})")
+            where = f"at {address} port {port}"
+            return self._continue_alone(f"cannot reach the watcher of the chief's node {where} ({why})")
         self._selector.register(self._chief.connection, selectors.EVENT_READ, self._receive_from_chief)
 
     def _receive_from_chief(self) -> None:
@@ -168,7 +169,7 @@ class Watcher:
         except (OSError, ValueError):
             self._selector.unregister(self._chief.connection)
             self._chief.connection.close()
-            return self._continue_alone("has lost that of the chief's node")
+            return self._continue_alone("has lost the connection to the watcher of the chief's node")
         for each in messages:
             self._deliver(each["rank"], each["message"])
 
