@@ -149,9 +149,15 @@ class WatcherClient:
                 return
             except OSError:
                 data = b""
-            if not data:
-                return self._disconnected()
-            self._handle(json.loads(data[1:]))
+            if data:
+                self._handle(json.loads(data[1:]))
+                continue
+            self.close()
+            if self._speaks and not self.is_exiting:
+                log.rank_warning(
+                    f"the watcher process on {self._host} has ended; training continues, but a rank that stalls is now "
+                    "detected by the time limit only, and one that fails ends the others at once"
+                )
 
     def _handle(self, message: dict[str, Any]) -> None:
         if message["kind"] == "say":
@@ -171,14 +177,6 @@ class WatcherClient:
                 self.dropped = CollectiveTimeout(f"this rank {message['how']}; the others continue without it")
         elif message["kind"] == "verdict" and self.verdict is None:
             self.verdict = Verdict(**{field.name: message[field.name] for field in dataclasses.fields(Verdict)})
-
-    def _disconnected(self) -> None:
-        self.close()
-        if self._speaks and not self.is_exiting:
-            log.rank_warning(
-                f"the watcher process on {self._host} has ended; training continues, but a rank that stalls is now "
-                "detected by the time limit only, and one that fails ends the others at once"
-            )
 
     def is_alive(self) -> bool:
         return self._socket.fileno() >= 0 and os.getpid() == self._pid

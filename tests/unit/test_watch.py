@@ -717,7 +717,7 @@ def test_a_dead_watcher_causes_one_warning_unless_the_program_ends(rank_and_watc
     time.sleep(0.05)
     rank.read()
     rank.send("going")
-    assert capfd.readouterr().err.count("the watcher process on here is gone") == (not is_exiting)
+    assert capfd.readouterr().err.count("the watcher process on here has ended") == (not is_exiting)
 
 
 def test_a_fork_sends_and_receives_nothing(rank_and_watcher):
