@@ -164,7 +164,7 @@ class JobState:
             text = f"{self._ranks.line(rank, event['how'])} while the job was ending"
             if rank == self.verdict["rank"]:  # it was to print the verdict
                 text += f", since {self.verdict['text']}\n{self.verdict['traceback']}"
-            self._ranks.speak(rank, text)
+            self._ranks.announce(rank, text)
         if self.verdict is None and before != "left":
             self._take_death(rank, event)
         elif self._unprinted_death is not None:
@@ -211,7 +211,7 @@ class JobState:
                 break
         if len(self._ranks) < self._size:
             text += "; not all ranks had returned from allred.init(), and mpirun may have ended it because of another"
-        self._ranks.speak(rank, text)
+        self._ranks.announce(rank, text)
 
     def _lose_dead(self, deaths: list[Death]) -> None:
         """Count dead expendable ranks as gone. A kill near another death may come from the launcher, which ends all
@@ -237,7 +237,7 @@ class JobState:
                 self._notices.append((self._ranks.now + later_s, text))
         self._lost_deaths += deaths
         if printed:  # in one text, because the watchers open stderr for one text
-            self._ranks.speak(printed[0][0], "\nallred: ".join(line for _, line in printed))
+            self._ranks.announce(printed[0][0], "\nallred: ".join(line for _, line in printed))
 
     def _end(self, rank: int, how: str) -> None:
         record = self._ranks[rank]
@@ -266,7 +266,7 @@ class JobState:
         due = [text for at, text in self._notices if self._ranks.now >= at and on]
         self._notices = [notice for notice in self._notices if notice[1] not in due]
         for text in due:
-            self._ranks.say(min(on), text)
+            self._ranks.print(min(on), text)
         gone = self._expendable.gone
         if gone and not on and not self._deaths and len(self._ranks) == self._size:
             rank = next((rank for rank in gone if self._ranks[rank].end == "gone"), next(iter(gone)))

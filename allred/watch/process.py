@@ -190,7 +190,7 @@ class Watcher:
             self._job.conclude(next(iter(self._gone.values())), time.monotonic())
         if here and not any(rank.ending for rank in here if rank.number not in self._gone):
             text = f"the watcher of {here[0].host} {why}; it continues for the ranks of its own node"
-            here[0].send({"kind": "say", "text": text})
+            here[0].send({"kind": "print", "text": text})
 
     def _accept_watcher(self, link: Channel, events: list[Event]) -> None:
         self._links.append(link)
@@ -229,7 +229,7 @@ class Watcher:
         for rank, message in messages:
             if message.get("opens"):  # else the death of a rank opens it
                 self._open_stderr()
-            if message["kind"] == "speak" and self._stderr >= 0:  # of this node, which is mpirun's as a rule
+            if message["kind"] == "announce" and self._stderr >= 0:  # of this node, which is mpirun's as a rule
                 self._print(f"allred: {message['text']}\n")
                 continue
             for link in self._links if rank is None else filter(None, [self._links_by_rank.get(rank)]):
@@ -262,7 +262,7 @@ class Watcher:
                     continue  # it ends by itself
                 with contextlib.suppress(ProcessLookupError):  # it has just died
                     signal.pidfd_send_signal(each.pidfd, signal.SIGKILL)
-        elif message["kind"] == "speak" and message["rank"] in self._ranks:
+        elif message["kind"] == "announce" and message["rank"] in self._ranks:
             self._print(f"allred: {message['text']}\n")
 
     def _open_stderr(self) -> None:

@@ -54,13 +54,13 @@ class Records(dict[int, Record]):
         """The rank, its host and what it did, for messages."""
         return f"{self.name(rank)} on {self[rank].host} {how}"
 
-    def say(self, rank: int, text: str) -> None:
+    def print(self, rank: int, text: str) -> None:
         """Let a rank print a line."""
-        self.out.append((rank, {"kind": "say", "text": text[:TEXT_CHARS]}))
+        self.out.append((rank, {"kind": "print", "text": text[:TEXT_CHARS]}))
 
-    def speak(self, rank: int, text: str, **more: Any) -> None:
+    def announce(self, rank: int, text: str, **more: Any) -> None:
         """Let the watchers print a line about a rank that cannot print it."""
-        self.out.append((None, {"kind": "speak", "rank": rank, "text": text, **more}))
+        self.out.append((None, {"kind": "announce", "rank": rank, "text": text, **more}))
 
 
 FOLLOW_S = 2.0  # how long after a death a launcher that does not let the others continue ends them

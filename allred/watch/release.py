@@ -83,4 +83,4 @@ class Release:
             self._print_hold_at = now + PRINT_HOLD_S
         elif now >= self._print_hold_at and not self._hold_printed:
             self._hold_printed = True
-            self._ranks.say(busy[0], f"rank {busy[0]} still writes; the job ends when it is done")
+            self._ranks.print(busy[0], f"rank {busy[0]} still writes; the job ends when it is done")

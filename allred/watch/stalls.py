@@ -53,7 +53,7 @@ class Stalls:
         record = self._ranks[rank]
         if self._warned == (rank, record.waits_in) and not self._stopped:
             waited = self._ranks.now - record.since
-            self._ranks.say(rank, f"rank {rank} no longer waits in {record.waits_in}, after {waited:.0f} s")
+            self._ranks.print(rank, f"rank {rank} no longer waits in {record.waits_in}, after {waited:.0f} s")
             self._warned = None
         record.waits_in = ""
 
@@ -145,11 +145,11 @@ class Stalls:
         elif purpose["event"] == "ended":
             ended, waited = named("rank", self._ranks.ended("left")), self._ranks.now - purpose["since"]
             text = f"{ended} ended {waited:.0f} s ago, and cannot leave MPI before the other ranks end\n{shown}"
-            self._ranks.speak(rank, text[:TEXT_CHARS], opens=True)
+            self._ranks.announce(rank, text[:TEXT_CHARS], opens=True)
         elif self._ranks[rank].waits_in == what:
             self._warned = (rank, what)
             waited = self._ranks.now - self._ranks[rank].since
-            self._ranks.say(rank, f"rank {rank} has waited for {waited:.0f} s in {what}\n{shown}")
+            self._ranks.print(rank, f"rank {rank} has waited for {waited:.0f} s in {what}\n{shown}")
 
     def _table(self) -> str:
         """The states of all ranks as a table, from the answers to the query."""
@@ -165,7 +165,7 @@ class Stalls:
             how = f"has made no request for {purpose['limit_s']:g} s while others waited for it"
             self._lose(late, how)
             lines = "; ".join(self._ranks.line(other, how) for other in late)
-            return self._ranks.say(rank, f"{lines}; the other ranks continue\n{shown}") if late else None
+            return self._ranks.print(rank, f"{lines}; the other ranks continue\n{shown}") if late else None
         who = ", ".join(map(self._ranks.name, late))
         did = "did not answer" if set(late).issubset(purpose.get("servers", [])) else "made no request"
         cause = f"; {who} {did} in this time" if who else ""

@@ -71,7 +71,7 @@ class WatcherClient:
         self.dropped: CollectiveTimeout | None = None  # set if the others continue without this rank, which was silent
         self.lingers = False  # until the watcher says that the others have ended
         self.waits = False  # this rank waits in allred: the wait loop raises, not the handler
-        self._host, self._speaks, self._pid = hello["host"], speaks, os.getpid()
+        self._host, self._prints, self._pid = hello["host"], prints, os.getpid()
         self.busy = False  # with work that must not be interrupted: then nothing is raised
         self._raised = False
         self._again_s = 0.0  # seconds by which the watcher extends a wait that reached its limit
@@ -153,14 +153,14 @@ class WatcherClient:
                 self._handle(json.loads(data[1:]))
                 continue
             self.close()
-            if self._speaks and not self.is_exiting:
+            if self._prints and not self.is_exiting:
                 log.rank_warning(
                     f"the watcher process on {self._host} has ended; training continues, but a rank that stalls is now "
                     "detected by the time limit only, and one that fails ends the others at once"
                 )
 
     def _handle(self, message: dict[str, Any]) -> None:
-        if message["kind"] == "say":
+        if message["kind"] == "print":
             log.rank_warning(message["text"])
         elif message["kind"] == "release":
             self.released = True

@@ -111,7 +111,7 @@ def test_an_expendable_worker_that_made_no_request_counts_as_failed():
     how = "has made no request for 6 s while others waited for it"
     messages, script.messages = script.messages, []
     assert (None, {"kind": "gone", "rank": 2, "host": "here", "how": how, "code": 1}) in messages
-    [text] = [message["text"] for _, message in messages if message["kind"] == "say"]
+    [text] = [message["text"] for _, message in messages if message["kind"] == "print"]
     assert text.startswith(f"rank 2 (worker 1) on here {how}; the other ranks continue\n  ranks 0-3")
     assert script.job.verdict is None
     script.handle("failed", 2, 9.0, code=1, words="CollectiveTimeout: ...", traceback="Traceback ...")
@@ -141,7 +141,7 @@ def test_ended_ranks_that_wait_cause_repeated_warnings():
         script.messages += script.job.tick(now)
     assert [message["kind"] for _, message in script.messages] == ["query"]
     script.answer(35.1)
-    [(_, told)] = script.take("speak")
+    [(_, told)] = script.take("announce")
     assert told["text"].startswith("ranks 0-1,3 ended 30 s ago, and cannot leave MPI before the other ranks end\n")
     script.messages += script.job.tick(124.0)
     assert not script.take("query")

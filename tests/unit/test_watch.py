@@ -91,7 +91,7 @@ def test_without_a_launcher_each_rank_prints_the_death():
         text = "rank 1 on host1 was killed by signal 9 (SIGKILL)"
         assert told["verdict"]["text"] == text
         assert told["verdict"]["brief"] == ("rank 1 is gone" if launcher else text)
-        assert ("speak" in told) == launcher
+        assert ("announce" in told) == launcher
 
 
 def test_ranks_that_all_fail_get_the_verdict_before_the_release():
@@ -132,10 +132,10 @@ def test_the_job_does_not_end_while_a_rank_is_busy():
     for now in range(1, 20):
         script.tick(float(now))
     kinds = [message["kind"] for _, message in script.messages]
-    assert (kinds.count("release"), kinds.count("say")) == (0, 1)
+    assert (kinds.count("release"), kinds.count("print")) == (0, 1)
     assert {rank for rank, message in script.messages if message["kind"] == "hold"} == {0, 1, 2}
     assert kinds.count("hold") > 30
-    [(_, told)] = script.take("say")
+    [(_, told)] = script.take("print")
     assert told["text"] == "rank 0 still writes; the job ends when it is done"
     script.handle("busy", 0, 20.0, is_so=False)
     script.tick(20.0 + release.GRACE_S)
@@ -162,8 +162,8 @@ def test_a_death_is_printed_and_the_lowest_survivor_ends_the_job():
     script = Script()
     script.handle("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
     script.tick(1.0 + job_state.DEATH_S)
-    spoken = [message for _, message in script.messages if message["kind"] == "speak"]
-    assert spoken == [{"kind": "speak", "rank": 0, "text": "rank 0 on host0 was killed by signal 9 (SIGKILL)"}]
+    spoken = [message for _, message in script.messages if message["kind"] == "announce"]
+    assert spoken == [{"kind": "announce", "rank": 0, "text": "rank 0 on host0 was killed by signal 9 (SIGKILL)"}]
     assert script.job.verdict["code"] == 137
     script.handle("unwound", 2, 1.1)
     script.handle("unwound", 1, 1.2)
@@ -177,9 +177,9 @@ def test_deaths_after_another_or_after_success_are_not_printed():
     script.handle("died", 0, how="ended with exit code 0", code=1, ago_s=0.0)
     assert script.messages == []
     script.handle("died", 1, how="was killed by signal 11 (SIGSEGV)", code=139, ago_s=0.0)
-    assert [message["rank"] for _, message in script.take("speak")] == [1]
+    assert [message["rank"] for _, message in script.take("announce")] == [1]
     script.handle("died", 2, how="was killed by signal 15 (SIGTERM)", code=143, ago_s=0.0)
-    assert not script.take("speak")
+    assert not script.take("announce")
 
 
 @pytest.mark.parametrize("its_process_ends", [False, True])
@@ -245,7 +245,7 @@ def test_a_stall_is_printed_at_intervals_that_grow_and_so_is_its_end():
     assert not script.messages
     script.tick(10.0)
     answer(script, {0: "stopped", 1: "in barrier() #5", 2: "in barrier() #5"}, 10.1)
-    [(rank, message)] = script.take("say")
+    [(rank, message)] = script.take("print")
     assert rank == 1
     assert message["text"].splitlines()[0] == "rank 1 has waited for 10 s in barrier() #5"
     assert len(message["text"].splitlines()) == 4
@@ -253,10 +253,12 @@ def test_a_stall_is_printed_at_intervals_that_grow_and_so_is_its_end():
     assert not script.messages
     script.tick(40.1)
     answer(script, {0: "stopped"}, 40.2)
-    assert "no answer" in script.take("say")[0][1]["text"]
+    assert "no answer" in script.take("print")[0][1]["text"]
     script.handle("going", 2, 50.0)
     script.handle("going", 1, 50.0)
-    assert script.take("say") == [(1, {"kind": "say", "text": "rank 1 no longer waits in barrier() #5, after 50 s"})]
+    assert script.take("print") == [
+        (1, {"kind": "print", "text": "rank 1 no longer waits in barrier() #5, after 50 s"})
+    ]
 
 
 def test_one_query_at_a_time():
@@ -576,13 +578,13 @@ def test_the_launcher_kills_ranks_of_other_nodes_before_the_first_death_is_known
     script.handle("died", 2, 1.01, how="ended with exit code 0", code=1, ago_s=0.0)
     assert script.job.verdict["rank"] == 2
     script.tick(1.1 + job_state.FAR_S)
-    assert [message["rank"] for _, message in script.take("speak")] == [2]
+    assert [message["rank"] for _, message in script.take("announce")] == [2]
     script = Script(nodes=2)
     script.handle("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
     script.handle("died", 1, 1.01, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.02)
     script.handle("died", 2, 1.02, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
     script.tick(1.0 + job_state.DEATH_S)
-    assert [message["rank"] for _, message in script.take("speak")] == [1]
+    assert [message["rank"] for _, message in script.take("announce")] == [1]
 
 
 @pytest.mark.parametrize("heard", [(0, 2), (2, 0)])
@@ -593,7 +595,7 @@ def test_an_abort_on_one_host_and_a_kill_on_another_are_both_printed(heard):
     for number, rank in enumerate(heard):
         script.handle("died", rank, 1.0 + 0.03 * number, how=hows[rank][0], code=hows[rank][1], ago_s=0.0)
     script.tick(1.1 + job_state.FAR_S)
-    [(_, message)] = script.take("speak")
+    [(_, message)] = script.take("announce")
     both = "rank 0 on host0 ended with exit code 14, and at about the same time rank 2 on host2 was killed by signal 9"
     assert message["text"].startswith(both)
 
@@ -601,10 +603,10 @@ def test_an_abort_on_one_host_and_a_kill_on_another_are_both_printed(heard):
 def test_an_abort_on_one_of_several_nodes_is_printed_after_a_delay():
     script = Script(nodes=2)
     script.handle("died", 1, 1.0, how="ended with exit code 3", code=3, ago_s=0.0)
-    assert not script.take("speak")
+    assert not script.take("announce")
     script.handle("died", 0, 1.1, how="was killed by signal 15 (SIGTERM)", code=143, ago_s=0.0)
     script.tick(1.0 + job_state.FAR_S)
-    [(_, message)] = script.take("speak")
+    [(_, message)] = script.take("announce")
     assert message["text"] == "rank 1 on host1 ended with exit code 3"
 
 
@@ -736,7 +738,7 @@ def test_the_death_of_the_failed_rank_is_printed_with_its_traceback():
     fail(script, 1)
     script.handle("died", 2, 0.3, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
     script.handle("died", 1, 0.4, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
-    peer, culprit = (message["text"] for _, message in script.take("speak"))
+    peer, culprit = (message["text"] for _, message in script.take("announce"))
     assert peer == "rank 2 on host2 was killed by signal 9 (SIGKILL) while the job was ending"
     assert culprit.startswith(
         "rank 1 on host1 was killed by signal 9 (SIGKILL) while the job was ending, since rank 1 "
@@ -749,7 +751,7 @@ def test_the_first_death_is_uncertain_before_all_ranks_have_connected():
     script.job._size = 3
     script.handle("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
     script.tick(2.0)
-    assert "not all ranks had returned from allred.init()" in script.take("speak")[0][1]["text"]
+    assert "not all ranks had returned from allred.init()" in script.take("announce")[0][1]["text"]
 
 
 # What a rank is known as.
@@ -761,7 +763,7 @@ def test_messages_name_a_rank_by_its_latest_role():
     script.handle("role", 1, text="parameter server 1; last checkpoint b")
     script.handle("died", 1, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
     script.tick(1.0 + job_state.DEATH_S)
-    [(_, message)] = script.take("speak")
+    [(_, message)] = script.take("announce")
     name = "rank 1 (parameter server 1; last checkpoint b) on host1"
     assert message["text"] == f"{name} was killed by signal 9 (SIGKILL)"
 
@@ -826,7 +828,7 @@ def test_an_expendable_rank_that_fails_lingers_and_the_others_continue():
     script.messages = []
     script.tick(job_state.SAME_S)
     text = "rank 2 (worker 1) on host2 failed with exit code 3: ValueError: boom; the other ranks continue"
-    assert script.messages == [(0, {"kind": "say", "text": text})]
+    assert script.messages == [(0, {"kind": "print", "text": text})]
     script.messages = []
     script.tick(10_000.0)
     assert script.job.verdict is None
@@ -839,7 +841,7 @@ def test_the_failure_is_printed_by_a_rank_that_continues():
     fail(script, 1)
     script.messages = []
     script.tick(job_state.SAME_S)
-    assert kinds(script) == [(2, "say")]
+    assert kinds(script) == [(2, "print")]
 
 
 def test_when_all_others_have_ended_well_the_expendable_rank_that_failed_ends_the_job():
@@ -894,7 +896,7 @@ def test_no_line_says_that_others_continue_if_all_fail():
         fail(script, rank, 0.01 * rank)
     script.messages = []
     script.tick(job_state.SAME_S + 1)
-    assert "say" not in [kind for _, kind in kinds(script)]
+    assert "print" not in [kind for _, kind in kinds(script)]
     assert script.job.verdict["rank"] == 3
 
 
@@ -934,12 +936,16 @@ def test_the_death_of_an_expendable_rank_is_printed_and_the_others_continue():
     script.tick(1.0 + job_state.DEATH_S)
     assert kinds(script) == []  # mpirun may be ending them all
     script.tick(1.0 + job_state.FAR_S)
-    spoken = {"kind": "speak", "rank": 2, "text": "rank 2 (worker 1) on host2 was killed by signal 9 (SIGKILL)"}
+    spoken = {
+        "kind": "announce",
+        "rank": 2,
+        "text": "rank 2 (worker 1) on host2 was killed by signal 9 (SIGKILL)",
+    }
     gone = {"kind": "gone", "rank": 2, "host": "host2", "how": "was killed by signal 9 (SIGKILL)", "code": 137}
     assert script.messages == [(None, gone), (None, spoken)]
     script.messages = []
     script.tick(1.0 + job_state.FAR_S + release.GONE_S)
-    assert script.messages == [(0, {"kind": "say", "text": "the other ranks continue without rank 2 (worker 1)"})]
+    assert script.messages == [(0, {"kind": "print", "text": "the other ranks continue without rank 2 (worker 1)"})]
     script.tick(1000.0)
     assert script.job.verdict is None
 
@@ -950,7 +956,7 @@ def test_several_deaths_at_once_are_printed_in_one_text():
     die(script, 3, 1.0)
     die(script, 2, 1.01)
     script.tick(1.01 + job_state.FAR_S)
-    [(_, message)] = script.take("speak")
+    [(_, message)] = script.take("announce")
     assert message["text"].splitlines() == [
         "rank 3 (worker 2) on host3 was killed by signal 9 (SIGKILL)",
         "allred: rank 2 (worker 1) on host2 was killed by signal 9 (SIGKILL)",
@@ -964,7 +970,7 @@ def test_a_launcher_that_ends_all_because_of_a_expendable_rank_is_not_blamed_on_
     for rank in (0, 1, 3):
         die(script, rank, at)
     script.tick(at + job_state.FAR_S)
-    assert [m["text"] for _, m in script.take("speak")] == [
+    assert [m["text"] for _, m in script.take("announce")] == [
         "rank 2 (worker 1) on host2 was killed by signal 11 (SIGSEGV)"
     ]
     assert script.job.verdict["rank"] == 2
@@ -981,7 +987,7 @@ def test_ranks_ended_by_the_launcher_are_no_losses_if_reported_first(apart_s):
     for rank in (0, 1):
         die(script, rank, 1.0 + apart_s)
     script.tick(1.0 + apart_s + job_state.DEATH_S)
-    assert [m["text"] for _, m in script.take("speak")] == [
+    assert [m["text"] for _, m in script.take("announce")] == [
         "rank 2 (worker 1) on host2 was killed by signal 11 (SIGSEGV)"
     ]
     assert script.job.verdict["rank"] == 2
@@ -993,9 +999,9 @@ def test_a_second_kill_is_printed_if_no_launcher_caused_it():
     die(script, 3, 1.5)
     script.tick(1.5 + job_state.FAR_S)
     assert [(to, m["rank"]) for to, m in script.messages if m["kind"] == "gone"] == [(None, 2), (None, 3)]
-    assert [m["rank"] for _, m in script.take("speak")] == [2]
+    assert [m["rank"] for _, m in script.take("announce")] == [2]
     script.tick(1.5 + job_state.FAR_S + FOLLOW_S)
-    assert [(to, m["text"]) for to, m in script.take("say")] == [
+    assert [(to, m["text"]) for to, m in script.take("print")] == [
         (0, "the other ranks continue without rank 2 (worker 1)"),
         (0, "rank 3 (worker 2) on host3 was killed by signal 9 (SIGKILL)"),
         (0, "the other ranks continue without rank 3 (worker 2)"),
@@ -1010,7 +1016,7 @@ def test_a_server_that_is_killed_later_is_the_verdict():
     script.messages = []
     die(script, 0, 60.0)
     script.tick(60.0 + job_state.DEATH_S)
-    assert [message["rank"] for _, message in script.take("speak")] == [0]
+    assert [message["rank"] for _, message in script.take("announce")] == [0]
     assert script.job.verdict["rank"] == 0
 
 
@@ -1046,7 +1052,7 @@ def test_the_death_of_a_lingering_rank_is_printed_with_its_traceback():
     fail(script, 2)
     die(script, 2, 10.0)
     script.tick(10.0 + job_state.FAR_S)
-    [(_, message)] = script.take("speak")
+    [(_, message)] = script.take("announce")
     assert message["text"] == (
         "rank 2 (worker 1) on host2 was killed by signal 9 (SIGKILL) while it waited for the others to end, since it "
         "failed with exit code 3: ValueError: boom\nTraceback ..."
