@@ -259,7 +259,7 @@ def test_a_thousand_tensors_are_dealt_evenly():
 
 @pytest.mark.parametrize("servers", [0, -1, 1.0, True, "2", None])
 def test_servers_is_a_positive_whole_number(servers):
-    with pytest.raises(InputError, match=r"place: servers must be a whole number of at least 1, got .*; pass"):
+    with pytest.raises(InputError, match=r"place: servers must be an integer >= 1, but is .*; pass"):
         place(TABLE, servers)
 
 
