@@ -58,8 +58,8 @@ class WatcherClient:
 
     _ignores_usr1 = False  # the connection of an earlier world has set SIG_IGN for SIGUSR1
 
-    def __init__(self, name: str, hello: dict[str, Any], speaks: bool, warn_s: float) -> None:
-        """Connect. speaks: whether this rank prints a line if the watcher dies. warn_s: the seconds after which the
+    def __init__(self, name: str, hello: dict[str, Any], prints: bool, warn_s: float) -> None:
+        """Connect. prints: whether this rank prints a line if the watcher dies. warn_s: the seconds after which the
         watcher warns of a wait. Raises OSError if the connection fails."""
         self.rank: int = hello["rank"]
         self.warn_s = warn_s

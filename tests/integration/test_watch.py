@@ -493,7 +493,7 @@ def test_the_watcher_of_another_node_goes_on_without_it(mark, which, end):
     code, out, err = with_watcher(signal.SIGKILL, mark, end, nodes="1,1", which=which)
     assert code == bool(end), err
     assert out.count("done") == (0 if end else 2), err
-    assert 1 <= err.count("the watcher ") <= 2, err
+    assert 1 <= err.count("allred: the watcher ") <= 2, err
     assert err.count("ValueError: boom") == bool(end), err
     assert gone(mark)
 
