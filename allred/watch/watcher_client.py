@@ -270,7 +270,8 @@ class WatcherClient:
         """Disable the signals before Python ends: without its handlers they would kill the process."""
         self.is_exiting = True
         self.read()
-        self._disable_signals()
+        if self._socket.fileno() >= 0:  # else `close` has disabled them
+            self._disable_signals()
 
     def _disable_signals(self) -> None:
         """Disable the signals. First stop the sending: Python prints an error if one arrives while it sets SIG_IGN."""

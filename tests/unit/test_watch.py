@@ -719,6 +719,7 @@ def test_a_dead_watcher_causes_one_warning_unless_the_program_ends(rank_and_watc
     time.sleep(0.05)
     rank.read()
     rank.send("going")
+    rank.ending()  # as at the end of the program
     assert capfd.readouterr().err.count("the watcher process on here has ended") == (not is_exiting)
 
 
