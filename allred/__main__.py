@@ -8,7 +8,7 @@ import sys
 USAGE = """\
 usage: python -m allred COMMAND ...
 
-  doctor  finds problems of MPI, this host and allred, and says what to type; alone or under mpirun
+  doctor  finds problems of MPI, this host and allred, and suggests commands; alone or under mpirun
   info    versions, paths, backend; --config: all settings
   bench   speed of the collectives, also against raw MPI, and of the data readers
   checkpoint  ls, show, verify DIR: which checkpoints there are, what one holds, whether all bytes are right

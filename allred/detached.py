@@ -28,20 +28,16 @@ importlib.import_module(sys.argv[2]).main()
 
 
 def keep_standard_files() -> None:
-    """Open /dev/null for each of stdin, stdout and stderr that this program was started without (`<&-`). Else the next
-    socket would get such a number, be lost in child processes, and receive messages to the user.
-    """
+    """Open /dev/null for each of stdin, stdout and stderr that is closed (`<&-`). Else the next socket would get that
+    number, be lost in child processes, and receive messages to the user."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
         pass
     os.close(descriptor)
 
 
 def start(module: str, settings: Any, files: Iterable[int] = ()) -> dict[str, Any]:
-    """Start `module` of allred, whose main() calls `serve`. Return its answer, with the key "problem", "" if there is
-    none.
-
-    files: descriptors that it inherits.
-    """
+    """Start `module` of allred, whose main() calls `serve`. Return its answer, with the key "problem": an error, or "".
+    files: descriptors that it inherits."""
     command = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(Path(__file__).parent), module]
     try:
         process = subprocess.run(
@@ -56,11 +52,11 @@ def start(module: str, settings: Any, files: Iterable[int] = ()) -> dict[str, An
     return found
 
 
-def serve(prepare: Callable[[Any], tuple[Any, Callable[[], None]]]) -> None:
-    """Run the background process. `prepare` takes the settings and returns (answer, run); run() is called in a process
-    without a parent."""
-    said, run = prepare(json.loads(sys.stdin.read()))
-    print(json.dumps(said), flush=True)
+def serve(service: Callable[[Any], Any]) -> None:
+    """Run the background process. service: a class, called with the settings. Its attribute `answer` is sent to the
+    process that called `start`; its method `run` is called in a process without a parent."""
+    running = service(json.loads(sys.stdin.read()))
+    print(json.dumps(running.answer), flush=True)
     if os.fork():
         os._exit(0)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -73,5 +69,5 @@ def serve(prepare: Callable[[Any], tuple[Any, Callable[[], None]]]) -> None:
         os.dup2(null, number)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # batch systems send them to all processes before the end
-    run()
+    running.run()
     os._exit(0)

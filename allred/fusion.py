@@ -31,6 +31,10 @@ class Tensor(NamedTuple):
     def elements(self) -> int:
         return arrays.size_of(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        return self.elements * self.dtype.itemsize
+
     def __str__(self) -> str:
         return f"'{self.name}' {arrays.describe(self.shape, self.dtype)}"
 
@@ -104,7 +108,7 @@ class Plan:
 
     @functools.cached_property
     def nbytes(self) -> int:
-        return sum(tensor.elements * tensor.dtype.itemsize for tensor in self.tensors)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def largest(self, dtype: np.dtype[Any]) -> int:
         return max(bucket.count for bucket in self.buckets if bucket.dtype == dtype)

@@ -139,7 +139,7 @@ class Server:
         self._listener = joined.listener
         os.environ.update(joined.environment)
         try:
-            enter(None, dataclasses.replace(cluster, life=joined.life), **modes)
+            enter(None, dataclasses.replace(cluster, lifeline=joined.lifeline), **modes)
         finally:
             for name in joined.environment:  # not for child processes
                 os.environ.pop(name, None)

@@ -74,12 +74,12 @@ def init(
 class Cluster:
     """The cluster of a `Server`.
 
-    workers_job: the name of the workers' job. life: the descriptor that reports the end of this task to the others, and
-    theirs to it, if no launcher started it; else -1. tasks: the names of all tasks, by rank.
+    workers_job: the name of the workers' job. lifeline: the descriptor that reports the end of this task to the others,
+    and theirs to it, if no launcher started it; else -1. tasks: the names of all tasks, by rank.
     """
 
     workers_job: str = "worker"
-    life: int = -1
+    lifeline: int = -1
     tasks: tuple[str, ...] = ()
 
     @property
@@ -105,7 +105,7 @@ def enter(comm: Any, cluster: Cluster | None = None, **arguments: Any) -> None:
     except ConfigError as error:
         settings = str(error)
     given = cluster or Cluster()
-    with startup_timeout(settings, given.life):
+    with startup_timeout(settings, given.lifeline):
         _join_ranks(comm, settings, given, in_cluster=cluster is not None)
 
 
@@ -140,7 +140,7 @@ class _Decisions:
 
 
 def _join_ranks(comm: Any, settings: dict[str, Any] | str, cluster: Cluster, in_cluster: bool) -> None:
-    duplicate, library = _duplicate(comm, cluster.life)
+    duplicate, library = _duplicate(comm, cluster.lifeline)
     control = create("single" if duplicate is None else "mpi", duplicate, Config.timeout_s, [])
     host = 0 if duplicate is None else topology.node_id(duplicate)
     mine = _Facts(settings, host, native.available, processors.look(), _gpus(settings))
@@ -161,12 +161,12 @@ def _join_ranks(comm: Any, settings: dict[str, Any] | str, cluster: Cluster, in_
         log.info(f"warning: {oversubscription}")
 
 
-def _duplicate(comm: Any, life: int) -> tuple[Any, str]:
+def _duplicate(comm: Any, lifeline: int) -> tuple[Any, str]:
     """Start MPI. Return (a communicator for allred alone, the name of the MPI); (None, "no MPI") without MPI."""
     MPI, ours = mpi.load()  # noqa: N806  (mpi4py's spelling)
     if MPI is None:
         return None, "no MPI"
-    exit_protocol.own(MPI, finalizes=ours, life=life)
+    exit_protocol.take_over(MPI, finalizes=ours, lifeline=lifeline)
     if comm is not None and (not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL):
         raise InputError(f"init(comm=...) takes an mpi4py intracommunicator, got {comm!r}")
     library = mpi.library_name(MPI.Get_library_version())
@@ -187,7 +187,7 @@ def _gpus(settings: dict[str, Any] | str) -> streams.VisibleGpus:
 def _plan(facts: list[_Facts], cluster: Cluster, has_mpi: bool) -> _Decisions:
     """Decide from the facts of all ranks. Raises ConfigError, the same on all ranks."""
     config = settle([each.settings for each in facts])
-    if cluster.life >= 0 and not config.watcher:
+    if cluster.lifeline >= 0 and not config.watcher:
         raise ConfigError(
             "ALLRED_WATCHER=0 is for jobs with a launcher, which ends all ranks when one dies; tasks that were "
             "started by hand have only the watchers"
@@ -276,10 +276,10 @@ def _connect_servers_and_clients(
 def _start_watchers(plan: _Decisions, facts: list[_Facts], control: Communicator, cluster: Cluster) -> None:
     everyone = topology.number(plan.nodes, control.rank)
     reach = "network" if len({each.host for each in facts}) > 1 else "host" if everyone.nodes > 1 else ""
-    spares = tuple(plan.workers) if plan.servers else ()
-    watch.start(control, everyone, plan.config, reach, spares=spares, launcher=cluster.life < 0)
+    expendable = tuple(plan.workers) if plan.servers else ()
+    watch.start(control, everyone, plan.config, reach, expendable=expendable, launcher=cluster.lifeline < 0)
     if plan.servers or plan.clients:
-        watch.name_this(topology.role())
+        watch.set_role(topology.role())
 
 
 def _banner(here: World, library: str) -> str:

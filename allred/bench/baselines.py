@@ -19,7 +19,7 @@ import dataclasses
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -51,14 +51,6 @@ def allocate(shapes: Sequence[Shape], dtype: np.dtype[Any]) -> list[Array]:
 # Allreduce.
 
 
-class Baseline(Protocol):
-    """An allreduce without allred."""
-
-    def array_calls(self, array: Any) -> dict[str, Call]: ...
-    def group_calls(self, group: list[Any]) -> dict[str, Call]: ...
-    def close(self) -> None: ...
-
-
 def allred_calls(group: list[Any], single: bool, compression: Compression) -> dict[str, Call]:
     """allred's calls by name. single: allreduce_ of the only array, else grouped_allreduce_ of all."""
     call: Callable[..., object]
@@ -75,60 +67,41 @@ class MpiBaseline:
     """Allreduce by mpi4py on its communicator `comm`."""
 
     def __init__(self, comm: Any) -> None:
-        self._comm = comm
+        from mpi4py import MPI
+
+        self._comm, self._in_place, self._sum = comm, MPI.IN_PLACE, MPI.SUM
 
     def array_calls(self, array: Array) -> dict[str, Call]:
-        from mpi4py import MPI
-
-        return {"mpi": functools.partial(self._comm.Allreduce, MPI.IN_PLACE, array, MPI.SUM)}
+        return {"mpi": functools.partial(self._comm.Allreduce, self._in_place, array, self._sum)}
 
     def group_calls(self, group: list[Array]) -> dict[str, Call]:
-        return {PER_TENSOR: functools.partial(self._allreduce_all, group), CONCATENATED: self._concatenated(group)}
-
-    def close(self) -> None:
-        pass
-
-    def _allreduce_all(self, group: list[Array]) -> None:
-        from mpi4py import MPI
-
-        for array in group:
-            self._comm.Allreduce(MPI.IN_PLACE, array, MPI.SUM)
-
-    def _concatenated(self, group: list[Array]) -> Call:
-        from mpi4py import MPI
-
         flats = [array.reshape(-1) for array in group]
         (buffer,) = allocate([(sum(flat.size for flat in flats),)], flats[0].dtype)
         ends = np.cumsum([flat.size for flat in flats])
         parts = [buffer[end - flat.size : end] for flat, end in zip(flats, ends, strict=True)]
 
-        def call() -> None:
+        def per_tensor() -> None:
+            for array in group:
+                self._comm.Allreduce(self._in_place, array, self._sum)
+
+        def concatenated() -> None:
             np.concatenate(flats, out=buffer)
-            self._comm.Allreduce(MPI.IN_PLACE, buffer, MPI.SUM)
+            self._comm.Allreduce(self._in_place, buffer, self._sum)
             for flat, part in zip(flats, parts, strict=True):
                 np.copyto(flat, part)
 
-        return call
+        return {PER_TENSOR: per_tensor, CONCATENATED: concatenated}
 
 
 # Parameter server.
 
 
-class RoundTrip(Protocol):
-    """One push and pull between rank 1 (worker) and rank 0 (server)."""
-
-    def work(self) -> object:
-        """The worker's part."""
-
-    def serve(self) -> object:
-        """The server's part."""
-
-
 @dataclasses.dataclass(frozen=True)
 class ServerBaseline:
-    """Round trips by name, on one of the two ranks. `params` and `gradients` are flat."""
+    """Round trips by name: one push and pull between rank 1, the worker, and rank 0, the server. `params` and
+    `gradients` are flat."""
 
-    round_trips: dict[str, RoundTrip]
+    round_trips: "dict[str, PingPong | ChunkedSgd]"
     params: Array
     expected: Array  # the worker's parameters after the last verified round trip
     gradients: Array
@@ -145,7 +118,7 @@ def server_baseline(comm: Any, shapes: list[Shape], dtype: DTypeLike, lr: float)
     """Allocate one rank's side. comm: mpi4py communicator; rank 0 is the server, rank 1 the worker."""
     start, gradients = (np.concatenate([a.reshape(-1) for a in random_arrays(shapes, dtype, seed)]) for seed in (2, 3))
     params = start.copy() if comm.Get_rank() == 0 else np.zeros_like(start)
-    round_trips: dict[str, RoundTrip]
+    round_trips: dict[str, PingPong | ChunkedSgd]
     if params.nbytes <= _PING_PONG_MAX_BYTES:
         round_trips = {PING_PONG: PingPong(comm, params, gradients)}
     else:

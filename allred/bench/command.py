@@ -31,6 +31,7 @@ DTYPES = [name for name in arrays.DTYPES if name != "bool"]  # bool has no sum
 _NOT_IN_MPI = ("float16", "bfloat16")
 _PROGRAM = "python -m allred bench"
 _MPI_PREFIXES = ("OMPI_MCA_", "MPIR_CVAR_", "I_MPI_", "UCX_", "FI_")
+Baseline = baselines.MpiBaseline | gpu.NcclBaseline
 _SET_BY_LAUNCHER = {f"OMPI_MCA_{name}" for name in ("PREFIXES", "num_procs", "initial_wdir", "cpu_type")}
 
 
@@ -87,7 +88,7 @@ def _run_allreduce(options: argparse.Namespace, comm: Any, conditions: dict[str,
     conditions = {"op": "Sum", **on_gpu, **conditions}
     writer = output.ResultWriter(options.json, enabled=comm.Get_rank() == 0)
     writer.header(options.bench, labels, conditions, options.against or labels.get("compression"))
-    baseline: baselines.Baseline | None = None
+    baseline: Baseline | None = None
     if options.against:
         baseline = baselines.MpiBaseline(comm) if options.against == "mpi" else gpu.NcclBaseline(comm, options.dtype)
     for item in options.items:
@@ -96,14 +97,14 @@ def _run_allreduce(options: argparse.Namespace, comm: Any, conditions: dict[str,
             thread = {"progress_thread": functions.current().queue.engine.has_progress_thread}
             writer.line({"bench": options.bench, **what, **labels, **result, **conditions, **thread})
     writer.footer(functions.current().queue.engine.has_progress_thread)
-    if baseline is not None:
+    if isinstance(baseline, gpu.NcclBaseline):
         baseline.close()
     comm.Free()
     allred.shutdown()
 
 
 def _measure(
-    item: Any, options: argparse.Namespace, comm: Any, baseline: baselines.Baseline | None
+    item: Any, options: argparse.Namespace, comm: Any, baseline: Baseline | None
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Size or set of `item`, and one record per compared implementation."""
     single, on_gpu = options.bench == "allreduce", options.device == "cuda"

@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 
 from allred import command_line, data
-from allred.bench import output
-from allred.bench.output import short
+from allred.bench.output import rounded
 from allred.data import tfrecord_files
 from allred.errors import ConfigError
+from allred.wording import ranges
 
 ROWS, BATCH, BUFFER = 2000, 100, 1000
 _ENDLESS = 10**9  # epochs
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace, command: str) -> None:
         conditions = {
             "crc32c": tfrecord_files.crc_implementation,
             "protobuf": importlib.metadata.version("protobuf"),
-            "cores": output.cores(os.sched_getaffinity(0)),
+            "cores": ranges(os.sched_getaffinity(0)),
             "command": command,
         }
         prints = command_line.first_rank()
@@ -59,9 +59,9 @@ def run(options: argparse.Namespace, command: str) -> None:
             print(f"{'':36} {'records/s':>12} {'us/record':>10}")
         for name, case in cases.items():
             rate = records_per_s(case(), options.seconds)
-            record = {"bench": "data", "what": name, "records_per_s": short(rate), "us_per_record": short(1e6 / rate)}
+            speed = {"records_per_s": rounded(rate), "us_per_record": rounded(1e6 / rate)}
             if prints and options.json:
-                print(json.dumps({**record, **conditions}), flush=True)
+                print(json.dumps({"bench": "data", "what": name, **speed, **conditions}), flush=True)
             elif prints:
                 print(f"{name:36} {rate:12,.0f} {1e6 / rate:10.4g}", flush=True)
 

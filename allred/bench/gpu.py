@@ -22,7 +22,7 @@ import allred
 from allred import arrays
 from allred.bench import measure
 from allred.bench.measure import Call
-from allred.bench.output import short
+from allred.bench.output import rounded
 from allred.comm import functions
 from allred.comm.backends.nccl import TYPES
 from allred.gpu.device_arrays import adopt
@@ -123,9 +123,9 @@ def packing_bandwidths(group: list[Any], comm: Any, seconds: float) -> dict[str,
         calls["unpack_divided"] = lambda: kernels.unpack(buffer, table, dtype, 2.0)
     times = measure.interleave(calls, comm, seconds, synchronize)
     nbytes = 2 * sum(flat.nbytes for flat in flats)
-    return {f"{name}_GBps": short(measure.algbw(nbytes, each.us(50))) for name, each in times.items()}
+    return {f"{name}_GBps": rounded(measure.algbw(nbytes, each.us(50))) for name, each in times.items()}
 
 
 def enqueue_and_pack(group: list[Any], comm: Any, seconds: float) -> dict[str, float]:
     call = functools.partial(allred.grouped_allreduce_, group, allred.Sum)
-    return {"enqueue_us": short(enqueue_us(call, comm)), **packing_bandwidths(group, comm, seconds)}
+    return {"enqueue_us": rounded(enqueue_us(call, comm)), **packing_bandwidths(group, comm, seconds)}

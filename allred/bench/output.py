@@ -8,6 +8,7 @@ from typing import Any
 from allred.bench import measure
 from allred.cluster import mpi
 from allred.ps.protocol import histogram
+from allred.wording import count, ranges
 
 _RATES = ("copy_GBps", "pack_GBps", "unpack_GBps", "pack_scaled_GBps", "unpack_divided_GBps")
 _SHARED = {"p50_us": "p50 us", "p99_us": "p99 us", "algbw_GBps": "algbw GB/s"}
@@ -27,23 +28,23 @@ def result(
     algbw = measure.algbw(nbytes, p50)
     their_p50 = theirs.us(50) if theirs else None
     return {
-        "p50_us": short(p50),
-        "p99_us": short(ours.us(99)),
-        "algbw_GBps": short(algbw),
-        **({} if size is None else {"busbw_GBps": short(measure.busbw(algbw, size))}),
+        "p50_us": rounded(p50),
+        "p99_us": rounded(ours.us(99)),
+        "algbw_GBps": rounded(algbw),
+        **({} if size is None else {"busbw_GBps": rounded(measure.busbw(algbw, size))}),
         "against": against,
-        "against_p50_us": their_p50 and short(their_p50),
-        "against_p99_us": theirs and short(theirs.us(99)),
-        "speedup": their_p50 and short(their_p50 / p50),
+        "against_p50_us": their_p50 and rounded(their_p50),
+        "against_p99_us": theirs and rounded(theirs.us(99)),
+        "speedup": their_p50 and rounded(their_p50 / p50),
         "samples": len(ours.seconds),
         "calls_per_sample": ours.batch,
     }
 
 
-def short(value: float) -> float:
+def rounded(value: float) -> float:
     """Round to four significant digits.
 
-    >>> short(0.123456)
+    >>> rounded(0.123456)
     0.1235
     """
     return float(f"{value:.4g}")
@@ -60,7 +61,7 @@ class ResultWriter:
         """Print what all rows share, and the column headers."""
         if self.as_json or not self.enabled:
             return
-        ranks = f"{labels['ranks']} rank{'s' * (labels['ranks'] > 1)}"
+        ranks = count(labels["ranks"], "rank")
         if bench == "ps":
             ranks += f": servers {labels['servers']}, workers {labels['workers']}, {labels['consistency']}"
         dtype = f"{labels['dtype']} as {labels['compression']}" if "compression" in labels else labels["dtype"]
@@ -115,26 +116,11 @@ def describe(comm: Any, mpi_settings: dict[str, str]) -> dict[str, Any]:
         "thread_level": levels[MPI.Query_thread()],
         "threads": len(os.listdir("/proc/self/task")),
         "mpi_settings": {name: value for name, value in mpi_settings.items() if not name.startswith(other_mpi)},
-        "binding": comm.allgather(cores(os.sched_getaffinity(0))),
+        "binding": comm.allgather(ranges(os.sched_getaffinity(0))),
         "cores": os.cpu_count(),
         "glibc_tunables": os.environ.get("GLIBC_TUNABLES", ""),
         "tuned": tuned(),
     }
-
-
-def cores(numbers: set[int]) -> str:
-    """Core numbers as ranges.
-
-    >>> cores({0, 1, 2, 5})
-    '0-2,5'
-    """
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
 
 
 def condition_lines(record: dict[str, Any]) -> list[str]:

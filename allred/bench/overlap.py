@@ -73,10 +73,10 @@ def _measure_steps(name: str, options: argparse.Namespace, comm: Any) -> Iterato
     grads = {f"{index:04}": array for index, array in enumerate(group)}
     opt = allred.distributed(_NoUpdate(), name=name)
     for _ in range(2):  # overlap starts with the second step
-        _step(opt, grads, 0.0, _sleep, early=True)
+        _step(opt, grads, 0.0, time.sleep, early=True)
     alone = measure.interleave({"step": lambda: opt.step(grads, grads)}, comm, options.seconds / 2)
     compute_s = float(np.median(alone["step"].seconds))
-    for kind, part in (("sleep", _sleep), ("numpy", _numpy_part()), ("python", _python_part())):
+    for kind, part in (("sleep", time.sleep), ("numpy", _numpy_part()), ("python", _python_part())):
         calls: dict[str, Call] = {
             "compute": functools.partial(_backward, grads, compute_s, part, None),
             "after": functools.partial(_step, opt, grads, compute_s, part, False),
@@ -88,11 +88,11 @@ def _measure_steps(name: str, options: argparse.Namespace, comm: Any) -> Iterato
         can_be_hidden = compute + communicate - max(compute, communicate)
         yield {
             "backward": kind,
-            "compute_us": output.short(compute),
-            "communicate_us": output.short(communicate),
-            "after_us": output.short(after),
-            "early_us": output.short(early),
-            "share": output.short((after - early) / can_be_hidden),
+            "compute_us": output.rounded(compute),
+            "communicate_us": output.rounded(communicate),
+            "after_us": output.rounded(after),
+            "early_us": output.rounded(early),
+            "share": output.rounded((after - early) / can_be_hidden),
             "samples": len(times["early"].seconds),
         }
 
@@ -108,16 +108,12 @@ def _backward(grads: dict[str, Array], compute_s: float, part: Part, opt: Any) -
     for name in reversed(grads):
         part_s = compute_s * grads[name].size / elements
         end += part_s
-        if part is not _sleep:
+        if part is not time.sleep:
             part(part_s)
         elif (left := end - time.perf_counter()) > 0:
             part(left)
         if opt is not None:
             opt.reduce(name, grads[name])
-
-
-def _sleep(seconds: float) -> None:
-    time.sleep(seconds)
 
 
 def _numpy_part() -> Part:
@@ -164,9 +160,9 @@ def _measure_peers(comm: Any) -> list[dict[str, Any]]:
                     "rank_0": state,
                     "busy_ms": BUSY_S * 1e3,
                     "bytes": PEER_BYTES,
-                    "p50_us": output.short(float(np.percentile(us, 50))),
-                    "p99_us": output.short(float(np.percentile(us, 99))),
-                    "longest_us": output.short(float(us.max())),
+                    "p50_us": output.rounded(float(np.percentile(us, 50))),
+                    "p99_us": output.rounded(float(np.percentile(us, 99))),
+                    "longest_us": output.rounded(float(us.max())),
                 }
             )
     return comm.bcast(found)  # type: ignore[no-any-return]

@@ -160,7 +160,7 @@ class _BenchWorker:
         updates = after.updates - before.updates
         self._verify_all_steps(updates, ours.steps, start)
         shared = {
-            "updates_per_s": output.short(ours.steps_per_s * updates / (ours.steps * self._workers.Get_size())),
+            "updates_per_s": output.rounded(ours.steps_per_s * updates / (ours.steps * self._workers.Get_size())),
             "staleness": dict(sorted((after.staleness - before.staleness).items())),
         }
         others: list[tuple[str | None, measure.CallTimes | None]]

@@ -55,26 +55,12 @@ def transformer() -> list[Shape]:
     return [(30522, hidden), (512, hidden), (2, hidden), *norm, *layer * 12, *dense]
 
 
-def mlp() -> list[Shape]:
-    """Eight layers, each a weight (512, 512) and a bias (512,)."""
-    layer: list[Shape] = [(512, 512), (512,)]
-    return layer * 8
+_Sets = dict[str, Callable[[], list[Shape]]]
 
-
-def small() -> list[Shape]:
-    """1000 tensors of 1 KiB in float32."""
-    return [(256,)] * 1000
-
-
-def tiny() -> list[Shape]:
-    """One tensor of 1 KiB in float32."""
-    return [(256,)]
-
-
-SETS = {"resnet50": resnet50, "transformer": transformer, "small": small}
-OVERLAP_SETS = {**SETS, "mlp": mlp}
-PS_SETS = {**SETS, "tiny": tiny}
-
+# A tensor of `small` and `tiny` has 1 KiB in float32.
+SETS: _Sets = {"resnet50": resnet50, "transformer": transformer, "small": lambda: [(256,)] * 1000}
+OVERLAP_SETS: _Sets = {**SETS, "mlp": lambda: [(512, 512), (512,)] * 8}
+PS_SETS: _Sets = {**SETS, "tiny": lambda: [(256,)]}
 
 LR = 0.75  # learning rate; 4 * LR is a whole number
 _BLOCK = 2**18  # elements that are filled or compared at once

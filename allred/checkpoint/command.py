@@ -18,10 +18,10 @@ from allred.checkpoint.files import MANIFEST, Manifest, read_manifest
 from allred.checkpoint.restore import verify
 from allred.command_line import Parser
 from allred.errors import CheckpointError
+from allred.wording import count
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command and return its exit code."""
     options = _parser().parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names are any text
@@ -57,8 +57,8 @@ def _checkpoints(path: pathlib.Path) -> list[pathlib.Path]:
         return [path]
     if found := list(list_committed(path).values()):
         return found
-    count = len(list_unfinished(path))
-    unfinished = f", only {count} unfinished: being written, or left by a dead writer" if count else ""
+    number = len(list_unfinished(path))
+    unfinished = f", only {number} unfinished: being written, or left by a dead writer" if number else ""
     raise CheckpointError(f"{path} holds no checkpoint{unfinished}; they are directories named step-00000400 and so on")
 
 
@@ -71,8 +71,7 @@ def _ls(path: pathlib.Path, found: list[pathlib.Path]) -> int:
         except CheckpointError:
             row = f"{each.name:>13}  {'-':<19}  {'-':>10}  {'-':>6}"
         else:
-            nbytes = arrays.amount(sum(shard.nbytes for shard in manifest.shards))
-            row = f"{manifest.step:>13}  {_time(manifest)}  {nbytes:>10}  {len(manifest.shards):>6}"
+            row = f"{manifest.step:>13}  {_time(manifest)}  {_amount(manifest):>10}  {len(manifest.shards):>6}"
         print(f"{row}  {f'damaged: {problem}' if problem else 'complete'}")
     for each in list_unfinished(path):
         print(f"{each.name}: unfinished: being written, or left by a dead writer")
@@ -91,7 +90,7 @@ def _show(path: pathlib.Path, found: list[pathlib.Path]) -> int:
     if problem := damage(chosen):
         print(f"damaged: {problem}")
     print(f"meta: {json.dumps(manifest.meta)}")
-    print(f"{len(params)} parameter{'s' * (len(params) != 1)}, {sum(entry.elements for entry in params)} numbers:")
+    print(f"{count(len(params), 'parameter')}, {sum(entry.elements for entry in params)} numbers:")
     width = max((len(_printable(entry.name)) for entry in params), default=0)
     for param in params:
         slots = [e for (name, slot), e in tensors.items() if name == param.name and slot and e not in pickled]
@@ -114,8 +113,11 @@ def _verify(path: pathlib.Path, found: list[pathlib.Path]) -> int:
 
 
 def _size(manifest: Manifest) -> str:
-    count = len(manifest.shards)
-    return f"{arrays.amount(sum(shard.nbytes for shard in manifest.shards))} in {count} shard{'s' * (count != 1)}"
+    return f"{_amount(manifest)} in {count(len(manifest.shards), 'shard')}"
+
+
+def _amount(manifest: Manifest) -> str:
+    return arrays.amount(sum(shard.nbytes for shard in manifest.shards))
 
 
 def _time(manifest: Manifest) -> str:

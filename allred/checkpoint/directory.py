@@ -65,19 +65,13 @@ def _lock_root(root: pathlib.Path, operation: int) -> Iterator[bool]:
     """Lock the directory of all checkpoints, and yield whether that succeeded."""
     descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        try:
+        locked = False
+        with contextlib.suppress(OSError):  # another process holds the lock, or the file system has no such locks
             fcntl.flock(descriptor, operation)
             locked = True
-        except OSError:  # another process holds the lock, or the file system has no locks of directories
-            locked = False
         yield locked
     finally:
         os.close(descriptor)
-
-
-def exclude_claims(root: pathlib.Path) -> contextlib.AbstractContextManager[bool]:
-    """Block `claim` of other processes on this host; yield whether that succeeded. Does not wait. Raises OSError."""
-    return _lock_root(root, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def overwrite(directory: pathlib.Path, content: bytes) -> None:
@@ -101,8 +95,8 @@ def release(directory: str) -> None:
 def is_dead(directory: pathlib.Path, boot: str, now: float, excluded: bool) -> bool:
     """Return whether the writer of the unfinished checkpoint in `directory` is dead.
 
-    boot: the `boot_id` of the writer. now: st_mtime of a file just written to the same file system. excluded: the value
-    of `exclude_claims`.
+    boot: the `boot_id` of the writer. now: st_mtime of a file just written to the same file system. excluded: whether
+    this process has the exclusive lock of the root.
     """
     if os.path.realpath(directory) in _claimed:
         return False
@@ -243,7 +237,7 @@ def discard(path: pathlib.Path) -> None:
 def sweep(root: pathlib.Path, now: float) -> None:
     """Delete files of dead processes; ignores errors. For `now` see `is_dead`."""
     found = [(root / name, _UNFINISHED.fullmatch(name)) for name in _names(root)]
-    with exclude_claims(root) as excluded:
+    with _lock_root(root, fcntl.LOCK_EX | fcntl.LOCK_NB) as excluded:
         dead = [path for path, match in found if match and is_dead(path, match[2], now, excluded)]
     for path, _ in found:
         with contextlib.suppress(OSError):

@@ -151,18 +151,14 @@ def check_cover(who: str, entries: Iterable[tuple[str, Entry]]) -> None:
     for file, entry in entries:
         tensors.setdefault((entry.name, entry.slot), []).append((file, entry))
     for pieces in tensors.values():
-        _check_same_tensor(who, pieces)
+        first_file, first = pieces[0]
+        for file, entry in pieces:
+            if (entry.dtype, entry.shape) != (first.dtype, first.shape):
+                raise CheckpointError(
+                    f"{who}: {first.title} is {first.dtype} {first.shape} in {first_file}, but {entry.dtype} "
+                    f"{entry.shape} in {file}; all pieces must be of one tensor"
+                )
         _check_ranges(who, pieces)
-
-
-def _check_same_tensor(who: str, pieces: list[tuple[str, Entry]]) -> None:
-    first_file, first = pieces[0]
-    for file, entry in pieces:
-        if (entry.dtype, entry.shape) != (first.dtype, first.shape):
-            raise CheckpointError(
-                f"{who}: {first.title} is {first.dtype} {first.shape} in {first_file}, but {entry.dtype} {entry.shape} "
-                f"in {file}; all pieces must be of one tensor"
-            )
 
 
 def _check_ranges(who: str, pieces: list[tuple[str, Entry]]) -> None:

@@ -101,7 +101,6 @@ def _assemble(directory: pathlib.Path, manifest: Manifest) -> SavedTensors:
 
 
 def _alternative(directory: pathlib.Path) -> str:
-    """Return which other checkpoint to restore."""
     try:
         others = [path for path in list_committed(directory.parent).values() if path.name != directory.name]
     except CheckpointError:

@@ -9,7 +9,7 @@ import dataclasses
 import os
 import pickle
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from allred.cluster.device import Place
 from allred.errors import InputError
@@ -39,7 +39,6 @@ class ClientGroup:
 
     @property
     def is_client(self) -> bool:
-        """Whether this task is a client."""
         return self.rank >= len(self.tasks) - self.clients
 
     @property
@@ -49,40 +48,29 @@ class ClientGroup:
 
     @property
     def name(self) -> str:
-        """The name of this task."""
         return self.tasks[self.rank]
-
-
-class _Receiver(Protocol):
-    def poll(self) -> bool: ...
-    def wait(self, call: "Call") -> None: ...
 
 
 class Call:
     """Handle of a function that a task runs; `ClientSession.start` returns it. The arguments of the function must not
-    change before its end.
+    change before its end. Attribute `ended`: whether the result has been received.
 
         call = session.start(function, x)
         y = call.wait()
     """
 
-    def __init__(self, name: str, place: Place, receiver: _Receiver | None = None) -> None:
+    def __init__(self, name: str, place: Place, dispatcher: Any = None) -> None:
         self.name, self.place = name, place
         self.title = f"session.run({name}) on {place.task_name}"
-        self._receiver = receiver  # None: the function runs on this task
-        self._ended = False
+        self.ended = False
+        self._dispatcher = dispatcher  # None: the function runs on this task
         self._value: Any = None
         self._error: BaseException | None = None
         self._waited_for = False
 
     def end(self, value: Any = None, error: BaseException | None = None) -> None:
         """For the dispatcher: set the result."""
-        self._ended, self._value, self._error = True, value, error
-
-    @property
-    def ended(self) -> bool:
-        """Whether the result has been received."""
-        return self._ended
+        self.ended, self._value, self._error = True, value, error
 
     @property
     def unretrieved_error(self) -> BaseException | None:
@@ -92,13 +80,13 @@ class Call:
     @property
     def is_open(self) -> bool:
         """Whether `wait` is needed: the result or the error has not been retrieved."""
-        return not self._ended or self.unretrieved_error is not None
+        return not self.ended or self.unretrieved_error is not None
 
     def done(self) -> bool:
         """Return whether the function has ended. Receives results, and does not wait."""
-        if not self._ended and self._receiver is not None:
-            self._receiver.poll()
-        return self._ended
+        if not self.ended and self._dispatcher is not None:
+            self._dispatcher.poll()
+        return self.ended
 
     def wait(self) -> Any:
         """Wait for the end of the function and return its result.
@@ -106,8 +94,8 @@ class Call:
         Raises its exception, with the traceback of the task as a note; RemoteRankError if the task has died;
         CollectiveTimeout after ALLRED_TIMEOUT_S (see `allred.patience`)."""
         self._waited_for = True
-        if not self._ended and self._receiver is not None:
-            self._receiver.wait(self)
+        if not self.ended and self._dispatcher is not None:
+            self._dispatcher.wait(self)
         if self._error is not None:
             raise self._error
         return self._value

@@ -9,7 +9,6 @@ traceback) and of the result or the exception. Each part is pickled separately.
 """
 
 import sys
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from allred.comm.work import Polled, Steps, WorkQueue
 from allred.errors import AllredError, InputError
 from allred.ps.mpi_transport import CALL, REPLY, MpiTransport
 from allred.ps.run_steps import run_steps, wait_until
-from allred.watch.start import name_this
+from allred.watch.start import set_role
 
 _LEAVE_S = 2.0  # time limit for sending a few bytes
 
@@ -33,10 +32,10 @@ _LEAVE_S = 2.0  # time limit for sending a few bytes
 class _TaskLink:
     """Connection to one task, with its unanswered calls, the oldest first."""
 
-    def __init__(self, post: MpiTransport, rank: int) -> None:
+    def __init__(self, transport: MpiTransport, rank: int) -> None:
         self.rank = rank
         self.calls: deque[Call] = deque()
-        self._post = post
+        self._transport = transport
         self._answer: Steps[list[Array]] | None = None
         self._pending: Any = None
 
@@ -44,7 +43,7 @@ class _TaskLink:
         """Receive answers without waiting."""
         while self.calls:
             if self._answer is None:
-                self._answer, self._pending = self._post.receive_parts(self.rank, REPLY), None
+                self._answer, self._pending = self._transport.receive_parts(self.rank, REPLY), None
             try:
                 while self._pending is None or self._pending.done():
                     self._pending = next(self._answer)
@@ -62,7 +61,6 @@ class _TaskLink:
 
 
 def _set_result(call: Call, parts: list[Array]) -> None:
-    """Set the result of a call."""
     returned, message, trace = unpack(parts[:1])
     value: Any = None
     try:
@@ -77,15 +75,15 @@ def _set_result(call: Call, parts: list[Array]) -> None:
     call.end(error=error)
 
 
-_left: list["Dispatcher"] = []  # MPI may still send from their memory
+_ended_dispatchers: list["Dispatcher"] = []  # MPI may still send from their memory
 
 
 class Dispatcher:
     """Sends the functions of this client. `of` returns the one of a group."""
 
     def __init__(self, group: ClientGroup) -> None:
-        self._group, self._post = group, MpiTransport(group.comm)
-        self._links = {rank: _TaskLink(self._post, rank) for rank in group.workers}
+        self._group, self._transport = group, MpiTransport(group.comm)
+        self._links = {rank: _TaskLink(self._transport, rank) for rank in group.workers}
         self._calls: list[Call] = []  # those that are open
 
     @classmethod
@@ -101,7 +99,7 @@ class Dispatcher:
         call = Call(name, place, self)
         parts = pack((function, args, kwargs), f"{call.title}: the function, or an argument,")
         rank = self._rank(call)
-        self._post.send_parts(rank, CALL, [*pack(name, "a name"), *parts])
+        self._transport.send_parts(rank, CALL, [*pack(name, "a name"), *parts])
         self._links[rank].calls.append(call)
         self._calls = [each for each in self._calls if each.is_open] + [call]
         return call
@@ -111,7 +109,7 @@ class Dispatcher:
 
     def poll(self) -> bool:
         """Receive results without waiting. Returns whether all calls have ended."""
-        self._post.progress()
+        self._transport.progress()
         for rank, link in self._links.items():
             link.advance()
             if (watcher := world.watcher()) is not None and rank in watcher.gone:
@@ -119,8 +117,6 @@ class Dispatcher:
         return not any(link.calls for link in self._links.values())
 
     def wait(self, call: Call) -> None:
-        """Wait for the end of a call."""
-
         def has_ended() -> bool:
             self.poll()
             return call.ended
@@ -141,41 +137,28 @@ class Dispatcher:
                 log.rank_warning(f"{call.title} failed, and its error was not retrieved:")
                 log.rank_warning("".join(traceback.format_exception_only(call.unretrieved_error)).rstrip())
         for rank in self._group.workers:
-            self._post.send_parts(rank, CALL, pack(None, "the end"))
-        _left.append(self)
-        deadline = time.monotonic() + _LEAVE_S
-        while not self._post.progress() and time.monotonic() < deadline:
-            pass
+            self._transport.send_parts(rank, CALL, pack(None, "the end"))
+        _ended_dispatchers.append(self)
+        self._transport.flush(_LEAVE_S)
 
 
 def serve(group: ClientGroup) -> None:
     """Run functions until the last client has left."""
-    post, left = MpiTransport(group.comm), 0
+    transport, left = MpiTransport(group.comm), 0
     while left < group.clients:
-        source = _wait_for_call(post)
-        parts = run_steps("a function of a client", post.receive_parts(source, CALL), group.config.timeout_s)
+        wait_until("Server.join(), for a function of a client", lambda: transport.arrived(CALL) is not None)
+        source = transport.arrived(CALL)
+        assert source is not None  # a message stays until it is received
+        parts = run_steps("a function of a client", transport.receive_parts(source, CALL), group.config.timeout_s)
         name = unpack(parts[:1])
         if name is None:
             left += 1
             continue
-        name_this(f"{topology.role()}; it runs {name} for {group.tasks[source]}")
+        set_role(f"{topology.role()}; it runs {name} for {group.tasks[source]}")
         answer = _run(name, parts[1:], group)
-        name_this(topology.role())
-        post.send_parts(source, REPLY, answer)
-        wait_until(f"{group.tasks[source]}, to receive the result of {name}", post.progress)
-
-
-def _wait_for_call(post: MpiTransport) -> int:
-    """Return the rank of the client that has sent a function."""
-    found: list[int] = []
-
-    def poll() -> bool:
-        source = post.arrived(CALL)
-        found.extend(() if source is None else (source,))
-        return bool(found)
-
-    wait_until("Server.join(), for a function of a client", poll)
-    return found[0]
+        set_role(topology.role())
+        transport.send_parts(source, REPLY, answer)
+        wait_until(f"{group.tasks[source]}, to receive the result of {name}", transport.progress)
 
 
 def _run(name: str, parts: list[Array], group: ClientGroup) -> list[Any]:

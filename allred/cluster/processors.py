@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy  # noqa: F401  (loads the BLAS whose threads are counted)
 
 from allred import world
+from allred.wording import count
 
 _BLAS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP_NUM_THREADS")
 
@@ -81,17 +82,13 @@ def oversubscription(ranks: Sequence[Cores], nodes: Sequence[int]) -> str | None
             if threads > len(there):
                 remedies.append(f"export OMP_NUM_THREADS={max(1, cores // len(there))} before the start")
             if len(there) > cores:
-                remedies.append(f"start at most {_count(cores, 'rank')} here")
+                remedies.append(f"start at most {count(cores, 'rank')} here")
             where = " of one node" if len(set(nodes)) > 1 else ""
             text = (
-                f"{_count(len(there), 'rank')} with {_count(threads, 'BLAS thread')} on {_count(cores, 'core')}{where}"
+                f"{count(len(there), 'rank')} with {count(threads, 'BLAS thread')} on {count(cores, 'core')}{where}"
                 f": steps may take many times as long; {' and '.join(remedies)}"
             )
     return text
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def share(ranks: Sequence[Cores], nodes: Sequence[int], rank: int) -> int:

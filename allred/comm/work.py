@@ -260,7 +260,7 @@ class WorkQueue:
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         start = last_progress = now = time.perf_counter()
         deadline, taken = start + limit_s, (self.steps_taken, 0)
-        told: Wait | None = None
+        long_wait: Wait | None = None
         others = [queue for queue in world.queues() if queue is not self and queue._works]
         watcher = world.watcher()
         if watcher is not None:
@@ -275,8 +275,8 @@ class WorkQueue:
                     taken, last_progress = (self.steps_taken, pending.progress_count), now
                 peers = pending.waits_for_peers
                 if now - last_progress > _AWAKE_S:
-                    told = told or Wait(self.describe(), self.quiet, self.members)
-                    told.go_on(now - start, peers)
+                    long_wait = long_wait or Wait(self.describe(), self.quiet, self.members)
+                    long_wait.report(now - start, peers)
                     time.sleep(min(_SLEEP_SHARE * (now - last_progress), _LONGEST_SLEEP_S))
                 else:
                     pending.spin_wait()
@@ -284,7 +284,7 @@ class WorkQueue:
                 if peers:
                     self.waited_for_peers_s += now - before
                 if now > deadline:
-                    outcome = Wait(self.describe(), self.quiet, awaited=self.awaited).limit(limit_s)
+                    outcome = Wait(self.describe(), self.quiet, awaited=self.awaited).at_limit(limit_s)
                     if isinstance(outcome, Exception):
                         self.poison(f"{self._works[0].title} timed out after {limit_s:g} s")
                         exit_protocol.stuck()
@@ -297,8 +297,8 @@ class WorkQueue:
         finally:
             if watcher is not None:
                 watcher.waits = False
-            if told is not None:
-                told.end()
+            if long_wait is not None:
+                long_wait.end()
             now = time.perf_counter()
             self.waited_s += now - start
             if self.track is not None and work.noted is not None:

@@ -1,1 +1,1 @@
-"""`python -m allred doctor`: finds problems and says what to type; `python -m allred info`: versions and settings."""
+"""`python -m allred doctor`: finds problems and suggests commands; `python -m allred info`: versions and settings."""

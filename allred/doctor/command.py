@@ -19,13 +19,13 @@ from typing import Any
 
 import allred
 from allred import command_line
-from allred.bench.output import cores
 from allred.cluster import launcher, processors
 from allred.comm import functions
 from allred.doctor import findings, gpu, host, info, mpi, trials
 from allred.doctor.findings import FAIL, NOTE, WARN, Finding, RankReport, ReportPrinter, Topic, exit_code, summary
 from allred.doctor.watchdog import Watchdog
 from allred.errors import CollectiveTimeout
+from allred.wording import count, named
 
 TOPICS: list[Topic[Any]] = [  # in the order of the report
     Topic("software", info.probe, info.diagnose),
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
     """Run the doctor; the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m allred doctor",
-        description="Finds problems of MPI, this host and allred, and says what to type. Compares ranks under mpirun.",
+        description="Finds problems of MPI, this host and allred, and suggests commands. Compares ranks under mpirun.",
         epilog="Verdicts: ok; note (good to know); warn (slow, or not as intended); FAIL (the exit code is 1).",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object per line: verdict, topic, found, remedy")
@@ -132,7 +132,7 @@ def _require_all(printer: ReportPrinter, comm: Any, reports: dict[int, Any], lim
     """Abort the job if rank 0 lacks a report: collective operations would hang."""
     missing = set(range(comm.Get_size())) - set(reports) if comm is not None and comm.Get_rank() == 0 else set()
     if missing:
-        names = f"rank{'s' * (len(missing) > 1)} {cores(missing)} of {comm.Get_size()}"
+        names = f"{named('rank', missing)} of {comm.Get_size()}"
         remedy = f"find what hangs there with top or py-spy; {_SLOW}"
         printer.add([Finding(FAIL, "ranks", f"no answer from {names} within {limit_s:g} s", remedy)])
         printer.end()
@@ -160,7 +160,7 @@ def start_phase(
         report = [*local, Finding(FAIL, "world", found, remedy)]
         return printer.text(report) + ("" if printer.as_json else f"\n{summary(report)}")
 
-    late = f"MPI did not start within {limit_s:g} s: not all of {findings.count(launched, 'rank')} arrived"
+    late = f"MPI did not start within {limit_s:g} s: not all of {count(launched, 'rank')} arrived"
     remedy = f"find the missing rank with top or py-spy; check for a firewall between hosts; {_SLOW}"
     gone = "this process or another rank ended while MPI started; read its error on stderr"
     if launch and library and launcher.incompatible(launch.launcher, library.text):

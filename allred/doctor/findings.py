@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
 
 from allred import command_line
-from allred.bench.output import cores
+from allred.wording import named
 
 F = TypeVar("F")
 
@@ -115,15 +115,6 @@ def diagnose(topics: list[Topic[Any]], reports: list[RankReport]) -> list[Findin
     return findings
 
 
-def count(number: int, noun: str) -> str:
-    """A number with its noun.
-
-    >>> count(1, "rank"), count(2, "rank")
-    ('1 rank', '2 ranks')
-    """
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
 def rank_names(ranks: list[Any]) -> str:
     """Ranks by number, with their host if they share one.
 
@@ -132,7 +123,7 @@ def rank_names(ranks: list[Any]) -> str:
     >>> rank_names([RankFacts(3, "a", None), RankFacts(5, "b", None)])
     'ranks 3,5'
     """
-    names = f"rank{'s' * (len(ranks) > 1)} {cores({rank.rank for rank in ranks})}"
+    names = named("rank", {rank.rank for rank in ranks})
     hosts = {rank.host for rank in ranks}
     return f"{names} on {hosts.pop()}" if len(hosts) == 1 else names
 

@@ -5,7 +5,8 @@ import importlib.util
 import pathlib
 import re
 
-from allred.doctor.findings import NOTE, OK, WARN, Finding, RankFacts, by_host, compare, count, probe_in_subprocess
+from allred.doctor.findings import NOTE, OK, WARN, Finding, RankFacts, by_host, compare, probe_in_subprocess
+from allred.wording import count
 
 # Runs in a new process, because cupy needs a second to load, creates a context on the device, and may crash.
 _PROBE = """

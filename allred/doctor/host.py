@@ -9,7 +9,6 @@ import socket
 import struct
 from collections.abc import Mapping
 
-from allred.bench.output import cores as core_numbers
 from allred.bench.output import size_name
 from allred.cluster.processors import Cores, limits, usable_cores
 from allred.doctor.findings import (
@@ -21,11 +20,11 @@ from allred.doctor.findings import (
     RankFacts,
     by_host,
     compare,
-    count,
     rank_names,
     summarize_hosts,
 )
 from allred.watch import shm_files
+from allred.wording import count, named, ranges
 
 # A rank's part of /dev/shm: Open MPI 5 asks for files of 16 MiB, MPICH 5 fills about 5 MiB (measured).
 SHM_RANK_BYTES = 16 * 2**20
@@ -56,13 +55,13 @@ def diagnose_processors(ranks: list[RankFacts[Cores]]) -> list[Finding]:
 
 
 def _diagnose_binding(ranks: list[RankFacts[Cores]]) -> Finding:
-    found = compare(ranks, lambda facts: f"cores {core_numbers(set(facts.allowed))} of {facts.of_machine}")
+    found = compare(ranks, lambda facts: f"cores {ranges(facts.allowed)} of {facts.of_machine}")
     for there in by_host(ranks).values():
         for i, one in enumerate(there):
             for other in there[i + 1 :]:
                 a, b = one.facts.allowed, other.facts.allowed
                 if a & b and (a != b or len(a) == 1):
-                    both = f"{rank_names([one, other])} are bound to the same core {core_numbers(set(a & b))}"
+                    both = f"{rank_names([one, other])} are bound to the same core {ranges(a & b)}"
                     remedy = "mpirun --bind-to core, or mpirun --bind-to none"
                     return Finding(WARN, "binding", f"{both}; {found}", remedy)
     return Finding(OK, "binding", found)
@@ -100,8 +99,7 @@ def _diagnose_blas(ranks: list[RankFacts[Cores]]) -> Finding:
             return Finding(WARN, "BLAS threads", f"{found}; {total}", remedy)
         squeezed = [rank for rank in there if rank.facts.blas_threads > len(rank.facts.allowed)]
         if squeezed:
-            allowed = set(squeezed[0].facts.allowed)
-            only = f"{rank_names(squeezed[:1])} may use only core{'s' * (len(allowed) > 1)} {core_numbers(allowed)}"
+            only = f"{rank_names(squeezed[:1])} may use only {named('core', squeezed[0].facts.allowed)}"
             return Finding(WARN, "BLAS threads", f"{found}; {only}", f"{remedy}, or mpirun --bind-to none")
     if len(ranks) == 1 and ranks[0].facts.blas_threads > 1:
         remedy = f"before mpirun -np N: export OMP_NUM_THREADS=$(({_usable(ranks)} / N))"

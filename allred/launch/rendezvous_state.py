@@ -77,9 +77,7 @@ class RendezvousState:
         for task in [*self._addresses, *theirs]:
             ours, other = (tasks.get(task, "nothing") for tasks in (self._addresses, theirs))
             if ours != other:
-                return (
-                    f"there {task} is {other}, here it is {ours}. Give all tasks the same addresses, letter by letter"
-                )
+                return f"there {task} is {other}, here it is {ours}. Give all tasks exactly the same addresses"
         return "the order of the tasks differs" if theirs != self._addresses else f"it has no {name}"
 
     def missing(self) -> list[str]:
@@ -87,12 +85,7 @@ class RendezvousState:
         return [f"{name} ({self._addresses[name]})" for name in self._names if name not in self._tasks]
 
     def nodes(self) -> list[str]:
-        """Return the node of each rank."""
         return [self._tasks[name].node for name in self._names]
-
-    def rank(self, name: str) -> int:
-        """Return the world rank of a task."""
-        return self._names.index(name)
 
     # Afterwards.
 
@@ -117,8 +110,8 @@ class RendezvousState:
         what = f"{name} (pid {task.pid} on {task.host}) has ended while MPI started; this task ends, too"
         return (start, what) if task.ended == "gone" else ([], "")
 
-    def waiting_in_vain(self) -> list[str]:
-        """Return the tasks that wait in MPI_Finalize in vain: those that left, if all have ended and one failed."""
+    def blocked_in_finalize(self) -> list[str]:
+        """Return the tasks to end, which block in MPI_Finalize: those that left, if all have ended and one failed."""
         lost = any(task.ended == "gone" for task in self._tasks.values())
         if not lost or self._end_reported or not all(task.ended for task in self._tasks.values()):
             return []

@@ -112,7 +112,7 @@ class ServersMode:
             handler = signal.getsignal(signal.SIGTERM)
             if handler == signal.SIG_DFL or getattr(handler, "__func__", None) is ServersMode._on_signal:
                 signal.signal(signal.SIGTERM, self._on_signal)
-        self._context.farewell = self._leave
+        self._context.leave_servers = self._leave
 
     def _register(self, title: str, params: Any, tensors: list[Tensor], leaves: list[Any]) -> "Client":
         from allred.ps.worker_client import Client  # imports MPI

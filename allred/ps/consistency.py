@@ -119,8 +119,8 @@ class AsyncCoordinator(Coordinator):
 
     def ready(self) -> list[tuple[int, int]]:
         """Return the workers that were done since the last call, with their clocks."""
-        go, self._waiting = self._waiting, []
-        return [(worker, self.accepted[worker]) for worker in go]
+        released, self._waiting = self._waiting, []
+        return [(worker, self.accepted[worker]) for worker in released]
 
     def _wait(self, worker: int) -> None:
         if worker not in self._waiting:  # the list must not grow if `ready` is never called
@@ -150,12 +150,12 @@ class BoundedCoordinator(Coordinator):
     def ready(self) -> list[tuple[int, int]]:
         """Return the workers whose clocks are close enough to the slowest, with their clocks."""
         slowest = min((self.accepted[worker] for worker in self.live), default=0)
-        go = [worker for worker in self._waiting if self.accepted[worker] - slowest <= self._staleness]
-        for worker in go:
+        released = [worker for worker in self._waiting if self.accepted[worker] - slowest <= self._staleness]
+        for worker in released:
             self._waiting.remove(worker)
             self._phase[worker] = "computing"
             self.max_lead = max(self.max_lead, self.accepted[worker] - slowest)
-        return [(worker, self.accepted[worker]) for worker in go]
+        return [(worker, self.accepted[worker]) for worker in released]
 
 
 class SyncCoordinator(Coordinator):
@@ -209,12 +209,12 @@ class SyncCoordinator(Coordinator):
     def ready(self) -> list[tuple[int, int]]:
         """Return the workers that get a token now, with its value."""
         count = min(self._tokens, len(self._waiting)) if self._missing else 0
-        go, self._waiting = self._waiting[:count], self._waiting[count:]
+        released, self._waiting = self._waiting[:count], self._waiting[count:]
         self._tokens -= count
-        for worker in go:
+        for worker in released:
             self._phase[worker] = "computing"
             self._local_step[worker] = self.global_step
-        return [(worker, self.global_step) for worker in go]
+        return [(worker, self.global_step) for worker in released]
 
     @property
     def _missing(self) -> int:

@@ -16,7 +16,7 @@ class Context:
     comm: mpi4py communicator of these ranks, used only between workers and servers. nodes: the node of each rank.
     config: the settings. joins: servers may be in `Server.join()`, where they take the optimizer of worker 0.
     has_optimizer: an optimizer has registered with the servers. servers_return: the server processes continue when the
-    last worker has left; None until it is known. farewell: tells the servers that this worker leaves.
+    last worker has left; None until it is known. leave_servers: tells the servers that this worker leaves.
     """
 
     comm: Any
@@ -27,17 +27,15 @@ class Context:
     joins: bool = False
     has_optimizer: bool = False
     servers_return: bool | None = None
-    farewell: Callable[[], None] | None = None
+    leave_servers: Callable[[], None] | None = None
     process: int = dataclasses.field(default_factory=os.getpid)
 
     @property
     def workers(self) -> int:
-        """The number of workers."""
         return len(self.nodes) - self.servers
 
     @property
     def serves(self) -> bool:
-        """Whether this rank is a server."""
         return self.rank < self.servers
 
     @property
@@ -85,8 +83,8 @@ def leave() -> None:
     here = current()
     if os.getpid() != here.process:
         return
-    if here.farewell is not None:
-        here.farewell()
+    if here.leave_servers is not None:
+        here.leave_servers()
     elif not here.serves:
         from allred.ps.mpi_transport import send_leave  # imports MPI
 

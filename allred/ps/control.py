@@ -21,7 +21,7 @@ from allred.ps.shard import Shard, lay_out
 from allred.ps.shm_transport import MailboxPort
 from allred.ps.step_handler import StepHandler, Turn
 from allred.watch import wait
-from allred.watch.start import name_this
+from allred.watch.start import set_role
 
 NOT_YET, NO_REPLY = object(), object()
 
@@ -43,7 +43,7 @@ class Control:
         self._list_boxes()
         self.waiting: list[tuple[int, protocol.ControlRequest]] = []
         self._first: protocol.Register | None = None  # registration of worker 0
-        self._no_shard: AllredError | None = None  # the error of that registration
+        self._shard_error: AllredError | None = None  # the error of that registration
         self._memory: Any = None  # of the parameters
         self._shard_offer: Offer | None = None
         self._digest = ""  # hash of the last initial parameters
@@ -65,12 +65,12 @@ class Control:
             protocol.GetStep: self._get_step,
             protocol.SetStep: self._set_step,
             protocol.Save: self._save,
-            protocol.CheckpointComplete: lambda _, r: name_this(f"{topology.role()}; last checkpoint {r.path}"),
+            protocol.CheckpointComplete: lambda _, r: set_role(f"{topology.role()}; last checkpoint {r.path}"),
             protocol.GetStatistics: lambda _, request: step_handler.statistics,
             protocol.BeginDrain: self._begin_drain,
             protocol.EndDrain: self._end_drain,
             protocol.Finish: self._finish,
-            protocol.AwaitFinish: lambda _, request: None if self._all_finished() else NOT_YET,
+            protocol.AwaitFinish: self._await_finish,
             protocol.ShareFailure: self._share_failure,
             protocol.Leave: self._leave,
             protocol.LeaveAndWait: self._leave_and_wait,
@@ -110,15 +110,15 @@ class Control:
     # Registration.
 
     def _register(self, worker: int, request: protocol.Register) -> Any:
-        if self._no_shard is not None:
-            raise self._no_shard
+        if self._shard_error is not None:
+            raise self._shard_error
         if worker == 0:
             layout = lay_out(request.placement.tensors, request.placement.of(self._context.rank))
             self._memory, self._shard_offer = shm_transport.allocate(layout.nbytes + shm_transport.BELL_BYTES)
             try:
                 self._step_handler.shard = Shard(layout, self._memory, self._optimizer, request.skeleton)
             except AllredError as error:
-                self._no_shard = error
+                self._shard_error = error
                 raise
             self._first = request
         if self._first is None:
@@ -164,7 +164,7 @@ class Control:
     def _wait_for_worker_0(self) -> Any:
         if 0 in self._gone:
             raise AllredError(
-                "worker 0 has ended without giving the parameters to start from, for which this worker waits; call "
+                "worker 0 ended before it sent the initial parameters, for which this worker waits; call "
                 "broadcast(params), or the first step, on all workers equally often"
             )
         return NOT_YET
@@ -225,8 +225,8 @@ class Control:
         yield from self._step_handler.leave(worker)
         self._finished.add(worker)
 
-    def _all_finished(self) -> bool:
-        return len(self._finished | self._gone) == self._context.workers
+    def _await_finish(self, worker: int, request: protocol.AwaitFinish) -> Any:
+        return None if len(self._finished | self._gone) == self._context.workers else NOT_YET
 
     def _share_failure(self, worker: int, request: protocol.ShareFailure) -> Any:
         if request.is_chief:
@@ -280,7 +280,7 @@ class Control:
         waiting = self._waiting_in(protocol.ControlRequest).union(self._step_handler.parked)
         return found.intersection(self.live) - waiting
 
-    def at_the_end(self) -> set[int]:
+    def at_end(self) -> set[int]:
         """Return the workers that wait for the last step of the others, or in MPI_Finalize."""
         return self._ended.union(self._waiting_in(protocol.AwaitFinish))
 

@@ -84,7 +84,6 @@ class MpiTransport:
         self._sending: deque[tuple[Any, Any]] = deque()  # requests, and their data
 
     def send(self, to: int, tag: int, value: Any) -> None:
-        """Send an object to a rank."""
         self.send_parts(to, tag, [pickle.dumps(value, pickle.HIGHEST_PROTOCOL)])
 
     def send_parts(self, to: int, tag: int, parts: Sequence[Any]) -> None:
@@ -96,7 +95,6 @@ class MpiTransport:
                 self._start(data[at : at + _PART_BYTES], to, BODY)
 
     def send_record(self, to: int, tag: int, record: bytes) -> None:
-        """Send RECORD_BYTES bytes to a rank."""
         self._start(np.frombuffer(record, np.uint8), to, tag)
 
     def _start(self, data: Array, to: int, tag: int) -> None:
@@ -108,6 +106,12 @@ class MpiTransport:
         while self._sending and _complete(self._sending[0][0], lost=True):
             self._sending.popleft()
         return not self._sending
+
+    def flush(self, limit_s: float) -> None:
+        """Make progress until all sends are complete, for at most `limit_s` seconds."""
+        until = time.monotonic() + limit_s
+        while not self.progress() and time.monotonic() < until:
+            pass
 
     def arrived(self, tag: int) -> int | None:
         """Return the source of a message with this tag that has arrived; None if there is none."""
@@ -121,18 +125,15 @@ class MpiTransport:
             return None
 
     def receive_record(self, source: int, tag: int) -> bytes:
-        """Receive a record that has arrived."""
         record = np.empty(RECORD_BYTES, np.uint8)
         self.comm.Recv([record, MPI.BYTE], source, tag)
         return record.tobytes()
 
     def receive(self, source: int, tag: int, waits_for_peers: bool = False) -> Steps[Any]:
-        """Receive an object of a rank."""
         [data] = yield from self.receive_parts(source, tag, waits_for_peers)
         return pickle.loads(data.data)
 
     def receive_parts(self, source: int, tag: int, waits_for_peers: bool = False) -> Steps[list[Array]]:
-        """Receive the buffers of `send_parts`."""
         arrival = Arrival(self.comm, source, tag, waits_for_peers)
         yield arrival
         sizes = np.empty(arrival.nbytes // 8, np.int64)
@@ -148,11 +149,10 @@ class MpiTransport:
 
 def send_leave(comm: Any, servers: int) -> None:
     """Tell the servers that this worker makes no more requests."""
-    transport, until = MpiTransport(comm), time.monotonic() + _LEAVE_S
+    transport = MpiTransport(comm)
     for server in range(servers):
         transport.send(server, CALL, Leave())
-    while not transport.progress() and time.monotonic() < until:
-        pass
+    transport.flush(_LEAVE_S)
 
 
 class _ByteStream:

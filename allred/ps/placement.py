@@ -21,6 +21,8 @@ import numpy as np
 from allred.arrays import amount, name_of
 from allred.errors import InputError
 from allred.fusion import Tensor
+from allred.validators import integer
+from allred.wording import count
 
 How = str | Callable[[Tensor], int] | Mapping[str, int]
 
@@ -59,15 +61,11 @@ class Placement:
         """Return the pieces on a server, sorted by tensor and start."""
         return [piece for piece in self.pieces if piece.server == server]
 
-    def bytes_on(self, server: int) -> int:
-        """Return the bytes of parameters on a server."""
-        return self._loads[server]
-
     @property
     def imbalance(self) -> float:
         """Largest share / mean share - 1: 0.0 if all are equal, servers - 1 if one server has all."""
-        total = sum(self._loads)
-        return max(self._loads) * self.servers / total - 1 if total else 0.0
+        total = sum(self.loads)
+        return max(self.loads) * self.servers / total - 1 if total else 0.0
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -79,21 +77,21 @@ class Placement:
 
     def report(self) -> str:
         """Return at most 13 lines of text: the load of each server (of many, the fullest), and the largest splits."""
-        loads, total = self._loads, sum(self._loads) or 1
+        loads, total = self.loads, sum(self.loads) or 1
         groups = [list(parts) for _, parts in itertools.groupby(self.pieces, lambda piece: piece.tensor)]
         splits = sorted((parts for parts in groups if len(parts) > 1), key=lambda parts: -sum(map(self._bytes, parts)))
         whole = collections.Counter(parts[0].server for parts in groups if len(parts) == 1)
         parts_on = collections.Counter(piece.server for parts in splits for piece in parts)
         lines = [
-            f"{_number(len(groups), 'tensor')}, {amount(sum(loads))}, on {_number(self.servers, 'server')}, "
+            f"{count(len(groups), 'tensor')}, {amount(sum(loads))}, on {count(self.servers, 'server')}, "
             f"{self.how}; imbalance {self.imbalance:.1%}, {len(splits)} split"
         ]
         servers = sorted(range(self.servers), key=lambda server: -loads[server])
         shown = SHOWN_SERVERS - (self.servers > SHOWN_SERVERS)  # the last line describes the others
         for server in sorted(servers[:shown]):
-            parts = f", {_number(parts_on[server], 'part')}" if parts_on[server] else ""
+            parts = f", {count(parts_on[server], 'part')}" if parts_on[server] else ""
             size = f"{amount(loads[server])}, {loads[server] / total:.1%}"
-            lines.append(f"server {server}: {_number(whole[server], 'tensor')}{parts}, {size}")
+            lines.append(f"server {server}: {count(whole[server], 'tensor')}{parts}, {size}")
         if others := servers[shown:]:
             lines.append(f"{len(others)} others: {amount(loads[others[-1]])} to {amount(loads[others[0]])} each")
         for pieces in splits[:SHOWN_SPLITS]:
@@ -106,7 +104,8 @@ class Placement:
         return (piece.stop - piece.start) * self.tensors[piece.tensor].dtype.itemsize
 
     @functools.cached_property
-    def _loads(self) -> list[int]:
+    def loads(self) -> list[int]:
+        """The bytes of parameters on each server."""
         loads = [0] * self.servers
         for piece in self.pieces:
             loads[piece.server] += self._bytes(piece)
@@ -133,29 +132,24 @@ def place(tensors: Sequence[Tensor], servers: int, how: How = "bytes", split: bo
     Piece(tensor=0, start=150150, stop=300000, server=1)
     Piece(tensor=1, start=0, stop=300, server=1)
     """
-    count = _whole(servers)
-    if count < 1:
-        raise InputError(
-            f"place: servers must be a whole number of at least 1, got {servers!r}; "
-            "pass the number of ranks that are parameter servers"
-        )
-    given = _given(tensors, count, how)
-    loads = [0] * count
+    servers = integer("place: servers", servers, 1, "pass the number of ranks that are parameter servers")
+    given = _given(tensors, servers, how)
+    loads = [0] * servers
     for index, server in given.items():
-        loads[server] += _size(tensors[index])
+        loads[server] += tensors[index].nbytes
     left = [index for index in range(len(tensors)) if index not in given]
     if how != "greedy":
-        left.sort(key=lambda index: -_size(tensors[index]))
+        left.sort(key=lambda index: -tensors[index].nbytes)
     pieces = [Piece(index, 0, tensors[index].elements, server) for index, server in given.items()]
     pieces += _fill(tensors, left, loads, cut=split and how != "greedy")
     pieces.sort(key=lambda piece: (piece.tensor, piece.start))
-    return Placement(tuple(tensors), count, tuple(pieces), _describe(how, split, len(given), len(left)))
+    return Placement(tuple(tensors), servers, tuple(pieces), _describe(how, split, len(given), len(left)))
 
 
 def _fill(tensors: Sequence[Tensor], order: Sequence[int], loads: Sequence[int], cut: bool) -> list[Piece]:
     """Place the tensors in `order`, each on the server with the fewest bytes. loads: bytes on each server before."""
     pieces = []
-    total = sum(_size(tensors[index]) for index in order)
+    total = sum(tensors[index].nbytes for index in order)
     # The even share: the bytes on each of the k emptiest servers after they have taken all, for the best k. A server
     # that already has more gets nothing.
     share = min(-(-(total + held) // k) for k, held in enumerate(itertools.accumulate(sorted(loads)), 1))
@@ -205,17 +199,11 @@ def _call(function: Callable[[Tensor], int], tensor: Tensor, servers: int) -> in
 
 
 def _index(server: object, servers: int, who: str) -> int:
-    index = _whole(server)
-    if not 0 <= index < servers:
+    if isinstance(server, bool) or not isinstance(server, (int, np.integer)) or not 0 <= server < servers:
         raise InputError(
             f"place: {who} on server {server!r}, but the servers are 0 to {servers - 1}; give one of these, as an int"
         )
-    return index
-
-
-def _whole(number: object) -> int:
-    """Return `number` as an int; -1 if its type is not an integer type. bool is not."""
-    return int(number) if isinstance(number, (int, np.integer)) and not isinstance(number, bool) else -1
+    return int(server)
 
 
 def _suggest(name: object, names: Iterable[str]) -> str:
@@ -236,11 +224,3 @@ def _describe(how: How, split: bool, given: int, left: int) -> str:
 def _name(function: object) -> str:
     """Return the name of a function. Its repr has an address, which differs between ranks."""
     return f"function {getattr(function, '__qualname__', type(function).__qualname__)}"
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.elements * tensor.dtype.itemsize
-
-
-def _number(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"

@@ -13,7 +13,6 @@ Control requests are rare. A worker sends one as a pickled object (`ControlReque
 import dataclasses
 import struct
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, dataclass_transform
 
@@ -23,6 +22,7 @@ from allred.comm.backends.segment import Offer
 from allred.errors import AllredError
 from allred.ps.placement import Placement
 from allred.ps.shard import Parts
+from allred.wording import count
 
 RECORD_BYTES = 64  # of each step request and each step reply
 
@@ -58,12 +58,10 @@ pack_request, pack_reply = _REQUEST.pack, _REPLY.pack  # the fields as a record
 
 
 def unpack_request(record: bytes) -> StepRequest:
-    """Return the StepRequest of a record."""
     return StepRequest._make(_REQUEST.unpack(record))
 
 
 def unpack_reply(record: bytes) -> StepReply:
-    """Return the StepReply of a record."""
     return StepReply._make(_REPLY.unpack(record))
 
 
@@ -197,7 +195,7 @@ class LeaveAndWait(Leave, title="the end of the other workers", trains=True):
     """This worker makes no more requests. Reply: the statistics, after the last worker has left."""
 
 
-_ROWS = 8  # of a histogram
+_GROUPS = 8  # of a histogram
 
 
 @dataclasses.dataclass
@@ -253,15 +251,15 @@ class Statistics:
 
     def __str__(self) -> str:
         first = self.servers[0]
-        dropped = ", ".join(f"worker {worker}: {count}" for worker, count in sorted(self.dropped.items()))
+        dropped = ", ".join(f"worker {worker}: {number}" for worker, number in sorted(self.dropped.items()))
         lines = [
             f"parameter servers, {self.policy}: {first.gradients} gradients, {first.updates} updates; "
             f"dropped {sum(self.dropped.values())}{f' ({dropped})' * bool(dropped)}",
             f"staleness (updates): {histogram(self.staleness)}",
         ]
         if first.unused:
-            count = f"{first.unused} gradient{'s' * (first.unused > 1)}"
-            lines.append(f"{count} of a step that was not complete {'were' if first.unused > 1 else 'was'} not used")
+            were = "were" if first.unused > 1 else "was"
+            lines.append(f"{count(first.unused, 'gradient')} of a step that was not complete {were} not used")
         for each in self.servers:
             torn = f", {each.torn} gradients torn" if each.torn else ""
             lines.append(
@@ -281,28 +279,12 @@ def histogram(counts: Counter[int]) -> str:
     if not total:
         return "none"
     values = sorted(counts)
-    size = -(-len(values) // _ROWS)
-    rows: Sequence[list[int]] = [values[at : at + size] for at in range(0, len(values), size)]
-    texts = [
-        f"{row[0]}{f'-{row[-1]}' if len(row) > 1 else ''}: {_percent(sum(counts[v] for v in row) / total)}"
-        for row in rows
-    ]
+    size = -(-len(values) // _GROUPS)
+    texts = []
+    for at in range(0, len(values), size):
+        group = values[at : at + size]
+        percent = 100 * sum(counts[value] for value in group) / total
+        name = f"{group[0]}-{group[-1]}" if len(group) > 1 else f"{group[0]}"
+        texts.append(f"{name}: {percent:.0f} %" if percent >= 1 else f"{name}: {percent:.1g} %")
     mean = sum(value * count for value, count in counts.items()) / total
     return f"{', '.join(texts)}; mean {mean:.3g}, largest {values[-1]}"
-
-
-def _percent(share: float) -> str:
-    """
-    >>> _percent(0.28), _percent(0.0004), _percent(1)
-    ('28 %', '0.04 %', '100 %')
-    """
-    return f"{100 * share:.0f} %" if share >= 0.01 else f"{100 * share:.1g} %"
-
-
-def named(workers: list[int]) -> str:
-    """Return the names of workers.
-
-    >>> named([0, 2])
-    'workers 0,2'
-    """
-    return f"worker{'s' * (len(workers) > 1)} {','.join(map(str, workers))}"

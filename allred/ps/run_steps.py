@@ -7,13 +7,11 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from allred import world
 from allred.comm.work import Pending, Polled, Steps, WorkQueue, spin_wait
-from allred.watch.wait import Awaited
+from allred.watch.wait import Awaited, Wait
 
 T = TypeVar("T")
 
-_REPORT_S = 1.0  # duration of a wait before it is reported to the watcher
 _AWAKE_S, _NAP_S = 0.1, 0.01  # duration of a wait before it sleeps between tests; the length of a sleep
 
 
@@ -102,13 +100,10 @@ def _checked_steps(pending: Pending, steps: Steps[T], check: Callable[[], None])
 
 def wait_until(title: str, done: Callable[[], bool], quiet: bool = True) -> None:
     """Wait until `done()` is true, without a time limit. quiet: there is no warning of a long wait."""
-    start, is_reported = time.monotonic(), False
+    start, wait = time.monotonic(), Wait(title, quiet)
     while not spin_wait(done):
         waited_s = time.monotonic() - start
-        if waited_s > _REPORT_S and not is_reported and (watcher := world.watcher()) is not None:
-            watcher.tell("waiting", what=title, since_s=waited_s, peers=False, quiet=quiet)
-            is_reported = True
         if waited_s > _AWAKE_S:
+            wait.report(waited_s, peers=False)
             time.sleep(_NAP_S)
-    if is_reported and (watcher := world.watcher()) is not None:
-        watcher.tell("going")
+    wait.end()

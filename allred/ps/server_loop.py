@@ -18,11 +18,12 @@ from allred.errors import AllredError, CollectiveTimeout
 from allred.ps.context import Context
 from allred.ps.control import Control
 from allred.ps.mpi_transport import CALL, STEP, MpiPort, MpiTransport
-from allred.ps.protocol import ControlRequest, named, unpack_request
+from allred.ps.protocol import ControlRequest, unpack_request
 from allred.ps.run_steps import run_steps
 from allred.ps.shard import locks
 from allred.ps.step_handler import StepHandler, Turn
 from allred.watch.wait import Awaited
+from allred.wording import named
 
 _END_S = 2.0  # time limit for the last replies; to a dead worker they never complete
 _NAP_US = 5000  # longest sleep on the doorbell of the mailboxes before MPI is tested
@@ -72,17 +73,15 @@ class ServerLoop:
                 self.step_handler.release()
             if self.step_handler.locking:
                 if not self._turns:
-                    self._look(wait=True)
+                    self._receive(wait=True)
                 while self._turns:
                     self._run(self._turns.popleft())
             else:
-                self._look(wait=not self._turns)
+                self._receive(wait=not self._turns)
                 self._advance_all()
             if self.control.waiting:
                 self.control.retry()
-        until = time.monotonic() + _END_S
-        while not self._transport.progress() and time.monotonic() < until:
-            pass
+        self._transport.flush(_END_S)
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if os.getpid() == self._process:
@@ -133,7 +132,7 @@ class ServerLoop:
 
     # Receiving requests.
 
-    def _look(self, wait: bool) -> None:
+    def _receive(self, wait: bool) -> None:
         """Receive a new request if there is one. wait: wait for one for a moment."""
         boxes = self.control.boxes
         if self._in_a_row >= _IN_A_ROW and self._receive_message():
@@ -169,7 +168,7 @@ class ServerLoop:
     def _start_request(self, source: int, tag: int) -> None:
         worker = source - self._context.servers
         if tag == CALL:
-            self._silent.heard(worker, time.monotonic())
+            self._silent.record_request(worker, time.monotonic())
             self._turns.append(Turn(worker, self.control.handle(source)))
         elif worker not in self.control.live:  # it was removed, and does not know that yet
             self._transport.receive_record(source, STEP)
@@ -178,7 +177,7 @@ class ServerLoop:
             self._start_step(worker, port, self._transport.receive_record(source, STEP))
 
     def _start_step(self, worker: int, port: Any, record: bytes) -> None:
-        self._silent.heard(worker, time.monotonic())
+        self._silent.record_request(worker, time.monotonic())
         self._turns.append(Turn(worker, self.step_handler.step(worker, port, unpack_request(record))))
 
     # Checks.
@@ -186,7 +185,7 @@ class ServerLoop:
     def _check_silent(self, waits_here: bool) -> None:
         now = time.monotonic()
         if self._silent.due(now):
-            self._silent.check(self.control.awaited(), self.control.at_the_end(), waits_here, now)
+            self._silent.check(self.control.awaited(), self.control.at_end(), waits_here, now)
 
     def _remove_dead_workers(self) -> None:
         """Remove workers that have failed or died, where the others continue."""
@@ -201,8 +200,8 @@ class SilentWorkers:
     """Detection of workers that make no request while others wait for them. now: the time of one clock, in seconds.
 
     While the server holds replies back, it sends its watcher every second the workers that cause this, and the seconds
-    since the last request of each (event `holds`), from which the watcher computes the time limits of
-    the other workers. A worker that waits at its end cannot warn or end the job itself; the server does both for it.
+    since the last request of each (event `holds`), from which the watcher computes the time limits of the other
+    workers. A worker that waits at its end cannot warn or end the job itself; the server does both for it.
     """
 
     def __init__(self, context: Context, now: float) -> None:
@@ -216,8 +215,7 @@ class SilentWorkers:
         self._holds = False  # whether the last event `holds` named a worker
         self._next = now  # time of the next check
 
-    def heard(self, worker: int, now: float) -> None:
-        """Record a request of a worker."""
+    def record_request(self, worker: int, now: float) -> None:
         self._last[worker] = self._last_of_all = now
         if self._reported and (not self._reported_workers or worker in self._reported_workers):
             self._report_end()
@@ -263,26 +261,26 @@ class SilentWorkers:
         if not late:
             return
         has, its, waits = ("has", "its", "waits") if len(ended) == 1 else ("have", "their", "wait")
-        what = f"service: {named(sorted(ended))} {has} made {its} last step, and {waits} for {named(late)}"
+        what = f"service: {named('worker', ended)} {has} made {its} last step, and {waits} for {named('worker', late)}"
         if late != self._reported_workers:
             self._report_wait(what, max(silent.values()), late, quiet=False)
         if max(silent.values()) >= self._timeout_s:
             self._end_job(what, late)
 
     def _end_job(self, what: str, late: list[int]) -> None:
-        if (watcher := world.watcher()) is not None and watcher.watched():
-            watcher.ask_for_verdict(what, self._timeout_s, [self._server])
+        if (watcher := world.watcher()) is not None and watcher.is_alive():
+            watcher.report_limit(what, self._timeout_s, [self._server])
             return
         raise CollectiveTimeout(
-            f"{what}: {named(late)} made no request for {self._timeout_s:g} s; it is late, stopped or dead. If such a "
-            "pause is intended, increase ALLRED_TIMEOUT_S"
+            f"{what}: {named('worker', late)} made no request for {self._timeout_s:g} s; it is late, stopped or dead. "
+            "If such a pause is intended, increase ALLRED_TIMEOUT_S"
         )
 
     def _report_holds(self, awaited: Collection[int], now: float) -> None:
         watcher = world.watcher()
         if watcher is not None and (awaited or self._holds):
             silent = {self._ranks[worker]: round(now - self._last[worker], 1) for worker in awaited}
-            watcher.tell("holds", silent=silent)
+            watcher.send("holds", silent=silent)
             watcher.read()
             if watcher.pending():
                 raise watcher.error()
@@ -291,9 +289,9 @@ class SilentWorkers:
     def _report_wait(self, what: str, since_s: float, late: list[int], quiet: bool) -> None:
         if (watcher := world.watcher()) is not None:
             self._reported, self._reported_workers = what, late
-            watcher.tell("waiting", what=self._reported, since_s=since_s, peers=False, quiet=quiet)
+            watcher.send("waiting", what=self._reported, since_s=since_s, peers=False, quiet=quiet)
 
     def _report_end(self) -> None:
         if (watcher := world.watcher()) is not None:
-            watcher.tell("going")
+            watcher.send("going")
         self._reported, self._reported_workers = "", []

@@ -59,7 +59,6 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """Size of the parameters in bytes."""
         return max((_aligned(g.offset + g.elements * g.dtype.itemsize) for g in self.groups), default=0)
 
     @functools.cached_property
@@ -249,7 +248,6 @@ class Shard:
         return self.begin(set(range(len(self.layout.pieces))) - self._seen)
 
     def apply_mean(self, update: Update, number: int) -> None:
-        """Apply the mean of one cell."""
         mean = self._sum_cells[number]
         np.divide(mean, self.added, out=mean)
         if self.in_place:
@@ -297,7 +295,6 @@ class Shard:
     # The optimizer's state.
 
     def set_lr(self, lr: float) -> None:
-        """Set the learning rate that worker 0 assigned."""
         self._optimizer.lr = lr
 
     def state(self) -> tuple[Any, Parts]:
@@ -345,7 +342,6 @@ class Shard:
         return part.reshape(shape) if part.size == size_of(shape) else part
 
     def parameter(self, index: int) -> Array:
-        """Return the elements of one piece."""
         return self.layout.piece_of(self.params, index)
 
 

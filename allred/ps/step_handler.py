@@ -16,10 +16,11 @@ import numpy as np
 from allred.comm.work import Steps
 from allred.errors import AllredError
 from allred.ps import protocol
-from allred.ps.protocol import ServerStatistics, named
+from allred.ps.protocol import ServerStatistics
 from allred.ps.shard import Shard, Update
 from allred.ps.shm_transport import MailboxPort
 from allred.timeline.recorder import span
+from allred.wording import named
 
 
 class Turn:
@@ -82,11 +83,10 @@ class StepHandler:
         self._in_sum: set[int] = set()  # workers that have a gradient in the sum
         self._readers: dict[int, MailboxPort] = {}  # workers that copy parameters
         self.parked: dict[int, tuple[Any, protocol.StepRequest, int, int]] = {}  # workers that are done and must wait
-        self._may_go: dict[int, int] = {}  # {worker: step} of workers that may continue and have not asked yet
+        self._may_continue: dict[int, int] = {}  # {worker: step} of workers that may continue and have not asked yet
         self._lr = float("nan")
 
     def step(self, worker: int, port: Any, request: protocol.StepRequest) -> Steps[None]:
-        """Handle a step request (protocol.py)."""
         flags, step, version, lr = request
         shard, staleness, dropped, given = self.require_shard(), 0, False, False
         self._readers.pop(worker, None)
@@ -137,12 +137,12 @@ class StepHandler:
 
     def release(self) -> None:
         """Let the workers continue that may."""
-        self._may_go.update(self.coordinator.ready())
+        self._may_continue.update(self.coordinator.ready())
         if self.draining:  # no worker makes another step
-            self._may_go.update({worker: request.step for worker, (_, request, *_) in self.parked.items()})
-        for worker in [worker for worker in self._may_go if worker in self.parked]:
+            self._may_continue.update({worker: request.step for worker, (_, request, *_) in self.parked.items()})
+        for worker in [worker for worker in self._may_continue if worker in self.parked]:
             port, request, flags, staleness = self.parked.pop(worker)
-            steps = self._continue(worker, port, request.flags, self._may_go.pop(worker), flags, staleness)
+            steps = self._continue(worker, port, request.flags, self._may_continue.pop(worker), flags, staleness)
             self.turns.append(Turn(worker, steps))
 
     def _continue(self, worker: int, port: Any, asked: int, step: int, flags: int, staleness: int) -> Steps[None]:
@@ -153,8 +153,10 @@ class StepHandler:
 
     def describe_waits(self) -> str:
         """Return which workers wait for which, as text; "" if none waits."""
-        waiting, others = sorted(self.parked), sorted(self.coordinator.live - set(self.parked))
-        return f"{named(waiting)} wait{'s' * (len(waiting) == 1)} for {named(others)}" if waiting else ""
+        if not self.parked:
+            return ""
+        waiting, others = named("worker", self.parked), named("worker", self.coordinator.live - set(self.parked))
+        return f"{waiting} wait{'s' * (len(self.parked) == 1)} for {others}"
 
     def forget_reader(self, worker: int) -> None:
         """Do not wait for a worker that copies parameters: it is gone."""
@@ -171,7 +173,7 @@ class StepHandler:
                 f"{self.require_shard().version}, which cannot be undone. Restart from the last checkpoint"
             )
         self.parked.pop(worker, None)
-        self._may_go.pop(worker, None)
+        self._may_continue.pop(worker, None)
         self.coordinator.leave(worker)
         yield from self._end_step()
         if not self.coordinator.live and self.shard is not None:
@@ -271,7 +273,6 @@ class StepHandler:
     # Sending parameters.
 
     def _give(self, worker: int, port: Any, shard: Shard) -> Steps[None]:
-        """Send all parameters."""
         with span("pull", "", shard.bytes_down, self._rows[worker]):
             for cell in shard.bytes:
                 while not port.give(cell):

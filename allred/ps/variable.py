@@ -146,7 +146,7 @@ def replica_device_setter(
     def choose(tensor: Tensor) -> int:
         """Return the server with the fewest variables, or bytes."""
         task = loads.index(min(loads))
-        loads[task] += tensor.elements * tensor.dtype.itemsize if ps_strategy == "greedy" else 1
+        loads[task] += tensor.nbytes if ps_strategy == "greedy" else 1
         return task
 
     return _Setter(ps_tasks, worker, ps_strategy if callable(ps_strategy) else choose)

@@ -366,7 +366,6 @@ class Client:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether a request was interrupted."""
         return self._unusable == _INTERRUPTED
 
     def leave(self) -> None:

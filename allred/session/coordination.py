@@ -24,10 +24,10 @@ from allred.errors import AllredError, InputError, MismatchError
 from allred.modes.detect.batch_arguments import arguments_of, difference
 from allred.modes.optimizer import DistributedOptimizer
 from allred.session.saver import random_states
-from allred.watch.wait import watched
+from allred.watch.wait import has_watcher
 
 NO_LIMIT_S = 1e9
-OTHER_RANK = "another rank asked"
+OTHER_RANK = "stop request of another rank"
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _REASONS = (*(number.name for number in SIGNALS), OTHER_RANK)  # the stop reasons that other ranks receive
 
@@ -56,7 +56,6 @@ class StopSignals:
             on_signal()
 
     def restore(self) -> None:
-        """Restore the previous handlers."""
         for number, handler in self._previous.items():
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, handler)
@@ -205,7 +204,7 @@ def gather_random_states(optimizer: DistributedOptimizer, title: str = "") -> di
 def raise_on_all(optimizer: DistributedOptimizer, failure: AllredError | None) -> None:
     """Raise the `failure` of the chief on all ranks. Collective. The watchers suspend the time limit while the chief
     writes a checkpoint; without watchers there is no time limit."""
-    with contextlib.nullcontext() if watched() else extended_timeout():
+    with contextlib.nullcontext() if has_watcher() else extended_timeout():
         failure = optimizer.session_support.broadcast_failure(failure)
     if failure is not None:
         raise failure

@@ -13,6 +13,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterable
+from typing import Any
 
 from allred import checkpoint, log
 from allred.cluster import topology
@@ -28,7 +29,7 @@ from allred.errors import (
 )
 from allred.modes.optimizer import DistributedOptimizer
 from allred.session.coordination import extended_timeout, raise_on_all
-from allred.session.hooks import Hook, Outcome, SessionView
+from allred.session.hooks import Hook, Outcome
 from allred.session.saver import Capture, Saver
 from allred.watch import wait
 
@@ -193,7 +194,7 @@ def report_outcome(outcome: Outcome, max_steps: int | None, batches: int, update
         log.warning(f"session: {no_update if batches else 'the data has no batch'}")
 
 
-def call_end(hooks: Iterable[Hook], session: SessionView, outcome: Outcome) -> None:
+def call_end(hooks: Iterable[Hook], session: Any, outcome: Outcome) -> None:
     """Call `end` of all hooks. Raises the first error of a hook, but not after a failure of the session."""
     first: Exception | None = None
     for hook in hooks:

@@ -9,16 +9,18 @@ import math
 import subprocess
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from allred import log, nest
 from allred.arrays import as_host_array
 from allred.cluster import topology
 from allred.errors import InputError, NonFiniteError
-from allred.modes.optimizer import DistributedOptimizer
-from allred.session.progress import Display, PlainDisplay, Rates, display
+from allred.session.progress import Display, PlainDisplay, display
 from allred.session.summary import SummaryWriter
 from allred.validators import integer
+
+if TYPE_CHECKING:
+    from allred.session.session import Session
 
 _WARN_AFTER_STEPS = 20  # without the value that a hook needs
 
@@ -44,40 +46,13 @@ class Outcome:
     checkpoint: str | None
 
 
-class SessionView(Protocol):
-    """The part of `allred.Session` that hooks use.
-
-    step: the global step. params: the nest of parameters. rates: the throughput. watched: the nests given to `watch`.
-    """
-
-    step: int
-    max_steps: int | None
-    params: Any
-    rates: Rates
-    watched: dict[str, Any]
-
-    @property
-    def optimizer(self) -> DistributedOptimizer:
-        """The optimizer given to `track`."""
-
-    @property
-    def is_chief(self) -> bool:
-        """Whether this is rank 0."""
-
-    @property
-    def asked(self) -> str:
-        """The reason why the loop is about to end, or ""."""
-
-    def request_stop(self, reason: str = "stopped", everywhere: bool = False) -> None:
-        """End the loop. everywhere: all ranks call this after the same step."""
-
-    def save_by(self, saver: Any) -> None:
-        """Write a checkpoint of the current state with this saver.Saver. Only on the chief, after a step."""
-
-
 class Hook:
     """Base class of hooks. The methods do nothing. The state of a hook with `state_dict` and `load_state_dict` is part
     of the checkpoints.
+
+    Hooks use these attributes of the session: step, the global step; max_steps; params and optimizer, given to `track`;
+    rates, the throughput; watched, the nests given to `watch`; is_chief, whether this is rank 0; asked, the reason why
+    the loop is about to end, or "".
 
     In mode sync `values` are averages over all ranks: a hook that decides by them decides the same on all ranks.
 
@@ -88,16 +63,16 @@ class Hook:
                 self.loss = min(self.loss, values["loss"])
     """
 
-    def begin(self, session: SessionView) -> None:
+    def begin(self, session: "Session") -> None:
         """Called when training begins, after parameters and optimizer are restored or initialized."""
 
-    def before_step(self, session: SessionView) -> None:
+    def before_step(self, session: "Session") -> None:
         """Called before each step."""
 
-    def after_step(self, session: SessionView, values: dict[str, float]) -> None:
+    def after_step(self, session: "Session", values: dict[str, float]) -> None:
         """Called after each step. values: the values logged in it, by name."""
 
-    def end(self, session: SessionView, outcome: Outcome) -> None:
+    def end(self, session: "Session", outcome: Outcome) -> None:
         """Called at the end, after the last checkpoint. After a failure in `track`, `begin` has not been called."""
 
 
@@ -109,10 +84,10 @@ class StopAtStep(Hook):
     def __init__(self, last_step: int) -> None:
         self.last_step = integer("StopAtStep: last_step", last_step, 1)
 
-    def begin(self, session: SessionView) -> None:
+    def begin(self, session: "Session") -> None:
         self.after_step(session, {})
 
-    def after_step(self, session: SessionView, values: dict[str, float]) -> None:
+    def after_step(self, session: "Session", values: dict[str, float]) -> None:
         if session.step >= self.last_step:
             session.request_stop("max_steps", everywhere=True)
 
@@ -143,7 +118,7 @@ class NanLoss(Hook):
     def __init__(self, name: str = "loss", fail: bool = True) -> None:
         self._value, self._fail = LoggedValue("NanLoss", name), fail
 
-    def after_step(self, session: SessionView, values: dict[str, float]) -> None:
+    def after_step(self, session: "Session", values: dict[str, float]) -> None:
         value = self._value.of(values)
         if value is None or math.isfinite(value):
             return
@@ -174,10 +149,10 @@ class EarlyStopping(Hook):
         self._sign = 1 if mode == "min" else -1
         self.best, self.since = math.inf, 0  # the best value times the sign; steps since then
 
-    def begin(self, session: SessionView) -> None:
+    def begin(self, session: "Session") -> None:
         self._stop_if_due(session)
 
-    def after_step(self, session: SessionView, values: dict[str, float]) -> None:
+    def after_step(self, session: "Session", values: dict[str, float]) -> None:
         found = self._value.of(values)
         if found is None:
             return
@@ -188,7 +163,7 @@ class EarlyStopping(Hook):
             self.since += 1
         self._stop_if_due(session)
 
-    def _stop_if_due(self, session: SessionView) -> None:
+    def _stop_if_due(self, session: "Session") -> None:
         if self.since >= self._patience:
             session.request_stop(f"no better {self._value.name} for {self.since} steps", everywhere=True)
 
@@ -212,7 +187,7 @@ class GlobalStepWaiter(Hook):
     def __init__(self, step: int, poll_s: float = 0.2, still_s: float = 60.0) -> None:
         self._step, self._poll_s, self._still_s = step, poll_s, still_s
 
-    def begin(self, session: SessionView) -> None:
+    def begin(self, session: "Session") -> None:
         if session.optimizer.session_support.is_lockstep:
             return
         step = min(self._step, session.max_steps or self._step)  # the other workers end at max_steps
@@ -255,7 +230,7 @@ class Notify(Hook):
             raise InputError(f"Notify(command={command!r}): expected a list of words, such as ['mail', '-s', 'done']")
         self._command, self._url, self._only_failures, self._timeout_s = command, url, only_failures, timeout_s
 
-    def end(self, session: SessionView, outcome: Outcome) -> None:
+    def end(self, session: "Session", outcome: Outcome) -> None:
         if not session.is_chief or (self._only_failures and not outcome.failed):
             return
         text = json.dumps(dataclasses.asdict(outcome)).encode()
@@ -310,17 +285,17 @@ class Logging(Hook):
         self._schedule, self._stream = _EveryNSteps("Logging: every_steps", every_steps), stream
         self._display: Display | None = None
 
-    def begin(self, session: SessionView) -> None:
+    def begin(self, session: "Session") -> None:
         self._schedule.begin(session.step)
         if session.is_chief:
             self._display = display(self._stream)
 
-    def after_step(self, session: SessionView, values: dict[str, float]) -> None:
+    def after_step(self, session: "Session", values: dict[str, float]) -> None:
         due = self._schedule.due(session.step)
         if self._display is not None and (due or not isinstance(self._display, PlainDisplay)):
             self._display.show(session.step, session.max_steps, values, session.rates)
 
-    def end(self, session: SessionView, outcome: Outcome) -> None:
+    def end(self, session: "Session", outcome: Outcome) -> None:
         if self._display is not None:
             self._display.close()
 
@@ -333,7 +308,7 @@ class StepCounter(Hook):
     def __init__(self, every_steps: int = 100) -> None:
         self._schedule = _EveryNSteps("StepCounter: every_steps", every_steps)
 
-    def after_step(self, session: SessionView, values: dict[str, float]) -> None:
+    def after_step(self, session: "Session", values: dict[str, float]) -> None:
         s_per_batch, examples = session.rates.s_per_batch, session.rates.examples_per_s
         if s_per_batch and self._schedule.due(session.step):
             rate = "" if examples is None else f", {examples:.1f} examples/sec"
@@ -365,7 +340,7 @@ class Summary(Hook):
         self._histograms = None if histogram_steps is None else _EveryNSteps(title, histogram_steps)
         self._writer: SummaryWriter | None = None
 
-    def begin(self, session: SessionView) -> None:
+    def begin(self, session: "Session") -> None:
         self._next_at = time.monotonic() + (self._secs or 0.0)
         self._scalars.begin(session.step)
         if self._histograms is not None:
@@ -373,7 +348,7 @@ class Summary(Hook):
         if session.is_chief:
             self._writer = SummaryWriter(self._directory, session.step)
 
-    def after_step(self, session: SessionView, values: dict[str, float]) -> None:
+    def after_step(self, session: "Session", values: dict[str, float]) -> None:
         if self._writer is None:
             return
         step, now, rates = session.step, time.monotonic(), session.rates
@@ -388,6 +363,6 @@ class Summary(Hook):
                     if leaf is not None:
                         self._writer.histogram(step, f"{title}/{name}", as_host_array(leaf))
 
-    def end(self, session: SessionView, outcome: Outcome) -> None:
+    def end(self, session: "Session", outcome: Outcome) -> None:
         if self._writer is not None:
             self._writer.close()

@@ -16,15 +16,18 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from allred import checkpoint, log
 from allred.cluster import topology
 from allred.errors import AllredError, CheckpointError, CollectiveTimeout, InputError, RemoteRankError
-from allred.session.hooks import Hook, LoggedValue, Outcome, SessionView
+from allred.session.hooks import Hook, LoggedValue, Outcome
 from allred.validators import integer
+
+if TYPE_CHECKING:
+    from allred.session.session import Session
 
 Write = Callable[[str], str]  # writes a checkpoint into the given directory and returns its path
 Capture = Callable[[], Write]  # captures the current state
@@ -33,11 +36,7 @@ _LOG_PERIOD_S = 10.0
 
 
 def check_path(title: str, value: Any) -> str:
-    """Return a path as text. Raises InputError, which begins with `title`.
-
-    >>> check_path("Session: checkpoint_dir", "ckpt")
-    'ckpt'
-    """
+    """Return a path as text. Raises InputError, which begins with `title`."""
     try:
         path = os.fspath(value)
     except TypeError:
@@ -149,13 +148,7 @@ class Saver:
             log.warning(f"an older checkpoint could not be deleted: {error}")
 
     def summary(self) -> str:
-        """Return the number of checkpoints and the time they took, as text.
-
-        >>> Saver("ckpt", None, 100, 5, 0).summary()
-        'checkpoints: none'
-        """
-        if not self.count and not self.failures:
-            return "checkpoints: none"
+        """Return the number of checkpoints and the time they took, as text."""
         failed = f", {self.failures} failed" if self.failures else ""
         return (
             f"checkpoints: {self.count} written to {self.directory}{failed}; training waited {self.blocked_s:.3g} s "
@@ -203,7 +196,7 @@ class Checkpoint(Hook):
         self._sign = 1 if mode == "min" else -1
         self.best = self._previous_best = math.inf  # times the sign
 
-    def begin(self, session: SessionView) -> None:
+    def begin(self, session: "Session") -> None:
         self._saver.begin(session.step)
         newest = checkpoint.newest(self.directory) if session.is_chief else None
         if newest is not None and checkpoint.read_manifest(newest).step > session.step:
@@ -212,7 +205,7 @@ class Checkpoint(Hook):
                 "is not deleted, and a restore from this directory uses it"
             )
 
-    def after_step(self, session: SessionView, values: dict[str, float]) -> None:
+    def after_step(self, session: "Session", values: dict[str, float]) -> None:
         if self._value is None:
             due = self._saver.due(session.step)
         else:
@@ -233,7 +226,7 @@ class Checkpoint(Hook):
         """Restore the result of `state_dict`."""
         self.best = state["best"]
 
-    def end(self, session: SessionView, outcome: Outcome) -> None:
+    def end(self, session: "Session", outcome: Outcome) -> None:
         self._saver.wait()
 
 

@@ -200,18 +200,12 @@ class SummaryWriter:
             self._failed = True
 
 
-def _open_lines(path: pathlib.Path, step: int) -> TextIO:
-    """Open a file of JSON lines, without the lines of steps after `step`. Raises OSError."""
-    _purge(path, step)
-    return open(path, "a", encoding="utf-8", buffering=1)
-
-
 def _write_line(file: TextIO, record: dict[str, Any]) -> None:
     file.write(json.dumps({name: _strict(value) for name, value in record.items()}, allow_nan=False) + "\n")
 
 
-def _purge(path: pathlib.Path, step: int) -> None:
-    """Replace the file by one without lines of later steps and without incomplete lines."""
+def _open_lines(path: pathlib.Path, step: int) -> TextIO:
+    """Open a file of JSON lines, and remove incomplete lines and those of steps after `step`. Raises OSError."""
     copy, purged = path.with_name(f".{path.name}.tmp"), False
     try:
         with open(path, "rb") as old, open(copy, "wb") as new:
@@ -228,6 +222,7 @@ def _purge(path: pathlib.Path, step: int) -> None:
         pass  # the first run
     finally:
         copy.unlink(missing_ok=True)
+    return open(path, "a", encoding="utf-8", buffering=1)
 
 
 def _is_valid(line: bytes, step: int) -> bool:

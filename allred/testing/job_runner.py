@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import os
 import pathlib
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +17,8 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from allred.cluster import launcher
 
 _MARK = "TESTING_RUN"
 _LAUNCHER_PREFIXES = ("PMI", "OMPI_COMM", "PRTE_LAUNCHED", "HYDI_")  # variables of a test that is itself a rank
@@ -87,13 +88,9 @@ def _words(launcher: Word | Sequence[Word]) -> list[Word]:
 
 
 def _default_mpirun() -> str:
-    local = pathlib.Path(sys.executable).parent / "mpirun"
-    found = str(local) if local.exists() else shutil.which("mpirun")
-    if found is None:
-        raise FileNotFoundError(
-            f"no mpirun in {local.parent} or on PATH; pip install 'allred[mpich]', or pass mpirun=..."
-        )
-    return found
+    if found := launcher.mpirun_next_to_python() or launcher.mpirun_on_path():
+        return found
+    raise FileNotFoundError("no mpirun next to this Python or on PATH; pip install 'allred[mpich]', or pass mpirun=...")
 
 
 def run(

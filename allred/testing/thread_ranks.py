@@ -57,8 +57,6 @@ _running = threading.Lock()
 
 
 class _Ranks:
-    """The ranks of one call of `threads`."""
-
     def __init__(self, size: int, timeout_s: float | None) -> None:
         if not native.available:
             raise ConfigError(

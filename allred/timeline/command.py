@@ -14,20 +14,17 @@ from allred.command_line import Parser
 from allred.errors import InputError
 from allred.timeline import tables
 from allred.timeline.rank_file import RankTimeline, Span, read_timeline
+from allred.wording import count
 
 _WAITED_FOR = "waits for"
 
 
 def main(arguments: list[str]) -> int:
-    parser = Parser(
-        prog="python -m allred timeline", description="Evaluates timelines that ALLRED_TIMELINE=DIR has recorded."
-    )
-    text = (
-        "write a trace of all ranks, DIR/trace.json, for https://ui.perfetto.dev or chrome://tracing; print a summary"
-    )
-    merge = parser.add_subparsers(dest="what", required=True, metavar="merge").add_parser(
-        "merge", help=text, description=text
-    )
+    what = "Evaluates timelines that ALLRED_TIMELINE=DIR has recorded."
+    parser = Parser(prog="python -m allred timeline", description=what)
+    commands = parser.add_subparsers(dest="what", required=True, metavar="merge")
+    text = "write a trace of all ranks, DIR/trace.json, for ui.perfetto.dev or chrome://tracing; print a summary"
+    merge = commands.add_parser("merge", help=text, description=text)
     merge.add_argument("directory", metavar="DIR", help="the value of ALLRED_TIMELINE")
     merge.add_argument("--output", metavar="FILE", help="path of the trace; default DIR/trace.json")
     options = parser.parse_args(arguments)
@@ -50,10 +47,8 @@ def _merge(directory: pathlib.Path, output: pathlib.Path) -> None:
     except OSError as error:
         raise InputError(f"cannot write {output}: {error.strerror}; choose another path with --output FILE") from error
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ranks[0].about["time"]))
-    spans, clock_error = (
-        sum(len(rank.spans) + len(rank.operations) for rank in ranks),
-        max(rank.error for rank in ranks),
-    )
+    spans = sum(len(rank.spans) + len(rank.operations) for rank in ranks)
+    clock_error = max(rank.error for rank in ranks)
     clocks = f"clocks aligned within {clock_error / 1e3:.0f} us" if clock_error else "one clock"
     print(f"{output}: a job of {when}; {_count(ranks)}, {spans} spans; {clocks}")
     for line in (*notes, *(rank.left_out for rank in ranks if rank.left_out)):
@@ -65,7 +60,7 @@ def _count(ranks: Sequence[RankTimeline]) -> str:
     size = ranks[0].about["size"]
     present = {rank.number for rank in ranks}
     missing = [str(number) for number in range(size) if number not in present]
-    return f"{size} rank{'s' * (size != 1)}" + f" (no file of {', '.join(missing)})" * bool(missing)
+    return count(size, "rank") + f" (no file of {', '.join(missing)})" * bool(missing)
 
 
 def _newest(directory: pathlib.Path) -> tuple[list[RankTimeline], list[str]]:
@@ -85,11 +80,8 @@ def _newest(directory: pathlib.Path) -> tuple[list[RankTimeline], list[str]]:
         else:
             notes.append(f"ignored: {path} has the same rank and job as {first}")
     if not found:
-        raise InputError(
-            notes[0]
-            if notes
-            else f"{directory} has no files rank-*.timeline; expected the directory that ALLRED_TIMELINE named"
-        )
+        none = f"{directory} has no files rank-*.timeline; expected the directory that ALLRED_TIMELINE named"
+        raise InputError(notes[0] if notes else none)
     job = max(found, key=lambda rank: rank.about["time"]).about["job"]
     if older := sorted(rank.number for rank in found if rank.about["job"] != job):
         notes.append(f"ignored: files of an earlier job, ranks {', '.join(map(str, older))}")

@@ -38,9 +38,9 @@ def watch(end_soon: Callable[[int], None]) -> None:
         ends = _called_by_the_interpreter() and not hasattr(sys, "ps1")  # a prompt continues
         shown = not ends
         if ends:
-            exit_callbacks.call_and_tell(error)
+            exit_callbacks.call_and_print(error)
         try:
-            shown = shown or _tell(kind, error, trace)
+            shown = shown or _report(kind, error, trace)
         finally:
             try:
                 if shown:
@@ -49,7 +49,7 @@ def watch(end_soon: Callable[[int], None]) -> None:
                 if watcher is not None:
                     watcher.is_exiting = ends
                 if ends:
-                    _note(_STATUS.get(kind, 1))
+                    _end_with(_STATUS.get(kind, 1))
 
     @functools.wraps(sys.exit)
     def leave(status: Any = None, /) -> None:
@@ -72,21 +72,21 @@ def interrupted() -> bool:
     return getattr(sys, "last_type", None) is KeyboardInterrupt
 
 
-def _words(kind: type[BaseException], error: BaseException) -> str:
+def _last_line(kind: type[BaseException], error: BaseException) -> str:
     """Return the last line of a traceback, without the notes after it."""
     notes = getattr(error, "__notes__", None)
     lines = sum(str(note).count("\n") + 1 for note in notes) if isinstance(notes, list) else 0
     return traceback.format_exception_only(kind, error)[-1 - lines].strip()
 
 
-def _tell(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> bool:
+def _report(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> bool:
     """Report to the watcher, and linger. Return whether to print the traceback."""
     watcher = world.watcher()
     if watcher is None:
         return True
     text = "".join(traceback.format_exception(kind, error, trace))
     if watcher.verdict is None:
-        words = _words(kind, error)
+        words = _last_line(kind, error)
         with contextlib.suppress(OSError, AttributeError, ValueError):  # a stream that is closed or gone
             sys.stdout.flush()  # lingering may take long
         watcher.fail(_STATUS.get(kind, 1), words, text)
@@ -110,10 +110,10 @@ class _Exit(SystemExit):
     def code(self) -> Any:
         if _called_by_the_interpreter():
             status = 0 if self._code is None else self._code & 0xFF if isinstance(self._code, int) else 1
-            exit_callbacks.call_and_tell(self if status else None)
+            exit_callbacks.call_and_print(self if status else None)
             if status and (watcher := world.watcher()) is not None:
                 watcher.report_failure(status, f"sys.exit({self._code!r})")
-            _note(status)
+            _end_with(status)
         return self._code
 
     @code.setter
@@ -130,7 +130,7 @@ def _called_by_the_interpreter() -> bool:
     return False
 
 
-def _note(status: int) -> None:
+def _end_with(status: int) -> None:
     global _status
     _status = status
     if _end_soon is not None:

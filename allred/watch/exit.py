@@ -31,14 +31,14 @@ from allred.watch import excepthook
 GRACE_S = 3.0  # from failing to leaving
 FOLLOWER_S = 10.0  # as GRACE_S, if another rank has failed before; as in csrc/exit.c
 _DRAIN_S = 0.2  # as in csrc/exit.c
-_LOOK_S = 0.5  # interval at which a lingering rank reads messages
+_READ_S = 0.5  # interval at which a lingering rank reads messages
 _TELL, _AWAIT, _RELEASED, _STAY, _LINGER = range(5)  # as in csrc/exit.h
 
 _pid = 0  # of the rank's own process, not of its forks
-_mpi: Any = None  # mpi4py.MPI, once the exit is owned
+_mpi: Any = None  # mpi4py.MPI, after `take_over`
 _arm: Callable[..., bool] | None = None  # the C extension's, where that decides
 _stuck = False
-_life = -1  # see `own`
+_lifeline = -1  # see `take_over`
 _pmi: tuple[int, int] | None = None  # descriptor and inode of the socket to MPICH's mpirun, before MPI starts
 
 
@@ -57,22 +57,22 @@ def before_init() -> None:
         atexit.register(_leave, False)
 
 
-def own(MPI: Any, finalizes: bool, life: int = -1) -> None:  # noqa: N803  (mpi4py's spelling)
+def take_over(MPI: Any, finalizes: bool, lifeline: int = -1) -> None:  # noqa: N803  (mpi4py's spelling)
     """Take over the exit of this process, once.
 
-    finalizes: whether allred finalizes MPI. life: the descriptor that reports the end of this process to the others, if
-    no launcher started it; else -1 (csrc/exit.h).
+    finalizes: whether allred finalizes MPI. lifeline: the descriptor that reports the end of this process to the
+    others, if no launcher started it; else -1 (csrc/exit.h).
     """
-    global _pid, _mpi, _arm, _pmi, _life
+    global _pid, _mpi, _arm, _pmi, _lifeline
     if _mpi is not None and _pid == os.getpid():
         return
-    _pid, _mpi, _pmi, _life = os.getpid(), MPI, None, life
+    _pid, _mpi, _pmi, _lifeline = os.getpid(), MPI, None, lifeline
     atexit.unregister(_leave)
     if MPI.COMM_WORLD.Get_size() > 1:
         excepthook.watch(_end_soon)
         if finalizes and native.arm_exit is not None:
-            functions, arm, who = _functions(MPI), native.arm_exit, _who()
-            _arm = lambda words, code, fd, owed: arm(functions, who, words, code, _stuck, fd, owed, life)  # noqa: E731
+            mpi, arm, who = _functions(MPI), native.arm_exit, _who()
+            _arm = lambda text, code, fd, owed: arm(mpi, who, text, code, _stuck, fd, owed, lifeline)  # noqa: E731
             if not _arm("", 0, -1, _TELL):
                 _arm = None
     atexit.register(_leave, finalizes)
@@ -102,22 +102,22 @@ def _end_after_grace(status: int) -> None:
     _sleep(GRACE_S)
     watcher = world.watcher()
     if watcher is not None and watcher.lingers:
-        while not watcher.over():
-            time.sleep(_LOOK_S)
+        while not watcher.linger_is_over():
+            time.sleep(_READ_S)
         if not watcher.failed_elsewhere():
             watcher.linger()
     if watcher is not None and watcher.failed_elsewhere():
         _sleep(FOLLOWER_S - GRACE_S)  # the failed rank ends the job
     what = f"failed with exit code {status} but has not left after {GRACE_S:g} s: threads or atexit functions run"
-    _end_job(f"{what}{_ending()}", status)
+    _end_job(what + "; ending the job" * (_lifeline < 0), status)
 
 
 def _sleep(seconds: float) -> None:
     """Sleep; starts again while the end of the job is delayed."""
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
-        time.sleep(min(left, _LOOK_S))
-        if (watcher := world.watcher()) is not None and watcher.held():
+        time.sleep(min(left, _READ_S))
+        if (watcher := world.watcher()) is not None and watcher.end_is_delayed():
             until = time.monotonic() + seconds
 
 
@@ -135,7 +135,7 @@ def _leave(finalizes: bool) -> None:
             owed = _LINGER if watcher.lingers and watcher.verdict is None else _AWAIT
         elif watcher.verdict is not None:
             owed, code, words = _AWAIT, watcher.verdict.code, _printable(watcher.verdict.brief)
-            watcher.tell("unwound")
+            watcher.send("unwound")
         elif watcher.gone:
             rank, how = next(iter(watcher.gone.items()))
             owed, code, words = _STAY, watcher.gone_code, _printable(f"rank {rank} {how}")
@@ -152,7 +152,7 @@ def _leave_without_c(finalizes: bool, status: int, owed: int, code: int, words: 
     if owed == _STAY and bad:
         owed, code = _TELL, 0
     if watcher is not None and owed in (_TELL, _STAY):
-        watcher.tell("failed" if bad else "left", code=status or 1, words="", traceback="")
+        watcher.send("failed" if bad else "left", code=status or 1, words="", traceback="")
         watcher.lingers = watcher.lingers or owed == _STAY
     if _mpi is not None and _mpi.Is_finalized():
         return
@@ -162,12 +162,10 @@ def _leave_without_c(finalizes: bool, status: int, owed: int, code: int, words: 
         return
     if watcher is not None and owed != _RELEASED:
         watcher.await_release()
-    never = " and an operation that never completed" * _stuck
-    _end_job(f"ends the job: {words}" if code else f"left with exit code {status}{never}{_ending()}", code or status)
-
-
-def _ending() -> str:
-    return "; ending the job" if _life < 0 else ""
+    if code:
+        return _end_job(f"ends the job: {words}", code)
+    never, ending = " and an operation that never completed" * _stuck, "; ending the job" * (_lifeline < 0)
+    _end_job(f"left with exit code {status}{never}{ending}", status)
 
 
 def _printable(words: str) -> str:
@@ -180,13 +178,13 @@ def _who() -> str:
 
 
 def _end_job(what: str, status: int) -> None:
-    if _mpi is None and not _still_before_mpi():
+    if _mpi is None and not _waits_before_mpi():
         return
     with contextlib.suppress(OSError, AttributeError, ValueError):  # a stream that is closed or gone
         sys.stdout.flush()
     with contextlib.suppress(OSError):
         os.write(2, f"allred: {_who()} {what}\n".encode())
-    if _life >= 0:
+    if _lifeline >= 0:
         os._exit(status or 1)
     time.sleep(_DRAIN_S)
     if _mpi is not None:
@@ -195,7 +193,8 @@ def _end_job(what: str, status: int) -> None:
         os.write(_pmi[0], b"cmd=abort exitcode=%d\n" % status)  # PMI-1, which mpirun speaks on this socket
 
 
-def _still_before_mpi() -> bool:
+def _waits_before_mpi() -> bool:
+    """Whether MPI has not started, and the socket to MPICH's mpirun is still open."""
     try:
         return _pmi is not None and "mpi4py.MPI" not in sys.modules and os.fstat(_pmi[0]).st_ino == _pmi[1]
     except OSError:

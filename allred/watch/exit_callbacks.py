@@ -17,37 +17,34 @@ from collections.abc import Callable
 from allred import log, world
 from allred.errors import AllredError
 
-End = Callable[[BaseException | None], None]
+Callback = Callable[[BaseException | None], None]
 
-_ends: list[tuple[int, End]] = []  # with the process that registered it: a forked process does not run it
+_callbacks: list[tuple[int, Callback]] = []  # with the process that registered it: a forked process does not run it
 
 
-def register(end: End) -> None:
+def register(callback: Callback) -> None:
     """Register a callback. No effect outside the main thread: the loop of another thread may run on at the end."""
     if threading.current_thread() is threading.main_thread():
-        _ends.append((os.getpid(), end))
-        atexit.unregister(
-            _at_exit
-        )  # atexit runs in reverse order: these run before the functions that init() registers
+        _callbacks.append((os.getpid(), callback))
+        atexit.unregister(_at_exit)  # atexit runs in reverse order, so these run before the functions of init()
         atexit.register(_at_exit)
 
 
-def unregister(end: End) -> None:
-    """Remove a callback."""
-    _ends[:] = [each for each in _ends if each[1] != end]
+def unregister(callback: Callback) -> None:
+    _callbacks[:] = [each for each in _callbacks if each[1] != callback]
 
 
 def call(error: BaseException | None) -> None:
     """Run the callbacks in reverse order. Raises what they raise."""
-    while _ends:
-        process, end = _ends.pop()
+    while _callbacks:
+        process, callback = _callbacks.pop()
         if process == os.getpid():
-            end(error)
+            callback(error)
 
 
-def call_and_tell(error: BaseException | None) -> None:
+def call_and_print(error: BaseException | None) -> None:
     """Run the callbacks, and print their errors: at the end of the program no caller can catch them."""
-    while _ends:
+    while _callbacks:
         try:
             call(error)
         except AllredError as problem:
@@ -58,7 +55,5 @@ def call_and_tell(error: BaseException | None) -> None:
 
 
 def _at_exit() -> None:
-    shown = (
-        None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
-    )  # at a prompt an exception does not end the program
-    call_and_tell(shown)
+    at_prompt = hasattr(sys, "ps1")  # there an exception does not end the program
+    call_and_print(None if at_prompt else getattr(sys, "last_value", None))

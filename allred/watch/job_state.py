@@ -4,7 +4,7 @@ The watcher of the chief's node has the `JobState`; the other watchers send thei
 `event`, its name, and `rank`, the rank that it is about:
 
     joined host                  the rank is watched from now on
-    known_as text                the rank's role for messages; after a ';', more for messages about its failure
+    role text                the rank's role for messages; after a ';', more for messages about its failure
     waiting what, since_s, peers, quiet, members  it has waited in an operation for since_s seconds. peers: it waits for
                                  ranks to begin it; quiet: a long wait is intended; members: its ranks; None: all
     going                        its wait is over
@@ -18,7 +18,7 @@ The watcher of the chief's node has the `JobState`; the other watchers send thei
     left                         it has ended without an error
     died how, code, ago_s        its process has ended, by a signal or without a message
     unwatched                    its watcher is lost, so there will be no more events of it
-    looked node, states          the states of the ranks of a node; the answer to the message `look`
+    states query, states         the states of the ranks of a node; the answer to the message `query`
 
 The first failure is the verdict of the job. There is at most one, and every rank receives it:
 
@@ -35,7 +35,7 @@ The failure of an expendable worker is no verdict (records.py).
 """
 
 import signal
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from allred.watch.records import FOLLOW_S, TEXT_CHARS, Event, ExpendableWorkers, Loss, Record, Records
@@ -61,17 +61,17 @@ def _not_by_launcher(deaths: list[Death]) -> list[Death]:
 class JobState:
     """The state of a job of `size` ranks on `nodes` nodes.
 
-    warn_s: a wait of this length, in seconds, causes a warning. spares: the expendable ranks. launcher: whether a
+    warn_s: a wait of this length, in seconds, causes a warning. expendable: the expendable ranks. launcher: whether a
     launcher started the ranks; it ends all of them with the first.
     """
 
     def __init__(
-        self, size: int, nodes: int, warn_s: float, spares: Collection[int] = (), launcher: bool = True
+        self, size: int, nodes: int, warn_s: float, expendable: Collection[int] = (), launcher: bool = True
     ) -> None:
         self.verdict: Event | None = None
         self._size, self._nodes, self._launcher = size, nodes, launcher
         self._ranks = Records()
-        self._expendable = ExpendableWorkers(spares)
+        self._expendable = ExpendableWorkers(expendable)
         self._stalls = Stalls(self._ranks, self._expendable, size, nodes, warn_s, self._set_verdict, self._lose_silent)
         self._release = Release(self._ranks, self._expendable.gone, launcher)
         self._send_verdict_at, self._verdict_sent = 0.0, False
@@ -82,21 +82,27 @@ class JobState:
         self._unprinted_death: Death | None = None  # the death that is the verdict, until it is printed
         self._print_death_at = 0.0
         self._verdict_is_death = False  # then mpirun ends the others
+        self._handlers: dict[str, Callable[[int, Event], None]] = {
+            "joined": self._joined, "role": self._role, "waiting": self._stalls.waiting, "going": self._stalls.going,
+            "busy": self._stalls.busy, "limit": self._stalls.limit, "holds": self._holds, "failed": self._failed,
+            "unwound": lambda rank, _: self._end(rank, "unwound"), "left": lambda rank, _: self._end(rank, "left"),
+            "died": self._died, "unwatched": self._unwatched,
+        }  # fmt: skip
 
     def handle(self, event: Event, now: float) -> None:
         """Handle an event. Messages are sent at the next tick, because thousands of ranks may send events at once."""
         self._ranks.now = now
-        if event["event"] == "looked":
-            self._stalls.take_states(event["look"], {int(rank): state for rank, state in event["states"].items()})
+        if event["event"] == "states":
+            self._stalls.take_states(event["query"], {int(rank): state for rank, state in event["states"].items()})
         elif event["event"] == "joined" or event["rank"] in self._ranks:
-            getattr(self, f"_{event['event']}")(event["rank"], event)
+            self._handlers[event["event"]](event["rank"], event)
             self._ranks[event["rank"]].active = now
 
     def tick(self, now: float) -> list[tuple[int | None, Event]]:
         """Return the messages to send now: (rank, message) to a rank, (None, message) to all watchers."""
         self._ranks.now = now
-        if self.verdict is None:
-            self._check_death()
+        if self.verdict is None and now >= self._death_due:
+            self._set_verdict_of_death()
         if self.verdict is None:
             self._check_left()
             self._stalls.check()
@@ -104,8 +110,10 @@ class JobState:
         else:
             self._send_verdict()
             self._print_death()
-            self._check_release()
-        self._stalls.end_look()
+            if free := self._release.check(self.verdict["rank"]):
+                self._send_verdict(at_once=True)
+                self._ranks.out += [(rank, {"kind": "release"}) for rank in free]
+        self._stalls.end_query()
         out, self._ranks.out = self._ranks.out, []
         return out
 
@@ -124,20 +132,8 @@ class JobState:
             self._ranks.out.append((rank, self.verdict))
         self._ranks.out += [(rank, self._gone(lost)) for lost in self._expendable.gone]
 
-    def _known_as(self, rank: int, event: Event) -> None:
-        self._ranks[rank].known_as = event["text"]
-
-    def _waiting(self, rank: int, event: Event) -> None:
-        self._stalls.waiting(rank, event)
-
-    def _going(self, rank: int, event: Event) -> None:
-        self._stalls.going(rank, tells=self.verdict is None)
-
-    def _busy(self, rank: int, event: Event) -> None:
-        self._stalls.busy(rank, event)
-
-    def _limit(self, rank: int, event: Event) -> None:
-        self._stalls.limit(rank, event, judged=self.verdict is not None)
+    def _role(self, rank: int, event: Event) -> None:
+        self._ranks[rank].role = event["text"]
 
     def _holds(self, rank: int, event: Event) -> None:
         self._ranks[rank].silent = {int(other): self._ranks.now - for_s for other, for_s in event["silent"].items()}
@@ -154,42 +150,33 @@ class JobState:
                 gone.traceback = event["traceback"]
             else:
                 self._lose(rank, Loss(how, event["code"], event["traceback"]))
-                self._notices.append((self._ranks.now + SAME_S, f"{self._ranks.line(rank, how)}; the others go on"))
+                text = f"{self._ranks.line(rank, how)}; the other ranks continue"
+                self._notices.append((self._ranks.now + SAME_S, text))
             return
         if self.verdict is None:
             self._set_verdict(rank, self._ranks.line(rank, how), event["code"], SAME_S, traceback=event["traceback"])
         self._end(rank, "unwound")
 
-    def _unwound(self, rank: int, event: Event) -> None:
-        self._end(rank, "unwound")
-
-    def _left(self, rank: int, event: Event) -> None:
-        self._end(rank, "left")
-
     def _died(self, rank: int, event: Event) -> None:
         before = self._ranks[rank].end
         self._end(rank, "dead")
         if self.verdict is not None and not self._verdict_is_death and not self._release.begun and before != "left":
-            self._ranks.speak(
-                rank, f"{self._ranks.line(rank, event['how'])} while the job was ending{self._verdict_as_reason(rank)}"
-            )
+            text = f"{self._ranks.line(rank, event['how'])} while the job was ending"
+            if rank == self.verdict["rank"]:  # it was to print the verdict
+                text += f", since {self.verdict['text']}\n{self.verdict['traceback']}"
+            self._ranks.announce(rank, text)
         if self.verdict is None and before != "left":
             self._take_death(rank, event)
         elif self._unprinted_death is not None:
             self._deaths.append((self._ranks.now - event["ago_s"], rank, event))
 
     def _take_death(self, rank: int, event: Event) -> None:
-        """Pass the verdict now, or wait for an earlier death that may be reported later."""
+        """Set the verdict now, or wait for an earlier death that may be reported later."""
         self._deaths.append((self._ranks.now - event["ago_s"], rank, event))
-        by_itself, spare = event["code"] not in _LAUNCHER_KILL_CODES, rank in self._expendable.ranks
-        if by_itself and not (spare and event["code"] <= 128 and self._nodes > 1):
+        by_itself, expendable = event["code"] not in _LAUNCHER_KILL_CODES, rank in self._expendable.ranks
+        if by_itself and not (expendable and event["code"] <= 128 and self._nodes > 1):
             return self._set_verdict_of_death()
-        follows_s = FAR_S if spare else DEATH_S
-        self._death_due = min(self._death_due, self._ranks.now + follows_s)
-
-    def _check_death(self) -> None:
-        if self._ranks.now >= self._death_due:
-            self._set_verdict_of_death()
+        self._death_due = min(self._death_due, self._ranks.now + (FAR_S if expendable else DEATH_S))
 
     def _set_verdict_of_death(self) -> None:
         new = sorted(self._deaths, key=lambda death: death[0])
@@ -203,9 +190,7 @@ class JobState:
         self._verdict_is_death = True
         brief = f"rank {rank} is gone" if self._launcher else text
         self._set_verdict(rank, text, event["code"], brief=brief)
-        if (
-            first not in self._lost_deaths and self._launcher
-        ):  # else each rank prints it at its end, in its own terminal
+        if self._launcher and first not in self._lost_deaths:  # else each rank prints it, in its own terminal
             aborted_far = event["code"] <= 128 and self._nodes > 1
             self._deaths = deaths
             self._unprinted_death, self._print_death_at = first, self._ranks.now + FAR_S * aborted_far
@@ -226,7 +211,7 @@ class JobState:
                 break
         if len(self._ranks) < self._size:
             text += "; not all ranks had returned from allred.init(), and mpirun may have ended it because of another"
-        self._ranks.speak(rank, text)
+        self._ranks.announce(rank, text)
 
     def _lose_dead(self, deaths: list[Death]) -> None:
         """Count dead expendable ranks as gone. A kill near another death may come from the launcher, which ends all
@@ -234,7 +219,7 @@ class JobState:
         caused it; see FAR_S."""
         near = [death for death in _not_by_launcher(deaths) if death[2]["code"] > 128 or self._nodes == 1]
         follow = bool(self._recent_losses() or near)
-        told = []
+        printed = []
         for _, rank, event in deaths:
             line, before = self._ranks.line(rank, event["how"]), self._expendable.gone.get(rank)
             if before is None:
@@ -246,17 +231,13 @@ class JobState:
                 later_s = FOLLOW_S
                 self._notices.append((self._ranks.now + later_s, line))
             else:
-                told.append((rank, line))
+                printed.append((rank, line))
             if before is None:
-                self._notices.append((self._ranks.now + later_s, f"the others go on without {self._ranks.name(rank)}"))
+                text = f"the other ranks continue without {self._ranks.name(rank)}"
+                self._notices.append((self._ranks.now + later_s, text))
         self._lost_deaths += deaths
-        if told:  # in one text, for there is one outlet
-            self._ranks.speak(told[0][0], "\nallred: ".join(line for _, line in told))
-
-    def _verdict_as_reason(self, rank: int) -> str:
-        """Return the verdict as the reason, if the dead rank was to print it."""
-        assert self.verdict is not None
-        return f", since {self.verdict['text']}\n{self.verdict['traceback']}" if rank == self.verdict["rank"] else ""
+        if printed:  # in one text, because the watchers open stderr for one text
+            self._ranks.announce(printed[0][0], "\nallred: ".join(line for _, line in printed))
 
     def _end(self, rank: int, how: str) -> None:
         record = self._ranks[rank]
@@ -285,7 +266,7 @@ class JobState:
         due = [text for at, text in self._notices if self._ranks.now >= at and on]
         self._notices = [notice for notice in self._notices if notice[1] not in due]
         for text in due:
-            self._ranks.say(min(on), text)
+            self._ranks.print(min(on), text)
         gone = self._expendable.gone
         if gone and not on and not self._deaths and len(self._ranks) == self._size:
             rank = next((rank for rank in gone if self._ranks[rank].end == "gone"), next(iter(gone)))
@@ -310,7 +291,7 @@ class JobState:
     def _set_verdict(self, rank: int, text: str, code: int, later_s: float = 0.0, **more: Any) -> None:
         """Set the verdict. more: traceback of the rank; timeout: whether all raise CollectiveTimeout; brief: replaces
         the first line of the text."""
-        self._stalls.forget_look()
+        self._stalls.stop()
         for record in self._ranks.values():
             if record.end == "gone":
                 record.end = ""  # it reports that it has unwound, as all ranks do now
@@ -322,11 +303,8 @@ class JobState:
         self._send_verdict()
 
     def _send_verdict(self, at_once: bool = False) -> None:
-        if (
-            not self._verdict_sent
-            and (at_once or self._ranks.now >= self._send_verdict_at)
-            and self.verdict is not None
-        ):
+        is_due = at_once or self._ranks.now >= self._send_verdict_at
+        if self.verdict is not None and is_due and not self._verdict_sent:
             self._verdict_sent = True
             self._ranks.out.append((None, self.verdict))
 
@@ -344,9 +322,3 @@ class JobState:
             self._set_verdict_of_loss(min(gone), self._ranks.line(min(gone), f"has failed, {never}"))
         else:
             self._set_verdict(min(left), self._ranks.line(min(left), f"has ended, {never}"), 1)
-
-    def _check_release(self) -> None:
-        assert self.verdict is not None
-        if free := self._release.check(self.verdict["rank"]):
-            self._send_verdict(at_once=True)
-            self._ranks.out += [(rank, {"kind": "release"}) for rank in free]

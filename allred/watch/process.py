@@ -16,7 +16,6 @@ import signal
 import socket
 import stat
 import time
-from collections.abc import Callable
 
 from allred.channel import Channel, HandshakeError, Listener, connect, dispatch
 from allred.detached import serve
@@ -33,8 +32,8 @@ AFTER_DEATH_S = 0.5  # after a death: which death to report may be known a momen
 
 class Watcher:
     """The watcher of one node. Keys of settings: token; ranks, their number on this node; size and nodes of the job;
-    warn_s; spares, the expendable ranks; chief, whether this is the chief's node; address of the chief's watcher for
-    other nodes, "" with one node; launcher, whether there is one."""
+    warn_s; expendable, ranks; chief, whether this is the chief's node; address of the chief's watcher for other nodes,
+    "" with one node; launcher, whether there is one."""
 
     def __init__(self, settings: Event) -> None:
         self._settings = settings
@@ -45,7 +44,7 @@ class Watcher:
         self._chief: Channel | None = None
         self._job: JobState | None = None
         if settings["chief"]:
-            how = settings["spares"], settings["launcher"]
+            how = settings["expendable"], settings["launcher"]
             self._job = JobState(settings["size"], settings["nodes"], settings["warn_s"], *how)
         self._gone: dict[int, Event] = {}  # expendable ranks that are gone, with the message
         self._has_verdict = False  # so the job ends
@@ -63,6 +62,11 @@ class Watcher:
             tcp = socket.create_server((settings["address"], 0), family=_family(settings["address"]))
             self.port = tcp.getsockname()[1]
             self._listener = Listener(self._selector, tcp, PURPOSE, settings["token"], self._accept_watcher)
+
+    @property
+    def answer(self) -> Event:
+        """The answer to the process that has started this one."""
+        return {"name": self.name, "port": self.port}
 
     def run(self) -> None:
         """Run until all ranks of this node have died or left, and on the chief's node all other watchers have ended."""
@@ -86,13 +90,12 @@ class Watcher:
     def _is_done(self, now: float) -> bool:
         if self._links:  # ranks of other nodes are still leaving, or there are deaths to report
             return False
-        complete = len(self._ranks) == self._settings["ranks"] or now > self._give_up_at
         if not all(rank.gone for rank in self._ranks.values()):
             return False
-        if not complete:  # a rank that died in init() keeps the others from connecting
-            return bool(self._ranks) and now > self._last_death + AFTER_DEATH_S
-        untold = not all(rank.left for rank in self._ranks.values())
-        return not untold or now > self._last_death + AFTER_DEATH_S  # which death to report may be known a moment later
+        is_past_death = now > self._last_death + AFTER_DEATH_S
+        if len(self._ranks) < self._settings["ranks"] and now <= self._give_up_at:
+            return bool(self._ranks) and is_past_death  # a rank that died in init() keeps the others from connecting
+        return is_past_death or all(rank.left for rank in self._ranks.values())
 
     def _delete_shm_files(self) -> None:
         """Delete the files of the ranks in /dev/shm that no process uses."""
@@ -142,7 +145,7 @@ class Watcher:
         while self._receive_event(rank):  # its last events
             pass
         self._selector.unregister(rank.pidfd)
-        rank.dead, code = process_state.how_it_ended(rank.pidfd, rank.pid)
+        rank.dead, code = process_state.describe_end(rank.pidfd, rank.pid)
         self._open_stderr()  # before ago_s is computed, because it takes a while
         ago_s = time.monotonic() - (rank.hung_up_at or time.monotonic())
         self._report({"event": "died", "rank": rank.number, "how": rank.dead, "code": code, "ago_s": ago_s})
@@ -155,7 +158,8 @@ class Watcher:
             self._chief = connect(_family(address), (address, port), PURPOSE, chief["token"])
         except (HandshakeError, OSError) as error:
             why = getattr(error, "strerror", None) or error
-            return self._continue_alone(f"cannot reach that of the chief's node at {address} port {port} ({why})")
+            where = f"at {address} port {port}"
+            return self._continue_alone(f"cannot reach the watcher of the chief's node {where} ({why})")
         self._selector.register(self._chief.connection, selectors.EVENT_READ, self._receive_from_chief)
 
     def _receive_from_chief(self) -> None:
@@ -165,7 +169,7 @@ class Watcher:
         except (OSError, ValueError):
             self._selector.unregister(self._chief.connection)
             self._chief.connection.close()
-            return self._continue_alone("has lost that of the chief's node")
+            return self._continue_alone("has lost the connection to the watcher of the chief's node")
         for each in messages:
             self._deliver(each["rank"], each["message"])
 
@@ -175,7 +179,7 @@ class Watcher:
         here = [rank for rank in self._ranks.values() if not rank.dead]
         for rank in here:
             self._report({"event": "joined", "rank": rank.number, "host": rank.host})
-            self._report({"event": "known_as", "rank": rank.number, "text": rank.known_as})
+            self._report({"event": "role", "rank": rank.number, "text": rank.role})
             if rank.left:
                 self._report({"event": "left", "rank": rank.number})
             elif rank.waits_in:
@@ -185,8 +189,8 @@ class Watcher:
         if self._gone and not self._has_verdict:
             self._job.conclude(next(iter(self._gone.values())), time.monotonic())
         if here and not any(rank.ending for rank in here if rank.number not in self._gone):
-            text = f"the watcher of {here[0].host} {why}; it goes on for the ranks of its own node"
-            here[0].send({"kind": "say", "text": text})
+            text = f"the watcher of {here[0].host} {why}; it continues for the ranks of its own node"
+            here[0].send({"kind": "print", "text": text})
 
     def _accept_watcher(self, link: Channel, events: list[Event]) -> None:
         self._links.append(link)
@@ -200,7 +204,7 @@ class Watcher:
             self._selector.unregister(link.connection)
             link.connection.close()
             self._links.remove(link)
-            for rank in [rank for rank, place in self._links_by_rank.items() if place is link]:
+            for rank in [rank for rank, other in self._links_by_rank.items() if other is link]:
                 self._report({"event": "unwatched", "rank": rank})
             return
         self._handle_events(link, events)
@@ -225,7 +229,7 @@ class Watcher:
         for rank, message in messages:
             if message.get("opens"):  # else the death of a rank opens it
                 self._open_stderr()
-            if message["kind"] == "speak" and self._stderr >= 0:  # of this node, which is mpirun's as a rule
+            if message["kind"] == "announce" and self._stderr >= 0:  # of this node, which is mpirun's as a rule
                 self._print(f"allred: {message['text']}\n")
                 continue
             for link in self._links if rank is None else filter(None, [self._links_by_rank.get(rank)]):
@@ -239,27 +243,27 @@ class Watcher:
             if rank in self._ranks:
                 self._ranks[rank].send(message)
         elif message["kind"] in ("verdict", "gone"):
-            self._record(message)
+            if message["kind"] == "verdict":
+                self._has_verdict = True
+            else:
+                self._gone[message["rank"]] = message
+                if message["rank"] in self._ranks:
+                    self._ranks[message["rank"]].ending = "has failed"
             for each in living:
                 each.send(message)
-        elif message["kind"] == "look":
-            self._report({"event": "looked", "look": message["look"], "states": self._rank_states()})
+        elif message["kind"] == "query":
+            states = {each.number: each.state() for each in self._ranks.values()}
+            silent = [each for each in self._ranks.values() if not states[each.number]]
+            states |= process_state.program_lines({r.number: (r.pidfd, r.stack_signal, r.pipe) for r in silent})
+            self._report({"event": "states", "query": message["query"], "states": states})
         elif message["kind"] == "kill":
             for each in living:
                 if each.left and not self._settings["launcher"]:
                     continue  # it ends by itself
                 with contextlib.suppress(ProcessLookupError):  # it has just died
                     signal.pidfd_send_signal(each.pidfd, signal.SIGKILL)
-        elif message["kind"] == "speak" and message["rank"] in self._ranks:
+        elif message["kind"] == "announce" and message["rank"] in self._ranks:
             self._print(f"allred: {message['text']}\n")
-
-    def _record(self, message: Event) -> None:
-        if message["kind"] == "verdict":
-            self._has_verdict = True
-        else:
-            self._gone[message["rank"]] = message
-            if message["rank"] in self._ranks:
-                self._ranks[message["rank"]].ending = "has failed"
 
     def _open_stderr(self) -> None:
         """Open the stderr of the job. At a death, because the launcher may end in a moment."""
@@ -270,28 +274,21 @@ class Watcher:
             self._last_death = time.monotonic()
 
     def _print(self, line: str) -> None:
+        """Write a line to the job's stderr if it is open, and close it."""
         descriptor, self._stderr = self._stderr, -1
-        write_and_close(descriptor, line)
-
-    def _rank_states(self) -> dict[int, str]:
-        """Return the state of each rank of this node."""
-        states = {rank.number: rank.doing() for rank in self._ranks.values()}
-        silent = [rank for rank in self._ranks.values() if not states[rank.number]]
-        return states | process_state.stacks({r.number: (r.pidfd, r.stack_signal, r.pipe) for r in silent})
+        if descriptor >= 0:
+            with contextlib.suppress(OSError):
+                os.write(descriptor, line.encode())
+            os.close(descriptor)
 
 
 def _family(address: str) -> int:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def _prepare(settings: Event) -> tuple[Event, Callable[[], None]]:
-    watcher = Watcher(settings)
-    return {"name": watcher.name, "port": watcher.port}, watcher.run
-
-
 def main() -> None:
     """See detached.py."""
-    serve(_prepare)
+    serve(Watcher)
 
 
 _NULL = os.makedev(1, 3)
@@ -307,14 +304,6 @@ def open_stderr(launcher: list[int], ranks: list[int]) -> int:
     streams = [pid for pid, kind in kinds.items() if kind == "stream"]
     files = [pid for pid, kind in kinds.items() if kind == "file"]
     return next((opened for pid in (*streams, *files) if (opened := _open(pid)) >= 0), -1)
-
-
-def write_and_close(descriptor: int, line: str) -> None:
-    """Write a line, and close the descriptor."""
-    if descriptor >= 0:
-        with contextlib.suppress(OSError):
-            os.write(descriptor, line.encode())
-        os.close(descriptor)
 
 
 def _kind(pid: int) -> str:

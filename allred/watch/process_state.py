@@ -21,18 +21,23 @@ _STATUS_EXIT_CODE = 49
 _TRIES = 20
 _LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "prterun", "orterun", "srun")
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
+_LIBRARY = re.compile(r"/lib/python|/site-packages/|/allred/|^<frozen")
 
 
-def how_it_ended(pidfd: int, pid: int) -> tuple[str, int]:
-    """Return a description of how a dead process ended, and an exit code. It need not be a child."""
+def describe_end(pidfd: int, pid: int) -> tuple[str, int]:
+    """Return how a dead process ended, as text, and an exit code. It need not be a child."""
     status = _exit_status(pidfd, pid)
     if status is None:
         return "has died (this kernel does not tell how)", 1
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
-        return f"ended with exit code {code} without a word (os._exit, MPI_Abort?)", code or 1
+        return f"ended with exit code {code} without a report (os._exit, MPI_Abort?)", code or 1
     hint = "; if nobody sent it, the machine may be out of memory" if -code == signal.SIGKILL else ""
-    return f"was killed by signal {-code} ({_signal_name(-code)}){hint}", 128 - code
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = "a real-time signal"
+    return f"was killed by signal {-code} ({name}){hint}", 128 - code
 
 
 def _exit_status(pidfd: int, pid: int) -> int | None:
@@ -48,13 +53,6 @@ def _exit_status(pidfd: int, pid: int) -> int | None:
                 return int(struct.unpack_from("i", info, _EXIT_CODE_AT)[0])
         time.sleep(0.001)
     return None
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "a real-time signal"
 
 
 def launcher(pid: int) -> list[int]:
@@ -87,15 +85,15 @@ def _status(pid: int) -> list[str]:
 def halted(pid: int) -> str:
     """Return why a process cannot run; "" if it can."""
     return {
-        "T": f"stopped (kill -CONT {pid} lets it go on)",
+        "T": f"stopped (kill -CONT {pid} continues it)",
         "t": "stopped by a debugger",
         "D": "in a system call that does not return (a disk, a network file system)",
     }.get(_status(pid)[0], "")
 
 
-def stacks(ranks: dict[int, tuple[int, int, int]]) -> dict[int, str]:
-    """Return the line of the program at which each rank is. ranks: {rank: (pidfd, signal, pipe)}. Waits at most
-    STACK_S seconds."""
+def program_lines(ranks: dict[int, tuple[int, int, int]]) -> dict[int, str]:
+    """Return which line of the program each rank executes, as text. ranks: {rank: (pidfd, signal, pipe)}. Waits at
+    most STACK_S seconds."""
     texts, silent = dict.fromkeys(ranks, ""), {pipe: rank for rank, (_, _, pipe) in ranks.items()}
     for pidfd, number, pipe in ranks.values():
         _read(pipe)  # the rest of an earlier answer
@@ -106,9 +104,9 @@ def stacks(ranks: dict[int, tuple[int, int, int]]) -> dict[int, str]:
         for pipe in select.select(list(silent), [], [], left)[0]:
             new = _read(pipe).decode(errors="replace")
             texts[silent[pipe]] += new
-            if not new or (new.endswith("\n") and _own(texts[silent[pipe]])):  # a stack is written in pieces
+            if not new or (new.endswith("\n") and _user_frames(texts[silent[pipe]])):  # a stack is written in pieces
                 del silent[pipe]
-    return {rank: place(text) for rank, text in texts.items()}
+    return {rank: program_line(text) for rank, text in texts.items()}
 
 
 def _read(pipe: int) -> bytes:
@@ -118,25 +116,20 @@ def _read(pipe: int) -> bytes:
         return b""
 
 
-def place(stack: str) -> str:
+def program_line(stack: str) -> str:
     """Return the innermost line of the user's program in a stack of faulthandler, and the innermost library function.
 
-    >>> place('  File "/lib/python3.11/threading.py", line 9 in wait\\n  File "/home/me/train.py", line 87 in step\\n')
+    >>> program_line('File "/lib/python3.11/threading.py", line 9 in wait\\nFile "/home/me/train.py", line 87 in step')
     'in Python at train.py:87 (step), in wait of threading.py'
     """
     frames = _FRAME.findall(stack)
     if not frames:
         return "running, but not in Python, or without an answer"
-    own = (_own(stack) or frames[-1:])[0]
-    path, line, function = own
-    inner = "" if own == frames[0] else f", in {frames[0][2]} of {os.path.basename(frames[0][0])}"
+    path, line, function = frame = (_user_frames(stack) or frames[-1:])[0]
+    inner = "" if frame == frames[0] else f", in {frames[0][2]} of {os.path.basename(frames[0][0])}"
     return f"in Python at {os.path.basename(path)}:{line} ({function}){inner}"
 
 
-def _own(stack: str) -> list[tuple[str, str, str]]:
-    """Return the frames of the user's program, the innermost first: (path, line, function)."""
-    return [frame for frame in _FRAME.findall(stack) if not _library(frame[0])]
-
-
-def _library(path: str) -> bool:
-    return "/lib/python" in path or "/site-packages/" in path or "/allred/" in path or path.startswith("<frozen")
+def _user_frames(stack: str) -> list[tuple[str, str, str]]:
+    """Return the frames outside of libraries, the innermost first: (path, line, function)."""
+    return [frame for frame in _FRAME.findall(stack) if not _LIBRARY.search(frame[0])]

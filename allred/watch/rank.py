@@ -29,7 +29,7 @@ class WatchedRank:
         self.connection, self.pidfd, self.pipe = connection, pidfd, pipe
         self.number, self.host, self.stack_signal = hello["rank"], hello["host"], hello["stack_signal"]
         self.waits_in, self.since, self.ending, self.dead, self.left = "", 0.0, "", "", False
-        self.known_as = ""
+        self.role = ""
         self.pid, _ = owner(connection)
         self.hung_up_at = 0.0  # the last thread of its process may end much later
         self.launcher = process_state.launcher(self.pid)
@@ -53,7 +53,7 @@ class WatchedRank:
         if not data:
             return {}
         event: Event = json.loads(data)
-        self._note(event)
+        self._record(event)
         return event
 
     def hang_up(self) -> None:
@@ -61,15 +61,15 @@ class WatchedRank:
         self.hung_up_at = time.monotonic()
         self.connection.close()
 
-    def _note(self, event: Event) -> None:
+    def _record(self, event: Event) -> None:
         if event["event"] == "holds":
             return
         if event["event"] == "waiting":
             self.waits_in, self.since = event["what"], time.monotonic() - event["since_s"]
         elif event["event"] == "limit" and event["what"] != self.waits_in:
             self.waits_in, self.since = event["what"], time.monotonic() - event["limit_s"]
-        elif event["event"] == "known_as":
-            self.known_as = event["text"]
+        elif event["event"] == "role":
+            self.role = event["text"]
         elif event["event"] != "limit":
             self.waits_in = ""
         self.left = self.left or event["event"] == "left"
@@ -80,9 +80,9 @@ class WatchedRank:
         """Whether there will be no more events: its process has ended, or it has closed the connection after `left`."""
         return bool(self.dead) or (self.left and self.connection.fileno() < 0)
 
-    def doing(self) -> str:
-        """Return its state, as far as it is known without its stack; else ""."""
+    def state(self) -> str:
+        """Return the state of the rank; "" if only its stack shows it."""
         if self.dead:
             return self.dead
         waits = f"in {self.waits_in} since {time.monotonic() - self.since:.0f} s" if self.waits_in else self.ending
-        return ", ".join(text for text in (process_state.halted(self.pid), waits) if text)
+        return ", ".join(filter(None, (process_state.halted(self.pid), waits)))

@@ -15,7 +15,7 @@ class Record:
     """The state of a rank. Times are in seconds of the job's clock."""
 
     host: str
-    known_as: str = ""
+    role: str = ""
     waits_in: str = ""
     busy: bool = False  # with work that has no time limit
     misses: bool = False  # whether it waits for ranks that have not begun the operation
@@ -47,20 +47,20 @@ class Records(dict[int, Record]):
 
     def name(self, rank: int) -> str:
         """The rank and its role, for messages."""
-        known_as = self[rank].known_as
-        return f"rank {rank}" + (f" ({known_as})" if known_as else "")
+        role = self[rank].role
+        return f"rank {rank}" + (f" ({role})" if role else "")
 
     def line(self, rank: int, how: str) -> str:
         """The rank, its host and what it did, for messages."""
         return f"{self.name(rank)} on {self[rank].host} {how}"
 
-    def say(self, rank: int, text: str) -> None:
+    def print(self, rank: int, text: str) -> None:
         """Let a rank print a line."""
-        self.out.append((rank, {"kind": "say", "text": text[:TEXT_CHARS]}))
+        self.out.append((rank, {"kind": "print", "text": text[:TEXT_CHARS]}))
 
-    def speak(self, rank: int, text: str, **more: Any) -> None:
+    def announce(self, rank: int, text: str, **more: Any) -> None:
         """Let the watchers print a line about a rank that cannot print it."""
-        self.out.append((None, {"kind": "speak", "rank": rank, "text": text, **more}))
+        self.out.append((None, {"kind": "announce", "rank": rank, "text": text, **more}))
 
 
 FOLLOW_S = 2.0  # how long after a death a launcher that does not let the others continue ends them

@@ -9,7 +9,7 @@ PRINT_S = 0.1  # how long mpirun may take to print the output of ranks that have
 ABORT_S = 8.0  # the longest time from the release to the end of the job; then the watchers kill the ranks
 GONE_S = 1.0  # the same, from the death of the released rank, which should have aborted the job
 HOLD_S = 0.5  # interval of the message `hold` to lingering ranks; shorter than watcher_client.RELEASE_S
-TELL_HOLD_S = 5.0  # a hold of this length is printed
+PRINT_HOLD_S = 5.0  # a hold of this length is printed
 
 
 class Release:
@@ -21,11 +21,10 @@ class Release:
         self._clock: float | None = None  # when the first rank began to linger
         self._released: int | None = None
         self._released_at = 0.0
-        self._hold_at, self._tell_hold_at, self._hold_told = 0.0, float("inf"), False
+        self._hold_at, self._print_hold_at, self._hold_printed = 0.0, float("inf"), False
 
     @property
     def begun(self) -> bool:
-        """Whether a rank has been released."""
         return self._released is not None
 
     def start_clock(self) -> None:
@@ -80,8 +79,8 @@ class Release:
             self._hold_at = now + HOLD_S
             living = [rank for rank, record in self._ranks.items() if record.end != "dead"]
             self._ranks.out += [(rank, {"kind": "hold"}) for rank in living]
-        if self._tell_hold_at == float("inf"):
-            self._tell_hold_at = now + TELL_HOLD_S
-        elif now >= self._tell_hold_at and not self._hold_told:
-            self._hold_told = True
-            self._ranks.say(busy[0], f"rank {busy[0]} still writes; the job ends when it is done")
+        if self._print_hold_at == float("inf"):
+            self._print_hold_at = now + PRINT_HOLD_S
+        elif now >= self._print_hold_at and not self._hold_printed:
+            self._hold_printed = True
+            self._ranks.print(busy[0], f"rank {busy[0]} still writes; the job ends when it is done")

@@ -72,9 +72,8 @@ class _Leased:
             status = os.fstat(self._descriptor)
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
                 raise PermissionError
-            fcntl.fcntl(
-                self._descriptor, fcntl.F_SETSIG, signal.SIGURG
-            )  # the signal that reports such an open; its default action is to ignore it
+            # The signal that reports such an open; its default action is to ignore it.
+            fcntl.fcntl(self._descriptor, fcntl.F_SETSIG, signal.SIGURG)
             fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
         except OSError:
             os.close(self._descriptor)

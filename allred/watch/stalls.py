@@ -1,15 +1,16 @@
 """The part of `JobState` that warns of long waits and decides what a wait that has reached its time limit causes.
 
-Both begin with a look: every watcher sends the states of the ranks on its node. The message shows them as a table.
+Both begin with a query: every watcher sends the states of the ranks on its node. The message shows them as a table.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 
 from allred.watch.records import TEXT_CHARS, Event, ExpendableWorkers, Record, Records
+from allred.wording import named
 
 AFTER_S = 2.0  # no time limit ends the job this soon after a rank was busy: its failure may follow and comes first
-LOOK_S = 1.0  # how long a look waits for the watchers of other nodes
+QUERY_S = 1.0  # how long a query waits for the watchers of other nodes
 WARN_FACTOR = 4  # the next warning of a wait comes when it has lasted this many times as long
 
 
@@ -22,38 +23,37 @@ class Stalls:
     def __init__(
         self,
         records: Records,
-        spares: ExpendableWorkers,
+        expendable: ExpendableWorkers,
         size: int,
         nodes: int,
         warn_s: float,
         fail: Callable[..., None],
         lose: Callable[[list[int], str], None],
     ) -> None:
-        self._ranks, self._expendable, self._fail, self._lose = records, spares, fail, lose
+        self._ranks, self._expendable, self._fail, self._lose = records, expendable, fail, lose
+        self._stopped = False
         self._size, self._nodes, self._warn_s = size, nodes, warn_s
         self._busy_at = float("-inf")  # when a rank was busy last
-        self._look: Event | None = None  # the event that caused the current look
-        self._looks = 0
+        self._query: Event | None = None  # the event that caused the current query
+        self._queries = 0
         self._states: list[dict[int, str]] = []
-        self._look_until = 0.0
+        self._query_until = 0.0
         self._warned: tuple[int, str] | None = None  # the rank and the operation of the last warning
         self._ended_warn_at = warn_s  # how long ended ranks wait before the next warning
 
     # Events.
 
     def waiting(self, rank: int, event: Event) -> None:
-        """Handle the event `waiting`."""
         record = self._ranks[rank]
         record.waits_in, record.since = event["what"], self._ranks.now - event["since_s"]
         record.misses, record.members = event["peers"], event.get("members")
         record.warn_at = float("inf") if event["quiet"] else record.since + self._warn_s
 
-    def going(self, rank: int, tells: bool) -> None:
-        """Handle the event `going`. tells: whether to print that a wait is over, if a warning was printed."""
+    def going(self, rank: int, event: Event) -> None:
         record = self._ranks[rank]
-        if self._warned == (rank, record.waits_in) and tells:
+        if self._warned == (rank, record.waits_in) and not self._stopped:
             waited = self._ranks.now - record.since
-            self._ranks.say(rank, f"rank {rank} waits no more in {record.waits_in}, after {waited:.0f} s")
+            self._ranks.print(rank, f"rank {rank} no longer waits in {record.waits_in}, after {waited:.0f} s")
             self._warned = None
         record.waits_in = ""
 
@@ -62,25 +62,26 @@ class Stalls:
         self._ranks[rank].busy = event["is_so"]
         self._busy_at = self._ranks.now
 
-    def limit(self, rank: int, event: Event, judged: bool) -> None:
-        """Handle the event `limit`: a wait has reached its time limit. judged: whether the job is already ending."""
+    def limit(self, rank: int, event: Event) -> None:
+        """Handle the event `limit`: a wait has reached its time limit."""
         if self._ranks.busy() or self._ranks.now < self._busy_at + AFTER_S:
-            return self._go_on(rank, event["limit_s"])
-        if judged:
+            return self._extend(rank, event["limit_s"])
+        if self._stopped:
             return
-        if self._look is not None and self._look["event"] == "limit":
-            late, again_s = self._look["late"], 0.0
+        if self._query is not None and self._query["event"] == "limit":
+            late, again_s = self._query["late"], 0.0
         else:
             late, again_s = list(event.get("ranks", [])), 0.0
             if servers := event.get("servers"):
                 late, again_s = unresponsive_ranks(servers, event["limit_s"], self._ranks, self._ranks.now)
             if not again_s:
-                self._begin_look({**event, "late": late})
+                self._begin_query({**event, "late": late})
         if again_s or self._can_lose(late):
-            self._go_on(rank, again_s or LOOK_S)
+            self._extend(rank, again_s or QUERY_S)
 
-    def _go_on(self, rank: int, again_s: float) -> None:
-        self._ranks.out.append((rank, {"kind": "wait on", "again_s": again_s}))
+    def _extend(self, rank: int, again_s: float) -> None:
+        """Let a wait that has reached its time limit continue for `again_s` seconds."""
+        self._ranks.out.append((rank, {"kind": "extend", "again_s": again_s}))
 
     def _can_lose(self, late: list[int]) -> bool:
         """Whether the job continues without these ranks."""
@@ -89,12 +90,12 @@ class Stalls:
     # Long waits.
 
     def check(self) -> None:
-        """Begin a look if a wait is long enough for a warning. Called in every tick."""
+        """Begin a query if a wait is long enough for a warning. Called in every tick."""
         waiting = [rank for rank, record in self._ranks.items() if record.waits_in]
         due = [rank for rank in waiting if self._ranks.now >= self._ranks[rank].warn_at]
-        if due and self._look is None:
+        if due and self._query is None:
             rank = min(due)
-            self._begin_look({"event": "warn", "rank": rank, "what": self._ranks[rank].waits_in})
+            self._begin_query({"event": "warn", "rank": rank, "what": self._ranks[rank].waits_in})
             for other in waiting:
                 record = self._ranks[other]
                 if record.warn_at < float("inf"):
@@ -105,56 +106,56 @@ class Stalls:
         """Warn if ranks have ended and wait in MPI_Finalize for others. That wait has no limit, because a rank may
         compute alone after its last collective. Servers report such workers themselves."""
         since = finalize_wait_since(self._ranks)
-        if since is None or self._look is not None or self._ranks.now < since + self._ended_warn_at:
+        if since is None or self._query is not None or self._ranks.now < since + self._ended_warn_at:
             return
         self._ended_warn_at = WARN_FACTOR * (self._ranks.now - since)
-        self._begin_look({"event": "ended", "rank": self._ranks.ended("left")[0], "what": "", "since": since})
+        self._begin_query({"event": "ended", "rank": self._ranks.ended("left")[0], "what": "", "since": since})
 
-    # Looks.
+    # Queries.
 
-    def _begin_look(self, purpose: Event) -> None:
-        self._look, self._look_until, self._states = purpose, self._ranks.now + LOOK_S, []
-        self._looks += 1
-        self._ranks.out.append((None, {"kind": "look", "look": self._looks}))
+    def _begin_query(self, purpose: Event) -> None:
+        self._query, self._query_until, self._states = purpose, self._ranks.now + QUERY_S, []
+        self._queries += 1
+        self._ranks.out.append((None, {"kind": "query", "query": self._queries}))
 
-    def forget_look(self) -> None:
-        """Discard the current look."""
-        self._look = None
+    def stop(self) -> None:
+        """There is a verdict: discard the current query, and print nothing more."""
+        self._query, self._stopped = None, True
 
-    def take_states(self, look: int, states: dict[int, str]) -> None:
+    def take_states(self, query: int, states: dict[int, str]) -> None:
         """Take a watcher's answer: the states of the ranks on its node."""
-        if self._look is not None and look == self._looks:  # else the answer is late
+        if self._query is not None and query == self._queries:  # else the answer is late
             self._states.append(states)
             if len(self._states) == self._nodes:
-                self._finish_look()
+                self._finish_query()
 
-    def end_look(self) -> None:
-        """Finish the current look without the missing answers if LOOK_S has passed."""
-        if self._look is not None and self._ranks.now >= self._look_until:
-            self._finish_look()
+    def end_query(self) -> None:
+        """Finish the current query without the missing answers if QUERY_S has passed."""
+        if self._query is not None and self._ranks.now >= self._query_until:
+            self._finish_query()
 
-    def _finish_look(self) -> None:
-        purpose = self._look
+    def _finish_query(self) -> None:
+        purpose = self._query
         assert purpose is not None
-        self._look = None
+        self._query = None
         rank, what = purpose["rank"], purpose["what"]
         shown = self._table()
         if purpose["event"] == "limit":
             self._judge_limit(rank, purpose, shown)
         elif purpose["event"] == "ended":
-            ended, waited = ranks_text(self._ranks.ended("left")), self._ranks.now - purpose["since"]
+            ended, waited = named("rank", self._ranks.ended("left")), self._ranks.now - purpose["since"]
             text = f"{ended} ended {waited:.0f} s ago, and cannot leave MPI before the other ranks end\n{shown}"
-            self._ranks.speak(rank, text[:TEXT_CHARS], opens=True)
+            self._ranks.announce(rank, text[:TEXT_CHARS], opens=True)
         elif self._ranks[rank].waits_in == what:
             self._warned = (rank, what)
             waited = self._ranks.now - self._ranks[rank].since
-            self._ranks.say(rank, f"rank {rank} has waited for {waited:.0f} s in {what}\n{shown}")
+            self._ranks.print(rank, f"rank {rank} has waited for {waited:.0f} s in {what}\n{shown}")
 
     def _table(self) -> str:
-        """The states of all ranks as a table, from the answers to the look."""
+        """The states of all ranks as a table, from the answers to the query."""
         states = {rank: state for some in self._states for rank, state in some.items()}
         hosts = {rank: record.host for rank, record in self._ranks.items()}
-        roles = {rank: record.known_as.partition(";")[0] for rank, record in self._ranks.items()}
+        roles = {rank: record.role.partition(";")[0] for rank, record in self._ranks.items()}
         return status_table(self._size, hosts, roles, states)
 
     def _judge_limit(self, rank: int, purpose: Event, shown: str) -> None:
@@ -164,11 +165,11 @@ class Stalls:
             how = f"has made no request for {purpose['limit_s']:g} s while others waited for it"
             self._lose(late, how)
             lines = "; ".join(self._ranks.line(other, how) for other in late)
-            return self._ranks.say(rank, f"{lines}; the others go on\n{shown}") if late else None
+            return self._ranks.print(rank, f"{lines}; the other ranks continue\n{shown}") if late else None
         who = ", ".join(map(self._ranks.name, late))
         did = "did not answer" if set(late).issubset(purpose.get("servers", [])) else "made no request"
-        told = f"; {who} {did} in this time" if who else ""
-        text = f"{purpose['what']}: not complete after {purpose['limit_s']:g} s{told}\n{shown}"
+        cause = f"; {who} {did} in this time" if who else ""
+        text = f"{purpose['what']}: not complete after {purpose['limit_s']:g} s{cause}\n{shown}"
         self._fail(rank, text, 1, timeout=True)
 
 
@@ -223,15 +224,15 @@ def status_table(size: int, hosts: Mapping[int, str], roles: Mapping[int, str], 
 
     hosts, roles, states: by rank, if known. A line of a single rank shows its role.
     """
-    alike: dict[tuple[str, str], list[int]] = {}
-    anywhere: dict[tuple[str, str], list[int]] = {}
+    by_host: dict[tuple[str, str], list[int]] = {}
+    by_state: dict[tuple[str, str], list[int]] = {}
     for rank in range(size):
-        state = states.get(rank, "not heard from")
-        alike.setdefault((hosts.get(rank, "?"), state), []).append(rank)
-        anywhere.setdefault(("", state), []).append(rank)
-    rows = list(alike.items())
+        state = states.get(rank, "no answer")
+        by_host.setdefault((hosts.get(rank, "?"), state), []).append(rank)
+        by_state.setdefault(("", state), []).append(rank)
+    rows = list(by_host.items())
     if len(rows) > TABLE_LINES:  # the smallest groups first
-        rows = sorted(anywhere.items(), key=lambda row: len(row[1]))[:TABLE_LINES]
+        rows = sorted(by_state.items(), key=lambda row: len(row[1]))[:TABLE_LINES]
     names = [_name(ranks, roles) for _, ranks in rows]
     width = max([10, *(len(name) for name in names if len(name) <= NAME_CHARS)])
     lines = [f"  {name:<{width}} {host:<12} {state}" for name, ((host, state), _) in zip(names, rows, strict=True)]
@@ -240,20 +241,4 @@ def status_table(size: int, hosts: Mapping[int, str], roles: Mapping[int, str], 
 
 def _name(ranks: list[int], roles: Mapping[int, str]) -> str:
     role = roles.get(ranks[0], "") if len(ranks) == 1 else ""
-    return ranks_text(ranks) + (f" ({role})" if role else "")
-
-
-def ranks_text(ranks: list[int]) -> str:
-    """Return a short text for ascending ranks.
-
-    >>> ranks_text([0, 1, 2, 5])
-    'ranks 0-2,5'
-    """
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"rank{'s' * (len(ranks) > 1)} {text}"
+    return named("rank", ranks) + (f" ({role})" if role else "")

@@ -15,22 +15,22 @@ from allred.watch.watcher_client import WatcherClient
 
 
 def start(
-    communicator: Any, shape: Topology, config: Config, reach: str, spares: tuple[int, ...] = (), launcher: bool = True
+    communicator: Any, shape: Topology, config: Config, reach: str, expendable: tuple[int, ...], launcher: bool
 ) -> None:
     """Start a watcher on every node and connect all ranks of `communicator`. Collective.
 
     reach: how the watchers reach each other: "" with one node, "host" if all nodes are on this host, else "network".
-    spares: the ranks that are expendable with worker_failure=go_on. launcher: whether a launcher started the ranks,
+    expendable: the ranks that are expendable with worker_failure=go_on. launcher: whether a launcher started the ranks,
     which ends all of them when one ends the job.
 
     If a watcher cannot be used, a warning says so, and the job continues without it.
     """
     if shape.size == 1 or not config.watcher:
         return
-    spares = spares if config.worker_failure == "go_on" else ()
+    expendable = expendable if config.worker_failure == "go_on" else ()
     hosts = communicator.allgather_object(socket.gethostname()).wait() if reach == "network" else []
     address = own_address(hosts) if reach == "network" and shape.rank == 0 else "127.0.0.1" if reach else ""
-    mine = _spawn(shape, config, address, spares, launcher) if shape.local_rank == 0 else None
+    mine = _spawn(shape, config, address, expendable, launcher) if shape.local_rank == 0 else None
     found = communicator.allgather_object(mine).wait()
     here = found[shape.leader]
     problem = here["problem"]
@@ -47,17 +47,17 @@ def start(
         rank, text = next(iter(bad.items()))
         log.warning(
             f"no watcher for {len(bad)} of {shape.size} ranks (rank {rank}: {text}); there a rank that stalls is "
-            "noticed by the time limit only"
+            "detected by the time limit only"
         )
 
 
-def _spawn(shape: Topology, config: Config, address: str, spares: tuple[int, ...], launcher: bool) -> dict[str, Any]:
+def _spawn(shape: Topology, config: Config, address: str, expendable: tuple[int, ...], launcher: bool) -> Any:
     """Start the watcher of this node. Return its name, port, address and token; and a problem, or ""."""
     token = secrets.token_hex(16)
     settings = {
         "token": token, "ranks": shape.local_size, "size": shape.size, "nodes": shape.nodes,
         "warn_s": config.stall_warning_s, "chief": shape.rank == 0, "address": address,
-        "spares": spares, "launcher": launcher,
+        "expendable": expendable, "launcher": launcher,
     }  # fmt: skip
     here = {"token": token, "address": address, "name": "", "port": 0}
     return here | detached.start("allred.watch.process", settings)
@@ -84,17 +84,17 @@ def own_address(hosts: list[str]) -> str:
     return "127.0.0.1"
 
 
-def name_this(words: str) -> None:
-    """Set the role of this rank for messages; see `WatcherClient.known_as`."""
+def set_role(text: str) -> None:
+    """Set the role of this rank for messages; see `WatcherClient.set_role`."""
     if (watcher := world.watcher()) is not None:
-        watcher.known_as(words)
+        watcher.set_role(text)
 
 
 def stop() -> None:
     """Disconnect from the watcher."""
     here = world.current()
     if here.watcher is not None and here.watcher.verdict is None:
-        here.watcher.tell("left")
+        here.watcher.send("left")
         here.watcher.close()
         here.watcher = None
 
@@ -114,21 +114,21 @@ _WHAT_BY_HAND = (
 
 
 @contextlib.contextmanager
-def startup_timeout(settings: dict[str, Any] | str, life: int = -1) -> Iterator[None]:
+def startup_timeout(settings: dict[str, Any] | str, lifeline: int = -1) -> Iterator[None]:
     """Limit the time inside this block, which waits for the other ranks in MPI_Init. MPI_Init holds the GIL and cannot
     be interrupted: a thread of the C extension warns, and ends this rank at the time limit.
 
-    settings: those of this rank, or a problem. life: a descriptor that receives a line if another rank has died; then
-    this rank ends too.
+    settings: those of this rank, or a problem. lifeline: a descriptor that receives a line if another rank has died;
+    then this rank ends too.
     """
     known = settings if isinstance(settings, dict) else {}
     rank = next((os.environ[name] for name in _RANK if os.environ.get(name, "").isdigit()), None)
     if native.alarm is None or native.cancel_alarm is None or rank is None:
         yield
         return
-    what = _WHAT if life < 0 else _WHAT_BY_HAND
+    what = _WHAT if lifeline < 0 else _WHAT_BY_HAND
     warn_s, limit_s = (float(known.get(name, getattr(Config, name))) for name in ("stall_warning_s", "timeout_s"))
-    native.alarm(warn_s, max(limit_s, SHORTEST_S), f"rank {rank} on {socket.gethostname()}", what, life)
+    native.alarm(warn_s, max(limit_s, SHORTEST_S), f"rank {rank} on {socket.gethostname()}", what, lifeline)
     try:
         yield
     finally:

@@ -8,11 +8,7 @@ from allred import world
 from allred.errors import CollectiveTimeout
 
 WHAT_CHARS = 500
-TELL_S = 1.0  # shorter waits are not reported
-
-
-def _nobody() -> Sequence[int]:
-    return ()
+REPORT_S = 1.0  # shorter waits are not reported
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +22,7 @@ class Awaited:
     """
 
     servers: Sequence[int] = ()
-    ranks: Callable[[], Sequence[int]] = _nobody
+    ranks: Callable[[], Sequence[int]] = tuple
     trains: bool = False
 
 
@@ -38,47 +34,44 @@ class Wait:
     def __init__(
         self, what: str, quiet: bool, members: Sequence[int] | None = None, awaited: Awaited | None = None
     ) -> None:
-        self._what, self._quiet, self._told = what, quiet, False
+        self._what, self._quiet, self._is_reported = what, quiet, False
         self._awaited = awaited or Awaited()
         self._members = None if members is None else list(members)
 
-    def go_on(self, waited_s: float, peers: bool) -> None:
+    def report(self, waited_s: float, peers: bool) -> None:
         """Report the wait, which has lasted `waited_s`. peers: it waits for other ranks to begin it, not for bytes."""
         watcher = world.watcher()
         if watcher is None:
             return
         watcher.read()
-        if waited_s > min(TELL_S, watcher.warn_s / 2) and not self._told:
+        if waited_s > min(REPORT_S, watcher.warn_s / 2) and not self._is_reported:
             what = self._what[:WHAT_CHARS]
-            watcher.tell("waiting", what=what, since_s=waited_s, peers=peers, quiet=self._quiet, members=self._members)
-            self._told = True
+            watcher.send("waiting", what=what, since_s=waited_s, peers=peers, quiet=self._quiet, members=self._members)
+            self._is_reported = True
 
     def end(self) -> None:
-        """Report the end of the wait."""
-        if self._told and (watcher := world.watcher()) is not None:
-            watcher.tell("going")
+        if self._is_reported and (watcher := world.watcher()) is not None:
+            watcher.send("going")
 
-    def limit(self, limit_s: float) -> Exception | float:
-        """Return the error for a wait that has reached its limit, with the state of all ranks if there are watchers.
-        Return instead the seconds for which the wait may continue, if a rank is `busy` or the awaited ranks make
-        progress."""
+    def at_limit(self, limit_s: float) -> Exception | float:
+        """Return the error for a wait that has reached its limit, with the state of all ranks if there are watchers;
+        or the seconds for which the wait may continue, if a rank is `busy` or the awaited ranks make progress."""
         if (watcher := world.watcher()) is not None:
-            again_s = watcher.limit(self._what, limit_s, self._awaited.servers, self._awaited.ranks())
+            again_s = watcher.await_limit_verdict(self._what, limit_s, self._awaited.servers, self._awaited.ranks())
             if again_s:
                 return again_s
             if watcher.has_error:
                 return watcher.error()
-        if self._awaited.trains and not watched():
+        if self._awaited.trains and not has_watcher():
             return limit_s
         return CollectiveTimeout(
             f"{self._what}: not complete after {limit_s:g} s; a rank is late, stopped or gone, or does not call this "
-            "operation. If so long a wait is meant, raise ALLRED_TIMEOUT_S, or wait inside allred.patience(seconds)"
+            "operation. If such a wait is intended, increase ALLRED_TIMEOUT_S, or wait inside allred.patience(seconds)"
         )
 
 
-def watched() -> bool:
-    """Whether this rank has a watcher."""
-    return (watcher := world.watcher()) is not None and watcher.watched()
+def has_watcher() -> bool:
+    return (watcher := world.watcher()) is not None and watcher.is_alive()
 
 
 @contextlib.contextmanager
@@ -88,10 +81,10 @@ def busy() -> Iterator[None]:
     mine = world.watcher()
     if mine is not None:
         mine.busy = True
-        mine.tell("busy", is_so=True)
+        mine.send("busy", is_so=True)
     try:
         yield
     finally:
         if mine is not None:
             mine.busy = False
-            mine.tell("busy", is_so=False)
+            mine.send("busy", is_so=False)

@@ -26,12 +26,12 @@ from allred.watch.records import LARGEST
 WELCOME_S = 10.0
 RELEASE_S = 3.0  # more than release.GRACE_S
 LOOK_AGAIN_S = 1.0  # longest poll: the signal handler may have read the message just before it
-ANSWER_S = 2.0  # for the verdict of a time limit; more than stalls.LOOK_S
+ANSWER_S = 2.0  # for the verdict of a time limit; more than stalls.QUERY_S
 
 # The longest traceback (its end) and text of an event. JSON encodes a character in at most 12 bytes, and the message,
 # with the text twice, must be shorter than LARGEST.
 _TRACEBACK_CHARS, _WORDS_CHARS = 9000, 500
-_NAME_CHARS = 200  # longest text of `known_as`
+_ROLE_CHARS = 200  # longest text of `set_role`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +58,8 @@ class WatcherClient:
 
     _ignores_usr1 = False  # the connection of an earlier world has set SIG_IGN for SIGUSR1
 
-    def __init__(self, name: str, hello: dict[str, Any], speaks: bool, warn_s: float) -> None:
-        """Connect. speaks: whether this rank prints a line if the watcher dies. warn_s: the seconds after which the
+    def __init__(self, name: str, hello: dict[str, Any], prints: bool, warn_s: float) -> None:
+        """Connect. prints: whether this rank prints a line if the watcher dies. warn_s: the seconds after which the
         watcher warns of a wait. Raises OSError if the connection fails."""
         self.rank: int = hello["rank"]
         self.warn_s = warn_s
@@ -71,7 +71,7 @@ class WatcherClient:
         self.dropped: CollectiveTimeout | None = None  # set if the others continue without this rank, which was silent
         self.lingers = False  # until the watcher says that the others have ended
         self.waits = False  # this rank waits in allred: the wait loop raises, not the handler
-        self._host, self._speaks, self._pid = hello["host"], speaks, os.getpid()
+        self._host, self._prints, self._pid = hello["host"], prints, os.getpid()
         self.busy = False  # with work that must not be interrupted: then nothing is raised
         self._raised = False
         self._again_s = 0.0  # seconds by which the watcher extends a wait that reached its limit
@@ -104,7 +104,7 @@ class WatcherClient:
             signal.signal(self._wake, self._on_signal)
             unused = (signal.SIG_DFL, signal.SIG_IGN) if WatcherClient._ignores_usr1 else (signal.SIG_DFL,)
             if "PMI_FD" in os.environ and signal.getsignal(signal.SIGUSR1) in unused:
-                signal.signal(signal.SIGUSR1, _nothing)
+                signal.signal(signal.SIGUSR1, _ignore)
             fd = self._socket.fileno()
             fcntl.fcntl(fd, fcntl.F_SETOWN, self._pid)
             fcntl.fcntl(fd, fcntl.F_SETSIG, self._wake)
@@ -137,30 +137,36 @@ class WatcherClient:
     def duplicate(self) -> int:
         """Return a descriptor of the socket that outlives this object; -1 without a watcher."""
         with contextlib.suppress(OSError):  # no descriptor is left
-            return os.dup(self._socket.fileno()) if self._alive() else -1
+            return os.dup(self._socket.fileno()) if self.is_alive() else -1
         return -1
 
     def read(self) -> None:
         """Receive all messages that have arrived."""
-        while self._alive():
+        while self.is_alive():
             try:
                 data = self._socket.recv(LARGEST)
             except BlockingIOError:
                 return
             except OSError:
                 data = b""
-            if not data:
-                return self._disconnected()
-            self._handle(json.loads(data[1:]))
+            if data:
+                self._handle(json.loads(data[1:]))
+                continue
+            self.close()
+            if self._prints and not self.is_exiting:
+                log.rank_warning(
+                    f"the watcher process on {self._host} has ended; training continues, but a rank that stalls is now "
+                    "detected by the time limit only, and one that fails ends the others at once"
+                )
 
     def _handle(self, message: dict[str, Any]) -> None:
-        if message["kind"] == "say":
+        if message["kind"] == "print":
             log.rank_warning(message["text"])
         elif message["kind"] == "release":
             self.released = True
         elif message["kind"] == "linger":
             self.lingers = True
-        elif message["kind"] == "wait on":
+        elif message["kind"] == "extend":
             self._again_s = message["again_s"]
         elif message["kind"] == "hold":
             self._held_at = time.monotonic()
@@ -170,35 +176,26 @@ class WatcherClient:
             if message["rank"] == self.rank and not (self.failed or self.is_exiting):
                 self.dropped = CollectiveTimeout(f"this rank {message['how']}; the others continue without it")
         elif message["kind"] == "verdict" and self.verdict is None:
-            fields = {field.name: message[field.name] for field in dataclasses.fields(Verdict)}
-            self.verdict = Verdict(**fields)
+            self.verdict = Verdict(**{field.name: message[field.name] for field in dataclasses.fields(Verdict)})
 
-    def _disconnected(self) -> None:
-        self.close()
-        if self._speaks and not self.is_exiting:
-            log.rank_warning(
-                f"the watcher process on {self._host} is gone; training goes on, but a rank that stalls is now noticed "
-                "by the time limit only, and one that fails ends the others at once"
-            )
-
-    def _alive(self) -> bool:
+    def is_alive(self) -> bool:
         return self._socket.fileno() >= 0 and os.getpid() == self._pid
 
-    def tell(self, event: str, **what: Any) -> None:
+    def send(self, event: str, **what: Any) -> None:
         """Send an event (job_state.py lists them)."""
-        if self._alive():
+        if self.is_alive():
             with contextlib.suppress(OSError):
                 self._socket.send(json.dumps({"event": event, **what}).encode(), socket.MSG_DONTWAIT)
 
-    def known_as(self, text: str) -> None:
+    def set_role(self, text: str) -> None:
         """Set the text of this rank in messages: its role, and after a ';' more for a failure, such as
         `parameter server 0; last checkpoint ckpt/step-00000400`. The last text counts."""
-        self.tell("known_as", text=" ".join(text.split())[:_NAME_CHARS])
+        self.send("role", text=" ".join(text.split())[:_ROLE_CHARS])
 
     def report_failure(self, code: int, words: str, traceback: str = "") -> None:
         """Report that this rank is about to end with that exit code."""
         self.is_exiting = self.failed = True
-        self.tell("failed", code=code, words=words[:_WORDS_CHARS], traceback=traceback[-_TRACEBACK_CHARS:])
+        self.send("failed", code=code, words=words[:_WORDS_CHARS], traceback=traceback[-_TRACEBACK_CHARS:])
 
     def fail(self, code: int, words: str, traceback: str) -> None:
         """As `report_failure`; then linger until this rank may end the job, or another rank's failure came first."""
@@ -206,7 +203,7 @@ class WatcherClient:
         self._await(RELEASE_S, lambda: self.released or self.lingers or self.failed_elsewhere())
         self._linger_while_others_run()
         if self.lingers and not self.released and not self.failed_elsewhere():
-            return self.linger()
+            self.linger()
         self.released = self.released or not self.failed_elsewhere()
 
     def failed_elsewhere(self) -> bool:
@@ -216,7 +213,7 @@ class WatcherClient:
     def linger(self) -> None:
         """Linger until this rank may end the job. For the rank that caused the verdict, after its program has ended."""
         self.is_exiting = True
-        self.tell("unwound")
+        self.send("unwound")
         self.await_release()
         self.released = True
 
@@ -225,50 +222,46 @@ class WatcherClient:
         if self.verdict is None:
             self._await(RELEASE_S, lambda: self.released or self.lingers or self.verdict is not None)
             self._linger_while_others_run()
-            self.tell("unwound")
+            self.send("unwound")
         self._await(RELEASE_S, lambda: self.released)
 
-    def held(self) -> bool:
+    def end_is_delayed(self) -> bool:
         """Whether the end of the job is delayed, because a rank is busy."""
         self.read()
         return time.monotonic() < self._held_at + RELEASE_S
 
     def _linger_while_others_run(self) -> None:
         """Wait while the others continue: until they have ended, or the watcher has."""
-        while self.lingers and not self.over():
-            self._await(LOOK_AGAIN_S, self.over)
+        while self.lingers and not self.linger_is_over():
+            self._await(LOOK_AGAIN_S, self.linger_is_over)
 
-    def over(self) -> bool:
-        """Whether to stop lingering: there is a verdict, the release, or no watcher."""
+    def linger_is_over(self) -> bool:
+        """Whether there is a verdict, the release, or no watcher."""
         self.read()
-        return self.released or self.verdict is not None or not self._alive()
+        return self.released or self.verdict is not None or not self.is_alive()
 
-    def limit(self, what: str, limit_s: float, servers: Sequence[int] = (), ranks: Sequence[int] = ()) -> float:
+    def await_limit_verdict(self, what: str, limit_s: float, servers: Sequence[int], ranks: Sequence[int]) -> float:
         """Report a wait that has reached its limit, and await the verdict. Returns the seconds for which the wait may
         continue, if another rank is busy or the ranks were not silent for `limit_s`; 0.0 if there is an error to raise
         or no answer. servers, ranks: see the event `limit` of job_state.py."""
         self._again_s = 0.0
-        self.ask_for_verdict(what, limit_s, servers, ranks)
+        self.report_limit(what, limit_s, servers, ranks)
         self._await(ANSWER_S, lambda: self.has_error or self._again_s > 0)
         return 0.0 if self.has_error else self._again_s
 
-    def ask_for_verdict(self, what: str, limit_s: float, servers: Sequence[int], ranks: Sequence[int] = ()) -> None:
-        """Report a wait that has reached its limit, without waiting for the answer. Arguments as for `limit`."""
-        self.tell("limit", what=what[:_WORDS_CHARS], limit_s=limit_s, servers=list(servers), ranks=list(ranks))
-
-    def watched(self) -> bool:
-        """Whether the watcher of this rank is alive."""
-        return self._alive()
+    def report_limit(self, what: str, limit_s: float, servers: Sequence[int], ranks: Sequence[int] = ()) -> None:
+        """Report a wait that has reached its limit. Arguments as for `await_limit_verdict`."""
+        self.send("limit", what=what[:_WORDS_CHARS], limit_s=limit_s, servers=list(servers), ranks=list(ranks))
 
     def await_verdict(self) -> None:
         """Wait for a verdict, at most ANSWER_S seconds."""
         self._await(ANSWER_S, lambda: self.verdict is not None)
 
     def _await(self, seconds: float, done: Any) -> None:
-        deadline = time.monotonic() + seconds
+        begin = time.monotonic()
         poll = select.poll()  # select() fails where the program has more than 1024 files open
         self.read()
-        while not done() and self._alive() and (left := max(deadline, self._held_at + seconds) - time.monotonic()) > 0:
+        while not done() and self.is_alive() and (left := max(begin, self._held_at) + seconds - time.monotonic()) > 0:
             poll.register(self._socket, select.POLLIN)
             poll.poll(1000 * left)
             self.read()
@@ -277,7 +270,8 @@ class WatcherClient:
         """Disable the signals before Python ends: without its handlers they would kill the process."""
         self.is_exiting = True
         self.read()
-        self._disable_signals()
+        if self._socket.fileno() >= 0:  # else `close` has disabled them
+            self._disable_signals()
 
     def _disable_signals(self) -> None:
         """Disable the signals. First stop the sending: Python prints an error if one arrives while it sets SIG_IGN."""
@@ -287,12 +281,11 @@ class WatcherClient:
         with contextlib.suppress(ValueError):
             signal.signal(self._wake, signal.SIG_IGN)
             signal.signal(self._stack, signal.SIG_IGN)  # not set yet if init() ran in another thread
-            if signal.getsignal(signal.SIGUSR1) is _nothing:
+            if signal.getsignal(signal.SIGUSR1) is _ignore:
                 signal.signal(signal.SIGUSR1, signal.SIG_IGN)
                 WatcherClient._ignores_usr1 = True
 
     def close(self) -> None:
-        """Close the connection."""
         if self._socket.fileno() >= 0:
             self._disable_signals()
             self._socket.close()
@@ -300,18 +293,15 @@ class WatcherClient:
                 os.close(end)
 
 
-def _nothing(number: int, frame: types.FrameType | None) -> None:
+def _ignore(number: int, frame: types.FrameType | None) -> None:
     """The handler of SIGUSR1, which MPICH's mpirun -disable-auto-cleanup sends to the ranks that survive another; it
     would kill them. SIG_IGN would be inherited by programs that this one starts."""
 
 
 def _free_signals() -> tuple[int, int]:
     """Return two real-time signals that this program does not use."""
-    free = [number for number in range(signal.SIGRTMAX - 1, signal.SIGRTMIN, -1) if _is_free(number)]
+    unused = signal.SIG_DFL, signal.SIG_IGN
+    free = [number for number in range(signal.SIGRTMAX - 1, signal.SIGRTMIN, -1) if signal.getsignal(number) in unused]
     if len(free) < 2:
         raise OSError("no real-time signal is free")
     return free[0], free[1]
-
-
-def _is_free(number: int) -> bool:
-    return signal.getsignal(number) in (signal.SIG_DFL, signal.SIG_IGN)

@@ -43,7 +43,7 @@ class Promise:
 
 
 KILLED = "0 times on stderr: allred: rank"
-SILENT = r"allred: rank {rank} on \S+ ended with exit code 0 without a word"
+SILENT = r"allred: rank {rank} on \S+ ended with exit code 0 without a report"
 
 PROMISES = {
     "raise": Promise(

@@ -56,7 +56,7 @@ KEPT = {
     "interrupt": (130, peers("RemoteRankError of rank 1 code 130 without its traceback"), "KeyboardInterrupt\n"),
     "_exit": (
         *(1, peers("RemoteRankError of rank 1 code 0 without its traceback")),
-        "allred: rank 1 on host ended with exit code 0 without a word (os._exit, MPI_Abort?)\n",
+        "allred: rank 1 on host ended with exit code 0 without a report (os._exit, MPI_Abort?)\n",
     ),
     "kill": (137, "", "allred: rank 1 on host was killed by signal 9 (SIGKILL)\n"),
     "stop": (1, peers("CollectiveTimeout"), "allred.CollectiveTimeout: ...\n  rank 1  stopped since 3 s\n"),

@@ -53,7 +53,7 @@ def test_the_others_go_on(policy, who, apart, mpi, tmp_path):
     check_end(result, 1, mpi)
     assert done(result) == {0, 1, 2} - {who}, result.text
     assert f"rank {who + 2} (worker {who})" in result.err, result.text
-    assert "ValueError: boom; the others go on" in result.err, result.text
+    assert "ValueError: boom; the other ranks continue" in result.err, result.text
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["shared", "messages"])
@@ -243,7 +243,7 @@ done()
         assert re.search(server, tables[step]), result.text
     stopped = rf"rank {servers - 1} \(parameter server {servers - 1}\) +\S+ +stopped \(kill -CONT"
     assert re.search(stopped, tables["9"]), result.text
-    assert "waits no more in step 3" in result.err, result.text
+    assert "no longer waits in step 3" in result.err, result.text
 
 
 def test_stopped_in_the_middle_of_its_gradient(tmp_path):

@@ -87,7 +87,7 @@ def test_a_worker_that_never_makes_an_optimizer(who, mpi, tmp_path):
         assert done(result) == {0}, result.text
     else:
         check_end(result, 1, mpi)
-        assert "worker 0 has ended without giving the parameters to start from" in result.err, result.text
+        assert "worker 0 ended before it sent the initial parameters" in result.err, result.text
 
 
 def test_the_server_ends_without_an_optimizer(tmp_path):

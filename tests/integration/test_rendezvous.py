@@ -217,7 +217,7 @@ def test_a_task_that_cannot_take_part_and_the_tasks_that_wait_are_told_why(reque
         assert ours in found["ps", 0].err, text(found)
 
 
-LISTEN_NOT = "from allred.launch import rendezvous_client\nrendezvous_client.take = lambda *_: None\n"
+LISTEN_NOT = "from allred.launch import rendezvous_client\nrendezvous_client.listen = lambda *_: None\n"
 START_NOT = "rendezvous_client._start = lambda *_: None\n"
 
 

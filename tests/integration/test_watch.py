@@ -67,7 +67,7 @@ STALLS = {  # what the culprit does, and how the others are told of it
         "import ctypes; m = ctypes.create_string_buffer(64); [*map(ctypes.PyDLL(None).pthread_mutex_lock, (m, m))]",
         r"in Python at <string>:11 \(culprit\)",
     ),
-    "is stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", r"stopped \(kill -CONT \d+ lets it go on\)"),
+    "is stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", r"stopped \(kill -CONT \d+ continues it\)"),
 }
 LIMITS = {"ALLRED_TIMEOUT_S": "2", "ALLRED_STALL_WARNING_S": "1"}
 
@@ -493,7 +493,7 @@ def test_the_watcher_of_another_node_goes_on_without_it(mark, which, end):
     code, out, err = with_watcher(signal.SIGKILL, mark, end, nodes="1,1", which=which)
     assert code == bool(end), err
     assert out.count("done") == (0 if end else 2), err
-    assert 1 <= err.count("the watcher ") <= 2, err
+    assert 1 <= err.count("allred: the watcher ") <= 2, err
     assert err.count("ValueError: boom") == bool(end), err
     assert gone(mark)
 

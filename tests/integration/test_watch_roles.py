@@ -1,4 +1,4 @@
-"""Whole jobs in which rank 0 is a server and the others are spare: one fails or dies, and the others go on."""
+"""Whole jobs in which rank 0 is a server and the others are expendable: one fails or dies, and the others continue."""
 
 import contextlib
 import os
@@ -25,11 +25,12 @@ import allred.watch.start
 from allred import world
 
 original = allred.watch.start.start
-allred.watch.start.start = lambda *given, **_: original(*given, spares=tuple(range(1, given[1].size)))
+everyone_but_rank_0 = lambda shape: {{"expendable": tuple(range(1, shape.size))}}
+allred.watch.start.start = lambda *given, **more: original(*given, **more | everyone_but_rank_0(given[1]))
 allred.init(banner=False)
 rank, size = allred.rank(), allred.size()
 allred.barrier()
-world.watcher().known_as(f"worker {{rank - 1}}" if rank else "parameter server 0; last checkpoint ckpt/1")
+world.watcher().set_role(f"worker {{rank - 1}}" if rank else "parameter server 0; last checkpoint ckpt/1")
 
 def fails():
     {fails}
@@ -141,13 +142,13 @@ def test_the_others_go_on_and_its_exit_code_is_the_jobs(mpi, failure, mark):
     check_end(result, code, mpi)
     assert done(result) == sees(result, 2, how) == {0, 1}, result.text
     assert "heard" not in result.out, result.text
-    said = re.findall(r"^allred: (rank 2 \(worker 1\) on \S+ .*); the others go on$", result.err, re.M)
+    said = re.findall(r"^allred: (rank 2 \(worker 1\) on \S+ .*); the other ranks continue$", result.err, re.M)
     assert len(said) == 1, result.text
     assert how in said[0], result.text
     tracebacks = failure in ("raise", "interrupt")
     assert result.err.count("Traceback (most recent call last)") == tracebacks, result.text
     if tracebacks:
-        assert result.err.index("Traceback (most") > result.err.index("the others go on"), result.text
+        assert result.err.index("Traceback (most") > result.err.index("the other ranks continue"), result.text
     assert result.err.count("; ending the job") == 1, result.text
 
 
@@ -244,7 +245,7 @@ def test_survivors_go_on_and_the_job_ends_with_the_code_of_the_death(mark):
     result = survive("openmpi", program(KILL, more_s=2.0), mark)
     assert done(result) == sees(result, 2, "was killed by signal 9 (SIGKILL)") == {0, 1}, result.text
     assert len(re.findall(r"^allred: rank 2 \(worker 1\) on \S+ was killed by signal 9", result.err, re.M)) == 1
-    assert result.err.count("allred: the others go on without rank 2 (worker 1)") == 1, result.text
+    assert result.err.count("allred: the other ranks continue without rank 2 (worker 1)") == 1, result.text
     assert result.code == 137, result.text
 
 

@@ -20,11 +20,11 @@ def facts_of_launch(**change):
     ("change", "topic", "verdict", "remedy"),
     [
         ({}, "mpirun", OK, ""),
-        ({"first": "/usr/bin/mpirun"}, "mpirun", WARN, "export PATH=/env/bin:$PATH"),
-        ({"first": "/usr/bin/mpirun", "launcher": "MPICH's mpirun"}, "mpirun", NOTE, "export PATH=/env/bin:$PATH"),
-        ({"beside": "", "first": "/usr/bin/mpirun"}, "mpirun", OK, ""),
-        ({"beside": "", "first": ""}, "mpirun", WARN, "pip install 'allred[mpich]'"),
-        ({"beside": "", "first": "", "slurm": True}, "mpirun", OK, ""),
+        ({"on_path": "/usr/bin/mpirun"}, "mpirun", WARN, "export PATH=/env/bin:$PATH"),
+        ({"on_path": "/usr/bin/mpirun", "launcher": "MPICH's mpirun"}, "mpirun", NOTE, "export PATH=/env/bin:$PATH"),
+        ({"local": "", "on_path": "/usr/bin/mpirun"}, "mpirun", OK, ""),
+        ({"local": "", "on_path": ""}, "mpirun", WARN, "pip install 'allred[mpich]'"),
+        ({"local": "", "on_path": "", "slurm": True}, "mpirun", OK, ""),
         ({"slurm": True}, "launcher", NOTE, "srun --mpi=pmi2"),
         ({"slurm": True, "launcher": "srun with PMI"}, "launcher", OK, ""),
     ],
@@ -35,12 +35,12 @@ def test_launchers(change, topic, verdict, remedy):
 
 
 def test_warnings_about_an_mpirun_of_another_mpi_and_about_root():
-    alone = facts_of_launch(beside="", first="/usr/bin/mpirun")
+    alone = facts_of_launch(local="", on_path="/usr/bin/mpirun")
     assert verdicts(mpi.diagnose_start(alone, "Open MPI 5.0.11")) == {"mpirun": WARN, "root": WARN}
     assert mpi.diagnose_start(alone, "MPICH 5.0.2") == []
-    beside = facts_of_launch(first="/usr/bin/mpirun", root_refused=False)
-    assert mpi.diagnose_start(beside, "Open MPI 5.0.11") == []
-    launched = dataclasses.replace(alone, launcher="Open MPI's mpirun", first_kind="")
+    local = facts_of_launch(on_path="/usr/bin/mpirun", root_refused=False)
+    assert mpi.diagnose_start(local, "Open MPI 5.0.11") == []
+    launched = dataclasses.replace(alone, launcher="Open MPI's mpirun", on_path_kind="")
     assert mpi.diagnose_start(launched, "Open MPI 5.0.11") == []
 
 

@@ -18,7 +18,7 @@ PACKAGES = (
     *("__main__", "doctor", "bench", "testing", "compat", "__init__", "server", "startup", "session", "client"),
     *("launch", "modes", "ps", "fusion", "comm", "timeline", "watch", "data", "optim"),
     *("cluster", "checkpoint", "gpu", "native", "nest", "arrays", "validators", "log", "world", "config", "errors"),
-    *("detached", "channel", "command_line"),
+    *("detached", "channel", "command_line", "wording"),
 )
 
 # Inside of comm, top to bottom: what users call; the communicator; the backends; what these are made of.

@@ -89,7 +89,7 @@ class Line:
     def read(self):
         pass
 
-    def tell(self, event, **what):
+    def send(self, event, **what):
         self.told.append((event, what.get("what")))
 
 

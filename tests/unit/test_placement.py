@@ -60,7 +60,7 @@ def test_every_element_is_in_one_piece(seed):
             assert {piece.tensor for piece in placement.pieces} == set(range(len(tensors)))
             keys = [(piece.tensor, piece.start) for piece in placement.pieces]
             assert keys == sorted(set(keys))  # in order; an empty tensor has one piece, no other has an empty one
-            assert sum(placement.bytes_on(server) for server in range(servers)) == sum(map(nbytes, tensors))
+            assert sum(placement.loads[server] for server in range(servers)) == sum(map(nbytes, tensors))
             by_server = [piece for server in range(servers) for piece in placement.of(server)]
             assert sorted(by_server, key=lambda piece: (piece.tensor, piece.start)) == list(placement.pieces)
             if how in ("round_robin", "greedy") or callable(how) or not split:
@@ -75,7 +75,7 @@ def test_cuts_are_few_spare_small_tensors_and_balance(seed):
     placement = place(tensors, servers)
     mean = sum(map(nbytes, tensors)) / servers
     slack = max(SMALL_BYTES, 0.02 * mean)
-    assert max(placement.bytes_on(server) for server in range(servers)) <= mean + slack + 1
+    assert max(placement.loads[server] for server in range(servers)) <= mean + slack + 1
     assert len(placement.pieces) - len(tensors) <= servers - 1
     for index, tensor in enumerate(tensors):
         parts = [piece for piece in placement.pieces if piece.tensor == index]
@@ -102,17 +102,17 @@ def test_named_tensors_are_where_they_were_put_and_the_others_around_them(seed):
     mean = sum(map(nbytes, tensors)) / servers
     slack = max(SMALL_BYTES, 0.02 * mean) + 1
     assert len(placement.pieces) - len(tensors) <= servers - 1
-    took = [placement.bytes_on(server) for server in range(servers) if placement.bytes_on(server) > given[server]]
+    took = [placement.loads[server] for server in range(servers) if placement.loads[server] > given[server]]
     if took:  # who took any of the others has no more than the emptiest, and the slack
-        assert max(took) <= min(placement.bytes_on(server) for server in range(servers)) + servers * slack
+        assert max(took) <= min(placement.loads[server] for server in range(servers)) + servers * slack
     if max(given) <= mean:
-        assert max(placement.bytes_on(server) for server in range(servers)) <= mean + slack
+        assert max(placement.loads[server] for server in range(servers)) <= mean + slack
 
 
 def test_a_server_with_more_than_its_share_gets_no_more_and_the_others_are_even():
     placement = place(TABLE, 4, {"table": 2})
     assert [piece.tensor for piece in placement.of(2)] == [0]
-    assert {placement.bytes_on(server) for server in (0, 1, 3)} == {13 * 256_000, 14 * 256_000}
+    assert {placement.loads[server] for server in (0, 1, 3)} == {13 * 256_000, 14 * 256_000}
 
 
 @pytest.mark.parametrize("servers", [2, 3, 4])
@@ -259,7 +259,7 @@ def test_a_thousand_tensors_are_dealt_evenly():
 
 @pytest.mark.parametrize("servers", [0, -1, 1.0, True, "2", None])
 def test_servers_is_a_positive_whole_number(servers):
-    with pytest.raises(InputError, match=r"place: servers must be a whole number of at least 1, got .*; pass"):
+    with pytest.raises(InputError, match=r"place: servers must be an integer >= 1, but is .*; pass"):
         place(TABLE, servers)
 
 

@@ -132,7 +132,7 @@ def kinds(served, looks):
     found = []
     for _ in range(looks):
         sizes = [len(served._transport.waiting[tag]) for tag in (STEP, CALL)]
-        served._look(wait=False)
+        served._receive(wait=False)
         (turn,) = served._turns
         served._turns.clear()
         for _ in turn.steps:
@@ -274,14 +274,14 @@ def test_no_worker_waits_for_a_dead_worker_0(monkeypatch):
     served._run(served._turns.popleft())
     replies = request(served, 2, registration())
     assert sorted(rank for rank, _ in replies) == [2, 3]
-    assert all("worker 0 has ended" in str(error) for _, error in replies)
+    assert all("worker 0 ended before" in str(error) for _, error in replies)
 
 
 def test_a_dead_worker_does_not_wait(monkeypatch):
     served = make(monkeypatch)
     assert request(served, 1, AwaitFinish()) == []
     assert request(served, 2, EndDrain(None)) == []
-    assert served.control.at_the_end() == {1}
+    assert served.control.at_end() == {1}
     served.control.remove(1)
     served._run(served._turns.popleft())
     assert [worker for worker, _ in served.control.waiting] == [2]
@@ -342,7 +342,7 @@ def test_it_looks_once_a_second_or_more_often():
 def test_the_limit_counts_from_the_last_request_of_the_awaited_worker():
     silent = make_silent()
     for now in range(100):
-        silent.heard(1, float(now))
+        silent.record_request(1, float(now))
         silent.check([1], [0, 2], True, now + 0.5)
     silent.check([1], [0, 2], True, 104.9)
     with pytest.raises(

@@ -512,7 +512,7 @@ def test_a_worker_that_has_left_may_not_continue():
     assert served.do(1, BEGIN).flags == DROPPED
     served.handler.release()  # it may go on, as soon as it has come to wait
     served.leave(1)
-    assert not served.handler._may_go
+    assert not served.handler._may_continue
 
 
 # ---- locking: a pull brings one version

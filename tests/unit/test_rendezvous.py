@@ -125,19 +125,19 @@ def test_finished_tasks_are_released_if_another_task_failed():
         state.mpi_started(task)
     state.finished(W0)
     assert state.disconnect(W1)[0] == []
-    assert state.waiting_in_vain() == [], "one still works"
+    assert state.blocked_in_finalize() == [], "one still works"
     state.finished(PS)
-    assert state.waiting_in_vain() == [PS, W0]
-    assert state.waiting_in_vain() == [], "once"
+    assert state.blocked_in_finalize() == [PS, W0]
+    assert state.blocked_in_finalize() == [], "once"
 
 
 def test_finished_tasks_get_no_message_if_all_finish():
     state = complete()
     for task in ADDRESSES:
         state.finished(task)
-    assert state.waiting_in_vain() == []
+    assert state.blocked_in_finalize() == []
     state.disconnect(PS)
-    assert state.waiting_in_vain() == []
+    assert state.blocked_in_finalize() == []
 
 
 # ---- addresses
@@ -145,17 +145,17 @@ def test_finished_tasks_get_no_message_if_all_finish():
 
 def test_places_and_the_secret():
     near = {"a": "localhost:1", "b": "127.0.0.1:2"}
-    rendezvous_client.check(near, rendezvous_client.look_up(near), "")
+    rendezvous_client.check_addresses(near, rendezvous_client.look_up(near), "")
     far = {"a": "10.0.0.1:1", "b": "10.0.0.2:1"}
-    rendezvous_client.check(far, rendezvous_client.look_up(far), "s")
+    rendezvous_client.check_addresses(far, rendezvous_client.look_up(far), "s")
     with pytest.raises(ConfigError, match=r"10\.0\.0\.1:1 of a can be reached from other machines: set ALLRED_SECRET"):
-        rendezvous_client.check(far, rendezvous_client.look_up(far), "")
+        rendezvous_client.check_addresses(far, rendezvous_client.look_up(far), "")
     mixed = {"a": "localhost:1", "b": "10.0.0.2:1"}
     with pytest.raises(ConfigError, match=r"loopback \(127\.0\.0\.1\), which b at 10\.0\.0\.2:1 cannot reach"):
-        rendezvous_client.check(mixed, rendezvous_client.look_up(mixed), "s")
+        rendezvous_client.check_addresses(mixed, rendezvous_client.look_up(mixed), "s")
     twice = {"a": "localhost:1", "b": "127.0.0.1:1"}
     with pytest.raises(ConfigError, match=r"localhost:1 of a and 127\.0\.0\.1:1 of b are the same address"):
-        rendezvous_client.check(twice, rendezvous_client.look_up(twice), "")
+        rendezvous_client.check_addresses(twice, rendezvous_client.look_up(twice), "")
 
 
 def test_unknown_hosts():
@@ -166,7 +166,7 @@ def test_unknown_hosts():
 def test_an_address_of_another_machine():
     address = {"a": "192.0.2.1:2222"}  # of no machine, by RFC 5737
     with pytest.raises(ConfigError, match=r"a cannot listen at 192\.0\.2\.1:2222 .*; start a on the machine that"):
-        rendezvous_client.take("a", "192.0.2.1:2222", rendezvous_client.look_up(address)["a"])
+        rendezvous_client.listen("a", "192.0.2.1:2222", rendezvous_client.look_up(address)["a"])
 
 
 # ---- the secret

@@ -273,7 +273,7 @@ def test_the_error_of_a_tower_is_raised_with_a_note_that_names_it(kind, parallel
         with pytest.raises(kind, match="what it was") as caught:
             towers(None, x)
         assert caught.value.__notes__ == ["in tower 1 of 3, with samples 4 to 6 of the batch"]  # the first that failed
-        assert excepthook._words(kind, caught.value).endswith("what it was")  # what the other ranks hear in short
+        assert excepthook._last_line(kind, caught.value).endswith("what it was")  # what the other ranks hear in short
         assert "in fail" in "".join(traceback.format_tb(caught.value.__traceback__))
         del caught
     assert towers(None, np.zeros(10))[0] == 0

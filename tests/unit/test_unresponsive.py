@@ -50,20 +50,20 @@ def test_since_when_ranks_that_have_ended_wait(ranks, since):
 class Script:
     """A server and three workers; `messages` are those since the last `take`."""
 
-    def __init__(self, spares=()):
-        self.job, self.messages = JobState(4, 1, 30.0, spares), []
+    def __init__(self, expendable=()):
+        self.job, self.messages = JobState(4, 1, 30.0, expendable), []
         for rank in range(4):
             self.handle("joined", rank, 0.0, host="here")
-            self.handle("known_as", rank, 0.0, text=f"worker {rank - 1}" if rank else "parameter server 0")
+            self.handle("role", rank, 0.0, text=f"worker {rank - 1}" if rank else "parameter server 0")
 
     def handle(self, event, rank, now, **rest):
         self.job.handle({"event": event, "rank": rank, **rest}, now)
         self.messages += self.job.tick(now)
 
-    def look(self, now):
-        """The watcher answers a look."""
+    def answer(self, now):
+        """The watcher answers a query."""
         states = {str(rank): "in Python at train.py:7 (step)" for rank in range(4)}
-        self.handle("looked", None, now, node=0, look=self.job._stalls._looks, states=states)
+        self.handle("states", None, now, node=0, query=self.job._stalls._queries, states=states)
 
     def take(self, kind):
         found = [(rank, message) for rank, message in self.messages if message["kind"] == kind]
@@ -76,7 +76,7 @@ def test_a_wait_continues_while_the_awaited_worker_makes_requests():
     for now in (4.0, 8.0, 12.0):
         script.handle("holds", 0, now, silent={"2": 1.0})
     script.handle("limit", 1, 12.0, **STEP)
-    assert script.take("wait on") == [(1, {"kind": "wait on", "again_s": 5.0})]
+    assert script.take("extend") == [(1, {"kind": "extend", "again_s": 5.0})]
     assert script.job.verdict is None
 
 
@@ -84,8 +84,8 @@ def test_a_worker_that_made_no_request_is_named_with_the_table():
     script = Script()
     script.handle("holds", 0, 8.0, silent={"2": 7.0})
     script.handle("limit", 1, 8.0, **STEP)
-    assert not script.take("wait on")
-    script.look(8.1)
+    assert not script.take("extend")
+    script.answer(8.1)
     first, *shown = script.job.verdict["text"].splitlines()
     assert first == "step 4: not complete after 6 s; rank 2 (worker 1) made no request in this time"
     assert shown == ["  ranks 0-3  here         in Python at train.py:7 (step)"]
@@ -96,23 +96,23 @@ def test_a_server_that_does_not_answer_is_named():
     script = Script()
     script.handle("holds", 0, 1.0, silent={"2": 7.0})
     script.handle("limit", 1, 8.0, **STEP)
-    script.look(8.1)
+    script.answer(8.1)
     assert "rank 0 (parameter server 0) did not answer in this time\n" in script.job.verdict["text"]
 
 
-def test_a_spare_worker_that_made_no_request_counts_as_failed():
-    script = Script(spares=(1, 2, 3))
+def test_an_expendable_worker_that_made_no_request_counts_as_failed():
+    script = Script(expendable=(1, 2, 3))
     script.handle("holds", 0, 8.0, silent={"2": 7.0})
     script.handle("limit", 1, 8.0, **STEP)
-    assert script.take("wait on") == [(1, {"kind": "wait on", "again_s": stalls.LOOK_S})]
-    script.handle("limit", 3, 8.05, **STEP)  # which looks for the same worker
-    assert script.take("wait on") == [(3, {"kind": "wait on", "again_s": stalls.LOOK_S})]
-    script.look(8.1)
+    assert script.take("extend") == [(1, {"kind": "extend", "again_s": stalls.QUERY_S})]
+    script.handle("limit", 3, 8.05, **STEP)  # which asks for the same worker
+    assert script.take("extend") == [(3, {"kind": "extend", "again_s": stalls.QUERY_S})]
+    script.answer(8.1)
     how = "has made no request for 6 s while others waited for it"
     messages, script.messages = script.messages, []
     assert (None, {"kind": "gone", "rank": 2, "host": "here", "how": how, "code": 1}) in messages
-    [text] = [message["text"] for _, message in messages if message["kind"] == "say"]
-    assert text.startswith(f"rank 2 (worker 1) on here {how}; the others go on\n  ranks 0-3")
+    [text] = [message["text"] for _, message in messages if message["kind"] == "print"]
+    assert text.startswith(f"rank 2 (worker 1) on here {how}; the other ranks continue\n  ranks 0-3")
     assert script.job.verdict is None
     script.handle("failed", 2, 9.0, code=1, words="CollectiveTimeout: ...", traceback="Traceback ...")
     assert script.take("linger") == [(2, {"kind": "linger"})]
@@ -124,12 +124,12 @@ def test_a_spare_worker_that_made_no_request_counts_as_failed():
     )  # fmt: skip
 
 
-def test_the_last_worker_that_is_left_is_not_spare():
-    script = Script(spares=(1, 2, 3))
+def test_the_last_worker_that_is_left_is_not_expendable():
+    script = Script(expendable=(1, 2, 3))
     for rank in (1, 3):
         script.handle("failed", rank, 1.0, code=3, words="", traceback="")
     script.handle("limit", 0, 8.0, what="a request of worker 1", limit_s=6.0, servers=[], ranks=[2])
-    script.look(8.1)
+    script.answer(8.1)
     assert "; rank 2 (worker 1) made no request in this time" in script.job.verdict["text"]
 
 
@@ -139,12 +139,12 @@ def test_ended_ranks_that_wait_cause_repeated_warnings():
         script.handle("left", rank, 5.0)
     for now in (34.9, 35.0):
         script.messages += script.job.tick(now)
-    assert [message["kind"] for _, message in script.messages] == ["look"]
-    script.look(35.1)
-    [(_, told)] = script.take("speak")
+    assert [message["kind"] for _, message in script.messages] == ["query"]
+    script.answer(35.1)
+    [(_, told)] = script.take("announce")
     assert told["text"].startswith("ranks 0-1,3 ended 30 s ago, and cannot leave MPI before the other ranks end\n")
     script.messages += script.job.tick(124.0)
-    assert not script.take("look")
+    assert not script.take("query")
     script.messages += script.job.tick(125.5)
-    assert script.take("look")
+    assert script.take("query")
     assert script.job.verdict is None

@@ -23,7 +23,7 @@ from allred.watch.records import FOLLOW_S
 
 
 class Script:
-    """A job of `size` ranks that have joined; `messages` are those since the last look, without the time."""
+    """A job of `size` ranks that have joined; `messages` are those since the last take, without the time."""
 
     def __init__(self, size=3, nodes=1, warn_s=30.0, launcher=True):
         self.job, self.messages = JobState(size, nodes, warn_s, launcher=launcher), []
@@ -91,7 +91,7 @@ def test_without_a_launcher_each_rank_prints_the_death():
         text = "rank 1 on host1 was killed by signal 9 (SIGKILL)"
         assert told["verdict"]["text"] == text
         assert told["verdict"]["brief"] == ("rank 1 is gone" if launcher else text)
-        assert ("speak" in told) == launcher
+        assert ("announce" in told) == launcher
 
 
 def test_ranks_that_all_fail_get_the_verdict_before_the_release():
@@ -132,10 +132,10 @@ def test_the_job_does_not_end_while_a_rank_is_busy():
     for now in range(1, 20):
         script.tick(float(now))
     kinds = [message["kind"] for _, message in script.messages]
-    assert (kinds.count("release"), kinds.count("say")) == (0, 1)
+    assert (kinds.count("release"), kinds.count("print")) == (0, 1)
     assert {rank for rank, message in script.messages if message["kind"] == "hold"} == {0, 1, 2}
     assert kinds.count("hold") > 30
-    [(_, told)] = script.take("say")
+    [(_, told)] = script.take("print")
     assert told["text"] == "rank 0 still writes; the job ends when it is done"
     script.handle("busy", 0, 20.0, is_so=False)
     script.tick(20.0 + release.GRACE_S)
@@ -162,8 +162,8 @@ def test_a_death_is_printed_and_the_lowest_survivor_ends_the_job():
     script = Script()
     script.handle("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
     script.tick(1.0 + job_state.DEATH_S)
-    spoken = [message for _, message in script.messages if message["kind"] == "speak"]
-    assert spoken == [{"kind": "speak", "rank": 0, "text": "rank 0 on host0 was killed by signal 9 (SIGKILL)"}]
+    spoken = [message for _, message in script.messages if message["kind"] == "announce"]
+    assert spoken == [{"kind": "announce", "rank": 0, "text": "rank 0 on host0 was killed by signal 9 (SIGKILL)"}]
     assert script.job.verdict["code"] == 137
     script.handle("unwound", 2, 1.1)
     script.handle("unwound", 1, 1.2)
@@ -177,9 +177,9 @@ def test_deaths_after_another_or_after_success_are_not_printed():
     script.handle("died", 0, how="ended with exit code 0", code=1, ago_s=0.0)
     assert script.messages == []
     script.handle("died", 1, how="was killed by signal 11 (SIGSEGV)", code=139, ago_s=0.0)
-    assert [message["rank"] for _, message in script.take("speak")] == [1]
+    assert [message["rank"] for _, message in script.take("announce")] == [1]
     script.handle("died", 2, how="was killed by signal 15 (SIGTERM)", code=143, ago_s=0.0)
-    assert not script.take("speak")
+    assert not script.take("announce")
 
 
 @pytest.mark.parametrize("its_process_ends", [False, True])
@@ -230,10 +230,11 @@ def wait(script, rank, now, peers=True, quiet=False):
     script.handle("waiting", rank, now, what="barrier() #5", since_s=1.0, peers=peers, quiet=quiet)
 
 
-def look(script, states, now):
-    request = next(message for _, message in script.messages if message["kind"] == "look")
+def answer(script, states, now):
+    request = next(message for _, message in script.messages if message["kind"] == "query")
     script.messages = []
-    script.handle("looked", None, now, look=request["look"], states={str(rank): text for rank, text in states.items()})
+    states = {str(rank): text for rank, text in states.items()}
+    script.handle("states", None, now, query=request["query"], states=states)
 
 
 def test_a_stall_is_printed_at_intervals_that_grow_and_so_is_its_end():
@@ -243,27 +244,29 @@ def test_a_stall_is_printed_at_intervals_that_grow_and_so_is_its_end():
     script.tick(9.9)
     assert not script.messages
     script.tick(10.0)
-    look(script, {0: "stopped", 1: "in barrier() #5", 2: "in barrier() #5"}, 10.1)
-    [(rank, message)] = script.take("say")
+    answer(script, {0: "stopped", 1: "in barrier() #5", 2: "in barrier() #5"}, 10.1)
+    [(rank, message)] = script.take("print")
     assert rank == 1
     assert message["text"].splitlines()[0] == "rank 1 has waited for 10 s in barrier() #5"
     assert len(message["text"].splitlines()) == 4
     script.tick(39.9)
     assert not script.messages
     script.tick(40.1)
-    look(script, {0: "stopped"}, 40.2)
-    assert "not heard from" in script.take("say")[0][1]["text"]
+    answer(script, {0: "stopped"}, 40.2)
+    assert "no answer" in script.take("print")[0][1]["text"]
     script.handle("going", 2, 50.0)
     script.handle("going", 1, 50.0)
-    assert script.take("say") == [(1, {"kind": "say", "text": "rank 1 waits no more in barrier() #5, after 50 s"})]
+    assert script.take("print") == [
+        (1, {"kind": "print", "text": "rank 1 no longer waits in barrier() #5, after 50 s"})
+    ]
 
 
-def test_one_look_at_a_time():
+def test_one_query_at_a_time():
     script = Script(warn_s=10)
     wait(script, 1, 1.0)
     script.tick(10.0)
     script.handle("waiting", 2, 10.3, what="barrier() #5", since_s=10.2, peers=True, quiet=False)
-    assert len(script.take("look")) == 1
+    assert len(script.take("query")) == 1
 
 
 def test_a_stall_that_ends_before_the_watchers_answer_is_not_printed():
@@ -271,7 +274,7 @@ def test_a_stall_that_ends_before_the_watchers_answer_is_not_printed():
     wait(script, 1, 1.0)
     script.tick(10.0)
     script.handle("going", 1, 10.1)
-    look(script, {}, 10.2)
+    answer(script, {}, 10.2)
     assert not script.messages
 
 
@@ -279,24 +282,24 @@ def test_the_end_of_a_stall_is_not_printed_after_a_verdict():
     script = Script(warn_s=10)
     wait(script, 1, 1.0)
     script.tick(10.0)
-    look(script, {}, 10.1)
+    answer(script, {}, 10.1)
     fail(script, 2, 11.0)
     script.messages = []
     script.handle("going", 1, 11.1)
     assert not script.messages
 
 
-def test_a_late_answer_does_not_count_for_the_next_look():
+def test_a_late_answer_does_not_count_for_the_next_query():
     script = Script(nodes=2, warn_s=10)
     wait(script, 1, 1.0)
     script.tick(10.0)
-    script.tick(10.0 + stalls.LOOK_S)
+    script.tick(10.0 + stalls.QUERY_S)
     script.handle("limit", 1, 12.0, what="barrier() #5", limit_s=12.0)
-    first, second = [message["look"] for _, message in script.take("look")]
-    script.handle("looked", None, 12.1, look=first, states={"0": "old"})
-    script.handle("looked", None, 12.1, look=second, states={"1": "new"})
+    first, second = [message["query"] for _, message in script.take("query")]
+    script.handle("states", None, 12.1, query=first, states={"0": "old"})
+    script.handle("states", None, 12.1, query=second, states={"1": "new"})
     assert not script.messages
-    script.handle("looked", None, 12.2, look=second, states={"0": "newer"})
+    script.handle("states", None, 12.2, query=second, states={"0": "newer"})
     assert "newer" in script.take("verdict")[0][1]["text"]
 
 
@@ -305,7 +308,7 @@ def test_a_time_limit_comes_before_a_warning():
     wait(script, 1, 1.0)
     script.tick(10.0)
     script.handle("limit", 1, 10.1, what="barrier() #5", limit_s=10.0)
-    script.tick(10.1 + stalls.LOOK_S)
+    script.tick(10.1 + stalls.QUERY_S)
     assert script.take("verdict")[0][1]["timeout"]
 
 
@@ -313,7 +316,7 @@ def test_a_failure_comes_before_a_time_limit_under_examination():
     script = Script(nodes=2)
     script.handle("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
     fail(script, 1, 5.1)
-    script.tick(5.0 + stalls.LOOK_S)
+    script.tick(5.0 + stalls.QUERY_S)
     assert [message["rank"] for _, message in script.take("verdict")] == [1]
 
 
@@ -323,9 +326,9 @@ def test_a_time_limit_is_put_off_while_a_rank_is_busy_and_for_a_moment_after():
     script.handle("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
     script.handle("busy", 0, 9.0, is_so=False)
     script.handle("limit", 2, 8.9 + stalls.AFTER_S, what="barrier() #5", limit_s=5.0)
-    assert script.take("wait on") == [(2, {"kind": "wait on", "again_s": 5.0})] * 2
+    assert script.take("extend") == [(2, {"kind": "extend", "again_s": 5.0})] * 2
     script.handle("limit", 2, 9.1 + stalls.AFTER_S, what="barrier() #5", limit_s=5.0)
-    assert len(script.take("look")) == 1
+    assert len(script.take("query")) == 1
 
 
 def test_a_quiet_wait_is_not_printed_after_that_of_another_rank():
@@ -333,7 +336,7 @@ def test_a_quiet_wait_is_not_printed_after_that_of_another_rank():
     wait(script, 1, 1.0, quiet=True)
     wait(script, 2, 1.0)
     script.tick(10.0)
-    look(script, {}, 10.1)
+    answer(script, {}, 10.1)
     script.handle("going", 2, 11.0)
     script.messages = []
     script.tick(1000.0)
@@ -351,11 +354,11 @@ def test_a_time_limit_is_everybodys_verdict_with_the_same_table():
     script = Script(nodes=2)
     script.handle("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
     script.handle("limit", 0, 5.0, what="barrier() #5", limit_s=5.0)
-    looks = [message["look"] for _, message in script.take("look")]
-    assert len(looks) == 1
-    script.handle("looked", None, 5.1, look=looks[0], states={"0": "a", "1": "b"})
+    queries = [message["query"] for _, message in script.take("query")]
+    assert len(queries) == 1
+    script.handle("states", None, 5.1, query=queries[0], states={"0": "a", "1": "b"})
     assert not script.messages
-    script.handle("looked", None, 5.2, look=looks[0], states={"2": "c"})
+    script.handle("states", None, 5.2, query=queries[0], states={"2": "c"})
     [(to, verdict)] = script.take("verdict")
     assert to is None
     assert verdict["timeout"]
@@ -371,7 +374,7 @@ def test_the_table_of_a_large_job_is_short(state):
     script = Script(size)
     script.handle("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
     kinds = 3 if "since" in state else size
-    look(script, {rank: state.format(rank % kinds) for rank in range(size)} | {1234: "stopped"}, 5.1)
+    answer(script, {rank: state.format(rank % kinds) for rank in range(size)} | {1234: "stopped"}, 5.1)
     message = script.take("verdict")[0][1]
     assert len(message["text"].splitlines()) == 1 + min(kinds + 1, stalls.TABLE_LINES)
     assert len(json.dumps(message)) < records.LARGEST
@@ -382,9 +385,9 @@ def test_the_table_of_a_large_job_is_short(state):
 def test_a_node_that_does_not_answer_is_not_waited_for():
     script = Script(nodes=2)
     script.handle("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
-    script.take("look")
-    script.tick(5.0 + stalls.LOOK_S)
-    assert "not heard from" in script.take("verdict")[0][1]["text"]
+    script.take("query")
+    script.tick(5.0 + stalls.QUERY_S)
+    assert "no answer" in script.take("verdict")[0][1]["text"]
 
 
 def test_a_rank_that_connects_late_gets_the_verdict():
@@ -396,19 +399,14 @@ def test_a_rank_that_connects_late_gets_the_verdict():
     assert [rank for rank, message in script.messages if message["kind"] == "verdict"] == [7]
 
 
-def test_ranks_in_short():
-    assert stalls.ranks_text([3]) == "rank 3"
-    assert stalls.ranks_text([0, 2, 3, 4, 9]) == "ranks 0,2-4,9"
-
-
 # How a process is, and how it ended.
 
 
 @pytest.mark.parametrize(
     ("end", "words", "code"),
     [
-        ("os._exit(5)", "ended with exit code 5 without a word", 5),
-        ("os._exit(0)", "ended with exit code 0 without a word", 1),
+        ("os._exit(5)", "ended with exit code 5 without a report", 5),
+        ("os._exit(0)", "ended with exit code 0 without a report", 1),
         ("os.kill(os.getpid(), 9)", "was killed by signal 9 (SIGKILL)", 137),
         ("os.kill(os.getpid(), 11)", "was killed by signal 11 (SIGSEGV)", 139),
         ("os.kill(os.getpid(), 40)", "was killed by signal 40 (a real-time signal)", 168),
@@ -422,7 +420,7 @@ def test_how_a_process_ended(end, words, code, reaped):
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     if reaped:
         child.wait()
-    text, found = process_state.how_it_ended(pidfd, child.pid)
+    text, found = process_state.describe_end(pidfd, child.pid)
     child.wait()
     os.close(pidfd)
     if "does not tell" not in text or not reaped:  # where the kernel is too old
@@ -435,7 +433,7 @@ def test_a_stopped_process():
         assert process_state.halted(child.pid) == ""
         os.kill(child.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, child.pid, os.WSTOPPED)
-        assert process_state.halted(child.pid) == f"stopped (kill -CONT {child.pid} lets it go on)"
+        assert process_state.halted(child.pid) == f"stopped (kill -CONT {child.pid} continues it)"
         assert process_state.launcher(child.pid)[0] == os.getpid()
         child.kill()
     assert process_state.halted(child.pid) == ""
@@ -444,10 +442,10 @@ def test_a_stopped_process():
 def test_where_a_program_is():
     library = '  File "/usr/lib/python3.11/threading.py", line 9 in wait\n'
     own = '  File "/home/me/train.py", line 87 in step\n  File "/home/me/train.py", line 99 in <module>\n'
-    assert process_state.place(library + own) == "in Python at train.py:87 (step), in wait of threading.py"
-    assert process_state.place(own) == "in Python at train.py:87 (step)"
-    assert process_state.place(library) == "in Python at threading.py:9 (wait)"
-    assert "without an answer" in process_state.place("")
+    assert process_state.program_line(library + own) == "in Python at train.py:87 (step), in wait of threading.py"
+    assert process_state.program_line(own) == "in Python at train.py:87 (step)"
+    assert process_state.program_line(library) == "in Python at threading.py:9 (wait)"
+    assert "without an answer" in process_state.program_line("")
 
 
 def test_a_stack_that_arrives_in_pieces_is_read_completely(monkeypatch):
@@ -464,7 +462,7 @@ def test_a_stack_that_arrives_in_pieces_is_read_completely(monkeypatch):
 
     thread = threading.Thread(target=write)
     thread.start()
-    assert process_state.stacks({3: (pidfd, 0, ours)}) == {
+    assert process_state.program_lines({3: (pidfd, 0, ours)}) == {
         3: "in Python at train.py:87 (step), in wait of threading.py"
     }
     thread.join()
@@ -502,7 +500,7 @@ def test_a_rank_that_has_just_died_does_not_keep_the_others_from_being_killed(la
 @contextlib.contextmanager
 def running_watcher(**settings):
     """The watcher of a chief's node, in a thread."""
-    of_job = {"token": "secret", "ranks": 1, "size": 2, "nodes": 2, "warn_s": 30.0, "spares": (), "launcher": True}
+    of_job = {"token": "secret", "ranks": 1, "size": 2, "nodes": 2, "warn_s": 30.0, "expendable": (), "launcher": True}
     watcher = Watcher({"chief": True, "address": "127.0.0.1", **of_job, **settings})
     thread = threading.Thread(target=watcher.run)
     thread.start()
@@ -580,13 +578,13 @@ def test_the_launcher_kills_ranks_of_other_nodes_before_the_first_death_is_known
     script.handle("died", 2, 1.01, how="ended with exit code 0", code=1, ago_s=0.0)
     assert script.job.verdict["rank"] == 2
     script.tick(1.1 + job_state.FAR_S)
-    assert [message["rank"] for _, message in script.take("speak")] == [2]
+    assert [message["rank"] for _, message in script.take("announce")] == [2]
     script = Script(nodes=2)
     script.handle("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
     script.handle("died", 1, 1.01, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.02)
     script.handle("died", 2, 1.02, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
     script.tick(1.0 + job_state.DEATH_S)
-    assert [message["rank"] for _, message in script.take("speak")] == [1]
+    assert [message["rank"] for _, message in script.take("announce")] == [1]
 
 
 @pytest.mark.parametrize("heard", [(0, 2), (2, 0)])
@@ -597,7 +595,7 @@ def test_an_abort_on_one_host_and_a_kill_on_another_are_both_printed(heard):
     for number, rank in enumerate(heard):
         script.handle("died", rank, 1.0 + 0.03 * number, how=hows[rank][0], code=hows[rank][1], ago_s=0.0)
     script.tick(1.1 + job_state.FAR_S)
-    [(_, message)] = script.take("speak")
+    [(_, message)] = script.take("announce")
     both = "rank 0 on host0 ended with exit code 14, and at about the same time rank 2 on host2 was killed by signal 9"
     assert message["text"].startswith(both)
 
@@ -605,10 +603,10 @@ def test_an_abort_on_one_host_and_a_kill_on_another_are_both_printed(heard):
 def test_an_abort_on_one_of_several_nodes_is_printed_after_a_delay():
     script = Script(nodes=2)
     script.handle("died", 1, 1.0, how="ended with exit code 3", code=3, ago_s=0.0)
-    assert not script.take("speak")
+    assert not script.take("announce")
     script.handle("died", 0, 1.1, how="was killed by signal 15 (SIGTERM)", code=143, ago_s=0.0)
     script.tick(1.0 + job_state.FAR_S)
-    [(_, message)] = script.take("speak")
+    [(_, message)] = script.take("announce")
     assert message["text"] == "rank 1 on host1 ended with exit code 3"
 
 
@@ -677,7 +675,7 @@ def test_a_verdict_is_not_raised_in_a_wait_nor_at_the_end(rank_and_watcher, flag
 
 @pytest.mark.parametrize("where", ["_report", "_is_done"])
 def test_a_watcher_without_a_core_for_a_while_prints_a_death(where, monkeypatch):
-    of_job = {"size": 1, "nodes": 1, "warn_s": 30.0, "spares": [], "launcher": True}
+    of_job = {"size": 1, "nodes": 1, "warn_s": 30.0, "expendable": [], "launcher": True}
     watcher = Watcher({"token": "", "ranks": 1, "chief": True, "address": "", **of_job})
     ours, theirs = socket.socketpair()
     stderr, of_launcher = os.pipe()
@@ -720,18 +718,19 @@ def test_a_dead_watcher_causes_one_warning_unless_the_program_ends(rank_and_watc
     watcher.close()
     time.sleep(0.05)
     rank.read()
-    rank.tell("going")
-    assert capfd.readouterr().err.count("the watcher process on here is gone") == (not is_exiting)
+    rank.send("going")
+    rank.ending()  # as at the end of the program
+    assert capfd.readouterr().err.count("the watcher process on here has ended") == (not is_exiting)
 
 
 def test_a_fork_sends_and_receives_nothing(rank_and_watcher):
     rank, watcher = rank_and_watcher
     if not os.fork():
-        rank.tell("failed", code=1, words="", traceback="")
+        rank.send("failed", code=1, words="", traceback="")
         rank.read()
         os._exit(0)
     os.wait()
-    rank.tell("going")
+    rank.send("going")
     assert json.loads(watcher.recv(records.LARGEST))["event"] == "going"
 
 
@@ -740,7 +739,7 @@ def test_the_death_of_the_failed_rank_is_printed_with_its_traceback():
     fail(script, 1)
     script.handle("died", 2, 0.3, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
     script.handle("died", 1, 0.4, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
-    peer, culprit = (message["text"] for _, message in script.take("speak"))
+    peer, culprit = (message["text"] for _, message in script.take("announce"))
     assert peer == "rank 2 on host2 was killed by signal 9 (SIGKILL) while the job was ending"
     assert culprit.startswith(
         "rank 1 on host1 was killed by signal 9 (SIGKILL) while the job was ending, since rank 1 "
@@ -753,7 +752,7 @@ def test_the_first_death_is_uncertain_before_all_ranks_have_connected():
     script.job._size = 3
     script.handle("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
     script.tick(2.0)
-    assert "not all ranks had returned from allred.init()" in script.take("speak")[0][1]["text"]
+    assert "not all ranks had returned from allred.init()" in script.take("announce")[0][1]["text"]
 
 
 # What a rank is known as.
@@ -761,11 +760,11 @@ def test_the_first_death_is_uncertain_before_all_ranks_have_connected():
 
 def test_messages_name_a_rank_by_its_latest_role():
     script = Script()
-    script.handle("known_as", 1, text="parameter server 1; last checkpoint a")
-    script.handle("known_as", 1, text="parameter server 1; last checkpoint b")
+    script.handle("role", 1, text="parameter server 1; last checkpoint a")
+    script.handle("role", 1, text="parameter server 1; last checkpoint b")
     script.handle("died", 1, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
     script.tick(1.0 + job_state.DEATH_S)
-    [(_, message)] = script.take("speak")
+    [(_, message)] = script.take("announce")
     name = "rank 1 (parameter server 1; last checkpoint b) on host1"
     assert message["text"] == f"{name} was killed by signal 9 (SIGKILL)"
 
@@ -784,31 +783,31 @@ def test_the_table_has_the_role_of_a_rank_that_has_a_line_of_its_own():
 
 def test_the_table_of_a_job_shows_roles_only():
     script = Script(size=2)
-    script.handle("known_as", 0, text="parameter server 0; last checkpoint ckpt/step-00000400")
+    script.handle("role", 0, text="parameter server 0; last checkpoint ckpt/step-00000400")
     script.handle("limit", 1, 5.0, what="barrier() #5", limit_s=5.0)
-    look(script, {0: "stopped", 1: "waits"}, 5.1)
+    answer(script, {0: "stopped", 1: "waits"}, 5.1)
     text = script.take("verdict")[0][1]["text"]
     assert re.search(r"^  rank 0 \(parameter server 0\) host0 +stopped$", text, re.M)
 
 
 def test_the_role_of_a_rank_is_one_line_and_does_not_end_its_wait(rank_and_watcher):
     rank, watcher = rank_and_watcher
-    rank.known_as("server 0;\n last checkpoint " + "x" * 1000)
+    rank.set_role("server 0;\n last checkpoint " + "x" * 1000)
     event = json.loads(watcher.recv(records.LARGEST))
-    assert event["event"] == "known_as"
+    assert event["event"] == "role"
     assert event["text"].startswith("server 0; last checkpoint xxx")
     assert len(event["text"]) == 200
 
 
-# Spare ranks: 0 is a server; 1, 2 and 3 are workers without which it can go on.
+# Expendable ranks: 0 is a server; 1, 2 and 3 are workers, and the others can continue without them.
 
 
-def spare_script(nodes=1, spares=(1, 2, 3)):
+def expendable_script(nodes=1, expendable=(1, 2, 3)):
     script = Script(4, nodes)
-    script.job = JobState(4, nodes, 30.0, spares)
+    script.job = JobState(4, nodes, 30.0, expendable)
     for rank in range(4):
         script.handle("joined", rank, host=f"host{rank}")
-        script.handle("known_as", rank, text=f"worker {rank - 1}" if rank else "parameter server 0")
+        script.handle("role", rank, text=f"worker {rank - 1}" if rank else "parameter server 0")
     return script
 
 
@@ -823,14 +822,14 @@ def kinds(script):
 
 
 def test_an_expendable_rank_that_fails_lingers_and_the_others_continue():
-    script = spare_script()
+    script = expendable_script()
     fail(script, 2)
     gone = {"kind": "gone", "rank": 2, "host": "host2", "how": "failed with exit code 3: ValueError: boom", "code": 3}
     assert script.messages == [(2, {"kind": "linger"}), (None, gone)]
     script.messages = []
     script.tick(job_state.SAME_S)
-    text = "rank 2 (worker 1) on host2 failed with exit code 3: ValueError: boom; the others go on"
-    assert script.messages == [(0, {"kind": "say", "text": text})]
+    text = "rank 2 (worker 1) on host2 failed with exit code 3: ValueError: boom; the other ranks continue"
+    assert script.messages == [(0, {"kind": "print", "text": text})]
     script.messages = []
     script.tick(10_000.0)
     assert script.job.verdict is None
@@ -838,16 +837,16 @@ def test_an_expendable_rank_that_fails_lingers_and_the_others_continue():
 
 
 def test_the_failure_is_printed_by_a_rank_that_continues():
-    script = spare_script()
+    script = expendable_script()
     script.handle("left", 0)
     fail(script, 1)
     script.messages = []
     script.tick(job_state.SAME_S)
-    assert kinds(script) == [(2, "say")]
+    assert kinds(script) == [(2, "print")]
 
 
-def test_when_all_others_have_ended_well_the_spare_rank_that_failed_ends_the_job():
-    script = spare_script()
+def test_when_all_others_have_ended_well_the_expendable_rank_that_failed_ends_the_job():
+    script = expendable_script()
     fail(script, 2)
     for rank in (0, 1):
         script.handle("left", rank, 100.0)
@@ -867,7 +866,7 @@ def test_when_all_others_have_ended_well_the_spare_rank_that_failed_ends_the_job
 
 
 def test_of_several_the_first_that_failed_is_the_last_to_speak():
-    script = spare_script()
+    script = expendable_script()
     fail(script, 3)
     fail(script, 2, 5.0, code=4)
     for rank in (0, 1):
@@ -882,8 +881,8 @@ def test_of_several_the_first_that_failed_is_the_last_to_speak():
     assert script.job.verdict["code"] == 3
 
 
-def test_the_last_spare_rank_that_fails_is_the_verdict():
-    script = spare_script()
+def test_the_last_expendable_rank_that_fails_is_the_verdict():
+    script = expendable_script()
     fail(script, 1)
     fail(script, 3, 1.0)
     die(script, 2, 2.0, 139, "was killed by signal 11 (SIGSEGV)")
@@ -893,26 +892,26 @@ def test_the_last_spare_rank_that_fails_is_the_verdict():
 
 
 def test_no_line_says_that_others_continue_if_all_fail():
-    script = spare_script()
+    script = expendable_script()
     for rank in (1, 2, 3):
         fail(script, rank, 0.01 * rank)
     script.messages = []
     script.tick(job_state.SAME_S + 1)
-    assert "say" not in [kind for _, kind in kinds(script)]
+    assert "print" not in [kind for _, kind in kinds(script)]
     assert script.job.verdict["rank"] == 3
 
 
 def test_a_worker_that_has_ended_well_has_not_failed():
     """The servers may then end well too, with what it has trained."""
-    script = spare_script()
+    script = expendable_script()
     script.handle("left", 1)
     fail(script, 2)
     fail(script, 3)
     assert script.job.verdict is None
 
 
-def test_a_rank_that_is_not_spare_is_the_verdict_and_those_that_linger_unwind_first():
-    script = spare_script()
+def test_a_rank_that_is_not_expendable_is_the_verdict_and_those_that_linger_unwind_first():
+    script = expendable_script()
     fail(script, 2)
     script.messages = []
     fail(script, 0, 500.0, code=5)
@@ -926,35 +925,39 @@ def test_a_rank_that_is_not_spare_is_the_verdict_and_those_that_linger_unwind_fi
 
 
 def test_without_the_setting_no_rank_is_expendable():
-    script = spare_script(spares=())
+    script = expendable_script(expendable=())
     fail(script, 2)
     script.tick(job_state.SAME_S)
     assert kinds(script) == [(None, "verdict")]
 
 
 def test_the_death_of_an_expendable_rank_is_printed_and_the_others_continue():
-    script = spare_script()
+    script = expendable_script()
     die(script, 2, 1.0)
     script.tick(1.0 + job_state.DEATH_S)
     assert kinds(script) == []  # mpirun may be ending them all
     script.tick(1.0 + job_state.FAR_S)
-    spoken = {"kind": "speak", "rank": 2, "text": "rank 2 (worker 1) on host2 was killed by signal 9 (SIGKILL)"}
+    spoken = {
+        "kind": "announce",
+        "rank": 2,
+        "text": "rank 2 (worker 1) on host2 was killed by signal 9 (SIGKILL)",
+    }
     gone = {"kind": "gone", "rank": 2, "host": "host2", "how": "was killed by signal 9 (SIGKILL)", "code": 137}
     assert script.messages == [(None, gone), (None, spoken)]
     script.messages = []
     script.tick(1.0 + job_state.FAR_S + release.GONE_S)
-    assert script.messages == [(0, {"kind": "say", "text": "the others go on without rank 2 (worker 1)"})]
+    assert script.messages == [(0, {"kind": "print", "text": "the other ranks continue without rank 2 (worker 1)"})]
     script.tick(1000.0)
     assert script.job.verdict is None
 
 
 def test_several_deaths_at_once_are_printed_in_one_text():
     """A death has one outlet."""
-    script = spare_script()
+    script = expendable_script()
     die(script, 3, 1.0)
     die(script, 2, 1.01)
     script.tick(1.01 + job_state.FAR_S)
-    [(_, message)] = script.take("speak")
+    [(_, message)] = script.take("announce")
     assert message["text"].splitlines() == [
         "rank 3 (worker 2) on host3 was killed by signal 9 (SIGKILL)",
         "allred: rank 2 (worker 1) on host2 was killed by signal 9 (SIGKILL)",
@@ -962,13 +965,13 @@ def test_several_deaths_at_once_are_printed_in_one_text():
 
 
 @pytest.mark.parametrize("at", [1.02, 1.9])
-def test_a_launcher_that_ends_all_because_of_a_spare_rank_is_not_blamed_on_the_others(at):
-    script = spare_script()
+def test_a_launcher_that_ends_all_because_of_a_expendable_rank_is_not_blamed_on_the_others(at):
+    script = expendable_script()
     die(script, 2, 1.0, 139, "was killed by signal 11 (SIGSEGV)")
     for rank in (0, 1, 3):
         die(script, rank, at)
     script.tick(at + job_state.FAR_S)
-    assert [m["text"] for _, m in script.take("speak")] == [
+    assert [m["text"] for _, m in script.take("announce")] == [
         "rank 2 (worker 1) on host2 was killed by signal 11 (SIGSEGV)"
     ]
     assert script.job.verdict["rank"] == 2
@@ -977,7 +980,7 @@ def test_a_launcher_that_ends_all_because_of_a_spare_rank_is_not_blamed_on_the_o
 @pytest.mark.parametrize("apart_s", [0.0, 1.0])
 def test_ranks_ended_by_the_launcher_are_no_losses_if_reported_first(apart_s):
     """A watcher that got no core finds all at once, in any order; and a process that is killed needs one to end."""
-    script = spare_script()
+    script = expendable_script()
     die(script, 3, 1.0)
     die(script, 2, 1.0, 139, "was killed by signal 11 (SIGSEGV)")
     script.tick(1.0)
@@ -985,41 +988,41 @@ def test_ranks_ended_by_the_launcher_are_no_losses_if_reported_first(apart_s):
     for rank in (0, 1):
         die(script, rank, 1.0 + apart_s)
     script.tick(1.0 + apart_s + job_state.DEATH_S)
-    assert [m["text"] for _, m in script.take("speak")] == [
+    assert [m["text"] for _, m in script.take("announce")] == [
         "rank 2 (worker 1) on host2 was killed by signal 11 (SIGSEGV)"
     ]
     assert script.job.verdict["rank"] == 2
 
 
 def test_a_second_kill_is_printed_if_no_launcher_caused_it():
-    script = spare_script()
+    script = expendable_script()
     die(script, 2, 1.0, 139, "was killed by signal 11 (SIGSEGV)")
     die(script, 3, 1.5)
     script.tick(1.5 + job_state.FAR_S)
     assert [(to, m["rank"]) for to, m in script.messages if m["kind"] == "gone"] == [(None, 2), (None, 3)]
-    assert [m["rank"] for _, m in script.take("speak")] == [2]
+    assert [m["rank"] for _, m in script.take("announce")] == [2]
     script.tick(1.5 + job_state.FAR_S + FOLLOW_S)
-    assert [(to, m["text"]) for to, m in script.take("say")] == [
-        (0, "the others go on without rank 2 (worker 1)"),
+    assert [(to, m["text"]) for to, m in script.take("print")] == [
+        (0, "the other ranks continue without rank 2 (worker 1)"),
         (0, "rank 3 (worker 2) on host3 was killed by signal 9 (SIGKILL)"),
-        (0, "the others go on without rank 3 (worker 2)"),
+        (0, "the other ranks continue without rank 3 (worker 2)"),
     ]
     assert script.job.verdict is None
 
 
 def test_a_server_that_is_killed_later_is_the_verdict():
-    script = spare_script()
+    script = expendable_script()
     die(script, 2, 1.0)
     script.tick(2.0)
     script.messages = []
     die(script, 0, 60.0)
     script.tick(60.0 + job_state.DEATH_S)
-    assert [message["rank"] for _, message in script.take("speak")] == [0]
+    assert [message["rank"] for _, message in script.take("announce")] == [0]
     assert script.job.verdict["rank"] == 0
 
 
 def test_after_a_death_one_that_ended_well_ends_the_job_with_its_code():
-    script = spare_script()
+    script = expendable_script()
     die(script, 2, 1.0)
     script.tick(2.0)
     for rank in (0, 1, 3):
@@ -1033,7 +1036,7 @@ def test_after_a_death_one_that_ended_well_ends_the_job_with_its_code():
 
 def test_the_watchers_end_the_job_if_no_rank_can():
     """All but one that died are in MPI_Finalize."""
-    script = spare_script()
+    script = expendable_script()
     for rank in (0, 1, 3):
         script.handle("left", rank, 1.0)
     die(script, 2, 2.0)
@@ -1046,11 +1049,11 @@ def test_the_watchers_end_the_job_if_no_rank_can():
 
 
 def test_the_death_of_a_lingering_rank_is_printed_with_its_traceback():
-    script = spare_script()
+    script = expendable_script()
     fail(script, 2)
     die(script, 2, 10.0)
     script.tick(10.0 + job_state.FAR_S)
-    [(_, message)] = script.take("speak")
+    [(_, message)] = script.take("announce")
     assert message["text"] == (
         "rank 2 (worker 1) on host2 was killed by signal 9 (SIGKILL) while it waited for the others to end, since it "
         "failed with exit code 3: ValueError: boom\nTraceback ..."
@@ -1060,8 +1063,8 @@ def test_the_death_of_a_lingering_rank_is_printed_with_its_traceback():
     assert script.job.verdict["code"] == 3
 
 
-def test_a_spare_rank_that_others_wait_for_in_a_collective():
-    script = spare_script()
+def test_a_expendable_rank_that_others_wait_for_in_a_collective():
+    script = expendable_script()
     fail(script, 2, 0.0)
     wait(script, 0, 10.0)
     wait(script, 1, 10.0)
@@ -1078,7 +1081,7 @@ def test_a_spare_rank_that_others_wait_for_in_a_collective():
 
 
 def test_a_rank_that_connects_late_gets_the_gone_ranks():
-    script = spare_script()
+    script = expendable_script()
     fail(script, 2)
     script.messages = []
     script.handle("joined", 3, host="host3")
@@ -1088,7 +1091,7 @@ def test_a_rank_that_connects_late_gets_the_gone_ranks():
 @pytest.mark.parametrize("before", [True, False])
 def test_with_a_watcher_lost_no_rank_is_spare(before):
     """Nobody would know when all have ended."""
-    script = spare_script(nodes=2)
+    script = expendable_script(nodes=2)
     if before:
         fail(script, 2, 1.0)
     script.handle("unwatched", 3, 5.0)
@@ -1099,7 +1102,7 @@ def test_with_a_watcher_lost_no_rank_is_spare(before):
 
 
 def test_a_watcher_whose_ranks_have_ended_may_end():
-    script = spare_script(nodes=2)
+    script = expendable_script(nodes=2)
     fail(script, 2, 1.0)
     script.handle("left", 3, 2.0)
     script.handle("unwatched", 3, 5.0)

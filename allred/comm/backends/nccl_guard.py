@@ -88,7 +88,7 @@ class Guard:
         while self._running and self._running[0][0].done():
             self._running.popleft()
             if self._told and (watcher := world.watcher()) is not None:
-                watcher.tell("going")
+                watcher.send("going")
             self._told = False
         oldest = self._running[0][1:] if self._running else self._calling
         if oldest is not None:
@@ -127,7 +127,7 @@ class Guard:
             return
         members = None if self._queue.members is None else list(self._queue.members)
         what = f"{title}, on the GPU"
-        watcher.tell("waiting", what=what, since_s=waited_s, peers=False, quiet=self._queue.quiet, members=members)
+        watcher.send("waiting", what=what, since_s=waited_s, peers=False, quiet=self._queue.quiet, members=members)
         self._told = True
 
 

@@ -40,12 +40,8 @@ class SyncReplicasOptimizer(DistributedOptimizer):
         *,
         replica_id: int | None = None,
     ) -> None:
-        warn_ignored(
-            "SyncReplicasOptimizer",
-            {"variable_averages": variable_averages, "variables_to_average": variables_to_average,
-             "replica_id": replica_id},
-            {"variable_averages": None, "variables_to_average": None, "replica_id": None},
-        )  # fmt: skip
+        ignored = ("variable_averages", "variables_to_average", "replica_id")
+        warn_ignored("SyncReplicasOptimizer", locals(), dict.fromkeys(ignored))
         if isinstance(opt, DistributedOptimizer) or not callable(getattr(opt, "step", None)):
             raise InputError(f"SyncReplicasOptimizer({opt!r}): expected an optimizer with step(params, grads)")
         policy = Sync(replicas_to_aggregate, total_num_replicas or None)
@@ -66,7 +62,7 @@ class SyncReplicasOptimizer(DistributedOptimizer):
         A gradient may be None. No effect: global_step, which the optimizer counts (`opt.global_step`), and name.
         Raises InputError for variables that are not among the parameters given to `broadcast` or to a session.
         """
-        warn_ignored("apply_gradients", {"global_step": global_step, "name": name}, {"global_step": None, "name": None})
+        warn_ignored("apply_gradients", locals(), {"global_step": None, "name": None})
         pairs = list(grads_and_vars)
         if self._tracked is None:
             return self.step([variable for _, variable in pairs], [grad for grad, _ in pairs])
@@ -81,19 +77,15 @@ class SyncReplicasOptimizer(DistributedOptimizer):
 
     def get_init_tokens_op(self, num_tokens: int = -1) -> Callable[[], None]:
         """Return a function that does nothing: the servers count tokens themselves."""
-        return _nothing
+        return lambda: None
 
     def get_chief_queue_runner(self) -> Callable[[], None]:
         """Return a function that does nothing, for `Supervisor.start_queue_runners`."""
-        return _nothing
+        return lambda: None
 
     def make_session_run_hook(self, is_chief: bool | None = None, num_tokens: int = -1) -> Hook:
         """Return a hook that does nothing."""
         return Hook()
-
-
-def _nothing() -> None:
-    pass
 
 
 def _check_without_servers(policy: Sync) -> None:

@@ -14,7 +14,7 @@ from allred.client.client_session import ClientSession, connect
 from allred.cluster import topology
 from allred.errors import InputError
 from allred.ps import variable
-from allred.session.hooks import Hook, Outcome, SessionView, StopAtStep, Summary
+from allred.session.hooks import Hook, Outcome, StopAtStep, Summary
 from allred.session.session import Session as TrainingSession
 
 _warned: set[str] = set()
@@ -120,12 +120,12 @@ class StopAtStepHook(Hook):
         self._num_steps = num_steps
         self._hook = StopAtStep(last_step if num_steps is None else num_steps)  # type: ignore[arg-type]
 
-    def begin(self, session: SessionView) -> None:
+    def begin(self, session: TrainingSession) -> None:
         if self._num_steps is not None:
             self._hook = StopAtStep(session.step + self._num_steps)
         self._hook.begin(session)
 
-    def after_step(self, session: SessionView, values: dict[str, float]) -> None:
+    def after_step(self, session: TrainingSession, values: dict[str, float]) -> None:
         self._hook.after_step(session, values)
 
 
@@ -135,19 +135,19 @@ class _ChiefOnly(Hook):
     def __init__(self, hook: Hook) -> None:
         self._hook = hook
 
-    def begin(self, session: SessionView) -> None:
+    def begin(self, session: TrainingSession) -> None:
         if session.is_chief:
             self._hook.begin(session)
 
-    def before_step(self, session: SessionView) -> None:
+    def before_step(self, session: TrainingSession) -> None:
         if session.is_chief:
             self._hook.before_step(session)
 
-    def after_step(self, session: SessionView, values: dict[str, float]) -> None:
+    def after_step(self, session: TrainingSession, values: dict[str, float]) -> None:
         if session.is_chief:
             self._hook.after_step(session, values)
 
-    def end(self, session: SessionView, outcome: Outcome) -> None:
+    def end(self, session: TrainingSession, outcome: Outcome) -> None:
         if session.is_chief:
             self._hook.end(session, outcome)
 
