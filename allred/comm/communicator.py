@@ -34,6 +34,7 @@ from allred.comm.header import OpDescriptor, quoted
 from allred.comm.ops import Compression, ReduceOp, narrows
 from allred.comm.work import Steps, Work
 from allred.errors import AllredError, InputError
+from allred.fusion import FusionBuffer
 from allred.gpu.device_arrays import is_device
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class Communicator(Group):
     def __init__(self, backend: Backend, timeout_s: float) -> None:
         super().__init__(backend, timeout_s)
         self.gpu: DeviceCollectives | None = None
+        self.fusion_buffer = FusionBuffer(backend.allocate)  # shared: reductions of optimizers do not run concurrently
         self._fast = backend.fast_path
 
     def allreduce(

@@ -22,7 +22,7 @@ from allred.comm import functions, ops
 from allred.comm.ops import Compression, ReduceOp
 from allred.comm.work import Work
 from allred.errors import InputError
-from allred.fusion import Plan, Tensor, buffer_of
+from allred.fusion import Plan, Tensor
 from allred.gpu import device_arrays as gpu
 from allred.modes.options import StepOptions
 from allred.timeline.recorder import span
@@ -184,7 +184,7 @@ class Reducer:
         queue.waited_s = waited_before_s + time.perf_counter() - start  # includes the copies of this rank
 
     def _allreduce_buckets(self, plan: Plan, values: list[Array], weight: float | None) -> None:
-        buffer = buffer_of(functions.current())
+        buffer = functions.current().fusion_buffer
         for number, bucket in enumerate(plan.buckets):
             targets = [values[i] for i in bucket.indices]
             if len(targets) == 1:
