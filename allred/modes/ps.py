@@ -22,7 +22,7 @@ from allred.modes.detect.batch_arguments import compare_at_server
 from allred.modes.detect.drift import warn_of_stale_start
 from allred.modes.detect.mistake_checks import used
 from allred.modes.match import parameter
-from allred.modes.options import StepInput, StepOptions
+from allred.modes.options import Mode, StepInput, StepOptions
 from allred.modes.ps_payload import HostStaging, PushedGradients, PushedLearningRate
 from allred.optim.base import Optimizer
 from allred.ps import context, protocol
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 _NONE: list[int] = []
 
 
-class ServersMode:
+class ServersMode(Mode):
     """Mode ps of one optimizer on a worker."""
 
     is_lockstep = False
+    skipped = 0
+    waited_s = 0.0
 
     def __init__(self, optimizer: Any, options: StepOptions, clipper: Clipper) -> None:
-        self.skipped = 0
-        self.dropped = 0  # gradients of this worker that were too late for their step
         self._optimizer, self._options, self._clipper = optimizer, options, clipper
         self._title = f"{options.name}.step()"
         self._lr = PushedLearningRate(optimizer, self._title)
@@ -60,13 +60,10 @@ class ServersMode:
         self._process = os.getpid()
         self._saves_last: Callable[[], str] | None = None  # of a session, instead of a checkpoint in checkpoint_dir
         self._steps_before: int | None = None  # step of the restored checkpoint; None: ask the servers
-        self._steps, self._start, self.waited_s = 0, 0.0, 0.0
+        self._steps, self._start = 0, 0.0
         self._staging = HostStaging()
 
     # The start.
-
-    def reduce(self, name: str, grad: Any, samples: int | None) -> None:
-        pass  # the step pushes it
 
     def broadcast(self, params: Any, tensors: list[Tensor], root: int, problem: str) -> None:
         if root != 0:

@@ -22,7 +22,7 @@ from allred.fusion import Tensor
 from allred.gpu.device_arrays import to_host
 from allred.modes.clipping import Clipper
 from allred.modes.detect.mistake_checks import MistakeChecks, restored
-from allred.modes.options import StepInput, StepOptions
+from allred.modes.options import Mode, StepInput, StepOptions
 from allred.modes.overlap import Overlap
 from allred.modes.reducer import Reducer, writable
 from allred.optim.base import Optimizer
@@ -66,11 +66,11 @@ def reduce_gradients(
     return values if checks.passes_reduced(agreement.flags, plan, values) else None
 
 
-class SyncMode:
-    """Mode sync of one optimizer. Implements `Mode` and `SessionSupport`."""
+class SyncMode(Mode):
+    """Mode sync of one optimizer."""
 
     is_lockstep = True
-    dropped = 0
+    update_interrupted = False
 
     def __init__(self, optimizer: Any, options: StepOptions, clipper: Clipper) -> None:
         self._optimizer, self._options, self._clipper = optimizer, options, clipper
@@ -79,7 +79,6 @@ class SyncMode:
         self._checks = MistakeChecks(options, self._title, optimizer)
         self._overlap: Overlap | None = None  # after the first opt.reduce() of any rank
         self._timer = StepTimer()
-        self.update_interrupted = False
         self._updates = 0  # for an optimizer that does not count them; includes those before a restore
 
     def step(self, given: StepInput) -> None:
@@ -156,12 +155,6 @@ class SyncMode:
             self._overlap.forget_order()
             self._overlap.end_step()
 
-    def pull(self, params: Any) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
     def state_dict(self) -> Any:
         return self._optimizer.state_dict()
 
@@ -237,15 +230,6 @@ class SyncMode:
 
     def count_from(self, step: int) -> None:
         self._updates = step
-
-    def request_stop(self) -> None:
-        pass
-
-    def set_final_save(self, save: Callable[[], str]) -> None:
-        pass
-
-    def wait_all_workers(self) -> None:
-        pass
 
     def broadcast_failure(self, failure: AllredError | None) -> AllredError | None:
         heard: AllredError | None = functions.broadcast_object(failure)
