@@ -29,7 +29,6 @@ import sys
 import types
 from collections.abc import Sequence
 
-from allred.arrays import DTYPES
 from allred.errors import AllredError, InputError, MismatchError
 
 BYTES = 64
@@ -142,19 +141,6 @@ def rows_and_note(header: bytes) -> tuple[int, int]:
 def agree(headers: list[bytes]) -> bool:
     """Return whether all ranks are in the same operation with arguments that can be used."""
     return all(header[AGREED] == headers[0][AGREED] for header in headers) and headers[0][11] == 0
-
-
-def decode(header: bytes) -> str:
-    """Describe a header from its bytes, for debuggers."""
-    sequence, kind, op, dtype, problem, root, _, _, count, _, rows, note = _LAYOUT.unpack(header)
-    kind_name = KINDS[kind] if kind < len(KINDS) else f"kind {kind}"
-    dtype_name = DTYPES[dtype] if dtype < len(DTYPES) else "none"
-    op, wire = op % 2**WIRE_SHIFT, op >> WIRE_SHIFT
-    as_ = f" as {DTYPES[wire]}" if 0 < wire < len(DTYPES) else ""
-    return (
-        f"#{sequence} {kind_name} op={op} dtype={dtype_name}{as_} count={count} root={root} rows={rows} note={note} "
-        f"problem={problem}"
-    )
 
 
 def call_site() -> str:
