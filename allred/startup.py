@@ -143,7 +143,7 @@ def _join_ranks(comm: Any, settings: dict[str, Any] | str, cluster: Cluster, in_
     duplicate, library = _duplicate(comm, cluster.life)
     control = create("single" if duplicate is None else "mpi", duplicate, Config.timeout_s, [])
     host = 0 if duplicate is None else topology.node_id(duplicate)
-    mine = _Facts(settings, host, native.available, processors.look(), _gpus(settings))
+    mine = _Facts(settings, host, native.available, processors.own_cores(), _gpus(settings))
     facts: list[_Facts] = control.allgather_object(mine).wait()
     try:
         plan = _plan(facts, cluster, duplicate is not None)

@@ -58,8 +58,8 @@ def _module() -> Any:
     return MPI
 
 
-def look() -> tuple[str, bool]:
-    """Return the name of the MPI library ("" without one), and whether MPI is running. Does not start MPI."""
+def load_library() -> tuple[str, bool]:
+    """Load the MPI library. Return its name ("" without one), and whether MPI is running. Does not start MPI."""
     import mpi4py
 
     if "mpi4py.MPI" not in sys.modules:
@@ -71,8 +71,8 @@ def look() -> tuple[str, bool]:
     return library_name(MPI.Get_library_version()), MPI.Is_initialized()
 
 
-def given() -> str:
-    """Return a text of the settings with which allred started MPI."""
+def describe_settings() -> str:
+    """Describe the settings with which allred started MPI."""
     if "mpi4py.MPI" not in sys.modules:
         return "MPI has not been started"
     from mpi4py import MPI

@@ -53,7 +53,7 @@ class ProcessSets:
         self.everyone.make_subgroup = functools.partial(self._subgroup, tuple(range(len(self.nodes))))
 
     def create(self, ranks: tuple[int, ...], title: str) -> Steps[Communicator]:
-        """Create a communicator of these ranks. Collective among them. title: the ranks in words."""
+        """Create a communicator of these ranks. Collective among them. title: describes them."""
         nodes, kernels = [self.nodes[rank] for rank in ranks], [self.kernels[rank] for rank in ranks]
         name, _ = select_backend(self.config.backend, nodes, True, kernels)
         world_ranks = [rank + self.servers for rank in ranks]
