@@ -75,25 +75,23 @@ class Communicator(Group):
         self._fast = backend.fast_path
 
     def allreduce(
-        self, value: Any, op: ReduceOp = ReduceOp.AVERAGE, name: str = "", compression: Compression = _NONE
+        self,
+        value: Any,
+        op: ReduceOp = ReduceOp.AVERAGE,
+        name: str = "",
+        compression: Compression = _NONE,
+        in_place: bool = False,
     ) -> Work[Array]:
-        """Reduce `value` (an array or a number) over all ranks: a new array of the same shape and dtype."""
+        """Reduce `value` (an array or a number) over all ranks. The result is a new array of the same shape and dtype;
+        with `in_place` it is `value`, a writable array."""
         if self.gpu is not None and is_device(value):
-            return self.gpu.allreduce(value, op, name, compression, in_place=False)
-        return self.start("allreduce", name, self._reduce_one(value, op, name, compression, in_place=False))
-
-    def allreduce_(
-        self, array: Array, op: ReduceOp = ReduceOp.AVERAGE, name: str = "", compression: Compression = _NONE
-    ) -> Work[Array]:
-        """As `allreduce`, in place; the result is `array`, which must be writable."""
-        if self.gpu is not None and is_device(array):
-            return self.gpu.allreduce(array, op, name, compression, in_place=True)
-        return self.start("allreduce", name, self._reduce_one(array, op, name, compression, in_place=True))
+            return self.gpu.allreduce(value, op, name, compression, in_place)
+        return self.start("allreduce", name, self._reduce_one(value, op, name, compression, in_place))
 
     def allreduce_blocking(
         self, value: Any, in_place: bool, op: ReduceOp, name: str, compression: Compression = _NONE
     ) -> Array:
-        """Start allreduce or allreduce_ and wait for the result; takes the fast path of the backend if possible."""
+        """Start `allreduce` and wait for the result; takes the fast path of the backend if possible."""
         if self._fast is not None and type(value) is np.ndarray and self.queue.idle and not self.checks_places:
             target = value if in_place else empty_like(value)
             if target is not None:
@@ -117,8 +115,7 @@ class Communicator(Group):
                     raise
         if self.queue.track is not None:
             self.queue.track.call("allreduce")
-        start = self.allreduce_ if in_place else self.allreduce
-        return start(value, op, name, compression).wait()
+        return self.allreduce(value, op, name, compression, in_place).wait()
 
     def _reduce_one(
         self, value: Any, op: ReduceOp, name: str, compression: Compression, in_place: bool
@@ -129,23 +126,22 @@ class Communicator(Group):
         return target
 
     def grouped_allreduce(
-        self, group: Sequence[Any], op: ReduceOp = ReduceOp.AVERAGE, name: str = "", compression: Compression = _NONE
+        self,
+        group: Sequence[Any],
+        op: ReduceOp = ReduceOp.AVERAGE,
+        name: str = "",
+        compression: Compression = _NONE,
+        in_place: bool = False,
     ) -> Work[list[Array]]:
+        """Reduce a list of arrays as one operation."""
         if self.gpu is not None and any(map(is_device, group)):
-            return self.gpu.grouped_allreduce(group, op, name, compression, in_place=False)
-        return self.start("grouped_allreduce", name, self._reduce_group(group, op, name, compression, in_place=False))
-
-    def grouped_allreduce_(
-        self, group: Sequence[Array], op: ReduceOp = ReduceOp.AVERAGE, name: str = "", compression: Compression = _NONE
-    ) -> Work[list[Array]]:
-        if self.gpu is not None and any(map(is_device, group)):
-            return self.gpu.grouped_allreduce(group, op, name, compression, in_place=True)
-        return self.start("grouped_allreduce", name, self._reduce_group(group, op, name, compression, in_place=True))
+            return self.gpu.grouped_allreduce(group, op, name, compression, in_place)
+        return self.start("grouped_allreduce", name, self._reduce_group(group, op, name, compression, in_place))
 
     def grouped_allreduce_blocking(
         self, group: Sequence[Any], in_place: bool, op: ReduceOp, name: str, compression: Compression = _NONE
     ) -> list[Array]:
-        """Start grouped_allreduce or grouped_allreduce_ and wait for the results; see `allreduce_blocking`."""
+        """Start `grouped_allreduce` and wait for the results; see `allreduce_blocking`."""
         if self._fast is not None and type(group) is list and self.queue.idle and not self.checks_places:
             targets: list[Any] = (
                 group if in_place else [empty_like(value) for value in group if type(value) is np.ndarray]
@@ -168,8 +164,7 @@ class Communicator(Group):
                     raise
         if self.queue.track is not None:
             self.queue.track.call("grouped_allreduce")
-        start = self.grouped_allreduce_ if in_place else self.grouped_allreduce
-        return start(group, op, name, compression).wait()
+        return self.grouped_allreduce(group, op, name, compression, in_place).wait()
 
     def _cut_short(self, error: BaseException) -> None:
         """An exception on the fast path, other than one that all ranks raise, may leave the others in an operation."""
@@ -207,30 +202,27 @@ class Communicator(Group):
         for target, flat in zip(reduction.targets, flats, strict=True):
             arrays.copy_back(target, flat)
 
-    def broadcast(self, value: Any, root: int = 0, name: str = "") -> Work[Array]:
-        """Copy the root's `value` into a new array on every rank; shape and dtype must be the same on all ranks."""
+    def broadcast(self, value: Any, root: int = 0, name: str = "", in_place: bool = False) -> Work[Array]:
+        """Copy the root's `value` into a new array on every rank, or with `in_place` into `value`. Shape and dtype must
+        be the same on all ranks."""
         if self.gpu is not None and is_device(value):
-            return self.gpu.broadcast(value, root, name, in_place=False)
-        return self.start("broadcast", name, self._broadcast(value, root, name, in_place=False))
+            return self.gpu.broadcast(value, root, name, in_place)
 
-    def broadcast_(self, array: Array, root: int = 0, name: str = "") -> Work[Array]:
-        if self.gpu is not None and is_device(array):
-            return self.gpu.broadcast(array, root, name, in_place=True)
-        return self.start("broadcast", name, self._broadcast(array, root, name, in_place=True))
+        def steps() -> Steps[Array]:
+            target = target_of(value, in_place)
+            source = index_of(root, self.ranks)
+            flat = arrays.flat(target)
+            data = arrays.as_bytes(flat)
+            descriptor = array_descriptor("broadcast", target, name, root=self.ranks[source])
+            yield from self.agree_and_move(
+                descriptor,
+                lambda backend, record: backend.begin_broadcast(record, data, source),
+                lambda group: group.backend.broadcast(data, self.root_in(group, source, descriptor)),
+            )
+            arrays.copy_back(target, flat)
+            return target
 
-    def _broadcast(self, value: Any, root: int, name: str, in_place: bool) -> Steps[Array]:
-        target = target_of(value, in_place)
-        source = index_of(root, self.ranks)
-        flat = arrays.flat(target)
-        data = arrays.as_bytes(flat)
-        descriptor = array_descriptor("broadcast", target, name, root=self.ranks[source])
-        yield from self.agree_and_move(
-            descriptor,
-            lambda backend, record: backend.begin_broadcast(record, data, source),
-            lambda group: group.backend.broadcast(data, self.root_in(group, source, descriptor)),
-        )
-        arrays.copy_back(target, flat)
-        return target
+        return self.start("broadcast", name, steps())
 
     def allgather(self, value: Any, name: str = "") -> Work[Array]:
         """Concatenate the arrays of all ranks along the first dimension in rank order: a new array on every rank. Ranks

@@ -99,7 +99,8 @@ class OpDescriptor:
     def _hashes(self) -> tuple[int, int]:
         name = hash_text(self.name)
         if self.arrays is not None:
-            return name, hash_arrays(self.arrays)
+            words = (word for code, shape in self.arrays for word in (code << 8 | len(shape), *shape))
+            return name, functools.reduce(mix, words, mix(0, len(self.arrays)))
         return name, _hash_lines(self.title, self.settings, self.tensors)
 
     @functools.cached_property
@@ -124,12 +125,6 @@ def hash_text(text: str) -> int:
     data = text.encode(errors="backslashreplace")
     words = (int.from_bytes(data[start : start + 8], "little") for start in range(0, len(data), 8))
     return functools.reduce(mix, words, mix(0, len(data)))
-
-
-def hash_arrays(arrays: tuple[tuple[int, tuple[int, ...]], ...]) -> int:
-    """The hash of dtypes, by code, and shapes."""
-    words = (word for code, shape in arrays for word in (code << 8 | len(shape), *shape))
-    return functools.reduce(mix, words, mix(0, len(arrays)))
 
 
 def rows_and_note(header: bytes) -> tuple[int, int]:

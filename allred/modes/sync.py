@@ -144,7 +144,7 @@ class SyncMode(Mode):
         lines = [str(tensor) for tensor in tensors]
         communicator.check("parameters", f"{name}.broadcast()", lines, settings, problem=problem).wait()
         for leaf_name, leaf in nest.leaves(params):
-            communicator.broadcast_(leaf, root, leaf_name).wait()
+            communicator.broadcast(leaf, root, leaf_name, in_place=True).wait()
         if has_state(self._optimizer):
             state = self._optimizer.state_dict() if communicator.number == root else None
             state = communicator.broadcast_object(state, root, f"state of {name}").wait()
@@ -195,19 +195,16 @@ class SyncMode(Mode):
     def summary(self) -> str:
         shape, config = world.current().topology, world.config()
         skipped = f"\nskipped: {self.skipped} steps with gradients that were not finite" if self.skipped else ""
+        wire, compression = "", self._options.compression
+        if self._timer.sent_bytes:
+            how = "" if compression is Compression.none else f", as {compression.name}"
+            wire = f"\ngradients: {arrays.amount(self._timer.sent_bytes / self._timer.steps)} a step on the wire{how}"
         return (
             f"world: {shape.size} rank{'s' * (shape.size > 1)} on {shape.nodes} node{'s' * (shape.nodes > 1)}, "
             f"mode {config.mode}\n"
             f"backend: {functions.current().name} ({world.current().reason})\n"
-            f"speed: {self._timer.text()}{skipped}{self._wire_summary()}"
+            f"speed: {self._timer.text()}{skipped}{wire}"
         )
-
-    def _wire_summary(self) -> str:
-        if not self._timer.sent_bytes:
-            return ""
-        compression = self._options.compression
-        how = "" if compression is Compression.none else f", as {compression.name}"
-        return f"\ngradients: {arrays.amount(self._timer.sent_bytes / self._timer.steps)} a step on the wire{how}"
 
     def _first_step(self, tensors: list[Tensor]) -> str:
         reducer, size, rate = self._reducer, functions.current().size, getattr(self._optimizer, "lr", None)

@@ -72,7 +72,8 @@ class MpiBackend(Backend):
         mpi_op = self._mpi_op(op, moved)
         for start in range(0, flat.size, chunk):
             part = flat[start : start + chunk]
-            stage = part if moved == flat.dtype and self._owns(part) else self._stage.view(moved)[: part.size]
+            is_owned = any(part.base is owned for owned in self._owned)
+            stage = part if moved == flat.dtype and is_owned else self._stage.view(moved)[: part.size]
             if stage is not part:
                 stage[:] = part
             self._sent_bytes += stage.nbytes
@@ -160,9 +161,6 @@ class MpiBackend(Backend):
         """Return the dtype that MPI reduces, and its number of elements in a chunk."""
         moved = np.dtype(np.uint8) if arrays.name_of(dtype) == "bool" else arrays.accumulator(dtype)
         return moved, CHUNK_BYTES // moved.itemsize
-
-    def _owns(self, array: Array) -> bool:
-        return any(array.base is owned for owned in self._owned)
 
     def _finish(self, reduced: Array, op: ReduceOp, target: Array) -> None:
         """Divide if the operation is an average, and store the result in `target`."""
