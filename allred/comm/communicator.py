@@ -18,10 +18,10 @@ from allred.arrays import Array
 from allred.comm import header
 from allred.comm.arguments import (
     array_descriptor,
+    as_list,
     empty_like,
     group_descriptor,
-    index_of,
-    listed,
+    root_index,
     source_and_target,
     splits_of,
     target_of,
@@ -182,7 +182,7 @@ class Communicator(Group):
     def _reduce_group(
         self, group: Sequence[Any], op: ReduceOp, name: str, compression: Compression, in_place: bool
     ) -> Steps[list[Array]]:
-        pairs = [source_and_target(value, in_place) for value in listed(group)]
+        pairs = [source_and_target(value, in_place) for value in as_list(group)]
         sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
         if in_place and arrays.overlap([target for target in targets if target.size]):
             raise InputError("the same memory is in the group twice, and would be reduced twice")
@@ -210,7 +210,7 @@ class Communicator(Group):
 
         def steps() -> Steps[Array]:
             target = target_of(value, in_place)
-            source = index_of(root, self.ranks)
+            source = root_index(root, self.ranks)
             flat = arrays.flat(target)
             data = arrays.as_bytes(flat)
             descriptor = array_descriptor("broadcast", target, name, root=self.ranks[source])
@@ -312,7 +312,7 @@ class Communicator(Group):
         """Return the root's picklable object; a copy of it on the other ranks."""
 
         def steps() -> Steps[Any]:
-            source = index_of(root, self.ranks)
+            source = root_index(root, self.ranks)
             data = pickled(value if self.rank == source else None)
             title = f"broadcast_object(root={self.ranks[source]}){quoted(name)}"
             descriptor = OpDescriptor("broadcast_object", name, title, root=self.ranks[source])

@@ -99,7 +99,7 @@ class DeviceReductions:
         key = (where[0], request._replace(weight=None), request.weight is None) if where else None
         cached = self._cache.get(key)
         if cached is None or cached.layouts != where:
-            given = [adopted(value, self.devices.device.index) for value in values]
+            given = [adopt_on(value, self.devices.device.index) for value in values]
             if request.in_place:
                 check_writable(given)
             descriptor, together = self._describe(given, request)
@@ -115,7 +115,7 @@ class DeviceReductions:
                 self._cache.clear()
             self._cache[key] = cached
         flats = [
-            None if one.source else adopted(values[one.positions[0]], self.devices.device.index)
+            None if one.source else adopt_on(values[one.positions[0]], self.devices.device.index)
             for one in cached.buckets
         ]
         return self._reduce_cached(list(values), flats, cached, self.devices.device.lease(cached.streams), request)
@@ -224,7 +224,7 @@ class DeviceReductions:
         work.end = devices.watch(lease.end(kept), work.title)
 
 
-def adopted(value: Any, index: int) -> Adopted:
+def adopt_on(value: Any, index: int) -> Adopted:
     """Return `value` as an array on this rank's GPU, whose index is `index`. Raises InputError if it is elsewhere."""
     if not is_device(value):
         kind = f"{type(value).__module__}.{type(value).__name__}"

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 _SPINS = 50  # tests in a row before the core is yielded; about 20 us
 SPIN_WAIT_S = 0.001
-_AWAKE_S = 0.1  # without progress for this long, start to sleep
+_SLEEP_AFTER_S = 0.1  # without progress for this long, start to sleep
 _SLEEP_SHARE = 0.01  # a sleep, as a share of the time since the last progress: it hardly prolongs a wait
 _LONGEST_SLEEP_S = 0.01
 _MAX_UNCHECKED = 64  # started operations, possibly complete, before the queue checks them
@@ -260,7 +260,7 @@ class WorkQueue:
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         start = last_progress = now = time.perf_counter()
         deadline, taken = start + limit_s, (self.steps_taken, 0)
-        told: Wait | None = None
+        wait_report: Wait | None = None
         others = [queue for queue in world.queues() if queue is not self and queue._works]
         watcher = world.watcher()
         if watcher is not None:
@@ -274,9 +274,9 @@ class WorkQueue:
                 if (self.steps_taken, pending.progress_count) != taken:
                     taken, last_progress = (self.steps_taken, pending.progress_count), now
                 peers = pending.waits_for_peers
-                if now - last_progress > _AWAKE_S:
-                    told = told or Wait(self.describe(), self.quiet, self.members)
-                    told.go_on(now - start, peers)
+                if now - last_progress > _SLEEP_AFTER_S:
+                    wait_report = wait_report or Wait(self.describe(), self.quiet, self.members)
+                    wait_report.go_on(now - start, peers)
                     time.sleep(min(_SLEEP_SHARE * (now - last_progress), _LONGEST_SLEEP_S))
                 else:
                     pending.spin_wait()
@@ -297,8 +297,8 @@ class WorkQueue:
         finally:
             if watcher is not None:
                 watcher.waits = False
-            if told is not None:
-                told.end()
+            if wait_report is not None:
+                wait_report.end()
             now = time.perf_counter()
             self.waited_s += now - start
             if self.track is not None and work.noted is not None:

@@ -131,7 +131,7 @@ class DistributedOptimizer:
                 values, samples = self._accumulator.take()
                 grads, tensors, plain = nest.rebuild(grads, values), list(tensors), False
             if self._clipper.active and not problem:
-                problem = self._clipper.refusal(tensors)
+                problem = self._clipper.check(tensors)
         except InputError as error:
             problem = str(error)
         if problem:  # the other ranks receive it in the header exchange
@@ -294,8 +294,8 @@ class DistributedOptimizer:
                     step, extra = self._load(directory, params)
                 except AllredError as error:
                     failure = error
-            if heard := functions.broadcast_object(failure, first):
-                raise failure or heard
+            if received := functions.broadcast_object(failure, first):
+                raise failure or received
             self.broadcast(params)
             if step is not None:
                 control.count_from(step)

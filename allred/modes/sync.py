@@ -229,8 +229,8 @@ class SyncMode(Mode):
         self._updates = step
 
     def broadcast_failure(self, failure: AllredError | None) -> AllredError | None:
-        heard: AllredError | None = functions.broadcast_object(failure)
-        return heard
+        received: AllredError | None = functions.broadcast_object(failure)
+        return received
 
 
 def has_state(optimizer: Any) -> bool:
