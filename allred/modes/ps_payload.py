@@ -33,6 +33,7 @@ class PushedGradients:
         self._plan = Plan(
             tuple(Tensor(t.name, t.shape, dtype) for t, dtype in zip(tensors, self._dtypes, strict=True)), 2**20
         )
+        self.any_not_finite = finite.nonfinite_scanner(self._plan)
         self.same_dtypes = [tensor.dtype for tensor in tensors] == self._dtypes
         self._zeros: dict[int, Array] = {}
 
@@ -49,10 +50,6 @@ class PushedGradients:
                 self._zeros[index] = np.zeros(shape, dtype)
             return self._zeros[index]
         return np.ascontiguousarray(value, dtype).reshape(shape)
-
-    def any_not_finite(self, sources: Sequence[Array]) -> bool:
-        """Scan all gradients before the first is pushed: a server applies each part at once."""
-        return finite.scan(self._plan, sources, ranks=1, plain=True) != 0
 
     def describe(self, sources: Sequence[Array]) -> dict[str, str]:
         return finite.describe(self._plan, sources)

@@ -6,12 +6,13 @@ the sum over all ranks could reach infinity.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from allred import arrays, native
+from allred.arrays import Array
 from allred.comm.header import rank_list
 from allred.comm.ops import Compression
 from allred.fusion import Plan
@@ -51,8 +52,8 @@ def _limits(dtype: np.dtype[Any], ranks: int, compression: Compression) -> tuple
 def scan(
     plan: Plan, values: Sequence[Any], ranks: int, compression: Compression = Compression.none, plain: bool = False
 ) -> int:
-    """Return the flags of this rank's gradients, None among them allowed, for a sum over `ranks` ranks; with one rank
-    none is LARGE. plain: whether all values are contiguous arrays on the host."""
+    """Return the flags of this rank's gradients, None among them allowed, for a sum over `ranks` ranks. plain: whether
+    all values are contiguous arrays on the host."""
     flags = 0
     for dtype, indices in plan.floats.items():
         element_bytes, large, largest = _limits(dtype, ranks, compression)
@@ -68,6 +69,23 @@ def scan(
         if native.exceeds(parts, element_bytes, large):
             flags |= NONFINITE if native.exceeds(parts, element_bytes, largest) else LARGE
     return flags
+
+
+def nonfinite_scanner(plan: Plan) -> Callable[[list[Array]], bool]:
+    """Return a function that takes the contiguous gradients of `plan` and returns whether any is not finite.
+
+    Mode ps scans all gradients before it pushes the first: a server applies each part at once, so a scan of each part
+    as it is sent would be too late for the parts before it.
+    """
+
+    def scanner(dtype: np.dtype[Any], indices: list[int]) -> Callable[[list[Array]], bool]:
+        element_bytes, _, largest = _limits(dtype, 1, Compression.none)
+        if len(indices) == len(plan.tensors):
+            return lambda values: native.exceeds(values, element_bytes, largest)
+        return lambda values: native.exceeds([values[i] for i in indices], element_bytes, largest)
+
+    scanners = [scanner(dtype, indices) for dtype, indices in plan.floats.items()]
+    return scanners[0] if len(scanners) == 1 else lambda values: any(scan(values) for scan in scanners)
 
 
 def describe(plan: Plan, values: Sequence[Any]) -> dict[str, str]:
