@@ -8,7 +8,7 @@ Results are the same on every rank, bit for bit, except for the payload of a NaN
 are reproducible from run to run.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -46,15 +46,18 @@ _NONE = Compression.none
 class _Reduction(NamedTuple):
     """Arrays to reduce, each into a target of its shape: the array itself, or a new contiguous one."""
 
+    kind: str  # allreduce, of one array, or grouped_allreduce
     sources: list[Array]
     targets: list[Array]
     op: ReduceOp
+    name: str
     compression: Compression
 
-    def flat_sources(self, flats: list[Array]) -> list[Array]:
-        """Return the sources as flat arrays. flats: the flat targets."""
-        every = zip(self.sources, self.targets, flats, strict=True)
-        return [flat if source is target else arrays.flat(source) for source, target, flat in every]
+    def descriptor(self) -> OpDescriptor:
+        """Return the descriptor. Raises InputError if the arguments cannot be used."""
+        if self.kind == "allreduce":
+            return array_descriptor(self.kind, self.sources[0], self.name, self.op, compression=self.compression)
+        return group_descriptor(self.sources, self.name, self.op, self.compression)
 
     def move(self, group: Group, flats: list[Array]) -> Steps[None]:
         """Reduce one array after the other between the ranks of a group. flats: the flat targets."""
@@ -86,7 +89,13 @@ class Communicator(Group):
         with `in_place` it is `value`, a writable array."""
         if self.gpu is not None and is_device(value):
             return self.gpu.allreduce(value, op, name, compression, in_place)
-        return self.start("allreduce", name, self._reduce_one(value, op, name, compression, in_place))
+
+        def steps() -> Steps[Array]:
+            source, target = source_and_target(value, in_place)
+            yield from self._reduce(_Reduction("allreduce", [source], [target], op, name, compression))
+            return target
+
+        return self.start("allreduce", name, steps())
 
     def allreduce_blocking(
         self, value: Any, in_place: bool, op: ReduceOp, name: str, compression: Compression = _NONE
@@ -103,12 +112,7 @@ class Communicator(Group):
                     if begun is True:
                         return target
                     if begun is not None:
-                        steps = self._finish_reduce(
-                            begun,
-                            lambda: array_descriptor("allreduce", value, name, op, compression=compression),
-                            _Reduction([value], [target], op, compression),
-                        )
-                        self.queue.start(f"allreduce{quoted(name)}", steps).wait()
+                        self._complete(begun, _Reduction("allreduce", [value], [target], op, name, compression))
                         return target
                 except BaseException as error:
                     self._cut_short(error)
@@ -116,14 +120,6 @@ class Communicator(Group):
         if self.queue.track is not None:
             self.queue.track.call("allreduce")
         return self.allreduce(value, op, name, compression, in_place).wait()
-
-    def _reduce_one(
-        self, value: Any, op: ReduceOp, name: str, compression: Compression, in_place: bool
-    ) -> Steps[Array]:
-        source, target = source_and_target(value, in_place)
-        descriptor = array_descriptor("allreduce", source, name, op, compression=compression)
-        yield from self._reduce(descriptor, _Reduction([source], [target], op, compression))
-        return target
 
     def grouped_allreduce(
         self,
@@ -136,7 +132,16 @@ class Communicator(Group):
         """Reduce a list of arrays as one operation."""
         if self.gpu is not None and any(map(is_device, group)):
             return self.gpu.grouped_allreduce(group, op, name, compression, in_place)
-        return self.start("grouped_allreduce", name, self._reduce_group(group, op, name, compression, in_place))
+
+        def steps() -> Steps[list[Array]]:
+            pairs = [source_and_target(value, in_place) for value in as_list(group)]
+            sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
+            if in_place and arrays.overlap([target for target in targets if target.size]):
+                raise InputError("the same memory is in the group twice, and would be reduced twice")
+            yield from self._reduce(_Reduction("grouped_allreduce", sources, targets, op, name, compression))
+            return targets
+
+        return self.start("grouped_allreduce", name, steps())
 
     def grouped_allreduce_blocking(
         self, group: Sequence[Any], in_place: bool, op: ReduceOp, name: str, compression: Compression = _NONE
@@ -152,12 +157,7 @@ class Communicator(Group):
                     if begun is True:
                         return targets
                     if begun is not None:
-                        steps = self._finish_reduce(
-                            begun,
-                            lambda: group_descriptor(group, name, op, compression),
-                            _Reduction(group, targets, op, compression),
-                        )
-                        self.queue.start(f"grouped_allreduce{quoted(name)}", steps).wait()
+                        self._complete(begun, _Reduction("grouped_allreduce", group, targets, op, name, compression))
                         return targets
                 except BaseException as error:
                     self._cut_short(error)
@@ -171,35 +171,32 @@ class Communicator(Group):
         if not isinstance(error, AllredError) and self._fast is not None and self._fast.pending:
             self.queue.poison(f"an allreduce was cut short by {type(error).__name__}")
 
-    def _finish_reduce(
-        self, operation: "CheckedOperation", describe: Callable[[], OpDescriptor], reduction: _Reduction
-    ) -> Steps[None]:
+    def _complete(self, operation: "CheckedOperation", reduction: _Reduction) -> None:
         """Wait for an allreduce of contiguous arrays that the fast path began; repeat it if some ranks have joined."""
-        group = yield from self.finish(operation, describe)
-        if group is not self:
-            yield from reduction.move(group, [arrays.flat(target) for target in reduction.targets])
 
-    def _reduce_group(
-        self, group: Sequence[Any], op: ReduceOp, name: str, compression: Compression, in_place: bool
-    ) -> Steps[list[Array]]:
-        pairs = [source_and_target(value, in_place) for value in as_list(group)]
-        sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
-        if in_place and arrays.overlap([target for target in targets if target.size]):
-            raise InputError("the same memory is in the group twice, and would be reduced twice")
-        reduction = _Reduction(sources, targets, op, compression)
-        yield from self._reduce(group_descriptor(sources, name, op, compression), reduction)
-        return targets
+        def steps() -> Steps[None]:
+            group = yield from self.finish(operation, reduction.descriptor)
+            if group is not self:
+                yield from reduction.move(group, [arrays.flat(target) for target in reduction.targets])
 
-    def _reduce(self, descriptor: OpDescriptor, reduction: _Reduction) -> Steps[None]:
-        flats = [arrays.flat(target) for target in reduction.targets]
+        self.queue.start(f"{reduction.kind}{quoted(reduction.name)}", steps()).wait()
+
+    def _reduce(self, reduction: _Reduction) -> Steps[None]:
+        descriptor, (_, sources, targets, op, _, compression) = reduction.descriptor(), reduction
+        flats = [arrays.flat(target) for target in targets]
+        every = list(zip(sources, targets, flats, strict=True))
         yield from self.agree_and_move(
             descriptor,
             lambda backend, record: backend.begin_allreduce(
-                record, reduction.flat_sources(flats), flats, reduction.op, reduction.compression.value
+                record,
+                [flat if source is target else arrays.flat(source) for source, target, flat in every],
+                flats,
+                op,
+                compression.value,
             ),
             lambda group: reduction.move(group, flats),
         )
-        for target, flat in zip(reduction.targets, flats, strict=True):
+        for _, target, flat in every:
             arrays.copy_back(target, flat)
 
     def broadcast(self, value: Any, root: int = 0, name: str = "", in_place: bool = False) -> Work[Array]:
