@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 _SPINS = 50  # tests in a row before the core is yielded; about 20 us
 SPIN_WAIT_S = 0.001
-_SLEEP_AFTER_S = 0.1  # without progress for this long, start to sleep
+_AWAKE_S = 0.1  # without progress for this long, start to sleep
 _SLEEP_SHARE = 0.01  # a sleep, as a share of the time since the last progress: it hardly prolongs a wait
 _LONGEST_SLEEP_S = 0.01
 _MAX_UNCHECKED = 64  # started operations, possibly complete, before the queue checks them
@@ -274,7 +274,7 @@ class WorkQueue:
                 if (self.steps_taken, pending.progress_count) != taken:
                     taken, last_progress = (self.steps_taken, pending.progress_count), now
                 peers = pending.waits_for_peers
-                if now - last_progress > _SLEEP_AFTER_S:
+                if now - last_progress > _AWAKE_S:
                     wait_report = wait_report or Wait(self.describe(), self.quiet, self.members)
                     wait_report.go_on(now - start, peers)
                     time.sleep(min(_SLEEP_SHARE * (now - last_progress), _LONGEST_SLEEP_S))
