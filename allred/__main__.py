@@ -1,4 +1,4 @@
-"""`python -m allred COMMAND`: the command line. A command's modules are imported when it is asked for."""
+"""`python -m allred COMMAND`: the command line. A command's modules are imported only if it is used."""
 
 import os
 import select
@@ -17,38 +17,30 @@ usage: python -m allred COMMAND ...
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command that the arguments name; the exit code."""
+    """Run the command that the arguments name. Return the exit code."""
     command, rest = (arguments or [""])[0], arguments[1:]
     if command == "bench":
-        from allred.bench import command as bench
-
-        return bench.main(rest)
-    if command == "checkpoint":
-        from allred.checkpoint import command as checkpoint
-
-        return checkpoint.main(rest)
-    if command == "doctor":
-        from allred.doctor import command as doctor
-
-        return doctor.main(rest)
-    if command == "info":
-        from allred.doctor import info
-
-        return info.main(rest)
-    if command == "timeline":
-        from allred.timeline import command as timeline
-
-        return timeline.main(rest)
-    if command in ("-h", "--help"):
+        from allred.bench.command import main as run_command
+    elif command == "checkpoint":
+        from allred.checkpoint.command import main as run_command
+    elif command == "doctor":
+        from allred.doctor.command import main as run_command
+    elif command == "info":
+        from allred.doctor.info import main as run_command
+    elif command == "timeline":
+        from allred.timeline.command import main as run_command
+    elif command in ("-h", "--help"):
         print(USAGE, end="")
         return 0
-    from allred.command_line import fail
+    else:
+        from allred.command_line import fail
 
-    return fail(f"{USAGE}python -m allred: {f'unknown command {command!r}' if command else 'which command?'}")
+        return fail(f"{USAGE}python -m allred: {f'unknown command {command!r}' if command else 'which command?'}")
+    return run_command(rest)
 
 
 def run(arguments: list[str]) -> int | str | None:
-    """Calls `main`, and returns the argument for sys.exit. The exit code is 128 + SIGPIPE = 141 if the reader of the
+    """Call `main` and return the argument for sys.exit. The exit code is 128 + SIGPIPE = 141 if the reader of the
     output has closed it (`| head`).
 
     SIGPIPE stays ignored: its default action would also end a rank whose connection to another rank breaks.

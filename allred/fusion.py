@@ -1,23 +1,17 @@
 """Tensor fusion: which gradients are reduced together (`Plan`), and the memory they are packed into (`FusionBuffer`).
 
-The plan is a pure function of names, shapes and dtypes. A bucket holds tensors of one dtype, in their order, up to
-`bucket_bytes`. A tensor of half that size or more gets a bucket of its own and is reduced in place: copying it into a
-fusion buffer would cost more than the call it saves.
+The plan is a pure function of names, shapes and dtypes.
 """
 
 import dataclasses
 import functools
-import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from allred import arrays, native
 from allred.arrays import Array
-
-if TYPE_CHECKING:
-    from allred.comm.communicator import Communicator
 
 
 class Tensor(NamedTuple):
@@ -37,6 +31,30 @@ class Tensor(NamedTuple):
 
     def __str__(self) -> str:
         return f"'{self.name}' {arrays.describe(self.shape, self.dtype)}"
+
+
+def assign_buckets(sizes: Sequence[int], dtypes: Sequence[Any], limit_bytes: int) -> list[list[int]]:
+    """Assign tensors to buckets of one dtype and at most `limit_bytes`. Return the tensors' indices for each bucket.
+
+    A tensor of half the limit or more has a bucket of its own, and is reduced in place: a copy into a fusion buffer
+    would cost more than the call it saves. Empty tensors are in no bucket. sizes: bytes of each tensor.
+
+    >>> assign_buckets([4, 8, 0, 100, 4], ["f", "d", "f", "f", "f"], limit_bytes=16)
+    [[1], [3], [0, 4]]
+    """
+    done: list[list[int]] = []
+    waiting: dict[Any, list[int]] = {}
+    filled: dict[Any, int] = {}
+    for index, (nbytes, dtype) in enumerate(zip(sizes, dtypes, strict=True)):
+        if 2 * nbytes >= limit_bytes:
+            done.append([index])
+        elif nbytes:
+            if filled.get(dtype, 0) + nbytes > limit_bytes:
+                done.append(waiting.pop(dtype))
+                filled[dtype] = 0
+            waiting.setdefault(dtype, []).append(index)
+            filled[dtype] = filled.get(dtype, 0) + nbytes
+    return done + list(waiting.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,26 +81,13 @@ class Plan:
     @functools.cached_property
     def buckets(self) -> tuple[Bucket, ...]:
         """The buckets, in the order in which they are reduced; every non-empty tensor is in exactly one."""
-        done: list[Bucket] = []
-        open_buckets: dict[np.dtype[Any], tuple[list[int], int]] = {}  # by dtype: indices, number of elements
-
-        def close(dtype: np.dtype[Any]) -> None:
-            indices, count = open_buckets.pop(dtype)
-            done.append(Bucket(dtype, tuple(indices), count))
-
-        for index in self.nonempty:
-            elements, dtype = self.tensors[index].elements, self.tensors[index].dtype
-            if 2 * elements * dtype.itemsize >= self.bucket_bytes:
-                done.append(Bucket(dtype, (index,), elements))
-                continue
-            if dtype in open_buckets and (open_buckets[dtype][1] + elements) * dtype.itemsize > self.bucket_bytes:
-                close(dtype)
-            indices, count = open_buckets.get(dtype, ([], 0))
-            indices.append(index)
-            open_buckets[dtype] = indices, count + elements
-        for dtype in list(open_buckets):
-            close(dtype)
-        return tuple(done)
+        assigned = assign_buckets(
+            [tensor.nbytes for tensor in self.tensors], [tensor.dtype for tensor in self.tensors], self.bucket_bytes
+        )
+        return tuple(
+            Bucket(self.tensors[indices[0]].dtype, tuple(indices), sum(self.tensors[i].elements for i in indices))
+            for indices in assigned
+        )
 
     @functools.cached_property
     def nonempty(self) -> list[int]:
@@ -115,10 +120,13 @@ class Plan:
 
 
 class FusionBuffer:
-    """Memory for one bucket at a time in each dtype; it grows to the largest bucket. C packs and unpacks it."""
+    """Memory for one bucket at a time in each dtype; it grows to the largest bucket. C packs and unpacks it.
 
-    def __init__(self, communicator: "Communicator") -> None:
-        self._communicator = weakref.proxy(communicator)
+    allocate: returns an array of this many elements and this dtype.
+    """
+
+    def __init__(self, allocate: Callable[[int, np.dtype[Any]], Array]) -> None:
+        self._allocate = allocate
         self._memory: dict[np.dtype[Any], Array] = {}
 
     def pack(self, tensors: Sequence[Array], largest: int) -> Array:
@@ -126,7 +134,7 @@ class FusionBuffer:
         largest: the number of elements of the largest bucket of this dtype."""
         dtype = tensors[0].dtype
         if dtype not in self._memory or self._memory[dtype].size < largest:
-            self._memory[dtype] = self._communicator.backend.allocate(largest, dtype)
+            self._memory[dtype] = self._allocate(largest, dtype)
         memory = self._memory[dtype]
         native.pack([arrays.as_buffer(tensor) for tensor in tensors], arrays.as_buffer(memory))
         return memory[: sum(tensor.size for tensor in tensors)]
@@ -134,13 +142,3 @@ class FusionBuffer:
     def unpack(self, tensors: Sequence[Array]) -> None:
         memory = self._memory[tensors[0].dtype]
         native.unpack([arrays.as_buffer(tensor) for tensor in tensors], arrays.as_buffer(memory))
-
-
-_buffers: "weakref.WeakKeyDictionary[Communicator, FusionBuffer]" = weakref.WeakKeyDictionary()
-
-
-def buffer_of(communicator: "Communicator") -> FusionBuffer:
-    """Return the buffer of a communicator. All optimizers share it: their reductions do not run at the same time."""
-    if communicator not in _buffers:
-        _buffers[communicator] = FusionBuffer(communicator)
-    return _buffers[communicator]

@@ -148,7 +148,7 @@ class Server:
 
 def _mpi() -> tuple[str, str]:
     """Return the name of the MPI library, and why tasks cannot start without a launcher; "" if they can."""
-    library, is_running = mpi.look()
+    library, is_running = mpi.load_library()
     if is_running:
         return library, "MPI was started before allred.Server(); make that first, and leave MPI_Init to it"
     if not library or library.startswith("Open MPI"):

@@ -143,7 +143,9 @@ def _join_ranks(comm: Any, settings: dict[str, Any] | str, cluster: Cluster, in_
     duplicate, library = _duplicate(comm, cluster.lifeline)
     control = create("single" if duplicate is None else "mpi", duplicate, Config.timeout_s, [])
     host = 0 if duplicate is None else topology.node_id(duplicate)
-    mine = _Facts(settings, host, native.available, processors.look(), _gpus(settings))
+    may_use_gpus = isinstance(settings, dict) and settings.get("backend", "auto") in ("auto", "nccl")
+    gpus = streams.visible_gpus() if may_use_gpus else streams.NO_GPUS
+    mine = _Facts(settings, host, native.available, processors.own_cores(), gpus)
     facts: list[_Facts] = control.allgather_object(mine).wait()
     try:
         plan = _plan(facts, cluster, duplicate is not None)
@@ -176,12 +178,6 @@ def _duplicate(comm: Any, lifeline: int) -> tuple[Any, str]:
     while not request.Test():
         os.sched_yield()
     return duplicate, library
-
-
-def _gpus(settings: dict[str, Any] | str) -> streams.VisibleGpus:
-    """Return the GPUs that this rank sees; none if its settings do not allow GPUs."""
-    allowed = isinstance(settings, dict) and settings.get("backend", "auto") in ("auto", "nccl")
-    return streams.visible_gpus() if allowed else streams.NO_GPUS
 
 
 def _plan(facts: list[_Facts], cluster: Cluster, has_mpi: bool) -> _Decisions:

@@ -23,7 +23,7 @@ def load() -> tuple[Any, bool]:
     imports = "mpi4py.MPI" not in sys.modules
     if imports:
         mpi4py.rc.finalize = False  # watch/exit.py does it
-        mpi4py.rc.initialize = False  # _start does it, after the check of the launcher
+        mpi4py.rc.initialize = False  # done below, after the check of the launcher
     passing = settings(os.environ) if imports else {}
     os.environ.update(passing)
     try:
@@ -31,7 +31,10 @@ def load() -> tuple[Any, bool]:
         starts = MPI is not None and not MPI.Is_initialized()
         if starts:
             check_launcher(MPI.Get_library_version())
-            _start(MPI, mpi4py.rc)
+            if mpi4py.rc.threads:
+                MPI.Init_thread(getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
+            else:
+                MPI.Init()
     finally:
         for name in passing:  # programs that this one starts do not inherit them
             os.environ.pop(name, None)
@@ -55,16 +58,8 @@ def _module() -> Any:
     return MPI
 
 
-def _start(MPI: Any, rc: Any) -> None:  # noqa: N803  (mpi4py's spelling)
-    """Start MPI with the thread level of mpi4py.rc."""
-    if rc.threads:
-        MPI.Init_thread(getattr(MPI, f"THREAD_{rc.thread_level.upper()}"))
-    else:
-        MPI.Init()
-
-
-def look() -> tuple[str, bool]:
-    """Return the name of the MPI library ("" without one), and whether MPI is running. Does not start MPI."""
+def load_library() -> tuple[str, bool]:
+    """Load the MPI library. Return its name ("" without one), and whether MPI is running. Does not start MPI."""
     import mpi4py
 
     if "mpi4py.MPI" not in sys.modules:
@@ -76,8 +71,8 @@ def look() -> tuple[str, bool]:
     return library_name(MPI.Get_library_version()), MPI.Is_initialized()
 
 
-def given() -> str:
-    """Return a text of the settings with which allred started MPI."""
+def describe_settings() -> str:
+    """Describe the settings with which allred started MPI."""
     if "mpi4py.MPI" not in sys.modules:
         return "MPI has not been started"
     from mpi4py import MPI

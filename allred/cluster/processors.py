@@ -29,7 +29,7 @@ class Cores:
     measured: bool  # whether threadpoolctl counted the threads; else they are a guess
 
 
-def look() -> Cores:
+def own_cores() -> Cores:
     """Return the cores of this process."""
     allowed = frozenset(os.sched_getaffinity(0))
     try:
@@ -104,7 +104,7 @@ def share(ranks: Sequence[Cores], nodes: Sequence[int], rank: int) -> int:
 def cores_per_rank() -> int:
     """Return this rank's share of the cores of its node, at least 1. Before init(): all cores of this process."""
     here = world.current_or_none()
-    return usable_cores([look()]) if here is None else here.cores
+    return usable_cores([own_cores()]) if here is None else here.cores
 
 
 UNLIMITED = 2**60  # cgroups of version 1 have a number of about 2**63

@@ -38,7 +38,7 @@ class ClusterSpec:
             cluster = cluster.as_dict()
         if not isinstance(cluster, Mapping) or not cluster:
             raise InputError(f"ClusterSpec takes a dict from jobs to their tasks, got {cluster!r}")
-        self._jobs = {_job_name(job): _tasks(job, tasks) for job, tasks in cluster.items()}
+        self._jobs = {job: _tasks(job, tasks) for job, tasks in cluster.items()}
         seen: dict[str, str] = {}
         for task, address in self.addresses().items():
             if address and address in seen:
@@ -85,7 +85,7 @@ class ClusterSpec:
         """Return host:port of a task; "" if only the number of tasks was given. Raises InputError if it is unknown."""
         tasks = self._job(job_name)
         if task_index not in tasks:
-            raise InputError(f"job {job_name!r} has no task {task_index!r}; it has {_numbers(tasks)}")
+            raise InputError(f"job {job_name!r} has no task {task_index!r}; it has {', '.join(map(str, tasks))}")
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
@@ -142,13 +142,10 @@ def tf_config(environ: Mapping[str, str]) -> tuple[ClusterSpec, str, int]:
         ) from None
 
 
-def _job_name(job: Any) -> str:
+def _tasks(job: Any, tasks: Any) -> dict[int, str]:
+    """Return the address of each task of a job by its index, "" if it has none. Raises InputError."""
     if not isinstance(job, str) or not job.isidentifier():
         raise InputError(f"ClusterSpec: a job's name is a word, such as worker, not {job!r}")
-    return job
-
-
-def _tasks(job: str, tasks: Any) -> dict[int, str]:
     if isinstance(tasks, int) and not isinstance(tasks, bool):
         found = dict.fromkeys(range(tasks), "")
     elif isinstance(tasks, Mapping):
@@ -173,7 +170,3 @@ def _plain(tasks: dict[int, str]) -> Any:
     if list(tasks) != list(range(len(tasks))):
         return dict(tasks)
     return list(tasks.values()) if all(tasks.values()) else len(tasks)
-
-
-def _numbers(tasks: Mapping[int, str]) -> str:
-    return ", ".join(map(str, tasks))

@@ -44,14 +44,14 @@ def check_name(name: Any) -> None:
         raise InputError(f"name={name!r} must be a string")
 
 
-def listed(group: Any) -> Sequence[Any]:
+def as_list(group: Any) -> Sequence[Any]:
     try:
         return list(group)
     except TypeError:
         raise InputError(f"expected a list of arrays, got {type(group).__name__}") from None
 
 
-def index_of(root: Any, ranks: Sequence[int]) -> int:
+def root_index(root: Any, ranks: Sequence[int]) -> int:
     try:
         return ranks.index(operator.index(root))
     except (TypeError, ValueError):

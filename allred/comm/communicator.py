@@ -8,7 +8,7 @@ Results are the same on every rank, bit for bit, except for the payload of a NaN
 are reproducible from run to run.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -18,10 +18,10 @@ from allred.arrays import Array
 from allred.comm import header
 from allred.comm.arguments import (
     array_descriptor,
+    as_list,
     empty_like,
     group_descriptor,
-    index_of,
-    listed,
+    root_index,
     source_and_target,
     splits_of,
     target_of,
@@ -34,6 +34,7 @@ from allred.comm.header import OpDescriptor, quoted
 from allred.comm.ops import Compression, ReduceOp, narrows
 from allred.comm.work import Steps, Work
 from allred.errors import AllredError, InputError
+from allred.fusion import FusionBuffer
 from allred.gpu.device_arrays import is_device
 
 if TYPE_CHECKING:
@@ -45,15 +46,18 @@ _NONE = Compression.none
 class _Reduction(NamedTuple):
     """Arrays to reduce, each into a target of its shape: the array itself, or a new contiguous one."""
 
+    kind: str  # allreduce, of one array, or grouped_allreduce
     sources: list[Array]
     targets: list[Array]
     op: ReduceOp
+    name: str
     compression: Compression
 
-    def flat_sources(self, flats: list[Array]) -> list[Array]:
-        """Return the sources as flat arrays. flats: the flat targets."""
-        every = zip(self.sources, self.targets, flats, strict=True)
-        return [flat if source is target else arrays.flat(source) for source, target, flat in every]
+    def descriptor(self) -> OpDescriptor:
+        """Return the descriptor. Raises InputError if the arguments cannot be used."""
+        if self.kind == "allreduce":
+            return array_descriptor(self.kind, self.sources[0], self.name, self.op, compression=self.compression)
+        return group_descriptor(self.sources, self.name, self.op, self.compression)
 
     def move(self, group: Group, flats: list[Array]) -> Steps[None]:
         """Reduce one array after the other between the ranks of a group. flats: the flat targets."""
@@ -70,28 +74,33 @@ class Communicator(Group):
     def __init__(self, backend: Backend, timeout_s: float) -> None:
         super().__init__(backend, timeout_s)
         self.gpu: DeviceCollectives | None = None
+        self.fusion_buffer = FusionBuffer(backend.allocate)  # shared: reductions of optimizers do not run concurrently
         self._fast = backend.fast_path
 
     def allreduce(
-        self, value: Any, op: ReduceOp = ReduceOp.AVERAGE, name: str = "", compression: Compression = _NONE
+        self,
+        value: Any,
+        op: ReduceOp = ReduceOp.AVERAGE,
+        name: str = "",
+        compression: Compression = _NONE,
+        in_place: bool = False,
     ) -> Work[Array]:
-        """Reduce `value` (an array or a number) over all ranks: a new array of the same shape and dtype."""
+        """Reduce `value` (an array or a number) over all ranks. The result is a new array of the same shape and dtype;
+        with `in_place` it is `value`, a writable array."""
         if self.gpu is not None and is_device(value):
-            return self.gpu.allreduce(value, op, name, compression, in_place=False)
-        return self.start("allreduce", name, self._reduce_one(value, op, name, compression, in_place=False))
+            return self.gpu.allreduce(value, op, name, compression, in_place)
 
-    def allreduce_(
-        self, array: Array, op: ReduceOp = ReduceOp.AVERAGE, name: str = "", compression: Compression = _NONE
-    ) -> Work[Array]:
-        """As `allreduce`, in place; the result is `array`, which must be writable."""
-        if self.gpu is not None and is_device(array):
-            return self.gpu.allreduce(array, op, name, compression, in_place=True)
-        return self.start("allreduce", name, self._reduce_one(array, op, name, compression, in_place=True))
+        def steps() -> Steps[Array]:
+            source, target = source_and_target(value, in_place)
+            yield from self._reduce(_Reduction("allreduce", [source], [target], op, name, compression))
+            return target
+
+        return self.start("allreduce", name, steps())
 
     def allreduce_blocking(
         self, value: Any, in_place: bool, op: ReduceOp, name: str, compression: Compression = _NONE
     ) -> Array:
-        """Start allreduce or allreduce_ and wait for the result; takes the fast path of the backend if possible."""
+        """Start `allreduce` and wait for the result; takes the fast path of the backend if possible."""
         if self._fast is not None and type(value) is np.ndarray and self.queue.idle and not self.checks_places:
             target = value if in_place else empty_like(value)
             if target is not None:
@@ -103,47 +112,41 @@ class Communicator(Group):
                     if begun is True:
                         return target
                     if begun is not None:
-                        steps = self._finish_reduce(
-                            begun,
-                            lambda: array_descriptor("allreduce", value, name, op, compression=compression),
-                            _Reduction([value], [target], op, compression),
-                        )
-                        self.queue.start(f"allreduce{quoted(name)}", steps).wait()
+                        self._complete(begun, _Reduction("allreduce", [value], [target], op, name, compression))
                         return target
                 except BaseException as error:
                     self._cut_short(error)
                     raise
         if self.queue.track is not None:
             self.queue.track.call("allreduce")
-        start = self.allreduce_ if in_place else self.allreduce
-        return start(value, op, name, compression).wait()
-
-    def _reduce_one(
-        self, value: Any, op: ReduceOp, name: str, compression: Compression, in_place: bool
-    ) -> Steps[Array]:
-        source, target = source_and_target(value, in_place)
-        descriptor = array_descriptor("allreduce", source, name, op, compression=compression)
-        yield from self._reduce(descriptor, _Reduction([source], [target], op, compression))
-        return target
+        return self.allreduce(value, op, name, compression, in_place).wait()
 
     def grouped_allreduce(
-        self, group: Sequence[Any], op: ReduceOp = ReduceOp.AVERAGE, name: str = "", compression: Compression = _NONE
+        self,
+        group: Sequence[Any],
+        op: ReduceOp = ReduceOp.AVERAGE,
+        name: str = "",
+        compression: Compression = _NONE,
+        in_place: bool = False,
     ) -> Work[list[Array]]:
+        """Reduce a list of arrays as one operation."""
         if self.gpu is not None and any(map(is_device, group)):
-            return self.gpu.grouped_allreduce(group, op, name, compression, in_place=False)
-        return self.start("grouped_allreduce", name, self._reduce_group(group, op, name, compression, in_place=False))
+            return self.gpu.grouped_allreduce(group, op, name, compression, in_place)
 
-    def grouped_allreduce_(
-        self, group: Sequence[Array], op: ReduceOp = ReduceOp.AVERAGE, name: str = "", compression: Compression = _NONE
-    ) -> Work[list[Array]]:
-        if self.gpu is not None and any(map(is_device, group)):
-            return self.gpu.grouped_allreduce(group, op, name, compression, in_place=True)
-        return self.start("grouped_allreduce", name, self._reduce_group(group, op, name, compression, in_place=True))
+        def steps() -> Steps[list[Array]]:
+            pairs = [source_and_target(value, in_place) for value in as_list(group)]
+            sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
+            if in_place and arrays.overlap([target for target in targets if target.size]):
+                raise InputError("the same memory is in the group twice, and would be reduced twice")
+            yield from self._reduce(_Reduction("grouped_allreduce", sources, targets, op, name, compression))
+            return targets
+
+        return self.start("grouped_allreduce", name, steps())
 
     def grouped_allreduce_blocking(
         self, group: Sequence[Any], in_place: bool, op: ReduceOp, name: str, compression: Compression = _NONE
     ) -> list[Array]:
-        """Start grouped_allreduce or grouped_allreduce_ and wait for the results; see `allreduce_blocking`."""
+        """Start `grouped_allreduce` and wait for the results; see `allreduce_blocking`."""
         if self._fast is not None and type(group) is list and self.queue.idle and not self.checks_places:
             targets: list[Any] = (
                 group if in_place else [empty_like(value) for value in group if type(value) is np.ndarray]
@@ -154,81 +157,69 @@ class Communicator(Group):
                     if begun is True:
                         return targets
                     if begun is not None:
-                        steps = self._finish_reduce(
-                            begun,
-                            lambda: group_descriptor(group, name, op, compression),
-                            _Reduction(group, targets, op, compression),
-                        )
-                        self.queue.start(f"grouped_allreduce{quoted(name)}", steps).wait()
+                        self._complete(begun, _Reduction("grouped_allreduce", group, targets, op, name, compression))
                         return targets
                 except BaseException as error:
                     self._cut_short(error)
                     raise
         if self.queue.track is not None:
             self.queue.track.call("grouped_allreduce")
-        start = self.grouped_allreduce_ if in_place else self.grouped_allreduce
-        return start(group, op, name, compression).wait()
+        return self.grouped_allreduce(group, op, name, compression, in_place).wait()
 
     def _cut_short(self, error: BaseException) -> None:
         """An exception on the fast path, other than one that all ranks raise, may leave the others in an operation."""
         if not isinstance(error, AllredError) and self._fast is not None and self._fast.pending:
             self.queue.poison(f"an allreduce was cut short by {type(error).__name__}")
 
-    def _finish_reduce(
-        self, operation: "CheckedOperation", describe: Callable[[], OpDescriptor], reduction: _Reduction
-    ) -> Steps[None]:
+    def _complete(self, operation: "CheckedOperation", reduction: _Reduction) -> None:
         """Wait for an allreduce of contiguous arrays that the fast path began; repeat it if some ranks have joined."""
-        group = yield from self.finish(operation, describe)
-        if group is not self:
-            yield from reduction.move(group, [arrays.flat(target) for target in reduction.targets])
 
-    def _reduce_group(
-        self, group: Sequence[Any], op: ReduceOp, name: str, compression: Compression, in_place: bool
-    ) -> Steps[list[Array]]:
-        pairs = [source_and_target(value, in_place) for value in listed(group)]
-        sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
-        if in_place and arrays.overlap([target for target in targets if target.size]):
-            raise InputError("the same memory is in the group twice, and would be reduced twice")
-        reduction = _Reduction(sources, targets, op, compression)
-        yield from self._reduce(group_descriptor(sources, name, op, compression), reduction)
-        return targets
+        def steps() -> Steps[None]:
+            group = yield from self.finish(operation, reduction.descriptor)
+            if group is not self:
+                yield from reduction.move(group, [arrays.flat(target) for target in reduction.targets])
 
-    def _reduce(self, descriptor: OpDescriptor, reduction: _Reduction) -> Steps[None]:
-        flats = [arrays.flat(target) for target in reduction.targets]
+        self.queue.start(f"{reduction.kind}{quoted(reduction.name)}", steps()).wait()
+
+    def _reduce(self, reduction: _Reduction) -> Steps[None]:
+        descriptor, (_, sources, targets, op, _, compression) = reduction.descriptor(), reduction
+        flats = [arrays.flat(target) for target in targets]
+        every = list(zip(sources, targets, flats, strict=True))
         yield from self.agree_and_move(
             descriptor,
             lambda backend, record: backend.begin_allreduce(
-                record, reduction.flat_sources(flats), flats, reduction.op, reduction.compression.value
+                record,
+                [flat if source is target else arrays.flat(source) for source, target, flat in every],
+                flats,
+                op,
+                compression.value,
             ),
             lambda group: reduction.move(group, flats),
         )
-        for target, flat in zip(reduction.targets, flats, strict=True):
+        for _, target, flat in every:
             arrays.copy_back(target, flat)
 
-    def broadcast(self, value: Any, root: int = 0, name: str = "") -> Work[Array]:
-        """Copy the root's `value` into a new array on every rank; shape and dtype must be the same on all ranks."""
+    def broadcast(self, value: Any, root: int = 0, name: str = "", in_place: bool = False) -> Work[Array]:
+        """Copy the root's `value` into a new array on every rank, or with `in_place` into `value`. Shape and dtype must
+        be the same on all ranks."""
         if self.gpu is not None and is_device(value):
-            return self.gpu.broadcast(value, root, name, in_place=False)
-        return self.start("broadcast", name, self._broadcast(value, root, name, in_place=False))
+            return self.gpu.broadcast(value, root, name, in_place)
 
-    def broadcast_(self, array: Array, root: int = 0, name: str = "") -> Work[Array]:
-        if self.gpu is not None and is_device(array):
-            return self.gpu.broadcast(array, root, name, in_place=True)
-        return self.start("broadcast", name, self._broadcast(array, root, name, in_place=True))
+        def steps() -> Steps[Array]:
+            target = target_of(value, in_place)
+            source = root_index(root, self.ranks)
+            flat = arrays.flat(target)
+            data = arrays.as_bytes(flat)
+            descriptor = array_descriptor("broadcast", target, name, root=self.ranks[source])
+            yield from self.agree_and_move(
+                descriptor,
+                lambda backend, record: backend.begin_broadcast(record, data, source),
+                lambda group: group.backend.broadcast(data, self.root_in(group, source, descriptor)),
+            )
+            arrays.copy_back(target, flat)
+            return target
 
-    def _broadcast(self, value: Any, root: int, name: str, in_place: bool) -> Steps[Array]:
-        target = target_of(value, in_place)
-        source = index_of(root, self.ranks)
-        flat = arrays.flat(target)
-        data = arrays.as_bytes(flat)
-        descriptor = array_descriptor("broadcast", target, name, root=self.ranks[source])
-        yield from self.agree_and_move(
-            descriptor,
-            lambda backend, record: backend.begin_broadcast(record, data, source),
-            lambda group: group.backend.broadcast(data, self.root_in(group, source, descriptor)),
-        )
-        arrays.copy_back(target, flat)
-        return target
+        return self.start("broadcast", name, steps())
 
     def allgather(self, value: Any, name: str = "") -> Work[Array]:
         """Concatenate the arrays of all ranks along the first dimension in rank order: a new array on every rank. Ranks
@@ -318,7 +309,7 @@ class Communicator(Group):
         """Return the root's picklable object; a copy of it on the other ranks."""
 
         def steps() -> Steps[Any]:
-            source = index_of(root, self.ranks)
+            source = root_index(root, self.ranks)
             data = pickled(value if self.rank == source else None)
             title = f"broadcast_object(root={self.ranks[source]}){quoted(name)}"
             descriptor = OpDescriptor("broadcast_object", name, title, root=self.ranks[source])

@@ -2,7 +2,8 @@
 
 The host backend exchanges the headers of all operations, so they have one order, and a rank that passes a host array
 where another passes a device array gets the usual error. After that, the device backend moves the bytes on a stream of
-its own. `wait` orders the caller's stream after the operation; the host goes on. device_reduce.py has the allreduce.
+its own. `wait` orders the caller's stream after the operation and does not block the host. The allreduce is in
+device_reduce.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,8 +14,8 @@ import numpy as np
 from allred import arrays
 from allred.arrays import Array
 from allred.comm import header
-from allred.comm.arguments import array_descriptor, index_of, splits_of
-from allred.comm.device_reduce import DeviceReductions, ReduceRequest, adopted, check_writable, on_gpu
+from allred.comm.arguments import array_descriptor, root_index, splits_of
+from allred.comm.device_reduce import DeviceReductions, ReduceRequest, adopt_on, check_writable, on_gpu
 from allred.comm.ops import Compression, ReduceOp
 from allred.comm.work import Steps, Work
 from allred.errors import InputError
@@ -37,7 +38,7 @@ class DeviceCollectives(DeviceReductions):
 
     def broadcast(self, value: Any, root: int, name: str, in_place: bool) -> Work[Any]:
         def body(g: Adopted, lease: StreamLease) -> Steps[Any]:
-            source = index_of(root, self.communicator.ranks)
+            source = root_index(root, self.communicator.ranks)
             if in_place:
                 check_writable([g])
             number = self.communicator.ranks[source]
@@ -121,7 +122,7 @@ class DeviceCollectives(DeviceReductions):
 
     def _of_one(self, kind: str, name: str, value: Any, body: Callable[[Adopted, StreamLease], Steps[T]]) -> Work[T]:
         def steps() -> Steps[T]:
-            given = adopted(value, self.devices.device.index)
+            given = adopt_on(value, self.devices.device.index)
             return body(given, self.devices.device.lease([given.stream]))
 
         return self._begin(kind, name, steps)

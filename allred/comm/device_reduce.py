@@ -23,6 +23,7 @@ from allred.comm.header import OpDescriptor
 from allred.comm.ops import Compression, ReduceOp, narrows
 from allred.comm.work import Steps, Work
 from allred.errors import InputError
+from allred.fusion import assign_buckets
 from allred.gpu.device_arrays import HALF_DTYPES, Adopted, adopt, is_device, layouts, storage_dtype
 from allred.gpu.kernels import LaunchTable
 from allred.gpu.streams import StreamHandle, StreamLease
@@ -98,7 +99,7 @@ class DeviceReductions:
         key = (where[0], request._replace(weight=None), request.weight is None) if where else None
         cached = self._cache.get(key)
         if cached is None or cached.layouts != where:
-            given = [adopted(value, self.devices.device.index) for value in values]
+            given = [adopt_on(value, self.devices.device.index) for value in values]
             if request.in_place:
                 check_writable(given)
             descriptor, together = self._describe(given, request)
@@ -114,7 +115,7 @@ class DeviceReductions:
                 self._cache.clear()
             self._cache[key] = cached
         flats = [
-            None if one.source else adopted(values[one.positions[0]], self.devices.device.index)
+            None if one.source else adopt_on(values[one.positions[0]], self.devices.device.index)
             for one in cached.buckets
         ]
         return self._reduce_cached(list(values), flats, cached, self.devices.device.lease(cached.streams), request)
@@ -190,7 +191,7 @@ class DeviceReductions:
                 descriptor = group_descriptor(cast(list[Array], given), name, op, compression)
             found = (
                 on_gpu(descriptor),
-                buckets([one.nbytes for one in given], [one.dtype for one in given], BUCKET_BYTES),
+                assign_buckets([one.nbytes for one in given], [one.dtype for one in given], BUCKET_BYTES),
             )
             if len(self._descriptors) >= _KEPT:
                 self._descriptors.clear()
@@ -223,7 +224,7 @@ class DeviceReductions:
         work.end = devices.watch(lease.end(kept), work.title)
 
 
-def adopted(value: Any, index: int) -> Adopted:
+def adopt_on(value: Any, index: int) -> Adopted:
     """Return `value` as an array on this rank's GPU, whose index is `index`. Raises InputError if it is elsewhere."""
     if not is_device(value):
         kind = f"{type(value).__module__}.{type(value).__name__}"
@@ -257,27 +258,6 @@ def on_gpu(descriptor: OpDescriptor) -> OpDescriptor:
     if descriptor.arrays is not None:
         marked = tuple((code | _ON_GPU, shape) for code, shape in descriptor.arrays)
     return dataclasses.replace(descriptor, title=f"{descriptor.title} on the GPU", arrays=marked)
-
-
-def buckets(sizes: Sequence[int], dtypes: Sequence[Any], limit_bytes: int) -> list[list[int]]:
-    """Pack tensors into buckets of one dtype and at most `limit_bytes`: lists of positions; empty tensors are left out.
-
-    >>> buckets([4, 8, 0, 100, 4], ["f", "d", "f", "f", "f"], limit_bytes=16)
-    [[1], [3], [0, 4]]
-    """
-    done: list[list[int]] = []
-    waiting: dict[Any, list[int]] = {}
-    filled: dict[Any, int] = {}
-    for index, (nbytes, dtype) in enumerate(zip(sizes, dtypes, strict=True)):
-        if 2 * nbytes >= limit_bytes:
-            done.append([index])
-        elif nbytes:
-            if filled.get(dtype, 0) + nbytes > limit_bytes:
-                done.append(waiting.pop(dtype))
-                filled[dtype] = 0
-            waiting.setdefault(dtype, []).append(index)
-            filled[dtype] = filled.get(dtype, 0) + nbytes
-    return done + list(waiting.values())
 
 
 def _reduce_bucket(

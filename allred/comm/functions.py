@@ -150,7 +150,7 @@ def broadcast(value: Any, root: int = 0, name: str = "", process_set: ProcessSet
 
 def broadcast_(array: Array, root: int = 0, name: str = "", process_set: ProcessSet | None = None) -> Array:
     """As `broadcast`, in place: overwrite the writable array `array` and return it."""
-    return current(process_set).broadcast_(array, root, name).wait()
+    return current(process_set).broadcast(array, root, name, in_place=True).wait()
 
 
 def allgather(value: Any, name: str = "", process_set: ProcessSet | None = None) -> Array:
@@ -220,7 +220,7 @@ def allreduce_async_(
     process_set: ProcessSet | None = None,
 ) -> Work[Array]:
     """Start `allreduce_`. Returns a Work; its result is `array`."""
-    return _started(_current(process_set).allreduce_(array, op, name, compression))
+    return _started(_current(process_set).allreduce(array, op, name, compression, in_place=True))
 
 
 def grouped_allreduce_async(
@@ -242,7 +242,7 @@ def grouped_allreduce_async_(
     process_set: ProcessSet | None = None,
 ) -> Work[list[Array]]:
     """Start `grouped_allreduce_`. Returns a Work; its result is the list of arrays."""
-    return _started(_current(process_set).grouped_allreduce_(group, op, name, compression))
+    return _started(_current(process_set).grouped_allreduce(group, op, name, compression, in_place=True))
 
 
 def broadcast_async(value: Any, root: int = 0, name: str = "", process_set: ProcessSet | None = None) -> Work[Array]:
@@ -252,7 +252,7 @@ def broadcast_async(value: Any, root: int = 0, name: str = "", process_set: Proc
 
 def broadcast_async_(array: Array, root: int = 0, name: str = "", process_set: ProcessSet | None = None) -> Work[Array]:
     """Start `broadcast_`. Returns a Work; its result is `array`."""
-    return _started(_current(process_set).broadcast_(array, root, name))
+    return _started(_current(process_set).broadcast(array, root, name, in_place=True))
 
 
 def allgather_async(value: Any, name: str = "", process_set: ProcessSet | None = None) -> Work[Array]:

@@ -29,7 +29,6 @@ import sys
 import types
 from collections.abc import Sequence
 
-from allred.arrays import DTYPES
 from allred.errors import AllredError, InputError, MismatchError
 
 BYTES = 64
@@ -100,7 +99,8 @@ class OpDescriptor:
     def _hashes(self) -> tuple[int, int]:
         name = hash_text(self.name)
         if self.arrays is not None:
-            return name, hash_arrays(self.arrays)
+            words = (word for code, shape in self.arrays for word in (code << 8 | len(shape), *shape))
+            return name, functools.reduce(mix, words, mix(0, len(self.arrays)))
         return name, _hash_lines(self.title, self.settings, self.tensors)
 
     @functools.cached_property
@@ -127,12 +127,6 @@ def hash_text(text: str) -> int:
     return functools.reduce(mix, words, mix(0, len(data)))
 
 
-def hash_arrays(arrays: tuple[tuple[int, tuple[int, ...]], ...]) -> int:
-    """The hash of dtypes, by code, and shapes."""
-    words = (word for code, shape in arrays for word in (code << 8 | len(shape), *shape))
-    return functools.reduce(mix, words, mix(0, len(arrays)))
-
-
 def rows_and_note(header: bytes) -> tuple[int, int]:
     """Return the two fields of a header that may differ between ranks."""
     rows, note = _OWN.unpack(header[48:])
@@ -142,19 +136,6 @@ def rows_and_note(header: bytes) -> tuple[int, int]:
 def agree(headers: list[bytes]) -> bool:
     """Return whether all ranks are in the same operation with arguments that can be used."""
     return all(header[AGREED] == headers[0][AGREED] for header in headers) and headers[0][11] == 0
-
-
-def decode(header: bytes) -> str:
-    """Describe a header from its bytes, for debuggers."""
-    sequence, kind, op, dtype, problem, root, _, _, count, _, rows, note = _LAYOUT.unpack(header)
-    kind_name = KINDS[kind] if kind < len(KINDS) else f"kind {kind}"
-    dtype_name = DTYPES[dtype] if dtype < len(DTYPES) else "none"
-    op, wire = op % 2**WIRE_SHIFT, op >> WIRE_SHIFT
-    as_ = f" as {DTYPES[wire]}" if 0 < wire < len(DTYPES) else ""
-    return (
-        f"#{sequence} {kind_name} op={op} dtype={dtype_name}{as_} count={count} root={root} rows={rows} note={note} "
-        f"problem={problem}"
-    )
 
 
 def call_site() -> str:

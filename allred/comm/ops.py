@@ -43,7 +43,6 @@ def refusal(op: Any, dtype: np.dtype[Any]) -> str | None:
     return None
 
 
-_SUM = 2  # code of the operator (comm/ops.py); the sum of one source is that source
 _WIDE = frozenset({"float32", "float64"})
 
 
@@ -79,5 +78,5 @@ def narrow(numbers: Array, out: NDArray[np.uint16], wire: int) -> None:
 
 
 def widen(halves: NDArray[np.uint16], out: Array, wire: int) -> None:
-    """Decompress into `out`. The conversion is exact."""
-    native.reduce([halves], out, wire, _SUM, 1, "", arrays.dtype_code(out.dtype))
+    """Decompress into `out`, as the sum of one array. The conversion is exact."""
+    native.reduce([halves], out, wire, CODES[ReduceOp.SUM], 1, "", arrays.dtype_code(out.dtype))

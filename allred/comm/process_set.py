@@ -50,16 +50,32 @@ class ProcessSets:
     made: dict[tuple[Any, ...], Communicator] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.everyone.make_subgroup = functools.partial(_subgroup, self, tuple(range(len(self.nodes))))
+        self.everyone.make_subgroup = functools.partial(self._subgroup, tuple(range(len(self.nodes))))
 
     def create(self, ranks: tuple[int, ...], title: str) -> Steps[Communicator]:
-        """Create a host communicator of these ranks. Collective among them."""
+        """Create a communicator of these ranks. Collective among them. title: describes them."""
         nodes, kernels = [self.nodes[rank] for rank in ranks], [self.kernels[rank] for rank in ranks]
         name, _ = select_backend(self.config.backend, nodes, True, kernels)
         world_ranks = [rank + self.servers for rank in ranks]
         yield from _wait_for_members(self.comm, world_ranks, title)
         comm = self.comm.Create_group(self.comm.Get_group().Incl(world_ranks))
-        return create(name, comm, self.config.timeout_s, nodes)
+        communicator = create(name, comm, self.everyone.queue.timeout_s, nodes)
+        communicator.queue.members, communicator.ranks = world_ranks, ranks
+        communicator.checks_places = self.everyone.checks_places
+        communicator.make_subgroup = functools.partial(self._subgroup, ranks)
+        world.current().queues.add(communicator.queue)
+        recording.attach(communicator, title)
+        add_devices(communicator, self.config, [self.seen[rank] for rank in ranks], nodes)
+        return communicator
+
+    def _subgroup(self, parent: tuple[int, ...], ranks: Sequence[int]) -> Steps[Communicator]:
+        """Return the communicator of the ranks of `parent` that have not joined. It differs from that of a process set
+        of the same ranks, which may have other operations under way."""
+        key = parent, tuple(ranks)
+        if key not in self.made:
+            title = f"{ProcessSet(ranks)}, which have not joined, of {list(parent)}"
+            self.made[key] = yield from self.create(tuple(ranks), title)
+        return self.made[key]
 
     def close(self) -> None:
         """Close all communicators except `everyone`. Collective."""
@@ -134,9 +150,7 @@ class ProcessSet:
             return base.everyone
         if self.ranks not in base.made:
             queue = WorkQueue(base.config.timeout_s, members=[rank + base.servers for rank in self.ranks])
-            made = queue.start(f"the first use of {self}", _make(base, self.ranks, str(self))).wait()
-            made.make_subgroup = functools.partial(_subgroup, base, self.ranks)
-            base.made[self.ranks] = made
+            base.made[self.ranks] = queue.start(f"the first use of {self}", base.create(self.ranks, str(self))).wait()
         return base.made[self.ranks]
 
 
@@ -156,28 +170,6 @@ def _translated(comm: Any) -> list[int]:
     if any(not base.servers <= number < base.servers + len(base.nodes) for number in numbers):
         raise InputError(f"ProcessSet({comm!r}): it has members that are not among allred's workers")
     return [number - base.servers for number in numbers]
-
-
-def _subgroup(base: ProcessSets, parent: tuple[int, ...], ranks: Sequence[int]) -> Steps[Communicator]:
-    """Return the communicator of the ranks of `parent` that have not joined. It differs from that of a process set of
-    the same ranks, which may have other operations under way."""
-    key = parent, tuple(ranks)
-    if key not in base.made:
-        title = f"{ProcessSet(ranks)}, which have not joined, of {list(parent)}"
-        base.made[key] = yield from _make(base, tuple(ranks), title)
-    return base.made[key]
-
-
-def _make(base: ProcessSets, ranks: tuple[int, ...], title: str) -> Steps[Communicator]:
-    """Create a communicator of these ranks. Collective among them."""
-    communicator = yield from base.create(ranks, title)
-    communicator.queue.timeout_s = base.everyone.queue.timeout_s
-    communicator.queue.members, communicator.ranks = [rank + base.servers for rank in ranks], ranks
-    world.current().queues.add(communicator.queue)
-    communicator.checks_places = base.everyone.checks_places
-    recording.attach(communicator, title)
-    add_devices(communicator, base.config, [base.seen[rank] for rank in ranks], [base.nodes[rank] for rank in ranks])
-    return communicator
 
 
 def _wait_for_members(comm: Any, ranks: list[int], title: str) -> Steps[None]:

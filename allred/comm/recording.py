@@ -38,8 +38,8 @@ def start(directory: str, control: Communicator, comm: Any, workers: range) -> N
         mine = recorder.Recorder(os.path.join(os.path.abspath(directory), f"rank-{control.rank}.timeline"))
     except OSError as error:
         problem = f"{error.strerror}: {error.filename}"
-    told = control.allgather_object((problem, secrets.token_hex(8), socket.gethostname())).wait()
-    problems = [f"rank {rank} on {host}: {text}" for rank, (text, _, host) in enumerate(told) if text]
+    gathered = control.allgather_object((problem, secrets.token_hex(8), socket.gethostname())).wait()
+    problems = [f"rank {rank} on {host}: {text}" for rank, (text, _, host) in enumerate(gathered) if text]
     if problems:
         if mine is not None:
             mine.give_up()
@@ -50,7 +50,7 @@ def start(directory: str, control: Communicator, comm: Any, workers: range) -> N
     assert mine is not None
     mine.begin(
         {
-            "job": told[0][1], "rank": control.rank, "size": control.size, "time": time.time(),
+            "job": gathered[0][1], "rank": control.rank, "size": control.size, "time": time.time(),
             "start": time.perf_counter_ns(), "name": _name(control.rank, workers, control.size),
             "host": socket.gethostname(), "pid": os.getpid(),
         }

@@ -238,7 +238,7 @@ class Loader:
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[Any]:
-        return self.iterate(_load_each)
+        return self.iterate(lambda specs, load: ((spec, load(spec.input)) for spec in specs))
 
     def iterate(self, fetch: Fetch) -> Iterator[Any]:
         """Iterate over batches that `fetch` makes from their specifications."""
@@ -297,11 +297,6 @@ class Loader:
                 expected = "an integer >= 0" if most is None else f"an integer from 0 to {most}"
                 raise InputError(f"load_state_dict: {name} must be {expected}, but is {value!r}")
         self._position = self._start = Position(int(state["epoch"]), int(state["samples"]))
-
-
-def _load_each(specs: Iterable[BatchSpec], load: Load) -> Fetched:
-    for spec in specs:
-        yield spec, load(spec.input)
 
 
 def resolve_rank(function: str, rank: int | None, size: int | None) -> tuple[int, int]:

@@ -31,7 +31,7 @@ TOPICS: list[Topic[Any]] = [  # in the order of the report
     Topic("software", info.probe, info.diagnose),
     Topic("MPI library", mpi.probe_library, mpi.diagnose_library),
     Topic("launcher", mpi.probe_launch, mpi.diagnose_launch),
-    Topic("processors", processors.look, host.diagnose_processors),
+    Topic("processors", processors.own_cores, host.diagnose_processors),
     Topic("memory", host.probe_memory, host.diagnose_memory),
     Topic("network", host.probe_network, host.diagnose_network),
     Topic("GPU", gpu.probe, gpu.diagnose),

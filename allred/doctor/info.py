@@ -133,7 +133,7 @@ def records(library: LibraryFacts, problem: str = "") -> list[dict[str, Any]]:
         "mpi4py": library.error or f"{library.mpi4py}, for the ABI {library.abi}",
         "MPI": "none" if library.error else f"{library.name} (MPI {'.'.join(map(str, library.standard))})",
         "MPI's file": library.path or "none",
-        "MPI's settings": mpi.given(),
+        "MPI's settings": mpi.describe_settings(),
         "C extension": software.reason,
         "CPU kernels": ", ".join(software.variants) or "numpy",
         "backend": problem or backend,

@@ -145,8 +145,9 @@ class Clipper:
         scale = "" if self.scaler is None else f"scale={self.scaler.get_scale():g}"
         return " ".join(filter(None, (clip, scale)))
 
-    def refusal(self, tensors: Sequence[Tensor]) -> str:
-        """Return why gradients of these dtypes cannot be clipped or unscaled; "" if they can."""
+    def check(self, tensors: Sequence[Tensor]) -> str:
+        """Return why gradients of these dtypes cannot be clipped or unscaled; "" if they can. Raises InputError if the
+        scaler belongs to another optimizer."""
         if self.scaler is not None:
             self.scaler.set_owner(self, self._name)
         odd = next((tensor for tensor in tensors if not arrays.is_float(tensor.dtype)), None) if self.active else None

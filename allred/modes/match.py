@@ -192,7 +192,7 @@ class Accumulator:
 
 class SampleCount:
     """The number of samples of each step: the argument of its first reduce() or of step(), else the share of the
-    current batch (data/iterations.py)."""
+    current batch (data/loader.py)."""
 
     def __init__(self) -> None:
         self._claimed: tuple[int | None, str] | None = None  # by reduce() for the next step: the number, or an error

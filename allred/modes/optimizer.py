@@ -18,7 +18,7 @@ from allred.gpu.device_arrays import fill
 from allred.modes.clipping import Clipper
 from allred.modes.detect.mistake_checks import restored, updates_of
 from allred.modes.match import Accumulator, Matcher, SampleCount, parameter
-from allred.modes.options import SessionSupport, StepInput, StepOptions
+from allred.modes.options import Mode, SessionSupport, StepInput, StepOptions
 from allred.modes.ps import ServersMode
 from allred.modes.sync import SyncMode, has_state
 from allred.ps import context
@@ -50,7 +50,7 @@ class DistributedOptimizer:
         self._matcher = Matcher(self._options.title)
         self._samples = SampleCount()
         self._updates = updates_of(optimizer)  # also counts the updates of an optimizer whose wrapper is never used
-        self._chosen: SyncMode | ServersMode | None = None
+        self._chosen: Mode | None = None
         if context.serves():
             self._serve()
 
@@ -75,7 +75,7 @@ class DistributedOptimizer:
                 f"{self.name}: process_set is available in mode sync only; in mode ps all workers train together"
             )
 
-    def _get_mode(self) -> SyncMode | ServersMode:
+    def _get_mode(self) -> Mode:
         """Return the mode, which is selected at the first use. A parameter server serves and exits instead."""
         if self._chosen is None:
             if context.serves():
@@ -131,7 +131,7 @@ class DistributedOptimizer:
                 values, samples = self._accumulator.take()
                 grads, tensors, plain = nest.rebuild(grads, values), list(tensors), False
             if self._clipper.active and not problem:
-                problem = self._clipper.refusal(tensors)
+                problem = self._clipper.check(tensors)
         except InputError as error:
             problem = str(error)
         if problem:  # the other ranks receive it in the header exchange
@@ -294,8 +294,8 @@ class DistributedOptimizer:
                     step, extra = self._load(directory, params)
                 except AllredError as error:
                     failure = error
-            if heard := functions.broadcast_object(failure, first):
-                raise failure or heard
+            if received := functions.broadcast_object(failure, first):
+                raise failure or received
             self.broadcast(params)
             if step is not None:
                 control.count_from(step)

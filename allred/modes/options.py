@@ -1,11 +1,12 @@
-"""The arguments of `allred.distributed` (`StepOptions`), those of a step (`StepInput`), and the interfaces of mode sync
-(sync.py) and mode ps (ps.py): `Mode` and `SessionSupport`.
+"""The arguments of `allred.distributed` (`StepOptions`), those of a step (`StepInput`), and the base classes of mode
+sync (sync.py) and mode ps (ps.py): `Mode` and `SessionSupport`.
 """
 
 import dataclasses
 import pickle
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 from allred.comm.ops import Compression, ReduceOp
 from allred.comm.process_set import ProcessSet
@@ -151,55 +152,73 @@ class StepInput(NamedTuple):
     plain: bool
 
 
-class SessionSupport(Protocol):
+class SessionSupport(ABC):
     """The operations of an optimizer that a Session needs, and a training loop without a session does not."""
 
-    is_lockstep: bool  # whether all ranks make every step together
+    is_lockstep: ClassVar[bool]  # whether all ranks make every step together
 
     @property
+    @abstractmethod
     def update_interrupted(self) -> bool:
         """Whether an exception has interrupted an update, so that the parameters belong to no step."""
 
     @property
+    @abstractmethod
     def waited_s(self) -> float:
         """Seconds that this rank has spent in communication."""
 
+    @abstractmethod
     def latest_step(self) -> int:
         """Return the current global step. Mode ps: a request to the servers."""
 
+    @abstractmethod
     def count_from(self, step: int) -> None:
         """Set the global step, after a restore. Mode ps: on worker 0 only."""
 
-    def request_stop(self) -> None:
-        """Mode ps: make the next step of every worker raise ShutdownError, after a checkpoint. Mode sync: nothing."""
-
-    def set_final_save(self, save: Callable[[], str]) -> None:
-        """Set the function that writes the checkpoint after `request_stop` and returns its path."""
-
-    def wait_all_workers(self) -> None:
-        """Mode ps: `finish`, and wait until all workers have finished or failed. Mode sync: nothing."""
-
+    @abstractmethod
     def broadcast_failure(self, failure: AllredError | None) -> AllredError | None:
         """Return the `failure` of worker 0 (or None) on all workers. Collective."""
 
+    # Without effect in mode sync.
 
-class Mode(Protocol):
+    def request_stop(self) -> None:  # noqa: B027
+        """Mode ps: make the next step of every worker raise ShutdownError, after a checkpoint."""
+
+    def set_final_save(self, save: Callable[[], str]) -> None:  # noqa: B027
+        """Mode ps: set the function that writes the checkpoint after `request_stop` and returns its path."""
+
+    def wait_all_workers(self) -> None:  # noqa: B027
+        """Mode ps: `finish`, and wait until all workers have finished or failed."""
+
+
+class Mode(SessionSupport):
     """How the ranks of a distributed optimizer train together. See `DistributedOptimizer` for the public methods."""
 
-    skipped: int  # steps skipped because of gradients that are not finite
-    dropped: int  # gradients of this worker that were too late
+    dropped = 0  # gradients of this worker that were too late for their step
 
     @property
+    @abstractmethod
+    def skipped(self) -> int:
+        """Steps skipped because of gradients that are not finite."""
+
+    @property
+    @abstractmethod
     def global_step(self) -> int: ...
+    @abstractmethod
     def step(self, given: StepInput) -> None: ...
-    def reduce(self, name: str, grad: Any, samples: int | None) -> None: ...
+    @abstractmethod
     def broadcast(self, params: Any, tensors: list[Tensor], root: int, problem: str) -> None: ...
-    def pull(self, params: Any) -> None: ...
-    def finish(self) -> None: ...
+    @abstractmethod
     def state_dict(self) -> Any: ...
+    @abstractmethod
     def load_state_dict(self, state: Any) -> None: ...
+    @abstractmethod
+    def summary(self) -> str: ...
+    @abstractmethod
     def save(self, params: Any, extra: Any, copy: bool) -> Callable[[str], str]:
         """Return a function that writes a checkpoint of this moment into a directory, and returns its path. extra: an
         object to pickle into the checkpoint. copy: whether the function is called after later steps."""
 
-    def summary(self) -> str: ...
+    def reduce(self, name: str, grad: Any, samples: int | None) -> None: ...
+    def pull(self, params: Any) -> None: ...
+    def finish(self) -> None: ...

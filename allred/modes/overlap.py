@@ -158,23 +158,25 @@ class Overlap:
         try:
             if self._needs_all is None and not self._opening.done():
                 return
-            self._complete_opening()
+            needs_all = self._complete_opening()
         except AllredError:  # on all ranks; raised in step()
             return
-        while not self._needs_all and len(self._sent) < len(self._buckets):
+        while not needs_all and len(self._sent) < len(self._buckets):
             if not all(index in self._ready for index in self._buckets[len(self._sent)][0]):
                 break
             self._send()
         if self._sent and any(self._on_gpu):  # C makes progress on the host only
             functions.current().queue.progress(self._sent[-1][0])
 
-    def _complete_opening(self) -> None:
+    def _complete_opening(self) -> bool:
+        """Wait for the opening. Return whether a rank needs all gradients before any is changed."""
         assert self._opening is not None
         if self._needs_all is None:
             with span("negotiate", self._title):
                 agreement = self._reducer.agreement(self._opening.wait())
             self._weight = agreement.weight
             self._needs_all = any(flag & _NEEDS_ALL for flag in agreement.flags)
+        return self._needs_all
 
     def _send(self) -> None:
         number = len(self._sent)
@@ -226,9 +228,7 @@ class Overlap:
         """Complete the opening. Return whether a rank needs all gradients before any is changed. Collective."""
         if self._opening is None:
             self._open(samples)
-        self._complete_opening()
-        assert self._needs_all is not None
-        return self._needs_all
+        return self._complete_opening()
 
     def finish(self, given: StepInput) -> list[Any] | None:
         """Send the other gradients, wait for all, and return them; None if the step is skipped."""

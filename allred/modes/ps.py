@@ -22,7 +22,7 @@ from allred.modes.detect.batch_arguments import compare_at_server
 from allred.modes.detect.drift import warn_of_stale_start
 from allred.modes.detect.mistake_checks import used
 from allred.modes.match import parameter
-from allred.modes.options import StepInput, StepOptions
+from allred.modes.options import Mode, StepInput, StepOptions
 from allred.modes.ps_payload import HostStaging, PushedGradients, PushedLearningRate
 from allred.optim.base import Optimizer
 from allred.ps import context, protocol
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 _NONE: list[int] = []
 
 
-class ServersMode:
+class ServersMode(Mode):
     """Mode ps of one optimizer on a worker."""
 
     is_lockstep = False
+    skipped = 0
+    waited_s = 0.0
 
     def __init__(self, optimizer: Any, options: StepOptions, clipper: Clipper) -> None:
-        self.skipped = 0
-        self.dropped = 0  # gradients of this worker that were too late for their step
         self._optimizer, self._options, self._clipper = optimizer, options, clipper
         self._title = f"{options.name}.step()"
         self._lr = PushedLearningRate(optimizer, self._title)
@@ -56,17 +56,14 @@ class ServersMode:
         self._tensors: list[Tensor] = []
         self._checked: Any = None  # the list of tensors that was checked last
         self._loaded = False
-        self._asked_to_end = self._finished = False
+        self._stop_requested = self._finished = False
         self._process = os.getpid()
-        self._saves_last: Callable[[], str] | None = None  # of a session, instead of a checkpoint in checkpoint_dir
+        self._final_save: Callable[[], str] | None = None  # of a session, instead of a checkpoint in checkpoint_dir
         self._steps_before: int | None = None  # step of the restored checkpoint; None: ask the servers
-        self._steps, self._start, self.waited_s = 0, 0.0, 0.0
+        self._steps, self._start = 0, 0.0
         self._staging = HostStaging()
 
     # The start.
-
-    def reduce(self, name: str, grad: Any, samples: int | None) -> None:
-        pass  # the step pushes it
 
     def broadcast(self, params: Any, tensors: list[Tensor], root: int, problem: str) -> None:
         if root != 0:
@@ -87,9 +84,9 @@ class ServersMode:
 
     def _connect(self, title: str, params: Any, tensors: list[Tensor], leaves: list[Any]) -> None:
         """Register with the servers at the first call. Later, check that these are the parameters of the servers."""
-        twins = self._staging.host_targets(leaves)
-        if arrays.overlap([twin for twin in twins if twin.size]):
-            raise InputError(f"{title}: {ps_payload.describe_overlap(tensors, twins)}")
+        host_leaves = self._staging.host_targets(leaves)
+        if arrays.overlap([leaf for leaf in host_leaves if leaf.size]):
+            raise InputError(f"{title}: {ps_payload.describe_overlap(tensors, host_leaves)}")
         if self._client is not None:
             if tensors != self._tensors:
                 what = ps_payload.difference(tensors, self._tensors)
@@ -176,14 +173,14 @@ class ServersMode:
         if not (as_before and self._gradients.same_dtypes and samples != 0):
             absent = [index for index, value in enumerate(values) if value is None]
             sources, targets = self._gradients.to_wire(values), ps_payload.targets(leaves)
-        fits = self._finite(sources)
-        if fits and self._clipper.active:
+        usable = self._finite(sources)
+        if usable and self._clipper.active:
             sources = self._clipper.clip_local(sources)
         if self._clipper.scaler is not None:
-            self._clipper.scaler.update(not fits, self._title)
-        if not fits:
+            self._clipper.scaler.update(not usable, self._title)
+        if not usable:
             return
-        outcome = client.step(sources, absent, targets, self._lr.value(), self._asked_to_end)
+        outcome = client.step(sources, absent, targets, self._lr.value(), self._stop_requested)
         if not as_before:
             ps_payload.put_back(leaves, targets)
             self._staging.upload(params_given, leaves)
@@ -196,9 +193,9 @@ class ServersMode:
         if outcome.flags & protocol.DRAINING:
             self._end()
 
-    def _check(self, params: Any, tensors: list[Tensor], leaves: list[Any], twins: list[Any]) -> None:
+    def _check(self, params: Any, tensors: list[Tensor], leaves: list[Any], host_leaves: list[Any]) -> None:
         new = self._client is None
-        own = [Tensor(t.name, twin.shape, twin.dtype) for t, twin in zip(tensors, twins, strict=True)]
+        own = [Tensor(t.name, leaf.shape, leaf.dtype) for t, leaf in zip(tensors, host_leaves, strict=True)]
         self._connect(self._title, params, own, leaves)
         if new:
             self._agree_on_start(params, check=True)
@@ -237,11 +234,11 @@ class ServersMode:
         self._pull(leaves)
 
     def _pull(self, leaves: list[Any]) -> None:
-        twins = self._staging.host_targets(leaves)
-        targets = ps_payload.targets(twins)
+        host_leaves = self._staging.host_targets(leaves)
+        targets = ps_payload.targets(host_leaves)
         self._servers.pull(targets)
-        ps_payload.put_back(twins, targets)
-        self._staging.upload(leaves, twins)
+        ps_payload.put_back(host_leaves, targets)
+        self._staging.upload(leaves, host_leaves)
 
     def finish(self) -> None:
         if self._client is not None and not self._finished:
@@ -317,10 +314,10 @@ class ServersMode:
 
     def request_stop(self) -> None:
         """Send a stop request with the next step; the servers pass it on to all workers."""
-        self._asked_to_end = True
+        self._stop_requested = True
 
     def set_final_save(self, save: Callable[[], str]) -> None:
-        self._saves_last = save
+        self._final_save = save
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if os.getpid() == self._process:
@@ -332,15 +329,15 @@ class ServersMode:
     def _end(self) -> NoReturn:
         """A rank was asked to stop: one worker writes a checkpoint, then all leave the training loop."""
         root, client = self._context.config.checkpoint_dir, self._servers
-        saves = self._saves_last or (None if root == "none" else lambda: client.save(root))
+        save = self._final_save or (None if root == "none" else lambda: client.save(root))
         result = "no checkpoint_dir is set, so nothing was saved"
         is_saver = client.call(protocol.BeginDrain())[0]
-        if is_saver and saves is not None:
+        if is_saver and save is not None:
             try:
-                result = f"the checkpoint is {saves()}"
+                result = f"the checkpoint is {save()}"
             except AllredError as error:
                 result = f"no checkpoint was written: {error}"
-        if saves is not None:
+        if save is not None:
             result = client.call_first(protocol.EndDrain(result if is_saver else None))
         raise ShutdownError(f"{self._title}: the job was asked to end; {result}")
 

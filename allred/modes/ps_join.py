@@ -68,17 +68,14 @@ def _first_request(transport: MpiTransport, here: context.Context) -> ControlReq
 
 def _load(pickled: bytes | str, role: str) -> tuple[StepOptions, object]:
     """Return worker 0's options and optimizer. pickled: a str is the reason why there are none."""
-    if isinstance(pickled, str):
-        reason = pickled
-    else:
+    if isinstance(pickled, bytes):
         try:
             options, optimizer = pickle.loads(pickled)
-        except Exception as error:  # any error of a class of the user
-            reason = f"it cannot be loaded there ({type(error).__name__}: {error})"
-        else:
             return options, optimizer
+        except Exception as error:  # any error of a class of the user
+            pickled = f"it cannot be loaded there ({type(error).__name__}: {error})"
     raise InputError(
-        f"{role} is in Server.join(), which serves with the optimizer of worker 0, and cannot have that: {reason}. "
+        f"{role} is in Server.join(), which serves with the optimizer of worker 0, and cannot have that: {pickled}. "
         "Define its class in a module, not in a function, and without lambdas; or let servers run the script up to "
         "allred.distributed(optimizer) instead of join()"
     )

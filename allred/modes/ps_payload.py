@@ -14,7 +14,7 @@ import numpy as np
 
 from allred.arrays import Array
 from allred.comm import functions
-from allred.comm.device_reduce import adopted
+from allred.comm.device_reduce import adopt_on
 from allred.errors import InputError
 from allred.fusion import Plan, Tensor
 from allred.gpu.device_arrays import Adopted, is_device
@@ -109,7 +109,7 @@ class PushedLearningRate:
             return non_negative(self._title, "lr", lr)
         if lr is not self._initial or not math.isnan(self._number):
             raise InputError(
-                f"{self._title}: lr was changed to a schedule, and the servers do not hear of it; give schedules when "
+                f"{self._title}: lr was changed to a schedule, which is not sent to the servers; give schedules when "
                 "the optimizer is made, and assign numbers"
             )
         return math.nan
@@ -170,7 +170,7 @@ class HostStaging:
 
     def _on_gpu(self, values: Sequence[Any]) -> dict[int, Adopted]:
         found = [i for i, value in enumerate(values) if is_device(value)]
-        return {i: adopted(values[i], self._device.index) for i in found}
+        return {i: adopt_on(values[i], self._device.index) for i in found}
 
     def _pinned(self, use: str, index: int, like: Adopted) -> Array:
         key = use, index

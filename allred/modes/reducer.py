@@ -22,7 +22,7 @@ from allred.comm import functions, ops
 from allred.comm.ops import Compression, ReduceOp
 from allred.comm.work import Work
 from allred.errors import InputError
-from allred.fusion import Plan, Tensor, buffer_of
+from allred.fusion import Plan, Tensor
 from allred.gpu import device_arrays as gpu
 from allred.modes.options import StepOptions
 from allred.timeline.recorder import span
@@ -184,7 +184,7 @@ class Reducer:
         queue.waited_s = waited_before_s + time.perf_counter() - start  # includes the copies of this rank
 
     def _allreduce_buckets(self, plan: Plan, values: list[Array], weight: float | None) -> None:
-        buffer = buffer_of(functions.current())
+        buffer = functions.current().fusion_buffer
         for number, bucket in enumerate(plan.buckets):
             targets = [values[i] for i in bucket.indices]
             if len(targets) == 1:
@@ -253,24 +253,19 @@ def _writable(tensor: Tensor, value: Any, seen: set[int]) -> Any:
     """As `writable`, for one gradient. seen: the addresses of the arrays before it; its address is added."""
     if value is None:
         return None
-    if gpu.is_device(value):
-        return _writable_on_gpu(value, seen)
-    if isinstance(value, np.ndarray) and value.flags.writeable:
-        address = value.__array_interface__["data"][0]
-        if address not in seen or not value.size:
-            seen.add(address)
-            return value
-    return np.array(value, tensor.dtype)
-
-
-def _writable_on_gpu(value: Any, seen: set[int]) -> Any:
-    adopted = gpu.adopt(value)
-    address = adopted.array.data.ptr
-    if adopted.writable and (address not in seen or not adopted.array.size):
+    on_gpu = gpu.adopt(value) if gpu.is_device(value) else None
+    if on_gpu is not None:
+        usable, address = on_gpu.writable, on_gpu.array.data.ptr
+    else:
+        usable = isinstance(value, np.ndarray) and value.flags.writeable
+        address = value.__array_interface__["data"][0] if usable else 0
+    if usable and (address not in seen or not tensor.elements):
         seen.add(address)
         return value
-    with gpu.on_stream(adopted):
-        return adopted.to_caller(adopted.array.copy())
+    if on_gpu is None:
+        return np.array(value, tensor.dtype)
+    with gpu.on_stream(on_gpu):
+        return on_gpu.to_caller(on_gpu.array.copy())
 
 
 def takes_gpu() -> bool:

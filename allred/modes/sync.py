@@ -22,7 +22,7 @@ from allred.fusion import Tensor
 from allred.gpu.device_arrays import to_host
 from allred.modes.clipping import Clipper
 from allred.modes.detect.mistake_checks import MistakeChecks, restored
-from allred.modes.options import StepInput, StepOptions
+from allred.modes.options import Mode, StepInput, StepOptions
 from allred.modes.overlap import Overlap
 from allred.modes.reducer import Reducer, writable
 from allred.optim.base import Optimizer
@@ -66,11 +66,11 @@ def reduce_gradients(
     return values if checks.passes_reduced(agreement.flags, plan, values) else None
 
 
-class SyncMode:
-    """Mode sync of one optimizer. Implements `Mode` and `SessionSupport`."""
+class SyncMode(Mode):
+    """Mode sync of one optimizer."""
 
     is_lockstep = True
-    dropped = 0
+    update_interrupted = False
 
     def __init__(self, optimizer: Any, options: StepOptions, clipper: Clipper) -> None:
         self._optimizer, self._options, self._clipper = optimizer, options, clipper
@@ -79,7 +79,6 @@ class SyncMode:
         self._checks = MistakeChecks(options, self._title, optimizer)
         self._overlap: Overlap | None = None  # after the first opt.reduce() of any rank
         self._timer = StepTimer()
-        self.update_interrupted = False
         self._updates = 0  # for an optimizer that does not count them; includes those before a restore
 
     def step(self, given: StepInput) -> None:
@@ -145,7 +144,7 @@ class SyncMode:
         lines = [str(tensor) for tensor in tensors]
         communicator.check("parameters", f"{name}.broadcast()", lines, settings, problem=problem).wait()
         for leaf_name, leaf in nest.leaves(params):
-            communicator.broadcast_(leaf, root, leaf_name).wait()
+            communicator.broadcast(leaf, root, leaf_name, in_place=True).wait()
         if has_state(self._optimizer):
             state = self._optimizer.state_dict() if communicator.number == root else None
             state = communicator.broadcast_object(state, root, f"state of {name}").wait()
@@ -155,12 +154,6 @@ class SyncMode:
         if self._overlap is not None:  # a rank that had joined does not know the order
             self._overlap.forget_order()
             self._overlap.end_step()
-
-    def pull(self, params: Any) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
 
     def state_dict(self) -> Any:
         return self._optimizer.state_dict()
@@ -202,19 +195,16 @@ class SyncMode:
     def summary(self) -> str:
         shape, config = world.current().topology, world.config()
         skipped = f"\nskipped: {self.skipped} steps with gradients that were not finite" if self.skipped else ""
+        wire, compression = "", self._options.compression
+        if self._timer.sent_bytes:
+            how = "" if compression is Compression.none else f", as {compression.name}"
+            wire = f"\ngradients: {arrays.amount(self._timer.sent_bytes / self._timer.steps)} a step on the wire{how}"
         return (
             f"world: {shape.size} rank{'s' * (shape.size > 1)} on {shape.nodes} node{'s' * (shape.nodes > 1)}, "
             f"mode {config.mode}\n"
             f"backend: {functions.current().name} ({world.current().reason})\n"
-            f"speed: {self._timer.text()}{skipped}{self._wire_summary()}"
+            f"speed: {self._timer.text()}{skipped}{wire}"
         )
-
-    def _wire_summary(self) -> str:
-        if not self._timer.sent_bytes:
-            return ""
-        compression = self._options.compression
-        how = "" if compression is Compression.none else f", as {compression.name}"
-        return f"\ngradients: {arrays.amount(self._timer.sent_bytes / self._timer.steps)} a step on the wire{how}"
 
     def _first_step(self, tensors: list[Tensor]) -> str:
         reducer, size, rate = self._reducer, functions.current().size, getattr(self._optimizer, "lr", None)
@@ -238,18 +228,9 @@ class SyncMode:
     def count_from(self, step: int) -> None:
         self._updates = step
 
-    def request_stop(self) -> None:
-        pass
-
-    def set_final_save(self, save: Callable[[], str]) -> None:
-        pass
-
-    def wait_all_workers(self) -> None:
-        pass
-
     def broadcast_failure(self, failure: AllredError | None) -> AllredError | None:
-        heard: AllredError | None = functions.broadcast_object(failure)
-        return heard
+        received: AllredError | None = functions.broadcast_object(failure)
+        return received
 
 
 def has_state(optimizer: Any) -> bool:

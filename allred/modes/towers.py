@@ -257,7 +257,7 @@ class BlasLimit:
 
 @functools.cache
 def _warn_once(towers: int) -> None:
-    cores, threads = processors.cores_per_rank(), processors.look().blas_threads
+    cores, threads = processors.cores_per_rank(), processors.own_cores().blas_threads
     if towers * threads > max(cores, towers):
         log.runtime_warning(
             f"Towers: {towers} towers x {threads} BLAS threads on this rank's {cores} core{'s' * (cores != 1)}: steps "

@@ -6,6 +6,7 @@ the buffer protocol (bfloat16 does not: pass a view as uint16). The signatures a
 """
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,40 +14,31 @@ import numpy as np
 
 from allred.native import twins
 
-pack: Callable[[list[Any], Any], None]
-unpack: Callable[[list[Any], Any], None]
-reduce: Callable[..., None]
-narrow: Callable[..., None]
-update: Callable[..., bool]
-hashes: Callable[[list[Any]], list[int]]
-match: Callable[[list[Any], list[Any], list[Any]], bool]
-exceeds: Callable[..., bool]
-variants: tuple[str, ...]
-arm_exit: Callable[..., bool] | None  # see csrc/exit.h
-alarm: Callable[[float, float, str, str, int], bool] | None  # see csrc/alarm.h
-cancel_alarm: Callable[[], None] | None
-Mailbox: Any  # see csrc/mailbox.h; None if it was not built
-mailbox_bytes: Callable[[int, int], int] | None
-
+_kernels: Any = twins
+available = False
 try:
-    import allred.native._kernels as _kernels
-except ImportError as error:
-    available = False
-    reason = "not built: it needs gcc and the Python headers (apt-get install gcc python3-dev), then install again"
-    if not isinstance(error, ModuleNotFoundError):
-        reason = f"built, but it cannot be loaded: {error}"
-    pack, unpack, reduce, arm_exit = twins.pack, twins.unpack, twins.reduce, None
-    hashes, exceeds, update, narrow = twins.hashes, twins.exceeds, twins.update, twins.narrow
-    match = twins.match
-    alarm, cancel_alarm, Mailbox, mailbox_bytes = None, None, None, None
-    variants = ()
-else:
+    _kernels = importlib.import_module("allred.native._kernels")
     available, reason = True, "built"
-    pack, unpack, reduce, arm_exit = _kernels.pack, _kernels.unpack, _kernels.reduce, _kernels.arm_exit
-    hashes, exceeds, update, narrow = _kernels.hashes, _kernels.exceeds, _kernels.update, _kernels.narrow
-    match = twins.match
-    if _kernels.reads_arrays(np.zeros((2, 3))):
-        match = functools.partial(_kernels.match, np.ndarray)
-    alarm, cancel_alarm = _kernels.alarm, _kernels.cancel_alarm
-    Mailbox, mailbox_bytes = _kernels.Mailbox, _kernels.mailbox_bytes
-    variants = _kernels.variants()
+except ModuleNotFoundError:
+    reason = "not built: it needs gcc and the Python headers (apt-get install gcc python3-dev), then install again"
+except ImportError as error:
+    reason = f"built, but it cannot be loaded: {error}"
+
+pack: Callable[[list[Any], Any], None] = _kernels.pack
+unpack: Callable[[list[Any], Any], None] = _kernels.unpack
+reduce: Callable[..., None] = _kernels.reduce
+narrow: Callable[..., None] = _kernels.narrow
+update: Callable[..., bool] = _kernels.update
+hashes: Callable[[list[Any]], list[int]] = _kernels.hashes
+exceeds: Callable[..., bool] = _kernels.exceeds
+match: Callable[[list[Any], list[Any], list[Any]], bool] = twins.match
+if available and _kernels.reads_arrays(np.zeros((2, 3))):
+    match = functools.partial(_kernels.match, np.ndarray)
+variants: tuple[str, ...] = _kernels.variants() if available else ()
+
+# None if the extension was not built.
+arm_exit: Callable[..., bool] | None = getattr(_kernels, "arm_exit", None)  # see csrc/exit.h
+alarm: Callable[[float, float, str, str, int], bool] | None = getattr(_kernels, "alarm", None)  # see csrc/alarm.h
+cancel_alarm: Callable[[], None] | None = getattr(_kernels, "cancel_alarm", None)
+Mailbox: Any = getattr(_kernels, "Mailbox", None)  # see csrc/mailbox.h
+mailbox_bytes: Callable[[int, int], int] | None = getattr(_kernels, "mailbox_bytes", None)

@@ -19,20 +19,22 @@ _FUNCTIONS: dict[int, Any] = {_AVERAGE: np.add, _SUM: np.add, _MIN: np.minimum, 
 
 def pack(tensors: list[Array], buffer: Array) -> None:
     """Copy the tensors' bytes, in order and without gaps, to the start of `buffer`. ValueError if it is too small."""
-    target, offset = _bytes(buffer), 0
-    _check_size(tensors, target)
-    for tensor in tensors:
-        target[offset : offset + tensor.nbytes] = _bytes(tensor)
-        offset += tensor.nbytes
+    for tensor, part in _parts(tensors, buffer):
+        part[:] = tensor
 
 
 def unpack(tensors: list[Array], buffer: Array) -> None:
     """Fill the tensors, in order, from the start of `buffer`. ValueError if it is too small."""
-    source, offset = _bytes(buffer), 0
-    _check_size(tensors, source)
-    for tensor in tensors:
-        _bytes(tensor)[:] = source[offset : offset + tensor.nbytes]
-        offset += tensor.nbytes
+    for tensor, part in _parts(tensors, buffer):
+        tensor[:] = part
+
+
+def _parts(tensors: list[Array], buffer: Array) -> list[tuple[Array, Array]]:
+    """Return the bytes of each tensor, and its part of the buffer."""
+    ends = np.cumsum([tensor.nbytes for tensor in tensors], dtype=np.int64)
+    if len(ends) and ends[-1] > buffer.nbytes:
+        raise ValueError(f"the tensors take {ends[-1]} bytes but the fusion buffer has {buffer.nbytes}")
+    return list(zip(map(_bytes, tensors), np.split(_bytes(buffer), ends), strict=False))
 
 
 def reduce(
@@ -179,9 +181,3 @@ def _check_reduction(sources: list[Array], out: Array, dtype_code: int, op_code:
 
 def _bytes(array: Array) -> NDArray[np.uint8]:
     return np.frombuffer(array, np.uint8) if array.nbytes else np.empty(0, np.uint8)
-
-
-def _check_size(tensors: list[Array], buffer: Array) -> None:
-    needed = sum(tensor.nbytes for tensor in tensors)
-    if needed > buffer.nbytes:
-        raise ValueError(f"the tensors take {needed} bytes but the fusion buffer has {buffer.nbytes}")

@@ -1,4 +1,8 @@
-"""The optimizers: SGD, Adagrad, RMSProp, Adam and AdamW."""
+"""The optimizers: SGD, Adagrad, RMSProp, Adam and AdamW.
+
+Where `fused` does not apply, numpy computes in place, with one temporary array: the page faults of each further one
+cost more than the arithmetic.
+"""
 
 import math
 

@@ -136,7 +136,7 @@ class _Ranks:
             communicator=communicator,
             config=self.config,
             reason="threads of one process",
-            cores=max(1, processors.usable_cores([processors.look()]) // self.size),
+            cores=max(1, processors.usable_cores([processors.own_cores()]) // self.size),
             process_sets=_ThreadProcessSets(self, communicator, nodes),
             iterations=Iterations(),
         )

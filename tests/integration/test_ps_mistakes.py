@@ -58,7 +58,7 @@ LEARNING_RATES = {
     "'x'": "InputError: opt.step(): lr must be a finite number >= 0, but is 'x'",
     "-1.0": "lr must be a finite number >= 0, but is -1.0",
     "float('nan')": "lr must be a finite number >= 0, but is nan",
-    "lambda step: 0.5": "opt.step(): lr was changed to a schedule, and the servers do not hear of it",
+    "lambda step: 0.5": "opt.step(): lr was changed to a schedule, which is not sent to the servers",
 }
 
 GRADIENTS = ("gradient function", "mode ps", "step(params, grads)")

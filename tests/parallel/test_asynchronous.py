@@ -52,11 +52,11 @@ def start(comm, rng, number):
     count = rng.choice((0, 1, 7, 1009, 40_000, 200_000)) * (1 if kind != "alltoall" else comm.size)
     mine, size = data(comm.rank, count), comm.size
     if kind == "allreduce_":
-        return comm.allreduce_(mine, allred.Sum, name), total(size, count)
+        return comm.allreduce(mine, allred.Sum, name, in_place=True), total(size, count)
     if kind == "allreduce":
         return comm.allreduce(mine, allred.Sum, name), total(size, count)
     if kind == "group":
-        return comm.grouped_allreduce_([mine, mine[:3].copy()], allred.Sum, name), [
+        return comm.grouped_allreduce([mine, mine[:3].copy()], allred.Sum, name, in_place=True), [
             total(size, count),
             total(size, count)[:3],
         ]
@@ -109,7 +109,7 @@ def test_many_under_way_and_waited_for_in_any_order(comm, seed):
 
 def test_blocking_calls_come_behind_what_was_started(comm):
     x = np.ones(1000, np.float32)
-    works = [comm.allreduce_(x, allred.Sum) for _ in range(3)]
+    works = [comm.allreduce(x, allred.Sum, in_place=True) for _ in range(3)]
     assert comm.allreduce_blocking(x.copy() * 0 + 1, True, allred.Sum, "").tolist() == [comm.size] * 1000
     assert all(work.done() for work in works)
     assert set(x) == {comm.size**3}
@@ -118,7 +118,7 @@ def test_blocking_calls_come_behind_what_was_started(comm):
 def test_nobody_keeps_the_work(comm):
     x = np.ones(50_000)
     for _ in range(5):
-        comm.allreduce_(x, allred.Sum)
+        comm.allreduce(x, allred.Sum, in_place=True)
     gc.collect()
     comm.barrier().wait()
     assert set(x) == {comm.size**5}
@@ -129,11 +129,11 @@ def test_a_mistake_stands_with_its_own_work(comm):
     several(comm)
     first, third = np.ones(3), np.ones(30_000)
     works = [
-        comm.allreduce_(first, allred.Sum, "first"),
+        comm.allreduce(first, allred.Sum, "first", in_place=True),
         comm.allreduce(np.ones(2 + (comm.rank == 1)), allred.Sum, "second"),
         comm.allgather(third, "third"),
         comm.allreduce(np.array(["words"]) if comm.rank == 0 else first, allred.Sum, "fourth"),
-        comm.allreduce_(third, allred.Sum, "fifth"),
+        comm.allreduce(third, allred.Sum, "fifth", in_place=True),
     ]
     check(works[4].wait(), np.full(30_000, comm.size))
     assert first.tolist() == [comm.size] * 3
@@ -224,7 +224,7 @@ def test_a_peer_that_holds_the_gil_keeps_nobody(comm):
         pytest.skip("takes the thread")
     x, count = np.ones(100_000), comm.size
     comm.barrier().wait()
-    works = [comm.allreduce_(x, allred.Sum), comm.grouped_allreduce([x[:3].copy()]), comm.barrier()]
+    works = [comm.allreduce(x, allred.Sum, in_place=True), comm.grouped_allreduce([x[:3].copy()]), comm.barrier()]
     works += [comm.broadcast(np.ones(7)), comm.reducescatter(np.ones(count)), comm.allreduce(np.ones(3), allred.Sum)]
     begun = time.monotonic()
     if comm.rank == 0:
@@ -276,7 +276,7 @@ def test_closed_with_operations_under_way(size, thread):
     if thread:
         one.backend.start_progress_thread()
     arrays = [np.ones(10_000) for _ in range(3)]
-    works = [one.allreduce_(x, allred.Sum) for x in arrays] if allred.rank() else []
+    works = [one.allreduce(x, allred.Sum, in_place=True) for x in arrays] if allred.rank() else []
     threads = threading.active_count()
     one.close()
     assert threads == threading.active_count()

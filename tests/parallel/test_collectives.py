@@ -68,7 +68,7 @@ def test_average_in_place(comm, dtype):
 def check_in_place(comm, op, dtype):
     def check():
         x = data(comm.rank, (1009,), dtype)
-        y = comm.allreduce_(x, op).wait()
+        y = comm.allreduce(x, op, in_place=True).wait()
         assert y is x
         np.testing.assert_array_equal(x, expected(op, comm.size, (1009,), dtype))
 
@@ -129,10 +129,12 @@ def test_any_layout(comm, which):
     x = layouts(data(comm.rank, shape, np.float32))[which]
     assert not x.flags.c_contiguous
     np.testing.assert_array_equal(comm.allreduce(x, allred.Sum).wait(), result)
-    np.testing.assert_array_equal(comm.allreduce_(x, allred.Sum).wait(), result)
+    np.testing.assert_array_equal(comm.allreduce(x, allred.Sum, in_place=True).wait(), result)
     np.testing.assert_array_equal(x, result)
     y = layouts(data(comm.rank, shape, np.float32))[which]
-    np.testing.assert_array_equal(comm.broadcast_(y, comm.size - 1).wait(), data(comm.size - 1, shape, np.float32))
+    np.testing.assert_array_equal(
+        comm.broadcast(y, comm.size - 1, in_place=True).wait(), data(comm.size - 1, shape, np.float32)
+    )
     z = layouts(data(comm.rank, shape, np.float32))[which]
     gathered = np.concatenate([data(r, shape, np.float32) for r in range(comm.size)])
     np.testing.assert_array_equal(comm.allgather(z).wait(), gathered)
@@ -149,9 +151,9 @@ def test_read_only_and_numbers_are_inputs_but_no_targets(comm):
     assert comm.allreduce(float(comm.rank), allred.Sum).wait() == total
     assert comm.allreduce([comm.rank, 1.0], allred.Sum).wait().tolist() == [total, comm.size]
     with pytest.raises(InputError, match="the array is read-only; use the form without the underscore"):
-        comm.allreduce_(locked).wait()
+        comm.allreduce(locked, in_place=True).wait()
     with pytest.raises(InputError, match="in place needs a numpy array, got float"):
-        comm.allreduce_(1.0).wait()
+        comm.allreduce(1.0, in_place=True).wait()
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -161,8 +163,7 @@ def test_grouped_allreduce(comm, in_place):
 
     def check():
         group = [data(comm.rank, s, d) for s, d in zip(shapes, dtypes, strict=True)]
-        operation = comm.grouped_allreduce_ if in_place else comm.grouped_allreduce
-        results = operation(group, allred.Sum).wait()
+        results = comm.grouped_allreduce(group, allred.Sum, in_place=in_place).wait()
         for x, y, s, d in zip(group, results, shapes, dtypes, strict=True):
             np.testing.assert_array_equal(y, expected(allred.Sum, comm.size, s, d))
             assert (x is y) == in_place
@@ -179,7 +180,7 @@ def test_broadcast_from_every_root(comm, dtype, shape):
         y = comm.broadcast(x, root).wait()
         np.testing.assert_array_equal(y, data(root, shape, dtype))
         np.testing.assert_array_equal(x, data(comm.rank, shape, dtype))
-        assert comm.broadcast_(x, root).wait() is x
+        assert comm.broadcast(x, root, in_place=True).wait() is x
         np.testing.assert_array_equal(x, data(root, shape, dtype))
 
 
@@ -285,8 +286,8 @@ def test_results_are_bitwise_equal_on_all_ranks_and_from_run_to_run(comm, dtype)
 def test_memory_of_the_communicator_reduces_without_a_copy_and_lasts(comm):
     mine = comm.backend.allocate(1000, np.dtype(np.float32))
     mine[:] = comm.rank + 1
-    comm.allreduce_(mine, allred.Sum).wait()
-    comm.allreduce_(mine[100:200], allred.Sum).wait()
+    comm.allreduce(mine, allred.Sum, in_place=True).wait()
+    comm.allreduce(mine[100:200], allred.Sum, in_place=True).wait()
     total = comm.size * (comm.size + 1) / 2
     assert set(mine[:100]) == {total}
     assert set(mine[100:200]) == {total * comm.size}
@@ -307,8 +308,14 @@ BAD = [
     (lambda c: c.broadcast_object({}, name=7), "broadcast_object '7': name=7 must be a string"),
     (lambda c: c.allgather_object({}, name=7), "allgather_object '7': name=7 must be a string"),
     (lambda c: c.grouped_allreduce([], "sum"), "grouped_allreduce: op='sum' is not a reduction"),
-    (lambda c: c.grouped_allreduce_([np.zeros(3)] * 2), "grouped_allreduce: the same memory is in the group twice"),
-    (lambda c: c.grouped_allreduce_(halves(np.zeros(9))), "grouped_allreduce: the same memory is in the group twice"),
+    (
+        lambda c: c.grouped_allreduce([np.zeros(3)] * 2, in_place=True),
+        "grouped_allreduce: the same memory is in the group twice",
+    ),
+    (
+        lambda c: c.grouped_allreduce(halves(np.zeros(9)), in_place=True),
+        "grouped_allreduce: the same memory is in the group twice",
+    ),
     (lambda c: c.grouped_allreduce_blocking([], True, "Sum", ""), "grouped_allreduce: op='Sum' is not a reduction"),
     (lambda c: c.grouped_allreduce_blocking([], True, None, ""), "grouped_allreduce: op=None is not a reduction"),
     (lambda c: c.grouped_allreduce_blocking([], True, allred.Sum, 7), "grouped_allreduce '7': name=7 must be a string"),
@@ -423,19 +430,19 @@ def test_mpi_never_sees_the_users_memory(comm, monkeypatch):
 
     monkeypatch.setattr(comm.backend, "_comm", Spy(comm.backend._comm))
     mine = np.ones((1000, 4))
-    comm.allreduce_(mine, allred.Sum).wait()
-    comm.grouped_allreduce_([mine, mine.copy()], allred.Max).wait()
-    comm.broadcast_(mine).wait()
+    comm.allreduce(mine, allred.Sum, in_place=True).wait()
+    comm.grouped_allreduce([mine, mine.copy()], allred.Max, in_place=True).wait()
+    comm.broadcast(mine, in_place=True).wait()
     comm.allgather(mine).wait()
     comm.reducescatter(mine).wait()
     comm.alltoall(np.ones((comm.size, 5))).wait()
     assert len(seen) >= 10
-    owned = comm.backend._kept
+    owned = comm.backend._owned
     assert all(any(np.shares_memory(buffer, piece) for piece in owned) for buffer in seen)
     assert not any(np.shares_memory(buffer, mine) for buffer in seen)
     seen.clear()
     born = comm.backend.allocate(1000, np.dtype(np.float32))
-    comm.allreduce_(born[10:20], allred.Sum).wait()
+    comm.allreduce(born[10:20], allred.Sum, in_place=True).wait()
     assert any(np.shares_memory(buffer, born) for buffer in seen)  # and what is allred's is not copied
     monkeypatch.undo()
 
@@ -443,7 +450,7 @@ def test_mpi_never_sees_the_users_memory(comm, monkeypatch):
 def test_in_place_is_untouched_by_an_operation_that_fails(comm):
     x = np.full(3, comm.rank)
     with pytest.raises(InputError):
-        comm.allreduce_(x).wait()
+        comm.allreduce(x, in_place=True).wait()
     assert x.tolist() == [comm.rank] * 3
 
 
@@ -457,7 +464,7 @@ def test_more_than_2_to_the_31_elements(comm, request):
     count = 2**31 + 11
     x = np.ones(count, np.int8)
     x[-1] = comm.rank
-    comm.allreduce_(x, allred.Sum).wait()
+    comm.allreduce(x, allred.Sum, in_place=True).wait()
     assert x[-4:].tolist() == [2, 2, 2, 1]
     words = x[: count // 8 * 8].view(np.uint64)  # compared in place of 2 GiB of elements
     assert int(np.count_nonzero(words == 0x0202020202020202)) == len(words)

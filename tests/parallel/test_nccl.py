@@ -71,9 +71,9 @@ def test_every_op_in_place(comm, dtype):
         x = on_gpu(contract.data(comm.rank, (1009,), dtype))
         if op is allred.Average and dtype.kind in "iu":
             with pytest.raises(InputError, match="Average of"):
-                comm.allreduce_(x, op).wait()
+                comm.allreduce(x, op, in_place=True).wait()
             continue
-        assert comm.allreduce_(x, op).wait() is x
+        assert comm.allreduce(x, op, in_place=True).wait() is x
         np.testing.assert_array_equal(host(x), contract.expected(op, comm.size, (1009,), dtype))
 
 
@@ -124,8 +124,7 @@ def test_a_group_travels_in_buckets(comm, in_place, op, monkeypatch):
 
     def check():
         group = [on_gpu(contract.data(comm.rank, s, d)) for s, d in zip(shapes, dtypes, strict=True)]
-        operation = comm.grouped_allreduce_ if in_place else comm.grouped_allreduce
-        results = operation(group, op).wait()
+        results = comm.grouped_allreduce(group, op, in_place=in_place).wait()
         for x, y, s, d in zip(group, results, shapes, dtypes, strict=True):
             np.testing.assert_array_equal(host(y), contract.expected(op, comm.size, s, d))
             assert (x is y) == in_place
@@ -171,7 +170,7 @@ def test_a_group_that_comes_again_is_not_looked_through_again(comm, monkeypatch)
             for array in group:
                 array[...] = -1 - comm.rank
             if weight is None:
-                comm.grouped_allreduce_(group, op).wait()
+                comm.grouped_allreduce(group, op, in_place=True).wait()
             else:
                 comm.gpu.weighted_allreduce_(group, op, "", allred.Compression.none, weight).wait()
             expected = -1 if op is allred.Max else -sum(range(1, comm.size + 1)) * (weight or 1)
@@ -186,7 +185,7 @@ def test_a_group_that_comes_again_is_looked_at_before_the_ranks_agree(comm, monk
     """Behind that nobody would hear of what is wrong with it."""
     looked, wanted = [], device_reduce.ReduceRequest(allred.Sum, "", allred.Compression.none, in_place=True)
     whole = on_gpu(np.ones(1000))
-    comm.grouped_allreduce_([whole], allred.Sum).wait()
+    comm.grouped_allreduce([whole], allred.Sum, in_place=True).wait()
     monkeypatch.setattr(device_reduce, "adopt", lambda value: looked.append(value) or standin_gpu.adopt(value))
     comm.gpu._reduction_steps([whole], wanted).close()
     assert len(looked) == 1
@@ -196,7 +195,7 @@ def test_a_group_that_has_come_is_its_callers_alone(comm):
     group = [on_gpu(np.ones(shape, np.float32)) for shape in [(3, 4), (12,)]]
     left = [weakref.ref(array) for array in group]
     for _ in range(2):
-        comm.grouped_allreduce_(group, allred.Sum).wait()
+        comm.grouped_allreduce(group, allred.Sum, in_place=True).wait()
     del group
     gc.collect()
     assert all(one() is None for one in left)
@@ -208,9 +207,9 @@ def test_groups_that_have_come_may_still_differ_between_ranks(comm):
     one = [on_gpu(np.ones(shape, np.float32)) for shape in [(3, 4), (12,)]]
     other = [array.reshape(12) for array in one]
     for group in (one, other):
-        comm.grouped_allreduce_(group, allred.Sum).wait()
+        comm.grouped_allreduce(group, allred.Sum, in_place=True).wait()
     with pytest.raises(MismatchError, match=r"tensor 0 of 2 differs: float32 \(3, 4\) on rank 0; float32 \(12,\) on"):
-        comm.grouped_allreduce_(other if comm.rank else one, allred.Sum).wait()
+        comm.grouped_allreduce(other if comm.rank else one, allred.Sum, in_place=True).wait()
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
@@ -249,10 +248,10 @@ def test_any_layout(comm, which):
     y = _layouts(x)[which]
     y[...] = 1
     assert not y.flags.c_contiguous
-    comm.allreduce_(y, allred.Sum).wait()
+    comm.allreduce(y, allred.Sum, in_place=True).wait()
     np.testing.assert_array_equal(host(y), np.full((5, 7), comm.size))
     y[...] = comm.rank
-    comm.broadcast_(y, comm.size - 1).wait()
+    comm.broadcast(y, comm.size - 1, in_place=True).wait()
     np.testing.assert_array_equal(host(y), np.full((5, 7), comm.size - 1))
     assert host(comm.allgather(y).wait()).shape == (5 * comm.size, 7)
 
@@ -290,7 +289,11 @@ def test_broadcast_allgather_alltoall_reducescatter(comm, dtype):
 
 def test_host_arrays_and_others_go_on_beside(comm):
     x = np.full(3, comm.rank, np.float32)
-    started = [comm.allreduce_(on_gpu(x), allred.Sum), comm.allreduce(x, allred.Sum), comm.allgather_object(comm.rank)]
+    started = [
+        comm.allreduce(on_gpu(x), allred.Sum, in_place=True),
+        comm.allreduce(x, allred.Sum),
+        comm.allgather_object(comm.rank),
+    ]
     assert host(started[0].wait()).tolist() == started[1].wait().tolist() == [sum(range(comm.size))] * 3
     assert started[2].wait() == list(range(comm.size))
     assert comm.allreduce_blocking(on_gpu(x), False, allred.Max, "").tolist() == [comm.size - 1] * 3
@@ -323,11 +326,11 @@ def test_what_cannot_be_used_is_known_to_all(comm, monkeypatch):
     locked = on_gpu(np.ones(3))
     locked.flags.writeable = False
     with pytest.raises(InputError, match="read-only"):
-        comm.allreduce_(locked if comm.rank == 0 else on_gpu(np.ones(3))).wait()
+        comm.allreduce(locked if comm.rank == 0 else on_gpu(np.ones(3)), in_place=True).wait()
     one = on_gpu(np.ones(9, np.float32))
     for other in (one, one[3:], one[::2]):
         with pytest.raises(InputError, match="the same memory is in the group twice"):
-            comm.grouped_allreduce_([one, other] if comm.rank == 0 else [one, on_gpu(other)]).wait()
+            comm.grouped_allreduce([one, other] if comm.rank == 0 else [one, on_gpu(other)], in_place=True).wait()
     with pytest.raises(InputError, match="arrays on the GPU and on the host"):
         comm.grouped_allreduce([on_gpu(np.ones(3)), np.ones(3)]).wait()
     with pytest.raises(InputError, match="is not supported"):

@@ -115,10 +115,10 @@ def test_public_functions_and_methods_match(rank, size):
         lambda x: allred.grouped_allreduce((x, x[:2]), allred.Sum)[0],
     ]
     methods = [
-        lambda x: comm.allreduce_(x, allred.Sum).wait(),
+        lambda x: comm.allreduce(x, allred.Sum, in_place=True).wait(),
         lambda x: comm.allreduce(x, allred.Sum).wait(),
         lambda x: comm.grouped_allreduce([x, x[:2]], allred.Sum).wait()[0],
-        lambda x: comm.grouped_allreduce_([x, x[:2].copy()], allred.Sum).wait()[0],
+        lambda x: comm.grouped_allreduce([x, x[:2].copy()], allred.Sum, in_place=True).wait()[0],
     ]
     for length in (3, 5000):
         for turn in range(2):
@@ -132,7 +132,7 @@ def test_calls_after_works_that_are_not_waited_for_come_after_them(shm):
         for turn in range(2):
             y = data(shm.rank, (length,), "f8")
             if (shm.rank + turn) % 2:
-                works = [shm.allreduce_(y, allred.Sum) for _ in range(3)]
+                works = [shm.allreduce(y, allred.Sum, in_place=True) for _ in range(3)]
             else:
                 works = [shm.allreduce_blocking(y, True, allred.Sum, "") for _ in range(3)]
             z = shm.allreduce_blocking(y, False, allred.Sum, "")
@@ -300,7 +300,7 @@ def runs_during(call):
 
 IN_C = [
     lambda shm, x: shm.allreduce_blocking(x, True, allred.Sum, ""),
-    lambda shm, x: shm.allreduce_(x, allred.Sum).wait(),
+    lambda shm, x: shm.allreduce(x, allred.Sum, in_place=True).wait(),
 ]
 fast_and_general = pytest.mark.parametrize("call", IN_C, ids=["fast path", "general path"])
 
@@ -339,7 +339,7 @@ def test_no_other_thread_while_one_is_inside(shm, wait_s):
         while not shm.backend.segment.pending:
             time.sleep(0)
         time.sleep(wait_s)
-        for call in (shm.allreduce_blocking, lambda *_: shm.allreduce_(y), lambda *_: shm.barrier()):
+        for call in (shm.allreduce_blocking, lambda *_: shm.allreduce(y, in_place=True), lambda *_: shm.barrier()):
             with pytest.raises(AllredError, match="two threads use allred at once"):
                 call(y, True, allred.Sum, "")
         allred.barrier()

@@ -68,7 +68,7 @@ def test_ranks_of_several_hosts_are_counted_by_host():
 def test_a_note_says_that_threadpoolctl_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "threadpoolctl", None)
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "3")
-    facts = processors.look()
+    facts = processors.own_cores()
     assert (facts.measured, facts.blas_threads, facts.blas) == (False, 3, "OPENBLAS_NUM_THREADS=3")
     lines = host.diagnose_processors(rank_facts(dataclasses.replace(facts, allowed=frozenset(range(4)))))
     assert "pip install 'allred[doctor]'" in next(one.remedy for one in lines if "threadpoolctl" in one.found)

@@ -48,7 +48,7 @@ def guard():
 def test_completed_operations_are_released(guard):
     work = guard.watch(End(), "allreduce 'w'")
     work._end.over = True
-    guard.look(time.monotonic() + 1000)
+    guard.check_running(time.monotonic() + 1000)
     assert not guard._running
     work.order()
     assert work.done()
@@ -57,9 +57,9 @@ def test_completed_operations_are_released(guard):
 
 def test_beyond_the_limit_nccl_is_aborted_and_everything_raises(guard):
     work = guard.watch(End(), "allreduce 'w'")
-    guard.look(time.monotonic() + 9)
+    guard.check_running(time.monotonic() + 9)
     assert not guard._communicator.aborted
-    guard.look(time.monotonic() + 11)
+    guard.check_running(time.monotonic() + 11)
     assert guard._communicator.aborted == 1
     for call in (work.order, work.done, work.synchronize, guard.check):
         with pytest.raises(CollectiveTimeout, match=r"allreduce 'w': not complete on the GPU after 10 s.*NCCL_DEBUG"):
@@ -72,7 +72,7 @@ def test_beyond_the_limit_nccl_is_aborted_and_everything_raises(guard):
 def test_an_error_of_nccl_is_raised_with_its_text(guard):
     guard._communicator.error = RuntimeError("NCCL_ERROR_REMOTE_ERROR: remote process exited")
     work = guard.watch(End(), "broadcast")
-    guard.look(time.monotonic())
+    guard.check_running(time.monotonic())
     assert guard._communicator.aborted == 1
     with pytest.raises(AllredError, match=r"broadcast: NCCL: NCCL_ERROR_REMOTE_ERROR: remote.*NCCL_DEBUG=WARN"):
         work.order()
@@ -100,7 +100,7 @@ class Verdict:
 def test_the_end_of_another_rank_aborts_nccl(guard):
     with worlds.installed(watcher=Line(Verdict())):
         guard.watch(End(), "allreduce")
-        guard.look(time.monotonic())
+        guard.check_running(time.monotonic())
     assert guard._communicator.aborted == 1
     assert "rank 1 on nodeB was killed" in str(guard.failure)
 
@@ -111,9 +111,9 @@ def test_a_long_kernel_and_its_end_are_reported_to_the_watcher(guard):
     with worlds.installed(watcher=mine):
         work = guard.watch(End(), "allreduce 'w'")
         for later_s in (1, 20, 25):
-            guard.look(time.monotonic() + later_s)
+            guard.check_running(time.monotonic() + later_s)
         work._end.over = True
-        guard.look(time.monotonic() + 26)
+        guard.check_running(time.monotonic() + 26)
     assert mine.told == [("waiting", "allreduce 'w', on the GPU"), ("going", None)]
 
 
@@ -132,15 +132,15 @@ def test_a_host_that_is_stuck_in_nccl_is_freed(guard):
     """When it connects, NCCL waits for the other ranks on the host."""
 
     def stuck():
-        guard.look(time.monotonic() + 9)
+        guard.check_running(time.monotonic() + 9)
         assert not guard._communicator.aborted
-        guard.look(time.monotonic() + 11)
+        guard.check_running(time.monotonic() + 11)
 
     guard.call(stuck)
     assert guard._communicator.aborted == 1
     assert "not complete on the GPU after 10 s" in str(guard.failure)
     guard.failure = None
-    guard.look(time.monotonic() + 20)
+    guard.check_running(time.monotonic() + 20)
     assert guard.failure is None
 
 

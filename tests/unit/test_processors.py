@@ -53,6 +53,6 @@ def test_the_share_of_the_first_rank(ranks, nodes, share):
 
 
 def test_without_a_world_all_cores_of_the_process():
-    assert processors.cores_per_rank() == processors.usable_cores([processors.look()])
+    assert processors.cores_per_rank() == processors.usable_cores([processors.own_cores()])
     with worlds.installed(cores=3):
         assert processors.cores_per_rank() == 3

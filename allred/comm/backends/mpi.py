@@ -43,8 +43,7 @@ class MpiBackend(Backend):
     def __init__(self, comm: MPI.Intracomm) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size())
         self._comm = comm
-        self._owned: list[tuple[int, int]] = []  # address ranges that MPI may read and write at any time
-        self._kept: list[Array] = []  # the arrays at these addresses
+        self._owned: list[Array] = []  # MPI may read and write their memory at any time
         self._stage = self.allocate(CHUNK_BYTES, np.dtype(np.uint8))
         self._back_stage = self.allocate(CHUNK_BYTES, np.dtype(np.uint8))
         self._records = self.allocate(self.size * header.BYTES, np.dtype(np.uint8))
@@ -52,8 +51,7 @@ class MpiBackend(Backend):
 
     def allocate(self, count: int, dtype: np.dtype[Any]) -> Array:
         array = np.zeros(count, dtype)
-        self._owned.append((array.ctypes.data, array.ctypes.data + array.nbytes))
-        self._kept.append(array)
+        self._owned.append(array)
         return array
 
     def close(self, sound: bool) -> None:
@@ -74,7 +72,8 @@ class MpiBackend(Backend):
         mpi_op = self._mpi_op(op, moved)
         for start in range(0, flat.size, chunk):
             part = flat[start : start + chunk]
-            stage = part if moved == flat.dtype and self._owns(part) else self._stage.view(moved)[: part.size]
+            is_owned = any(part.base is owned for owned in self._owned)
+            stage = part if moved == flat.dtype and is_owned else self._stage.view(moved)[: part.size]
             if stage is not part:
                 stage[:] = part
             self._sent_bytes += stage.nbytes
@@ -162,10 +161,6 @@ class MpiBackend(Backend):
         """Return the dtype that MPI reduces, and its number of elements in a chunk."""
         moved = np.dtype(np.uint8) if arrays.name_of(dtype) == "bool" else arrays.accumulator(dtype)
         return moved, CHUNK_BYTES // moved.itemsize
-
-    def _owns(self, array: Array) -> bool:
-        start, stop = array.ctypes.data, array.ctypes.data + array.nbytes
-        return any(low <= start and stop <= high for low, high in self._owned)
 
     def _finish(self, reduced: Array, op: ReduceOp, target: Array) -> None:
         """Divide if the operation is an average, and store the result in `target`."""

@@ -19,7 +19,7 @@ from allred.errors import AllredError, CollectiveTimeout
 from allred.gpu.streams import Completion
 from allred.watch import exit as exit_protocol
 
-LOOK_S = 0.05
+CHECK_INTERVAL_S = 0.05
 HINT = "run it again with NCCL_DEBUG=WARN (or INFO), which makes NCCL print its errors, on every rank"
 
 
@@ -73,17 +73,17 @@ class Guard:
 
     def _run(self, prepare: Callable[[], object]) -> None:
         prepare()
-        while self.failure is None and not (self._closed.wait(LOOK_S) and self._idle()):
-            self.look(time.monotonic())
+        while self.failure is None and not (self._closed.wait(CHECK_INTERVAL_S) and self._idle()):
+            self.check_running(time.monotonic())
 
     def _idle(self) -> bool:
         """Return whether the thread can end: no operation is running, or the communicator is unusable."""
         if self._running and not self._queue.poisoned:
-            time.sleep(LOOK_S)
+            time.sleep(CHECK_INTERVAL_S)
             return False
         return True
 
-    def look(self, now: float) -> None:
+    def check_running(self, now: float) -> None:
         """Check the running operations once. now: time.monotonic()."""
         while self._running and self._running[0][0].done():
             self._running.popleft()
@@ -132,7 +132,7 @@ class Guard:
 
 
 class Guarded(Completion):
-    """An Completion that raises the error of the guard, so that the caller does not use an incomplete result."""
+    """A Completion that raises the error of the guard, so that the caller does not use an incomplete result."""
 
     def __init__(self, guard: Guard, end: Completion) -> None:
         self._guard, self._end = guard, end
