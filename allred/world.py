@@ -87,7 +87,9 @@ def current() -> World:
     """Return the world. Raises NotInitializedError before init() and after shutdown()."""
     here = _world if _overrides is None else getattr(_overrides, "world", _world)
     if here is None:
-        raise NotInitializedError("allred.init() has not been called; call it once, before anything else of allred")
+        raise NotInitializedError(
+            "allred is not initialized: call allred.init() first; after allred.shutdown() it may be called again"
+        )
     return here
 
 

@@ -31,7 +31,8 @@ def connect(
         with or without a GPU. Without allow_soft_placement such a function is an InputError.
 
     Any task of the cluster can run any code on the others: use clients only in trusted networks, with ALLRED_SECRET.
-    Raises InputError for a malformed target, NotInitializedError in a process that is not a task of a cluster.
+    Raises InputError for a malformed target; NotInitializedError for a target in a process that is not a task of a
+    cluster, and before init().
     """
     here = world.current_or_none()
     if not (here is not None and here.in_cluster) and (target or here is None):

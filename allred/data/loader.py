@@ -278,6 +278,8 @@ class Loader:
         The number of ranks and batch_size may differ from those of the saved state. Pass the same state on every rank.
         Raises InputError: `state` is not a state of a loader, or was saved for other data; nothing has changed then.
         """
+        if not isinstance(state, Mapping):
+            raise InputError(f"load_state_dict: expected the result of state_dict(), got {state!r}")
         missing = [name for name in ("epoch", "samples", *self._identity) if name not in state]
         if missing:
             raise InputError(

@@ -7,7 +7,7 @@ its share of the elements, and an allreduce adds these sums: equal on all ranks,
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -90,7 +90,10 @@ class GradScaler:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a result of `state_dict`."""
+        """Restore a result of `state_dict`. Raises InputError for another value; nothing has changed then."""
+        expected = self.state_dict()
+        if not isinstance(state, Mapping) or not expected.keys() <= state.keys():
+            raise InputError(f"GradScaler.load_state_dict: expected a dict with {', '.join(expected)}, got {state!r}")
         self._scale, self._steps = float(state["scale"]), int(state["_growth_tracker"])
         self.growth_factor, self.backoff_factor = float(state["growth_factor"]), float(state["backoff_factor"])
         self.growth_interval = int(state["growth_interval"])

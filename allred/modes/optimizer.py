@@ -43,6 +43,8 @@ class DistributedOptimizer:
     """
 
     def __init__(self, optimizer: Any, op: ReduceOp = ReduceOp.AVERAGE, **options: Any) -> None:
+        if isinstance(optimizer, type) or not callable(getattr(optimizer, "step", None)):
+            raise TypeError(f"DistributedOptimizer takes an object with step(params, grads), got {optimizer!r}")
         self._options = StepOptions(op=op, **options)
         self.optimizer, self.name, self.process_set = optimizer, self._options.name, self._options.process_set
         self._accumulator = Accumulator(self._options.accumulate)

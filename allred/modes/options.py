@@ -16,7 +16,7 @@ from allred.fusion import Tensor
 from allred.modes.clipping import GradScaler
 from allred.optim.base import Optimizer
 from allred.ps.consistency import Async, Bounded, Policy, Sync
-from allred.ps.placement import How
+from allred.ps.placement import How, check_placement
 from allred.ps.shard import locks
 from allred.validators import integer, positive
 
@@ -62,6 +62,10 @@ class StepOptions:
             raise InputError(f"{self.name}: process_set={self.process_set!r} must be an allred.ProcessSet")
         if self.scaler is not None and not isinstance(self.scaler, GradScaler):
             raise InputError(f"scaler={self.scaler!r} must be an allred.GradScaler")
+        if not isinstance(self.use_locking, bool | None):
+            raise InputError(f"use_locking={self.use_locking!r} must be True or False")
+        if self.placement is not None:
+            check_placement(self.placement)
         if self.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             raise InputError(f"op={self.op!r} cannot combine gradients; use allred.Average or allred.Sum")
         if not isinstance(self.compression, Compression):

@@ -169,10 +169,19 @@ def _fill(tensors: Sequence[Tensor], order: Sequence[int], loads: Sequence[int],
     return pieces
 
 
+def check_placement(how: object) -> None:
+    """Raise InputError unless `how` is a placement for `place`."""
+    known = how in _NAMES if isinstance(how, str) else isinstance(how, Mapping) or callable(how)
+    if not known:
+        raise InputError(
+            f"placement={how!r} must be 'bytes', 'round_robin', 'greedy', a function of a tensor that returns its "
+            "server, or a dict from tensor names to servers"
+        )
+
+
 def _given(tensors: Sequence[Tensor], servers: int, how: How) -> dict[int, int]:
     """Return {tensor: server} of the tensors that `how` places independently of the others."""
-    if isinstance(how, str) and how in _NAMES:
-        return {index: index % servers for index in range(len(tensors))} if how == "round_robin" else {}
+    check_placement(how)
     if isinstance(how, Mapping):
         names = {tensor.name for tensor in tensors}
         for name in how:
@@ -182,10 +191,7 @@ def _given(tensors: Sequence[Tensor], servers: int, how: How) -> dict[int, int]:
         return {index: chosen[tensor.name] for index, tensor in enumerate(tensors) if tensor.name in chosen}
     if callable(how):
         return {index: _call(how, tensor, servers) for index, tensor in enumerate(tensors)}
-    raise InputError(
-        f"place: how={how!r} is unknown; use 'bytes', 'round_robin', 'greedy', a function of a tensor that returns its "
-        "server, or a dict from tensor names to servers"
-    )
+    return {index: index % servers for index in range(len(tensors))} if how == "round_robin" else {}
 
 
 def _call(function: Callable[[Tensor], int], tensor: Tensor, servers: int) -> int:

@@ -16,8 +16,9 @@ from allred.comm.process_set import ProcessSets
 from allred.comm.work import Steps
 from allred.config import Config, explicit_settings, settle
 from allred.data.loader import Iterations
-from allred.errors import AllredError, ConfigError, InputError, RemoteRankError
+from allred.errors import AllredError, ConfigError, RemoteRankError
 from allred.gpu import streams
+from allred.validators import integer
 from allred.world import World
 
 T = TypeVar("T")
@@ -41,8 +42,7 @@ def threads(n: int, function: Callable[..., T], *args: Any, timeout_s: float | N
     >>> threads(3, lambda: float(allred.allreduce(allred.rank(), allred.Sum)))
     [3.0, 3.0, 3.0]
     """
-    if not isinstance(n, int) or n < 1:
-        raise InputError(f"threads({n!r}): expected the number of ranks, at least 1")
+    n = integer("threads: n", n, 1, "it is the number of ranks")
     if world.is_initialized() or not _running.acquire(blocking=False):
         raise AllredError(
             "allred.testing.threads: this process has ranks already; call it outside of init() and threads"

@@ -15,6 +15,7 @@ import os
 import re
 import signal
 import stat
+import sys
 from typing import NamedTuple
 
 _MAPPED = re.compile(r" ([0-9a-f]+):([0-9a-f]+) (\d+) +(/dev/shm/mpich_shm_\w+)$", re.MULTILINE)
@@ -85,5 +86,7 @@ class _Leased:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        sys.exit("usage: python -m allred.watch.shm_files: delete the files of MPICH in /dev/shm that no process uses")
     deleted = [nbytes for file, nbytes in unused().items() if delete(file)]
     print(f"deleted {len(deleted)} files of MPICH in /dev/shm that no process used, {sum(deleted)} bytes")

@@ -48,7 +48,7 @@ def test_init_twice_and_again_after_shutdown(rank, size):
     allred.shutdown()
     assert not allred.is_initialized()
     for call in (allred.rank, allred.size, allred.shutdown, allred.barrier, lambda: allred.allreduce(1.0)):
-        with pytest.raises(allred.NotInitializedError, match=r"allred.init\(\) has not been called"):
+        with pytest.raises(allred.NotInitializedError, match=r"call allred.init\(\) first"):
             call()
     allred.init(banner=False)
     assert allred.allreduce(1.0, allred.Sum) == size

@@ -52,7 +52,7 @@ def test_a_decorated_class_keeps_its_name_and_is_a_class():
 def test_wrapping_needs_no_init_but_stepping_does():
     opt = allred.distributed(Descent())
     for call in (lambda: opt.step([np.ones(1)], [np.ones(1)]), lambda: opt.broadcast([np.ones(1)]), opt.summary):
-        with pytest.raises(NotInitializedError, match=r"allred.init\(\) has not been called"):
+        with pytest.raises(NotInitializedError, match=r"call allred.init\(\) first"):
             call()
 
 
@@ -89,12 +89,20 @@ def test_wrapping_twice_is_refused():
         ({"bucket_bytes": 0}, "bucket_bytes=0 is too small"),
         ({"bucket_bytes": -1}, "bucket_bytes: -1 is not a size"),
         ({"bucket_bytes": "lots"}, "bucket_bytes: 'lots' is not a size"),
+        ({"use_locking": "no"}, "use_locking='no' must be True or False"),
+        ({"placement": "byte"}, "placement='byte' must be 'bytes', 'round_robin', 'greedy', a function"),
     ],
 )
 @pytest.mark.parametrize("target", [Descent(), Descent])
 def test_options_are_checked_when_wrapping(target, options, message):
     with pytest.raises(InputError, match=message):
         allred.distributed(target, **options)
+
+
+@pytest.mark.parametrize("target", [None, len, Descent])
+def test_the_class_takes_an_optimizer_only(target):
+    with pytest.raises(TypeError, match=r"DistributedOptimizer takes an object with step\(params, grads\), got"):
+        allred.DistributedOptimizer(target)
 
 
 def test_gradient_functions(world):

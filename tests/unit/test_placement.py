@@ -265,7 +265,7 @@ def test_servers_is_a_positive_whole_number(servers):
 
 @pytest.mark.parametrize("how", ["byte", "", None, 3, ["bytes"]])
 def test_an_unknown_way_lists_the_known(how):
-    with pytest.raises(InputError, match=r"is unknown; use 'bytes', 'round_robin', 'greedy', a function .* or a dict"):
+    with pytest.raises(InputError, match=r"must be 'bytes', 'round_robin', 'greedy', a function .* or a dict"):
         place(TABLE, 2, how)
 
 

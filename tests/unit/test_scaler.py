@@ -43,6 +43,9 @@ def test_a_restored_state_continues():
     other.load_state_dict(scaler.state_dict())
     assert other.state_dict() == scaler.state_dict()
     assert play(other, [False, False]) == play(scaler, [False, False]) == 8
+    for wrong in ({}, None):
+        with pytest.raises(InputError, match=r"GradScaler.load_state_dict: expected a dict with scale, growth_factor"):
+            other.load_state_dict(wrong)
 
 
 def test_scale_takes_numbers_and_arrays():

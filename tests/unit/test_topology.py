@@ -41,7 +41,7 @@ def test_uneven_nodes():
     "name", ["rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "world_rank", "world_size"]
 )
 def test_numbers_before_init_are_an_error_with_a_remedy(name):
-    with pytest.raises(NotInitializedError, match=re.escape("allred.init() has not been called; call it once")):
+    with pytest.raises(NotInitializedError, match=re.escape("call allred.init() first")):
         getattr(topology, name)()
 
 
