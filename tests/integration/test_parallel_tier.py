@@ -54,7 +54,7 @@ def test_a_rank_that_fails_while_the_others_wait_for_it(mpi, tmp_path):
     test = "def test_x(rank):\n    assert rank != 1, 'odd one'\n    allred.barrier()\n"
     result = pytest_under_mpirun(mpi, tmp_path, test, limit_s=30)
     assert result.code != 0, result.text
-    assert "rank 1 failed while others wait" in result.err, result.text
+    assert result.err.count("rank 1 failed while others wait") == 1, result.text  # it ends the job at once
     assert "odd one" in result.err, result.text
 
 

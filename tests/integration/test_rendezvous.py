@@ -163,7 +163,7 @@ def test_the_process_at_which_they_meet_is_killed(tmp_path):
     assert not any(result.left for result in found.values()), text(found)
 
 
-SPECIAL = ("differs", "spec", "host", "twice")  # tests/unit/test_rendezvous.py has these refusals too
+SPECIAL = ("differs", "host", "twice")  # tests/unit/test_rendezvous.py has these refusals too
 
 
 def test_a_task_that_cannot_take_part_and_the_tasks_that_wait_are_told_why(request):
