@@ -323,12 +323,12 @@ def remove_observer(observer: Callable[[int], None]) -> None:
 def join(process_set: ProcessSet | None = None) -> int:
     """Take part in the operations of the other ranks, without data, until all ranks have joined.
 
-        allreduce, also grouped    reduces the arrays of the others; Average divides by their number
-        allgather, also objects    has no part from this rank
-        broadcast                  receives nothing here; if this rank is the root, InputError on the others
-        alltoall                   no rows come from this rank; rows for it are an InputError
-        reducescatter              is an InputError, because this rank would receive rows
-        barrier                    is complete once all others have called it
+        allreduce        the arrays of the others; Average divides by their number
+        allgather        the result has no part of this rank
+        broadcast        this rank receives nothing; InputError if it is the root
+        alltoall         no rows come from this rank; InputError for rows to it
+        reducescatter    InputError, because this rank would receive rows
+        barrier          is complete once all others have called it
 
     `size` does not change. Each operation costs the others a second header exchange meanwhile.
 

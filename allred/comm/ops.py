@@ -49,9 +49,9 @@ _WIDE = frozenset({"float32", "float64"})
 class Compression(enum.Enum):
     """Wire dtype of float32 and float64 numbers between ranks.
 
-    `none`    no compression
-    `fp16`    float16: 11 bits of precision; overflows above 65504, underflows below 6e-8 (see `GradScaler`)
-    `bf16`    bfloat16: 8 bits of precision, range of float32
+        none    no compression
+        fp16    float16: 11 bits of precision, range 6e-8 to 65504 (see GradScaler)
+        bf16    bfloat16: 8 bits of precision, range of float32
 
     Integers, bools and 16-bit floats are never compressed.
 

@@ -285,7 +285,9 @@ class Supervisor:
     params, optimizer, data: see `allred.Session.track`. is_chief: may be left out.
     logdir: the directory of checkpoints and summaries; None: neither is written. save_model_secs: seconds between
     checkpoints; 0: only the last one, at the end. save_summaries_secs: seconds between summaries of the logged values;
-    0: no summaries. All other arguments have no effect. Raises InputError for invalid arguments.
+    0: no summaries.
+
+    All other arguments have no effect. Raises InputError for invalid arguments.
     """
 
     def __init__(
