@@ -25,6 +25,7 @@ PACKAGES = (
 COMM = (
     {"join", "functions", "process_set"},
     {"create", "recording", "communicator", "device_collectives", "device_reduce", "group"},
+    {"messages"},
     {"arguments", "backends"},
     {"work", "header", "ops"},
 )
