@@ -95,7 +95,9 @@ class AllredGroup(dist.ProcessGroup):  # type: ignore[misc]
     def allreduce(self, tensors: Tensors, opts: Any = None) -> TorchWork:
         return self._start(reductions.allreduce(self.communicator, tensors, _op(opts)), tensors, opts)
 
-    allreduce_coalesced = allreduce
+    @collective("allreduce")
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> TorchWork:
+        return self._start(reductions.allreduce(self.communicator, tensors, _op(opts)), tensors, opts)
 
     @collective("allreduce")
     def reduce(self, tensors: Tensors, opts: Any) -> TorchWork:
