@@ -10,6 +10,7 @@ import datetime
 import os
 import secrets
 import socket
+import urllib.parse
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -34,6 +35,8 @@ def from_launcher(
     """Return store, rank and size of the ranks that mpirun started, or of one rank without a launcher. None if the
     variables of `env://` are set, or torchrun started this process.
 
+    url: with the rank and world_size of init_process_group, if given. Raises InputError if MPI has others.
+
     It calls allred.init() if the program has not. Sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, which torch
     programs read, where they are not set.
     """
@@ -44,6 +47,8 @@ def from_launcher(
     if not world.is_initialized():
         allred.init()
     rank, size = allred.rank(), allred.size()
+    given = dict(urllib.parse.parse_qsl(urllib.parse.urlparse(url).query))
+    _check_numbers(int(given.get("rank", rank)), int(given.get("world_size", size)))
     _set_variables(os.environ)
     host = "127.0.0.1"
     if allred.cross_size() > 1:
@@ -63,6 +68,11 @@ def from_store(store: Any, rank: int, size: int) -> None:
             allred.init()
         else:
             _rendezvous(store, rank, size)
+    _check_numbers(rank, size)
+
+
+def _check_numbers(rank: int, size: int) -> None:
+    """Raise an error if this is another rank for allred, or allred has parameter servers."""
     if world.config().mode == "ps":
         raise ConfigError('init_process_group("allred") is for mode sync; ALLRED_MODE is ps')
     if (rank, size) != (allred.rank(), allred.size()):

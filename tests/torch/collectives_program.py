@@ -411,6 +411,10 @@ def again(rank, size):
     GLOO = None
     assert not dist.is_initialized()
     assert allred.allreduce(1.0, allred.Sum) == size
+    with pytest.raises(
+        InputError, match=f"this is rank {size - 1 - rank} of 7 for torch, but rank {rank} of {size} for"
+    ):
+        dist.init_process_group("allred", rank=size - 1 - rank, world_size=7)
     dist.init_process_group("allred", timeout=datetime.timedelta(seconds=60))
     assert (dist.get_rank(), dist.get_world_size()) == (rank, size)
     assert [int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == [rank, size, rank]

@@ -47,10 +47,29 @@ def test_cases(program, ranks):
     assert passed(run(ranks, HERE / program)) == cases_of(program)
 
 
+LATE = """
+import datetime, time, torch, torch.distributed as dist
+dist.init_process_group("allred", timeout=datetime.timedelta(seconds=2))
+if dist.get_rank() == 1:
+    time.sleep(200)
+dist.all_reduce(torch.ones(3))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.limit(LIMIT_S + 10)
+def test_the_time_limit_of_a_group():
+    result = run(2, "-c", LATE)
+    assert result.code != 0
+    assert "CollectiveTimeout: allreduce(Sum) #0 float32 (3,): not complete after 2 s" in result.err, result.text
+    assert "in Python at <string>:5" in result.err, result.text
+
+
 TORCHRUN = """
 import os, sys
 sys.path += sys.argv[1:]
 import torch, torch.distributed as dist
+import allred.torch
 dist.init_process_group("allred")
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
 if attempt == "0" and dist.get_rank() == 1:
@@ -68,6 +87,7 @@ def torchrun(tmp_path, *options, python=sys.executable, arguments=()):
     return testing.run(command, LIMIT_S, ENVIRONMENT)
 
 
+@pytest.mark.full
 @pytest.mark.limit(LIMIT_S + 10)
 def test_torchrun_and_its_restart(tmp_path):
     result = torchrun(tmp_path, "--max-restarts", 1)
