@@ -6,6 +6,8 @@
 With torch >= 2.5 `import torch` alone registers it, too. docs/torch.md has the differences from other backends.
 """
 
+import torch  # noqa: F401  (without torch, an ImportError here)
+
 import _allred_torch
 
 _allred_torch.register()

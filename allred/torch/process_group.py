@@ -262,9 +262,7 @@ class AllredGroup(dist.ProcessGroup):  # type: ignore[misc]
         timeout = getattr(opts, "timeout", None)
         given_s = 0.0 if timeout is None else timeout.total_seconds()
         made = TorchWork(parts, outputs, given_s if given_s > 0 else self._limit_s)
-        while self._unfinished and self._unfinished[0].is_completed():
-            self._unfinished.pop(0)
-        self._unfinished.append(made)
+        self._unfinished = [*(each for each in self._unfinished if not each.is_released()), made]
         if self._coalesced is not None:
             self._coalesced.append(made)
         return made
@@ -290,6 +288,9 @@ class AllredGroup(dist.ProcessGroup):  # type: ignore[misc]
         if here is not None and self.communicator is not here.communicator:
             with contextlib.suppress(AllredError):
                 process_set.close(self.communicator)
+
+    def get_group_store(self) -> Any:
+        return self._store
 
     def getBackendName(self) -> str:  # noqa: N802  (torch's name)
         return "allred"

@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch._C import _distributed_c10d
 
 from allred.comm.work import Work
 
 Part = tuple[Work[Any], Callable[[Any], object] | None]  # an operation, and what is done with its result
 
 
-class TorchWork(dist.Work):  # type: ignore[misc]
+class TorchWork(_distributed_c10d.Work):
     """One or several operations that were started together.
 
     parts: the operations. outputs: the tensors that they write, kept alive until they are complete. limit_s: the time
@@ -77,6 +77,11 @@ class TorchWork(dist.Work):  # type: ignore[misc]
             with contextlib.suppress(Exception):  # `wait` raises it
                 self.wait()
         return not self._parts or self._error is not None
+
+    def is_released(self) -> bool:
+        """Return whether it is complete, or can be completed now without running callbacks of a future. These may start
+        operations, and so must run at the same point of the program on all ranks: in a wait."""
+        return not self._parts or self._error is not None or (self._future is None and self.is_completed())
 
     def is_success(self) -> bool:
         return self.is_completed() and self._error is None
