@@ -40,7 +40,7 @@ CYCLES: list[set[str]] = []
 PRIVATE_BUT_DOCUMENTED = {"_replace", "_make", "_fields", "_asdict", "_exit", "_getframe", "_handleof"}
 
 # Names of torch without a public form, which backends written by others use too.
-OF_TORCH = {"_C", "_current_autograd_node", "_disable_dynamo", "_execution_engine"}
+OF_TORCH = {"_C", "_distributed_c10d", "_current_autograd_node", "_disable_dynamo", "_execution_engine"}
 OF_TORCH |= {"_set_sequence_number_for_group", "_timeout"}
 
 
