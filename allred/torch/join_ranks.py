@@ -21,7 +21,7 @@ from allred import world
 from allred.cluster import launcher
 from allred.comm.functions import broadcast_object
 from allred.errors import ConfigError, InputError
-from allred.launch.rendezvous_client import node
+from allred.launch.rendezvous_client import shared_memory_domain
 from allred.server import enter_rendezvous
 from allred.startup import Cluster
 from allred.watch.start import own_address
@@ -90,7 +90,7 @@ def _rendezvous(store: Any, rank: int, size: int) -> None:
         store.set(f"{prefix}/{name}/{rank}", text)
         return [store.get(f"{prefix}/{name}/{other}").decode() for other in range(size)]
 
-    one_node = len(set(exchange("node", node()))) == 1
+    one_node = len(set(exchange("node", shared_memory_domain()))) == 1
     host = "127.0.0.1" if one_node else own_address([os.environ.get("MASTER_ADDR", socket.gethostname())])
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:  # a free port; the rendezvous binds it again

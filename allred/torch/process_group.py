@@ -131,7 +131,9 @@ class AllredGroup(dist.ProcessGroup):  # type: ignore[misc]
     def broadcast(self, tensors: Tensors, opts: Any) -> TorchWork:
         root = self._number(opts.rootRank)
         arrays = [as_movable(tensor) for tensor in tensors]
-        return self._start([(self.communicator.broadcast(array, root, in_place=True), None) for array in arrays], tensors, opts)
+        return self._start(
+            [(self.communicator.broadcast(array, root, in_place=True), None) for array in arrays], tensors, opts
+        )
 
     @collective("allgather")
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> TorchWork:
