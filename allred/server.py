@@ -132,18 +132,28 @@ class Server:
                 f"allred.Server: no launcher has started {len(addresses)} processes (mpirun -np {len(addresses)} ...), "
                 f"and to be started by hand it takes {missing}"
             )
-        settings = config.explicit_settings(os.environ, {})
-        limit_s = settings.get("start_timeout_s", config.Config.start_timeout_s)
-        library, problem = _mpi()
-        joined = rendezvous_client.rendezvous(addresses, task, config.secret(os.environ), limit_s, library, problem)
-        self._listener = joined.listener
-        os.environ.update(joined.environment)
-        try:
-            enter(None, dataclasses.replace(cluster, lifeline=joined.lifeline), **modes)
-        finally:
-            for name in joined.environment:  # not for child processes
-                os.environ.pop(name, None)
-        joined.report_mpi_started()
+        self._listener = enter_rendezvous(addresses, task, config.secret(os.environ), cluster, **modes)
+
+
+def enter_rendezvous(
+    addresses: Mapping[str, str], task: str, secret: str, cluster: Cluster, **arguments: Any
+) -> socket.socket | None:
+    """Join the other tasks without a launcher, as `init`. addresses: host:port of all tasks by name, in rank order.
+
+    Returns the socket at this task's address, to be kept open until the end; None for the first task.
+    """
+    settings = config.explicit_settings(os.environ, {})
+    limit_s = settings.get("start_timeout_s", config.Config.start_timeout_s)
+    library, problem = _mpi()
+    joined = rendezvous_client.rendezvous(addresses, task, secret, limit_s, library, problem)
+    os.environ.update(joined.environment)
+    try:
+        enter(None, dataclasses.replace(cluster, lifeline=joined.lifeline), **arguments)
+    finally:
+        for name in joined.environment:  # not for child processes
+            os.environ.pop(name, None)
+    joined.report_mpi_started()
+    return joined.listener
 
 
 def _mpi() -> tuple[str, str]:
@@ -153,9 +163,9 @@ def _mpi() -> tuple[str, str]:
         return library, "MPI was started before allred.Server(); make that first, and leave MPI_Init to it"
     if not library or library.startswith("Open MPI"):
         return library, (
-            f"tasks that are started by hand need MPICH, and this Python has {library or 'no MPI'}: "
+            f"tasks that mpirun has not started need MPICH, and this Python has {library or 'no MPI'}: "
             "pip install 'allred[mpich]', or use mpirun"
         )
     if native.arm_exit is None:
-        return library, f"tasks that are started by hand need allred's C extension: {native.reason}"
+        return library, f"tasks that mpirun has not started need allred's C extension: {native.reason}"
     return library, ""

@@ -39,6 +39,17 @@ def target_of(value: Any, in_place: bool) -> Array:
     return value
 
 
+def result_of(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return the array for a result: `out`, or a new one if it is None. Raises InputError if `out` does not fit."""
+    if out is None:
+        return np.empty(shape, dtype)
+    target = target_of(out, in_place=True)
+    if target.shape != shape or target.dtype != dtype or not target.flags.c_contiguous:
+        found = arrays.describe(target.shape, target.dtype)
+        raise InputError(f"out is {found}; expected a contiguous array, {arrays.describe(shape, dtype)}")
+    return target
+
+
 def check_name(name: Any) -> None:
     if not isinstance(name, str):
         raise InputError(f"name={name!r} must be a string")

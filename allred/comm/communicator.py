@@ -21,6 +21,7 @@ from allred.comm.arguments import (
     as_list,
     empty_like,
     group_descriptor,
+    result_of,
     root_index,
     source_and_target,
     splits_of,
@@ -31,6 +32,7 @@ from allred.comm.backends.backend import Backend, pickled
 from allred.comm.device_collectives import DeviceCollectives
 from allred.comm.group import Group
 from allred.comm.header import OpDescriptor, quoted
+from allred.comm.messages import Messages
 from allred.comm.ops import Compression, ReduceOp, narrows
 from allred.comm.work import Steps, Work
 from allred.errors import AllredError, InputError
@@ -75,6 +77,7 @@ class Communicator(Group):
         super().__init__(backend, timeout_s)
         self.gpu: DeviceCollectives | None = None
         self.fusion_buffer = FusionBuffer(backend.allocate)  # shared: reductions of optimizers do not run concurrently
+        self._messages = Messages(self)
         self._fast = backend.fast_path
 
     def allreduce(
@@ -221,19 +224,22 @@ class Communicator(Group):
 
         return self.start("broadcast", name, steps())
 
-    def allgather(self, value: Any, name: str = "") -> Work[Array]:
+    def allgather(self, value: Any, name: str = "", out: Array | None = None) -> Work[Array]:
         """Concatenate the arrays of all ranks along the first dimension in rank order: a new array on every rank. Ranks
-        may differ in the first dimension. A 0-d value counts as one of shape (1,)."""
-        if self.gpu is not None and is_device(value):
+        may differ in the first dimension, but not with `out`, a contiguous host array for the result. A 0-d value
+        counts as one of shape (1,)."""
+        if out is None and self.gpu is not None and is_device(value):
             return self.gpu.allgather(value, name)
 
         def steps() -> Steps[Array]:
             source = np.atleast_1d(arrays.as_host_array(value))
-            rest = source.shape[1:]
-            descriptor = array_descriptor("allgather", source, name, shape=("any", *rest), rows=len(source))
+            count, rest = len(source), source.shape[1:]
+            shape = ("any", *rest) if out is None else source.shape
+            descriptor = array_descriptor("allgather", source, name, shape=shape, rows=count)
+            given = None if out is None else result_of(out, (self.size * count, *rest), source.dtype)
             group, headers = yield from self.agree(descriptor)
             rows = [header.rows_and_note(record)[0] for record in headers]
-            result = np.empty((sum(rows), *rest), source.dtype)
+            result = np.empty((sum(rows), *rest), source.dtype) if given is None else given[: sum(rows)]
             row_bytes = arrays.size_of(rest) * source.itemsize
             send, recv = arrays.as_bytes(source), arrays.as_bytes(result)
             yield from group.backend.allgather(send, recv, [count * row_bytes for count in rows])
@@ -241,10 +247,12 @@ class Communicator(Group):
 
         return self.start("allgather", name, steps())
 
-    def reducescatter(self, value: Any, op: ReduceOp = ReduceOp.AVERAGE, name: str = "") -> Work[Array]:
-        """Reduce, and return this rank's rows of the result: a new array. If the rows do not divide evenly, the first
-        ranks get one more."""
-        if self.gpu is not None and is_device(value):
+    def reducescatter(
+        self, value: Any, op: ReduceOp = ReduceOp.AVERAGE, name: str = "", out: Array | None = None
+    ) -> Work[Array]:
+        """Reduce, and return this rank's rows of the result: `out`, a contiguous host array, or a new array. If the
+        rows do not divide evenly, the first ranks get one more."""
+        if out is None and self.gpu is not None and is_device(value):
             return self.gpu.reducescatter(value, op, name)
 
         def steps() -> Steps[Array]:
@@ -254,16 +262,16 @@ class Communicator(Group):
                 raise InputError("a 0-d array has no first dimension to split; use allreduce")
             rest = source.shape[1:]
             rows = arrays.split_sizes(len(source), self.size)
-            result = np.empty((rows[self.rank], *rest), source.dtype)
+            result = result_of(out, (rows[self.rank], *rest), source.dtype)
             counts = [count * arrays.size_of(rest) for count in rows]
-            flat, out = arrays.flat(source), result.reshape(-1)
+            flat, part = arrays.flat(source), result.reshape(-1)
 
             def move(group: Group) -> Steps[None]:
                 self.require_all(group, descriptor)
-                yield from self.backend.reducescatter(flat, out, counts, op)
+                yield from self.backend.reducescatter(flat, part, counts, op)
 
             yield from self.agree_and_move(
-                descriptor, lambda backend, record: backend.begin_reducescatter(record, flat, out, counts, op), move
+                descriptor, lambda backend, record: backend.begin_reducescatter(record, flat, part, counts, op), move
             )
             return result
 
@@ -324,6 +332,23 @@ class Communicator(Group):
         descriptor = OpDescriptor("barrier", title="barrier()")
         begun = self.agree_and_move(descriptor, lambda backend, record: backend.begin_exchange(record), _move_nothing)
         return self.start("barrier", "", begun)
+
+    def send(self, value: Any, dest: int, tag: int = 0) -> Work[None]:
+        """Send an array to rank `dest`, which receives it with `recv`. Complete once it is received (messages.py).
+
+        Raises MismatchError or InputError, the same on both ranks, if they differ in dtype or shape or if the array of
+        one cannot be used. Collectives may be started before or after in any order.
+        """
+        return self._messages.send(value, dest, tag)
+
+    def recv(self, array: Array, source: int | None = None, tag: int = 0) -> Work[int]:
+        """Receive a message from rank `source` (None: from any rank) in `array`. The result is the sender."""
+        return self._messages.recv(array, source, tag)
+
+    def close(self) -> None:
+        if not self._messages.close():
+            self.queue.poison("messages are not complete")
+        super().close()
 
     def check(
         self, kind: str, title: str, tensors: Sequence[str] = (), settings: str = "", note: int = 0, problem: str = ""

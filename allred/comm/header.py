@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from allred.errors import AllredError, InputError, MismatchError
 
 BYTES = 64
-_NOT_THE_PROGRAM = ("allred", "contextlib")
+_NOT_THE_PROGRAM = ("allred", "_allred_torch", "contextlib", "torch")
 AGREED = slice(0, 48)
 WIRE_SHIFT = 4
 KINDS = (

@@ -154,6 +154,25 @@ class ProcessSet:
         return base.made[self.ranks]
 
 
+def dedicated(ranks: Sequence[int], title: str) -> Communicator:
+    """Create a communicator of these ranks that no process set uses, with operations of its own. Collective among them.
+    title: the same on all members, and different from that of other communicators of these ranks."""
+    base = _current()
+    members = ProcessSet(ranks).ranks
+    queue = WorkQueue(base.config.timeout_s, members=[rank + base.servers for rank in members])
+    made = queue.start(f"the creation of {title}", base.create(members, title)).wait()
+    base.made[title, members] = made
+    return made
+
+
+def close(communicator: Communicator) -> None:
+    """Close a communicator that `dedicated` created. Collective."""
+    made = _current().made
+    for key in [key for key, each in made.items() if each is communicator]:
+        del made[key]
+    communicator.close()
+
+
 def _current() -> ProcessSets:
     process_sets = world.current().process_sets
     assert process_sets is not None

@@ -221,6 +221,33 @@ def test_reducescatter_ops(comm, op):
     np.testing.assert_array_equal(y, np.array_split(expected(op, comm.size, (11,), np.float32), comm.size)[comm.rank])
 
 
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+@pytest.mark.parametrize("rows", [0, 3, CHUNK // 4 + 1])
+def test_a_result_in_an_array_of_the_caller(comm, dtype, rows):
+    mine, size = data(comm.rank, (rows, 2), dtype), comm.size
+    out = np.zeros((rows * size, 2), dtype)
+    assert np.shares_memory(comm.allgather(mine, out=out).wait(), out) or rows == 0
+    np.testing.assert_array_equal(out, np.concatenate([data(r, (rows, 2), dtype) for r in range(size)]))
+    if dtype != np.bool_:
+        whole, part = data(comm.rank, (rows * size, 2), dtype), np.zeros((rows, 2), dtype)
+        assert comm.reducescatter(whole, allred.Sum, out=part).wait() is part
+        total = expected(allred.Sum, size, (rows * size, 2), dtype)
+        np.testing.assert_array_equal(part, total[rows * comm.rank : rows * (comm.rank + 1)])
+
+
+def test_a_result_array_that_does_not_fit(comm):
+    x, wrong = np.zeros(comm.size, np.float32), np.zeros(comm.size + 1, np.float32)
+    words = rf"out is float32 \({comm.size + 1},\); expected a contiguous array, float32"
+    with pytest.raises(InputError, match=words):
+        comm.allgather(x[:1], out=wrong if comm.rank == 0 else x).wait()
+    with pytest.raises(InputError, match=words):
+        comm.reducescatter(x, out=wrong if comm.rank == 0 else x[:1]).wait()
+    if comm.size > 1:
+        rows = 1 if comm.rank == 0 else 2
+        with pytest.raises(MismatchError, match=r"allgather\(\) float32 \(1,\) on rank 0"):
+            comm.allgather(np.zeros(rows, np.float32), out=np.zeros(rows * comm.size, np.float32)).wait()
+
+
 @pytest.mark.parametrize("rest", [(), (3,), (CHUNK // 8,)], ids=str)
 @pytest.mark.parametrize("dtype", ALL, ids=str)
 def test_alltoall_with_splits(comm, dtype, rest):

@@ -32,6 +32,7 @@ class Backend(ABC):
     fuses = False  # whether a group of arrays passes as one stream, without a fusion buffer
     engine: "Segment | None" = None  # what runs several started operations at once; None: the caller runs one at a time
     fast_path: "Segment | None" = None  # a blocking allreduce of contiguous arrays, with checks, in one call into C
+    comm: Any = None  # the mpi4py communicator of these ranks, which the backend owns; None without MPI
     with_header: "ShmBackend | None" = None  # exchanges headers and moves bytes as one operation, which needs no Python
 
     def __init__(self, rank: int, size: int) -> None:

@@ -82,8 +82,8 @@ def connect(comm: MPI.Intracomm, nodes: list[int]) -> Backend:
     world = number(nodes, comm.Get_rank())
     if world.nodes == world.size:
         return MpiBackend(comm)
-    node = SingleBackend() if memory is None else ShmBackend(world.local_rank, world.local_size, memory)
     if world.nodes == 1:
-        comm.Free()
-        return node
+        assert memory is not None
+        return ShmBackend(world.local_rank, world.local_size, memory, comm)
+    node = SingleBackend() if memory is None else ShmBackend(world.local_rank, world.local_size, memory)
     return HierarchicalBackend(comm, node, slices=min(nodes.count(name) for name in set(nodes)))

@@ -42,7 +42,7 @@ class MpiBackend(Backend):
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size())
-        self._comm = comm
+        self.comm = self._comm = comm
         self._owned: list[Array] = []  # MPI may read and write their memory at any time
         self._stage = self.allocate(CHUNK_BYTES, np.dtype(np.uint8))
         self._back_stage = self.allocate(CHUNK_BYTES, np.dtype(np.uint8))

@@ -36,13 +36,14 @@ def segment_memory(comm: Any) -> mmap.mmap | None:
 
 
 class ShmBackend(Backend):
-    """The `size` ranks that share `memory`, which the backend owns."""
+    """The `size` ranks that share `memory`. comm: their mpi4py communicator, or None. The backend owns both."""
 
     name = "shm"
     fuses = True
 
-    def __init__(self, rank: int, size: int, memory: mmap.mmap) -> None:
+    def __init__(self, rank: int, size: int, memory: mmap.mmap, comm: Any = None) -> None:
         super().__init__(rank, size)
+        self.comm = comm
         self._memory = memory
         self.segment = Segment(memory, rank, size, CHUNK_BYTES, np.zeros((2, 3)), _DTYPES, _OPS)
         self.engine = self.fast_path = self.segment
@@ -56,6 +57,8 @@ class ShmBackend(Backend):
         self.segment.halt()
         self.segment.close()
         self._memory.close()
+        if sound and self.comm is not None:
+            self.comm.Free()
 
     def start_progress_thread(self) -> None:
         if not self.segment.has_progress_thread:

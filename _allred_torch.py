@@ -1,0 +1,53 @@
+"""Registers the backend "allred" with torch.distributed: the entry point of torch.backends.
+
+Every `import torch` calls `register`. It imports nothing of allred and raises nothing, because an error would make
+torch unimportable. allred and MPI are loaded when a process group is created.
+"""
+
+import importlib
+import sys
+from typing import Any
+
+NAME = "allred"
+
+
+def register() -> None:
+    """Register the backend with torch.distributed. Idempotent; never raises."""
+    try:
+        import torch.distributed as dist
+
+        if not dist.is_available() or NAME in dist.Backend.backend_list:
+            return
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+        _serve_env(importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers)
+    except Exception as error:  # then init_process_group raises, and only for this backend
+        print(f"allred: cannot register its backend with torch.distributed: {error!r}", file=sys.stderr)
+
+
+def _create(options: Any, backend_options: Any) -> Any:
+    from allred.torch import process_group
+
+    return process_group.create(options)
+
+
+def _serve_env(handlers: dict[str, Any]) -> None:
+    """Let `env://`, the default, work for this backend under mpirun, which does not set torch's variables."""
+    env = handlers["env"]
+
+    def serve(url: str, **arguments: Any) -> Any:
+        if NAME in _requested_backend():
+            from allred.torch import join_ranks
+
+            if (found := join_ranks.from_launcher(url, **arguments)) is not None:
+                return iter([found])
+        return env(url, **arguments)
+
+    handlers["env"] = serve
+
+
+def _requested_backend() -> str:
+    """Return the argument `backend` of the call of init_process_group that is running; "" if there is none."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "init_process_group":
+        frame = frame.f_back
+    return "" if frame is None else str(frame.f_locals.get("backend", ""))

@@ -1,0 +1,13 @@
+"""allred for PyTorch. Importing it registers the backend "allred" of torch.distributed; it does not start MPI.
+
+    import torch.distributed as dist
+    dist.init_process_group("allred")           # under mpirun or torchrun
+
+With torch >= 2.5 `import torch` alone registers it, too. docs/torch.md has the differences from other backends.
+"""
+
+import torch  # noqa: F401  (without torch, an ImportError here)
+
+import _allred_torch
+
+_allred_torch.register()

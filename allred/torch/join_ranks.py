@@ -1,0 +1,116 @@
+"""How the processes of a torch program become allred's ranks.
+
+under mpirun     MPI knows rank and size; rank 0 opens a TCPStore, and MPI broadcasts its address
+under torchrun   torch knows rank and size; the ranks exchange addresses and a secret through torch's store, and
+                 then start MPI as the tasks of allred.Server do without a launcher; this needs MPICH
+without both     one rank
+"""
+
+import datetime
+import os
+import secrets
+import socket
+import urllib.parse
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch.distributed as dist
+
+import allred
+from allred import world
+from allred.cluster import launcher
+from allred.comm.functions import broadcast_object
+from allred.errors import ConfigError, InputError
+from allred.launch.rendezvous_client import shared_memory_domain
+from allred.server import enter_rendezvous
+from allred.startup import Cluster
+from allred.watch.start import own_address
+
+_listeners: list[socket.socket | None] = []  # kept open until the end, so that no other program takes the address
+
+
+def from_launcher(
+    url: str, timeout: datetime.timedelta = datetime.timedelta(minutes=30), **_: Any
+) -> tuple[Any, int, int] | None:
+    """Return store, rank and size of the ranks that mpirun started, or of one rank without a launcher. None if the
+    variables of `env://` are set, or torchrun started this process.
+
+    url: with the rank and world_size of init_process_group, if given. Raises InputError if MPI has others.
+
+    It calls allred.init() if the program has not. Sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, which torch
+    programs read, where they are not set.
+    """
+    if _torchrun() or all(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
+        return None
+    if launcher.launched_size(os.environ) == 1 and "RANK" in os.environ and not world.is_initialized():
+        return None  # incomplete variables; torch says what is missing
+    if not world.is_initialized():
+        allred.init()
+    rank, size = allred.rank(), allred.size()
+    given = dict(urllib.parse.parse_qsl(urllib.parse.urlparse(url).query))
+    _check_numbers(int(given.get("rank", rank)), int(given.get("world_size", size)))
+    _set_variables(os.environ)
+    host = "127.0.0.1"
+    if allred.cross_size() > 1:
+        host = own_address(allred.allgather_object(socket.gethostname()))
+    store = dist.TCPStore(host, 0, size, True, timeout, wait_for_workers=False) if rank == 0 else None
+    host, port = broadcast_object((host, store.port) if store is not None else None)
+    return store or dist.TCPStore(host, port, size, False, timeout, wait_for_workers=False), rank, size
+
+
+def from_store(store: Any, rank: int, size: int) -> None:
+    """Make this process rank `rank` of `size` of allred, if it is no rank yet. store: shared by these processes.
+
+    Raises ConfigError if the processes cannot start MPI, InputError if allred has given them other ranks.
+    """
+    if not world.is_initialized():
+        if size == 1 or (launcher.launched_size(os.environ) > 1 and not _torchrun()):
+            allred.init()
+        else:
+            _rendezvous(store, rank, size)
+    _check_numbers(rank, size)
+
+
+def _check_numbers(rank: int, size: int) -> None:
+    """Raise an error if this is another rank for allred, or allred has parameter servers."""
+    if world.config().mode == "ps":
+        raise ConfigError('init_process_group("allred") is for mode sync; ALLRED_MODE is ps')
+    if (rank, size) != (allred.rank(), allred.size()):
+        raise InputError(
+            f"init_process_group: this is rank {rank} of {size} for torch, but rank {allred.rank()} of {allred.size()} "
+            "for MPI; give no rank and no world_size under mpirun, or the same numbers"
+        )
+
+
+def _rendezvous(store: Any, rank: int, size: int) -> None:
+    """Exchange addresses and a secret through the store, and start MPI."""
+    prefix = f"allred/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"  # torchrun keeps its store at a restart
+
+    def exchange(name: str, text: str) -> list[str]:
+        store.set(f"{prefix}/{name}/{rank}", text)
+        return [store.get(f"{prefix}/{name}/{other}").decode() for other in range(size)]
+
+    one_node = len(set(exchange("node", shared_memory_domain()))) == 1
+    host = "127.0.0.1" if one_node else own_address([os.environ.get("MASTER_ADDR", socket.gethostname())])
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:  # a free port; the rendezvous binds it again
+        probe.bind((host, 0))
+        address = f"{f'[{host}]' if ':' in host else host}:{probe.getsockname()[1]}"
+        addresses = {f"rank {other}": where for other, where in enumerate(exchange("address", address))}
+    if rank == 0:
+        store.set(f"{prefix}/secret", secrets.token_hex(32))
+    secret = store.get(f"{prefix}/secret").decode()
+    cluster = Cluster(tasks=tuple(addresses))
+    _listeners.append(enter_rendezvous(addresses, f"rank {rank}", secret, cluster, mode="sync"))
+
+
+def _torchrun() -> bool:
+    """Return whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _set_variables(environ: MutableMapping[str, str]) -> None:
+    found = {"RANK": allred.rank(), "WORLD_SIZE": allred.size()}
+    found |= {"LOCAL_RANK": allred.local_rank(), "LOCAL_WORLD_SIZE": allred.local_size()}
+    for name, number in found.items():
+        environ.setdefault(name, str(number))

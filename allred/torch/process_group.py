@@ -1,0 +1,352 @@
+"""The process group of torch.distributed over an allred communicator.
+
+The default group uses the communicator of all ranks. Every other group has one of its own: its operations are
+independent of those of other groups, also of groups with the same ranks.
+
+torch calls some collectives by several names: 2.13 has renamed some, and keeps the older names. A tensor on a GPU
+selects the collective of an inner group, NCCL.
+"""
+
+import contextlib
+import datetime
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from allred import world
+from allred.arrays import Array, flat
+from allred.comm import header, process_set
+from allred.comm.communicator import Communicator
+from allred.errors import AllredError, InputError
+from allred.torch import join_ranks, reductions
+from allred.torch.tensors import as_movable
+from allred.torch.torch_work import Part, TorchWork
+
+Tensors = Sequence[torch.Tensor]
+
+
+def create(options: Any) -> "AllredGroup":
+    """Create the group that torch asks for. options: torch's DistributedBackendOptions."""
+    rank, size, ranks = options.group_rank, options.group_size, tuple(options.global_ranks_in_group)
+    if not ranks:
+        join_ranks.from_store(options.store, rank, size)
+        communicator = world.current().communicator
+    else:
+        communicator = process_set.dedicated(ranks, f"torch's process group {options.group_id}")
+    timeout = options.timeout if options.timeout != dist.constants.default_pg_timeout else None
+    return AllredGroup(communicator, options.store, timeout)
+
+
+def collective(kind: str = "") -> Callable[[Callable[..., TorchWork]], Callable[..., Any]]:
+    """Decorate a method that starts operations: forward tensors on other devices to the inner group, and raise the
+    InputError of a rank on all ranks. kind: of header.KINDS; "" for a message, which is raised here."""
+
+    def decorate(method: Callable[..., TorchWork]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(self: "AllredGroup", *arguments: Any, **named: Any) -> Any:
+            arguments += tuple(named.values())  # torch names only the last argument, the options
+            if (device := _device_of(arguments)) != "cpu":
+                return getattr(self.inner(device), method.__name__)(*arguments)
+            try:
+                work = method(self, *arguments)
+            except InputError as error:
+                if kind:
+                    self.communicator.check(kind, f"{kind}()", problem=str(error)).wait()
+                raise
+            if getattr(arguments[-1] if arguments else None, "asyncOp", True) is False:
+                work.wait()
+            return work
+
+        return torch._disable_dynamo(call)  # type: ignore[no-any-return]
+
+    return decorate
+
+
+def _device_of(arguments: Sequence[Any]) -> str:
+    """Return the type of the device of the tensors in nested lists; "cpu" if there are none."""
+    for each in arguments:
+        if isinstance(each, torch.Tensor):
+            return str(each.device.type)
+        if isinstance(each, (list, tuple)) and (found := _device_of(each)) != "cpu":
+            return found
+    return "cpu"
+
+
+class AllredGroup(dist.ProcessGroup):  # type: ignore[misc]
+    """A group of ranks. timeout: of all waits; None for the setting of allred."""
+
+    def __init__(self, communicator: Communicator, store: Any, timeout: datetime.timedelta | None) -> None:
+        super().__init__(communicator.rank, communicator.size)
+        self.communicator = communicator
+        self._store = store
+        self._limit_s = None if timeout is None else timeout.total_seconds()
+        self._inner: dict[str, Any] = {}
+        self._unfinished: list[TorchWork] = []  # older versions of torch do not keep the Work that their C++ code uses
+        self._coalesced: list[TorchWork] | None = None
+        self._name = self._description = ""
+
+    # Reductions.
+
+    @collective("allreduce")
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> TorchWork:
+        return self._start(reductions.allreduce(self.communicator, tensors, _op(opts)), tensors, opts)
+
+    @collective("allreduce")
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> TorchWork:
+        return self._start(reductions.allreduce(self.communicator, tensors, _op(opts)), tensors, opts)
+
+    @collective("allreduce")
+    def reduce(self, tensors: Tensors, opts: Any) -> TorchWork:
+        is_root = opts.rootRank == self.communicator.rank
+        parts = [reductions.reduce(self.communicator, tensor, _op(opts), is_root) for tensor in tensors]
+        return self._start(parts, tensors, opts)
+
+    @collective("reducescatter")
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> TorchWork:
+        pairs = zip(outputs, inputs, strict=True)
+        parts = [reductions.reducescatter(self.communicator, one, several, _op(opts)) for one, several in pairs]
+        return self._start(parts, outputs, opts)
+
+    @collective("reducescatter")
+    def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> TorchWork:
+        pairs = zip(outputs, inputs, strict=True)
+        parts = [reductions.reducescatter(self.communicator, one, [whole], _op(opts)) for one, whole in pairs]
+        return self._start(parts, outputs, opts)
+
+    @collective("reducescatter")
+    def _reduce_scatter_base(self, output: torch.Tensor, whole: torch.Tensor, opts: Any = None) -> TorchWork:
+        part = reductions.reducescatter(self.communicator, output, [whole], _op(opts))
+        return self._start([part], [output], opts)
+
+    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    # Collectives that move tensors.
+
+    @collective("broadcast")
+    def broadcast(self, tensors: Tensors, opts: Any) -> TorchWork:
+        root = self._number(opts.rootRank)
+        arrays = [as_movable(tensor) for tensor in tensors]
+        return self._start(
+            [(self.communicator.broadcast(array, root, in_place=True), None) for array in arrays], tensors, opts
+        )
+
+    @collective("allgather")
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> TorchWork:
+        parts = [self._gather(into, tensor) for into, tensor in zip(outputs, inputs, strict=True)]
+        return self._start(parts, [tensor for into in outputs for tensor in into], opts)
+
+    @collective("allgather")
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> TorchWork:
+        parts = [self._gather([each[i] for each in outputs], tensor) for i, tensor in enumerate(inputs)]
+        return self._start(parts, [tensor for into in outputs for tensor in into], opts)
+
+    @collective("allgather")
+    def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> TorchWork:
+        parts = [self._gather([into], tensor) for into, tensor in zip(outputs, inputs, strict=True)]
+        return self._start(parts, outputs, opts)
+
+    @collective("allgather")
+    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> TorchWork:
+        return self._start([self._gather([output], tensor)], [output], opts)
+
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+
+    def _gather(self, outputs: Tensors, tensor: torch.Tensor) -> Part:
+        """Start an allgather. outputs: a tensor for each rank, or one for all."""
+        targets, source = [as_movable(each) for each in outputs], flat(as_movable(tensor))
+        total = sum(target.size for target in targets)
+        if len(targets) == 1 and targets[0].flags.c_contiguous and total == source.size * self.communicator.size:
+            return self.communicator.allgather(source, out=targets[0].reshape(-1)), None
+        if len(targets) not in (1, self.communicator.size):
+            raise InputError(f"{len(targets)} output tensors for {self.communicator.size} ranks")
+        return self.communicator.allgather(source), functools.partial(_split, targets)
+
+    @collective("alltoall")
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> TorchWork:
+        targets, sources = [as_movable(tensor) for tensor in outputs], [flat(as_movable(tensor)) for tensor in inputs]
+        return self._start([self._exchange(sources, targets)], outputs, opts)
+
+    @collective("alltoall")
+    def alltoall_base(
+        self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
+    ) -> TorchWork:
+        target, source = as_movable(output), as_movable(tensor)
+        size = self.communicator.size
+        expected = list(received) or [len(target) // size] * size
+
+        def finish(result: tuple[Array, Array]) -> None:
+            rows, counts = result
+            if counts.tolist() != expected:
+                raise InputError(f"alltoall: {counts.tolist()} rows were received, but {expected} were expected")
+            target[...] = rows.reshape(target.shape)
+
+        work = self.communicator.alltoall(source, list(sent) or None)
+        return self._start([(work, finish)], [output], opts)
+
+    all_to_all_single = alltoall_base
+
+    @collective("alltoall")
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> TorchWork:
+        (tensor,), nothing = inputs, np.empty(0, as_movable(inputs[0]).dtype)
+        sources = [nothing] * self.communicator.size
+        sources[opts.rootRank] = flat(as_movable(tensor))
+        into = outputs[0] if opts.rootRank == self.communicator.rank else []
+        return self._start([self._exchange(sources, [as_movable(each) for each in into])], into, opts)
+
+    @collective("alltoall")
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> TorchWork:
+        (output,), nothing = outputs, np.empty(0, as_movable(outputs[0]).dtype)
+        sources = [nothing] * self.communicator.size
+        if opts.rootRank == self.communicator.rank:
+            sources = [flat(as_movable(tensor)) for tensor in inputs[0]]
+        return self._start([self._exchange(sources, [as_movable(output)])], outputs, opts)
+
+    def _exchange(self, sources: list[Array], targets: list[Array]) -> Part:
+        """Start an alltoall of sources[r] to rank r. targets: for the arrays that arrive, in rank order."""
+        work = self.communicator.alltoall(np.concatenate(sources), [source.size for source in sources])
+        return work, lambda result: _split(targets, result[0])
+
+    @collective("barrier")
+    def barrier(self, opts: Any = None) -> TorchWork:
+        return self._start([(self.communicator.barrier(), None)], [], opts)
+
+    # Messages.
+
+    @collective()
+    def send(self, tensors: Tensors, dest: int, tag: int) -> TorchWork:
+        (tensor,) = tensors
+        return self._start([(self.communicator.send(flat(as_movable(tensor)), self._number(dest), tag), None)], tensors)
+
+    @collective()
+    def recv(self, tensors: Tensors, source: int, tag: int) -> TorchWork:
+        return self._receive(tensors, self._number(source), tag)
+
+    @collective()
+    def recv_anysource(self, tensors: Tensors, tag: int) -> TorchWork:
+        return self._receive(tensors, None, tag)
+
+    def _receive(self, tensors: Tensors, source: int | None, tag: int) -> TorchWork:
+        target = as_movable(*tensors)
+        buffer = target.reshape(-1)  # a copy if the tensor is not contiguous
+
+        def finish(sender: int) -> None:
+            work.source = self.communicator.ranks.index(sender)
+            if not np.shares_memory(buffer, target):
+                target[...] = buffer.reshape(target.shape)
+
+        work = self._start([(self.communicator.recv(buffer, source, tag), finish)], tensors)
+        return work
+
+    # The rest of torch's interface.
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        if device.type != "cpu":
+            self.inner(device.type)._start_coalescing()
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        works, self._coalesced = self._coalesced or [], None
+        if device.type != "cpu":
+            return self.inner(device.type)._end_coalescing()
+        return self._start([part for work in works for part in work.take()], [])
+
+    def _start(self, parts: list[Part], outputs: Tensors, opts: Any = None) -> TorchWork:
+        """Return the Work of operations that have been started."""
+        place = header.call_site()
+        for work, _ in parts:
+            work.place = place
+        timeout = getattr(opts, "timeout", None)
+        given_s = 0.0 if timeout is None else timeout.total_seconds()
+        made = TorchWork(parts, outputs, given_s if given_s > 0 else self._limit_s)
+        self._unfinished = [*(each for each in self._unfinished if not each.is_released()), made]
+        if self._coalesced is not None:
+            self._coalesced.append(made)
+        return made
+
+    def _number(self, rank: int) -> int:
+        """Return the number of a rank of this group among all ranks."""
+        if not 0 <= rank < self.communicator.size:
+            raise InputError(f"rank {rank} is not in the group, whose ranks are 0 to {self.communicator.size - 1}")
+        return self.communicator.ranks[rank]
+
+    def inner(self, device: str) -> Any:
+        """Return the group that reduces and moves tensors on devices of this type; create it at the first use."""
+        if device not in self._inner:
+            store = dist.PrefixStore(f"allred/{device}/", self._store)
+            self._inner[device] = _create_inner(device, store, self.communicator, self._limit_s)
+        return self._inner[device]
+
+    def shutdown(self) -> None:
+        """Release the group's resources. allred stays initialized: the default group's communicator is that of all."""
+        for group in self._inner.values():
+            group.shutdown()
+        here = world.current_or_none()
+        if here is not None and self.communicator is not here.communicator:
+            with contextlib.suppress(AllredError):
+                process_set.close(self.communicator)
+
+    def get_group_store(self) -> Any:
+        return self._store
+
+    def getBackendName(self) -> str:  # noqa: N802  (torch's name)
+        return "allred"
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        self._description = description
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._description
+
+    _set_group_name, group_name = setGroupName, property(getGroupName)
+    _set_group_desc, group_desc = setGroupDesc, property(getGroupDesc)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu"), *map(torch.device, self._inner)]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self if torch.device(device).type == "cpu" else self.inner(torch.device(device).type)
+
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+
+    def __repr__(self) -> str:
+        return f"AllredGroup(rank {self.communicator.rank} of {self.communicator.size})"
+
+
+def _op(opts: Any) -> Any:
+    return dist.ReduceOp.SUM if opts is None else opts.reduceOp
+
+
+def _split(targets: list[Array], result: Array) -> None:
+    """Copy consecutive parts of a flat array into arrays."""
+    if sum(target.size for target in targets) != result.size:
+        sizes = [target.size for target in targets]
+        raise InputError(f"{result.size} elements were received, but the output tensors have {sizes}")
+    start = 0
+    for target in targets:
+        target[...] = result[start : start + target.size].reshape(target.shape)
+        start += target.size
+
+
+def _create_inner(device: str, store: Any, communicator: Communicator, limit_s: float | None) -> Any:
+    """Create the group for tensors on `device`."""
+    if device != "cuda":
+        raise InputError(f"tensors on {device} are not supported; use tensors on the CPU or on a CUDA GPU")
+    options = dist.ProcessGroupNCCL.Options()
+    if limit_s is not None:
+        options._timeout = datetime.timedelta(seconds=limit_s)
+    group = dist.ProcessGroupNCCL(store, communicator.rank, communicator.size, options)
+    group._set_sequence_number_for_group()
+    return group

@@ -1,0 +1,135 @@
+"""Reductions of tensors: torch's operators, and complex, bool and sparse tensors, by allred's collectives.
+
+Each function starts operations and returns them, each with what remains to be done with its result.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed import ReduceOp as TorchOp
+
+from allred.arrays import Array, flat
+from allred.comm.communicator import Communicator
+from allred.comm.ops import ReduceOp
+from allred.comm.work import Work
+from allred.errors import InputError
+from allred.torch.tensors import as_array
+from allred.torch.torch_work import Part
+
+_OPS = (
+    *((TorchOp.SUM, ReduceOp.SUM), (TorchOp.AVG, ReduceOp.AVERAGE), (TorchOp.PREMUL_SUM, ReduceOp.SUM)),
+    *((TorchOp.PRODUCT, ReduceOp.PRODUCT), (TorchOp.MIN, ReduceOp.MIN), (TorchOp.MAX, ReduceOp.MAX)),
+)
+_BITWISE = ((TorchOp.BAND, np.bitwise_and), (TorchOp.BOR, np.bitwise_or), (TorchOp.BXOR, np.bitwise_xor))
+
+
+def allreduce(comm: Communicator, tensors: Sequence[torch.Tensor], op: Any) -> list[Part]:
+    """Reduce tensors in place, as one operation where possible."""
+    if any(tensor.is_sparse for tensor in tensors):
+        return [part for tensor in tensors for part in _sparse_sum(comm, tensor, op)]
+    real = [_real(tensor, op) for tensor in tensors]
+    arrays = [as_array(tensor) for tensor in real]
+    if _bitwise(op) is not None:
+        return [(work, _assign(array, make)) for array in arrays for work, make in [_reduced(comm, array, op)]]
+    ops = [_op_for(op, tensor) for tensor in real]
+    if op == TorchOp.PREMUL_SUM:
+        for tensor in real:
+            tensor.detach().mul_(_factor(op))
+    if len(arrays) > 1 and len(set(ops)) == 1:
+        return [(comm.grouped_allreduce(arrays, ops[0], in_place=True), None)]
+    return [(comm.allreduce(array, each, in_place=True), None) for array, each in zip(arrays, ops, strict=True)]
+
+
+def reduce(comm: Communicator, tensor: torch.Tensor, op: Any, is_root: bool) -> Part:
+    """Reduce a tensor into that of the root; the others are unchanged."""
+    array = as_array(_real(tensor, op))
+    work, make = _reduced(comm, array, op)
+    return work, _assign(array, make) if is_root else None
+
+
+def reducescatter(comm: Communicator, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Any) -> Part:
+    """Reduce the concatenated inputs; `output` becomes this rank's part. inputs: one for each rank, or one for all."""
+    target = as_array(_real(output, op))
+    arrays = [flat(as_array(_real(tensor, op))) for tensor in inputs]
+    source = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    sizes = [array.size for array in arrays] if len(arrays) > 1 else [target.size] * comm.size
+    if sum(sizes) != source.size or len(sizes) != comm.size or sizes[comm.rank] != target.size:
+        raise InputError(f"inputs of {[*map(len, arrays)]} elements do not give {target.size} to rank {comm.rank}")
+    plain = len(set(sizes)) == 1 and _bitwise(op) is None and op != TorchOp.PREMUL_SUM
+    if plain and target.flags.c_contiguous:
+        return comm.reducescatter(source, _op_for(op, output), out=target.reshape(-1)), None
+    work, make = _reduced(comm, source, op)
+    start = sum(sizes[: comm.rank])
+    return work, _assign(target, lambda result: make(result)[start : start + target.size])
+
+
+def _assign(target: Array, make: Callable[[Array], Array]) -> Callable[[Array], None]:
+    def finish(result: Array) -> None:
+        target[...] = make(result).reshape(target.shape)
+
+    return finish
+
+
+def _reduced(comm: Communicator, array: Array, op: Any) -> tuple[Work[Array], Callable[[Array], Array]]:
+    """Start to reduce an array. Return the operation, and what makes the reduced array of its result."""
+    if (ufunc := _bitwise(op)) is not None:
+        if array.dtype.kind not in "iub":
+            raise InputError(f"{_name(op)} is for integers and bools, got {array.dtype}")
+        return comm.allgather(flat(array)), lambda rows: np.asarray(ufunc.reduce(rows.reshape(comm.size, -1), axis=0))
+    if op == TorchOp.PREMUL_SUM:
+        array = (array * np.asarray(_factor(op), array.dtype)).astype(array.dtype)
+    return comm.allreduce(array, _op_for(op, array)), lambda result: result
+
+
+def _sparse_sum(comm: Communicator, tensor: torch.Tensor, op: Any) -> list[Part]:
+    """Add sparse tensors of the ranks, in place: all gather the indices and values of all."""
+    if op != TorchOp.SUM or tensor.layout is not torch.sparse_coo:
+        raise InputError(f"{_name(op)} of a {str(tensor.layout)[6:]} tensor: only SUM of COO tensors is available")
+    mine = tensor.detach().coalesce()
+    found: list[Array] = []
+
+    def finish(values: Array) -> None:
+        total = torch.empty(values.shape, dtype=mine.dtype)
+        as_array(total)[...] = values
+        indices = torch.from_numpy(found.pop()).t()
+        with torch.no_grad(), torch.sparse.check_sparse_tensor_invariants(False):
+            tensor.copy_(torch.sparse_coo_tensor(indices, total, tensor.shape).coalesce())
+
+    indices, values = as_array(mine.indices().t()), as_array(mine.values())
+    return [(comm.allgather(indices), found.append), (comm.allgather(values), finish)]
+
+
+def _real(tensor: torch.Tensor, op: Any) -> torch.Tensor:
+    """Return a view of a complex tensor as real numbers; other tensors as they are."""
+    if not tensor.is_complex():
+        return tensor
+    if op not in (TorchOp.SUM, TorchOp.AVG):
+        raise InputError(f"{_name(op)} of complex numbers is not defined; use SUM or AVG")
+    return torch.view_as_real(tensor.detach())
+
+
+def _op_for(op: Any, values: Any) -> ReduceOp:
+    """Return allred's operator. values: the tensor or array. As in NCCL, the sum of bools is `any`."""
+    found = next((ours for theirs, ours in _OPS if op == theirs), None)
+    if found is None:
+        raise InputError(f"the reduction {_name(op)} is not available")
+    is_bool = values.dtype in (torch.bool, np.dtype(bool))
+    return ReduceOp.MAX if is_bool and found is ReduceOp.SUM else found
+
+
+def _bitwise(op: Any) -> np.ufunc | None:
+    return next((ufunc for theirs, ufunc in _BITWISE if op == theirs), None)
+
+
+def _factor(op: Any) -> Any:
+    """Return the factor of PREMUL_SUM, a number or a tensor."""
+    factor = getattr(op, "factor", None)
+    if factor is None:
+        raise InputError("PREMUL_SUM needs a version of torch with ReduceOp.factor")
+    return factor
+
+
+def _name(op: Any) -> str:
+    return str(getattr(op, "op", op)).rpartition(".")[2]

@@ -1,0 +1,131 @@
+"""Started operations as torch knows them: Work, and the Future of a Work.
+
+allred's operations make progress only while a rank waits, and no thread sets futures. So `wait` of a future runs the
+operation, as does `get_future` unless a backward pass is running; then the operation is completed at the end of the
+backward pass, before the callbacks that DistributedDataParallel registers there.
+"""
+
+import contextlib
+import datetime
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._C import _distributed_c10d
+
+from allred.comm.work import Work
+
+Part = tuple[Work[Any], Callable[[Any], object] | None]  # an operation, and what is done with its result
+
+
+class TorchWork(_distributed_c10d.Work):
+    """One or several operations that were started together.
+
+    parts: the operations. outputs: the tensors that they write, kept alive until they are complete. limit_s: the time
+    limit of a wait in seconds; None for the setting.
+    """
+
+    def __init__(self, parts: Sequence[Part], outputs: Sequence[torch.Tensor], limit_s: float | None) -> None:
+        super().__init__()
+        self._parts, self._outputs, self._limit_s = list(parts), list(outputs), limit_s
+        self._error: BaseException | None = None
+        self._future: TorchFuture | None = None
+        self.source = -1  # of a received message: the sender's index in the group
+
+    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
+        """Wait until the operations are complete. Raises their error."""
+        if self._error is not None:
+            raise self._error
+        limit_s = timeout.total_seconds() or self._limit_s
+        try:
+            while self._parts:
+                work, finish = self._parts[0]
+                result = work.wait(limit_s)
+                if finish is not None:
+                    finish(result)
+                del self._parts[0]
+        except BaseException as error:
+            self._error = error
+            raise
+        finally:
+            self._set_future()
+        return True
+
+    def take(self) -> list[Part]:
+        """Return the operations that are not complete, which another Work takes over."""
+        parts, self._parts = self._parts, []
+        return parts
+
+    def _set_future(self) -> None:
+        future, self._future = self._future, None  # without a cycle of references, which would keep the outputs
+        if future is not None and isinstance(self._error, Exception):
+            future.set_exception(self._error)
+        elif future is not None and not self._parts:
+            future.set_result(self._outputs)
+
+    def get_future(self) -> "TorchFuture":
+        """Return a future of the output tensors."""
+        future = self._future = self._future or TorchFuture(self)
+        if torch._C._current_autograd_node() is not None and self._parts:
+            torch.autograd.Variable._execution_engine.queue_callback(self.wait)
+        else:
+            self.wait()
+        return future
+
+    def is_completed(self) -> bool:
+        if self._error is None and all(work.done() for work, _ in self._parts):
+            with contextlib.suppress(Exception):  # `wait` raises it
+                self.wait()
+        return not self._parts or self._error is not None
+
+    def is_released(self) -> bool:
+        """Return whether it is complete, or can be completed now without running callbacks of a future. These may start
+        operations, and so must run at the same point of the program on all ranks: in a wait."""
+        return not self._parts or self._error is not None or (self._future is None and self.is_completed())
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        return self._outputs
+
+    def source_rank(self) -> int:
+        return self.source
+
+    _source_rank = source_rank
+
+
+class TorchFuture(torch.futures.Future):  # type: ignore[misc]
+    """The future of a TorchWork, or what `then` makes of one. Waiting for it completes the work."""
+
+    def __init__(self, work: TorchWork) -> None:
+        super().__init__()
+        self._work = work
+
+    def wait(self) -> Any:
+        """Wait for the work, and return the value."""
+        if not self.done():
+            self._work.wait()
+        return super().wait()
+
+    def then(self, callback: Callable[["TorchFuture"], Any]) -> "TorchFuture":
+        """Return a future of callback(self), which is called when this future is complete."""
+        after = TorchFuture(self._work)
+
+        def run(_: object) -> None:
+            try:
+                after.set_result(callback(self))
+            except Exception as error:
+                after.set_exception(error)
+
+        self.add_done_callback(run)
+        return after

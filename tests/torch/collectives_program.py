@@ -1,0 +1,449 @@
+"""All collectives of torch.distributed on backend allred, compared with gloo where it has them."""
+
+import datetime
+import os
+import sys
+import warnings
+
+import cases
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from cases import same
+
+import allred
+from allred.errors import InputError, MismatchError
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8]
+OPS = [dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX]
+GLOO = None  # a second group of the same ranks
+
+
+def gloo():
+    global GLOO
+    GLOO = GLOO or dist.new_group(backend="gloo")
+    return GLOO
+
+
+def data(rank, *shape, dtype=torch.float32):
+    numbers = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape) % 7 + rank + 1
+    return (numbers / 3).to(dtype) if dtype.is_floating_point or dtype.is_complex else numbers.to(dtype)
+
+
+def both(size, call):
+    """Compare call(group) of the default group and of gloo."""
+    same(call(None), call(gloo()), size)
+
+
+def all_reduce(rank, size):
+    for dtype in DTYPES:
+        for op in OPS:
+
+            def call(group, dtype=dtype, op=op):
+                tensor = data(rank, 3, 5, dtype=dtype)
+                assert dist.all_reduce(tensor, op, group=group) is None
+                return tensor
+
+            if dtype in (torch.float16, torch.bfloat16) and size > 2:  # gloo rounds after each rank
+                continue
+            both(size, call)
+
+
+def all_reduce_of_other_tensors(rank, size):
+    views = [lambda t: t.T, lambda t: t[:, 1:3], lambda t: t[0, 0], lambda t: t[:0]]
+    for view in views:
+        whole, other = data(rank, 4, 5), data(rank, 4, 5)
+        dist.all_reduce(view(whole))
+        part = view(other).contiguous()
+        dist.all_reduce(part, group=gloo())
+        view(other).copy_(part)
+        same(whole, other, size)
+    parameter = torch.nn.Parameter(data(rank, 3))
+    dist.all_reduce(parameter.data)
+    same(parameter.data, sum(data(r, 3) for r in range(size)), size)
+    for dtype in (torch.complex64, torch.complex128):
+        tensor = data(rank, 3, dtype=dtype) * (1 + 1j)
+        dist.all_reduce(tensor)
+        same(tensor, sum(data(r, 3, dtype=dtype) for r in range(size)) * (1 + 1j), 3)
+    bools = torch.tensor([rank == 0, True, False])
+    dist.all_reduce(bools)
+    assert bools.tolist() == [True, True, False]
+    dist.all_reduce(bools, dist.ReduceOp.PRODUCT)
+    assert bools.tolist() == [True, True, False]
+    one = torch.tensor([rank == 0, True])
+    dist.all_reduce(one, dist.ReduceOp.MIN)
+    assert one.tolist() == [size == 1, True]
+
+
+def other_operators(rank, size):
+    numbers = [torch.tensor([r + 1, 12, 255 - r]) for r in range(size)]
+    for op, function in ((dist.ReduceOp.BAND, torch.bitwise_and), (dist.ReduceOp.BOR, torch.bitwise_or),
+                         (dist.ReduceOp.BXOR, torch.bitwise_xor)):  # fmt: skip
+        tensor, expected = numbers[rank].clone(), numbers[0]
+        dist.all_reduce(tensor, op)
+        for other in numbers[1:]:
+            expected = function(expected, other)
+        same(tensor, expected, size)
+    tensor = data(rank, 5)
+    dist.all_reduce(tensor, dist.ReduceOp.AVG)
+    same(tensor, sum(data(r, 5) for r in range(size)) / size, size)
+    tensor = data(rank, 5)
+    dist.all_reduce(tensor, dist._make_nccl_premul_sum(0.5))
+    same(tensor, sum(data(r, 5) * 0.5 for r in range(size)), size)
+    assert_fails(lambda: dist.all_reduce(torch.ones(2, dtype=torch.int64), dist.ReduceOp.AVG), "Average of int64")
+
+
+def sparse(rank, size):
+    def call(group):
+        indices = torch.tensor([[0, rank + 1, rank + 1]])
+        tensor = torch.sparse_coo_tensor(indices, data(rank, 3, 2), (6, 2), check_invariants=True)
+        dist.all_reduce(tensor, group=group)
+        return tensor.to_dense()
+
+    both(size, call)
+
+
+def coalesced(rank, size):
+    def reduce(group):
+        tensors = [data(rank, 3), data(rank, 2, 2)]
+        with dist.distributed_c10d._coalescing_manager(group=group):
+            for tensor in tensors:
+                dist.all_reduce(tensor, group=group)
+        return tensors
+
+    both(size, reduce)
+    tensors = [data(rank, 3), data(rank, 4, dtype=torch.float64)]
+    with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    manager.wait()
+    same(
+        tensors, [sum(data(r, 3) for r in range(size)), sum(data(r, 4, dtype=torch.float64) for r in range(size))], size
+    )
+    whole, parts = [torch.zeros(2 * size), torch.zeros(3 * size)], [torch.zeros(1), torch.zeros(2)]
+    with dist.distributed_c10d._coalescing_manager():
+        for count, out in zip((2, 3), whole, strict=True):
+            dist.all_gather_into_tensor(out, data(rank, count))
+    with dist.distributed_c10d._coalescing_manager():
+        for count, out in zip((1, 2), parts, strict=True):
+            dist.reduce_scatter_tensor(out, data(rank, count * size))
+    same(whole, [torch.cat([data(r, count) for r in range(size)]) for count in (2, 3)], size)
+    sums = [sum(data(r, count * size) for r in range(size)) for count in (1, 2)]
+    same(parts, [total.chunk(size)[rank] for total in sums], size)
+
+
+def reduce(rank, size):
+    for root in range(size):
+
+        def call(group, root=root):
+            tensor = data(rank, 5)
+            dist.reduce(tensor, root, group=group)
+            return tensor if rank == root else None
+
+        both(size, call)
+        tensor = data(rank, 5)
+        dist.reduce(tensor, root)
+        if rank != root:
+            same(tensor, data(rank, 5), size)
+
+
+def broadcast(rank, size):
+    for root in range(size):
+        for dtype in (*DTYPES, torch.bool, torch.complex64):
+
+            def call(group, root=root, dtype=dtype):
+                tensor = data(rank, 2, 3, dtype=dtype)
+                dist.broadcast(tensor, root, group=group)
+                return tensor
+
+            same(call(None), data(root, 2, 3, dtype=dtype), size)
+    for dtype in (torch.float8_e4m3fn, torch.uint16):
+        tensor = data(rank, 4).to(dtype)
+        dist.broadcast(tensor, 0)
+        same(tensor.view(torch.uint8), data(0, 4).to(dtype).view(torch.uint8), size)
+
+
+def all_gather(rank, size):
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+
+        def call(group, dtype=dtype):
+            tensors = [torch.zeros(2, 3, dtype=dtype) for _ in range(size)]
+            dist.all_gather(tensors, data(rank, 2, 3, dtype=dtype), group=group)
+            return tensors
+
+        both(size, call)
+    out = torch.zeros(2 * size, 3)
+    dist.all_gather_into_tensor(out, data(rank, 2, 3))
+    same(out, torch.cat([data(r, 2, 3) for r in range(size)]), size)
+    stacked = torch.zeros(size, 2, 3)
+    work = dist.all_gather_into_tensor(stacked, data(rank, 2, 3), async_op=True)
+    work.wait()
+    same(stacked, out.reshape(size, 2, 3), size)
+    columns = torch.zeros(3, 2 * size).T
+    dist.all_gather_into_tensor(columns, data(rank, 2, 3))
+    same(columns, out, size)
+    uneven = [torch.zeros(r + 1) for r in range(size)]
+    dist.all_gather(uneven, data(rank, rank + 1))
+    same(uneven, [data(r, r + 1) for r in range(size)], size)
+
+
+def reduce_scatter(rank, size):
+    for op in OPS:
+
+        def call(group, op=op):
+            out = torch.zeros(2, 3)
+            dist.reduce_scatter(out, [data(rank + r, 2, 3) for r in range(size)], op, group=group)
+            return out
+
+        expected = torch.stack([data(r + rank, 2, 3) for r in range(size)])
+        functions = {0: lambda t: t.sum(0), 1: lambda t: t.prod(0), 2: lambda t: t.amin(0), 3: lambda t: t.amax(0)}
+        same(call(None), functions[OPS.index(op)](expected), size)
+    out, whole = torch.zeros(4), data(rank, 4 * size)
+    dist.reduce_scatter_tensor(out, whole, dist.ReduceOp.AVG)
+    same(out, (sum(data(r, 4 * size) for r in range(size)) / size).chunk(size)[rank], size)
+    same(whole, data(rank, 4 * size), size)
+    uneven = torch.zeros(rank + 1)
+    dist.reduce_scatter(uneven, [data(rank, r + 1) for r in range(size)])
+    same(uneven, sum(data(r, rank + 1) for r in range(size)), size)
+    bits = torch.zeros(1, dtype=torch.int64)
+    dist.reduce_scatter(bits, [torch.tensor([1 << rank])] * size, dist.ReduceOp.BOR)
+    assert bits.item() == 2**size - 1
+
+
+def all_to_all(rank, size):
+    outputs = [torch.zeros(r + 1) for r in range(size)]
+    dist.all_to_all(outputs, [data(10 * rank + r, rank + 1) for r in range(size)])
+    same(outputs, [data(10 * r + rank, r + 1) for r in range(size)], size)
+
+    def equal(group):
+        out = torch.zeros(2 * size, 3)
+        dist.all_to_all_single(out, data(rank, 2 * size, 3), group=group)
+        return out
+
+    both(size, equal)
+
+    def split(group):
+        out = torch.zeros(sum(r + 1 for r in range(size)), 2)
+        splits = [r + 1 for r in range(size)]
+        dist.all_to_all_single(out, data(rank, (rank + 1) * size, 2), splits, [rank + 1] * size, group=group)
+        return out
+
+    both(size, split)
+
+
+def gather_and_scatter(rank, size):
+    for root in range(size):
+
+        def gathered(group, root=root):
+            tensors = [torch.zeros(2, 3) for _ in range(size)] if rank == root else None
+            dist.gather(data(rank, 2, 3), tensors, root, group=group)
+            return tensors
+
+        def scattered(group, root=root):
+            out = torch.zeros(2, 3, dtype=torch.int32)
+            tensors = [data(10 * root + r, 2, 3, dtype=torch.int32) for r in range(size)] if rank == root else None
+            dist.scatter(out, tensors, root, group=group)
+            return out
+
+        both(size, gathered)
+        both(size, scattered)
+
+
+def objects(rank, size):
+    for group in (None, gloo()):
+        found = [None] * size
+        dist.all_gather_object(found, {"rank": rank, "text": "x" * rank}, group=group)
+        assert found == [{"rank": r, "text": "x" * r} for r in range(size)]
+        received = [None, None]
+        if rank == size - 1:
+            received = [("a", 1), {2}]
+        dist.broadcast_object_list(received, size - 1, group=group)
+        assert received == [("a", 1), {2}]
+        gathered = [None] * size if rank == 0 else None
+        dist.gather_object(rank, gathered, group=group)
+        assert gathered == (list(range(size)) if rank == 0 else None)
+        out = [None]
+        dist.scatter_object_list(out, list("abcd")[:size] if rank == 0 else None, group=group)
+        assert out == ["abcd"[rank]]
+
+
+def functional_collectives(rank, size):
+    warnings.simplefilter("ignore", FutureWarning)  # 2.13 has renamed some; these are the names that 2.5 has
+    group = dist.group.WORLD
+    total = sum(data(r, 2 * size) for r in range(size))
+    same(functional.all_reduce(data(rank, 2 * size), "sum", group) + 0, total, size)
+    same(
+        functional.all_gather_tensor(data(rank, 2, 3), 0, group) + 0,
+        torch.cat([data(r, 2, 3) for r in range(size)]),
+        size,
+    )
+    same(
+        functional.all_gather_tensor(data(rank, 2, 3), 1, group) + 0,
+        torch.cat([data(r, 2, 3) for r in range(size)], 1),
+        size,
+    )
+    same(
+        functional.reduce_scatter_tensor(data(rank, 2 * size), "avg", 0, group) + 0,
+        (total / size).chunk(size)[rank],
+        size,
+    )
+    same(functional.broadcast(data(rank, 3), size - 1, group) + 0, data(size - 1, 3), size)
+    found = functional.all_to_all_single(data(rank, size, 2), None, None, group) + 0
+    same(found, torch.stack([data(r, size, 2)[rank] for r in range(size)]), size)
+    several = functional.all_reduce_coalesced([data(rank, 3), data(rank, 1)], "sum", group)
+    same([tensor + 0 for tensor in several], [sum(data(r, n) for r in range(size)) for n in (3, 1)], size)
+    tensors = functional.all_gather_into_tensor_coalesced([data(rank, 2), data(rank, 1)], group)
+    same([tensor + 0 for tensor in tensors], [torch.cat([data(r, n) for r in range(size)]) for n in (2, 1)], size)
+    parts = functional.reduce_scatter_tensor_coalesced([data(rank, size)], "sum", [0], group)
+    same(parts[0] + 0, sum(data(r, size) for r in range(size))[rank : rank + 1], size)
+
+
+def messages(rank, size):
+    after, before = (rank + 1) % size, (rank - 1) % size
+    for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex64):
+        tensor, found = data(rank, 3, 4, dtype=dtype), torch.zeros(3, 4, dtype=dtype)
+        works = [dist.isend(tensor, after, tag=3), dist.irecv(found, before, tag=3)]
+        for work in works:
+            work.wait()
+        same(found, data(before, 3, 4, dtype=dtype), size)
+    found = torch.zeros(4, 3).T  # not contiguous
+    requests = [dist.P2POp(dist.isend, data(rank, 3, 4), after), dist.P2POp(dist.irecv, found, before)]
+    for work in dist.batch_isend_irecv(requests):
+        work.wait()
+    same(found, data(before, 3, 4), size)
+    if rank == 0:
+        senders = set()
+        for _ in range(size - 1):
+            senders.add(dist.recv(found := torch.zeros(2)))
+        assert senders == set(range(1, size))
+        dist.send_object_list([{"a": 1}], 1)
+    else:
+        dist.send(data(rank, 2), 0)
+        if rank == 1:
+            objects = [None]
+            dist.recv_object_list(objects, 0)
+            assert objects == [{"a": 1}]
+
+
+def asynchronous(rank, size):
+    tensors = [data(rank, 4) for _ in range(4)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    total = sum(data(r, 4) for r in range(size))
+    futures = [work.get_future() for work in works[:2]]
+    doubled = futures[0].then(lambda future: future.value()[0] * 2)
+    same(doubled.wait(), total * 2, size)
+    same(futures[1].wait(), [total], size)
+    assert futures[1].done()
+    works[3].wait()
+    assert works[2].is_completed()
+    assert works[2].is_success()
+    same(tensors, [total] * 4, size)
+    same(works[3].result(), [total], size)
+
+
+def groups(rank, size):
+    """Several groups, also of the same ranks, with operations under way in all of them at once."""
+    pair, twice = dist.new_group([0, 1]), [dist.new_group(), dist.new_group()]
+    one, two = data(rank, 3), data(rank, 3, dtype=torch.float64)
+    works = [dist.all_reduce(one, group=twice[0], async_op=True), dist.all_reduce(two, group=twice[1], async_op=True)]
+    for work in reversed(works) if rank == 0 else works:
+        work.wait()
+    same(one, sum(data(r, 3) for r in range(size)), size)
+    if rank < 2:
+        assert (dist.get_rank(pair), dist.get_world_size(pair)) == (rank, 2)
+        tensor = data(rank, 3)
+        dist.broadcast(tensor, 1, group=pair)
+        same(tensor, data(1, 3), size)
+    mine = dist.new_group([rank], use_local_synchronization=True)
+    dist.all_reduce(tensor := data(rank, 2), group=mine)
+    same(tensor, data(rank, 2), size)
+    last = dist.new_group([size - 1, 0])
+    if rank in (0, size - 1):
+        dist.broadcast(tensor := data(rank, 3), size - 1, group=last)
+        same(tensor, data(size - 1, 3), size)
+        dist.destroy_process_group(last)
+    assert dist.get_backend() == "allred"
+
+
+def device_mesh(rank, size):
+    mesh = dist.init_device_mesh("cpu", (1, size), mesh_dim_names=("replicate", "shard"))
+    dist.all_reduce(tensor := data(rank, 2), group=mesh["shard"].get_group())
+    same(tensor, sum(data(r, 2) for r in range(size)), size)
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    whole = torch.arange(24.0).reshape(6, 4)
+    sharded = distribute_tensor(whole, mesh["shard"], [Shard(0)])
+    copies = distribute_tensor(whole.T.contiguous(), mesh["shard"], [Replicate()])
+    same((sharded @ copies).redistribute(placements=[Replicate()]).to_local(), whole @ whole.T, 3)
+    same(sharded.full_tensor(), whole, size)
+    same(sharded.sum().full_tensor(), whole.sum(), size)
+
+
+def errors(rank, size):
+    """The same error on all ranks, and the group can be used afterwards."""
+    assert_fails(
+        lambda: dist.all_reduce(torch.ones(3 + rank)), r"float32 \(3,\) on rank 0; .*\n +called at", MismatchError
+    )
+    wrong = torch.ones(2).to_sparse() if rank == 1 else torch.ones(2)
+    assert_fails(lambda: dist.broadcast(wrong, 0), "rank 1: expected a dense tensor, got a sparse_coo one", InputError)
+    assert_fails(lambda: dist.all_gather_into_tensor(torch.zeros(size + 1), torch.zeros(1)), "output tensors have")
+    assert_fails(
+        lambda: dist.all_reduce(torch.ones(3), async_op=True) and dist.all_reduce(torch.ones(2 + rank)), "rank 0"
+    )
+    if rank < 2:
+        tensor = torch.zeros(2 + rank)
+        call = dist.send if rank == 0 else dist.recv
+        assert_fails(lambda: call(tensor, 1 - rank), "message from rank 0 to rank 1, tag 0: the array differs")
+    dist.all_reduce(tensor := torch.ones(1))
+    assert tensor.item() == size
+
+
+def assert_fails(call, words, kind=(InputError, MismatchError)):
+    with pytest.raises(kind, match=words):
+        call()
+
+
+def again(rank, size):
+    """Destroy everything, and begin again; allred stays initialized."""
+    global GLOO
+    dist.destroy_process_group()
+    GLOO = None
+    assert not dist.is_initialized()
+    assert allred.allreduce(1.0, allred.Sum) == size
+    with pytest.raises(
+        InputError, match=f"this is rank {size - 1 - rank} of 7 for torch, but rank {rank} of {size} for"
+    ):
+        dist.init_process_group("allred", rank=size - 1 - rank, world_size=7)
+    dist.init_process_group("allred", timeout=datetime.timedelta(seconds=60))
+    assert (dist.get_rank(), dist.get_world_size()) == (rank, size)
+    assert [int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == [rank, size, rank]
+    group = dist.new_group()
+    dist.all_reduce(tensor := torch.ones(1), group=group)
+    assert tensor.item() == size
+
+
+CASES = [
+    all_reduce,
+    all_reduce_of_other_tensors,
+    other_operators,
+    sparse,
+    coalesced,
+    reduce,
+    broadcast,
+    all_gather,
+    reduce_scatter,
+    all_to_all,
+    gather_and_scatter,
+    objects,
+    functional_collectives,
+    messages,
+    asynchronous,
+    groups,
+    device_mesh,
+    errors,
+    again,
+]
+
+if __name__ == "__main__":
+    cases.run(CASES, sys.argv[1:])

