@@ -48,7 +48,7 @@ class DistributedOptimizer:
     """The result of `allred.distributed`: an optimizer whose `step` uses the gradients of all ranks.
 
     optimizer: the wrapped optimizer. op, options: the arguments of `allred.distributed`. For a torch optimizer the
-    result is the torch optimizer itself, with hooks (docs/torch.md).
+    result is the torch optimizer itself, with hooks (docs/torch-optimizer.md).
     """
 
     def __new__(cls, *arguments: Any, **options: Any) -> Any:
@@ -342,6 +342,10 @@ class DistributedOptimizer:
         scaler = self._clipper.scaler
         extra = extra if scaler is None else {_SCALER: scaler.state_dict(), _EXTRA: extra}
         return self._get_mode().save(params, extra, copy)
+
+    def session_parts(self, params: Any) -> tuple[Any, dict[str, Any]]:
+        """Internal: return the parameters for a session as a nest of arrays, and other objects with a state by name."""
+        return params, {}
 
     def _load(self, directory: str | os.PathLike[str], params: Any) -> tuple[int | None, Any]:
         """Load parameters and optimizer on this rank; return the step and the extra. Raises CheckpointError."""

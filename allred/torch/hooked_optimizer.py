@@ -12,6 +12,7 @@ Mode ps: `step` sends the gradients to the parameter servers, which run their co
 """
 
 import itertools
+import os
 import types
 import weakref
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from allred.modes.options import StepOptions
 from allred.modes.sync import SyncMode
 from allred.ps import context
 from allred.torch.backward_end import call_at_end
-from allred.torch.torch_optimizer import TorchOptimizer, host_view
+from allred.torch.torch_optimizer import OtherTensors, TorchOptimizer, host_view
 
 _numbers = itertools.count()
 _hooked: "weakref.WeakSet[HookedOptimizer]" = weakref.WeakSet()  # those with hooks, in mode sync
@@ -134,7 +135,8 @@ class HookedOptimizer(DistributedOptimizer):
         setting, threads, cores = world.config().overlap, torch.get_num_threads(), processors.cores_per_rank()
         on_gpu = any(parameter.is_cuda for _, parameter in self._torch.named())
         auto = on_gpu or cores > threads
-        reason = "the model is on a GPU" if on_gpu else f"torch has {threads} threads on {cores} cores of this rank"
+        reason = f"this rank has {cores} core(s) and {threads} thread(s) of torch"
+        reason = "the model is on a GPU" if on_gpu else reason
         overlaps = setting == "always" or (setting == "auto" and auto)
         reason = reason if setting == "auto" else f"ALLRED_OVERLAP={setting}"
         when = "during the backward pass" if overlaps else "in one group at the end of the backward pass"
@@ -254,29 +256,38 @@ class HookedOptimizer(DistributedOptimizer):
 
     def nest_of(self, params: Any) -> Any:
         """Return parameters as a nest of arrays that share their memory. None: the parameters of this optimizer. A
-        torch module: these, and the buffers and other parameters of the module."""
+        torch module: these, and in mode sync the buffers and other parameters of the module."""
         if params is None:
             return self._torch.views()
         if isinstance(params, torch.nn.Module):
-            return {**self._torch.views(), **self._others_of(params)}
+            return self._torch.views() | ({} if context.is_active() else self._others_of(params))
         return params
 
     def _others_of(self, module: torch.nn.Module) -> dict[str, Any]:
-        """Return the arrays of a module that this optimizer does not train, named "module.<name>"."""
+        """Return arrays over the tensors of a module that this optimizer does not train, named "module.<name>"."""
         own = {id(parameter) for _, parameter in self._torch.named()}
-        state = module.state_dict(keep_vars=True)
-        return {
-            f"module.{name}": host_view(value)
-            for name, value in state.items()
-            if isinstance(value, torch.Tensor) and id(value) not in own
-        }
+        return {f"module.{name}": host_view(value) for name, value in OtherTensors(module, own).state_dict().items()}
+
+    def session_parts(self, params: Any) -> tuple[Any, dict[str, Any]]:
+        """Internal: see `DistributedOptimizer`."""
+        if not isinstance(params, torch.nn.Module):
+            return self.nest_of(params), {}
+        others = OtherTensors(params, {id(parameter) for _, parameter in self._torch.named()})
+        return self.nest_of(None), {"module": others} if others.state_dict() else {}
+
+    def save(self, directory: str | os.PathLike[str], params: Any = None) -> str | None:
+        """As `DistributedOptimizer.save`."""
+        return super().save(directory, self.nest_of(params))
+
+    def restore(self, directory: str | os.PathLike[str], params: Any = None) -> int | None:
+        """As `DistributedOptimizer.restore`."""
+        return super().restore(directory, self.nest_of(params))
 
     def broadcast(self, params: Any = None, root: int | None = None) -> None:
         """As `DistributedOptimizer.broadcast`. params: None, or a module, whose buffers are copied too."""
         if context.is_active() and isinstance(params, torch.nn.Module):
             for name, array in self._others_of(params).items():
                 functions.broadcast_(array, 0 if root is None else root, name)
-            params = None
         super().broadcast(self.nest_of(params), root)
 
     def pull(self, params: Any = None) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from allred.arrays import Array
 from allred.errors import InputError
+from allred.session.state_pickle import register_tensor
 from allred.torch.tensors import as_array
 
 _NUMBERS: dict[str, type] = {"bool": bool, "int": int, "float": float}
@@ -80,3 +81,6 @@ def to_tensor(array: Array) -> torch.Tensor:
     if made.numel():
         as_array(made)[...] = array
     return made
+
+
+register_tensor("torch", torch.Tensor, lambda tensor: as_array(tensor.detach().cpu()), to_tensor)

@@ -225,6 +225,31 @@ class TorchOptimizer(Optimizer):
         self.global_step = int(state["global_step"])
 
 
+class OtherTensors:
+    """The tensors of a module that an optimizer does not train: buffers and other parameters. trained: the ids of the
+    others."""
+
+    def __init__(self, module: torch.nn.Module, trained: set[int]) -> None:
+        self._module, self._trained = module, trained
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the tensors by name; they share the memory of the module."""
+        state = self._module.state_dict(keep_vars=True)
+        return {
+            name: value.detach()
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor) and id(value) not in self._trained
+        }
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Copy the values of a result of `state_dict`. Raises InputError for tensors of another module."""
+        own = self.state_dict()
+        if {name: value.shape for name, value in own.items()} != {name: value.shape for name, value in state.items()}:
+            raise InputError(f"the module has the buffers {sorted(own)}, but the checkpoint has {sorted(state)}")
+        for name, value in state.items():
+            own[name].copy_(value)
+
+
 def _over(array: Array) -> torch.Tensor:
     """Return a tensor over the memory of an array."""
     if array.dtype.name == "bfloat16":

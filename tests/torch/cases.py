@@ -9,6 +9,7 @@ import traceback
 import allred
 
 CASES = {}
+TWICE = {}  # those that run in both variants of a program
 
 
 def case(function):
@@ -16,10 +17,15 @@ def case(function):
     return function
 
 
-def run_cases(variant=""):
+def case_twice(function):
+    TWICE[function.__name__] = function
+    return case(function)
+
+
+def run_cases(variant="", functions=CASES):
     """Run the cases that the command line names, or all, and print the result of each on rank 0. A case fails if it
     raises an exception on any rank."""
-    for name in sys.argv[1:] or CASES:
+    for name in sys.argv[1:] or functions:
         function = CASES[name]
         try:
             function()
@@ -34,9 +40,10 @@ def run_cases(variant=""):
             print(f"case {variant}{name}: {failed or 'ok'}", flush=True)
 
 
-def names(program):
+def names(program, decorators="case|case_twice"):
     """The names of the cases in the file of a program."""
-    return re.findall(r"^@case\ndef (\w+)", pathlib.Path(program).read_text(), re.MULTILINE)
+    found = re.findall(rf"^@({decorators})\ndef (\w+)", pathlib.Path(program).read_text(), re.MULTILINE)
+    return [name for _, name in found]
 
 
 def results(output):

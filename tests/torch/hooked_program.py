@@ -9,7 +9,7 @@ import warnings
 
 import numpy as np
 import torch
-from cases import case, run_cases
+from cases import TWICE, case, case_twice, run_cases
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -78,7 +78,7 @@ def check_training(make, steps=6, **options):
     return opt
 
 
-@case
+@case_twice
 def sgd_as_one_process():
     opt = check_training(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01))
     assert opt.allred.global_step == 6
@@ -98,7 +98,7 @@ def the_class_returns_the_same_object():
         assert "distributed already" in raised(TypeError, lambda again=again: again(optimizer))
 
 
-@case
+@case_twice
 def backward_returns_averages():
     """Also for gradients that share memory with others, such as the views of a hook."""
     model, opt, other, _ = hooked(net())
@@ -111,7 +111,7 @@ def backward_returns_averages():
             np.testing.assert_allclose(one.grad, two.grad, rtol=1e-5, atol=1e-7)
 
 
-@case
+@case_twice
 def accumulate():
     """The gradients of two backward passes are added up by torch, and reduced once."""
     model, opt, other, plain = hooked(net(), accumulate=2)
@@ -128,7 +128,7 @@ def accumulate():
     close(model, other)
 
 
-@case
+@case_twice
 def two_backward_passes_of_a_step():
     model, opt, other, plain = hooked(net())
     for step in range(3):
@@ -183,7 +183,7 @@ def branch_loss(model, step, rank):
     return functional.cross_entropy(model(x, (rank + step) % SIZE), y)
 
 
-@case
+@case_twice
 def unused_parameters():
     model, opt, other, plain = hooked(Branches())
     before = model.never.weight.detach().clone()
@@ -206,7 +206,7 @@ class Tied(nn.Module):
         return self.last(self.second(torch.tanh(self.first(x))))
 
 
-@case
+@case_twice
 def shared_parameters():
     model, opt, other, plain = hooked(Tied())
     for step in range(4):
@@ -233,7 +233,7 @@ class Checkpointed(nn.Module):
         return self.last(x)
 
 
-@case
+@case_twice
 def reentrant_checkpoints():
     for whole in (False, True):
         model, opt, other, plain = hooked(Checkpointed(whole))
@@ -243,7 +243,7 @@ def reentrant_checkpoints():
         close(model, other)
 
 
-@case
+@case_twice
 def parameter_groups_added_later():
     torch.manual_seed(6)
     parts = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 3)])
@@ -266,7 +266,7 @@ def parameter_groups_added_later():
     close(parts, other)
 
 
-@case
+@case_twice
 def parameters_that_need_a_gradient_later():
     model, opt, other, plain = hooked(net())
     for each in (model, other):
@@ -343,7 +343,7 @@ def sparse_gradients():
         equal_on_all(model.words)
 
 
-@case
+@case_twice
 def sparse_gradients_that_a_rank_lacks_or_clips():
     model = Words(True)
     opt = allred.distributed(torch.optim.SGD(model.parameters(), lr=0.5), clip_norm=0.01)
@@ -374,7 +374,7 @@ def process_sets():
     close(model, other)
 
 
-@case
+@case_twice
 def nonfinite_gradients_raise_or_skip():
     def poisoned(model, data):
         loss = loss_of(model, data)
@@ -437,7 +437,7 @@ def other_models_are_an_error():
     del opt
 
 
-@case
+@case_twice
 def clip_norm():
     model, opt, other, plain = hooked(net(), lambda p: torch.optim.SGD(p, lr=1.0), clip_norm=0.1)
     for step in range(3):
@@ -462,7 +462,7 @@ def clipping_of_torch_sees_averages():
     close(model, other)
 
 
-@case
+@case_twice
 def grad_scaler_of_torch():
     """An overflow on one rank: all ranks skip the step and lower the scale."""
     model, opt, other, plain = hooked(net(), nonfinite="ignore")
@@ -551,7 +551,7 @@ def compression():
     equal_on_all(model)
 
 
-@case
+@case_twice
 def bfloat16_models():
     model, opt, other, plain = hooked(net().bfloat16(), lambda p: torch.optim.SGD(p, lr=0.1))
     for step in range(3):
@@ -590,7 +590,7 @@ def other_layouts():
     close(model, other)
 
 
-@case
+@case_twice
 def different_numbers_of_samples():
     """As one process with the batch of all, whose ranks have 1, 2, ... rows."""
     model, opt, other, plain = hooked(net())
@@ -615,7 +615,7 @@ def batches_of_allred_weight_the_ranks():
     close(model, other)
 
 
-@case
+@case_twice
 def two_optimizers_in_one_backward_pass():
     """As for adversarial networks; the ranks use them in different orders."""
     one, opt_one, other_one, plain_one = hooked(net(0))
@@ -706,7 +706,7 @@ def freed_optimizers_leave_no_hooks_that_reduce():
         loss_of(model, batch(1)).backward()  # the other ranks do not take part
 
 
-@case
+@case_twice
 def the_order_of_gradients_is_agreed_on_if_they_are_sent_early():
     model, opt, *_ = hooked(net())
     for step in range(3):
@@ -719,4 +719,4 @@ if __name__ == "__main__":
     run_cases("late ")
     world.current().config = dataclasses.replace(world.config(), overlap="always", check_steps=0)
     SENDS_EARLY = True
-    run_cases("early ")
+    run_cases("early ", TWICE)
