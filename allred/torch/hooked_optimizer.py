@@ -139,9 +139,10 @@ class HookedOptimizer(DistributedOptimizer):
         reason = "the model is on a GPU" if on_gpu else reason
         overlaps = setting == "always" or (setting == "auto" and auto)
         reason = reason if setting == "auto" else f"ALLRED_OVERLAP={setting}"
+        if functions.current(self.process_set).size == 1:
+            return False
         when = "during the backward pass" if overlaps else "in one group at the end of the backward pass"
-        if functions.current(self.process_set).size > 1:
-            log.info(f"{self.name}: gradients are sent {when}, because {reason}")
+        log.info(f"{self.name}: gradients are sent {when}, because {reason}")
         return overlaps
 
     def end_of_backward(self) -> None:

@@ -13,7 +13,6 @@ import torch
 
 from allred.arrays import Array
 from allred.errors import InputError
-from allred.gpu.device_arrays import is_device
 from allred.optim.base import Optimizer, Slots
 from allred.ps import context
 from allred.torch.optimizer_state import from_slots, to_slots, to_tensor
@@ -26,10 +25,9 @@ _NO_HYPERPARAMETERS = ("params", "param_names")
 def host_view(tensor: torch.Tensor) -> Any:
     """Return a numpy array over the memory of a tensor; a tensor on a GPU itself. Complex numbers get one more
     dimension (real, imaginary)."""
-    tensor = tensor.detach()
     if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    return tensor if is_device(tensor) else as_array(tensor)
+        tensor = torch.view_as_real(tensor.detach())
+    return tensor.detach() if tensor.is_cuda else as_array(tensor)
 
 
 class TorchOptimizer(Optimizer):
