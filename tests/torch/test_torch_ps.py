@@ -34,10 +34,8 @@ def test_one_worker_has_the_bits_of_one_process(servers, kind):
     assert run(servers + 1, "serial", kind, num_ps=str(servers)) == (True, 10)
 
 
+@pytest.mark.full  # test_torch_examples.py has two workers by default
 @pytest.mark.limit(300)
-@pytest.mark.parametrize(
-    ("consistency", "updates"), [("sync", 10), pytest.param("async", 20, marks=pytest.mark.full),
-                                 pytest.param("bounded", 20, marks=pytest.mark.full)]
-)  # fmt: skip
+@pytest.mark.parametrize(("consistency", "updates"), [("sync", 10), ("async", 20), ("bounded", 20)])
 def test_two_workers_learn(consistency, updates):
     assert run(3, "workers", "adam", consistency=consistency) == (True, updates)
