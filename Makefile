@@ -29,13 +29,16 @@ $(error MPI=$(MPI) is not one of mpich, openmpi)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-unit test-parallel test-integration test-full test-torch test-slurm fuzz sanitize cuda test-gpu bench-gpu gpu-environment loops bench lint types api diagram docs format clean
+.PHONY: help demo demo-torch test test-unit test-parallel test-integration test-full test-torch test-slurm fuzz sanitize cuda test-gpu bench-gpu gpu-environment loops bench lint types api diagram docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
 
 demo: $(VENV_$(MPI))/.demo ## install into .venv and train on real digits with two ranks (MPI=openmpi for the other MPI)
 	OMP_NUM_THREADS=1 $(VENV_$(MPI))/bin/mpirun -np 2 $(VENV_$(MPI))/bin/python examples/digits_sync.py
+
+demo-torch: $(VENV_mpich)/.torch ## the same with PyTorch and a hooked optimizer (installs torch)
+	OMP_NUM_THREADS=1 $(VENV_mpich)/bin/mpirun -np 2 $(VENV_mpich)/bin/python examples/torch_digits.py
 
 test: test-unit test-parallel test-integration ## all default tiers
 
@@ -61,7 +64,7 @@ test-full: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## all combinations of para
 	  export ALLRED_BACKEND=mpi; $(call ranks,$(VENV_mpich),3) $(FULL) --ignore tests/parallel/test_early.py
 	$(VENV_mpich)/bin/python -m pytest -n 4 tests/integration $(FULL)
 
-test-torch: $(VENV_mpich)/.torch ## what needs torch: optimizers against torch.optim, towers (installs it)
+test-torch: $(VENV_mpich)/.torch ## what needs torch: hooked optimizers, sessions, towers, optimizers against torch.optim (installs it)
 	$(VENV_mpich)/bin/python -m pytest tests/torch $(T)
 
 test-slurm: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## the batch script in a real Slurm (installed with apt-get where root)

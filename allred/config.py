@@ -68,6 +68,12 @@ class Config:
         "progress of allred.*_async operations while no rank waits: thread (a C thread, on one node) or caller",
         choices=("thread", "caller"),
     )
+    overlap: str = _setting(
+        "auto",
+        "when a hooked torch optimizer sends gradients: during the backward pass (always), at its end (never), or "
+        "during it if a core of the rank is free or the model is on a GPU (auto)",
+        choices=("auto", "always", "never"),
+    )
     bucket_bytes: int = _setting(
         2**20, "size of a bucket: gradients smaller than half of it are reduced together (512KiB, 4MiB, ...)", minimum=1
     )

@@ -17,7 +17,7 @@ from allred.data.loader import claim_samples
 from allred.errors import InputError
 from allred.modes.clipping import GradScaler
 from allred.modes.detect.mistake_checks import MistakeChecks
-from allred.modes.optimizer import DistributedOptimizer
+from allred.modes.optimizer import DistributedOptimizer, is_torch_optimizer
 from allred.modes.options import StepInput, StepOptions
 from allred.modes.reducer import Reducer, tensor_of
 from allred.modes.sync import reduce_gradients
@@ -196,15 +196,16 @@ def _wrap_class(target: type, options: StepOptions) -> type[DistributedOptimizer
 def _wrap(target: Any, options: StepOptions) -> Any:
     if issubclass(target if isinstance(target, type) else type(target), DistributedOptimizer):
         raise TypeError("this optimizer is distributed already; wrapping it twice would average twice")
+    if is_torch_optimizer(target):
+        return DistributedOptimizer(target, **vars(options))
     if _steps(target):
         return (
             _wrap_class(target, options) if inspect.isclass(target) else DistributedOptimizer(target, **vars(options))
         )
-    torch = type(target).__module__.startswith("torch.")
     raise TypeError(
         f"allred.distributed cannot wrap {target!r}: it takes an object with step(params, grads); a class with such a "
-        "step; and for a function that returns gradients there is @allred.distributed.gradients"
-        + (". An adapter for torch optimizers comes in a later version" if torch else "")
+        "step; an instance of torch.optim.Optimizer; and for a function that returns gradients there is "
+        "@allred.distributed.gradients"
     )
 
 

@@ -4,8 +4,10 @@ The mode is selected at the first use, because the optimizer may be made before 
 serves where the optimizer is made or first used, and exits there.
 """
 
+import importlib
 import os
 import pathlib
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -36,11 +38,27 @@ def _deprecated(old: str, new: str) -> property:
     return property(get, doc=f"Deprecated: use `session_support.{new}`.")
 
 
+def is_torch_optimizer(value: Any) -> bool:
+    """Whether a value is an instance of torch.optim.Optimizer. Does not import torch."""
+    optim = getattr(sys.modules.get("torch"), "optim", None)
+    return optim is not None and isinstance(value, optim.Optimizer)
+
+
 class DistributedOptimizer:
     """The result of `allred.distributed`: an optimizer whose `step` uses the gradients of all ranks.
 
-    optimizer: the wrapped optimizer. op, options: the arguments of `allred.distributed`.
+    optimizer: the wrapped optimizer. op, options: the arguments of `allred.distributed`. For a torch optimizer the
+    result is the torch optimizer itself, with hooks (docs/torch-optimizer.md).
     """
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Any:
+        target = arguments[0] if arguments else options.get("optimizer")
+        if cls is DistributedOptimizer and is_torch_optimizer(target):
+            given = {name: value for name, value in options.items() if name != "optimizer"}
+            given |= {"op": arguments[1]} if len(arguments) > 1 else {}
+            hooked = importlib.import_module("allred.torch.hooked_optimizer")  # it imports torch
+            return hooked.attach(target, StepOptions(**given))
+        return super().__new__(cls)
 
     def __init__(self, optimizer: Any, op: ReduceOp = ReduceOp.AVERAGE, **options: Any) -> None:
         if isinstance(optimizer, type) or not callable(getattr(optimizer, "step", None)):
@@ -123,8 +141,13 @@ class DistributedOptimizer:
         Example: on 2 ranks, with `opt = allred.distributed(allred.optim.SGD(lr=1.0))` and `w = np.zeros(2)`,
         `opt.step({"w": w}, {"w": np.full(2, float(allred.rank()))})` sets `w` to `[-0.5, -0.5]` on both.
         """
+        self._step(params, grads, samples)
+
+    def _step(self, params: Any, grads: Any, samples: int | None, refusal: str = "") -> None:
+        """As `step`. refusal: why this rank's gradients cannot be used."""
         mode = self._get_mode()
         tensors, leaves, values, problem, plain = self._matcher.match(params, grads)
+        problem = refusal or problem
         try:
             samples = self._samples.of_step(samples)
             if self._accumulator.micro_steps > 1 and not problem:
@@ -319,6 +342,10 @@ class DistributedOptimizer:
         scaler = self._clipper.scaler
         extra = extra if scaler is None else {_SCALER: scaler.state_dict(), _EXTRA: extra}
         return self._get_mode().save(params, extra, copy)
+
+    def session_parts(self, params: Any) -> tuple[Any, dict[str, Any]]:
+        """Internal: return the parameters for a session as a nest of arrays, and other objects with a state by name."""
+        return params, {}
 
     def _load(self, directory: str | os.PathLike[str], params: Any) -> tuple[int | None, Any]:
         """Load parameters and optimizer on this rank; return the step and the extra. Raises CheckpointError."""

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
+from allred import nest
 from allred.comm.ops import Compression, ReduceOp
 from allred.comm.process_set import ProcessSet
 from allred.config import parse_bytes
@@ -128,12 +129,14 @@ def _size(bucket_bytes: int | str | None) -> int | None:
 
 def _describe(optimizer: Any) -> str:
     """Return the class of an optimizer, and for one of allred.optim the numbers it was made with."""
-    numbers = {
-        name: value
-        for name, value in vars(optimizer).items()
-        if isinstance(value, (bool, int, float)) and name not in ("lr", "global_step") and name[0] != "_"
-    } if isinstance(optimizer, Optimizer) else {}  # fmt: skip
-    return f"{type(optimizer).__name__}({', '.join(f'{name}={value}' for name, value in numbers.items())})"
+    if not isinstance(optimizer, Optimizer):
+        return f"{type(optimizer).__name__}()"
+    numbers = [
+        f"{name}={value}"
+        for name, value in nest.leaves(optimizer.hyperparameters())
+        if isinstance(value, (bool, int, float)) and name.rpartition(".")[2] not in ("lr", "initial_lr")
+    ]
+    return f"{optimizer.kind}({', '.join(numbers)})"
 
 
 class StepInput(NamedTuple):

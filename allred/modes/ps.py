@@ -50,6 +50,7 @@ class ServersMode(Mode):
     def __init__(self, optimizer: Any, options: StepOptions, clipper: Clipper) -> None:
         self._optimizer, self._options, self._clipper = optimizer, options, clipper
         self._title = f"{options.name}.step()"
+        self._pushed: Any = None  # the hyperparameters that the servers have; None: those they were started with
         self._lr = PushedLearningRate(optimizer, self._title)
         self._context: Context = context.current()
         self._client: Client | None = None
@@ -180,6 +181,7 @@ class ServersMode(Mode):
             self._clipper.scaler.update(not usable, self._title)
         if not usable:
             return
+        self._send_hyperparameters(client)
         outcome = client.step(sources, absent, targets, self._lr.value(), self._stop_requested)
         if not as_before:
             ps_payload.put_back(leaves, targets)
@@ -192,6 +194,13 @@ class ServersMode(Mode):
         self.waited_s += time.perf_counter() - start
         if outcome.flags & protocol.DRAINING:
             self._end()
+
+    def _send_hyperparameters(self, client: "Client") -> None:
+        """Worker 0: send the hyperparameters of an optimizer whose program changes them, such as a torch scheduler."""
+        get = getattr(self._optimizer, "pushed_hyperparameters", None)
+        if get is not None and self._context.worker == 0 and (values := get()) != self._pushed:
+            client.call(protocol.SetHyperparameters(values))
+            self._pushed = values
 
     def _check(self, params: Any, tensors: list[Tensor], leaves: list[Any], host_leaves: list[Any]) -> None:
         new = self._client is None
@@ -266,7 +275,8 @@ class ServersMode(Mode):
                 )
             return [(self._optimizer.state_dict() if self._loaded else None, {})] * self._context.servers
         state = self._optimizer.live_state()
-        return [({"global_step": state["global_step"]}, parts) for parts in self._servers.split_slots(state["slots"])]
+        others = {key: value for key, value in state.items() if key != "slots"}
+        return [(others, parts) for parts in self._servers.split_slots(state["slots"])]
 
     def state_dict(self) -> Any:
         if self._client is None:

@@ -51,6 +51,7 @@ class Reducer:
 
     def __init__(self, options: StepOptions, title: str) -> None:
         self._op, self._compression = options.op, options.compression
+        self.weight: float | None = None  # of this rank in the last reduction, as in Agreement
         self.samples = 0  # of all ranks in the last reduction; 0 if they were not counted
         self.overlapped = False  # whether a rank had passed gradients to opt.reduce() before the last negotiation
         self._title, self._options = title, options
@@ -112,7 +113,8 @@ class Reducer:
     def agreement(self, notes: list[int]) -> Agreement:
         """Interpret the notes of all ranks. Raises InputError on all ranks if their samples cannot be weighted."""
         self.overlapped = any(note & _OVERLAPPED for note in notes)
-        return Agreement(self._weight(notes), *_flags_of(notes))
+        self.weight = self._weight(notes)
+        return Agreement(self.weight, *_flags_of(notes))
 
     def exchange_flags(self, title: str, flags: int, missing: bool, problem: str) -> tuple[list[int], bool]:
         """Exchange flags only. Returns those of all ranks, and whether a rank lacks a gradient. Collective."""

@@ -6,9 +6,10 @@ The parameters start equal (`broadcast`), and every rank applies the same mean w
 equal bit for bit without being sent again.
 """
 
+import contextlib
 import operator
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from allred import arrays, checkpoint, log, nest, world
 from allred.comm import functions
 from allred.comm.communicator import Communicator
-from allred.comm.ops import Compression
+from allred.comm.ops import Compression, ReduceOp
 from allred.errors import AllredError
 from allred.fusion import Tensor
 from allred.gpu.device_arrays import to_host
@@ -89,6 +90,7 @@ class SyncMode(Mode):
         if not self._timer.steps:
             log.info(self._first_step(given.tensors))
         if mean is not None:
+            mean = self._complete(given.tensors, mean)
             mean = self._clipper.clip_reduced(mean) if self._clipper.active else mean
             self._apply(given, mean)
         if self._clipper.scaler is not None:
@@ -103,13 +105,26 @@ class SyncMode(Mode):
             self._overlap.agree_on_order(given.tensors, given.values if mean is None else mean)
         return mean
 
+    def _complete(self, tensors: list[Tensor], mean: list[Any]) -> list[Any]:
+        """Let a hooked torch optimizer reduce its sparse gradients."""
+        complete = getattr(self._optimizer, "complete_reduction", None)
+        if complete is None:
+            return mean
+        completed: list[Any] = complete(tensors, mean, self._reducer.weight, self._options.op is ReduceOp.AVERAGE)
+        return completed
+
     def _apply(self, given: StepInput, mean: list[Any]) -> None:
-        self.update_interrupted = True
-        with span("apply", self._options.name):
+        with span("apply", self._options.name), self.updating():
             same = len(mean) == len(given.values) and all(map(operator.is_, mean, given.values))
             self._optimizer.step(given.params, given.grads if same else nest.rebuild(given.grads, mean))
-        self.update_interrupted = False
         self._updates += 1
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Inside of this block the parameters belong to no step."""
+        self.update_interrupted = True
+        yield
+        self.update_interrupted = False
 
     # Overlap of communication and computation, after the first opt.reduce().
 
@@ -151,7 +166,11 @@ class SyncMode(Mode):
             if communicator.number != root:
                 self._optimizer.load_state_dict(state)
             restored(self._optimizer)
-        if self._overlap is not None:  # a rank that had joined does not know the order
+        self.forget_order()  # a rank that had joined does not know it
+
+    def forget_order(self) -> None:
+        """Forget the order of gradients (overlap.py). Called on all ranks, between steps."""
+        if self._overlap is not None:
             self._overlap.forget_order()
             self._overlap.end_step()
 

@@ -178,6 +178,15 @@ class Optimizer(ABC):
         value = self.lr(self.global_step) if callable(self.lr) else self.lr
         return non_negative(type(self).__name__, f"the learning rate of step {self.global_step}", value)
 
+    @property
+    def kind(self) -> str:
+        """Name of the class, for messages."""
+        return type(self).__name__
+
+    def hyperparameters(self) -> Any:
+        """Nest of the values that the optimizer was made with. Ranks and parameter servers must have the same."""
+        return {name: value for name, value in vars(self).items() if name != "global_step" and name[0] != "_"}
+
     def step(self, params: Any, grads: Any) -> None:
         """Update all parameters in place with one gradient each.
 
@@ -249,7 +258,7 @@ class Optimizer(ABC):
         self.global_step, self._slots, self._made_for = global_step, _copy_slots(slots), {}
 
     def __repr__(self) -> str:
-        hyper = {name: value for name, value in vars(self).items() if name != "global_step" and name[0] != "_"}
+        hyper = self.hyperparameters()
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in hyper.items())})"
 
 

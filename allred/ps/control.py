@@ -61,6 +61,7 @@ class Control:
             protocol.AwaitStart: self._await_start,
             protocol.CompareBatches: self._compare_batches,
             protocol.LoadState: self._load_state,
+            protocol.SetHyperparameters: lambda _, request: optimizer.set_hyperparameters(request.values),
             protocol.GetState: lambda _, request: step_handler.require_shard().state(),
             protocol.GetStep: self._get_step,
             protocol.SetStep: self._set_step,

@@ -127,6 +127,12 @@ class CompareBatches(ControlRequest, title="the arguments of the batches"):
     arguments: Any
 
 
+class SetHyperparameters(ControlRequest, title="the hyperparameters of the optimizer"):
+    """Set the result of the optimizer's `hyperparameters`."""
+
+    values: Any
+
+
 class GetState(ControlRequest, title="the optimizer's state"):
     """Reply: the optimizer's state and the slots of this server's pieces."""
 

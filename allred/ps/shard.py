@@ -301,13 +301,15 @@ class Shard:
         """Return ({"global_step": ...}, slots of each piece), no copies; for an optimizer of the user (state, {})."""
         if not isinstance(self._optimizer, Optimizer):
             return (self._optimizer.state_dict() if hasattr(self._optimizer, "state_dict") else None), {}
-        step, numbers = {"global_step": self._optimizer.global_step}, range(len(self.layout.pieces))
+        numbers = range(len(self.layout.pieces))
         if self.in_place:
-            return step, {
+            return {"global_step": self._optimizer.global_step}, {
                 i: {name: self._slot(i, name) for name in self._slots[self.layout.starts[i][0]]} for i in numbers
             }
-        slots = self._optimizer.live_state()["slots"]
-        return step, {i: slots[self._name(i)] for i in numbers if self._name(i) in slots}
+        state = self._optimizer.live_state()
+        slots = state["slots"]
+        others = {key: value for key, value in state.items() if key != "slots"}
+        return others, {i: slots[self._name(i)] for i in numbers if self._name(i) in slots}
 
     def load(self, state: Any, parts: Parts) -> None:
         """Load the result of `state`; None resets. Raises InputError for the state of another optimizer."""
@@ -318,7 +320,7 @@ class Shard:
         step = 0 if state is None else state["global_step"]
         if not self.in_place:
             named = {self._name(index): part for index, part in parts.items()}
-            self._optimizer.load_state_dict({"global_step": step, "slots": named})
+            self._optimizer.load_state_dict({**(state or {}), "global_step": step, "slots": named})
             return
         targets = {i: {n: self._slot(i, n) for n in self._slots[g]} for i, (g, _) in enumerate(self.layout.starts)}
         for index, part in parts.items():

@@ -332,7 +332,7 @@ class Client:
                     else:
                         target = whole.setdefault(name, np.empty(tensor.shape, value.dtype))
                         target.reshape(-1)[start:stop] = value
-        return {"global_step": replies[0][0]["global_step"], "slots": slots}
+        return {**replies[0][0], "slots": slots}
 
     def step_and_version(self) -> tuple[int, int]:
         """Return server 0's number of updates now, with and without those before a restore."""

@@ -154,7 +154,16 @@ def _number(name: str, value: Any) -> float:
         ) from None
 
 
-def check_optimizer(value: Any) -> None:
+def tracked(params: Any, optimizer: Any, more: dict[str, Any]) -> tuple[Any, DistributedOptimizer, dict[str, Any]]:
+    """Return the arguments of `Session.track` as a nest of arrays, a DistributedOptimizer, and objects with a state. A
+    hooked torch optimizer supplies them. Raises InputError if the optimizer cannot be used."""
+    value = optimizer if isinstance(optimizer, DistributedOptimizer) else getattr(optimizer, "allred", optimizer)
+    _check_optimizer(value)
+    nest, others = value.session_parts(params)
+    return nest, value, {**others, **more}
+
+
+def _check_optimizer(value: Any) -> None:
     """Raise InputError unless `value` is a distributed optimizer without process set."""
     if not isinstance(value, DistributedOptimizer):
         raise InputError(f"session.track(): optimizer={value!r}: expected the result of allred.distributed(...)")

@@ -11,18 +11,20 @@ the checkpoint with a warning, because the parameters matter more.
 
 import math
 import os
-import pickle
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from allred import checkpoint, log
 from allred.cluster import topology
+from allred.data.distributed_sampler import DistributedSampler, sampler_of
 from allred.errors import AllredError, CheckpointError, CollectiveTimeout, InputError, RemoteRankError
+from allred.session import state_pickle
 from allred.session.hooks import Hook, LoggedValue, Outcome
 from allred.validators import integer
 
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 Write = Callable[[str], str]  # writes a checkpoint into the given directory and returns its path
 Capture = Callable[[], Write]  # captures the current state
+
+T = TypeVar("T")
 
 _LOG_PERIOD_S = 10.0
 
@@ -234,8 +238,17 @@ PickledParts = dict[str, Any]
 
 
 def random_states() -> Any:
-    """Return the states of Python's `random` and of numpy's global generator."""
-    return random.getstate(), np.random.get_state()
+    """Return the states of Python's `random`, of numpy's global generator, and of torch's if torch is imported."""
+    torch = sys.modules.get("torch")
+    state = None if torch is None else torch.get_rng_state().numpy().tobytes()
+    return random.getstate(), np.random.get_state(), state
+
+
+def _set_random_states(python: Any, of_numpy: Any, of_torch: bytes | None = None) -> None:
+    random.setstate(python)
+    np.random.set_state(of_numpy)
+    if of_torch is not None and (torch := sys.modules.get("torch")) is not None:
+        torch.set_rng_state(torch.frombuffer(bytearray(of_torch), dtype=torch.uint8))
 
 
 class SessionState:
@@ -249,6 +262,7 @@ class SessionState:
                 raise InputError(
                     f"session.track({name}=...): {type(value).__name__} has no state_dict, load_state_dict"
                 )
+        data = sampler_of(data) or data
         self._data = data if _has_state(data) else None
         self._more = {f"'{name}'": value for name, value in more.items()}
         self._hooks = [hook for hook in hooks if _has_state(hook)]
@@ -257,9 +271,15 @@ class SessionState:
         for title, get_state in self._parts(None):
             _pickle(title, get_state)
 
+    @staticmethod
+    def follow(batches: Iterable[T]) -> Iterable[T]:
+        """Return `batches`; of a loader that uses a DistributedSampler, so that the sampler's position follows it."""
+        sampler = None if isinstance(batches, DistributedSampler) else sampler_of(batches)
+        return batches if sampler is None else sampler.follow(batches)
+
     def warn_untracked(self, batches: Any) -> None:
         """Warn if `batches` can be resumed but was not given to `track`."""
-        if self._data is None and _has_state(batches):
+        if self._data is None and _has_state(sampler_of(batches) or batches):
             log.warning(
                 "session.steps(): training that resumes from a checkpoint starts this data from the beginning, though "
                 "it can continue behind the last batch; pass it to session.track(data=...) too"
@@ -303,7 +323,7 @@ class SessionState:
         def take(title: str) -> Any:
             data = left[title].pop(0) if left.get(title) else None
             try:
-                return None if data is None else pickle.loads(data)
+                return None if data is None else state_pickle.loads(data)
             except Exception as error:  # unpickling runs code of the user
                 raise CheckpointError(
                     f"the state of {title} in {where} cannot be loaded: {type(error).__name__}: {error}"
@@ -313,8 +333,7 @@ class SessionState:
             self._data.load_state_dict(position)
             self._position = position
         if (mine := (take("random generators") or {}).get(topology.rank())) is not None:
-            random.setstate(mine[0])
-            np.random.set_state(mine[1])
+            _set_random_states(*mine)
         for title, owner in self._owners():
             if (state := take(title)) is not None:
                 owner.load_state_dict(state)
@@ -330,7 +349,7 @@ def _has_state(value: Any) -> bool:
 
 def _pickle(title: str, get_state: Callable[[], Any]) -> bytes:
     try:
-        return pickle.dumps(get_state(), pickle.HIGHEST_PROTOCOL)
+        return state_pickle.dumps(get_state())
     except (RemoteRankError, CollectiveTimeout):  # an error of the job, not of this state
         raise
     except Exception as error:  # state_dict is code of the user

@@ -147,14 +147,14 @@ class Session:
         with functions.patience(coordination.NO_LIMIT_S):  # the programs of other ranks may end much later
             self.end(error)
 
-    def track(self, *, params: Any, optimizer: DistributedOptimizer, data: Any = None, **more: Any) -> int | None:
+    def track(self, *, params: Any, optimizer: Any, data: Any = None, **more: Any) -> int | None:
         """Set the objects to train and to save. Collective. Restores the newest checkpoint; without one all ranks start
         from the chief's parameters.
 
-        params: a nest of arrays. optimizer: the result of allred.distributed. data: the source of the batches; if it
-        has state_dict and load_state_dict, resuming continues behind the last batch. more: other objects with these two
-        methods, by name: saved by the chief (or the rank that fails), and loaded on all ranks.
-        Returns the restored step; None if there was no checkpoint.
+        params: a nest of arrays; for a torch optimizer a torch module, whose buffers are saved too, or None. optimizer:
+        the result of allred.distributed. data: the source of the batches; if it has state_dict and load_state_dict, or
+        is a torch DataLoader with a DistributedSampler, resuming continues behind the last batch. more: other objects
+        with these methods: saved by the chief (or the rank that fails), loaded on all ranks. Returns the restored step.
         Raises InputError for objects that cannot be tracked, MismatchError if sessions or arguments of data differ
         between ranks, CheckpointError if no checkpoint can be read, or it is of another model.
         """
@@ -162,7 +162,7 @@ class Session:
             raise InputError("session.track(): use the session in a with statement, and within it")
         if self._optimizer is not None:
             raise InputError("session.track() was called already; track everything in one call")
-        coordination.check_optimizer(optimizer)
+        params, optimizer, more = coordination.tracked(given := params, optimizer, more)
         state = SessionState(self.hooks, data, more)
         restored = extra = None
         with coordination.extended_timeout(self._wait_s):
@@ -173,7 +173,7 @@ class Session:
             if self._saver.directory:
                 restored, extra = optimizer.restore_all(self._saver.directory, params)
             else:
-                optimizer.broadcast(params)
+                optimizer.broadcast(given)
             if extra is not None:
                 state.load(extra, f"{self._saver.directory}, step {restored}")
             error = final_checkpoint.directory_error(self._saver) if self.is_chief else None
@@ -210,7 +210,7 @@ class Session:
             )
         if self._saver.directory and self._optimizer is not None:
             self._state.warn_untracked(batches)
-        iterator = iter(batches)
+        iterator = iter(self._state.follow(batches) if self._state else batches)
         while not self._ends():
             try:
                 batch = next(iterator)

@@ -38,6 +38,8 @@ CYCLES: list[set[str]] = []
 # End of the section to be removed.
 
 PRIVATE_BUT_DOCUMENTED = {"_replace", "_make", "_fields", "_asdict", "_exit", "_getframe", "_handleof"}
+# torch has no public names for the end of a backward pass; its own DDP and FSDP use these.
+PRIVATE_BUT_DOCUMENTED |= {"_C", "_execution_engine", "_current_graph_task_id", "_current_autograd_node"}
 
 # Names of torch without a public form, which backends written by others use too.
 OF_TORCH = {"_C", "_distributed_c10d", "_current_autograd_node", "_disable_dynamo", "_execution_engine"}

@@ -50,9 +50,9 @@ def parts_of(params: Any, trained: set[str], optimizer: Any) -> list[Part]:
 
 
 def _settings(optimizer: Any) -> dict[str, Any]:
-    """Return the hyper-parameters: all numeric attributes of an optimizer of allred.optim; `lr` of any other."""
-    names = [name for name in vars(optimizer) if name[0] != "_"] if isinstance(optimizer, Optimizer) else ["lr"]
-    found = {name: getattr(optimizer, name, None) for name in names if name != "global_step"}
+    """Return the hyper-parameters: all numbers of an optimizer of allred.optim; `lr` of any other."""
+    own = isinstance(optimizer, Optimizer)
+    found = optimizer.hyperparameters() if own else {"lr": getattr(optimizer, "lr", None)}
     if isinstance(optimizer, Optimizer) and callable(optimizer.lr):
         found["learning_rate"] = optimizer.learning_rate
     return {name: value for name, value in nest.leaves(found) if isinstance(value, _NUMBERS)}

@@ -1,0 +1,146 @@
+"""`DistributedSampler`: this rank's row numbers of each global batch, for a loader that fetches rows by number, such as
+torch's DataLoader. Every row of an epoch is used exactly once, on any number of ranks."""
+
+import collections
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+from allred.data.loader import BatchSpec, Fetched, Load, Loader, Position, Sampler, rank_slice, resolve_rank
+from allred.errors import InputError
+from allred.validators import integer
+
+T = TypeVar("T")
+
+
+class DistributedSampler(Loader):
+    """Iterable of lists of row numbers: the argument `batch_sampler` of torch.utils.data.DataLoader.
+
+        sampler = allred.data.DistributedSampler(dataset, batch_size=256)
+        loader = DataLoader(dataset, batch_sampler=sampler, num_workers=4)
+        for epoch in range(sampler.epoch, 10):
+            sampler.set_epoch(epoch)
+            for x, y in sampler.follow(loader):
+                ...
+
+    Global batches are those of `allred.data.batches`: the order of the rows depends on seed and epoch only, and the
+    shares of the ranks differ by at most one row. If the last global batch of an epoch has fewer rows than there are
+    ranks, it is joined to the one before it, so that every rank has a row. All ranks make the same number of steps, and
+    the optimizer weights the ranks by the sizes of their shares.
+
+    `follow` is needed if the loader fetches ahead (num_workers > 0): position and sizes are those of the batches that
+    the program has received. `Session.steps(loader)` does it.
+
+    Arguments:
+        data: the dataset, or an int: its number of rows.
+        batch_size: rows over all ranks, at least one per rank.
+        epochs: passes of one iteration. With 1, `set_epoch` selects the epoch.
+        seed: seed of the shuffling, which differs in every epoch; None keeps the order.
+        drop_last: leave out the last batch of an epoch if it is smaller than the others.
+        rank, size: whose share to return, by default this rank's.
+
+    Raises InputError for arguments that cannot be used.
+
+    >>> for rows in DistributedSampler(5, batch_size=2, seed=None, rank=0, size=2):
+    ...     print(rows)
+    [0]
+    [2, 3]
+    """
+
+    function = "DistributedSampler"
+
+    def __init__(
+        self,
+        data: Any,
+        batch_size: int,
+        epochs: int = 1,
+        seed: int | None = 0,
+        drop_last: bool = False,
+        rank: int | None = None,
+        size: int | None = None,
+    ) -> None:
+        name = "DistributedSampler"
+        rank, size = resolve_rank(name, rank, size)
+        rows = integer(f"{name}: data", len(data) if hasattr(data, "__len__") else data, size, "one row for each rank")
+        seed = None if seed is None else integer(f"{name}: seed", seed, 0, "pass None to keep the order")
+        batch_size = integer(f"{name}: batch_size", batch_size, size, "it counts the rows of all ranks")
+        epochs = integer(f"{name}: epochs", epochs, 1)
+        super().__init__(rank, size, _as_list, {"rows": rows, "seed": seed})
+        self._sampler = Sampler(rows, batch_size, epochs, seed, bool(drop_last))
+        self.rows, self.batch_size, self.epochs, self.drop_last = rows, batch_size, epochs, bool(drop_last)
+        self._followed: Iterator[Any] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the latest batch, or of the position that was loaded."""
+        return self._position.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin the next iteration with this epoch; a position within it that was loaded is kept."""
+        if integer("set_epoch", epoch, 0) != self._start.epoch:
+            self._start = Position(int(epoch), 0)
+
+    def __len__(self) -> int:
+        """Return the number of batches of an iteration from the beginning."""
+        return self.epochs * len(self._begins(0))
+
+    def _begins(self, first: int) -> list[int]:
+        """Return the first row of each global batch of an epoch that begins at row `first`."""
+        least = self.batch_size if self.drop_last else 1
+        begins = list(range(first, self.rows - least + 1, self.batch_size))
+        return begins[:-1] if len(begins) > 1 and self.rows - begins[-1] < self.size else begins
+
+    def specs(self, start: Position) -> Iterator[BatchSpec]:
+        """Yield the row numbers of this rank's shares."""
+        stop = start.epoch + 1 if self.epochs == 1 else self.epochs
+        for epoch in range(start.epoch, stop):
+            first = start.samples if epoch == start.epoch else 0
+            begins, order = self._begins(first), self._sampler.order(epoch)
+            for number, begin in enumerate(begins):
+                is_last = number == len(begins) - 1 and not self.drop_last
+                rows = order[begin : self.rows if is_last else begin + self.batch_size]
+                if len(rows) < self.size:
+                    raise InputError(
+                        f"DistributedSampler: {len(rows)} rows of epoch {epoch} are left after the position that was "
+                        f"loaded, which are too few for {self.size} ranks; resume on {len(rows)} or fewer ranks"
+                    )
+                mine = rows[rank_slice(len(rows), self.rank, self.size)]
+                yield BatchSpec(Position(epoch, begin + len(rows)), len(mine), len(rows), mine)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._begin_late() if self._followed is None else self._followed
+
+    def _begin_late(self) -> Iterator[list[int]]:
+        """Iterate; the position is used at the first batch, because torch's DataLoader makes an iterator too many."""
+        yield from super().__iter__()
+
+    def follow(self, batches: Iterable[T]) -> Iterator[T]:
+        """Iterate over the batches of a loader that uses this sampler. The position and the number of samples are those
+        of the batch that was yielded last."""
+
+        def fetch(specs: Iterable[BatchSpec], load: Load) -> Fetched:
+            taken: collections.deque[BatchSpec] = collections.deque()
+
+            def rows() -> Iterator[Any]:
+                for spec in specs:
+                    taken.append(spec)
+                    yield load(spec.input)
+
+            self._followed = rows()
+            try:
+                for batch in batches:
+                    yield taken.popleft(), batch
+            finally:
+                self._followed = None
+
+        return self.iterate(fetch)
+
+
+def _as_list(rows: Any) -> list[int]:
+    found: list[int] = rows.tolist()
+    return found
+
+
+def sampler_of(data: Any) -> DistributedSampler | None:
+    """Return the sampler of a loader, or `data` if it is a sampler itself; None if there is none."""
+    found = data if isinstance(data, DistributedSampler) else getattr(data, "batch_sampler", None)
+    return found if isinstance(found, DistributedSampler) else None

@@ -1,0 +1,86 @@
+"""The state of a torch optimizer as arrays: {parameter name: {slot name: array}}, the format of allred.optim.
+
+Checkpoints hold these arrays in safetensors files; nothing is unpickled. A slot is named by its path in the state of
+the parameter ("exp_avg", "old_dirs.3"). A suffix says how to restore a value that is not a tensor of at least one
+dimension: "step:scalar" is a 0-d tensor, "t:float" a Python number, "prev_loss:none" is None, "ro:list" the length of
+a list.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from allred.arrays import Array
+from allred.errors import InputError
+from allred.session.state_pickle import register_tensor
+from allred.torch.tensors import as_array
+
+_NUMBERS: dict[str, type] = {"bool": bool, "int": int, "float": float}
+_SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple}
+
+
+def to_slots(state: dict[str, Any], copy: bool = True) -> dict[str, Array]:
+    """Return the state of one parameter as arrays. copy: whether they are copies of the tensors on the host.
+
+    Raises InputError for values other than tensors, numbers, None, lists and tuples.
+
+    >>> to_slots({"step": torch.tensor(2.0), "n": 3})
+    {'step:scalar': array(2., dtype=float32), 'n:int': array(3)}
+    """
+    found: dict[str, Array] = {}
+    for key, value in state.items():
+        _add(found, str(key), value, copy)
+    return found
+
+
+def _add(found: dict[str, Array], path: str, value: Any, copy: bool) -> None:
+    if isinstance(value, torch.Tensor):
+        array = as_array(value.detach().cpu())
+        found[path if value.dim() else f"{path}:scalar"] = np.array(array) if copy else array
+    elif value is None:
+        found[f"{path}:none"] = np.zeros(0, np.uint8)
+    elif type(value) in _NUMBERS.values():
+        found[f"{path}:{type(value).__name__}"] = np.asarray(value)
+    elif type(value) in _SEQUENCES.values():
+        found[f"{path}:{type(value).__name__}"] = np.asarray(len(value))
+        for index, each in enumerate(value):
+            _add(found, f"{path}.{index}", each, copy)
+    else:
+        raise InputError(
+            f"the optimizer's state '{path}' is a {type(value).__name__}, which cannot be saved; expected tensors, "
+            "numbers, None, lists or tuples"
+        )
+
+
+def from_slots(slots: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of one parameter; the reverse of `to_slots`. Tensors are copies on the host.
+
+    >>> from_slots(to_slots({"betas": [0.5, None], "m": torch.ones(1)}))
+    {'betas': [0.5, None], 'm': tensor([1.])}
+    """
+    kinds = {path: kind for path, _, kind in (name.partition(":") for name in slots)}
+    return {path: _value(slots, kinds, path) for path in kinds if path.rpartition(".")[0] not in kinds}
+
+
+def _value(slots: dict[str, Any], kinds: dict[str, str], path: str) -> Any:
+    kind = kinds[path]
+    array = np.asarray(slots[f"{path}:{kind}" if kind else path])
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind](_value(slots, kinds, f"{path}.{index}") for index in range(int(array)))
+    if kind in _NUMBERS:
+        return _NUMBERS[kind](array.item())
+    if kind == "none":
+        return None
+    return to_tensor(array.reshape(()) if kind == "scalar" else array)
+
+
+def to_tensor(array: Array) -> torch.Tensor:
+    """Return a new tensor on the host with the values of an array, bfloat16 of ml_dtypes included."""
+    made = torch.empty(array.shape, dtype=getattr(torch, array.dtype.name))
+    if made.numel():
+        as_array(made)[...] = array
+    return made
+
+
+register_tensor("torch", torch.Tensor, lambda tensor: as_array(tensor.detach().cpu()), to_tensor)

@@ -1,0 +1,88 @@
+"""Sparse gradients of a hooked torch optimizer, such as those of `torch.nn.Embedding(sparse=True)`.
+
+In the step of the dense gradients a sparse one is represented by one number, its largest magnitude: so the checks for
+NaN and for missing gradients cover it. Afterwards all ranks gather the rows of all others.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from allred.comm import functions
+from allred.torch.tensors import as_array
+
+
+class SparseGradients:
+    """The parameters of one optimizer whose gradients are sparse. names: agreed on between the ranks."""
+
+    def __init__(self) -> None:
+        self.names: frozenset[str] = frozenset()
+
+    def agree(self, parameters: dict[str, torch.Tensor], title: str) -> None:
+        """Find out which parameters have sparse gradients on any rank. Collective."""
+        here = [name for name, parameter in parameters.items() if _is_sparse(parameter)]
+        everyone = functions.allgather_object(here, f"{title}: which gradients are sparse")
+        self.names = frozenset().union(*everyone)
+
+    def problem(self, parameters: dict[str, torch.Tensor]) -> str:
+        """Return why the gradients of this rank cannot be reduced, or ""."""
+        for name, parameter in parameters.items():
+            if name in self.names:
+                if parameter.grad is not None and not parameter.grad.is_sparse:
+                    return f"the gradient of '{name}' is dense, but was sparse on some rank in the first step"
+            elif _is_sparse(parameter):
+                return f"the gradient of '{name}' is sparse, but was dense or missing on all ranks in the first step"
+        return ""
+
+    def largest(self, name: str, parameter: torch.Tensor) -> Any:
+        """Return the largest magnitude of a gradient as an array of shape (1,) and the dtype of the parameter; None
+        without gradient. The gradient becomes coalesced."""
+        if parameter.grad is None:
+            return None
+        parameter.grad = parameter.grad.coalesce()
+        values = parameter.grad.values()
+        made = values.abs().max().reshape(1) if values.numel() else values.new_zeros(1)
+        return as_array(made)
+
+    def reduce(self, name: str, parameter: torch.Tensor, weight: float | None, average: bool) -> Any:
+        """Replace a gradient by its sum or mean over the ranks. Collective. Returns the array of its values; None if no
+        rank has this gradient. weight: factor of this rank's gradient, or None."""
+        grad = parameter.grad if parameter.grad is not None else _empty(parameter)
+        size, indices, values = functions.current().active.size, grad.indices(), grad.values()
+        if weight is not None:
+            values = values * weight if weight else torch.zeros_like(values)
+        rows = functions.allgather(np.ascontiguousarray(as_array(indices).T), f"indices of {name}")
+        parts = functions.allgather(np.ascontiguousarray(as_array(values)), f"values of {name}")
+        if parameter.grad is None and not len(rows):
+            return None
+        total = torch.sparse_coo_tensor(
+            torch.from_numpy(rows).T.contiguous(), _from(parts, values.dtype), parameter.shape, check_invariants=False
+        ).coalesce()
+        if average:
+            total.values().div_(size)
+        parameter.grad = total
+        return as_array(total.values())
+
+    def assign(self, name: str, parameter: torch.Tensor, value: Any) -> None:
+        """Set the values of a reduced gradient, if they are not those of `.grad` already."""
+        assert parameter.grad is not None
+        own = as_array(parameter.grad.values())
+        if not np.shares_memory(own, value):
+            own[...] = value
+
+
+def _is_sparse(parameter: torch.Tensor) -> bool:
+    return parameter.grad is not None and parameter.grad.is_sparse
+
+
+def _empty(parameter: torch.Tensor) -> torch.Tensor:
+    indices = torch.zeros((1, 0), dtype=torch.int64)
+    values = torch.zeros((0, *parameter.shape[1:]), dtype=parameter.dtype)
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False).coalesce()
+
+
+def _from(array: Any, dtype: torch.dtype) -> torch.Tensor:
+    if dtype is torch.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(dtype)
+    return torch.from_numpy(array)

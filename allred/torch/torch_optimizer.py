@@ -1,0 +1,255 @@
+"""`TorchOptimizer`: a torch optimizer with the interface of `allred.optim.Optimizer`, for the modes and checkpoints.
+
+Mode sync calls `step` with the reduced gradients at the end of a backward pass: they are assigned to `.grad`, and the
+program calls the torch optimizer later. On a parameter server `step` also makes the update: the parameters of the
+server's copy of the torch optimizer are views of the server's memory.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from allred.arrays import Array
+from allred.errors import InputError
+from allred.optim.base import Optimizer, Slots
+from allred.ps import context
+from allred.torch.optimizer_state import from_slots, to_slots, to_tensor
+from allred.torch.sparse import SparseGradients
+from allred.torch.tensors import as_array
+
+_NO_HYPERPARAMETERS = ("params", "param_names")
+
+
+def host_view(tensor: torch.Tensor) -> Any:
+    """Return a numpy array over the memory of a tensor; a tensor on a GPU itself. Complex numbers get one more
+    dimension (real, imaginary)."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.detach())
+    return tensor.detach() if tensor.is_cuda else as_array(tensor)
+
+
+class TorchOptimizer(Optimizer):
+    """A torch optimizer as an optimizer of allred. Parameters are named as in `named_parameters()` if the torch
+    optimizer was made with that, else "group.position"."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.global_step = optimizer, 0
+        self.sparse = SparseGradients()
+        self._update = optimizer.step  # the method of torch, which the hooked optimizer replaces
+        self._views: dict[str, tuple[torch.Tensor, int, Any]] = {}  # by name: parameter, address, view
+        self._held: dict[str, tuple[torch.Tensor, Any]] = {}  # by name: gradient, view
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer, "global_step": self.global_step}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["optimizer"])  # type: ignore[misc]
+        self.global_step = state["global_step"]
+
+    # Parameters and gradients.
+
+    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the names and parameters of all groups."""
+        for number, group in enumerate(self.optimizer.param_groups):
+            names = group.get("param_names") or [f"{number}.{i}" for i in range(len(group["params"]))]
+            yield from zip(names, group["params"], strict=True)
+
+    def views(self) -> dict[str, Any]:
+        """Return {name: array over the memory} of all parameters."""
+        return {name: self._view(name, parameter) for name, parameter in self.named()}
+
+    def _view(self, name: str, parameter: torch.Tensor) -> Any:
+        known = self._views.get(name)
+        if known is None or known[0] is not parameter or known[1] != parameter.data_ptr():
+            known = self._views[name] = parameter, parameter.data_ptr(), host_view(parameter)
+        return known[2]
+
+    def gradient(self, name: str, parameter: torch.Tensor) -> Any:
+        """Return an array over the memory of `.grad`; the same object for the same tensor. None without gradient."""
+        grad = parameter.grad
+        if grad is None:
+            return None
+        held = self._held.get(name)
+        if held is None or held[0] is not grad:
+            held = self._held[name] = grad, host_view(grad)
+        return held[1]
+
+    def step_input(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the parameters that can be trained and their gradients, by name; sparse ones as `SparseGradients`
+        represents them."""
+        params, grads = {}, {}
+        for name, parameter in self.named():
+            if not parameter.requires_grad:
+                continue
+            params[name] = self._view(name, parameter)
+            if name in self.sparse.names:
+                params[name] = params[name].reshape(-1)[:1]
+                grads[name] = self.sparse.largest(name, parameter)
+            else:
+                grads[name] = self.gradient(name, parameter)
+        return params, grads
+
+    def release_gradients(self) -> None:
+        """Forget the views of gradients, so that torch can free their memory."""
+        self._held.clear()
+
+    # The interface of allred.optim.
+
+    @property
+    def kind(self) -> str:
+        return f"torch.optim.{type(self.optimizer).__name__}"
+
+    def hyperparameters(self) -> Any:
+        """Return the parameter groups without their parameters; tensors of one element as numbers."""
+        return [
+            {
+                key: value.item() if isinstance(value, torch.Tensor) else value
+                for key, value in group.items()
+                if key not in _NO_HYPERPARAMETERS
+            }
+            for group in self.optimizer.param_groups
+        ]
+
+    pushed_hyperparameters = hyperparameters  # a program or scheduler changes them; mode ps sends them to the servers
+
+    def set_hyperparameters(self, groups: list[dict[str, Any]]) -> None:
+        """Set the result of `hyperparameters`. Raises InputError for another number of groups."""
+        own = self.optimizer.param_groups
+        if len(groups) != len(own):
+            raise InputError(
+                f"{self.kind} has {len(own)} parameter groups, but {len(groups)} were given; call add_param_group on "
+                "all ranks before the first step, or before the checkpoint is restored"
+            )
+        for group, given in zip(own, groups, strict=True):
+            for key, value in given.items():
+                if isinstance(group.get(key), torch.Tensor):
+                    group[key].fill_(value)
+                else:
+                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the first parameter group."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @lr.setter
+    def lr(self, value: Any) -> None:
+        pass  # set_hyperparameters sets those of all groups
+
+    def slots(self, param: Array) -> Slots:
+        return {}
+
+    def update(self, param: Array, grad: Array, slots: Slots, lr: float, step: int) -> None:
+        raise NotImplementedError("torch updates all parameters at once")
+
+    def complete_reduction(self, tensors: Any, values: list[Any], weight: float | None, average: bool) -> list[Any]:
+        """Reduce the sparse gradients. Collective. tensors, values: names and means of the others. Returns `values`
+        with the reduced values of the sparse gradients in their places."""
+        if not self.sparse.names:
+            return values
+        parameters = dict(self.named())
+        places = {tensor.name: index for index, tensor in enumerate(tensors) if tensor.name in self.sparse.names}
+        values = list(values)
+        for name, index in places.items():
+            values[index] = self.sparse.reduce(name, parameters[name], weight, average)
+        return values
+
+    def step(self, params: Any, grads: Any) -> None:
+        """Assign gradients; on a parameter server, also update the parameters."""
+        if context.serves():
+            self._serve(params, grads)
+            return
+        for name, parameter in self.named():
+            if (value := grads.get(name)) is None:
+                continue
+            if name in self.sparse.names:
+                self.sparse.assign(name, parameter, value)
+            elif (held := self._held.get(name)) is None or held[1] is not value:
+                parameter.grad = self._like(parameter, value)
+
+    def _like(self, parameter: torch.Tensor, value: Any) -> torch.Tensor:
+        made = value if isinstance(value, torch.Tensor) else to_tensor(value)
+        if parameter.is_complex():
+            made = torch.view_as_complex(made)
+        return made.to(device=parameter.device, dtype=parameter.dtype)
+
+    def _serve(self, params: dict[str, Array], grads: dict[str, Array | None]) -> None:
+        """Make one update of the parameters on this server, in their memory."""
+        for name, parameter in self.named():
+            parameter.grad = None
+            if name not in params:
+                continue
+            if parameter.data_ptr() != params[name].__array_interface__["data"][0]:
+                parameter.data = _over(params[name])
+            if (grad := grads[name]) is not None:
+                parameter.grad = _over(grad).to(parameter.dtype)
+        self.update_parameters()
+
+    def update_parameters(self, *arguments: Any) -> Any:
+        """Call the step of the torch optimizer and count it."""
+        result = self._update(*arguments)
+        self.global_step += 1
+        return result
+
+    # State.
+
+    def live_state(self) -> dict[str, Any]:
+        return self._state(copy=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return {"global_step", "slots": {parameter name: {slot: array}}, "groups": hyperparameters of each group}."""
+        return self._state(copy=True)
+
+    def _state(self, copy: bool) -> dict[str, Any]:
+        names = {id(parameter): name for name, parameter in self.named()}
+        slots = {names[id(p)]: to_slots(state, copy) for p, state in self.optimizer.state.items() if id(p) in names}
+        return {"global_step": self.global_step, "slots": slots, "groups": self.hyperparameters()}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restore a result of `state_dict`. Without "groups" the hyperparameters stay. Raises InputError for the state
+        of another optimizer."""
+        if not isinstance(state, dict) or not {"global_step", "slots"} <= set(state):
+            raise InputError(f"{self.kind}.load_state_dict: expected the result of opt.allred.state_dict()")
+        if "groups" in state:
+            self.set_hyperparameters(state["groups"])
+        numbers = {name: number for number, (name, _) in enumerate(self.named())}
+        if odd := sorted(set(state["slots"]) - set(numbers)):
+            raise InputError(f"{self.kind}.load_state_dict: the state has '{odd[0]}', which is no parameter here")
+        own = self.optimizer.state_dict()
+        own["state"] = {numbers[name]: from_slots(slots) for name, slots in state["slots"].items()}
+        self.optimizer.load_state_dict(own)
+        self.global_step = int(state["global_step"])
+
+
+class OtherTensors:
+    """The tensors of a module that an optimizer does not train: buffers and other parameters. trained: the ids of the
+    others."""
+
+    def __init__(self, module: torch.nn.Module, trained: set[int]) -> None:
+        self._module, self._trained = module, trained
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the tensors by name; they share the memory of the module."""
+        state = self._module.state_dict(keep_vars=True)
+        return {
+            name: value.detach()
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor) and id(value) not in self._trained
+        }
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Copy the values of a result of `state_dict`. Raises InputError for tensors of another module."""
+        own = self.state_dict()
+        if {name: value.shape for name, value in own.items()} != {name: value.shape for name, value in state.items()}:
+            raise InputError(f"the module has the buffers {sorted(own)}, but the checkpoint has {sorted(state)}")
+        for name, value in state.items():
+            own[name].copy_(value)
+
+
+def _over(array: Array) -> torch.Tensor:
+    """Return a tensor over the memory of an array."""
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)

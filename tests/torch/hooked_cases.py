@@ -1,0 +1,52 @@
+"""Runs the cases of a program on all ranks, one after the other, and reads their results."""
+
+import gc
+import pathlib
+import re
+import sys
+import traceback
+
+import allred
+
+CASES = {}
+TWICE = {}  # those that run in both variants of a program
+
+
+def case(function):
+    CASES[function.__name__] = function
+    return function
+
+
+def case_twice(function):
+    TWICE[function.__name__] = function
+    return case(function)
+
+
+def run_cases(variant="", functions=CASES):
+    """Run the cases that the command line names, or all, and print the result of each on rank 0. A case fails if it
+    raises an exception on any rank."""
+    for name in sys.argv[1:] or functions:
+        function = CASES[name]
+        try:
+            function()
+            problem = ""
+        except Exception:
+            problem = traceback.format_exc()
+            print(f"rank {allred.rank()}: {name}: {problem}", file=sys.stderr, flush=True)  # if others are blocked
+        gc.collect()
+        everyone = allred.allgather_object(problem)
+        if allred.rank() == 0:
+            failed = "".join(f"rank {rank}: {text}" for rank, text in enumerate(everyone) if text)
+            print(f"case {variant}{name}: {failed or 'ok'}", flush=True)
+
+
+def names(program, decorators="case|case_twice"):
+    """The names of the cases in the file of a program."""
+    found = re.findall(rf"^@({decorators})\ndef (\w+)", pathlib.Path(program).read_text(), re.MULTILINE)
+    return [name for _, name in found]
+
+
+def results(output):
+    """The result of each case by name: "ok", or the tracebacks of the ranks."""
+    found = re.split(r"^case ([\w ]+): ", output, flags=re.MULTILINE)[1:]
+    return dict(zip(found[::2], map(str.strip, found[1::2]), strict=True))

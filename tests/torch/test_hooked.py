@@ -1,0 +1,44 @@
+"""Hooked torch optimizers: the cases of hooked_program.py, in one job at 2 ranks; with --full at 3 ranks too.
+
+Gradients are sent at the end of the backward pass (late); some cases are repeated with gradients that are sent during
+it (early). The job takes about 15 s of CPU time, of which 6 s are the import of torch; more on a busy machine.
+"""
+
+import functools
+import pathlib
+
+import hooked_cases as cases
+import pytest
+
+from allred import testing
+
+pytest.importorskip("torch")
+
+PROGRAM = pathlib.Path(__file__).with_name("hooked_program.py")
+NAMES = [f"late {name}" for name in cases.names(PROGRAM)]
+NAMES += [f"early {name}" for name in cases.names(PROGRAM, "case_twice")]
+
+
+@functools.cache
+def results(ranks):
+    options = {"OMP_NUM_THREADS": "1", "ALLRED_OVERLAP": "never", "ALLRED_TIMEOUT_S": "200"}
+    result = testing.mpirun(ranks, PROGRAM, env=options, timeout_s=280)
+    found = cases.results(result.out)
+    assert result.code == 0 or found, result.text
+    return found, result.text
+
+
+@pytest.mark.limit(300)
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", NAMES)
+def test_hooked(name, ranks):
+    found, text = results(ranks)
+    assert found.get(name, f"the job ended before this case:\n{text}") == "ok"
+
+
+@pytest.mark.full
+@pytest.mark.limit(300)
+def test_the_same_bits_as_ddp_with_gloo():
+    program = PROGRAM.with_name("gloo_program.py")
+    result = testing.mpirun(2, program, env={"OMP_NUM_THREADS": "1"}, timeout_s=280)
+    assert "equal: [True, True]" in result.out, result.text
