@@ -209,7 +209,7 @@ class SampleCount:
     def of_step(self, samples: Any) -> int | None:
         claimed, self._claimed = self._claimed, None
         if claimed is None:
-            return claim_samples(_whole(samples))
+            return claim_samples(samples if samples is None else _whole(samples))
         if claimed[1]:
             raise InputError(claimed[1])
         if samples is not None and _whole(samples) != claimed[0]:

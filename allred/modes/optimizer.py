@@ -4,6 +4,7 @@ The mode is selected at the first use, because the optimizer may be made before 
 serves where the optimizer is made or first used, and exits there.
 """
 
+import functools
 import importlib
 import os
 import pathlib
@@ -44,6 +45,9 @@ def is_torch_optimizer(value: Any) -> bool:
     return optim is not None and isinstance(value, optim.Optimizer)
 
 
+_new_input = functools.partial(tuple.__new__, StepInput)  # 0.2 us less than StepInput(...), in each step
+
+
 class DistributedOptimizer:
     """The result of `allred.distributed`: an optimizer whose `step` uses the gradients of all ranks.
 
@@ -65,6 +69,7 @@ class DistributedOptimizer:
             raise TypeError(f"DistributedOptimizer takes an object with step(params, grads), got {optimizer!r}")
         self._options = StepOptions(op=op, **options)
         self.optimizer, self.name, self.process_set = optimizer, self._options.name, self._options.process_set
+        self._step_within = functions.within(self.process_set)
         self._accumulator = Accumulator(self._options.accumulate)
         self._clipper = Clipper(self._options.clip_norm, self._options.scaler, self.name)
         self._matcher = Matcher(self._options.title)
@@ -162,8 +167,8 @@ class DistributedOptimizer:
         if problem:  # the other ranks receive it in the header exchange
             tensors, leaves, values, samples, plain = [], [], [], None, False
             self._accumulator.clear()
-        with span("step", self.name), functions.within(self.process_set):
-            mode.step(StepInput(params, grads, tensors, leaves, values, samples, problem, plain))
+        with span("step", self.name), self._step_within:
+            mode.step(_new_input((params, grads, tensors, leaves, values, samples, problem, plain)))
 
     def reduce(self, name: str, grad: Any, samples: int | None = None) -> None:
         """Start to reduce one gradient of the next step, while others are still computed.

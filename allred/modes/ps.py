@@ -53,6 +53,7 @@ class ServersMode(Mode):
         self._pushed: Any = None  # the hyperparameters that the servers have; None: those they were started with
         self._lr = PushedLearningRate(optimizer, self._title)
         self._context: Context = context.current()
+        self._sends_hyperparameters = hasattr(optimizer, "pushed_hyperparameters") and self._context.worker == 0
         self._client: Client | None = None
         self._tensors: list[Tensor] = []
         self._checked: Any = None  # the list of tensors that was checked last
@@ -167,7 +168,8 @@ class ServersMode(Mode):
             leaves = self._staging.host_targets(params_given)
             self._check(params, tensors, params_given, leaves)
             values = self._staging.download(values)
-        client = self._servers
+        client = self._client
+        assert client is not None
         sources, targets, absent = values, leaves, _NONE
         if samples == 0:  # the gradients are of no sample
             values = [None] * len(values)
@@ -181,7 +183,8 @@ class ServersMode(Mode):
             self._clipper.scaler.update(not usable, self._title)
         if not usable:
             return
-        self._send_hyperparameters(client)
+        if self._sends_hyperparameters:
+            self._send_hyperparameters(client)
         outcome = client.step(sources, absent, targets, self._lr.value(), self._stop_requested)
         if not as_before:
             ps_payload.put_back(leaves, targets)
@@ -196,9 +199,8 @@ class ServersMode(Mode):
             self._end()
 
     def _send_hyperparameters(self, client: "Client") -> None:
-        """Worker 0: send the hyperparameters of an optimizer whose program changes them, such as a torch scheduler."""
-        get = getattr(self._optimizer, "pushed_hyperparameters", None)
-        if get is not None and self._context.worker == 0 and (values := get()) != self._pushed:
+        """Send the hyperparameters if the program has changed them, as a torch scheduler does."""
+        if (values := self._optimizer.pushed_hyperparameters()) != self._pushed:
             client.call(protocol.SetHyperparameters(values))
             self._pushed = values
 
