@@ -76,7 +76,7 @@ def _device_of(arguments: Sequence[Any]) -> str:
     return "cpu"
 
 
-class AllredGroup(dist.ProcessGroup):  # type: ignore[misc]
+class AllredGroup(dist.ProcessGroup):
     """A group of ranks. timeout: of all waits; None for the setting of allred."""
 
     def __init__(self, communicator: Communicator, store: Any, timeout: datetime.timedelta | None) -> None:

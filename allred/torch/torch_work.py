@@ -104,7 +104,7 @@ class TorchWork(_distributed_c10d.Work):
     _source_rank = source_rank
 
 
-class TorchFuture(torch.futures.Future):  # type: ignore[misc]
+class TorchFuture(torch.futures.Future):
     """The future of a TorchWork, or what `then` makes of one. Waiting for it completes the work."""
 
     def __init__(self, work: TorchWork) -> None:
