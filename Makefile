@@ -65,7 +65,7 @@ test-full: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## all combinations of para
 	$(VENV_mpich)/bin/python -m pytest -n 4 tests/integration $(FULL)
 
 test-torch: $(VENV_mpich)/.torch ## what needs torch: hooked optimizers, sessions, towers, optimizers against torch.optim (installs it)
-	$(VENV_mpich)/bin/python -m pytest tests/torch $(T)
+	$(VENV_mpich)/bin/python -m pytest tests/pytorch $(T)
 
 test-slurm: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## the batch script in a real Slurm (installed with apt-get where root)
 	bash tests/slurm/install.sh

@@ -1,7 +1,7 @@
 """allred.optim gives what torch.optim gave: against the recorded numbers, so that this needs no torch.
 
 torch_record.json holds parameters, gradients and the parameters after every step, for each optimizer and set of
-hyper-parameters; the command that wrote it stands in it. tests/torch compares with torch itself.
+hyper-parameters; the command that wrote it stands in it. tests/pytorch compares with torch itself.
 """
 
 import json
@@ -27,7 +27,7 @@ def test_every_step_is_torchs(case):
 
 def test_the_record_covers_every_optimizer_and_moves_every_element(cases):
     assert {case["optimizer"] for case in RECORD["cases"]} == {case.name for case in cases}
-    assert RECORD["recorded_by"] == "python tests/torch/test_optim.py"
+    assert RECORD["recorded_by"] == "python tests/pytorch/test_optim.py"
     for case in RECORD["cases"]:
         for name, value in RECORD["params"].items():
             assert (np.array(case["after"][-1][name]) != np.array(value)).all()

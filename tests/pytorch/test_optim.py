@@ -1,6 +1,6 @@
 """allred.optim against torch.optim, live, and the record of torch's results that the default tests use.
 
-Run this file to write tests/unit/optim/torch_record.json anew: python tests/torch/test_optim.py
+Run this file to write tests/unit/optim/torch_record.json anew: python tests/pytorch/test_optim.py
 """
 
 import itertools
@@ -152,7 +152,7 @@ def record() -> dict[str, Any]:
             after.append({key: tensor.tolist() for key, tensor in zip(params, tensors, strict=True)})
         cases.append({"optimizer": name, "hyper": hyper, "after": after})
     version = torch.__version__.partition("+")[0]
-    recorded_by = "python tests/torch/test_optim.py"
+    recorded_by = "python tests/pytorch/test_optim.py"
     return {"recorded_by": recorded_by, "torch": version, "params": params, "grads": grads, "cases": cases}
 
 
