@@ -1,5 +1,8 @@
 """A rank that fails ends the job: soon, non-zero, with its traceback shown once."""
 
+import re
+import signal
+
 import pytest
 from harness import mpirun
 
@@ -186,7 +189,11 @@ def test_before_init_while_the_others_wait_in_it(mpi, failure, code):
         "allred.init()\n"
     )
     result = mpirun(2, "-c", program, mpi=mpi, timeout_s=40)
-    assert result.code == code, result.text
+    # prterun of Open MPI 5.0.11 sometimes aborts itself while another rank connects to it; then it has printed the code.
+    if mpi == "openmpi" and result.code == -signal.SIGABRT:
+        assert re.search(rf"Exit code: +{code}$", result.err, re.MULTILINE), result.text
+    else:
+        assert result.code == code, result.text
     assert result.err.count("Traceback") == (code == 1), result.text
 
 
