@@ -189,7 +189,7 @@ def test_before_init_while_the_others_wait_in_it(mpi, failure, code):
         "allred.init()\n"
     )
     result = mpirun(2, "-c", program, mpi=mpi, timeout_s=40)
-    # prterun of Open MPI 5.0.11 sometimes aborts itself while another rank connects to it; then it has printed the code.
+    # prterun of Open MPI 5.0.11 sometimes aborts itself while another rank connects to it; it has printed the code.
     if mpi == "openmpi" and result.code == -signal.SIGABRT:
         assert re.search(rf"Exit code: +{code}$", result.err, re.MULTILINE), result.text
     else:
