@@ -57,6 +57,17 @@ def integer(what: str, value: Any, least: int, remedy: str = "") -> int:
     return number
 
 
+def boolean(what: str, value: Any) -> bool:
+    """Return `value` if it is True or False. what: start of the error text.
+
+    >>> boolean("batches: drop_last", False)
+    False
+    """
+    if not isinstance(value, bool):
+        raise InputError(f"{what} must be True or False, but is {value!r}")
+    return value
+
+
 def _as_float(value: Any) -> float:
     """Return `value` as a float, or NaN, which every validator refuses, if it is not a number."""
     if isinstance(value, (str, bytes)):

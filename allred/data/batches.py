@@ -12,7 +12,7 @@ from allred.arrays import Array
 from allred.data.columns import Columns, as_column
 from allred.data.loader import BatchSpec, Loader, Position, Sampler, rank_slice, resolve_rank
 from allred.errors import InputError
-from allred.validators import integer
+from allred.validators import boolean, integer
 
 
 class Batches(Loader):
@@ -97,8 +97,7 @@ def batches(
         seed = integer("batches: seed", seed, 0, "pass None to keep the order")
     batch_size = integer("batches: batch_size", batch_size, size, "it counts the samples of all ranks")
     epochs = integer("batches: epochs", epochs, 0)
-    if not isinstance(drop_last, bool):
-        raise InputError(f"batches: drop_last={drop_last!r} must be True or False")
+    boolean("batches: drop_last", drop_last)
     if drop_last and batch_size > rows:
         raise InputError(f"batches: with drop_last there are no batches: {rows} rows do not fill one of {batch_size}")
-    return Batches(Columns(found), Sampler(rows, batch_size, epochs, seed, bool(drop_last)), rank, size)
+    return Batches(Columns(found), Sampler(rows, batch_size, epochs, seed, drop_last), rank, size)

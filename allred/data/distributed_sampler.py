@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from allred.data.loader import BatchSpec, Fetched, Load, Loader, Position, Sampler, rank_slice, resolve_rank
 from allred.errors import InputError
-from allred.validators import integer
+from allred.validators import boolean, integer
 
 T = TypeVar("T")
 
@@ -64,9 +64,10 @@ class DistributedSampler(Loader):
         seed = None if seed is None else integer(f"{name}: seed", seed, 0, "pass None to keep the order")
         batch_size = integer(f"{name}: batch_size", batch_size, size, "it counts the rows of all ranks")
         epochs = integer(f"{name}: epochs", epochs, 1)
+        drop_last = boolean(f"{name}: drop_last", drop_last)
         super().__init__(rank, size, _as_list, {"rows": rows, "seed": seed})
-        self._sampler = Sampler(rows, batch_size, epochs, seed, bool(drop_last))
-        self.rows, self.batch_size, self.epochs, self.drop_last = rows, batch_size, epochs, bool(drop_last)
+        self._sampler = Sampler(rows, batch_size, epochs, seed, drop_last)
+        self.rows, self.batch_size, self.epochs, self.drop_last = rows, batch_size, epochs, drop_last
         self._followed: Iterator[Any] | None = None
 
     @property

@@ -148,7 +148,7 @@ def test_a_list_of_batches_is_an_error_where_their_shares_are_uneven():
         ),
         ((ROWS,), {"batch_size": 2.5}, "batch_size must be an integer >= 3, but is 2.5"),
         ((ROWS,), {"batch_size": 38, "drop_last": True}, "37 rows do not fill one of 38"),
-        ((ROWS,), {"batch_size": 8, "drop_last": "no"}, "drop_last='no' must be True or False"),
+        ((ROWS,), {"batch_size": 8, "drop_last": "no"}, "drop_last must be True or False, but is 'no'"),
         ((ROWS,), {"batch_size": 3, "seed": -1}, "batches: seed must be an integer >= 0, but is -1; pass None"),
         ((ROWS,), {"batch_size": 3, "seed": "a"}, "seed must be an integer >= 0, but is 'a'"),
         ((ROWS,), {"batch_size": 3, "rank": "0"}, "rank must be an integer >= 0, but is '0'"),
