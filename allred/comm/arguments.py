@@ -2,8 +2,8 @@
 
 import functools
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from allred.comm.header import OpDescriptor, quoted
 from allred.comm.ops import Compression, ReduceOp
 from allred.errors import InputError
 
+T = TypeVar("T")
 _NO_OP = object()  # the operation does not reduce; None is a value that a user may pass by mistake
 
 
@@ -60,6 +61,17 @@ def as_list(group: Any) -> Sequence[Any]:
         return list(group)
     except TypeError:
         raise InputError(f"expected a list of arrays, got {type(group).__name__}") from None
+
+
+def each_of(group: Sequence[Any], function: Callable[[Any], T]) -> list[T]:
+    """Apply a function to each array of a group. Its InputError gets the position of the array."""
+    results = []
+    for position, value in enumerate(group):
+        try:
+            results.append(function(value))
+        except InputError as error:
+            raise InputError(f"array {position} of the group: {error}") from None
+    return results
 
 
 def root_index(root: Any, ranks: Sequence[int]) -> int:
@@ -133,8 +145,7 @@ def group_descriptor(
     if problem := ops.refusal(op, np.dtype(np.float32)):
         raise InputError(problem)
     _check_compression(compression)
-    for array in group:
-        array_descriptor("grouped_allreduce", array, name, op)  # raises
+    each_of(group, lambda array: array_descriptor("grouped_allreduce", array, name, op))  # raises
     lines = tuple(arrays.describe(array.shape, array.dtype) for array in group)
     title = f"grouped_allreduce({_how(op, compression)}){quoted(name)} of {len(group)} tensors"
     hashed = tuple((arrays.dtype_code(array.dtype), array.shape) for array in group)

@@ -19,6 +19,7 @@ from allred.comm import header
 from allred.comm.arguments import (
     array_descriptor,
     as_list,
+    each_of,
     empty_like,
     group_descriptor,
     result_of,
@@ -137,7 +138,7 @@ class Communicator(Group):
             return self.gpu.grouped_allreduce(group, op, name, compression, in_place)
 
         def steps() -> Steps[list[Array]]:
-            pairs = [source_and_target(value, in_place) for value in as_list(group)]
+            pairs = each_of(as_list(group), lambda value: source_and_target(value, in_place))
             sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
             if in_place and arrays.overlap([target for target in targets if target.size]):
                 raise InputError("the same memory is in the group twice, and would be reduced twice")

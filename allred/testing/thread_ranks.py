@@ -11,12 +11,13 @@ from typing import Any, TypeVar
 
 from allred import native, world
 from allred.cluster import processors, topology
+from allred.comm.backends.shm import MAX_RANKS
 from allred.comm.communicator import Communicator
 from allred.comm.process_set import ProcessSets
 from allred.comm.work import Steps
 from allred.config import Config, explicit_settings, settle
 from allred.data.loader import Iterations
-from allred.errors import AllredError, ConfigError, RemoteRankError
+from allred.errors import AllredError, ConfigError, InputError, RemoteRankError
 from allred.gpu import streams
 from allred.validators import integer
 from allred.world import World
@@ -35,14 +36,16 @@ def threads(n: int, function: Callable[..., T], *args: Any, timeout_s: float | N
     If a rank raises an exception, the next wait of every other rank raises RemoteRankError; then `threads` raises that
     exception, with the number of the rank as a note. It returns or raises after all threads have ended.
 
-    Raises InputError if n < 1; ConfigError if a setting cannot be used, or without the C extension; AllredError inside
-    `threads`, and between init() and shutdown().
+    Raises InputError if n < 1 or n > 1024; ConfigError if a setting cannot be used, or without the C extension;
+    AllredError inside `threads`, and between init() and shutdown().
 
     >>> import allred
     >>> threads(3, lambda: float(allred.allreduce(allred.rank(), allred.Sum)))
     [3.0, 3.0, 3.0]
     """
     n = integer("threads: n", n, 1, "it is the number of ranks")
+    if n > MAX_RANKS:
+        raise InputError(f"threads: n must be at most {MAX_RANKS}, the limit of backend shm, but is {n}")
     if world.is_initialized() or not _running.acquire(blocking=False):
         raise AllredError(
             "allred.testing.threads: this process has ranks already; call it outside of init() and threads"

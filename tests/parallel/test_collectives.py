@@ -359,7 +359,7 @@ BAD = [
     (lambda c: c.alltoall(np.ones(3), [[1], [1, 2]]), "alltoall: splits=.* must be"),
     (lambda c: c.alltoall(np.ones(3), [-1] * c.size), "alltoall: .* must be .* whole numbers"),
     (lambda c: c.reducescatter(np.float64(3)), "reducescatter: a 0-d array has no first dimension"),
-    (lambda c: c.grouped_allreduce([np.ones(3), "x"]), "grouped_allreduce: dtype str"),
+    (lambda c: c.grouped_allreduce([np.ones(3), "x"]), "grouped_allreduce: array 1 of the group: dtype str"),
     (lambda c: c.grouped_allreduce(3), "grouped_allreduce: expected a list of arrays, got int"),
     (lambda c: c.allgather_object(lambda: 0), "allgather_object: a function cannot be pickled"),
     (lambda c: c.broadcast_object(lambda: 0, c.size - 1), "broadcast_object: a function cannot be pickled"),

@@ -89,6 +89,7 @@ MISTAKES = {
     "params and grads differ in structure, in 'a', 'c'": ({"a": np.zeros(1)}, {"c": np.zeros(1)}),
     "two parameters are named '1'": ({1: np.zeros(1), "1": np.zeros(1)}, {1: np.zeros(1), "1": np.zeros(1)}),
     "the gradient of 'a' float64 (2,) has shape (3,)": ({"a": np.zeros(2)}, {"a": np.zeros(3)}),
+    "the parameter is a read-only array": (readonly(np.zeros(2)), np.zeros(2)),
     "parameter 'a' is a read-only array": ({"a": readonly(np.zeros(2))}, {"a": np.zeros(2)}),
     "parameter 'a' is float": ({"a": 1.0}, {"a": 1.0}),
 }

@@ -135,6 +135,8 @@ def test_different_arguments_are_an_error_and_the_next_call_works():
 def test_it_is_refused():
     with pytest.raises(InputError, match="threads: n must be an integer >= 1, but is 0"):
         threads(0, print)
+    with pytest.raises(InputError, match="threads: n must be at most 1024, the limit of backend shm, but is 1025"):
+        threads(1025, print)
     with pytest.raises(ConfigError, match="timeout_s"):
         threads(2, print, timeout_s=-1)
     with pytest.raises(AllredError, match="has ranks already"):

@@ -23,6 +23,7 @@ from allred.comm.work import Steps
 from allred.native._kernels import Operation, Segment, segment_bytes
 from allred.timeline.recorder import Track
 
+MAX_RANKS = 1024  # as ALLRED_MAX_RANKS in csrc/segment.h
 CHUNK_BYTES = 2**17  # 32 to 512 KiB are about equal
 
 _DTYPES = tuple(None if name == "bfloat16" else np.dtype(name) for name in arrays.DTYPES)
