@@ -265,8 +265,8 @@ class Bounded:
     """Bounded staleness: no worker starts a step while it is more than `staleness` clocks ahead of the slowest.
 
     staleness: an integer >= 0, in clocks; the clock of a worker is the number of its gradients that were applied. With
-    0, no worker starts a step before all have completed the step before; its parameters may already contain gradients of
-    faster workers for the same step, which Sync() excludes. Raises InputError.
+    0, no worker starts a step before all have completed the step before. Its parameters may already contain gradients
+    of faster workers for the same step, which Sync() excludes. Raises InputError.
 
     >>> Bounded(staleness=4).describe()
     'bounded staleness: no worker runs more than 4 clocks ahead of the slowest'
