@@ -78,7 +78,7 @@ class Group:
     def start(self, kind: str, name: str, body: Steps[T]) -> Work[T]:
         """Start an operation. If its arguments cannot be used on this rank, its header says so to the other ranks."""
 
-        title = f"{kind}{quoted(name)}".encode(errors="backslashreplace").decode()
+        title = f"{kind}{quoted(name)}"
 
         def steps() -> "Steps[T]":  # quoted: evaluating the annotation takes a microsecond for every operation
             before = self._sequence

@@ -28,6 +28,7 @@ import struct
 import sys
 import types
 from collections.abc import Sequence
+from typing import Any
 
 from allred.errors import AllredError, InputError, MismatchError
 
@@ -198,9 +199,11 @@ def _swapped(calls: list[OpDescriptor], ranks: Sequence[int]) -> str:
     return ""
 
 
-def quoted(name: str) -> str:
-    """Return a tensor's name as shown in titles: quoted, after a space; "" without a name."""
-    return f" '{name}'" if name else ""
+def quoted(name: Any) -> str:
+    """Return a tensor's name as shown in titles: quoted, after a space; "" without a name. Characters that cannot be
+    printed, such as line ends, are escaped."""
+    text = str(name)
+    return f" '{text if text.isprintable() else repr(text)[1:-1]}'" if name else ""
 
 
 def by_rank(texts: list[str], ranks: Sequence[int] | None = None) -> str:

@@ -78,3 +78,10 @@ def test_a_problem_is_reported_with_its_ranks():
     assert str(error) == "allreduce(Sum) 'w' float32 (4,): ranks 1 and 2: Average of int64"
     everyone = header.verdict([reduce_call(problem="Average of int64")] * 2)
     assert str(everyone) == "allreduce(Sum) 'w' float32 (4,): Average of int64"
+
+
+def test_a_name_is_shown_in_one_line():
+    assert header.quoted("fc1.weight") == " 'fc1.weight'"
+    assert header.quoted("") == header.quoted(None) == ""
+    assert header.quoted("a\nb\udc80") == r" 'a\nb\udc80'"
+    assert header.quoted(5) == " '5'"  # no string: refused later, with this title
