@@ -20,6 +20,7 @@ STDERR = pytest.StashKey()  # the real one: pytest captures the other
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "limit(seconds): the time limit of a slow test")
+    os.environ.pop("PYTHONUNBUFFERED", None)  # it splits a printed line into several writes, which mix with other ranks
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # `make test &` in a script; child processes would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     covering.pytest_configure(config)

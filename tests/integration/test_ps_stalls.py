@@ -5,7 +5,7 @@ import re
 import pytest
 from ps_jobs import CUT_SHORT, check_end, done, job
 
-LIMITS = {"stall_warning_s": 1, "timeout_s": 4, "check_steps": 0}
+LIMITS = {"stall_warning_s": 1.5, "timeout_s": 4, "check_steps": 0}  # a second warning would come after 6 s
 SESSION = """
 with allred.Session(log_steps=None) as session:
     opt = allred.distributed(allred.optim.SGD(lr=1.0))
