@@ -211,9 +211,8 @@ class HookedOptimizer(DistributedOptimizer):
                 loss = closure()
         if not arguments and (not self._is_reduced or self._micro_samples):
             self._reduce_all()
-        self._is_reduced = False
-        if self._is_skipped:
-            self._is_skipped = False
+        is_skipped, self._is_reduced, self._is_skipped = self._is_skipped, False, False
+        if is_skipped and not arguments:  # the closures of LBFGS reduce their own gradients
             return loss
         with self._sync_mode().updating():
             result = self._torch.update_parameters(*arguments)

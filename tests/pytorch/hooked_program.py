@@ -526,6 +526,30 @@ def lbfgs():
 
 
 @case
+def lbfgs_after_a_skipped_closure():
+    """The last closure of a step is skipped; the next step calls its closures and updates the parameters."""
+    model = net()
+    opt = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=5, max_eval=2)
+    allred.distributed(opt, nonfinite="skip")
+    calls = []
+
+    def closure():
+        calls.append(1)
+        opt.zero_grad()
+        loss = loss_of(model, batch()) * (float("nan") if len(calls) == 2 and RANK == 0 else 1)
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    assert (len(calls), opt.allred.skipped) == (2, 1)
+    before = [p.detach().clone() for p in model.parameters()]
+    assert float(opt.step(closure)) > 0
+    assert len(calls) == 4
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert not torch.equal(before[0], next(model.parameters()))
+
+
+@case
 def a_closure():
     model, opt, other, plain = hooked(net())
     for step in range(3):
