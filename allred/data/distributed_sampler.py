@@ -116,7 +116,7 @@ class DistributedSampler(Loader):
 
     def follow(self, batches: Iterable[T]) -> Iterator[T]:
         """Iterate over the batches of a loader that uses this sampler. The position and the number of samples are those
-        of the batch that was yielded last."""
+        of the batch that was yielded last. Raises InputError if the loader does not use this sampler."""
 
         def fetch(specs: Iterable[BatchSpec], load: Load) -> Fetched:
             taken: collections.deque[BatchSpec] = collections.deque()
@@ -129,6 +129,10 @@ class DistributedSampler(Loader):
             self._followed = rows()
             try:
                 for batch in batches:
+                    if not taken:
+                        raise InputError(
+                            "DistributedSampler.follow: the loader does not use this sampler; pass it as batch_sampler"
+                        )
                     yield taken.popleft(), batch
             finally:
                 self._followed = None

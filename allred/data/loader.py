@@ -131,7 +131,8 @@ def claim_samples(samples: int | None = None) -> int | None:
     if unknown:
         raise InputError(
             "the number of samples of this step is not known: batches with uneven shares were iterated without a step "
-            "for each (fetched ahead, skipped or evaluated); pass it with step(..., samples=len(x))"
+            "for each (fetched ahead, skipped or evaluated); pass samples=len(x) to step(); for a torch optimizer set "
+            "opt.allred.samples = len(x) before backward(), or iterate over sampler.follow(loader)"
         )
     return candidates[-1].share if candidates else None
 

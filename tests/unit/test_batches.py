@@ -91,7 +91,7 @@ def test_batches_fetched_ahead_are_fine_while_they_are_alike_and_an_error_where_
         next(training)  # one ahead of the step, as a prefetcher
         assert loader.claim_samples() == 4
     next(training)  # the last one, of 7: is the step for it, or still for the one of 10?
-    with pytest.raises(InputError, match=r"number of samples of this step is not known: .*; pass it with step"):
+    with pytest.raises(InputError, match=r"samples of this step is not known: .*; for a torch optimizer set"):
         loader.claim_samples()
     assert loader.claim_samples(samples=3) == 3
 

@@ -89,6 +89,13 @@ def test_a_loader_that_fetches_ahead():
     assert positions == [6, 12, 18, 20]
 
 
+def test_follow_needs_a_loader_of_this_sampler():
+    sampler, other = (DistributedSampler(20, batch_size=6, rank=0, size=1) for _ in range(2))
+    with pytest.raises(InputError, match="the loader does not use this sampler; pass it as batch_sampler"):
+        next(sampler.follow(list(other)))
+    assert len(list(sampler.follow(sampler))) == 4  # the sampler can be used afterwards
+
+
 def test_arguments():
     with pytest.raises(InputError, match="batch_size must be an integer >= 2"):
         DistributedSampler(10, batch_size=1, rank=0, size=2)
