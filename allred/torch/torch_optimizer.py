@@ -242,8 +242,12 @@ class OtherTensors:
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Copy the values of a result of `state_dict`. Raises InputError for tensors of another module."""
         own = self.state_dict()
-        if {name: value.shape for name, value in own.items()} != {name: value.shape for name, value in state.items()}:
-            raise InputError(f"the module has the buffers {sorted(own)}, but the checkpoint has {sorted(state)}")
+        here, saved = ({name: tuple(value.shape) for name, value in each.items()} for each in (own, state))
+        if odd := sorted(name for name in {**here, **saved} if here.get(name) != saved.get(name)):
+            ours, theirs = ({name: shapes[name] for name in odd if name in shapes} for shapes in (here, saved))
+            raise InputError(
+                f"buffers or untrained parameters differ: the module has {ours}, but the checkpoint has {theirs}"
+            )
         for name, value in state.items():
             own[name].copy_(value)
 
