@@ -291,4 +291,6 @@ class HookedOptimizer(DistributedOptimizer):
         super().broadcast(self.nest_of(params), root)
 
     def pull(self, params: Any = None) -> None:
-        super().pull(self._torch.views() if context.is_active() else None)
+        """As `DistributedOptimizer.pull`. params: None or a module, for the parameters of this optimizer. Mode ps:
+        raises InputError for other parameters."""
+        super().pull(self.nest_of(params) if context.is_active() else None)
