@@ -14,7 +14,7 @@ import torch
 from allred.arrays import Array
 from allred.errors import InputError
 from allred.session.state_pickle import register_tensor
-from allred.torch.tensors import as_array
+from allred.torch.tensors import as_array, copy_to_tensor
 
 _NUMBERS: dict[str, type] = {"bool": bool, "int": int, "float": float}
 _SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple}
@@ -72,15 +72,7 @@ def _value(slots: dict[str, Any], kinds: dict[str, str], path: str) -> Any:
         return _NUMBERS[kind](array.item())
     if kind == "none":
         return None
-    return to_tensor(array.reshape(()) if kind == "scalar" else array)
+    return copy_to_tensor(array.reshape(()) if kind == "scalar" else array)
 
 
-def to_tensor(array: Array) -> torch.Tensor:
-    """Return a new tensor on the host with the values of an array, bfloat16 of ml_dtypes included."""
-    made = torch.empty(array.shape, dtype=getattr(torch, array.dtype.name))
-    if made.numel():
-        as_array(made)[...] = array
-    return made
-
-
-register_tensor("torch", torch.Tensor, lambda tensor: as_array(tensor.detach().cpu()), to_tensor)
+register_tensor("torch", torch.Tensor, lambda tensor: as_array(tensor.detach().cpu()), copy_to_tensor)

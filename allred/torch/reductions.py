@@ -15,7 +15,7 @@ from allred.comm.communicator import Communicator
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Work
 from allred.errors import InputError
-from allred.torch.tensors import as_array
+from allred.torch.tensors import as_array, as_tensor
 from allred.torch.torch_work import Part
 
 _OPS = (
@@ -91,11 +91,9 @@ def _sparse_sum(comm: Communicator, tensor: torch.Tensor, op: Any) -> list[Part]
     found: list[Array] = []
 
     def finish(values: Array) -> None:
-        total = torch.empty(values.shape, dtype=mine.dtype)
-        as_array(total)[...] = values
-        indices = torch.from_numpy(found.pop()).t()
+        indices = as_tensor(found.pop()).t()
         with torch.no_grad(), torch.sparse.check_sparse_tensor_invariants(False):
-            tensor.copy_(torch.sparse_coo_tensor(indices, total, tensor.shape).coalesce())
+            tensor.copy_(torch.sparse_coo_tensor(indices, as_tensor(values), tensor.shape).coalesce())
 
     indices, values = as_array(mine.indices().t()), as_array(mine.values())
     return [(comm.allgather(indices), found.append), (comm.allgather(values), finish)]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from allred.comm import functions
-from allred.torch.tensors import as_array
+from allred.torch.tensors import as_array, as_tensor
 
 
 class SparseGradients:
@@ -57,7 +57,7 @@ class SparseGradients:
         if parameter.grad is None and not len(rows):
             return None
         total = torch.sparse_coo_tensor(
-            torch.from_numpy(rows).T.contiguous(), _from(parts, values.dtype), parameter.shape, check_invariants=False
+            as_tensor(rows).T.contiguous(), as_tensor(parts), parameter.shape, check_invariants=False
         ).coalesce()
         if average:
             total.values().div_(size)
@@ -80,9 +80,3 @@ def _empty(parameter: torch.Tensor) -> torch.Tensor:
     indices = torch.zeros((1, 0), dtype=torch.int64)
     values = torch.zeros((0, *parameter.shape[1:]), dtype=parameter.dtype)
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False).coalesce()
-
-
-def _from(array: Any, dtype: torch.dtype) -> torch.Tensor:
-    if dtype is torch.bfloat16:
-        return torch.from_numpy(array.view(np.int16)).view(dtype)
-    return torch.from_numpy(array)

@@ -75,6 +75,24 @@ def as_movable(tensor: Any) -> Array:
     return _view(tensor, np.dtype(_BITS[tensor.element_size()]).str)
 
 
+def as_tensor(array: Array) -> torch.Tensor:
+    """Return a tensor that shares the memory of an array; the reverse of `as_array`.
+
+    >>> as_tensor(np.ones(2, np.float32))
+    tensor([1., 1.])
+    """
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def copy_to_tensor(array: Array) -> torch.Tensor:
+    """Return a new CPU tensor with the values of an array of any layout. Its storage can be resized."""
+    made = torch.empty(array.shape, dtype=getattr(torch, array.dtype.name))
+    as_array(made)[...] = array
+    return made
+
+
 def _view(tensor: torch.Tensor, dtype: str) -> Array:
     if tensor.numel() == 0:  # it may have no address
         return np.empty(tuple(tensor.shape), dtype)

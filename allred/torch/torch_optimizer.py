@@ -8,16 +8,15 @@ server's copy of the torch optimizer are views of the server's memory.
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
 from allred.arrays import Array
 from allred.errors import InputError
 from allred.optim.base import Optimizer, Slots
 from allred.ps import context
-from allred.torch.optimizer_state import from_slots, to_slots, to_tensor
+from allred.torch.optimizer_state import from_slots, to_slots
 from allred.torch.sparse import SparseGradients
-from allred.torch.tensors import as_array
+from allred.torch.tensors import as_array, as_tensor, copy_to_tensor
 
 _NO_HYPERPARAMETERS = ("params", "param_names")
 
@@ -170,7 +169,7 @@ class TorchOptimizer(Optimizer):
                 parameter.grad = self._like(parameter, value)
 
     def _like(self, parameter: torch.Tensor, value: Any) -> torch.Tensor:
-        made = value if isinstance(value, torch.Tensor) else to_tensor(value)
+        made = value if isinstance(value, torch.Tensor) else copy_to_tensor(value)
         if parameter.is_complex():
             made = torch.view_as_complex(made)
         return made.to(device=parameter.device, dtype=parameter.dtype)
@@ -182,9 +181,9 @@ class TorchOptimizer(Optimizer):
             if name not in params:
                 continue
             if parameter.data_ptr() != params[name].__array_interface__["data"][0]:
-                parameter.data = _over(params[name])
+                parameter.data = as_tensor(params[name])
             if (grad := grads[name]) is not None:
-                parameter.grad = _over(grad).to(parameter.dtype)
+                parameter.grad = as_tensor(grad).to(parameter.dtype)
         self.update_parameters()
 
     def update_parameters(self, *arguments: Any) -> Any:
@@ -250,10 +249,3 @@ class OtherTensors:
             )
         for name, value in state.items():
             own[name].copy_(value)
-
-
-def _over(array: Array) -> torch.Tensor:
-    """Return a tensor over the memory of an array."""
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from allred import arrays  # noqa: E402
 from allred.errors import InputError  # noqa: E402
-from allred.torch.tensors import as_array, as_movable  # noqa: E402
+from allred.torch.tensors import as_array, as_movable, as_tensor, copy_to_tensor  # noqa: E402
 
 
 @pytest.mark.parametrize("name", arrays.DTYPES)
@@ -71,6 +71,18 @@ def test_any_dtype_can_be_moved(dtype):
     as_movable(target)[...] = as_movable(source)
     arrays.dtype_code(as_movable(source).dtype)
     assert torch.equal(target.view(torch.uint8), source.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", arrays.DTYPES)
+def test_tensors_of_arrays(name):
+    """A tensor that shares the memory of an array, and one with a copy of it."""
+    array = np.ones((2, 3), arrays.dtype_of(name))
+    shared, copied, empty = as_tensor(array), copy_to_tensor(array.T), copy_to_tensor(array[:0])
+    array[1, 2] = 0
+    assert (shared.dtype, copied.dtype) == (getattr(torch, name),) * 2
+    assert (shared[1, 2], copied[2, 1]) == (0, 1)
+    assert (tuple(copied.shape), tuple(empty.shape)) == ((3, 2), (0, 3))
+    copied.untyped_storage().resize_(0)
 
 
 @pytest.mark.parametrize(
