@@ -10,6 +10,7 @@ selects the collective of an inner group, NCCL.
 import contextlib
 import datetime
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,7 +56,7 @@ def collective(kind: str = "") -> Callable[[Callable[..., TorchWork]], Callable[
                 work = method(self, *arguments)
             except InputError as error:
                 if kind:
-                    self.communicator.check(kind, f"{kind}()", problem=str(error)).wait()
+                    self.communicator.check(kind, f"{method.__name__}()", problem=str(error)).wait()
                 raise
             if getattr(arguments[-1] if arguments else None, "asyncOp", True) is False:
                 work.wait()
@@ -101,8 +102,8 @@ class AllredGroup(dist.ProcessGroup):
 
     @collective("allreduce")
     def reduce(self, tensors: Tensors, opts: Any) -> TorchWork:
-        is_root = opts.rootRank == self.communicator.rank
-        parts = [reductions.reduce(self.communicator, tensor, _op(opts), is_root) for tensor in tensors]
+        name, is_root = self._name_with_root("reduce", opts), opts.rootRank == self.communicator.rank
+        parts = [reductions.reduce(self.communicator, tensor, _op(opts), is_root, name) for tensor in tensors]
         return self._start(parts, tensors, opts)
 
     @collective("reducescatter")
@@ -160,25 +161,33 @@ class AllredGroup(dist.ProcessGroup):
     def _gather(self, outputs: Tensors, tensor: torch.Tensor) -> Part:
         """Start an allgather. outputs: a tensor for each rank, or one for all."""
         targets, source = [as_movable(each) for each in outputs], flat(as_movable(tensor))
-        total = sum(target.size for target in targets)
-        if len(targets) == 1 and targets[0].flags.c_contiguous and total == source.size * self.communicator.size:
+        if len(targets) != 1:
+            self._check_sizes([source] * self.communicator.size, targets)
+        elif targets[0].size != source.size * self.communicator.size:
+            raise InputError(
+                f"the output tensor has {targets[0].size} elements; expected {source.size} for each of "
+                f"{self.communicator.size} ranks"
+            )
+        elif targets[0].flags.c_contiguous:
             return self.communicator.allgather(source, out=targets[0].reshape(-1)), None
-        if len(targets) not in (1, self.communicator.size):
-            raise InputError(f"{len(targets)} output tensors for {self.communicator.size} ranks")
         return self.communicator.allgather(source), functools.partial(_split, targets)
 
     @collective("alltoall")
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> TorchWork:
         targets, sources = [as_movable(tensor) for tensor in outputs], [flat(as_movable(tensor)) for tensor in inputs]
+        self._check_sizes(sources, targets)
         return self._start([self._exchange(sources, targets)], outputs, opts)
 
     @collective("alltoall")
     def alltoall_base(
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
     ) -> TorchWork:
-        target, source = as_movable(output), as_movable(tensor)
-        size = self.communicator.size
+        target, source, size = as_movable(output), as_movable(tensor), self.communicator.size
         expected = list(received) or [len(target) // size] * size
+        if len(expected) != size or sum(expected) != len(target):
+            raise InputError(f"the output tensor has {len(target)} rows; expected the sum of {size} splits, {expected}")
+        if math.prod(source.shape[1:]) != math.prod(target.shape[1:]):
+            raise InputError(f"the rows of input {source.shape} and output {target.shape} have different sizes")
 
         def finish(result: tuple[Array, Array]) -> None:
             rows, counts = result
@@ -193,24 +202,45 @@ class AllredGroup(dist.ProcessGroup):
 
     @collective("alltoall")
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> TorchWork:
-        (tensor,), nothing = inputs, np.empty(0, as_movable(inputs[0]).dtype)
-        sources = [nothing] * self.communicator.size
-        sources[opts.rootRank] = flat(as_movable(tensor))
+        name, source = self._name_with_root("gather", opts), flat(as_movable(*inputs))
+        sources = [np.empty(0, source.dtype)] * self.communicator.size
+        sources[opts.rootRank] = source
         into = outputs[0] if opts.rootRank == self.communicator.rank else []
-        return self._start([self._exchange(sources, [as_movable(each) for each in into])], into, opts)
+        targets = [as_movable(each) for each in into]
+        if opts.rootRank == self.communicator.rank:
+            self._check_sizes([source] * self.communicator.size, targets)
+        return self._start([self._exchange(sources, targets, name)], into, opts)
 
     @collective("alltoall")
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> TorchWork:
-        (output,), nothing = outputs, np.empty(0, as_movable(outputs[0]).dtype)
-        sources = [nothing] * self.communicator.size
+        name, target = self._name_with_root("scatter", opts), as_movable(*outputs)
+        sources = [np.empty(0, target.dtype)] * self.communicator.size
         if opts.rootRank == self.communicator.rank:
             sources = [flat(as_movable(tensor)) for tensor in inputs[0]]
-        return self._start([self._exchange(sources, [as_movable(output)])], outputs, opts)
+            self._check_sizes(sources, [target] * self.communicator.size)
+        return self._start([self._exchange(sources, [target], name)], outputs, opts)
 
-    def _exchange(self, sources: list[Array], targets: list[Array]) -> Part:
+    def _exchange(self, sources: list[Array], targets: list[Array], name: str = "") -> Part:
         """Start an alltoall of sources[r] to rank r. targets: for the arrays that arrive, in rank order."""
-        work = self.communicator.alltoall(np.concatenate(sources), [source.size for source in sources])
+        work = self.communicator.alltoall(np.concatenate(sources), [source.size for source in sources], name)
         return work, lambda result: _split(targets, result[0])
+
+    def _check_sizes(self, sources: list[Array], targets: list[Array]) -> None:
+        """Raise InputError unless there is one of each for every rank, and those of this rank have the same size."""
+        size, rank = self.communicator.size, self.communicator.rank
+        if not len(sources) == len(targets) == size:
+            raise InputError(
+                f"expected a tensor for each of {size} ranks, got {len(sources)} inputs and {len(targets)} outputs"
+            )
+        if sources[rank].size != targets[rank].size:
+            raise InputError(
+                f"this rank sends itself {sources[rank].size} elements, but the output tensor for them has "
+                f"{targets[rank].size}"
+            )
+
+    def _name_with_root(self, method: str, opts: Any) -> str:
+        """Return the name of an operation of another kind than its method, so that other methods and roots differ."""
+        return f"{method}(root={self._number(opts.rootRank)})"
 
     @collective("barrier")
     def barrier(self, opts: Any = None) -> TorchWork:

@@ -42,10 +42,10 @@ def allreduce(comm: Communicator, tensors: Sequence[torch.Tensor], op: Any) -> l
     return [(comm.allreduce(array, each, in_place=True), None) for array, each in zip(arrays, ops, strict=True)]
 
 
-def reduce(comm: Communicator, tensor: torch.Tensor, op: Any, is_root: bool) -> Part:
+def reduce(comm: Communicator, tensor: torch.Tensor, op: Any, is_root: bool, name: str) -> Part:
     """Reduce a tensor into that of the root; the others are unchanged."""
     array = as_array(_real(tensor, op))
-    work, make = _reduced(comm, array, op)
+    work, make = _reduced(comm, array, op, name)
     return work, _assign(array, make) if is_root else None
 
 
@@ -60,7 +60,7 @@ def reducescatter(comm: Communicator, output: torch.Tensor, inputs: Sequence[tor
     plain = len(set(sizes)) == 1 and _bitwise(op) is None and op != TorchOp.PREMUL_SUM
     if plain and target.flags.c_contiguous:
         return comm.reducescatter(source, _op_for(op, output), out=target.reshape(-1)), None
-    work, make = _reduced(comm, source, op)
+    work, make = _reduced(comm, source, op, "reduce_scatter")
     start = sum(sizes[: comm.rank])
     return work, _assign(target, lambda result: make(result)[start : start + target.size])
 
@@ -72,15 +72,18 @@ def _assign(target: Array, make: Callable[[Array], Array]) -> Callable[[Array], 
     return finish
 
 
-def _reduced(comm: Communicator, array: Array, op: Any) -> tuple[Work[Array], Callable[[Array], Array]]:
-    """Start to reduce an array. Return the operation, and what makes the reduced array of its result."""
+def _reduced(comm: Communicator, array: Array, op: Any, name: str = "") -> tuple[Work[Array], Callable[[Array], Array]]:
+    """Start to reduce an array. Return the operation, and what makes the reduced array of its result. name: of an
+    operation of another kind than the method that torch called, so that ranks with different methods differ."""
     if (ufunc := _bitwise(op)) is not None:
         if array.dtype.kind not in "iub":
             raise InputError(f"{_name(op)} is for integers and bools, got {array.dtype}")
-        return comm.allgather(flat(array)), lambda rows: np.asarray(ufunc.reduce(rows.reshape(comm.size, -1), axis=0))
+        name = f"{name or 'allreduce'}, {_name(op)}"
+        work = comm.allgather(flat(array), name)
+        return work, lambda rows: np.asarray(ufunc.reduce(rows.reshape(comm.size, -1), axis=0))
     if op == TorchOp.PREMUL_SUM:
         array = (array * np.asarray(_factor(op), array.dtype)).astype(array.dtype)
-    return comm.allreduce(array, _op_for(op, array)), lambda result: result
+    return comm.allreduce(array, _op_for(op, array), name), lambda result: result
 
 
 def _sparse_sum(comm: Communicator, tensor: torch.Tensor, op: Any) -> list[Part]:
@@ -96,7 +99,10 @@ def _sparse_sum(comm: Communicator, tensor: torch.Tensor, op: Any) -> list[Part]
             tensor.copy_(torch.sparse_coo_tensor(indices, as_tensor(values), tensor.shape).coalesce())
 
     indices, values = as_array(mine.indices().t()), as_array(mine.values())
-    return [(comm.allgather(indices), found.append), (comm.allgather(values), finish)]
+    return [
+        (comm.allgather(indices, "indices of a sparse allreduce"), found.append),
+        (comm.allgather(values, "values of a sparse allreduce"), finish),
+    ]
 
 
 def _real(tensor: torch.Tensor, op: Any) -> torch.Tensor:

@@ -387,7 +387,8 @@ def errors(rank, size):
     )
     wrong = torch.ones(2).to_sparse() if rank == 1 else torch.ones(2)
     assert_fails(lambda: dist.broadcast(wrong, 0), "rank 1: expected a dense tensor, got a sparse_coo one", InputError)
-    assert_fails(lambda: dist.all_gather_into_tensor(torch.zeros(size + 1), torch.zeros(1)), "output tensors have")
+    sizes_that_do_not_fit(rank, size)
+    different_methods(rank, size)
     assert_fails(
         lambda: dist.all_reduce(torch.ones(3), async_op=True) and dist.all_reduce(torch.ones(2 + rank)), "rank 0"
     )
@@ -397,6 +398,44 @@ def errors(rank, size):
         assert_fails(lambda: call(tensor, 1 - rank), "message from rank 0 to rank 1, tag 0: the array differs")
     dist.all_reduce(tensor := torch.ones(1))
     assert tensor.item() == size
+
+
+def sizes_that_do_not_fit(rank, size):
+    """A tensor of a wrong size on the last rank is an error on all, if that rank can know it."""
+    more = rank == size - 1
+    one, whole = torch.zeros(1), torch.zeros(2 * size)
+    every = [torch.zeros(1 + more) for _ in range(size)]
+    wrong = f"rank {size - 1}: this rank sends itself 1 elements, but the output tensor for them has 2"
+    assert_fails(lambda: dist.all_gather_into_tensor(torch.zeros(size + more), one), "output tensor has")
+    assert_fails(lambda: dist.all_gather(every, one), wrong)
+    assert_fails(lambda: dist.all_to_all(every, [one] * size), wrong)
+    assert_fails(lambda: dist.all_to_all(every, [one] * (size + more)), f"got {size + 1} inputs and {size} outputs")
+    assert_fails(lambda: dist.gather(one, every if more else None, size - 1), wrong)
+    assert_fails(lambda: dist.scatter(every[0], [one] * size if more else None, size - 1), wrong)
+    assert_fails(lambda: dist.all_to_all_single(torch.zeros(2 * size + more), whole), f"has {2 * size + 1} rows")
+    assert_fails(lambda: dist.all_to_all_single(torch.zeros(2 * size, 1 + more), whole), "have different sizes")
+
+
+def different_methods(rank, size):
+    """Regression: methods that run the same operation of allred, and other roots, are a mismatch."""
+
+    tensor, several = torch.ones(3, dtype=torch.int32), [torch.ones(1) for _ in range(size)] if rank == 0 else None
+    methods = {
+        "all_reduce": lambda: dist.all_reduce(tensor),
+        "band": lambda: dist.all_reduce(tensor, dist.ReduceOp.BAND),
+        "bor": lambda: dist.all_reduce(tensor, dist.ReduceOp.BOR),
+        "reduce 0": lambda: dist.reduce(tensor, 0),
+        "reduce 1": lambda: dist.reduce(tensor, 1),
+        "gather": lambda: dist.gather(torch.ones(1), several),
+        "scatter": lambda: dist.scatter(torch.ones(1), several),
+    }
+    for one, other, words in (
+        ("reduce 0", "all_reduce", r"'reduce\(root=0\)' int32 \(3,\) on rank 0; allreduce"),
+        ("reduce 0", "reduce 1", r"'reduce\(root=0\)' .* 'reduce\(root=1\)'"),
+        ("gather", "scatter", r"'gather\(root=0\)' .* 'scatter\(root=0\)'"),
+        ("band", "bor", "'allreduce, BAND' .* 'allreduce, BOR'"),
+    ):
+        assert_fails(methods[one if rank == 0 else other], words, MismatchError)
 
 
 def assert_fails(call, words, kind=(InputError, MismatchError)):
