@@ -31,7 +31,7 @@ def allreduce(comm: Communicator, tensors: Sequence[torch.Tensor], op: Any) -> l
         return [part for tensor in tensors for part in _sparse_sum(comm, tensor, op)]
     real = [_real(tensor, op) for tensor in tensors]
     arrays = [as_array(tensor) for tensor in real]
-    if _bitwise(op) is not None:
+    if _bitwise(op) is not None or any(_is_integer_mean(op, array) for array in arrays):
         return [(work, _assign(array, make)) for array in arrays for work, make in [_reduced(comm, array, op)]]
     ops = [_op_for(op, tensor) for tensor in real]
     if op == TorchOp.PREMUL_SUM:
@@ -58,6 +58,7 @@ def reducescatter(comm: Communicator, output: torch.Tensor, inputs: Sequence[tor
     if sum(sizes) != source.size or len(sizes) != comm.size or sizes[comm.rank] != target.size:
         raise InputError(f"inputs of {[*map(len, arrays)]} elements do not give {target.size} to rank {comm.rank}")
     plain = len(set(sizes)) == 1 and _bitwise(op) is None and op != TorchOp.PREMUL_SUM
+    plain = plain and not _is_integer_mean(op, source)
     if plain and target.flags.c_contiguous:
         return comm.reducescatter(source, _op_for(op, output), out=target.reshape(-1)), None
     work, make = _reduced(comm, source, op, "reduce_scatter")
@@ -83,7 +84,19 @@ def _reduced(comm: Communicator, array: Array, op: Any, name: str = "") -> tuple
         return work, lambda rows: np.asarray(ufunc.reduce(rows.reshape(comm.size, -1), axis=0))
     if op == TorchOp.PREMUL_SUM:
         array = (array * np.asarray(_factor(op), array.dtype)).astype(array.dtype)
+    if _is_integer_mean(op, array):
+        return comm.allreduce(array, ReduceOp.SUM, name), lambda total: _quotient(total, comm.size)
     return comm.allreduce(array, _op_for(op, array), name), lambda result: result
+
+
+def _is_integer_mean(op: Any, array: Array) -> bool:
+    return op == TorchOp.AVG and array.dtype.kind in "iu"
+
+
+def _quotient(total: Array, size: int) -> Array:
+    """Divide integers, rounding toward zero."""
+    wide = total if total.dtype.itemsize == 8 else total.astype(np.int64)
+    return np.asarray(wide // size + ((wide < 0) & (wide % size != 0)))
 
 
 def _sparse_sum(comm: Communicator, tensor: torch.Tensor, op: Any) -> list[Part]:

@@ -91,7 +91,12 @@ def other_operators(rank, size):
     tensor = data(rank, 5)
     dist.all_reduce(tensor, dist._make_nccl_premul_sum(0.5))
     same(tensor, sum(data(r, 5) * 0.5 for r in range(size)), size)
-    assert_fails(lambda: dist.all_reduce(torch.ones(2, dtype=torch.int64), dist.ReduceOp.AVG), "Average of int64")
+    for dtype in (torch.int8, torch.int64, torch.uint8):  # rounded toward zero; Lightning needs it
+        signed = [-5 - r for r in range(size)] if dtype.is_signed else [5] * size
+        tensor = torch.tensor([signed[rank], 4 * rank + 1], dtype=dtype)
+        dist.all_reduce(tensor, dist.ReduceOp.AVG)
+        assert tensor.tolist() == [int(sum(signed) / size), int(sum(4 * r + 1 for r in range(size)) / size)]
+    assert_fails(lambda: dist.all_reduce(torch.tensor([True]), dist.ReduceOp.AVG), "Average of bool")
 
 
 def sparse(rank, size):
@@ -203,6 +208,9 @@ def reduce_scatter(rank, size):
     dist.reduce_scatter_tensor(out, whole, dist.ReduceOp.AVG)
     same(out, (sum(data(r, 4 * size) for r in range(size)) / size).chunk(size)[rank], size)
     same(whole, data(rank, 4 * size), size)
+    integers, all_integers = torch.zeros(2, dtype=torch.int32), torch.arange(2 * size, dtype=torch.int32) + rank
+    dist.reduce_scatter_tensor(integers, all_integers, dist.ReduceOp.AVG)
+    assert integers.tolist() == [int(2 * rank + i + (size - 1) / 2) for i in range(2)]
     uneven = torch.zeros(rank + 1)
     dist.reduce_scatter(uneven, [data(rank, r + 1) for r in range(size)])
     same(uneven, sum(data(r, rank + 1) for r in range(size)), size)
