@@ -33,7 +33,7 @@ def from_launcher(
     url: str, timeout: datetime.timedelta = datetime.timedelta(minutes=30), **_: Any
 ) -> tuple[Any, int, int] | None:
     """Return store, rank and size of the ranks that mpirun started, or of one rank without a launcher. None if the
-    variables of `env://` are set, or torchrun started this process.
+    variables of `env://` are set, torchrun started this process, or rank and size are given without a launcher.
 
     url: with the rank and world_size of init_process_group, if given. Raises InputError if MPI has others.
 
@@ -42,12 +42,13 @@ def from_launcher(
     """
     if _torchrun() or all(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
         return None
-    if launcher.launched_size(os.environ) == 1 and "RANK" in os.environ and not world.is_initialized():
-        return None  # incomplete variables; torch says what is missing
+    given = dict(urllib.parse.parse_qsl(urllib.parse.urlparse(url).query))
+    by_hand = "RANK" in os.environ or int(given.get("world_size", 1)) > 1  # for example by torch.multiprocessing.spawn
+    if by_hand and launcher.launched_size(os.environ) == 1 and not world.is_initialized():
+        return None  # torch says which variable is missing
     if not world.is_initialized():
         allred.init()
     rank, size = allred.rank(), allred.size()
-    given = dict(urllib.parse.parse_qsl(urllib.parse.urlparse(url).query))
     _check_numbers(int(given.get("rank", rank)), int(given.get("world_size", size)))
     _set_variables(os.environ)
     host = "127.0.0.1"

@@ -111,6 +111,28 @@ def test_torchrun_with_open_mpi_is_an_error(tmp_path):
     )
 
 
+SPAWN = """
+import os, socket, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
+def main(rank):
+    dist.init_process_group("allred", rank=rank, world_size=2)
+    dist.all_reduce(tensor := torch.ones(2))
+    print(tensor.tolist(), flush=True)
+    dist.destroy_process_group()
+if __name__ == "__main__":
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    mp.spawn(main, nprocs=2)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.limit(LIMIT_S + 10)
+def test_processes_of_spawn(tmp_path):
+    (tmp_path / "program.py").write_text(SPAWN)
+    result = testing.run([sys.executable, tmp_path / "program.py"], LIMIT_S, ENVIRONMENT)
+    assert (result.code, result.out) == (0, "[2.0, 2.0]\n" * 2), result.text
+
+
 def test_without_a_launcher(tmp_path):
     """One rank. The entry point makes the backend known, so `import torch` is enough; it loads nothing of allred."""
     program = """

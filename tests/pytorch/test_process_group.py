@@ -12,7 +12,7 @@ import _allred_torch  # noqa: E402
 from allred.comm.backends.backend import SingleBackend  # noqa: E402
 from allred.comm.communicator import Communicator  # noqa: E402
 from allred.errors import InputError  # noqa: E402
-from allred.torch import process_group  # noqa: E402
+from allred.torch import join_ranks, process_group  # noqa: E402
 
 
 class InnerGroup:
@@ -110,3 +110,11 @@ def test_other_backends_keep_their_rendezvous(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match="environment variable RANK expected, but not set"):
         dist.init_process_group("gloo")
+
+
+def test_rank_and_size_without_a_launcher_are_left_to_torch(monkeypatch):
+    """Regression: torch.multiprocessing.spawn, with rank=, world_size=, MASTER_ADDR and MASTER_PORT."""
+    monkeypatch.setattr(join_ranks.allred, "init", lambda: pytest.fail("a world of one rank was started"))
+    for name in ("RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert join_ranks.from_launcher("env://?rank=1&world_size=2") is None
