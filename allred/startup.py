@@ -99,6 +99,8 @@ def enter(comm: Any, cluster: Cluster | None = None, **arguments: Any) -> None:
             "allred.init() after allred.shutdown() of mode ps: the parameter servers have left, and their programs "
             "have ended; keep one init() for the whole program, or let servers call allred.Server.join()"
         )
+    if comm is None and cluster is None:
+        mpi.check_torchrun()
     settings: dict[str, Any] | str
     try:
         settings = explicit_settings(os.environ, arguments)

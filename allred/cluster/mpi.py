@@ -132,6 +132,17 @@ def check_world(size: int, library: str, environ: Mapping[str, str] = os.environ
         raise ConfigError(launcher.mismatch_error(environ, library))
 
 
+def check_torchrun(environ: Mapping[str, str] = os.environ) -> None:
+    """Raise ConfigError if torchrun started several processes: each would be a world of one rank for MPI."""
+    size = environ.get("WORLD_SIZE", "")
+    if "TORCHELASTIC_RUN_ID" in environ and size.isdigit() and int(size) > 1 and launcher.launched_size(environ) == 1:
+        raise ConfigError(
+            f"torchrun started {size} processes, and allred.init() would make each a world of one rank; call "
+            'torch.distributed.init_process_group("allred") instead, which joins them and calls allred.init(), or '
+            f"start with mpirun -np {size}"
+        )
+
+
 def library_name(text: str) -> str:
     """Return the short name and version of an MPI library. text: the text of MPI_Get_library_version.
 

@@ -59,6 +59,15 @@ def test_the_launcher_nearest_to_the_rank_counts():
     mpi.check_world(1, "MPICH 5", {"PMI_SIZE": "1", "SLURM_STEP_NUM_TASKS": "2"})
 
 
+def test_init_under_torchrun_is_an_error():
+    torchrun = {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"}
+    with pytest.raises(ConfigError, match=r'torchrun started 2 processes.*call.*init_process_group\("allred"\) instead'):
+        mpi.check_torchrun(torchrun)
+    mpi.check_torchrun(torchrun | {"WORLD_SIZE": "1"})
+    mpi.check_torchrun(torchrun | {"PMI_SIZE": "2"})  # mpirun joins them
+    mpi.check_torchrun({"WORLD_SIZE": "2"})
+
+
 def test_mpi_settings_are_made_only_where_they_cannot_hurt():
     one_node = {"PMIX_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
     assert mpi.settings({}) == {"OMPI_MCA_btl": "self"}
