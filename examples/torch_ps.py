@@ -8,7 +8,7 @@ ALLRED_CONSISTENCY is async, bounded or sync. The servers run the torch optimize
     test accuracy: 0.9...
 """
 
-import torch
+import torch  # pip install 'allred[torch,examples]'
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy

@@ -6,7 +6,16 @@
 With torch >= 2.5 `import torch` alone registers it, too. docs/torch.md has the differences from other backends.
 """
 
-import torch  # noqa: F401  (without torch, an ImportError here)
+import sys
+
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ModuleNotFoundError(
+        f"allred.torch needs PyTorch, and {sys.executable} has none: pip install 'allred[torch]'", name="torch"
+    ) from None
 
 import _allred_torch
 
