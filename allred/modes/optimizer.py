@@ -356,6 +356,9 @@ class DistributedOptimizer:
         """Internal: return the parameters for a session as a nest of arrays, and other objects with a state by name."""
         return params, {}
 
+    def broadcast_others(self, params: Any) -> None:
+        """Internal, for a session: copy the state of the objects of `session_parts` from rank 0. Collective."""
+
     def _load(self, directory: str | os.PathLike[str], params: Any) -> tuple[int | None, Any]:
         """Load parameters and optimizer on this rank; return the step and the extra. Raises CheckpointError."""
         found, damaged = checkpoint.read_newest(directory)

@@ -131,6 +131,8 @@ def _describe(optimizer: Any) -> str:
     """Return the class of an optimizer, and for one of allred.optim the numbers it was made with."""
     if not isinstance(optimizer, Optimizer):
         return f"{type(optimizer).__name__}()"
+    if hasattr(optimizer, "pushed_hyperparameters"):  # those of worker 0 are sent to the servers
+        return optimizer.kind
     numbers = [
         f"{name}={value}"
         for name, value in nest.leaves(optimizer.hyperparameters())

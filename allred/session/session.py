@@ -172,6 +172,8 @@ class Session:
             check_directories(self.hooks, self._saver.directory)
             if self._saver.directory:
                 restored, extra = optimizer.restore_all(self._saver.directory, params)
+                if restored is None:
+                    optimizer.broadcast_others(given)
             else:
                 optimizer.broadcast(given)
             if extra is not None:

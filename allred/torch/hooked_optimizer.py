@@ -25,12 +25,13 @@ from allred.cluster import processors
 from allred.comm import functions
 from allred.comm.ops import ReduceOp
 from allred.data.loader import claim_samples
-from allred.errors import InputError
+from allred.errors import CheckpointError, InputError
 from allred.modes.match import Accumulator
 from allred.modes.optimizer import DistributedOptimizer
 from allred.modes.options import StepOptions
 from allred.modes.sync import SyncMode
 from allred.ps import context
+from allred.session import state_pickle
 from allred.torch.backward_end import call_at_end
 from allred.torch.torch_optimizer import OtherTensors, TorchOptimizer, host_view
 
@@ -59,6 +60,7 @@ class HookedOptimizer(DistributedOptimizer):
     def __init__(self, optimizer: torch.optim.Optimizer, options: StepOptions) -> None:
         self.number = next(_numbers)
         self.samples: int | None = None
+        self._made_in_mode_ps = context.is_active()
         self._torch = TorchOptimizer(optimizer)
         self._gradients_of_step = options.accumulate
         super().__init__(self._torch, **vars(options))  # a parameter server does not return
@@ -84,6 +86,7 @@ class HookedOptimizer(DistributedOptimizer):
             return self.allred.torch_step(closure)
 
         def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+            self.allred.check_new_group()
             add_group(param_group)
             self.allred.add_hooks()
 
@@ -97,6 +100,18 @@ class HookedOptimizer(DistributedOptimizer):
     def add_hooks(self) -> None:
         """Internal: attach hooks to parameters that have none."""
         self._add_hooks()
+
+    def check_new_group(self) -> None:
+        """Internal: raise InputError in mode ps if the servers have their copies of the optimizer already."""
+        if not context.is_active():
+            return
+        here = context.current()
+        if here.has_optimizer or (self._made_in_mode_ps and not here.joins):
+            when = "the first step() or broadcast()" if here.joins else "allred.distributed(optimizer)"
+            raise InputError(
+                f"{self.name}: add_param_group() in mode ps: the parameter servers have their copies of the optimizer "
+                f"already, without this group; add all groups before {when}, or use mode sync"
+            )
 
     def _add_hooks(self) -> None:
         reference = weakref.ref(self)
@@ -239,7 +254,8 @@ class HookedOptimizer(DistributedOptimizer):
         for _, parameter in self._torch.named():
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
-        self._step(*self._torch.step_input(), self._samples_of_step())
+        grads = {name: self._torch.gradient(name, parameter) for name, parameter in self._torch.named()}
+        self._step(self._torch.views(), grads, self._samples_of_step())
         self._torch.release_gradients()
         return loss
 
@@ -276,19 +292,42 @@ class HookedOptimizer(DistributedOptimizer):
         return self.nest_of(None), {"module": others} if others.state_dict() else {}
 
     def save(self, directory: str | os.PathLike[str], params: Any = None) -> str | None:
-        """As `DistributedOptimizer.save`."""
-        return super().save(directory, self.nest_of(params))
+        """As `DistributedOptimizer.save`. params: None, or a module, whose buffers are saved too."""
+        nest, others = self.session_parts(params)
+        if functions.current(self.process_set).rank != 0:
+            return None
+        extra = {f"'{name}'": [state_pickle.dumps(each.state_dict())] for name, each in others.items()}
+        return self.saving(nest, extra or None)(os.fspath(directory))
 
     def restore(self, directory: str | os.PathLike[str], params: Any = None) -> int | None:
-        """As `DistributedOptimizer.restore`."""
-        return super().restore(directory, self.nest_of(params))
+        """As `DistributedOptimizer.restore`. params: None, or a module, whose buffers are restored too. Raises
+        CheckpointError if the checkpoint has no buffers of the module."""
+        nest, others = self.session_parts(params)
+        step, extra = self.restore_all(directory, nest)
+        if step is None:
+            self.broadcast_others(params)
+            return None
+        for name, each in others.items():
+            pickled = (extra or {}).get(f"'{name}'", [None])[0]
+            if pickled is None:
+                raise CheckpointError(
+                    f"{os.fspath(directory)}, step {step} has no buffers of the module, because it was saved without "
+                    "the module; call restore(directory) without the module, and broadcast(module)"
+                )
+            each.load_state_dict(state_pickle.loads(pickled))
+        return step
 
     def broadcast(self, params: Any = None, root: int | None = None) -> None:
         """As `DistributedOptimizer.broadcast`. params: None, or a module, whose buffers are copied too."""
-        if context.is_active() and isinstance(params, torch.nn.Module):
+        if context.is_active():
+            self.broadcast_others(params, root)
+        self._known = ()  # a rank that had joined may not have taken part in the agreement
+        super().broadcast(self.nest_of(params), root)
+
+    def broadcast_others(self, params: Any, root: int | None = None) -> None:
+        if isinstance(params, torch.nn.Module):
             for name, array in self._others_of(params).items():
                 functions.broadcast_(array, 0 if root is None else root, name)
-        super().broadcast(self.nest_of(params), root)
 
     def pull(self, params: Any = None) -> None:
         """As `DistributedOptimizer.pull`. params: None or a module, for the parameters of this optimizer. Mode ps:

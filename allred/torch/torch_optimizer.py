@@ -118,8 +118,8 @@ class TorchOptimizer(Optimizer):
         own = self.optimizer.param_groups
         if len(groups) != len(own):
             raise InputError(
-                f"{self.kind} has {len(own)} parameter groups, but {len(groups)} were given; call add_param_group on "
-                "all ranks before the first step, or before the checkpoint is restored"
+                f"{self.kind} has {len(own)} parameter groups, but {len(groups)} were given; add all groups on all "
+                "ranks before the checkpoint is restored; in mode ps before allred.distributed(optimizer)"
             )
         for group, given in zip(own, groups, strict=True):
             for key, value in given.items():

@@ -26,18 +26,22 @@ def run_cases(variant="", functions=CASES):
     """Run the cases that the command line names, or all, and print the result of each on rank 0. A case fails if it
     raises an exception on any rank."""
     for name in sys.argv[1:] or functions:
-        function = CASES[name]
-        try:
-            function()
-            problem = ""
-        except Exception:
-            problem = traceback.format_exc()
-            print(f"rank {allred.rank()}: {name}: {problem}", file=sys.stderr, flush=True)  # if others are blocked
-        gc.collect()
-        everyone = allred.allgather_object(problem)
-        if allred.rank() == 0:
-            failed = "".join(f"rank {rank}: {text}" for rank, text in enumerate(everyone) if text)
-            print(f"case {variant}{name}: {failed or 'ok'}", flush=True)
+        run_case(name, CASES[name], variant)
+
+
+def run_case(name, function, variant=""):
+    """Run one case on all ranks."""
+    try:
+        function()
+        problem = ""
+    except Exception:
+        problem = traceback.format_exc()
+        print(f"rank {allred.rank()}: {name}: {problem}", file=sys.stderr, flush=True)  # if others are blocked
+    gc.collect()
+    everyone = allred.allgather_object(problem)
+    if allred.rank() == 0:
+        failed = "".join(f"rank {rank}: {text}" for rank, text in enumerate(everyone) if text)
+        print(f"case {variant}{name}: {failed or 'ok'}", flush=True)
 
 
 def names(program, decorators="case|case_twice"):

@@ -640,6 +640,70 @@ def batches_of_allred_weight_the_ranks():
 
 
 @case_twice
+def samples_of_accumulated_batches():
+    """The gradients of a rank are weighted by the samples of all its micro-batches."""
+    model, opt, other, plain = hooked(net(), accumulate=2)
+    for step in range(3):
+        opt.zero_grad()
+        plain.zero_grad()
+        for micro in range(2):
+            opt.allred.samples = RANK + 1
+            (loss_of(model, batch(10 * step + micro, rows=RANK + 1)) / 2).backward()
+            parts = [batch(10 * step + micro, rank, rows=rank + 1) for rank in range(SIZE)]
+            (loss_of(other, tuple(torch.cat(each) for each in zip(*parts, strict=True))) / 2).backward()
+        opt.step()
+        plain.step()
+    close(model, other)
+
+
+@case
+def accumulated_batches_of_allred_weight_the_ranks():
+    size = 2 * SIZE + 1
+    x, y = (np.concatenate([each.numpy()] * size)[: 4 * size] for each in joined(0, rows=4))
+    model, opt, other, plain = hooked(net(), accumulate=2)
+    ours = allred.data.batches(x, y, batch_size=size)
+    whole = allred.data.batches(x, y, batch_size=size, rank=0, size=1)
+    for net_, optimizer, data in ((model, opt, ours), (other, plain, whole)):
+        for number, (xs, ys) in enumerate(data):
+            (loss_of(net_, (torch.from_numpy(xs), torch.from_numpy(ys))) / 2).backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    close(model, other)
+
+
+@case_twice
+def ranks_with_unequal_numbers_of_batches():
+    """allred.Join: a rank at the end of its batches takes part without gradients. Rank 0 has no batch in epoch 0."""
+    model, opt, other, plain = hooked(net())
+    for epoch, counts in enumerate(([0, 2, 3], [3, 1, 2])):
+        with allred.Join() as end:
+            for step in range(counts[RANK]):
+                train(model, opt, batch(10 * epoch + step))
+        opt.allred.broadcast(model, root=end.last)
+        for step in range(max(counts[:SIZE])):
+            parts = [batch(10 * epoch + step, rank) for rank in range(SIZE) if step < counts[rank]]
+            train(other, plain, tuple(torch.cat(each) for each in zip(*parts, strict=True)))
+    for step in range(20, 23):
+        train(model, opt, batch(step))
+        train(other, plain, joined(step))
+    close(model, other)
+    assert opt.allred.global_step == max([0, 2, 3][:SIZE]) + 3 + 3
+
+
+@case
+def float64_models():
+    def loss(model, data):
+        return functional.cross_entropy(model(data[0].double()), data[1])
+
+    model, opt, other, plain = hooked(net().double(), lambda p: torch.optim.Adam(p, lr=0.01))
+    for step in range(3):
+        train(model, opt, batch(step), loss)
+        train(other, plain, joined(step), loss)
+    close(model, other, 1e-12)
+
+
+@case_twice
 def two_optimizers_in_one_backward_pass():
     """As for adversarial networks; the ranks use them in different orders."""
     one, opt_one, other_one, plain_one = hooked(net(0))

@@ -1,0 +1,333 @@
+"""Mode ps with torch optimizers, and sessions in both modes: 3 ranks, ps_cases_program.py [CASE...] DIRECTORY.
+
+Servers are in Server.join(), so one job can have several cases: each starts a cluster and shuts it down.
+"""
+
+import copy
+import pathlib
+import sys
+import warnings
+
+import numpy as np
+import torch
+from hooked_cases import run_case
+from torch import nn
+from torch.nn import functional
+
+import allred
+from allred.errors import InputError
+
+torch.set_num_threads(1)
+warnings.simplefilter("error")
+ROOT, RANKS, STEPS = pathlib.Path(sys.argv.pop()), 3, 9
+CASES = []  # servers, function; no servers: mode sync
+
+
+def case(servers):
+    return lambda function: CASES.append((servers, function)) or function
+
+
+class Net(nn.Module):
+    """With a buffer, and with a layer that no optimizer trains."""
+
+    def __init__(self, seed=0, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.Sequential(nn.Linear(20, 300), nn.Tanh(), nn.Linear(300, 30), nn.Tanh(), nn.Linear(30, 3))
+        self.fixed = nn.Linear(20, 20)
+        self.register_buffer("passes", torch.zeros(()))
+        self.to(dtype)
+
+    def forward(self, x):
+        self.passes += 1
+        return self.layers(self.fixed(x))
+
+
+def batch(step, rank=0):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(16, 20, generator=generator)
+    return x, (x[:, :3]).argmax(dim=1)
+
+
+def train(model, optimizer, data, schedule=None):
+    optimizer.zero_grad()
+    x, y = data
+    loss = functional.cross_entropy(model(x.to(model.fixed.weight.dtype)).float(), y)
+    loss.backward()
+    optimizer.step()
+    if schedule is not None:
+        schedule.step()
+    return float(loss.detach())
+
+
+def same(model, other, tolerance=0.0):
+    for (name, one), two in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, two, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def check_bits(make, dtype=torch.float32, schedule=None, prepare=lambda model, opt: None, at_step=None, **options):
+    """One worker and the servers have the bits of one process. prepare: called after allred.distributed."""
+    model = Net(dtype=dtype)
+    other = copy.deepcopy(model)
+    opt, plain = allred.distributed(make(model), **options), make(other)
+    schedules = [schedule and schedule(opt), schedule and schedule(plain)]
+    for each in ((model, opt), (other, plain)):
+        prepare(*each)
+    opt.allred.broadcast(model)
+    for step in range(STEPS):
+        for each in ((model, opt), (other, plain)):
+            if at_step and step == at_step[0]:
+                at_step[1](*each)
+        assert train(model, opt, batch(step), schedules[0]) == train(other, plain, batch(step), schedules[1])
+    same(model, other)
+    state, expected = opt.allred.state_dict(), plain.state_dict()
+    assert (state["global_step"], len(state["slots"])) == (STEPS, len(expected["state"]))
+    names = [name for name, _ in opt.allred.optimizer.named()]
+    for number, slots in expected["state"].items():
+        for key, value in slots.items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.dtype != torch.bfloat16:
+                np.testing.assert_array_equal(state["slots"][names[number]][key], value.numpy(), strict=True)
+    return model, opt
+
+
+def sgd(model):
+    return torch.optim.SGD(model.layers.named_parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+
+
+def adam(model):
+    return torch.optim.Adam(model.layers.parameters(), lr=0.01)
+
+
+def raised(function, kind=InputError):
+    try:
+        function()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind.__name__}")
+
+
+@case(2)
+def momentum_has_the_bits_of_one_process():
+    check_bits(sgd)
+
+
+@case(2)
+def adam_has_the_bits_of_one_process():
+    check_bits(adam)
+
+
+@case(2)
+def bfloat16_has_the_bits_of_one_process():
+    check_bits(sgd, torch.bfloat16)
+
+
+@case(2)
+def float64_has_the_bits_of_one_process():
+    check_bits(adam, torch.float64)
+
+
+@case(2)
+def float16_has_the_bits_of_one_process():
+    check_bits(sgd, torch.float16)
+
+
+@case(2)
+def schedules_that_change_momentum():
+    """OneCycleLR changes betas, and adds entries to the groups, after the servers made their copies."""
+    check_bits(adam, schedule=lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, 0.05, STEPS))
+
+
+@case(2)
+def groups_added_before_the_first_step():
+    """Server.join(): the optimizer is sent with the first request, with all its groups."""
+
+    def add(model, opt):
+        opt.add_param_group({"params": list(model.layers[4].parameters()), "lr": 0.02, "betas": (0.8, 0.9)})
+
+    model, opt = check_bits(lambda m: torch.optim.AdamW(m.layers[:3].parameters(), lr=0.01), prepare=add)
+    text = raised(lambda: opt.add_param_group({"params": list(model.fixed.parameters())}))
+    assert "add_param_group" in text
+    assert len(opt.param_groups) == 2
+    train(model, opt, batch(99))
+
+
+@case(2)
+def parameters_that_need_no_gradient_at_first():
+    def freeze(model, opt):
+        model.layers[0].requires_grad_(False)
+
+    def thaw(model, opt):
+        model.layers[0].requires_grad_(True)
+
+    check_bits(sgd, prepare=freeze, at_step=(4, thaw))
+
+
+@case(2)
+def complex_parameters():
+    weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    opt = allred.distributed(torch.optim.SGD([weight], lr=1.0))
+    (weight * (2 + 1j)).real.sum().backward()
+    opt.step()
+    np.testing.assert_allclose(weight.detach().numpy(), np.full(3, -1 + 1j), rtol=1e-6)
+
+
+@case(2)
+def sparse_gradients_become_dense():
+    words = nn.Embedding(12, 6, sparse=True)
+    before = words.weight.detach().clone()
+    opt = allred.distributed(torch.optim.SGD(words.parameters(), lr=1.0))
+    words(torch.tensor([3, 3, 5])).sum().backward()
+    opt.step()
+    before[3] -= 2
+    before[5] -= 1
+    torch.testing.assert_close(words.weight.detach(), before)
+
+
+def check_workers(consistency, updates):
+    model = Net(seed=allred.rank())
+    opt = allred.distributed(adam(model), consistency=consistency)
+    opt.allred.broadcast(model)
+    losses = [train(model, opt, batch(step, allred.rank())) for step in range(STEPS)]
+    opt.allred.finish()
+    allred.barrier()
+    opt.allred.pull()
+    assert losses[-1] < losses[0]
+    assert opt.allred.statistics().updates == updates
+    digests = allred.allgather_object(allred.digest([p.detach().numpy() for p in model.layers.parameters()]))
+    assert len(set(digests)) == 1
+
+
+@case(1)
+def two_workers_with_policy_sync():
+    check_workers("sync", STEPS)
+
+
+@case(1)
+def two_workers_with_policy_async():
+    check_workers("async", 2 * STEPS)
+
+
+@case(1)
+def two_workers_with_policy_bounded():
+    check_workers("bounded", 2 * STEPS)
+
+
+# A training of three parts, in modes ps, sync and ps, as one process makes it. Each part has new objects.
+
+
+def whole(steps):
+    model, opt = (made := Net()), adam(made)
+    schedule = torch.optim.lr_scheduler.StepLR(opt, 2, 0.5)
+    for step in range(steps):
+        train(model, opt, batch(step), schedule)
+    return model, opt
+
+
+def part(first, last, seed):
+    """Train with a session from one step to another, and compare with one process."""
+    model = Net(seed)
+    opt = allred.distributed(adam(model))
+    schedule = torch.optim.lr_scheduler.StepLR(opt, 2, 0.5)
+    with allred.Session(ROOT / "session", save_steps=100, max_steps=last, log_steps=None) as session:
+        restored = session.track(params=model, optimizer=opt, schedule=schedule)
+        assert restored == (first or None)
+        while not session.should_stop():
+            x, y = batch(session.step)
+            mine = slice(allred.rank(), None, allred.size())
+            opt.allred.samples = len(y[mine])
+            loss = train(model, opt, (x[mine], y[mine]), schedule)
+            session.log(loss=loss)
+    expected, plain = whole(last)
+    same(model, expected, 1e-4)
+    assert opt.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+    assert opt.allred.global_step == last
+    return model, opt
+
+
+@case(2)
+def a_session_in_mode_ps():
+    model, opt = part(0, 3, seed=0)
+    opt.allred.save(ROOT / "from ps", model)
+
+
+@case(0)
+def a_session_in_mode_sync_continues_it():
+    part(3, 6, seed=5 + allred.rank())
+
+
+@case(2)
+def a_session_in_mode_ps_continues_that():
+    part(6, 9, seed=5)
+
+
+def restored(directory):
+    """Restore the checkpoint of 3 steps in a new model, and train 3 steps more."""
+    model = Net(seed=7 + allred.rank())
+    opt = allred.distributed(adam(model))
+    assert opt.allred.restore(ROOT / directory, model) == 3
+    same(model, whole(3)[0], 1e-4)
+    schedule = torch.optim.lr_scheduler.StepLR(opt, 2, 0.5, last_epoch=2)
+    for step in range(3, 6):
+        train(model, opt, batch(step), schedule)
+    same(model, whole(6)[0], 1e-4)
+    return model, opt
+
+
+@case(0)
+def a_checkpoint_of_mode_ps_in_mode_sync():
+    restored("from ps")
+    model = Net()
+    opt = allred.distributed(adam(model))
+    schedule = torch.optim.lr_scheduler.StepLR(opt, 2, 0.5)
+    for step in range(3):
+        train(model, opt, batch(step), schedule)
+    opt.allred.save(ROOT / "from sync", model)
+    allred.barrier()
+
+
+@case(2)
+def a_checkpoint_of_mode_sync_in_mode_ps():
+    restored("from sync")
+
+
+def check_equal_starts(directory):
+    """Also buffers, and the layer that is not trained; after a session and after restore."""
+    model = Net(seed=allred.rank())
+    model.passes.fill_(allred.rank())
+    opt = allred.distributed(adam(model))
+    with allred.Session(ROOT / directory, log_steps=None) as session:
+        session.track(params=model, optimizer=opt)
+    same(model, Net(seed=0))
+    if allred.world_size() > allred.size():
+        return  # servers take one optimizer
+    model = Net(seed=allred.rank())
+    opt = allred.distributed(adam(model))
+    assert opt.allred.restore(ROOT / directory, model) is None
+    same(model, Net(seed=0))
+
+
+@case(0)
+def without_a_checkpoint_all_ranks_start_equal():
+    check_equal_starts("none")
+
+
+@case(1)
+def without_a_checkpoint_all_workers_start_equal():
+    check_equal_starts("none ps")
+
+
+def main():
+    for servers, function in CASES:
+        if sys.argv[1:] and function.__name__ not in sys.argv[1:]:
+            continue
+        jobs = {"ps": servers} if servers else {}
+        server = allred.Server({**jobs, "worker": RANKS - servers})
+        if allred.job_name() == "ps":
+            server.join()
+        else:
+            run_case(function.__name__, function)
+        allred.shutdown()
+
+
+if __name__ == "__main__":
+    main()
