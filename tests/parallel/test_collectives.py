@@ -491,7 +491,7 @@ def test_more_than_2_to_the_31_elements(comm, request):
     count = 2**31 + 11
     x = np.ones(count, np.int8)
     x[-1] = comm.rank
-    comm.allreduce(x, allred.Sum, in_place=True).wait()
+    comm.allreduce(x, allred.Sum, in_place=True).wait(timeout_s=200)
     assert x[-4:].tolist() == [2, 2, 2, 1]
     words = x[: count // 8 * 8].view(np.uint64)  # compared in place of 2 GiB of elements
     assert int(np.count_nonzero(words == 0x0202020202020202)) == len(words)
