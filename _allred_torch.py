@@ -1,8 +1,8 @@
 """Registers the backend "allred" with torch.distributed: the entry point of torch.backends.
 
 Every `import torch` calls `register`. It imports nothing of allred and raises nothing, because an error would make
-torch unimportable. allred and MPI are loaded when a process group is created. So this is a module of its own: the import
-of a module inside of the package would import the package, with numpy and mpi4py.
+torch unimportable. allred and MPI are loaded when a process group is created. This module is outside of the package,
+because the import of a module inside of it would import the whole package.
 """
 
 import importlib

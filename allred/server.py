@@ -160,7 +160,11 @@ def _mpi() -> tuple[str, str]:
     """Return the name of the MPI library, and why tasks cannot start without a launcher; "" if they can."""
     library, is_running = mpi.load_library()
     if is_running:
-        return library, "MPI was started before allred.Server(); make that first, and leave MPI_Init to it"
+        return library, (
+            "MPI is running already, started by `from mpi4py import MPI` in this program or a library, and tasks that "
+            'mpirun has not started cannot be joined then; call allred.Server() or init_process_group("allred") before '
+            "it, or use mpirun"
+        )
     if not library or library.startswith("Open MPI"):
         return library, (
             f"tasks that mpirun has not started need MPICH, and this Python has {library or 'no MPI'}: "

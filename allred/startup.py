@@ -53,7 +53,8 @@ def init(
 ) -> None:
     """Join the other ranks. Call it once on every rank, before all other functions of allred. It is collective.
 
-    Without mpirun this process is the only rank.
+    Without mpirun this process is the only rank. Under torchrun it is a ConfigError: call
+    `torch.distributed.init_process_group("allred")` instead, which calls init.
 
     comm: an mpi4py intracommunicator; init uses a duplicate of it. Default: MPI.COMM_WORLD.
     The other arguments override the variables ALLRED_MODE, ALLRED_BACKEND and so on; see `allred.config.Config`.

@@ -1,4 +1,4 @@
-"""The examples and pages with torch, as they say. Each job takes about 7 s of CPU time for each rank, the import of torch."""
+"""The examples and pages with torch, as they say. Each rank takes about 7 s of CPU time, the import of torch."""
 
 import pathlib
 import re
@@ -47,7 +47,6 @@ def test_ddp_without_mpirun(launcher):
 
 
 # The programs of the pages.
-
 
 ALL = """
 import runpy, sys
