@@ -85,6 +85,7 @@ def _reduced(comm: Communicator, array: Array, op: Any, name: str = "") -> tuple
     if op == TorchOp.PREMUL_SUM:
         array = (array * np.asarray(_factor(op), array.dtype)).astype(array.dtype)
     if _is_integer_mean(op, array):
+        name = f"{name or 'allreduce'}, AVG"  # to differ from a sum
         return comm.allreduce(array, ReduceOp.SUM, name), lambda total: _quotient(total, comm.size)
     return comm.allreduce(array, _op_for(op, array), name), lambda result: result
 

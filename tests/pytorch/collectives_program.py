@@ -431,6 +431,7 @@ def different_methods(rank, size):
     methods = {
         "all_reduce": lambda: dist.all_reduce(tensor),
         "band": lambda: dist.all_reduce(tensor, dist.ReduceOp.BAND),
+        "mean": lambda: dist.all_reduce(tensor, dist.ReduceOp.AVG),
         "bor": lambda: dist.all_reduce(tensor, dist.ReduceOp.BOR),
         "reduce 0": lambda: dist.reduce(tensor, 0),
         "reduce 1": lambda: dist.reduce(tensor, 1),
@@ -441,6 +442,7 @@ def different_methods(rank, size):
         ("reduce 0", "all_reduce", r"'reduce\(root=0\)' int32 \(3,\) on rank 0; allreduce"),
         ("reduce 0", "reduce 1", r"'reduce\(root=0\)' .* 'reduce\(root=1\)'"),
         ("gather", "scatter", r"'gather\(root=0\)' .* 'scatter\(root=0\)'"),
+        ("mean", "all_reduce", r"'allreduce, AVG' int32 \(3,\) on rank 0; allreduce\(Sum\) int32"),
         ("band", "bor", "'allreduce, BAND' .* 'allreduce, BOR'"),
     ):
         assert_fails(methods[one if rank == 0 else other], words, MismatchError)

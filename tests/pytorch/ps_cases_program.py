@@ -190,7 +190,8 @@ def check_workers(consistency, updates):
     losses = [train(model, opt, batch(step, allred.rank())) for step in range(STEPS)]
     opt.allred.finish()
     allred.barrier()
-    opt.allred.pull()
+    opt.allred.pull(model)
+    assert "parameters differ from those that the servers have" in raised(lambda: opt.allred.pull([np.zeros(3)]))
     assert losses[-1] < losses[0]
     assert opt.allred.statistics().updates == updates
     digests = allred.allgather_object(allred.digest([p.detach().numpy() for p in model.layers.parameters()]))
