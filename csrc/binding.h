@@ -28,6 +28,7 @@ extern PyType_Spec allred_operation_spec, allred_segment_spec, allred_mailbox_sp
 /* match.c */
 PyObject *allred_python_reads_arrays(PyObject *module, PyObject *array);
 PyObject *allred_python_match(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *allred_python_addresses(PyObject *module, PyObject *const *args, Py_ssize_t count);
 
 /* mailbox_type.c */
 PyObject *allred_python_mailbox_bytes(PyObject *module, PyObject *args);

@@ -1,5 +1,5 @@
 /*
- * Whether a step has arrays of the same shapes and dtypes as the step before.
+ * Whether a step has arrays of the same shapes and dtypes as the step before; and where arrays are.
  *
  * Each step checks thousands of arrays. A parameter and its gradient take 23 ns by numpy_array.h, 415 ns in Python.
  */
@@ -53,4 +53,20 @@ PyObject *allred_python_match(PyObject *module, PyObject *const *args, Py_ssize_
               has_layout(PyList_GetItem(args[3], i), args[0], shape, dtype, ALLRED_ARRAY_C_CONTIGUOUS);
   }
   return PyErr_Occurred() ? NULL : PyBool_FromLong(matches); /* the error of a shape that has no integers */
+}
+
+PyObject *allred_python_addresses(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+  if (count != 2 || !PyType_Check(args[0]) || !PyList_Check(args[1]))
+    return PyErr_Format(PyExc_TypeError, "addresses(array_type, arrays: list)");
+  const Py_ssize_t arrays = PyList_Size(args[1]);
+  PyObject *found = PyList_New(arrays);
+  for (Py_ssize_t i = 0; i < arrays && found; i++) {
+    PyObject *array = PyList_GetItem(args[1], i), *address = NULL;
+    if (PyObject_TypeCheck(array, (PyTypeObject *)args[0]))
+      address = PyLong_FromVoidPtr(allred_as_array(array)->data);
+    else
+      PyErr_Format(PyExc_TypeError, "value %zd is not an array", i);
+    if (!address || PyList_SetItem(found, i, address) < 0) Py_CLEAR(found);
+  }
+  return found;
 }

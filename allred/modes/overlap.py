@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from allred import arrays
+from allred import arrays, native
 from allred.arrays import Array
 from allred.comm import functions
 from allred.comm.communicator import Communicator
@@ -216,7 +216,7 @@ class Overlap:
         """Name two gradients that share memory, one of them passed to reduce(); "" if there are none."""
         host = [(t.name, v) for t, v in zip(tensors, values, strict=True) if isinstance(v, np.ndarray) and v.size]
         there = [(t.name, v) for t, v in zip(tensors, values, strict=True) if gpu.is_device(v) and t.elements]
-        starts = [*arrays.memory_of([value for _, value in host]), *gpu.addresses([value for _, value in there])]
+        starts = [*native.addresses([value for _, value in host]), *gpu.addresses([value for _, value in there])]
         names: dict[int, str] = {}
         for (name, _), start in zip(host + there, starts, strict=True):
             first = names.setdefault(start, name)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from allred import arrays, world
+from allred import arrays, native, world
 from allred.arrays import Array
 from allred.comm import functions, ops
 from allred.comm.ops import Compression, ReduceOp
@@ -239,11 +239,10 @@ def writable(tensors: Sequence[Tensor], values: Sequence[Any]) -> list[Any]:
     """Return the arrays to reduce in place: the given ones where possible. Numbers, read-only arrays and repeated
     occurrences of the same memory are replaced by copies; None stays None."""
     if set(map(type, values)) == {np.ndarray}:  # the usual case
-        flags = set(map(_ndarray_flags, values))
-        if all(each & _WRITEABLE for each in flags):
-            owned = all(each & _OWNDATA for each in flags)
-            if len(set(map(id, values) if owned else arrays.memory_of(values))) == len(values):
-                return list(values)
+        values = list(values)
+        writeable = all(flags & _WRITEABLE for flags in set(map(_ndarray_flags, values)))
+        if writeable and len(set(native.addresses(values))) == len(values):
+            return values
     known = gpu.layouts(values)  # of arrays on a GPU that are writable
     if known is not None and len({layout[0] for layout in known}) == len(values):
         return list(values)

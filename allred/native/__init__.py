@@ -32,8 +32,10 @@ update: Callable[..., bool] = _kernels.update
 hashes: Callable[[list[Any]], list[int]] = _kernels.hashes
 exceeds: Callable[..., bool] = _kernels.exceeds
 match: Callable[[list[Any], list[Any], list[Any]], bool] = twins.match
+addresses: Callable[[list[Any]], list[int]] = twins.addresses
 if available and _kernels.reads_arrays(np.zeros((2, 3))):
     match = functools.partial(_kernels.match, np.ndarray)
+    addresses = functools.partial(_kernels.addresses, np.ndarray)
 variants: tuple[str, ...] = _kernels.variants() if available else ()
 
 # None if the extension was not built.

@@ -127,6 +127,11 @@ def match(tensors: list[Any], params: list[Any], grads: list[Any]) -> bool:
     return len(tensors) == len(params) == len(grads) and all(map(_matches, tensors, params, grads))
 
 
+def addresses(arrays: list[Any]) -> list[int]:
+    """Return the address of the first byte of each array. See csrc/match.c."""
+    return [array.__array_interface__["data"][0] for array in arrays]
+
+
 def _matches(tensor: Any, param: Any, grad: Any) -> bool:
     return (
         type(param) is np.ndarray

@@ -36,6 +36,7 @@ from allred.torch.backward_end import call_at_end
 from allred.torch.torch_optimizer import OtherTensors, TorchOptimizer, host_view
 
 _numbers = itertools.count()
+_graph_task = torch._C._current_graph_task_id
 _hooked: "weakref.WeakSet[HookedOptimizer]" = weakref.WeakSet()  # those with hooks, in mode sync
 
 
@@ -70,7 +71,10 @@ class HookedOptimizer(DistributedOptimizer):
         self._is_skipped = False  # whether that reduction has skipped the step
         self._reduced: dict[str, Any] = {}  # op=Sum: weak references to the gradients that were reduced
         self._known: tuple[str, ...] = ()  # names of the parameters when sparse gradients were agreed on
-        self._hooks: dict[torch.Tensor, Any] = {}
+        self._hooks: dict[
+            int, tuple[torch.Tensor, Any]
+        ] = {}  # by id of the parameter, which the reference keeps unique
+        self._graph_task = -1  # the run of the autograd engine that called a hook last
         self._overlaps: bool | None = None  # the decision; None: not made yet
         self._sends_early = False  # whether the current backward pass sends gradients before its end
         self._replace_methods(optimizer)
@@ -116,20 +120,20 @@ class HookedOptimizer(DistributedOptimizer):
     def _add_hooks(self) -> None:
         reference = weakref.ref(self)
         for name, parameter in self._torch.named():
-            if parameter.requires_grad and parameter not in self._hooks:
+            if id(parameter) not in self._hooks and parameter.requires_grad:
 
                 def hook(parameter: torch.Tensor, name: str = name) -> None:
                     if (owner := reference()) is not None:
                         owner.on_gradient(name, parameter)
 
-                self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(hook)
+                self._hooks[id(parameter)] = parameter, parameter.register_post_accumulate_grad_hook(hook)
 
     def on_gradient(self, name: str, parameter: Any) -> None:
         """Internal: a gradient of the current backward pass is complete."""
-        if context.is_active():
-            return
-        if call_at_end(self):
-            self._sends_early = self._may_send_early()
+        if (task := _graph_task()) != self._graph_task:
+            self._graph_task = task
+            if not context.is_active() and call_at_end(self):
+                self._sends_early = self._may_send_early()
         if self._sends_early and name not in self._torch.sparse.names and not parameter.grad.is_sparse:
             super().reduce(name, self._torch.gradient(name, parameter), self.samples)
 
@@ -137,7 +141,7 @@ class HookedOptimizer(DistributedOptimizer):
         """Whether the current backward pass sends gradients before its end. The order of buckets is that of one
         optimizer with unchanged parameters."""
         if self._overlaps is None:
-            self._overlaps = self._decide_overlap()
+            self._overlaps = self.decide_overlap()
         if not self._overlaps or self._gradients_of_step > 1 or len(_hooked) > 1:
             return False
         return self._known in ((), tuple(self._trained()))
@@ -146,7 +150,8 @@ class HookedOptimizer(DistributedOptimizer):
         """Return the parameters that require a gradient, by name."""
         return {name: parameter for name, parameter in self._torch.named() if parameter.requires_grad}
 
-    def _decide_overlap(self) -> bool:
+    def decide_overlap(self) -> bool:
+        """Internal: whether the setting allows gradients to be sent during the backward pass."""
         setting, threads, cores = world.config().overlap, torch.get_num_threads(), processors.cores_per_rank()
         on_gpu = any(parameter.is_cuda for _, parameter in self._torch.named())
         auto = on_gpu or cores > threads
@@ -160,6 +165,13 @@ class HookedOptimizer(DistributedOptimizer):
         log.info(f"{self.name}: gradients are sent {when}, because {reason}")
         return overlaps
 
+    def send_early(self, early: bool) -> None:
+        """Internal, for measurements: set whether the next steps send gradients during the backward pass. Called on all
+        ranks, between steps."""
+        self._overlaps = early
+        if not early:
+            self._sync_mode().forget_order()
+
     def end_of_backward(self) -> None:
         """Internal: reduce the gradients, or count a micro-step. Collective."""
         if self._gradients_of_step > 1:
@@ -172,7 +184,7 @@ class HookedOptimizer(DistributedOptimizer):
     def _reduce_all(self) -> None:
         """Replace the gradients by their mean over the ranks. Collective."""
         mode, parameters = self._sync_mode(), self._trained()
-        self._overlaps = self._decide_overlap() if self._overlaps is None else self._overlaps
+        self._overlaps = self.decide_overlap() if self._overlaps is None else self._overlaps
         with functions.within(self.process_set):
             if self._known != tuple(parameters):  # on all ranks
                 self._torch.sparse.agree(parameters, self.name)

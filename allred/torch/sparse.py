@@ -27,13 +27,15 @@ class SparseGradients:
 
     def problem(self, parameters: dict[str, torch.Tensor]) -> str:
         """Return why the gradients of this rank cannot be reduced, or ""."""
-        for name, parameter in parameters.items():
-            if name in self.names:
-                if parameter.grad is not None and not parameter.grad.is_sparse:
-                    return f"the gradient of '{name}' is dense, but was sparse on some rank in the first step"
-            elif _is_sparse(parameter):
-                return f"the gradient of '{name}' is sparse, but was dense or missing on all ranks in the first step"
-        return ""
+        found = {name for name, parameter in parameters.items() if (g := parameter.grad) is not None and g.is_sparse}
+        if found == self.names:
+            return ""
+        if odd := sorted(found - self.names):
+            return f"the gradient of '{odd[0]}' is sparse, but was dense or missing on all ranks in the first step"
+        dense = [
+            name for name in sorted(self.names - found) if name in parameters and parameters[name].grad is not None
+        ]
+        return f"the gradient of '{dense[0]}' is dense, but was sparse on some rank in the first step" if dense else ""
 
     def largest(self, name: str, parameter: torch.Tensor) -> Any:
         """Return the largest magnitude of a gradient as an array of shape (1,) and the dtype of the parameter; None
