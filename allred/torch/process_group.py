@@ -94,11 +94,17 @@ class AllredGroup(dist.ProcessGroup):
 
     @collective("allreduce")
     def allreduce(self, tensors: Tensors, opts: Any = None) -> TorchWork:
-        return self._start(reductions.allreduce(self.communicator, tensors, _op(opts)), tensors, opts)
+        return self._allreduce(tensors, opts)
 
     @collective("allreduce")
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> TorchWork:
-        return self._start(reductions.allreduce(self.communicator, tensors, _op(opts)), tensors, opts)
+        return self._allreduce(tensors, opts)
+
+    def _allreduce(self, tensors: Tensors, opts: Any) -> TorchWork:
+        """As `allreduce`. If the caller waits at once (asyncOp is false), without a time limit, take the faster way."""
+        blocking = getattr(opts, "asyncOp", True) is False and self._coalesced is None and self._limit_of(opts) is None
+        parts = reductions.allreduce(self.communicator, tensors, _op(opts), blocking)
+        return TorchWork(parts, tensors, None) if blocking else self._start(parts, tensors, opts)
 
     @collective("allreduce")
     def reduce(self, tensors: Tensors, opts: Any) -> TorchWork:
@@ -291,13 +297,17 @@ class AllredGroup(dist.ProcessGroup):
         place = header.call_site()
         for work, _ in parts:
             work.place = place
-        timeout = getattr(opts, "timeout", None)
-        given_s = 0.0 if timeout is None else timeout.total_seconds()
-        made = TorchWork(parts, outputs, given_s if given_s > 0 else self._limit_s)
+        made = TorchWork(parts, outputs, self._limit_of(opts))
         self._unfinished = [*(each for each in self._unfinished if not each.is_released()), made]
         if self._coalesced is not None:
             self._coalesced.append(made)
         return made
+
+    def _limit_of(self, opts: Any) -> float | None:
+        """Return the time limit of an operation in seconds; None for the setting of allred."""
+        timeout = getattr(opts, "timeout", None)
+        given_s = 0.0 if timeout is None else timeout.total_seconds()
+        return given_s if given_s > 0 else self._limit_s
 
     def _number(self, rank: int) -> int:
         """Return the number of a rank of this group among all ranks."""

@@ -16,7 +16,7 @@ from allred.comm.ops import ReduceOp
 from allred.comm.work import Work
 from allred.errors import InputError
 from allred.torch.tensors import as_array, as_tensor
-from allred.torch.torch_work import Part
+from allred.torch.torch_work import Blocking, Part
 
 _OPS = (
     *((TorchOp.SUM, ReduceOp.SUM), (TorchOp.AVG, ReduceOp.AVERAGE), (TorchOp.PREMUL_SUM, ReduceOp.SUM)),
@@ -25,8 +25,8 @@ _OPS = (
 _BITWISE = ((TorchOp.BAND, np.bitwise_and), (TorchOp.BOR, np.bitwise_or), (TorchOp.BXOR, np.bitwise_xor))
 
 
-def allreduce(comm: Communicator, tensors: Sequence[torch.Tensor], op: Any) -> list[Part]:
-    """Reduce tensors in place, as one operation where possible."""
+def allreduce(comm: Communicator, tensors: Sequence[torch.Tensor], op: Any, blocking: bool = False) -> list[Part]:
+    """Reduce tensors in place, as one operation where possible. blocking: the caller waits at once, without a limit."""
     if any(tensor.is_sparse for tensor in tensors):
         return [part for tensor in tensors for part in _sparse_sum(comm, tensor, op)]
     real = [_real(tensor, op) for tensor in tensors]
@@ -37,8 +37,13 @@ def allreduce(comm: Communicator, tensors: Sequence[torch.Tensor], op: Any) -> l
     if op == TorchOp.PREMUL_SUM:
         for tensor in real:
             tensor.detach().mul_(_factor(op))
-    if len(arrays) > 1 and len(set(ops)) == 1:
+    grouped = len(arrays) > 1 and len(set(ops)) == 1
+    if grouped and blocking:
+        return [(Blocking(lambda: comm.grouped_allreduce_blocking(arrays, True, ops[0], "")), None)]
+    if grouped:
         return [(comm.grouped_allreduce(arrays, ops[0], in_place=True), None)]
+    if blocking and len(arrays) == 1:
+        return [(Blocking(lambda: comm.allreduce_blocking(arrays[0], True, ops[0], "")), None)]
     return [(comm.allreduce(array, each, in_place=True), None) for array, each in zip(arrays, ops, strict=True)]
 
 

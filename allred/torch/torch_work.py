@@ -15,7 +15,23 @@ from torch._C import _distributed_c10d
 
 from allred.comm.work import Work
 
-Part = tuple[Work[Any], Callable[[Any], object] | None]  # an operation, and what is done with its result
+
+class Blocking:
+    """An operation that starts in `wait`: to start it and to wait in one call is faster."""
+
+    place = ""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+
+    def wait(self, limit_s: float | None) -> Any:
+        return self._call()
+
+    def done(self) -> bool:
+        return False
+
+
+Part = tuple[Work[Any] | Blocking, Callable[[Any], object] | None]  # an operation, and what is done with its result
 
 
 class TorchWork(_distributed_c10d.Work):
