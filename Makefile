@@ -29,7 +29,7 @@ $(error MPI=$(MPI) is not one of mpich, openmpi)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-torch test test-unit test-parallel test-integration test-full test-torch test-slurm fuzz sanitize cuda test-gpu bench-gpu gpu-environment loops bench lint types api diagram docs format clean
+.PHONY: help demo demo-torch test test-unit test-parallel test-integration test-full test-torch test-slurm fuzz sanitize cuda test-gpu bench-gpu gpu-environment loops bench bench-torch lint types api diagram docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -127,6 +127,9 @@ bench: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## measure against raw MPI, und
 	  for how in async bounded sync; do bench 5 ps --set resnet50 --servers 2 --consistency $$how; done; \
 	  unset PRTE_MCA_rmaps_default_mapping_policy; done
 	@$(VENV_mpich)/bin/python benchmarks/report.py $(LINES) benchmarks/RESULTS.md
+
+bench-torch: $(VENV_mpich)/.torch ## measure training steps of torch against DDP over gloo (installs torch)
+	OMP_NUM_THREADS=1 $(VENV_mpich)/bin/mpirun -np 2 $(VENV_mpich)/bin/python -m allred bench torch --against ddp $(B)
 
 lint: $(VENV_mpich)/.dev ## ruff and clang-format, changing nothing
 	$(VENV_mpich)/bin/ruff check .

@@ -7,6 +7,7 @@ A wrong argument is reported before MPI starts, with exit code 2 on all ranks; a
 
 import argparse
 import importlib
+import importlib.util
 import os
 import shlex
 import sys
@@ -186,8 +187,8 @@ def _parser() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
         epilog=measure.__doc__,
         **text,
     )
-    parser.set_defaults(against=None, device="cpu", malloc_tuned=False)
-    commands = parser.add_subparsers(dest="bench", required=True, metavar="allreduce|fused|overlap|ps|data")
+    parser.set_defaults(against=None, backend=None, device="cpu", malloc_tuned=False)
+    commands = parser.add_subparsers(dest="bench", required=True, metavar="allreduce|fused|overlap|ps|torch|data")
     allreduce = commands.add_parser("allreduce", help="one array in place, at several sizes")
     allreduce.add_argument("--sizes", help=f"bytes per array, for example 4,64KiB,1MiB; default {SIZES}")
     fused = commands.add_parser("fused", help="all gradients of a model in one call")
@@ -201,6 +202,13 @@ def _parser() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
     ps.add_argument("--servers", type=int, default=1, help="number of servers; default 1")
     ps.add_argument("--consistency", choices=["async", "bounded", "sync"], help="default: ALLRED_CONSISTENCY")
     ps.add_argument("--against", choices=["mpi"], help="also time raw MPI on the same arrays, interleaved")
+    torch = commands.add_parser("torch", help="training steps of torch, against DistributedDataParallel over gloo")
+    torch.add_argument("--against", choices=["ddp"], default="ddp", help="always measured, interleaved")
+    torch.add_argument(
+        "--batches", default="4,32,128", help="batch sizes of the MLP; the middle one is also the ResNet's"
+    )
+    torch.add_argument("--width", type=int, default=2048, help="of the MLP's layers; default %(default)s")
+    torch.add_argument("--tensors", default="resnet50", help=f"one of {', '.join(verify.PS_SETS)}; default %(default)s")
     help_text = "records per second of each reader, of shuffled and of prefetch"
     reader = commands.add_parser("data", help=help_text, description=data.__doc__, **text)
     for command in (allreduce, fused, overlap):
@@ -218,7 +226,7 @@ def _parser() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
     for command in (allreduce, fused, overlap, ps):
         command.add_argument("--dtype", default="float32", help=f"one of {', '.join(DTYPES)}; default float32")
         command.add_argument("--malloc-tuned", action="store_true", help="glibc keeps freed memory and uses huge pages")
-    for command in (allreduce, fused, overlap, ps, reader):
+    for command in (allreduce, fused, overlap, ps, torch, reader):
         command.add_argument("--seconds", type=float, default=3.0, help="measuring time per line; default 3")
         command.add_argument("--json", action="store_true", help="print one JSON object per line and nothing else")
     return parser, commands.choices  # type: ignore[return-value]
@@ -226,10 +234,12 @@ def _parser() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
 
 def _check(options: argparse.Namespace) -> None:
     """Convert and check the options of one command. Raises ValueError."""
-    if options.bench != "data":
+    if options.bench not in ("data", "torch"):
         options.dtype = _dtype(options.dtype, options.against)
     if options.bench == "ps":
         _check_ps(options)
+    elif options.bench == "torch":
+        _check_torch(options)
     elif options.bench != "data":
         _check_device(options)
         options.compression = Compression[options.compression or "none"]
@@ -277,6 +287,18 @@ def _check_ps(options: argparse.Namespace) -> None:
         raise ValueError("bench ps needs --dtype float32 or float64")  # it verifies exact sums after many steps
     if options.servers < 1:
         raise ValueError(f"--servers must be at least 1, got {options.servers}")
+
+
+def _check_torch(options: argparse.Namespace) -> None:
+    _check_sets([options.tensors], verify.PS_SETS)
+    words = options.batches.split(",")
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise ValueError(f"--batches: expected numbers of at least 1, such as 4,32, got {options.batches!r}")
+    options.batches = [int(word) for word in words]
+    if options.width < 1:
+        raise ValueError(f"--width must be at least 1, got {options.width}")
+    if importlib.util.find_spec("torch") is None:
+        raise ValueError("bench torch needs PyTorch: pip install 'allred[torch]'")
 
 
 def _check_sets(names: Iterable[str], known: Iterable[str]) -> None:

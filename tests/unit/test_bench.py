@@ -261,10 +261,15 @@ def test_defaults():
         ("ps --servers 0", "--servers must be at least 1, got 0"),
         ("ps --consistency none", "invalid choice: 'none'"),
         ("ps --backend mpi", "unrecognized arguments: --backend mpi"),
+        ("torch --width 0", "--width must be at least 1, got 0"),
+        ("torch --batches 4,x", "--batches: expected numbers of at least 1, such as 4,32, got '4,x'"),
+        ("torch --tensors resnet", "unknown set 'resnet'; choose from resnet50, transformer, small, tiny"),
+        ("torch", "bench torch needs PyTorch: pip install 'allred[torch]'"),
         ("", "the following arguments are required: allreduce|fused|overlap|ps"),
     ],
 )
-def test_argument_errors_are_one_line_and_exit_code_2(words, message, capsys):
+def test_argument_errors_are_one_line_and_exit_code_2(words, message, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)  # as if torch was not installed
     assert command.main(words.split()) == 2
     out, err = capsys.readouterr()
     assert out == ""

@@ -15,6 +15,6 @@ MODULES = [
 
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples(name):
-    if name.startswith("allred.torch"):
+    if name.startswith(("allred.torch", "allred.bench.torch")):
         pytest.importorskip("torch")
     assert doctest.testmod(importlib.import_module(name)).failed == 0

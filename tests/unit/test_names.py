@@ -25,6 +25,7 @@ CONVENTIONAL_MODULES = {
     "data": "bench/data.py measures the package data",
     "overlap": "bench/overlap.py measures modes/overlap.py",
     "ps": "parameter servers: the package, their mode, their benchmark",
+    "torch": "bench/torch.py measures the package torch",
     "session": "session/session.py has the class Session of the package",
 }
 

@@ -1,0 +1,225 @@
+"""`bench torch`: training steps of torch on the CPU, against DistributedDataParallel (DDP) over gloo.
+
+A step is zero_grad, forward, backward and SGD. All variants run in the same processes, interleaved:
+
+    ddp gloo, ddp allred        DDP over torch's backend gloo, the baseline, and over the backend allred
+    hooked late, hooked early   allred.distributed(torch_optimizer): gradients are sent in one group at the end of the
+                                backward pass, or in buckets during it; `auto` says which way allred would choose
+    local                       the step without communication: the limit
+
+Lines: `mlp`, six Linear with ReLU, at several batch sizes; `resnet`, a ResNet-20 on images of 32 pixels; `grouped`, the
+mean of the gradients of a model as tensors: one grouped_allreduce_ of allred against an all_reduce of gloo and a
+division for each tensor; `host` and `sleep`: see bench/torch_hooks.py.
+
+A speedup is the ratio of two samples of the same round; the median and the lower quartile of the ratios are shown. Set
+OMP_NUM_THREADS=1. All variants of a model must have the same parameters after the first steps, on all ranks.
+"""
+
+import argparse
+import copy
+import functools
+import gc
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import allred
+from allred.bench import measure, output, torch_hooks, verify
+from allred.comm import functions
+from allred.torch.tensors import as_array
+
+LAYERS = 6
+CLASSES = 10
+_VERIFIED_STEPS = 4  # the first ones are never sent early
+_TOLERANCE = 1e-3  # of the largest change of a parameter
+Record = dict[str, Any]
+Data = tuple[Any, Any]  # inputs and classes of a batch
+
+
+def run(options: argparse.Namespace, comm: Any, conditions: Record) -> None:
+    """Measure; rank 0 prints. Calls allred.shutdown()."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1").split(",")[0]))
+    dist.init_process_group("allred")
+    gloo = dist.new_group(backend="gloo")
+    labels = {"ranks": comm.Get_size(), "backend": functions.current().name, "torch": torch.__version__}
+    labels["threads_of_torch"] = torch.get_num_threads()
+    prints = comm.Get_rank() == 0
+    if prints and not options.json:
+        print(f"torch {labels['torch']}: {labels['ranks']} ranks, backend {labels['backend']}")
+        print(*output.condition_lines(conditions), sep="\n", flush=True)
+    for result in _measure(options, comm, gloo):
+        record = {"bench": "torch", **result, **labels, **conditions}
+        if prints and options.json:
+            output.ResultWriter(as_json=True, enabled=True).line(record)
+        elif prints:
+            print(_row(result), flush=True)
+        gc.collect()  # a hooked optimizer is part of a cycle of references; several of them send nothing early
+    dist.destroy_process_group()
+    comm.Free()
+    allred.shutdown()
+
+
+def _measure(options: argparse.Namespace, comm: Any, gloo: Any) -> Iterator[Record]:
+    generator, width, seconds = torch.Generator().manual_seed(comm.Get_rank()), options.width, options.seconds
+
+    def data(*shape: int) -> Data:
+        return torch.randn(*shape, generator=generator), torch.randint(CLASSES, shape[:1], generator=generator)
+
+    variants = _variants(functools.partial(_mlp, width), gloo)
+    for batch in options.batches:
+        yield {"set": "mlp", "batch": batch, **_measure_model(variants, data(batch, width), seconds, comm)}
+    del variants
+    gc.collect()
+    batch = options.batches[len(options.batches) // 2]
+    images = data(batch, 3, 32, 32)
+    yield {"set": "resnet", "batch": batch, **_measure_model(_variants(_resnet, gloo), images, seconds, comm)}
+    yield {"set": "grouped", **_measure_grouped(options.tensors, seconds, comm, gloo)}
+    yield {"set": "host", **torch_hooks.measure_host(seconds, comm)}
+    yield {"set": "sleep", **torch_hooks.measure_sleep([(width, width)] * LAYERS, seconds, comm)}
+
+
+def _compare(times: dict[str, measure.CallTimes], baseline: str) -> Record:
+    """Return the medians, and the speedups over the baseline: the median and the lower quartile."""
+    ratios = {name: times[baseline].seconds / each.seconds for name, each in times.items() if name != baseline}
+    return {
+        "against": baseline,
+        "p50_us": {name: output.rounded(each.us(50)) for name, each in times.items()},
+        "speedup": {name: output.rounded(float(np.median(each))) for name, each in ratios.items()},
+        "speedup_q25": {name: output.rounded(float(np.percentile(each, 25))) for name, each in ratios.items()},
+        "samples": len(times[baseline].seconds),
+    }
+
+
+def _row(result: Record) -> str:
+    """Describe a record in one line."""
+    label = " ".join(str(result[key]) for key in ("set", "batch", "tensors") if key in result)
+    words = [f"{name} {output.number(us / 1e3)} ms" for name, us in result.get("p50_us", {}).items()]
+    for name, speedup in result.get("speedup", {}).items():
+        words.append(f"{name} {speedup:.2f}x (lower quartile {result['speedup_q25'][name]:.2f})")
+    words += [
+        f"{key[:-3]} {output.number(result[key])} us" for key in result if key.endswith("_us") and key != "p50_us"
+    ]
+    words += [f"{name}: {output.number(us)} us" for name, us in result.get("parts", {}).items()]
+    words += [f"{key} {result[key]}" for key in ("share", "share_q25", "auto") if key in result]
+    return f"{label:>16}  {', '.join(words)}"
+
+
+# Models.
+
+
+def _mlp(width: int) -> nn.Module:
+    layers = [part for _ in range(LAYERS - 1) for part in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(width, max(width, CLASSES)))
+
+
+class _Block(nn.Module):
+    """A basic block of a ResNet."""
+
+    def __init__(self, channels: int, out: int, stride: int) -> None:
+        super().__init__()
+        first, second = nn.Conv2d(channels, out, 3, stride, 1, bias=False), nn.Conv2d(out, out, 3, 1, 1, bias=False)
+        self.body = nn.Sequential(first, nn.BatchNorm2d(out), nn.ReLU(), second, nn.BatchNorm2d(out))
+        smaller = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+        self.shortcut = nn.Identity() if channels == out else smaller
+
+    def forward(self, x: Any) -> Any:
+        return torch.relu(self.body(x) + self.shortcut(x))
+
+
+def _resnet() -> nn.Module:
+    """Return a ResNet-20: three stages of three blocks."""
+    sizes = [(16, 16, 1), (16, 16, 1), (16, 16, 1), (16, 32, 2), (32, 32, 1), (32, 32, 1), (32, 64, 2), (64, 64, 1)]
+    blocks = [_Block(*size) for size in [*sizes, (64, 64, 1)]]
+    stem = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, CLASSES))
+
+
+class _Variant(NamedTuple):
+    model: nn.Module
+    optimizer: Any
+    early: bool | None = None  # of a hooked optimizer: whether gradients are sent during the backward pass
+
+    def step(self, data: Data) -> None:
+        if self.early is not None:
+            self.optimizer.allred.send_early(self.early)
+        self.optimizer.zero_grad()
+        nn.functional.cross_entropy(self.model(data[0]), data[1]).backward()
+        self.optimizer.step()
+
+
+Variants = dict[str, _Variant]
+
+
+def _variants(make: Callable[[], nn.Module], gloo: Any) -> Variants:
+    """Return the variants of a model, with equal parameters. The hooked ones share a model."""
+    torch.manual_seed(0)
+    models = [make()]
+    models += [copy.deepcopy(models[0]) for _ in range(3)]
+    hooked, local, *others = [_Variant(model, torch.optim.SGD(model.parameters(), lr=0.01)) for model in models]
+    allred.distributed(hooked.optimizer, name="hooked")
+    found = {}
+    for name, (model, optimizer, _), group in zip(("ddp gloo", "ddp allred"), others, (gloo, None), strict=True):
+        found[name] = _Variant(DistributedDataParallel(model, process_group=group), optimizer)
+    found |= {"hooked late": hooked._replace(early=False), "hooked early": hooked._replace(early=True), "local": local}
+    return found
+
+
+def _measure_model(variants: Variants, data: Data, seconds: float, comm: Any) -> Record:
+    _verify_model(variants, data, comm)
+    auto = "early" if variants["hooked late"].optimizer.allred.decide_overlap() else "late"
+    calls = {name: functools.partial(variant.step, data) for name, variant in variants.items()}
+    nbytes = sum(parameter.nbytes for parameter in variants["local"].model.parameters())
+    return {"bytes": nbytes, "auto": auto, **_compare(measure.interleave(calls, comm, seconds), "ddp gloo")}
+
+
+def _verify_model(variants: Variants, data: Data, comm: Any) -> None:
+    """Compare the parameters of the variants after steps from the same start, on all ranks. Collective."""
+    start = [parameter.detach().clone() for parameter in variants["ddp gloo"].model.parameters()]  # equal on all ranks
+    changes: dict[str, Any] = {}
+    for name, variant in variants.items():
+        parameters = list(variant.model.parameters())
+        for parameter, value in zip(parameters, start, strict=True):
+            parameter.data.copy_(value)
+        for _ in range(_VERIFIED_STEPS):
+            variant.step(data)
+        both = zip(parameters, start, strict=True)
+        changes[name] = torch.cat([(new.detach() - old).reshape(-1) for new, old in both])
+    expected = torch.from_numpy(comm.bcast(changes["ddp gloo"].numpy()))  # that of rank 0
+    largest = float(expected.abs().max())
+    for name in variants.keys() - {"local"}:
+        off = float((changes[name] - expected).abs().max())
+        problem = "" if off <= _TOLERANCE * largest else f"off by {off:g}, where the largest change is {largest:g}"
+        verify.raise_if_any(f"torch: the parameters of {name}", problem, comm)
+
+
+# Gradients without a model.
+
+
+def _measure_grouped(name: str, seconds: float, comm: Any, gloo: Any) -> Record:
+    size, tensors = comm.Get_size(), [torch.zeros(shape) for shape in verify.PS_SETS[name]()]
+
+    def grouped() -> None:
+        allred.grouped_allreduce_([as_array(tensor) for tensor in tensors])
+
+    def per_tensor() -> None:
+        for tensor in tensors:
+            dist.all_reduce(tensor, group=gloo)
+            tensor.div_(size)
+
+    calls = {"gloo per tensor": per_tensor, "allred": grouped}
+    for title, call in calls.items():
+        for index, tensor in enumerate(tensors):
+            tensor.fill_(index + comm.Get_rank())
+        call()
+        wrong = [i for i, tensor in enumerate(tensors) if not bool((tensor == i + (size - 1) / 2).all())]
+        verify.raise_if_any(f"torch: grouped by {title}", f"tensors {wrong[:5]}" if wrong else "", comm)
+    for tensor in tensors:
+        tensor.zero_()
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    return {"tensors": name, "bytes": nbytes, **_compare(measure.interleave(calls, comm, seconds), "gloo per tensor")}

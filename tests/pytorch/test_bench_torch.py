@@ -1,0 +1,39 @@
+"""`bench torch` with tiny sizes; it verifies its variants itself. The job takes about 20 s of CPU time: 6 s are
+the import of torch.
+"""
+
+import json
+
+import pytest
+
+from allred import testing
+
+pytest.importorskip("torch")
+
+SIZES = "--batches 1,2 --width 16 --tensors tiny --seconds 0 --json"
+VARIANTS = {"ddp gloo", "ddp allred", "hooked late", "hooked early", "local"}
+
+
+@pytest.mark.limit(300)
+def test_the_lines():
+    arguments = ["-m", "allred", "bench", "torch", "--against", "ddp", *SIZES.split()]
+    result = testing.mpirun(2, *arguments, env={"OMP_NUM_THREADS": "1"}, timeout_s=280)
+    assert result.code == 0, result.text
+    lines = [json.loads(line) for line in result.out.splitlines()]
+    assert [(line["set"], line.get("batch")) for line in lines] == [
+        *(("mlp", 1), ("mlp", 2), ("resnet", 2)),
+        *(("grouped", None), ("host", None), ("sleep", None)),
+    ]
+    for line in lines:
+        assert (line["bench"], line["ranks"], line["threads_of_torch"]) == ("torch", 2, 1)
+        assert line["samples"] > 0
+    for line in lines[:3]:
+        assert line["auto"] in ("early", "late")
+        assert set(line["p50_us"]) == VARIANTS
+        assert set(line["speedup"]) == set(line["speedup_q25"]) == VARIANTS - {"ddp gloo"}
+    _, _, _, grouped, host, sleep = lines
+    assert set(grouped["p50_us"]) == {"gloo per tensor", "allred"}
+    assert host["tensors"] == 161
+    assert host["hooked_us"] > host["local_us"] > 0
+    assert all(us > 0 for us in host["parts"].values())
+    assert sleep.keys() > {"compute_us", "communicate_us", "after_us", "early_us", "share", "share_q25"}
