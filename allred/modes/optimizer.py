@@ -33,11 +33,8 @@ _SCALER, _EXTRA = "the optimizer's scaler", "what else there is"  # keys in a ch
 
 def _deprecated(old: str, new: str) -> property:
     def get(self: "DistributedOptimizer") -> Any:
-        warnings.warn(
-            f"DistributedOptimizer.{old} is now session_support.{new}; the old name is removed in version 1.0",
-            DeprecationWarning,
-            stacklevel=2,
-        )
+        text = f"DistributedOptimizer.{old} is now session_support.{new}; the old name is removed in version 1.0"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
         return getattr(self.session_support, new)
 
     return property(get, doc=f"Deprecated: use `session_support.{new}`.")

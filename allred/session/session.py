@@ -164,18 +164,15 @@ class Session:
             raise InputError("session.track() was called already; track everything in one call")
         params, optimizer, more = coordination.tracked(given := params, optimizer, more)
         state = SessionState(self.hooks, data, more)
-        restored = extra = None
         with coordination.extended_timeout(self._wait_s):
             self._saver.directory = coordination.agree(self._saver.directory, self.max_steps, sorted(more), data)
             if self._interval_given and not self._saver.directory:
                 raise InputError("Session: save_secs and save_steps need a checkpoint_dir")
             check_directories(self.hooks, self._saver.directory)
-            if self._saver.directory:
-                restored, extra = optimizer.restore_all(self._saver.directory, params)
-                if restored is None:
-                    optimizer.broadcast_others(given)
-            else:
-                optimizer.broadcast(given)
+            directory = self._saver.directory
+            restored, extra = optimizer.restore_all(directory, params) if directory else (None, None)
+            if restored is None:  # `restore_all` has copied the parameters
+                (optimizer.broadcast_others if directory else optimizer.broadcast)(given)
             if extra is not None:
                 state.load(extra, f"{self._saver.directory}, step {restored}")
             error = final_checkpoint.directory_error(self._saver) if self.is_chief else None

@@ -132,7 +132,10 @@ class HookedOptimizer(DistributedOptimizer):
         """Internal: a gradient of the current backward pass is complete."""
         if (task := _graph_task()) != self._graph_task:
             self._graph_task = task
-            if not context.is_active() and call_at_end(self):
+            if context.is_active():
+                if self._gradients_of_step > 1:
+                    call_at_end(self)
+            elif call_at_end(self):
                 self._sends_early = self._may_send_early()
         if self._sends_early and name not in self._torch.sparse.names and not parameter.grad.is_sparse:
             super().reduce(name, self._torch.gradient(name, parameter), self.samples)
@@ -173,11 +176,11 @@ class HookedOptimizer(DistributedOptimizer):
             self._sync_mode().forget_order()
 
     def end_of_backward(self) -> None:
-        """Internal: reduce the gradients, or count a micro-step. Collective."""
+        """Internal: reduce the gradients, or count a micro-step. Collective in mode sync; in mode ps `step` pushes."""
         if self._gradients_of_step > 1:
             self._micro_samples.append(claim_samples(self.samples))
             self.samples = None
-            if len(self._micro_samples) < self._gradients_of_step:
+            if len(self._micro_samples) < self._gradients_of_step or context.is_active():
                 return
         self._reduce_all()
 

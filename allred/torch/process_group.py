@@ -7,6 +7,7 @@ torch calls some collectives by several names: 2.13 has renamed some, and keeps 
 selects the collective of an inner group, NCCL.
 """
 
+import collections
 import contextlib
 import datetime
 import functools
@@ -28,6 +29,10 @@ from allred.torch.tensors import as_movable
 from allred.torch.torch_work import Part, TorchWork
 
 Tensors = Sequence[torch.Tensor]
+
+# torch before 2.7 does not keep the Python objects of the Work that its C++ code waits for; without them a wait never
+# ends. A group keeps those that are not complete, and this number of those that are.
+_KEPT = 500 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7) else 0
 
 
 def create(options: Any) -> "AllredGroup":
@@ -86,7 +91,8 @@ class AllredGroup(dist.ProcessGroup):
         self._store = store
         self._limit_s = None if timeout is None else timeout.total_seconds()
         self._inner: dict[str, Any] = {}
-        self._unfinished: list[TorchWork] = []  # older versions of torch do not keep the Work that their C++ code uses
+        self._unfinished: list[TorchWork] = []
+        self._finished = collections.deque[TorchWork](maxlen=_KEPT)
         self._coalesced: list[TorchWork] | None = None
         self._name = self._description = ""
 
@@ -298,7 +304,13 @@ class AllredGroup(dist.ProcessGroup):
         for work, _ in parts:
             work.place = place
         made = TorchWork(parts, outputs, self._limit_of(opts))
-        self._unfinished = [*(each for each in self._unfinished if not each.is_released()), made]
+        unfinished, self._unfinished = self._unfinished, [made]
+        for each in unfinished:
+            if not each.is_released():
+                self._unfinished.insert(-1, each)
+            elif _KEPT:
+                each.release_outputs()
+                self._finished.append(each)
         if self._coalesced is not None:
             self._coalesced.append(made)
         return made
@@ -354,10 +366,15 @@ class AllredGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
+        if self not in dist.distributed_c10d._world.pg_map:  # torch makes this group: 2.15 attaches its flight recorder
+            return []  # to a group with devices, and fails, because this group has no backend in C++
         return [torch.device("cpu"), *map(torch.device, self._inner)]
 
     def _get_backend(self, device: torch.device) -> Any:
-        return self if torch.device(device).type == "cpu" else self.inner(torch.device(device).type)
+        kind = torch.device(device).type
+        if kind == "cuda" and not torch.cuda.is_available():  # torch 2.5 asks in each new_group, and expects this error
+            raise RuntimeError("group allred: there is no GPU")
+        return self if kind == "cpu" else self.inner(kind)
 
     supports_splitting = supports_coalescing = supports_time_estimate = False
 

@@ -7,6 +7,7 @@ backward pass, before the callbacks that DistributedDataParallel registers there
 
 import contextlib
 import datetime
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,6 +47,7 @@ class TorchWork(_distributed_c10d.Work):
         self._parts, self._outputs, self._limit_s = list(parts), list(outputs), limit_s
         self._error: BaseException | None = None
         self._future: TorchFuture | None = None
+        self._released: list[weakref.ref[torch.Tensor]] = []  # the outputs, after `release_outputs`
         self.source = -1  # of a received message: the sender's index in the group
 
     def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
@@ -77,7 +79,7 @@ class TorchWork(_distributed_c10d.Work):
         if future is not None and isinstance(self._error, Exception):
             future.set_exception(self._error)
         elif future is not None and not self._parts:
-            future.set_result(self._outputs)
+            future.set_result(self.result())
 
     def get_future(self) -> "TorchFuture":
         """Return a future of the output tensors."""
@@ -99,6 +101,10 @@ class TorchWork(_distributed_c10d.Work):
         operations, and so must run at the same point of the program on all ranks: in a wait."""
         return not self._parts or self._error is not None or (self._future is None and self.is_completed())
 
+    def release_outputs(self) -> None:
+        """Keep the outputs of the complete operations no longer than others do."""
+        self._released, self._outputs = [weakref.ref(tensor) for tensor in self._outputs], []
+
     def is_success(self) -> bool:
         return self.is_completed() and self._error is None
 
@@ -112,7 +118,7 @@ class TorchWork(_distributed_c10d.Work):
         self.wait()
 
     def result(self) -> list[torch.Tensor]:
-        return self._outputs
+        return self._outputs or [tensor for each in self._released if (tensor := each()) is not None]
 
     def source_rank(self) -> int:
         return self.source

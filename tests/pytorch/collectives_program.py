@@ -88,9 +88,10 @@ def other_operators(rank, size):
     tensor = data(rank, 5)
     dist.all_reduce(tensor, dist.ReduceOp.AVG)
     same(tensor, sum(data(r, 5) for r in range(size)) / size, size)
-    tensor = data(rank, 5)
-    dist.all_reduce(tensor, dist._make_nccl_premul_sum(0.5))
-    same(tensor, sum(data(r, 5) * 0.5 for r in range(size)), size)
+    premul = dist._make_nccl_premul_sum(0.5)
+    if hasattr(premul, "factor"):  # torch 2.5 lacks it
+        dist.all_reduce(tensor := data(rank, 5), premul)
+        same(tensor, sum(data(r, 5) * 0.5 for r in range(size)), size)
     for dtype in (torch.int8, torch.int64, torch.uint8):  # rounded toward zero; Lightning needs it
         signed = [-5 - r for r in range(size)] if dtype.is_signed else [5] * size
         tensor = torch.tensor([signed[rank], 4 * rank + 1], dtype=dtype)
@@ -238,6 +239,14 @@ def all_to_all(rank, size):
         return out
 
     both(size, split)
+
+    def uneven(group):
+        out = torch.zeros((rank + 1) * size, 2)
+        splits = [r + 1 for r in range(size)]
+        dist.all_to_all_single(out, data(rank, sum(splits), 2), [rank + 1] * size, splits, group=group)
+        return out
+
+    both(size, uneven)
 
 
 def gather_and_scatter(rank, size):

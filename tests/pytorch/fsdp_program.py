@@ -1,5 +1,6 @@
 """FSDP 1 and 2, distributed checkpoints and torch.compile on backend allred, compared with gloo or a single process."""
 
+import shutil
 import sys
 import tempfile
 
@@ -11,8 +12,13 @@ from cases import same
 from ddp_program import Net, batches, both
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
+
+try:
+    from torch.distributed.fsdp import fully_shard
+except ImportError:  # torch 2.5
+    from torch.distributed._composable.fsdp import fully_shard
 
 
 def layers():
@@ -75,6 +81,15 @@ def checkpoints(rank, size):
     """Save a sharded model and restore it in another; synchronously and in the background."""
     directory = [tempfile.mkdtemp(prefix="allred-dcp-") if rank == 0 else ""]
     dist.broadcast_object_list(directory)
+    try:
+        save_and_restore(rank, size, directory[0])
+        dist.barrier()
+    finally:
+        if rank == 0:
+            shutil.rmtree(directory[0])
+
+
+def save_and_restore(rank, size, directory):
 
     def make(seed):
         torch.manual_seed(seed)
@@ -86,7 +101,7 @@ def checkpoints(rank, size):
     steps(rank, model, optimizer)
     for name in ("sync", "async"):
         weights, state = get_state_dict(model, optimizer)
-        values, where = {"model": weights, "optimizer": state}, f"{directory[0]}/{name}"
+        values, where = {"model": weights, "optimizer": state}, f"{directory}/{name}"
         if name == "sync":
             dcp.save(values, checkpoint_id=where)
         else:

@@ -44,6 +44,14 @@ def run_case(name, function, variant=""):
         print(f"case {variant}{name}: {failed or 'ok'}", flush=True)
 
 
+def named(model):
+    """The parameters of a module for an optimizer, with their names where torch accepts these: since 2.6."""
+    import torch  # not where pytest imports this file
+
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    return list(model.named_parameters() if version >= (2, 6) else model.parameters())
+
+
 def names(program, decorators="case|case_twice"):
     """The names of the cases in the file of a program."""
     found = re.findall(rf"^@({decorators})\ndef (\w+)", pathlib.Path(program).read_text(), re.MULTILINE)

@@ -10,12 +10,13 @@ import warnings
 
 import numpy as np
 import torch
-from hooked_cases import run_case
+from hooked_cases import named, run_case
 from torch import nn
 from torch.nn import functional
 
 import allred
 from allred.errors import InputError
+from allred.session import Hook
 
 torch.set_num_threads(1)
 warnings.simplefilter("error")
@@ -91,7 +92,7 @@ def check_bits(make, dtype=torch.float32, schedule=None, prepare=lambda model, o
 
 
 def sgd(model):
-    return torch.optim.SGD(model.layers.named_parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+    return torch.optim.SGD(named(model.layers), lr=0.1, momentum=0.9, weight_decay=1e-3)
 
 
 def adam(model):
@@ -259,6 +260,34 @@ def a_session_in_mode_sync_continues_it():
 @case(2)
 def a_session_in_mode_ps_continues_that():
     part(6, 9, seed=5)
+
+
+class Steps(Hook):
+    def __init__(self):
+        self.seen = []
+
+    def after_step(self, session, values):
+        self.seen.append((session.step, values["number"]))
+
+
+@case(2)
+def a_session_in_mode_ps_with_accumulated_batches():
+    model = Net()
+    other = copy.deepcopy(model)
+    opt, plain = allred.distributed(adam(model), accumulate=2), adam(other)
+    hook = Steps()
+    with allred.Session(max_steps=3, hooks=[hook], log_steps=None) as session:
+        session.track(params=model, optimizer=opt)
+        for number in session.steps(range(100)):
+            for net, optimizer in ((model, opt), (other, plain)):
+                x, y = batch(number)
+                (functional.cross_entropy(net(x), y) / 2).backward()
+                if number % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            session.log(number=number)
+    assert hook.seen == [(1, 0.5), (2, 2.5), (3, 4.5)]
+    same(model, other)
 
 
 def restored(directory):

@@ -9,6 +9,7 @@ import warnings
 
 import numpy as np
 import torch
+from hooked_cases import named
 from torch import nn
 from torch.nn import functional
 
@@ -19,7 +20,7 @@ torch.set_num_threads(1)
 warnings.simplefilter("error")
 
 MAKE = {
-    "sgd": lambda model: torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3),
+    "sgd": lambda model: torch.optim.SGD(named(model), lr=0.1, momentum=0.9, weight_decay=1e-3),
     "adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.01),
     "groups": lambda model: torch.optim.AdamW(
         [{"params": model[0].parameters(), "lr": 0.02}, {"params": model[2].parameters(), "betas": (0.8, 0.9)}], lr=0.01

@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import torch
-from hooked_cases import case, run_cases
+from hooked_cases import case, named, run_cases
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -35,7 +35,7 @@ def train(directory, max_steps, seed=0, workers=0, optimizer=torch.optim.AdamW):
     """Train up to a step. Return the model, the numbers of the rows of this rank, and what was restored."""
     torch.manual_seed(seed)
     model = Net()
-    opt = allred.distributed(optimizer(model.named_parameters(), lr=0.01))
+    opt = allred.distributed(optimizer(named(model), lr=0.01))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, STEPS)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(45, 8, generator=generator)

@@ -1,6 +1,9 @@
 """The process group without other ranks: what is forwarded to the inner group, and registration that fails."""
 
+import collections
 import datetime
+import gc
+import weakref
 
 import pytest
 
@@ -26,9 +29,12 @@ class InnerGroup:
 
 
 @pytest.fixture
-def group():
+def group(monkeypatch):
     communicator = Communicator(SingleBackend(), 10.0)
-    return process_group.AllredGroup(communicator, dist.HashStore(), datetime.timedelta(seconds=7))
+    made = process_group.AllredGroup(communicator, dist.HashStore(), datetime.timedelta(seconds=7))
+    assert made._device_types == []  # else torch 2.15 attaches its flight recorder, and fails
+    monkeypatch.setitem(dist.distributed_c10d._world.pg_map, made, ("allred", None))
+    return made
 
 
 METHODS = [
@@ -90,6 +96,30 @@ def test_tensors_on_the_host_are_not_forwarded(group, monkeypatch):
 def test_a_device_without_a_group(group):
     with pytest.raises(InputError, match="tensors on meta are not supported; use tensors on the CPU or on a CUDA GPU"):
         group.allreduce([torch.zeros(2, device="meta")])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_group_of_gpus_without_a_gpu(group):
+    """torch 2.5 asks for it in new_group, and ignores a RuntimeError."""
+    with pytest.raises(RuntimeError, match="there is no GPU"):
+        group._get_backend(torch.device("cuda"))
+
+
+@pytest.mark.parametrize("kept", [0, 2])
+def test_complete_work_is_kept_for_older_versions_of_torch(group, monkeypatch, kept):
+    """Their C++ code waits for a Work whose Python object would be gone."""
+    monkeypatch.setattr(process_group, "_KEPT", kept)
+    group._finished = collections.deque(maxlen=kept)
+    tensor = torch.ones(2)
+    output = weakref.ref(tensor)
+    works = [weakref.ref(group.allreduce([tensor]))]
+    assert works[0]().result() == [tensor]
+    del tensor
+    works += [weakref.ref(group.barrier()) for _ in range(3)]
+    gc.collect()
+    assert output() is None
+    assert [work() is not None for work in works] == [False, kept > 0, kept > 0, True]
+    assert all(work().wait() for work in works if work() is not None)
 
 
 def test_registration_that_fails_raises_nothing(monkeypatch, capsys):
