@@ -155,10 +155,10 @@ class ProcessSet:
 
 
 def dedicated(ranks: Sequence[int], title: str) -> Communicator:
-    """Create a communicator of these ranks that no process set uses, with operations of its own. Collective among them.
-    title: the same on all members, and different from that of other communicators of these ranks."""
-    base = _current()
-    members = ProcessSet(ranks).ranks
+    """Create a communicator of these ranks, in this order, that no process set uses, with operations of its own.
+    Collective among them. title: the same on all members, and different from that of other communicators of these
+    ranks."""
+    base, members = _current(), tuple(ranks)
     queue = WorkQueue(base.config.timeout_s, members=[rank + base.servers for rank in members])
     made = queue.start(f"the creation of {title}", base.create(members, title)).wait()
     base.made[title, members] = made
