@@ -127,6 +127,11 @@ class Work(Generic[T]):
         self._queue.progress(self)
         return self._finished and (self.end is None or self.end.done())
 
+    @property
+    def limit_s(self) -> float:
+        """The time limit of `wait()` without argument, in seconds."""
+        return self._queue.timeout_s
+
     def wait(self, timeout_s: float | None = None) -> T:
         """Wait until the operation is complete, and return its result.
 

@@ -11,7 +11,9 @@ import collections
 import contextlib
 import datetime
 import functools
-import math
+import itertools
+import sys
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,15 +22,21 @@ import torch
 import torch.distributed as dist
 
 from allred import world
-from allred.arrays import Array, flat
+from allred.arrays import flat
 from allred.comm import header, process_set
 from allred.comm.communicator import Communicator
 from allred.errors import AllredError, InputError
-from allred.torch import join_ranks, reductions
+from allred.torch import data_movement, join_ranks, reductions
 from allred.torch.tensors import as_movable
 from allred.torch.torch_work import Part, TorchWork
 
 Tensors = Sequence[torch.Tensor]
+_OPTIONS = {int: "rootRank", datetime.timedelta: "timeout"}  # arguments in place of options, by type; others: reduceOp
+
+
+class DeviceError(InputError, RuntimeError):
+    """There is no group for tensors on a device."""
+
 
 # torch before 2.7 does not keep the Python objects of the Work that its C++ code waits for; without them a wait never
 # ends. A group keeps those that are not complete, and this number of those that are.
@@ -47,29 +55,48 @@ def create(options: Any) -> "AllredGroup":
     return AllredGroup(communicator, options.store, timeout)
 
 
-def collective(kind: str = "") -> Callable[[Callable[..., TorchWork]], Callable[..., Any]]:
+def collective(kind: str = "", takes_lists: bool = True) -> Callable[[Callable[..., TorchWork]], Callable[..., Any]]:
     """Decorate a method that starts operations: forward tensors on other devices to the inner group, and raise the
-    InputError of a rank on all ranks. kind: of header.KINDS; "" for a message, which is raised here."""
+    InputError of a rank on all ranks.
+
+    kind: of header.KINDS; "" for a message, whose error is raised here only. takes_lists: whether the arguments are
+    lists of tensors.
+    """
 
     def decorate(method: Callable[..., TorchWork]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call(self: "AllredGroup", *arguments: Any, **named: Any) -> Any:
-            arguments += tuple(named.values())  # torch names only the last argument, the options
+            arguments += tuple(named.values())  # in the order of the parameters
             if (device := _device_of(arguments)) != "cpu":
                 return getattr(self.inner(device), method.__name__)(*arguments)
+            if kind and not (arguments and hasattr(arguments[-1], "timeout")):
+                arguments = _with_options(arguments, takes_lists)
             try:
                 work = method(self, *arguments)
             except InputError as error:
                 if kind:
                     self.communicator.check(kind, f"{method.__name__}()", problem=str(error)).wait()
                 raise
-            if getattr(arguments[-1] if arguments else None, "asyncOp", True) is False:
+            if getattr(arguments[-1], "asyncOp", True) is False:
                 work.wait()
             return work
 
         return torch._disable_dynamo(call)  # type: ignore[no-any-return]
 
     return decorate
+
+
+def _with_options(arguments: Sequence[Any], takes_lists: bool) -> tuple[Any, ...]:
+    """Return the arguments of a call without options as those of a call with options. Such calls have root, operator
+    and time limit as arguments, or none of them, and may have a tensor in place of a list of one tensor."""
+    tensors = [each for each in arguments if isinstance(each, (torch.Tensor, list, tuple))]
+    if takes_lists and any(isinstance(each, torch.Tensor) for each in tensors):
+        tensors = [[each] for each in tensors]
+    options = types.SimpleNamespace(reduceOp=dist.ReduceOp.SUM, rootRank=0, timeout=None)
+    for each in arguments:
+        if each is not None and not isinstance(each, (torch.Tensor, list, tuple)):
+            setattr(options, _OPTIONS.get(type(each), "reduceOp"), each)
+    return (*tensors, options)
 
 
 def _device_of(arguments: Sequence[Any]) -> str:
@@ -91,49 +118,52 @@ class AllredGroup(dist.ProcessGroup):
         self._store = store
         self._limit_s = None if timeout is None else timeout.total_seconds()
         self._inner: dict[str, Any] = {}
-        self._unfinished: list[TorchWork] = []
+        self._numbers = itertools.count()
+        self._unfinished: dict[int, TorchWork] = {}  # by number, until complete: the program need not keep them
         self._finished = collections.deque[TorchWork](maxlen=_KEPT)
-        self._coalesced: list[TorchWork] | None = None
+        self._first_coalesced = 0  # the first number of the operations to coalesce
         self._name = self._description = ""
 
     # Reductions.
 
     @collective("allreduce")
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> TorchWork:
+    def allreduce(self, tensors: Tensors, opts: Any) -> TorchWork:
         return self._allreduce(tensors, opts)
 
     @collective("allreduce")
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> TorchWork:
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> TorchWork:
         return self._allreduce(tensors, opts)
 
     def _allreduce(self, tensors: Tensors, opts: Any) -> TorchWork:
         """As `allreduce`. If the caller waits at once (asyncOp is false), without a time limit, take the faster way."""
-        blocking = getattr(opts, "asyncOp", True) is False and self._coalesced is None and self._limit_of(opts) is None
-        parts = reductions.allreduce(self.communicator, tensors, _op(opts), blocking)
+        blocking = getattr(opts, "asyncOp", True) is False and self._limit_of(opts) is None
+        parts = reductions.allreduce(self.communicator, tensors, opts.reduceOp, blocking)
         return TorchWork(parts, tensors, None) if blocking else self._start(parts, tensors, opts)
 
     @collective("allreduce")
     def reduce(self, tensors: Tensors, opts: Any) -> TorchWork:
-        name, is_root = self._name_with_root("reduce", opts), opts.rootRank == self.communicator.rank
-        parts = [reductions.reduce(self.communicator, tensor, _op(opts), is_root, name) for tensor in tensors]
+        name, is_root = self._name_with_root("reduce", opts), self._is_root(opts)
+        parts = [reductions.reduce(self.communicator, tensor, opts.reduceOp, is_root, name) for tensor in tensors]
         return self._start(parts, tensors, opts)
 
     @collective("reducescatter")
-    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> TorchWork:
-        pairs = zip(outputs, inputs, strict=True)
-        parts = [reductions.reducescatter(self.communicator, one, several, _op(opts)) for one, several in pairs]
-        return self._start(parts, outputs, opts)
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> TorchWork:
+        return self._reduce_scatter(outputs, inputs, opts)
 
     @collective("reducescatter")
-    def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> TorchWork:
-        pairs = zip(outputs, inputs, strict=True)
-        parts = [reductions.reducescatter(self.communicator, one, [whole], _op(opts)) for one, whole in pairs]
-        return self._start(parts, outputs, opts)
+    def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> TorchWork:
+        return self._reduce_scatter(outputs, [[tensor] for tensor in inputs], opts)
 
-    @collective("reducescatter")
-    def _reduce_scatter_base(self, output: torch.Tensor, whole: torch.Tensor, opts: Any = None) -> TorchWork:
-        part = reductions.reducescatter(self.communicator, output, [whole], _op(opts))
-        return self._start([part], [output], opts)
+    @collective("reducescatter", takes_lists=False)
+    def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> TorchWork:
+        return self._reduce_scatter([output], [[tensor]], opts)
+
+    def _reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> TorchWork:
+        """inputs: for each output a tensor for each rank, or one for all."""
+        _check_lengths(outputs, inputs)
+        pairs, op = zip(outputs, inputs, strict=True), opts.reduceOp
+        parts = [reductions.reducescatter(self.communicator, output, several, op) for output, several in pairs]
+        return self._start(parts, outputs, opts)
 
     reduce_scatter_single = _reduce_scatter_base
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
@@ -149,113 +179,69 @@ class AllredGroup(dist.ProcessGroup):
         )
 
     @collective("allgather")
-    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> TorchWork:
-        parts = [self._gather(into, tensor) for into, tensor in zip(outputs, inputs, strict=True)]
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> TorchWork:
+        return self._allgather(outputs, inputs, opts)
+
+    @collective("allgather")
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> TorchWork:
+        for into in outputs:
+            _check_lengths(into, inputs)
+        return self._allgather([[into[i] for into in outputs] for i in range(len(inputs))], inputs, opts)
+
+    @collective("allgather")
+    def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> TorchWork:
+        return self._allgather([[output] for output in outputs], inputs, opts)
+
+    @collective("allgather", takes_lists=False)
+    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> TorchWork:
+        return self._allgather([[output]], [tensor], opts)
+
+    def _allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> TorchWork:
+        """outputs: for each input a tensor for each rank, or one for all."""
+        _check_lengths(outputs, inputs)
+        pairs = zip(outputs, inputs, strict=True)
+        parts = [data_movement.allgather(self.communicator, into, tensor) for into, tensor in pairs]
         return self._start(parts, [tensor for into in outputs for tensor in into], opts)
-
-    @collective("allgather")
-    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> TorchWork:
-        parts = [self._gather([each[i] for each in outputs], tensor) for i, tensor in enumerate(inputs)]
-        return self._start(parts, [tensor for into in outputs for tensor in into], opts)
-
-    @collective("allgather")
-    def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> TorchWork:
-        parts = [self._gather([into], tensor) for into, tensor in zip(outputs, inputs, strict=True)]
-        return self._start(parts, outputs, opts)
-
-    @collective("allgather")
-    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> TorchWork:
-        return self._start([self._gather([output], tensor)], [output], opts)
 
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
-    def _gather(self, outputs: Tensors, tensor: torch.Tensor) -> Part:
-        """Start an allgather. outputs: a tensor for each rank, or one for all."""
-        targets, source = [as_movable(each) for each in outputs], flat(as_movable(tensor))
-        if len(targets) != 1:
-            self._check_sizes([source] * self.communicator.size, targets)
-        elif targets[0].size != source.size * self.communicator.size:
-            raise InputError(
-                f"the output tensor has {targets[0].size} elements; expected {source.size} for each of "
-                f"{self.communicator.size} ranks"
-            )
-        elif targets[0].flags.c_contiguous:
-            return self.communicator.allgather(source, out=targets[0].reshape(-1)), None
-        return self.communicator.allgather(source), functools.partial(_split, targets)
-
     @collective("alltoall")
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> TorchWork:
-        targets, sources = [as_movable(tensor) for tensor in outputs], [flat(as_movable(tensor)) for tensor in inputs]
-        self._check_sizes(sources, targets)
-        return self._start([self._exchange(sources, targets)], outputs, opts)
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> TorchWork:
+        return self._start([data_movement.alltoall(self.communicator, outputs, inputs)], outputs, opts)
 
-    @collective("alltoall")
+    @collective("alltoall", takes_lists=False)
     def alltoall_base(
-        self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
+        self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], opts: Any
     ) -> TorchWork:
-        target, source, size = as_movable(output), as_movable(tensor), self.communicator.size
-        expected = list(received) or [len(target) // size] * size
-        if len(expected) != size or sum(expected) != len(target):
-            raise InputError(f"the output tensor has {len(target)} rows; expected the sum of {size} splits, {expected}")
-        if math.prod(source.shape[1:]) != math.prod(target.shape[1:]):
-            raise InputError(f"the rows of input {source.shape} and output {target.shape} have different sizes")
-
-        def finish(result: tuple[Array, Array]) -> None:
-            rows, counts = result
-            if counts.tolist() != expected:
-                raise InputError(f"alltoall: {counts.tolist()} rows were received, but {expected} were expected")
-            target[...] = rows.reshape(target.shape)
-
-        work = self.communicator.alltoall(source, list(sent) or None)
-        return self._start([(work, finish)], [output], opts)
+        part = data_movement.alltoall_single(self.communicator, output, tensor, received, sent)
+        return self._start([part], [output], opts)
 
     all_to_all_single = alltoall_base
 
     @collective("alltoall")
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> TorchWork:
-        name, source = self._name_with_root("gather", opts), flat(as_movable(*inputs))
-        sources = [np.empty(0, source.dtype)] * self.communicator.size
-        sources[opts.rootRank] = source
-        into = outputs[0] if opts.rootRank == self.communicator.rank else []
-        targets = [as_movable(each) for each in into]
-        if opts.rootRank == self.communicator.rank:
-            self._check_sizes([source] * self.communicator.size, targets)
-        return self._start([self._exchange(sources, targets, name)], into, opts)
+        name, (tensor,) = self._name_with_root("gather", opts), inputs
+        into = outputs[0] if self._is_root(opts) else []
+        part = data_movement.gather(self.communicator, into, tensor, opts.rootRank, name)
+        return self._start([part], into, opts)
 
     @collective("alltoall")
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> TorchWork:
-        name, target = self._name_with_root("scatter", opts), as_movable(*outputs)
-        sources = [np.empty(0, target.dtype)] * self.communicator.size
-        if opts.rootRank == self.communicator.rank:
-            sources = [flat(as_movable(tensor)) for tensor in inputs[0]]
-            self._check_sizes(sources, [target] * self.communicator.size)
-        return self._start([self._exchange(sources, [target], name)], outputs, opts)
+        name, (output,) = self._name_with_root("scatter", opts), outputs
+        tensors = inputs[0] if self._is_root(opts) else []
+        part = data_movement.scatter(self.communicator, output, tensors, opts.rootRank, name)
+        return self._start([part], outputs, opts)
 
-    def _exchange(self, sources: list[Array], targets: list[Array], name: str = "") -> Part:
-        """Start an alltoall of sources[r] to rank r. targets: for the arrays that arrive, in rank order."""
-        work = self.communicator.alltoall(np.concatenate(sources), [source.size for source in sources], name)
-        return work, lambda result: _split(targets, result[0])
-
-    def _check_sizes(self, sources: list[Array], targets: list[Array]) -> None:
-        """Raise InputError unless there is one of each for every rank, and those of this rank have the same size."""
-        size, rank = self.communicator.size, self.communicator.rank
-        if not len(sources) == len(targets) == size:
-            raise InputError(
-                f"expected a tensor for each of {size} ranks, got {len(sources)} inputs and {len(targets)} outputs"
-            )
-        if sources[rank].size != targets[rank].size:
-            raise InputError(
-                f"this rank sends itself {sources[rank].size} elements, but the output tensor for them has "
-                f"{targets[rank].size}"
-            )
+    def _is_root(self, opts: Any) -> bool:
+        return bool(opts.rootRank == self.communicator.rank)
 
     def _name_with_root(self, method: str, opts: Any) -> str:
         """Return the name of an operation of another kind than its method, so that other methods and roots differ."""
         return f"{method}(root={self._number(opts.rootRank)})"
 
     @collective("barrier")
-    def barrier(self, opts: Any = None) -> TorchWork:
+    def barrier(self, opts: Any) -> TorchWork:
         return self._start([(self.communicator.barrier(), None)], [], opts)
 
     # Messages.
@@ -290,12 +276,12 @@ class AllredGroup(dist.ProcessGroup):
     def _start_coalescing(self, device: torch.device) -> None:
         if device.type != "cpu":
             self.inner(device.type)._start_coalescing()
-        self._coalesced = []
+        self._first_coalesced = next(self._numbers)
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        works, self._coalesced = self._coalesced or [], None
         if device.type != "cpu":
             return self.inner(device.type)._end_coalescing()
+        works = [work for number, work in sorted(self._unfinished.items()) if number > self._first_coalesced]
         return self._start([part for work in works for part in work.take()], [])
 
     def _start(self, parts: list[Part], outputs: Tensors, opts: Any = None) -> TorchWork:
@@ -303,17 +289,22 @@ class AllredGroup(dist.ProcessGroup):
         place = header.call_site()
         for work, _ in parts:
             work.place = place
-        made = TorchWork(parts, outputs, self._limit_of(opts))
-        unfinished, self._unfinished = self._unfinished, [made]
-        for each in unfinished:
-            if not each.is_released():
-                self._unfinished.insert(-1, each)
-            elif _KEPT:
-                each.release_outputs()
-                self._finished.append(each)
-        if self._coalesced is not None:
-            self._coalesced.append(made)
+        for number in [*itertools.islice(self._unfinished, 2)]:  # a few: the cost is independent of their number
+            if self._unfinished[number].complete_if_done():
+                self._end(number)
+            else:
+                self._unfinished[number] = self._unfinished.pop(number)  # behind the others
+        number = next(self._numbers)
+        end = functools.partial(self._end, number)
+        made = self._unfinished[number] = TorchWork(parts, outputs, self._limit_of(opts), end)
         return made
+
+    def _end(self, number: int) -> None:
+        """Do not keep a Work any more, except for older versions of torch."""
+        work = self._unfinished.pop(number, None)
+        if work is not None and _KEPT:
+            work.release_outputs()
+            self._finished.append(work)
 
     def _limit_of(self, opts: Any) -> float | None:
         """Return the time limit of an operation in seconds; None for the setting of allred."""
@@ -335,7 +326,20 @@ class AllredGroup(dist.ProcessGroup):
         return self._inner[device]
 
     def shutdown(self) -> None:
-        """Release the group's resources. allred stays initialized: the default group's communicator is that of all."""
+        """Wait for the operations that are not complete, and release the group's resources. Does not wait while an
+        exception is handled, because other ranks may not take part in the operations any more.
+
+        allred stays initialized: the default group's communicator is that of all ranks.
+        """
+        try:
+            if sys.exc_info()[0] is None and not self.communicator.queue.poisoned:
+                for work in [*self._unfinished.values()]:
+                    work.wait()
+        finally:
+            self._unfinished.clear()
+            self._release()
+
+    def _release(self) -> None:
         for group in self._inner.values():
             group.shutdown()
         here = world.current_or_none()
@@ -371,10 +375,11 @@ class AllredGroup(dist.ProcessGroup):
         return [torch.device("cpu"), *map(torch.device, self._inner)]
 
     def _get_backend(self, device: torch.device) -> Any:
-        kind = torch.device(device).type
-        if kind == "cuda" and not torch.cuda.is_available():  # torch 2.5 asks in each new_group, and expects this error
-            raise RuntimeError("group allred: there is no GPU")
-        return self if kind == "cpu" else self.inner(kind)
+        """Return the group for tensors on a device: this one until an inner group is created. Raises DeviceError."""
+        name = torch.device(device).type
+        if name != "cpu" and name not in self._inner:
+            _check_device(name)
+        return self._inner.get(name, self)
 
     supports_splitting = supports_coalescing = supports_time_estimate = False
 
@@ -382,25 +387,22 @@ class AllredGroup(dist.ProcessGroup):
         return f"AllredGroup(rank {self.communicator.rank} of {self.communicator.size})"
 
 
-def _op(opts: Any) -> Any:
-    return dist.ReduceOp.SUM if opts is None else opts.reduceOp
+def _check_lengths(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+    if len(outputs) != len(inputs):
+        raise InputError(f"{len(outputs)} outputs for {len(inputs)} inputs")
 
 
-def _split(targets: list[Array], result: Array) -> None:
-    """Copy consecutive parts of a flat array into arrays."""
-    if sum(target.size for target in targets) != result.size:
-        sizes = [target.size for target in targets]
-        raise InputError(f"{result.size} elements were received, but the output tensors have {sizes}")
-    start = 0
-    for target in targets:
-        target[...] = result[start : start + target.size].reshape(target.shape)
-        start += target.size
+def _check_device(device: str) -> None:
+    """Raise DeviceError unless a group for tensors on `device` can be created."""
+    if device != "cuda":
+        raise DeviceError(f"tensors on {device} are not supported; use tensors on the CPU or on a CUDA GPU")
+    if not (torch.cuda.is_available() and dist.is_nccl_available()):
+        raise DeviceError("tensors on cuda need a GPU and a torch with NCCL; use tensors on the CPU")
 
 
 def _create_inner(device: str, store: Any, communicator: Communicator, limit_s: float | None) -> Any:
     """Create the group for tensors on `device`."""
-    if device != "cuda":
-        raise InputError(f"tensors on {device} are not supported; use tensors on the CPU or on a CUDA GPU")
+    _check_device(device)
     options = dist.ProcessGroupNCCL.Options()
     if limit_s is not None:
         options._timeout = datetime.timedelta(seconds=limit_s)

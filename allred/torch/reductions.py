@@ -15,7 +15,7 @@ from allred.comm.communicator import Communicator
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Work
 from allred.errors import InputError
-from allred.torch.tensors import as_array, as_tensor
+from allred.torch.tensors import as_array, as_tensor, check_host
 from allred.torch.torch_work import Blocking, Part
 
 _OPS = (
@@ -62,11 +62,16 @@ def reducescatter(comm: Communicator, output: torch.Tensor, inputs: Sequence[tor
     sizes = [array.size for array in arrays] if len(arrays) > 1 else [target.size] * comm.size
     if sum(sizes) != source.size or len(sizes) != comm.size or sizes[comm.rank] != target.size:
         raise InputError(f"inputs of {[*map(len, arrays)]} elements do not give {target.size} to rank {comm.rank}")
+    if any(array.dtype != target.dtype for array in arrays):
+        raise InputError(f"the output tensor is {target.dtype}; the input tensors must have the same dtype")
     plain = len(set(sizes)) == 1 and _bitwise(op) is None and op != TorchOp.PREMUL_SUM
     plain = plain and not _is_integer_mean(op, source)
-    if plain and target.flags.c_contiguous:
-        return comm.reducescatter(source, _op_for(op, output), out=target.reshape(-1)), None
-    work, make = _reduced(comm, source, op, "reduce_scatter")
+    if plain:
+        part = target.reshape(-1) if target.flags.c_contiguous else np.empty(target.size, target.dtype)
+        work = comm.reducescatter(source, _op_for(op, output), out=part)
+        return work, None if np.shares_memory(part, target) else _assign(target, lambda result: result)
+    name = "reduce_scatter" if len(set(sizes)) == 1 else f"reduce_scatter into tensors of {sizes} elements"
+    work, make = _reduced(comm, source, op, name)
     start = sum(sizes[: comm.rank])
     return work, _assign(target, lambda result: make(result)[start : start + target.size])
 
@@ -85,8 +90,9 @@ def _reduced(comm: Communicator, array: Array, op: Any, name: str = "") -> tuple
         if array.dtype.kind not in "iub":
             raise InputError(f"{_name(op)} is for integers and bools, got {array.dtype}")
         name = f"{name or 'allreduce'}, {_name(op)}"
-        work = comm.allgather(flat(array), name)
-        return work, lambda rows: np.asarray(ufunc.reduce(rows.reshape(comm.size, -1), axis=0))
+        rows = np.empty((comm.size, array.size), array.dtype)  # with `out`, ranks with other sizes are an error
+        work = comm.allgather(flat(array), name, out=rows.reshape(-1))
+        return work, lambda _: np.asarray(ufunc.reduce(rows, axis=0))
     if op == TorchOp.PREMUL_SUM:
         array = (array * np.asarray(_factor(op), array.dtype)).astype(array.dtype)
     if _is_integer_mean(op, array):
@@ -128,6 +134,7 @@ def _real(tensor: torch.Tensor, op: Any) -> torch.Tensor:
     """Return a view of a complex tensor as real numbers; other tensors as they are."""
     if not tensor.is_complex():
         return tensor
+    check_host(tensor)
     if op not in (TorchOp.SUM, TorchOp.AVG):
         raise InputError(f"{_name(op)} of complex numbers is not defined; use SUM or AVG")
     return torch.view_as_real(tensor.detach())

@@ -50,7 +50,7 @@ def as_array(tensor: Any) -> Array:
     >>> parameter
     tensor([3., 0.], requires_grad=True)
     """
-    _check(tensor)
+    check_host(tensor)
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
         raise InputError(f"dtype {tensor.dtype} is not supported; use one of {', '.join(arrays.DTYPES)}")
@@ -67,7 +67,7 @@ def as_movable(tensor: Any) -> Array:
     >>> as_movable(torch.tensor([1 + 2j]))
     array([[1., 2.]], dtype=float32)
     """
-    _check(tensor)
+    check_host(tensor)
     if tensor.dtype.is_complex:
         tensor = torch.view_as_real(tensor.detach())
     if tensor.dtype in _DTYPES and (tensor.dtype is not torch.bfloat16 or _has_bfloat16()):
@@ -107,7 +107,7 @@ def _has_bfloat16() -> bool:
     return True
 
 
-def _check(tensor: Any) -> None:
+def check_host(tensor: Any) -> None:
     """Raise InputError unless it is a dense tensor on the host."""
     if not isinstance(tensor, torch.Tensor):
         raise InputError(f"expected a torch.Tensor, got {type(tensor).__name__}")

@@ -7,6 +7,8 @@ backward pass, before the callbacks that DistributedDataParallel registers there
 
 import contextlib
 import datetime
+import math
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,13 +16,15 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d
 
+from allred import world
 from allred.comm.work import Work
+from allred.errors import AllredError
 
 
 class Blocking:
     """An operation that starts in `wait`: to start it and to wait in one call is faster."""
 
-    place = ""
+    place, limit_s = "", math.inf
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self._call = call
@@ -39,12 +43,19 @@ class TorchWork(_distributed_c10d.Work):
     """One or several operations that were started together.
 
     parts: the operations. outputs: the tensors that they write, kept alive until they are complete. limit_s: the time
-    limit of a wait in seconds; None for the setting.
+    limit in seconds; None for the setting. on_end: called, possibly more than once, when nothing is left to wait for.
     """
 
-    def __init__(self, parts: Sequence[Part], outputs: Sequence[torch.Tensor], limit_s: float | None) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        outputs: Sequence[torch.Tensor],
+        limit_s: float | None,
+        on_end: Callable[[], object] = lambda: None,
+    ) -> None:
         super().__init__()
-        self._parts, self._outputs, self._limit_s = list(parts), list(outputs), limit_s
+        self._parts, self._outputs, self._limit_s, self._on_end = list(parts), list(outputs), limit_s, on_end
+        self._started = time.perf_counter()
         self._error: BaseException | None = None
         self._future: TorchFuture | None = None
         self._released: list[weakref.ref[torch.Tensor]] = []  # the outputs, after `release_outputs`
@@ -53,7 +64,7 @@ class TorchWork(_distributed_c10d.Work):
     def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
         """Wait until the operations are complete. Raises their error."""
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)
         limit_s = timeout.total_seconds() or self._limit_s
         try:
             while self._parts:
@@ -64,21 +75,24 @@ class TorchWork(_distributed_c10d.Work):
                 del self._parts[0]
         except BaseException as error:
             self._error = error
+            self._parts, self._outputs = [], []  # the error's frames refer to this object, and would keep the tensors
             raise
         finally:
             self._set_future()
+            self._on_end()
         return True
 
     def take(self) -> list[Part]:
         """Return the operations that are not complete, which another Work takes over."""
         parts, self._parts = self._parts, []
+        self._on_end()
         return parts
 
     def _set_future(self) -> None:
         future, self._future = self._future, None  # without a cycle of references, which would keep the outputs
         if future is not None and isinstance(self._error, Exception):
             future.set_exception(self._error)
-        elif future is not None and not self._parts:
+        elif future is not None and self._error is None and not self._parts:
             future.set_result(self.result())
 
     def get_future(self) -> "TorchFuture":
@@ -86,23 +100,39 @@ class TorchWork(_distributed_c10d.Work):
         future = self._future = self._future or TorchFuture(self)
         if torch._C._current_autograd_node() is not None and self._parts:
             torch.autograd.Variable._execution_engine.queue_callback(self.wait)
+            self._on_end()  # the callback keeps this object; a backward pass that fails releases it
         else:
             self.wait()
         return future
 
     def is_completed(self) -> bool:
-        if self._error is None and all(work.done() for work, _ in self._parts):
-            with contextlib.suppress(Exception):  # `wait` raises it
+        """Return whether the operations are complete or have failed. Waits only after the time limit, or if another
+        rank has failed: then `exception` returns the error of the wait, and `wait` raises it."""
+        if self._parts and (self._is_late() or world.error() is not None):
+            with contextlib.suppress(Exception):
                 self.wait()
-        return not self._parts or self._error is not None
+        return self.complete_if_done()
 
-    def is_released(self) -> bool:
-        """Return whether it is complete, or can be completed now without running callbacks of a future. These may start
-        operations, and so must run at the same point of the program on all ranks: in a wait."""
-        return not self._parts or self._error is not None or (self._future is None and self.is_completed())
+    def complete_if_done(self) -> bool:
+        """Return whether the operations are complete or have failed; never waits."""
+        if self._parts and self._all_done():
+            with contextlib.suppress(Exception):
+                self.wait()
+        return not self._parts
+
+    def _is_late(self) -> bool:
+        return time.perf_counter() - self._started > (self._limit_s or self._parts[0][0].limit_s)
+
+    def _all_done(self) -> bool:
+        try:
+            return all(work.done() for work, _ in self._parts)
+        except AllredError:  # the communicator cannot be used; a wait raises the same error
+            return True
 
     def release_outputs(self) -> None:
-        """Keep the outputs of the complete operations no longer than others do."""
+        """Keep the outputs no longer than others do, if the operations are complete."""
+        if self._parts:
+            return
         self._released, self._outputs = [weakref.ref(tensor) for tensor in self._outputs], []
 
     def is_success(self) -> bool:

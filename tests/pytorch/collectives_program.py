@@ -1,9 +1,13 @@
 """All collectives of torch.distributed on backend allred, compared with gloo where it has them."""
 
 import datetime
+import gc
+import inspect
 import os
 import sys
+import time
 import warnings
+import weakref
 
 import cases
 import pytest
@@ -215,6 +219,9 @@ def reduce_scatter(rank, size):
     uneven = torch.zeros(rank + 1)
     dist.reduce_scatter(uneven, [data(rank, r + 1) for r in range(size)])
     same(uneven, sum(data(r, rank + 1) for r in range(size)), size)
+    columns = torch.zeros(2, 3).T if rank else torch.zeros(3, 2)  # not contiguous on some ranks
+    dist.reduce_scatter_tensor(columns, data(rank, 3 * size, 2))
+    same(columns, sum(data(r, 3 * size, 2) for r in range(size)).chunk(size)[rank], size)
     bits = torch.zeros(1, dtype=torch.int64)
     dist.reduce_scatter(bits, [torch.tensor([1 << rank])] * size, dist.ReduceOp.BOR)
     assert bits.item() == 2**size - 1
@@ -359,6 +366,71 @@ def asynchronous(rank, size):
     same(works[3].result(), [total], size)
 
 
+def other_signatures(rank, size):
+    """Regression: groups also take a tensor in place of a list, and root, operator and time limit without options."""
+
+    def call(group):
+        reduced, several, sent, one, part = data(rank, 3), data(rank, 3), data(rank, 3), data(rank, 3), torch.zeros(2)
+        found, gathered = ([torch.zeros(3) for _ in range(size)] for _ in range(2))
+        works = [
+            group.allreduce(reduced),
+            group.allreduce([several], dist.ReduceOp.MAX),
+            group.broadcast(sent, 1),
+            group.reduce(one, 0, dist.ReduceOp.MIN),
+            group.allgather(found, data(rank, 3)),
+            group.gather(gathered if rank == 1 else [], data(rank, 3), 1),
+            group.scatter(part, [data(r, 2) for r in range(size)] if rank == 1 else [], 1),
+        ]
+        for work in works:
+            work.wait()
+        return [reduced, several, sent, found, part, *(gathered if rank == 1 else []), *([one] if rank == 0 else [])]
+
+    same(call(dist.group.WORLD), call(gloo()), size)
+    limit, group = datetime.timedelta(seconds=50), dist.group.WORLD
+    tensor, part = data(rank, 3), torch.zeros(3)
+    group.allreduce(tensor, op=dist.ReduceOp.MAX, timeout=limit).wait()
+    same(tensor, data(size - 1, 3), size)
+    group.allreduce(tensor, timeout=limit).wait()
+    same(tensor, data(size - 1, 3) * size, size)
+    group.reduce_scatter(part, [data(rank, 3)] * size, dist.ReduceOp.MAX, limit).wait()
+    same(part, data(size - 1, 3), size)
+    group.barrier(timeout=limit).wait()
+
+
+def released(rank, size):
+    """Regression: the group kept the tensors of the last operation, and those of backward passes that failed."""
+
+    def reduced(start):
+        tensor = torch.zeros(4)
+        start(tensor)
+        return weakref.ref(tensor)
+
+    def failing(tensor):
+        def hook(gradient):
+            dist.all_reduce(tensor, async_op=True).get_future()
+            raise ValueError("stop")
+
+        parameter = torch.ones(2, requires_grad=True)
+        parameter.register_hook(hook)
+        with pytest.raises(ValueError, match="stop"):
+            parameter.sum().backward()
+        dist.barrier()
+
+    def rejected(tensor):
+        work = dist.all_reduce(tensor if rank else tensor.clone()[1:], async_op=True)
+        assert_fails(work.wait, "on rank 0")
+        assert_fails(work.wait, "on rank 0")
+
+    for start in (lambda tensor: dist.all_reduce(tensor, async_op=True).wait(), dist.all_reduce, failing, rejected):
+        reference = reduced(start)
+        gc.collect()
+        assert reference() is None
+    dropped = torch.ones(3)
+    dist.all_reduce(dropped, async_op=True)
+    dist.barrier()
+    same(dropped, torch.ones(3) * size, size)
+
+
 def groups(rank, size):
     """Several groups, also of the same ranks, with operations under way in all of them at once."""
     pair, twice = dist.new_group([0, 1]), [dist.new_group(), dist.new_group()]
@@ -381,6 +453,42 @@ def groups(rank, size):
         same(tensor, data(size - 1, 3), size)
         dist.destroy_process_group(last)
     assert dist.get_backend() == "allred"
+
+
+def groups_in_another_order(rank, size):
+    """Regression: roots and parts were those of sorted ranks."""
+    if "sort_ranks" not in inspect.signature(dist.new_group).parameters:  # an older torch
+        return
+    ranks = list(reversed(range(size)))
+    group = dist.new_group(ranks, sort_ranks=False)
+    assert group.rank() == dist.get_group_rank(group, rank) == size - 1 - rank
+    found = [torch.zeros(2) for _ in ranks]
+    dist.all_gather(found, data(rank, 2), group=group)
+    same(found, [data(r, 2) for r in ranks], size)
+    dist.broadcast(tensor := data(rank, 2), 1, group=group)
+    same(tensor, data(1, 2), size)
+    part = torch.zeros(1)
+    dist.reduce_scatter_tensor(part, data(rank, size), group=group)
+    same(part, sum(data(r, size) for r in ranks)[group.rank()].reshape(1), size)
+    if rank < 2:
+        call = dist.send if rank == 0 else dist.recv
+        call(tensor := data(rank, 2), 1 - rank, group=group)
+        same(tensor, data(0, 2), size)
+    dist.destroy_process_group(group)
+
+
+def destroyed(rank, size):
+    """Regression: the end of a group waits for its operations."""
+    group = dist.new_group([0, 1])
+    if rank == 0:
+        work = dist.isend(data(rank, 3), 1, group=group)
+        dist.destroy_process_group(group)
+        assert not work._parts
+    elif rank == 1:
+        time.sleep(0.3)
+        dist.recv(tensor := torch.zeros(3), 0, group=group)
+        same(tensor, data(0, 3), size)
+        dist.destroy_process_group(group)
 
 
 def device_mesh(rank, size):
@@ -406,6 +514,7 @@ def errors(rank, size):
     assert_fails(lambda: dist.broadcast(wrong, 0), "rank 1: expected a dense tensor, got a sparse_coo one", InputError)
     sizes_that_do_not_fit(rank, size)
     different_methods(rank, size)
+    sizes_that_differ(rank, size)
     assert_fails(
         lambda: dist.all_reduce(torch.ones(3), async_op=True) and dist.all_reduce(torch.ones(2 + rank)), "rank 0"
     )
@@ -457,6 +566,28 @@ def different_methods(rank, size):
         assert_fails(methods[one if rank == 0 else other], words, MismatchError)
 
 
+def sizes_that_differ(rank, size):
+    """Regression: an error of one rank only, of numpy, or none."""
+    one, two, lists = torch.ones(1), torch.ones(2), [torch.ones(2) for _ in range(size)]
+    uneven, first, last = (
+        [torch.zeros(3), torch.zeros(1), *lists[2:]],
+        [torch.ones(3), *lists[1:]],
+        [*lists[1:], torch.ones(3)],
+    )
+    conjugate = torch.ones(2, dtype=torch.complex64).conj()
+    calls = [
+        ("itself 2 elements", lambda: dist.all_gather(uneven, two)),
+        ("into tensors of", lambda: dist.all_gather(last if rank == 0 else lists, two)),
+        ("elements do not give 1", lambda: dist.reduce_scatter(one if rank else two, lists)),
+        ("have different sizes", lambda: dist.all_to_all_single(torch.zeros(size, 3), torch.ones(size, 4))),
+        ("the input tensors have", lambda: dist.scatter(two, first if rank == 1 else None, 1)),
+        ("scatter", lambda: dist.scatter(two if rank else one, lists if rank == 1 else None, 1)),
+        ("conjugate", lambda: dist.group.WORLD.allreduce([conjugate if rank else torch.ones(2) * 1j]).wait()),
+    ]
+    for words, call in calls:
+        assert_fails(call, words)
+
+
 def assert_fails(call, words, kind=(InputError, MismatchError)):
     with pytest.raises(kind, match=words):
         call()
@@ -497,7 +628,11 @@ CASES = [
     functional_collectives,
     messages,
     asynchronous,
+    other_signatures,
+    released,
     groups,
+    groups_in_another_order,
+    destroyed,
     device_mesh,
     errors,
     again,

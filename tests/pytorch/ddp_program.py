@@ -141,17 +141,18 @@ def own_hook(rank, size):
 
 
 def uneven_inputs(rank, size):
-    def run(group):
-        model = DistributedDataParallel(Net(), process_group=group)
+    def run(group, skip=False, **options):
+        model = DistributedDataParallel(Net(), process_group=group, **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with model.join():
             for x in batches(rank, 2 + rank):
-                model(x).square().mean().backward()
+                model(x, skip).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
         return [p.detach() for p in model.parameters()]
 
     both(size, run)
+    both(size, lambda group: run(group, rank == 1, find_unused_parameters=True))
 
 
 def zero_redundancy(rank, size):

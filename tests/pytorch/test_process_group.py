@@ -3,6 +3,7 @@
 import collections
 import datetime
 import gc
+import time
 import weakref
 
 import pytest
@@ -12,10 +13,13 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
 import _allred_torch  # noqa: E402
+import allred  # noqa: E402
+from allred import testing, world  # noqa: E402
 from allred.comm.backends.backend import SingleBackend  # noqa: E402
 from allred.comm.communicator import Communicator  # noqa: E402
-from allred.errors import InputError  # noqa: E402
-from allred.torch import join_ranks, process_group  # noqa: E402
+from allred.comm.work import Polled, WorkQueue  # noqa: E402
+from allred.errors import CollectiveTimeout, InputError, RemoteRankError  # noqa: E402
+from allred.torch import join_ranks, process_group, torch_work  # noqa: E402
 
 
 class InnerGroup:
@@ -96,13 +100,63 @@ def test_tensors_on_the_host_are_not_forwarded(group, monkeypatch):
 def test_a_device_without_a_group(group):
     with pytest.raises(InputError, match="tensors on meta are not supported; use tensors on the CPU or on a CUDA GPU"):
         group.allreduce([torch.zeros(2, device="meta")])
+    with pytest.raises(RuntimeError, match="tensors on meta"):  # which torch's own code catches
+        group._get_backend(torch.device("meta"))
+    if not torch.cuda.is_available():  # regression: an AttributeError
+        with pytest.raises(RuntimeError, match="tensors on cuda need a GPU"):
+            group._get_backend(torch.device("cuda"))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_group_of_gpus_without_a_gpu(group):
-    """torch 2.5 asks for it in new_group, and ignores a RuntimeError."""
-    with pytest.raises(RuntimeError, match="there is no GPU"):
-        group._get_backend(torch.device("cuda"))
+def test_a_query_creates_no_group_for_the_gpu(group, monkeypatch):
+    monkeypatch.setattr(process_group, "_check_device", lambda _: None)
+    monkeypatch.setattr(process_group, "_create_inner", None)
+    assert group._get_backend(torch.device("cuda")) is group
+
+
+def never():
+    """The steps of an operation that is never complete."""
+    yield Polled(lambda: False, waits_for_peers=True)
+
+
+def test_polling_ends_at_the_time_limit():
+    """Regression: a loop over is_completed() was endless."""
+    work = torch_work.TorchWork([(WorkQueue(0.3).start("the operation", never()), None)], [], None)
+    while not work.is_completed():
+        time.sleep(0.01)
+    assert str(work.exception()).startswith("the operation: not complete after 0.3 s")
+    with pytest.raises(CollectiveTimeout, match="the operation"):
+        work.wait()
+
+
+def test_polling_ends_when_another_rank_fails():
+    errors = []
+
+    def program():
+        if allred.rank() == 1:
+            raise ValueError("of rank 1")
+        group = process_group.AllredGroup(world.current().communicator, dist.HashStore(), None)
+        work = group.allreduce([torch.ones(2)])
+        while not work.is_completed():
+            time.sleep(0.01)
+        errors.append(work.exception())
+
+    with pytest.raises(ValueError, match="of rank 1"):
+        testing.threads(2, program, timeout_s=60)
+    assert [type(error) for error in errors] == [RemoteRankError]
+
+
+def test_a_group_waits_for_its_operations_unless_an_exception_is_handled():
+    """Regression: the end of a group ignored its operations."""
+    communicator = Communicator(SingleBackend(), 10.0)
+    group = process_group.AllredGroup(communicator, dist.HashStore(), datetime.timedelta(seconds=0.3))
+    group._start([(WorkQueue(10.0).start("the operation", never()), None)], [])
+    with pytest.raises(CollectiveTimeout, match=r"the operation: not complete after 0.3 s"):
+        group.shutdown()
+    group._start([(WorkQueue(10.0).start("the operation", never()), None)], [])
+    try:
+        raise ValueError("of the program")
+    except ValueError:
+        group.shutdown()
 
 
 @pytest.mark.parametrize("kept", [0, 2])
