@@ -13,7 +13,6 @@ import datetime
 import functools
 import itertools
 import sys
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,11 +26,11 @@ from allred.comm import header, process_set
 from allred.comm.communicator import Communicator
 from allred.errors import AllredError, InputError
 from allred.torch import data_movement, join_ranks, reductions
+from allred.torch.call_arguments import device_of, with_options
 from allred.torch.tensors import as_movable
 from allred.torch.torch_work import Part, TorchWork
 
 Tensors = Sequence[torch.Tensor]
-_OPTIONS = {int: "rootRank", datetime.timedelta: "timeout"}  # arguments in place of options, by type; others: reduceOp
 
 
 class DeviceError(InputError, RuntimeError):
@@ -67,10 +66,10 @@ def collective(kind: str = "", takes_lists: bool = True) -> Callable[[Callable[.
         @functools.wraps(method)
         def call(self: "AllredGroup", *arguments: Any, **named: Any) -> Any:
             arguments += tuple(named.values())  # in the order of the parameters
-            if (device := _device_of(arguments)) != "cpu":
+            if (device := device_of(arguments)) != "cpu":
                 return getattr(self.inner(device), method.__name__)(*arguments)
             if kind and not (arguments and hasattr(arguments[-1], "timeout")):
-                arguments = _with_options(arguments, takes_lists)
+                arguments = with_options(arguments, takes_lists)
             try:
                 work = method(self, *arguments)
             except InputError as error:
@@ -84,29 +83,6 @@ def collective(kind: str = "", takes_lists: bool = True) -> Callable[[Callable[.
         return torch._disable_dynamo(call)  # type: ignore[no-any-return]
 
     return decorate
-
-
-def _with_options(arguments: Sequence[Any], takes_lists: bool) -> tuple[Any, ...]:
-    """Return the arguments of a call without options as those of a call with options. Such calls have root, operator
-    and time limit as arguments, or none of them, and may have a tensor in place of a list of one tensor."""
-    tensors = [each for each in arguments if isinstance(each, (torch.Tensor, list, tuple))]
-    if takes_lists and any(isinstance(each, torch.Tensor) for each in tensors):
-        tensors = [[each] for each in tensors]
-    options = types.SimpleNamespace(reduceOp=dist.ReduceOp.SUM, rootRank=0, timeout=None)
-    for each in arguments:
-        if each is not None and not isinstance(each, (torch.Tensor, list, tuple)):
-            setattr(options, _OPTIONS.get(type(each), "reduceOp"), each)
-    return (*tensors, options)
-
-
-def _device_of(arguments: Sequence[Any]) -> str:
-    """Return the type of the device of the tensors in nested lists; "cpu" if there are none."""
-    for each in arguments:
-        if isinstance(each, torch.Tensor):
-            return str(each.device.type)
-        if isinstance(each, (list, tuple)) and (found := _device_of(each)) != "cpu":
-            return found
-    return "cpu"
 
 
 class AllredGroup(dist.ProcessGroup):
