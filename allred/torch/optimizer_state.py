@@ -3,7 +3,7 @@
 Checkpoints hold these arrays in safetensors files; nothing is unpickled. A slot is named by its path in the state of
 the parameter ("exp_avg", "old_dirs.3"). A suffix says how to restore a value that is not a tensor of at least one
 dimension: "step:scalar" is a 0-d tensor, "t:float" a Python number, "prev_loss:none" is None, "ro:list" the length of
-a list.
+a list, "norms:dict" of a dict. In a path "#3" is the integer key 3, and "%2E" a dot in a key (also %23, %25, %3A).
 """
 
 from typing import Any
@@ -18,20 +18,43 @@ from allred.torch.tensors import as_array, copy_to_tensor
 
 _NUMBERS: dict[str, type] = {"bool": bool, "int": int, "float": float}
 _SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple}
+_ESCAPES = {mark: f"%{ord(mark):02X}" for mark in "%.:#"}  # % is the first to be escaped, and the last to be restored
 
 
-def to_slots(state: dict[str, Any], copy: bool = True) -> dict[str, Array]:
+def to_slots(state: dict[Any, Any], copy: bool = True) -> dict[str, Array]:
     """Return the state of one parameter as arrays. copy: whether they are copies of the tensors on the host.
 
-    Raises InputError for values other than tensors, numbers, None, lists and tuples.
+    Raises InputError for values other than tensors, numbers, None, lists, tuples and dicts, and for keys other than
+    text and integers.
 
     >>> to_slots({"step": torch.tensor(2.0), "n": 3})
     {'step:scalar': array(2., dtype=float32), 'n:int': array(3)}
     """
     found: dict[str, Array] = {}
     for key, value in state.items():
-        _add(found, str(key), value, copy)
+        _add(found, _text_of(key), value, copy)
     return found
+
+
+def _text_of(key: Any) -> str:
+    if type(key) is int:
+        return f"#{key}"
+    if not isinstance(key, str):
+        raise InputError(
+            f"the optimizer's state has the key {key!r}, which cannot be saved; expected text or an integer"
+        )
+    text = str(key)
+    for mark, escape in _ESCAPES.items():
+        text = text.replace(mark, escape)
+    return text
+
+
+def _key_of(text: str) -> str | int:
+    if text.startswith("#"):
+        return int(text[1:])
+    for mark, escape in reversed(_ESCAPES.items()):
+        text = text.replace(escape, mark)
+    return text
 
 
 def _add(found: dict[str, Array], path: str, value: Any, copy: bool) -> None:
@@ -46,21 +69,25 @@ def _add(found: dict[str, Array], path: str, value: Any, copy: bool) -> None:
         found[f"{path}:{type(value).__name__}"] = np.asarray(len(value))
         for index, each in enumerate(value):
             _add(found, f"{path}.{index}", each, copy)
+    elif type(value) is dict:
+        found[f"{path}:dict"] = np.asarray(len(value))
+        for key, each in value.items():
+            _add(found, f"{path}.{_text_of(key)}", each, copy)
     else:
         raise InputError(
             f"the optimizer's state '{path}' is a {type(value).__name__}, which cannot be saved; expected tensors, "
-            "numbers, None, lists or tuples"
+            "numbers, None, lists, tuples or dicts"
         )
 
 
-def from_slots(slots: dict[str, Any]) -> dict[str, Any]:
+def from_slots(slots: dict[str, Any]) -> dict[Any, Any]:
     """Return the state of one parameter; the reverse of `to_slots`. Tensors are copies on the host.
 
     >>> from_slots(to_slots({"betas": [0.5, None], "m": torch.ones(1)}))
     {'betas': [0.5, None], 'm': tensor([1.])}
     """
     kinds = {path: kind for path, _, kind in (name.partition(":") for name in slots)}
-    return {path: _value(slots, kinds, path) for path in kinds if path.rpartition(".")[0] not in kinds}
+    return {_key_of(path): _value(slots, kinds, path) for path in kinds if "." not in path}
 
 
 def _value(slots: dict[str, Any], kinds: dict[str, str], path: str) -> Any:
@@ -68,6 +95,9 @@ def _value(slots: dict[str, Any], kinds: dict[str, str], path: str) -> Any:
     array = np.asarray(slots[f"{path}:{kind}" if kind else path])
     if kind in _SEQUENCES:
         return _SEQUENCES[kind](_value(slots, kinds, f"{path}.{index}") for index in range(int(array)))
+    if kind == "dict":
+        inside = [each for each in kinds if each.rpartition(".")[0] == path]
+        return {_key_of(each.rpartition(".")[2]): _value(slots, kinds, each) for each in inside}
     if kind in _NUMBERS:
         return _NUMBERS[kind](array.item())
     if kind == "none":
