@@ -165,11 +165,22 @@ class Clipper:
         return self._scaled(grads, math.sqrt(squares(here)), in_place=False)
 
     def _scaled(self, grads: list[Any], norm: float, in_place: bool) -> list[Any]:
-        factor = 1.0 if self.scaler is None else 1.0 / self.scaler.get_scale()
+        factor = self._unscale_factor()
         if self.limit is not None:
             self.norm = norm * factor
-            if self.limit < self.norm < math.inf:
-                factor *= self.limit / self.norm
+            factor *= self._clip_factor()
+        return self._multiplied(grads, factor, in_place)
+
+    def _unscale_factor(self) -> float:
+        return 1.0 if self.scaler is None else 1.0 / self.scaler.get_scale()
+
+    def _clip_factor(self) -> float:
+        """Return the factor that reduces gradients of the norm `norm` to the limit; 1 if their norm is not finite."""
+        assert self.limit is not None
+        assert self.norm is not None
+        return self.limit / self.norm if self.limit < self.norm < math.inf else 1.0
+
+    def _multiplied(self, grads: list[Any], factor: float, in_place: bool) -> list[Any]:
         if factor == 1.0:
             return grads
         return [None if grad is None else self._times(grad, factor, in_place) for grad in grads]
@@ -179,6 +190,24 @@ class Clipper:
         wide = arrays.accumulator(dtype)
         in_place = in_place and (wide == dtype or self.scaler is None)
         return compute(np.multiply, grad, factor, wide=wide, out=grad if in_place else None)
+
+
+class UpdateClipper(Clipper):
+    """The clipper of a hooked torch optimizer: it unscales gradients after each reduction, and clips them before the
+    update, because in between other backward passes may add to them and torch's GradScaler may unscale them."""
+
+    def clip_reduced(self, grads: list[Any]) -> list[Any]:
+        """Unscale reduced gradients."""
+        return self._multiplied(grads, self._unscale_factor(), in_place=True)
+
+    def clip_for_update(self, grads: list[Any], divisor: float) -> None:
+        """Clip gradients, equal on all ranks, in place. Collective. divisor: the update divides the gradients by it;
+        the limit is that of the quotients."""
+        self.norm = _norm_of_all(grads) / divisor
+        if (factor := self._clip_factor()) != 1.0:
+            for grad in grads:
+                wide = arrays.accumulator(shape_and_dtype(grad)[1])
+                compute(np.multiply, grad, factor, wide=wide, out=grad)
 
 
 def _norm_of_all(grads: Sequence[Any]) -> float:

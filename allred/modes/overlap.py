@@ -70,6 +70,14 @@ class Overlap:
             self._communicator.unfinished.pop(self, None)
         self._communicator = None
 
+    def cancel(self) -> bool:
+        """Forget the gradients of the step that has begun. Return False if its opening was sent: the other ranks wait
+        for this rank in `step`."""
+        if self._opening is not None:
+            return False
+        self.end_step()
+        return True
+
     def forget_order(self) -> None:
         """Start again with a first step. Called on all ranks."""
         self._ordered = None

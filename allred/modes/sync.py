@@ -134,6 +134,11 @@ class SyncMode(Mode):
             self._timer.begin(functions.current())
         self._overlap.add(name, grad, samples)
 
+    def cancel_reduce(self) -> bool:
+        """Forget the gradients passed to `reduce` since the last step. Return False if that is not possible: then all
+        ranks must call `step`."""
+        return self._overlap is None or self._overlap.cancel()
+
     def _new_overlap(self) -> Overlap:
         return Overlap(self._reducer, self._checks, self._clipper, self._title)
 

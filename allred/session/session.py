@@ -81,6 +81,7 @@ class Session:
         self.rates = Rates()
         self.watched: dict[str, Any] = {}
         self._optimizer: DistributedOptimizer | None = None
+        self._given_optimizer: Any = None  # keeps a torch optimizer until the last checkpoint
         self._state: SessionState = None  # type: ignore[assignment]  # set by `track`
         self._wait_s = wait_for_chief_s
         self._signals, self._metrics = coordination.StopSignals(), coordination.StepMetrics()
@@ -126,6 +127,7 @@ class Session:
             self._signals.restore()
             functions.remove_observer(self._save_after_join)
             self._done = True
+            self._given_optimizer = None
             if optimizer is not None or failure is not None:
                 self._call_end(failure, path)
         return stopped
@@ -162,6 +164,7 @@ class Session:
             raise InputError("session.track(): use the session in a with statement, and within it")
         if self._optimizer is not None:
             raise InputError("session.track() was called already; track everything in one call")
+        self._given_optimizer = optimizer
         params, optimizer, more = coordination.tracked(given := params, optimizer, more)
         state = SessionState(self.hooks, data, more)
         with coordination.extended_timeout(self._wait_s):

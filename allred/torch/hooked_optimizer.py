@@ -5,35 +5,37 @@ Everything after it (GradScaler, clipping, loggers, LBFGS) sees the averages, an
 
     at a gradient   (hook of the parameter) ask for a call at the end of the backward pass; if a core is free, send the
                     buckets that are complete (modes/overlap.py)
-    at the end      a step of mode sync (modes/sync.py): negotiate, check, reduce, clip, assign to `.grad`
-    in opt.step()   torch's own update
+    at the end      a step of mode sync (modes/sync.py): negotiate, check, reduce, assign to `.grad`
+    in opt.step()   clip, then torch's own update
 
 Mode ps: `step` sends the gradients to the parameter servers, which run their copies of the torch optimizer.
 """
 
+import contextlib
 import itertools
-import os
-import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from allred import log, world
-from allred.cluster import processors
+from allred import log
 from allred.comm import functions
 from allred.comm.ops import ReduceOp
 from allred.data.loader import claim_samples
-from allred.errors import CheckpointError, InputError
-from allred.modes.match import Accumulator
-from allred.modes.optimizer import DistributedOptimizer
+from allred.errors import InputError
+from allred.modes.clipping import UpdateClipper
+from allred.modes.match import Accumulator, SampleCount
 from allred.modes.options import StepOptions
 from allred.modes.sync import SyncMode
 from allred.ps import context
-from allred.session import state_pickle
+from allred.torch import reduced_marks
 from allred.torch.backward_end import call_at_end
-from allred.torch.torch_optimizer import OtherTensors, TorchOptimizer, host_view
+from allred.torch.backward_state import BackwardPass, NextStep, decide_overlap, layout_of
+from allred.torch.module_checkpoints import ModuleCheckpoints
+from allred.torch.replaced_methods import replace_methods, restore_methods
+from allred.torch.torch_optimizer import TorchOptimizer
+from allred.torch.uncompiled import skip_frames, uncompiled
 
 _numbers = itertools.count()
 _graph_task = torch._C._current_graph_task_id
@@ -48,7 +50,7 @@ def attach(optimizer: torch.optim.Optimizer, options: StepOptions) -> torch.opti
     return optimizer
 
 
-class HookedOptimizer(DistributedOptimizer):
+class HookedOptimizer(ModuleCheckpoints):
     """The distributed part of a torch optimizer, its attribute `allred`.
 
     The methods are those of `DistributedOptimizer`; where these take a nest of parameters, None stands for the
@@ -66,38 +68,26 @@ class HookedOptimizer(DistributedOptimizer):
         self._gradients_of_step = options.accumulate
         super().__init__(self._torch, **vars(options))  # a parameter server does not return
         self._accumulator = Accumulator(1)  # torch adds up the gradients of micro-steps
-        self._micro_samples: list[int | None] = []  # of the backward passes since the last reduction
-        self._is_reduced = False  # whether the gradients were reduced since the last step
-        self._is_skipped = False  # whether that reduction has skipped the step
-        self._reduced: dict[str, Any] = {}  # op=Sum: weak references to the gradients that were reduced
-        self._known: tuple[str, ...] = ()  # names of the parameters when sparse gradients were agreed on
-        self._hooks: dict[
-            int, tuple[torch.Tensor, Any]
-        ] = {}  # by id of the parameter, which the reference keeps unique
+        self._clipper: UpdateClipper = UpdateClipper(options.clip_norm, options.scaler, self.name)
+        self._backward, self._next = BackwardPass(), NextStep()
+        self._is_local = False  # inside of no_sync()
+        self._marks = options.op is ReduceOp.SUM or options.scaler is not None  # gradients are reduced once
+        self._known: tuple[Any, ...] = ()  # the parameters when sparse gradients were agreed on
+        self._hooks: dict[int, tuple[torch.Tensor, list[Any]]] = {}  # by id of the parameter, which is kept
         self._graph_task = -1  # the run of the autograd engine that called a hook last
         self._overlaps: bool | None = None  # the decision; None: not made yet
-        self._sends_early = False  # whether the current backward pass sends gradients before its end
-        self._replace_methods(optimizer)
+        self._repeats = False  # whether a backward pass has called the hook of a parameter twice
+        self._warn_of_options()
+        self._replaced = replace_methods(optimizer)
         self._add_hooks()
+        weakref.finalize(self, _remove, self._hooks).atexit = False
         _hooked.add(self)
 
-    def _replace_methods(self, optimizer: Any) -> None:
-        """Replace `step` and `add_param_group` of this optimizer object."""
-        update, add_group = optimizer.step, optimizer.add_param_group
-
-        def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-            self._opt_called = True  # for torch's learning rate schedulers
-            return self.allred.torch_step(closure)
-
-        def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
-            self.allred.check_new_group()
-            add_group(param_group)
-            self.allred.add_hooks()
-
-        if hasattr(update, "_wrapped_by_lr_sched"):
-            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        optimizer.step = types.MethodType(step, optimizer)
-        optimizer.add_param_group = types.MethodType(add_param_group, optimizer)
+    def _warn_of_options(self) -> None:
+        try:
+            self._torch.check_hyperparameters()
+        except InputError as error:
+            log.warning(f"{self.name}: save() and checkpoints of a session will fail: {error}")
 
     # Hooks.
 
@@ -126,28 +116,104 @@ class HookedOptimizer(DistributedOptimizer):
                     if (owner := reference()) is not None:
                         owner.on_gradient(name, parameter)
 
-                self._hooks[id(parameter)] = parameter, parameter.register_post_accumulate_grad_hook(hook)
+                watching = reduced_marks.watch(parameter) if self._marks else []
+                self._hooks[id(parameter)] = parameter, [parameter.register_post_accumulate_grad_hook(hook), *watching]
+                skip_frames(hook, HookedOptimizer.on_gradient)
+
+    def detach(self) -> None:
+        """Remove the hooks: the optimizer is that of torch again, and each rank trains alone. Call it on all ranks.
+
+        `del optimizer` removes the hooks too, where it drops the last reference to the optimizer. Call `detach` if
+        other objects may keep the optimizer alive, before the parameters get another optimizer.
+        """
+        optimizer = self._torch.optimizer
+        _remove(self._hooks)
+        restore_methods(optimizer, self._replaced)
+        _hooked.discard(self)
+        del optimizer.allred
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside of this context are not collective: gradients are added to `.grad` of this rank. The
+        next backward pass outside, or `step`, reduces the sum.
+
+            with optimizer.allred.no_sync():
+                loss_function(model(x[:8]), y[:8]).backward()
+            loss_function(model(x[8:]), y[8:]).backward()      # reduces
+
+        A backward pass inside does not count for `accumulate` and `samples`. `torch.autograd.grad` and
+        `loss.backward(inputs=[x])` do not need the context. Mode ps: no effect.
+        """
+        before, self._is_local = self._is_local, True
+        try:
+            yield
+        finally:
+            self._is_local = before
 
     def on_gradient(self, name: str, parameter: Any) -> None:
         """Internal: a gradient of the current backward pass is complete."""
+        if self._is_local:
+            self._next.is_reduced = False
+            return
         if (task := _graph_task()) != self._graph_task:
             self._graph_task = task
-            if context.is_active():
-                if self._gradients_of_step > 1:
-                    call_at_end(self)
-            elif call_at_end(self):
-                self._sends_early = self._may_send_early()
-        if self._sends_early and name not in self._torch.sparse.names and not parameter.grad.is_sparse:
-            super().reduce(name, self._torch.gradient(name, parameter), self.samples)
+            self._begin_graph_task()
+        if self._backward.sends_early and name not in self._torch.sparse.names and not parameter.grad.is_sparse:
+            self._send_early(name, parameter)
+
+    @uncompiled
+    def _begin_graph_task(self) -> None:
+        if context.is_active():
+            if self._gradients_of_step > 1:
+                call_at_end(self)
+        elif call_at_end(self):
+            self._end_failed_pass()
+            self._backward.sends_early = self._may_send_early()
 
     def _may_send_early(self) -> bool:
         """Whether the current backward pass sends gradients before its end. The order of buckets is that of one
         optimizer with unchanged parameters."""
-        if self._overlaps is None:
-            self._overlaps = self.decide_overlap()
-        if not self._overlaps or self._gradients_of_step > 1 or len(_hooked) > 1:
+        parameters = self._trained()
+        if not self._overlaps_now() or self._gradients_of_step > 1 or len(_hooked) > 1 or self._repeats:
             return False
-        return self._known in ((), tuple(self._trained()))
+        if self._marks and reduced_marks.marked(parameters, reduced_marks.REDUCED):
+            return False
+        return self._known in ((), layout_of(parameters, True))
+
+    @uncompiled
+    def _send_early(self, name: str, parameter: Any) -> None:
+        """Pass a gradient to `reduce`. If a backward pass calls a hook twice, such as for reentrant checkpoints that
+        share a module, this rank sends no gradients early from then on; the other ranks may."""
+        backward = self._backward
+        if name not in backward.names:
+            backward.names.add(name)
+            super().reduce(name, self._torch.gradient(name, parameter), self.samples)
+            return
+        self._repeats = True
+        backward.sends_early = False
+        if not self._sync_mode().cancel_reduce():
+            backward.problem = (
+                f"the backward pass has added to the gradient of '{name}' after it was sent; the next backward passes "
+                "send gradients at the end, as ALLRED_OVERLAP=never does"
+            )
+
+    def backward_failed(self) -> None:
+        """Internal: an exception has ended the backward pass."""
+        self._backward.has_failed = True
+
+    def _end_failed_pass(self) -> None:
+        """End the step of a backward pass that an exception has ended. If gradients were sent, all ranks end this step
+        with an error, which is raised on ranks whose backward pass has not failed."""
+        if not self._backward.has_failed:
+            return
+        failed, self._backward = self._backward, BackwardPass()
+        self._torch.release_gradients()
+        if failed.names:
+            if not self._sync_mode().cancel_reduce():
+                problem = "an exception has ended the backward pass after gradients were sent"
+                with contextlib.suppress(InputError):
+                    self._step({}, {}, None, problem)
+            self._samples = SampleCount()
 
     def _trained(self) -> dict[str, Any]:
         """Return the parameters that require a gradient, by name."""
@@ -155,18 +221,12 @@ class HookedOptimizer(DistributedOptimizer):
 
     def decide_overlap(self) -> bool:
         """Internal: whether the setting allows gradients to be sent during the backward pass."""
-        setting, threads, cores = world.config().overlap, torch.get_num_threads(), processors.cores_per_rank()
-        on_gpu = any(parameter.is_cuda for _, parameter in self._torch.named())
-        auto = on_gpu or cores > threads
-        reason = f"this rank has {cores} core(s) and {threads} thread(s) of torch"
-        reason = "the model is on a GPU" if on_gpu else reason
-        overlaps = setting == "always" or (setting == "auto" and auto)
-        reason = reason if setting == "auto" else f"ALLRED_OVERLAP={setting}"
-        if functions.current(self.process_set).size == 1:
-            return False
-        when = "during the backward pass" if overlaps else "in one group at the end of the backward pass"
-        log.info(f"{self.name}: gradients are sent {when}, because {reason}")
-        return overlaps
+        return decide_overlap(self.name, dict(self._torch.named()), functions.current(self.process_set).size)
+
+    def _overlaps_now(self) -> bool:
+        if self._overlaps is None:
+            self._overlaps = self.decide_overlap()
+        return self._overlaps
 
     def send_early(self, early: bool) -> None:
         """Internal, for measurements: set whether the next steps send gradients during the backward pass. Called on all
@@ -178,49 +238,47 @@ class HookedOptimizer(DistributedOptimizer):
     def end_of_backward(self) -> None:
         """Internal: reduce the gradients, or count a micro-step. Collective in mode sync; in mode ps `step` pushes."""
         if self._gradients_of_step > 1:
-            self._micro_samples.append(claim_samples(self.samples))
+            self._next.micro_samples.append(claim_samples(self.samples))
             self.samples = None
-            if len(self._micro_samples) < self._gradients_of_step or context.is_active():
+            if len(self._next.micro_samples) < self._gradients_of_step or context.is_active():
                 return
         self._reduce_all()
 
     def _reduce_all(self) -> None:
         """Replace the gradients by their mean over the ranks. Collective."""
         mode, parameters = self._sync_mode(), self._trained()
-        self._overlaps = self.decide_overlap() if self._overlaps is None else self._overlaps
+        backward, self._backward = self._backward, BackwardPass()
+        layout = layout_of(parameters, self._overlaps_now())
         with functions.within(self.process_set):
-            if self._known != tuple(parameters):  # on all ranks
+            if self._known != layout:  # on all ranks
                 self._torch.sparse.agree(parameters, self.name)
                 if self._known:
                     mode.forget_order()
-                self._known = tuple(parameters)
-            problem = self._torch.sparse.problem(parameters) or self._problem_of_sum(parameters)
+                self._known = layout
+            problem = backward.problem or self._torch.sparse.problem(parameters)
+            if self._marks:
+                problem = problem or reduced_marks.problem(parameters, self._options.op)
         samples = self._samples_of_step()
         before = self.skipped
-        self._step(*(({}, {}) if problem else self._torch.step_input()), samples, problem)
-        self._is_reduced, self._is_skipped = True, self.skipped > before
-        if self._options.op is ReduceOp.SUM:
-            self._reduced = {n: weakref.ref(p.grad) for n, p in parameters.items() if p.grad is not None}
+        params, grads = ({}, {}) if problem else self._torch.step_input()
+        reduced = reduced_marks.marked(parameters, reduced_marks.REDUCED) if self._marks and not problem else []
+        for name in reduced:  # such as by another optimizer
+            del params[name], grads[name]
+        if reduced:
+            mode.forget_order()
+        self._step(params, grads, samples, problem)
+        self._next = NextStep(is_reduced=True, is_skipped=self.skipped > before)
+        if self._marks and not self._next.is_skipped:
+            reduced_marks.mark(parameters)
         self._torch.release_gradients()
 
     def _samples_of_step(self) -> int | None:
         samples, self.samples = self.samples, None
-        if self._micro_samples:
-            counts = [count for count in self._micro_samples if count is not None]
-            samples = sum(counts) if len(counts) == len(self._micro_samples) else None
-            self._micro_samples = []
+        if given := self._next.micro_samples:
+            counts = [count for count in given if count is not None]
+            samples = sum(counts) if len(counts) == len(given) else None
+            self._next.micro_samples = []
         return samples
-
-    def _problem_of_sum(self, parameters: dict[str, torch.Tensor]) -> str:
-        """Return why gradients cannot be summed again; a mean of means is the mean, but sums would be summed twice."""
-        for name, reference in self._reduced.items() if self._is_reduced else ():
-            if name in parameters and parameters[name].grad is not None and reference() is parameters[name].grad:
-                return (
-                    f"op=allred.Sum: '{name}' has a sum over the ranks already, and a second backward() would add it "
-                    "again on each rank; pass accumulate=2 to allred.distributed, or call opt.step() or "
-                    "opt.zero_grad() in between"
-                )
-        return ""
 
     def _sync_mode(self) -> SyncMode:
         mode = self._get_mode()
@@ -233,26 +291,46 @@ class HookedOptimizer(DistributedOptimizer):
         """Internal: the method `step` of the torch optimizer."""
         if context.is_active():
             return self._push(closure)
-        loss, arguments = None, list[Any]()
-        if closure is not None and isinstance(self._torch.optimizer, torch.optim.LBFGS):  # it calls closure repeatedly
-            arguments = [lambda: self._mean_loss(closure)]
-        elif closure is not None:
+        self._end_failed_pass()
+        if closure is not None and self._torch.calls_closure:
+            return self._update(lambda: self._mean_loss(closure))
+        loss = None
+        if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not arguments and (not self._is_reduced or self._micro_samples):
+        if not self._next.is_reduced or self._next.micro_samples:
             self._reduce_all()
-        is_skipped, self._is_reduced, self._is_skipped = self._is_skipped, False, False
-        if is_skipped and not arguments:  # the closures of LBFGS reduce their own gradients
+        if self._next.is_skipped:
+            self._next = NextStep()
             return loss
+        self._clip()
+        self._update()
+        return loss
+
+    def _update(self, *arguments: Any) -> Any:
+        """Call the method `step` of torch."""
         with self._sync_mode().updating():
             result = self._torch.update_parameters(*arguments)
+        self._next = NextStep()
         self._updates.known = self._torch.global_step
         self._add_hooks()  # to parameters that require a gradient now
-        return result if arguments else loss
+        return result
+
+    def _clip(self) -> None:
+        """Clip the gradients to clip_norm, if they were reduced. Collective."""
+        if self._clipper.limit is None or not self._next.is_reduced or self._next.is_skipped:
+            return
+        scale = getattr(self._torch.optimizer, "grad_scale", None)  # of torch's GradScaler, if the update unscales
+        with functions.within(self.process_set):
+            self._clipper.clip_for_update(self._torch.reduced_gradients(), 1.0 if scale is None else float(scale))
+        self._torch.release_gradients()
 
     def _mean_loss(self, closure: Callable[[], Any]) -> Any:
         """Call the closure; return the mean of its loss over the ranks, so that all ranks make the same decisions."""
         samples, loss = self.samples, closure()
+        self._clip()
+        if loss is None:
+            return None
         value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         with functions.within(self.process_set):
             total = functions.allgather_object((value, samples), f"{self.name}: loss of the closure")
@@ -278,73 +356,19 @@ class HookedOptimizer(DistributedOptimizer):
         """Not available: call `opt.step()` of the torch optimizer."""
         raise InputError(f"{self.name}.allred.step(): call step() of the torch optimizer itself")
 
-    # Parameters and state.
-
     @property
     def accumulates(self) -> bool:
         """Whether the backward passes of a step are incomplete."""
-        return bool(self._micro_samples)
-
-    def nest_of(self, params: Any) -> Any:
-        """Return parameters as a nest of arrays that share their memory. None: the parameters of this optimizer. A
-        torch module: these, and in mode sync the buffers and other parameters of the module."""
-        if params is None:
-            return self._torch.views()
-        if isinstance(params, torch.nn.Module):
-            return self._torch.views() | ({} if context.is_active() else self._others_of(params))
-        return params
-
-    def _others_of(self, module: torch.nn.Module) -> dict[str, Any]:
-        """Return arrays over the tensors of a module that this optimizer does not train, named "module.<name>"."""
-        own = {id(parameter) for _, parameter in self._torch.named()}
-        return {f"module.{name}": host_view(value) for name, value in OtherTensors(module, own).state_dict().items()}
-
-    def session_parts(self, params: Any) -> tuple[Any, dict[str, Any]]:
-        """Internal: see `DistributedOptimizer`."""
-        if not isinstance(params, torch.nn.Module):
-            return self.nest_of(params), {}
-        others = OtherTensors(params, {id(parameter) for _, parameter in self._torch.named()})
-        return self.nest_of(None), {"module": others} if others.state_dict() else {}
-
-    def save(self, directory: str | os.PathLike[str], params: Any = None) -> str | None:
-        """As `DistributedOptimizer.save`. params: None, or a module, whose buffers are saved too."""
-        nest, others = self.session_parts(params)
-        if functions.current(self.process_set).rank != 0:
-            return None
-        extra = {f"'{name}'": [state_pickle.dumps(each.state_dict())] for name, each in others.items()}
-        return self.saving(nest, extra or None)(os.fspath(directory))
-
-    def restore(self, directory: str | os.PathLike[str], params: Any = None) -> int | None:
-        """As `DistributedOptimizer.restore`. params: None, or a module, whose buffers are restored too. Raises
-        CheckpointError if the checkpoint has no buffers of the module."""
-        nest, others = self.session_parts(params)
-        step, extra = self.restore_all(directory, nest)
-        if step is None:
-            self.broadcast_others(params)
-            return None
-        for name, each in others.items():
-            pickled = (extra or {}).get(f"'{name}'", [None])[0]
-            if pickled is None:
-                raise CheckpointError(
-                    f"{os.fspath(directory)}, step {step} has no buffers of the module, because it was saved without "
-                    "the module; call restore(directory) without the module, and broadcast(module)"
-                )
-            each.load_state_dict(state_pickle.loads(pickled))
-        return step
+        return bool(self._next.micro_samples)
 
     def broadcast(self, params: Any = None, root: int | None = None) -> None:
         """As `DistributedOptimizer.broadcast`. params: None, or a module, whose buffers are copied too."""
-        if context.is_active():
-            self.broadcast_others(params, root)
         self._known = ()  # a rank that had joined may not have taken part in the agreement
-        super().broadcast(self.nest_of(params), root)
+        super().broadcast(params, root)
 
-    def broadcast_others(self, params: Any, root: int | None = None) -> None:
-        if isinstance(params, torch.nn.Module):
-            for name, array in self._others_of(params).items():
-                functions.broadcast_(array, 0 if root is None else root, name)
 
-    def pull(self, params: Any = None) -> None:
-        """As `DistributedOptimizer.pull`. params: None or a module, for the parameters of this optimizer. Mode ps:
-        raises InputError for other parameters."""
-        super().pull(self.nest_of(params) if context.is_active() else None)
+def _remove(hooks: dict[int, tuple[torch.Tensor, list[Any]]]) -> None:
+    for _, handles in hooks.values():
+        for handle in handles:
+            handle.remove()
+    hooks.clear()

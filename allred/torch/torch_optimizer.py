@@ -5,7 +5,9 @@ program calls the torch optimizer later. On a parameter server `step` also makes
 server's copy of the torch optimizer are views of the server's memory.
 """
 
+import json
 import operator
+import weakref
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from allred.errors import InputError
 from allred.optim.base import Optimizer, Slots
 from allred.ps import context
 from allred.torch.optimizer_state import from_slots, to_slots
+from allred.torch.replaced_methods import dereference, weak_method
 from allred.torch.sparse import SparseGradients
 from allred.torch.tensors import as_array, as_tensor, copy_to_tensor
 
@@ -42,13 +45,13 @@ def _gradient_view(grad: torch.Tensor) -> Any:
 
 class TorchOptimizer(Optimizer):
     """A torch optimizer as an optimizer of allred. Parameters are named as in `named_parameters()` if the torch
-    optimizer was made with that, else "group.position"."""
+    optimizer was made with that, else "group.position". It does not keep the torch optimizer alive."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer, self.global_step = optimizer, 0
+        self._reference, self.global_step = weakref.ref(optimizer), 0
         self.sparse = SparseGradients()
-        self._update = optimizer.step  # the method of torch, which the hooked optimizer replaces
-        self._views: dict[str, tuple[torch.Tensor, int, Any]] = {}  # by name: parameter, address, view
+        self._update = weak_method(optimizer, "step")  # the method of torch, which the hooked optimizer replaces
+        self._views: dict[str, tuple[torch.Tensor, Any, Any]] = {}  # by name: parameter, layout, view
         self._held: dict[str, tuple[torch.Tensor, Any]] = {}  # by name: gradient, view; of those sent early
         self._given: dict[str, Any] = {}  # the gradients of the last `step_input`
         self._parameters: list[torch.Tensor] = []  # those of `_named`
@@ -60,7 +63,21 @@ class TorchOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["optimizer"])  # type: ignore[misc]
+        self._owned = state["optimizer"]  # on a parameter server
         self.global_step = state["global_step"]
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The torch optimizer. Raises InputError if the program has dropped it."""
+        optimizer: torch.optim.Optimizer = dereference(self._reference)
+        return optimizer
+
+    @property
+    def calls_closure(self) -> bool:
+        """Whether the optimizer must get the closure of `step`: LBFGS calls it repeatedly, and so may an optimizer that
+        is not of torch. Those of torch call it once, before the update."""
+        kind = type(self.optimizer)
+        return issubclass(kind, torch.optim.LBFGS) or not kind.step.__module__.startswith("torch.optim.")
 
     # Parameters and gradients.
 
@@ -83,8 +100,9 @@ class TorchOptimizer(Optimizer):
 
     def _view(self, name: str, parameter: torch.Tensor) -> Any:
         known = self._views.get(name)
-        if known is None or known[0] is not parameter or known[1] != parameter.data_ptr():
-            known = self._views[name] = parameter, parameter.data_ptr(), host_view(parameter)
+        layout = parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()  # `parameter.data = ...`
+        if known is None or known[0] is not parameter or known[1] != layout:
+            known = self._views[name] = parameter, layout, host_view(parameter)
         return known[2]
 
     def gradient(self, name: str, parameter: torch.Tensor) -> Any:
@@ -96,6 +114,15 @@ class TorchOptimizer(Optimizer):
         if held is None or held[0] is not grad:
             held = self._held[name] = grad, _gradient_view(grad)
         return held[1]
+
+    def reduced_gradients(self) -> list[Any]:
+        """Return arrays over the gradients of all parameters that can be trained; of a sparse one its values."""
+        found = []
+        for name, parameter in self.named():
+            if parameter.requires_grad and parameter.grad is not None:
+                is_sparse = parameter.grad.is_sparse
+                found.append(as_array(parameter.grad.values()) if is_sparse else self.gradient(name, parameter))
+        return found
 
     def step_input(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the parameters that can be trained and their gradients, by name; sparse ones as `SparseGradients`
@@ -131,12 +158,24 @@ class TorchOptimizer(Optimizer):
         """Return the parameter groups without their parameters; tensors of one element as numbers."""
         return [
             {
-                key: value.item() if isinstance(value, torch.Tensor) else value
+                key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
                 for key, value in group.items()
                 if key not in _NO_HYPERPARAMETERS
             }
             for group in self.optimizer.param_groups
         ]
+
+    def check_hyperparameters(self) -> None:
+        """Raise InputError if a checkpoint cannot hold the options of a parameter group."""
+        for number, group in enumerate(self.hyperparameters()):
+            for key, value in group.items():
+                try:
+                    json.dumps(value)
+                except (TypeError, ValueError):
+                    raise InputError(
+                        f"{self.kind}: option '{key}' of parameter group {number} is {value!r}, which a checkpoint "
+                        "cannot hold; expected numbers, text, None, lists or dicts of these"
+                    ) from None
 
     pushed_hyperparameters = hyperparameters  # a program or scheduler changes them; mode ps sends them to the servers
 

@@ -152,6 +152,7 @@ def sums():
         train(model, opt, batch(step))
         train(other, plain, joined(step), lambda m, d: SIZE * loss_of(m, d))
     close(model, other)
+    opt.zero_grad()
     loss_of(model, batch(7)).backward()
     message = raised(InputError, lambda: loss_of(model, batch(8)).backward())
     assert "op=allred.Sum" in message
@@ -358,11 +359,11 @@ def sparse_gradients_that_a_rank_lacks_or_clips():
             loss_of(model, words(step, RANK)).backward()
         else:
             model.out(torch.ones(1, 6)).sum().backward()
+    opt.step()
     total = sum(p.grad.coalesce()._values().square().sum() if p.grad.is_sparse else p.grad.square().sum()
                 for p in model.parameters())  # fmt: skip
     assert abs(total.sqrt() - 0.01) < 1e-6
     assert opt.allred.grad_norm > 0.01
-    opt.step()
     equal_on_all(model)
 
 
@@ -810,6 +811,8 @@ def the_order_of_gradients_is_agreed_on_if_they_are_sent_early():
 
 
 if __name__ == "__main__":
+    import hooked_edge_cases  # noqa: F401  (more cases; it imports from this file)
+
     run_cases("late ")
     world.current().config = dataclasses.replace(world.config(), overlap="always", check_steps=0)
     SENDS_EARLY = True

@@ -1,7 +1,8 @@
 """Hooked torch optimizers: the cases of hooked_program.py, in one job at 2 ranks; with --full at 3 ranks too.
 
-Gradients are sent at the end of the backward pass (late); some cases are repeated with gradients that are sent during
-it (early). The job takes about 15 s of CPU time, of which 6 s are the import of torch; more on a busy machine.
+hooked_edge_cases.py has more of them. Gradients are sent at the end of the backward pass (late); some cases are
+repeated with gradients that are sent during it (early). The job takes about 30 s of CPU time, of which 6 s are the
+import of torch; more on a busy machine.
 """
 
 import functools
@@ -15,8 +16,9 @@ from allred import testing
 pytest.importorskip("torch")
 
 PROGRAM = pathlib.Path(__file__).with_name("hooked_program.py")
-NAMES = [f"late {name}" for name in cases.names(PROGRAM)]
-NAMES += [f"early {name}" for name in cases.names(PROGRAM, "case_twice")]
+FILES = PROGRAM, PROGRAM.with_name("hooked_edge_cases.py")
+NAMES = [f"late {name}" for file in FILES for name in cases.names(file)]
+NAMES += [f"early {name}" for file in FILES for name in cases.names(file, "case_twice")]
 
 
 @functools.cache

@@ -43,7 +43,7 @@ PRIVATE_BUT_DOCUMENTED |= {"_C", "_execution_engine", "_current_graph_task_id", 
 
 # Names of torch without a public form, which backends written by others use too.
 OF_TORCH = {"_C", "_distributed_c10d", "_current_autograd_node", "_disable_dynamo", "_execution_engine"}
-OF_TORCH |= {"_set_sequence_number_for_group", "_timeout", "_world"}
+OF_TORCH |= {"_set_sequence_number_for_group", "_timeout", "_world", "_dynamo", "_opt_called", "_wrapped_by_lr_sched"}
 
 
 def name_of(path: pathlib.Path) -> str:

@@ -1,0 +1,91 @@
+"""`ModuleCheckpoints`: the parameters, buffers and state of a hooked optimizer, for broadcasts and checkpoints."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from allred.comm import functions
+from allred.errors import CheckpointError
+from allred.modes.optimizer import DistributedOptimizer
+from allred.ps import context
+from allred.session import state_pickle
+from allred.torch.torch_optimizer import OtherTensors, TorchOptimizer, host_view
+
+
+class ModuleCheckpoints(DistributedOptimizer):
+    """The methods of a hooked optimizer that take parameters: None stands for those of the optimizer, and a torch
+    module for its parameters and buffers."""
+
+    _torch: TorchOptimizer
+
+    def nest_of(self, params: Any) -> Any:
+        """Return parameters as a nest of arrays that share their memory. None: the parameters of this optimizer. A
+        torch module: these, and in mode sync the buffers and other parameters of the module."""
+        if params is None:
+            return self._torch.views()
+        if isinstance(params, torch.nn.Module):
+            return self._torch.views() | ({} if context.is_active() else self._others_of(params))
+        return params
+
+    def _others_of(self, module: torch.nn.Module) -> dict[str, Any]:
+        """Return arrays over the tensors of a module that this optimizer does not train, named "module.<name>", with
+        the buffers that are not persistent."""
+        own = {id(parameter) for _, parameter in self._torch.named()}
+        others = {**OtherTensors(module, own).state_dict(), **dict(module.named_buffers())}
+        return {f"module.{name}": host_view(value) for name, value in others.items()}
+
+    def session_parts(self, params: Any) -> tuple[Any, dict[str, Any]]:
+        """Internal: see `DistributedOptimizer`."""
+        if not isinstance(params, torch.nn.Module):
+            return self.nest_of(params), {}
+        others = OtherTensors(params, {id(parameter) for _, parameter in self._torch.named()})
+        return self.nest_of(None), {"module": others} if others.state_dict() else {}
+
+    def saving(self, params: Any, extra: Any, copy: bool = False) -> Callable[[str], str]:
+        """Internal: as `DistributedOptimizer.saving`."""
+        self._torch.check_hyperparameters()
+        return super().saving(params, extra, copy)
+
+    def save(self, directory: str | os.PathLike[str], params: Any = None) -> str | None:
+        """As `DistributedOptimizer.save`. params: None, or a module, whose buffers are saved too."""
+        nest, others = self.session_parts(params)
+        if functions.current(self.process_set).rank != 0:
+            return None
+        extra = {f"'{name}'": [state_pickle.dumps(each.state_dict())] for name, each in others.items()}
+        return self.saving(nest, extra or None)(os.fspath(directory))
+
+    def restore(self, directory: str | os.PathLike[str], params: Any = None) -> int | None:
+        """As `DistributedOptimizer.restore`. params: None, or a module, whose buffers are restored too. Raises
+        CheckpointError if the checkpoint has no buffers of the module."""
+        nest, others = self.session_parts(params)
+        step, extra = self.restore_all(directory, nest)
+        if step is None:
+            self.broadcast_others(params)
+            return None
+        for name, each in others.items():
+            pickled = (extra or {}).get(f"'{name}'", [None])[0]
+            if pickled is None:
+                raise CheckpointError(
+                    f"{os.fspath(directory)}, step {step} has no buffers of the module, because it was saved without "
+                    "the module; call restore(directory) without the module, and broadcast(module)"
+                )
+            each.load_state_dict(state_pickle.loads(pickled))
+        return step
+
+    def broadcast(self, params: Any = None, root: int | None = None) -> None:
+        """As `DistributedOptimizer.broadcast`. params: None, or a module, whose buffers are copied too."""
+        if context.is_active():
+            self.broadcast_others(params, root)
+        super().broadcast(self.nest_of(params), root)
+
+    def broadcast_others(self, params: Any, root: int | None = None) -> None:
+        if isinstance(params, torch.nn.Module):
+            for name, array in self._others_of(params).items():
+                functions.broadcast_(array, 0 if root is None else root, name)
+
+    def pull(self, params: Any = None) -> None:
+        """As `DistributedOptimizer.pull`. params: None or a module, for the parameters of this optimizer. Mode ps:
+        raises InputError for other parameters."""
+        super().pull(self.nest_of(params) if context.is_active() else None)
