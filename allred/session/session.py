@@ -83,7 +83,6 @@ class Session:
         self._optimizer: DistributedOptimizer | None = None
         self._given_optimizer: Any = None  # keeps a torch optimizer until the last checkpoint
         self._state: SessionState = None  # type: ignore[assignment]  # set by `track`
-        self._wait_s = wait_for_chief_s
         self._signals, self._metrics = coordination.StopSignals(), coordination.StepMetrics()
         self._stop_reason, self._stop_request = "", ""  # why the loop ends; why this rank asks for it
         self._in_step = self._entered = self._done = False
@@ -91,7 +90,7 @@ class Session:
         self._is_fresh = False  # mode ps: whether the parameters were pulled for the first step
         self._step_begin = 0  # the global step when the current step began
         self._training_begin, self._batches = 0, 0  # the global step when training began; batches since then
-        self._start, self._waited_s = time.monotonic(), 0.0
+        self._start, self._waited_s, self._wait_s = time.monotonic(), 0.0, wait_for_chief_s
         self._token = ""  # identifies this session, equal on all ranks
 
     # Begin and end.
@@ -126,8 +125,7 @@ class Session:
         finally:
             self._signals.restore()
             functions.remove_observer(self._save_after_join)
-            self._done = True
-            self._given_optimizer = None
+            self._done, self._given_optimizer = True, None
             if optimizer is not None or failure is not None:
                 self._call_end(failure, path)
         return stopped
