@@ -1,8 +1,8 @@
 """Registers the backend "allred" with torch.distributed: the entry point of torch.backends.
 
-Every `import torch` calls `register`. It imports nothing of allred and raises nothing, because an error would make
-torch unimportable. allred and MPI are loaded when a process group is created. This module is outside of the package,
-because the import of a module inside of it would import the whole package.
+Every `import torch` calls `register`. `register` imports no module of allred and never raises, because an error would
+make `import torch` fail. allred and MPI are loaded when a process group is created. This module is outside of the
+package, because the import of a module inside of it would import the whole package.
 """
 
 import importlib
@@ -20,7 +20,7 @@ def register() -> None:
         if not dist.is_available() or NAME in dist.Backend.backend_list:
             return
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
-        _serve_env(importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers)
+        _wrap_env_handler(importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers)
     except Exception as error:  # then init_process_group raises, and only for this backend
         print(f"allred: cannot register its backend with torch.distributed: {error!r}", file=sys.stderr)
 
@@ -31,19 +31,20 @@ def _create(options: Any, backend_options: Any) -> Any:
     return process_group.create(options)
 
 
-def _serve_env(handlers: dict[str, Any]) -> None:
-    """Let `env://`, the default, work for this backend under mpirun, which does not set torch's variables."""
+def _wrap_env_handler(handlers: dict[str, Any]) -> None:
+    """Make `env://`, the default init method, work for this backend under mpirun, which does not set torch's
+    variables."""
     env = handlers["env"]
 
-    def serve(url: str, **arguments: Any) -> Any:
+    def handler(url: str, **arguments: Any) -> Any:
         if NAME in _requested_backend():
-            from allred.torch import join_ranks
+            from allred.torch import rendezvous
 
-            if (found := join_ranks.from_launcher(url, **arguments)) is not None:
+            if (found := rendezvous.env_rendezvous(url, **arguments)) is not None:
                 return iter([found])
         return env(url, **arguments)
 
-    handlers["env"] = serve
+    handlers["env"] = handler
 
 
 def _requested_backend() -> str:

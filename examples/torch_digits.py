@@ -1,4 +1,4 @@
-"""Handwritten digits with PyTorch and a hooked optimizer: a usual training loop, on all ranks.
+"""Handwritten digits with PyTorch and a hooked optimizer: a standard training loop.
 
     python examples/torch_digits.py                     one rank
     mpirun -np 2 python examples/torch_digits.py        two ranks: the gradients are averaged in loss.backward()
@@ -34,7 +34,7 @@ def main():
     optimizer.allred.broadcast(model)
 
     data = TensorDataset(x[train], y[train])
-    sampler = allred.data.DistributedSampler(data, batch_size=BATCH)
+    sampler = allred.data.DistributedBatchSampler(data, batch_size=BATCH)
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
         for images, labels in DataLoader(data, batch_sampler=sampler):

@@ -23,7 +23,7 @@ def main():
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    # A server stays in the next line until the workers have ended.
+    # A parameter server does not return from the next line: it serves until the workers have finished, then exits.
     optimizer = allred.distributed(torch.optim.SGD(model.named_parameters(), lr=0.05, momentum=0.5))
 
     digits = load_digits()
@@ -37,7 +37,7 @@ def main():
         optimizer.step()
 
     optimizer.allred.finish()  # no more steps of this worker
-    allred.barrier()  # the other workers have made their steps
+    allred.barrier()  # wait for the last steps of the other workers
     optimizer.allred.pull()  # mode ps: the final parameters
     if allred.rank() == 0:
         with torch.no_grad():

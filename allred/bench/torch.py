@@ -147,7 +147,7 @@ class _Variant(NamedTuple):
 
     def step(self, data: Data) -> None:
         if self.early is not None:
-            self.optimizer.allred.send_early(self.early)
+            self.optimizer.allred.set_overlap(self.early)
         self.optimizer.zero_grad()
         nn.functional.cross_entropy(self.model(data[0]), data[1]).backward()
         self.optimizer.step()

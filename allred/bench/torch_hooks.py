@@ -21,7 +21,7 @@ from allred.modes.match import Matcher
 from allred.modes.reducer import Reducer
 from allred.modes.sync import SyncMode
 from allred.torch.hooked_optimizer import HookedOptimizer
-from allred.torch.torch_optimizer import TorchOptimizer
+from allred.torch.optimizer_adapter import OptimizerAdapter
 
 HOST_TENSORS = 161
 _HOST_STEPS = 200  # with parts
@@ -29,11 +29,11 @@ _FIRST_STEPS = 4  # the first ones are never sent early
 _PARTS: dict[str, tuple[Any, str]] = {
     "hooks": (HookedOptimizer, "on_gradient"),
     "other work at the end of backward": (HookedOptimizer, "end_of_backward"),
-    "arrays over the gradients": (TorchOptimizer, "step_input"),
+    "arrays over the gradients": (OptimizerAdapter, "step_input"),
     "comparison with the last step": (Matcher, "match"),
     "negotiation and checks": (SyncMode, "step"),
     "reduction": (Reducer, "allreduce_"),
-    "step of the optimizer": (HookedOptimizer, "torch_step"),
+    "step of the optimizer": (HookedOptimizer, "step_torch_optimizer"),
 }
 
 
@@ -149,7 +149,7 @@ class _SleepingModel:
     def step(self, weights: list[nn.Parameter], optimizer: Any, backward_s: float, early: bool = False) -> None:
         optimizer.zero_grad()
         if hasattr(optimizer, "allred"):
-            optimizer.allred.send_early(early)
+            optimizer.allred.set_overlap(early)
         x = torch.zeros(())
         for weight, grad in zip(weights, self.grads, strict=True):
             x = _Layer.apply(x, weight, grad, self.sleep)

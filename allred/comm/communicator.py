@@ -33,8 +33,8 @@ from allred.comm.backends.backend import Backend, pickled
 from allred.comm.device_collectives import DeviceCollectives
 from allred.comm.group import Group
 from allred.comm.header import OpDescriptor, quoted
-from allred.comm.messages import Messages
 from allred.comm.ops import Compression, ReduceOp, narrows
+from allred.comm.point_to_point import PointToPoint
 from allred.comm.work import Steps, Work
 from allred.errors import AllredError, InputError
 from allred.fusion import FusionBuffer
@@ -78,7 +78,7 @@ class Communicator(Group):
         super().__init__(backend, timeout_s)
         self.gpu: DeviceCollectives | None = None
         self.fusion_buffer = FusionBuffer(backend.allocate)  # shared: reductions of optimizers do not run concurrently
-        self._messages = Messages(self)
+        self._point_to_point = PointToPoint(self)
         self._fast = backend.fast_path
 
     def allreduce(
@@ -335,19 +335,20 @@ class Communicator(Group):
         return self.start("barrier", "", begun)
 
     def send(self, value: Any, dest: int, tag: int = 0) -> Work[None]:
-        """Send an array to rank `dest`, which receives it with `recv`. Complete once it is received (messages.py).
+        """Send an array to rank `dest`, which receives it with `recv`. Complete when the receiver has posted the last
+        receive (point_to_point.py).
 
         Raises MismatchError or InputError, the same on both ranks, if they differ in dtype or shape or if the array of
         one cannot be used. Collectives may be started before or after in any order.
         """
-        return self._messages.send(value, dest, tag)
+        return self._point_to_point.send(value, dest, tag)
 
     def recv(self, array: Array, source: int | None = None, tag: int = 0) -> Work[int]:
         """Receive a message from rank `source` (None: from any rank) in `array`. The result is the sender."""
-        return self._messages.recv(array, source, tag)
+        return self._point_to_point.recv(array, source, tag)
 
     def close(self) -> None:
-        if not self._messages.close():
+        if not self._point_to_point.close():
             self.queue.poison("messages are not complete")
         super().close()
 

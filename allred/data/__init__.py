@@ -2,12 +2,12 @@
 
 from allred.data.batches import Batches, batches
 from allred.data.columns import idx, npy
-from allred.data.distributed_sampler import DistributedSampler
+from allred.data.distributed_batch_sampler import DistributedBatchSampler
 from allred.data.prefetching import Prefetch, prefetch
 from allred.data.streaming import Shuffled, Stream, shuffled, stream
 from allred.data.tfrecord_files import TFRecord, example, make_example, tfrecord, write_tfrecord
 
 __all__ = [
-    "Batches", "DistributedSampler", "Prefetch", "Shuffled", "Stream", "TFRecord", "batches", "example", "idx",
+    "Batches", "DistributedBatchSampler", "Prefetch", "Shuffled", "Stream", "TFRecord", "batches", "example", "idx",
     "make_example", "npy", "prefetch", "shuffled", "stream", "tfrecord", "write_tfrecord",
 ]  # fmt: skip

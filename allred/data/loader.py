@@ -1,4 +1,4 @@
-"""Loader: base class of Batches and Stream, with the positions and samples of their batches.
+"""Loader: base class of Batches, Stream and DistributedBatchSampler, with the positions and samples of their batches.
 
 Loading has two steps, so that a thread or another process can do the second one ahead (prefetching.py): `specs` yields
 the specification of each batch in order; `load` makes a batch from its specification. Position and claimed samples
@@ -28,7 +28,7 @@ from allred.validators import integer
 class LoaderArguments(NamedTuple):
     """Arguments of a loader that must be equal on all ranks: they decide the samples and the number of batches.
 
-    function: "batches" or "stream". values: the name and value of each argument.
+    function: "batches", "stream" or "DistributedBatchSampler". values: the name and value of each argument.
 
     >>> print(LoaderArguments("batches", (("rows", 5), ("seed", None))))
     batches(rows=5, seed=None)

@@ -22,7 +22,7 @@ import numpy as np
 
 from allred import checkpoint, log
 from allred.cluster import topology
-from allred.data.distributed_sampler import DistributedSampler, sampler_of
+from allred.data.distributed_batch_sampler import DistributedBatchSampler, sampler_of
 from allred.errors import AllredError, CheckpointError, CollectiveTimeout, InputError, RemoteRankError
 from allred.session import state_pickle
 from allred.session.hooks import Hook, LoggedValue, Outcome
@@ -273,8 +273,9 @@ class SessionState:
 
     @staticmethod
     def follow(batches: Iterable[T]) -> Iterable[T]:
-        """Return `batches`; of a loader that uses a DistributedSampler, so that the sampler's position follows it."""
-        sampler = None if isinstance(batches, DistributedSampler) else sampler_of(batches)
+        """Return `batches`; of a loader that uses a DistributedBatchSampler, so that the sampler's position follows
+        it."""
+        sampler = None if isinstance(batches, DistributedBatchSampler) else sampler_of(batches)
         return batches if sampler is None else sampler.follow(batches)
 
     def warn_untracked(self, batches: Any) -> None:

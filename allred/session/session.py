@@ -153,8 +153,8 @@ class Session:
 
         params: a nest of arrays; for a torch optimizer a torch module, whose buffers are saved too, or None. optimizer:
         the result of allred.distributed. data: the source of the batches; if it has state_dict and load_state_dict, or
-        is a torch DataLoader with a DistributedSampler, resuming continues behind the last batch. more: other objects
-        with these methods: saved by the chief (or the rank that fails), loaded on all ranks. Returns the restored step.
+        is a torch DataLoader with a DistributedBatchSampler, it resumes after the last batch. more: other objects with
+        these methods: saved by the chief (or the rank that fails), loaded on all ranks. Returns the restored step.
         Raises InputError for objects that cannot be tracked, MismatchError if sessions or arguments of data differ
         between ranks, CheckpointError if no checkpoint can be read, or it is of another model.
         """

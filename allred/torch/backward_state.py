@@ -14,7 +14,7 @@ from allred.cluster import processors
 class BackwardPass:
     """The state of one backward pass; a new record after each."""
 
-    sends_early: bool = False  # whether it sends gradients before its end
+    overlaps: bool = False  # whether it sends gradients before its end
     names: set[str] = dataclasses.field(default_factory=set)  # of the gradients passed to reduce()
     has_failed: bool = False  # by an exception
     problem: str = ""  # why its gradients cannot be used

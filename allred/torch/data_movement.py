@@ -1,7 +1,7 @@
 """Collectives that move tensors: allgather, gather, scatter and alltoall, by allred's allgather and alltoall.
 
-Each function starts an operation and returns it with what remains to be done with its result. Sizes and dtypes are
-checked before the start, as far as this rank knows them, so that all ranks raise the InputError of one rank.
+Each function starts an operation. It returns it with a function that post-processes its result, or None. Sizes and
+dtypes are checked before the start, as far as this rank knows them, so that all ranks raise the InputError of one rank.
 """
 
 import functools
@@ -15,15 +15,15 @@ from allred.arrays import Array, flat
 from allred.comm.arguments import splits_of
 from allred.comm.communicator import Communicator
 from allred.errors import InputError
-from allred.torch.tensors import as_movable
-from allred.torch.torch_work import Part
+from allred.torch.tensors import as_raw_array
+from allred.torch.torch_work import StartedOperation
 
 Tensors = Sequence[torch.Tensor]
 
 
-def allgather(comm: Communicator, outputs: Tensors, tensor: torch.Tensor) -> Part:
+def allgather(comm: Communicator, outputs: Tensors, tensor: torch.Tensor) -> StartedOperation:
     """Gather the tensors of all ranks on all ranks. outputs: a tensor for each rank, or one for all."""
-    targets, source = [as_movable(each) for each in outputs], flat(as_movable(tensor))
+    targets, source = [as_raw_array(each) for each in outputs], flat(as_raw_array(tensor))
     sizes = [target.size for target in targets]
     if len(targets) != 1:
         _check_sizes(comm, [source] * comm.size, targets)
@@ -40,31 +40,31 @@ def allgather(comm: Communicator, outputs: Tensors, tensor: torch.Tensor) -> Par
     return comm.allgather(source, out=out), functools.partial(_split, targets)
 
 
-def gather(comm: Communicator, outputs: Tensors, tensor: torch.Tensor, root: int, name: str) -> Part:
+def gather(comm: Communicator, outputs: Tensors, tensor: torch.Tensor, root: int, name: str) -> StartedOperation:
     """Gather the tensors of all ranks on the root. outputs: on the root a tensor for each rank; ignored elsewhere."""
-    is_root, source = root == comm.rank, flat(as_movable(tensor))
-    targets = [as_movable(each) for each in outputs] if is_root else []
+    is_root, source = root == comm.rank, flat(as_raw_array(tensor))
+    targets = [as_raw_array(each) for each in outputs] if is_root else []
     if is_root:
         _check_sizes(comm, [source] * comm.size, targets)
         _check_equal(targets, "output", source)
     return _exchange(comm, source[np.newaxis], _one(root, comm.size), targets, [int(is_root)] * comm.size, name)
 
 
-def scatter(comm: Communicator, output: torch.Tensor, inputs: Tensors, root: int, name: str) -> Part:
+def scatter(comm: Communicator, output: torch.Tensor, inputs: Tensors, root: int, name: str) -> StartedOperation:
     """Send one tensor of the root to each rank. inputs: on the root a tensor for each rank; ignored elsewhere."""
-    is_root, target = root == comm.rank, as_movable(output)
+    is_root, target = root == comm.rank, as_raw_array(output)
     rows = np.empty((0, target.size), target.dtype)
     if is_root:
-        sources = [flat(as_movable(each)) for each in inputs]
+        sources = [flat(as_raw_array(each)) for each in inputs]
         _check_sizes(comm, sources, [target] * comm.size)
         _check_equal(sources, "input", target)
         rows = np.stack(sources)
     return _exchange(comm, rows, [int(is_root)] * comm.size, [target], _one(root, comm.size), name)
 
 
-def alltoall(comm: Communicator, outputs: Tensors, inputs: Tensors) -> Part:
+def alltoall(comm: Communicator, outputs: Tensors, inputs: Tensors) -> StartedOperation:
     """Send inputs[r] to rank r; outputs[r] is the tensor from rank r. Their sizes may differ."""
-    targets, sources = [as_movable(each) for each in outputs], [flat(as_movable(each)) for each in inputs]
+    targets, sources = [as_raw_array(each) for each in outputs], [flat(as_raw_array(each)) for each in inputs]
     _check_sizes(comm, sources, targets)
     _check_dtypes(sources, sources[0])
     sent, expected = [source.size for source in sources], [target.size for target in targets]
@@ -73,9 +73,9 @@ def alltoall(comm: Communicator, outputs: Tensors, inputs: Tensors) -> Part:
 
 def alltoall_single(
     comm: Communicator, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
-) -> Part:
+) -> StartedOperation:
     """Send sent[r] rows to rank r, and receive received[r] rows from rank r. An empty list: the rows divide evenly."""
-    target, source = np.atleast_1d(as_movable(output)), np.atleast_1d(as_movable(tensor))
+    target, source = np.atleast_1d(as_raw_array(output)), np.atleast_1d(as_raw_array(tensor))
     expected = list(received) or [len(target) // comm.size] * comm.size
     if len(expected) != comm.size or sum(expected) != len(target):
         raise InputError(
@@ -89,7 +89,7 @@ def alltoall_single(
 
 def _exchange(
     comm: Communicator, rows: Array, sent: list[int], targets: list[Array], expected: list[int], name: str = ""
-) -> Part:
+) -> StartedOperation:
     """Start an alltoall of sent[r] rows to rank r. targets: for the expected[r] rows from rank r, in rank order."""
     if sent[comm.rank] != expected[comm.rank]:
         raise InputError(f"this rank sends itself {sent[comm.rank]} rows, but expects {expected[comm.rank]}")

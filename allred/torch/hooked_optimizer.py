@@ -1,12 +1,12 @@
-"""Hooks that make a torch optimizer distributed: `allred.distributed(torch_optimizer)` returns the same object.
+"""The distributed part of a torch optimizer. `allred.distributed(torch_optimizer)` returns the same object, with hooks.
 
 Mode sync: at the end of each backward pass the gradients of all ranks are averaged, before `loss.backward()` returns.
-Everything after it (GradScaler, clipping, loggers, LBFGS) sees the averages, and `step` is that of torch.
+Everything after it (clipping, loggers, LBFGS) sees the averages, and `step` is that of torch.
 
-    at a gradient   (hook of the parameter) ask for a call at the end of the backward pass; if a core is free, send the
-                    buckets that are complete (modes/overlap.py)
-    at the end      a step of mode sync (modes/sync.py): negotiate, check, reduce, assign to `.grad`
-    in opt.step()   clip, then torch's own update
+    parameter hook   request a call at the end of the backward pass; with overlap, send the complete buckets
+                     (modes/overlap.py)
+    end of backward  the reduction of mode sync (modes/sync.py): negotiate, check, reduce, assign to `.grad`
+    opt.step()       clip, then the update by torch
 
 Mode ps: `step` sends the gradients to the parameter servers, which run their copies of the torch optimizer.
 """
@@ -30,14 +30,14 @@ from allred.modes.options import StepOptions
 from allred.modes.sync import SyncMode
 from allred.ps import context
 from allred.torch import reduced_marks
-from allred.torch.backward_end import call_at_end
+from allred.torch.backward_callbacks import call_after_backward
 from allred.torch.backward_state import BackwardPass, NextStep, decide_overlap, layout_of
 from allred.torch.module_checkpoints import ModuleCheckpoints
+from allred.torch.optimizer_adapter import OptimizerAdapter
 from allred.torch.replaced_methods import replace_methods, restore_methods
-from allred.torch.torch_optimizer import TorchOptimizer
 from allred.torch.uncompiled import skip_frames, uncompiled
 
-_numbers = itertools.count()
+_call_orders = itertools.count()
 _graph_task = torch._C._current_graph_task_id
 _hooked: "weakref.WeakSet[HookedOptimizer]" = weakref.WeakSet()  # those with hooks, in mode sync
 
@@ -58,21 +58,27 @@ class HookedOptimizer(ModuleCheckpoints):
 
     samples: set it before `backward()` if the ranks have different numbers of samples and the data is not from
         allred.data: `opt.allred.samples = len(x)`. It counts for one backward pass.
+
+    Raises NonFiniteError, MismatchError and DriftError in backward(), the same on all ranks.
+
+    Example:
+        opt = allred.distributed(torch.optim.SGD(model.named_parameters(), lr=0.1))
+        opt.allred.broadcast(model)
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, options: StepOptions) -> None:
-        self.number = next(_numbers)
+        self.call_order = next(_call_orders)
         self.samples: int | None = None
         self._made_in_mode_ps = context.is_active()
-        self._torch = TorchOptimizer(optimizer)
+        self._adapter = OptimizerAdapter(optimizer)
         self._gradients_of_step = options.accumulate
-        super().__init__(self._torch, **vars(options))  # a parameter server does not return
+        super().__init__(self._adapter, **vars(options))  # a parameter server does not return
         self._accumulator = Accumulator(1)  # torch adds up the gradients of micro-steps
         self._clipper: UpdateClipper = UpdateClipper(options.clip_norm, options.scaler, self.name)
         self._backward, self._next = BackwardPass(), NextStep()
         self._is_local = False  # inside of no_sync()
         self._marks = options.op is ReduceOp.SUM or options.scaler is not None  # gradients are reduced once
-        self._known: tuple[Any, ...] = ()  # the parameters when sparse gradients were agreed on
+        self._agreed_layout: tuple[Any, ...] = ()  # the parameters when sparse gradients were agreed on
         self._hooks: dict[int, tuple[torch.Tensor, list[Any]]] = {}  # by id of the parameter, which is kept
         self._graph_task = -1  # the run of the autograd engine that called a hook last
         self._overlaps: bool | None = None  # the decision; None: not made yet
@@ -85,7 +91,7 @@ class HookedOptimizer(ModuleCheckpoints):
 
     def _warn_of_options(self) -> None:
         try:
-            self._torch.check_hyperparameters()
+            self._adapter.check_hyperparameters()
         except InputError as error:
             log.warning(f"{self.name}: save() and checkpoints of a session will fail: {error}")
 
@@ -109,7 +115,7 @@ class HookedOptimizer(ModuleCheckpoints):
 
     def _add_hooks(self) -> None:
         reference = weakref.ref(self)
-        for name, parameter in self._torch.named():
+        for name, parameter in self._adapter.named_parameters():
             if id(parameter) not in self._hooks and parameter.requires_grad:
 
                 def hook(parameter: torch.Tensor, name: str = name) -> None:
@@ -126,7 +132,7 @@ class HookedOptimizer(ModuleCheckpoints):
         `del optimizer` removes the hooks too, where it drops the last reference to the optimizer. Call `detach` if
         other objects may keep the optimizer alive, before the parameters get another optimizer.
         """
-        optimizer = self._torch.optimizer
+        optimizer = self._adapter.optimizer
         _remove(self._hooks)
         restore_methods(optimizer, self._replaced)
         _hooked.discard(self)
@@ -158,39 +164,39 @@ class HookedOptimizer(ModuleCheckpoints):
         if (task := _graph_task()) != self._graph_task:
             self._graph_task = task
             self._begin_graph_task()
-        if self._backward.sends_early and name not in self._torch.sparse.names and not parameter.grad.is_sparse:
-            self._send_early(name, parameter)
+        if self._backward.overlaps and name not in self._adapter.sparse.names and not parameter.grad.is_sparse:
+            self._send_gradient(name, parameter)
 
     @uncompiled
     def _begin_graph_task(self) -> None:
         if context.is_active():
             if self._gradients_of_step > 1:
-                call_at_end(self)
-        elif call_at_end(self):
+                call_after_backward(self)
+        elif call_after_backward(self):
             self._end_failed_pass()
-            self._backward.sends_early = self._may_send_early()
+            self._backward.overlaps = self._may_overlap()
 
-    def _may_send_early(self) -> bool:
+    def _may_overlap(self) -> bool:
         """Whether the current backward pass sends gradients before its end. The order of buckets is that of one
         optimizer with unchanged parameters."""
         parameters = self._trained()
-        if not self._overlaps_now() or self._gradients_of_step > 1 or len(_hooked) > 1 or self._repeats:
+        if not self._has_overlap() or self._gradients_of_step > 1 or len(_hooked) > 1 or self._repeats:
             return False
         if self._marks and reduced_marks.marked(parameters, reduced_marks.REDUCED):
             return False
-        return self._known in ((), layout_of(parameters, True))
+        return self._agreed_layout in ((), layout_of(parameters, True))
 
     @uncompiled
-    def _send_early(self, name: str, parameter: Any) -> None:
+    def _send_gradient(self, name: str, parameter: Any) -> None:
         """Pass a gradient to `reduce`. If a backward pass calls a hook twice, such as for reentrant checkpoints that
-        share a module, this rank sends no gradients early from then on; the other ranks may."""
+        share a module, this rank does not overlap from then on; the other ranks may."""
         backward = self._backward
         if name not in backward.names:
             backward.names.add(name)
-            super().reduce(name, self._torch.gradient(name, parameter), self.samples)
+            super().reduce(name, self._adapter.gradient(name, parameter), self.samples)
             return
         self._repeats = True
-        backward.sends_early = False
+        backward.overlaps = False
         if not self._sync_mode().cancel_reduce():
             backward.problem = (
                 f"the backward pass has added to the gradient of '{name}' after it was sent; the next backward passes "
@@ -207,7 +213,7 @@ class HookedOptimizer(ModuleCheckpoints):
         if not self._backward.has_failed:
             return
         failed, self._backward = self._backward, BackwardPass()
-        self._torch.release_gradients()
+        self._adapter.release_gradients()
         if failed.names:
             if not self._sync_mode().cancel_reduce():
                 problem = "an exception has ended the backward pass after gradients were sent"
@@ -217,22 +223,25 @@ class HookedOptimizer(ModuleCheckpoints):
 
     def _trained(self) -> dict[str, Any]:
         """Return the parameters that require a gradient, by name."""
-        return {name: parameter for name, parameter in self._torch.named() if parameter.requires_grad}
+        return {name: parameter for name, parameter in self._adapter.named_parameters() if parameter.requires_grad}
 
     def decide_overlap(self) -> bool:
         """Internal: whether the setting allows gradients to be sent during the backward pass."""
-        return decide_overlap(self.name, dict(self._torch.named()), functions.current(self.process_set).size)
+        return decide_overlap(
+            self.name, dict(self._adapter.named_parameters()), functions.current(self.process_set).size
+        )
 
-    def _overlaps_now(self) -> bool:
+    def _has_overlap(self) -> bool:
+        """Whether gradients may be sent during the backward pass. Decided in the first call."""
         if self._overlaps is None:
             self._overlaps = self.decide_overlap()
         return self._overlaps
 
-    def send_early(self, early: bool) -> None:
+    def set_overlap(self, overlaps: bool) -> None:
         """Internal, for measurements: set whether the next steps send gradients during the backward pass. Called on all
         ranks, between steps."""
-        self._overlaps = early
-        if not early:
+        self._overlaps = overlaps
+        if not overlaps:
             self._sync_mode().forget_order()
 
     def end_of_backward(self) -> None:
@@ -248,19 +257,19 @@ class HookedOptimizer(ModuleCheckpoints):
         """Replace the gradients by their mean over the ranks. Collective."""
         mode, parameters = self._sync_mode(), self._trained()
         backward, self._backward = self._backward, BackwardPass()
-        layout = layout_of(parameters, self._overlaps_now())
+        layout = layout_of(parameters, self._has_overlap())
         with functions.within(self.process_set):
-            if self._known != layout:  # on all ranks
-                self._torch.sparse.agree(parameters, self.name)
-                if self._known:
+            if self._agreed_layout != layout:  # on all ranks
+                self._adapter.sparse.agree_on_names(parameters, self.name)
+                if self._agreed_layout:
                     mode.forget_order()
-                self._known = layout
-            problem = backward.problem or self._torch.sparse.problem(parameters)
+                self._agreed_layout = layout
+            problem = backward.problem or self._adapter.sparse.refusal(parameters)
             if self._marks:
-                problem = problem or reduced_marks.problem(parameters, self._options.op)
+                problem = problem or reduced_marks.refusal(parameters, self._options.op)
         samples = self._samples_of_step()
         before = self.skipped
-        params, grads = ({}, {}) if problem else self._torch.step_input()
+        params, grads = ({}, {}) if problem else self._adapter.step_input()
         reduced = reduced_marks.marked(parameters, reduced_marks.REDUCED) if self._marks and not problem else []
         for name in reduced:  # such as by another optimizer
             del params[name], grads[name]
@@ -270,7 +279,7 @@ class HookedOptimizer(ModuleCheckpoints):
         self._next = NextStep(is_reduced=True, is_skipped=self.skipped > before)
         if self._marks and not self._next.is_skipped:
             reduced_marks.mark(parameters)
-        self._torch.release_gradients()
+        self._adapter.release_gradients()
 
     def _samples_of_step(self) -> int | None:
         samples, self.samples = self.samples, None
@@ -287,12 +296,12 @@ class HookedOptimizer(ModuleCheckpoints):
 
     # The step of torch.
 
-    def torch_step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step_torch_optimizer(self, closure: Callable[[], Any] | None = None) -> Any:
         """Internal: the method `step` of the torch optimizer."""
         if context.is_active():
             return self._push(closure)
         self._end_failed_pass()
-        if closure is not None and self._torch.calls_closure:
+        if closure is not None and self._adapter.calls_closure:
             return self._update(lambda: self._mean_loss(closure))
         loss = None
         if closure is not None:
@@ -310,9 +319,9 @@ class HookedOptimizer(ModuleCheckpoints):
     def _update(self, *arguments: Any) -> Any:
         """Call the method `step` of torch."""
         with self._sync_mode().updating():
-            result = self._torch.update_parameters(*arguments)
+            result = self._adapter.update_parameters(*arguments)
         self._next = NextStep()
-        self._updates.known = self._torch.global_step
+        self._updates.known = self._adapter.global_step
         self._add_hooks()  # to parameters that require a gradient now
         return result
 
@@ -320,10 +329,10 @@ class HookedOptimizer(ModuleCheckpoints):
         """Clip the gradients to clip_norm, if they were reduced. Collective."""
         if self._clipper.limit is None or not self._next.is_reduced or self._next.is_skipped:
             return
-        scale = getattr(self._torch.optimizer, "grad_scale", None)  # of torch's GradScaler, if the update unscales
+        scale = getattr(self._adapter.optimizer, "grad_scale", None)  # of torch's GradScaler, if the update unscales
         with functions.within(self.process_set):
-            self._clipper.clip_for_update(self._torch.reduced_gradients(), 1.0 if scale is None else float(scale))
-        self._torch.release_gradients()
+            self._clipper.clip_for_update(self._adapter.reduced_gradients(), 1.0 if scale is None else float(scale))
+        self._adapter.release_gradients()
 
     def _mean_loss(self, closure: Callable[[], Any]) -> Any:
         """Call the closure; return the mean of its loss over the ranks, so that all ranks make the same decisions."""
@@ -344,26 +353,26 @@ class HookedOptimizer(ModuleCheckpoints):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for _, parameter in self._torch.named():
+        for _, parameter in self._adapter.named_parameters():
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
-        grads = {name: self._torch.gradient(name, parameter) for name, parameter in self._torch.named()}
-        self._step(self._torch.views(), grads, self._samples_of_step())
-        self._torch.release_gradients()
+        grads = {name: self._adapter.gradient(name, parameter) for name, parameter in self._adapter.named_parameters()}
+        self._step(self._adapter.views(), grads, self._samples_of_step())
+        self._adapter.release_gradients()
         return loss
 
     def step(self, *arguments: Any, **options: Any) -> None:
         """Not available: call `opt.step()` of the torch optimizer."""
-        raise InputError(f"{self.name}.allred.step(): call step() of the torch optimizer itself")
+        raise InputError(f"{self.name}.allred.step() is not available for torch; call opt.step()")
 
     @property
     def accumulates(self) -> bool:
-        """Whether the backward passes of a step are incomplete."""
+        """Whether gradients of an incomplete step are accumulated."""
         return bool(self._next.micro_samples)
 
     def broadcast(self, params: Any = None, root: int | None = None) -> None:
         """As `DistributedOptimizer.broadcast`. params: None, or a module, whose buffers are copied too."""
-        self._known = ()  # a rank that had joined may not have taken part in the agreement
+        self._agreed_layout = ()  # a rank that had joined may not have taken part in the agreement
         super().broadcast(params, root)
 
 

@@ -11,41 +11,41 @@ from allred.errors import CheckpointError
 from allred.modes.optimizer import DistributedOptimizer
 from allred.ps import context
 from allred.session import state_pickle
-from allred.torch.torch_optimizer import OtherTensors, TorchOptimizer, host_view
+from allred.torch.optimizer_adapter import OptimizerAdapter, UntrainedTensors, detached_view
 
 
 class ModuleCheckpoints(DistributedOptimizer):
     """The methods of a hooked optimizer that take parameters: None stands for those of the optimizer, and a torch
     module for its parameters and buffers."""
 
-    _torch: TorchOptimizer
+    _adapter: OptimizerAdapter
 
     def nest_of(self, params: Any) -> Any:
         """Return parameters as a nest of arrays that share their memory. None: the parameters of this optimizer. A
         torch module: these, and in mode sync the buffers and other parameters of the module."""
         if params is None:
-            return self._torch.views()
+            return self._adapter.views()
         if isinstance(params, torch.nn.Module):
-            return self._torch.views() | ({} if context.is_active() else self._others_of(params))
+            return self._adapter.views() | ({} if context.is_active() else self._others_of(params))
         return params
 
     def _others_of(self, module: torch.nn.Module) -> dict[str, Any]:
         """Return arrays over the tensors of a module that this optimizer does not train, named "module.<name>", with
         the buffers that are not persistent."""
-        own = {id(parameter) for _, parameter in self._torch.named()}
-        others = {**OtherTensors(module, own).state_dict(), **dict(module.named_buffers())}
-        return {f"module.{name}": host_view(value) for name, value in others.items()}
+        own = {id(parameter) for _, parameter in self._adapter.named_parameters()}
+        others = {**UntrainedTensors(module, own).state_dict(), **dict(module.named_buffers())}
+        return {f"module.{name}": detached_view(value) for name, value in others.items()}
 
     def session_parts(self, params: Any) -> tuple[Any, dict[str, Any]]:
         """Internal: see `DistributedOptimizer`."""
         if not isinstance(params, torch.nn.Module):
             return self.nest_of(params), {}
-        others = OtherTensors(params, {id(parameter) for _, parameter in self._torch.named()})
+        others = UntrainedTensors(params, {id(parameter) for _, parameter in self._adapter.named_parameters()})
         return self.nest_of(None), {"module": others} if others.state_dict() else {}
 
     def saving(self, params: Any, extra: Any, copy: bool = False) -> Callable[[str], str]:
         """Internal: as `DistributedOptimizer.saving`."""
-        self._torch.check_hyperparameters()
+        self._adapter.check_hyperparameters()
         return super().saving(params, extra, copy)
 
     def save(self, directory: str | os.PathLike[str], params: Any = None) -> str | None:

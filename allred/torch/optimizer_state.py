@@ -1,9 +1,9 @@
 """The state of a torch optimizer as arrays: {parameter name: {slot name: array}}, the format of allred.optim.
 
 Checkpoints hold these arrays in safetensors files; nothing is unpickled. A slot is named by its path in the state of
-the parameter ("exp_avg", "old_dirs.3"). A suffix says how to restore a value that is not a tensor of at least one
-dimension: "step:scalar" is a 0-d tensor, "t:float" a Python number, "prev_loss:none" is None, "ro:list" the length of
-a list, "norms:dict" of a dict. In a path "#3" is the integer key 3, and "%2E" a dot in a key (also %23, %25, %3A).
+the parameter ("exp_avg", "old_dirs.3"). A suffix marks 0-d tensors and values that are not tensors: "step:scalar" is a
+0-d tensor, "t:float" a Python number, "prev_loss:none" is None, "ro:list" the length of a list, "norms:dict" of a dict.
+In a path "#3" is the integer key 3, and "%2E" a dot in a key (also %23, %25, %3A).
 """
 
 from typing import Any

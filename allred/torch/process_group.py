@@ -1,10 +1,10 @@
 """The process group of torch.distributed over an allred communicator.
 
-The default group uses the communicator of all ranks. Every other group has one of its own: its operations are
-independent of those of other groups, also of groups with the same ranks.
+The default group uses the communicator of all ranks. Every other group creates its own communicator, so that its
+operations are independent of all other groups, even with the same ranks.
 
-torch calls some collectives by several names: 2.13 has renamed some, and keeps the older names. A tensor on a GPU
-selects the collective of an inner group, NCCL.
+torch 2.13 renamed some collectives and kept the old names; both are defined. Calls with GPU tensors are forwarded to a
+device group, ProcessGroupNCCL.
 """
 
 import collections
@@ -25,10 +25,10 @@ from allred.arrays import flat
 from allred.comm import header, process_set
 from allred.comm.communicator import Communicator
 from allred.errors import AllredError, InputError
-from allred.torch import data_movement, join_ranks, reductions
+from allred.torch import data_movement, reductions, rendezvous
 from allred.torch.call_arguments import device_of, with_options
-from allred.torch.tensors import as_movable
-from allred.torch.torch_work import Part, TorchWork
+from allred.torch.tensors import as_raw_array
+from allred.torch.torch_work import StartedOperation, TorchWork
 
 Tensors = Sequence[torch.Tensor]
 
@@ -42,32 +42,32 @@ class DeviceError(InputError, RuntimeError):
 _KEPT = 500 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7) else 0
 
 
-def create(options: Any) -> "AllredGroup":
+def create(options: Any) -> "ProcessGroupAllred":
     """Create the group that torch asks for. options: torch's DistributedBackendOptions."""
     rank, size, ranks = options.group_rank, options.group_size, tuple(options.global_ranks_in_group)
     if not ranks:
-        join_ranks.from_store(options.store, rank, size)
+        rendezvous.init_from_store(options.store, rank, size)
         communicator = world.current().communicator
     else:
         communicator = process_set.dedicated(ranks, f"torch's process group {options.group_id}")
     timeout = options.timeout if options.timeout != dist.constants.default_pg_timeout else None
-    return AllredGroup(communicator, options.store, timeout)
+    return ProcessGroupAllred(communicator, options.store, timeout)
 
 
-def collective(kind: str = "", takes_lists: bool = True) -> Callable[[Callable[..., TorchWork]], Callable[..., Any]]:
-    """Decorate a method that starts operations: forward tensors on other devices to the inner group, and raise the
-    InputError of a rank on all ranks.
+def operation(kind: str = "", takes_lists: bool = True) -> Callable[[Callable[..., TorchWork]], Callable[..., Any]]:
+    """Decorate a method that starts operations: forward tensors on other devices to the device group, and raise an
+    InputError of one rank on all ranks.
 
-    kind: of header.KINDS; "" for a message, whose error is raised here only. takes_lists: whether the arguments are
-    lists of tensors.
+    kind: one of header.KINDS; "" for send and recv, whose error is local. takes_lists: whether the arguments are lists
+    of tensors.
     """
 
     def decorate(method: Callable[..., TorchWork]) -> Callable[..., Any]:
         @functools.wraps(method)
-        def call(self: "AllredGroup", *arguments: Any, **named: Any) -> Any:
+        def call(self: "ProcessGroupAllred", *arguments: Any, **named: Any) -> Any:
             arguments += tuple(named.values())  # in the order of the parameters
             if (device := device_of(arguments)) != "cpu":
-                return getattr(self.inner(device), method.__name__)(*arguments)
+                return getattr(self.device_group(device), method.__name__)(*arguments)
             if kind and not (arguments and hasattr(arguments[-1], "timeout")):
                 arguments = with_options(arguments, takes_lists)
             try:
@@ -85,15 +85,15 @@ def collective(kind: str = "", takes_lists: bool = True) -> Callable[[Callable[.
     return decorate
 
 
-class AllredGroup(dist.ProcessGroup):
-    """A group of ranks. timeout: of all waits; None for the setting of allred."""
+class ProcessGroupAllred(dist.ProcessGroup):
+    """A torch process group. timeout: limit of each wait; None: ALLRED_TIMEOUT_S."""
 
     def __init__(self, communicator: Communicator, store: Any, timeout: datetime.timedelta | None) -> None:
         super().__init__(communicator.rank, communicator.size)
         self.communicator = communicator
         self._store = store
-        self._limit_s = None if timeout is None else timeout.total_seconds()
-        self._inner: dict[str, Any] = {}
+        self._timeout_s = None if timeout is None else timeout.total_seconds()
+        self._device_groups: dict[str, Any] = {}
         self._numbers = itertools.count()
         self._unfinished: dict[int, TorchWork] = {}  # by number, until complete: the program need not keep them
         self._finished = collections.deque[TorchWork](maxlen=_KEPT)
@@ -102,11 +102,11 @@ class AllredGroup(dist.ProcessGroup):
 
     # Reductions.
 
-    @collective("allreduce")
+    @operation("allreduce")
     def allreduce(self, tensors: Tensors, opts: Any) -> TorchWork:
         return self._allreduce(tensors, opts)
 
-    @collective("allreduce")
+    @operation("allreduce")
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> TorchWork:
         return self._allreduce(tensors, opts)
 
@@ -116,21 +116,21 @@ class AllredGroup(dist.ProcessGroup):
         parts = reductions.allreduce(self.communicator, tensors, opts.reduceOp, blocking)
         return TorchWork(parts, tensors, None) if blocking else self._start(parts, tensors, opts)
 
-    @collective("allreduce")
+    @operation("allreduce")
     def reduce(self, tensors: Tensors, opts: Any) -> TorchWork:
         name, is_root = self._name_with_root("reduce", opts), self._is_root(opts)
         parts = [reductions.reduce(self.communicator, tensor, opts.reduceOp, is_root, name) for tensor in tensors]
         return self._start(parts, tensors, opts)
 
-    @collective("reducescatter")
+    @operation("reducescatter")
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> TorchWork:
         return self._reduce_scatter(outputs, inputs, opts)
 
-    @collective("reducescatter")
+    @operation("reducescatter")
     def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> TorchWork:
         return self._reduce_scatter(outputs, [[tensor] for tensor in inputs], opts)
 
-    @collective("reducescatter", takes_lists=False)
+    @operation("reducescatter", takes_lists=False)
     def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> TorchWork:
         return self._reduce_scatter([output], [[tensor]], opts)
 
@@ -146,29 +146,29 @@ class AllredGroup(dist.ProcessGroup):
 
     # Collectives that move tensors.
 
-    @collective("broadcast")
+    @operation("broadcast")
     def broadcast(self, tensors: Tensors, opts: Any) -> TorchWork:
-        root = self._number(opts.rootRank)
-        arrays = [as_movable(tensor) for tensor in tensors]
+        root = self._global_rank(opts.rootRank)
+        arrays = [as_raw_array(tensor) for tensor in tensors]
         return self._start(
             [(self.communicator.broadcast(array, root, in_place=True), None) for array in arrays], tensors, opts
         )
 
-    @collective("allgather")
+    @operation("allgather")
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> TorchWork:
         return self._allgather(outputs, inputs, opts)
 
-    @collective("allgather")
+    @operation("allgather")
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> TorchWork:
         for into in outputs:
             _check_lengths(into, inputs)
         return self._allgather([[into[i] for into in outputs] for i in range(len(inputs))], inputs, opts)
 
-    @collective("allgather")
+    @operation("allgather")
     def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> TorchWork:
         return self._allgather([[output] for output in outputs], inputs, opts)
 
-    @collective("allgather", takes_lists=False)
+    @operation("allgather", takes_lists=False)
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> TorchWork:
         return self._allgather([[output]], [tensor], opts)
 
@@ -182,11 +182,11 @@ class AllredGroup(dist.ProcessGroup):
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
-    @collective("alltoall")
+    @operation("alltoall")
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> TorchWork:
         return self._start([data_movement.alltoall(self.communicator, outputs, inputs)], outputs, opts)
 
-    @collective("alltoall", takes_lists=False)
+    @operation("alltoall", takes_lists=False)
     def alltoall_base(
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], opts: Any
     ) -> TorchWork:
@@ -195,14 +195,14 @@ class AllredGroup(dist.ProcessGroup):
 
     all_to_all_single = alltoall_base
 
-    @collective("alltoall")
+    @operation("alltoall")
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> TorchWork:
         name, (tensor,) = self._name_with_root("gather", opts), inputs
         into = outputs[0] if self._is_root(opts) else []
         part = data_movement.gather(self.communicator, into, tensor, opts.rootRank, name)
         return self._start([part], into, opts)
 
-    @collective("alltoall")
+    @operation("alltoall")
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> TorchWork:
         name, (output,) = self._name_with_root("scatter", opts), outputs
         tensors = inputs[0] if self._is_root(opts) else []
@@ -214,29 +214,31 @@ class AllredGroup(dist.ProcessGroup):
 
     def _name_with_root(self, method: str, opts: Any) -> str:
         """Return the name of an operation of another kind than its method, so that other methods and roots differ."""
-        return f"{method}(root={self._number(opts.rootRank)})"
+        return f"{method}(root={self._global_rank(opts.rootRank)})"
 
-    @collective("barrier")
+    @operation("barrier")
     def barrier(self, opts: Any) -> TorchWork:
         return self._start([(self.communicator.barrier(), None)], [], opts)
 
-    # Messages.
+    # Point-to-point communication.
 
-    @collective()
+    @operation()
     def send(self, tensors: Tensors, dest: int, tag: int) -> TorchWork:
         (tensor,) = tensors
-        return self._start([(self.communicator.send(flat(as_movable(tensor)), self._number(dest), tag), None)], tensors)
+        return self._start(
+            [(self.communicator.send(flat(as_raw_array(tensor)), self._global_rank(dest), tag), None)], tensors
+        )
 
-    @collective()
+    @operation()
     def recv(self, tensors: Tensors, source: int, tag: int) -> TorchWork:
-        return self._receive(tensors, self._number(source), tag)
+        return self._receive(tensors, self._global_rank(source), tag)
 
-    @collective()
+    @operation()
     def recv_anysource(self, tensors: Tensors, tag: int) -> TorchWork:
         return self._receive(tensors, None, tag)
 
     def _receive(self, tensors: Tensors, source: int | None, tag: int) -> TorchWork:
-        target = as_movable(*tensors)
+        target = as_raw_array(*tensors)
         buffer = target.reshape(-1)  # a copy if the tensor is not contiguous
 
         def finish(sender: int) -> None:
@@ -251,16 +253,16 @@ class AllredGroup(dist.ProcessGroup):
 
     def _start_coalescing(self, device: torch.device) -> None:
         if device.type != "cpu":
-            self.inner(device.type)._start_coalescing()
+            self.device_group(device.type)._start_coalescing()
         self._first_coalesced = next(self._numbers)
 
     def _end_coalescing(self, device: torch.device) -> Any:
         if device.type != "cpu":
-            return self.inner(device.type)._end_coalescing()
+            return self.device_group(device.type)._end_coalescing()
         works = [work for number, work in sorted(self._unfinished.items()) if number > self._first_coalesced]
-        return self._start([part for work in works for part in work.take()], [])
+        return self._start([part for work in works for part in work.take_operations()], [])
 
-    def _start(self, parts: list[Part], outputs: Tensors, opts: Any = None) -> TorchWork:
+    def _start(self, parts: list[StartedOperation], outputs: Tensors, opts: Any = None) -> TorchWork:
         """Return the Work of operations that have been started."""
         place = header.call_site()
         for work, _ in parts:
@@ -286,20 +288,22 @@ class AllredGroup(dist.ProcessGroup):
         """Return the time limit of an operation in seconds; None for the setting of allred."""
         timeout = getattr(opts, "timeout", None)
         given_s = 0.0 if timeout is None else timeout.total_seconds()
-        return given_s if given_s > 0 else self._limit_s
+        return given_s if given_s > 0 else self._timeout_s
 
-    def _number(self, rank: int) -> int:
-        """Return the number of a rank of this group among all ranks."""
-        if not 0 <= rank < self.communicator.size:
-            raise InputError(f"rank {rank} is not in the group, whose ranks are 0 to {self.communicator.size - 1}")
-        return self.communicator.ranks[rank]
+    def _global_rank(self, group_rank: int) -> int:
+        """Return the global rank of a rank of this group."""
+        if not 0 <= group_rank < self.communicator.size:
+            raise InputError(
+                f"rank {group_rank} is not in the group, whose ranks are 0 to {self.communicator.size - 1}"
+            )
+        return self.communicator.ranks[group_rank]
 
-    def inner(self, device: str) -> Any:
+    def device_group(self, device: str) -> Any:
         """Return the group that reduces and moves tensors on devices of this type; create it at the first use."""
-        if device not in self._inner:
+        if device not in self._device_groups:
             store = dist.PrefixStore(f"allred/{device}/", self._store)
-            self._inner[device] = _create_inner(device, store, self.communicator, self._limit_s)
-        return self._inner[device]
+            self._device_groups[device] = _create_device_group(device, store, self.communicator, self._timeout_s)
+        return self._device_groups[device]
 
     def shutdown(self) -> None:
         """Wait for the operations that are not complete, and release the group's resources. Does not wait while an
@@ -316,7 +320,7 @@ class AllredGroup(dist.ProcessGroup):
             self._release()
 
     def _release(self) -> None:
-        for group in self._inner.values():
+        for group in self._device_groups.values():
             group.shutdown()
         here = world.current_or_none()
         if here is not None and self.communicator is not here.communicator:
@@ -348,19 +352,19 @@ class AllredGroup(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         if self not in dist.distributed_c10d._world.pg_map:  # torch makes this group: 2.15 attaches its flight recorder
             return []  # to a group with devices, and fails, because this group has no backend in C++
-        return [torch.device("cpu"), *map(torch.device, self._inner)]
+        return [torch.device("cpu"), *map(torch.device, self._device_groups)]
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Return the group for tensors on a device: this one until an inner group is created. Raises DeviceError."""
+        """Return the group for tensors on a device: this one until a device group is created. Raises DeviceError."""
         name = torch.device(device).type
-        if name != "cpu" and name not in self._inner:
+        if name != "cpu" and name not in self._device_groups:
             _check_device(name)
-        return self._inner.get(name, self)
+        return self._device_groups.get(name, self)
 
     supports_splitting = supports_coalescing = supports_time_estimate = False
 
     def __repr__(self) -> str:
-        return f"AllredGroup(rank {self.communicator.rank} of {self.communicator.size})"
+        return f"ProcessGroupAllred(rank {self.communicator.rank} of {self.communicator.size})"
 
 
 def _check_lengths(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
@@ -376,12 +380,12 @@ def _check_device(device: str) -> None:
         raise DeviceError("tensors on cuda need a GPU and a torch with NCCL; use tensors on the CPU")
 
 
-def _create_inner(device: str, store: Any, communicator: Communicator, limit_s: float | None) -> Any:
+def _create_device_group(device: str, store: Any, communicator: Communicator, timeout_s: float | None) -> Any:
     """Create the group for tensors on `device`."""
     _check_device(device)
     options = dist.ProcessGroupNCCL.Options()
-    if limit_s is not None:
-        options._timeout = datetime.timedelta(seconds=limit_s)
+    if timeout_s is not None:
+        options._timeout = datetime.timedelta(seconds=timeout_s)
     group = dist.ProcessGroupNCCL(store, communicator.rank, communicator.size, options)
     group._set_sequence_number_for_group()
     return group

@@ -33,7 +33,7 @@ def marked(parameters: dict[str, torch.Tensor], which: str) -> list[str]:
     return [name for name, parameter in parameters.items() if _mark_of(parameter.grad) == which]
 
 
-def problem(parameters: dict[str, torch.Tensor], op: ReduceOp) -> str:
+def refusal(parameters: dict[str, torch.Tensor], op: ReduceOp) -> str:
     """Return why the gradients cannot be reduced again, or ""."""
     mixed = marked(parameters, MIXED)
     if not mixed:

@@ -1,6 +1,7 @@
-"""Reductions of tensors: torch's operators, and complex, bool and sparse tensors, by allred's collectives.
+"""Reductions of torch tensors with allred's collectives, including bitwise operators and complex, bool and sparse
+tensors.
 
-Each function starts operations and returns them, each with what remains to be done with its result.
+Each function starts operations. It returns each with a function that post-processes its result, or None.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from allred.comm.ops import ReduceOp
 from allred.comm.work import Work
 from allred.errors import InputError
 from allred.torch.tensors import as_array, as_tensor, check_host
-from allred.torch.torch_work import Blocking, Part
+from allred.torch.torch_work import Blocking, StartedOperation
 
 _OPS = (
     *((TorchOp.SUM, ReduceOp.SUM), (TorchOp.AVG, ReduceOp.AVERAGE), (TorchOp.PREMUL_SUM, ReduceOp.SUM)),
@@ -25,14 +26,18 @@ _OPS = (
 _BITWISE = ((TorchOp.BAND, np.bitwise_and), (TorchOp.BOR, np.bitwise_or), (TorchOp.BXOR, np.bitwise_xor))
 
 
-def allreduce(comm: Communicator, tensors: Sequence[torch.Tensor], op: Any, blocking: bool = False) -> list[Part]:
+def allreduce(
+    comm: Communicator, tensors: Sequence[torch.Tensor], op: Any, blocking: bool = False
+) -> list[StartedOperation]:
     """Reduce tensors in place, as one operation where possible. blocking: the caller waits at once, without a limit."""
     if any(tensor.is_sparse for tensor in tensors):
         return [part for tensor in tensors for part in _sparse_sum(comm, tensor, op)]
-    real = [_real(tensor, op) for tensor in tensors]
+    real = [_as_real(tensor, op) for tensor in tensors]
     arrays = [as_array(tensor) for tensor in real]
     if _bitwise(op) is not None or any(_is_integer_mean(op, array) for array in arrays):
-        return [(work, _assign(array, make)) for array in arrays for work, make in [_reduced(comm, array, op)]]
+        return [
+            (work, _assign(array, convert)) for array in arrays for work, convert in [_start_reduction(comm, array, op)]
+        ]
     ops = [_op_for(op, tensor) for tensor in real]
     if op == TorchOp.PREMUL_SUM:
         for tensor in real:
@@ -47,17 +52,19 @@ def allreduce(comm: Communicator, tensors: Sequence[torch.Tensor], op: Any, bloc
     return [(comm.allreduce(array, each, in_place=True), None) for array, each in zip(arrays, ops, strict=True)]
 
 
-def reduce(comm: Communicator, tensor: torch.Tensor, op: Any, is_root: bool, name: str) -> Part:
-    """Reduce a tensor into that of the root; the others are unchanged."""
-    array = as_array(_real(tensor, op))
-    work, make = _reduced(comm, array, op, name)
-    return work, _assign(array, make) if is_root else None
+def reduce(comm: Communicator, tensor: torch.Tensor, op: Any, is_root: bool, name: str) -> StartedOperation:
+    """Reduce a tensor into the root's tensor; the tensors of other ranks are unchanged."""
+    array = as_array(_as_real(tensor, op))
+    work, convert = _start_reduction(comm, array, op, name)
+    return work, _assign(array, convert) if is_root else None
 
 
-def reducescatter(comm: Communicator, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Any) -> Part:
+def reducescatter(
+    comm: Communicator, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Any
+) -> StartedOperation:
     """Reduce the concatenated inputs; `output` becomes this rank's part. inputs: one for each rank, or one for all."""
-    target = as_array(_real(output, op))
-    arrays = [flat(as_array(_real(tensor, op))) for tensor in inputs]
+    target = as_array(_as_real(output, op))
+    arrays = [flat(as_array(_as_real(tensor, op))) for tensor in inputs]
     source = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
     sizes = [array.size for array in arrays] if len(arrays) > 1 else [target.size] * comm.size
     if sum(sizes) != source.size or len(sizes) != comm.size or sizes[comm.rank] != target.size:
@@ -71,25 +78,27 @@ def reducescatter(comm: Communicator, output: torch.Tensor, inputs: Sequence[tor
         work = comm.reducescatter(source, _op_for(op, output), out=part)
         return work, None if np.shares_memory(part, target) else _assign(target, lambda result: result)
     name = "reduce_scatter" if len(set(sizes)) == 1 else f"reduce_scatter into tensors of {sizes} elements"
-    work, make = _reduced(comm, source, op, name)
+    work, convert = _start_reduction(comm, source, op, name)
     start = sum(sizes[: comm.rank])
-    return work, _assign(target, lambda result: make(result)[start : start + target.size])
+    return work, _assign(target, lambda result: convert(result)[start : start + target.size])
 
 
-def _assign(target: Array, make: Callable[[Array], Array]) -> Callable[[Array], None]:
+def _assign(target: Array, convert: Callable[[Array], Array]) -> Callable[[Array], None]:
     def finish(result: Array) -> None:
-        target[...] = make(result).reshape(target.shape)
+        target[...] = convert(result).reshape(target.shape)
 
     return finish
 
 
-def _reduced(comm: Communicator, array: Array, op: Any, name: str = "") -> tuple[Work[Array], Callable[[Array], Array]]:
-    """Start to reduce an array. Return the operation, and what makes the reduced array of its result. name: of an
-    operation of another kind than the method that torch called, so that ranks with different methods differ."""
+def _start_reduction(
+    comm: Communicator, array: Array, op: Any, name: str = ""
+) -> tuple[Work[Array], Callable[[Array], Array]]:
+    """Return the operation and the function that converts its result to the reduced array. name: of an operation whose
+    kind is not torch's method, so that ranks in different methods differ."""
     if (ufunc := _bitwise(op)) is not None:
         if array.dtype.kind not in "iub":
-            raise InputError(f"{_name(op)} is for integers and bools, got {array.dtype}")
-        name = f"{name or 'allreduce'}, {_name(op)}"
+            raise InputError(f"{_op_name(op)} is for integers and bools, got {array.dtype}")
+        name = f"{name or 'allreduce'}, {_op_name(op)}"
         rows = np.empty((comm.size, array.size), array.dtype)  # with `out`, ranks with other sizes are an error
         work = comm.allgather(flat(array), name, out=rows.reshape(-1))
         return work, lambda _: np.asarray(ufunc.reduce(rows, axis=0))
@@ -111,10 +120,10 @@ def _quotient(total: Array, size: int) -> Array:
     return np.asarray(wide // size + ((wide < 0) & (wide % size != 0)))
 
 
-def _sparse_sum(comm: Communicator, tensor: torch.Tensor, op: Any) -> list[Part]:
-    """Add sparse tensors of the ranks, in place: all gather the indices and values of all."""
+def _sparse_sum(comm: Communicator, tensor: torch.Tensor, op: Any) -> list[StartedOperation]:
+    """Sum sparse tensors over the ranks in place: allgather indices and values, then coalesce."""
     if op != TorchOp.SUM or tensor.layout is not torch.sparse_coo:
-        raise InputError(f"{_name(op)} of a {str(tensor.layout)[6:]} tensor: only SUM of COO tensors is available")
+        raise InputError(f"{_op_name(op)} of a {str(tensor.layout)[6:]} tensor: only SUM of COO tensors is available")
     mine = tensor.detach().coalesce()
     found: list[Array] = []
 
@@ -130,13 +139,13 @@ def _sparse_sum(comm: Communicator, tensor: torch.Tensor, op: Any) -> list[Part]
     ]
 
 
-def _real(tensor: torch.Tensor, op: Any) -> torch.Tensor:
+def _as_real(tensor: torch.Tensor, op: Any) -> torch.Tensor:
     """Return a view of a complex tensor as real numbers; other tensors as they are."""
     if not tensor.is_complex():
         return tensor
     check_host(tensor)
     if op not in (TorchOp.SUM, TorchOp.AVG):
-        raise InputError(f"{_name(op)} of complex numbers is not defined; use SUM or AVG")
+        raise InputError(f"{_op_name(op)} of complex numbers is not defined; use SUM or AVG")
     return torch.view_as_real(tensor.detach())
 
 
@@ -144,7 +153,7 @@ def _op_for(op: Any, values: Any) -> ReduceOp:
     """Return allred's operator. values: the tensor or array. As in NCCL, the sum of bools is `any`."""
     found = next((ours for theirs, ours in _OPS if op == theirs), None)
     if found is None:
-        raise InputError(f"the reduction {_name(op)} is not available")
+        raise InputError(f"the reduction {_op_name(op)} is not available")
     is_bool = values.dtype in (torch.bool, np.dtype(bool))
     return ReduceOp.MAX if is_bool and found is ReduceOp.SUM else found
 
@@ -161,5 +170,5 @@ def _factor(op: Any) -> Any:
     return factor
 
 
-def _name(op: Any) -> str:
+def _op_name(op: Any) -> str:
     return str(getattr(op, "op", op)).rpartition(".")[2]

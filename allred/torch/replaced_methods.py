@@ -41,7 +41,7 @@ def replace_methods(optimizer: Any) -> dict[str, Any]:
     def step(closure: Callable[[], Any] | None = None) -> Any:
         optimizer = dereference(reference)
         optimizer._opt_called = True  # for torch's learning rate schedulers
-        return optimizer.allred.torch_step(closure)
+        return optimizer.allred.step_torch_optimizer(closure)
 
     def add_param_group(param_group: dict[str, Any]) -> None:
         hooked = dereference(reference).allred

@@ -1,7 +1,7 @@
 """Sparse gradients of a hooked torch optimizer, such as those of `torch.nn.Embedding(sparse=True)`.
 
-In the step of the dense gradients a sparse one is represented by one number, its largest magnitude: so the checks for
-NaN and for missing gradients cover it. Afterwards all ranks gather the rows of all others.
+In the reduction of the dense gradients, a sparse gradient is represented by its largest magnitude, so that the checks
+for NaN and for missing gradients include it. Then all ranks gather the indices and values of all ranks.
 """
 
 from typing import Any
@@ -19,25 +19,35 @@ class SparseGradients:
     def __init__(self) -> None:
         self.names: frozenset[str] = frozenset()
 
-    def agree(self, parameters: dict[str, torch.Tensor], title: str) -> None:
-        """Find out which parameters have sparse gradients on any rank. Collective."""
+    def agree_on_names(self, parameters: dict[str, torch.Tensor], title: str) -> None:
+        """Agree on the names of the parameters that have sparse gradients on any rank. Collective."""
         here = [name for name, parameter in parameters.items() if _is_sparse(parameter)]
         everyone = functions.allgather_object(here, f"{title}: which gradients are sparse")
         self.names = frozenset().union(*everyone)
 
-    def problem(self, parameters: dict[str, torch.Tensor]) -> str:
+    def refusal(self, parameters: dict[str, torch.Tensor]) -> str:
         """Return why the gradients of this rank cannot be reduced, or ""."""
         found = {name for name, parameter in parameters.items() if (g := parameter.grad) is not None and g.is_sparse}
         if found == self.names:
             return ""
         if odd := sorted(found - self.names):
-            return f"the gradient of '{odd[0]}' is sparse, but was dense or missing on all ranks in the first step"
+            return (
+                f"the gradient of '{odd[0]}' is sparse, but was "
+                "dense or missing on all ranks when the ranks agreed on sparse gradients"
+            )
         dense = [
             name for name in sorted(self.names - found) if name in parameters and parameters[name].grad is not None
         ]
-        return f"the gradient of '{dense[0]}' is dense, but was sparse on some rank in the first step" if dense else ""
+        return (
+            (
+                f"the gradient of '{dense[0]}' is dense, but was "
+                "sparse on some rank when the ranks agreed on sparse gradients"
+            )
+            if dense
+            else ""
+        )
 
-    def largest(self, name: str, parameter: torch.Tensor) -> Any:
+    def largest_magnitude(self, parameter: torch.Tensor) -> Any:
         """Return the largest magnitude of a gradient as an array of shape (1,) and the dtype of the parameter; None
         without gradient. The gradient becomes coalesced."""
         if parameter.grad is None:
@@ -53,7 +63,7 @@ class SparseGradients:
         grad = parameter.grad if parameter.grad is not None else _empty(parameter)
         size, indices, values = functions.current().active.size, grad.indices(), grad.values()
         if weight is not None:
-            values = values * weight if weight else torch.zeros_like(values)
+            values = values * weight if weight else torch.zeros_like(values)  # weight 0: zeros, because 0 * NaN is NaN
         rows = functions.allgather(np.ascontiguousarray(as_array(indices).T), f"indices of {name}")
         parts = functions.allgather(np.ascontiguousarray(as_array(values)), f"values of {name}")
         if parameter.grad is None and not len(rows):
@@ -66,7 +76,7 @@ class SparseGradients:
         parameter.grad = total
         return as_array(total.values())
 
-    def assign(self, name: str, parameter: torch.Tensor, value: Any) -> None:
+    def assign(self, parameter: torch.Tensor, value: Any) -> None:
         """Set the values of a reduced gradient, if they are not those of `.grad` already."""
         assert parameter.grad is not None
         own = as_array(parameter.grad.values())

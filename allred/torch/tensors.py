@@ -1,7 +1,7 @@
 """Torch tensors on the host as numpy arrays over the same memory.
 
-Tensor.numpy() has other effects: afterwards torch refuses to resize the storage, which FSDP does. It raises for tensors
-that require gradients, and for bfloat16.
+Tensor.numpy() is not used: torch then refuses to resize the storage, as FSDP does. It also rejects tensors that require
+gradients, and bfloat16.
 """
 
 from typing import Any
@@ -39,11 +39,11 @@ class _Memory:
 def as_array(tensor: Any) -> Array:
     """Return an array over the memory of a tensor on the host: writable, with its shape, strides and dtype.
 
-    The array keeps the tensor alive, not its storage: the tensor's storage must not be resized while the array is used.
-    bfloat16 is the dtype of ml_dtypes.
+    The array keeps the tensor alive. Do not resize the tensor's storage while the array is in use. bfloat16 is the
+    dtype of ml_dtypes.
 
-    Raises InputError if `tensor` is no dense tensor on the host, has a dtype that is not in arrays.DTYPES, or is
-    bfloat16 and ml_dtypes is not installed.
+    Raises InputError if `tensor` is not a dense CPU tensor, is a lazy conjugate or negation, has a dtype that is not in
+    arrays.DTYPES, or is bfloat16 and ml_dtypes is not installed.
 
     >>> parameter = torch.zeros(2, requires_grad=True)
     >>> as_array(parameter)[0] = 3
@@ -58,13 +58,13 @@ def as_array(tensor: Any) -> Array:
     return array.view(arrays.dtype_of("bfloat16")) if tensor.dtype is torch.bfloat16 else array
 
 
-def as_movable(tensor: Any) -> Array:
-    """As `as_array`, for operations that only move numbers: any dtype of torch.
+def as_raw_array(tensor: Any) -> Array:
+    """As `as_array`, for collectives that copy elements without arithmetic: accepts every dtype of torch.
 
     An array of complex numbers has one more dimension, (real, imaginary). Other dtypes that are not in arrays.DTYPES,
-    and bfloat16 without ml_dtypes, are integers of the same number of bytes with the same bits.
+    and bfloat16 without ml_dtypes, are viewed as integers of the same size.
 
-    >>> as_movable(torch.tensor([1 + 2j]))
+    >>> as_raw_array(torch.tensor([1 + 2j]))
     array([[1., 2.]], dtype=float32)
     """
     check_host(tensor)

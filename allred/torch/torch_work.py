@@ -1,8 +1,8 @@
-"""Started operations as torch knows them: Work, and the Future of a Work.
+"""TorchWork and TorchFuture: started operations with torch's interfaces Work and Future.
 
-allred's operations make progress only while a rank waits, and no thread sets futures. So `wait` of a future runs the
-operation, as does `get_future` unless a backward pass is running; then the operation is completed at the end of the
-backward pass, before the callbacks that DistributedDataParallel registers there.
+Operations make progress only inside calls: a wait, the start of an operation, is_completed(). No background thread
+completes futures. `TorchFuture.wait` completes the operation, and so does `get_future` outside a backward pass. In a
+backward pass the operation is completed at its end, before the callbacks that DistributedDataParallel registers there.
 """
 
 import contextlib
@@ -29,32 +29,33 @@ class Blocking:
     def __init__(self, call: Callable[[], Any]) -> None:
         self._call = call
 
-    def wait(self, limit_s: float | None) -> Any:
+    def wait(self, timeout_s: float | None) -> Any:
         return self._call()
 
     def done(self) -> bool:
         return False
 
 
-Part = tuple[Work[Any] | Blocking, Callable[[Any], object] | None]  # an operation, and what is done with its result
+# An operation, and the function applied to its result.
+StartedOperation = tuple[Work[Any] | Blocking, Callable[[Any], object] | None]
 
 
 class TorchWork(_distributed_c10d.Work):
     """One or several operations that were started together.
 
-    parts: the operations. outputs: the tensors that they write, kept alive until they are complete. limit_s: the time
+    parts: the operations. outputs: the tensors that they write, kept alive until they are complete. timeout_s: the time
     limit in seconds; None for the setting. on_end: called, possibly more than once, when nothing is left to wait for.
     """
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[StartedOperation],
         outputs: Sequence[torch.Tensor],
-        limit_s: float | None,
+        timeout_s: float | None,
         on_end: Callable[[], object] = lambda: None,
     ) -> None:
         super().__init__()
-        self._parts, self._outputs, self._limit_s, self._on_end = list(parts), list(outputs), limit_s, on_end
+        self._parts, self._outputs, self._timeout_s, self._on_end = list(parts), list(outputs), timeout_s, on_end
         self._started = time.perf_counter()
         self._error: BaseException | None = None
         self._future: TorchFuture | None = None
@@ -65,11 +66,11 @@ class TorchWork(_distributed_c10d.Work):
         """Wait until the operations are complete. Raises their error."""
         if self._error is not None:
             raise self._error.with_traceback(None)
-        limit_s = timeout.total_seconds() or self._limit_s
+        timeout_s = timeout.total_seconds() or self._timeout_s
         try:
             while self._parts:
                 work, finish = self._parts[0]
-                result = work.wait(limit_s)
+                result = work.wait(timeout_s)
                 if finish is not None:
                     finish(result)
                 del self._parts[0]
@@ -82,7 +83,7 @@ class TorchWork(_distributed_c10d.Work):
             self._on_end()
         return True
 
-    def take(self) -> list[Part]:
+    def take_operations(self) -> list[StartedOperation]:
         """Return the operations that are not complete, which another Work takes over."""
         parts, self._parts = self._parts, []
         self._on_end()
@@ -121,7 +122,7 @@ class TorchWork(_distributed_c10d.Work):
         return not self._parts
 
     def _is_late(self) -> bool:
-        return time.perf_counter() - self._started > (self._limit_s or self._parts[0][0].limit_s)
+        return time.perf_counter() - self._started > (self._timeout_s or self._parts[0][0].limit_s)
 
     def _all_done(self) -> bool:
         try:
@@ -157,7 +158,7 @@ class TorchWork(_distributed_c10d.Work):
 
 
 class TorchFuture(torch.futures.Future):
-    """The future of a TorchWork, or what `then` makes of one. Waiting for it completes the work."""
+    """The future of a TorchWork, or the result of its `then`. Waiting for it completes the work."""
 
     def __init__(self, work: TorchWork) -> None:
         super().__init__()

@@ -9,12 +9,12 @@ import time
 import warnings
 import weakref
 
-import cases
+import group_case_runner
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from cases import same
+from group_case_runner import assert_same
 
 import allred
 from allred.errors import InputError, MismatchError
@@ -30,14 +30,14 @@ def gloo():
     return GLOO
 
 
-def data(rank, *shape, dtype=torch.float32):
+def rank_tensor(rank, *shape, dtype=torch.float32):
     numbers = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape) % 7 + rank + 1
     return (numbers / 3).to(dtype) if dtype.is_floating_point or dtype.is_complex else numbers.to(dtype)
 
 
-def both(size, call):
+def check_against_gloo(size, call):
     """Compare call(group) of the default group and of gloo."""
-    same(call(None), call(gloo()), size)
+    assert_same(call(None), call(gloo()), size)
 
 
 def all_reduce(rank, size):
@@ -45,31 +45,31 @@ def all_reduce(rank, size):
         for op in OPS:
 
             def call(group, dtype=dtype, op=op):
-                tensor = data(rank, 3, 5, dtype=dtype)
+                tensor = rank_tensor(rank, 3, 5, dtype=dtype)
                 assert dist.all_reduce(tensor, op, group=group) is None
                 return tensor
 
             if dtype in (torch.float16, torch.bfloat16) and size > 2:  # gloo rounds after each rank
                 continue
-            both(size, call)
+            check_against_gloo(size, call)
 
 
 def all_reduce_of_other_tensors(rank, size):
     views = [lambda t: t.T, lambda t: t[:, 1:3], lambda t: t[0, 0], lambda t: t[:0]]
     for view in views:
-        whole, other = data(rank, 4, 5), data(rank, 4, 5)
+        whole, other = rank_tensor(rank, 4, 5), rank_tensor(rank, 4, 5)
         dist.all_reduce(view(whole))
         part = view(other).contiguous()
         dist.all_reduce(part, group=gloo())
         view(other).copy_(part)
-        same(whole, other, size)
-    parameter = torch.nn.Parameter(data(rank, 3))
+        assert_same(whole, other, size)
+    parameter = torch.nn.Parameter(rank_tensor(rank, 3))
     dist.all_reduce(parameter.data)
-    same(parameter.data, sum(data(r, 3) for r in range(size)), size)
+    assert_same(parameter.data, sum(rank_tensor(r, 3) for r in range(size)), size)
     for dtype in (torch.complex64, torch.complex128):
-        tensor = data(rank, 3, dtype=dtype) * (1 + 1j)
+        tensor = rank_tensor(rank, 3, dtype=dtype) * (1 + 1j)
         dist.all_reduce(tensor)
-        same(tensor, sum(data(r, 3, dtype=dtype) for r in range(size)) * (1 + 1j), 3)
+        assert_same(tensor, sum(rank_tensor(r, 3, dtype=dtype) for r in range(size)) * (1 + 1j), 3)
     bools = torch.tensor([rank == 0, True, False])
     dist.all_reduce(bools)
     assert bools.tolist() == [True, True, False]
@@ -88,14 +88,14 @@ def other_operators(rank, size):
         dist.all_reduce(tensor, op)
         for other in numbers[1:]:
             expected = function(expected, other)
-        same(tensor, expected, size)
-    tensor = data(rank, 5)
+        assert_same(tensor, expected, size)
+    tensor = rank_tensor(rank, 5)
     dist.all_reduce(tensor, dist.ReduceOp.AVG)
-    same(tensor, sum(data(r, 5) for r in range(size)) / size, size)
+    assert_same(tensor, sum(rank_tensor(r, 5) for r in range(size)) / size, size)
     premul = dist._make_nccl_premul_sum(0.5)
     if hasattr(premul, "factor"):  # torch 2.5 lacks it
-        dist.all_reduce(tensor := data(rank, 5), premul)
-        same(tensor, sum(data(r, 5) * 0.5 for r in range(size)), size)
+        dist.all_reduce(tensor := rank_tensor(rank, 5), premul)
+        assert_same(tensor, sum(rank_tensor(r, 5) * 0.5 for r in range(size)), size)
     for dtype in (torch.int8, torch.int64, torch.uint8):  # rounded toward zero; Lightning needs it
         signed = [-5 - r for r in range(size)] if dtype.is_signed else [5] * size
         tensor = torch.tensor([signed[rank], 4 * rank + 1], dtype=dtype)
@@ -107,55 +107,57 @@ def other_operators(rank, size):
 def sparse(rank, size):
     def call(group):
         indices = torch.tensor([[0, rank + 1, rank + 1]])
-        tensor = torch.sparse_coo_tensor(indices, data(rank, 3, 2), (6, 2), check_invariants=True)
+        tensor = torch.sparse_coo_tensor(indices, rank_tensor(rank, 3, 2), (6, 2), check_invariants=True)
         dist.all_reduce(tensor, group=group)
         return tensor.to_dense()
 
-    both(size, call)
+    check_against_gloo(size, call)
 
 
 def coalesced(rank, size):
     def reduce(group):
-        tensors = [data(rank, 3), data(rank, 2, 2)]
+        tensors = [rank_tensor(rank, 3), rank_tensor(rank, 2, 2)]
         with dist.distributed_c10d._coalescing_manager(group=group):
             for tensor in tensors:
                 dist.all_reduce(tensor, group=group)
         return tensors
 
-    both(size, reduce)
-    tensors = [data(rank, 3), data(rank, 4, dtype=torch.float64)]
+    check_against_gloo(size, reduce)
+    tensors = [rank_tensor(rank, 3), rank_tensor(rank, 4, dtype=torch.float64)]
     with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
         for tensor in tensors:
             dist.all_reduce(tensor)
     manager.wait()
-    same(
-        tensors, [sum(data(r, 3) for r in range(size)), sum(data(r, 4, dtype=torch.float64) for r in range(size))], size
+    assert_same(
+        tensors,
+        [sum(rank_tensor(r, 3) for r in range(size)), sum(rank_tensor(r, 4, dtype=torch.float64) for r in range(size))],
+        size,
     )
     whole, parts = [torch.zeros(2 * size), torch.zeros(3 * size)], [torch.zeros(1), torch.zeros(2)]
     with dist.distributed_c10d._coalescing_manager():
         for count, out in zip((2, 3), whole, strict=True):
-            dist.all_gather_into_tensor(out, data(rank, count))
+            dist.all_gather_into_tensor(out, rank_tensor(rank, count))
     with dist.distributed_c10d._coalescing_manager():
         for count, out in zip((1, 2), parts, strict=True):
-            dist.reduce_scatter_tensor(out, data(rank, count * size))
-    same(whole, [torch.cat([data(r, count) for r in range(size)]) for count in (2, 3)], size)
-    sums = [sum(data(r, count * size) for r in range(size)) for count in (1, 2)]
-    same(parts, [total.chunk(size)[rank] for total in sums], size)
+            dist.reduce_scatter_tensor(out, rank_tensor(rank, count * size))
+    assert_same(whole, [torch.cat([rank_tensor(r, count) for r in range(size)]) for count in (2, 3)], size)
+    sums = [sum(rank_tensor(r, count * size) for r in range(size)) for count in (1, 2)]
+    assert_same(parts, [total.chunk(size)[rank] for total in sums], size)
 
 
 def reduce(rank, size):
     for root in range(size):
 
         def call(group, root=root):
-            tensor = data(rank, 5)
+            tensor = rank_tensor(rank, 5)
             dist.reduce(tensor, root, group=group)
             return tensor if rank == root else None
 
-        both(size, call)
-        tensor = data(rank, 5)
+        check_against_gloo(size, call)
+        tensor = rank_tensor(rank, 5)
         dist.reduce(tensor, root)
         if rank != root:
-            same(tensor, data(rank, 5), size)
+            assert_same(tensor, rank_tensor(rank, 5), size)
 
 
 def broadcast(rank, size):
@@ -163,15 +165,15 @@ def broadcast(rank, size):
         for dtype in (*DTYPES, torch.bool, torch.complex64):
 
             def call(group, root=root, dtype=dtype):
-                tensor = data(rank, 2, 3, dtype=dtype)
+                tensor = rank_tensor(rank, 2, 3, dtype=dtype)
                 dist.broadcast(tensor, root, group=group)
                 return tensor
 
-            same(call(None), data(root, 2, 3, dtype=dtype), size)
+            assert_same(call(None), rank_tensor(root, 2, 3, dtype=dtype), size)
     for dtype in (torch.float8_e4m3fn, torch.uint16):
-        tensor = data(rank, 4).to(dtype)
+        tensor = rank_tensor(rank, 4).to(dtype)
         dist.broadcast(tensor, 0)
-        same(tensor.view(torch.uint8), data(0, 4).to(dtype).view(torch.uint8), size)
+        assert_same(tensor.view(torch.uint8), rank_tensor(0, 4).to(dtype).view(torch.uint8), size)
 
 
 def all_gather(rank, size):
@@ -179,23 +181,23 @@ def all_gather(rank, size):
 
         def call(group, dtype=dtype):
             tensors = [torch.zeros(2, 3, dtype=dtype) for _ in range(size)]
-            dist.all_gather(tensors, data(rank, 2, 3, dtype=dtype), group=group)
+            dist.all_gather(tensors, rank_tensor(rank, 2, 3, dtype=dtype), group=group)
             return tensors
 
-        both(size, call)
+        check_against_gloo(size, call)
     out = torch.zeros(2 * size, 3)
-    dist.all_gather_into_tensor(out, data(rank, 2, 3))
-    same(out, torch.cat([data(r, 2, 3) for r in range(size)]), size)
+    dist.all_gather_into_tensor(out, rank_tensor(rank, 2, 3))
+    assert_same(out, torch.cat([rank_tensor(r, 2, 3) for r in range(size)]), size)
     stacked = torch.zeros(size, 2, 3)
-    work = dist.all_gather_into_tensor(stacked, data(rank, 2, 3), async_op=True)
+    work = dist.all_gather_into_tensor(stacked, rank_tensor(rank, 2, 3), async_op=True)
     work.wait()
-    same(stacked, out.reshape(size, 2, 3), size)
+    assert_same(stacked, out.reshape(size, 2, 3), size)
     columns = torch.zeros(3, 2 * size).T
-    dist.all_gather_into_tensor(columns, data(rank, 2, 3))
-    same(columns, out, size)
+    dist.all_gather_into_tensor(columns, rank_tensor(rank, 2, 3))
+    assert_same(columns, out, size)
     uneven = [torch.zeros(r + 1) for r in range(size)]
-    dist.all_gather(uneven, data(rank, rank + 1))
-    same(uneven, [data(r, r + 1) for r in range(size)], size)
+    dist.all_gather(uneven, rank_tensor(rank, rank + 1))
+    assert_same(uneven, [rank_tensor(r, r + 1) for r in range(size)], size)
 
 
 def reduce_scatter(rank, size):
@@ -203,25 +205,25 @@ def reduce_scatter(rank, size):
 
         def call(group, op=op):
             out = torch.zeros(2, 3)
-            dist.reduce_scatter(out, [data(rank + r, 2, 3) for r in range(size)], op, group=group)
+            dist.reduce_scatter(out, [rank_tensor(rank + r, 2, 3) for r in range(size)], op, group=group)
             return out
 
-        expected = torch.stack([data(r + rank, 2, 3) for r in range(size)])
+        expected = torch.stack([rank_tensor(r + rank, 2, 3) for r in range(size)])
         functions = {0: lambda t: t.sum(0), 1: lambda t: t.prod(0), 2: lambda t: t.amin(0), 3: lambda t: t.amax(0)}
-        same(call(None), functions[OPS.index(op)](expected), size)
-    out, whole = torch.zeros(4), data(rank, 4 * size)
+        assert_same(call(None), functions[OPS.index(op)](expected), size)
+    out, whole = torch.zeros(4), rank_tensor(rank, 4 * size)
     dist.reduce_scatter_tensor(out, whole, dist.ReduceOp.AVG)
-    same(out, (sum(data(r, 4 * size) for r in range(size)) / size).chunk(size)[rank], size)
-    same(whole, data(rank, 4 * size), size)
+    assert_same(out, (sum(rank_tensor(r, 4 * size) for r in range(size)) / size).chunk(size)[rank], size)
+    assert_same(whole, rank_tensor(rank, 4 * size), size)
     integers, all_integers = torch.zeros(2, dtype=torch.int32), torch.arange(2 * size, dtype=torch.int32) + rank
     dist.reduce_scatter_tensor(integers, all_integers, dist.ReduceOp.AVG)
     assert integers.tolist() == [int(2 * rank + i + (size - 1) / 2) for i in range(2)]
     uneven = torch.zeros(rank + 1)
-    dist.reduce_scatter(uneven, [data(rank, r + 1) for r in range(size)])
-    same(uneven, sum(data(r, rank + 1) for r in range(size)), size)
+    dist.reduce_scatter(uneven, [rank_tensor(rank, r + 1) for r in range(size)])
+    assert_same(uneven, sum(rank_tensor(r, rank + 1) for r in range(size)), size)
     columns = torch.zeros(2, 3).T if rank else torch.zeros(3, 2)  # not contiguous on some ranks
-    dist.reduce_scatter_tensor(columns, data(rank, 3 * size, 2))
-    same(columns, sum(data(r, 3 * size, 2) for r in range(size)).chunk(size)[rank], size)
+    dist.reduce_scatter_tensor(columns, rank_tensor(rank, 3 * size, 2))
+    assert_same(columns, sum(rank_tensor(r, 3 * size, 2) for r in range(size)).chunk(size)[rank], size)
     bits = torch.zeros(1, dtype=torch.int64)
     dist.reduce_scatter(bits, [torch.tensor([1 << rank])] * size, dist.ReduceOp.BOR)
     assert bits.item() == 2**size - 1
@@ -229,31 +231,31 @@ def reduce_scatter(rank, size):
 
 def all_to_all(rank, size):
     outputs = [torch.zeros(r + 1) for r in range(size)]
-    dist.all_to_all(outputs, [data(10 * rank + r, rank + 1) for r in range(size)])
-    same(outputs, [data(10 * r + rank, r + 1) for r in range(size)], size)
+    dist.all_to_all(outputs, [rank_tensor(10 * rank + r, rank + 1) for r in range(size)])
+    assert_same(outputs, [rank_tensor(10 * r + rank, r + 1) for r in range(size)], size)
 
     def equal(group):
         out = torch.zeros(2 * size, 3)
-        dist.all_to_all_single(out, data(rank, 2 * size, 3), group=group)
+        dist.all_to_all_single(out, rank_tensor(rank, 2 * size, 3), group=group)
         return out
 
-    both(size, equal)
+    check_against_gloo(size, equal)
 
     def split(group):
         out = torch.zeros(sum(r + 1 for r in range(size)), 2)
         splits = [r + 1 for r in range(size)]
-        dist.all_to_all_single(out, data(rank, (rank + 1) * size, 2), splits, [rank + 1] * size, group=group)
+        dist.all_to_all_single(out, rank_tensor(rank, (rank + 1) * size, 2), splits, [rank + 1] * size, group=group)
         return out
 
-    both(size, split)
+    check_against_gloo(size, split)
 
     def uneven(group):
         out = torch.zeros((rank + 1) * size, 2)
         splits = [r + 1 for r in range(size)]
-        dist.all_to_all_single(out, data(rank, sum(splits), 2), [rank + 1] * size, splits, group=group)
+        dist.all_to_all_single(out, rank_tensor(rank, sum(splits), 2), [rank + 1] * size, splits, group=group)
         return out
 
-    both(size, uneven)
+    check_against_gloo(size, uneven)
 
 
 def gather_and_scatter(rank, size):
@@ -261,17 +263,19 @@ def gather_and_scatter(rank, size):
 
         def gathered(group, root=root):
             tensors = [torch.zeros(2, 3) for _ in range(size)] if rank == root else None
-            dist.gather(data(rank, 2, 3), tensors, root, group=group)
+            dist.gather(rank_tensor(rank, 2, 3), tensors, root, group=group)
             return tensors
 
         def scattered(group, root=root):
             out = torch.zeros(2, 3, dtype=torch.int32)
-            tensors = [data(10 * root + r, 2, 3, dtype=torch.int32) for r in range(size)] if rank == root else None
+            tensors = (
+                [rank_tensor(10 * root + r, 2, 3, dtype=torch.int32) for r in range(size)] if rank == root else None
+            )
             dist.scatter(out, tensors, root, group=group)
             return out
 
-        both(size, gathered)
-        both(size, scattered)
+        check_against_gloo(size, gathered)
+        check_against_gloo(size, scattered)
 
 
 def objects(rank, size):
@@ -295,47 +299,49 @@ def objects(rank, size):
 def functional_collectives(rank, size):
     warnings.simplefilter("ignore", FutureWarning)  # 2.13 has renamed some; these are the names that 2.5 has
     group = dist.group.WORLD
-    total = sum(data(r, 2 * size) for r in range(size))
-    same(functional.all_reduce(data(rank, 2 * size), "sum", group) + 0, total, size)
-    same(
-        functional.all_gather_tensor(data(rank, 2, 3), 0, group) + 0,
-        torch.cat([data(r, 2, 3) for r in range(size)]),
+    total = sum(rank_tensor(r, 2 * size) for r in range(size))
+    assert_same(functional.all_reduce(rank_tensor(rank, 2 * size), "sum", group) + 0, total, size)
+    assert_same(
+        functional.all_gather_tensor(rank_tensor(rank, 2, 3), 0, group) + 0,
+        torch.cat([rank_tensor(r, 2, 3) for r in range(size)]),
         size,
     )
-    same(
-        functional.all_gather_tensor(data(rank, 2, 3), 1, group) + 0,
-        torch.cat([data(r, 2, 3) for r in range(size)], 1),
+    assert_same(
+        functional.all_gather_tensor(rank_tensor(rank, 2, 3), 1, group) + 0,
+        torch.cat([rank_tensor(r, 2, 3) for r in range(size)], 1),
         size,
     )
-    same(
-        functional.reduce_scatter_tensor(data(rank, 2 * size), "avg", 0, group) + 0,
+    assert_same(
+        functional.reduce_scatter_tensor(rank_tensor(rank, 2 * size), "avg", 0, group) + 0,
         (total / size).chunk(size)[rank],
         size,
     )
-    same(functional.broadcast(data(rank, 3), size - 1, group) + 0, data(size - 1, 3), size)
-    found = functional.all_to_all_single(data(rank, size, 2), None, None, group) + 0
-    same(found, torch.stack([data(r, size, 2)[rank] for r in range(size)]), size)
-    several = functional.all_reduce_coalesced([data(rank, 3), data(rank, 1)], "sum", group)
-    same([tensor + 0 for tensor in several], [sum(data(r, n) for r in range(size)) for n in (3, 1)], size)
-    tensors = functional.all_gather_into_tensor_coalesced([data(rank, 2), data(rank, 1)], group)
-    same([tensor + 0 for tensor in tensors], [torch.cat([data(r, n) for r in range(size)]) for n in (2, 1)], size)
-    parts = functional.reduce_scatter_tensor_coalesced([data(rank, size)], "sum", [0], group)
-    same(parts[0] + 0, sum(data(r, size) for r in range(size))[rank : rank + 1], size)
+    assert_same(functional.broadcast(rank_tensor(rank, 3), size - 1, group) + 0, rank_tensor(size - 1, 3), size)
+    found = functional.all_to_all_single(rank_tensor(rank, size, 2), None, None, group) + 0
+    assert_same(found, torch.stack([rank_tensor(r, size, 2)[rank] for r in range(size)]), size)
+    several = functional.all_reduce_coalesced([rank_tensor(rank, 3), rank_tensor(rank, 1)], "sum", group)
+    assert_same([tensor + 0 for tensor in several], [sum(rank_tensor(r, n) for r in range(size)) for n in (3, 1)], size)
+    tensors = functional.all_gather_into_tensor_coalesced([rank_tensor(rank, 2), rank_tensor(rank, 1)], group)
+    assert_same(
+        [tensor + 0 for tensor in tensors], [torch.cat([rank_tensor(r, n) for r in range(size)]) for n in (2, 1)], size
+    )
+    parts = functional.reduce_scatter_tensor_coalesced([rank_tensor(rank, size)], "sum", [0], group)
+    assert_same(parts[0] + 0, sum(rank_tensor(r, size) for r in range(size))[rank : rank + 1], size)
 
 
 def messages(rank, size):
     after, before = (rank + 1) % size, (rank - 1) % size
     for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex64):
-        tensor, found = data(rank, 3, 4, dtype=dtype), torch.zeros(3, 4, dtype=dtype)
+        tensor, found = rank_tensor(rank, 3, 4, dtype=dtype), torch.zeros(3, 4, dtype=dtype)
         works = [dist.isend(tensor, after, tag=3), dist.irecv(found, before, tag=3)]
         for work in works:
             work.wait()
-        same(found, data(before, 3, 4, dtype=dtype), size)
+        assert_same(found, rank_tensor(before, 3, 4, dtype=dtype), size)
     found = torch.zeros(4, 3).T  # not contiguous
-    requests = [dist.P2POp(dist.isend, data(rank, 3, 4), after), dist.P2POp(dist.irecv, found, before)]
+    requests = [dist.P2POp(dist.isend, rank_tensor(rank, 3, 4), after), dist.P2POp(dist.irecv, found, before)]
     for work in dist.batch_isend_irecv(requests):
         work.wait()
-    same(found, data(before, 3, 4), size)
+    assert_same(found, rank_tensor(before, 3, 4), size)
     if rank == 0:
         senders = set()
         for _ in range(size - 1):
@@ -343,57 +349,63 @@ def messages(rank, size):
         assert senders == set(range(1, size))
         dist.send_object_list([{"a": 1}], 1)
     else:
-        dist.send(data(rank, 2), 0)
+        dist.send(rank_tensor(rank, 2), 0)
         if rank == 1:
             objects = [None]
             dist.recv_object_list(objects, 0)
             assert objects == [{"a": 1}]
 
 
-def asynchronous(rank, size):
-    tensors = [data(rank, 4) for _ in range(4)]
+def async_op(rank, size):
+    tensors = [rank_tensor(rank, 4) for _ in range(4)]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
-    total = sum(data(r, 4) for r in range(size))
+    total = sum(rank_tensor(r, 4) for r in range(size))
     futures = [work.get_future() for work in works[:2]]
     doubled = futures[0].then(lambda future: future.value()[0] * 2)
-    same(doubled.wait(), total * 2, size)
-    same(futures[1].wait(), [total], size)
+    assert_same(doubled.wait(), total * 2, size)
+    assert_same(futures[1].wait(), [total], size)
     assert futures[1].done()
     works[3].wait()
     assert works[2].is_completed()
     assert works[2].is_success()
-    same(tensors, [total] * 4, size)
-    same(works[3].result(), [total], size)
+    assert_same(tensors, [total] * 4, size)
+    assert_same(works[3].result(), [total], size)
 
 
 def other_signatures(rank, size):
     """Regression: groups also take a tensor in place of a list, and root, operator and time limit without options."""
 
     def call(group):
-        reduced, several, sent, one, part = data(rank, 3), data(rank, 3), data(rank, 3), data(rank, 3), torch.zeros(2)
+        reduced, several, sent, one, part = (
+            rank_tensor(rank, 3),
+            rank_tensor(rank, 3),
+            rank_tensor(rank, 3),
+            rank_tensor(rank, 3),
+            torch.zeros(2),
+        )
         found, gathered = ([torch.zeros(3) for _ in range(size)] for _ in range(2))
         works = [
             group.allreduce(reduced),
             group.allreduce([several], dist.ReduceOp.MAX),
             group.broadcast(sent, 1),
             group.reduce(one, 0, dist.ReduceOp.MIN),
-            group.allgather(found, data(rank, 3)),
-            group.gather(gathered if rank == 1 else [], data(rank, 3), 1),
-            group.scatter(part, [data(r, 2) for r in range(size)] if rank == 1 else [], 1),
+            group.allgather(found, rank_tensor(rank, 3)),
+            group.gather(gathered if rank == 1 else [], rank_tensor(rank, 3), 1),
+            group.scatter(part, [rank_tensor(r, 2) for r in range(size)] if rank == 1 else [], 1),
         ]
         for work in works:
             work.wait()
         return [reduced, several, sent, found, part, *(gathered if rank == 1 else []), *([one] if rank == 0 else [])]
 
-    same(call(dist.group.WORLD), call(gloo()), size)
+    assert_same(call(dist.group.WORLD), call(gloo()), size)
     limit, group = datetime.timedelta(seconds=50), dist.group.WORLD
-    tensor, part = data(rank, 3), torch.zeros(3)
+    tensor, part = rank_tensor(rank, 3), torch.zeros(3)
     group.allreduce(tensor, op=dist.ReduceOp.MAX, timeout=limit).wait()
-    same(tensor, data(size - 1, 3), size)
+    assert_same(tensor, rank_tensor(size - 1, 3), size)
     group.allreduce(tensor, timeout=limit).wait()
-    same(tensor, data(size - 1, 3) * size, size)
-    group.reduce_scatter(part, [data(rank, 3)] * size, dist.ReduceOp.MAX, limit).wait()
-    same(part, data(size - 1, 3), size)
+    assert_same(tensor, rank_tensor(size - 1, 3) * size, size)
+    group.reduce_scatter(part, [rank_tensor(rank, 3)] * size, dist.ReduceOp.MAX, limit).wait()
+    assert_same(part, rank_tensor(size - 1, 3), size)
     group.barrier(timeout=limit).wait()
 
 
@@ -428,29 +440,29 @@ def released(rank, size):
     dropped = torch.ones(3)
     dist.all_reduce(dropped, async_op=True)
     dist.barrier()
-    same(dropped, torch.ones(3) * size, size)
+    assert_same(dropped, torch.ones(3) * size, size)
 
 
 def groups(rank, size):
     """Several groups, also of the same ranks, with operations under way in all of them at once."""
     pair, twice = dist.new_group([0, 1]), [dist.new_group(), dist.new_group()]
-    one, two = data(rank, 3), data(rank, 3, dtype=torch.float64)
+    one, two = rank_tensor(rank, 3), rank_tensor(rank, 3, dtype=torch.float64)
     works = [dist.all_reduce(one, group=twice[0], async_op=True), dist.all_reduce(two, group=twice[1], async_op=True)]
     for work in reversed(works) if rank == 0 else works:
         work.wait()
-    same(one, sum(data(r, 3) for r in range(size)), size)
+    assert_same(one, sum(rank_tensor(r, 3) for r in range(size)), size)
     if rank < 2:
         assert (dist.get_rank(pair), dist.get_world_size(pair)) == (rank, 2)
-        tensor = data(rank, 3)
+        tensor = rank_tensor(rank, 3)
         dist.broadcast(tensor, 1, group=pair)
-        same(tensor, data(1, 3), size)
+        assert_same(tensor, rank_tensor(1, 3), size)
     mine = dist.new_group([rank], use_local_synchronization=True)
-    dist.all_reduce(tensor := data(rank, 2), group=mine)
-    same(tensor, data(rank, 2), size)
+    dist.all_reduce(tensor := rank_tensor(rank, 2), group=mine)
+    assert_same(tensor, rank_tensor(rank, 2), size)
     last = dist.new_group([size - 1, 0])
     if rank in (0, size - 1):
-        dist.broadcast(tensor := data(rank, 3), size - 1, group=last)
-        same(tensor, data(size - 1, 3), size)
+        dist.broadcast(tensor := rank_tensor(rank, 3), size - 1, group=last)
+        assert_same(tensor, rank_tensor(size - 1, 3), size)
         dist.destroy_process_group(last)
     assert dist.get_backend() == "allred"
 
@@ -463,17 +475,17 @@ def groups_in_another_order(rank, size):
     group = dist.new_group(ranks, sort_ranks=False)
     assert group.rank() == dist.get_group_rank(group, rank) == size - 1 - rank
     found = [torch.zeros(2) for _ in ranks]
-    dist.all_gather(found, data(rank, 2), group=group)
-    same(found, [data(r, 2) for r in ranks], size)
-    dist.broadcast(tensor := data(rank, 2), 1, group=group)
-    same(tensor, data(1, 2), size)
+    dist.all_gather(found, rank_tensor(rank, 2), group=group)
+    assert_same(found, [rank_tensor(r, 2) for r in ranks], size)
+    dist.broadcast(tensor := rank_tensor(rank, 2), 1, group=group)
+    assert_same(tensor, rank_tensor(1, 2), size)
     part = torch.zeros(1)
-    dist.reduce_scatter_tensor(part, data(rank, size), group=group)
-    same(part, sum(data(r, size) for r in ranks)[group.rank()].reshape(1), size)
+    dist.reduce_scatter_tensor(part, rank_tensor(rank, size), group=group)
+    assert_same(part, sum(rank_tensor(r, size) for r in ranks)[group.rank()].reshape(1), size)
     if rank < 2:
         call = dist.send if rank == 0 else dist.recv
-        call(tensor := data(rank, 2), 1 - rank, group=group)
-        same(tensor, data(0, 2), size)
+        call(tensor := rank_tensor(rank, 2), 1 - rank, group=group)
+        assert_same(tensor, rank_tensor(0, 2), size)
     dist.destroy_process_group(group)
 
 
@@ -481,28 +493,28 @@ def destroyed(rank, size):
     """Regression: the end of a group waits for its operations."""
     group = dist.new_group([0, 1])
     if rank == 0:
-        work = dist.isend(data(rank, 3), 1, group=group)
+        work = dist.isend(rank_tensor(rank, 3), 1, group=group)
         dist.destroy_process_group(group)
         assert not work._parts
     elif rank == 1:
         time.sleep(0.3)
         dist.recv(tensor := torch.zeros(3), 0, group=group)
-        same(tensor, data(0, 3), size)
+        assert_same(tensor, rank_tensor(0, 3), size)
         dist.destroy_process_group(group)
 
 
 def device_mesh(rank, size):
     mesh = dist.init_device_mesh("cpu", (1, size), mesh_dim_names=("replicate", "shard"))
-    dist.all_reduce(tensor := data(rank, 2), group=mesh["shard"].get_group())
-    same(tensor, sum(data(r, 2) for r in range(size)), size)
+    dist.all_reduce(tensor := rank_tensor(rank, 2), group=mesh["shard"].get_group())
+    assert_same(tensor, sum(rank_tensor(r, 2) for r in range(size)), size)
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     whole = torch.arange(24.0).reshape(6, 4)
     sharded = distribute_tensor(whole, mesh["shard"], [Shard(0)])
     copies = distribute_tensor(whole.T.contiguous(), mesh["shard"], [Replicate()])
-    same((sharded @ copies).redistribute(placements=[Replicate()]).to_local(), whole @ whole.T, 3)
-    same(sharded.full_tensor(), whole, size)
-    same(sharded.sum().full_tensor(), whole.sum(), size)
+    assert_same((sharded @ copies).redistribute(placements=[Replicate()]).to_local(), whole @ whole.T, 3)
+    assert_same(sharded.full_tensor(), whole, size)
+    assert_same(sharded.sum().full_tensor(), whole.sum(), size)
 
 
 def errors(rank, size):
@@ -593,7 +605,7 @@ def assert_fails(call, words, kind=(InputError, MismatchError)):
         call()
 
 
-def again(rank, size):
+def destroy_and_reinitialize(rank, size):
     """Destroy everything, and begin again; allred stays initialized."""
     global GLOO
     dist.destroy_process_group()
@@ -627,7 +639,7 @@ CASES = [
     objects,
     functional_collectives,
     messages,
-    asynchronous,
+    async_op,
     other_signatures,
     released,
     groups,
@@ -635,8 +647,8 @@ CASES = [
     destroyed,
     device_mesh,
     errors,
-    again,
+    destroy_and_reinitialize,
 ]
 
 if __name__ == "__main__":
-    cases.run(CASES, sys.argv[1:])
+    group_case_runner.run(CASES, sys.argv[1:])

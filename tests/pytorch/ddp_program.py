@@ -3,10 +3,10 @@
 import contextlib
 import sys
 
-import cases
+import group_case_runner
 import torch
 import torch.distributed as dist
-from cases import same
+from group_case_runner import assert_same
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -37,10 +37,10 @@ def batches(rank, count=STEPS):
     return [torch.randn(5, 6, generator=generator) for _ in range(count)]
 
 
-def both(size, train):
+def check_against_gloo(size, train):
     """Compare the parameters after train(group) of this backend and of gloo."""
     found = train(None)
-    same(found, train(gloo()), size)
+    assert_same(found, train(gloo()), size)
 
 
 GLOO = []
@@ -70,30 +70,30 @@ def train(rank, group, net=None, hook=None, skips=(), syncs=None, bucket_cap_mb=
 
 
 def plain(rank, size):
-    both(size, lambda group: train(rank, group))
+    check_against_gloo(size, lambda group: train(rank, group))
 
 
 def bucket_views(rank, size):
-    both(size, lambda group: train(rank, group, gradient_as_bucket_view=True))
+    check_against_gloo(size, lambda group: train(rank, group, gradient_as_bucket_view=True))
 
 
 def no_sync(rank, size):
-    both(size, lambda group: train(rank, group, syncs=[False, False, True]))
+    check_against_gloo(size, lambda group: train(rank, group, syncs=[False, False, True]))
 
 
 def unused_parameters(rank, size):
-    both(size, lambda group: train(rank, group, skips=(1,), find_unused_parameters=True))
-    both(size, lambda group: train(rank, group, skips=(1,) if rank else (), find_unused_parameters=True))
+    check_against_gloo(size, lambda group: train(rank, group, skips=(1,), find_unused_parameters=True))
+    check_against_gloo(size, lambda group: train(rank, group, skips=(1,) if rank else (), find_unused_parameters=True))
 
 
 def static_graph(rank, size):
-    both(size, lambda group: train(rank, group, static_graph=True))
-    both(size, lambda group: train(rank, group, Net(reenter=True), static_graph=True))
+    check_against_gloo(size, lambda group: train(rank, group, static_graph=True))
+    check_against_gloo(size, lambda group: train(rank, group, Net(reenter=True), static_graph=True))
 
 
 def checkpointing(rank, size):
     for reenter in (True, False):
-        both(size, lambda group, reenter=reenter: train(rank, group, Net(reenter)))
+        check_against_gloo(size, lambda group, reenter=reenter: train(rank, group, Net(reenter)))
 
 
 def comm_hooks(rank, size):
@@ -102,7 +102,7 @@ def comm_hooks(rank, size):
 
     for hook in (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook):
         if hook is default_hooks.allreduce_hook or size == 2:  # gloo rounds the sum of 16-bit floats after each rank
-            both(size, lambda group, hook=hook: train(rank, group, hook=with_state(hook)))
+            check_against_gloo(size, lambda group, hook=hook: train(rank, group, hook=with_state(hook)))
 
     def power(model, group):
         state = powerSGD_hook.PowerSGDState(
@@ -110,10 +110,14 @@ def comm_hooks(rank, size):
         )
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
-    both(3, lambda group: train(rank, group, hook=power, bucket_cap_mb=1))  # gloo hangs with several buckets
+    check_against_gloo(
+        3, lambda group: train(rank, group, hook=power, bucket_cap_mb=1)
+    )  # gloo hangs with several buckets
     train(rank, None, hook=power)
     builtin = dist.BuiltinCommHookType.ALLREDUCE
-    both(size, lambda group: train(rank, group, hook=lambda model, _: model._register_builtin_comm_hook(builtin)))
+    check_against_gloo(
+        size, lambda group: train(rank, group, hook=lambda model, _: model._register_builtin_comm_hook(builtin))
+    )
 
 
 def own_hook(rank, size):
@@ -137,7 +141,9 @@ def own_hook(rank, size):
 
     expected = train(rank, gloo())
     for hook in (chained, waiting):
-        same(train(rank, None, hook=lambda model, group, hook=hook: model.register_comm_hook(group, hook)), expected, 3)
+        assert_same(
+            train(rank, None, hook=lambda model, group, hook=hook: model.register_comm_hook(group, hook)), expected, 3
+        )
 
 
 def uneven_inputs(rank, size):
@@ -151,8 +157,8 @@ def uneven_inputs(rank, size):
                 optimizer.zero_grad()
         return [p.detach() for p in model.parameters()]
 
-    both(size, run)
-    both(size, lambda group: run(group, rank == 1, find_unused_parameters=True))
+    check_against_gloo(size, run)
+    check_against_gloo(size, lambda group: run(group, rank == 1, find_unused_parameters=True))
 
 
 def zero_redundancy(rank, size):
@@ -171,7 +177,7 @@ def zero_redundancy(rank, size):
             assert len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
         return [p.detach() for p in model.parameters()]
 
-    both(size, run)
+    check_against_gloo(size, run)
 
 
 def mixed_precision_and_clipping(rank, size):
@@ -189,7 +195,7 @@ def mixed_precision_and_clipping(rank, size):
             optimizer.zero_grad()
         return [p.detach() for p in model.parameters()]
 
-    both(size, run)
+    check_against_gloo(size, run)
 
 
 def errors_in_backward(rank, size):
@@ -228,4 +234,4 @@ CASES = [
 ]
 
 if __name__ == "__main__":
-    cases.run(CASES, sys.argv[1:])
+    group_case_runner.run(CASES, sys.argv[1:])

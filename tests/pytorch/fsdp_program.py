@@ -4,12 +4,12 @@ import shutil
 import sys
 import tempfile
 
-import cases
+import group_case_runner
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from cases import same
-from ddp_program import Net, batches, both
+from ddp_program import Net, batches, check_against_gloo
+from group_case_runner import assert_same
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
@@ -33,7 +33,7 @@ def steps(rank, model, optimizer, count=3):
         optimizer.zero_grad()
 
 
-def alone(size, count=3):
+def train_in_one_process(size, count=3):
     """The parameters after training in one process on the batches of all ranks."""
     model = layers()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -56,7 +56,7 @@ def fsdp_1(rank, size):
             with FullyShardedDataParallel.summon_full_params(model):
                 return [p.detach().clone() for p in model.parameters()]
 
-        both(size, run)
+        check_against_gloo(size, run)
 
 
 def fsdp_2(rank, size):
@@ -72,8 +72,8 @@ def fsdp_2(rank, size):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         return [p.full_tensor().detach() for p in model.parameters()]
 
-    both(size, run)
-    for one, other in zip(run(None), alone(size), strict=True):
+    check_against_gloo(size, run)
+    for one, other in zip(run(None), train_in_one_process(size), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
@@ -112,7 +112,7 @@ def save_and_restore(rank, size, directory):
         weights, state = get_state_dict(other, its)
         dcp.load({"model": weights, "optimizer": state}, checkpoint_id=where)
         set_state_dict(other, its, model_state_dict=weights, optim_state_dict=state)
-        same([p.full_tensor() for p in other.parameters()], [p.full_tensor() for p in model.parameters()], size)
+        assert_same([p.full_tensor() for p in other.parameters()], [p.full_tensor() for p in model.parameters()], size)
 
 
 def compiled(rank, size):
@@ -126,7 +126,7 @@ def compiled(rank, size):
 
     x = torch.full((4,), float(rank))
     expected = torch.full((4,), 2.0 * sum(range(size)) + 1)
-    same(torch.compile(step, backend="aot_eager")(x.clone()), expected, size)
+    assert_same(torch.compile(step, backend="aot_eager")(x.clone()), expected, size)
 
     def broken(x):
         work = dist.all_reduce(x, async_op=True)
@@ -134,7 +134,7 @@ def compiled(rank, size):
         work.wait()
         return x + 1
 
-    same(torch.compile(broken, backend="aot_eager")(x * 2), expected, size)
+    assert_same(torch.compile(broken, backend="aot_eager")(x * 2), expected, size)
 
     def run(compiled):
         torch._dynamo.reset()
@@ -145,7 +145,7 @@ def compiled(rank, size):
         steps(rank, call, optimizer)
         return [p.detach() for p in net.parameters()]
 
-    same(run(True), run(False), 3)
+    assert_same(run(True), run(False), 3)
 
 
 CASES = [
@@ -156,4 +156,4 @@ CASES = [
 ]
 
 if __name__ == "__main__":
-    cases.run(CASES, sys.argv[1:])
+    group_case_runner.run(CASES, sys.argv[1:])

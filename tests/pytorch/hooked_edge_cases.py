@@ -9,7 +9,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from hooked_cases import case, case_twice
+from optimizer_case_runner import case, case_with_overlap
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -19,8 +19,8 @@ from __main__ import RANK, ROWS, SIZE, batch, close, equal_on_all, hooked, joine
 from allred.errors import InputError
 
 
-def sends_early():
-    return sys.modules["__main__"].SENDS_EARLY
+def overlaps():
+    return sys.modules["__main__"].OVERLAPS
 
 
 def sgd(parameter, **options):
@@ -35,7 +35,7 @@ def backward_of(parameter, value):
 # Clipping.
 
 
-@case_twice
+@case_with_overlap
 def clipping_of_gradients_that_torch_unscales():
     """In scaler.step(), or with fused=True in the update. In step 1 a gradient overflows on one rank."""
     for fused in (False, True):
@@ -63,7 +63,7 @@ def clipping_of_gradients_that_torch_unscales():
         equal_on_all(model)
 
 
-@case_twice
+@case_with_overlap
 def clipping_of_the_sum_of_two_backward_passes():
     model, opt, other, plain = hooked(net(), lambda p: torch.optim.SGD(p, lr=1.0), clip_norm=0.1)
     for step in range(3):
@@ -96,7 +96,7 @@ def a_sum_of_a_parameter_of_two_optimizers():
         optimizers[1].zero_grad(set_to_none)
 
 
-@case_twice
+@case_with_overlap
 def steps_that_use_a_sum_again():
     parameter = nn.Parameter(torch.zeros(2, 2))
     opt = sgd(parameter, op=allred.Sum)
@@ -115,7 +115,7 @@ def steps_that_use_a_sum_again():
     assert parameter[0, 0] == -2 * total() / SIZE
 
 
-@case_twice
+@case_with_overlap
 def sums_of_gradients_that_were_set_to_zero():
     """Also if no step was made, such as by GradScaler; autograd.grad adds nothing to a gradient."""
     parameter = nn.Parameter(torch.zeros(2, 2))
@@ -129,7 +129,7 @@ def sums_of_gradients_that_were_set_to_zero():
         opt.zero_grad(set_to_none=False)
 
 
-@case_twice
+@case_with_overlap
 def gradients_added_to_a_sum():
     for text in ("op=allred.Sum", "scaler: "):
         for with_step in (False, True):
@@ -163,7 +163,7 @@ def sparse_gradients_added_to_a_sum():
 # Backward passes.
 
 
-@case_twice
+@case_with_overlap
 def reentrant_checkpoints_that_share_a_module():
     """A backward pass calls the hooks of the module twice."""
     torch.manual_seed(0)
@@ -181,7 +181,7 @@ def reentrant_checkpoints_that_share_a_module():
     close(model, other)
 
 
-@case_twice
+@case_with_overlap
 def a_gradient_that_changes_after_it_was_sent():
     """The checkpoints share the module in one step only."""
     torch.manual_seed(0)
@@ -194,7 +194,7 @@ def a_gradient_that_changes_after_it_was_sent():
         return functional.cross_entropy(x, data[1])
 
     for step in range(5):
-        if sends_early() and step == 3:
+        if overlaps() and step == 3:
             opt.zero_grad()
             message = raised(InputError, lambda: loss(model, batch(3), 2).backward())
             assert "after it was sent" in message
@@ -222,7 +222,7 @@ def fail(model, data):
         raise AssertionError("no exception")
 
 
-@case_twice
+@case_with_overlap
 def failed_backward_passes():
     model, opt, other, plain = hooked(net())
     fail(model, batch(9))  # the first pass of all
@@ -233,7 +233,7 @@ def failed_backward_passes():
         train(model, opt, batch(step))
         train(other, plain, joined(step))
     close(model, other)
-    if sends_early():
+    if overlaps():
         if RANK == 0:
             fail(model, batch(9))
         else:
@@ -244,16 +244,16 @@ def failed_backward_passes():
         train(other, plain, joined(5))
         close(model, other)
     fail(model, batch(9))
-    if sends_early():  # the other ranks expect an answer
+    if overlaps():  # the other ranks expect an answer
         train(model, opt, batch(6))
     reference = weakref.ref(opt.allred)
     del opt
-    if sends_early():  # the errors of rank 0 have tracebacks
+    if overlaps():  # the errors of rank 0 have tracebacks
         gc.collect()
     assert reference() is None
 
 
-@case_twice
+@case_with_overlap
 def no_sync():
     """Gradients of two backward passes, of which one is local."""
     model, opt, other, plain = hooked(net())
@@ -309,7 +309,7 @@ class SharpnessAware(torch.optim.SGD):
         return loss
 
 
-@case_twice
+@case_with_overlap
 def an_optimizer_that_calls_its_closure():
     for options in ({}, {"clip_norm": 1e6}):
         model, opt, other, plain = hooked(net(), lambda p: SharpnessAware(p, lr=0.1), **options)
@@ -350,7 +350,7 @@ def a_compiled_step():
 # The life of parameters and optimizers.
 
 
-@case_twice
+@case_with_overlap
 def parameters_with_another_layout():
     """`parameter.data = ...`: first with other strides at the same address, then with another shape."""
     torch.manual_seed(RANK)
@@ -369,7 +369,7 @@ def parameters_with_another_layout():
     assert np.allclose(parameter.detach(), before.t()[:2] - 4 * total() / SIZE, atol=1e-5)
 
 
-@case_twice
+@case_with_overlap
 def a_replaced_optimizer():
     """The garbage collector runs on one rank only."""
     model = net()
@@ -394,7 +394,7 @@ def a_replaced_optimizer():
     assert "keep a reference" in raised(InputError, step)
 
 
-@case_twice
+@case_with_overlap
 def detached_optimizers():
     """The optimizer is kept by another object."""
     model, other = net(), net()

@@ -9,7 +9,7 @@ import warnings
 
 import numpy as np
 import torch
-from hooked_cases import TWICE, case, case_twice, named, run_cases
+from optimizer_case_runner import OVERLAP_CASES, case, case_with_overlap, named, run_cases
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -22,7 +22,7 @@ torch.set_num_threads(1)
 allred.init(banner=False)
 RANK, SIZE = allred.rank(), allred.size()
 ROWS = 4
-SENDS_EARLY = False  # then parameters are not compared, so that every step but the first sends gradients early
+OVERLAPS = False  # if True, parameters are not compared, so that every step but the first overlaps
 
 
 def batch(step=0, rank=RANK, features=6, rows=ROWS):
@@ -83,7 +83,7 @@ def check_training(make, steps=6, **options):
     return opt
 
 
-@case_twice
+@case_with_overlap
 def sgd_as_one_process():
     opt = check_training(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01))
     assert opt.allred.global_step == 6
@@ -103,7 +103,7 @@ def the_class_returns_the_same_object():
         assert "distributed already" in raised(TypeError, lambda again=again: again(optimizer))
 
 
-@case_twice
+@case_with_overlap
 def backward_returns_averages():
     """Also for gradients that share memory with others, such as the views of a hook."""
     model, opt, other, _ = hooked(net())
@@ -116,7 +116,7 @@ def backward_returns_averages():
             np.testing.assert_allclose(one.grad, two.grad, rtol=1e-5, atol=1e-7)
 
 
-@case_twice
+@case_with_overlap
 def accumulate():
     """The gradients of two backward passes are added up by torch, and reduced once."""
     model, opt, other, plain = hooked(net(), accumulate=2)
@@ -133,7 +133,7 @@ def accumulate():
     close(model, other)
 
 
-@case_twice
+@case_with_overlap
 def two_backward_passes_of_a_step():
     model, opt, other, plain = hooked(net())
     for step in range(3):
@@ -189,7 +189,7 @@ def branch_loss(model, step, rank):
     return functional.cross_entropy(model(x, (rank + step) % SIZE), y)
 
 
-@case_twice
+@case_with_overlap
 def unused_parameters():
     model, opt, other, plain = hooked(Branches())
     before = model.never.weight.detach().clone()
@@ -212,7 +212,7 @@ class Tied(nn.Module):
         return self.last(self.second(torch.tanh(self.first(x))))
 
 
-@case_twice
+@case_with_overlap
 def shared_parameters():
     model, opt, other, plain = hooked(Tied())
     for step in range(4):
@@ -239,7 +239,7 @@ class Checkpointed(nn.Module):
         return self.last(x)
 
 
-@case_twice
+@case_with_overlap
 def reentrant_checkpoints():
     for whole in (False, True):
         model, opt, other, plain = hooked(Checkpointed(whole))
@@ -249,7 +249,7 @@ def reentrant_checkpoints():
         close(model, other)
 
 
-@case_twice
+@case_with_overlap
 def parameter_groups_added_later():
     torch.manual_seed(6)
     parts = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 3)])
@@ -272,8 +272,8 @@ def parameter_groups_added_later():
     close(parts, other)
 
 
-@case_twice
-def parameters_that_need_a_gradient_later():
+@case_with_overlap
+def requires_grad_set_later():
     model, opt, other, plain = hooked(net())
     for each in (model, other):
         each[0].requires_grad_(False)
@@ -349,7 +349,7 @@ def sparse_gradients():
         equal_on_all(model.words)
 
 
-@case_twice
+@case_with_overlap
 def sparse_gradients_that_a_rank_lacks_or_clips():
     model = Words(True)
     opt = allred.distributed(torch.optim.SGD(model.parameters(), lr=0.5), clip_norm=0.01)
@@ -380,20 +380,20 @@ def process_sets():
     close(model, other)
 
 
-@case_twice
+@case_with_overlap
 def nonfinite_gradients_raise_or_skip():
-    def poisoned(model, data):
+    def nan_loss(model, data):
         loss = loss_of(model, data)
         return loss * float("nan") if RANK == SIZE - 1 else loss
 
     model, opt, *_ = hooked(net())
-    text = raised(NonFiniteError, lambda: poisoned(model, batch()).backward())
+    text = raised(NonFiniteError, lambda: nan_loss(model, batch()).backward())
     assert f"rank {SIZE - 1}" in text
     assert name_of(0, "0.weight") in text
     model, opt, other, plain = hooked(net(), nonfinite="skip")
     for step in range(4):
         if step == 2:
-            train(model, opt, batch(step), poisoned)
+            train(model, opt, batch(step), nan_loss)
         else:
             train(model, opt, batch(step))
             train(other, plain, joined(step))
@@ -403,10 +403,10 @@ def nonfinite_gradients_raise_or_skip():
 
 
 @case
-def different_starts_are_an_error_and_broadcast_mends_it():
+def different_initial_parameters_are_an_error_unless_broadcast():
     model = net(seed=RANK)
     opt = allred.distributed(torch.optim.SGD(named(model), lr=0.1))
-    if not SENDS_EARLY:
+    if not OVERLAPS:
         text = raised(DriftError, lambda: train(model, opt, batch()))
         assert name_of(1, "0.bias") in text or name_of(0, "0.weight") in text
     model = nn.Sequential(*net(seed=RANK), nn.BatchNorm1d(3))
@@ -421,7 +421,7 @@ def different_starts_are_an_error_and_broadcast_mends_it():
 
 @case
 def drift_of_an_optimizer_state_is_found():
-    if SENDS_EARLY:
+    if OVERLAPS:
         return
     model, opt, *_ = hooked(net())
     train(model, opt, batch(0))
@@ -434,7 +434,7 @@ def drift_of_an_optimizer_state_is_found():
 
 
 @case
-def other_models_are_an_error():
+def different_models_are_an_error():
     torch.manual_seed(0)
     model = nn.Linear(6, 3 + RANK)
     opt = allred.distributed(torch.optim.SGD(named(model), lr=0.1))
@@ -443,7 +443,7 @@ def other_models_are_an_error():
     del opt
 
 
-@case_twice
+@case_with_overlap
 def clip_norm():
     model, opt, other, plain = hooked(net(), lambda p: torch.optim.SGD(p, lr=1.0), clip_norm=0.1)
     for step in range(3):
@@ -468,7 +468,7 @@ def clipping_of_torch_sees_averages():
     close(model, other)
 
 
-@case_twice
+@case_with_overlap
 def grad_scaler_of_torch():
     """An overflow on one rank: all ranks skip the step and lower the scale."""
     model, opt, other, plain = hooked(net(), nonfinite="ignore")
@@ -582,7 +582,7 @@ def compression():
     equal_on_all(model)
 
 
-@case_twice
+@case_with_overlap
 def bfloat16_models():
     model, opt, other, plain = hooked(net().bfloat16(), lambda p: torch.optim.SGD(p, lr=0.1))
     for step in range(3):
@@ -621,7 +621,7 @@ def other_layouts():
     close(model, other)
 
 
-@case_twice
+@case_with_overlap
 def different_numbers_of_samples():
     """As one process with the batch of all, whose ranks have 1, 2, ... rows."""
     model, opt, other, plain = hooked(net())
@@ -646,7 +646,7 @@ def batches_of_allred_weight_the_ranks():
     close(model, other)
 
 
-@case_twice
+@case_with_overlap
 def samples_of_accumulated_batches():
     """The gradients of a rank are weighted by the samples of all its micro-batches."""
     model, opt, other, plain = hooked(net(), accumulate=2)
@@ -679,7 +679,7 @@ def accumulated_batches_of_allred_weight_the_ranks():
     close(model, other)
 
 
-@case_twice
+@case_with_overlap
 def ranks_with_unequal_numbers_of_batches():
     """allred.Join: a rank at the end of its batches takes part without gradients. Rank 0 has no batch in epoch 0."""
     model, opt, other, plain = hooked(net())
@@ -710,7 +710,7 @@ def float64_models():
     close(model, other, 1e-12)
 
 
-@case_twice
+@case_with_overlap
 def two_optimizers_in_one_backward_pass():
     """As for adversarial networks; the ranks use them in different orders."""
     one, opt_one, other_one, plain_one = hooked(net(0))
@@ -773,7 +773,7 @@ def schedulers():
 
 @case
 def state_of_the_optimizer():
-    """opt.allred.state_dict() is restored with equal bits; pickling the optimizer leaves out the hooks."""
+    """opt.allred.state_dict() is restored bit-identically; pickling the optimizer leaves out the hooks."""
     model, opt, *_ = hooked(net(), lambda p: torch.optim.Adam(p, lr=0.01))
     for step in range(2):
         train(model, opt, batch(step))
@@ -801,19 +801,19 @@ def freed_optimizers_leave_no_hooks_that_reduce():
         loss_of(model, batch(1)).backward()  # the other ranks do not take part
 
 
-@case_twice
-def the_order_of_gradients_is_agreed_on_if_they_are_sent_early():
+@case_with_overlap
+def the_order_of_gradients_is_agreed_on_with_overlap():
     model, opt, *_ = hooked(net())
     for step in range(3):
         train(model, opt, batch(step))
     overlap = opt.allred.session_support._overlap
-    assert (overlap is not None and overlap.has_order) == SENDS_EARLY
+    assert (overlap is not None and overlap.has_order) == OVERLAPS
 
 
 if __name__ == "__main__":
     import hooked_edge_cases  # noqa: F401  (more cases; it imports from this file)
 
-    run_cases("late ")
+    run_cases("no_overlap ")
     world.current().config = dataclasses.replace(world.config(), overlap="always", check_steps=0)
-    SENDS_EARLY = True
-    run_cases("early ", TWICE)
+    OVERLAPS = True
+    run_cases("overlap ", OVERLAP_CASES)

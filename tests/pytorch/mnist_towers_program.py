@@ -19,7 +19,7 @@ EXAMPLE = pathlib.Path(__file__).parents[2] / "examples/mnist_towers.py"
 
 
 class Losses(Hook):
-    """The losses of all ranks, by step."""
+    """Records the loss of each step."""
 
     def __init__(self):
         self.losses, self.averages = {}, []  # averages: the sum of the magnitudes of each

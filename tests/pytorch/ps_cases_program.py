@@ -10,7 +10,7 @@ import warnings
 
 import numpy as np
 import torch
-from hooked_cases import named, run_case
+from optimizer_case_runner import named, run_case
 from torch import nn
 from torch.nn import functional
 
@@ -67,7 +67,7 @@ def same(model, other, tolerance=0.0):
 
 
 def check_bits(make, dtype=torch.float32, schedule=None, prepare=lambda model, opt: None, at_step=None, **options):
-    """One worker and the servers have the bits of one process. prepare: called after allred.distributed."""
+    """One worker and the servers are bit-identical to one process. prepare: called after allred.distributed."""
     model = Net(dtype=dtype)
     other = copy.deepcopy(model)
     opt, plain = allred.distributed(make(model), **options), make(other)
@@ -83,7 +83,7 @@ def check_bits(make, dtype=torch.float32, schedule=None, prepare=lambda model, o
     same(model, other)
     state, expected = opt.allred.state_dict(), plain.state_dict()
     assert (state["global_step"], len(state["slots"])) == (STEPS, len(expected["state"]))
-    names = [name for name, _ in opt.allred.optimizer.named()]
+    names = [name for name, _ in opt.allred.optimizer.named_parameters()]
     for number, slots in expected["state"].items():
         for key, value in slots.items():
             if isinstance(value, torch.Tensor) and value.dim() and value.dtype != torch.bfloat16:
@@ -108,27 +108,27 @@ def raised(function, kind=InputError):
 
 
 @case(2)
-def momentum_has_the_bits_of_one_process():
+def momentum_is_bit_identical_to_one_process():
     check_bits(sgd)
 
 
 @case(2)
-def adam_has_the_bits_of_one_process():
+def adam_is_bit_identical_to_one_process():
     check_bits(adam)
 
 
 @case(2)
-def bfloat16_has_the_bits_of_one_process():
+def bfloat16_is_bit_identical_to_one_process():
     check_bits(sgd, torch.bfloat16)
 
 
 @case(2)
-def float64_has_the_bits_of_one_process():
+def float64_is_bit_identical_to_one_process():
     check_bits(adam, torch.float64)
 
 
 @case(2)
-def float16_has_the_bits_of_one_process():
+def float16_is_bit_identical_to_one_process():
     check_bits(sgd, torch.float16)
 
 
@@ -153,7 +153,7 @@ def groups_added_before_the_first_step():
 
 
 @case(2)
-def parameters_that_need_no_gradient_at_first():
+def requires_grad_set_after_the_first_steps():
     def freeze(model, opt):
         model.layers[0].requires_grad_(False)
 

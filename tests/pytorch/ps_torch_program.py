@@ -1,4 +1,4 @@
-"""Mode ps with a torch optimizer, with a server that runs this script: one worker has the bits of one process.
+"""Mode ps with a torch optimizer, with a server that runs this script: one worker is bit-identical to one process.
 
 test_torch_ps.py starts it on 2 ranks: ps_torch_program.py OPTIMIZER
 """
@@ -9,7 +9,7 @@ import warnings
 
 import numpy as np
 import torch
-from hooked_cases import named
+from optimizer_case_runner import named
 from torch import nn
 from torch.nn import functional
 

@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import torch
-from hooked_cases import case, named, run_cases
+from optimizer_case_runner import case, named, run_cases
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -21,7 +21,7 @@ ROOT, STEPS = pathlib.Path(sys.argv.pop()), 12
 
 
 class Net(nn.Module):
-    """With buffers, and with dropout, which uses the generator of torch."""
+    """Has buffers, and dropout, which draws from torch's generator."""
 
     def __init__(self):
         super().__init__()
@@ -40,7 +40,7 @@ def train(directory, max_steps, seed=0, workers=0, optimizer=torch.optim.AdamW):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(45, 8, generator=generator)
     data = TensorDataset(x, x[:, :3].argmax(dim=1), torch.arange(45))
-    sampler = allred.data.DistributedSampler(data, batch_size=10, epochs=3)
+    sampler = allred.data.DistributedBatchSampler(data, batch_size=10, epochs=3)
     seeds = torch.Generator()  # else an iteration with workers draws a number from the generator that dropout uses
     loader = DataLoader(data, batch_sampler=sampler, num_workers=workers, generator=seeds)
     rows = []
@@ -75,12 +75,12 @@ def check_resumed(workers, optimizer):
 
 
 @case
-def a_resumed_training_has_the_bits_of_one_that_was_not_interrupted():
+def resumed_training_is_bit_identical():
     check_resumed(0, torch.optim.AdamW)
 
 
 @case
-def batches_that_were_fetched_ahead_are_used():
+def prefetched_batches_are_not_lost_at_resume():
     check_resumed(2, torch.optim.SGD)
 
 
@@ -103,7 +103,7 @@ def no_tensor_is_pickled():
 def every_row_is_used_once():
     _, rows, *_ = train(None, 2)
     torch.manual_seed(0)
-    sampler = allred.data.DistributedSampler(45, batch_size=10, epochs=3)
+    sampler = allred.data.DistributedBatchSampler(45, batch_size=10, epochs=3)
     mine = [row for batch in sampler for row in batch]
     everyone = np.concatenate(allred.allgather_object(mine))
     assert sorted(everyone.tolist()) == sorted(list(range(45)) * 3)

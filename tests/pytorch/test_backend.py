@@ -4,7 +4,7 @@ import pathlib
 import re
 import sys
 
-import hooked_cases
+import optimizer_case_runner
 import pytest
 
 pytest.importorskip("torch")
@@ -49,7 +49,7 @@ def test_cases(program, ranks):
     assert passed(run(ranks, HERE / program)) == cases_of(program)
 
 
-LATE = """
+LATE_RANK_PROGRAM = """
 import datetime, time, torch, torch.distributed as dist
 dist.init_process_group("allred", timeout=datetime.timedelta(seconds=2))
 if dist.get_rank() == 1:
@@ -60,8 +60,8 @@ dist.all_reduce(torch.ones(3))
 
 @pytest.mark.full
 @pytest.mark.limit(LIMIT_S + 10)
-def test_the_time_limit_of_a_group():
-    result = run(2, "-c", LATE)
+def test_group_timeout():
+    result = run(2, "-c", LATE_RANK_PROGRAM)
     assert result.code != 0
     words = r"CollectiveTimeout: allreduce\(Sum\) #\d+ float32 \(3,\): not complete after 2 s"
     assert re.search(words, result.err), result.text
@@ -92,7 +92,7 @@ def torchrun(tmp_path, *options, python=sys.executable, arguments=()):
 
 @pytest.mark.full
 @pytest.mark.limit(LIMIT_S + 10)
-def test_torchrun_and_its_restart(tmp_path):
+def test_torchrun_restart(tmp_path):
     result = torchrun(tmp_path, "--max-restarts", 1)
     assert result.code == 0, result.text
     assert result.out.count("attempt 1: [2.0, 2.0]") == 2, result.text
@@ -137,8 +137,11 @@ def test_open_mpi(program, names):
     if program != "hooked_program.py":
         assert passed(result) == cases_of(program)
         return
-    found = hooked_cases.results(result.out)
-    late, early = hooked_cases.names(HERE / program), hooked_cases.names(HERE / program, "case_twice")
+    found = optimizer_case_runner.results(result.out)
+    late, early = (
+        optimizer_case_runner.names(HERE / program),
+        optimizer_case_runner.names(HERE / program, "case_with_overlap"),
+    )
     expected = [f"late {name}" for name in names or late] + [f"early {name}" for name in names or early]
     assert found == dict.fromkeys(expected, "ok"), result.text
 

@@ -1,4 +1,4 @@
-"""How torch's tensors are seen as cupy's arrays: of CPU tensors, with a stand-in for cupy. On a GPU: tests/gpu."""
+"""Conversion of torch tensors to device arrays, with CPU tensors and a fake cupy. On a GPU: tests/gpu."""
 
 import pathlib
 import sys
@@ -27,7 +27,7 @@ def cupy(monkeypatch):
 
 @pytest.mark.parametrize("layout", [np.s_[:], np.s_[:, ::2], np.s_[1:1], np.s_[2, 3]])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_tensor_is_seen_as_it_lies(name, layout):
+def test_dtypes_and_strides_are_kept(name, layout):
     tensor = torch.arange(24).reshape(4, 6).to(getattr(torch, name))[layout]
     found = device_arrays._from_torch(torch, tensor)
     assert (found.dtype.name, found.shape, found.writable) == (name, tuple(tensor.shape), True)
@@ -41,14 +41,17 @@ def test_a_tensor_is_seen_as_it_lies(name, layout):
     assert torch.equal(other, torch.tensor([1.5]))
 
 
-def test_one_function_tells_the_stream_of_all_tensors_and_other_dtypes_have_words():
+def test_stream_function_is_shared():
     one, other = (device_arrays._from_torch(torch, torch.ones(n)) for n in (1, 2))
     assert one.stream is other.stream
+
+
+def test_unsupported_dtype_is_an_error():
     with pytest.raises(InputError, match=r"torch.quint8 is not supported; use one of bool, uint8"):
         device_arrays._numpy_dtype(torch.quint8)
 
 
-def test_layouts_are_equal_where_a_kernel_sees_the_same():
+def test_equal_layouts():
     tensor = torch.arange(24.0).reshape(4, 6)
     here = device_arrays.layouts([tensor])
     assert here == device_arrays.layouts([tensor.detach()]) == device_arrays.layouts([tensor.view(4, 6)])

@@ -1,14 +1,14 @@
 """Hooked torch optimizers: the cases of hooked_program.py, in one job at 2 ranks; with --full at 3 ranks too.
 
-hooked_edge_cases.py has more of them. Gradients are sent at the end of the backward pass (late); some cases are
-repeated with gradients that are sent during it (early). The job takes about 30 s of CPU time, of which 6 s are the
+hooked_edge_cases.py has more of them. Gradients are sent at the end of the backward pass (no_overlap); some cases are
+repeated with gradients that are sent during it (overlap). The job takes about 30 s of CPU time, of which 6 s are the
 import of torch; more on a busy machine.
 """
 
 import functools
 import pathlib
 
-import hooked_cases as cases
+import optimizer_case_runner as cases
 import pytest
 
 from allred import testing
@@ -17,8 +17,8 @@ pytest.importorskip("torch")
 
 PROGRAM = pathlib.Path(__file__).with_name("hooked_program.py")
 FILES = PROGRAM, PROGRAM.with_name("hooked_edge_cases.py")
-NAMES = [f"late {name}" for file in FILES for name in cases.names(file)]
-NAMES += [f"early {name}" for file in FILES for name in cases.names(file, "case_twice")]
+NAMES = [f"no_overlap {name}" for file in FILES for name in cases.names(file)]
+NAMES += [f"overlap {name}" for file in FILES for name in cases.names(file, "case_with_overlap")]
 
 
 @functools.cache
@@ -46,7 +46,7 @@ def test_hooked_at_3_ranks():
 
 @pytest.mark.full
 @pytest.mark.limit(300)
-def test_the_same_bits_as_ddp_with_gloo():
-    program = PROGRAM.with_name("gloo_program.py")
+def test_bit_identical_to_ddp_with_gloo():
+    program = PROGRAM.with_name("bit_identical_to_ddp_program.py")
     result = testing.mpirun(2, program, env={"OMP_NUM_THREADS": "1"}, timeout_s=280)
     assert "equal: [True, True]" in result.out, result.text

@@ -102,7 +102,7 @@ def accuracies(text):
 
 
 @pytest.mark.limit(450)
-def test_it_learns_and_says_so(trained):
+def test_accuracy_and_output(trained):
     losses, text, *_ = trained["float32 1x1"]
     assert list(losses) == list(range(1, 301))
     assert losses[1] > 2.3
@@ -128,14 +128,14 @@ def test_the_same_losses_however_batches_are_split(trained, ranks, towers):
 
 @pytest.mark.limit(450)
 @pytest.mark.parametrize("split", ["1x2", "2x2"])
-def test_in_float32_but_for_rounding(trained, split):
+def test_float32_losses_within_rounding(trained, split):
     losses, expected = trained[f"float32 {split}"][0], trained["float32 1x1"][0]
     assert largest_difference(losses, expected, last=50) < 1e-5
     assert largest_difference(losses, expected) < 0.05  # rounding may decide which pixel is the largest
 
 
 @pytest.mark.limit(450)
-def test_it_continues_with_other_ranks_and_towers(trained):
+def test_resume_with_other_ranks_and_towers(trained):
     first, later, whole = trained["first"], trained["later"], trained["float64 1x1"]
     assert "resumes from step 60" in later[1] + trained["log"]
     assert [*first[0], *later[0]] == list(range(1, STEPS + 1))
@@ -160,7 +160,7 @@ def write_files(directory):
 
 
 @pytest.mark.limit(450)
-def test_mnists_files(trained):
+def test_mnist_idx_files(trained):
     losses = trained["files"][0]
     assert losses[STEPS] < 1 < 2 < losses[1]
     assert "has not all of train-images*, train-labels*, t10k-images*, t10k-labels*" in trained["incomplete"][3]

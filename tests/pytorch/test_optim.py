@@ -1,6 +1,6 @@
 """allred.optim against torch.optim, live, and the record of torch's results that the default tests use.
 
-Run this file to write tests/unit/optim/torch_record.json anew: python tests/pytorch/test_optim.py
+Run this file to write tests/unit/optim/torch_record.json again: python tests/pytorch/test_optim.py
 """
 
 import itertools
@@ -96,7 +96,7 @@ SCHEDULES = [
 
 
 @pytest.mark.parametrize(("schedule", "make"), SCHEDULES, ids=[str(schedule) for schedule, _ in SCHEDULES])
-def test_schedules_are_torchs_and_act_at_the_same_step(schedule, make):
+def test_schedules_match_torch(schedule, make):
     params, tensors, grads = start(np.float64)
     ours, theirs = optim.SGD(lr=schedule, momentum=0.9), torch.optim.SGD(tensors, lr=0.1, momentum=0.9)
     scheduler = make(theirs)
@@ -109,7 +109,7 @@ def test_schedules_are_torchs_and_act_at_the_same_step(schedule, make):
         np.testing.assert_allclose(param, tensor.detach().numpy(), rtol=1e-12, atol=1e-13)
 
 
-def test_clipping_is_torchs_but_for_its_epsilon():
+def test_clipping_matches_torch_except_epsilon():
     grads, tensors, _ = start(np.float64)
     for tensor, grad in zip(tensors, grads, strict=True):
         tensor.grad = torch.from_numpy(grad.copy())

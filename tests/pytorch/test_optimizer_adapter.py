@@ -1,16 +1,16 @@
-"""`OtherTensors`, the buffers and untrained parameters of a module, without other ranks."""
+"""`UntrainedTensors`, the buffers and untrained parameters of a module, without other ranks."""
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from allred.errors import InputError  # noqa: E402
-from allred.torch.torch_optimizer import OtherTensors  # noqa: E402
+from allred.torch.optimizer_adapter import UntrainedTensors  # noqa: E402
 
 
 def other_tensors(size):
     module = torch.nn.Sequential(torch.nn.Linear(2, size), torch.nn.BatchNorm1d(size))
-    return OtherTensors(module, {id(parameter) for parameter in module.parameters()})
+    return UntrainedTensors(module, {id(parameter) for parameter in module.parameters()})
 
 
 def test_buffers_of_another_shape_are_an_error_with_both_shapes():

@@ -5,8 +5,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from allred.errors import InputError  # noqa: E402
+from allred.torch.optimizer_adapter import OptimizerAdapter  # noqa: E402
 from allred.torch.optimizer_state import from_slots, to_slots  # noqa: E402
-from allred.torch.torch_optimizer import TorchOptimizer  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_an_option_that_json_cannot_hold_is_named():
     parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
     groups = [{"params": parameters[:1]}, {"params": parameters[1:], "kind": torch.float32}]
     optimizer = torch.optim.SGD(groups, lr=torch.tensor(0.1))
-    adapted = TorchOptimizer(optimizer)
+    adapted = OptimizerAdapter(optimizer)
     with pytest.raises(InputError, match=r"SGD: option 'kind' of parameter group 1 is torch\.float32"):
         adapted.check_hyperparameters()
     del optimizer.param_groups[1]["kind"]

@@ -1,4 +1,4 @@
-"""The process group without other ranks: what is forwarded to the inner group, and registration that fails."""
+"""The process group without other ranks: what is forwarded to the device group, and registration that fails."""
 
 import collections
 import datetime
@@ -19,11 +19,11 @@ from allred.comm.backends.backend import SingleBackend  # noqa: E402
 from allred.comm.communicator import Communicator  # noqa: E402
 from allred.comm.work import Polled, WorkQueue  # noqa: E402
 from allred.errors import CollectiveTimeout, InputError, RemoteRankError  # noqa: E402
-from allred.torch import join_ranks, process_group, torch_work  # noqa: E402
+from allred.torch import process_group, rendezvous, torch_work  # noqa: E402
 
 
-class InnerGroup:
-    """In place of ProcessGroupNCCL: keeps the calls."""
+class FakeDeviceGroup:
+    """Stands for ProcessGroupNCCL; records calls."""
 
     def __init__(self):
         self.calls = []
@@ -35,7 +35,7 @@ class InnerGroup:
 @pytest.fixture
 def group(monkeypatch):
     communicator = Communicator(SingleBackend(), 10.0)
-    made = process_group.AllredGroup(communicator, dist.HashStore(), datetime.timedelta(seconds=7))
+    made = process_group.ProcessGroupAllred(communicator, dist.HashStore(), datetime.timedelta(seconds=7))
     assert made._device_types == []  # else torch 2.15 attaches its flight recorder, and fails
     monkeypatch.setitem(dist.distributed_c10d._world.pg_map, made, ("allred", None))
     return made
@@ -63,33 +63,35 @@ METHODS = [
 def test_tensors_on_other_devices_are_forwarded(group, monkeypatch, name, count):
     """torch's device "meta" stands for a GPU."""
     created = []
-    monkeypatch.setattr(process_group, "_create_inner", lambda *arguments: created.append(arguments) or InnerGroup())
+    monkeypatch.setattr(
+        process_group, "_create_device_group", lambda *arguments: created.append(arguments) or FakeDeviceGroup()
+    )
     remote, options = torch.zeros(2, device="meta"), object()
     for _ in range(2):
         assert getattr(group, name)(*[[[remote]]] * count, options) == "its work"
-    assert [call[0] for call in group.inner("meta").calls] == [name, name]
-    assert group.inner("meta").calls[0][1] == (*[[[remote]]] * count, options)
-    ((device, store, communicator, limit_s),) = created
-    assert (device, communicator, limit_s) == ("meta", group.communicator, 7)
+    assert [call[0] for call in group.device_group("meta").calls] == [name, name]
+    assert group.device_group("meta").calls[0][1] == (*[[[remote]]] * count, options)
+    ((device, store, communicator, timeout_s),) = created
+    assert (device, communicator, timeout_s) == ("meta", group.communicator, 7)
     store.set("key", "value")
     assert group._device_types == [torch.device("cpu"), torch.device("meta")]
-    assert group._get_backend(torch.device("meta")) is group.inner("meta")
+    assert group._get_backend(torch.device("meta")) is group.device_group("meta")
     group.shutdown()
-    assert group.inner("meta").calls[-1] == ("shutdown", ())
+    assert group.device_group("meta").calls[-1] == ("shutdown", ())
 
 
 def test_messages_and_splits_are_forwarded(group, monkeypatch):
-    monkeypatch.setattr(process_group, "_create_inner", lambda *_: InnerGroup())
+    monkeypatch.setattr(process_group, "_create_device_group", lambda *_: FakeDeviceGroup())
     remote = torch.zeros(2, device="meta")
     group.send([remote], 1, 0)
     group.recv([remote], 1, 0)
     group.alltoall_base(remote, remote, [], [], None)
     group.gather([], [remote], None)  # not the root
-    assert [call[0] for call in group.inner("meta").calls] == ["send", "recv", "alltoall_base", "gather"]
+    assert [call[0] for call in group.device_group("meta").calls] == ["send", "recv", "alltoall_base", "gather"]
 
 
 def test_tensors_on_the_host_are_not_forwarded(group, monkeypatch):
-    monkeypatch.setattr(process_group, "_create_inner", None)
+    monkeypatch.setattr(process_group, "_create_device_group", None)
     tensor = torch.arange(3.0)
     assert group.allreduce([tensor]).wait()
     assert tensor.tolist() == [0, 1, 2]
@@ -97,7 +99,7 @@ def test_tensors_on_the_host_are_not_forwarded(group, monkeypatch):
     assert group._device_types == [torch.device("cpu")]
 
 
-def test_a_device_without_a_group(group):
+def test_unsupported_device_is_an_error(group):
     with pytest.raises(InputError, match="tensors on meta are not supported; use tensors on the CPU or on a CUDA GPU"):
         group.allreduce([torch.zeros(2, device="meta")])
     with pytest.raises(RuntimeError, match="tensors on meta"):  # which torch's own code catches
@@ -109,7 +111,7 @@ def test_a_device_without_a_group(group):
 
 def test_a_query_creates_no_group_for_the_gpu(group, monkeypatch):
     monkeypatch.setattr(process_group, "_check_device", lambda _: None)
-    monkeypatch.setattr(process_group, "_create_inner", None)
+    monkeypatch.setattr(process_group, "_create_device_group", None)
     assert group._get_backend(torch.device("cuda")) is group
 
 
@@ -134,7 +136,7 @@ def test_polling_ends_when_another_rank_fails():
     def program():
         if allred.rank() == 1:
             raise ValueError("of rank 1")
-        group = process_group.AllredGroup(world.current().communicator, dist.HashStore(), None)
+        group = process_group.ProcessGroupAllred(world.current().communicator, dist.HashStore(), None)
         work = group.allreduce([torch.ones(2)])
         while not work.is_completed():
             time.sleep(0.01)
@@ -148,7 +150,7 @@ def test_polling_ends_when_another_rank_fails():
 def test_a_group_waits_for_its_operations_unless_an_exception_is_handled():
     """Regression: the end of a group ignored its operations."""
     communicator = Communicator(SingleBackend(), 10.0)
-    group = process_group.AllredGroup(communicator, dist.HashStore(), datetime.timedelta(seconds=0.3))
+    group = process_group.ProcessGroupAllred(communicator, dist.HashStore(), datetime.timedelta(seconds=0.3))
     group._start([(WorkQueue(10.0).start("the operation", never()), None)], [])
     with pytest.raises(CollectiveTimeout, match=r"the operation: not complete after 0.3 s"):
         group.shutdown()
@@ -178,13 +180,13 @@ def test_complete_work_is_kept_for_older_versions_of_torch(group, monkeypatch, k
 
 def test_registration_that_fails_raises_nothing(monkeypatch, capsys):
     def fail(*_, **__):
-        raise RuntimeError("not today")
+        raise RuntimeError("registration failed")
 
     monkeypatch.setattr(dist.Backend, "backend_list", [])
     monkeypatch.setattr(dist.Backend, "register_backend", fail)
     _allred_torch.register()
     assert capsys.readouterr().err == (
-        "allred: cannot register its backend with torch.distributed: RuntimeError('not today')\n"
+        "allred: cannot register its backend with torch.distributed: RuntimeError('registration failed')\n"
     )
 
 
@@ -198,7 +200,7 @@ def test_other_backends_keep_their_rendezvous(monkeypatch):
 
 def test_rank_and_size_without_a_launcher_are_left_to_torch(monkeypatch):
     """Regression: torch.multiprocessing.spawn, with rank=, world_size=, MASTER_ADDR and MASTER_PORT."""
-    monkeypatch.setattr(join_ranks.allred, "init", lambda: pytest.fail("a world of one rank was started"))
+    monkeypatch.setattr(rendezvous.allred, "init", lambda: pytest.fail("a world of one rank was started"))
     for name in ("RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert join_ranks.from_launcher("env://?rank=1&world_size=2") is None
+    assert rendezvous.env_rendezvous("env://?rank=1&world_size=2") is None

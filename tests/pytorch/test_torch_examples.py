@@ -1,4 +1,5 @@
-"""The examples and pages with torch, as they say. Each rank takes about 7 s of CPU time, the import of torch."""
+"""Runs the commands in the docstrings of the torch examples, and the programs of the pages. Each rank takes about 7 s
+of CPU time, the import of torch."""
 
 import pathlib
 import re

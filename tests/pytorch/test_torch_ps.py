@@ -8,7 +8,7 @@ import functools
 import pathlib
 import re
 
-import hooked_cases as cases
+import optimizer_case_runner as cases
 import pytest
 
 from allred import testing
@@ -23,7 +23,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "ALLRED_TIMEOUT_S": "200"}
 @pytest.mark.limit(300)
 @pytest.mark.parametrize("kind", ["groups", *(pytest.param(kind, marks=pytest.mark.full)
                                               for kind in ("sgd", "adam", "halves"))])  # fmt: skip
-def test_one_worker_has_the_bits_of_one_process(kind):
+def test_one_worker_is_bit_identical_to_one_process(kind):
     """The servers run the script. With a schedule of all hyperparameters, and clipping of the worker."""
     result = testing.mpirun(2, PROGRAM, kind, env={**ENVIRONMENT, "ALLRED_MODE": "ps"}, timeout_s=280)
     assert result.code == 0, result.text

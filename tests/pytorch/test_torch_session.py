@@ -4,7 +4,7 @@ which takes about 12 s of CPU time."""
 import functools
 import pathlib
 
-import hooked_cases as cases
+import optimizer_case_runner as cases
 import pytest
 
 from allred import testing

@@ -25,7 +25,7 @@ PACKAGES = (
 COMM = (
     {"join", "functions", "process_set"},
     {"create", "recording", "communicator", "device_collectives", "device_reduce", "group"},
-    {"messages"},
+    {"point_to_point"},
     {"arguments", "backends"},
     {"work", "header", "ops"},
 )

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from allred.cluster import topology
 from allred.comm import functions
 from allred.comm.header import by_rank
-from allred.data import Batches, DistributedSampler, Prefetch, Stream, loader
-from allred.data.distributed_sampler import sampler_of
+from allred.data import Batches, DistributedBatchSampler, Prefetch, Stream, loader
+from allred.data.distributed_batch_sampler import sampler_of
 from allred.data.loader import Iteration, LoaderArguments
 from allred.errors import MismatchError
 from allred.ps.protocol import CompareBatches
@@ -63,7 +63,7 @@ def compare_at_server(client: "Client", title: str) -> None:
 def arguments_of(data: Any) -> list[LoaderArguments]:
     """Return the arguments of a loader; [] if it is not allred's or does not share its batches with all ranks."""
     loader = data.loader if isinstance(data, Prefetch) else sampler_of(data) or data
-    if not isinstance(loader, Batches | Stream | DistributedSampler) or (loader.rank, loader.size) != (
+    if not isinstance(loader, Batches | Stream | DistributedBatchSampler) or (loader.rank, loader.size) != (
         topology.rank(),
         topology.size(),
     ):

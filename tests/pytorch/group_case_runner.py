@@ -33,12 +33,12 @@ def run(cases: list[Callable[[int, int], None]], names: list[str]) -> None:
     dist.destroy_process_group()
 
 
-def same(found: object, expected: object, size: int) -> None:
+def assert_same(found: object, expected: object, size: int) -> None:
     """Check that tensors, or lists of them, are equal: bit for bit with 2 ranks, within 1e-6 with more."""
     if isinstance(found, (list, tuple)):
         assert len(found) == len(expected), (found, expected)
         for one, other in zip(found, expected, strict=True):
-            same(one, other, size)
+            assert_same(one, other, size)
     elif isinstance(found, torch.Tensor):
         tolerance = 0 if size <= 2 else 1e-6
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)

@@ -1,4 +1,4 @@
-"""`DistributedSampler`: every row once, equal numbers of batches on all ranks, and any position can be resumed."""
+"""`DistributedBatchSampler`: every row once, equal numbers of batches on all ranks, and any position can be resumed."""
 
 import itertools
 import json
@@ -6,7 +6,7 @@ import json
 import pytest
 
 import allred
-from allred.data import DistributedSampler
+from allred.data import DistributedBatchSampler
 from allred.errors import InputError
 
 
@@ -16,7 +16,7 @@ def joined(lists):
 
 def samplers(size, rows=37, **options):
     options = {"batch_size": 10, "epochs": 2, "seed": 4, **options}
-    return [DistributedSampler(rows, rank=rank, size=size, **options) for rank in range(size)]
+    return [DistributedBatchSampler(rows, rank=rank, size=size, **options) for rank in range(size)]
 
 
 def global_batches(size, state=None, **options):
@@ -57,18 +57,18 @@ def test_resumed_at_every_position(size):
 
 
 def test_epochs_one_by_one():
-    sampler = DistributedSampler(20, batch_size=6, rank=0, size=1)
+    sampler = DistributedBatchSampler(20, batch_size=6, rank=0, size=1)
     first = list(sampler)
     sampler.set_epoch(1)
     second = list(sampler)
     assert joined(first) != joined(second)
-    whole = list(DistributedSampler(20, batch_size=6, epochs=2, rank=0, size=1))
+    whole = list(DistributedBatchSampler(20, batch_size=6, epochs=2, rank=0, size=1))
     assert second == whole[len(first) :]
     sampler.set_epoch(1)
     for _ in sampler:
         break
     state = sampler.state_dict()
-    again = DistributedSampler(20, batch_size=6, rank=0, size=1)
+    again = DistributedBatchSampler(20, batch_size=6, rank=0, size=1)
     again.load_state_dict(state)
     assert again.epoch == 1
     again.set_epoch(1)  # of the loop that is resumed
@@ -77,7 +77,7 @@ def test_epochs_one_by_one():
 
 def test_a_loader_that_fetches_ahead():
     """The position follows the batches that the program has received."""
-    sampler = DistributedSampler(20, batch_size=6, rank=0, size=1, seed=None)
+    sampler = DistributedBatchSampler(20, batch_size=6, rank=0, size=1, seed=None)
 
     class LoaderOfAll:
         def __iter__(self):
@@ -90,7 +90,7 @@ def test_a_loader_that_fetches_ahead():
 
 
 def test_follow_needs_a_loader_of_this_sampler():
-    sampler, other = (DistributedSampler(20, batch_size=6, rank=0, size=1) for _ in range(2))
+    sampler, other = (DistributedBatchSampler(20, batch_size=6, rank=0, size=1) for _ in range(2))
     with pytest.raises(InputError, match="the loader does not use this sampler; pass it as batch_sampler"):
         next(sampler.follow(list(other)))
     assert len(list(sampler.follow(sampler))) == 4  # the sampler can be used afterwards
@@ -98,7 +98,7 @@ def test_follow_needs_a_loader_of_this_sampler():
 
 def test_arguments():
     with pytest.raises(InputError, match="batch_size must be an integer >= 2"):
-        DistributedSampler(10, batch_size=1, rank=0, size=2)
+        DistributedBatchSampler(10, batch_size=1, rank=0, size=2)
     with pytest.raises(InputError, match="too few for 3 ranks"):
         global_batches(3, {"epoch": 0, "samples": 35, "rows": 37, "seed": 4})
-    assert allred.data.DistributedSampler is DistributedSampler
+    assert allred.data.DistributedBatchSampler is DistributedBatchSampler

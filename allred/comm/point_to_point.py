@@ -1,4 +1,4 @@
-"""Messages from one rank of a communicator to another: what send and recv do.
+"""Point-to-point communication: send and recv between two ranks of a communicator.
 
 Messages are independent of collectives and of their order. Those with the same sender, receiver and tag are received in
 the order in which they are sent. One message:
@@ -7,8 +7,8 @@ the order in which they are sent. One message:
     2  the receiver replies with its own record; if the two differ, both ranks raise the same error
     3  the sender sends the bytes in chunks
 
-So a send is complete only after the receiver has started to receive. Chunks are sent synchronously: they have all been
-received when the next message begins. Like collectives, messages make progress while this rank waits for something.
+A send completes only after the receiver has posted the receive of the last chunk: chunks are sent in MPI's synchronous
+mode (Issend). Like collectives, messages make progress while this rank waits for something.
 """
 
 import operator
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from allred.comm.group import Group
 
 CHUNK_BYTES = 2**20
-_RECORD = struct.Struct("<B511s")  # whether it is a problem; the text
-_RECORDS, _REPLIES, _BYTES = range(3)  # each of them has MPI tags of its own
-_MANY = 64  # idle queues are removed above this number
+_RECORD = struct.Struct("<B511s")  # 1 if the arguments are invalid; dtype and shape, or the error
+_RECORDS, _REPLIES, _BYTES = range(3)  # each uses its own MPI tags
+_MAX_QUEUES = 64  # above this number of queues the idle ones are removed
 _abandoned: list[WorkQueue] = []  # MPI may still use the memory of their operations
 
 
-class Messages:
-    """The messages of this rank to and from the other ranks of `group`."""
+class PointToPoint:
+    """Sends and receives of this rank in `group`."""
 
     def __init__(self, group: "Group") -> None:
         self._group = group
@@ -85,13 +85,13 @@ class Messages:
         return self._start("recv", source, tag, f"recv(from {sender}, tag {tag})", steps())
 
     def close(self) -> bool:
-        """Return whether all messages are complete. The memory of the others is kept."""
+        """Return whether all messages are complete. Memory of incomplete ones is kept: MPI may still use it."""
         pending = [queue for queue in self._queues.values() if not queue.idle]
         _abandoned.extend(pending)
         return not pending
 
     def _start(self, kind: str, peer: Any, tag: Any, title: str, steps: Steps[Any]) -> Work[Any]:
-        if len(self._queues) > _MANY:
+        if len(self._queues) > _MAX_QUEUES:
             self._queues = {key: queue for key, queue in self._queues.items() if not queue.idle}
         key = kind, str(peer), str(tag)
         if key not in self._queues:

@@ -1,9 +1,9 @@
-"""How the processes of a torch program become allred's ranks.
+"""Rendezvous: assigns allred's ranks to the processes of a torch program.
 
 under mpirun     MPI knows rank and size; rank 0 opens a TCPStore, and MPI broadcasts its address
 under torchrun   torch knows rank and size; the ranks exchange addresses and a secret through torch's store, and
                  then start MPI as the tasks of allred.Server do without a launcher; this needs MPICH
-without both     one rank
+no launcher      one rank
 """
 
 import datetime
@@ -29,18 +29,20 @@ from allred.watch.start import own_address
 _listeners: list[socket.socket | None] = []  # kept open until the end, so that no other program takes the address
 
 
-def from_launcher(
+def env_rendezvous(
     url: str, timeout: datetime.timedelta = datetime.timedelta(minutes=30), **_: Any
 ) -> tuple[Any, int, int] | None:
     """Return store, rank and size of the ranks that mpirun started, or of one rank without a launcher. None if the
     variables of `env://` are set, torchrun started this process, or rank and size are given without a launcher.
 
-    url: with the rank and world_size of init_process_group, if given. Raises InputError if MPI has others.
+    url: with the rank and world_size of init_process_group, if given. Raises InputError if they differ from MPI's.
 
     It calls allred.init() if the program has not. Sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, which torch
     programs read, where they are not set.
     """
-    if _torchrun() or all(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
+    if _started_by_torchrun() or all(
+        os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    ):
         return None
     given = dict(urllib.parse.parse_qsl(urllib.parse.urlparse(url).query))
     by_hand = "RANK" in os.environ or int(given.get("world_size", 1)) > 1  # for example by torch.multiprocessing.spawn
@@ -49,8 +51,8 @@ def from_launcher(
     if not world.is_initialized():
         allred.init()
     rank, size = allred.rank(), allred.size()
-    _check_numbers(int(given.get("rank", rank)), int(given.get("world_size", size)))
-    _set_variables(os.environ)
+    _check_rank_and_size(int(given.get("rank", rank)), int(given.get("world_size", size)))
+    _set_env_variables(os.environ)
     host = "127.0.0.1"
     if allred.cross_size() > 1:
         host = own_address(allred.allgather_object(socket.gethostname()))
@@ -59,21 +61,21 @@ def from_launcher(
     return store or dist.TCPStore(host, port, size, False, timeout, wait_for_workers=False), rank, size
 
 
-def from_store(store: Any, rank: int, size: int) -> None:
-    """Make this process rank `rank` of `size` of allred, if it is no rank yet. store: shared by these processes.
+def init_from_store(store: Any, rank: int, size: int) -> None:
+    """Initialize allred as rank `rank` of `size`, unless it is initialized. store: shared by these processes.
 
-    Raises ConfigError if the processes cannot start MPI, InputError if allred has given them other ranks.
+    Raises ConfigError if the processes cannot start MPI, InputError if allred's rank or size differs.
     """
     if not world.is_initialized():
-        if size == 1 or (launcher.launched_size(os.environ) > 1 and not _torchrun()):
+        if size == 1 or (launcher.launched_size(os.environ) > 1 and not _started_by_torchrun()):
             allred.init()
         else:
-            _rendezvous(store, rank, size)
-    _check_numbers(rank, size)
+            _start_mpi(store, rank, size)
+    _check_rank_and_size(rank, size)
 
 
-def _check_numbers(rank: int, size: int) -> None:
-    """Raise an error if this is another rank for allred, or allred has parameter servers."""
+def _check_rank_and_size(rank: int, size: int) -> None:
+    """Raise an error if allred's rank or size differs, or allred has parameter servers."""
     if world.config().mode == "ps":
         raise ConfigError('init_process_group("allred") is for mode sync; ALLRED_MODE is ps')
     if (rank, size) != (allred.rank(), allred.size()):
@@ -83,7 +85,7 @@ def _check_numbers(rank: int, size: int) -> None:
         )
 
 
-def _rendezvous(store: Any, rank: int, size: int) -> None:
+def _start_mpi(store: Any, rank: int, size: int) -> None:
     """Exchange addresses and a secret through the store, and start MPI."""
     prefix = f"allred/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"  # torchrun keeps its store at a restart
 
@@ -105,12 +107,12 @@ def _rendezvous(store: Any, rank: int, size: int) -> None:
     _listeners.append(enter_rendezvous(addresses, f"rank {rank}", secret, cluster, mode="sync"))
 
 
-def _torchrun() -> bool:
+def _started_by_torchrun() -> bool:
     """Return whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def _set_variables(environ: MutableMapping[str, str]) -> None:
+def _set_env_variables(environ: MutableMapping[str, str]) -> None:
     found = {"RANK": allred.rank(), "WORLD_SIZE": allred.size()}
     found |= {"LOCAL_RANK": allred.local_rank(), "LOCAL_WORLD_SIZE": allred.local_size()}
     for name, number in found.items():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import allred
-from allred.comm.messages import CHUNK_BYTES
+from allred.comm.point_to_point import CHUNK_BYTES
 from allred.errors import InputError, MismatchError
 
 pytestmark = pytest.mark.mpi

@@ -1,4 +1,4 @@
-"""Training with a hooked optimizer and with DDP over gloo: the same bits on two ranks. test_hooked.py starts it."""
+"""Training with a hooked optimizer and with DDP over gloo: bit-identical on two ranks. test_hooked.py starts it."""
 
 import copy
 import tempfile

@@ -1,11 +1,11 @@
-"""Calls functions at the end of a backward pass: after the last gradient, before `loss.backward()` returns.
+"""Calls observers at the end of a backward pass: after the last gradient, before `loss.backward()` returns.
 
 torch runs the callbacks of `queue_callback` when a graph task, one run of the autograd engine, has ended. Reentrant
 checkpointing runs a graph task inside a node of another one; the end of the inner task is not the end of the backward
-pass. Then the observers wait for the end of the outer task.
+pass. Then the observers are called at the end of the outer task.
 
-All observers of one graph task are called by one callback, in the order of their numbers: the order in which gradients
-become ready may differ between ranks, and the observers make collective calls.
+One callback calls all observers of a graph task in a fixed order: observers make collective calls, and the order in
+which gradients become ready differs between ranks.
 
 If an exception ends a graph task, torch does not call its callbacks but deletes them. Only torch refers to a callback,
 so its deletion tells the observers that the backward pass has failed.
@@ -20,9 +20,9 @@ from allred.torch.uncompiled import uncompiled
 
 
 class BackwardObserver(Protocol):
-    """Something to call at the end of a backward pass. number: the position among all observers."""
+    """Is called at the end of a backward pass. call_order: its position among all observers."""
 
-    number: int
+    call_order: int
 
     def end_of_backward(self) -> None: ...
     def backward_failed(self) -> None:
@@ -45,7 +45,7 @@ class _Callback:
         if outer is not None:  # the node of the outer graph task that runs this one
             outer.register_hook(_WaitForOuter(self.observers))
             return
-        for observer in sorted(self.observers, key=lambda each: each.number):
+        for observer in sorted(self.observers, key=lambda each: each.call_order):
             observer.end_of_backward()
 
     def __del__(self) -> None:
@@ -64,13 +64,13 @@ class _WaitForOuter:
     def __call__(self, *_: Any) -> None:
         for reference in self._observers:
             if (observer := reference()) is not None:
-                call_at_end(observer)
+                call_after_backward(observer)
 
 
 _waiting: "weakref.WeakValueDictionary[int, _Callback]" = weakref.WeakValueDictionary()  # by graph task
 
 
-def call_at_end(observer: BackwardObserver) -> bool:
+def call_after_backward(observer: BackwardObserver) -> bool:
     """Call `observer.end_of_backward()` once, at the end of the current backward pass. Called in a hook of it. Return
     whether this is the first call in the current graph task."""
     task = torch._C._current_graph_task_id()

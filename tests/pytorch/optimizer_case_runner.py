@@ -9,7 +9,7 @@ import traceback
 import allred
 
 CASES = {}
-TWICE = {}  # those that run in both variants of a program
+OVERLAP_CASES = {}  # those that run in both variants of a program
 
 
 def case(function):
@@ -17,8 +17,8 @@ def case(function):
     return function
 
 
-def case_twice(function):
-    TWICE[function.__name__] = function
+def case_with_overlap(function):
+    OVERLAP_CASES[function.__name__] = function
     return case(function)
 
 
@@ -52,7 +52,7 @@ def named(model):
     return list(model.named_parameters() if version >= (2, 6) else model.parameters())
 
 
-def names(program, decorators="case|case_twice"):
+def names(program, decorators="case|case_with_overlap"):
     """The names of the cases in the file of a program."""
     found = re.findall(rf"^@({decorators})\ndef (\w+)", pathlib.Path(program).read_text(), re.MULTILINE)
     return [name for _, name in found]

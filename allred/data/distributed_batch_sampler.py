@@ -1,5 +1,6 @@
-"""`DistributedSampler`: this rank's row numbers of each global batch, for a loader that fetches rows by number, such as
-torch's DataLoader. Every row of an epoch is used exactly once, on any number of ranks."""
+"""`DistributedBatchSampler`: batch sampler for torch's DataLoader. Yields the indices of this rank's samples of each
+global batch. Without drop_last every sample of an epoch is used exactly once, on any number of ranks; nothing is
+padded."""
 
 import collections
 from collections.abc import Iterable, Iterator
@@ -12,10 +13,13 @@ from allred.validators import boolean, integer
 T = TypeVar("T")
 
 
-class DistributedSampler(Loader):
-    """Iterable of lists of row numbers: the argument `batch_sampler` of torch.utils.data.DataLoader.
+class DistributedBatchSampler(Loader):
+    """Iterable of lists of sample indices: the argument `batch_sampler` of torch.utils.data.DataLoader.
 
-        sampler = allred.data.DistributedSampler(dataset, batch_size=256)
+    Unlike torch's DistributedSampler it yields lists (batch_sampler=, not sampler=), batch_size is the global batch,
+    and seed=None replaces shuffle=False. Saves its position: state_dict, load_state_dict.
+
+        sampler = allred.data.DistributedBatchSampler(dataset, batch_size=256)
         loader = DataLoader(dataset, batch_sampler=sampler, num_workers=4)
         for epoch in range(sampler.epoch, 10):
             sampler.set_epoch(epoch)
@@ -28,7 +32,7 @@ class DistributedSampler(Loader):
     the optimizer weights the ranks by the sizes of their shares.
 
     `follow` is needed if the loader fetches ahead (num_workers > 0): position and sizes are those of the batches that
-    the program has received. `Session.steps(loader)` does it.
+    the program has received. `Session.steps(loader)` calls it.
 
     Arguments:
         data: the dataset, or an int: its number of rows.
@@ -40,13 +44,13 @@ class DistributedSampler(Loader):
 
     Raises InputError for arguments that cannot be used.
 
-    >>> for rows in DistributedSampler(5, batch_size=2, seed=None, rank=0, size=2):
+    >>> for rows in DistributedBatchSampler(5, batch_size=2, seed=None, rank=0, size=2):
     ...     print(rows)
     [0]
     [2, 3]
     """
 
-    function = "DistributedSampler"
+    function = "DistributedBatchSampler"
 
     def __init__(
         self,
@@ -58,7 +62,7 @@ class DistributedSampler(Loader):
         rank: int | None = None,
         size: int | None = None,
     ) -> None:
-        name = "DistributedSampler"
+        name = "DistributedBatchSampler"
         rank, size = resolve_rank(name, rank, size)
         rows = integer(f"{name}: data", len(data) if hasattr(data, "__len__") else data, size, "one row for each rank")
         seed = None if seed is None else integer(f"{name}: seed", seed, 0, "pass None to keep the order")
@@ -76,42 +80,44 @@ class DistributedSampler(Loader):
         return self._position.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin the next iteration with this epoch; a position within it that was loaded is kept."""
+        """Start the next iteration at this epoch; at the restored position if that is in this epoch. Raises InputError
+        for a negative number."""
         if integer("set_epoch", epoch, 0) != self._start.epoch:
             self._start = Position(int(epoch), 0)
 
     def __len__(self) -> int:
         """Return the number of batches of an iteration from the beginning."""
-        return self.epochs * len(self._begins(0))
+        return self.epochs * len(self._batch_starts(0))
 
-    def _begins(self, first: int) -> list[int]:
+    def _batch_starts(self, first: int) -> list[int]:
         """Return the first row of each global batch of an epoch that begins at row `first`."""
         least = self.batch_size if self.drop_last else 1
         begins = list(range(first, self.rows - least + 1, self.batch_size))
         return begins[:-1] if len(begins) > 1 and self.rows - begins[-1] < self.size else begins
 
     def specs(self, start: Position) -> Iterator[BatchSpec]:
-        """Yield the row numbers of this rank's shares."""
+        """Yield the sample indices of this rank's shares."""
         stop = start.epoch + 1 if self.epochs == 1 else self.epochs
         for epoch in range(start.epoch, stop):
             first = start.samples if epoch == start.epoch else 0
-            begins, order = self._begins(first), self._sampler.order(epoch)
+            begins, order = self._batch_starts(first), self._sampler.order(epoch)
             for number, begin in enumerate(begins):
                 is_last = number == len(begins) - 1 and not self.drop_last
                 rows = order[begin : self.rows if is_last else begin + self.batch_size]
                 if len(rows) < self.size:
                     raise InputError(
-                        f"DistributedSampler: {len(rows)} rows of epoch {epoch} are left after the position that was "
-                        f"loaded, which are too few for {self.size} ranks; resume on {len(rows)} or fewer ranks"
+                        f"DistributedBatchSampler: {len(rows)} rows of epoch {epoch} are left after the position that "
+                        f"was loaded, which are too few for {self.size} ranks; resume on {len(rows)} or fewer ranks"
                     )
                 mine = rows[rank_slice(len(rows), self.rank, self.size)]
                 yield BatchSpec(Position(epoch, begin + len(rows)), len(mine), len(rows), mine)
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._begin_late() if self._followed is None else self._followed
+        return self._iterate_lazily() if self._followed is None else self._followed
 
-    def _begin_late(self) -> Iterator[list[int]]:
-        """Iterate; the position is used at the first batch, because torch's DataLoader makes an iterator too many."""
+    def _iterate_lazily(self) -> Iterator[list[int]]:
+        """Iterate; the position is used at the first batch, because torch's DataLoader creates an iterator that it does
+        not use."""
         yield from super().__iter__()
 
     def follow(self, batches: Iterable[T]) -> Iterator[T]:
@@ -119,21 +125,22 @@ class DistributedSampler(Loader):
         of the batch that was yielded last. Raises InputError if the loader does not use this sampler."""
 
         def fetch(specs: Iterable[BatchSpec], load: Load) -> Fetched:
-            taken: collections.deque[BatchSpec] = collections.deque()
+            requested: collections.deque[BatchSpec] = collections.deque()
 
             def rows() -> Iterator[Any]:
                 for spec in specs:
-                    taken.append(spec)
+                    requested.append(spec)
                     yield load(spec.input)
 
             self._followed = rows()
             try:
                 for batch in batches:
-                    if not taken:
+                    if not requested:
                         raise InputError(
-                            "DistributedSampler.follow: the loader does not use this sampler; pass it as batch_sampler"
+                            "DistributedBatchSampler.follow: the loader does not use this sampler; pass it as "
+                            "batch_sampler"
                         )
-                    yield taken.popleft(), batch
+                    yield requested.popleft(), batch
             finally:
                 self._followed = None
 
@@ -145,7 +152,7 @@ def _as_list(rows: Any) -> list[int]:
     return found
 
 
-def sampler_of(data: Any) -> DistributedSampler | None:
+def sampler_of(data: Any) -> DistributedBatchSampler | None:
     """Return the sampler of a loader, or `data` if it is a sampler itself; None if there is none."""
-    found = data if isinstance(data, DistributedSampler) else getattr(data, "batch_sampler", None)
-    return found if isinstance(found, DistributedSampler) else None
+    found = data if isinstance(data, DistributedBatchSampler) else getattr(data, "batch_sampler", None)
+    return found if isinstance(found, DistributedBatchSampler) else None

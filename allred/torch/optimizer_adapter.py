@@ -1,8 +1,8 @@
-"""`TorchOptimizer`: a torch optimizer with the interface of `allred.optim.Optimizer`, for the modes and checkpoints.
+"""`OptimizerAdapter`: gives a torch optimizer the interface of `allred.optim.Optimizer`, for modes and checkpoints.
 
-Mode sync calls `step` with the reduced gradients at the end of a backward pass: they are assigned to `.grad`, and the
-program calls the torch optimizer later. On a parameter server `step` also makes the update: the parameters of the
-server's copy of the torch optimizer are views of the server's memory.
+Mode sync calls `step` with the reduced gradients at the end of a backward pass. `step` assigns them to `.grad`; the
+program later calls `step()` of the torch optimizer. On a parameter server `step` also updates the parameters: the
+parameters of the server's copy of the torch optimizer are views of the server's memory.
 """
 
 import json
@@ -21,38 +21,39 @@ from allred.torch.replaced_methods import dereference, weak_method
 from allred.torch.sparse import SparseGradients
 from allred.torch.tensors import as_array, as_tensor, copy_to_tensor
 
-_NO_HYPERPARAMETERS = ("params", "param_names")
+_NOT_HYPERPARAMETERS = ("params", "param_names")
 _NUMPY_DTYPES = (torch.float32, torch.float64, torch.float16)
 
 
-def host_view(tensor: torch.Tensor) -> Any:
-    """Return a numpy array over the memory of a tensor; a tensor on a GPU itself. Complex numbers get one more
-    dimension (real, imaginary)."""
+def detached_view(tensor: torch.Tensor) -> Any:
+    """Return the memory of a tensor as a numpy array; for a GPU tensor the detached tensor. Complex tensors get a last
+    dimension of 2 (real, imaginary)."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.detach())
     return tensor.detach() if tensor.is_cuda else as_array(tensor)
 
 
 def _gradient_view(grad: torch.Tensor) -> Any:
-    """As `host_view`, in a quarter of the time for most gradients. Tensor.numpy() forbids to resize the storage; nobody
-    resizes a gradient."""
+    """As `detached_view`, in a quarter of the time for most gradients. Tensor.numpy() forbids to resize the storage;
+    nobody resizes a gradient."""
     plain = type(grad) is torch.Tensor and grad.dtype in _NUMPY_DTYPES and not grad.is_cuda
     try:
-        return grad.numpy() if plain else host_view(grad)
+        return grad.numpy() if plain else detached_view(grad)
     except (RuntimeError, TypeError):  # it requires a gradient itself, or is not dense
-        return host_view(grad)
+        return detached_view(grad)
 
 
-class TorchOptimizer(Optimizer):
-    """A torch optimizer as an optimizer of allred. Parameters are named as in `named_parameters()` if the torch
-    optimizer was made with that, else "group.position". It does not keep the torch optimizer alive."""
+class OptimizerAdapter(Optimizer):
+    """A torch optimizer with the interface of an optimizer of allred. Parameters are named as in `named_parameters()`
+    if the torch optimizer was made with that, else "group.position". It does not keep the torch optimizer alive."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._reference, self.global_step = weakref.ref(optimizer), 0
         self.sparse = SparseGradients()
         self._update = weak_method(optimizer, "step")  # the method of torch, which the hooked optimizer replaces
         self._views: dict[str, tuple[torch.Tensor, Any, Any]] = {}  # by name: parameter, layout, view
-        self._held: dict[str, tuple[torch.Tensor, Any]] = {}  # by name: gradient, view; of those sent early
+        # By name: gradient and view, of the gradients that were sent with overlap.
+        self._gradient_views: dict[str, tuple[torch.Tensor, Any]] = {}
         self._given: dict[str, Any] = {}  # the gradients of the last `step_input`
         self._parameters: list[torch.Tensor] = []  # those of `_named`
         self._names: list[Any] = []  # of each group: its param_names, or its number of parameters
@@ -81,7 +82,7 @@ class TorchOptimizer(Optimizer):
 
     # Parameters and gradients.
 
-    def named(self) -> list[tuple[str, torch.Tensor]]:
+    def named_parameters(self) -> list[tuple[str, torch.Tensor]]:
         """Return the names and parameters of all groups: the same list while they are unchanged."""
         groups = self.optimizer.param_groups
         parameters = [parameter for group in groups for parameter in group["params"]]
@@ -96,13 +97,13 @@ class TorchOptimizer(Optimizer):
 
     def views(self) -> dict[str, Any]:
         """Return {name: array over the memory} of all parameters."""
-        return {name: self._view(name, parameter) for name, parameter in self.named()}
+        return {name: self._view(name, parameter) for name, parameter in self.named_parameters()}
 
     def _view(self, name: str, parameter: torch.Tensor) -> Any:
         known = self._views.get(name)
         layout = parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()  # `parameter.data = ...`
         if known is None or known[0] is not parameter or known[1] != layout:
-            known = self._views[name] = parameter, layout, host_view(parameter)
+            known = self._views[name] = parameter, layout, detached_view(parameter)
         return known[2]
 
     def gradient(self, name: str, parameter: torch.Tensor) -> Any:
@@ -110,33 +111,33 @@ class TorchOptimizer(Optimizer):
         grad = parameter.grad
         if grad is None:
             return None
-        held = self._held.get(name)
+        held = self._gradient_views.get(name)
         if held is None or held[0] is not grad:
-            held = self._held[name] = grad, _gradient_view(grad)
+            held = self._gradient_views[name] = grad, _gradient_view(grad)
         return held[1]
 
     def reduced_gradients(self) -> list[Any]:
         """Return arrays over the gradients of all parameters that can be trained; of a sparse one its values."""
         found = []
-        for name, parameter in self.named():
+        for name, parameter in self.named_parameters():
             if parameter.requires_grad and parameter.grad is not None:
                 is_sparse = parameter.grad.is_sparse
                 found.append(as_array(parameter.grad.values()) if is_sparse else self.gradient(name, parameter))
         return found
 
     def step_input(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the parameters that can be trained and their gradients, by name; sparse ones as `SparseGradients`
-        represents them."""
+        """Return {name: parameter} and {name: gradient} of the parameters with requires_grad. A sparse gradient is
+        replaced by its largest magnitude, shape (1,)."""
         params: dict[str, Any] = {}
         grads: dict[str, Any] = {}
-        for name, parameter in self.named():
+        for name, parameter in self.named_parameters():
             if not parameter.requires_grad:
                 continue
             params[name] = self._view(name, parameter)
             if name in self.sparse.names:
                 params[name] = params[name].reshape(-1)[:1]
-                grads[name] = self.sparse.largest(name, parameter)
-            elif self._held:
+                grads[name] = self.sparse.largest_magnitude(parameter)
+            elif self._gradient_views:
                 grads[name] = self.gradient(name, parameter)
             else:
                 grads[name] = None if (grad := parameter.grad) is None else _gradient_view(grad)
@@ -145,7 +146,7 @@ class TorchOptimizer(Optimizer):
 
     def release_gradients(self) -> None:
         """Forget the views of gradients, so that torch can free their memory."""
-        self._held.clear()
+        self._gradient_views.clear()
         self._given = {}
 
     # The interface of allred.optim.
@@ -160,7 +161,7 @@ class TorchOptimizer(Optimizer):
             {
                 key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
                 for key, value in group.items()
-                if key not in _NO_HYPERPARAMETERS
+                if key not in _NOT_HYPERPARAMETERS
             }
             for group in self.optimizer.param_groups
         ]
@@ -180,7 +181,7 @@ class TorchOptimizer(Optimizer):
     pushed_hyperparameters = hyperparameters  # a program or scheduler changes them; mode ps sends them to the servers
 
     def set_hyperparameters(self, groups: list[dict[str, Any]]) -> None:
-        """Set the result of `hyperparameters`. Raises InputError for another number of groups."""
+        """Restore a result of `hyperparameters`. Raises InputError if the number of groups differs."""
         own = self.optimizer.param_groups
         if len(groups) != len(own):
             raise InputError(
@@ -201,7 +202,7 @@ class TorchOptimizer(Optimizer):
 
     @lr.setter
     def lr(self, value: Any) -> None:
-        pass  # set_hyperparameters sets those of all groups
+        pass  # a server assigns it in each step; set_hyperparameters has set the rates of all groups
 
     def slots(self, param: Array) -> Slots:
         return {}
@@ -210,11 +211,11 @@ class TorchOptimizer(Optimizer):
         raise NotImplementedError("torch updates all parameters at once")
 
     def complete_reduction(self, tensors: Any, values: list[Any], weight: float | None, average: bool) -> list[Any]:
-        """Reduce the sparse gradients. Collective. tensors, values: names and means of the others. Returns `values`
-        with the reduced values of the sparse gradients in their places."""
+        """Reduce the sparse gradients. Collective. tensors, values: descriptors and reduced values of all gradients.
+        Returns `values` with the placeholders of sparse gradients replaced by their reduced values."""
         if not self.sparse.names:
             return values
-        parameters = dict(self.named())
+        parameters = dict(self.named_parameters())
         places = {tensor.name: index for index, tensor in enumerate(tensors) if tensor.name in self.sparse.names}
         values = list(values)
         for name, index in places.items():
@@ -228,11 +229,11 @@ class TorchOptimizer(Optimizer):
             return
         if grads is self._given and not self.sparse.names:  # reduced in place
             return
-        for name, parameter in self.named():
+        for name, parameter in self.named_parameters():
             if (value := grads.get(name)) is None:
                 continue
             if name in self.sparse.names:
-                self.sparse.assign(name, parameter, value)
+                self.sparse.assign(parameter, value)
             elif self._given.get(name) is not value:
                 parameter.grad = self._like(parameter, value)
 
@@ -244,7 +245,7 @@ class TorchOptimizer(Optimizer):
 
     def _serve(self, params: dict[str, Array], grads: dict[str, Array | None]) -> None:
         """Make one update of the parameters on this server, in their memory."""
-        for name, parameter in self.named():
+        for name, parameter in self.named_parameters():
             parameter.grad = None
             if name not in params:
                 continue
@@ -270,7 +271,7 @@ class TorchOptimizer(Optimizer):
         return self._state(copy=True)
 
     def _state(self, copy: bool) -> dict[str, Any]:
-        names = {id(parameter): name for name, parameter in self.named()}
+        names = {id(parameter): name for name, parameter in self.named_parameters()}
         slots = {names[id(p)]: to_slots(state, copy) for p, state in self.optimizer.state.items() if id(p) in names}
         return {"global_step": self.global_step, "slots": slots, "groups": self.hyperparameters()}
 
@@ -281,7 +282,7 @@ class TorchOptimizer(Optimizer):
             raise InputError(f"{self.kind}.load_state_dict: expected the result of opt.allred.state_dict()")
         if "groups" in state:
             self.set_hyperparameters(state["groups"])
-        numbers = {name: number for number, (name, _) in enumerate(self.named())}
+        numbers = {name: number for number, (name, _) in enumerate(self.named_parameters())}
         if odd := sorted(set(state["slots"]) - set(numbers)):
             raise InputError(f"{self.kind}.load_state_dict: the state has '{odd[0]}', which is no parameter here")
         own = self.optimizer.state_dict()
@@ -290,12 +291,12 @@ class TorchOptimizer(Optimizer):
         self.global_step = int(state["global_step"])
 
 
-class OtherTensors:
-    """The tensors of a module that an optimizer does not train: buffers and other parameters. trained: the ids of the
-    others."""
+class UntrainedTensors:
+    """The buffers of a module, and its parameters that the optimizer does not train. trained_ids: `id()` of the trained
+    parameters."""
 
-    def __init__(self, module: torch.nn.Module, trained: set[int]) -> None:
-        self._module, self._trained = module, trained
+    def __init__(self, module: torch.nn.Module, trained_ids: set[int]) -> None:
+        self._module, self._trained_ids = module, trained_ids
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the tensors by name; they share the memory of the module."""
@@ -303,7 +304,7 @@ class OtherTensors:
         return {
             name: value.detach()
             for name, value in state.items()
-            if isinstance(value, torch.Tensor) and id(value) not in self._trained
+            if isinstance(value, torch.Tensor) and id(value) not in self._trained_ids
         }
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
