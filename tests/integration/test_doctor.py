@@ -198,7 +198,7 @@ def test_an_mpi_that_ends_the_process_while_it_starts():
 WRONG = """
 import allred
 from allred.comm.backends import shm
-if RANK == 1: replace('network', lambda: open('/nonexistent'))
+if RANK == 1: replace('network', lambda: open('/nonexistent/file'))
 trials.segment.share = shm.share = lambda *_: None
 right, mpi_sums, fill = allred.allreduce_, trials.mpi_sums, trials.verify.fill
 def wrong(array, op):
