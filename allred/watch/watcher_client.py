@@ -14,6 +14,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import time
 import types
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ ANSWER_S = 2.0  # for the verdict of a time limit; more than stalls.QUERY_S
 # The longest traceback (its end) and text of an event. JSON encodes a character in at most 12 bytes, and the message,
 # with the text twice, must be shorter than LARGEST.
 _TRACEBACK_CHARS, _WORDS_CHARS = 9000, 500
+_F_SETOWN_EX, _F_OWNER_TID = 15, 0  # of Linux; the module fcntl lacks them
 _ROLE_CHARS = 200  # longest text of `set_role`
 
 
@@ -106,7 +108,9 @@ class WatcherClient:
             if "PMI_FD" in os.environ and signal.getsignal(signal.SIGUSR1) in unused:
                 signal.signal(signal.SIGUSR1, _ignore)
             fd = self._socket.fileno()
-            fcntl.fcntl(fd, fcntl.F_SETOWN, self._pid)
+            # To the main thread only: Python prints an error if another one runs the handler while `_disable_signals`
+            # replaces it.
+            fcntl.fcntl(fd, _F_SETOWN_EX, struct.pack("ii", _F_OWNER_TID, self._pid))
             fcntl.fcntl(fd, fcntl.F_SETSIG, self._wake)
             fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
             self.read()  # messages that arrived before
