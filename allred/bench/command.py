@@ -291,10 +291,10 @@ def _check_ps(options: argparse.Namespace) -> None:
 
 def _check_torch(options: argparse.Namespace) -> None:
     _check_sets([options.tensors], verify.PS_SETS)
-    words = options.batches.split(",")
-    if not all(word.isdecimal() and int(word) for word in words):
+    sizes = options.batches.split(",")
+    if not all(size.isdecimal() and int(size) for size in sizes):
         raise ValueError(f"--batches: expected numbers of at least 1, such as 4,32, got {options.batches!r}")
-    options.batches = [int(word) for word in words]
+    options.batches = [int(size) for size in sizes]
     if options.width < 1:
         raise ValueError(f"--width must be at least 1, got {options.width}")
     if importlib.util.find_spec("torch") is None:
