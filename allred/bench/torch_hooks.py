@@ -25,7 +25,7 @@ from allred.torch.optimizer_adapter import OptimizerAdapter
 
 HOST_TENSORS = 161
 _HOST_STEPS = 200  # with parts
-_FIRST_STEPS = 4  # the first ones are never sent early
+_FIRST_STEPS = 4  # the first ones, also after a change, are never sent early
 _PARTS: dict[str, tuple[Any, str]] = {
     "hooks": (HookedOptimizer, "on_gradient"),
     "other work at the end of backward": (HookedOptimizer, "end_of_backward"),
@@ -58,6 +58,14 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, outer: Any) -> Any:
         return tuple(torch.full_like(ctx.like, ctx.value) for _ in range(ctx.count))
+
+
+def set_overlap(optimizer: Any, overlaps: bool, step: Callable[[], None]) -> None:
+    """Set whether the steps of a hooked optimizer send gradients during the backward pass. If this is a change, take
+    steps until they do: the first step of a turn is not measured (measure.interleave). Called on all ranks."""
+    if optimizer.allred.set_overlap(overlaps):
+        for _ in range(_FIRST_STEPS if overlaps else 0):
+            step()
 
 
 def measure_host(seconds: float, comm: Any) -> dict[str, Any]:
@@ -147,9 +155,9 @@ class _SleepingModel:
             time.sleep(left)
 
     def step(self, weights: list[nn.Parameter], optimizer: Any, backward_s: float, early: bool = False) -> None:
-        optimizer.zero_grad()
         if hasattr(optimizer, "allred"):
-            optimizer.allred.set_overlap(early)
+            set_overlap(optimizer, early, lambda: self.step(weights, optimizer, 0.0, early))
+        optimizer.zero_grad()
         x = torch.zeros(())
         for weight, grad in zip(weights, self.grads, strict=True):
             x = _Layer.apply(x, weight, grad, self.sleep)

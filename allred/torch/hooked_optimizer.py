@@ -237,12 +237,13 @@ class HookedOptimizer(ModuleCheckpoints):
             self._overlaps = self.decide_overlap()
         return self._overlaps
 
-    def set_overlap(self, overlaps: bool) -> None:
-        """Internal, for measurements: set whether the next steps send gradients during the backward pass. Called on all
-        ranks, between steps."""
-        self._overlaps = overlaps
+    def set_overlap(self, overlaps: bool) -> bool:
+        """Internal, for measurements: set whether the next steps send gradients during the backward pass; the first
+        steps after a change do not. Return whether this is a change. Called on all ranks, between steps."""
+        before, self._overlaps = self._overlaps, overlaps
         if not overlaps:
             self._sync_mode().forget_order()
+        return before is not overlaps
 
     def end_of_backward(self) -> None:
         """Internal: reduce the gradients, or count a micro-step. Collective in mode sync; in mode ps `step` pushes."""
