@@ -15,7 +15,7 @@ enum { FILL, WAIT_FILLED, REDUCE, WAIT_REDUCED, DRAIN };
 #define STEPS_PER_CHECK 64
 
 void allred_begin_exchange(allred_operation *op, allred_segment *segment, const allred_header *header) {
-  static const allred_transfer nothing = {NULL, NULL, NULL};
+  static const allred_transfer nothing = {.fill = NULL};
   *op = (allred_operation){.segment = segment,
                            .transfer = &nothing,
                            .header = *header,
@@ -81,10 +81,11 @@ int allred_step(allred_operation *op) {
   case WAIT_FILLED:
     if (!all_ready(op)) return ALLRED_PENDING;
     if (op->round == 0 && !headers_agree(op)) return end(op, ALLRED_DIFFER);
-    op->phase = transfer->reduce ? REDUCE : DRAIN;
+    if (transfer->agreed) transfer->agreed(op);
+    op->phase = op->transfer->reduce ? REDUCE : DRAIN;
     break;
   case REDUCE:
-    transfer->reduce(op, own_chunk(op));
+    if (!transfer->reduce(op, own_chunk(op))) break;
     allred_segment_publish(op->segment, op->first_tick, 2 * op->round + 1);
     op->phase = WAIT_REDUCED;
     break;
@@ -95,6 +96,7 @@ int allred_step(allred_operation *op) {
   case DRAIN:
     if (transfer->drain) transfer->drain(op);
     if (!op->is_inline) allred_segment_advance(op->segment, op->chunk_bytes);
+    if (transfer->next) transfer->next(op);
     if (++op->round == op->rounds) return end(op, ALLRED_DONE);
     op->phase = FILL;
   }

@@ -11,6 +11,8 @@
  *   5  WAIT_REDUCED  wait until every rank has published its reduced part
  *   6  DRAIN         read the chunks of all ranks into this rank's arrays
  *
+ * An allreduce of tensors that lie in memory shared by all ranks has a first round of another kind: in_place.h.
+ *
  * Why no rank writes memory that another reads:
  *
  *   1  A rank that fills round r has seen all ranks publish round r - 1. They drained round r - 2 before that. So only
@@ -33,12 +35,13 @@
 #include "segment.h"
 
 /* A tensor to reduce: `bytes` bytes of a dtype of reduce.h. `out` may be `in`. wire: the narrower dtype in which it
- * travels (allred_narrows), or 0. */
+ * travels (allred_narrows), or 0. card: set by the operation (in_place.h). */
 typedef struct {
   const char *in;
   char *out;
   size_t bytes;
   int dtype, wire;
+  size_t card;
 } allred_tensor;
 
 typedef struct {
@@ -49,11 +52,18 @@ enum { ALLRED_DONE, ALLRED_PENDING, ALLRED_PROGRESSED, ALLRED_DIFFER };
 
 typedef struct allred_operation allred_operation;
 
-/* What one kind of operation does in FILL, REDUCE and DRAIN. `reduce` may be NULL: then there is no step 4 and 5. */
+/* What one kind of operation does in FILL, REDUCE and DRAIN; each function may be NULL.
+ *
+ * agreed  called after step 3; it may change the transfer
+ * reduce  NULL: there is no step 4 and 5. Returns whether it is complete, and is called again if not
+ * next    called at the end of the round; it may change the transfer and the rounds
+ */
 typedef struct {
   void (*fill)(allred_operation *, char *chunk);
-  void (*reduce)(allred_operation *, char *chunk);
+  void (*agreed)(allred_operation *);
+  int (*reduce)(allred_operation *, char *chunk);
   void (*drain)(allred_operation *);
+  void (*next)(allred_operation *);
 } allred_transfer;
 
 struct allred_operation {
@@ -67,9 +77,11 @@ struct allred_operation {
   int phase, ready_ranks, status;  /* ready_ranks: the ranks below have reached the phase */
   /* a reduction */
   int variant, op, divisor;
-  size_t tensor_count;
-  const allred_tensor *tensors;
+  size_t tensor_count; /* tensors that pass through the ring; those that are reduced in place lie behind them */
+  allred_tensor *tensors;
   allred_cursor filled, drained;
+  allred_cursor slice; /* the next part that this rank reduces in place, */
+  size_t slice_lines;  /* and the lines that are left of it */
   size_t chunk_bytes; /* of the round: its data, and the room for wide results behind it */
   size_t data_bytes;
   int chunk_dtype, chunk_wire;
@@ -89,7 +101,8 @@ struct allred_operation {
  * order of these steps. The header is copied; everything else must stay valid until the operation is complete.
  *
  * exchange       only the headers: a barrier
- * allreduce      tensors reduced over all ranks; the table of tensors is the fusion: they pass as one stream
+ * allreduce      tensors reduced over all ranks; the table of tensors is the fusion: they pass as one stream. The
+ *                operation may change the order of the table
  * allgather      bytes starts[r] to starts[r + 1] of `receive` come from `send` of rank r, which may be this part of
  *                its own `receive`. A broadcast is an allgather to which only the root contributes
  * alltoall       send_starts[r] to send_starts[r + 1] of `send` go to rank r; receive_starts likewise;
@@ -99,7 +112,7 @@ struct allred_operation {
  * Offsets are in bytes, ranks + 1 of them. divisor: the divisor of an average.
  */
 void allred_begin_exchange(allred_operation *, allred_segment *, const allred_header *);
-void allred_begin_allreduce(allred_operation *, allred_segment *, const allred_header *, const allred_tensor *, size_t,
+void allred_begin_allreduce(allred_operation *, allred_segment *, const allred_header *, allred_tensor *, size_t,
                             int variant, int op, int divisor);
 void allred_begin_allgather(allred_operation *, allred_segment *, const allred_header *, const char *send,
                             char *receive, const uint64_t *starts);

@@ -1,7 +1,7 @@
 /* FILL, REDUCE and DRAIN (operation.h) of each kind of operation. */
 #include <string.h>
 
-#include "operation.h"
+#include "in_place.h"
 
 static size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
 
@@ -129,7 +129,7 @@ static void reduce_all(allred_operation *op) {
   }
 }
 
-static void reduce_part(allred_operation *op, char *chunk) {
+static int reduce_part(allred_operation *op, char *chunk) {
   const size_t part = part_of(op), start = smaller(part * (size_t)op->segment->rank, op->data_bytes);
   const size_t bytes = smaller(part, op->data_bytes - start);
   const int by = chunk_narrowing(op);
@@ -137,6 +137,7 @@ static void reduce_part(allred_operation *op, char *chunk) {
   for (int rank = 0; rank < op->segment->ranks; rank++) sources[rank] = allred_operation_chunk(op, rank) + start;
   kernel_of(op)(chunk + (by ? round_up(op->data_bytes) : start), sources, op->segment->ranks,
                 (bytes << by) / allred_dtype_bytes(op->chunk_dtype), op->divisor);
+  return 1;
 }
 
 static void copy_parts(allred_operation *op) {
@@ -151,17 +152,13 @@ static void copy_parts(allred_operation *op) {
   }
 }
 
-static const allred_transfer one_phase = {fill_tensors, NULL, reduce_all};
-static const allred_transfer two_phases = {fill_tensors, reduce_part, copy_parts};
+static const allred_transfer one_phase = {.fill = fill_tensors, .drain = reduce_all};
+static const allred_transfer two_phases = {.fill = fill_tensors, .reduce = reduce_part, .drain = copy_parts};
 
-void allred_begin_allreduce(allred_operation *op, allred_segment *segment, const allred_header *header,
-                            const allred_tensor *tensors, size_t count, int variant, int reduction, int divisor) {
-  allred_begin_exchange(op, segment, header);
-  op->tensors = tensors;
-  op->tensor_count = count;
-  op->variant = variant;
-  op->op = reduction;
-  op->divisor = divisor;
+void allred_begin_ring(allred_operation *op) {
+  const allred_segment *segment = op->segment;
+  const allred_tensor *tensors = op->tensors;
+  const size_t count = op->tensor_count;
   size_t bytes = 0; /* on the wire */
   int narrows = 0;
   for (size_t i = 0; i < count; i++) {
@@ -181,6 +178,17 @@ void allred_begin_allreduce(allred_operation *op, allred_segment *segment, const
   }
   if (op->rounds == 0) op->rounds = 1;
   op->is_inline = op->rounds == 1 && bytes <= ALLRED_INLINE_BYTES && !(narrows && two_phase);
+}
+
+void allred_begin_allreduce(allred_operation *op, allred_segment *segment, const allred_header *header,
+                            allred_tensor *tensors, size_t count, int variant, int reduction, int divisor) {
+  allred_begin_exchange(op, segment, header);
+  op->tensors = tensors;
+  op->tensor_count = count;
+  op->variant = variant;
+  op->op = reduction;
+  op->divisor = divisor;
+  if (!allred_begin_in_place(op)) allred_begin_ring(op);
 }
 
 /*
@@ -216,7 +224,7 @@ static void read_all(allred_operation *op) {
   }
 }
 
-static const allred_transfer allgather = {fill_own, NULL, read_all};
+static const allred_transfer allgather = {.fill = fill_own, .drain = read_all};
 
 void allred_begin_allgather(allred_operation *op, allred_segment *segment, const allred_header *header,
                             const char *send, char *receive, const uint64_t *starts) {
@@ -269,7 +277,7 @@ static void begin_parts(allred_operation *op, allred_segment *segment, const all
   op->rounds = rounds_for(largest, op->part_bytes);
 }
 
-static const allred_transfer alltoall = {fill_parts, NULL, read_parts};
+static const allred_transfer alltoall = {.fill = fill_parts, .drain = read_parts};
 
 void allred_begin_alltoall(allred_operation *op, allred_segment *segment, const allred_header *header, const char *send,
                            char *receive, const uint64_t *send_starts, const uint64_t *receive_starts, size_t largest) {
@@ -286,7 +294,7 @@ static void reduce_parts(allred_operation *op) {
       round_bytes(op, op->send_starts, op->segment->rank, part) / allred_dtype_bytes(op->chunk_dtype), op->divisor);
 }
 
-static const allred_transfer reducescatter = {fill_parts, NULL, reduce_parts};
+static const allred_transfer reducescatter = {.fill = fill_parts, .drain = reduce_parts};
 
 void allred_begin_reducescatter(allred_operation *op, allred_segment *segment, const allred_header *header,
                                 const char *send, char *receive, const uint64_t *starts, int dtype, int variant,

@@ -34,6 +34,7 @@ typedef struct {
   allred_operation operation;
   const plan *plan;
   uint64_t dice;             /* of what is this rank's own: its pace */
+  size_t arena_used;         /* bytes of its arena that hold arrays of this operation */
   _Atomic int number, ended; /* for whoever watches */
   int covered[ALLRED_DTYPES][ALLRED_OPS], two_phase_count, differed;
   int narrowed[2]; /* operations with a tensor that travels as a narrower one: reduced by each rank, or in parts */
@@ -67,6 +68,21 @@ static char *allocate(size_t bytes) {
   char *memory = malloc(bytes > missing ? bytes - missing : bytes);
   if (bytes) memset(memory, UNWRITTEN, bytes);
   return memory;
+}
+
+/* Some arrays of an allreduce lie in the arena of the rank, at any address. */
+static char *allocate_array(player *me, const plan *p, size_t tensor, int out, size_t bytes) {
+  const uint64_t dice = draw(p->seed, 17 + (uint64_t)out, tensor * MAX_RANKS + (uint64_t)me->segment.rank);
+  const size_t at = me->arena_used + dice % 3 * 4;
+  if (!p->arenas || (p->arenas == 2 && dice % 8 == 0) || at + bytes > ARENA_BYTES) return allocate(bytes);
+  me->arena_used = (at + bytes + 63) / 64 * 64;
+  if (bytes) memset(me->scene->arenas[me->segment.rank] + at, UNWRITTEN, bytes);
+  return me->scene->arenas[me->segment.rank] + at;
+}
+
+static void free_array(const player *me, char *array) {
+  const char *arena = me->scene->arenas[me->segment.rank];
+  if (array < arena || array >= arena + ARENA_BYTES) free(array);
 }
 
 /* Free `expected`. Where headers differ, `out` must be as before: `before`, or unwritten. */
@@ -120,24 +136,26 @@ static int advance(player *me) {
 }
 
 static int allreduce(player *me, const plan *p, const allred_header *header) {
-  allred_tensor tensors[MAX_TENSORS];
+  allred_tensor tensors[MAX_TENSORS], given[MAX_TENSORS];
   char *before[MAX_TENSORS];
   const int ranks = me->scene->ranks, variant = (int)(throw(me) % (uint64_t)allred_variants());
   for (size_t t = 0; t < p->tensors; t++) {
     const size_t bytes = p->counts[t] * allred_dtype_bytes(p->dtypes[t]);
-    char *in = allocate(bytes), *out = p->in_place ? in : allocate(bytes);
+    char *in = allocate_array(me, p, t, 0, bytes), *out = p->in_place ? in : allocate_array(me, p, t, 1, bytes);
     write_numbers(me->scene, p, me->segment.rank, t, p->dtypes[t], 0, p->counts[t], in);
     before[t] = allocate(bytes);
     if (bytes) memcpy(before[t], out, bytes);
-    tensors[t] = (allred_tensor){in, out, bytes, p->dtypes[t], wire_of(p, p->dtypes[t])};
+    tensors[t] = (allred_tensor){in, out, bytes, p->dtypes[t], wire_of(p, p->dtypes[t]), 0};
     me->covered[p->dtypes[t]][p->op] = 1;
   }
+  memcpy(given, tensors, sizeof given);
   allred_begin_allreduce(&me->operation, &me->segment, header, tensors, p->tensors, variant, p->op, ranks);
-  const int two_phase = me->operation.transfer->reduce != NULL;
+  const int two_phase = !p->arenas && me->operation.transfer->reduce != NULL;
   me->two_phase_count += two_phase;
-  const uint64_t sent = me->segment.sent;
+  const uint64_t sent = me->segment.sent, in_place = me->segment.in_place;
   uint64_t travels = 0;
   const int status = advance(me);
+  memcpy(tensors, given, sizeof given);
   for (size_t t = 0; t < p->tensors; t++) {
     const size_t item = allred_dtype_bytes(p->dtypes[t]);
     travels += p->counts[t] * allred_dtype_bytes(tensors[t].wire ? tensors[t].wire : p->dtypes[t]);
@@ -146,10 +164,10 @@ static int allreduce(player *me, const plan *p, const allred_header *header) {
     write_numbers(me->scene, p, -1, t, p->dtypes[t], 0, p->counts[t], expected);
     check(me, status, tensors[t].out, before[t], expected, tensors[t].bytes, item, t);
     free(before[t]);
-    free(tensors[t].out);
-    if (!p->in_place) free((char *)tensors[t].in);
+    free_array(me, tensors[t].out);
+    if (!p->in_place) free_array(me, (char *)tensors[t].in);
   }
-  if (status == ALLRED_DONE && me->segment.sent - sent != travels)
+  if (status == ALLRED_DONE && me->segment.sent - sent + me->segment.in_place - in_place != travels)
     wrong(me, "wrong number of bytes sent", (size_t)(me->segment.sent - sent), 0);
   return status;
 }
@@ -237,6 +255,8 @@ static void operate(player *me, uint64_t seed) {
   const allred_header header = make_header(me, rank == agreed.odd);
   int status;
   me->segment.copy_policy.streaming = seed % 3 ? 0 : 4; /* both ways to copy */
+  me->segment.arenas.base = agreed.arenas ? me->scene->arenas : NULL;
+  me->arena_used = 0;
   rest(me);
   switch (p->kind) {
   case ALLREDUCE:
@@ -296,17 +316,20 @@ static void run_case(scene *scene) {
   pthread_t threads[MAX_RANKS];
   scene->memory = aligned_alloc(4096, bytes);
   memset(scene->memory, 0, bytes);
+  for (int rank = 0; rank < scene->ranks; rank++) scene->arenas[rank] = malloc(ARENA_BYTES);
   for (int rank = 0; rank < scene->ranks; rank++) {
     player *me = &players[rank];
     me->scene = scene;
     me->segment = (allred_segment){
         .memory = scene->memory, .rank = rank, .ranks = scene->ranks, .chunk_bytes = scene->chunk_bytes};
+    me->segment.arenas = (allred_arenas){scene->arenas, ARENA_BYTES, MIN_IN_PLACE_BYTES};
     me->dice = draw(scene->seed, 14, (uint64_t)rank);
     me->number = me->ended = 0;
     if (pthread_create(&threads[rank], NULL, play, me)) exit(2);
   }
   watch(scene->ranks);
   for (int rank = 0; rank < scene->ranks; rank++) pthread_join(threads[rank], NULL);
+  for (int rank = 0; rank < scene->ranks; rank++) free(scene->arenas[rank]);
   free(scene->memory);
 }
 
@@ -321,7 +344,7 @@ int main(int count, char **arguments) {
   for (size_t i = 0; i < sizeof ranks / sizeof *ranks; i++)
     for (size_t j = 0; j < sizeof chunks / sizeof *chunks; j++) {
       const size_t smallest = (size_t)ranks[i] * ALLRED_LINE;
-      scene scene = {ranks[i], operations, chunks[j] > smallest ? chunks[j] : smallest, draw(seed, i, j), NULL};
+      scene scene = {ranks[i], operations, chunks[j] > smallest ? chunks[j] : smallest, draw(seed, i, j), NULL, {NULL}};
       run_case(&scene);
       checked += operations;
     }
@@ -331,6 +354,7 @@ int main(int count, char **arguments) {
         return fprintf(stderr, "too few operations: dtype %d with operator %d is not among them\n", dtype, op), 1;
   if (!players[0].narrowed[0] || !players[0].narrowed[1])
     return fprintf(stderr, "too few operations: none of some kind travels as a narrower one\n"), 1;
+  if (!players[0].segment.in_place) return fprintf(stderr, "too few operations: none is reduced in place\n"), 1;
   if (!players[0].two_phase_count) return fprintf(stderr, "no rank reduced for others: LARGE_BYTES is too small\n"), 1;
   printf("driver, %s sanitizer: %ld operations of 1, 2, 3, 4 and 8 ranks checked, %d with headers that differ; seed "
          "%llu\n",

@@ -1,11 +1,14 @@
 /*
- * The library's allreduce against a loop written by hand for exactly two ranks: float32, sum, in place; two processes,
- * private arrays, memory shared between them. `make loops`; PERF.md has such loops as the limit ("streamed").
+ * The library's allreduce against loops written by hand for exactly two ranks: float32, sum, in place; two processes.
+ * `make loops`.
  *
- * The loop, for each chunk, in slots in turn: copy it to this rank's slot, publish it, wait for the other's,
- * add that to the array. Nothing else: no header, no check, no table of tensors, no limit on a wait but alarm().
+ *   ring      private arrays. For each chunk, in slots in turn: copy it to this rank's slot, publish it, wait for the
+ *             slot of the other rank, add that to the array
+ *   in place  arrays in memory that both ranks map. Meet, add half of the arrays and write it to both, meet
  *
- *   loops [ROUNDS]   so many rounds, in turn loop and library; the medians of the times per operation are printed
+ * Nothing else: no header, no check, no table of tensors, no limit on a wait but alarm().
+ *
+ *   loops [ROUNDS]   so many rounds, loops and library in turn; the medians of the times per operation are printed
  */
 #define _GNU_SOURCE /* MAP_ANONYMOUS, sched_yield, clock_gettime */
 #include <sched.h>
@@ -49,7 +52,7 @@ typedef struct {
 
 typedef struct {
   slot slots[2][SLOTS]; /* of each rank, in turn */
-  _Atomic uint64_t met[2][8];
+  _Atomic uint64_t met[2][8], begun[2][8], ended[2][8];
 } shared;
 
 static int rank;
@@ -83,12 +86,30 @@ static void loop(float *array, size_t bytes) {
   }
 }
 
+static char *arenas[2]; /* of each rank: LARGEST bytes, and the arrays of `in place` */
+
+VECTORS static void add_to_both(float *a, float *b, size_t count) {
+#pragma GCC ivdep
+  for (size_t i = 0; i < count; i++) a[i] = b[i] = a[i] + b[i];
+}
+
+static void loop_in_place(float *array, size_t bytes) {
+  static uint64_t calls;
+  const size_t count = bytes / sizeof *array, half = count / 2 / 16 * 16;
+  const size_t start = rank ? half : 0, end = rank ? count : half;
+  atomic_store_explicit(common->begun[rank], ++calls, memory_order_release);
+  wait_for(common->begun[!rank], calls);
+  add_to_both((float *)(void *)arenas[0] + start, (float *)(void *)arenas[1] + start, end - start);
+  atomic_store_explicit(common->ended[rank], calls, memory_order_release);
+  wait_for(common->ended[!rank], calls);
+}
+
 /* ---- the library */
 
 static allred_segment segment;
 
 static void library(float *array, size_t bytes) {
-  const allred_tensor tensor = {(const char *)array, (char *)array, bytes, ALLRED_FLOAT32, 0};
+  allred_tensor tensor = {(const char *)array, (char *)array, bytes, ALLRED_FLOAT32, 0, 0};
   const allred_header header = {.dtype = ALLRED_FLOAT32, .count = bytes / sizeof *array, .root = -1};
   allred_operation operation;
   allred_begin_allreduce(&operation, &segment, &header, &tensor, 1, allred_variants() - 1, ALLRED_SUM, 2);
@@ -143,11 +164,19 @@ static double median(double *times, int count) {
   return times[count / 2];
 }
 
-static int measure(int rounds) {
+typedef struct {
+  const char *name;
+  way loop;
+  int in_place;
+} comparison;
+
+static int measure(const comparison *comparison, int rounds) {
   static const size_t sizes[] = {4, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, LARGEST};
   double loop_us[MAX_ROUNDS], library_us[MAX_ROUNDS];
-  float *array = aligned_alloc(4096, LARGEST);
-  if (rank == 0) printf("%12s %12s %12s %8s\n", "bytes", "loop us", "library us", "ratio");
+  float *array = (float *)(void *)(comparison->in_place ? arenas[rank] : aligned_alloc(4096, LARGEST));
+  const way loop = comparison->loop;
+  segment.arenas = (allred_arenas){comparison->in_place ? arenas : NULL, LARGEST, ALLRED_IN_PLACE_BYTES};
+  if (rank == 0) printf("%-9s %12s %12s %12s %8s\n", comparison->name, "bytes", "loop us", "library us", "ratio");
   for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
     if (!verified(loop, array, sizes[i]) || !verified(library, array, sizes[i])) return 1;
     /* About 10 GB/s, and a microsecond for each operation; both ranks must repeat alike. */
@@ -157,7 +186,7 @@ static int measure(int rounds) {
       library_us[round] = time_us(library, array, sizes[i], repeats);
     }
     const double a = median(loop_us, rounds), b = median(library_us, rounds);
-    if (rank == 0) printf("%12zu %12.2f %12.2f %8.2f\n", sizes[i], a, b, b / a);
+    if (rank == 0) printf("%9s %12zu %12.2f %12.2f %8.2f\n", "", sizes[i], a, b, b / a);
     fflush(stdout);
   }
   return 0;
@@ -170,13 +199,16 @@ int main(int count, char **arguments) {
   common = mmap(NULL, sizeof *common, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   segment = (allred_segment){.ranks = 2, .chunk_bytes = SLOT_BYTES};
   segment.memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  if (common == MAP_FAILED || segment.memory == MAP_FAILED) return perror("mmap"), 2;
+  arenas[0] = mmap(NULL, 2 * LARGEST, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  arenas[1] = arenas[0] + LARGEST;
+  if (common == MAP_FAILED || segment.memory == MAP_FAILED || arenas[0] == MAP_FAILED) return perror("mmap"), 2;
   const pid_t child = fork();
   if (child < 0) return perror("fork"), 2;
   rank = segment.rank = child == 0;
   if (child == 0) prctl(PR_SET_PDEATHSIG, SIGKILL);
   alarm(LIMIT_S);
-  const int failed = measure(rounds);
+  static const comparison ring = {"ring", loop, 0}, in_place = {"in place", loop_in_place, 1};
+  const int failed = measure(&ring, rounds) || measure(&in_place, rounds);
   if (child == 0 && failed) kill(getppid(), SIGTERM); /* it would wait */
   if (child == 0) return failed;
   int status = 1;

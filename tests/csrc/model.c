@@ -79,7 +79,7 @@ static size_t bytes_of(int operation, size_t chunk) { return (size_t)config.roun
 
 static const allred_transfer *transfer_of(int ranks, size_t bytes) {
   allred_segment segment = {.ranks = ranks, .chunk_bytes = CHUNK_BYTES(ranks)};
-  const allred_tensor tensor = {.bytes = bytes, .dtype = ALLRED_INT64};
+  allred_tensor tensor = {.bytes = bytes, .dtype = ALLRED_INT64};
   allred_operation operation;
   allred_begin_allreduce(&operation, &segment, &(allred_header){0}, &tensor, 1, 0, ALLRED_SUM, 1);
   return operation.transfer;
@@ -98,7 +98,7 @@ static void begin(player *me) {
   if (one_phase->reduce || !two_phases->reduce) exit((fprintf(stderr, "model: which allreduce is which?\n"), 2));
   for (size_t i = 0; i < GIVEN_BYTES / 8; i++) me->given[i] = number(operation, rank, i);
   memset(me->got, 0, sizeof me->got);
-  me->tensor = (allred_tensor){(char *)me->given, (char *)(in_place ? me->given : me->got), bytes, ALLRED_INT64, 0};
+  me->tensor = (allred_tensor){(char *)me->given, (char *)(in_place ? me->given : me->got), bytes, ALLRED_INT64, 0, 0};
   for (int r = 0; r < ranks; r++) {
     const size_t share = kind == BROADCAST ? (r == 0) * bytes : kind == ALLGATHER ? bytes : part;
     me->starts[r + 1] = me->receive_starts[r + 1] = me->starts[r] + share;

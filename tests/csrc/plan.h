@@ -15,6 +15,8 @@ static const char *const kind_names[] = {"exchange",  "allreduce", "allgather",
 
 #define MAX_RANKS 8
 #define MAX_TENSORS 40
+#define ARENA_BYTES ((size_t)4 << 20)
+#define MIN_IN_PLACE_BYTES 200
 #define LARGE_BYTES 40000 /* given by all ranks together: an allreduce then has them reduce for each other */
 
 typedef struct {
@@ -22,6 +24,7 @@ typedef struct {
   size_t chunk_bytes;
   uint64_t seed;
   char *memory;
+  char *arenas[MAX_RANKS]; /* ARENA_BYTES each */
 } scene;
 
 static uint64_t draw(uint64_t seed, uint64_t a, uint64_t b) {
@@ -32,6 +35,7 @@ typedef struct {
   uint64_t seed;
   int kind, op, in_place, root, odd; /* odd: the rank whose header differs, or -1 */
   int wire;                          /* what wide floats of an allreduce travel as; 0: as they are */
+  int arenas;                        /* 0: there are none; 1: all arrays lie in them; 2: some do */
   size_t tensors, counts[MAX_TENSORS];
   int dtypes[MAX_TENSORS];
 } plan;
@@ -73,6 +77,7 @@ static plan make_plan(const scene *scene, uint64_t seed) {
   p.root = (int)(draw(seed, 3, 0) % (uint64_t)scene->ranks);
   p.odd = draw(seed, 4, 0) % 12 ? -1 : (int)(draw(seed, 5, 0) % (uint64_t)scene->ranks);
   p.wire = (int[]){0, ALLRED_FLOAT16, ALLRED_BFLOAT16}[draw(seed, 15, 0) % 3];
+  p.arenas = (int)(draw(seed, 16, 0) % 3);
   p.tensors = draw(seed, 6, 0) % (draw(seed, 6, 1) % 4 ? 4 : MAX_TENSORS + 1);
   uint64_t dice = seed;
   p.op = 1 + (int)(draw(seed, 7, 0) % (ALLRED_OPS - 1));

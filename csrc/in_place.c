@@ -1,0 +1,140 @@
+#include "in_place.h"
+
+#include <string.h>
+
+/* Offsets in the arena of a rank, plus 1; 0: the array does not lie in it. */
+typedef struct {
+  uint64_t in, out;
+} card;
+
+#define NO_CARD SIZE_MAX
+#define BLOCK_BYTES ((size_t)4096)      /* reduced at once: stays in the L1 cache */
+#define PORTION_BYTES ((size_t)1 << 18) /* reduced in one step; between steps the caller checks signals and time limits */
+
+static size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
+
+static uint64_t lines_of(size_t bytes) { return (bytes + ALLRED_LINE - 1) / ALLRED_LINE; }
+
+static uint64_t offset_of(const allred_operation *op, const char *data, size_t bytes) {
+  const allred_arenas *arenas = &op->segment->arenas;
+  const uintptr_t base = (uintptr_t)arenas->base[op->segment->rank], at = (uintptr_t)data;
+  return at >= base && at - base < arenas->bytes && arenas->bytes - (at - base) >= bytes ? at - base + 1 : 0;
+}
+
+static const card *card_of(const allred_operation *op, int rank, const allred_tensor *tensor) {
+  return (const card *)(const void *)allred_operation_chunk(op, rank) + tensor->card;
+}
+
+static void fill_cards(allred_operation *op, char *chunk) {
+  card *cards = (card *)(void *)chunk;
+  for (size_t i = 0; i < op->tensor_count; i++) {
+    const allred_tensor *tensor = &op->tensors[i];
+    if (tensor->card != NO_CARD)
+      cards[tensor->card] = (card){offset_of(op, tensor->in, tensor->bytes), offset_of(op, tensor->out, tensor->bytes)};
+  }
+}
+
+/* Whether the tensor lies in the arena of every rank. */
+static int is_shared(const allred_operation *op, const allred_tensor *tensor) {
+  int shared = tensor->card != NO_CARD;
+  for (int rank = 0; rank < op->segment->ranks && shared; rank++) {
+    const card *card = card_of(op, rank, tensor);
+    shared = card->in && card->out;
+  }
+  return shared;
+}
+
+/* Set the cursor to a line of the tensors that are reduced in place. */
+static void seek(allred_operation *op, uint64_t line) {
+  op->slice = (allred_cursor){op->tensor_count, 0};
+  while (line >= lines_of(op->tensors[op->slice.tensor].bytes)) line -= lines_of(op->tensors[op->slice.tensor++].bytes);
+  op->slice.offset = line * ALLRED_LINE;
+}
+
+/* Reduce the next piece of this rank's slice from the memory of all ranks into the memory of all ranks. */
+static void reduce_piece(allred_operation *op) {
+  const allred_tensor *tensor = &op->tensors[op->slice.tensor];
+  const allred_reduce reduce = allred_reduce_kernel(op->variant, tensor->dtype, op->op);
+  const int ranks = op->segment->ranks;
+  const size_t item = allred_dtype_bytes(tensor->dtype), rest = tensor->bytes - op->slice.offset;
+  const size_t bytes = smaller(smaller(rest, PORTION_BYTES), op->slice_lines * ALLRED_LINE);
+  _Alignas(ALLRED_LINE) char block[BLOCK_BYTES];
+  const void *sources[ALLRED_MAX_RANKS];
+  char *targets[ALLRED_MAX_RANKS];
+  for (int rank = 0; rank < ranks; rank++) {
+    const char *start = op->segment->arenas.base[rank] + op->slice.offset;
+    const card *card = card_of(op, rank, tensor);
+    sources[rank] = start + card->in - 1;
+    targets[rank] = (char *)start + card->out - 1;
+  }
+  for (size_t at = 0, length; at < bytes; at += length) {
+    length = smaller(bytes - at, BLOCK_BYTES);
+    reduce(block, sources, ranks, length / item, op->divisor);
+    for (int rank = 0; rank < ranks; rank++) {
+      memcpy(targets[rank] + at, block, length);
+      sources[rank] = (const char *)sources[rank] + length;
+    }
+  }
+  op->slice_lines -= lines_of(bytes);
+  op->slice = bytes == rest ? (allred_cursor){op->slice.tensor + 1, 0}
+                            : (allred_cursor){op->slice.tensor, op->slice.offset + bytes};
+}
+
+static int reduce_slice(allred_operation *op, char *chunk) {
+  if (op->slice_lines) reduce_piece(op);
+  return op->slice_lines == 0;
+}
+
+/* The cards were read. The other tensors pass through the ring in the rounds after this one. */
+static void end_cards(allred_operation *op) {
+  op->rounds = 0;
+  if (op->tensor_count) allred_begin_ring(op);
+  op->rounds++;
+  op->is_inline = 0;
+}
+
+static const allred_transfer only_cards = {.next = end_cards};
+
+/* Move the tensors that lie in the arenas of all ranks behind the others, and find this rank's slice of them. */
+static void split(allred_operation *op) {
+  const uint64_t rank = (uint64_t)op->segment->rank, ranks = (uint64_t)op->segment->ranks;
+  const size_t all = op->tensor_count;
+  uint64_t lines = 0;
+  op->tensor_count = 0;
+  for (size_t i = 0; i < all; i++) {
+    const allred_tensor tensor = op->tensors[i];
+    if (is_shared(op, &tensor)) {
+      lines += lines_of(tensor.bytes);
+      op->segment->in_place += tensor.bytes;
+    } else {
+      op->tensors[i] = op->tensors[op->tensor_count];
+      op->tensors[op->tensor_count++] = tensor;
+    }
+  }
+  if (op->tensor_count == all) {
+    op->transfer = &only_cards;
+    return;
+  }
+  const uint64_t start = lines * rank / ranks;
+  op->slice_lines = lines * (rank + 1) / ranks - start;
+  if (op->slice_lines) seek(op, start);
+}
+
+static const allred_transfer cards_and_slices = {
+    .fill = fill_cards, .agreed = split, .reduce = reduce_slice, .next = end_cards};
+
+int allred_begin_in_place(allred_operation *op) {
+  size_t cards = 0;
+  if (!op->segment->arenas.base) return 0;
+  for (size_t i = 0; i < op->tensor_count; i++) {
+    allred_tensor *tensor = &op->tensors[i];
+    const int has_card = !tensor->wire && tensor->bytes >= op->segment->arenas.min_tensor_bytes &&
+                         (cards + 1) * sizeof(card) <= op->segment->chunk_bytes;
+    tensor->card = has_card ? cards++ : NO_CARD;
+  }
+  op->transfer = &cards_and_slices;
+  op->rounds = 1;
+  op->chunk_bytes = cards * sizeof(card);
+  op->is_inline = op->chunk_bytes <= ALLRED_INLINE_BYTES;
+  return cards > 0;
+}
