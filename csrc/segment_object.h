@@ -50,6 +50,8 @@ struct allred_segment_object {
   PyObject_HEAD Py_buffer memory;
   allred_segment segment;
   allred_queue queue;
+  Py_buffer *arenas; /* of all ranks, or NULL */
+  char **arena_base; /* their addresses */
   int open, locked, variant, pid;
   unsigned long finishing_thread;   /* the thread that must complete what its fast path began, or 0 */
   const volatile char *own_process; /* a page that reads 0 in a forked child */

@@ -21,12 +21,42 @@ static PyObject *get_number(Segment *self, void *unused) {
 
 static PyObject *get_sent(Segment *self, void *unused) { return PyLong_FromUnsignedLongLong(self->segment.sent); }
 
+static PyObject *get_in_place(Segment *self, void *unused) {
+  return PyLong_FromUnsignedLongLong(self->segment.in_place);
+}
+
 static PyObject *get_pending(Segment *self, void *unused) { return PyBool_FromLong(!allred_queue_idle(&self->queue)); }
 
 static PyObject *get_has_progress_thread(Segment *self, void *unused) { return PyBool_FromLong(self->queue.threaded); }
 
 static PyObject *start_progress_thread(Segment *self, PyObject *unused) {
   return PyBool_FromLong(allred_is_own(self) && allred_queue_start_thread(&self->queue) == 0);
+}
+
+static void release_arenas(Segment *self) {
+  self->segment.arenas.base = NULL;
+  for (int rank = 0; self->arenas && rank < self->segment.ranks; rank++) PyBuffer_Release(&self->arenas[rank]);
+  PyMem_Free(self->arenas), PyMem_Free(self->arena_base);
+  self->arenas = NULL, self->arena_base = NULL;
+}
+
+static PyObject *set_arenas(Segment *self, PyObject *buffers) {
+  const Py_ssize_t ranks = self->segment.ranks;
+  if (!self->open || self->arenas || !allred_queue_idle(&self->queue))
+    return PyErr_Format(PyExc_ValueError, "the segment is closed, in use, or has arenas");
+  if (!PyList_Check(buffers) || PyList_Size(buffers) != ranks)
+    return PyErr_Format(PyExc_ValueError, "arenas must be a list of %zd buffers", ranks);
+  self->arenas = PyMem_Calloc((size_t)ranks, sizeof *self->arenas);
+  self->arena_base = PyMem_Calloc((size_t)ranks, sizeof *self->arena_base);
+  if (!self->arenas || !self->arena_base) return release_arenas(self), PyErr_NoMemory();
+  for (Py_ssize_t rank = 0; rank < ranks; rank++) {
+    if (PyObject_GetBuffer(PyList_GetItem(buffers, rank), &self->arenas[rank], PyBUF_CONTIG) < 0)
+      return release_arenas(self), NULL;
+    self->arena_base[rank] = self->arenas[rank].buf;
+  }
+  self->segment.arenas = (allred_arenas){self->arena_base, (size_t)self->arenas[self->segment.rank].len,
+                                         ALLRED_IN_PLACE_BYTES};
+  Py_RETURN_NONE;
 }
 
 static PyObject *halt(Segment *self, PyObject *unused) {
@@ -132,7 +162,8 @@ static int enter(const Segment *self, Operation *operation, PyObject *source, Py
     PyErr_Format(PyExc_ValueError, "%zd bytes cannot be reduced into %zd", in->len, out->len);
     return -1;
   }
-  *tensor = (allred_tensor){in->buf, out->buf, (size_t)in->len, (int)dtype, allred_wire_of((int)dtype, wire)};
+  *tensor = (allred_tensor){
+      in->buf, out->buf, (size_t)in->len, (int)dtype, allred_wire_of((int)dtype, wire), 0};
   return 0;
 }
 
@@ -330,6 +361,7 @@ static PyObject *close_segment(Segment *self, PyObject *unused) {
   if (self->locked) return PyErr_Format(PyExc_ValueError, "another thread is in an operation on this segment");
   Py_XDECREF(halt(self, unused));
   self->open = 0;
+  release_arenas(self);
   PyBuffer_Release(&self->memory);
   if (self->own_process) munmap((void *)self->own_process, 1);
   self->own_process = NULL;
@@ -360,6 +392,8 @@ static PyMethodDef methods[] = {
     METHOD("start_progress_thread", start_progress_thread, METH_NOARGS, "Start the thread; False if it cannot start."),
     METHOD("on_complete", on_complete, METH_O, "Let the queue go on after this operation."),
     METHOD("halt", halt, METH_NOARGS, "Stop all progress, for good, and end the thread."),
+    METHOD("set_arenas", set_arenas, METH_O,
+           "From now on, reduce arrays that lie in these buffers in place. Called on all ranks between operations."),
     METHOD("set_tracing", set_tracing, METH_O, "Whether to record the calls of the fast path from now on."),
     METHOD("take_trace", take_trace, METH_NOARGS, "Return and remove the recorded calls."),
     METHOD("acquire", acquire, METH_O, "Take the lock; False if another thread has it. Never waits."),
@@ -370,6 +404,7 @@ static PyMethodDef methods[] = {
 static PyGetSetDef attributes[] = {
     ATTRIBUTE("number", get_number, "number of the last operation that was begun, from 1"),
     ATTRIBUTE("sent", get_sent, "bytes that this rank has written for allreduces"),
+    ATTRIBUTE("in_place", get_in_place, "bytes of arrays of this rank that were reduced in place"),
     ATTRIBUTE("pending", get_pending, "whether an operation is pending"),
     ATTRIBUTE("has_progress_thread", get_has_progress_thread, "whether a thread makes progress"),
     {NULL, NULL, NULL, NULL, NULL}};

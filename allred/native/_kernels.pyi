@@ -76,6 +76,7 @@ class Segment:
     number: int  # of the last operation that was begun, from 1
     pending: bool  # whether an operation is pending
     sent: int  # bytes that this rank has written for allreduces
+    in_place: int  # bytes of arrays of this rank that were reduced in place
     def allreduce(
         self, source: Any, target: Any, op: Any, name: Any, wire: int = 0, /
     ) -> Operation | Literal[True] | None:
@@ -113,6 +114,13 @@ class Segment:
         """Let the queue go on, if this operation holds it: its headers differ, or it was begun with `holds`."""
     def halt(self) -> None:
         """Stop all progress, for good, and end the thread."""
+    def set_arenas(self, arenas: list[Any], /) -> None:
+        """From now on, reduce arrays that lie in these writable buffers in place (csrc/in_place.h).
+
+        arenas: the memory of each rank, as this process maps it. Called on all ranks between the same operations. The
+        arrays of an operation that is given up must not be used again. ValueError if the segment has arenas or is in
+        use.
+        """
     def set_tracing(self, enabled: bool, /) -> None:
         """Whether to record the calls of the fast path from now on, for the timeline."""
     def take_trace(self) -> tuple[list[str], bytes]:
