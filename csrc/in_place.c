@@ -7,8 +7,7 @@ typedef struct {
   uint64_t in, out;
 } card;
 
-#define NO_CARD SIZE_MAX
-#define BLOCK_BYTES ((size_t)4096)      /* reduced at once: stays in the L1 cache */
+#define NO_CARD UINT32_MAX
 #define PORTION_BYTES ((size_t)1 << 18) /* reduced in one step; between steps the caller checks signals and time limits */
 
 static size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
@@ -58,22 +57,20 @@ static void reduce_piece(allred_operation *op) {
   const int ranks = op->segment->ranks;
   const size_t item = allred_dtype_bytes(tensor->dtype), rest = tensor->bytes - op->slice.offset;
   const size_t bytes = smaller(smaller(rest, PORTION_BYTES), op->slice_lines * ALLRED_LINE);
-  _Alignas(ALLRED_LINE) char block[BLOCK_BYTES];
+  _Alignas(ALLRED_LINE) char block[ALLRED_BLOCK_BYTES];
   const void *sources[ALLRED_MAX_RANKS];
   char *targets[ALLRED_MAX_RANKS];
   for (int rank = 0; rank < ranks; rank++) {
-    const char *start = op->segment->arenas.base[rank] + op->slice.offset;
+    char *start = op->segment->arenas.base[rank] + op->slice.offset;
     const card *card = card_of(op, rank, tensor);
     sources[rank] = start + card->in - 1;
-    targets[rank] = (char *)start + card->out - 1;
+    targets[rank] = start + card->out - 1;
   }
   for (size_t at = 0, length; at < bytes; at += length) {
-    length = smaller(bytes - at, BLOCK_BYTES);
+    length = smaller(bytes - at, ALLRED_BLOCK_BYTES);
     reduce(block, sources, ranks, length / item, op->divisor);
-    for (int rank = 0; rank < ranks; rank++) {
-      memcpy(targets[rank] + at, block, length);
-      sources[rank] = (const char *)sources[rank] + length;
-    }
+    allred_write_block(op, tensor, targets, ranks, at, block, length);
+    for (int rank = 0; rank < ranks; rank++) sources[rank] = (const char *)sources[rank] + length;
   }
   op->slice_lines -= lines_of(bytes);
   op->slice = bytes == rest ? (allred_cursor){op->slice.tensor + 1, 0}
@@ -82,7 +79,16 @@ static void reduce_piece(allred_operation *op) {
 
 static int reduce_slice(allred_operation *op, char *chunk) {
   if (op->slice_lines) reduce_piece(op);
+  *allred_segment_result(op->segment, op->segment->rank, op->number) = op->nonfinite;
   return op->slice_lines == 0;
+}
+
+/* Every rank has found what is not finite in its slice. */
+static void combine_results(allred_operation *op) {
+  for (int rank = 0; rank < op->segment->ranks; rank++) {
+    const uint32_t found = (uint32_t)*allred_segment_result(op->segment, rank, op->number);
+    if (found && (!op->nonfinite || found < op->nonfinite)) op->nonfinite = found;
+  }
 }
 
 /* The cards were read. The other tensors pass through the ring in the rounds after this one. */
@@ -121,10 +127,10 @@ static void split(allred_operation *op) {
 }
 
 static const allred_transfer cards_and_slices = {
-    .fill = fill_cards, .agreed = split, .reduce = reduce_slice, .next = end_cards};
+    .fill = fill_cards, .agreed = split, .reduce = reduce_slice, .drain = combine_results, .next = end_cards};
 
 int allred_begin_in_place(allred_operation *op) {
-  size_t cards = 0;
+  uint32_t cards = 0;
   if (!op->segment->arenas.base) return 0;
   for (size_t i = 0; i < op->tensor_count; i++) {
     allred_tensor *tensor = &op->tensors[i];

@@ -12,9 +12,11 @@
  *   3  WAIT_FILLED   wait until every rank has published; compare the headers. If they differ, nothing was written
  *   4                from the cards of all ranks every rank finds the same tensors that are reduced in place. If there
  *                    are none, go to 7
- *   5  REDUCE        reduce this rank's slice into the arrays of all ranks; publish this as tick 1
+ *   5  REDUCE        reduce this rank's slice into the arrays of all ranks; publish this as tick 1, with the first
+ *                    tensor of the slice that is not finite
  *   6  WAIT_REDUCED  wait until every rank has published its slice
- *   7  DRAIN         plan the following rounds, in which the other tensors pass through the ring
+ *   7  DRAIN         find the first tensor of all slices that is not finite. Plan the following rounds, in which the
+ *                    other tensors pass through the ring
  *
  * Why no rank writes memory that another reads:
  *

@@ -35,13 +35,13 @@
 #include "segment.h"
 
 /* A tensor to reduce: `bytes` bytes of a dtype of reduce.h. `out` may be `in`. wire: the narrower dtype in which it
- * travels (allred_narrows), or 0. card: set by the operation (in_place.h). */
+ * travels (allred_narrows), or 0. index: its position in the caller's list. card: set by the operation (in_place.h). */
 typedef struct {
   const char *in;
   char *out;
   size_t bytes;
   int dtype, wire;
-  size_t card;
+  uint32_t index, card;
 } allred_tensor;
 
 typedef struct {
@@ -77,6 +77,8 @@ struct allred_operation {
   int phase, ready_ranks, status;  /* ready_ranks: the ranks below have reached the phase */
   /* a reduction */
   int variant, op, divisor;
+  int checks_finite;  /* the same on all ranks */
+  uint32_t nonfinite; /* 1 + the smallest index of a tensor whose result was found not to be finite; 0: none */
   size_t tensor_count; /* tensors that pass through the ring; those that are reduced in place lie behind them */
   allred_tensor *tensors;
   allred_cursor filled, drained;
@@ -109,6 +111,9 @@ struct allred_operation {
  *                largest: the most bytes that any rank sends to any other
  * reducescatter  starts[r] to starts[r + 1] of `send`, reduced over all ranks, go to `receive` of rank r
  *
+ * An allreduce with `checks_finite`, set after this call, checks each block of a result of floats before it writes it.
+ * A block that is not finite is written on no rank: with `out` = `in`, the numbers that caused it are still there.
+ *
  * Offsets are in bytes, ranks + 1 of them. divisor: the divisor of an average.
  */
 void allred_begin_exchange(allred_operation *, allred_segment *, const allred_header *);
@@ -120,6 +125,11 @@ void allred_begin_alltoall(allred_operation *, allred_segment *, const allred_he
                            const uint64_t *send_starts, const uint64_t *receive_starts, size_t largest);
 void allred_begin_reducescatter(allred_operation *, allred_segment *, const allred_header *, const char *send,
                                 char *receive, const uint64_t *starts, int dtype, int variant, int op, int divisor);
+
+/* Write a block of the result of an allreduce, at most ALLRED_BLOCK_BYTES, to `count` targets, at this offset. */
+#define ALLRED_BLOCK_BYTES ((size_t)4096) /* stays in the L1 cache */
+void allred_write_block(allred_operation *, const allred_tensor *, char *const *targets, int count, size_t offset,
+                        const char *block, size_t bytes);
 
 /* Return a rank's chunk of the current round. */
 char *allred_operation_chunk(const allred_operation *, int rank);

@@ -1,6 +1,8 @@
 #include "scan.h"
 
 #include <string.h>
+
+#include "reduce.h"
 #ifdef __x86_64__
 #include <emmintrin.h>
 #endif
@@ -83,4 +85,12 @@ int allred_exceeds(const void *data, size_t bytes, int element_bytes, uint32_t l
   if (variant > 0) return exceeds_avx2(data, bytes, element_bytes, limit);
 #endif
   return exceeds_baseline(data, bytes, element_bytes, limit);
+}
+
+int allred_all_finite(const void *data, size_t bytes, int dtype, int variant) {
+  static const uint32_t largest[ALLRED_DTYPES] = {[ALLRED_FLOAT16] = 0x7bff,
+                                                  [ALLRED_BFLOAT16] = 0x7f7f,
+                                                  [ALLRED_FLOAT32] = 0x7f7fffff,
+                                                  [ALLRED_FLOAT64] = 0x7fefffff};
+  return !largest[dtype] || !allred_exceeds(data, bytes, (int)allred_dtype_bytes(dtype), largest[dtype], variant);
 }

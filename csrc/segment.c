@@ -27,6 +27,10 @@ static _Atomic uint64_t *stage(const allred_segment *segment, int rank) {
   return (_Atomic uint64_t *)(void *)area(segment, rank);
 }
 
+uint64_t *allred_segment_result(const allred_segment *segment, int rank, uint64_t operation) {
+  return (uint64_t *)(void *)(area(segment, rank) + ALLRED_LINE) + (operation & 1);
+}
+
 static char *inline_slot(const allred_segment *segment, int rank, uint64_t operation) {
   return area(segment, rank) + PAIR + (operation & 1) * inline_slot_bytes();
 }

@@ -4,6 +4,7 @@
  * Each rank has an area, and writes only there. An area has
  *
  *   stage          how far the rank is within its current operation
+ *   results        2, used in turn by operations: what the rank has found in its part of the result (in_place.h)
  *   inline slots   2, used in turn by operations: a header, and the data of an operation that is small
  *   ring           room for consecutive chunks; the next chunk goes to the start if the largest would not fit behind
  *
@@ -70,6 +71,9 @@ void allred_segment_advance(allred_segment *segment, size_t bytes);
 /* Write this rank's header, and publish it with all data written before; whether a rank has published its header. */
 void allred_segment_publish_header(const allred_segment *segment, const allred_header *header);
 int allred_segment_has_header(const allred_segment *segment, int rank, uint64_t operation);
+
+/* The result of an operation on this rank: a number, published with the next tick. */
+uint64_t *allred_segment_result(const allred_segment *segment, int rank, uint64_t operation);
 
 /* Publish all data written before this tick, which counts from the operation's first; whether a rank has reached it. */
 void allred_segment_publish(const allred_segment *segment, uint64_t first, uint64_t tick);

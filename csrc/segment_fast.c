@@ -46,7 +46,7 @@ static int enter(Segment *self, Operation *operation, PyObject *source, PyObject
   }
   allred_hold_array(operation, source);
   const int wire = allred_wire_of(code, header->op >> ALLRED_WIRE_SHIFT);
-  *tensor = (allred_tensor){in->data, out->data, bytes, code, wire, 0};
+  *tensor = (allred_tensor){in->data, out->data, bytes, code, wire, 0, 0};
   return 1;
 }
 

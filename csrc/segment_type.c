@@ -163,7 +163,7 @@ static int enter(const Segment *self, Operation *operation, PyObject *source, Py
     return -1;
   }
   *tensor = (allred_tensor){
-      in->buf, out->buf, (size_t)in->len, (int)dtype, allred_wire_of((int)dtype, wire), 0};
+      in->buf, out->buf, (size_t)in->len, (int)dtype, allred_wire_of((int)dtype, wire), 0, 0};
   return 0;
 }
 

@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "in_place.h"
+#include "scan.h"
 
 static size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
 
@@ -111,6 +112,38 @@ static allred_reduce kernel_of(const allred_operation *op) {
   return allred_reduce_kernel(op->variant, op->chunk_dtype, op->op);
 }
 
+void allred_write_block(allred_operation *op, const allred_tensor *tensor, char *const *targets, int count,
+                        size_t offset, const char *block, size_t bytes) {
+  if (op->checks_finite && !allred_all_finite(block, bytes, tensor->dtype, op->variant)) {
+    if (!op->nonfinite || tensor->index < op->nonfinite - 1) op->nonfinite = tensor->index + 1;
+    return;
+  }
+  for (int i = 0; i < count; i++) memcpy(targets[i] + offset, block, bytes);
+}
+
+/* Write a part of the result to the tensor. */
+static void write_checked(allred_operation *op, const allred_tensor *tensor, size_t offset, const char *from,
+                          size_t bytes) {
+  for (size_t at = 0, length; at < bytes; at += length) {
+    length = smaller(bytes - at, ALLRED_BLOCK_BYTES);
+    allred_write_block(op, tensor, &tensor->out, 1, offset + at, from + at, length);
+  }
+}
+
+/* Reduce a part of the tensor, a block at a time. by: as narrowing(). */
+static void reduce_checked(allred_operation *op, const allred_tensor *tensor, size_t offset, const void **sources,
+                           size_t bytes, int by) {
+  const allred_reduce reduce = kernel_of(op);
+  _Alignas(ALLRED_LINE) char block[ALLRED_BLOCK_BYTES];
+  for (size_t at = 0, length; at < bytes; at += length) {
+    length = smaller(bytes - at, ALLRED_BLOCK_BYTES);
+    reduce(block, sources, op->segment->ranks, length / allred_dtype_bytes(tensor->dtype), op->divisor);
+    allred_write_block(op, tensor, &tensor->out, 1, offset + at, block, length);
+    for (int rank = 0; rank < op->segment->ranks; rank++)
+      sources[rank] = (const char *)sources[rank] + (length >> by);
+  }
+}
+
 /* This rank's own numbers, unless they were rounded, are read from its arrays: the same bits, in a nearer cache. */
 static void reduce_all(allred_operation *op) {
   const allred_reduce reduce = kernel_of(op);
@@ -125,7 +158,10 @@ static void reduce_all(allred_operation *op) {
     bytes = next_piece(op, &op->drained, (op->data_bytes - at) << by, &tensor, &offset);
     for (int rank = 0; rank < op->segment->ranks; rank++) sources[rank] = chunks[rank] + at;
     if (!by) sources[op->segment->rank] = tensor->in + offset;
-    reduce(tensor->out + offset, sources, op->segment->ranks, bytes / item, op->divisor);
+    if (op->checks_finite)
+      reduce_checked(op, tensor, offset, sources, bytes, by);
+    else
+      reduce(tensor->out + offset, sources, op->segment->ranks, bytes / item, op->divisor);
   }
 }
 
@@ -148,7 +184,10 @@ static void copy_parts(allred_operation *op) {
   for (size_t at = 0, bytes; at < op->data_bytes; at += bytes >> by) {
     bytes = next_piece(op, &op->drained, smaller(op->data_bytes - at, part - at % part) << by, &tensor, &offset);
     const char *from = allred_operation_chunk(op, (int)(at / part)) + (by ? behind + (at % part << by) : at);
-    memcpy(tensor->out + offset, from, bytes);
+    if (op->checks_finite)
+      write_checked(op, tensor, offset, from, bytes);
+    else
+      memcpy(tensor->out + offset, from, bytes);
   }
 }
 

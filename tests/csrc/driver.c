@@ -36,7 +36,7 @@ typedef struct {
   uint64_t dice;             /* of what is this rank's own: its pace */
   size_t arena_used;         /* bytes of its arena that hold arrays of this operation */
   _Atomic int number, ended; /* for whoever watches */
-  int covered[ALLRED_DTYPES][ALLRED_OPS], two_phase_count, differed;
+  int covered[ALLRED_DTYPES][ALLRED_OPS], two_phase_count, differed, nan_count;
   int narrowed[2]; /* operations with a tensor that travels as a narrower one: reduced by each rank, or in parts */
 } player;
 
@@ -135,6 +135,14 @@ static int advance(player *me) {
   }
 }
 
+/* Expect that the block of the NaN is as before; how far it reaches follows from `out`. */
+static void accept_unwritten_blocks(const player *me, const char *before, char *expected, allred_tensor tensor) {
+  const size_t item = allred_dtype_bytes(tensor.dtype);
+  const size_t nan = me->plan->nan_at * item, reach = ALLRED_BLOCK_BYTES;
+  for (size_t at = nan > reach ? nan - nan % item - reach : 0; at < tensor.bytes && at < nan + reach; at += item)
+    if (at == nan || memcmp(tensor.out + at, before + at, item) == 0) memcpy(expected + at, before + at, item);
+}
+
 static int allreduce(player *me, const plan *p, const allred_header *header) {
   allred_tensor tensors[MAX_TENSORS], given[MAX_TENSORS];
   char *before[MAX_TENSORS];
@@ -143,13 +151,16 @@ static int allreduce(player *me, const plan *p, const allred_header *header) {
     const size_t bytes = p->counts[t] * allred_dtype_bytes(p->dtypes[t]);
     char *in = allocate_array(me, p, t, 0, bytes), *out = p->in_place ? in : allocate_array(me, p, t, 1, bytes);
     write_numbers(me->scene, p, me->segment.rank, t, p->dtypes[t], 0, p->counts[t], in);
+    if ((int)t == p->nan_tensor && me->segment.rank == p->nan_rank)
+      write_nan(p->dtypes[t], in + p->nan_at * allred_dtype_bytes(p->dtypes[t]));
     before[t] = allocate(bytes);
     if (bytes) memcpy(before[t], out, bytes);
-    tensors[t] = (allred_tensor){in, out, bytes, p->dtypes[t], wire_of(p, p->dtypes[t]), 0};
+    tensors[t] = (allred_tensor){in, out, bytes, p->dtypes[t], wire_of(p, p->dtypes[t]), (uint32_t)t, 0};
     me->covered[p->dtypes[t]][p->op] = 1;
   }
   memcpy(given, tensors, sizeof given);
   allred_begin_allreduce(&me->operation, &me->segment, header, tensors, p->tensors, variant, p->op, ranks);
+  me->operation.checks_finite = p->checks_finite;
   const int two_phase = !p->arenas && me->operation.transfer->reduce != NULL;
   me->two_phase_count += two_phase;
   const uint64_t sent = me->segment.sent, in_place = me->segment.in_place;
@@ -162,11 +173,15 @@ static int allreduce(player *me, const plan *p, const allred_header *header) {
     me->narrowed[two_phase] += tensors[t].wire != 0;
     char *expected = allocate(tensors[t].bytes);
     write_numbers(me->scene, p, -1, t, p->dtypes[t], 0, p->counts[t], expected);
+    if (status == ALLRED_DONE && (int)t == p->nan_tensor) accept_unwritten_blocks(me, before[t], expected, tensors[t]);
     check(me, status, tensors[t].out, before[t], expected, tensors[t].bytes, item, t);
     free(before[t]);
     free_array(me, tensors[t].out);
     if (!p->in_place) free_array(me, (char *)tensors[t].in);
   }
+  if (status == ALLRED_DONE && (int)me->operation.nonfinite != p->nan_tensor + 1)
+    wrong(me, "wrong tensor is said not to be finite", me->operation.nonfinite, p->nan_at);
+  me->nan_count += status == ALLRED_DONE && p->nan_tensor >= 0;
   if (status == ALLRED_DONE && me->segment.sent - sent + me->segment.in_place - in_place != travels)
     wrong(me, "wrong number of bytes sent", (size_t)(me->segment.sent - sent), 0);
   return status;
@@ -354,6 +369,7 @@ int main(int count, char **arguments) {
         return fprintf(stderr, "too few operations: dtype %d with operator %d is not among them\n", dtype, op), 1;
   if (!players[0].narrowed[0] || !players[0].narrowed[1])
     return fprintf(stderr, "too few operations: none of some kind travels as a narrower one\n"), 1;
+  if (!players[0].nan_count) return fprintf(stderr, "too few operations: none has a NaN\n"), 1;
   if (!players[0].segment.in_place) return fprintf(stderr, "too few operations: none is reduced in place\n"), 1;
   if (!players[0].two_phase_count) return fprintf(stderr, "no rank reduced for others: LARGE_BYTES is too small\n"), 1;
   printf("driver, %s sanitizer: %ld operations of 1, 2, 3, 4 and 8 ranks checked, %d with headers that differ; seed "

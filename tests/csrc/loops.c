@@ -109,7 +109,7 @@ static void loop_in_place(float *array, size_t bytes) {
 static allred_segment segment;
 
 static void library(float *array, size_t bytes) {
-  allred_tensor tensor = {(const char *)array, (char *)array, bytes, ALLRED_FLOAT32, 0, 0};
+  allred_tensor tensor = {(const char *)array, (char *)array, bytes, ALLRED_FLOAT32, 0, 0, 0};
   const allred_header header = {.dtype = ALLRED_FLOAT32, .count = bytes / sizeof *array, .root = -1};
   allred_operation operation;
   allred_begin_allreduce(&operation, &segment, &header, &tensor, 1, allred_variants() - 1, ALLRED_SUM, 2);

@@ -98,7 +98,7 @@ static void begin(player *me) {
   if (one_phase->reduce || !two_phases->reduce) exit((fprintf(stderr, "model: which allreduce is which?\n"), 2));
   for (size_t i = 0; i < GIVEN_BYTES / 8; i++) me->given[i] = number(operation, rank, i);
   memset(me->got, 0, sizeof me->got);
-  me->tensor = (allred_tensor){(char *)me->given, (char *)(in_place ? me->given : me->got), bytes, ALLRED_INT64, 0, 0};
+  me->tensor = (allred_tensor){(char *)me->given, (char *)(in_place ? me->given : me->got), bytes, ALLRED_INT64, 0, 0, 0};
   for (int r = 0; r < ranks; r++) {
     const size_t share = kind == BROADCAST ? (r == 0) * bytes : kind == ALLGATHER ? bytes : part;
     me->starts[r + 1] = me->receive_starts[r + 1] = me->starts[r] + share;

@@ -38,6 +38,8 @@ typedef struct {
   int arenas;                        /* 0: there are none; 1: all arrays lie in them; 2: some do */
   size_t tensors, counts[MAX_TENSORS];
   int dtypes[MAX_TENSORS];
+  int checks_finite, nan_tensor, nan_rank; /* nan_tensor: in which this rank has a NaN, or -1 */
+  size_t nan_at;
 } plan;
 
 static size_t some_count(uint64_t dice, size_t chunk, int ranks) {
@@ -92,7 +94,19 @@ static plan make_plan(const scene *scene, uint64_t seed) {
     const size_t item = allred_dtype_bytes(wire_of(&p, p.dtypes[t]) ? p.wire : p.dtypes[t]);
     p.counts[t] = some_count(draw(seed, 9, t), scene->chunk_bytes / item, scene->ranks);
   }
+  p.checks_finite = draw(seed, 18, 0) % 2;
+  p.nan_tensor = p.checks_finite && p.tensors ? (int)(draw(seed, 18, 1) % p.tensors) : -1;
+  if (p.nan_tensor >= 0 && (p.dtypes[p.nan_tensor] < ALLRED_FLOAT16 || !p.counts[p.nan_tensor])) p.nan_tensor = -1;
+  p.nan_at = p.nan_tensor < 0 ? 0 : draw(seed, 18, 2) % p.counts[p.nan_tensor];
+  p.nan_rank = (int)(draw(seed, 18, 3) % (uint64_t)scene->ranks);
   return p;
+}
+
+static void write_nan(int dtype, char *to) {
+  const uint64_t bits = dtype == ALLRED_FLOAT64   ? UINT64_C(0x7ff8) << 48
+                        : dtype == ALLRED_FLOAT32 ? 0x7fc00000
+                                                  : dtype == ALLRED_FLOAT16 ? 0x7e00 : 0x7fc0;
+  memcpy(to, &bits, allred_dtype_bytes(dtype));
 }
 
 /* What a rank gives. Sums are exact in every dtype, even in bfloat16's 8 bits; the average of all is a whole number. */

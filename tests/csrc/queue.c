@@ -71,7 +71,7 @@ static void put(allred_queue *queue, allred_segment *segment, player *me, uint64
   const size_t count = seed % 5 == 0 ? 0 : seed % 5 == 1 ? MOST : seed % 200;
   const allred_header header = {.kind = (uint8_t)i, .name = seed + (kind_of(me, seed) == DIFFERS && me->rank == 1)};
   for (size_t n = 0; n < count; n++) e->numbers[n] = (int64_t)n + me->rank;
-  e->tensor = (allred_tensor){(char *)e->numbers, (char *)e->numbers, count * 8, ALLRED_INT64, 0, 0};
+  e->tensor = (allred_tensor){(char *)e->numbers, (char *)e->numbers, count * 8, ALLRED_INT64, 0, 0, 0};
   if (kind_of(me, seed) == IN_PARTS) {
     allred_begin_exchange(&e->operation, segment, &header);
     e->operation.holds = 1;
