@@ -90,9 +90,10 @@ static PyObject *not_supported(Segment *self, Operation *operation) {
 }
 
 static PyObject *run(Segment *self, Operation *operation, const allred_header *header, Py_ssize_t count,
-                     allred_trace_event event) {
+                     int checks_finite, allred_trace_event event) {
   if (self->trace.enabled) event.start = allred_now_ns();
   allred_prepare_allreduce(self, operation, header, count, header->op & ALLRED_OP_BITS);
+  operation->operation.checks_finite = checks_finite;
   int status = event.bytes <= KEEP_GIL_BYTES ? allred_run(&operation->operation, 0) : ALLRED_PENDING;
   if (status == ALLRED_PENDING) {
     self->locked = 1;
@@ -106,6 +107,7 @@ static PyObject *run(Segment *self, Operation *operation, const allred_header *h
     allred_trace_add(&self->trace, &event);
   }
   if (status == ALLRED_DONE) {
+    self->nonfinite = operation->operation.nonfinite;
     give_back(self, operation);
     Py_RETURN_TRUE;
   }
@@ -128,7 +130,7 @@ PyObject *allred_segment_allreduce(Segment *self, PyObject *const *args, Py_ssiz
   if (!enter(self, operation, args[0], args[1], &header, operation->tensors)) return not_supported(self, operation);
   header.dtype = (uint8_t)tensor->dtype;
   header.count = tensor->bytes / allred_dtype_bytes(tensor->dtype);
-  return run(self, operation, &header, tensor->bytes > 0,
+  return run(self, operation, &header, tensor->bytes > 0, 0,
              (allred_trace_event){.bytes = tensor->bytes, .name = args[3]});
 }
 
@@ -159,8 +161,9 @@ static int overlap(Segment *self, const allred_tensor *tensors, Py_ssize_t count
 }
 
 PyObject *allred_segment_grouped_allreduce(Segment *self, PyObject *const *args, Py_ssize_t count) {
-  if ((count != 4 && count != 5) || !PyList_Check(args[0]) || !PyList_Check(args[1]))
-    return PyErr_Format(PyExc_TypeError, "grouped_allreduce(sources: list, targets: list, op, name, wire=0)");
+  if (count < 4 || count > 6 || !PyList_Check(args[0]) || !PyList_Check(args[1]))
+    return PyErr_Format(PyExc_TypeError,
+                        "grouped_allreduce(sources: list, targets: list, op, name, wire=0, checks_finite=False)");
   allred_header header = {.kind = ALLRED_KIND_GROUPED_ALLREDUCE, .dtype = 255, .root = -1};
   if (!read_options(self, args + 2, count - 2, &header)) Py_RETURN_NONE;
   const Py_ssize_t tensors = PyList_Size(args[0]); /* no code that could change the lists runs from here on */
@@ -174,10 +177,11 @@ PyObject *allred_segment_grouped_allreduce(Segment *self, PyObject *const *args,
     allred_tensor *tensor = &operation->tensors[i];
     if (!enter(self, operation, PyList_GetItem(args[0], i), PyList_GetItem(args[1], i), &header, tensor))
       return not_supported(self, operation);
+    tensor->index = (uint32_t)i;
     header.count += tensor->bytes / allred_dtype_bytes(tensor->dtype);
     bytes += tensor->bytes;
   }
   const Py_ssize_t kept = allred_group_by_dtype(operation->tensors, tensors);
   if (kept < 0 || overlap(self, operation->tensors, kept)) return not_supported(self, operation);
-  return run(self, operation, &header, kept, (allred_trace_event){.bytes = bytes, .grouped = 1, .name = args[3]});
+  return run(self, operation, &header, kept, count > 5 && args[5] == Py_True, (allred_trace_event){.bytes = bytes, .grouped = 1, .name = args[3]});
 }

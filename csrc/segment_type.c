@@ -21,6 +21,8 @@ static PyObject *get_number(Segment *self, void *unused) {
 
 static PyObject *get_sent(Segment *self, void *unused) { return PyLong_FromUnsignedLongLong(self->segment.sent); }
 
+static PyObject *get_nonfinite(Segment *self, void *unused) { return PyLong_FromLong((long)self->nonfinite - 1); }
+
 static PyObject *get_in_place(Segment *self, void *unused) {
   return PyLong_FromUnsignedLongLong(self->segment.in_place);
 }
@@ -169,8 +171,10 @@ static int enter(const Segment *self, Operation *operation, PyObject *source, Py
 
 static PyObject *begin_allreduce(Segment *self, PyObject *args) {
   PyObject *record, *sources, *targets, *dtypes;
-  int op, wire = 0;
-  if (!PyArg_ParseTuple(args, "OOOOi|i:begin_allreduce", &record, &sources, &targets, &dtypes, &op, &wire)) return NULL;
+  int op, wire = 0, checks_finite = 0;
+  if (!PyArg_ParseTuple(args, "OOOOi|ip:begin_allreduce", &record, &sources, &targets, &dtypes, &op, &wire,
+                        &checks_finite))
+    return NULL;
   const Py_ssize_t count = PyList_Check(sources) ? PyList_Size(sources) : -1;
   if (count < 0 || !PyList_Check(targets) || !PyList_Check(dtypes) || PyList_Size(targets) != count ||
       PyList_Size(dtypes) != count)
@@ -185,9 +189,11 @@ static PyObject *begin_allreduce(Segment *self, PyObject *args) {
     const long dtype = PyLong_AsLong(PyList_GetItem(dtypes, i));
     kept = enter(self, operation, PyList_GetItem(sources, i), PyList_GetItem(targets, i), dtype, op, wire,
                  &operation->tensors[i]);
+    operation->tensors[i].index = (uint32_t)i;
   }
   if (kept == 0) kept = allred_group_by_dtype(operation->tensors, count);
   if (kept >= 0) allred_prepare_allreduce(self, operation, &operation->operation.header, kept, op);
+  operation->operation.checks_finite = checks_finite;
   return begin(self, operation, record, kept >= 0);
 }
 
@@ -404,6 +410,7 @@ static PyMethodDef methods[] = {
 static PyGetSetDef attributes[] = {
     ATTRIBUTE("number", get_number, "number of the last operation that was begun, from 1"),
     ATTRIBUTE("sent", get_sent, "bytes that this rank has written for allreduces"),
+    ATTRIBUTE("nonfinite", get_nonfinite, "position of the first array that was not finite, or -1"),
     ATTRIBUTE("in_place", get_in_place, "bytes of arrays of this rank that were reduced in place"),
     ATTRIBUTE("pending", get_pending, "whether an operation is pending"),
     ATTRIBUTE("has_progress_thread", get_has_progress_thread, "whether a thread makes progress"),

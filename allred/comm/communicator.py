@@ -41,6 +41,7 @@ from allred.fusion import FusionBuffer
 from allred.gpu.device_arrays import is_device
 
 if TYPE_CHECKING:
+    from allred.comm.backends.shm import ShmBackend
     from allred.native._kernels import Operation as CheckedOperation
 
 _NONE = Compression.none
@@ -55,6 +56,7 @@ class _Reduction(NamedTuple):
     op: ReduceOp
     name: str
     compression: Compression
+    checks_finite: bool = False
 
     def descriptor(self) -> OpDescriptor:
         """Return the descriptor. Raises InputError if the arguments cannot be used."""
@@ -78,6 +80,7 @@ class Communicator(Group):
         super().__init__(backend, timeout_s)
         self.gpu: DeviceCollectives | None = None
         self.fusion_buffer = FusionBuffer(backend.allocate)  # shared: reductions of optimizers do not run concurrently
+        self.nonfinite = -1  # position of the first result of the last reduction with checks_finite that is not finite
         self._point_to_point = PointToPoint(self)
         self._fast = backend.fast_path
 
@@ -132,8 +135,9 @@ class Communicator(Group):
         name: str = "",
         compression: Compression = _NONE,
         in_place: bool = False,
+        checks_finite: bool = False,
     ) -> Work[list[Array]]:
-        """Reduce a list of arrays as one operation."""
+        """Reduce a list of arrays as one operation. checks_finite: see `grouped_allreduce_blocking`."""
         if self.gpu is not None and any(map(is_device, group)):
             return self.gpu.grouped_allreduce(group, op, name, compression, in_place)
 
@@ -142,23 +146,37 @@ class Communicator(Group):
             sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
             if in_place and arrays.overlap([target for target in targets if target.size]):
                 raise InputError("the same memory is in the group twice, and would be reduced twice")
-            yield from self._reduce(_Reduction("grouped_allreduce", sources, targets, op, name, compression))
+            yield from self._reduce(
+                _Reduction("grouped_allreduce", sources, targets, op, name, compression, checks_finite)
+            )
             return targets
 
         return self.start("grouped_allreduce", name, steps())
 
     def grouped_allreduce_blocking(
-        self, group: Sequence[Any], in_place: bool, op: ReduceOp, name: str, compression: Compression = _NONE
+        self,
+        group: Sequence[Any],
+        in_place: bool,
+        op: ReduceOp,
+        name: str,
+        compression: Compression = _NONE,
+        checks_finite: bool = False,
     ) -> list[Array]:
-        """Start `grouped_allreduce` and wait for the results; see `allreduce_blocking`."""
+        """Start `grouped_allreduce` and wait for the results; see `allreduce_blocking`.
+
+        checks_finite: set `nonfinite`, the same on all ranks; blocks of a result that are not finite are not written.
+        Only if the backend `checks_finite` and no rank has joined.
+        """
         if self._fast is not None and type(group) is list and self.queue.idle and not self.checks_places:
             targets: list[Any] = (
                 group if in_place else [empty_like(value) for value in group if type(value) is np.ndarray]
             )
             if len(targets) == len(group):
                 try:
-                    begun = self._fast.grouped_allreduce(group, targets, op, name, wire_code(compression))
+                    wire = wire_code(compression)
+                    begun = self._fast.grouped_allreduce(group, targets, op, name, wire, checks_finite)
                     if begun is True:
+                        self.nonfinite = self._fast.nonfinite
                         return targets
                     if begun is not None:
                         self._complete(begun, _Reduction("grouped_allreduce", group, targets, op, name, compression))
@@ -168,7 +186,7 @@ class Communicator(Group):
                     raise
         if self.queue.track is not None:
             self.queue.track.call("grouped_allreduce")
-        return self.grouped_allreduce(group, op, name, compression, in_place).wait()
+        return self.grouped_allreduce(group, op, name, compression, in_place, checks_finite).wait()
 
     def _cut_short(self, error: BaseException) -> None:
         """An exception on the fast path, other than one that all ranks raise, may leave the others in an operation."""
@@ -180,26 +198,26 @@ class Communicator(Group):
 
         def steps() -> Steps[None]:
             group = yield from self.finish(operation, reduction.descriptor)
+            self.nonfinite = operation.nonfinite
             if group is not self:
                 yield from reduction.move(group, [arrays.flat(target) for target in reduction.targets])
 
         self.queue.start(f"{reduction.kind}{quoted(reduction.name)}", steps()).wait()
 
     def _reduce(self, reduction: _Reduction) -> Steps[None]:
-        descriptor, (_, sources, targets, op, _, compression) = reduction.descriptor(), reduction
+        descriptor, (_, sources, targets, op, _, compression, checks_finite) = reduction.descriptor(), reduction
         flats = [arrays.flat(target) for target in targets]
         every = list(zip(sources, targets, flats, strict=True))
-        yield from self.agree_and_move(
-            descriptor,
-            lambda backend, record: backend.begin_allreduce(
-                record,
-                [flat if source is target else arrays.flat(source) for source, target, flat in every],
-                flats,
-                op,
-                compression.value,
-            ),
-            lambda group: reduction.move(group, flats),
-        )
+        begun: list[CheckedOperation] = []
+
+        def begin(backend: "ShmBackend", record: bytes) -> "CheckedOperation":
+            given = [flat if source is target else arrays.flat(source) for source, target, flat in every]
+            begun.append(backend.begin_allreduce(record, given, flats, op, compression.value, checks_finite))
+            return begun[0]
+
+        yield from self.agree_and_move(descriptor, begin, lambda group: reduction.move(group, flats))
+        if checks_finite:
+            self.nonfinite = begun[0].nonfinite
         for _, target, flat in every:
             arrays.copy_back(target, flat)
 

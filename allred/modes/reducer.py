@@ -155,8 +155,18 @@ class Reducer:
 
     # Reduction.
 
-    def allreduce_(self, plan: Plan, values: list[Any], weight: float | None) -> None:
-        """Reduce writable arrays in place; None is left out. The host does not wait for arrays on a GPU."""
+    def can_check(self, values: Sequence[Any]) -> bool:
+        """Whether `allreduce_` could check the results of these values, if all ranks count equally."""
+        backend = functions.current().backend
+        sums = self._op in (ReduceOp.AVERAGE, ReduceOp.SUM)  # others may lose an infinity
+        return sums and backend.checks_finite and set(map(type, values)) == {np.ndarray}
+
+    def allreduce_(self, plan: Plan, values: list[Any], weight: float | None, checks_finite: bool = False) -> str:
+        """Reduce writable arrays in place; None is left out. The host does not wait for arrays on a GPU.
+
+        checks_finite: check the results, see `Communicator.nonfinite`; only if `can_check`, and without a weight.
+        Returns the name of the first tensor whose result is not finite, or "".
+        """
         kinds, indices = set(map(type, values)), plan.nonempty
         if type(None) in kinds:
             indices = [index for index in indices if values[index] is not None]
@@ -169,20 +179,22 @@ class Reducer:
         if len(indices) < len(values):
             plan, values = self.plan([plan.tensors[index] for index in indices]), [values[index] for index in indices]
         if not values:
-            return
-        if functions.current().backend.fuses and weight is None:
-            self._allreduce_group(values)
-        else:
+            return ""
+        if not functions.current().backend.fuses or weight is not None:
             self._allreduce_buckets(plan, values, weight)
+            return ""
+        self._allreduce_group(values, checks_finite)
+        found = functions.current().nonfinite if checks_finite else -1
+        return "" if found < 0 else plan.tensors[found].name
 
-    def _allreduce_group(self, values: list[Array]) -> None:
+    def _allreduce_group(self, values: list[Array], checks_finite: bool) -> None:
         communicator, queue = functions.current(), functions.current().queue
         if communicator.size == 1 and self._compression is Compression.none and queue.track is None:
             owned = all(flags & _OWNDATA for flags in set(map(_ndarray_flags, values)))
             if owned or not arrays.overlap(values):  # else the communicator raises an error
                 return
         start, waited_before_s = time.perf_counter(), queue.waited_s
-        communicator.grouped_allreduce_blocking(values, True, self._op, self._title, self._compression)
+        communicator.grouped_allreduce_blocking(values, True, self._op, self._title, self._compression, checks_finite)
         queue.waited_s = waited_before_s + time.perf_counter() - start  # includes the copies of this rank
 
     def _allreduce_buckets(self, plan: Plan, values: list[Array], weight: float | None) -> None:

@@ -22,10 +22,10 @@ from allred.errors import AllredError
 from allred.fusion import Tensor
 from allred.gpu.device_arrays import to_host
 from allred.modes.clipping import Clipper
-from allred.modes.detect.mistake_checks import MistakeChecks, restored
+from allred.modes.detect.mistake_checks import DEFERRED, MistakeChecks, restored
 from allred.modes.options import Mode, StepInput, StepOptions
 from allred.modes.overlap import Overlap
-from allred.modes.reducer import Reducer, writable
+from allred.modes.reducer import Agreement, Reducer, writable
 from allred.optim.base import Optimizer
 from allred.timeline.recorder import span
 
@@ -42,14 +42,17 @@ def reduce_gradients(
         settings: text that must be the same on all ranks.
         overlapped: whether this rank has passed gradients to opt.reduce().
 
-    Raises InputError, MismatchError, DriftError or NonFiniteError, with the same text on all ranks. Only an overflow in
-    the sum is found after the gradients are overwritten.
+    Raises InputError, MismatchError, DriftError or NonFiniteError, with the same text on all ranks. If some gradients
+    are not finite, the others may have been overwritten already.
     """
     plan = reducer.plan(given.tensors)
     problem = given.problem or reducer.refusal(plan)
     values = [] if problem else writable(given.tensors, given.values)
-    # Scan.
-    flags = 0 if problem else checks.requests(given.samples) | checks.scan(plan, values, given.plain)
+    # Scan, unless the reduction can check its results.
+    defers = not problem and checks.can_defer_scan and reducer.can_check(values)
+    flags = 0 if problem else checks.requests(given.samples)
+    if not problem:
+        flags |= DEFERRED if defers else checks.scan(plan, values, given.plain)
     # Negotiate.
     missing = not given.plain and any(value is None for value in values)
     with span("negotiate", title):
@@ -57,14 +60,25 @@ def reduce_gradients(
             title, plan.lines, settings, given.samples, flags, missing, overlapped, problem
         ).wait()
     agreement = reducer.agreement(notes)
+    all_flags, checks_finite = agreement.flags, _all_defer(agreement)
+    if not checks_finite and any(flag & DEFERRED for flag in all_flags):
+        flags |= checks.scan(plan, values, given.plain) if defers else 0
+        all_flags, _ = reducer.exchange_flags(f"{title}: scan of the gradients", flags, missing, "")
     if agreement.any_missing:
         values = reducer.fill_missing(given.tensors, values)
     # Check.
-    if not checks.passes(agreement.flags, plan, values, given.params):
+    if not checks.passes(all_flags, plan, values, given.params):
         return None
     # Reduce.
-    reducer.allreduce_(plan, values, agreement.weight)
-    return values if checks.passes_reduced(agreement.flags, plan, values) else None
+    nonfinite = reducer.allreduce_(plan, values, agreement.weight, checks_finite)
+    return values if checks.passes_reduced(all_flags, plan, values, nonfinite) else None
+
+
+def _all_defer(agreement: Agreement) -> bool:
+    """Whether the reduction checks the results instead of a scan. The same on all ranks."""
+    communicator = functions.current()
+    plain = agreement.weight is None and not agreement.any_missing
+    return plain and communicator.active.size == communicator.size and all(flag & DEFERRED for flag in agreement.flags)
 
 
 class SyncMode(Mode):

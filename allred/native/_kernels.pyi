@@ -40,6 +40,7 @@ class Operation:
     """A pending operation, made by Segment. It holds its buffers until done() or spin_wait() has returned True."""
 
     headers_agree: bool  # False if the headers of the ranks differ
+    nonfinite: int  # with checks_finite: position of the first array whose result is not finite, or -1
     progress_count: int  # steps taken
     waits_for_peers: bool  # whether some ranks have not begun the operation
     def done(self) -> bool:
@@ -73,6 +74,7 @@ class Segment:
         /,
     ) -> None: ...
     has_progress_thread: bool
+    nonfinite: int  # as in Operation, of the last call of grouped_allreduce that returned True
     number: int  # of the last operation that was begun, from 1
     pending: bool  # whether an operation is pending
     sent: int  # bytes that this rank has written for allreduces
@@ -83,12 +85,27 @@ class Segment:
         """Reduce by the fast path. True if done; an Operation that takes longer; None if the fast path is not
         possible."""
     def grouped_allreduce(
-        self, sources: list[Any], targets: list[Any], op: Any, name: Any, wire: int = 0, /
+        self,
+        sources: list[Any],
+        targets: list[Any],
+        op: Any,
+        name: Any,
+        wire: int = 0,
+        checks_finite: bool = False,
+        /,
     ) -> Operation | Literal[True] | None: ...
     def begin_exchange(self, record: bytes | None, holds: bool, /) -> Operation:
         """Begin a barrier. holds: it holds the queue when it is complete, until on_complete()."""
     def begin_allreduce(
-        self, record: bytes | None, sources: list[Any], targets: list[Any], dtypes: list[int], op: int, wire: int = 0, /
+        self,
+        record: bytes | None,
+        sources: list[Any],
+        targets: list[Any],
+        dtypes: list[int],
+        op: int,
+        wire: int = 0,
+        checks_finite: bool = False,
+        /,
     ) -> Operation: ...
     def begin_allgather(self, record: bytes | None, send: Any, receive: Any, counts: list[int], /) -> Operation: ...
     def begin_broadcast(self, record: bytes | None, data: Any, root: int, /) -> Operation: ...

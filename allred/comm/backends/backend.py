@@ -30,6 +30,7 @@ class Backend(ABC):
 
     name: str
     fuses = False  # whether a group of arrays passes as one stream, without a fusion buffer
+    checks_finite = False  # whether a reduction can find results that are not finite, see Communicator.nonfinite
     engine: "Segment | None" = None  # what runs several started operations at once; None: the caller runs one at a time
     fast_path: "Segment | None" = None  # a blocking allreduce of contiguous arrays, with checks, in one call into C
     comm: Any = None  # the mpi4py communicator of these ranks, which the backend owns; None without MPI

@@ -41,6 +41,7 @@ class ShmBackend(Backend):
 
     name = "shm"
     fuses = True
+    checks_finite = True
 
     def __init__(self, rank: int, size: int, memory: mmap.mmap, comm: Any = None) -> None:
         super().__init__(rank, size)
@@ -79,11 +80,17 @@ class ShmBackend(Backend):
         return self.segment.begin_exchange(record, False)
 
     def begin_allreduce(
-        self, record: bytes | None, sources: list[Array], targets: list[Array], op: ReduceOp, wire: int
+        self,
+        record: bytes | None,
+        sources: list[Array],
+        targets: list[Array],
+        op: ReduceOp,
+        wire: int,
+        checks_finite: bool = False,
     ) -> Operation:
         codes = [arrays.dtype_code(source.dtype) for source in sources]
         from_buffers, to_buffers = ([arrays.as_buffer(array) for array in side] for side in (sources, targets))
-        return self.segment.begin_allreduce(record, from_buffers, to_buffers, codes, ops.CODES[op], wire)
+        return self.segment.begin_allreduce(record, from_buffers, to_buffers, codes, ops.CODES[op], wire, checks_finite)
 
     def begin_broadcast(self, record: bytes | None, data: Array, root: int) -> Operation:
         return self.segment.begin_broadcast(record, data, root)

@@ -1,8 +1,10 @@
-"""Finds gradients that are not finite on the rank that has them, before the reduction spreads them to all ranks.
+"""Finds gradients that are not finite, and the ranks that have them.
 
-A look at the sum would take the same pass over memory, but could not name the rank, and the gradients would be
-overwritten. A sum of large finite numbers can overflow too. It is scanned only if a rank has numbers so large that
-the sum over all ranks could reach infinity.
+If the ranks share memory, the reduction checks its results in the pass that writes them (csrc/operation.h). It does not
+write a block that is not finite, so afterwards each rank finds its own numbers that caused this.
+
+Otherwise each rank scans its gradients before the reduction. A sum of large finite numbers can overflow too. It is
+scanned only if a rank has numbers so large that the sum over all ranks could reach infinity.
 """
 
 import functools
@@ -119,11 +121,15 @@ def overflow(plan: Plan, values: Sequence[Any], compression: Compression) -> str
     if not scan(plan, values, ranks=1):
         return ""
     names = list(describe(plan, values))
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    dtype = next(tensor.dtype for tensor in plan.tensors if tensor.name == names[0])
+    return overflow_of(plan, names[0], compression, f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def overflow_of(plan: Plan, name: str, compression: Compression, more: str = "") -> str:
+    """As `overflow`, for the sum of this gradient."""
+    dtype = next(tensor.dtype for tensor in plan.tensors if tensor.name == name)
     wire = (arrays.name_of(dtype), compression) in _LARGEST
     limit = f"{arrays.DTYPES[compression.value]}, the wire dtype" if wire else arrays.name_of(dtype)
     return (
-        f"every rank's gradient is finite, but the sum over the ranks of '{names[0]}'{more} is not: it exceeds the "
+        f"every rank's gradient is finite, but the sum over the ranks of '{name}'{more} is not: it exceeds the "
         f"largest number of {limit}; the gradients have been overwritten"
     )

@@ -26,6 +26,7 @@ from allred.modes.options import StepOptions
 # Flags, in addition to those of finite.py: this rank requests
 _CHECK = 4  # a comparison of parameters and gradients
 _BATCHES = 8  # a comparison of the arguments of its batches, which have not been compared yet
+DEFERRED = 16  # a check of the results by the reduction, instead of a scan: this rank has not scanned its gradients
 _FIRST = 3  # steps that are always checked
 _BITS = 32  # of the hash of gradients
 
@@ -57,6 +58,11 @@ class MistakeChecks:
         due = every and (step <= _FIRST or step % every == 0 or (self._updates and self._updates.outside()))
         return _CHECK * bool(due and functions.current().size > 1) | _BATCHES * self._batches.new(step)
 
+    @property
+    def can_defer_scan(self) -> bool:
+        """Whether the gradients of this step must be finite, so that the reduction may check its results instead."""
+        return self.policy != "ignore" and self._samples != 0
+
     def scan(self, plan: Plan, values: Sequence[Any], plain: bool = False) -> int:
         """Return this rank's flags of its gradients. plain: see `StepInput`."""
         if self.policy == "ignore" or self._samples == 0:  # gradients of 0 samples are not used
@@ -83,9 +89,13 @@ class MistakeChecks:
             return self._refuse_nonfinite(finite.describe(plan, values) if own & finite.NONFINITE else {})
         return True
 
-    def passes_reduced(self, flags: list[int], plan: Plan, values: Sequence[Any]) -> bool:
-        """Check the reduced gradients. Return whether they are used. Raises NonFiniteError on all ranks."""
+    def passes_reduced(self, flags: list[int], plan: Plan, values: Sequence[Any], nonfinite: str = "") -> bool:
+        """Check the reduced gradients. Return whether they are used. Raises NonFiniteError on all ranks. nonfinite: see
+        `Reducer.allreduce_`."""
         self._duplicates.remember(values)
+        if nonfinite:  # numbers that are not finite are not overwritten
+            problem = finite.overflow_of(plan, nonfinite, self._compression)
+            return self._refuse_nonfinite(finite.describe(plan, values), problem)
         if any(flag & finite.LARGE for flag in flags) and (problem := finite.overflow(plan, values, self._compression)):
             return self._refuse(problem)
         return True
@@ -102,9 +112,11 @@ class MistakeChecks:
         if updated and self._updates:
             self._updates.stepped(self, self._title)
 
-    def _refuse_nonfinite(self, found: dict[str, str]) -> bool:
+    def _refuse_nonfinite(self, found: dict[str, str], overflow: str = "") -> bool:
+        """found: this rank's gradients that are not finite. overflow: the problem if no rank has any."""
         everyone = functions.allgather_object(found, f"{self._title}: not finite")
-        return self._refuse(finite.verdict(everyone, functions.current().active.ranks))
+        verdict = finite.verdict(everyone, functions.current().active.ranks) if any(everyone) else overflow
+        return self._refuse(verdict)
 
     def _refuse(self, problem: str) -> bool:
         if self.policy == "skip" and self._optimizer is not None:
