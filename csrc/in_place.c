@@ -8,7 +8,8 @@ typedef struct {
 } card;
 
 #define NO_CARD UINT32_MAX
-#define PORTION_BYTES ((size_t)1 << 18) /* reduced in one step; between steps the caller checks signals and time limits */
+#define PORTION_BYTES                                                                                                  \
+  ((size_t)1 << 18) /* reduced in one step; between steps the caller checks signals and time limits */
 
 static size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
 

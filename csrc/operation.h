@@ -77,14 +77,14 @@ struct allred_operation {
   int phase, ready_ranks, status;  /* ready_ranks: the ranks below have reached the phase */
   /* a reduction */
   int variant, op, divisor;
-  int checks_finite;  /* the same on all ranks */
-  uint32_t nonfinite; /* 1 + the smallest index of a tensor whose result was found not to be finite; 0: none */
+  int checks_finite;   /* the same on all ranks */
+  uint32_t nonfinite;  /* 1 + the smallest index of a tensor whose result was found not to be finite; 0: none */
   size_t tensor_count; /* tensors that pass through the ring; those that are reduced in place lie behind them */
   allred_tensor *tensors;
   allred_cursor filled, drained;
   allred_cursor slice; /* the next part that this rank reduces in place, */
   size_t slice_lines;  /* and the lines that are left of it */
-  size_t chunk_bytes; /* of the round: its data, and the room for wide results behind it */
+  size_t chunk_bytes;  /* of the round: its data, and the room for wide results behind it */
   size_t data_bytes;
   int chunk_dtype, chunk_wire;
   /* an exchange: the offsets of the data for each rank in `send`, and of the data from each rank in `receive` */

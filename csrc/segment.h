@@ -30,16 +30,16 @@
 #include "copy.h"
 #include "header.h"
 
-#define ALLRED_MAX_RANKS 1024    /* of one node */
-#define ALLRED_LINE 64           /* bytes of a cache line; chunks are a multiple of it */
-#define ALLRED_INLINE_BYTES 2048 /* data bytes of an inline slot */
-#define ALLRED_RING_CHUNKS 16    /* at least 3 */
+#define ALLRED_MAX_RANKS 1024                    /* of one node */
+#define ALLRED_LINE 64                           /* bytes of a cache line; chunks are a multiple of it */
+#define ALLRED_INLINE_BYTES 2048                 /* data bytes of an inline slot */
+#define ALLRED_RING_CHUNKS 16                    /* at least 3 */
 #define ALLRED_IN_PLACE_BYTES ((size_t)16 << 10) /* smallest tensor that is reduced in place */
 
 /* Memory that all ranks map, each at an address of its own: `base[r]` is the arena of rank r in this process. */
 typedef struct {
-  char *const *base;      /* of each rank; NULL: there are no arenas */
-  size_t bytes;           /* of the arena of this rank */
+  char *const *base;       /* of each rank; NULL: there are no arenas */
+  size_t bytes;            /* of the arena of this rank */
   size_t min_tensor_bytes; /* smallest tensor that is reduced in place; the same on all ranks */
 } allred_arenas;
 
@@ -50,8 +50,8 @@ typedef struct {
   uint64_t operation;  /* the number of the last operation that this rank has begun */
   uint64_t tick_count; /* of all operations before that one; the same on all ranks */
   allred_copy_policy copy_policy;
-  size_t place;  /* offset of the next chunk in the ring; the same on all ranks */
-  uint64_t sent; /* bytes that this rank has written for allreduces */
+  size_t place;      /* offset of the next chunk in the ring; the same on all ranks */
+  uint64_t sent;     /* bytes that this rank has written for allreduces */
   uint64_t in_place; /* bytes of tensors of this rank that were reduced in place */
   allred_arenas arenas;
 } allred_segment;

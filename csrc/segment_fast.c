@@ -183,5 +183,6 @@ PyObject *allred_segment_grouped_allreduce(Segment *self, PyObject *const *args,
   }
   const Py_ssize_t kept = allred_group_by_dtype(operation->tensors, tensors);
   if (kept < 0 || overlap(self, operation->tensors, kept)) return not_supported(self, operation);
-  return run(self, operation, &header, kept, count > 5 && args[5] == Py_True, (allred_trace_event){.bytes = bytes, .grouped = 1, .name = args[3]});
+  return run(self, operation, &header, kept, count > 5 && args[5] == Py_True,
+             (allred_trace_event){.bytes = bytes, .grouped = 1, .name = args[3]});
 }

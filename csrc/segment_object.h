@@ -53,7 +53,7 @@ struct allred_segment_object {
   Py_buffer *arenas; /* of all ranks, or NULL */
   char **arena_base; /* their addresses */
   int open, locked, variant, pid;
-  uint32_t nonfinite; /* as in allred_operation, of the last operation of the fast path */
+  uint32_t nonfinite;               /* as in allred_operation, of the last operation of the fast path */
   unsigned long finishing_thread;   /* the thread that must complete what its fast path began, or 0 */
   const volatile char *own_process; /* a page that reads 0 in a forked child */
   Operation *spare;                 /* reused by the fast path; NULL if an unfinished call has taken it */

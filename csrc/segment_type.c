@@ -56,8 +56,8 @@ static PyObject *set_arenas(Segment *self, PyObject *buffers) {
       return release_arenas(self), NULL;
     self->arena_base[rank] = self->arenas[rank].buf;
   }
-  self->segment.arenas = (allred_arenas){self->arena_base, (size_t)self->arenas[self->segment.rank].len,
-                                         ALLRED_IN_PLACE_BYTES};
+  self->segment.arenas =
+      (allred_arenas){self->arena_base, (size_t)self->arenas[self->segment.rank].len, ALLRED_IN_PLACE_BYTES};
   Py_RETURN_NONE;
 }
 
@@ -164,8 +164,7 @@ static int enter(const Segment *self, Operation *operation, PyObject *source, Py
     PyErr_Format(PyExc_ValueError, "%zd bytes cannot be reduced into %zd", in->len, out->len);
     return -1;
   }
-  *tensor = (allred_tensor){
-      in->buf, out->buf, (size_t)in->len, (int)dtype, allred_wire_of((int)dtype, wire), 0, 0};
+  *tensor = (allred_tensor){in->buf, out->buf, (size_t)in->len, (int)dtype, allred_wire_of((int)dtype, wire), 0, 0};
   return 0;
 }
 

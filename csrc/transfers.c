@@ -139,8 +139,7 @@ static void reduce_checked(allred_operation *op, const allred_tensor *tensor, si
     length = smaller(bytes - at, ALLRED_BLOCK_BYTES);
     reduce(block, sources, op->segment->ranks, length / allred_dtype_bytes(tensor->dtype), op->divisor);
     allred_write_block(op, tensor, &tensor->out, 1, offset + at, block, length);
-    for (int rank = 0; rank < op->segment->ranks; rank++)
-      sources[rank] = (const char *)sources[rank] + (length >> by);
+    for (int rank = 0; rank < op->segment->ranks; rank++) sources[rank] = (const char *)sources[rank] + (length >> by);
   }
 }
 

@@ -2,7 +2,8 @@
  * Explores all orders in which ranks can take the steps of operation.h, on the real code.
  *
  * One thread plays all ranks. A state is the shared memory, and each rank's operation and arrays; from each state every
- * rank that can move does, depth first, and what it changed (its own part of all that) is put back. A state seen before
+ * rank that can move does, depth first, and what it changed (its own part of all that, and arrays in the arenas of all
+ * ranks) is put back. A state seen before
  * is not entered again. (It is known by a hash of 64 bits: of a million states two are taken for one with a probability
  * of 3e-8.)
  * Checked: every number that an operation leaves, and that in every state some rank can move until all have ended.
@@ -24,10 +25,30 @@
 #include "mutations.h"
 #include "operation.h"
 
-enum { EXCHANGE, ONE_PHASE, TWO_PHASES, ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER, MISMATCH, KINDS };
-static const char *const kind_names[] = {
-    "exchange", "one-phase allreduce", "two-phase allreduce", "allgather", "broadcast", "alltoall", "reducescatter",
-    "mismatch"};
+/* CARDS: one rank holds the tensor in private memory, so all pass it through the ring after the first round. */
+enum {
+  EXCHANGE,
+  ONE_PHASE,
+  TWO_PHASES,
+  ALLGATHER,
+  BROADCAST,
+  ALLTOALL,
+  REDUCESCATTER,
+  MISMATCH,
+  IN_PLACE,
+  CARDS,
+  KINDS
+};
+static const char *const kind_names[] = {"exchange",
+                                         "one-phase allreduce",
+                                         "two-phase allreduce",
+                                         "allgather",
+                                         "broadcast",
+                                         "alltoall",
+                                         "reducescatter",
+                                         "mismatch",
+                                         "allreduce in place",
+                                         "allreduce of a private tensor"};
 
 #define MAX_RANKS 3
 #define MAX_ROUNDS 4
@@ -36,7 +57,7 @@ static const char *const kind_names[] = {
 #define GIVEN_BYTES (MAX_ROUNDS * CHUNK_BYTES(MAX_RANKS))
 #define MEMORY_BYTES (MAX_RANKS * 16384)
 /* Moves of all ranks: a round has up to five steps, and each of its two waits can advance by one rank. */
-#define MAX_MOVES (MAX_RANKS * OPERATIONS * MAX_ROUNDS * (5 + 2 * MAX_RANKS))
+#define MAX_MOVES (MAX_RANKS * OPERATIONS * (MAX_ROUNDS + 1) * (5 + 2 * MAX_RANKS))
 #define TABLE (1 << 20)
 
 typedef struct {
@@ -53,11 +74,14 @@ static struct {
 } config;
 static player players[MAX_RANKS];
 static _Alignas(4096) char memory[MEMORY_BYTES];
+static _Alignas(64) char arenas[MAX_RANKS][GIVEN_BYTES];
+static char *const arena_base[MAX_RANKS] = {arenas[0], arenas[1], arenas[2]};
 static size_t area_bytes;
 static const char *failure;
 
 static struct {
   player player;
+  char arenas[MAX_RANKS][GIVEN_BYTES];
   char area[MEMORY_BYTES / MAX_RANKS];
 } saved[MAX_MOVES + 1];
 
@@ -92,13 +116,17 @@ static void begin(player *me) {
   const int kind = config.kinds[operation];
   const size_t chunk = me->segment.chunk_bytes, bytes = bytes_of(operation, chunk),
                part = bytes_of(operation, ALLRED_LINE);
-  const int in_place = kind == TWO_PHASES || kind == MISMATCH;
+  const int in_place = kind == TWO_PHASES || kind == MISMATCH, in_arena = kind == IN_PLACE || (kind == CARDS && !rank);
   const allred_header header = {.kind = (uint8_t)kind, .problem = kind == MISMATCH && rank == ranks - 1};
   if (!one_phase) one_phase = transfer_of(2, 8), two_phases = transfer_of(MAX_RANKS, (size_t)1 << 40);
   if (one_phase->reduce || !two_phases->reduce) exit((fprintf(stderr, "model: which allreduce is which?\n"), 2));
   for (size_t i = 0; i < GIVEN_BYTES / 8; i++) me->given[i] = number(operation, rank, i);
   memset(me->got, 0, sizeof me->got);
-  me->tensor = (allred_tensor){(char *)me->given, (char *)(in_place ? me->given : me->got), bytes, ALLRED_INT64, 0, 0, 0};
+  me->tensor =
+      (allred_tensor){(char *)me->given, (char *)(in_place ? me->given : me->got), bytes, ALLRED_INT64, 0, 0, 0};
+  memcpy(arenas[rank], me->given, sizeof me->given);
+  if (in_arena) me->tensor.in = me->tensor.out = arenas[rank];
+  me->segment.arenas = (allred_arenas){kind == IN_PLACE || kind == CARDS ? arena_base : NULL, GIVEN_BYTES, 1};
   for (int r = 0; r < ranks; r++) {
     const size_t share = kind == BROADCAST ? (r == 0) * bytes : kind == ALLGATHER ? bytes : part;
     me->starts[r + 1] = me->receive_starts[r + 1] = me->starts[r] + share;
@@ -116,6 +144,10 @@ static void begin(player *me) {
     allred_begin_allreduce(op, &me->segment, &header, &me->tensor, 1, 0, ALLRED_SUM, 1);
     op->transfer = kind == ONE_PHASE ? one_phase : two_phases;
     break;
+  case IN_PLACE:
+  case CARDS:
+    allred_begin_allreduce(op, &me->segment, &header, &me->tensor, 1, 0, ALLRED_SUM, 1);
+    break;
   case ALLTOALL:
     allred_begin_alltoall(op, &me->segment, &header, send, receive, me->starts, me->receive_starts, part);
     break;
@@ -131,7 +163,7 @@ static int right(const player *me, int status) {
   const int operation = me->ended, kind = config.kinds[operation], ranks = config.ranks, rank = me->segment.rank;
   const size_t all = bytes_of(operation, me->segment.chunk_bytes) / 8, part = bytes_of(operation, ALLRED_LINE) / 8;
   if (status != (kind == MISMATCH ? ALLRED_DIFFER : ALLRED_DONE)) return 0;
-  if (kind == ONE_PHASE || kind == TWO_PHASES)
+  if (kind == ONE_PHASE || kind == TWO_PHASES || kind == IN_PLACE || kind == CARDS)
     for (size_t i = 0; i < all; i++)
       if (((const uint64_t *)(const void *)me->tensor.out)[i] != sum(operation, i)) return 0;
   if (kind == REDUCESCATTER)
@@ -180,7 +212,7 @@ static uint64_t hash(uint64_t start, const void *data, size_t bytes) {
 
 static uint64_t hash_rank(int rank) {
   const uint64_t own = hash((uint64_t)rank, memory + (size_t)rank * area_bytes, area_bytes);
-  return hash(own, &players[rank], sizeof(player));
+  return hash(hash(own, arenas[rank], GIVEN_BYTES), &players[rank], sizeof(player));
 }
 
 /* In how many orders things can go on from this state. hashes: of each rank's part of it. */
@@ -201,14 +233,18 @@ static double explore(int depth, const uint64_t *hashes) {
     ended += me->ended == OPERATIONS;
     memcpy(&saved[depth].player, me, sizeof *me);
     memcpy(saved[depth].area, area, area_bytes);
+    memcpy(saved[depth].arenas, arenas, sizeof arenas);
+    const int writes_to_all = me->ended < OPERATIONS && config.kinds[me->ended] == IN_PLACE;
     if (!move(me)) continue;
     edges++;
     uint64_t next[MAX_RANKS];
     memcpy(next, hashes, sizeof next);
     next[rank] = hash_rank(rank);
+    for (int other = 0; writes_to_all && other < config.ranks; other++) next[other] = hash_rank(other);
     if (!failure) orders += explore(depth + 1, next);
     memcpy(me, &saved[depth].player, sizeof *me);
     memcpy(area, saved[depth].area, area_bytes);
+    memcpy(arenas, saved[depth].arenas, sizeof arenas);
   }
   if (ended == config.ranks)
     orders = 1;
@@ -230,6 +266,7 @@ static double search(int ranks, const int *kinds, const int *rounds) {
   if (area_bytes > MEMORY_BYTES / MAX_RANKS) exit((fprintf(stderr, "model: MEMORY_BYTES is too small\n"), 2));
   memset(memory, 0, sizeof memory);
   memset(players, 0, sizeof players);
+  memset(arenas, 0, sizeof arenas);
   for (int rank = 0; rank < ranks; rank++) {
     players[rank].segment = segment;
     players[rank].segment.rank = rank;
@@ -277,6 +314,16 @@ int main(void) {
   for (mutation = 1; mutation < MUTATIONS; mutation++) {
     for (int ranks = 2; ranks <= MAX_RANKS && !failure; ranks++) search_all(ranks, 1, 1);
     printf("  mutation, %s: ", mutation_names[mutation]);
+    if (!failure) return puts("NOT NOTICED"), 1;
+    show_failure();
+    failure = NULL;
+  }
+  static const int in_place[] = {IN_PLACE, IN_PLACE, IN_PLACE}, rounds[] = {2, 1, 3};
+  static const int noticed[] = {NO_FIRST_WAIT, NO_REDUCE_WAIT, ONLY_NEIGHBOURS_WAIT};
+  for (size_t i = 0; i < sizeof noticed / sizeof *noticed; i++) {
+    mutation = noticed[i];
+    search(MAX_RANKS, in_place, rounds);
+    printf("  mutation, in place, %s: ", mutation_names[mutation]);
     if (!failure) return puts("NOT NOTICED"), 1;
     show_failure();
     failure = NULL;

@@ -105,7 +105,8 @@ static plan make_plan(const scene *scene, uint64_t seed) {
 static void write_nan(int dtype, char *to) {
   const uint64_t bits = dtype == ALLRED_FLOAT64   ? UINT64_C(0x7ff8) << 48
                         : dtype == ALLRED_FLOAT32 ? 0x7fc00000
-                                                  : dtype == ALLRED_FLOAT16 ? 0x7e00 : 0x7fc0;
+                        : dtype == ALLRED_FLOAT16 ? 0x7e00
+                                                  : 0x7fc0;
   memcpy(to, &bits, allred_dtype_bytes(dtype));
 }
 
