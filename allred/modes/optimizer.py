@@ -141,8 +141,8 @@ class DistributedOptimizer:
             samples: how many samples the gradients are the mean of; known automatically inside `allred.data.batches`.
                 In mode sync ranks are weighted by it; if no rank gives it, all count equally.
 
-        Raises InputError, MismatchError, DriftError or NonFiniteError before anything is changed (after the gradients
-        are overwritten, if only their sum overflows); in mode sync with the same text on every rank.
+        Raises InputError, MismatchError, DriftError or NonFiniteError before parameters and optimizer state are
+        changed; in mode sync with the same text on every rank. With NonFiniteError the gradients may be overwritten.
 
         Example: on 2 ranks, with `opt = allred.distributed(allred.optim.SGD(lr=1.0))` and `w = np.zeros(2)`,
         `opt.step({"w": w}, {"w": np.full(2, float(allred.rank()))})` sets `w` to `[-0.5, -0.5]` on both.
