@@ -1,6 +1,7 @@
 """allred: data-parallel training over MPI. Importing it starts neither MPI nor CUDA; allred.init() does."""
 
 from allred import data, optim
+from allred.arena import empty, empty_like
 from allred.client.client_session import connect
 from allred.cluster.device import device
 from allred.cluster.spec import ClusterSpec
@@ -101,8 +102,9 @@ __all__ = [
     "Server", "Session", "ShutdownError", "Sum", "Towers", "Work", "allgather", "allgather_async", "allgather_object",
     "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier",
     "barrier_async", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object", "connect",
-    "cross_rank", "cross_size", "data", "device", "digest", "distributed", "grouped_allreduce", "grouped_allreduce_",
-    "grouped_allreduce_async", "grouped_allreduce_async_", "init", "is_chief", "is_initialized", "job_name", "join",
-    "local_rank", "local_size", "optim", "patience", "poll", "rank", "reducescatter", "reducescatter_async",
-    "replica_device_setter", "shutdown", "size", "synchronize", "task_index", "variable", "world_rank", "world_size",
+    "cross_rank", "cross_size", "data", "device", "digest", "distributed", "empty", "empty_like", "grouped_allreduce",
+    "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "init", "is_chief", "is_initialized",
+    "job_name", "join", "local_rank", "local_size", "optim", "patience", "poll", "rank", "reducescatter",
+    "reducescatter_async", "replica_device_setter", "shutdown", "size", "synchronize", "task_index", "variable",
+    "world_rank", "world_size",
 ]  # fmt: skip

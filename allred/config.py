@@ -77,6 +77,12 @@ class Config:
     bucket_bytes: int = _setting(
         2**20, "size of a bucket: gradients smaller than half of it are reduced together (512KiB, 4MiB, ...)", minimum=1
     )
+    arena: str = _setting(
+        "auto",
+        "size of the shared memory of each rank for arrays that are reduced in place: auto, 0 (none), or a size (4GiB)",
+        expected="auto, 0 or a size such as 4GiB",
+        size=True,
+    )
     timeout_s: float = _setting(1800.0, "time limit of a wait in one collective, in seconds", minimum=0.001)
     nonfinite: str = _setting(
         "raise", "action on all ranks if a gradient has NaN or infinity", choices=("raise", "skip", "ignore")
@@ -173,6 +179,8 @@ def _parse(name: str, value: Any, where: str) -> Any:
     choices, later = field.metadata.get("choices"), field.metadata.get("later", ())
     try:
         parsed = _convert(type(field.default), value, counts="expected" in field.metadata)
+        if field.metadata.get("size") and parsed != field.default:
+            parsed = str(parse_bytes(parsed))
     except (ValueError, TypeError, KeyError, OverflowError):
         raise ConfigError(f"{where} is not {expected}") from None
     if choices and parsed not in choices:

@@ -14,7 +14,7 @@ import socket
 import sys
 from typing import Any
 
-from allred import detached, log, native, world
+from allred import arena, detached, log, native, world
 from allred.client.call import ClientGroup
 from allred.cluster import mpi, processors, topology
 from allred.cluster.processors import Cores
@@ -159,6 +159,8 @@ def _join_ranks(comm: Any, settings: dict[str, Any] | str, cluster: Cluster, in_
     here = _world(plan, facts, control, duplicate, cluster)
     here.in_cluster = in_cluster
     world.install(here)
+    if here.communicator.backend.name == "shm":
+        arena.enable(plan.config.arena, here.topology.local_size)
     _connect_servers_and_clients(here, plan, control, duplicate, cluster)
     _start_watchers(plan, facts, control, cluster)
     log.info(_banner(here, library))
@@ -323,6 +325,7 @@ def shutdown() -> None:
         here.process_sets.close()
     communicator.close()
     recording.stop()
+    arena.disable()
     world.install(None)
 
 

@@ -44,3 +44,12 @@ alarm: Callable[[float, float, str, str, int], bool] | None = getattr(_kernels, 
 cancel_alarm: Callable[[], None] | None = getattr(_kernels, "cancel_alarm", None)
 Mailbox: Any = getattr(_kernels, "Mailbox", None)  # see csrc/mailbox.h
 mailbox_bytes: Callable[[int, int], int] | None = getattr(_kernels, "mailbox_bytes", None)
+
+# None if the extension was not built; see csrc/arena.h and _kernels.pyi.
+arena_open: Any = getattr(_kernels, "arena_open", None)
+arena_enable: Any = getattr(_kernels, "arena_enable", None)
+arena_serve_sizes: Any = getattr(_kernels, "arena_serve_sizes", None)
+arena_attach: Any = getattr(_kernels, "arena_attach", None)
+arena_call: Any = getattr(_kernels, "arena_call", None)
+arena_freeze: Any = getattr(_kernels, "arena_freeze", None)
+arena_usage: Any = getattr(_kernels, "arena_usage", None)

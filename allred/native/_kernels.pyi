@@ -34,6 +34,28 @@ def arm_exit(
     """Set what this process does at exit (csrc/exit.h). mpi: the addresses of MPI_Finalized, MPI_Finalize and
     MPI_Abort, and the handle of the communicator to abort. False if libc has no on_exit()."""
 
+def arena_open(numpy_api: Any, fd: int, offset: int, memory: Any, /) -> bool:
+    """Make `memory` the arena of this process (csrc/arena.h); once. numpy_api: the capsule _ARRAY_API. memory: a
+    mapping of `fd` from `offset`, which is never released. False if this numpy is not known, or there is no memory."""
+
+def arena_enable(on: bool, /) -> None:
+    """Let the arena serve blocks, or only free them. Initially off."""
+
+def arena_serve_sizes(sizes: list[int], /) -> None:
+    """Set the sizes in bytes that are served in contexts with the handler: at most 2048."""
+
+def arena_attach() -> bool:
+    """Set the handler of this context, unless it is set, or the program has set its own. Returns whether it is set."""
+
+def arena_call(function: Any, /, *arguments: Any) -> Any:
+    """Call the function; the arena serves all arrays that it makes, of any size. The arena must be open."""
+
+def arena_freeze() -> None:
+    """After an abandoned operation: serve no block, and never use one again."""
+
+def arena_usage() -> tuple[int, int, int, bool]:
+    """(bytes, live bytes, bytes that have pages, whether frozen); all 0 without an arena."""
+
 def segment_bytes(ranks: int, chunk_bytes: int, /) -> int: ...
 
 class Operation:

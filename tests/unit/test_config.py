@@ -41,6 +41,7 @@ def test_arguments_override_variables():
         ("ALLRED_NCCL_CROSS", "tcp", "choose one of nccl, mpi"),
         ("ALLRED_BUCKET_BYTES", "many", "ALLRED_BUCKET_BYTES='many' is not a size such as 4MiB"),
         ("ALLRED_BUCKET_BYTES", "0", "too small; it must be at least 1"),
+        ("ALLRED_ARENA", "yes", "ALLRED_ARENA='yes' is not auto, 0 or a size such as 4GiB"),
         ("ALLRED_TIMEOUT_S", "nan", "too small"),
         ("ALLRED_TIMEOUT_S", "0", "too small; it must be at least 0.001"),
         ("ALLRED_TIMEOUT_S", "soon", "ALLRED_TIMEOUT_S='soon' is not a number"),
@@ -53,6 +54,11 @@ def test_arguments_override_variables():
 def test_what_cannot_be_used_is_named(variable, value, message):
     with pytest.raises(ConfigError, match=message):
         explicit_settings({variable: value}, {})
+
+
+@pytest.mark.parametrize(("value", "parsed"), [("auto", "auto"), ("0", "0"), ("2KiB", "2048"), ("2048", "2048")])
+def test_a_size_may_be_automatic(value, parsed):
+    assert explicit_settings({"ALLRED_ARENA": value}, {}) == {"arena": parsed}
 
 
 def test_arguments_are_checked_too():

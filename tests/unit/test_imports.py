@@ -16,7 +16,7 @@ CSRC = ROOT.parent / "csrc"
 # Top to bottom, the path of a gradient. A package may import what stands below it, and its own modules.
 PACKAGES = (
     *("__main__", "doctor", "bench", "testing", "compat", "torch", "__init__", "server", "startup", "session"),
-    *("client", "launch", "modes", "ps", "comm", "fusion", "timeline", "watch", "data", "optim"),
+    *("client", "launch", "modes", "ps", "comm", "fusion", "timeline", "watch", "data", "optim", "arena"),
     *("cluster", "checkpoint", "gpu", "native", "nest", "arrays", "validators", "log", "world", "config", "errors"),
     *("detached", "channel", "command_line", "wording"),
 )
@@ -40,6 +40,8 @@ CYCLES: list[set[str]] = []
 PRIVATE_BUT_DOCUMENTED = {"_replace", "_make", "_fields", "_asdict", "_exit", "_getframe", "_handleof"}
 # torch has no public names for the end of a backward pass; its own DDP and FSDP use these.
 PRIVATE_BUT_DOCUMENTED |= {"_C", "_execution_engine", "_current_graph_task_id", "_current_autograd_node"}
+
+PRIVATE_BUT_DOCUMENTED |= {"_ARRAY_API"}  # numpy's C API
 
 # Names of torch without a public form, which backends written by others use too.
 OF_TORCH = {"_C", "_distributed_c10d", "_current_autograd_node", "_disable_dynamo", "_execution_engine"}

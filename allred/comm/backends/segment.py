@@ -51,9 +51,17 @@ def offer(nbytes: int) -> tuple[mmap.mmap, Offer]:
     return memory, Offer(f"/proc/{os.getpid()}/fd/{fd}", nbytes, identity)
 
 
-def accept(offered: Offer) -> mmap.mmap | None:
+def describe(fd: int, nbytes: int) -> Offer:
+    """Offer `nbytes` bytes of a file of this process, behind its first page, which begins with a nonce."""
+    return Offer(f"/proc/{os.getpid()}/fd/{fd}", nbytes, _identify(fd))
+
+
+def accept(offered: Offer, fd: int = -1) -> mmap.mmap | None:
+    """Map the memory of an offer; None if that fails. fd: a descriptor of the file, which is closed; default: it is
+    opened through /proc."""
     try:
-        fd = os.open(offered.path, os.O_RDWR | os.O_CLOEXEC)
+        if fd < 0:
+            fd = os.open(offered.path, os.O_RDWR | os.O_CLOEXEC)
         return _map(fd, offered.nbytes, offered.identity, mmap.PAGESIZE)
     except OSError:
         return None
@@ -72,7 +80,7 @@ def share(comm: Any, nbytes: int, ways: Sequence[Callable[[Any, int], int]] = ()
     if identity is None:
         return None
     try:
-        for way in ways or (_through_proc, _over_socket):
+        for way in ways or (_through_proc, over_socket):
             memory = _map(way(comm, fd), nbytes, identity)
             if all(comm.allgather(memory is not None)):
                 assert memory is not None
@@ -89,7 +97,7 @@ def share(comm: Any, nbytes: int, ways: Sequence[Callable[[Any, int], int]] = ()
 
 def way(comm: Any) -> str:
     """Describe how the ranks of an mpi4py communicator share memory; "" if they cannot. Collective and blocking."""
-    for words, one in (("memfd through /proc", _through_proc), ("memfd over a Unix socket", _over_socket)):
+    for words, one in (("memfd through /proc", _through_proc), ("memfd over a Unix socket", over_socket)):
         memory = share(comm, mmap.PAGESIZE, [one])
         if memory is not None:
             memory.close()
@@ -101,13 +109,16 @@ def _create(nbytes: int) -> tuple[int, _Identity]:
     fd = os.memfd_create("allred", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(fd, 0, nbytes)  # fails now with an error instead of a SIGBUS later
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        os.pwrite(fd, nonce, 0)
+        os.pwrite(fd, secrets.token_bytes(NONCE_BYTES), 0)
+        return fd, _identify(fd)
     except OSError:
         os.close(fd)
         raise
+
+
+def _identify(fd: int) -> _Identity:
     status = os.fstat(fd)
-    return fd, _Identity(status.st_dev, status.st_ino, nonce)
+    return _Identity(status.st_dev, status.st_ino, os.pread(fd, NONCE_BYTES, 0))
 
 
 def _map(fd: int, nbytes: int, identity: _Identity, offset: int = 0) -> mmap.mmap | None:
@@ -115,9 +126,7 @@ def _map(fd: int, nbytes: int, identity: _Identity, offset: int = 0) -> mmap.mma
     if fd < 0:
         return None
     try:
-        status = os.fstat(fd)
-        found = _Identity(status.st_dev, status.st_ino, os.pread(fd, NONCE_BYTES, 0))
-        return mmap.mmap(fd, nbytes, offset=offset) if found == identity else None
+        return mmap.mmap(fd, nbytes, offset=offset) if _identify(fd) == identity else None
     except (OSError, ValueError):
         return None
     finally:
@@ -133,8 +142,9 @@ def _through_proc(comm: Any, fd: int) -> int:
         return -1
 
 
-def _over_socket(comm: Any, fd: int) -> int:
-    """As `_through_proc`; works between PID namespaces that share the network namespace."""
+def over_socket(comm: Any, fd: int, root: int = 0) -> int:
+    """Return a descriptor of the file of rank `root`, or -1. Collective. fd: that file on `root`, else -1. It works
+    between PID namespaces that share the network namespace."""
     with socket.socket(socket.AF_UNIX) as mine:
         mine.settimeout(SOCKET_S)
         name, ready = "", False
@@ -143,7 +153,7 @@ def _over_socket(comm: Any, fd: int) -> int:
                 name = f"\0allred-{secrets.token_hex(16)}"  # abstract: not a file
                 mine.bind(name)
                 mine.listen(comm.Get_size())
-        name = comm.bcast(name)
+        name = comm.bcast(name, root)
         with contextlib.suppress(OSError):
             if fd < 0:
                 mine.connect(name)

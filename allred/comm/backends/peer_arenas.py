@@ -1,0 +1,42 @@
+"""The arenas of the ranks of one node, mapped by all of them (allred/arena.py).
+
+A process maps the arena of a peer once, for all communicators; the mapping exists as long as one of them uses it.
+"""
+
+import mmap
+import os
+from typing import Any
+from weakref import WeakValueDictionary
+
+from allred import arena
+from allred.comm.backends import segment
+
+_mapped: WeakValueDictionary[segment.Offer, mmap.mmap] = WeakValueDictionary()
+
+
+def share(comm: Any) -> list[mmap.mmap] | None:
+    """Map the arenas of all ranks of an mpi4py communicator; None on all ranks if a rank has none or cannot map all.
+
+    Collective and blocking. All ranks are on one node. Entry r is the arena of rank r: a byte at address a on rank r
+    has the offset a - (address of the arena on rank r). The entry of this rank is its own mapping, not a second one.
+    """
+    own = arena.memory()
+    offers = comm.allgather(None if own is None else segment.describe(own[1], len(own[0])))
+    if own is None or None in offers:
+        return None
+    _mapped[offers[comm.Get_rank()]] = own[0]
+    found = [_mapped.get(offer) or _keep(offer, segment.accept(offer)) for offer in offers]
+    missing = comm.allgather([rank for rank, memory in enumerate(found) if memory is None])
+    for rank in sorted(set().union(*missing)):
+        fd = segment.over_socket(comm, own[1] if rank == comm.Get_rank() else -1, rank)
+        if found[rank] is None:
+            found[rank] = _keep(offers[rank], segment.accept(offers[rank], fd))
+        elif fd >= 0:
+            os.close(fd)
+    return [memory for memory in found if memory is not None] if all(comm.allgather(None not in found)) else None
+
+
+def _keep(offer: segment.Offer, memory: mmap.mmap | None) -> mmap.mmap | None:
+    if memory is not None:
+        _mapped[offer] = memory
+    return memory

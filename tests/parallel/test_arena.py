@@ -1,0 +1,81 @@
+"""Arenas that the ranks of a node share: arrays of `allred.empty` are read and written by peers."""
+
+import gc
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import allred
+from allred import arena, native
+from allred.comm.backends import peer_arenas, segment
+
+if not native.available:
+    pytest.skip(f"C extension: {native.reason}", allow_module_level=True)
+
+pytestmark = [pytest.mark.mpi, pytest.mark.skipif(MPI.COMM_WORLD.Get_size() == 1, reason="takes several ranks")]
+
+
+@pytest.fixture
+def comm():
+    duplicate = MPI.COMM_WORLD.Dup()
+    yield duplicate
+    duplicate.Free()
+
+
+def address(array):
+    return array.__array_interface__["data"][0]
+
+
+def check_peers(comm, memories):
+    rank, size = comm.Get_rank(), comm.Get_size()
+    array = allred.empty((size, 1000), "int64")
+    array[:] = rank
+    base = address(np.frombuffer(memories[rank], np.uint8))
+    offsets = comm.allgather(address(array) - base)
+    peers = [np.frombuffer(memory, "int64", array.size, at) for memory, at in zip(memories, offsets, strict=True)]
+    assert [set(peer.tolist()) for peer in peers] == [{each} for each in range(size)]
+    comm.Barrier()
+    for peer in peers:
+        peer.reshape(array.shape)[rank] = 100 + rank
+    comm.Barrier()
+    assert (array == 100 + np.arange(size)[:, None]).all()
+
+
+def test_peers_read_and_write(comm):
+    memories = peer_arenas.share(comm)
+    check_peers(comm, memories)
+    assert all(one is other for one, other in zip(memories, peer_arenas.share(comm), strict=True))
+    own = arena.memory()[0]
+    assert memories[comm.Get_rank()] is own
+
+
+def test_mappings_end_with_their_users(comm):
+    memories = peer_arenas.share(comm)
+    assert len(peer_arenas._mapped) == comm.Get_size()
+    del memories
+    gc.collect()
+    assert list(peer_arenas._mapped.values()) == [arena.memory()[0]]
+    comm.Barrier()
+
+
+def test_descriptors_over_sockets(comm, monkeypatch):
+    """Some ranks cannot use /proc."""
+    accept = segment.accept
+    if comm.Get_rank() != 1:
+        monkeypatch.setattr(segment, "accept", lambda offer, fd=-1: accept(offer, fd) if fd >= 0 else None)
+    check_peers(comm, peer_arenas.share(comm))
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_none_on_all_ranks_if_one_has_none(comm, monkeypatch, odd):
+    if comm.Get_rank() == odd:
+        monkeypatch.setattr(arena, "memory", lambda: None)
+    assert peer_arenas.share(comm) is None
+
+
+def test_none_on_all_ranks_if_one_cannot_map(comm, monkeypatch):
+    gc.collect()
+    if comm.Get_rank() == 1:
+        monkeypatch.setattr(segment, "accept", lambda offer, fd=-1: None)
+    assert peer_arenas.share(comm) is None

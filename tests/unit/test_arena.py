@@ -1,0 +1,294 @@
+"""allred.arena: which arrays it serves, and that they behave like other arrays (the allocator: tests/csrc/arena.c)."""
+
+import contextvars
+import gc
+import io
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+
+import numpy as np
+import pytest
+
+import allred
+from allred import arena, native
+from allred.native import arena_attach, arena_serve_sizes, arena_usage
+
+if not native.available:
+    pytest.skip(f"C extension: {native.reason}", allow_module_level=True)
+
+BYTES = 64 << 20  # of the arena of these tests
+
+
+@pytest.fixture(autouse=True)
+def _enabled():
+    arena.enable(str(BYTES), ranks=1)
+    yield
+    arena_serve_sizes([])
+    arena.disable()
+
+
+def inside(array):
+    memory, _ = arena.memory()
+    base = np.frombuffer(memory, np.uint8, 1).__array_interface__["data"][0]
+    return base <= array.__array_interface__["data"][0] < base + len(memory)
+
+
+def in_context(function):
+    """Run the function with a handler that lasts until it returns."""
+    return contextvars.copy_context().run(function)
+
+
+def program(code):
+    """Run a program in a new process, because a process has one arena."""
+    start = f"import os, numpy as np, allred\nfrom allred import arena\narena.enable('{BYTES}', 1)\n"
+    command = [sys.executable, "-X", "faulthandler", "-c", start + textwrap.dedent(code)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("shape", [(), 5, (3, 4), (2, 0), (1000, 300)])
+@pytest.mark.parametrize("dtype", ["float64", "int8", "bool"])
+def test_empty(shape, dtype):
+    expected, array = np.empty(shape, dtype), allred.empty(shape, dtype)
+    assert (array.shape, array.dtype) == (expected.shape, expected.dtype)
+    assert inside(array)
+    assert array.flags.owndata
+    assert not inside(np.empty(shape, dtype))
+
+
+def test_empty_like():
+    fortran = np.zeros((30, 40), "float32", order="F")
+    array = allred.empty_like(fortran)
+    assert inside(array)
+    assert (array.shape, array.dtype, array.strides) == (fortran.shape, fortran.dtype, fortran.strides)
+
+
+def test_an_error_leaves_no_handler():
+    with pytest.raises(ValueError, match="negative dimensions"):
+        allred.empty(-1)
+    assert not inside(np.empty(100))
+
+
+def test_disabled():
+    arena.disable()
+    array = allred.empty(1000)
+    assert arena.memory() is None
+    arena.enable(str(BYTES), ranks=1)
+    assert not inside(array)
+
+
+def test_sizes_that_are_served():
+    @in_context
+    def _():
+        size = 3 * 8192
+        assert arena.serve_sizes([size, 100, 50_000])
+        dirty = np.full(3072, 7.0)
+        assert inside(dirty)
+        del dirty
+        zeros = np.zeros((3, 1024))
+        assert inside(zeros)
+        assert not zeros.any()
+        arrays = [zeros + 1, zeros.copy(), zeros.astype("int64"), np.concatenate([zeros[:1], zeros[1:]])]
+        arrays += [np.ones((3, 5)) @ np.ones((5, 1024)), np.random.default_rng(0).normal(size=(3, 1024))]
+        assert all(inside(array) for array in arrays)
+        others = [np.empty(size // 8 - 1), np.empty(size // 8 + 1), np.empty(100, "u1"), np.zeros(())]
+        assert not any(inside(array) for array in others)
+        arena.serve_sizes([50_000])
+        assert not inside(np.zeros((3, 1024)))
+        assert inside(np.empty(50_000, "u1"))
+
+    assert not inside(np.empty(50_000, "u1"))
+
+
+def test_a_thread_has_its_own_handler():
+    found = []
+
+    def run():
+        found.append(inside(np.empty(50_000, "u1")))
+        assert arena_attach()
+        found.append(inside(np.empty(50_000, "u1")))
+
+    in_context(lambda: arena.serve_sizes([50_000]))
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [False, True]
+
+
+def test_resize_keeps_the_values():
+    array = allred.empty(5000)
+    array[:] = np.arange(5000)
+    for size in (9000, 200_000, 4000, 10):
+        array.resize(size)
+        assert inside(array)
+        assert (array[:10] == np.arange(10)).all()
+    assert (array == np.arange(10)).all()
+    view = array[:5]
+    with pytest.raises(ValueError, match="cannot resize"):
+        array.resize(100_000)
+    del view
+
+
+def test_a_full_arena():
+    arrays = [allred.empty(4 << 20, "u1") for _ in range(20)]
+    places = [inside(array) for array in arrays]
+    assert 10 < sum(places) < 20
+    assert places == sorted(places, reverse=True)
+    for number, array in enumerate(arrays):
+        array[:] = number
+    assert all((array == number).all() for number, array in enumerate(arrays))
+    del array
+    arrays[-1].resize(8 << 20)
+    assert (arrays[-1][: 4 << 20] == 19).all()
+    del arrays
+    assert inside(allred.empty(4 << 20, "u1"))
+
+
+def test_threads():
+    def use(number, failed):
+        arena_attach()
+        random = np.random.default_rng(number)
+        for _ in range(300):
+            arrays = [np.full(size // 8, number, "i8") for size in random.choice(sizes, 5)]
+            arrays += [allred.empty(int(random.integers(1, 30_000)), "u1")]
+            arrays[-1][:] = number
+            failed += [number for array in arrays if not (array == number).all()]
+
+    sizes, failed = [8192, 40_000, 400_000, 100_000], []
+    in_context(lambda: arena.serve_sizes(sizes))
+    threads = [threading.Thread(target=use, args=(number, failed)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    gc.collect()
+    assert arena_usage()[1] == 0
+
+
+def test_steps_do_not_grow():
+    sizes = [4096 * (1 + i * i % 37) + 8 * i for i in range(20)]
+
+    @in_context
+    def _():
+        arena.serve_sizes(sizes)
+        committed = []
+        for _ in range(10_000):
+            grads = [np.empty(size // 8) for size in sizes]
+            del grads
+            committed.append(arena_usage()[2])
+        assert committed[10] == committed[-1]
+        assert arena_usage()[1] == 0
+
+
+def test_pickle_and_save():
+    array = allred.empty((100, 100))
+    array[:] = np.arange(100)
+    code = "import pickle, sys; print(int(pickle.load(sys.stdin.buffer).sum()))"
+    for protocol in (2, 5):
+        sent = pickle.dumps(array, protocol)
+        result = subprocess.run([sys.executable, "-c", code], input=sent, capture_output=True, timeout=60, check=True)
+        assert int(result.stdout) == 4950 * 100
+    file = io.BytesIO()
+    np.save(file, array)
+    file.seek(0)
+    assert (np.load(file) == array).all()
+
+
+def test_the_file_is_sealed():
+    _, fd = arena.memory()
+    for size in (0, 2 * BYTES):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, size)
+
+
+def test_fork():
+    """The child sees the values of the fork; neither sees what the other writes later."""
+    result = program("""
+        import multiprocessing
+        array = allred.empty(100_000)
+        array[:] = 1
+        fork = multiprocessing.get_context("fork")
+        here, there = fork.Pipe()
+        def child():
+            there.recv()  # the parent has written
+            assert (array == 1).all() and allred.empty(10).sum() is not None
+            array[:] = 2
+            array.resize(200_000)
+            assert array.sum() == 200_000 and arena.memory() is None
+            there.send("ok")
+        process = fork.Process(target=child)
+        process.start()
+        array[:] = 3
+        here.send("written")
+        assert here.recv() == "ok"
+        process.join()
+        assert process.exitcode == 0 and (array == 3).all()
+    """)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_arrays_outlive_the_arena_and_the_interpreter():
+    result = program("""
+        arena.serve_sizes([80_000])
+        kept, cycle = [allred.empty(1000), np.zeros(10_000)], []
+        cycle.append((cycle, np.zeros(10_000)))
+        kept[0][:] = 5
+        arena.disable()
+        kept += [allred.empty(1000), np.zeros(10_000)]
+        assert kept[0].sum() == 5000 and kept[1].sum() == 0
+        kept[1].resize(20_000)
+        import builtins
+        builtins.kept = kept  # freed after the modules
+        print("end")
+    """)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "end\n", "")
+
+
+def test_frozen_blocks_are_not_reused():
+    result = program("""
+        from allred.native import arena_freeze, arena_usage
+        array = allred.empty(1000)
+        array[:] = 7
+        memory, _ = arena.memory()
+        live = arena_usage()[1]
+        arena_freeze()
+        del array
+        after = allred.empty(1000)
+        assert arena_usage()[1] == live and arena_usage()[3]
+        assert (np.frombuffer(memory, "f8", 1000) == 7).all()
+    """)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_an_unknown_numpy_is_refused():
+    result = program("""
+        import ctypes
+        version = ctypes.CFUNCTYPE(ctypes.c_uint)(lambda: 0x3000000)
+        table = (ctypes.c_void_p * 400)(*[ctypes.cast(version, ctypes.c_void_p).value] * 400)
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p] * 3
+        arena._numpy_api = lambda: new(ctypes.addressof(table), None, None)
+        assert arena.memory() is None
+        assert allred.empty(10).shape == (10,)
+    """)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_size():
+    result = program("""
+        from allred.cluster import processors
+        def size(setting, ranks, cgroup):
+            arena.limits = lambda: processors.Limits(cgroup, None)
+            arena.enable(setting, ranks)
+            return arena._nbytes
+        assert size("auto", 4, 2**30) == 2**27
+        assert size(str(2**20 + 1), 4, 2**30) == 2**20
+        assert size(str(2**40), 4, 2**30) == 2**30
+        assert size("0", 4, None) == 0 and arena.memory() is None
+        assert 0 < size("auto", 2, None) <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE") // 4
+    """)
+    assert (result.returncode, result.stderr) == (0, "")
