@@ -1,8 +1,8 @@
 """The arena of this process: shared memory for arrays, which the other ranks of the node map (csrc/arena.h).
 
 It is made at its first use after `init`, once per process, and never closed: arrays may outlive `shutdown`. It serves
-the arrays of `empty` and `empty_like`, and arrays of the sizes in `serve_sizes` in contexts that have its handler
-(`native.arena_attach`). If it cannot serve an array, numpy allocates it as usual.
+the arrays of `empty` and `empty_like`, and arrays of the sizes in `learn` in contexts that have its handler (`attach`).
+If it cannot serve an array, numpy allocates it as usual.
 """
 
 import contextlib
@@ -22,13 +22,14 @@ from allred import native
 from allred.cluster.processors import limits
 from allred.native import arena_attach, arena_call, arena_enable, arena_open, arena_serve_sizes
 
-MIN_BYTES = 2**12  # of sizes that are served: blocks have whole pages
+MIN_BYTES = 2**14  # of sizes that are served; smaller arrays are not reduced in place (csrc/segment.h)
 MAX_SIZES = 2048
 _NONCE_BYTES = 16  # at the start of the file, on a page of its own; see comm/backends/segment.py
 
 _lock = threading.Lock()
 _nbytes = 0  # the size of the arena that may be made; 0: none
 _process = 0  # the process that may use it, not a fork
+_learned: set[int] = set()  # sizes that are served
 _memory: tuple[mmap.mmap, int] | None = None  # the mapping, and the descriptor of its file
 
 
@@ -92,14 +93,23 @@ def _numpy_api() -> Any:
     return importlib.import_module("numpy.core._multiarray_umath")._ARRAY_API  # before numpy 1.26
 
 
-def serve_sizes(sizes: Iterable[int]) -> bool:
-    """Set the sizes, in bytes, of arrays that the arena serves in contexts with its handler, and set the handler of
-    this context. Sizes below MIN_BYTES are ignored. Returns whether this context has the handler."""
-    if memory() is None:
-        return False
-    largest = sorted({size for size in sizes if size >= MIN_BYTES}, reverse=True)
-    arena_serve_sizes(largest[:MAX_SIZES])
-    return bool(arena_attach())
+def learn(sizes: Iterable[int]) -> None:
+    """From now on, serve arrays of these sizes, in bytes, in contexts that have the handler, and attach this context.
+
+    The sizes are those of gradients: then data and most other arrays stay out of the arena. Sizes below MIN_BYTES are
+    ignored.
+    """
+    new = {size for size in sizes if size >= MIN_BYTES} - _learned
+    if new and len(_learned) + len(new) <= MAX_SIZES and memory() is not None:
+        _learned.update(new)
+        arena_serve_sizes(sorted(_learned))
+        attach()
+
+
+def attach() -> None:
+    """Let numpy allocate arrays of the learned sizes in the arena, in this context: threads have their own."""
+    if _learned:
+        arena_attach()
 
 
 def empty(shape: int | tuple[int, ...], dtype: Any = np.float64) -> NDArray[Any]:

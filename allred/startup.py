@@ -159,8 +159,6 @@ def _join_ranks(comm: Any, settings: dict[str, Any] | str, cluster: Cluster, in_
     here = _world(plan, facts, control, duplicate, cluster)
     here.in_cluster = in_cluster
     world.install(here)
-    if here.communicator.backend.name == "shm":
-        arena.enable(plan.config.arena, here.topology.local_size)
     _connect_servers_and_clients(here, plan, control, duplicate, cluster)
     _start_watchers(plan, facts, control, cluster)
     log.info(_banner(here, library))
@@ -226,6 +224,8 @@ def _world(plan: _Decisions, facts: list[_Facts], control: Communicator, duplica
         backend = communicator.name
     elif backend != control.name or len(workers) < len(plan.nodes):
         ours = None if backend == "single" else _workers(duplicate, workers)
+        if backend == "shm":
+            arena.enable(config.arena, nodes.count(nodes[rank - workers.start]))
         communicator = create(backend, ours, config.timeout_s, nodes)
     if communicator.name != backend:
         reason = "no two ranks could share memory; on one node that takes /proc or a Unix socket between them"

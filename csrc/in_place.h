@@ -28,7 +28,8 @@
  * A slice is cut at multiples of 64 bytes within a tensor, so ranks write different lines of tensors that are aligned.
  * Elements are reduced in the order of the ranks, by the kernels of the ring: results are the same bits.
  *
- * If an operation is given up, another rank may still write to the arrays. So their memory must not be used again.
+ * If an operation is given up, another rank may still write to the arrays. So the caller freezes the arena (arena.h):
+ * no memory in it is used again.
  */
 #ifndef ALLRED_IN_PLACE_H
 #define ALLRED_IN_PLACE_H

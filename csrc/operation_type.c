@@ -1,6 +1,7 @@
 /* The Python type `Operation`: a pending operation on a Segment. It holds its buffers until it is complete. */
 #include <string.h>
 
+#include "arena.h"
 #include "segment_object.h"
 
 PyTypeObject *allred_operation_type;
@@ -132,6 +133,7 @@ static void destruct(Operation *self) {
       Py_BEGIN_ALLOW_THREADS;
       allred_queue_halt(&segment->queue);
       Py_END_ALLOW_THREADS;
+      if (segment->segment.arenas.base) allred_arena_freeze(); /* another rank may still write to these arrays */
     }
     allred_queue_release(&segment->queue, &self->operation);
   }

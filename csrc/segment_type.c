@@ -3,6 +3,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#include "arena.h"
 #include "numpy_array.h"
 #include "segment_object.h"
 
@@ -63,6 +64,7 @@ static PyObject *set_arenas(Segment *self, PyObject *buffers) {
 
 static PyObject *halt(Segment *self, PyObject *unused) {
   if (allred_is_own(self)) {
+    if (self->segment.arenas.base && !allred_queue_idle(&self->queue)) allred_arena_freeze();
     Py_BEGIN_ALLOW_THREADS;
     allred_queue_halt(&self->queue);
     Py_END_ALLOW_THREADS;

@@ -58,6 +58,11 @@ class Group:
         return self._active or self
 
     @property
+    def in_place_bytes(self) -> int:
+        """See Backend.in_place_bytes."""
+        return self.backend.in_place_bytes
+
+    @property
     def sent_bytes(self) -> int:
         """Bytes that this rank has contributed to allreduces so far; see Backend.sent_bytes."""
         return self.backend.sent_bytes + (0 if self.devices is None else self.devices.sent_bytes)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from allred import arrays, native, world
+from allred import arena, arrays, native, world
 from allred.arrays import Array
 from allred.comm import functions, ops
 from allred.comm.ops import Compression, ReduceOp
@@ -75,6 +75,7 @@ class Reducer:
             if len(self._plans) >= 16:  # if shapes change at every step, do not keep all plans
                 self._plans.clear()
             self._plans[key] = Plan(key[1], bucket_bytes)
+            arena.learn(tensor.elements * tensor.dtype.itemsize for tensor in tensors)
         self._last = tensors, self._plans[key]
         return self._plans[key]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from allred import arrays, checkpoint, log, nest, world
+from allred import arena, arrays, checkpoint, log, nest, world
 from allred.comm import functions
 from allred.comm.communicator import Communicator
 from allred.comm.ops import Compression, ReduceOp
@@ -98,6 +98,7 @@ class SyncMode(Mode):
 
     def step(self, given: StepInput) -> None:
         communicator = functions.current()
+        arena.attach()
         if self._overlap is None or not self._overlap.has_begun:
             self._timer.begin(communicator)
         mean = self._reduce(given) if self._overlap is None else self._reduce_overlapped(self._overlap, given)
@@ -175,6 +176,7 @@ class SyncMode(Mode):
     def broadcast(self, params: Any, tensors: list[Tensor], root: int, problem: str) -> None:
         communicator, name = functions.current(), self._options.name
         settings = f"optimizer has a state: {has_state(self._optimizer)}"
+        self._reducer.plan(tensors)  # its sizes are known before the first gradient is allocated
         lines = [str(tensor) for tensor in tensors]
         communicator.check("parameters", f"{name}.broadcast()", lines, settings, problem=problem).wait()
         for leaf_name, leaf in nest.leaves(params):
@@ -236,7 +238,11 @@ class SyncMode(Mode):
         wire, compression = "", self._options.compression
         if self._timer.sent_bytes:
             how = "" if compression is Compression.none else f", as {compression.name}"
-            wire = f"\ngradients: {arrays.amount(self._timer.sent_bytes / self._timer.steps)} a step on the wire{how}"
+            in_place = 100 * self._timer.in_place_bytes / self._timer.sent_bytes
+            wire = (
+                f"\ngradients: {arrays.amount(self._timer.sent_bytes / self._timer.steps)} a step on the wire{how}; "
+                f"{in_place:.0f} % in place, without copies"
+            )
         return (
             f"world: {shape.size} rank{'s' * (shape.size > 1)} on {shape.nodes} node{'s' * (shape.nodes > 1)}, "
             f"mode {config.mode}\n"
@@ -285,14 +291,15 @@ class StepTimer:
         self.communicating_s = 0.0  # without waits for other ranks
         self.waiting_s = 0.0  # until other ranks arrived
         self.sent_bytes = 0  # of gradients, after compression
+        self.in_place_bytes = 0  # of these
         self._start = 0.0
-        self._before = (0.0, 0.0, 0)
+        self._before = (0.0, 0.0, 0, 0)
 
     def begin(self, communicator: Communicator) -> None:
         """Start the communication of a step. The first step starts here too: the time before is not training."""
         self._start = self._start or time.perf_counter()
         queue = communicator.queue
-        self._before = queue.waited_s, queue.waited_for_peers_s, communicator.sent_bytes
+        self._before = queue.waited_s, queue.waited_for_peers_s, communicator.sent_bytes, communicator.in_place_bytes
 
     def end(self, communicator: Communicator, samples: int) -> None:
         """End a step, after its update. samples: of all ranks."""
@@ -304,6 +311,7 @@ class StepTimer:
         self.communicating_s += waited_s - peers_s
         self.waiting_s += peers_s
         self.sent_bytes += communicator.sent_bytes - self._before[2]
+        self.in_place_bytes += communicator.in_place_bytes - self._before[3]
         self._start = now
 
     def text(self) -> str:

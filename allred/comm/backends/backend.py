@@ -70,6 +70,11 @@ class Backend(ABC):
         return np.zeros(count, dtype)
 
     @property
+    def in_place_bytes(self) -> int:
+        """Those of `sent_bytes` that were reduced in place, without a copy (allred/arena.py)."""
+        return 0
+
+    @property
     def sent_bytes(self) -> int:
         """Bytes that this rank has contributed to allreduces so far, in their wire dtype. On several nodes, only what
         crosses between nodes counts; backend single sends nothing."""

@@ -17,6 +17,7 @@ from mpi4py import MPI
 from allred import arrays
 from allred.arrays import Array
 from allred.cluster.topology import number
+from allred.comm.backends import peer_arenas
 from allred.comm.backends.backend import Backend, SingleBackend
 from allred.comm.backends.mpi import CHUNK_BYTES, MpiBackend
 from allred.comm.backends.shm import ShmBackend, segment_memory
@@ -76,6 +77,7 @@ def connect(comm: MPI.Intracomm, nodes: list[int]) -> Backend:
     """
     mine = comm.Split(nodes[comm.Get_rank()], comm.Get_rank())
     memory = segment_memory(mine) if mine.Get_size() > 1 else None
+    arenas = None if memory is None else peer_arenas.share(mine)
     alone = comm.allgather(memory is None)
     mine.Free()
     nodes = [-1 - rank if alone[rank] else nodes[rank] for rank in range(len(nodes))]
@@ -84,6 +86,6 @@ def connect(comm: MPI.Intracomm, nodes: list[int]) -> Backend:
         return MpiBackend(comm)
     if world.nodes == 1:
         assert memory is not None
-        return ShmBackend(world.local_rank, world.local_size, memory, comm)
-    node = SingleBackend() if memory is None else ShmBackend(world.local_rank, world.local_size, memory)
+        return ShmBackend(world.local_rank, world.local_size, memory, comm, arenas)
+    node = SingleBackend() if memory is None else ShmBackend(world.local_rank, world.local_size, memory, None, arenas)
     return HierarchicalBackend(comm, node, slices=min(nodes.count(name) for name in set(nodes)))

@@ -37,17 +37,22 @@ def segment_memory(comm: Any) -> mmap.mmap | None:
 
 
 class ShmBackend(Backend):
-    """The `size` ranks that share `memory`. comm: their mpi4py communicator, or None. The backend owns both."""
+    """The `size` ranks that share `memory`. comm: their mpi4py communicator, or None. The backend owns both. arenas: of
+    each rank, for arrays that are reduced in place (allred/arena.py), or None."""
 
     name = "shm"
     fuses = True
     checks_finite = True
 
-    def __init__(self, rank: int, size: int, memory: mmap.mmap, comm: Any = None) -> None:
+    def __init__(
+        self, rank: int, size: int, memory: mmap.mmap, comm: Any = None, arenas: list[mmap.mmap] | None = None
+    ) -> None:
         super().__init__(rank, size)
         self.comm = comm
         self._memory = memory
         self.segment = Segment(memory, rank, size, CHUNK_BYTES, np.zeros((2, 3)), _DTYPES, _OPS)
+        if arenas is not None:
+            self.segment.set_arenas(arenas)
         self.engine = self.fast_path = self.segment
         self.with_header = self
 
@@ -67,8 +72,12 @@ class ShmBackend(Backend):
             self.segment.start_progress_thread()
 
     @property
+    def in_place_bytes(self) -> int:
+        return self.segment.in_place
+
+    @property
     def sent_bytes(self) -> int:
-        return self.segment.sent
+        return self.segment.sent + self.segment.in_place
 
     # The primitives with a header. Without one (None), a primitive is a part of the operation under way.
 
