@@ -3,6 +3,7 @@
  *
  *   segment_type.c     Segment: one rank's view of the shared memory of its node, and the queue of its operations
  *   segment_fast.c     the fast path of Segment: plain arrays are checked and hashed in C, and usually reduced at once
+ *   segment_arenas.c   the arenas of Segment
  *   operation_type.c   Operation: a pending operation, and the buffers that it holds until it is complete
  *   trace.c            the trace of the fast path, for the timeline
  *
@@ -107,7 +108,11 @@ PyObject *allred_trace_take(allred_trace *trace);
 
 void allred_trace_free(allred_trace *trace);
 
+/* Release the buffers of the arenas, if there are any. */
+void allred_segment_release_arenas(Segment *self);
+
 /* Methods of Segment. */
+PyObject *allred_segment_set_arenas(Segment *self, PyObject *buffers);
 PyObject *allred_segment_allreduce(Segment *self, PyObject *const *args, Py_ssize_t count);
 PyObject *allred_segment_grouped_allreduce(Segment *self, PyObject *const *args, Py_ssize_t count);
 

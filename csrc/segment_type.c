@@ -36,32 +36,6 @@ static PyObject *start_progress_thread(Segment *self, PyObject *unused) {
   return PyBool_FromLong(allred_is_own(self) && allred_queue_start_thread(&self->queue) == 0);
 }
 
-static void release_arenas(Segment *self) {
-  self->segment.arenas.base = NULL;
-  for (int rank = 0; self->arenas && rank < self->segment.ranks; rank++) PyBuffer_Release(&self->arenas[rank]);
-  PyMem_Free(self->arenas), PyMem_Free(self->arena_base);
-  self->arenas = NULL, self->arena_base = NULL;
-}
-
-static PyObject *set_arenas(Segment *self, PyObject *buffers) {
-  const Py_ssize_t ranks = self->segment.ranks;
-  if (!self->open || self->arenas || !allred_queue_idle(&self->queue))
-    return PyErr_Format(PyExc_ValueError, "the segment is closed, in use, or has arenas");
-  if (!PyList_Check(buffers) || PyList_Size(buffers) != ranks)
-    return PyErr_Format(PyExc_ValueError, "arenas must be a list of %zd buffers", ranks);
-  self->arenas = PyMem_Calloc((size_t)ranks, sizeof *self->arenas);
-  self->arena_base = PyMem_Calloc((size_t)ranks, sizeof *self->arena_base);
-  if (!self->arenas || !self->arena_base) return release_arenas(self), PyErr_NoMemory();
-  for (Py_ssize_t rank = 0; rank < ranks; rank++) {
-    if (PyObject_GetBuffer(PyList_GetItem(buffers, rank), &self->arenas[rank], PyBUF_CONTIG) < 0)
-      return release_arenas(self), NULL;
-    self->arena_base[rank] = self->arenas[rank].buf;
-  }
-  self->segment.arenas =
-      (allred_arenas){self->arena_base, (size_t)self->arenas[self->segment.rank].len, ALLRED_IN_PLACE_BYTES};
-  Py_RETURN_NONE;
-}
-
 static PyObject *halt(Segment *self, PyObject *unused) {
   if (allred_is_own(self)) {
     if (self->segment.arenas.base && !allred_queue_idle(&self->queue)) allred_arena_freeze();
@@ -368,7 +342,7 @@ static PyObject *close_segment(Segment *self, PyObject *unused) {
   if (self->locked) return PyErr_Format(PyExc_ValueError, "another thread is in an operation on this segment");
   Py_XDECREF(halt(self, unused));
   self->open = 0;
-  release_arenas(self);
+  allred_segment_release_arenas(self);
   PyBuffer_Release(&self->memory);
   if (self->own_process) munmap((void *)self->own_process, 1);
   self->own_process = NULL;
@@ -399,7 +373,7 @@ static PyMethodDef methods[] = {
     METHOD("start_progress_thread", start_progress_thread, METH_NOARGS, "Start the thread; False if it cannot start."),
     METHOD("on_complete", on_complete, METH_O, "Let the queue go on after this operation."),
     METHOD("halt", halt, METH_NOARGS, "Stop all progress, for good, and end the thread."),
-    METHOD("set_arenas", set_arenas, METH_O,
+    METHOD("set_arenas", allred_segment_set_arenas, METH_O,
            "From now on, reduce arrays that lie in these buffers in place. Called on all ranks between operations."),
     METHOD("set_tracing", set_tracing, METH_O, "Whether to record the calls of the fast path from now on."),
     METHOD("take_trace", take_trace, METH_NOARGS, "Return and remove the recorded calls."),

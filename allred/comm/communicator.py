@@ -9,7 +9,7 @@ are reproducible from run to run.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from allred.comm.arguments import (
     as_list,
     each_of,
     empty_like,
-    group_descriptor,
     result_of,
     root_index,
     source_and_target,
@@ -33,8 +32,9 @@ from allred.comm.backends.backend import Backend, pickled
 from allred.comm.device_collectives import DeviceCollectives
 from allred.comm.group import Group
 from allred.comm.header import OpDescriptor, quoted
-from allred.comm.ops import Compression, ReduceOp, narrows
+from allred.comm.ops import Compression, ReduceOp
 from allred.comm.point_to_point import PointToPoint
+from allred.comm.reduction import Reduction
 from allred.comm.work import Steps, Work
 from allred.errors import AllredError, InputError
 from allred.fusion import FusionBuffer
@@ -45,32 +45,6 @@ if TYPE_CHECKING:
     from allred.native._kernels import Operation as CheckedOperation
 
 _NONE = Compression.none
-
-
-class _Reduction(NamedTuple):
-    """Arrays to reduce, each into a target of its shape: the array itself, or a new contiguous one."""
-
-    kind: str  # allreduce, of one array, or grouped_allreduce
-    sources: list[Array]
-    targets: list[Array]
-    op: ReduceOp
-    name: str
-    compression: Compression
-    checks_finite: bool = False
-
-    def descriptor(self) -> OpDescriptor:
-        """Return the descriptor. Raises InputError if the arguments cannot be used."""
-        if self.kind == "allreduce":
-            return array_descriptor(self.kind, self.sources[0], self.name, self.op, compression=self.compression)
-        return group_descriptor(self.sources, self.name, self.op, self.compression)
-
-    def move(self, group: Group, flats: list[Array]) -> Steps[None]:
-        """Reduce one array after the other between the ranks of a group. flats: the flat targets."""
-        for source, target, flat in zip(self.sources, self.targets, flats, strict=True):
-            if source is not target:
-                target[...] = source
-            wire = self.compression.value if narrows(flat.dtype, self.compression.value) else 0
-            yield from group.backend.allreduce(flat, self.op, wire)
 
 
 class Communicator(Group):
@@ -99,7 +73,7 @@ class Communicator(Group):
 
         def steps() -> Steps[Array]:
             source, target = source_and_target(value, in_place)
-            yield from self._reduce(_Reduction("allreduce", [source], [target], op, name, compression))
+            yield from self._reduce(Reduction("allreduce", [source], [target], op, name, compression))
             return target
 
         return self.start("allreduce", name, steps())
@@ -119,7 +93,7 @@ class Communicator(Group):
                     if begun is True:
                         return target
                     if begun is not None:
-                        self._complete(begun, _Reduction("allreduce", [value], [target], op, name, compression))
+                        self._complete(begun, Reduction("allreduce", [value], [target], op, name, compression))
                         return target
                 except BaseException as error:
                     self._cut_short(error)
@@ -147,7 +121,7 @@ class Communicator(Group):
             if in_place and arrays.overlap([target for target in targets if target.size]):
                 raise InputError("the same memory is in the group twice, and would be reduced twice")
             yield from self._reduce(
-                _Reduction("grouped_allreduce", sources, targets, op, name, compression, checks_finite)
+                Reduction("grouped_allreduce", sources, targets, op, name, compression, checks_finite)
             )
             return targets
 
@@ -179,7 +153,7 @@ class Communicator(Group):
                         self.nonfinite = self._fast.nonfinite
                         return targets
                     if begun is not None:
-                        self._complete(begun, _Reduction("grouped_allreduce", group, targets, op, name, compression))
+                        self._complete(begun, Reduction("grouped_allreduce", group, targets, op, name, compression))
                         return targets
                 except BaseException as error:
                     self._cut_short(error)
@@ -193,7 +167,7 @@ class Communicator(Group):
         if not isinstance(error, AllredError) and self._fast is not None and self._fast.pending:
             self.queue.poison(f"an allreduce was cut short by {type(error).__name__}")
 
-    def _complete(self, operation: "CheckedOperation", reduction: _Reduction) -> None:
+    def _complete(self, operation: "CheckedOperation", reduction: Reduction) -> None:
         """Wait for an allreduce of contiguous arrays that the fast path began; repeat it if some ranks have joined."""
 
         def steps() -> Steps[None]:
@@ -204,7 +178,7 @@ class Communicator(Group):
 
         self.queue.start(f"{reduction.kind}{quoted(reduction.name)}", steps()).wait()
 
-    def _reduce(self, reduction: _Reduction) -> Steps[None]:
+    def _reduce(self, reduction: Reduction) -> Steps[None]:
         descriptor, (_, sources, targets, op, _, compression, checks_finite) = reduction.descriptor(), reduction
         flats = [arrays.flat(target) for target in targets]
         every = list(zip(sources, targets, flats, strict=True))

@@ -24,7 +24,7 @@ PACKAGES = (
 # Inside of comm, top to bottom: what users call; the communicator; the backends; what these are made of.
 COMM = (
     {"join", "functions", "process_set"},
-    {"create", "recording", "communicator", "device_collectives", "device_reduce", "group"},
+    {"create", "recording", "communicator", "device_collectives", "device_reduce", "reduction", "group"},
     {"point_to_point"},
     {"arguments", "backends"},
     {"work", "header", "ops"},
