@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from allred import native
 from allred.cluster.processors import limits
-from allred.native import arena_attach, arena_call, arena_enable, arena_open, arena_serve_sizes
+from allred.native import arena_attach, arena_call, arena_open, arena_serve_sizes
 
 MIN_BYTES = 2**14  # of sizes that are served; smaller arrays are not reduced in place (csrc/segment.h)
 MAX_SIZES = 2048
@@ -39,8 +39,6 @@ def enable(setting: str, ranks: int) -> None:
     limit = min([os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE, limits().memory_bytes or 2**63])
     wanted = limit // (2 * ranks) if setting == "auto" else min(int(setting), limit)
     _nbytes, _process = wanted - wanted % mmap.PAGESIZE, os.getpid()
-    if _memory is not None:
-        arena_enable(_nbytes > 0)
 
 
 def disable() -> None:
@@ -48,22 +46,19 @@ def disable() -> None:
     global _nbytes
     _nbytes = 0
     if _memory is not None:
-        arena_enable(False)
+        arena_serve_sizes([])
 
 
 def memory() -> tuple[mmap.mmap, int] | None:
     """Return the mapping of this process's arena, and the descriptor of its file, in which the mapping starts at the
     second page. None if there is no arena: it is disabled, or cannot be made."""
     global _memory, _nbytes
+    if not _nbytes or _process != os.getpid():
+        return None
     with _lock:
-        if not _nbytes or _process != os.getpid():
-            return None
-        if _memory is None:
+        if _memory is None and _nbytes:
             _memory = _create(_nbytes) if native.available else None
-            if _memory is None:
-                _nbytes = 0
-            else:
-                arena_enable(True)
+            _nbytes = 0 if _memory is None else _nbytes
         return _memory
 
 
@@ -72,7 +67,7 @@ def _create(nbytes: int) -> tuple[mmap.mmap, int] | None:
     access."""
     fd = -1
     try:
-        fd = os.memfd_create("allred-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = os.memfd_create("arena.allred", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, mmap.PAGESIZE + nbytes)
         os.pwrite(fd, secrets.token_bytes(_NONCE_BYTES), 0)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)

@@ -224,8 +224,9 @@ def _world(plan: _Decisions, facts: list[_Facts], control: Communicator, duplica
         backend = communicator.name
     elif backend != control.name or len(workers) < len(plan.nodes):
         ours = None if backend == "single" else _workers(duplicate, workers)
-        if backend == "shm":
-            arena.enable(config.arena, nodes.count(nodes[rank - workers.start]))
+        local_size = nodes.count(nodes[rank - workers.start])
+        if backend == "shm" and local_size > 1:
+            arena.enable(config.arena, local_size)
         communicator = create(backend, ours, config.timeout_s, nodes)
     if communicator.name != backend:
         reason = "no two ranks could share memory; on one node that takes /proc or a Unix socket between them"

@@ -37,7 +37,6 @@ static void **numpy; /* its table; NULL until the arena is open */
 static PyObject *default_handler, *by_size, *explicit;
 static const data_handler *fallback;
 
-static _Atomic int enabled;
 static _Atomic size_t smallest = SIZE_MAX;
 static _Atomic size_t table[SIZES];
 
@@ -54,7 +53,7 @@ static int is_in_table(size_t size) {
 
 static void *serve(const void *ctx, size_t size, int zeroed) {
   if (!ctx && (size < atomic_load_explicit(&smallest, memory_order_relaxed) || !is_in_table(size))) return NULL;
-  return atomic_load_explicit(&enabled, memory_order_relaxed) ? allred_arena_allocate(size, zeroed) : NULL;
+  return allred_arena_allocate(size, zeroed);
 }
 
 /* ---- The handlers; ctx is NULL for that of a context */
@@ -132,11 +131,6 @@ PyObject *allred_python_arena_open(PyObject *module, PyObject *args) {
   numpy = NULL;
   PyBuffer_Release(&memory);
   return PyErr_Occurred() ? NULL : Py_NewRef(Py_False);
-}
-
-PyObject *allred_python_arena_enable(PyObject *module, PyObject *on) {
-  atomic_store(&enabled, on == Py_True);
-  Py_RETURN_NONE;
 }
 
 PyObject *allred_python_arena_serve_sizes(PyObject *module, PyObject *sizes) {

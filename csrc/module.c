@@ -360,7 +360,6 @@ static PyMethodDef methods[] = {
     METHOD("segment_bytes", segment_bytes, METH_VARARGS, "Return the bytes of memory that a Segment needs."),
     METHOD("mailbox_bytes", allred_python_mailbox_bytes, METH_VARARGS, "Return the bytes that a Mailbox needs."),
     METHOD("arena_open", allred_python_arena_open, METH_VARARGS, "Open the arena of this process; see arena.h."),
-    METHOD("arena_enable", allred_python_arena_enable, METH_O, "Let the arena serve blocks, or only free them."),
     METHOD("arena_serve_sizes", allred_python_arena_serve_sizes, METH_O, "Set the sizes that the arena serves."),
     METHOD("arena_attach", allred_python_arena_attach, METH_NOARGS, "Set the handler of this context."),
     METHOD("arena_call", allred_python_arena_call, METH_VARARGS, "Call a function whose arrays the arena serves."),

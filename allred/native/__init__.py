@@ -47,7 +47,6 @@ mailbox_bytes: Callable[[int, int], int] | None = getattr(_kernels, "mailbox_byt
 
 # None if the extension was not built; see csrc/arena.h and _kernels.pyi.
 arena_open: Any = getattr(_kernels, "arena_open", None)
-arena_enable: Any = getattr(_kernels, "arena_enable", None)
 arena_serve_sizes: Any = getattr(_kernels, "arena_serve_sizes", None)
 arena_attach: Any = getattr(_kernels, "arena_attach", None)
 arena_call: Any = getattr(_kernels, "arena_call", None)

@@ -38,11 +38,8 @@ def arena_open(numpy_api: Any, fd: int, offset: int, memory: Any, /) -> bool:
     """Make `memory` the arena of this process (csrc/arena.h); once. numpy_api: the capsule _ARRAY_API. memory: a
     mapping of `fd` from `offset`, which is never released. False if this numpy is not known, or there is no memory."""
 
-def arena_enable(on: bool, /) -> None:
-    """Let the arena serve blocks, or only free them. Initially off."""
-
 def arena_serve_sizes(sizes: list[int], /) -> None:
-    """Set the sizes in bytes that are served in contexts with the handler: at most 2048."""
+    """Set the sizes in bytes that are served in contexts with the handler: at most 2048; initially none."""
 
 def arena_attach() -> bool:
     """Set the handler of this context, unless it is set, or the program has set its own. Returns whether it is set."""

@@ -15,7 +15,7 @@ import pytest
 
 import allred
 from allred import arena, native
-from allred.native import arena_attach, arena_serve_sizes, arena_usage
+from allred.native import arena_attach, arena_call, arena_usage
 
 if not native.available:
     pytest.skip(f"C extension: {native.reason}", allow_module_level=True)
@@ -27,7 +27,6 @@ BYTES = 64 << 20  # of the arena of these tests
 def _enabled():
     arena.enable(str(BYTES), ranks=1)
     yield
-    arena_serve_sizes([])
     arena.disable()
 
 
@@ -45,7 +44,7 @@ def in_context(function):
 def program(code):
     """Run a program in a new process, because a process has one arena."""
     start = f"import os, numpy as np, allred\nfrom allred import arena\narena.enable('{BYTES}', 1)\n"
-    command = [sys.executable, "-X", "faulthandler", "-c", start + textwrap.dedent(code)]
+    command = [sys.executable, "-X", "faulthandler", "-W", "ignore", "-c", start + textwrap.dedent(code)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -118,12 +117,20 @@ def test_a_thread_has_its_own_handler():
     assert found == [False, True]
 
 
+def test_another_handler_is_not_replaced():
+    in_context(lambda: arena.serve_sizes([50_000]))
+    assert arena_call(arena_attach) is False
+    assert arena_call(lambda: inside(np.empty(1)))
+
+
 def test_resize_keeps_the_values():
     array = allred.empty(5000)
     array[:] = np.arange(5000)
+    others = [allred.empty(5000) for _ in range(8)]
     for size in (9000, 200_000, 4000, 10):
         array.resize(size)
         assert inside(array)
+        assert not any(np.may_share_memory(array, other) for other in others)
         assert (array[:10] == np.arange(10)).all()
     assert (array == np.arange(10)).all()
     view = array[:5]
