@@ -45,6 +45,7 @@ def disable() -> None:
     """Let arrays be allocated by numpy only. Those in the arena remain valid."""
     global _nbytes
     _nbytes = 0
+    _learned.clear()
     if _memory is not None:
         arena_serve_sizes([])
 

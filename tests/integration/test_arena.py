@@ -6,14 +6,14 @@ CODE = """
 import numpy as np, allred
 from allred import arena
 from allred.native import arena_usage
-early = allred.empty(10)
 assert arena.memory() is None
+early = allred.empty(10)
 allred.init(banner=False)
 array = allred.empty(1000)
 array[:] = allred.rank()
 live = arena_usage()[1]
 assert live > 0
-arena.serve_sizes([80_000])
+arena.learn([80_000])
 served = np.zeros(10_000)
 assert arena_usage()[1] > live
 allred.shutdown()
