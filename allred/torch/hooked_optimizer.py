@@ -357,6 +357,8 @@ class HookedOptimizer(ModuleCheckpoints):
         for _, parameter in self._adapter.named_parameters():
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
+        if not self._adapter.unscale_gradients():
+            return loss
         grads = {name: self._adapter.gradient(name, parameter) for name, parameter in self._adapter.named_parameters()}
         self._step(self._adapter.views(), grads, self._samples_of_step())
         self._adapter.release_gradients()

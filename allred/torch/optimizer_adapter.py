@@ -144,6 +144,20 @@ class OptimizerAdapter(Optimizer):
         self._given = grads
         return params, grads
 
+    def unscale_gradients(self) -> bool:
+        """Divide the gradients by the scale of torch's GradScaler, which leaves this to the update of fused optimizers.
+        Returns False if the scaler has found gradients that are not finite: then the update must be skipped."""
+        optimizer = self.optimizer
+        scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        if found_inf is not None and float(found_inf):
+            return False
+        if scale is not None:
+            with torch.no_grad():
+                for _, parameter in self.named_parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.div_(scale)
+        return True
+
     def release_gradients(self) -> None:
         """Forget the views of gradients, so that torch can free their memory."""
         self._gradient_views.clear()

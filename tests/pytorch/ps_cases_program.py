@@ -133,6 +133,26 @@ def float16_is_bit_identical_to_one_process():
 
 
 @case(2)
+def grad_scaler_of_torch_with_a_fused_optimizer():
+    """GradScaler leaves unscaling and the skipped update to a fused optimizer, which runs on the servers here."""
+    model = Net()
+    other = copy.deepcopy(model)
+    opt = allred.distributed(torch.optim.SGD(model.layers.parameters(), lr=0.1, fused=True), nonfinite="ignore")
+    opt.allred.broadcast(model)
+    for net, optimizer in ((model, opt), (other, torch.optim.SGD(other.layers.parameters(), lr=0.1, fused=True))):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(3):
+            optimizer.zero_grad()
+            x, y = batch(step)
+            loss = functional.cross_entropy(net(x), y) * (torch.inf if step == 1 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 512.0
+    same(model, other)
+
+
+@case(2)
 def schedules_that_change_momentum():
     """OneCycleLR changes betas, and adds entries to the groups, after the servers made their copies."""
     check_bits(adam, schedule=lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, 0.05, STEPS))
