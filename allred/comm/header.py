@@ -33,7 +33,7 @@ from typing import Any
 from allred.errors import AllredError, InputError, MismatchError
 
 BYTES = 64
-_NOT_THE_PROGRAM = ("allred", "_allred_torch", "contextlib", "torch")
+_NOT_THE_PROGRAM = ("allred", "_allred_torch", "contextlib", "torch", "typing_extensions")
 AGREED = slice(0, 48)
 WIRE_SHIFT = 4
 KINDS = (

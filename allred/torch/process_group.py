@@ -28,7 +28,7 @@ from allred.errors import AllredError, InputError
 from allred.torch import data_movement, reductions, rendezvous
 from allred.torch.call_arguments import device_of, with_options
 from allred.torch.tensors import as_raw_array
-from allred.torch.torch_work import StartedOperation, TorchWork
+from allred.torch.torch_work import StartedOperation, TorchWork, UnstartedError, start_each
 
 Tensors = Sequence[torch.Tensor]
 
@@ -74,7 +74,7 @@ def operation(kind: str = "", takes_lists: bool = True) -> Callable[[Callable[..
                 work = method(self, *arguments)
             except InputError as error:
                 if kind:
-                    self.communicator.check(kind, f"{method.__name__}()", problem=str(error)).wait()
+                    self._raise_everywhere(kind, f"{method.__name__}()", error)
                 raise
             if getattr(arguments[-1], "asyncOp", True) is False:
                 work.wait()
@@ -137,9 +137,9 @@ class ProcessGroupAllred(dist.ProcessGroup):
     def _reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> TorchWork:
         """inputs: for each output a tensor for each rank, or one for all."""
         _check_lengths(outputs, inputs)
-        pairs, op = zip(outputs, inputs, strict=True), opts.reduceOp
-        parts = [reductions.reducescatter(self.communicator, output, several, op) for output, several in pairs]
-        return self._start(parts, outputs, opts)
+        start = functools.partial(reductions.reducescatter, self.communicator, op=opts.reduceOp)
+        pairs = zip(outputs, inputs, strict=True)
+        return self._start(start_each([functools.partial(start, *pair) for pair in pairs]), outputs, opts)
 
     reduce_scatter_single = _reduce_scatter_base
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
@@ -175,8 +175,8 @@ class ProcessGroupAllred(dist.ProcessGroup):
     def _allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> TorchWork:
         """outputs: for each input a tensor for each rank, or one for all."""
         _check_lengths(outputs, inputs)
-        pairs = zip(outputs, inputs, strict=True)
-        parts = [data_movement.allgather(self.communicator, into, tensor) for into, tensor in pairs]
+        start = functools.partial(data_movement.allgather, self.communicator)
+        parts = start_each([functools.partial(start, *pair) for pair in zip(outputs, inputs, strict=True)])
         return self._start(parts, [tensor for into in outputs for tensor in into], opts)
 
     all_gather_single = _allgather_base
@@ -261,6 +261,14 @@ class ProcessGroupAllred(dist.ProcessGroup):
             return self.device_group(device.type)._end_coalescing()
         works = [work for number, work in sorted(self._unfinished.items()) if number > self._first_coalesced]
         return self._start([part for work in works for part in work.take_operations()], [])
+
+    def _raise_everywhere(self, kind: str, title: str, error: InputError) -> None:
+        """Raise an error of this rank on all ranks, in place of each operation that this rank cannot start."""
+        count = error.count if isinstance(error, UnstartedError) else 1
+        checks = [self.communicator.check(kind, title, problem=str(error)) for _ in range(count)]
+        with contextlib.suppress(AllredError):
+            checks[-1].wait()  # after the others
+        checks[0].wait()
 
     def _start(self, parts: list[StartedOperation], outputs: Tensors, opts: Any = None) -> TorchWork:
         """Return the Work of operations that have been started."""
@@ -369,7 +377,7 @@ class ProcessGroupAllred(dist.ProcessGroup):
 
 def _check_lengths(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
     if len(outputs) != len(inputs):
-        raise InputError(f"{len(outputs)} outputs for {len(inputs)} inputs")
+        raise UnstartedError(f"{len(outputs)} outputs for {len(inputs)} inputs", max(len(inputs), 1))
 
 
 def _check_device(device: str) -> None:

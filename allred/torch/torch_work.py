@@ -18,7 +18,7 @@ from torch._C import _distributed_c10d
 
 from allred import world
 from allred.comm.work import Work
-from allred.errors import AllredError
+from allred.errors import AllredError, InputError
 
 
 class Blocking:
@@ -38,6 +38,25 @@ class Blocking:
 
 # An operation, and the function applied to its result.
 StartedOperation = tuple[Work[Any] | Blocking, Callable[[Any], object] | None]
+
+
+class UnstartedError(InputError):
+    """Operations of a call cannot be started on this rank. count: how many of them; other ranks may start them."""
+
+    def __init__(self, problem: str, count: int) -> None:
+        super().__init__(problem)
+        self.count = count
+
+
+def start_each(calls: Sequence[Callable[[], StartedOperation]]) -> list[StartedOperation]:
+    """Start operations in order. Raises UnstartedError where one cannot be started."""
+    parts: list[StartedOperation] = []
+    for call in calls:
+        try:
+            parts.append(call())
+        except InputError as error:
+            raise UnstartedError(str(error), len(calls) - len(parts)) from error
+    return parts
 
 
 class TorchWork(_distributed_c10d.Work):

@@ -527,6 +527,7 @@ def errors(rank, size):
     sizes_that_do_not_fit(rank, size)
     different_methods(rank, size)
     sizes_that_differ(rank, size)
+    one_of_several(rank, size)
     assert_fails(
         lambda: dist.all_reduce(torch.ones(3), async_op=True) and dist.all_reduce(torch.ones(2 + rank)), "rank 0"
     )
@@ -598,6 +599,29 @@ def sizes_that_differ(rank, size):
     ]
     for words, call in calls:
         assert_fails(call, words)
+
+
+def one_of_several(rank, size):
+    """Regression: after an error of one tensor the operations of later tensors had no partner on the other ranks."""
+
+    def outputs(count):
+        return [torch.zeros(count), torch.zeros(count + (rank == 1)), torch.zeros(count)]
+
+    ones, wholes = [torch.ones(1)] * 3, [torch.ones(size)] * 3
+    gathered, world = [outputs(1) for _ in range(size)], dist.group.WORLD
+    assert_fails(lambda: dist.all_gather_coalesced(gathered, ones), "rank 1: this rank sends itself 1 elements")
+    dist.barrier()
+    assert_fails(lambda: world.allgather_into_tensor_coalesced(outputs(size), ones).wait(), "rank 1: the output tensor")
+    dist.barrier()
+    assert_fails(lambda: world.reduce_scatter_tensor_coalesced(outputs(1), wholes).wait(), "rank 1: inputs of")
+    dist.barrier()
+    more = [torch.zeros(1)] * (3 + (rank == 1))
+    assert_fails(lambda: world.reduce_scatter_tensor_coalesced(more, wholes).wait(), "rank 1: 4 outputs for 3 inputs")
+    dist.barrier()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tensors = [torch.ones(1), torch.ones(1 + rank)]
+        assert_fails(lambda: dist.all_reduce_coalesced(tensors), "called at collectives_program.py")
 
 
 def assert_fails(call, words, kind=(InputError, MismatchError)):
