@@ -2,7 +2,8 @@
 
 Checkpoints hold these arrays in safetensors files; nothing is unpickled. A slot is named by its path in the state of
 the parameter ("exp_avg", "old_dirs.3"). A suffix marks 0-d tensors and values that are not tensors: "step:scalar" is a
-0-d tensor, "t:float" a Python number, "prev_loss:none" is None, "ro:list" the length of a list, "norms:dict" of a dict.
+0-d tensor, "exp_avg:complex" a complex tensor with a last dimension (real, imaginary), "t:float" a Python number,
+"prev_loss:none" is None, "ro:list" the length of a list, "norms:dict" of a dict.
 In a path "#3" is the integer key 3, and "%2E" a dot in a key (also %23, %25, %3A).
 """
 
@@ -58,7 +59,10 @@ def _key_of(text: str) -> str | int:
 
 
 def _add(found: dict[str, Array], path: str, value: Any, copy: bool) -> None:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and value.is_complex():
+        array = as_array(torch.view_as_real(value.detach().cpu().resolve_conj()))
+        found[f"{path}:complex"] = np.array(array) if copy else array
+    elif isinstance(value, torch.Tensor):
         array = as_array(value.detach().cpu())
         found[path if value.dim() else f"{path}:scalar"] = np.array(array) if copy else array
     elif value is None:
@@ -102,6 +106,8 @@ def _value(slots: dict[str, Any], kinds: dict[str, str], path: str) -> Any:
         return _NUMBERS[kind](array.item())
     if kind == "none":
         return None
+    if kind == "complex":
+        return torch.view_as_complex(copy_to_tensor(array))
     return copy_to_tensor(array.reshape(()) if kind == "scalar" else array)
 
 

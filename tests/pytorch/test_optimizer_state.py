@@ -22,6 +22,20 @@ def test_keys_and_nested_values_are_restored(state):
     assert from_slots(to_slots(state)) == state
 
 
+@pytest.mark.parametrize("copy", [True, False])
+def test_complex_tensors_are_restored(copy):
+    """Regression: an InputError in the second step of Adam with complex parameters."""
+    parameter = torch.nn.Parameter(torch.tensor([[1 + 2j, 3.0]]))
+    optimizer = torch.optim.Adam([parameter])
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = {**optimizer.state[parameter], "zero": torch.tensor(2j), "conjugate": torch.tensor([1j]).conj()}
+    restored = from_slots(to_slots(state, copy))
+    assert restored.keys() == state.keys()
+    for key, value in state.items():
+        torch.testing.assert_close(restored[key], value, rtol=0, atol=0)
+
+
 def test_a_key_of_another_type_is_an_error():
     with pytest.raises(InputError, match=r"has the key \(1, 2\), which cannot be saved"):
         to_slots({(1, 2): 1})
