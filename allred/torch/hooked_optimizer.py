@@ -70,6 +70,9 @@ class HookedOptimizer(ModuleCheckpoints):
         self.call_order = next(_call_orders)
         self.samples: int | None = None
         self._made_in_mode_ps = context.is_active()
+        if self._made_in_mode_ps and isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
+            kind = type(optimizer).__name__
+            raise InputError(f"{options.name}: torch.optim.{kind} is not available in mode ps; use mode sync")
         self._adapter = OptimizerAdapter(optimizer)
         self._gradients_of_step = options.accumulate
         super().__init__(self._adapter, **vars(options))  # a parameter server does not return

@@ -153,6 +153,15 @@ def grad_scaler_of_torch_with_a_fused_optimizer():
 
 
 @case(2)
+def optimizers_that_are_not_available():
+    """Regression: an error of torch on the servers."""
+    for kind in (torch.optim.LBFGS, torch.optim.SparseAdam):
+        text = raised(lambda kind=kind: allred.distributed(kind(Net().layers.parameters())))
+        assert text == f"opt: torch.optim.{kind.__name__} is not available in mode ps; use mode sync"
+    check_bits(sgd)
+
+
+@case(2)
 def schedules_that_change_momentum():
     """OneCycleLR changes betas, and adds entries to the groups, after the servers made their copies."""
     check_bits(adam, schedule=lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, 0.05, STEPS))
