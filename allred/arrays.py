@@ -77,7 +77,8 @@ def as_host_array(value: Any) -> Array:
         )
     if type(value).__module__.partition(".")[0] == "torch":
         raise InputError(
-            "torch tensors on the host are not supported; pass tensor.detach().numpy(), which shares the memory"
+            "torch tensors on the host are not supported; pass tensor.detach().numpy(), which shares the memory, or "
+            "the module to methods of a hooked torch optimizer"
         )
     array = np.asarray(value)
     if array.dtype == object:
