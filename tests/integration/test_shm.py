@@ -217,14 +217,14 @@ ANOTHER_USER = "segment.SOCKET_S = 0.5\nif RANK == 0: os.geteuid = lambda: 12345
 # Rank 2 is led to a memfd of its own: of the same size, and in the worst case with the same first bytes.
 WRONG = """
 true_map, led = segment._map, []
-def wrong(fd, nbytes, identity):
+def wrong(fd, nbytes, identity, offset=0):
     if RANK == 2 and not led:
         led.append(os.memfd_create("other"))
         os.ftruncate(led[0], nbytes)
         os.pwrite(led[0], {nonce}, 0)
         os.close(fd)
         fd = os.dup(led[0])
-    return true_map(fd, nbytes, identity)
+    return true_map(fd, nbytes, identity, offset)
 segment._map = wrong
 """
 WRONG_CHECK = """
