@@ -12,7 +12,7 @@ import mmap
 import os
 import secrets
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from allred import native
 from allred.cluster.processors import limits
-from allred.native import arena_attach, arena_call, arena_open, arena_serve_sizes
+from allred.native import arena_attach, arena_call, arena_open, arena_pause, arena_serve_sizes
 
 MIN_BYTES = 2**14  # of sizes that are served; smaller arrays are not reduced in place (csrc/segment.h)
 MAX_SIZES = 2048
@@ -36,16 +36,21 @@ _memory: tuple[mmap.mmap, int] | None = None  # the mapping, and the descriptor 
 def enable(setting: str, ranks: int) -> None:
     """Let this process have an arena. setting: `Config.arena`. ranks: the number of ranks on this node."""
     global _nbytes, _process
-    limit = min([os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE, limits().memory_bytes or 2**63])
+    _nbytes, _process = 0, os.getpid()
+    if setting == "0":
+        return
+    limit = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+    with contextlib.suppress(OSError):  # /proc or the files of the cgroup cannot be read
+        limit = min(limit, limits().memory_bytes or limit)
     wanted = limit // (2 * ranks) if setting == "auto" else min(int(setting), limit)
-    _nbytes, _process = wanted - wanted % mmap.PAGESIZE, os.getpid()
+    _nbytes = wanted - wanted % mmap.PAGESIZE
+    _serve()
 
 
 def disable() -> None:
     """Let arrays be allocated by numpy only. Those in the arena remain valid."""
     global _nbytes
     _nbytes = 0
-    _learned.clear()
     if _memory is not None:
         arena_serve_sizes([])
 
@@ -73,6 +78,7 @@ def _create(nbytes: int) -> tuple[mmap.mmap, int] | None:
         os.pwrite(fd, secrets.token_bytes(_NONCE_BYTES), 0)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         mapped = mmap.mmap(fd, nbytes, offset=mmap.PAGESIZE)
+        mapped.madvise(mmap.MADV_DONTDUMP)  # a core dump would allocate all of it
         if arena_open(_numpy_api(), fd, mmap.PAGESIZE, mapped):
             return mapped, fd
     except (OSError, ImportError, AttributeError):  # the last two: an unknown numpy
@@ -96,31 +102,51 @@ def learn(sizes: Iterable[int]) -> None:
     ignored.
     """
     new = {size for size in sizes if size >= MIN_BYTES} - _learned
-    if new and len(_learned) + len(new) <= MAX_SIZES and memory() is not None:
+    if new:
         _learned.update(new)
-        arena_serve_sizes(sorted(_learned))
+        _serve()
         attach()
+
+
+def _serve() -> None:
+    if _learned and memory() is not None:
+        arena_serve_sizes(sorted(_learned, reverse=True)[:MAX_SIZES])
 
 
 def attach() -> None:
     """Let numpy allocate arrays of the learned sizes in the arena, in this context: threads have their own."""
-    if _learned:
+    if _learned and _memory is not None:
         arena_attach()
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Inside of this block the arena does not serve learned sizes in this thread. Arrays of the size of gradients that
+    are not reduced, such as the state of optimizers, would only make forks slower."""
+    if _memory is None:
+        yield
+        return
+    arena_pause(True)
+    try:
+        yield
+    finally:
+        arena_pause(False)
 
 
 def empty(shape: int | tuple[int, ...], dtype: Any = np.float64) -> NDArray[Any]:
     """Return a new array like `numpy.empty`, in memory that the other ranks of the node share.
 
-    Collectives on one node reduce such arrays in place, without a copy through a buffer. The array is an ordinary numpy
-    array otherwise: it may be kept after shutdown(), saved, pickled, and used in a child of fork(), which gets a copy.
-    Its memory has whole pages.
+    On one node, `allreduce_`, `grouped_allreduce_` and the `step` of distributed optimizers reduce such arrays in
+    place, without a copy through a buffer, from 16 KiB and without compression. The array is an ordinary numpy array
+    otherwise: it may be kept after shutdown(), saved, pickled, and used in a child of fork(), which gets a copy. Its
+    memory has whole pages.
 
     numpy allocates the array as usual before init(), with `ALLRED_ARENA=0`, if no other rank is on the node, without
     the C extension, and if the arena is full.
 
     shape, dtype: as in numpy.empty. Raises what numpy.empty raises.
 
-    Example: `gradient = allred.empty((64, 10), "float32")`, then `np.matmul(x.T, error, out=gradient)`.
+    Example: `gradient = allred.empty((784, 100), "float32")`, then `np.matmul(x.T, error, out=gradient)`.
     """
     return _call(np.empty, shape, dtype)
 

@@ -225,7 +225,7 @@ def _world(plan: _Decisions, facts: list[_Facts], control: Communicator, duplica
     elif backend != control.name or len(workers) < len(plan.nodes):
         ours = None if backend == "single" else _workers(duplicate, workers)
         local_size = nodes.count(nodes[rank - workers.start])
-        if backend == "shm" and local_size > 1:
+        if backend == "shm" and 1 < local_size == len(nodes):  # between nodes nothing is reduced in place
             arena.enable(config.arena, local_size)
         communicator = create(backend, ours, config.timeout_s, nodes)
     if communicator.name != backend:

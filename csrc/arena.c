@@ -13,6 +13,8 @@
 
 #define NONE UINT32_MAX
 #define CLASSES 896
+#define PIECE_BYTES ((size_t)16 << 20)
+#define MAX_INTERRUPTS 100
 #define RESERVE_BYTES ((size_t)16 << 20)
 
 enum { COLD, WARM, LIVE };
@@ -110,13 +112,18 @@ static uint32_t release(uint32_t start, int state) {
 
 /* ---- Pages */
 
+/* In pieces, because a signal may undo a call: with a periodic timer, a call for a large block would never end. */
 static int allocate_pages(uint32_t start, int mode) {
-  int failed;
-  do {
-    failed = fallocate(arena.fd, mode, (off_t)(arena.offset + start * arena.unit),
-                       (off_t)(arena.blocks[start].units * arena.unit));
-  } while (failed && errno == EINTR);
-  return failed;
+  const size_t bytes = arena.blocks[start].units * arena.unit;
+  int interrupts = 0;
+  for (size_t at = 0, piece; at < bytes;) {
+    piece = bytes - at < PIECE_BYTES ? bytes - at : PIECE_BYTES;
+    if (fallocate(arena.fd, mode, (off_t)(arena.offset + start * arena.unit + at), (off_t)piece) == 0)
+      at += piece;
+    else if (errno != EINTR || ++interrupts == MAX_INTERRUPTS)
+      return -1;
+  }
+  return 0;
 }
 
 static int punch(uint32_t start) { return allocate_pages(start, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE); }
@@ -141,10 +148,9 @@ static void limit_warm_blocks(uint32_t freed) {
 static uint32_t take(uint32_t units, int *was) {
   uint32_t start = find(WARM, units), other;
   if (start == NONE) start = find(COLD, units);
-  if (start == NONE) {
-    while ((other = find(WARM, 1)) != NONE && cool(other) == 0) continue; /* cold blocks merge */
-    start = find(COLD, units);
-  }
+  if (start == NONE && arena.end - arena.live >= units)
+    while (start == NONE && (other = find(WARM, 1)) != NONE && cool(other) == 0)
+      start = find(COLD, units); /* cold blocks merge */
   if (start == NONE) return NONE;
   *was = (int)arena.blocks[start].state;
   take_out(start);

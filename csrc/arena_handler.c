@@ -51,7 +51,10 @@ static int is_in_table(size_t size) {
   }
 }
 
+static _Thread_local int paused;
+
 static void *serve(const void *ctx, size_t size, int zeroed) {
+  if (!ctx && paused) return NULL;
   if (!ctx && (size < atomic_load_explicit(&smallest, memory_order_relaxed) || !is_in_table(size))) return NULL;
   return allred_arena_allocate(size, zeroed);
 }
@@ -151,6 +154,11 @@ PyObject *allred_python_arena_serve_sizes(PyObject *module, PyObject *sizes) {
     atomic_store_explicit(&table[slot], values[i], memory_order_relaxed);
   }
   atomic_store_explicit(&smallest, least, memory_order_relaxed);
+  Py_RETURN_NONE;
+}
+
+PyObject *allred_python_arena_pause(PyObject *module, PyObject *on) {
+  paused += on == Py_True ? 1 : -1;
   Py_RETURN_NONE;
 }
 

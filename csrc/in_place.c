@@ -8,8 +8,7 @@ typedef struct {
 } card;
 
 #define NO_CARD UINT32_MAX
-#define PORTION_BYTES                                                                                                  \
-  ((size_t)1 << 18) /* reduced in one step; between steps the caller checks signals and time limits */
+#define PIECE_BYTES ((size_t)1 << 18) /* reduced in one step; then the caller checks signals and time limits */
 
 static size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
 
@@ -57,7 +56,7 @@ static void reduce_piece(allred_operation *op) {
   const allred_reduce reduce = allred_reduce_kernel(op->variant, tensor->dtype, op->op);
   const int ranks = op->segment->ranks;
   const size_t item = allred_dtype_bytes(tensor->dtype), rest = tensor->bytes - op->slice.offset;
-  const size_t bytes = smaller(smaller(rest, PORTION_BYTES), op->slice_lines * ALLRED_LINE);
+  const size_t bytes = smaller(smaller(rest, PIECE_BYTES), op->slice_lines * ALLRED_LINE);
   _Alignas(ALLRED_LINE) char block[ALLRED_BLOCK_BYTES];
   const void *sources[ALLRED_MAX_RANKS];
   char *targets[ALLRED_MAX_RANKS];

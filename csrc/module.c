@@ -362,6 +362,7 @@ static PyMethodDef methods[] = {
     METHOD("arena_open", allred_python_arena_open, METH_VARARGS, "Open the arena of this process; see arena.h."),
     METHOD("arena_serve_sizes", allred_python_arena_serve_sizes, METH_O, "Set the sizes that the arena serves."),
     METHOD("arena_attach", allred_python_arena_attach, METH_NOARGS, "Set the handler of this context."),
+    METHOD("arena_pause", allred_python_arena_pause, METH_O, "Serve no sizes in this thread, or serve them again."),
     METHOD("arena_call", allred_python_arena_call, METH_VARARGS, "Call a function whose arrays the arena serves."),
     METHOD("arena_freeze", allred_python_arena_freeze, METH_NOARGS, "Never again serve or reuse a block."),
     METHOD("arena_usage", allred_python_arena_usage, METH_NOARGS, "Return (bytes, live, committed, frozen)."),

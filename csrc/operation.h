@@ -113,6 +113,7 @@ struct allred_operation {
  *
  * An allreduce with `checks_finite`, set after this call, checks each block of a result of floats before it writes it.
  * A block that is not finite is written on no rank: with `out` = `in`, the numbers that caused it are still there.
+ * Which finite numbers share a block with them depends on the path: ring, or in place.
  *
  * Offsets are in bytes, ranks + 1 of them. divisor: the divisor of an average.
  */

@@ -45,6 +45,7 @@ def reduce_gradients(
     Raises InputError, MismatchError, DriftError or NonFiniteError, with the same text on all ranks. If some gradients
     are not finite, the others may have been overwritten already.
     """
+    arena.attach()
     plan = reducer.plan(given.tensors)
     problem = given.problem or reducer.refusal(plan)
     values = [] if problem else writable(given.tensors, given.values)
@@ -98,7 +99,6 @@ class SyncMode(Mode):
 
     def step(self, given: StepInput) -> None:
         communicator = functions.current()
-        arena.attach()
         if self._overlap is None or not self._overlap.has_begun:
             self._timer.begin(communicator)
         mean = self._reduce(given) if self._overlap is None else self._reduce_overlapped(self._overlap, given)
@@ -129,7 +129,7 @@ class SyncMode(Mode):
         return completed
 
     def _apply(self, given: StepInput, mean: list[Any]) -> None:
-        with span("apply", self._options.name), self.updating():
+        with span("apply", self._options.name), self.updating(), arena.paused():
             same = len(mean) == len(given.values) and all(map(operator.is_, mean, given.values))
             self._optimizer.step(given.params, given.grads if same else nest.rebuild(given.grads, mean))
         self._updates += 1
@@ -202,11 +202,12 @@ class SyncMode(Mode):
         self._optimizer.load_state_dict(state)
 
     def save(self, params: Any, extra: Any, copy: bool) -> Callable[[str], str]:
-        state, step = self._optimizer.state_dict(), self.global_step
-        entries = [
-            checkpoint.whole(name, np.array(to_host(leaf)) if copy else to_host(leaf))
-            for name, leaf in nest.leaves(params)
-        ]
+        with arena.paused():
+            state, step = self._optimizer.state_dict(), self.global_step
+            entries = [
+                checkpoint.whole(name, np.array(to_host(leaf)) if copy else to_host(leaf))
+                for name, leaf in nest.leaves(params)
+            ]
         meta: dict[str, Any] = {"optimizer": None}
         if isinstance(self._optimizer, Optimizer):
             slots = state.pop("slots")
@@ -240,8 +241,8 @@ class SyncMode(Mode):
             how = "" if compression is Compression.none else f", as {compression.name}"
             in_place = 100 * self._timer.in_place_bytes / self._timer.sent_bytes
             wire = (
-                f"\ngradients: {arrays.amount(self._timer.sent_bytes / self._timer.steps)} a step on the wire{how}; "
-                f"{in_place:.0f} % in place, without copies"
+                f"\ngradients: {arrays.amount(self._timer.sent_bytes / self._timer.steps)} a step{how}; "
+                f"{in_place:.0f} % reduced in place"
             )
         return (
             f"world: {shape.size} rank{'s' * (shape.size > 1)} on {shape.nodes} node{'s' * (shape.nodes > 1)}, "

@@ -44,6 +44,9 @@ def arena_serve_sizes(sizes: list[int], /) -> None:
 def arena_attach() -> bool:
     """Set the handler of this context, unless it is set, or the program has set its own. Returns whether it is set."""
 
+def arena_pause(on: bool, /) -> None:
+    """Serve no sizes in this thread, or serve them again; calls may be nested."""
+
 def arena_call(function: Any, /, *arguments: Any) -> Any:
     """Call the function; the arena serves all arrays that it makes, of any size. The arena must be open."""
 

@@ -244,7 +244,7 @@ def test_the_decorator(rank, size, compression, samples):
     assert len(set(allred.allgather_object(allred.digest(params)))) == 1
     if size > 1:
         assert f"as {compression.name}" in opt.summary()
-        assert "on the wire" in opt.summary()
+        assert " a step" in opt.summary()
 
 
 def test_ranks_whose_decorators_differ(rank, size):

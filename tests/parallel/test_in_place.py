@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import allred
-from allred import native, optim
+from allred import arena, native, optim
 from allred.comm import functions
 from allred.errors import MismatchError, NonFiniteError
 
@@ -36,6 +36,12 @@ def in_arena(values):
     array = allred.empty(values.shape, values.dtype)
     array[...] = values
     return array
+
+
+def is_shared(array):
+    """Whether the array lies in the arena of this rank."""
+    memory = np.frombuffer(arena.memory()[0], np.uint8)
+    return np.shares_memory(memory, array)
 
 
 def reduced_in_place(function):
@@ -139,15 +145,17 @@ def test_process_sets_reduce_in_place(rank, size):
 
 def test_gradients_of_an_optimizer_are_allocated_in_the_arena(size):
     params = {"w": np.zeros((200, 100), "f4"), "b": np.zeros(100, "f4")}
-    opt = allred.distributed(optim.SGD(lr=1.0))
+    opt = allred.distributed(optim.SGD(lr=1.0, momentum=0.5))
     opt.broadcast(params)
     before = functions.current().in_place_bytes
     for _ in range(3):
         x = np.ones((4, 200), "f4")
         opt.step(params, {"w": x.T @ np.full((4, 100), allred.rank(), "f4"), "b": np.ones(100, "f4")})
-    assert (params["w"] == -3 * 4 * (size - 1) / 2).all()
+    assert (params["w"] == -(1 + 1.5 + 1.75) * 4 * (size - 1) / 2).all()
     assert functions.current().in_place_bytes - before == (3 * params["w"].nbytes if size > 1 else 0)
-    assert size == 1 or "% in place, without copies" in opt.summary()
+    assert size == 1 or "% reduced in place" in opt.summary()
+    state = opt.optimizer.live_state()["slots"]["w"]
+    assert not any(is_shared(slot) for slot in state.values())  # forks would copy it
 
 
 def test_nan_in_the_arena_is_named_and_kept(rank, size):

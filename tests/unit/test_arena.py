@@ -28,6 +28,7 @@ def _enabled():
     arena.enable(str(BYTES), ranks=1)
     yield
     arena.disable()
+    arena._learned.clear()
 
 
 def inside(array):
@@ -112,6 +113,27 @@ def test_a_thread_has_its_own_handler():
     thread.start()
     thread.join()
     assert found == [False, True]
+
+
+def test_paused():
+    @in_context
+    def _():
+        arena.learn([50_000])
+        with arena.paused(), arena.paused():
+            assert not inside(np.empty(50_000, "u1"))
+            assert inside(allred.empty(50_000, "u1"))
+        assert inside(np.empty(50_000, "u1"))
+
+
+def test_sizes_are_learned_for_the_next_world():
+    arena.disable()
+    in_context(lambda: arena.learn([50_000]))
+    arena.enable(str(BYTES), ranks=1)
+
+    @in_context
+    def _():
+        arena.attach()
+        assert inside(np.empty(50_000, "u1"))
 
 
 def test_another_handler_is_not_replaced():

@@ -5,11 +5,14 @@ A process maps the arena of a peer once, for all communicators; the mapping exis
 
 import mmap
 import os
+import resource
 from typing import Any
 from weakref import WeakValueDictionary
 
 from allred import arena
 from allred.comm.backends import segment
+
+_OTHER_FILES = 128  # descriptors that a rank may need for other files; a mapping of a peer has one
 
 _mapped: WeakValueDictionary[segment.Offer, mmap.mmap] = WeakValueDictionary()
 
@@ -20,7 +23,7 @@ def share(comm: Any) -> list[mmap.mmap] | None:
     Collective and blocking. All ranks are on one node. Entry r is the arena of rank r: a byte at address a on rank r
     has the offset a - (address of the arena on rank r). The entry of this rank is its own mapping, not a second one.
     """
-    own = arena.memory()
+    own = arena.memory() if comm.Get_size() + _OTHER_FILES <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] else None
     offers = comm.allgather(None if own is None else segment.describe(own[1], len(own[0])))
     if own is None or None in offers:
         return None

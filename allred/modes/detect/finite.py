@@ -131,5 +131,5 @@ def overflow_of(plan: Plan, name: str, compression: Compression, more: str = "")
     limit = f"{arrays.DTYPES[compression.value]}, the wire dtype" if wire else arrays.name_of(dtype)
     return (
         f"every rank's gradient is finite, but the sum over the ranks of '{name}'{more} is not: it exceeds the "
-        f"largest number of {limit}; the gradients have been overwritten"
+        f"largest number of {limit}; the gradients may be overwritten"
     )

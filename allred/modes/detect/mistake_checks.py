@@ -1,8 +1,8 @@
 """`MistakeChecks`: the checks for silent mistakes that a distributed optimizer or gradient function makes at each step.
 
-Every step: one pass over this rank's gradients, and flags in the header exchange. In the steps of a check, and where a
-rank has a reason for one: one more header exchange, with two hashes. More is exchanged only if something is wrong.
-A result or error follows from what all ranks know, so it is the same on all ranks.
+Every step: a scan of this rank's gradients, unless the reduction checks its results, and flags in the header exchange.
+In the steps of a check, and where a rank has a reason for one: one more header exchange, with two hashes. More is
+exchanged only if something is wrong. A result or error follows from what all ranks know, so it is the same on all.
 
 Updates that an optimizer makes without its wrapper are found in its own counter `global_step`, if it has one, as all of
 allred.optim have. Other optimizers are only found when the parameters are compared (drift.py).
