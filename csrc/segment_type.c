@@ -38,10 +38,11 @@ static PyObject *start_progress_thread(Segment *self, PyObject *unused) {
 
 static PyObject *halt(Segment *self, PyObject *unused) {
   if (allred_is_own(self)) {
+    const int was_halted = self->queue.halted; /* then operations in the queue may be freed already */
     Py_BEGIN_ALLOW_THREADS;
     allred_queue_halt(&self->queue);
     Py_END_ALLOW_THREADS;
-    const allred_operation *op = atomic_load_explicit(&self->queue.first, memory_order_acquire);
+    const allred_operation *op = was_halted ? NULL : atomic_load_explicit(&self->queue.first, memory_order_acquire);
     for (; op && self->segment.arenas.base; op = op->next)
       if (op->tensors) allred_arena_freeze(); /* another rank may still write to these arrays */
   }
