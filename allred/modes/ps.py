@@ -343,7 +343,7 @@ class ServersMode(Mode):
         root, client = self._context.config.checkpoint_dir, self._servers
         save = self._final_save or (None if root == "none" else lambda: client.save(root))
         result = "no checkpoint_dir is set, so nothing was saved"
-        is_saver = client.call(protocol.BeginDrain())[0]
+        is_saver = client.begin_drain()
         if is_saver and save is not None:
             try:
                 result = f"the checkpoint is {save()}"

@@ -212,10 +212,10 @@ class Control:
 
     # The end.
 
-    def _begin_drain(self, worker: int, request: protocol.BeginDrain) -> bool:
-        self._step_handler.draining = True
+    def _begin_drain(self, worker: int, request: protocol.BeginDrain) -> Any:
         self._saver = worker if self._saver is None else self._saver
-        return self._saver == worker
+        version = self._step_handler.drain()
+        return NOT_YET if version is None else (self._saver == worker, version)
 
     def _end_drain(self, worker: int, request: protocol.EndDrain) -> Any:
         if request.result is not None:
@@ -276,6 +276,8 @@ class Control:
             found.add(0)
         if self._saver is not None and self._waiting_in(protocol.EndDrain):
             found.add(self._saver)
+        if self._waiting_in(protocol.BeginDrain):
+            found.update(self._step_handler.sending)
         if self._ended:
             found.update(self.live)
         waiting = self._waiting_in(protocol.ControlRequest).union(self._step_handler.parked)

@@ -164,8 +164,9 @@ class GetStatistics(ControlRequest, title="statistics of the parameter servers")
     """Reply: the statistics of this server."""
 
 
-class BeginDrain(ControlRequest, title="the stop request"):
-    """Stop all workers. Reply: whether this worker writes the last checkpoint."""
+class BeginDrain(ControlRequest, title="the stop request", late=True):
+    """Begin no more steps. Reply, when no worker is sending a gradient: whether this worker writes the last checkpoint,
+    and the version of the parameters."""
 
 
 class EndDrain(ControlRequest, title="the checkpoint at the end"):

@@ -63,9 +63,10 @@ class StepHandler:
     """Step requests at one server.
 
     turns: the requests in progress, in order; those that may continue are appended. shard: set by the registration.
-    draining: whether a rank was asked to stop. starts: how often worker 0 has sent initial parameters. coordinator: the
-    policy's state machine; on servers other than 0 it only knows the live workers. locking: whether requests are
-    handled one by one (shard.py: `locks`).
+    draining: whether a rank was asked to stop; then no step begins, and no leave completes one. starts: how often
+    worker 0 has sent initial parameters. coordinator: the policy's state machine; on servers other than 0 it only knows
+    the live workers. locking: whether requests are handled one by one (shard.py: `locks`). sending: the workers that
+    are sending a gradient to all servers; on servers other than 0, those with a part of a gradient in the sum.
     """
 
     def __init__(self, server: int, policy: Any, workers: int, locking: bool) -> None:
@@ -79,7 +80,7 @@ class StepHandler:
         self._averages = bool(self.coordinator.asks)
         self._rows = [f"worker {worker}" for worker in range(workers)]  # of the timeline
         self._aggregate = getattr(policy, "replicas_to_aggregate", None)
-        self._begun: set[int] = set()  # workers that are sending a gradient to all servers, or partly into the sum
+        self.sending: set[int] = set()
         self._in_sum: set[int] = set()  # workers that have a gradient in the sum
         self._readers: dict[int, MailboxPort] = {}  # workers that copy parameters
         self.parked: dict[int, tuple[Any, protocol.StepRequest, int, int]] = {}  # workers that are done and must wait
@@ -94,14 +95,14 @@ class StepHandler:
             assert step == shard.version + 1, f"a request for step {step} arrived at version {shard.version}"
             assert shard.added, f"step {step} may begin, but step {shard.version} has no gradient"
             yield from self._apply_mean(shard)
-        if flags & protocol.DRAIN:
-            self.draining = True
         if flags & protocol.BEGIN:
-            dropped = not self.coordinator.begin(worker)
+            dropped = self.draining or not self.coordinator.begin(worker)
             if dropped:
                 self.statistics.dropped[worker] += 1
             else:
-                self._begun.add(worker)
+                self.sending.add(worker)
+        if flags & protocol.DRAIN:
+            self.draining = True
         if worker == 0 and lr != self._lr and lr == lr:
             self._lr = lr
             shard.set_lr(lr)
@@ -125,8 +126,8 @@ class StepHandler:
             if given:
                 return
         if flags & protocol.DONE:
-            if worker in self._begun or not self._averages:
-                self._begun.discard(worker)
+            if worker in self.sending or not self._averages:
+                self.sending.discard(worker)
                 self.coordinator.done(worker)
             self.parked[worker] = port, request, protocol.DROPPED * dropped, staleness
             self.release()
@@ -163,11 +164,16 @@ class StepHandler:
         if (port := self._readers.pop(worker, None)) is not None:
             port.forget()
 
+    def drain(self) -> int | None:
+        """Begin no more steps. Return the version, or None while a worker sends its gradient to all servers."""
+        self.draining = True
+        return None if self.sending else self.require_shard().version
+
     def leave(self, worker: int) -> Steps[None]:
         """Remove a worker that makes no more steps."""
         if worker not in self.coordinator.live:
             return
-        if worker in self._begun:
+        if worker in self.sending:
             raise AllredError(
                 f"worker {worker} failed while it sent its gradient. A part of it may be in the sum of step "
                 f"{self.require_shard().version}, which cannot be undone. Restart from the last checkpoint"
@@ -175,7 +181,8 @@ class StepHandler:
         self.parked.pop(worker, None)
         self._may_continue.pop(worker, None)
         self.coordinator.leave(worker)
-        yield from self._end_step()
+        if not self.draining:
+            yield from self._end_step()
         if not self.coordinator.live and self.shard is not None:
             self.statistics.unused = self.shard.added
         self.release()
@@ -230,7 +237,7 @@ class StepHandler:
             if received and update is not None and shard.in_place:
                 self.statistics.torn += 1
             elif received and adds and not dropped:
-                self._begun.add(worker)  # servers other than 0 get no BEGIN
+                self.sending.add(worker)  # servers other than 0 get no BEGIN
             raise
         if starts:
             self.starts += 1

@@ -295,6 +295,14 @@ class Client:
             for ranges in self._ranges
         ]
 
+    def begin_drain(self) -> bool:
+        """Begin no more steps, on all servers. Return whether this worker writes the last checkpoint."""
+        replies = self.call(protocol.BeginDrain())
+        if self._asks:  # a leave may have completed the step at some servers only: complete it at the others
+            self.step_number = max(version for _, version in replies)
+            self._request("the last step", 0, None, None)
+        return bool(replies[0][0])
+
     # State.
 
     def split_slots(self, slots: dict[str, dict[str, Array]]) -> list[Parts]:

@@ -289,13 +289,22 @@ def test_a_dead_worker_does_not_wait(monkeypatch):
 
 def test_the_result_of_the_last_checkpoint_if_its_writer_dies(monkeypatch):
     served = make(monkeypatch)
-    assert request(served, 1, BeginDrain()) == [(2, True)]
-    assert request(served, 2, BeginDrain()) == [(3, False)]
+    assert request(served, 1, BeginDrain()) == [(2, (True, 0))]
+    assert request(served, 2, BeginDrain()) == [(3, (False, 0))]
     assert request(served, 2, EndDrain(None)) == []
     assert served.control.awaited() == {1}
     served.control.remove(1)
     served._run(served._turns.popleft())
     assert request(served, 0, EndDrain(None)) == [(1, DEAD_WRITER), (3, DEAD_WRITER)]
+
+
+def test_a_drain_waits_for_a_worker_that_is_sending_its_gradient(monkeypatch):
+    served = make(monkeypatch, policy=Sync())
+    served.step_handler.sending.add(2)
+    assert request(served, 1, BeginDrain()) == []
+    assert served.control.awaited() == {2}
+    served.step_handler.sending.clear()
+    assert request(served, 0, BeginDrain()) == [(1, (False, 0)), (2, (True, 0))]
 
 
 def test_the_status_of_worker_0_reaches_each_worker_once(monkeypatch):

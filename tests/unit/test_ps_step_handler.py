@@ -10,7 +10,7 @@ from allred.errors import AllredError
 from allred.fusion import Tensor
 from allred.ps.consistency import Async, Bounded, Sync
 from allred.ps.placement import place
-from allred.ps.protocol import ABSENT, BEGIN, DONE, DROPPED, INIT, PULL, PUSH, StepRequest, unpack_reply
+from allred.ps.protocol import ABSENT, BEGIN, DONE, DRAINING, DROPPED, INIT, PULL, PUSH, StepRequest, unpack_reply
 from allred.ps.shard import Shard, lay_out, locks
 from allred.ps.shm_transport import MailboxPort
 from allred.ps.step_handler import StepHandler
@@ -390,6 +390,32 @@ def test_a_server_with_an_early_leave_has_the_same_mean():
     job.servers[0].leave(2)
     job.hear()
     assert job.pull(0) == job.pull(1) == ([-2.0, -2.0], [1, 1])
+
+
+def test_a_drain_waits_until_all_servers_have_a_gradient_and_begins_no_other():
+    job = Job(3)
+    job.push(0, 1.0)
+    job.push(1, 3.0)
+    assert not job.servers[0].do(2, BEGIN).flags
+    job.servers[0].do(2, PUSH, 5.0)  # its request to server 1 comes later
+    assert [served.shard.version for served in job.servers] == [1, 0]
+    assert job.servers[0].handler.drain() is None
+    job.servers[1].do(2, PUSH, 5.0)
+    job.servers[0].do(2, DONE)
+    assert [served.handler.drain() for served in job.servers] == [1, 1]
+    assert job.servers[0].do(0, BEGIN, step=1).flags == DROPPED | DRAINING
+
+
+def test_after_a_drain_a_leave_completes_no_step():
+    job = Job(3)
+    job.push(0, 1.0)
+    job.push(1, 3.0)
+    job.servers[0].leave(2)
+    assert [served.handler.drain() for served in job.servers] == [1, 0]
+    job.servers[1].leave(2)
+    assert job.servers[1].shard.version == 0
+    job.servers[1].do(0, 0, step=1)  # as Client.begin_drain does
+    assert job.pull(0)[1] == [1, 1]
 
 
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)])
