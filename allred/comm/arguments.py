@@ -11,6 +11,7 @@ from allred import arrays
 from allred.arrays import Array
 from allred.comm import header, ops
 from allred.comm.header import OpDescriptor, quoted
+from allred.comm.node_memory import is_shared
 from allred.comm.ops import Compression, ReduceOp
 from allred.errors import InputError
 
@@ -28,7 +29,7 @@ def source_and_target(value: Any, in_place: bool) -> tuple[Array, Array]:
     return source, np.empty(source.shape, source.dtype)
 
 
-def target_of(value: Any, in_place: bool) -> Array:
+def target_of(value: Any, in_place: bool, refuse_shared: bool = True) -> Array:
     if not in_place:
         return np.array(arrays.as_host_array(value), copy=True, order="C")
     arrays.as_host_array(value)  # raises for device arrays, torch tensors and masked arrays
@@ -37,6 +38,8 @@ def target_of(value: Any, in_place: bool) -> Array:
         raise InputError(f"in place needs a numpy array, got {kind}; use the form without the underscore")
     if not value.flags.writeable:
         raise InputError("the array is read-only; use the form without the underscore, or pass a writable copy")
+    if refuse_shared and is_shared(value):
+        raise InputError("the array is a parameter of opt.share(), one memory for all ranks of the node; pass a copy")
     return value
 
 

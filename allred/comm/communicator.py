@@ -32,6 +32,7 @@ from allred.comm.backends.backend import Backend, pickled
 from allred.comm.device_collectives import DeviceCollectives
 from allred.comm.group import Group
 from allred.comm.header import OpDescriptor, quoted
+from allred.comm.node_memory import any_shared, is_shared
 from allred.comm.ops import Compression, ReduceOp
 from allred.comm.point_to_point import PointToPoint
 from allred.comm.reduction import Reduction
@@ -82,7 +83,8 @@ class Communicator(Group):
         self, value: Any, in_place: bool, op: ReduceOp, name: str, compression: Compression = _NONE
     ) -> Array:
         """Start `allreduce` and wait for the result; takes the fast path of the backend if possible."""
-        if self._fast is not None and type(value) is np.ndarray and self.queue.idle and not self.checks_places:
+        usable = type(value) is np.ndarray and not (in_place and is_shared(value))
+        if self._fast is not None and usable and self.queue.idle and not self.checks_places:
             target = value if in_place else empty_like(value)
             if target is not None:
                 try:
@@ -141,7 +143,8 @@ class Communicator(Group):
         checks_finite: set `nonfinite`, the same on all ranks; blocks of a result that are not finite are not written.
         Only if the backend `checks_finite` and no rank has joined.
         """
-        if self._fast is not None and type(group) is list and self.queue.idle and not self.checks_places:
+        usable = self.queue.idle and not self.checks_places and not (in_place and any_shared(group))
+        if self._fast is not None and type(group) is list and usable:
             targets: list[Any] = (
                 group if in_place else [empty_like(value) for value in group if type(value) is np.ndarray]
             )
@@ -202,7 +205,7 @@ class Communicator(Group):
             return self.gpu.broadcast(value, root, name, in_place)
 
         def steps() -> Steps[Array]:
-            target = target_of(value, in_place)
+            target = target_of(value, in_place, refuse_shared=False)
             source = root_index(root, self.ranks)
             flat = arrays.flat(target)
             data = arrays.as_bytes(flat)

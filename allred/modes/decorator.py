@@ -57,6 +57,10 @@ class _Distributed:
             mode ps each worker clips its own gradients.
         scaler: an `allred.GradScaler`. Gradients are divided by its scale after the reduction; steps that overflow are
             skipped on all ranks.
+        sharded: each rank of a node updates only its slice of the parameters and gets the rest from the others; the
+            optimizer's state is in memory once per node, not once per rank. The results have the same bits. For
+            elementwise optimizers of allred.optim with numpy arrays; others print one message and are not sharded. Mode
+            sync only. See `opt.share`.
 
     Mode ps only (docs/modes.md); each has a setting of that name:
         consistency: allred.ps.Async(), allred.ps.Bounded(staleness=...) or allred.ps.Sync(replicas_to_aggregate=...);
@@ -84,10 +88,11 @@ class _Distributed:
         consistency: Policy | str | None = None,
         placement: How | None = None,
         use_locking: bool | None = None,
+        sharded: bool = False,
     ) -> Any:
         options = StepOptions(
             name, op, accumulate, bucket_bytes, nonfinite, process_set, compression,
-            clip_norm, scaler, consistency, placement, use_locking,
+            clip_norm, scaler, consistency, placement, use_locking, sharded,
         )  # fmt: skip
         if target is _NOTHING:
             return lambda later: _wrap(later, options)

@@ -7,7 +7,6 @@ serves where the optimizer is made or first used, and exits there.
 import functools
 import importlib
 import os
-import pathlib
 import sys
 import warnings
 from collections.abc import Callable
@@ -17,10 +16,9 @@ from allred import checkpoint, log, nest
 from allred.comm import functions
 from allred.comm.ops import Compression, ReduceOp
 from allred.errors import AllredError, CheckpointError, InputError
-from allred.gpu.device_arrays import fill
 from allred.modes.clipping import Clipper
 from allred.modes.detect.mistake_checks import restored, updates_of
-from allred.modes.match import Accumulator, Matcher, SampleCount, parameter
+from allred.modes.match import Accumulator, Matcher, SampleCount, fill_parameters, parameter
 from allred.modes.options import Mode, SessionSupport, StepInput, StepOptions
 from allred.modes.ps import ServersMode
 from allred.modes.sync import SyncMode, has_state
@@ -96,6 +94,8 @@ class DistributedOptimizer:
                 f"{self.name}: op=allred.{self._options.op.name.title()} is available in mode sync only; parameter "
                 "servers apply single gradients or their mean. Omit op"
             )
+        if self._options.sharded:
+            raise InputError(f"{self.name}: sharded=True is available in mode sync only; omit it")
         if self.process_set is not None:
             raise InputError(
                 f"{self.name}: process_set is available in mode sync only; in mode ps all workers train together"
@@ -220,6 +220,19 @@ class DistributedOptimizer:
             if (scaler := self._clipper.scaler) is not None:
                 title = f"scaler of {self.name}"
                 scaler.load_state_dict(functions.broadcast_object(scaler.state_dict(), root, title))
+
+    def share(self, params: Any) -> Any:
+        """Return a nest like `params` with one copy of the arrays per node, for sharded=True. Collective.
+
+        Train with the result and drop `params`. The values are those of the first rank of the node. What one rank
+        writes to these arrays, such as `w *= 0.99`, all ranks of the node have. They cannot be the target of an
+        allreduce; `broadcast` and `restore` work as usual. Returns `params` itself if the update is not sharded: one
+        rank, another optimizer, no shared memory. Raises InputError without sharded=True, and in mode ps.
+
+        Example: `params = opt.share(params)`, then `opt.broadcast(params)` and `opt.step(params, grads)`.
+        """
+        with functions.within(self.process_set):
+            return self._get_mode().share(params)
 
     def pull(self, params: Any) -> None:
         """Mode ps: overwrite the parameters with those of the servers. Mode sync: no effect; they are equal."""
@@ -369,7 +382,7 @@ class DistributedOptimizer:
         if found is None:
             return None, None
         path, content = found
-        _fill(nest.leaves(params), content.params, path)
+        fill_parameters(nest.leaves(params), content.params, path)
         extra, state = checkpoint.pop_extra(content.slots), content.meta["optimizer"]
         own = checkpoint.unpickle_state(content.slots) if state is None else {**state, "slots": content.slots}
         self._get_mode().load_state_dict(own)
@@ -384,17 +397,3 @@ class DistributedOptimizer:
     meet = _deprecated("meet", "wait_all_workers")
     hear = _deprecated("hear", "broadcast_failure")
     latest_step = _deprecated("latest_step", "latest_step")
-
-
-def _fill(named: list[nest.Leaf], values: dict[str, Any], path: pathlib.Path) -> None:
-    """Copy the values of a checkpoint into the parameters. Raises CheckpointError if it is of another model."""
-    for name, leaf in named:
-        if name not in values or values[name].shape != leaf.shape:
-            got = f"has shape {values[name].shape} there" if name in values else "is not in it"
-            raise CheckpointError(
-                f"{path} is of another model: '{name}' {leaf.shape} {got}; pass a directory of checkpoints of this one"
-            )
-    if odd := sorted(set(values) - {name for name, _ in named}):
-        raise CheckpointError(f"{path} is of another model: it has '{odd[0]}', which this model lacks")
-    for name, leaf in named:
-        fill(leaf, values[name])

@@ -42,6 +42,7 @@ class StepOptions:
     consistency: Policy | str | None = None
     placement: How | None = None
     use_locking: bool | None = None
+    sharded: bool = False
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -65,6 +66,8 @@ class StepOptions:
             raise InputError(f"scaler={self.scaler!r} must be an allred.GradScaler")
         if not isinstance(self.use_locking, bool | None):
             raise InputError(f"use_locking={self.use_locking!r} must be True or False")
+        if not isinstance(self.sharded, bool):
+            raise InputError(f"{self.name}: sharded={self.sharded!r} must be True or False")
         if self.placement is not None:
             check_placement(self.placement)
         if self.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
@@ -229,5 +232,7 @@ class Mode(SessionSupport):
         object to pickle into the checkpoint. copy: whether the function is called after later steps."""
 
     def reduce(self, name: str, grad: Any, samples: int | None) -> None: ...
+    @abstractmethod
+    def share(self, params: Any) -> Any: ...
     def pull(self, params: Any) -> None: ...
     def finish(self) -> None: ...

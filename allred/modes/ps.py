@@ -24,12 +24,12 @@ from allred.modes.detect.mistake_checks import used
 from allred.modes.match import parameter
 from allred.modes.options import Mode, StepInput, StepOptions
 from allred.modes.ps_payload import HostStaging, PushedGradients, PushedLearningRate
-from allred.optim.base import Optimizer
+from allred.optim.base import Optimizer, splittable
 from allred.ps import context, protocol
 from allred.ps.context import Context
 from allred.ps.placement import place
 from allred.ps.protocol import ServerStatistics, Statistics
-from allred.ps.shard import Parts, splittable
+from allred.ps.shard import Parts
 from allred.ps.variable import describe, places
 from allred.watch import exit as exit_protocol
 
@@ -231,6 +231,9 @@ class ServersMode(Mode):
             f"{self._title}: the gradient of '{name}' of worker {self._context.worker} is not finite ({how}){more}; "
             "nothing was pushed. Policies: raise, skip, ignore (ALLRED_NONFINITE)"
         )
+
+    def share(self, params: Any) -> Any:
+        raise InputError(f"{self._options.name}.share() is available in mode sync only; parameter servers send copies")
 
     def pull(self, params: Any) -> None:
         title, named = f"{self._options.name}.pull()", nest.leaves(params)

@@ -18,7 +18,7 @@ from allred import arena, arrays, checkpoint, log, nest, world
 from allred.comm import functions
 from allred.comm.communicator import Communicator
 from allred.comm.ops import Compression, ReduceOp
-from allred.errors import AllredError
+from allred.errors import AllredError, InputError
 from allred.fusion import Tensor
 from allred.gpu.device_arrays import to_host
 from allred.modes.clipping import Clipper
@@ -26,6 +26,7 @@ from allred.modes.detect.mistake_checks import DEFERRED, MistakeChecks, restored
 from allred.modes.options import Mode, StepInput, StepOptions
 from allred.modes.overlap import Overlap
 from allred.modes.reducer import Agreement, Reducer, writable
+from allred.modes.sharded import new_sharded_update, share
 from allred.optim.base import Optimizer
 from allred.timeline.recorder import span
 
@@ -95,6 +96,7 @@ class SyncMode(Mode):
         self._checks = MistakeChecks(options, self._title, optimizer)
         self._overlap: Overlap | None = None  # after the first opt.reduce() of any rank
         self._timer = StepTimer()
+        self._sharded = new_sharded_update(optimizer, self._title) if options.sharded else None
         self._updates = 0  # for an optimizer that does not count them; includes those before a restore
 
     def step(self, given: StepInput) -> None:
@@ -131,7 +133,13 @@ class SyncMode(Mode):
     def _apply(self, given: StepInput, mean: list[Any]) -> None:
         with span("apply", self._options.name), self.updating(), arena.paused():
             same = len(mean) == len(given.values) and all(map(operator.is_, mean, given.values))
-            self._optimizer.step(given.params, given.grads if same else nest.rebuild(given.grads, mean))
+            grads = given.grads if same else nest.rebuild(given.grads, mean)
+            if self._sharded is None:
+                self._optimizer.step(given.params, grads)
+            elif not self._sharded.step(given.tensors, given.leaves, given.params, grads):
+                log.info(f"{self._title}: sharded=True has no effect: the ranks of a node cannot share memory")
+                self._sharded = None
+                self._optimizer.step(given.params, grads)
         self._updates += 1
 
     @contextlib.contextmanager
@@ -187,7 +195,15 @@ class SyncMode(Mode):
             if communicator.number != root:
                 self._optimizer.load_state_dict(state)
             restored(self._optimizer)
+        if self._sharded is not None:
+            self._sharded.forget_state()
         self.forget_order()  # a rank that had joined does not know it
+
+    def share(self, params: Any) -> Any:
+        title = f"{self._options.name}.share()"
+        if not self._options.sharded:
+            raise InputError(f"{title} needs allred.distributed(optimizer, sharded=True)")
+        return params if self._sharded is None else share(params, title)
 
     def forget_order(self) -> None:
         """Forget the order of gradients (overlap.py). Called on all ranks, between steps."""

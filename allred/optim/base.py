@@ -13,7 +13,7 @@ of cupy) or dtype; the first step after loading converts them to those of the pa
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -121,6 +121,22 @@ def fused(rule: str, arrays: tuple[Array | None, ...], numbers: tuple[float, ...
 Slots = dict[str, Array]
 
 
+class PendingUpdates(NamedTuple):
+    """The updates of one step, by tensor, which are still to be made. lr, step: as for `Optimizer.update`."""
+
+    names: list[str]
+    params: list[Array]
+    grads: list[Any]
+    slots: list[Slots]
+    lr: float
+    step: int
+
+
+def cast_gradient(param: Array, grad: Any) -> Array:
+    """Return a gradient in the dtype that `Optimizer.update` expects; a copy only if it has another one."""
+    return np.asarray(grad, dtype=compute_dtype(param), like=param)
+
+
 class Optimizer(ABC):
     """Base class of all optimizers.
 
@@ -198,15 +214,28 @@ class Optimizer(ABC):
         Raises InputError: names, shapes or dtypes do not match, or the schedule returns no number >= 0. Neither
         parameters nor the optimizer have changed then.
         """
+        _, tensors, gradients, slots, lr, step = self.begin_step(params, grads)
+        for param, grad, slot in zip(tensors, gradients, slots, strict=True):
+            self.update(param, cast_gradient(param, grad), slot, lr, step)
+
+    def begin_step(self, params: Any, grads: Any) -> "PendingUpdates":
+        """Check the input of `step` and count the step. The caller makes the updates. Raises as `step`."""
         work = self._checked(params, grads)
         lr = self.learning_rate
         self.global_step += 1
         for name, param, _, slots in work:
             if self._slots.get(name) is not slots or name not in self._made_for:
                 self._slots[name], self._made_for[name] = slots, _kind(param)
-        for _, param, grad, slots in work:
-            cast = np.asarray(grad, dtype=compute_dtype(param), like=param)  # copies only if the dtype differs
-            self.update(param, cast, slots, lr, self.global_step)
+        names, tensors, gradients = [each[0] for each in work], [each[1] for each in work], [each[2] for each in work]
+        return PendingUpdates(names, tensors, gradients, [each[3] for each in work], lr, self.global_step)
+
+    def has_slots(self, name: str, slots: "Slots") -> bool:
+        """Whether these are the slots of the tensor `name`, the same object."""
+        return self._slots.get(name) is slots
+
+    def replace_slots(self, name: str, slots: "Slots") -> None:
+        """Keep the slots of a tensor in other arrays, of the same shapes and dtypes."""
+        self._slots[name] = slots
 
     def _checked(self, params: Any, grads: Any) -> list[tuple[str, Array, Any, Slots]]:
         """Check the input of `step`. Return name, parameter, gradient and slots of each tensor to update."""
@@ -319,3 +348,10 @@ def _convert_slots(who: str, name: str, loaded: Slots, fresh: Slots) -> Slots:
             "restore the state of the same optimizer, hyper-parameters and model, or make a new optimizer"
         )
     return {slot: np.array(loaded[slot], dtype=array.dtype, like=array) for slot, array in fresh.items()}
+
+
+def splittable(optimizer: Any) -> bool:
+    """Whether parts of a tensor can be updated separately: the optimizer and its slots are elementwise."""
+    if not (isinstance(optimizer, Optimizer) and optimizer.elementwise):
+        return False
+    return all(slot.shape == (3,) for slot in optimizer.slots(np.zeros(3, np.float32)).values())

@@ -23,7 +23,7 @@ from allred import nest
 from allred.arrays import Array, name_of, size_of
 from allred.errors import InputError
 from allred.fusion import Tensor
-from allred.optim.base import Optimizer, compute_dtype
+from allred.optim.base import Optimizer, compute_dtype, splittable
 from allred.ps.consistency import Sync
 from allred.ps.placement import Piece
 
@@ -122,13 +122,6 @@ def _aligned(nbytes: int) -> int:
 
 
 Parts = dict[int, dict[str, Array]]  # {piece: {slot: values}}
-
-
-def splittable(optimizer: Any) -> bool:
-    """Whether parts of a tensor can be updated separately: the optimizer and its slots are elementwise."""
-    if not (isinstance(optimizer, Optimizer) and optimizer.elementwise):
-        return False
-    return all(slot.shape == (3,) for slot in optimizer.slots(np.zeros(3, np.float32)).values())
 
 
 def locks(use_locking: bool, policy: Any, optimizer: Any) -> bool:

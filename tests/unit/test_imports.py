@@ -26,7 +26,9 @@ COMM = (
     {"join", "functions", "process_set"},
     {"create", "recording", "communicator", "device_collectives", "device_reduce", "reduction", "group"},
     {"point_to_point"},
-    {"arguments", "backends"},
+    {"arguments"},
+    {"node_memory"},
+    {"backends"},
     {"work", "header", "ops"},
 )
 

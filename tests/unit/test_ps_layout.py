@@ -7,8 +7,9 @@ import pytest
 from allred import optim
 from allred.errors import InputError
 from allred.fusion import Tensor
+from allred.optim.base import splittable
 from allred.ps.placement import place
-from allred.ps.shard import CELL_BYTES, Shard, lay_out, splittable
+from allred.ps.shard import CELL_BYTES, Shard, lay_out
 
 DTYPES = [np.dtype(name) for name in ("float16", "float32", "float64", ml_dtypes.bfloat16)]
 

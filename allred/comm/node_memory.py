@@ -1,0 +1,83 @@
+"""Memory that the ranks of a node share, one copy for all: for parameters and optimizer states.
+
+A NodeMemory is a file without a name, which every rank of the node maps (backends/segment.py). It exists as long as an
+array in it exists on any rank, also after shutdown().
+"""
+
+import contextlib
+import math
+import mmap
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from allred import world
+from allred.arrays import Array
+from allred.comm.backends import segment
+
+if TYPE_CHECKING:
+    from allred.comm.communicator import Communicator
+
+_ALIGNMENT = 64  # bytes; different arrays have no cache line in common
+_ranges: dict[int, int] = {}  # first address of each block in this process, and the address behind it
+
+
+class NodeMemory:
+    """One memory for all ranks of the node, initially zeros. ranks: those that share it."""
+
+    def __init__(self, memory: mmap.mmap, ranks: list[int]) -> None:
+        self.ranks = ranks
+        self._memory, self._used = memory, 0
+        whole = np.frombuffer(memory, np.uint8)
+        start = whole.__array_interface__["data"][0]
+        _ranges[start] = start + whole.nbytes
+        weakref.finalize(memory, _ranges.pop, start, None)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return the next array in the block. All ranks make the same arrays in the same order."""
+        count = math.prod(shape)
+        raw = np.frombuffer(self._memory, np.uint8, count * dtype.itemsize, self._used) if count else np.empty(0, "u1")
+        self._used += size_in_block(shape, dtype)
+        return raw.view(dtype).reshape(shape)
+
+
+def size_in_block(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
+    """Return the bytes that an array takes in a block."""
+    return -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+def ranks_of_node(number: int, ranks: Sequence[int]) -> list[int]:
+    """Return those of `ranks`, numbers of workers, that are on the node of worker `number`."""
+    sets = world.current().process_sets
+    return [number] if sets is None else [rank for rank in ranks if sets.nodes[rank] == sets.nodes[number]]
+
+
+def allocate(communicator: "Communicator", nbytes: int, title: str) -> NodeMemory | None:
+    """Make a block on each node; None on all ranks if a rank cannot map it. Collective; all ranks pass the same
+    `nbytes`. title: of the exchanges, in errors."""
+    mine = ranks_of_node(communicator.number, communicator.active.ranks)
+    memory, offer = None, None
+    if communicator.number == mine[0]:
+        with contextlib.suppress(OSError):
+            memory, offer = segment.offer(max(nbytes, mmap.PAGESIZE))
+    offers = communicator.allgather_object(offer, title).wait()
+    offer = offers[list(communicator.active.ranks).index(mine[0])]
+    if memory is None and offer is not None:
+        memory = segment.accept(offer)
+    mapped = communicator.allgather_object(memory is not None, title).wait()
+    return NodeMemory(memory, mine) if memory is not None and all(mapped) else None
+
+
+def any_shared(values: Sequence[Any]) -> bool:
+    """Whether `is_shared` for one of the numpy arrays among the values."""
+    return bool(_ranges) and any(type(value) is np.ndarray and is_shared(value) for value in values)
+
+
+def is_shared(array: Array) -> bool:
+    """Whether the ranks of this node have `array` in one memory."""
+    if not _ranges:
+        return False
+    address = array.__array_interface__["data"][0]
+    return any(start <= address < stop for start, stop in _ranges.items())

@@ -1,0 +1,233 @@
+"""Sharded update: each rank of a node updates a slice of the parameters, and gets the other slices from the others.
+
+Without it every rank updates all parameters, to the same bits. A step, after the reduction of the gradients:
+
+    1  all ranks compare how they would cut the tensors: one slice for each rank of the node that has not joined
+    2  each rank updates its slice of the parameters and of the optimizer's state, and copies the new parameters to a
+       block of memory that the ranks of the node share
+    3  barrier
+    4  each rank copies the other slices from the block to its parameters
+
+The state lies in such a block, one copy for the node, so every rank can read all of it between two steps. So do the
+parameters of `share`: then 2 writes them in place, and 4 is omitted. Every node updates all parameters.
+
+No rank writes memory that another reads: 2 begins when all ranks have called the step, which 1 ensures, and ends when
+all have completed 4 of the step before. Tensors that are not contiguous numpy arrays are updated by every rank.
+"""
+
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from allred import log, nest
+from allred.arrays import Array
+from allred.comm import functions, node_memory
+from allred.comm.header import hash_text
+from allred.fusion import Tensor
+from allred.optim.base import Optimizer, PendingUpdates, Slots, cast_gradient, splittable
+
+_CUT = 16  # elements; slices begin at multiples of it within a tensor
+
+
+class _SlicePart(NamedTuple):
+    """A part of a tensor that this rank updates. staged: in the block; None for shared parameters."""
+
+    number: int  # of the pending update
+    start: int
+    stop: int
+    param: Array
+    slots: Slots
+    staged: Array | None
+
+
+class _ShardPlan(NamedTuple):
+    """The work of this rank for these parameters, slots and ranks. copies: (parameter, staged) of the slices of other
+    ranks. whole: the numbers of the updates that every rank makes."""
+
+    params: list[Any]
+    slots: list[Slots]
+    ranks: tuple[int, ...]
+    parts: list[_SlicePart]
+    copies: list[tuple[Array, Array]]
+    whole: list[int]
+
+    def fits(self, pending: PendingUpdates, ranks: Sequence[int]) -> bool:
+        return (
+            len(self.params) == len(pending.params)
+            and all(map(operator.is_, self.params, pending.params))
+            and all(map(operator.is_, self.slots, pending.slots))
+            and self.ranks == tuple(ranks)
+        )
+
+
+class ShardedUpdate:
+    """The sharded updates of one optimizer of allred.optim. title: of its steps, for messages."""
+
+    def __init__(self, optimizer: Optimizer, title: str) -> None:
+        self._optimizer, self._title = optimizer, title
+        self._leaves: list[Any] = []  # the parameters of the last step
+        self._layout = _ShardLayout("", {}, set())  # of these
+        self._staged: dict[str, Array] = {}  # the new parameters in a block, flat
+        self._shared_slots: dict[str, Slots] = {}  # slots in a block, as the optimizer has them
+        self._plan: _ShardPlan | None = None
+
+    def forget_state(self) -> None:
+        """Let the next step move the optimizer's state to a new block. Called on all ranks."""
+        self._shared_slots, self._plan = {}, None
+
+    def step(self, tensors: Sequence[Tensor], leaves: list[Any], params: Any, grads: Any) -> bool:
+        """Update the parameters. Collective. Returns False, and has changed nothing, if ranks of a node cannot share
+        memory. leaves: those of `params`, in the order of `tensors`. Raises MismatchError if the parameters of the
+        ranks have different layouts."""
+        layout = self._layout
+        if len(leaves) != len(self._leaves) or not all(map(operator.is_, leaves, self._leaves)):
+            layout = _layout(tensors, leaves)
+        state = all(self._optimizer.has_slots(name, slots) for name, slots in self._shared_slots.items())
+        settings = f"layout={layout.text} state={'shared' if state and self._shared_slots else 'own'}"
+        functions.current().check("step", f"{self._title}: sharded update", settings=settings).wait()  # and a barrier
+        if layout.text != self._layout.text and not self._allocate_staged(layout, leaves):
+            return False
+        if layout is not self._layout:
+            self._layout, self._leaves, self._plan = layout, list(leaves), None
+        self._update(self._optimizer.begin_step(params, grads))
+        return True
+
+    def _update(self, pending: PendingUpdates) -> None:
+        own_slots = self._share_slots(pending)
+        ranks = functions.current().active.ranks
+        plan = self._plan
+        if plan is None or not plan.fits(pending, ranks):
+            plan = self._plan = self._make_plan(pending, ranks)
+        update, lr, step = self._optimizer.update, pending.lr, pending.step
+        for index, start, stop, param, slots, staged in plan.parts:
+            if (own := own_slots.get(pending.names[index])) is not None:
+                for key, slot in slots.items():
+                    slot[...] = own[key].reshape(-1)[start:stop]
+            update(param, cast_gradient(param, pending.grads[index].reshape(-1)[start:stop]), slots, lr, step)
+            if staged is not None:
+                staged[...] = param
+        for index in plan.whole:
+            whole = pending.params[index]
+            update(whole, cast_gradient(whole, pending.grads[index]), pending.slots[index], lr, step)
+        functions.current().barrier().wait()
+        for param, staged in plan.copies:
+            param[...] = staged
+
+    def _make_plan(self, pending: PendingUpdates, ranks: Sequence[int]) -> _ShardPlan:
+        """Cut the tensors into slices of equal numbers of elements, which begin at multiples of _CUT."""
+        here = node_memory.ranks_of_node(functions.current().number, ranks)
+        mine, names = here.index(functions.current().number), pending.names
+        cut = [
+            index
+            for index, name in enumerate(names)
+            if name in self._layout.cut and (not pending.slots[index] or name in self._shared_slots)
+        ]
+        total, at = sum(pending.params[index].size for index in cut), 0
+        plan = _ShardPlan(list(pending.params), list(pending.slots), tuple(ranks), [], [], [])
+        for index in cut:
+            param = pending.params[index].reshape(-1)
+            bounds = [_bound(number * total // len(here) - at, param.size) for number in range(len(here) + 1)]
+            start, stop, staged = bounds[mine], bounds[mine + 1], self._staged.get(names[index])
+            if start < stop:
+                slots = {key: slot.reshape(-1)[start:stop] for key, slot in pending.slots[index].items()}
+                plan.parts.append(
+                    _SlicePart(
+                        index, start, stop, param[start:stop], slots, None if staged is None else staged[start:stop]
+                    )
+                )
+            if staged is not None:
+                plan.copies.extend((param[a:b], staged[a:b]) for a, b in ((0, start), (stop, param.size)) if a < b)
+            at += param.size
+        plan.whole.extend(sorted(set(range(len(names))) - set(cut)))
+        return plan
+
+    # Memory that the ranks of a node share.
+
+    def _allocate_staged(self, layout: "_ShardLayout", leaves: list[Any]) -> bool:
+        like = {name: leaves[index] for name, index in layout.cut.items() if name not in layout.shared}
+        sizes = [node_memory.size_in_block(param.shape, param.dtype) for param in like.values()]
+        block = node_memory.allocate(functions.current(), sum(sizes), f"{self._title}: memory for parameters")
+        if block is None:
+            return False
+        self._staged = {name: block.empty((param.size,), param.dtype) for name, param in like.items()}
+        return True
+
+    def _share_slots(self, pending: PendingUpdates) -> dict[str, Slots]:
+        """Let the slots that the node does not share yet lie in a new block. Return their values, by tensor."""
+        own = {
+            name: slots
+            for name, slots in zip(pending.names, pending.slots, strict=True)
+            if slots and name in self._layout.cut and self._shared_slots.get(name) is not slots
+        }
+        if not own:
+            return {}
+        nbytes = sum(node_memory.size_in_block(s.shape, s.dtype) for slots in own.values() for s in slots.values())
+        block = node_memory.allocate(functions.current(), nbytes, f"{self._title}: memory for the optimizer's state")
+        self._plan = None
+        if block is None:  # every rank updates these tensors
+            return {}
+        for index, name in enumerate(pending.names):
+            if name in own:
+                shared = {key: block.empty(slot.shape, slot.dtype) for key, slot in own[name].items()}
+                self._shared_slots[name] = pending.slots[index] = shared
+                self._optimizer.replace_slots(name, shared)
+        return own
+
+
+class _ShardLayout(NamedTuple):
+    """text: equal on ranks whose parameters are cut in the same way. cut: position of each tensor that is cut, by name.
+    shared: those that the ranks of the node have in one memory."""
+
+    text: str
+    cut: dict[str, int]
+    shared: set[str]
+
+
+def _layout(tensors: Sequence[Tensor], leaves: Sequence[Any]) -> _ShardLayout:
+    cut = {
+        tensor.name: index
+        for index, (tensor, leaf) in enumerate(zip(tensors, leaves, strict=True))
+        if type(leaf) is np.ndarray and leaf.flags.c_contiguous and leaf.size
+    }
+    shared = {name for name, index in cut.items() if node_memory.is_shared(leaves[index])}
+    lines = [f"{tensor.name} {tensor.shape} {tensor.name in cut} {tensor.name in shared}" for tensor in tensors]
+    lines += [str(leaves[index].dtype) for index in cut.values()]
+    return _ShardLayout(f"{hash_text(' '.join(lines)):016x}", cut, shared)
+
+
+def _bound(element: int, count: int) -> int:
+    """Return where a slice begins in a tensor of `count` elements, if it would begin at `element`, which may be
+    outside."""
+    return max(0, min(-(-element // _CUT) * _CUT, count))
+
+
+def share(params: Any, title: str) -> Any:
+    """Return a nest like `params`, with arrays that the ranks of a node have in one memory; `params` itself if that is
+    impossible. Collective. The values are those of the first rank of each node."""
+    named = nest.leaves(params)
+    eligible = [leaf for _, leaf in named if type(leaf) is np.ndarray]
+    nbytes = sum(node_memory.size_in_block(leaf.shape, leaf.dtype) for leaf in eligible)
+    block = node_memory.allocate(functions.current(), nbytes, title)
+    if block is None:
+        return params
+    shared = []
+    for _, leaf in named:
+        target = block.empty(leaf.shape, leaf.dtype) if type(leaf) is np.ndarray else leaf
+        if target is not leaf and functions.current().number == block.ranks[0]:
+            target[...] = leaf
+        shared.append(target)
+    functions.current().barrier().wait()
+    return nest.rebuild(params, shared)
+
+
+def new_sharded_update(optimizer: Any, title: str) -> ShardedUpdate | None:
+    """Return None, after a message, if each rank must update all parameters."""
+    if functions.current().size == 1:
+        return None
+    if not splittable(optimizer):
+        kind = getattr(optimizer, "kind", type(optimizer).__name__)
+        log.info(f"{title}: sharded=True has no effect: {kind} is not an elementwise optimizer of allred.optim")
+        return None
+    return ShardedUpdate(optimizer, title)
