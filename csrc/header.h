@@ -8,8 +8,9 @@
 
 enum { ALLRED_KIND_ALLREDUCE = 0, ALLRED_KIND_GROUPED_ALLREDUCE = 1 }; /* positions in header.py KINDS */
 
-/* The byte `op` of a reduction: the operator, and the wire type of float32 and float64 if they are narrowed. */
-enum { ALLRED_OP_BITS = 15, ALLRED_WIRE_SHIFT = 4 };
+/* The byte `op` of a reduction: the operator; the wire type of float32 and float64 if they are narrowed; and whether
+ * each rank's numbers are multiplied by a weight of this rank, which is in `note`, as a float64. */
+enum { ALLRED_OP_BITS = 15, ALLRED_WIRE_SHIFT = 4, ALLRED_WIRE_BITS = 7, ALLRED_WEIGHTED = 128 };
 
 typedef struct {
   uint64_t sequence;
@@ -24,6 +25,16 @@ _Static_assert(sizeof(allred_header) == 64, "one cache line, and header.BYTES");
 /* Whether two headers agree in all fields that must agree, and no rank reports a problem. */
 static inline int allred_headers_agree(const allred_header *a, const allred_header *b) {
   return memcmp(a, b, offsetof(allred_header, rows)) == 0 && a->problem == 0;
+}
+
+static inline double allred_header_weight(const allred_header *header) {
+  double weight;
+  memcpy(&weight, &header->note, sizeof weight);
+  return weight;
+}
+
+static inline int allred_header_wire(const allred_header *header) {
+  return header->op >> ALLRED_WIRE_SHIFT & ALLRED_WIRE_BITS;
 }
 
 /* Add one 64-bit word to a hash; header.py `mix` is the same in Python. */

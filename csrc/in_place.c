@@ -50,6 +50,27 @@ static void seek(allred_operation *op, uint64_t line) {
   op->slice.offset = line * ALLRED_LINE;
 }
 
+static double weight_of(const allred_operation *op, int rank) {
+  return allred_header_weight(allred_segment_header(op->segment, rank, op->number));
+}
+
+/* Multiply the numbers of each rank by its weight, and reduce them: as the kernel does, in the order of the ranks. */
+static void reduce_weighted(const allred_operation *op, int dtype, char *block, const void *const *sources,
+                            size_t bytes) {
+  const int ranks = op->segment->ranks;
+  const size_t count = bytes / allred_dtype_bytes(dtype);
+  const allred_reduce add = allred_reduce_kernel(op->variant, dtype, ALLRED_SUM),
+                      last = allred_reduce_kernel(op->variant, dtype, op->op);
+  _Alignas(ALLRED_LINE) char product[ALLRED_BLOCK_BYTES];
+  const void *const pair[] = {block, product};
+  allred_weigh(block, sources[0], bytes, dtype, weight_of(op, 0));
+  if (ranks == 1) last(block, pair, 1, count, op->divisor);
+  for (int rank = 1; rank < ranks; rank++) {
+    allred_weigh(product, sources[rank], bytes, dtype, weight_of(op, rank));
+    (rank < ranks - 1 ? add : last)(block, pair, 2, count, op->divisor);
+  }
+}
+
 /* Reduce the next piece of this rank's slice from the memory of all ranks into the memory of all ranks. */
 static void reduce_piece(allred_operation *op) {
   const allred_tensor *tensor = &op->tensors[op->slice.tensor];
@@ -68,7 +89,10 @@ static void reduce_piece(allred_operation *op) {
   }
   for (size_t at = 0, length; at < bytes; at += length) {
     length = smaller(bytes - at, ALLRED_BLOCK_BYTES);
-    reduce(block, sources, ranks, length / item, op->divisor);
+    if (op->weighted)
+      reduce_weighted(op, tensor->dtype, block, sources, length);
+    else
+      reduce(block, sources, ranks, length / item, op->divisor);
     allred_write_block(op, tensor, targets, ranks, at, block, length);
     for (int rank = 0; rank < ranks; rank++) sources[rank] = (const char *)sources[rank] + length;
   }

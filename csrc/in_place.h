@@ -8,7 +8,7 @@
  * Round 0 of such an operation:
  *
  *   1  FILL          write a card for each large tensor: where it lies in this rank's arena, or that it does not
- *   2                publish the cards with the header
+ *   2                publish the cards with the header, which has this rank's weight if there are weights
  *   3  WAIT_FILLED   wait until every rank has published; compare the headers. If they differ, nothing was written
  *   4                from the cards of all ranks every rank finds the same tensors that are reduced in place. If there
  *                    are none, go to 7
@@ -26,7 +26,9 @@
  * written again before all ranks have published round 1 or the next operation (operation.h).
  *
  * A slice is cut at multiples of 64 bytes within a tensor, so ranks write different lines of tensors that are aligned.
- * Elements are reduced in the order of the ranks, by the kernels of the ring: results are the same bits.
+ * Elements are reduced in the order of the ranks, by the kernels of the ring: results are the same bits. With weights
+ * both multiply the numbers of a rank by its weight, round the products, and add these: the ring while it fills a
+ * chunk, here while a slice is reduced.
  *
  * If an operation is given up, another rank may still write to the arrays. So the caller freezes the arena (arena.h):
  * no memory in it is used again.

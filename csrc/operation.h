@@ -77,6 +77,7 @@ struct allred_operation {
   int phase, ready_ranks, status;  /* ready_ranks: the ranks below have reached the phase */
   /* a reduction */
   int variant, op, divisor;
+  int weighted;        /* numbers of each rank are multiplied by the weight in its header */
   int checks_finite;   /* the same on all ranks */
   uint32_t nonfinite;  /* 1 + the smallest index of a tensor whose result was found not to be finite; 0: none */
   size_t tensor_count; /* tensors that pass through the ring; those that are reduced in place lie behind them */
@@ -114,6 +115,9 @@ struct allred_operation {
  * An allreduce with `checks_finite`, set after this call, checks each block of a result of floats before it writes it.
  * A block that is not finite is written on no rank: with `out` = `in`, the numbers that caused it are still there.
  * Which finite numbers share a block with them depends on the path: ring, or in place.
+ *
+ * If its header says so (ALLRED_WEIGHTED), an allreduce multiplies the numbers of each rank by the weight of this rank,
+ * rounds the products, and then reduces them. Only Sum and Average, and dtypes that allred_can_weigh.
  *
  * Offsets are in bytes, ranks + 1 of them. divisor: the divisor of an average.
  */

@@ -265,3 +265,29 @@ size_t allred_dtype_bytes(int dtype) {
   static const size_t bytes[ALLRED_DTYPES] = {1, 1, 1, 2, 4, 8, 2, 2, 4, 8};
   return bytes[dtype];
 }
+
+int allred_can_weigh(int dtype, double weight) {
+  if (dtype == ALLRED_FLOAT16 || dtype == ALLRED_BFLOAT16) return 0;
+  return dtype == ALLRED_FLOAT32 || dtype == ALLRED_FLOAT64 || weight == 0 || weight == 1;
+}
+
+#define WEIGH(name, T)                                                                                                 \
+  static void name(void *out, const void *in, size_t count, T weight) {                                                \
+    typedef T element __attribute__((aligned(1), may_alias));                                                          \
+    element *to = out;                                                                                                 \
+    const element *from = in;                                                                                          \
+    EACH(count) to[i] = from[i] * weight;                                                                              \
+  }
+WEIGH(weigh_float, float)
+WEIGH(weigh_double, double)
+
+void allred_weigh(void *out, const void *in, size_t bytes, int dtype, double weight) {
+  if (weight == 0)
+    memset(out, 0, bytes);
+  else if (weight == 1)
+    memcpy(out, in, bytes);
+  else if (dtype == ALLRED_FLOAT64)
+    weigh_double(out, in, bytes / sizeof(double), weight);
+  else
+    weigh_float(out, in, bytes / sizeof(float), (float)weight);
+}

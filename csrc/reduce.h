@@ -34,6 +34,15 @@ typedef void (*allred_reduce)(void *out, const void *const *sources, int sources
 /* out[i] = in[i], rounded to nearest even; too large values become infinity; float64 is first rounded to float32. */
 typedef void (*allred_narrow)(void *out, const void *in, size_t count);
 
+/*
+ * out[i] = in[i] * weight. float32 and float64 only: the weight is rounded to the dtype, and so is each product. With
+ * the weights 0 and 1 integers too: 1 copies, and 0 gives zeros, also of NaN. The arrays do not overlap.
+ */
+void allred_weigh(void *out, const void *in, size_t bytes, int dtype, double weight);
+
+/* Whether numbers of this dtype can be multiplied by this weight: never float16 and bfloat16. */
+int allred_can_weigh(int dtype, double weight);
+
 /* Bytes of an element. */
 size_t allred_dtype_bytes(int dtype);
 

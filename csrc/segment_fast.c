@@ -37,6 +37,7 @@ static int enter(Segment *self, Operation *operation, PyObject *source, PyObject
   }
   const int code = self->last_code;
   if (code < 0 || !allred_reduce_kernel(self->variant, code, header->op & ALLRED_OP_BITS)) return 0;
+  if (header->op & ALLRED_WEIGHTED && !allred_can_weigh(code, allred_header_weight(header))) return 0;
   if (!(in->flags & out->flags & ALLRED_ARRAY_C_CONTIGUOUS) || !(out->flags & ALLRED_ARRAY_WRITEABLE)) return 0;
   header->words = allred_mix(header->words, (uint64_t)code << 8 | (uint64_t)in->nd);
   const size_t bytes = count_elements(in, &header->words) * allred_dtype_bytes(code);
@@ -45,7 +46,7 @@ static int enter(Segment *self, Operation *operation, PyObject *source, PyObject
     allred_hold_array(operation, target);
   }
   allred_hold_array(operation, source);
-  const int wire = allred_wire_of(code, header->op >> ALLRED_WIRE_SHIFT);
+  const int wire = allred_wire_of(code, allred_header_wire(header));
   *tensor = (allred_tensor){in->data, out->data, bytes, code, wire, 0, 0};
   return 1;
 }
@@ -60,6 +61,18 @@ static int read_options(Segment *self, PyObject *const *args, Py_ssize_t count, 
   if (!text || code <= 0 || (wire && !allred_narrows(ALLRED_FLOAT32, (int)wire))) return 0; /* op 0 does not exist */
   header->op = (uint8_t)(code | (int)wire << ALLRED_WIRE_SHIFT);
   header->name = allred_hash_text(text, (size_t)length);
+  return 1;
+}
+
+/* Read the weight of this rank into the header, or None; 0 if the fast path does not support it. */
+static int read_weight(PyObject *weight, allred_header *header) {
+  if (weight == Py_None) return 1;
+  const double value = PyFloat_AsDouble(weight);
+  const int op = header->op & ALLRED_OP_BITS;
+  if (PyErr_Occurred()) return PyErr_Clear(), 0;
+  if (op != ALLRED_SUM && op != ALLRED_AVERAGE) return 0;
+  header->op |= ALLRED_WEIGHTED;
+  memcpy(&header->note, &value, sizeof value);
   return 1;
 }
 
@@ -161,11 +174,13 @@ static int overlap(Segment *self, const allred_tensor *tensors, Py_ssize_t count
 }
 
 PyObject *allred_segment_grouped_allreduce(Segment *self, PyObject *const *args, Py_ssize_t count) {
-  if (count < 4 || count > 6 || !PyList_Check(args[0]) || !PyList_Check(args[1]))
+  if (count < 4 || count > 7 || !PyList_Check(args[0]) || !PyList_Check(args[1]))
     return PyErr_Format(PyExc_TypeError,
-                        "grouped_allreduce(sources: list, targets: list, op, name, wire=0, checks_finite=False)");
+                        "grouped_allreduce(sources: list, targets: list, op, name, wire=0, checks_finite=False, "
+                        "weight=None)");
   allred_header header = {.kind = ALLRED_KIND_GROUPED_ALLREDUCE, .dtype = 255, .root = -1};
   if (!read_options(self, args + 2, count - 2, &header)) Py_RETURN_NONE;
+  if (count > 6 && !read_weight(args[6], &header)) Py_RETURN_NONE;
   const Py_ssize_t tensors = PyList_Size(args[0]); /* no code that could change the lists runs from here on */
   if (PyList_Size(args[1]) != tensors) return PyErr_Format(PyExc_ValueError, "as many targets as sources");
   Operation *operation = take_spare(self);

@@ -137,6 +137,11 @@ static int kernel_exists(const Segment *self, int dtype, int op) {
 static int enter(const Segment *self, Operation *operation, PyObject *source, PyObject *target, long dtype, int op,
                  int wire, allred_tensor *tensor) {
   if (!kernel_exists(self, (int)dtype, op)) return -1;
+  const allred_header *header = &operation->operation.header;
+  if (header->op & ALLRED_WEIGHTED && !allred_can_weigh((int)dtype, allred_header_weight(header))) {
+    PyErr_Format(PyExc_ValueError, "dtype %ld cannot be multiplied by this weight", dtype);
+    return -1;
+  }
   const Py_buffer *in = allred_hold(operation, source, PyBUF_CONTIG_RO), *out;
   if (!in || !(out = allred_hold(operation, target, PyBUF_CONTIG))) return -1;
   if (in->len != out->len || (size_t)in->len % allred_dtype_bytes((int)dtype)) {

@@ -79,6 +79,20 @@ static void narrow(const allred_operation *op, char *chunk, const char *from, si
   }
 }
 
+/* Copy numbers into the chunk: multiplied by this rank's weight, and rounded to the type that travels. */
+static void fill_weighted(const allred_operation *op, char *chunk, const char *from, size_t bytes, int by) {
+  const size_t item = allred_dtype_bytes(op->chunk_dtype);
+  _Alignas(ALLRED_LINE) char block[ALLRED_BLOCK_BYTES];
+  for (size_t at = 0, length; at < bytes; at += length) {
+    length = smaller(bytes - at, sizeof block);
+    allred_weigh(block, from + at, length, op->chunk_dtype, allred_header_weight(&op->header));
+    if (by)
+      narrow(op, chunk + (at >> by), block, length / item);
+    else
+      allred_copy(&op->segment->copy_policy, chunk + at, block, length);
+  }
+}
+
 static size_t part_of(const allred_operation *op) {
   return round_up((op->data_bytes + (size_t)op->segment->ranks - 1) / (size_t)op->segment->ranks);
 }
@@ -94,7 +108,9 @@ static void fill_tensors(allred_operation *op, char *chunk) {
   op->chunk_wire = tensor->wire;
   while (takes_more(op, room)) {
     const size_t bytes = next_piece(op, &op->filled, room << by, &tensor, &offset);
-    if (by)
+    if (op->weighted)
+      fill_weighted(op, chunk, tensor->in + offset, bytes, by);
+    else if (by)
       narrow(op, chunk, tensor->in + offset, bytes / allred_dtype_bytes(op->chunk_dtype));
     else
       allred_copy(&op->segment->copy_policy, chunk, tensor->in + offset, bytes);
@@ -143,7 +159,7 @@ static void reduce_checked(allred_operation *op, const allred_tensor *tensor, si
   }
 }
 
-/* This rank's own numbers, unless they were rounded, are read from its arrays: the same bits, in a nearer cache. */
+/* This rank's own numbers, unless they were changed, are read from its arrays: the same bits, in a nearer cache. */
 static void reduce_all(allred_operation *op) {
   const allred_reduce reduce = kernel_of(op);
   const size_t item = allred_dtype_bytes(op->chunk_dtype);
@@ -156,7 +172,7 @@ static void reduce_all(allred_operation *op) {
   for (size_t at = 0, bytes; at < op->data_bytes; at += bytes >> by) {
     bytes = next_piece(op, &op->drained, (op->data_bytes - at) << by, &tensor, &offset);
     for (int rank = 0; rank < op->segment->ranks; rank++) sources[rank] = chunks[rank] + at;
-    if (!by) sources[op->segment->rank] = tensor->in + offset;
+    if (!by && !op->weighted) sources[op->segment->rank] = tensor->in + offset;
     if (op->checks_finite)
       reduce_checked(op, tensor, offset, sources, bytes, by);
     else
@@ -226,6 +242,7 @@ void allred_begin_allreduce(allred_operation *op, allred_segment *segment, const
   op->variant = variant;
   op->op = reduction;
   op->divisor = divisor;
+  op->weighted = header->op & ALLRED_WEIGHTED;
   if (!allred_begin_in_place(op)) allred_begin_ring(op);
 }
 

@@ -142,7 +142,11 @@ def _descriptor(
 
 
 def group_descriptor(
-    group: list[Array], name: str, op: Any, compression: Compression = Compression.none
+    group: list[Array],
+    name: str,
+    op: Any,
+    compression: Compression = Compression.none,
+    weight: float | None = None,
 ) -> OpDescriptor:
     """Return the descriptor of a grouped allreduce. Raises InputError if its arguments cannot be used."""
     if problem := ops.refusal(op, np.dtype(np.float32)):
@@ -153,8 +157,12 @@ def group_descriptor(
     title = f"grouped_allreduce({_how(op, compression)}){quoted(name)} of {len(group)} tensors"
     hashed = tuple((arrays.dtype_code(array.dtype), array.shape) for array in group)
     how = ops.CODES[op] | compression.value << header.WIRE_SHIFT
+    note = 0
+    if weight is not None:
+        how |= header.WEIGHTED
+        note = header.weight_note(weight)
     nbytes = sum(array.nbytes for array in group)
-    return OpDescriptor("grouped_allreduce", name, title, lines, arrays=hashed, op=how, nbytes=nbytes)
+    return OpDescriptor("grouped_allreduce", name, title, lines, arrays=hashed, op=how, nbytes=nbytes, note=note)
 
 
 def empty_like(value: Array) -> Array | None:

@@ -112,8 +112,9 @@ class Communicator(Group):
         compression: Compression = _NONE,
         in_place: bool = False,
         checks_finite: bool = False,
+        weight: float | None = None,
     ) -> Work[list[Array]]:
-        """Reduce a list of arrays as one operation. checks_finite: see `grouped_allreduce_blocking`."""
+        """Reduce a list of arrays as one operation. checks_finite, weight: see `grouped_allreduce_blocking`."""
         if self.gpu is not None and any(map(is_device, group)):
             return self.gpu.grouped_allreduce(group, op, name, compression, in_place)
 
@@ -123,7 +124,7 @@ class Communicator(Group):
             if in_place and arrays.overlap([target for target in targets if target.size]):
                 raise InputError("the same memory is in the group twice, and would be reduced twice")
             yield from self._reduce(
-                Reduction("grouped_allreduce", sources, targets, op, name, compression, checks_finite)
+                Reduction("grouped_allreduce", sources, targets, op, name, compression, checks_finite, weight)
             )
             return targets
 
@@ -137,11 +138,14 @@ class Communicator(Group):
         name: str,
         compression: Compression = _NONE,
         checks_finite: bool = False,
+        weight: float | None = None,
     ) -> list[Array]:
         """Start `grouped_allreduce` and wait for the results; see `allreduce_blocking`.
 
         checks_finite: set `nonfinite`, the same on all ranks; blocks of a result that are not finite are not written.
         Only if the backend `checks_finite` and no rank has joined.
+        weight: of this rank, whose arrays are multiplied by it before they are reduced; None on all ranks: no weights.
+        Only if the backend `weighs`, for Sum and Average; of arrays that are not float32 or float64, 0 and 1 only.
         """
         usable = self.queue.idle and not self.checks_places and not (in_place and any_shared(group))
         if self._fast is not None and type(group) is list and usable:
@@ -151,19 +155,22 @@ class Communicator(Group):
             if len(targets) == len(group):
                 try:
                     wire = wire_code(compression)
-                    begun = self._fast.grouped_allreduce(group, targets, op, name, wire, checks_finite)
+                    begun = self._fast.grouped_allreduce(group, targets, op, name, wire, checks_finite, weight)
                     if begun is True:
                         self.nonfinite = self._fast.nonfinite
                         return targets
                     if begun is not None:
-                        self._complete(begun, Reduction("grouped_allreduce", group, targets, op, name, compression))
+                        reduction = Reduction(
+                            "grouped_allreduce", group, targets, op, name, compression, checks_finite, weight
+                        )
+                        self._complete(begun, reduction)
                         return targets
                 except BaseException as error:
                     self._cut_short(error)
                     raise
         if self.queue.track is not None:
             self.queue.track.call("grouped_allreduce")
-        return self.grouped_allreduce(group, op, name, compression, in_place, checks_finite).wait()
+        return self.grouped_allreduce(group, op, name, compression, in_place, checks_finite, weight).wait()
 
     def _cut_short(self, error: BaseException) -> None:
         """An exception on the fast path, other than one that all ranks raise, may leave the others in an operation."""
@@ -182,7 +189,7 @@ class Communicator(Group):
         self.queue.start(f"{reduction.kind}{quoted(reduction.name)}", steps()).wait()
 
     def _reduce(self, reduction: Reduction) -> Steps[None]:
-        descriptor, (_, sources, targets, op, _, compression, checks_finite) = reduction.descriptor(), reduction
+        descriptor, (_, sources, targets, op, _, compression, checks_finite, _) = reduction.descriptor(), reduction
         flats = [arrays.flat(target) for target in targets]
         every = list(zip(sources, targets, flats, strict=True))
         begun: list[CheckedOperation] = []

@@ -5,7 +5,8 @@ descriptors, and `verdict` makes one error of these, with the same text on all r
 
     0   sequence   u64   number of the operation on this communicator; shared memory counts itself
     8   kind       u8    see KINDS
-    9   op         u8    reduction, 0 if none; upper 4 bits: wire dtype of float32 and float64, 0: uncompressed
+    9   op         u8    reduction, 0 if none; next 3 bits: wire dtype of float32 and float64, 0: uncompressed;
+                         upper bit: each rank's arrays are multiplied by its weight
     10  dtype      u8    arrays.DTYPES, 255 if none
     11  problem    u8    1: the arguments of this rank cannot be used; no bytes are moved
     12  root       i32   -1 if none
@@ -14,7 +15,7 @@ descriptors, and `verdict` makes one error of these, with the same text on all r
     32  count      u64   elements of an allreduce
     40  place      u64   hash of the line of the program, with ALLRED_CHECK=full; else 0
     48  rows       u64   first dimension on this rank (allgather); may differ
-    56  note       u64   a number that the operation sends to all ranks; may differ
+    56  note       u64   a number that the operation sends to all ranks, such as the weight, a float64; may differ
 
 The fast path of backend shm makes the same bytes in C (csrc/header.h).
 """
@@ -36,6 +37,7 @@ BYTES = 64
 _NOT_THE_PROGRAM = ("allred", "_allred_torch", "contextlib", "torch", "typing_extensions")
 AGREED = slice(0, 48)
 WIRE_SHIFT = 4
+WEIGHTED = 128
 KINDS = (
     *("allreduce", "grouped_allreduce", "broadcast", "allgather", "reducescatter", "alltoall"),
     *("barrier", "parameters", "step", "shutdown", "allgather_object", "broadcast_object", "join"),
@@ -126,6 +128,11 @@ def hash_text(text: str) -> int:
     data = text.encode(errors="backslashreplace")
     words = (int.from_bytes(data[start : start + 8], "little") for start in range(0, len(data), 8))
     return functools.reduce(mix, words, mix(0, len(data)))
+
+
+def weight_note(weight: float) -> int:
+    """Return the note of a header with this weight."""
+    return int.from_bytes(struct.pack("<d", weight), "little")
 
 
 def rows_and_note(header: bytes) -> tuple[int, int]:

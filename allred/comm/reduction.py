@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import numpy as np
+
 from allred.arrays import Array
 from allred.comm.arguments import array_descriptor, group_descriptor
 from allred.comm.group import Group
@@ -20,17 +22,29 @@ class Reduction(NamedTuple):
     name: str
     compression: Compression
     checks_finite: bool = False
+    weight: float | None = None  # of this rank, whose arrays are multiplied by it; None on all ranks: no weights
 
     def descriptor(self) -> OpDescriptor:
         """Return the descriptor. Raises InputError if the arguments cannot be used."""
         if self.kind == "allreduce":
             return array_descriptor(self.kind, self.sources[0], self.name, self.op, compression=self.compression)
-        return group_descriptor(self.sources, self.name, self.op, self.compression)
+        return group_descriptor(self.sources, self.name, self.op, self.compression, self.weight)
 
     def move(self, group: Group, flats: list[Array]) -> Steps[None]:
         """Reduce one array after the other between the ranks of a group. flats: the flat targets."""
         for source, target, flat in zip(self.sources, self.targets, flats, strict=True):
             if source is not target:
                 target[...] = source
+            if self.weight is not None:
+                weigh(flat, self.weight)
             wire = self.compression.value if narrows(flat.dtype, self.compression.value) else 0
             yield from group.backend.allreduce(flat, self.op, wire)
+
+
+def weigh(array: Array, weight: float) -> None:
+    """Multiply an array by the weight of this rank, as C does. Weight 0 gives zeros, also for NaN: the mean over no
+    samples."""
+    if weight == 0:
+        array[...] = 0
+    elif weight != 1:
+        np.multiply(array, weight, out=array)

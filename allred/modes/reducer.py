@@ -2,7 +2,7 @@
 
     negotiate: all ranks pass the same tensors and settings -> weight -> pack -> allreduce -> unpack, for each bucket
 
-A backend that reduces a group of arrays as one stream (`fuses`) needs no buckets.
+A backend that reduces a group of arrays as one stream (`fuses`) needs no buckets, and may weight them (`weighs`).
 
 In the header exchange the ranks also share how many samples their gradients are the mean of, and 14 flags. A rank whose
 gradients cannot be used says so there, and all ranks raise the same error before any gradient is changed.
@@ -11,7 +11,7 @@ gradients cannot be used says so there, and all ranks raise the same error befor
 import functools
 import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -181,21 +181,23 @@ class Reducer:
             plan, values = self.plan([plan.tensors[index] for index in indices]), [values[index] for index in indices]
         if not values:
             return ""
-        if not functions.current().backend.fuses or weight is not None:
+        if not functions.current().backend.fuses or (weight is not None and not _weighs(plan.dtypes)):
             self._allreduce_buckets(plan, values, weight)
             return ""
-        self._allreduce_group(values, checks_finite)
+        self._allreduce_group(values, checks_finite, weight)
         found = functions.current().nonfinite if checks_finite else -1
         return "" if found < 0 else plan.tensors[found].name
 
-    def _allreduce_group(self, values: list[Array], checks_finite: bool) -> None:
+    def _allreduce_group(self, values: list[Array], checks_finite: bool, weight: float | None) -> None:
         communicator, queue = functions.current(), functions.current().queue
         if communicator.size == 1 and self._compression is Compression.none and queue.track is None:
             owned = all(flags & _OWNDATA for flags in set(map(_ndarray_flags, values)))
             if owned or not arrays.overlap(values):  # else the communicator raises an error
                 return
         start, waited_before_s = time.perf_counter(), queue.waited_s
-        communicator.grouped_allreduce_blocking(values, True, self._op, self._title, self._compression, checks_finite)
+        communicator.grouped_allreduce_blocking(
+            values, True, self._op, self._title, self._compression, checks_finite, weight
+        )
         queue.waited_s = waited_before_s + time.perf_counter() - start  # includes the copies of this rank
 
     def _allreduce_buckets(self, plan: Plan, values: list[Array], weight: float | None) -> None:
@@ -228,6 +230,10 @@ class Reducer:
         communicator = functions.current()
         if (devices := communicator.gpu) is not None and gpu.is_device(targets[0]):
             return devices.weighted_allreduce_(targets, self._op, name, self._compression, weight)
+        if weight is not None and _weighs([targets[0].dtype]):
+            return communicator.grouped_allreduce(
+                targets, self._op, name, self._compression, in_place=True, weight=weight
+            )
         weighted = [self._weighted(target, weight) for target in targets]
         return functions.grouped_allreduce_async_([array for array, _ in weighted], self._op, name, weighted[0][1])
 
@@ -242,6 +248,11 @@ class Reducer:
         elif weight:  # with weight 0 the result is zero even where the gradient is NaN: the mean over no samples
             np.multiply(array, weight, out=weighted, dtype=weighted.dtype)
         return weighted, self._compression if weighted.dtype == array.dtype else Compression.none
+
+
+def _weighs(dtypes: Iterable[np.dtype[Any]]) -> bool:
+    """Whether the backend multiplies arrays by a weight. 16-bit floats are weighted and summed in float32 instead."""
+    return functions.current().backend.weighs and all(arrays.accumulator(dtype) == dtype for dtype in dtypes)
 
 
 def _flags_of(notes: list[int]) -> tuple[list[int], bool]:

@@ -114,6 +114,7 @@ class Segment:
         name: Any,
         wire: int = 0,
         checks_finite: bool = False,
+        weight: float | None = None,
         /,
     ) -> Operation | Literal[True] | None: ...
     def begin_exchange(self, record: bytes | None, holds: bool, /) -> Operation:

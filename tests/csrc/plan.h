@@ -36,6 +36,8 @@ typedef struct {
   int kind, op, in_place, root, odd; /* odd: the rank whose header differs, or -1 */
   int wire;                          /* what wide floats of an allreduce travel as; 0: as they are */
   int arenas;                        /* 0: there are none; 1: all arrays lie in them; 2: some do */
+  int weighted;                      /* ranks have weights: 0 or 1, or with floats only, 0 to 2 */
+  int has_integers;
   size_t tensors, counts[MAX_TENSORS];
   int dtypes[MAX_TENSORS];
   int checks_finite, nan_tensor, nan_rank; /* nan_tensor: in which this rank has a NaN, or -1 */
@@ -73,6 +75,10 @@ static int wire_of(const plan *p, int dtype) {
   return p->kind == ALLREDUCE && allred_narrows(dtype, p->wire) ? p->wire : 0;
 }
 
+static double weight_of(const plan *p, int rank) {
+  return p->weighted ? (double)(draw(p->seed, 19, (uint64_t)rank) % (p->has_integers ? 2 : 3)) : 1;
+}
+
 static plan make_plan(const scene *scene, uint64_t seed) {
   plan p = {.seed = seed, .kind = (int)(draw(seed, 1, 0) % (KINDS + 3)), .in_place = (int)(draw(seed, 2, 0) & 1)};
   if (p.kind >= KINDS) p.kind = ALLREDUCE;
@@ -89,8 +95,11 @@ static plan make_plan(const scene *scene, uint64_t seed) {
     i += allred_reduce_kernel(0, dtypes[i], p.op) != NULL;
   }
   p.dtypes[0] = dtypes[0]; /* of a reducescatter */
+  p.weighted = p.kind == ALLREDUCE && p.op == ALLRED_SUM && draw(seed, 19, MAX_RANKS) % 3;
   for (size_t t = 0; t < p.tensors; t++) {
     p.dtypes[t] = dtypes[draw(seed, 8, t) % 4 == 0];
+    p.has_integers |= p.dtypes[t] < ALLRED_FLOAT16;
+    p.weighted &= allred_can_weigh(p.dtypes[t], 1);
     const size_t item = allred_dtype_bytes(wire_of(&p, p.dtypes[t]) ? p.wire : p.dtypes[t]);
     p.counts[t] = some_count(draw(seed, 9, t), scene->chunk_bytes / item, scene->ranks);
   }
@@ -99,6 +108,7 @@ static plan make_plan(const scene *scene, uint64_t seed) {
   if (p.nan_tensor >= 0 && (p.dtypes[p.nan_tensor] < ALLRED_FLOAT16 || !p.counts[p.nan_tensor])) p.nan_tensor = -1;
   p.nan_at = p.nan_tensor < 0 ? 0 : draw(seed, 18, 2) % p.counts[p.nan_tensor];
   p.nan_rank = (int)(draw(seed, 18, 3) % (uint64_t)scene->ranks);
+  if (weight_of(&p, p.nan_rank) == 0) p.nan_tensor = -1;
   return p;
 }
 
@@ -119,9 +129,9 @@ static int64_t given(const plan *p, int dtype, size_t tensor, size_t i, int rank
 }
 
 static int64_t reduced(const plan *p, int ranks, int dtype, size_t tensor, size_t i) {
-  int64_t all = given(p, dtype, tensor, i, 0);
+  int64_t all = given(p, dtype, tensor, i, 0) * (int64_t)weight_of(p, 0);
   for (int rank = 1; rank < ranks; rank++) {
-    const int64_t next = given(p, dtype, tensor, i, rank);
+    const int64_t next = given(p, dtype, tensor, i, rank) * (int64_t)weight_of(p, rank);
     if (p->op == ALLRED_MIN)
       all = next < all ? next : all;
     else if (p->op == ALLRED_MAX)

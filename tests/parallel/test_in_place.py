@@ -169,3 +169,56 @@ def test_nan_in_the_arena_is_named_and_kept(rank, size):
         allred.distributed(optim.SGD()).step(params, grads)
     assert not any(param.any() for param in params.values())
     assert np.isnan(grads["v"]).sum() == 2 * (rank == size - 1)
+
+
+def weighted(where, dtype, samples, op, compression=allred.Compression.none):
+    """The parameters after two steps with uneven batches. where: where gradients lie."""
+    counts = {"w": LARGE, "b": 7, "v": LARGE + 3}
+    params = {name: np.zeros(count, dtype) for name, count in counts.items()}
+    opt = allred.distributed(optim.SGD(lr=1.0), op=op, compression=compression)
+    for step in range(2):
+        grads = {name: where(numbers(dtype, count, step)) for name, count in counts.items()}
+        opt.step(params, grads, samples=samples)
+    return b"".join(param.tobytes() for param in params.values())
+
+
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8"])
+@pytest.mark.parametrize("op", [allred.Average, allred.Sum], ids=str)
+@pytest.mark.parametrize("first", [0, 5])
+def test_uneven_batches_are_reduced_in_place(rank, size, dtype, op, first):
+    samples = first + 2 * rank if size > 1 else 1
+    expected = weighted(lambda grad: grad, dtype, samples, op)
+    result, nbytes = reduced_in_place(lambda: weighted(in_arena, dtype, samples, op))
+    assert result == expected
+    assert bool(nbytes) == (size > 1 and (dtype != "f2" or (op is allred.Sum and first > 0)))
+    mixed = weighted(lambda grad: in_arena(grad) if rank else grad, dtype, samples, op)
+    assert mixed == expected
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_weights_are_multiplied_into_each_rank_before_the_sum(rank, size, dtype):
+    if size == 1:
+        pytest.skip("one rank has no weight")
+    everyone = [np.asarray(part) for part in allred.allgather_object(numbers(dtype, LARGE, 9))]
+    factors = [np.dtype(dtype).type((3 + r) * size / sum(3 + other for other in range(size))) for r in range(size)]
+    expected = everyone[0] * factors[0]
+    for other, factor in zip(everyone[1:], factors[1:], strict=True):
+        expected = expected + other * factor
+    expected = expected / np.dtype(dtype).type(size)
+    for where in (in_arena, np.array):
+        params = {"w": np.zeros(LARGE, dtype)}
+        allred.distributed(optim.SGD(lr=1.0)).step(params, {"w": where(everyone[rank])}, samples=3 + rank)
+        assert (-params["w"]).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("place", ["arena", "private"])
+def test_a_rank_without_samples_counts_for_nothing(rank, size, place):
+    """Not even its NaN, in a reduction that does not check."""
+    if size == 1:
+        pytest.skip("one rank has no weight")
+    last = rank == size - 1
+    values = np.full(LARGE, np.nan if last else 2.0, "f4")
+    array = in_arena(values) if place == "arena" else values
+    comm = functions.current()
+    comm.grouped_allreduce_blocking([array], True, allred.Sum, "w", weight=0.0 if last else 0.5)
+    assert (array == size - 1).all()

@@ -30,6 +30,7 @@ class Backend(ABC):
 
     name: str
     fuses = False  # whether a group of arrays passes as one stream, without a fusion buffer
+    weighs = False  # whether a reduction can multiply the arrays of each rank by its weight
     checks_finite = False  # whether a reduction can find results that are not finite, see Communicator.nonfinite
     engine: "Segment | None" = None  # what runs several started operations at once; None: the caller runs one at a time
     fast_path: "Segment | None" = None  # a blocking allreduce of contiguous arrays, with checks, in one call into C

@@ -43,6 +43,7 @@ class ShmBackend(Backend):
     name = "shm"
     fuses = True
     checks_finite = True
+    weighs = True
 
     def __init__(
         self, rank: int, size: int, memory: mmap.mmap, comm: Any = None, arenas: list[mmap.mmap] | None = None
