@@ -77,10 +77,10 @@ class ShardedUpdate:
         """Let the next step move the optimizer's state to a new block. Called on all ranks."""
         self._shared_slots, self._plan = {}, None
 
-    def step(self, tensors: Sequence[Tensor], leaves: list[Any], params: Any, grads: Any) -> bool:
-        """Update the parameters. Collective. Returns False, and has changed nothing, if ranks of a node cannot share
-        memory. leaves: those of `params`, in the order of `tensors`. Raises MismatchError if the parameters of the
-        ranks have different layouts."""
+    def prepare(self, tensors: Sequence[Tensor], leaves: list[Any]) -> bool:
+        """Prepare `step`. Collective. Returns False, and has changed nothing, if ranks of a node cannot share memory.
+        leaves: the parameters, in the order of `tensors`. Raises MismatchError if they have different layouts on the
+        ranks."""
         layout = self._layout
         if len(leaves) != len(self._leaves) or not all(map(operator.is_, leaves, self._leaves)):
             layout = _layout(tensors, leaves)
@@ -91,8 +91,11 @@ class ShardedUpdate:
             return False
         if layout is not self._layout:
             self._layout, self._leaves, self._plan = layout, list(leaves), None
-        self._update(self._optimizer.begin_step(params, grads))
         return True
+
+    def step(self, params: Any, grads: Any) -> None:
+        """Update the parameters, after `prepare`. Collective. Arguments and errors are those of `Optimizer.step`."""
+        self._update(self._optimizer.begin_step(params, grads))
 
     def _update(self, pending: PendingUpdates) -> None:
         own_slots = self._share_slots(pending)

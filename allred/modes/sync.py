@@ -131,15 +131,16 @@ class SyncMode(Mode):
         return completed
 
     def _apply(self, given: StepInput, mean: list[Any]) -> None:
+        if self._sharded is not None and not self._sharded.prepare(given.tensors, given.leaves):
+            log.info(f"{self._title}: sharded=True has no effect: the ranks of a node cannot share memory")
+            self._sharded = None
         with span("apply", self._options.name), self.updating(), arena.paused():
             same = len(mean) == len(given.values) and all(map(operator.is_, mean, given.values))
             grads = given.grads if same else nest.rebuild(given.grads, mean)
             if self._sharded is None:
                 self._optimizer.step(given.params, grads)
-            elif not self._sharded.step(given.tensors, given.leaves, given.params, grads):
-                log.info(f"{self._title}: sharded=True has no effect: the ranks of a node cannot share memory")
-                self._sharded = None
-                self._optimizer.step(given.params, grads)
+            else:
+                self._sharded.step(given.params, grads)
         self._updates += 1
 
     @contextlib.contextmanager

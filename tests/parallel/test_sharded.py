@@ -194,6 +194,7 @@ def test_ranks_that_differ(rank):
         params["b"] = np.asfortranarray(params["b"])
     with pytest.raises(MismatchError, match="sharded update"):
         train(opt, params, 1, rank)
+    assert not opt.session_support.update_interrupted
     params = make_params()
     train(opt, params, 1, rank)
 
