@@ -163,7 +163,7 @@ def check_backup(found, late):
     assert sum(found["dropped"]) > 0
     assert found["told"] == found["dropped"]
     assert found["gradients"][0] + sum(found["dropped"]) == 3 * STEPS
-    assert found["unused"] == [unused, unused]
+    assert found["unused"] == [unused] * len(found["unused"])
     assert found["gradients"][0] == found["gradients"][1] == 2 * found["updates"][0] + unused
     assert late["dropped"][2] == 1
     assert "worker 2: " in late["text"]
