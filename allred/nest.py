@@ -45,6 +45,35 @@ def _walk(tree: Any, path: str, found: list[Leaf]) -> None:
             found.append((name, value))
 
 
+# The structure of a nest: None for a leaf, else (class, keys of a dict or None, structures of the children).
+Structure = tuple[type, tuple[Any, ...] | None, tuple[Any, ...]] | None
+
+
+def structure(tree: Any) -> Structure:
+    """Return the structure of a nest, by which native.leaves_of finds the leaves of another nest, in the order of
+    `leaves`. None for a leaf, and for a nest that has other classes than dict, list and tuple.
+
+    >>> structure({"b": [1.0, None], "a": 2.0})
+    (<class 'dict'>, ('a', 'b'), (None, (<class 'list'>, None, (None, None))))
+    """
+    try:
+        return _structure(tree)
+    except (TypeError, RecursionError):
+        return None
+
+
+def _structure(tree: Any) -> Structure:
+    """Raises TypeError for a nest of other classes."""
+    if not isinstance(tree, (dict, list, tuple)):
+        return None
+    if type(tree) is dict:
+        keys = tuple(sorted(tree, key=str))
+        return dict, keys, tuple(_structure(tree[key]) for key in keys)
+    if type(tree) is list or type(tree) is tuple:
+        return type(tree), None, tuple(map(_structure, tree))
+    raise TypeError(f"{type(tree).__name__} may have its own behaviour")
+
+
 def rebuild(tree: Any, values: list[Any]) -> Any:
     """Build a nest with the structure of `tree` and the leaves `values`, in the order of `leaves(tree)`.
 

@@ -25,10 +25,21 @@ static inline void allred_free_object(void *self) {
 extern PyTypeObject *allred_operation_type; /* set by module.c */
 extern PyType_Spec allred_operation_spec, allred_segment_spec, allred_mailbox_spec;
 
+/* module.c: set a kernel variant by its name; "" leaves the fastest. A converter for "O&" of PyArg_ParseTuple. */
+int allred_named_variant(PyObject *object, void *variant);
+
+/* update_python.c */
+PyObject *allred_python_update(PyObject *module, PyObject *args);
+PyObject *allred_python_update_group(PyObject *module, PyObject *args);
+
+/* nest.c */
+PyObject *allred_python_leaves_of(PyObject *module, PyObject *const *args, Py_ssize_t count);
+
 /* match.c */
 PyObject *allred_python_reads_arrays(PyObject *module, PyObject *array);
 PyObject *allred_python_match(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *allred_python_addresses(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *allred_python_distinct(PyObject *module, PyObject *const *args, Py_ssize_t count);
 
 /* mailbox_type.c */
 PyObject *allred_python_mailbox_bytes(PyObject *module, PyObject *args);

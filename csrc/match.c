@@ -70,3 +70,29 @@ PyObject *allred_python_addresses(PyObject *module, PyObject *const *args, Py_ss
   }
   return found;
 }
+
+/* Add an address to a table of 2^bits slots, which has free ones. Return 0 if it is there already. */
+static int add_address(uintptr_t *table, int bits, uintptr_t address) {
+  const size_t mask = ((size_t)1 << bits) - 1;
+  size_t at = (size_t)((uint64_t)address * UINT64_C(0x9E3779B97F4A7C15) >> (64 - bits));
+  while (table[at] && table[at] != address) at = (at + 1) & mask;
+  if (table[at]) return 0;
+  table[at] = address;
+  return 1;
+}
+
+PyObject *allred_python_distinct(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+  if (count != 2 || !PyList_Check(args[1])) return PyErr_Format(PyExc_TypeError, "distinct(array_type, arrays: list)");
+  const Py_ssize_t arrays = PyList_Size(args[1]);
+  int bits = 1, distinct = 1;
+  while ((Py_ssize_t)1 << bits < 2 * arrays) bits++;
+  uintptr_t *table = PyMem_Calloc((size_t)1 << bits, sizeof *table);
+  if (!table) return PyErr_NoMemory();
+  for (Py_ssize_t i = 0; i < arrays && distinct; i++) {
+    PyObject *object = PyList_GetItem(args[1], i);
+    distinct = (PyObject *)Py_TYPE(object) == args[0] && (allred_as_array(object)->flags & ALLRED_ARRAY_WRITEABLE) &&
+               add_address(table, bits, (uintptr_t)allred_as_array(object)->data);
+  }
+  PyMem_Free(table);
+  return PyBool_FromLong(distinct);
+}

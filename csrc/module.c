@@ -1,6 +1,4 @@
 /* The extension module allred.native._kernels: functions on tensors; registration of the types. See binding.h. */
-#include <float.h>
-#include <math.h>
 #include <string.h>
 
 #include "alarm.h"
@@ -9,7 +7,6 @@
 #include "reduce.h"
 #include "scan.h"
 #include "segment.h"
-#include "update.h"
 
 /* ---- arguments: converters for "O&" of PyArg_ParseTuple, which calls them with NULL to release what they acquired */
 
@@ -56,7 +53,7 @@ static int writable_list(PyObject *object, void *list) { return acquire_list(obj
 static int any_order_list(PyObject *object, void *list) { return acquire_list(object, list, PyBUF_ANY_CONTIGUOUS); }
 
 /* Set a kernel variant by its name; "" leaves the fastest. */
-static int named_variant(PyObject *object, void *variant) {
+int allred_named_variant(PyObject *object, void *variant) {
   const char *name = PyUnicode_AsUTF8AndSize(object, NULL);
   int found = allred_variants() - 1;
   if (!name) return 0;
@@ -152,7 +149,7 @@ static PyObject *reduce(PyObject *self, PyObject *args) {
   Py_buffer out;
   tensor_list sources;
   if (!PyArg_ParseTuple(args, "O&O&iii|O&i:reduce", readable_list, &sources, writable, &out, &dtype, &op, &divisor,
-                        named_variant, &variant, &into))
+                        allred_named_variant, &variant, &into))
     return NULL;
   if (into < 0) into = dtype;
   const allred_reduce kernel = find_kernel(dtype, op, variant, into);
@@ -168,7 +165,7 @@ static PyObject *reduce(PyObject *self, PyObject *args) {
 static PyObject *narrow(PyObject *self, PyObject *args) {
   int dtype, wire, variant = allred_variants() - 1, done = 0;
   Py_buffer in, out;
-  if (!PyArg_ParseTuple(args, "O&O&ii|O&:narrow", readable, &in, writable, &out, &dtype, &wire, named_variant,
+  if (!PyArg_ParseTuple(args, "O&O&ii|O&:narrow", readable, &in, writable, &out, &dtype, &wire, allred_named_variant,
                         &variant))
     return NULL;
   const size_t element = allred_narrows(dtype, wire) ? allred_dtype_bytes(dtype) : 0;
@@ -186,77 +183,6 @@ static PyObject *narrow(PyObject *self, PyObject *args) {
   PyBuffer_Release(&in);
   PyBuffer_Release(&out);
   return none_if(done);
-}
-
-/* ---- update: arguments that no kernel supports are not an error; the caller then uses numpy */
-
-#define SMALL_BYTES (1 << 14) /* below this a kernel takes less time than releasing the GIL */
-
-/* Whether all numbers are exact Python floats within the range of the elements: else numpy rounds otherwise, or warns.
- */
-static int read_numbers(PyObject *tuple, int element_bytes, double *numbers) {
-  const double largest = element_bytes == 4 ? FLT_MAX : DBL_MAX;
-  for (Py_ssize_t i = 0; i < PyTuple_Size(tuple); i++) {
-    PyObject *number = PyTuple_GetItem(tuple, i);
-    if (!PyFloat_CheckExact(number)) return 0;
-    numbers[i] = PyFloat_AsDouble(number);
-    if (!(fabs(numbers[i]) <= largest)) return 0;
-  }
-  return 1;
-}
-
-/* Whether `view` is an array of native floats or doubles with the type and shape of `first`, and overlaps none of the
- * views before it. 0-d arrays are left to numpy: versions before 2 compute those in double. */
-static int is_supported(const Py_buffer *view, const Py_buffer *first) {
-  const char *format = view->format ? view->format : "";
-  format += *format == '='; /* numpy's mark of misaligned memory */
-  if (strcmp(format, view->itemsize == 4 ? "f" : "d") != 0 || view->ndim < 1) return 0;
-  if (view->itemsize != first->itemsize || view->ndim != first->ndim) return 0;
-  for (int axis = 0; axis < view->ndim; axis++)
-    if (view->shape[axis] != first->shape[axis]) return 0;
-  for (const Py_buffer *other = first; other < view; other++) {
-    const uintptr_t a = (uintptr_t)other->buf, b = (uintptr_t)view->buf;
-    if (a < b + (size_t)view->len && b < a + (size_t)view->len) return 0;
-  }
-  return 1;
-}
-
-static PyObject *update(PyObject *self, PyObject *args) {
-  const char *name;
-  PyObject *arrays, *values;
-  int variant = allred_variants() - 1;
-  if (!PyArg_ParseTuple(args, "sO!O!|O&:update", &name, &PyTuple_Type, &arrays, &PyTuple_Type, &values, named_variant,
-                        &variant))
-    return NULL;
-  const allred_rule *rule = allred_find_rule(name);
-  if (!rule) return PyErr_Format(PyExc_ValueError, "there is no rule '%s'; see csrc/update.h", name);
-  if (PyTuple_Size(arrays) != rule->arrays || PyTuple_Size(values) != rule->numbers)
-    return PyErr_Format(PyExc_ValueError, "%s takes %d arrays and %d numbers, got %zd and %zd", name, rule->arrays,
-                        rule->numbers, PyTuple_Size(arrays), PyTuple_Size(values));
-  Py_buffer views[ALLRED_RULE_ARRAYS];
-  void *addresses[ALLRED_RULE_ARRAYS] = {NULL};
-  double numbers[ALLRED_RULE_NUMBERS];
-  int held = 0, supported = 1;
-  for (int i = 0; i < rule->arrays && supported; i++) {
-    PyObject *array = PyTuple_GetItem(arrays, i);
-    if (array == Py_None && i >= rule->needed) continue;
-    const int flags = PyBUF_ND | PyBUF_FORMAT | (i == 1 ? 0 : PyBUF_WRITABLE); /* array 1 is the gradient */
-    supported =
-        Py_TYPE(array) == Py_TYPE(PyTuple_GetItem(arrays, 0)) && PyObject_GetBuffer(array, &views[held], flags) == 0;
-    if (!supported) break;
-    addresses[i] = views[held++].buf;
-    supported = is_supported(&views[held - 1], views);
-  }
-  PyErr_Clear(); /* the error of PyObject_GetBuffer */
-  supported = supported && read_numbers(values, (int)views->itemsize, numbers);
-  if (supported) {
-    const allred_update kernel = allred_update_kernel(rule, (int)views->itemsize, variant);
-    PyThreadState *state = views->len > SMALL_BYTES ? PyEval_SaveThread() : NULL;
-    kernel(addresses, numbers, (size_t)(views->len / views->itemsize));
-    if (state) PyEval_RestoreThread(state);
-  }
-  while (held) PyBuffer_Release(&views[--held]);
-  return PyBool_FromLong(supported);
 }
 
 /* ---- hashes and exceeds */
@@ -284,7 +210,7 @@ static PyObject *exceeds(PyObject *self, PyObject *args) {
   tensor_list list;
   int element_bytes, found = 0, variant = allred_variants() - 1;
   unsigned int limit;
-  if (!PyArg_ParseTuple(args, "O&iI|O&:exceeds", any_order_list, &list, &element_bytes, &limit, named_variant,
+  if (!PyArg_ParseTuple(args, "O&iI|O&:exceeds", any_order_list, &list, &element_bytes, &limit, allred_named_variant,
                         &variant))
     return NULL;
   if (element_bytes != 2 && element_bytes != 4 && element_bytes != 8)
@@ -350,10 +276,14 @@ static PyMethodDef methods[] = {
     METHOD("unpack", unpack, METH_VARARGS, "Fill the tensors, in order, from the buffer."),
     METHOD("reduce", reduce, METH_VARARGS, "Reduce arrays element by element into `out`; see reduce.h."),
     METHOD("narrow", narrow, METH_VARARGS, "Round floats to a 16-bit wire type; see reduce.h."),
-    METHOD("update", update, METH_VARARGS, "Update a parameter in place; False, and no change, if C cannot."),
+    METHOD("update", allred_python_update, METH_VARARGS,
+           "Update a parameter in place; False, and no change, if C cannot."),
+    METHOD("update_group", allred_python_update_group, METH_VARARGS, "Update parameters in place, as update() does."),
     METHOD("reads_arrays", allred_python_reads_arrays, METH_O, "Whether match() and addresses() support them."),
     METHOD("match", allred_python_match, METH_FASTCALL, "Whether arrays have the shapes and dtypes of the tensors."),
     METHOD("addresses", allred_python_addresses, METH_FASTCALL, "Return the address of the first byte of each array."),
+    METHOD("distinct", allred_python_distinct, METH_FASTCALL, "Whether writable arrays start at different addresses."),
+    METHOD("leaves_of", allred_python_leaves_of, METH_FASTCALL, "Return the leaves of a nest of this structure."),
     METHOD("hashes", hashes, METH_O, "Return a 64-bit hash of each tensor's bytes; see scan.h."),
     METHOD("exceeds", exceeds, METH_VARARGS, "Whether the magnitude of a float is above the limit; see scan.h."),
     METHOD("variants", variants, METH_NOARGS, "Return the names of the kernel variants of this CPU, fastest last."),

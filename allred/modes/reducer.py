@@ -35,7 +35,7 @@ _UNCOUNTED = 2**62  # this rank does not know its number of samples
 _MISSING = 2**63  # this rank lacks a gradient
 
 _ndarray_flags = operator.attrgetter("flags.num")
-_OWNDATA, _WRITEABLE = 0x4, 0x400  # bits of it
+_OWNDATA = 0x4  # a bit of it
 
 
 class Agreement(NamedTuple):
@@ -262,11 +262,9 @@ def _flags_of(notes: list[int]) -> tuple[list[int], bool]:
 def writable(tensors: Sequence[Tensor], values: Sequence[Any]) -> list[Any]:
     """Return the arrays to reduce in place: the given ones where possible. Numbers, read-only arrays and repeated
     occurrences of the same memory are replaced by copies; None stays None."""
-    if set(map(type, values)) == {np.ndarray}:  # the usual case
-        values = list(values)
-        writeable = all(flags & _WRITEABLE for flags in set(map(_ndarray_flags, values)))
-        if writeable and len(set(native.addresses(values))) == len(values):
-            return values
+    values = list(values)
+    if native.distinct(values):  # the usual case
+        return values
     known = gpu.layouts(values)  # of arrays on a GPU that are writable
     if known is not None and len({layout[0] for layout in known}) == len(values):
         return list(values)

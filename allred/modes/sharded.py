@@ -26,7 +26,8 @@ from allred.arrays import Array
 from allred.comm import functions, node_memory
 from allred.comm.header import hash_text
 from allred.fusion import Tensor
-from allred.optim.base import Optimizer, PendingUpdates, Slots, cast_gradient, splittable
+from allred.optim.base import Optimizer, cast_gradient, splittable
+from allred.optim.step_input import PendingUpdates, Slots
 
 _CUT = 16  # elements; slices begin at multiples of it within a tensor
 

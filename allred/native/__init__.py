@@ -29,13 +29,19 @@ unpack: Callable[[list[Any], Any], None] = _kernels.unpack
 reduce: Callable[..., None] = _kernels.reduce
 narrow: Callable[..., None] = _kernels.narrow
 update: Callable[..., bool] = _kernels.update
+update_group: Callable[..., int] = twins.update_group
+leaves_of: Callable[[Any, Any], list[Any] | None] = _kernels.leaves_of
 hashes: Callable[[list[Any]], list[int]] = _kernels.hashes
 exceeds: Callable[..., bool] = _kernels.exceeds
 match: Callable[[list[Any], list[Any], list[Any]], bool] = twins.match
 addresses: Callable[[list[Any]], list[int]] = twins.addresses
+distinct: Callable[[list[Any]], bool] = twins.distinct
 if available and _kernels.reads_arrays(np.zeros((2, 3))):
     match = functools.partial(_kernels.match, np.ndarray)
     addresses = functools.partial(_kernels.addresses, np.ndarray)
+    distinct = functools.partial(_kernels.distinct, np.ndarray)
+    _floats = np.dtype(np.float32), np.dtype(np.float64)
+    update_group = functools.partial(_kernels.update_group, np.ndarray, _floats)
 variants: tuple[str, ...] = _kernels.variants() if available else ()
 
 # None if the extension was not built.

@@ -121,6 +121,43 @@ def update(rule: str, arrays: tuple[Array | None, ...], numbers: tuple[float, ..
     return False
 
 
+def update_group(
+    rule: str,
+    params: list[Array],
+    grads: list[Array],
+    slots: list[dict[str, Array]],
+    slot_names: tuple[str | None, ...],
+    numbers: tuple[float, ...],
+    start: int = 0,
+) -> int:
+    """Update parameters in place by a C kernel, in order, from position `start`. Returns the position of the first one
+    that has not changed, because C does not support its arrays: always `start` here. The caller uses `update` or numpy.
+
+    slots: the slots of each parameter by name. slot_names: those of the rule (csrc/update.h); None for a missing slot.
+    """
+    return start
+
+
+def leaves_of(structure: Any, tree: Any) -> list[Any] | None:
+    """Return the leaves of a nest with this structure (nest.structure); None if it has another one. Leaves may be any
+    objects. See csrc/nest.c."""
+    found: list[Any] = []
+    return found if _add_leaves(structure, tree, found) else None
+
+
+def _add_leaves(structure: Any, tree: Any, found: list[Any]) -> bool:
+    if structure is None:
+        found.append(tree)
+        return True
+    kind, keys, children = structure
+    if type(tree) is not kind or len(tree) != len(children):
+        return False
+    if keys is not None and not all(key in tree for key in keys):
+        return False
+    values = tree if keys is None else [tree[key] for key in keys]
+    return all(_add_leaves(child, value, found) for child, value in zip(children, values, strict=True))
+
+
 def match(tensors: list[Any], params: list[Any], grads: list[Any]) -> bool:
     """Whether params and grads are C-contiguous numpy arrays with the shapes and dtypes of the tensors (fusion.py
     Tensor), and the params are writable. See csrc/match.c."""
@@ -130,6 +167,12 @@ def match(tensors: list[Any], params: list[Any], grads: list[Any]) -> bool:
 def addresses(arrays: list[Any]) -> list[int]:
     """Return the address of the first byte of each array. See csrc/match.c."""
     return [array.__array_interface__["data"][0] for array in arrays]
+
+
+def distinct(arrays: list[Any]) -> bool:
+    """Whether these are writable numpy arrays that start at different addresses. See csrc/match.c."""
+    writable = all(type(array) is np.ndarray and array.flags.writeable for array in arrays)
+    return writable and len(set(addresses(arrays))) == len(arrays)
 
 
 def _matches(tensor: Any, param: Any, grad: Any) -> bool:

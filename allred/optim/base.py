@@ -13,7 +13,7 @@ of cupy) or dtype; the first step after loading converts them to those of the pa
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -21,8 +21,9 @@ from allred import native
 from allred.arrays import Array
 from allred.errors import InputError
 from allred.gpu import kernels
-from allred.nest import Leaf, leaves
+from allred.nest import Leaf, leaves, structure
 from allred.optim.schedules import Schedule
+from allred.optim.step_input import Checked, Kernel, Kind, Known, PendingUpdates, Slots
 from allred.validators import integer, non_negative
 
 
@@ -118,18 +119,10 @@ def fused(rule: str, arrays: tuple[Array | None, ...], numbers: tuple[float, ...
     return type(param).__module__.partition(".")[0] == "cupy" and kernels.update(rule, arrays, numbers)
 
 
-Slots = dict[str, Array]
-
-
-class PendingUpdates(NamedTuple):
-    """The updates of one step, by tensor, which are still to be made. lr, step: as for `Optimizer.update`."""
-
-    names: list[str]
-    params: list[Array]
-    grads: list[Any]
-    slots: list[Slots]
-    lr: float
-    step: int
+def fused_by(kernel: Kernel, param: Array, grad: Array, slots: Slots) -> bool:
+    """As `fused`, with the slots by name."""
+    held = (slots[name] if name is not None else None for name in kernel.slots)
+    return fused(kernel.rule, (param, grad, *held), kernel.numbers)
 
 
 def cast_gradient(param: Array, grad: Any) -> Array:
@@ -165,12 +158,19 @@ class Optimizer(ABC):
     """
 
     elementwise: ClassVar[bool] = False
+    _known: Known | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """A class that overrides `update` only has no kernel: that of its base class makes another update."""
+        super().__init_subclass__(**options)
+        if "update" in vars(cls) and "kernel" not in vars(cls):
+            cls.kernel = Optimizer.kernel  # type: ignore[method-assign]
 
     def __init__(self, lr: float | Schedule) -> None:
         self.lr: float | Schedule = lr if callable(lr) else non_negative(type(self).__name__, "lr", lr)
         self.global_step = 0
         self._slots: dict[str, Slots] = {}
-        self._made_for: dict[str, tuple[Any, ...]] = {}  # kind of parameter that the slots of this name fit
+        self._made_for: dict[str, Kind] = {}  # kind of parameter that the slots of this name fit
 
     @abstractmethod
     def slots(self, param: Array) -> Slots:
@@ -187,6 +187,10 @@ class Optimizer(ABC):
             lr: learning rate of this step.
             step: number of this update of the optimizer, 1 at the first.
         """
+
+    def kernel(self, lr: float, step: int) -> Kernel | None:
+        """Return the kernel that makes the same change as `update`; None if there is none. Arguments as in `update`."""
+        return None
 
     @property
     def learning_rate(self) -> float:
@@ -214,43 +218,85 @@ class Optimizer(ABC):
         Raises InputError: names, shapes or dtypes do not match, or the schedule returns no number >= 0. Neither
         parameters nor the optimizer have changed then.
         """
-        _, tensors, gradients, slots, lr, step = self.begin_step(params, grads)
-        for param, grad, slot in zip(tensors, gradients, slots, strict=True):
-            self.update(param, cast_gradient(param, grad), slot, lr, step)
+        known, pending = self._known, self.begin_step(params, grads)
+        if known is not None and pending.slots is known.slots:  # input like that of the last step
+            self._update_all(pending)
+        else:
+            self._update_each(pending, 0, len(pending.params))
 
-    def begin_step(self, params: Any, grads: Any) -> "PendingUpdates":
+    def begin_step(self, params: Any, grads: Any) -> PendingUpdates:
         """Check the input of `step` and count the step. The caller makes the updates. Raises as `step`."""
-        work = self._checked(params, grads)
+        again = self._checked_again(params, grads)
+        work = again or self._checked(params, grads)
         lr = self.learning_rate
         self.global_step += 1
-        for name, param, _, slots in work:
+        if again is None:
+            self._remember(params, work)
+        return PendingUpdates(*work, lr, self.global_step)
+
+    def _checked_again(self, params: Any, grads: Any) -> Checked | None:
+        """Check input like that of the last step, which is the common case; None if it differs from it."""
+        if (known := self._known) is None:
+            return None
+        tensors, gradients = native.leaves_of(known.structure, params), native.leaves_of(known.structure, grads)
+        if tensors is None or gradients is None or not native.match(known.kinds, tensors, gradients):
+            return None
+        return Checked(known.names, tensors, gradients, known.slots)
+
+    def _remember(self, params: Any, work: Checked) -> None:
+        """Keep new slots, and what the next step can be compared with."""
+        for name, param, slots in zip(work.names, work.params, work.slots, strict=True):
             if self._slots.get(name) is not slots or name not in self._made_for:
                 self._slots[name], self._made_for[name] = slots, _kind(param)
-        names, tensors, gradients = [each[0] for each in work], [each[1] for each in work], [each[2] for each in work]
-        return PendingUpdates(names, tensors, gradients, [each[3] for each in work], lr, self.global_step)
+        self._known, kinds = None, [self._made_for[name] for name in work.names]
+        if not native.match(kinds, work.params, work.grads) or (form := structure(params)) is None:
+            return
+        if len(native.leaves_of(form, params) or []) == len(kinds):  # no gradient is None
+            self._known = Known(form, work.names, kinds, work.slots)
 
-    def has_slots(self, name: str, slots: "Slots") -> bool:
+    def has_slots(self, name: str, slots: Slots) -> bool:
         """Whether these are the slots of the tensor `name`, the same object."""
         return self._slots.get(name) is slots
 
-    def replace_slots(self, name: str, slots: "Slots") -> None:
+    def replace_slots(self, name: str, slots: Slots) -> None:
         """Keep the slots of a tensor in other arrays, of the same shapes and dtypes."""
-        self._slots[name] = slots
+        self._slots[name], self._known = slots, None
 
-    def _checked(self, params: Any, grads: Any) -> list[tuple[str, Array, Any, Slots]]:
-        """Check the input of `step`. Return name, parameter, gradient and slots of each tensor to update."""
+    def _update_all(self, pending: PendingUpdates) -> None:
+        """Update all tensors in order: by the kernel where C supports it, else one by one."""
+        _, params, grads, slots, lr, step = pending
+        if (kernel := self.kernel(lr, step)) is None:
+            return self._update_each(pending, 0, len(params))
+        rule, names, numbers = kernel
+        done = native.update_group(rule, params, grads, slots, names, numbers)
+        while done < len(params):
+            self._update_each(pending, done, done + 1)
+            done = native.update_group(rule, params, grads, slots, names, numbers, done + 1)
+
+    def _update_each(self, pending: PendingUpdates, start: int, stop: int) -> None:
+        _, params, grads, slots, lr, step = pending
+        for index in range(start, stop):
+            param = params[index]
+            self.update(param, cast_gradient(param, grads[index]), slots[index], lr, step)
+
+    def _checked(self, params: Any, grads: Any) -> Checked:
+        """Check the input of `step`."""
         who = f"{type(self).__name__}.step"
         named = leaves(params)
         gradients = _by_name(who, named, leaves(grads))
-        work = []
+        work = Checked([], [], [], [])
         for name, param in named:
             grad = gradients[name]
+            if grad is None:
+                continue
             if self._checked_before(name, param, grad):
-                work.append((name, param, grad, self._slots[name]))
-            elif grad is not None:
+                slots = self._slots[name]
+            else:
                 check_writable(who, f"parameter {name!r}", param)
                 check_gradient(who, name, param, grad)
-                work.append((name, param, grad, self._fitting_slots(who, name, param)))
+                slots = self._fitting_slots(who, name, param)
+            for column, value in zip(work, (name, param, grad, slots), strict=True):
+                column.append(value)
         return work
 
     def _checked_before(self, name: str, param: Any, grad: Any) -> bool:
@@ -285,15 +331,15 @@ class Optimizer(ABC):
         """
         global_step, slots = _check_state(f"{type(self).__name__}.load_state_dict", state)
         self.global_step, self._slots, self._made_for = global_step, _copy_slots(slots), {}
+        self._known = None
 
     def __repr__(self) -> str:
         hyper = self.hyperparameters()
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in hyper.items())})"
 
 
-def _kind(param: Array) -> tuple[Any, ...]:
-    """Properties of a parameter that its slots depend on."""
-    return type(param), param.shape, param.dtype
+def _kind(param: Array) -> Kind:
+    return Kind(type(param), param.shape, param.dtype)
 
 
 def _by_name(who: str, params: list[Leaf], grads: list[Leaf]) -> dict[str, Any]:

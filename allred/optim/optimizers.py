@@ -1,6 +1,6 @@
 """The optimizers: SGD, Adagrad, RMSProp, Adam and AdamW.
 
-Where `fused` does not apply, numpy computes in place, with one temporary array: the page faults of each further one
+Where no kernel applies, numpy computes in place, with one temporary array: the page faults of each further one
 cost more than the arithmetic.
 """
 
@@ -10,8 +10,9 @@ import numpy as np
 
 from allred.arrays import Array
 from allred.errors import InputError
-from allred.optim.base import Optimizer, Slots, compute_dtype, decayed_gradient, fold_in, fused
+from allred.optim.base import Optimizer, compute_dtype, decayed_gradient, fold_in, fused_by
 from allred.optim.schedules import Schedule
+from allred.optim.step_input import Kernel, Slots
 from allred.validators import fraction, non_negative
 
 
@@ -59,11 +60,14 @@ class SGD(Optimizer):
     def slots(self, param: Array) -> Slots:
         return {"momentum_buffer": np.zeros_like(param, dtype=compute_dtype(param))} if self.momentum else {}
 
-    def update(self, param: Array, grad: Array, slots: Slots, lr: float, step: int) -> None:
-        buffer = slots["momentum_buffer"] if self.momentum else None
+    def kernel(self, lr: float, step: int) -> Kernel:
         numbers = (lr, self.momentum, float(self.nesterov), self.weight_decay)
-        if fused("sgd", (param, grad, buffer), numbers):
+        return Kernel("sgd", ("momentum_buffer" if self.momentum else None,), numbers)
+
+    def update(self, param: Array, grad: Array, slots: Slots, lr: float, step: int) -> None:
+        if fused_by(SGD.kernel(self, lr, step), param, grad, slots):
             return
+        buffer = slots["momentum_buffer"] if self.momentum else None
         grad = decayed_gradient(param, grad, self.weight_decay)
         change = np.empty_like(grad)
         if buffer is not None:
@@ -122,10 +126,13 @@ class Adagrad(Optimizer):
     def slots(self, param: Array) -> Slots:
         return {"sum": np.full_like(param, self.initial_accumulator, dtype=compute_dtype(param))}
 
+    def kernel(self, lr: float, step: int) -> Kernel:
+        return Kernel("adagrad", ("sum",), (lr, self.eps, self.weight_decay))
+
     def update(self, param: Array, grad: Array, slots: Slots, lr: float, step: int) -> None:
-        total = slots["sum"]
-        if fused("adagrad", (param, grad, total), (lr, self.eps, self.weight_decay)):
+        if fused_by(Adagrad.kernel(self, lr, step), param, grad, slots):
             return
+        total = slots["sum"]
         grad = decayed_gradient(param, grad, self.weight_decay)
         change = np.multiply(grad, grad, out=np.empty_like(grad))
         np.add(total, change, out=total)
@@ -193,13 +200,16 @@ class RMSProp(Optimizer):
         names = ["square_avg"] + ["grad_avg"] * self.centered + ["momentum_buffer"] * (self.momentum > 0.0)
         return {name: np.zeros_like(param, dtype=compute_dtype(param)) for name in names}
 
+    def kernel(self, lr: float, step: int) -> Kernel:
+        names = "square_avg", "grad_avg" if self.centered else None, "momentum_buffer" if self.momentum else None
+        return Kernel("rmsprop", names, (lr, self.decay, self.eps, self.momentum, self.weight_decay))
+
     def update(self, param: Array, grad: Array, slots: Slots, lr: float, step: int) -> None:
+        if fused_by(RMSProp.kernel(self, lr, step), param, grad, slots):
+            return
         square_avg = slots["square_avg"]
         grad_avg = slots["grad_avg"] if self.centered else None
         buffer = slots["momentum_buffer"] if self.momentum else None
-        numbers = (lr, self.decay, self.eps, self.momentum, self.weight_decay)
-        if fused("rmsprop", (param, grad, square_avg, grad_avg, buffer), numbers):
-            return
         grad = decayed_gradient(param, grad, self.weight_decay)
         change = np.multiply(grad, grad, out=np.empty_like(grad))
         fold_in(square_avg, change, self.decay, scratch=change)
@@ -272,12 +282,15 @@ class Adam(Optimizer):
     def slots(self, param: Array) -> Slots:
         return {name: np.zeros_like(param, dtype=compute_dtype(param)) for name in ("exp_avg", "exp_avg_sq")}
 
+    def kernel(self, lr: float, step: int) -> Kernel:
+        return Kernel("adam", ("exp_avg", "exp_avg_sq"), (*_corrected(self, lr, step), self.weight_decay))
+
     def update(self, param: Array, grad: Array, slots: Slots, lr: float, step: int) -> None:
-        numbers = _corrected(self, lr, step)
-        if fused("adam", (param, grad, slots["exp_avg"], slots["exp_avg_sq"]), (*numbers, self.weight_decay)):
+        kernel = Adam.kernel(self, lr, step)
+        if fused_by(kernel, param, grad, slots):
             return
         grad = decayed_gradient(param, grad, self.weight_decay)
-        np.subtract(param, _change(grad, slots, *numbers), out=param)
+        np.subtract(param, _change(grad, slots, *kernel.numbers[:5]), out=param)
 
 
 class AdamW(Adam):
@@ -305,10 +318,14 @@ class AdamW(Adam):
     ) -> None:
         super().__init__(lr, betas, eps, weight_decay)
 
+    def kernel(self, lr: float, step: int) -> Kernel:
+        return Kernel("adamw", ("exp_avg", "exp_avg_sq"), (*_corrected(self, lr, step), lr * self.weight_decay))
+
     def update(self, param: Array, grad: Array, slots: Slots, lr: float, step: int) -> None:
-        numbers, shrinkage = _corrected(self, lr, step), lr * self.weight_decay
-        if fused("adamw", (param, grad, slots["exp_avg"], slots["exp_avg_sq"]), (*numbers, shrinkage)):
+        kernel = AdamW.kernel(self, lr, step)
+        if fused_by(kernel, param, grad, slots):
             return
+        *numbers, shrinkage = kernel.numbers
         change = _change(grad, slots, *numbers)
         shrink = np.empty_like(change)
         np.multiply(param, shrinkage, out=shrink, dtype=shrink.dtype)

@@ -14,7 +14,8 @@ import torch
 
 from allred.arrays import Array
 from allred.errors import InputError
-from allred.optim.base import Optimizer, Slots
+from allred.optim.base import Optimizer
+from allred.optim.step_input import Slots
 from allred.ps import context
 from allred.torch.optimizer_state import from_slots, to_slots
 from allred.torch.replaced_methods import dereference, weak_method
