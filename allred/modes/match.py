@@ -1,7 +1,8 @@
 """The input of a step: parameters with their gradients (`Matcher`), micro-steps (`Accumulator`), `SampleCount`.
 
 Most steps have the same names, shapes and dtypes as the step before, in dicts, lists and tuples of contiguous arrays. C
-checks that in 0.1 us per tensor, or 0.5 us for tensors on a GPU. All other input takes the slow path, which describes errors.
+checks that in 0.1 us per tensor, or 0.5 us for tensors on a GPU. All other input takes the slow path, which describes
+errors.
 """
 
 import pathlib

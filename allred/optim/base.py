@@ -23,7 +23,7 @@ from allred.errors import InputError
 from allred.gpu import kernels
 from allred.nest import Leaf, leaves, structure
 from allred.optim.schedules import Schedule
-from allred.optim.step_input import Checked, Kernel, Kind, Known, PendingUpdates, Slots
+from allred.optim.step_input import Checked, Kernel, Kind, Known, PendingUpdates, Slots, kind_of
 from allred.validators import integer, non_negative
 
 
@@ -247,7 +247,7 @@ class Optimizer(ABC):
         """Keep new slots, and what the next step can be compared with."""
         for name, param, slots in zip(work.names, work.params, work.slots, strict=True):
             if self._slots.get(name) is not slots or name not in self._made_for:
-                self._slots[name], self._made_for[name] = slots, _kind(param)
+                self._slots[name], self._made_for[name] = slots, kind_of(param)
         self._known, kinds = None, [self._made_for[name] for name in work.names]
         if not native.match(kinds, work.params, work.grads) or (form := structure(params)) is None:
             return
@@ -303,11 +303,11 @@ class Optimizer(ABC):
         """Whether these are numpy arrays like those that an earlier step has checked, which is the common case."""
         if not type(param) is type(grad) is np.ndarray:
             return False
-        return self._made_for.get(name) == _kind(param) == _kind(grad) and param.flags.writeable
+        return self._made_for.get(name) == kind_of(param) == kind_of(grad) and param.flags.writeable
 
     def _fitting_slots(self, who: str, name: str, param: Array) -> Slots:
         """Slots of a parameter: those in use, new ones, or loaded ones converted to its dtype and device."""
-        if self._made_for.get(name) == _kind(param):
+        if self._made_for.get(name) == kind_of(param):
             return self._slots[name]
         fresh = self.slots(param)
         return _convert_slots(who, name, self._slots[name], fresh) if name in self._slots else fresh
@@ -336,10 +336,6 @@ class Optimizer(ABC):
     def __repr__(self) -> str:
         hyper = self.hyperparameters()
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in hyper.items())})"
-
-
-def _kind(param: Array) -> Kind:
-    return Kind(type(param), param.shape, param.dtype)
 
 
 def _by_name(who: str, params: list[Leaf], grads: list[Leaf]) -> dict[str, Any]:

@@ -26,6 +26,10 @@ class Kind(NamedTuple):
     dtype: np.dtype[Any]
 
 
+def kind_of(param: Array) -> Kind:
+    return Kind(type(param), param.shape, param.dtype)
+
+
 class Checked(NamedTuple):
     """The input of a step after its checks, one list per column. The tensors without a gradient are left out."""
 
