@@ -23,7 +23,7 @@ from allred.errors import InputError
 from allred.gpu import kernels
 from allred.nest import Leaf, leaves, structure
 from allred.optim.schedules import Schedule
-from allred.optim.step_input import Checked, Kernel, Kind, Known, PendingUpdates, Slots, kind_of
+from allred.optim.step_input import CheckedInput, Kernel, Kind, Known, PendingUpdates, Slots, kind_of
 from allred.validators import integer, non_negative
 
 
@@ -234,16 +234,16 @@ class Optimizer(ABC):
             self._remember(params, work)
         return PendingUpdates(*work, lr, self.global_step)
 
-    def _checked_again(self, params: Any, grads: Any) -> Checked | None:
+    def _checked_again(self, params: Any, grads: Any) -> CheckedInput | None:
         """Check input like that of the last step, which is the common case; None if it differs from it."""
         if (known := self._known) is None:
             return None
         tensors, gradients = native.leaves_of(known.structure, params), native.leaves_of(known.structure, grads)
         if tensors is None or gradients is None or not native.match(known.kinds, tensors, gradients):
             return None
-        return Checked(known.names, tensors, gradients, known.slots)
+        return CheckedInput(known.names, tensors, gradients, known.slots)
 
-    def _remember(self, params: Any, work: Checked) -> None:
+    def _remember(self, params: Any, work: CheckedInput) -> None:
         """Keep new slots, and what the next step can be compared with."""
         for name, param, slots in zip(work.names, work.params, work.slots, strict=True):
             if self._slots.get(name) is not slots or name not in self._made_for:
@@ -279,12 +279,12 @@ class Optimizer(ABC):
             param = params[index]
             self.update(param, cast_gradient(param, grads[index]), slots[index], lr, step)
 
-    def _checked(self, params: Any, grads: Any) -> Checked:
+    def _checked(self, params: Any, grads: Any) -> CheckedInput:
         """Check the input of `step`."""
         who = f"{type(self).__name__}.step"
         named = leaves(params)
         gradients = _by_name(who, named, leaves(grads))
-        work = Checked([], [], [], [])
+        work = CheckedInput([], [], [], [])
         for name, param in named:
             grad = gradients[name]
             if grad is None:

@@ -30,7 +30,7 @@ def kind_of(param: Array) -> Kind:
     return Kind(type(param), param.shape, param.dtype)
 
 
-class Checked(NamedTuple):
+class CheckedInput(NamedTuple):
     """The input of a step after its checks, one list per column. The tensors without a gradient are left out."""
 
     names: list[str]
