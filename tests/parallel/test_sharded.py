@@ -103,15 +103,14 @@ def test_a_state_that_is_loaded_and_broadcast(rank):
     assert_same_state(opt.state_dict(), plain.state_dict())
 
 
-def test_a_checkpoint_of_one_rank(rank, tmp_path_factory):
-    directory = allred.broadcast_object(str(tmp_path_factory.mktemp("sharded")))
+def test_a_checkpoint_of_one_rank(rank, tmp_path):
     expected, params = make_params(), make_params()
     opt = allred.distributed(optim.Adam(), sharded=True)
     train(opt, params, 2, rank)
-    opt.save(directory, params)
+    opt.save(tmp_path, params)
     train(opt, params, 1, rank, first=2)
     plain = allred.distributed(optim.Adam())
-    assert plain.restore(directory, expected) == 2
+    assert plain.restore(tmp_path, expected) == 2
     train(plain, expected, 1, rank, first=2)
     assert_same(params, expected)
 
