@@ -18,16 +18,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from allred import native
+from allred import arrays, native
 from allred.cluster.processors import limits
-from allred.native import arena_attach, arena_call, arena_open, arena_pause, arena_serve_sizes
+from allred.native import arena_attach, arena_call, arena_open, arena_pause, arena_serve_sizes, arena_usage
 
-MIN_BYTES = 2**14  # of sizes that are served; smaller arrays are not reduced in place (csrc/segment.h)
+MIN_BYTES = native.in_place_bytes  # of sizes that are served
 MAX_SIZES = 2048
-_NONCE_BYTES = 16  # at the start of the file, on a page of its own; see comm/backends/segment.py
+_DEFAULT, _HANDLERS = "default_allocator", ("allred_arena", "allred_empty")  # names of numpy's allocators
+NONCE_BYTES = 16  # at the start of the file, on a page of its own; see comm/backends/segment.py
 
 _lock = threading.Lock()
 _nbytes = 0  # the size of the arena that may be made; 0: none
+_source = ""  # where this size comes from
+_refusal = "allred.init() was not called"  # why arrays are not reduced in place; "" if they may be
 _process = 0  # the process that may use it, not a fork
 _learned: set[int] = set()  # sizes that are served
 _memory: tuple[mmap.mmap, int] | None = None  # the mapping, and the descriptor of its file
@@ -35,24 +38,64 @@ _memory: tuple[mmap.mmap, int] | None = None  # the mapping, and the descriptor 
 
 def enable(setting: str, ranks: int) -> None:
     """Let this process have an arena. setting: `Config.arena`. ranks: the number of ranks on this node."""
-    global _nbytes, _process
+    global _nbytes, _process, _source, _refusal
     _nbytes, _process = 0, os.getpid()
     if setting == "0":
+        _refusal = "ALLRED_ARENA=0"
         return
-    limit = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
-    with contextlib.suppress(OSError):  # /proc or the files of the cgroup cannot be read
-        limit = min(limit, limits().memory_bytes or limit)
-    wanted = limit // (2 * ranks) if setting == "auto" else min(int(setting), limit)
-    _nbytes = wanted - wanted % mmap.PAGESIZE
+    wanted, _source = _size(setting, ranks)
+    _nbytes, _refusal = wanted - wanted % mmap.PAGESIZE, ""
     _serve()
 
 
-def disable() -> None:
-    """Let arrays be allocated by numpy only. Those in the arena remain valid."""
-    global _nbytes
-    _nbytes = 0
+def _size(setting: str, ranks: int) -> tuple[int, str]:
+    """Return the size of the arena in bytes, and where it comes from. setting: auto, or a number of bytes."""
+    limit, of = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE, "memory of this machine"
+    with contextlib.suppress(OSError):  # /proc or the files of the cgroup cannot be read
+        cgroup = limits().memory_bytes
+        if cgroup is not None and cgroup < limit:
+            limit, of = cgroup, "memory limit of the cgroup"
+    if setting == "auto":
+        return limit // (2 * ranks), f"ALLRED_ARENA=auto: 1/{2 * ranks} of the {of}, {arrays.amount(limit)}"
+    if int(setting) > limit:
+        return limit, f"ALLRED_ARENA={setting}, but this is the {of}"
+    return int(setting), f"ALLRED_ARENA={setting}"
+
+
+def disable(reason: str = "allred.shutdown() was called") -> None:
+    """Let arrays be allocated by numpy only. Those in the arena remain valid. reason: for `refusal`."""
+    global _nbytes, _refusal
+    _nbytes, _refusal = 0, reason
     if _memory is not None:
         arena_serve_sizes([])
+
+
+def note_failure(reason: str) -> None:
+    """Note why the ranks of a communicator cannot use their arenas, for `refusal`."""
+    global _refusal
+    _refusal = _refusal or reason
+
+
+def refusal() -> str:
+    """Return why no array is reduced in place; "" if nothing prevents it."""
+    if not _refusal and _memory is not None and arena_usage()[3]:
+        return "an operation was given up, after which no array is reduced in place"
+    return _refusal
+
+
+def description() -> str:
+    """Return the size limit of this process's arena and its source, or why there is none."""
+    if reason := refusal():
+        return f"none: {reason}"
+    nbytes = _nbytes if _memory is None else len(_memory[0])
+    return f"at most {arrays.amount(nbytes)} on this rank ({_source}){_overcommit()}"
+
+
+def _overcommit() -> str:
+    with contextlib.suppress(OSError), open("/proc/sys/vm/overcommit_memory") as file:
+        if file.read().strip() == "2":
+            return "; less if the system commits no more memory (vm.overcommit_memory=2)"
+    return ""
 
 
 def memory() -> tuple[mmap.mmap, int] | None:
@@ -63,26 +106,32 @@ def memory() -> tuple[mmap.mmap, int] | None:
         return None
     with _lock:
         if _memory is None and _nbytes:
-            _memory = _create(_nbytes) if native.available else None
+            _memory = _create(_nbytes)
             _nbytes = 0 if _memory is None else _nbytes
         return _memory
 
 
 def _create(nbytes: int) -> tuple[mmap.mmap, int] | None:
-    """Make the arena, or return None. Its file is sealed: if it could shrink, its size would have to be checked at each
-    access."""
+    """Make the arena, or note why that is not possible and return None. Its file is sealed: if it could shrink, its
+    size would have to be checked at each access."""
     fd = -1
+    if not native.available:
+        note_failure("the C extension is missing")
+        return None
     try:
         fd = os.memfd_create("arena.allred", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, mmap.PAGESIZE + nbytes)
-        os.pwrite(fd, secrets.token_bytes(_NONCE_BYTES), 0)
+        os.pwrite(fd, secrets.token_bytes(NONCE_BYTES), 0)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         mapped = mmap.mmap(fd, nbytes, offset=mmap.PAGESIZE)
         mapped.madvise(mmap.MADV_DONTDUMP)  # a core dump would allocate all of it
         if arena_open(_numpy_api(), fd, mmap.PAGESIZE, mapped):
             return mapped, fd
-    except (OSError, ImportError, AttributeError):  # the last two: an unknown numpy
-        pass
+        note_failure(f"numpy {np.__version__} has an unknown C API")
+    except (ImportError, AttributeError):
+        note_failure(f"numpy {np.__version__} has an unknown C API")
+    except OSError as error:
+        note_failure(f"{arrays.amount(nbytes)} of shared memory cannot be mapped: {error.strerror}")
     if fd >= 0:
         os.close(fd)
     return None
@@ -133,6 +182,45 @@ def paused() -> Iterator[None]:
         arena_pause(False)
 
 
+def contains(array: NDArray[Any]) -> bool:
+    """Whether the array begins in the arena of this process."""
+    if _memory is None:
+        return False
+    base = np.frombuffer(_memory[0], np.uint8, 1).__array_interface__["data"][0]
+    return bool(base <= array.__array_interface__["data"][0] < base + len(_memory[0]))
+
+
+def why_outside(array: NDArray[Any]) -> str:
+    """Return why the memory of an array is not in the arena; "" if it is."""
+    if contains(array):
+        return ""
+    owner = array
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    if not owner.flags.owndata:
+        return "memory that numpy did not allocate (torch, np.frombuffer, unpickled)"
+    if owner.nbytes not in _learned:
+        return "part of a larger array" if owner.nbytes > array.nbytes else "of a size that is not served"
+    handler = _handler_of(owner)
+    if handler == _DEFAULT:
+        return "allocated before the sizes were known, or in another thread"
+    if handler not in _HANDLERS:
+        return f"allocated by {handler}, a numpy allocator of the program"
+    full, no_pages = arena_usage()[4:]
+    if no_pages:
+        return "allocated when the system had no more memory for the arena"
+    return "allocated when the arena was full" if full else "allocated before the sizes were known"
+
+
+def _handler_of(array: NDArray[Any]) -> str:
+    """Return the name of the allocator of an array that owns its memory."""
+    try:
+        module = importlib.import_module("numpy._core.multiarray")
+    except ModuleNotFoundError:  # before numpy 1.26
+        module = importlib.import_module("numpy.core.multiarray")
+    return str(module.get_handler_name(array))
+
+
 def empty(shape: int | tuple[int, ...], dtype: Any = np.float64) -> NDArray[Any]:
     """Return a new array like `numpy.empty`, in memory that the other ranks of the node share.
 
@@ -141,8 +229,8 @@ def empty(shape: int | tuple[int, ...], dtype: Any = np.float64) -> NDArray[Any]
     otherwise: it may be kept after shutdown(), saved, pickled, and used in a child of fork(), which gets a copy. Its
     memory has whole pages.
 
-    numpy allocates the array as usual before init(), with `ALLRED_ARENA=0`, if no other rank is on the node, without
-    the C extension, and if the arena is full.
+    numpy allocates the array as usual before init(), with `ALLRED_ARENA=0`, with one rank, with ranks on several nodes,
+    on backend mpi, without the C extension, and if the arena is full. `python -m allred info` shows which applies.
 
     shape, dtype: as in numpy.empty. Raises what numpy.empty raises.
 

@@ -80,8 +80,8 @@ class Config:
     arena: str = _setting(
         "auto",
         "size of the shared memory of each rank for arrays that are reduced in place: auto, 0 (none), or a size (4GiB)",
-        expected="auto, 0 or a size such as 4GiB",
-        size=True,
+        expected="auto, 0 or a size of at least 16KiB, such as 4GiB",
+        size=2**14,  # in bytes, the smallest one
     )
     timeout_s: float = _setting(1800.0, "time limit of a wait in one collective, in seconds", minimum=0.001)
     nonfinite: str = _setting(
@@ -179,8 +179,10 @@ def _parse(name: str, value: Any, where: str) -> Any:
     choices, later = field.metadata.get("choices"), field.metadata.get("later", ())
     try:
         parsed = _convert(type(field.default), value, counts="expected" in field.metadata)
-        if field.metadata.get("size") and parsed != field.default:
-            parsed = str(parse_bytes(parsed))
+        if (smallest := field.metadata.get("size")) and parsed != field.default:
+            parsed = str(nbytes := parse_bytes(parsed))
+            if 0 < nbytes < smallest:
+                raise ValueError
     except (ValueError, TypeError, KeyError, OverflowError):
         raise ConfigError(f"{where} is not {expected}") from None
     if choices and parsed not in choices:

@@ -219,17 +219,19 @@ def _world(plan: _Decisions, facts: list[_Facts], control: Communicator, duplica
     seen = [facts[each].gpus for each in workers]
     communicator: Communicator = control
     backend = plan.backend
+    arena.disable(_why_no_arena(backend, nodes) if rank in workers else "this rank reduces no gradients")
     if rank not in workers:
         communicator = NoCollectives(config.timeout_s, is_client=rank >= workers.stop)
         backend = communicator.name
     elif backend != control.name or len(workers) < len(plan.nodes):
         ours = None if backend == "single" else _workers(duplicate, workers)
         local_size = nodes.count(nodes[rank - workers.start])
-        if backend == "shm" and 1 < local_size == len(nodes):  # between nodes nothing is reduced in place
+        if backend == "shm" and 1 < local_size == len(nodes):
             arena.enable(config.arena, local_size)
         communicator = create(backend, ours, config.timeout_s, nodes)
     if communicator.name != backend:
         reason = "no two ranks could share memory; on one node that takes /proc or a Unix socket between them"
+        arena.disable("no two ranks could share memory")
     communicator.queue.timeout_s = control.queue.timeout_s = config.timeout_s
     communicator.checks_places = config.check == "full"
     recording.attach(communicator, "all ranks")
@@ -249,6 +251,13 @@ def _world(plan: _Decisions, facts: list[_Facts], control: Communicator, duplica
     )
     here.queues.update((control.queue, communicator.queue))
     return here
+
+
+def _why_no_arena(backend: str, nodes: list[int]) -> str:
+    """Return why arrays are not reduced in place, unless the workers have arenas. nodes: of the workers."""
+    if len(nodes) == 1:
+        return "one rank has no other to share memory with"
+    return f"backend {backend}" if backend != "shm" else "the ranks are on several nodes"
 
 
 def _workers(comm: Any, workers: range) -> Any:

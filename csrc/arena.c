@@ -36,6 +36,7 @@ static struct {
   uint32_t lists[2][CLASSES];       /* by state and class: the first free block */
   uint64_t filled[2][CLASSES / 64]; /* a bit for each list that is not empty */
   size_t live, warm, peak;          /* units; peak: the maximum of live */
+  size_t full, no_pages;            /* as in allred_arena_usage */
   int fork_pipe[2];
 } arena = {.mutex = PTHREAD_MUTEX_INITIALIZER, .fork_pipe = {-1, -1}};
 
@@ -151,7 +152,7 @@ static uint32_t take(uint32_t units, int *was) {
   if (start == NONE && arena.end - arena.live >= units)
     while (start == NONE && (other = find(WARM, 1)) != NONE && cool(other) == 0)
       start = find(COLD, units); /* cold blocks merge */
-  if (start == NONE) return NONE;
+  if (start == NONE) return arena.full++, NONE;
   *was = (int)arena.blocks[start].state;
   take_out(start);
   const uint32_t rest = arena.blocks[start].units - units;
@@ -163,7 +164,7 @@ static uint32_t take(uint32_t units, int *was) {
   if (*was == COLD && allocate_pages(start, FALLOC_FL_KEEP_SIZE)) {
     punch(start); /* it may have got a part of the pages */
     release(start, COLD);
-    return NONE;
+    return arena.no_pages++, NONE;
   }
   if (*was == WARM) arena.warm -= units;
   arena.live += units;
@@ -175,9 +176,12 @@ void *allred_arena_allocate(size_t bytes, int zeroed) {
   uint32_t start = NONE;
   int was = COLD;
   pthread_mutex_lock(&arena.mutex);
-  if (bytes && bytes <= arena.bytes && !arena.frozen && !arena.inherited) {
-    const size_t units = round_up((bytes + arena.unit - 1) / arena.unit);
-    if (units <= arena.end) start = take((uint32_t)units, &was);
+  if (bytes && arena.bytes && !arena.frozen && !arena.inherited) {
+    const size_t units = bytes <= arena.bytes ? round_up((bytes + arena.unit - 1) / arena.unit) : SIZE_MAX;
+    if (units <= arena.end)
+      start = take((uint32_t)units, &was);
+    else
+      arena.full++;
   }
   pthread_mutex_unlock(&arena.mutex);
   if (start == NONE) return NULL;
@@ -220,8 +224,8 @@ void allred_arena_freeze(void) {
 
 allred_arena_usage allred_arena_get_usage(void) {
   pthread_mutex_lock(&arena.mutex);
-  const allred_arena_usage usage = {arena.bytes, arena.live * arena.unit, (arena.live + arena.warm) * arena.unit,
-                                    arena.frozen};
+  const allred_arena_usage usage = {arena.bytes,  arena.live * arena.unit, (arena.live + arena.warm) * arena.unit,
+                                    arena.frozen, arena.full,              arena.no_pages};
   pthread_mutex_unlock(&arena.mutex);
   return usage;
 }

@@ -43,6 +43,7 @@ void allred_arena_freeze(void);
 typedef struct {
   size_t bytes, live, committed; /* the arena; live blocks; everything that has pages */
   int frozen;
+  size_t full, no_pages; /* requests that were refused because the arena was full; because the system had no pages */
 } allred_arena_usage;
 
 allred_arena_usage allred_arena_get_usage(void);

@@ -200,6 +200,6 @@ PyObject *allred_python_arena_freeze(PyObject *module, PyObject *unused) {
 
 PyObject *allred_python_arena_usage(PyObject *module, PyObject *unused) {
   const allred_arena_usage usage = allred_arena_get_usage();
-  return Py_BuildValue("nnnO", (Py_ssize_t)usage.bytes, (Py_ssize_t)usage.live, (Py_ssize_t)usage.committed,
-                       usage.frozen ? Py_True : Py_False);
+  return Py_BuildValue("nnnOnn", (Py_ssize_t)usage.bytes, (Py_ssize_t)usage.live, (Py_ssize_t)usage.committed,
+                       usage.frozen ? Py_True : Py_False, (Py_ssize_t)usage.full, (Py_ssize_t)usage.no_pages);
 }

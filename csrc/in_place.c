@@ -43,6 +43,20 @@ static int is_shared(const allred_operation *op, const allred_tensor *tensor) {
   return shared;
 }
 
+/* Count a tensor that lies in the arena of this rank, but not in that of another. */
+static void count_outside(const allred_operation *op, const allred_tensor *tensor) {
+  const allred_segment *segment = op->segment;
+  if (!segment->outside || tensor->card == NO_CARD) return;
+  const card *mine = card_of(op, segment->rank, tensor);
+  for (int rank = 0; rank < segment->ranks && mine->in && mine->out; rank++) {
+    const card *card = card_of(op, rank, tensor);
+    if (card->in && card->out) continue;
+    segment->outside[rank][0]++;
+    segment->outside[rank][1] += tensor->bytes;
+    return;
+  }
+}
+
 /* Set the cursor to a line of the tensors that are reduced in place. */
 static void seek(allred_operation *op, uint64_t line) {
   op->slice = (allred_cursor){op->tensor_count, 0};
@@ -137,6 +151,7 @@ static void split(allred_operation *op) {
       lines += lines_of(tensor.bytes);
       op->segment->in_place += tensor.bytes;
     } else {
+      count_outside(op, &tensor);
       op->tensors[i] = op->tensors[op->tensor_count];
       op->tensors[op->tensor_count++] = tensor;
     }

@@ -295,7 +295,7 @@ static PyMethodDef methods[] = {
     METHOD("arena_pause", allred_python_arena_pause, METH_O, "Serve no sizes in this thread, or serve them again."),
     METHOD("arena_call", allred_python_arena_call, METH_VARARGS, "Call a function whose arrays the arena serves."),
     METHOD("arena_freeze", allred_python_arena_freeze, METH_NOARGS, "Never again serve or reuse a block."),
-    METHOD("arena_usage", allred_python_arena_usage, METH_NOARGS, "Return (bytes, live, committed, frozen)."),
+    METHOD("arena_usage", allred_python_arena_usage, METH_NOARGS, "Return the numbers of allred_arena_usage."),
     METHOD("alarm", set_alarm, METH_VARARGS, "Start a thread that warns about a long wait; see alarm.h."),
     METHOD("cancel_alarm", cancel_alarm, METH_NOARGS, "End the thread of alarm()."),
     METHOD("arm_exit", arm_exit, METH_VARARGS, "Set what this process does at exit; False if libc cannot. See exit.h."),
@@ -311,7 +311,7 @@ static int add_types(PyObject *module) {
     else
       Py_DECREF(type);
   }
-  return 0;
+  return PyModule_AddIntConstant(module, "IN_PLACE_BYTES", (long)ALLRED_IN_PLACE_BYTES);
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, add_types}, {0, NULL}};

@@ -54,6 +54,8 @@ typedef struct {
   uint64_t sent;     /* bytes that this rank has written for allreduces */
   uint64_t in_place; /* bytes of tensors of this rank that were reduced in place */
   allred_arenas arenas;
+  uint64_t (*outside)[2]; /* by rank: tensors, and their bytes, that lay in this rank's arena, but not in that one; of
+                           * several such ranks the first is counted. NULL: nothing is counted */
 } allred_segment;
 
 /* Return the bytes of memory for this many ranks. */

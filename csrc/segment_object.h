@@ -113,6 +113,7 @@ void allred_segment_release_arenas(Segment *self);
 
 /* Methods of Segment. */
 PyObject *allred_segment_set_arenas(Segment *self, PyObject *buffers);
+PyObject *allred_segment_get_outside(Segment *self, void *unused);
 PyObject *allred_segment_allreduce(Segment *self, PyObject *const *args, Py_ssize_t count);
 PyObject *allred_segment_grouped_allreduce(Segment *self, PyObject *const *args, Py_ssize_t count);
 

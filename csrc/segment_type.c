@@ -395,6 +395,7 @@ static PyGetSetDef attributes[] = {
     ATTRIBUTE("sent", get_sent, "bytes that this rank has written for allreduces"),
     ATTRIBUTE("nonfinite", get_nonfinite, "position of the first array that was not finite, or -1"),
     ATTRIBUTE("in_place", get_in_place, "bytes of arrays of this rank that were reduced in place"),
+    ATTRIBUTE("outside", allred_segment_get_outside, "by rank: (arrays, bytes) that its arena lacked"),
     ATTRIBUTE("pending", get_pending, "whether an operation is pending"),
     ATTRIBUTE("has_progress_thread", get_has_progress_thread, "whether a thread makes progress"),
     {NULL, NULL, NULL, NULL, NULL}};

@@ -16,7 +16,7 @@ from typing import Any
 import numpy
 
 import allred
-from allred import command_line, config, native, world
+from allred import arena, command_line, config, native, world
 from allred.cluster import mpi
 from allred.comm import functions
 from allred.doctor.findings import FAIL, OK, WARN, Finding, RankFacts, compare, error_line, rank_names
@@ -137,6 +137,7 @@ def records(library: LibraryFacts, problem: str = "") -> list[dict[str, Any]]:
         "C extension": software.reason,
         "CPU kernels": ", ".join(software.variants) or "numpy",
         "backend": problem or backend,
+        "arena": "none: allred.init() failed" if problem else arena.description(),
     }
     return [{"name": name, "value": str(value)} for name, value in found.items()]
 

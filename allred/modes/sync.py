@@ -23,6 +23,7 @@ from allred.fusion import Tensor
 from allred.gpu.device_arrays import to_host
 from allred.modes.clipping import Clipper
 from allred.modes.detect.mistake_checks import DEFERRED, MistakeChecks, restored
+from allred.modes.not_in_place import NotInPlace
 from allred.modes.options import Mode, StepInput, StepOptions
 from allred.modes.overlap import Overlap
 from allred.modes.reducer import Agreement, Reducer, writable
@@ -95,14 +96,14 @@ class SyncMode(Mode):
         self._reducer = Reducer(options, self._title)
         self._checks = MistakeChecks(options, self._title, optimizer)
         self._overlap: Overlap | None = None  # after the first opt.reduce() of any rank
-        self._timer = StepTimer()
+        self._timer, self._not_in_place = StepTimer(), NotInPlace(options.compression)
         self._sharded = new_sharded_update(optimizer, self._title) if options.sharded else None
         self._updates = 0  # for an optimizer that does not count them; includes those before a restore
 
     def step(self, given: StepInput) -> None:
         communicator = functions.current()
         if self._overlap is None or not self._overlap.has_begun:
-            self._timer.begin(communicator)
+            self._begin(communicator)
         mean = self._reduce(given) if self._overlap is None else self._reduce_overlapped(self._overlap, given)
         if not self._timer.steps:
             log.info(self._first_step(given.tensors))
@@ -114,6 +115,12 @@ class SyncMode(Mode):
             self._clipper.scaler.update(mean is None, self._title)
         self._checks.end(updated=mean is not None)
         self._timer.end(communicator, self._reducer.samples)
+        self._not_in_place.end(self._timer.steps, given.values, communicator)
+
+    def _begin(self, communicator: Communicator) -> None:
+        """Call before the first gradient of a step is reduced."""
+        self._timer.begin(communicator)
+        self._not_in_place.begin(self._timer.steps + 1, communicator)
 
     def _reduce(self, given: StepInput, overlapped: bool = False) -> list[Any] | None:
         mean = reduce_gradients(self._reducer, self._checks, given, self._title, self._clipper.settings, overlapped)
@@ -155,7 +162,7 @@ class SyncMode(Mode):
     def reduce(self, name: str, grad: Any, samples: int | None) -> None:
         self._overlap = self._overlap or self._new_overlap()
         if not self._overlap.has_begun:
-            self._timer.begin(functions.current())
+            self._begin(functions.current())
         self._overlap.add(name, grad, samples)
 
     def cancel_reduce(self) -> bool:
@@ -259,7 +266,7 @@ class SyncMode(Mode):
             in_place = 100 * self._timer.in_place_bytes / self._timer.sent_bytes
             wire = (
                 f"\ngradients: {arrays.amount(self._timer.sent_bytes / self._timer.steps)} a step{how}; "
-                f"{in_place:.0f} % reduced in place"
+                f"{in_place:.0f} % reduced in place{self._not_in_place.text()}"
             )
         return (
             f"world: {shape.size} rank{'s' * (shape.size > 1)} on {shape.nodes} node{'s' * (shape.nodes > 1)}, "

@@ -59,3 +59,4 @@ arena_call: Any = getattr(_kernels, "arena_call", None)
 arena_pause: Any = getattr(_kernels, "arena_pause", None)
 arena_freeze: Any = getattr(_kernels, "arena_freeze", None)
 arena_usage: Any = getattr(_kernels, "arena_usage", None)
+in_place_bytes: int = getattr(_kernels, "IN_PLACE_BYTES", 0)  # of the smallest array that is reduced in place

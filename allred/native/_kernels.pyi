@@ -71,8 +71,11 @@ def arena_call(function: Any, /, *arguments: Any) -> Any:
 def arena_freeze() -> None:
     """After an abandoned operation: serve no block, and never use one again."""
 
-def arena_usage() -> tuple[int, int, int, bool]:
-    """(bytes, live bytes, bytes that have pages, whether frozen); all 0 without an arena."""
+IN_PLACE_BYTES: int  # size of the smallest array that is reduced in place
+
+def arena_usage() -> tuple[int, int, int, bool, int, int]:
+    """(bytes, live bytes, bytes that have pages, whether frozen, full, no_pages); all 0 without an arena. The last two
+    are the numbers of requests that were refused: because it was full, and because the system had no pages."""
 
 def segment_bytes(ranks: int, chunk_bytes: int, /) -> int: ...
 
@@ -119,6 +122,9 @@ class Segment:
     pending: bool  # whether an operation is pending
     sent: int  # bytes that this rank has written for allreduces
     in_place: int  # bytes of arrays of this rank that were reduced in place
+    outside: list[tuple[int, int]]
+    """By rank: number and bytes of the arrays that lay in this rank's arena, but not in that rank's; of several such
+    ranks the first is counted. [] without arenas."""
     def allreduce(
         self, source: Any, target: Any, op: Any, name: Any, wire: int = 0, /
     ) -> Operation | Literal[True] | None:

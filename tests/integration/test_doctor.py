@@ -302,6 +302,7 @@ def test_info_after_init_and_if_init_fails(mpi):
     assert found["MPI"].startswith({"mpich": "MPICH ", "openmpi": "Open MPI "}[mpi]), result.text
     assert found["MPI's settings"] == {"mpich": "none needed", "openmpi": "OMPI_MCA_btl=^ofi, given at its start"}[mpi]
     assert found["backend"] == "shm (ranks share a node)", result.text
+    assert found["arena"].startswith(("at most ", "none: ALLRED_ARENA=0")), result.text
     assert (result.out.count("numpy "), result.out.count('"numpy"')) == (1, 1), result.text
     assert result.err == "", result.text
 
@@ -328,6 +329,7 @@ def test_info_and_its_settings_need_no_mpi():
     records = [json.loads(line) for line in result.out.splitlines() if line.startswith("{")]
     found = {record["name"]: record["value"] for record in records}
     assert (found["MPI"], found["backend"]) == ("none", "single (one rank)"), result.text
+    assert found["arena"] == "none: one rank has no other to share memory with", result.text
     assert "cannot load MPI library" in found["mpi4py"], result.text
     assert "ALLRED_TIMEOUT_S: 5.0 (variable)\n    float, default 1800.0; time limit of" in result.out, result.text
     assert "ALLRED_MODE: sync (default)" in result.out, result.text

@@ -312,9 +312,13 @@ def test_size():
             arena.enable(setting, ranks)
             return arena._nbytes
         assert size("auto", 4, 2**30) == 2**27
+        assert "134.22 MB on this rank (ALLRED_ARENA=auto: 1/8 of the memory limit of the cgroup" in arena.description()
         assert size(str(2**20 + 1), 4, 2**30) == 2**20
+        assert "1.05 MB on this rank (ALLRED_ARENA=1048577)" in arena.description()
         assert size(str(2**40), 4, 2**30) == 2**30
+        assert "but this is the memory limit of the cgroup" in arena.description()
         assert size("0", 4, None) == 0 and arena.memory() is None
+        assert arena.description() == "none: ALLRED_ARENA=0"
         assert 0 < size("auto", 2, None) <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE") // 4
     """)
     assert (result.returncode, result.stderr) == (0, "")
@@ -341,3 +345,67 @@ def test_memory_of_an_abandoned_reduction_is_never_used_again():
         print("end")
     """)
     assert (result.returncode, result.stdout) == (0, "end\n"), result.stderr
+
+
+def test_why_an_array_is_outside():
+    @in_context
+    def _():
+        early = np.empty(70_000, "u1")
+        arena.learn([70_000])
+        larger = np.empty((3, 70_000), "u1")
+        foreign = np.frombuffer(bytearray(70_000), "u1")
+        unpickled = pickle.loads(pickle.dumps(early))
+        assert arena.why_outside(np.empty(70_000, "u1")) == ""
+        assert arena.why_outside(early).startswith("allocated before the sizes were known")
+        assert arena.why_outside(larger[1]) == "part of a larger array"
+        assert arena.why_outside(np.empty(60_000, "u1")) == "of a size that is not served"
+        assert arena.why_outside(foreign).startswith("memory that numpy did not allocate")
+        assert arena.why_outside(unpickled) == arena.why_outside(foreign)
+        kept = [np.empty(70_000, "u1") for _ in range(BYTES // 65_536)]
+        assert arena.why_outside(kept[-1]) == "allocated when the arena was full"
+
+
+SECCOMP = """
+    import ctypes, errno, platform, struct
+    number = {"x86_64": 285, "aarch64": 47}.get(platform.machine())
+    def refuse_fallocate():  # a BPF program: if the system call has this number, it fails with ENOMEM
+        parts = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x50000 | errno.ENOMEM), (0x06, 0, 0, 0x7FFF0000)]
+        code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *part) for part in parts))
+        prog = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(parts), ctypes.addressof(code)))
+        libc = ctypes.CDLL(None)
+        return libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, prog) == 0
+"""
+
+
+def test_the_system_has_no_pages():
+    """The kernel refuses fallocate(), as at the limit of vm.overcommit_memory=2. Costs 0.3 s."""
+    result = program(f"""{SECCOMP}
+    arena.learn([80_000])
+    served = np.ones(10_000)
+    if number is None or not refuse_fallocate():
+        print("skip")
+        raise SystemExit
+    arrays = [np.ones(10_000) for _ in range(3)] + [allred.empty(10_000)]
+    arrays[-1][:] = 1
+    assert all(array.sum() == 10_000 for array in arrays)  # no SIGBUS
+    assert arena.why_outside(served) == ""
+    assert arena.why_outside(arrays[0]) == "allocated when the system had no more memory for the arena"
+    """)
+    if result.stdout == "skip\n":
+        pytest.skip("no system call filters here")
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_no_address_space_for_the_arena():
+    """RLIMIT_AS refuses the mapping. Costs 0.3 s."""
+    result = program("""
+        import resource
+        used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20), resource.RLIM_INFINITY))
+        array = allred.empty(1000)
+        array[:] = 1
+        assert arena.memory() is None
+        print(arena.description())
+    """)
+    text = "none: 67.11 MB of shared memory cannot be mapped: Cannot allocate memory\n"
+    assert (result.returncode, result.stdout, result.stderr) == (0, text, "")

@@ -41,13 +41,14 @@ def test_arguments_override_variables():
         ("ALLRED_NCCL_CROSS", "tcp", "choose one of nccl, mpi"),
         ("ALLRED_BUCKET_BYTES", "many", "ALLRED_BUCKET_BYTES='many' is not a size such as 4MiB"),
         ("ALLRED_BUCKET_BYTES", "0", "too small; it must be at least 1"),
-        ("ALLRED_ARENA", "yes", "ALLRED_ARENA='yes' is not auto, 0 or a size such as 4GiB"),
+        ("ALLRED_ARENA", "yes", "ALLRED_ARENA='yes' is not auto, 0 or a size of at least 16KiB, such as 4GiB"),
         ("ALLRED_TIMEOUT_S", "nan", "too small"),
         ("ALLRED_TIMEOUT_S", "0", "too small; it must be at least 0.001"),
         ("ALLRED_TIMEOUT_S", "soon", "ALLRED_TIMEOUT_S='soon' is not a number"),
         ("ALLRED_NONFINITE", "hope", "ALLRED_NONFINITE='hope' is not available; choose one of raise, skip, ignore"),
         ("ALLRED_CHECK_STEPS", "1KiB", "ALLRED_CHECK_STEPS='1KiB' is not a whole number of steps"),
         ("ALLRED_CHECK_STEPS", "-1", "ALLRED_CHECK_STEPS='-1' is too small; it must be at least 0"),
+        ("ALLRED_ARENA", "1", "ALLRED_ARENA='1' is not auto, 0 or a size of at least 16KiB, such as 4GiB"),
         ("ALLRED_BANNER", "maybe", "ALLRED_BANNER='maybe' is not 1 or 0"),
     ],
 )
@@ -56,7 +57,7 @@ def test_what_cannot_be_used_is_named(variable, value, message):
         explicit_settings({variable: value}, {})
 
 
-@pytest.mark.parametrize(("value", "parsed"), [("auto", "auto"), ("0", "0"), ("2KiB", "2048"), ("2048", "2048")])
+@pytest.mark.parametrize(("value", "parsed"), [("auto", "auto"), ("0", "0"), ("64KiB", "65536"), ("16384", "16384")])
 def test_a_size_may_be_automatic(value, parsed):
     assert explicit_settings({"ALLRED_ARENA": value}, {}) == {"arena": parsed}
 

@@ -76,6 +76,12 @@ class Backend(ABC):
         return 0
 
     @property
+    def outside(self) -> list[tuple[int, int]]:
+        """By rank: number and bytes of the arrays so far that were in the arena of this rank, but not in that rank's.
+        [] without arenas."""
+        return []
+
+    @property
     def sent_bytes(self) -> int:
         """Bytes that this rank has contributed to allreduces so far, in their wire dtype. On several nodes, only what
         crosses between nodes counts; backend single sends nothing."""

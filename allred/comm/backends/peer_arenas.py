@@ -23,9 +23,13 @@ def share(comm: Any) -> list[mmap.mmap] | None:
     Collective and blocking. All ranks are on one node. Entry r is the arena of rank r: a byte at address a on rank r
     has the offset a - (address of the arena on rank r). The entry of this rank is its own mapping, not a second one.
     """
-    own = arena.memory() if comm.Get_size() + _OTHER_FILES <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] else None
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    own = arena.memory() if comm.Get_size() + _OTHER_FILES <= files else None
     offers = comm.allgather(None if own is None else segment.describe(own[1], len(own[0])))
     if own is None or None in offers:
+        if own is None and comm.Get_size() + _OTHER_FILES > files:
+            arena.note_failure(f"each rank needs a file for each rank, and may open {files} (ulimit -n)")
+        arena.note_failure(f"rank {offers.index(None)} of this node has no arena; run python -m allred info there")
         return None
     _mapped[offers[comm.Get_rank()]] = own[0]
     found = [_mapped.get(offer) or _keep(offer, segment.accept(offer)) for offer in offers]
@@ -36,7 +40,11 @@ def share(comm: Any) -> list[mmap.mmap] | None:
             found[rank] = _keep(offers[rank], segment.accept(offers[rank], fd))
         elif fd >= 0:
             os.close(fd)
-    return [memory for memory in found if memory is not None] if all(comm.allgather(None not in found)) else None
+    mapped = comm.allgather(None not in found)
+    if all(mapped):
+        return [memory for memory in found if memory is not None]
+    arena.note_failure(f"rank {mapped.index(False)} of this node cannot map the arenas of the others")
+    return None
 
 
 def _keep(offer: segment.Offer, memory: mmap.mmap | None) -> mmap.mmap | None:

@@ -20,7 +20,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-NONCE_BYTES = 16
+from allred.arena import NONCE_BYTES
+
 SOCKET_S = 10.0  # a connected rank answers at once; this bounds the wait for one that died
 
 

@@ -77,6 +77,10 @@ class ShmBackend(Backend):
         return self.segment.in_place
 
     @property
+    def outside(self) -> list[tuple[int, int]]:
+        return self.segment.outside
+
+    @property
     def sent_bytes(self) -> int:
         return self.segment.sent + self.segment.in_place
 
