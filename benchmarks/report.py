@@ -30,6 +30,9 @@ allred's. `allred/bench/measure.py` has the details. On a shared machine absolut
 and back. The raw MPI baseline keeps gradients and parameters in flat arrays; `allred/bench/baselines.py` describes its
 variants. Staleness: updates between the parameters that a gradient was computed with and those that it was applied to.
 
+Arena on: arrays in memory that the ranks share, reduced in place (`ALLRED_ARENA`). Arena off: arrays of numpy, and
+ranks without arenas. `step` is `opt.step` with SGD; "no check" is the same with `nonfinite="ignore"`.
+
 "Concatenate + split" copies into a flat array that is allocated once, reduces it with one call, and copies back.
 "Tuned": glibc keeps freed memory and uses huge pages, both for allred and for MPI.
 """
@@ -65,6 +68,7 @@ def section(lines: list[dict]) -> str:
     ranks = f"{first['ranks']} ranks"
     if first["bench"] == "ps":
         ranks += f" (servers {first['servers']}, workers {first['workers']}, {first['consistency']})"
+    backend = f"{first['backend']}, arena {first['arena']}" if "arena" in first else first["backend"]
     rows = [row(line) for line in lines]
     table = [list(rows[0]), ["---", *["---:"] * (len(rows[0]) - 1)], *(list(row.values()) for row in rows)]
     return "\n".join(
@@ -73,7 +77,7 @@ def section(lines: list[dict]) -> str:
             "",
             f"`{first['command']}`",
             "",
-            f"allred {first['allred']}, backend {first['backend']}; {ranks}, {first['dtype']}, {first['op']}; "
+            f"allred {first['allred']}, backend {backend}; {ranks}, {first['dtype']}, {first['op']}; "
             f"thread level {first['thread_level']}; {cores}; settings: {', '.join(settings) or 'none'}.",
             "",
             *(f"| {' | '.join(cells)} |" for cells in table),
@@ -93,13 +97,14 @@ def row(line: dict) -> dict[str, str]:
     }
     if line["bench"] == "ps":
         cells |= {"updates/s": number(line["updates_per_s"]), "staleness": staleness(line["staleness"])}
-    else:
+    elif "busbw_GBps" in line:
         cells["busbw, GB/s"] = number(line["busbw_GBps"])
     if line["against"]:
         name = "raw MPI" if line["against"] == "mpi" else line["against"].replace("mpi", "raw MPI,")
-        if "set" in line:
+        several = "set" in line or "arena" in line  # baselines
+        if several:
             cells["baseline"] = name
-        cells["baseline p50, us" if "set" in line else f"{name} p50, us"] = number(line["against_p50_us"])
+        cells["baseline p50, us" if several else f"{name} p50, us"] = number(line["against_p50_us"])
         cells["speedup"] = f"{line['speedup']:.2f}"
     return cells | {"samples": f"{line['samples']} of {line['calls_per_sample']}"}
 

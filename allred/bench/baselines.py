@@ -4,6 +4,7 @@ Allreduce. All calls are blocking and in place, on the same arrays.
 
 allred                    allreduce_ or grouped_allreduce_
 allred uncompressed       the same without --compression
+arena on, arena off       the other variant of --arena on,off; see arenas.py
 mpi, mpi per tensor       Allreduce on a duplicate of COMM_WORLD, one call per tensor
 mpi concatenate + split   copy all tensors into a flat array, one Allreduce, copy back; the flat array is allocated once
 
@@ -40,9 +41,9 @@ _CHUNKS_IN_FLIGHT = 4
 _PUSH, _PULL = 1, 2  # tags
 
 
-def allocate(shapes: Sequence[Shape], dtype: np.dtype[Any]) -> list[Array]:
-    """Arrays of zeros, each in its own memory, written once so that all pages exist."""
-    group = [np.empty(shape, dtype) for shape in shapes]
+def allocate(shapes: Sequence[Shape], dtype: np.dtype[Any], empty: Callable[..., Any] = np.empty) -> list[Array]:
+    """Arrays of zeros, each in its own memory, written once so that all pages exist. empty: allocates one."""
+    group = [empty(shape, dtype) for shape in shapes]
     for array in group:
         array.fill(0)
     return group

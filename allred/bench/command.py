@@ -18,11 +18,12 @@ import numpy as np
 
 import allred
 from allred import arrays, command_line, config
-from allred.bench import baselines, data, gpu, measure, output, verify
+from allred.bench import arenas, baselines, data, gpu, measure, output, verify
 from allred.bench.verify import WrongResultError
 from allred.cluster import launcher, mpi
 from allred.comm import functions
 from allred.comm.backends.nccl import TYPES
+from allred.comm.communicator import Communicator
 from allred.comm.ops import Compression, narrows
 from allred.command_line import Parser
 from allred.errors import ConfigError
@@ -62,6 +63,8 @@ def _run(options: argparse.Namespace, command: str) -> None:
     if options.bench == "overlap":
         os.environ["ALLRED_PROGRESS"] = options.progress
         allred.init(backend=options.backend, banner=False, check_steps=0)
+    elif options.bench == "step":
+        allred.init(backend=options.backend, banner=False, check_steps=0)
     elif options.bench == "ps":
         allred.init(mode="ps", num_ps=options.servers, banner=False)
     else:
@@ -85,15 +88,19 @@ def _run_allreduce(options: argparse.Namespace, comm: Any, conditions: dict[str,
     labels = {"ranks": comm.Get_size(), "dtype": arrays.name_of(options.dtype), "backend": functions.current().name}
     if options.compression is not Compression.none:
         labels["compression"] = options.compression.name
+    with_arenas = arenas.communicators(options.arena) if options.arena else {}
+    if options.arena:
+        labels["arena"] = options.arena[0]
     on_gpu = {"device": "cuda", **gpu.describe()} if options.device == "cuda" else {}
     conditions = {"op": "Sum", **on_gpu, **conditions}
     writer = output.ResultWriter(options.json, enabled=comm.Get_rank() == 0)
-    writer.header(options.bench, labels, conditions, options.against or labels.get("compression"))
+    against = options.against or ",".join(options.arena[1:]) or labels.get("compression")
+    writer.header(options.bench, labels, conditions, against)
     baseline: Baseline | None = None
     if options.against:
         baseline = baselines.MpiBaseline(comm) if options.against == "mpi" else gpu.NcclBaseline(comm, options.dtype)
     for item in options.items:
-        what, results = _measure(item, options, comm, baseline)
+        what, results = _measure(item, options, comm, baseline, with_arenas)
         for result in results:
             thread = {"progress_thread": functions.current().queue.engine.has_progress_thread}
             writer.line({"bench": options.bench, **what, **labels, **result, **conditions, **thread})
@@ -105,22 +112,27 @@ def _run_allreduce(options: argparse.Namespace, comm: Any, conditions: dict[str,
 
 
 def _measure(
-    item: Any, options: argparse.Namespace, comm: Any, baseline: Baseline | None
+    item: Any, options: argparse.Namespace, comm: Any, baseline: Baseline | None, with_arenas: dict[str, Communicator]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Size or set of `item`, and one record per compared implementation."""
+    """Size or set of `item`, and one record per compared implementation. with_arenas: those of --arena."""
     single, on_gpu = options.bench == "allreduce", options.device == "cuda"
     shapes = [(item // options.dtype.itemsize,)] if single else verify.SETS[item]()
-    group = (gpu if on_gpu else baselines).allocate(shapes, options.dtype)
+    calls: arenas.Calls = arenas.calls(with_arenas, shapes, options.dtype, single)
+    own = [] if calls else (gpu if on_gpu else baselines).allocate(shapes, options.dtype)
+    group = next(reversed(calls.values()))[1] if calls else own
     nbytes, title = sum(array.nbytes for array in group), f"{options.bench} {item}"
     what = {"bytes": nbytes} if single else {"set": item, "bytes": nbytes, "tensors": len(group)}
-    calls = baselines.allred_calls(group, single, options.compression)
+    on_group = {} if calls else baselines.allred_calls(group, single, options.compression)
     if baseline is not None:
-        calls |= baseline.array_calls(group[0]) if single else baseline.group_calls(group)
-    for name, call in calls.items():
-        verify.check(f"{title} by {name}", call, group, comm)
+        on_group |= baseline.array_calls(group[0]) if single else baseline.group_calls(group)
+    calls |= {name: (call, group) for name, call in on_group.items()}
+    for name, (call, its_group) in calls.items():
+        verify.check(f"{title} by {name}", call, its_group, comm)
     synchronize = gpu.synchronize if on_gpu else measure.no_synchronize
-    times = measure.interleave(calls, comm, options.seconds * max(1, len(calls) - 1), synchronize)
-    verify.check_zeros(title, group, comm)
+    timed = {name: call for name, (call, _) in calls.items()}
+    times = measure.interleave(timed, comm, options.seconds * max(1, len(calls) - 1), synchronize)
+    for name, (_, its_group) in calls.items():
+        verify.check_zeros(f"{title} by {name}" if with_arenas else title, its_group, comm)
     ours = times.pop("allred")
     details = gpu.enqueue_and_pack(group, comm, options.seconds) if on_gpu and not single else {}
     others = times.items() or [(None, None)]
@@ -187,8 +199,8 @@ def _parser() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
         epilog=measure.__doc__,
         **text,
     )
-    parser.set_defaults(against=None, backend=None, device="cpu", malloc_tuned=False)
-    commands = parser.add_subparsers(dest="bench", required=True, metavar="allreduce|fused|overlap|ps|torch|data")
+    parser.set_defaults(against=None, backend=None, device="cpu", malloc_tuned=False, compression=None, arena=None)
+    commands = parser.add_subparsers(dest="bench", required=True, metavar="allreduce|fused|overlap|ps|torch|data|step")
     allreduce = commands.add_parser("allreduce", help="one array in place, at several sizes")
     allreduce.add_argument("--sizes", help=f"bytes per array, for example 4,64KiB,1MiB; default {SIZES}")
     fused = commands.add_parser("fused", help="all gradients of a model in one call")
@@ -211,8 +223,15 @@ def _parser() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
     torch.add_argument("--tensors", default="resnet50", help=f"one of {', '.join(verify.PS_SETS)}; default %(default)s")
     help_text = "records per second of each reader, of shuffled and of prefetch"
     reader = commands.add_parser("data", help=help_text, description=data.__doc__, **text)
-    for command in (allreduce, fused, overlap):
+    step = commands.add_parser("step", help="steps of an optimizer, with and without the check for NaN")
+    step.add_argument(
+        "--set", dest="sets", default="resnet50", help=f"of {', '.join(verify.SETS)}; default %(default)s"
+    )
+    for command in (allreduce, fused, step):
+        command.add_argument("--arena", help="on, off, or on,off: with and without reductions in place, interleaved")
+    for command in (allreduce, fused, overlap, step):
         command.add_argument("--backend", help="as in allred.init(); default: ALLRED_BACKEND")
+    for command in (allreduce, fused, overlap):
         command.add_argument(
             "--compression",
             choices=[each.name for each in Compression],
@@ -223,10 +242,10 @@ def _parser() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
         command.add_argument(
             "--against", choices=["mpi", "nccl"], help="also time raw MPI, or raw NCCL on GPUs, on the same arrays"
         )
-    for command in (allreduce, fused, overlap, ps):
+    for command in (allreduce, fused, overlap, ps, step):
         command.add_argument("--dtype", default="float32", help=f"one of {', '.join(DTYPES)}; default float32")
         command.add_argument("--malloc-tuned", action="store_true", help="glibc keeps freed memory and uses huge pages")
-    for command in (allreduce, fused, overlap, ps, torch, reader):
+    for command in (allreduce, fused, overlap, ps, torch, reader, step):
         command.add_argument("--seconds", type=float, default=3.0, help="measuring time per line; default 3")
         command.add_argument("--json", action="store_true", help="print one JSON object per line and nothing else")
     return parser, commands.choices  # type: ignore[return-value]
@@ -242,6 +261,7 @@ def _check(options: argparse.Namespace) -> None:
         _check_torch(options)
     elif options.bench != "data":
         _check_device(options)
+        _check_arena(options)
         options.compression = Compression[options.compression or "none"]
         if options.compression.value and not narrows(options.dtype, options.compression.value):
             raise ValueError(f"--compression needs --dtype float32 or float64, got {options.dtype}")
@@ -279,6 +299,14 @@ def _check_device(options: argparse.Namespace) -> None:
         if options.backend not in (None, "nccl"):
             raise ValueError(f"--device cuda needs backend nccl, got --backend {options.backend}")
         options.backend = "nccl"
+
+
+def _check_arena(options: argparse.Namespace) -> None:
+    if options.bench == "step" and options.dtype not in (np.float32, np.float64):
+        raise ValueError("bench step needs --dtype float32 or float64")
+    options.arena = arenas.parse(options.arena) if options.arena is not None else []
+    if options.arena and (options.device == "cuda" or options.compression):
+        raise ValueError("--arena is for arrays of the host without --compression; others are not reduced in place")
 
 
 def _check_ps(options: argparse.Namespace) -> None:

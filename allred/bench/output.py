@@ -13,7 +13,12 @@ from allred.wording import count, ranges
 _RATES = ("copy_GBps", "pack_GBps", "unpack_GBps", "pack_scaled_GBps", "unpack_divided_GBps")
 _SHARED = {"p50_us": "p50 us", "p99_us": "p99 us", "algbw_GBps": "algbw GB/s"}
 _ALLREDUCE = {**_SHARED, "busbw_GBps": "busbw GB/s"}
-_COLUMNS = {"allreduce": _ALLREDUCE, "fused": _ALLREDUCE, "ps": {**_SHARED, "updates_per_s": "updates/s"}}
+_COLUMNS = {
+    "allreduce": _ALLREDUCE,
+    "fused": _ALLREDUCE,
+    "ps": {**_SHARED, "updates_per_s": "updates/s"},
+    "step": _SHARED,
+}
 
 # Freed memory stays in the process; large blocks come from the heap too; the heap uses huge pages.
 TUNABLES = f"glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold={2**64 - 1}:glibc.malloc.mmap_threshold={2**64 - 1}"
@@ -65,7 +70,8 @@ class ResultWriter:
         if bench == "ps":
             ranks += f": servers {labels['servers']}, workers {labels['workers']}, {labels['consistency']}"
         dtype = f"{labels['dtype']} as {labels['compression']}" if "compression" in labels else labels["dtype"]
-        print(f"{bench}: {dtype}, {conditions['op']}, in place, blocking; {ranks}, backend {labels['backend']}")
+        backend = f"{labels['backend']}, arena {labels['arena']}" if "arena" in labels else labels["backend"]
+        print(f"{bench}: {dtype}, {conditions['op']}, in place, blocking; {ranks}, backend {backend}")
         if "gpu" in conditions:
             print(f"{conditions['gpu']}, NCCL {conditions['nccl']}, cupy {conditions['cupy']}")
         print(*condition_lines(conditions), sep="\n")

@@ -256,6 +256,10 @@ def test_defaults():
         ("fused --device cuda --backend shm", "--device cuda needs backend nccl, got --backend shm"),
         ("fused --device cuda --against nccl --dtype int16", "NCCL in cupy has no dtype int16"),
         ("fused --set resnet", "unknown set 'resnet'; choose from resnet50, transformer, small"),
+        ("allreduce --arena yes", "--arena: expected on, off, or on,off; got 'yes'"),
+        ("fused --arena on,on", "--arena: expected on, off, or on,off; got 'on,on'"),
+        ("fused --arena on,off --compression fp16", "--arena is for arrays of the host without --compression"),
+        ("step --dtype int32", "bench step needs --dtype float32 or float64"),
         ("ps --set resnet", "unknown set 'resnet'; choose from resnet50, transformer, small, tiny"),
         ("ps --dtype float16", "bench ps needs --dtype float32 or float64"),
         ("ps --servers 0", "--servers must be at least 1, got 0"),
@@ -282,11 +286,12 @@ def test_argument_errors_are_one_line_and_exit_code_2(words, message, capsys, mo
     [
         ("ps --servers 2 --against mpi", "--against mpi compares one server and one worker"),
         ("allreduce --device cuda", "backend 'nccl': cupy is not installed on rank 0"),
+        ("allreduce --arena on,off", "--arena: this job has no arenas: one rank has no other to share memory with"),
         ("allreduce --backend magic", "init(backend='magic') is not available"),
     ],
 )
 def test_errors_of_init_are_one_line_and_exit_code_2(words, message):
-    """In a process of its own, because init() may start MPI. Costs 2 s."""
+    """In a process of its own, because init() may start MPI. Costs 3 s."""
     command = [sys.executable, "-m", "allred", "bench", *words.split()]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (result.returncode, result.stdout) == (2, "")
@@ -365,13 +370,18 @@ def test_report(tmp_path):
     }  # fmt: skip
     del three["busbw_GBps"]
     lines.write_text("".join(json.dumps(line) + "\n" for line in (one, {**one, "bytes": 4}, two, three)))
+    four = {**one, "arena": "on", "command": "d", "against": "arena off"}
+    with lines.open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in (four, {**four, "against": "mpi"}))
     target = tmp_path / "RESULTS.md"
     result = subprocess.run(
         [sys.executable, REPORT, lines, target], capture_output=True, text=True, timeout=60, check=True
     )
     page = target.read_text()
     assert result.stdout == page
-    assert page.count("\n## ") == 3
+    assert page.count("\n## ") == 4
+    assert "backend shm, arena on; 2 ranks" in page
+    assert "| 64 KiB | 12.3 | 1,234 | 5.3 | 5.3 | arena off | 98.7 | 7.99 |" in page
     assert "| tiny: 1 tensors | 12.3 | 1,234 | 5.3 | 123 | 2: 75 %, 10: 25 % | 60 of 4 |" in page
     assert "2 ranks (servers 1, workers 1, async), float32, push; thread" in page
     assert "## MPICH 5.0.2: allreduce\n\n`mpirun ... allreduce`\n" in page

@@ -1,0 +1,81 @@
+"""`bench step`: `opt.step` of mode sync with SGD, with and without the check for NaN, and with `--arena` on and off.
+
+The gradients are zeros in each timed step. All variants have the same parameters, and run interleaved.
+"""
+
+import argparse
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import allred
+from allred import arrays, world
+from allred.arrays import Array
+from allred.bench import arenas, baselines, measure, output, verify
+from allred.bench.measure import Call
+from allred.comm import functions
+from allred.comm.communicator import Communicator
+
+
+def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> None:
+    """Measure all sets; rank 0 prints. Raises ConfigError or WrongResultError on all ranks. Calls allred.shutdown()."""
+    found = arenas.communicators(options.arena) if options.arena else {"": functions.current()}
+    labels = {"ranks": comm.Get_size(), "dtype": arrays.name_of(options.dtype), "backend": functions.current().name}
+    if options.arena:
+        labels["arena"] = options.arena[0]
+    conditions = {"op": "Average, SGD, check for NaN", **conditions}
+    writer = output.ResultWriter(options.json, enabled=comm.Get_rank() == 0)
+    writer.header("step", labels, conditions, "no check")
+    for name in options.items:
+        shapes = verify.SETS[name]()
+        params = baselines.allocate(shapes, options.dtype)
+        calls = _calls(found, name, params, options)
+        for variant, (call, grads) in calls.items():
+            _check(f"step {name} by {variant}", call, params, grads, comm)
+        times = measure.interleave(
+            {variant: call for variant, (call, _) in calls.items()}, comm, options.seconds * (len(calls) - 1)
+        )
+        for variant, (_, grads) in calls.items():
+            verify.check_zeros(f"step {name} by {variant}", grads, comm)
+        ours, nbytes = times.pop("allred"), sum(param.nbytes for param in params)
+        what = {"bench": "step", "set": name, "bytes": nbytes, "tensors": len(params), **labels}
+        for variant, theirs in times.items():
+            writer.line({**what, **output.result(ours, variant, theirs, nbytes), **conditions})
+    comm.Free()
+    allred.shutdown()
+
+
+def _calls(found: dict[str, Communicator], name: str, params: list[Array], options: argparse.Namespace) -> arenas.Calls:
+    """Return a step of each communicator with and without the check; `allred` is the first one, with the check."""
+    calls: arenas.Calls = {}
+    for arena, communicator in found.items():
+        grads = arenas.allocate(arena, verify.SETS[name](), options.dtype)
+        for nonfinite, text in (("raise", ""), ("ignore", "no check")):
+            opt = allred.distributed(allred.optim.SGD(lr=verify.LR), nonfinite=nonfinite, name=f"{name} {text}".strip())
+            words = [word for word in (arenas.variant(arena, list(found)), text) if word]
+            variant = ", ".join(words[1:] if len(words) > 1 and words[0] == "allred" else words)
+            calls[variant] = functools.partial(_step, opt, communicator, params, grads), grads
+    return calls
+
+
+def _step(opt: Any, communicator: Communicator, params: list[Array], grads: list[Array]) -> None:
+    """A step over the ranks of this communicator, which are all."""
+    here = world.current()
+    before, here.communicator = here.communicator, communicator
+    try:
+        opt.step(params, grads)
+    finally:
+        here.communicator = before
+
+
+def _check(title: str, call: Call, params: list[Array], grads: Sequence[Array], comm: Any) -> None:
+    """Make one step with known numbers, then set the gradients to zero. Raises WrongResultError. Collective."""
+    shapes, dtype = [param.shape for param in params], params[0].dtype
+    start, known = verify.whole_params(shapes, dtype), verify.whole_gradients(shapes, dtype)
+    for targets, sources in ((params, start), (grads, known)):
+        for target, source in zip(targets, sources, strict=True):
+            target[...] = source
+    call()
+    verify.raise_if_any(title, verify.wrong_after_updates(1, params, start, known), comm)
+    for grad in grads:
+        grad.fill(0)
