@@ -224,8 +224,9 @@ void allred_arena_freeze(void) {
 
 allred_arena_usage allred_arena_get_usage(void) {
   pthread_mutex_lock(&arena.mutex);
-  const allred_arena_usage usage = {arena.bytes,  arena.live * arena.unit, (arena.live + arena.warm) * arena.unit,
-                                    arena.frozen, arena.full,              arena.no_pages};
+  const allred_arena_usage usage = {
+      arena.bytes, arena.live * arena.unit, (arena.live + arena.warm) * arena.unit, arena.frozen,
+      arena.full,  arena.no_pages};
   pthread_mutex_unlock(&arena.mutex);
   return usage;
 }
