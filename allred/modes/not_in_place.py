@@ -56,14 +56,7 @@ class NotInPlace:
         self._found[reason] = before[0] + tensors, before[1] + nbytes
 
     def text(self) -> str:
-        """A line for each reason, each after a line break; "" if there is none.
-
-        >>> found = NotInPlace(Compression.none)
-        >>> found._step, found._found = 8, {"smaller than 16384 bytes": (2, 1200)}
-        >>> print("gradients: ..." + found.text())
-        gradients: ...
-        not in place, step 8: 2 tensors, 1.20 kB: smaller than 16384 bytes
-        """
+        """Return a line for each reason, each after a line break; "" if there is none."""
         if reason := arena.refusal():
             return f"\nnot in place: {reason}"
         return "".join(
