@@ -118,17 +118,26 @@ class Communicator(Group):
         if self.gpu is not None and any(map(is_device, group)):
             return self.gpu.grouped_allreduce(group, op, name, compression, in_place)
 
-        def steps() -> Steps[list[Array]]:
-            pairs = each_of(as_list(group), lambda value: source_and_target(value, in_place))
-            sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
-            if in_place and arrays.overlap([target for target in targets if target.size]):
-                raise InputError("the same memory is in the group twice, and would be reduced twice")
-            yield from self._reduce(
-                Reduction("grouped_allreduce", sources, targets, op, name, compression, checks_finite, weight)
-            )
-            return targets
+        steps = self._grouped_allreduce(group, in_place, op, name, compression, checks_finite, weight)
+        return self.start("grouped_allreduce", name, steps)
+
+    def checked_allreduce_(self, group: Sequence[Any], op: ReduceOp, name: str, compression: Compression) -> Work[int]:
+        """As `grouped_allreduce` in place with `checks_finite`. The result is the value for `nonfinite`."""
+
+        def steps() -> Steps[int]:
+            yield from self._grouped_allreduce(group, True, op, name, compression, True)
+            return self.nonfinite
 
         return self.start("grouped_allreduce", name, steps())
+
+    def _grouped_allreduce(self, group: Sequence[Any], in_place: bool, *reduction: Any) -> Steps[list[Array]]:
+        """reduction: the other fields of `Reduction`."""
+        pairs = each_of(as_list(group), lambda value: source_and_target(value, in_place))
+        sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
+        if in_place and arrays.overlap([target for target in targets if target.size]):
+            raise InputError("the same memory is in the group twice, and would be reduced twice")
+        yield from self._reduce(Reduction("grouped_allreduce", sources, targets, *reduction))
+        return targets
 
     def grouped_allreduce_blocking(
         self,

@@ -9,7 +9,7 @@
       2  buckets     each is sent when its gradients are ready and the buckets before it are sent: in the same order on
                      all ranks
       3  closing     in step(), after the last bucket: a header exchange with mistakes of this rank since the opening,
-                     and whether its gradients were finite
+                     and whether its gradients were finite, unless the reductions have checked their results
 
 Between 1 and 3 a rank keeps its mistakes to itself and sends zeros for gradients that it lacks, because the others wait
 for its buckets. So errors are raised in step(), with the same text on all ranks.
@@ -63,7 +63,9 @@ class Overlap:
         self._opening: Work[list[int]] | None = None
         self._needs_all: bool | None = None  # whether a rank needs all gradients first; None: unknown
         self._weight: float | None = None
-        self._sent: list[tuple[Work[list[Array]], list[Array]]] = []  # and the arrays that get the results
+        self._checks_results = False  # whether the reductions check their results, instead of a scan; on all ranks
+        # The reductions of the buckets, and the arrays that get the results.
+        self._sent: list[tuple[Work[list[Array]] | Work[int], list[Array]]] = []
         self._problem, self._flags = "", 0
         self._stream: Any = None  # the CUDA stream that computed the last gradient
         if self._communicator is not None:
@@ -184,6 +186,10 @@ class Overlap:
                 agreement = self._reducer.agreement(self._opening.wait())
             self._weight = agreement.weight
             self._needs_all = any(flag & _NEEDS_ALL for flag in agreement.flags)
+            communicator = functions.current()
+            counts_equally = agreement.weight is None and communicator.active.size == communicator.size
+            checkable = counts_equally and self._reducer.checks_finite and not any(self._on_gpu)
+            self._checks_results = checkable and self._checks.policy != "ignore"
         return self._needs_all
 
     def _send(self) -> None:
@@ -191,9 +197,12 @@ class Overlap:
         indices, bucket = self._buckets[number]
         targets = [self._ready[index] for index in indices]
         self._order_streams(targets)
-        self._flags |= self._checks.scan_bucket(bucket, targets)
         name = f"{self._title}: early bucket {number} of {len(self._buckets)}"
-        self._sent.append((self._reducer.start(targets, self._weight, name), targets))
+        if self._checks_results:
+            self._sent.append((self._reducer.start_checked(targets, name), targets))
+        else:
+            self._flags |= self._checks.scan_bucket(bucket, targets)
+            self._sent.append((self._reducer.start(targets, self._weight, name), targets))
 
     def _order_streams(self, grads: Sequence[Any]) -> None:
         """Make the stream of each gradient wait for the stream of the one before it. Gradients of one bucket may be
@@ -250,14 +259,24 @@ class Overlap:
             self._ready[index] = gpu.zeros(self._like if self._on_gpu[index] else None, *self._tensors[index][1:])
         while len(self._sent) < len(self._buckets):
             self._send()
-        for work, targets in self._sent:
-            for target, result in zip(targets, work.wait(), strict=True):
+        return self._close(missing, problem, self._complete_buckets())
+
+    def _complete_buckets(self) -> str:
+        """Wait for all buckets. Return the name of the first gradient whose checked result is not finite, or ""."""
+        nonfinite = ""
+        for (work, targets), (_, bucket) in zip(self._sent, self._buckets, strict=True):
+            found = work.wait()
+            if isinstance(found, int):
+                nonfinite = nonfinite or (bucket.tensors[found].name if found >= 0 else "")
+                continue
+            for target, result in zip(targets, found, strict=True):
                 if target is not result:
                     target[...] = result
-        return self._close(missing, problem)
+        return nonfinite
 
-    def _close(self, missing: list[int], problem: str) -> list[Any] | None:
-        """Exchange mistakes, missing gradients and flags. missing: positions of the gradients that this rank lacks."""
+    def _close(self, missing: list[int], problem: str, nonfinite: str) -> list[Any] | None:
+        """Exchange mistakes, missing gradients and flags. missing: positions of the gradients that this rank lacks.
+        nonfinite: see `_complete_buckets`."""
         title = f"{self._title}: the end of early gradients"
         with span("negotiate", title):
             flags, any_missing = self._reducer.exchange_flags(title, self._flags, bool(missing), problem)
@@ -267,7 +286,7 @@ class Overlap:
             anywhere = self._reducer.present_anywhere(here)
             mean = [value if present else None for value, present in zip(mean, anywhere, strict=True)]
         plan = self._reducer.plan(self._tensors)
-        return mean if self._checks.passes_overlapped(flags, plan, mean) else None
+        return mean if self._checks.passes_overlapped(flags, plan, mean, nonfinite) else None
 
     def _mismatch(self, tensors: Sequence[Tensor], values: Sequence[Any]) -> str:
         """Describe a difference between the gradients of step() and of reduce(); "" if there is none."""

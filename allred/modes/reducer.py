@@ -156,11 +156,15 @@ class Reducer:
 
     # Reduction.
 
+    @property
+    def checks_finite(self) -> bool:
+        """Whether reductions of arrays on the host can check their results, if all ranks count equally."""
+        sums = self._op in (ReduceOp.AVERAGE, ReduceOp.SUM)  # others may lose an infinity
+        return sums and functions.current().backend.checks_finite
+
     def can_check(self, values: Sequence[Any]) -> bool:
         """Whether `allreduce_` could check the results of these values, if all ranks count equally."""
-        backend = functions.current().backend
-        sums = self._op in (ReduceOp.AVERAGE, ReduceOp.SUM)  # others may lose an infinity
-        return sums and backend.checks_finite and set(map(type, values)) == {np.ndarray}
+        return self.checks_finite and set(map(type, values)) == {np.ndarray}
 
     def allreduce_(self, plan: Plan, values: list[Any], weight: float | None, checks_finite: bool = False) -> str:
         """Reduce writable arrays in place; None is left out. The host does not wait for arrays on a GPU.
@@ -236,6 +240,11 @@ class Reducer:
             )
         weighted = [self._weighted(target, weight) for target in targets]
         return functions.grouped_allreduce_async_([array for array, _ in weighted], self._op, name, weighted[0][1])
+
+    def start_checked(self, targets: list[Array], name: str) -> Work[int]:
+        """As `start`, of arrays on the host without a weight, with a check of the results; only if `checks_finite`. See
+        `Communicator.checked_allreduce_`."""
+        return functions.current().checked_allreduce_(targets, self._op, name, self._compression)
 
     def _weighted(self, array: Array, weight: float | None) -> tuple[Array, Compression]:
         """Return the array to reduce, and its compression. 16-bit floats are weighted and summed in float32, and

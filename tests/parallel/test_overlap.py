@@ -8,6 +8,7 @@ import pytest
 import allred
 from allred.comm import functions
 from allred.errors import InputError, NonFiniteError
+from allred.modes.detect.mistake_checks import MistakeChecks
 
 pytestmark = pytest.mark.mpi
 
@@ -232,6 +233,37 @@ def test_a_nan_is_found_before_the_parameters_are_changed(rank, size, policy):
         with pytest.raises(NonFiniteError, match=rf"'c' on rank {size - 1} \(1 of 120000 elements, the first is nan"):
             opt.step(params, grads)
     same(params, before)
+
+
+def test_a_sum_that_overflows_is_an_error_on_all(rank, size):
+    if size == 1:
+        pytest.skip("one rank adds nothing")
+    opt, params = allred.distributed(allred.optim.SGD(lr=1.0)), params_of()
+    for step in range(FIRST + 2):
+        grads = grads_of(rank, step)
+        if step == FIRST + 1:
+            grads["b"][-1] = np.finfo("f4").max
+        before = {name: param.copy() for name, param in params.items()}
+        for name in NAMES:
+            opt.reduce(name, grads[name])
+        if step <= FIRST:
+            opt.step(params, grads)
+    with pytest.raises(NonFiniteError, match="but the sum over the ranks of 'b' is not"):
+        opt.step(params, grads)
+    same(params, before)
+    opt.step(params, grads_of(rank, 0))  # and training goes on
+
+
+def test_early_gradients_are_scanned_only_where_their_reductions_do_not_check_them(rank, size, monkeypatch):
+    opt, params = settled(rank)
+    scanned = []
+    monkeypatch.setattr(MistakeChecks, "scan_bucket", lambda self, bucket, values: scanned.append(bucket) or 0)
+    for samples in (None, 1 + rank):
+        scanned.clear()
+        grads = grads_of(rank, 0)
+        opt.reduce("a", grads["a"], samples)
+        opt.step(params, grads, samples)
+        assert bool(scanned) == (not functions.current().backend.checks_finite or (samples is not None and size > 1))
 
 
 def test_samples_are_given_in_the_first_call(rank):

@@ -100,12 +100,13 @@ class MistakeChecks:
             return self._refuse(problem)
         return True
 
-    def passes_overlapped(self, flags: list[int], plan: Plan, values: Sequence[Any]) -> bool:
-        """As `passes` and `passes_reduced`, for gradients that were scanned by `scan_bucket`."""
+    def passes_overlapped(self, flags: list[int], plan: Plan, values: Sequence[Any], nonfinite: str) -> bool:
+        """As `passes` and `passes_reduced`, for gradients that were scanned by `scan_bucket`, or checked by their
+        reductions."""
         self._step += 1
         if any(flag & finite.NONFINITE for flag in flags):
             return self._refuse_nonfinite(self._found)
-        return self.passes_reduced(flags, plan, values)
+        return self.passes_reduced(flags, plan, values, nonfinite)
 
     def end(self, updated: bool) -> None:
         """End a step. updated: whether the optimizer has made an update."""
