@@ -26,7 +26,7 @@ from allred.arrays import Array
 from allred.comm import functions, node_memory
 from allred.comm.header import hash_text
 from allred.fusion import Tensor
-from allred.optim.base import Optimizer, cast_gradient, splittable
+from allred.optim.base import Optimizer, splittable
 from allred.optim.step_input import PendingUpdates, Slots
 
 _CUT = 16  # elements; slices begin at multiples of it within a tensor
@@ -53,6 +53,16 @@ class _ShardPlan(NamedTuple):
     parts: list[_SlicePart]
     copies: list[tuple[Array, Array]]
     whole: list[int]
+
+    def updates(self, pending: PendingUpdates) -> PendingUpdates:
+        """Return the updates of the parts and of the whole tensors."""
+        grads = [pending.grads[part.number].reshape(-1)[part.start : part.stop] for part in self.parts]
+        return pending._replace(
+            names=[pending.names[index] for index in [*(part.number for part in self.parts), *self.whole]],
+            params=[part.param for part in self.parts] + [pending.params[index] for index in self.whole],
+            grads=grads + [pending.grads[index] for index in self.whole],
+            slots=[part.slots for part in self.parts] + [pending.slots[index] for index in self.whole],
+        )
 
     def fits(self, pending: PendingUpdates, ranks: Sequence[int]) -> bool:
         return (
@@ -104,17 +114,14 @@ class ShardedUpdate:
         plan = self._plan
         if plan is None or not plan.fits(pending, ranks):
             plan = self._plan = self._make_plan(pending, ranks)
-        update, lr, step = self._optimizer.update, pending.lr, pending.step
-        for index, start, stop, param, slots, staged in plan.parts:
-            if (own := own_slots.get(pending.names[index])) is not None:
-                for key, slot in slots.items():
-                    slot[...] = own[key].reshape(-1)[start:stop]
-            update(param, cast_gradient(param, pending.grads[index].reshape(-1)[start:stop]), slots, lr, step)
-            if staged is not None:
-                staged[...] = param
-        for index in plan.whole:
-            whole = pending.params[index]
-            update(whole, cast_gradient(whole, pending.grads[index]), pending.slots[index], lr, step)
+        for part in plan.parts if own_slots else ():
+            if (own := own_slots.get(pending.names[part.number])) is not None:
+                for key, slot in part.slots.items():
+                    slot[...] = own[key].reshape(-1)[part.start : part.stop]
+        self._optimizer.update_all(plan.updates(pending))
+        for part in plan.parts:
+            if part.staged is not None:
+                part.staged[...] = part.param
         functions.current().barrier().wait()
         for param, staged in plan.copies:
             param[...] = staged

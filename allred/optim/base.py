@@ -220,7 +220,7 @@ class Optimizer(ABC):
         """
         known, pending = self._known, self.begin_step(params, grads)
         if known is not None and pending.slots is known.slots:  # input like that of the last step
-            self._update_all(pending)
+            self.update_all(pending)
         else:
             self._update_each(pending, 0, len(pending.params))
 
@@ -262,8 +262,8 @@ class Optimizer(ABC):
         """Keep the slots of a tensor in other arrays, of the same shapes and dtypes."""
         self._slots[name], self._known = slots, None
 
-    def _update_all(self, pending: PendingUpdates) -> None:
-        """Update all tensors in order: by the kernel where C supports it, else one by one."""
+    def update_all(self, pending: PendingUpdates) -> None:
+        """Make the updates in order: by the kernel where C supports it, else one by one."""
         _, params, grads, slots, lr, step = pending
         if (kernel := self.kernel(lr, step)) is None:
             return self._update_each(pending, 0, len(params))
@@ -295,8 +295,10 @@ class Optimizer(ABC):
                 check_writable(who, f"parameter {name!r}", param)
                 check_gradient(who, name, param, grad)
                 slots = self._fitting_slots(who, name, param)
-            for column, value in zip(work, (name, param, grad, slots), strict=True):
-                column.append(value)
+            work.names.append(name)
+            work.params.append(param)
+            work.grads.append(grad)
+            work.slots.append(slots)
         return work
 
     def _checked_before(self, name: str, param: Any, grad: Any) -> bool:
