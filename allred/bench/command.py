@@ -227,6 +227,8 @@ def _parser() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
     step.add_argument(
         "--set", dest="sets", default="resnet50", help=f"of {', '.join(verify.SETS)}; default %(default)s"
     )
+    step.add_argument("--momentum", type=float, default=0.0, help="of SGD, from 0 to less than 1; default 0")
+    step.add_argument("--sharded", action="store_true", help="also time sharded=True, without and with opt.share")
     for command in (allreduce, fused, step):
         command.add_argument("--arena", help="on, off, or on,off: with and without reductions in place, interleaved")
     for command in (allreduce, fused, overlap, step):
@@ -304,6 +306,8 @@ def _check_device(options: argparse.Namespace) -> None:
 def _check_arena(options: argparse.Namespace) -> None:
     if options.bench == "step" and options.dtype not in (np.float32, np.float64):
         raise ValueError("bench step needs --dtype float32 or float64")
+    if options.bench == "step" and not 0 <= options.momentum < 1:
+        raise ValueError(f"--momentum must be at least 0 and less than 1, got {options.momentum:g}")
     options.arena = arenas.parse(options.arena) if options.arena is not None else []
     if options.arena and (options.device == "cuda" or options.compression):
         raise ValueError("--arena is for arrays of the host without --compression; others are not reduced in place")

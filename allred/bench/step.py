@@ -1,6 +1,9 @@
-"""`bench step`: `opt.step` of mode sync with SGD, with and without the check for NaN, and with `--arena` on and off.
+"""`bench step`: `opt.step` of mode sync with SGD.
 
-The gradients are zeros in each timed step. All variants have the same parameters, and run interleaved.
+Variants: without the check for NaN; `--arena` on and off; `--sharded`, without and with `opt.share`.
+
+The gradients are zeros in each timed step. All variants have the same parameters, except that of `opt.share`, and run
+interleaved.
 """
 
 import argparse
@@ -16,6 +19,9 @@ from allred.bench.measure import Call
 from allred.comm import functions
 from allred.comm.communicator import Communicator
 
+_ONE_COPY = "sharded, one copy"  # of the parameters
+_Calls = dict[str, tuple[Call, list[Array], list[Array]]]  # by variant: a step, its parameters and its gradients
+
 
 def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> None:
     """Measure all sets; rank 0 prints. Raises ConfigError or WrongResultError on all ranks. Calls allred.shutdown()."""
@@ -23,19 +29,19 @@ def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> N
     labels = {"ranks": comm.Get_size(), "dtype": arrays.name_of(options.dtype), "backend": functions.current().name}
     if options.arena:
         labels["arena"] = options.arena[0]
-    conditions = {"op": "Average, SGD, check for NaN", **conditions}
+    conditions = {"op": f"Average, SGD with momentum {options.momentum:g}, check for NaN", **conditions}
     writer = output.ResultWriter(options.json, enabled=comm.Get_rank() == 0)
     writer.header("step", labels, conditions, "no check")
     for name in options.items:
         shapes = verify.SETS[name]()
         params = baselines.allocate(shapes, options.dtype)
         calls = _calls(found, name, params, options)
-        for variant, (call, grads) in calls.items():
-            _check(f"step {name} by {variant}", call, params, grads, comm)
+        for variant, (call, updated, grads) in calls.items():
+            _check(f"step {name} by {variant}", call, updated, grads, comm)
         times = measure.interleave(
-            {variant: call for variant, (call, _) in calls.items()}, comm, options.seconds * (len(calls) - 1)
+            {variant: call for variant, (call, *_) in calls.items()}, comm, options.seconds * (len(calls) - 1)
         )
-        for variant, (_, grads) in calls.items():
+        for variant, (*_, grads) in calls.items():
             verify.check_zeros(f"step {name} by {variant}", grads, comm)
         ours, nbytes = times.pop("allred"), sum(param.nbytes for param in params)
         what = {"bench": "step", "set": name, "bytes": nbytes, "tensors": len(params), **labels}
@@ -45,16 +51,25 @@ def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> N
     allred.shutdown()
 
 
-def _calls(found: dict[str, Communicator], name: str, params: list[Array], options: argparse.Namespace) -> arenas.Calls:
-    """Return a step of each communicator with and without the check; `allred` is the first one, with the check."""
-    calls: arenas.Calls = {}
-    for arena, communicator in found.items():
+def _calls(found: dict[str, Communicator], name: str, params: list[Array], options: argparse.Namespace) -> _Calls:
+    """Return a step of each communicator with and without the check, and the sharded steps of the first communicator;
+    `allred` is the first one, with the check."""
+    calls: _Calls = {}
+
+    def add(variant: str, arena: str, params: list[Array], grads: list[Array], **settings: Any) -> None:
+        settings = {"name": f"{name}, {variant}", "nonfinite": "raise"} | settings
+        opt = allred.distributed(allred.optim.SGD(verify.LR, options.momentum), **settings)
+        updated = opt.share(params) if variant == _ONE_COPY else params
+        calls[variant] = functools.partial(_step, opt, found[arena], updated, grads), updated, grads
+
+    for arena in found:
         grads = arenas.allocate(arena, verify.SETS[name](), options.dtype)
-        for nonfinite, text in (("raise", ""), ("ignore", "no check")):
-            opt = allred.distributed(allred.optim.SGD(lr=verify.LR), nonfinite=nonfinite, name=f"{name} {text}".strip())
-            words = [word for word in (arenas.variant(arena, list(found)), text) if word]
-            variant = ", ".join(words[1:] if len(words) > 1 and words[0] == "allred" else words)
-            calls[variant] = functools.partial(_step, opt, communicator, params, grads), grads
+        variant = arenas.variant(arena, list(found))
+        add(variant, arena, params, grads)
+        add("no check" if variant == "allred" else f"{variant}, no check", arena, params, grads, nonfinite="ignore")
+        if variant == "allred" and options.sharded:
+            add("sharded", arena, params, grads, sharded=True)
+            add(_ONE_COPY, arena, params, grads, sharded=True)
     return calls
 
 

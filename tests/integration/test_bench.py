@@ -174,14 +174,20 @@ def test_arenas_on_and_off():
     tiny = " ".join(TINY)
     commands = ("allreduce --sizes 64KiB --arena on,off --against mpi", "fused --set small --arena off,on")
     environment = {"ALLRED_ARENA": "auto", "ALLRED_BACKEND": "shm"}
-    step = "step --set small --arena on,off"
+    step = "step --set small --arena on,off --sharded --momentum 0.9"
     result = bench_several(2, *(f"{words} {tiny}" for words in (*commands, step)), env=environment)
     lines = check_arrays(records_of(result, "--sizes 64KiB"), 2)
     assert [(line["arena"], line["against"]) for line in lines] == [("on", "arena off"), ("on", "mpi")]
     (line,) = check_arrays(records_of(result, "--arena off,on"), 2)
     assert (line["arena"], line["against"]) == ("off", "arena on")
     lines = records_of(result, step)
-    assert [line["against"] for line in lines] == ["no check", "arena off", "arena off, no check"]
+    assert [line["against"] for line in lines] == [
+        "no check",
+        "sharded",
+        "sharded, one copy",
+        "arena off",
+        "arena off, no check",
+    ]
     assert {(line["bench"], line["set"], line["arena"]) for line in lines} == {("step", "small", "on")}
     assert all(line["p50_us"] > 0 and line["speedup"] > 0 for line in lines)
 

@@ -260,6 +260,7 @@ def test_defaults():
         ("fused --arena on,on", "--arena: expected on, off, or on,off; got 'on,on'"),
         ("fused --arena on,off --compression fp16", "--arena is for arrays of the host without --compression"),
         ("step --dtype int32", "bench step needs --dtype float32 or float64"),
+        ("step --momentum 1", "--momentum must be at least 0 and less than 1, got 1"),
         ("ps --set resnet", "unknown set 'resnet'; choose from resnet50, transformer, small, tiny"),
         ("ps --dtype float16", "bench ps needs --dtype float32 or float64"),
         ("ps --servers 0", "--servers must be at least 1, got 0"),
