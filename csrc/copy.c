@@ -24,18 +24,22 @@
 STREAM(stream_16, , __m128i, _mm_loadu_si128, _mm_stream_si128)
 STREAM(stream_32, __attribute__((target("avx"))), __m256i, _mm256_loadu_si256, _mm256_stream_si256)
 
-uint64_t allred_copy_begin(void) { return __rdtsc(); }
-
-void allred_copy(const allred_copy_policy *policy, char *to, const char *from, size_t bytes) {
-  if (!policy->streaming || bytes < MIN_STREAMED_BYTES) {
-    memcpy(to, from, bytes);
-    return;
-  }
+/* bytes: at least those of a vector */
+static void stream(char *to, const char *from, size_t bytes) {
   const size_t head = -(uintptr_t)to % sizeof(__m256i);
   memcpy(to, from, head);
   const size_t end =
       head + (__builtin_cpu_supports("avx") ? stream_32 : stream_16)(to + head, from + head, bytes - head);
   memcpy(to + end, from + end, bytes - end);
+}
+
+uint64_t allred_copy_begin(void) { return __rdtsc(); }
+
+void allred_copy(const allred_copy_policy *policy, char *to, const char *from, size_t bytes) {
+  if (policy->streaming && bytes >= MIN_STREAMED_BYTES)
+    stream(to, from, bytes);
+  else
+    memcpy(to, from, bytes);
 }
 
 void allred_copy_end(allred_copy_policy *policy, uint64_t begun, size_t bytes) {
@@ -51,6 +55,14 @@ void allred_copy_end(allred_copy_policy *policy, uint64_t begun, size_t bytes) {
   policy->streaming = STREAMED_COPIES;
 }
 
+void allred_copy_streaming(char *to, const char *from, size_t bytes) {
+  if (bytes >= MIN_STREAMED_BYTES)
+    stream(to, from, bytes);
+  else
+    memcpy(to, from, bytes);
+  _mm_sfence(); /* a release store does not order streaming stores */
+}
+
 #else
 
 uint64_t allred_copy_begin(void) { return 0; }
@@ -60,5 +72,7 @@ void allred_copy(const allred_copy_policy *policy, char *to, const char *from, s
 }
 
 void allred_copy_end(allred_copy_policy *policy, uint64_t begun, size_t bytes) {}
+
+void allred_copy_streaming(char *to, const char *from, size_t bytes) { memcpy(to, from, bytes); }
 
 #endif

@@ -25,4 +25,7 @@ uint64_t allred_copy_begin(void);
 void allred_copy(const allred_copy_policy *policy, char *to, const char *from, size_t bytes);
 void allred_copy_end(allred_copy_policy *policy, uint64_t begun, size_t bytes);
 
+/* Copy by streaming stores. A flag that is stored afterwards covers the copied bytes. */
+void allred_copy_streaming(char *to, const char *from, size_t bytes);
+
 #endif

@@ -14,12 +14,6 @@ static size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
 
 static uint64_t lines_of(size_t bytes) { return (bytes + ALLRED_LINE - 1) / ALLRED_LINE; }
 
-static uint64_t offset_of(const allred_operation *op, const char *data, size_t bytes) {
-  const allred_arenas *arenas = &op->segment->arenas;
-  const uintptr_t base = (uintptr_t)arenas->base[op->segment->rank], at = (uintptr_t)data;
-  return at >= base && at - base < arenas->bytes && arenas->bytes - (at - base) >= bytes ? at - base + 1 : 0;
-}
-
 static const card *card_of(const allred_operation *op, int rank, const allred_tensor *tensor) {
   return (const card *)(const void *)allred_operation_chunk(op, rank) + tensor->card;
 }
@@ -29,7 +23,8 @@ static void fill_cards(allred_operation *op, char *chunk) {
   for (size_t i = 0; i < op->tensor_count; i++) {
     const allred_tensor *tensor = &op->tensors[i];
     if (tensor->card != NO_CARD)
-      cards[tensor->card] = (card){offset_of(op, tensor->in, tensor->bytes), offset_of(op, tensor->out, tensor->bytes)};
+      cards[tensor->card] = (card){allred_arena_offset(op->segment, tensor->in, tensor->bytes),
+                                   allred_arena_offset(op->segment, tensor->out, tensor->bytes)};
   }
 }
 

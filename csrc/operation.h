@@ -11,7 +11,8 @@
  *   5  WAIT_REDUCED  wait until every rank has published its reduced part
  *   6  DRAIN         read the chunks of all ranks into this rank's arrays
  *
- * An allreduce of tensors that lie in memory shared by all ranks has a first round of another kind: in_place.h.
+ * Operations on large tensors have a first round of another kind if all ranks map the memory of each (arenas):
+ * in_place.h for an allreduce, exchanges.c for the others.
  *
  * Why no rank writes memory that another reads:
  *
@@ -83,7 +84,7 @@ struct allred_operation {
   size_t tensor_count; /* tensors that pass through the ring; those that are reduced in place lie behind them */
   allred_tensor *tensors;
   allred_cursor filled, drained;
-  allred_cursor slice; /* the next part that this rank reduces in place, */
+  allred_cursor slice; /* the next part that this rank reduces or reads in place, */
   size_t slice_lines;  /* and the lines that are left of it */
   size_t chunk_bytes;  /* of the round: its data, and the room for wide results behind it */
   size_t data_bytes;
@@ -93,6 +94,8 @@ struct allred_operation {
   char *receive;
   const uint64_t *send_starts, *receive_starts;
   size_t part_bytes;
+  const allred_transfer *ring; /* what an operation that begins with cards (exchanges.c) does in later rounds, if any */
+  uint64_t ring_rounds, first_round; /* the number of these, and of the first one that passes data through the ring */
   /* in a queue, see queue.h */
   allred_operation *next;
   int holds, continues;

@@ -78,3 +78,9 @@ void allred_segment_publish(const allred_segment *segment, uint64_t first, uint6
 int allred_segment_has(const allred_segment *segment, int rank, uint64_t first, uint64_t tick) {
   return atomic_load_explicit(stage(segment, rank), memory_order_acquire) >= first + tick;
 }
+
+uint64_t allred_arena_offset(const allred_segment *segment, const char *data, size_t bytes) {
+  const uintptr_t base = (uintptr_t)segment->arenas.base[segment->rank], at = (uintptr_t)data;
+  const size_t all = segment->arenas.bytes;
+  return at >= base && at - base < all && all - (at - base) >= bytes ? at - base + 1 : 0;
+}

@@ -50,9 +50,10 @@ typedef struct {
   uint64_t operation;  /* the number of the last operation that this rank has begun */
   uint64_t tick_count; /* of all operations before that one; the same on all ranks */
   allred_copy_policy copy_policy;
-  size_t place;      /* offset of the next chunk in the ring; the same on all ranks */
-  uint64_t sent;     /* bytes that this rank has written for allreduces */
-  uint64_t in_place; /* bytes of tensors of this rank that were reduced in place */
+  size_t place;           /* offset of the next chunk in the ring; the same on all ranks */
+  uint64_t sent;          /* bytes that this rank has written for allreduces */
+  uint64_t in_place;      /* bytes of tensors of this rank that were reduced in place by allreduces */
+  uint64_t read_in_place; /* bytes that this rank has read from arenas in other operations */
   allred_arenas arenas;
   uint64_t (*outside)[2]; /* by rank: tensors, and their bytes, that lay in this rank's arena, but not in that one; of
                            * several such ranks the first is counted. NULL: nothing is counted */
@@ -69,6 +70,9 @@ char *allred_segment_chunk(const allred_segment *segment, int rank, size_t place
 /* Return the place of the next chunk; advance it by a chunk of this many bytes. */
 size_t allred_segment_place(const allred_segment *segment);
 void allred_segment_advance(allred_segment *segment, size_t bytes);
+
+/* Return the offset of data in the arena of this rank, plus 1; 0: it does not lie in it. */
+uint64_t allred_arena_offset(const allred_segment *segment, const char *data, size_t bytes);
 
 /* Write this rank's header, and publish it with all data written before; whether a rank has published its header. */
 void allred_segment_publish_header(const allred_segment *segment, const allred_header *header);

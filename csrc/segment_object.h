@@ -3,6 +3,7 @@
  *
  *   segment_type.c     Segment: one rank's view of the shared memory of its node, and the queue of its operations
  *   segment_fast.c     the fast path of Segment: plain arrays are checked and hashed in C, and usually reduced at once
+ *   segment_exchanges.c  allgather, broadcast, alltoall and reducescatter of Segment
  *   segment_arenas.c   the arenas of Segment
  *   operation_type.c   Operation: a pending operation, and the buffers that it holds until it is complete
  *   trace.c            the trace of the fast path, for the timeline
@@ -111,7 +112,19 @@ void allred_trace_free(allred_trace *trace);
 /* Release the buffers of the arenas, if there are any. */
 void allred_segment_release_arenas(Segment *self);
 
+/* For the methods begin_...: return a new operation with room for this many tensors and the header of a record; queue
+ * an operation, unless it could not be prepared. NULL with an exception set. */
+Operation *allred_segment_prepare(Segment *self, PyObject *record, Py_ssize_t tensors);
+PyObject *allred_segment_begin(Segment *self, Operation *operation, PyObject *record, int prepared);
+
+/* Whether there is a kernel; else an exception is set. */
+int allred_segment_kernel_exists(const Segment *self, int dtype, int op);
+
 /* Methods of Segment. */
+PyObject *allred_segment_begin_allgather(Segment *self, PyObject *args);
+PyObject *allred_segment_begin_broadcast(Segment *self, PyObject *args);
+PyObject *allred_segment_begin_alltoall(Segment *self, PyObject *args);
+PyObject *allred_segment_begin_reducescatter(Segment *self, PyObject *args);
 PyObject *allred_segment_set_arenas(Segment *self, PyObject *buffers);
 PyObject *allred_segment_get_outside(Segment *self, void *unused);
 PyObject *allred_segment_allreduce(Segment *self, PyObject *const *args, Py_ssize_t count);

@@ -24,6 +24,10 @@ static PyObject *get_sent(Segment *self, void *unused) { return PyLong_FromUnsig
 
 static PyObject *get_nonfinite(Segment *self, void *unused) { return PyLong_FromLong((long)self->nonfinite - 1); }
 
+static PyObject *get_read_in_place(Segment *self, void *unused) {
+  return PyLong_FromUnsignedLongLong(self->segment.read_in_place);
+}
+
 static PyObject *get_in_place(Segment *self, void *unused) {
   return PyLong_FromUnsignedLongLong(self->segment.in_place);
 }
@@ -44,7 +48,7 @@ static PyObject *halt(Segment *self, PyObject *unused) {
     Py_END_ALLOW_THREADS;
     const allred_operation *op = was_halted ? NULL : atomic_load_explicit(&self->queue.first, memory_order_acquire);
     for (; op && self->segment.arenas.base; op = op->next)
-      if (op->tensors) allred_arena_freeze(); /* another rank may still write to these arrays */
+      if (op->tensors || op->ring) allred_arena_freeze(); /* another rank may still use these arrays */
   }
   Py_RETURN_NONE;
 }
@@ -84,7 +88,7 @@ static PyObject *release(Segment *self, PyObject *unused) {
  */
 
 /* Return a new operation with room for this many tensors and the header of a record; NULL: an exception. */
-static Operation *prepare(Segment *self, PyObject *record, Py_ssize_t tensors) {
+Operation *allred_segment_prepare(Segment *self, PyObject *record, Py_ssize_t tensors) {
   char *bytes = NULL;
   Py_ssize_t length = sizeof(allred_header);
   if (!self->open) return PyErr_SetString(PyExc_ValueError, "the segment is closed"), NULL;
@@ -104,7 +108,7 @@ static Operation *prepare(Segment *self, PyObject *record, Py_ssize_t tensors) {
 }
 
 /* Queue the operation. If it is not prepared, an exception is set. */
-static PyObject *begin(Segment *self, Operation *operation, PyObject *record, int prepared) {
+PyObject *allred_segment_begin(Segment *self, Operation *operation, PyObject *record, int prepared) {
   if (!prepared) return Py_DECREF((PyObject *)operation), NULL;
   allred_attach(operation, self);
   if (record == Py_None)
@@ -118,14 +122,14 @@ static PyObject *begin_exchange(Segment *self, PyObject *args) {
   PyObject *record;
   int holds;
   if (!PyArg_ParseTuple(args, "Op:begin_exchange", &record, &holds)) return NULL;
-  Operation *operation = prepare(self, record, 1);
+  Operation *operation = allred_segment_prepare(self, record, 1);
   if (!operation) return NULL;
   allred_begin_exchange(&operation->operation, &self->segment, &operation->operation.header);
   operation->operation.holds = holds;
-  return begin(self, operation, record, 1);
+  return allred_segment_begin(self, operation, record, 1);
 }
 
-static int kernel_exists(const Segment *self, int dtype, int op) {
+int allred_segment_kernel_exists(const Segment *self, int dtype, int op) {
   if (dtype >= 0 && dtype < ALLRED_DTYPES && op >= 0 && op < ALLRED_OPS &&
       allred_reduce_kernel(self->variant, dtype, op))
     return 1;
@@ -136,7 +140,7 @@ static int kernel_exists(const Segment *self, int dtype, int op) {
 /* Make a table entry of a source and a target; 0, or -1 with an exception set. */
 static int enter(const Segment *self, Operation *operation, PyObject *source, PyObject *target, long dtype, int op,
                  int wire, allred_tensor *tensor) {
-  if (!kernel_exists(self, (int)dtype, op)) return -1;
+  if (!allred_segment_kernel_exists(self, (int)dtype, op)) return -1;
   const allred_header *header = &operation->operation.header;
   if (header->op & ALLRED_WEIGHTED && !allred_can_weigh((int)dtype, allred_header_weight(header))) {
     PyErr_Format(PyExc_ValueError, "dtype %ld cannot be multiplied by this weight", dtype);
@@ -165,7 +169,7 @@ static PyObject *begin_allreduce(Segment *self, PyObject *args) {
   if (op <= 0 || op >= ALLRED_OPS) return PyErr_Format(PyExc_ValueError, "operator %d does not exist", op);
   if (wire && !allred_narrows(ALLRED_FLOAT32, wire))
     return PyErr_Format(PyExc_ValueError, "dtype %d is not a wire type; float16 and bfloat16 are", wire);
-  Operation *operation = prepare(self, record, count ? count : 1);
+  Operation *operation = allred_segment_prepare(self, record, count ? count : 1);
   if (!operation) return NULL;
   Py_ssize_t kept = 0;
   for (Py_ssize_t i = 0; i < count && kept == 0; i++) {
@@ -177,127 +181,7 @@ static PyObject *begin_allreduce(Segment *self, PyObject *args) {
   if (kept == 0) kept = allred_group_by_dtype(operation->tensors, count);
   if (kept >= 0) allred_prepare_allreduce(self, operation, &operation->operation.header, kept, op);
   operation->operation.checks_finite = checks_finite;
-  return begin(self, operation, record, kept >= 0);
-}
-
-/* Turn a list of byte counts, one per rank, into offsets. Return whether it is valid. */
-static int read_counts(const Segment *self, PyObject *counts, uint64_t *starts) {
-  if (!PyList_Check(counts) || PyList_Size(counts) != self->segment.ranks) {
-    PyErr_Format(PyExc_ValueError, "counts must be a list of %d numbers of bytes", self->segment.ranks);
-    return 0;
-  }
-  starts[0] = 0;
-  for (int rank = 0; rank < self->segment.ranks; rank++) {
-    const Py_ssize_t bytes = PyLong_AsSsize_t(PyList_GetItem(counts, rank));
-    if (PyErr_Occurred()) return 0;
-    if (bytes < 0 || starts[rank] + (uint64_t)bytes > PY_SSIZE_T_MAX)
-      return PyErr_Format(PyExc_ValueError, "%zd is not a count", bytes), 0;
-    starts[rank + 1] = starts[rank] + (uint64_t)bytes;
-  }
-  return 1;
-}
-
-/* Hold a buffer of exactly this many bytes; NULL with an exception set. */
-static const Py_buffer *hold(Operation *operation, const char *what, PyObject *object, int flags, uint64_t bytes) {
-  const Py_buffer *view = allred_hold(operation, object, flags);
-  if (!view || (uint64_t)view->len == bytes) return view;
-  PyErr_Format(PyExc_ValueError, "%s has %zd bytes, but the counts add up to %llu", what, view->len,
-               (unsigned long long)bytes);
-  return NULL;
-}
-
-static const Py_buffer *hold_send(Operation *operation, PyObject *object, uint64_t bytes) {
-  return hold(operation, "send", object, PyBUF_CONTIG_RO, bytes);
-}
-
-static const Py_buffer *hold_receive(Operation *operation, PyObject *object, uint64_t bytes) {
-  return hold(operation, "receive", object, PyBUF_CONTIG, bytes);
-}
-
-/* Bytes of this rank's part, and of all parts. */
-static uint64_t own_bytes(const Segment *self, const uint64_t *starts) {
-  return starts[self->segment.rank + 1] - starts[self->segment.rank];
-}
-
-static uint64_t all_bytes(const Segment *self, const uint64_t *starts) { return starts[self->segment.ranks]; }
-
-static PyObject *begin_allgather(Segment *self, PyObject *args) {
-  PyObject *record, *send, *receive, *counts;
-  if (!PyArg_ParseTuple(args, "OOOO:begin_allgather", &record, &send, &receive, &counts)) return NULL;
-  Operation *operation = prepare(self, record, 1);
-  if (!operation) return NULL;
-  uint64_t *starts = operation->receive_starts;
-  const Py_buffer *from, *to;
-  const int prepared = read_counts(self, counts, starts) &&
-                       (from = hold_send(operation, send, own_bytes(self, starts))) &&
-                       (to = hold_receive(operation, receive, all_bytes(self, starts)));
-  if (prepared)
-    allred_begin_allgather(&operation->operation, &self->segment, &operation->operation.header, from->buf, to->buf,
-                           starts);
-  return begin(self, operation, record, prepared);
-}
-
-/* An allgather to which only the root contributes. Nothing is written to the root's memory, which may be read-only. */
-static PyObject *begin_broadcast(Segment *self, PyObject *args) {
-  PyObject *record, *data;
-  int root;
-  if (!PyArg_ParseTuple(args, "OOi:begin_broadcast", &record, &data, &root)) return NULL;
-  if (root < 0 || root >= self->segment.ranks) return PyErr_Format(PyExc_ValueError, "root %d is not a rank", root);
-  Operation *operation = prepare(self, record, 1);
-  if (!operation) return NULL;
-  const Py_buffer *view = allred_hold(operation, data, root == self->segment.rank ? PyBUF_CONTIG_RO : PyBUF_CONTIG);
-  if (!view) return begin(self, operation, record, 0);
-  for (int rank = 0; rank <= self->segment.ranks; rank++)
-    operation->receive_starts[rank] = rank > root ? (uint64_t)view->len : 0;
-  allred_begin_allgather(&operation->operation, &self->segment, &operation->operation.header, view->buf, view->buf,
-                         operation->receive_starts);
-  return begin(self, operation, record, 1);
-}
-
-static PyObject *begin_alltoall(Segment *self, PyObject *args) {
-  PyObject *record, *send, *receive, *send_counts, *receive_counts;
-  Py_ssize_t largest;
-  if (!PyArg_ParseTuple(args, "OOOOOn:begin_alltoall", &record, &send, &receive, &send_counts, &receive_counts,
-                        &largest))
-    return NULL;
-  Operation *operation = prepare(self, record, 1);
-  if (!operation) return NULL;
-  uint64_t *out = operation->send_starts, *in = operation->receive_starts;
-  const Py_buffer *from, *to;
-  int prepared = read_counts(self, send_counts, out) && read_counts(self, receive_counts, in) &&
-                 (from = hold_send(operation, send, all_bytes(self, out))) &&
-                 (to = hold_receive(operation, receive, all_bytes(self, in)));
-  for (int rank = 0; rank < self->segment.ranks && prepared; rank++) {
-    prepared =
-        largest >= 0 && out[rank + 1] - out[rank] <= (uint64_t)largest && in[rank + 1] - in[rank] <= (uint64_t)largest;
-    if (!prepared) PyErr_Format(PyExc_ValueError, "a count is larger than largest=%zd", largest);
-  }
-  if (prepared)
-    allred_begin_alltoall(&operation->operation, &self->segment, &operation->operation.header, from->buf, to->buf, out,
-                          in, (size_t)largest);
-  return begin(self, operation, record, prepared);
-}
-
-static PyObject *begin_reducescatter(Segment *self, PyObject *args) {
-  PyObject *record, *send, *receive, *counts;
-  int dtype, op;
-  if (!PyArg_ParseTuple(args, "OOOOii:begin_reducescatter", &record, &send, &receive, &counts, &dtype, &op))
-    return NULL;
-  if (!kernel_exists(self, dtype, op)) return NULL;
-  Operation *operation = prepare(self, record, 1);
-  if (!operation) return NULL;
-  uint64_t *starts = operation->send_starts;
-  const Py_buffer *from, *to;
-  int prepared = read_counts(self, counts, starts) && (from = hold_send(operation, send, all_bytes(self, starts))) &&
-                 (to = hold_receive(operation, receive, own_bytes(self, starts)));
-  for (int rank = 1; rank <= self->segment.ranks && prepared; rank++) {
-    prepared = starts[rank] % allred_dtype_bytes(dtype) == 0;
-    if (!prepared) PyErr_Format(PyExc_ValueError, "counts must be whole elements");
-  }
-  if (prepared)
-    allred_begin_reducescatter(&operation->operation, &self->segment, &operation->operation.header, from->buf, to->buf,
-                               starts, dtype, self->variant, op, self->segment.ranks);
-  return begin(self, operation, record, prepared);
+  return allred_segment_begin(self, operation, record, kept >= 0);
 }
 
 /* ---- the type */
@@ -373,10 +257,10 @@ static PyMethodDef methods[] = {
     METHOD("grouped_allreduce", allred_segment_grouped_allreduce, METH_FASTCALL, "The same for lists of arrays."),
     METHOD("begin_exchange", begin_exchange, METH_VARARGS, "Begin a barrier."),
     METHOD("begin_allreduce", begin_allreduce, METH_VARARGS, "Begin an allreduce."),
-    METHOD("begin_allgather", begin_allgather, METH_VARARGS, "Begin an allgather."),
-    METHOD("begin_broadcast", begin_broadcast, METH_VARARGS, "Begin a broadcast."),
-    METHOD("begin_alltoall", begin_alltoall, METH_VARARGS, "Begin an alltoall."),
-    METHOD("begin_reducescatter", begin_reducescatter, METH_VARARGS, "Begin a reducescatter."),
+    METHOD("begin_allgather", allred_segment_begin_allgather, METH_VARARGS, "Begin an allgather."),
+    METHOD("begin_broadcast", allred_segment_begin_broadcast, METH_VARARGS, "Begin a broadcast."),
+    METHOD("begin_alltoall", allred_segment_begin_alltoall, METH_VARARGS, "Begin an alltoall."),
+    METHOD("begin_reducescatter", allred_segment_begin_reducescatter, METH_VARARGS, "Begin a reducescatter."),
     METHOD("headers", headers, METH_NOARGS, "Return the headers of all ranks in the last operation."),
     METHOD("start_progress_thread", start_progress_thread, METH_NOARGS, "Start the thread; False if it cannot start."),
     METHOD("on_complete", on_complete, METH_O, "Let the queue go on after this operation."),
@@ -395,6 +279,7 @@ static PyGetSetDef attributes[] = {
     ATTRIBUTE("sent", get_sent, "bytes that this rank has written for allreduces"),
     ATTRIBUTE("nonfinite", get_nonfinite, "position of the first array that was not finite, or -1"),
     ATTRIBUTE("in_place", get_in_place, "bytes of arrays of this rank that were reduced in place"),
+    ATTRIBUTE("read_in_place", get_read_in_place, "bytes that this rank has read from arenas, except by allreduces"),
     ATTRIBUTE("outside", allred_segment_get_outside, "by rank: (arrays, bytes) that its arena lacked"),
     ATTRIBUTE("pending", get_pending, "whether an operation is pending"),
     ATTRIBUTE("has_progress_thread", get_has_progress_thread, "whether a thread makes progress"),

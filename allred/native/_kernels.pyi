@@ -122,6 +122,7 @@ class Segment:
     pending: bool  # whether an operation is pending
     sent: int  # bytes that this rank has written for allreduces
     in_place: int  # bytes of arrays of this rank that were reduced in place
+    read_in_place: int  # bytes that this rank has read from arenas, except by allreduces
     outside: list[tuple[int, int]]
     """By rank: number and bytes of the arrays that lay in this rank's arena, but not in that rank's; of several such
     ranks the first is counted. [] without arenas."""

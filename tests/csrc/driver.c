@@ -71,7 +71,7 @@ static char *allocate(size_t bytes) {
   return memory;
 }
 
-/* Some arrays of an allreduce lie in the arena of the rank, at any address. */
+/* Some arrays lie in the arena of the rank, at any address. */
 static char *allocate_array(player *me, const plan *p, size_t tensor, int out, size_t bytes) {
   const uint64_t dice = draw(p->seed, 17 + (uint64_t)out, tensor * MAX_RANKS + (uint64_t)me->segment.rank);
   const size_t at = me->arena_used + dice % 3 * 4;
@@ -202,7 +202,8 @@ static int allgather(player *me, const plan *p, const allred_header *header) {
                                      ? 0
                                      : some_count(draw(p->seed, 11, (uint64_t)r), me->scene->chunk_bytes, ranks));
   const size_t bytes = starts[ranks], own = starts[rank + 1] - starts[rank];
-  char *receive = allocate(bytes), *send = p->in_place ? receive + starts[rank] : allocate(own);
+  char *receive = allocate_array(me, p, 0, 1, bytes);
+  char *send = p->in_place ? receive + starts[rank] : allocate_array(me, p, 0, 0, own);
   char *before = allocate(bytes), *expected = allocate(bytes);
   write_bytes(p, rank, 0, own, send);
   if (bytes) memcpy(before, receive, bytes);
@@ -210,9 +211,9 @@ static int allgather(player *me, const plan *p, const allred_header *header) {
   const int status = advance(me);
   for (int r = 0; r < ranks; r++) write_bytes(p, r, 0, starts[r + 1] - starts[r], expected + starts[r]);
   check(me, status, receive, before, expected, bytes, 1, 0);
-  if (!p->in_place) free(send);
+  if (!p->in_place) free_array(me, send);
   free(before);
-  free(receive);
+  free_array(me, receive);
   return status;
 }
 
@@ -248,14 +249,15 @@ static int reducescatter(player *me, const plan *p, const allred_header *header)
   for (int r = 0; r < ranks; r++)
     starts[r + 1] = starts[r] + item * some_count(draw(p->seed, 13, (uint64_t)r), chunk, ranks * ranks);
   const size_t own = starts[rank + 1] - starts[rank];
-  char *send = allocate(starts[ranks]), *receive = allocate(own), *expected = allocate(own);
+  char *send = allocate_array(me, p, 0, 0, starts[ranks]), *receive = allocate_array(me, p, 0, 1, own);
+  char *expected = allocate(own);
   write_numbers(me->scene, p, rank, 0, dtype, 0, starts[ranks] / item, send);
   allred_begin_reducescatter(&me->operation, &me->segment, header, send, receive, starts, dtype, variant, p->op, ranks);
   const int status = advance(me);
   write_numbers(me->scene, p, -1, 0, dtype, starts[rank] / item, own / item, expected);
   check(me, status, receive, NULL, expected, own, item, 0);
-  free(send);
-  free(receive);
+  free_array(me, send);
+  free_array(me, receive);
   return status;
 }
 
@@ -379,6 +381,7 @@ int main(int count, char **arguments) {
   if (!players[0].weighted_count) return fprintf(stderr, "too few operations: none has weights\n"), 1;
   if (!players[0].nan_count) return fprintf(stderr, "too few operations: none has a NaN\n"), 1;
   if (!players[0].segment.in_place) return fprintf(stderr, "too few operations: none is reduced in place\n"), 1;
+  if (!players[0].segment.read_in_place) return fprintf(stderr, "too few operations: none reads from arenas\n"), 1;
   if (!players[0].two_phase_count) return fprintf(stderr, "no rank reduced for others: LARGE_BYTES is too small\n"), 1;
   printf("driver, %s sanitizer: %ld operations of 1, 2, 3, 4 and 8 ranks checked, %d with headers that differ; seed "
          "%llu\n",

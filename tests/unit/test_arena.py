@@ -324,9 +324,18 @@ def test_size():
     assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_memory_of_an_abandoned_reduction_is_never_used_again():
-    """The other rank may still write to it."""
-    result = program("""
+@pytest.mark.parametrize(
+    ("begin", "abandon"),
+    [
+        ("allreduce(array, array, ReduceOp.SUM, '')", "del begun"),
+        ("allreduce(array, array, ReduceOp.SUM, '')", "segment.halt()"),
+        ("begin_allgather(bytes(64), array.data, np.empty(20_000).data, [80_000, 80_000])", "segment.halt()"),
+        ("begin_broadcast(bytes(64), array.data, 0)", "del begun"),
+    ],
+)
+def test_memory_of_an_abandoned_operation_is_never_used_again(begin, abandon):
+    """The other rank may still use it. Costs 0.8 s."""
+    result = program(f"""
         from allred.comm.backends.shm import _DTYPES, _OPS
         from allred.comm.ops import ReduceOp
         from allred.native import arena_usage
@@ -334,12 +343,12 @@ def test_memory_of_an_abandoned_reduction_is_never_used_again():
         segment = Segment(bytearray(segment_bytes(2, 4096)), 0, 2, 4096, np.zeros((2, 3)), _DTYPES, _OPS)
         segment.set_arenas([arena.memory()[0]] * 2)
         array = allred.empty(10_000)
-        begun = segment.allreduce(array, array, ReduceOp.SUM, "")
+        begun = segment.{begin}
         assert not begun.done() and not arena_usage()[3]
-        del begun
+        {abandon}
         assert arena_usage()[3]
         address = array.__array_interface__["data"][0]
-        del array
+        array = begun = None
         others = [allred.empty(10_000) for _ in range(9)]
         assert all(other.__array_interface__["data"][0] != address for other in others)
         print("end")
