@@ -225,12 +225,14 @@ def empty(shape: int | tuple[int, ...], dtype: Any = np.float64) -> NDArray[Any]
     """Return a new array like `numpy.empty`, in memory that the other ranks of the node share.
 
     On one node, `allreduce_`, `grouped_allreduce_` and the `step` of distributed optimizers reduce such arrays in
-    place, without a copy through a buffer, from 16 KiB and without compression; `allgather`, `reducescatter` and
-    `broadcast` read them without a copy. The array is an ordinary numpy array otherwise: it may be kept after
-    shutdown(), saved, pickled, and used in a child of fork(), which gets a copy. Its memory has whole pages.
+    place, without a copy through a buffer, from 16 KiB and without compression; `allgather`, `reducescatter`,
+    `broadcast` and parameter servers read them without a copy. The array is an ordinary numpy array otherwise: it may
+    be kept after shutdown(), saved, pickled, and used in a child of fork(), which gets a copy. Its memory has whole
+    pages.
 
     numpy allocates the array as usual before init(), with `ALLRED_ARENA=0`, with one rank, with ranks on several nodes,
-    on backend mpi, without the C extension, and if the arena is full. `python -m allred info` shows which applies.
+    on backend mpi (mode ps: without a server on the node), without the C extension, and if the arena is full. `python
+    -m allred info` shows which applies.
 
     shape, dtype: as in numpy.empty. Raises what numpy.empty raises.
 

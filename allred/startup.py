@@ -232,6 +232,8 @@ def _world(plan: _Decisions, facts: list[_Facts], control: Communicator, duplica
     if communicator.name != backend:
         reason = "no two ranks could share memory; on one node that takes /proc or a Unix socket between them"
         arena.disable("no two ranks could share memory")
+    if rank in workers and plan.nodes[rank] in plan.nodes[: workers.start]:  # servers read gradients from arenas
+        arena.enable(config.arena, plan.nodes.count(plan.nodes[rank]))
     communicator.queue.timeout_s = control.queue.timeout_s = config.timeout_s
     communicator.checks_places = config.check == "full"
     recording.attach(communicator, "all ranks")

@@ -25,6 +25,11 @@
  *   3  A reply is written after the server saw the next `requested` (2), set after the worker read the last reply (8).
  *   4  The server may keep a given cell of the shard unchanged until `read` is past it. This is its own choice.
  *
+ *   5  The worker's program does not change its gradients before step 8, and the server reads none after step 7.
+ *
+ * Gradients in the worker's arena (arena.h), which the server maps, are not copied: the slot of such a cell has a table
+ * of the places of its data. If a worker gives a request up, it freezes the arena.
+ *
  * tests/csrc/mailbox_model.c explores all orders of steps.
  *
  * Each side writes to cache lines of its own. Flags are stored with release after the data that they stand for, and
@@ -49,6 +54,9 @@ typedef struct {
   char *memory; /* initially zeros */
   size_t slots, slot_bytes;
   allred_doorbell *server_doorbell; /* the same for all boxes of a server, so that it can sleep on one word */
+  char *arena; /* of the worker, as this process maps it; NULL: all data passes through the slots */
+  size_t arena_bytes;
+  size_t min_fragment_bytes; /* smaller parts of a gradient are copied */
 } allred_mailbox;
 
 typedef struct {
@@ -67,7 +75,13 @@ allred_doorbell *allred_mailbox_server_doorbell(const allred_mailbox *);
 void allred_mailbox_close(const allred_mailbox *);
 int allred_mailbox_closed(const allred_mailbox *);
 
-/* Return the memory of a slot. Set and return the bytes of its cell, not checked: may exceed slot_bytes. */
+/* Return the memory of a slot. Set and return the bytes of its cell, not checked: may exceed slot_bytes. If
+ * ALLRED_REFERENCED is added to them, the slot has the places of the data: a count, as many fragments, and the bytes of
+ * those fragments that do not lie in the arena. */
+#define ALLRED_REFERENCED ((size_t)1 << 31)
+typedef struct {
+  uint64_t place, bytes; /* place: offset in the arena, plus 1; 0: not there */
+} allred_fragment;
 char *allred_mailbox_slot(const allred_mailbox *, size_t slot);
 void allred_mailbox_set_size(const allred_mailbox *, size_t slot, size_t bytes);
 size_t allred_mailbox_size(const allred_mailbox *, size_t slot);
@@ -120,6 +134,7 @@ typedef struct {
   int streaming; /* `down` is too large for the caches: it is written by streaming stores */
   uint64_t number, sent, read;
   uint64_t progress_count; /* steps taken */
+  uint64_t referenced;     /* bytes of all requests that the server reads from the arena */
   int64_t idle_from;       /* time of the last progress; 0 while there is progress */
   int status;
   allred_copy_policy copy_policy;
@@ -140,6 +155,7 @@ int allred_request_run(allred_request *, const allred_mailbox *, int64_t idle_li
 /* The state of a server's current request; initially zeros. */
 typedef struct {
   uint64_t number, taken, given;
+  uint64_t gathered; /* 1 + the number of the cell whose data was gathered last */
   int open;          /* not answered yet */
   int64_t idle_from; /* of the first box: since when wait_any finds no request; 0 if it found one */
 } allred_service;
@@ -152,6 +168,10 @@ int allred_service_poll(allred_service *, const allred_mailbox *, allred_record 
  * states it, which is not checked: it may be more than slot_bytes. */
 size_t allred_service_cells(const allred_service *, const allred_mailbox *);
 size_t allred_service_slot(const allred_service *, const allred_mailbox *, size_t *bytes);
+
+/* Return the data of this cell: in its slot, in the arena, or gathered in `buffer`, which has slot_bytes bytes. NULL if
+ * the worker states a wrong size or place. */
+const char *allred_service_data(allred_service *, const allred_mailbox *, char *buffer, size_t *bytes);
 
 /* Publish that this many more cells are taken; may be read. */
 void allred_service_take(allred_service *, const allred_mailbox *, size_t cells);

@@ -25,10 +25,13 @@ typedef struct {
   Py_ssize_t view_count, view_capacity;
   uint64_t *up_cells;
   allred_cell *down_cells;
-  PyObject *whole;         /* a memoryview of the memory */
-  PyObject **slots;        /* for each slot a memoryview of as many bytes as its last cell had */
-  Py_ssize_t *slots_bytes; /* these numbers of bytes */
-  Py_ssize_t slots_start;  /* in the memory */
+  PyObject *whole;                    /* a memoryview of the memory */
+  PyObject **slots;                   /* for each slot a memoryview of as many bytes as its last cell had */
+  Py_ssize_t *slots_bytes;            /* these numbers of bytes */
+  Py_ssize_t slots_start;             /* in the memory */
+  Py_buffer arena;                    /* of the worker; obj is NULL if there is none */
+  PyObject *arena_view, *buffer_view; /* memoryviews of it, and of a server's buffer of slot_bytes bytes */
+  char *buffer;
 } Mailbox;
 
 /* Whether the mailbox is open; whether also no other thread uses it. If not, 0 with an exception set. */

@@ -17,22 +17,34 @@ static int serves(const Mailbox *self) {
   return self->service.open;
 }
 
-/* Return the slot of the next cell as a memoryview: the last one if it fits, because most cells have one size. */
-static PyObject *view_slot(Mailbox *self) {
-  size_t bytes;
-  const size_t slot = allred_service_slot(&self->service, &self->box, &bytes);
-  if (bytes > self->box.slot_bytes)
-    return PyErr_Format(PyExc_ValueError, "the worker says that a cell has %zu bytes, but a slot has %zu", bytes,
-                        self->box.slot_bytes);
-  if (!self->slots[slot] || self->slots_bytes[slot] != (Py_ssize_t)bytes) {
+/* Return a slot as a memoryview: the last one if it fits, because most cells have one size. */
+static PyObject *view_slot(Mailbox *self, size_t slot, Py_ssize_t bytes) {
+  if (!self->slots[slot] || self->slots_bytes[slot] != bytes) {
     const Py_ssize_t start = self->slots_start + (Py_ssize_t)(slot * self->box.slot_bytes);
-    PyObject *view = PySequence_GetSlice(self->whole, start, start + (Py_ssize_t)bytes), *before = self->slots[slot];
+    PyObject *view = PySequence_GetSlice(self->whole, start, start + bytes), *before = self->slots[slot];
     if (!view) return NULL;
     self->slots[slot] = view;
-    self->slots_bytes[slot] = (Py_ssize_t)bytes;
+    self->slots_bytes[slot] = bytes;
     Py_XDECREF(before);
   }
   return Py_NewRef(self->slots[slot]);
+}
+
+/* Return the data of the next cell as a memoryview. */
+static PyObject *view_cell(Mailbox *self) {
+  size_t bytes;
+  const char *data = allred_service_data(&self->service, &self->box, self->buffer, &bytes);
+  if (!data)
+    return PyErr_Format(
+        PyExc_ValueError,
+        "the worker states a wrong size or place of a cell: %zu bytes; a slot has %zu, and its arena %zu", bytes,
+        self->box.slot_bytes, self->box.arena_bytes);
+  if (data == self->buffer) return PySequence_GetSlice(self->buffer_view, 0, (Py_ssize_t)bytes);
+  if (self->box.arena && data >= self->box.arena && data < self->box.arena + self->box.arena_bytes) {
+    const Py_ssize_t start = data - self->box.arena;
+    return PySequence_GetSlice(self->arena_view, start, start + (Py_ssize_t)bytes);
+  }
+  return view_slot(self, self->service.taken % self->box.slots, (Py_ssize_t)bytes);
 }
 
 static PyObject *no_cell(const Mailbox *self, int closed) {
@@ -43,7 +55,7 @@ static PyObject *no_cell(const Mailbox *self, int closed) {
 PyObject *allred_python_mailbox_cell(Mailbox *self, PyObject *unused) {
   if (!serves(self)) return NULL;
   const int closed = allred_mailbox_closed(&self->box); /* read before the cells: a worker may send and then close */
-  return allred_service_cells(&self->service, &self->box) ? view_slot(self) : no_cell(self, closed);
+  return allred_service_cells(&self->service, &self->box) ? view_cell(self) : no_cell(self, closed);
 }
 
 PyObject *allred_python_mailbox_spin_wait_cell(Mailbox *self, PyObject *unused) {

@@ -35,6 +35,38 @@ static void gather(allred_request *request, char *slot, size_t cell_bytes) {
   allred_copy_end(&request->copy_policy, begun, cell_bytes);
 }
 
+/* Return the place of a fragment; 0 if it is copied. */
+static uint64_t place_of(const allred_mailbox *box, const char *data, size_t bytes) {
+  const uintptr_t base = (uintptr_t)box->arena, at = (uintptr_t)data;
+  const int inside = at >= base && at - base < box->arena_bytes && bytes <= box->arena_bytes - (at - base);
+  return inside && bytes >= box->min_fragment_bytes ? at - base + 1 : 0;
+}
+
+/* Fill a slot with the places of the data of a cell. Return 0 if all of it must be copied. */
+static int refer(allred_request *request, const allred_mailbox *box, char *slot, size_t cell_bytes) {
+  allred_stream stream = request->up;
+  size_t copied = 0, bytes;
+  uint64_t count = 0;
+  if (!box->arena) return 0;
+  for (size_t at = 0; at < cell_bytes; at += bytes, count++) {
+    const char *data = next_piece(&stream, cell_bytes - at, &bytes);
+    if (!place_of(box, data, bytes)) copied += bytes;
+  }
+  char *entry = slot + sizeof count, *behind = entry + count * sizeof(allred_fragment);
+  if (copied == cell_bytes || (size_t)(behind - slot) + copied > box->slot_bytes) return 0;
+  memcpy(slot, &count, sizeof count);
+  for (size_t at = 0; at < cell_bytes; at += bytes, entry += sizeof(allred_fragment)) {
+    const char *data = next_piece(&request->up, cell_bytes - at, &bytes);
+    const allred_fragment fragment = {place_of(box, data, bytes), bytes};
+    memcpy(entry, &fragment, sizeof fragment);
+    if (fragment.place) continue;
+    memcpy(behind, data, bytes);
+    behind += bytes;
+  }
+  request->referenced += cell_bytes - copied;
+  return 1;
+}
+
 /* With streaming stores, lines are not read into the caches first: for 100 MB this saves a quarter of the time. */
 static void scatter(allred_request *request, const char *cell, size_t cell_bytes) {
   allred_copy_policy copy_policy = {.streaming = request->streaming};
@@ -63,8 +95,9 @@ static int send_cell(allred_request *request, const allred_mailbox *box) {
       allred_mailbox_count(box, ALLRED_TAKEN, request->number, request->sent) + box->slots <= request->sent)
     return 0;
   const size_t slot = request->sent % box->slots, bytes = request->up_cells[request->sent];
-  gather(request, allred_mailbox_slot(box, slot), bytes);
-  allred_mailbox_set_size(box, slot, bytes);
+  const int referenced = refer(request, box, allred_mailbox_slot(box, slot), bytes);
+  if (!referenced) gather(request, allred_mailbox_slot(box, slot), bytes);
+  allred_mailbox_set_size(box, slot, referenced ? bytes | ALLRED_REFERENCED : bytes);
   allred_mailbox_publish(box, ALLRED_SENT, request->number, ++request->sent);
   return 1;
 }
@@ -152,6 +185,46 @@ size_t allred_service_slot(const allred_service *service, const allred_mailbox *
   const size_t slot = service->taken % box->slots;
   *bytes = allred_mailbox_size(box, slot);
   return slot;
+}
+
+/* Return the data of a cell of one fragment; gather the others in the buffer. `left`: bytes of the slot. */
+static const char *read_fragments(const allred_mailbox *box, const char *slot, size_t left, char *buffer,
+                                  size_t bytes) {
+  uint64_t count;
+  memcpy(&count, slot, sizeof count);
+  left -= sizeof count;
+  if (count > left / sizeof(allred_fragment)) return NULL;
+  const char *entry = slot + sizeof count, *behind = entry + count * sizeof(allred_fragment);
+  left -= count * sizeof(allred_fragment);
+  size_t at = 0;
+  for (uint64_t i = 0; i < count; i++, entry += sizeof(allred_fragment)) {
+    allred_fragment fragment;
+    memcpy(&fragment, entry, sizeof fragment);
+    if (fragment.bytes > bytes - at) return NULL;
+    if (fragment.place) {
+      if (fragment.place > box->arena_bytes || fragment.bytes > box->arena_bytes - (fragment.place - 1)) return NULL;
+      if (fragment.bytes == bytes) return box->arena + fragment.place - 1;
+      memcpy(buffer + at, box->arena + fragment.place - 1, fragment.bytes);
+    } else {
+      if (fragment.bytes > left) return NULL;
+      memcpy(buffer + at, behind, fragment.bytes);
+      behind += fragment.bytes, left -= fragment.bytes;
+    }
+    at += fragment.bytes;
+  }
+  return at == bytes ? buffer : NULL;
+}
+
+const char *allred_service_data(allred_service *service, const allred_mailbox *box, char *buffer, size_t *bytes) {
+  const size_t slot = allred_service_slot(service, box, bytes);
+  const int referenced = (*bytes & ALLRED_REFERENCED) != 0;
+  *bytes &= ~ALLRED_REFERENCED;
+  if (*bytes > box->slot_bytes || (referenced && !box->arena)) return NULL;
+  if (!referenced) return allred_mailbox_slot(box, slot);
+  if (service->gathered == service->taken + 1) return buffer;
+  const char *data = read_fragments(box, allred_mailbox_slot(box, slot), box->slot_bytes, buffer, *bytes);
+  if (data == buffer) service->gathered = service->taken + 1;
+  return data;
 }
 
 void allred_service_take(allred_service *service, const allred_mailbox *box, size_t cells) {

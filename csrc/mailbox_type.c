@@ -3,7 +3,10 @@
 
 #include <string.h>
 
+#include "arena.h"
+
 #define MAX_SLOT_BYTES (1 << 30)
+#define MIN_FRAGMENT_BYTES 4096
 
 static void release_request(Mailbox *self) {
   while (self->view_count) PyBuffer_Release(&self->views[--self->view_count]);
@@ -75,7 +78,32 @@ static int construct(Mailbox *self, PyObject *args, PyObject *unused) {
   return 0;
 }
 
+/* Let gradients of the worker be read from its arena. Called on both ends between requests. */
+static PyObject *set_arena(Mailbox *self, PyObject *memory) {
+  if (!allred_mailbox_is_free(self)) return NULL;
+  if (self->arena.obj) return PyErr_Format(PyExc_ValueError, "the mailbox has an arena already");
+  PyObject *buffer = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)self->box.slot_bytes);
+  if (buffer) self->buffer_view = PyMemoryView_FromObject(buffer);
+  if (self->buffer_view) self->buffer = PyByteArray_AsString(buffer);
+  Py_XDECREF(buffer); /* the view has a reference */
+  if (!self->buffer_view || !(self->arena_view = PyMemoryView_FromObject(memory)) ||
+      PyObject_GetBuffer(memory, &self->arena, PyBUF_CONTIG) < 0)
+    return NULL;
+  self->box.arena = self->arena.buf, self->box.arena_bytes = (size_t)self->arena.len;
+  self->box.min_fragment_bytes = MIN_FRAGMENT_BYTES;
+  Py_RETURN_NONE;
+}
+
+static void release_arena(Mailbox *self) {
+  self->box.arena = NULL, self->box.arena_bytes = 0;
+  Py_CLEAR(self->arena_view);
+  Py_CLEAR(self->buffer_view);
+  self->buffer = NULL;
+  if (self->arena.obj) PyBuffer_Release(&self->arena);
+}
+
 static void release_memory(Mailbox *self) {
+  release_arena(self);
   release_request(self);
   for (size_t slot = 0; self->slots && slot < self->box.slots; slot++) Py_CLEAR(self->slots[slot]);
   Py_CLEAR(self->whole);
@@ -83,10 +111,16 @@ static void release_memory(Mailbox *self) {
   if (self->memory.obj) PyBuffer_Release(&self->memory);
 }
 
+static int pending(const Mailbox *self) { return self->request.status == ALLRED_REQUEST_PENDING; }
+
 static PyObject *close_mailbox(Mailbox *self, PyObject *unused) {
   if (!self->open) Py_RETURN_NONE;
   if (self->inside) return PyErr_Format(PyExc_ValueError, "another thread uses this mailbox");
-  if (self->process == getpid()) allred_mailbox_close(&self->box);
+  if (self->process == getpid()) {
+    allred_mailbox_close(&self->box);
+    if (self->arena.obj && pending(self) && allred_arena_contains(self->arena.buf))
+      allred_arena_freeze(); /* the server may still read gradients */
+  }
   self->open = 0;
   self->request.status = ALLRED_REQUEST_NONE;
   self->service.open = 0;
@@ -109,8 +143,6 @@ static void destruct(Mailbox *self) {
   PyMem_Free(self->down_cells);
   allred_free_object(self);
 }
-
-static int pending(const Mailbox *self) { return self->request.status == ALLRED_REQUEST_PENDING; }
 
 /* ---- a request of a worker: tables of cells are copied, buffers are held until the request is complete */
 
@@ -259,6 +291,10 @@ static PyObject *progress_count(Mailbox *self, void *unused) {
   return PyLong_FromUnsignedLongLong(self->request.progress_count);
 }
 
+static PyObject *get_referenced(Mailbox *self, void *unused) {
+  return PyLong_FromUnsignedLongLong(self->request.referenced);
+}
+
 static PyObject *get_pending(Mailbox *self, void *unused) { return PyBool_FromLong(pending(self)); }
 
 static PyObject *waits_for_peers(Mailbox *self, void *unused) { Py_RETURN_FALSE; }
@@ -266,6 +302,7 @@ static PyObject *waits_for_peers(Mailbox *self, void *unused) { Py_RETURN_FALSE;
 /* ---- the type */
 
 static PyMethodDef methods[] = {
+    METHOD("set_arena", set_arena, METH_O, "Let gradients be read from this memory of the worker. Both ends call it."),
     METHOD("begin", begin, METH_FASTCALL, "Begin a request; whether it completes at once."),
     METHOD("done", done, METH_NOARGS, "Take the steps that need no waiting; whether complete."),
     METHOD("spin_wait", spin_wait, METH_NOARGS, "The same, until 1 ms passes without progress."),
@@ -283,6 +320,7 @@ static PyMethodDef methods[] = {
 static PyGetSetDef attributes[] = {
     ATTRIBUTE("reply", reply, "the record with which the server ended the request"),
     ATTRIBUTE("progress_count", progress_count, "steps of the worker in this request"),
+    ATTRIBUTE("referenced", get_referenced, "bytes of gradients that the server has read from the arena"),
     ATTRIBUTE("pending", get_pending, "whether the worker's request is pending"),
     ATTRIBUTE("waits_for_peers", waits_for_peers, "False: a request waits for no other worker"),
     ATTRIBUTE("read", allred_python_mailbox_read, "cells of the last request that the worker has copied"),

@@ -140,7 +140,8 @@ class _BenchWorker:
         self._averages = isinstance(policy, Sync)
         self._transport = MpiTransport(current_context().comm)
         self._opt = allred.distributed(allred.optim.SGD(lr=LR), consistency=policy)
-        self._params, self._grads = (baselines.allocate(self._shapes, self._dtype) for _ in range(2))
+        self._params = baselines.allocate(self._shapes, self._dtype)
+        self._grads = baselines.allocate(self._shapes, self._dtype, allred.empty)
         nbytes = sum(array.nbytes for array in self._params)
         self.what: dict[str, Any] = {"set": options.set, "bytes": nbytes, "tensors": len(self._shapes)}
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from allred import arrays, log, nest, world
+from allred import arena, arrays, log, nest, world
 from allred.arrays import Array
 from allred.comm import functions
 from allred.errors import AllredError, CollectiveTimeout, DriftError, InputError, NonFiniteError, ShutdownError
@@ -25,7 +25,7 @@ from allred.modes.match import parameter
 from allred.modes.options import Mode, StepInput, StepOptions
 from allred.modes.ps_payload import HostStaging, PushedGradients, PushedLearningRate
 from allred.optim.base import Optimizer, splittable
-from allred.ps import context, protocol
+from allred.ps import context, protocol, shm_transport
 from allred.ps.context import Context
 from allred.ps.placement import place
 from allred.ps.protocol import ServerStatistics, Statistics
@@ -105,8 +105,8 @@ class ServersMode(Mode):
                 "one; put all parameters into one optimizer, or use mode sync"
             )
         self._context.has_optimizer = True
-        self._client, self._tensors = self._register(title, params, tensors, leaves), tensors
         self._gradients = PushedGradients(tensors)
+        self._client, self._tensors = self._register(title, params, tensors, leaves), tensors
         with contextlib.suppress(ValueError):  # only the main thread can set handlers
             handler = signal.getsignal(signal.SIGTERM)
             if handler == signal.SIG_DFL or getattr(handler, "__func__", None) is ServersMode._on_signal:
@@ -132,7 +132,8 @@ class ServersMode(Mode):
         sends_optimizer = self._context.joins and self._context.worker == 0
         described = options.describe(self._optimizer) if sends_optimizer else b""
         agreement = options.agreement(self._optimizer, settings)
-        client.register(protocol.Register(placement, skeleton, agreement, described))
+        arena.learn(gradient.elements * gradient.dtype.itemsize for gradient in self._gradients.tensors)
+        client.register(protocol.Register(placement, skeleton, agreement, described, shm_transport.offer_arena()))
         log.info(f"mode ps, {policy.describe()}")
         if options.locks(self._optimizer, settings) and not options.asks_to_lock(settings):
             log.info("use_locking=0 has no effect: gradients are gathered before they are applied")
@@ -163,6 +164,7 @@ class ServersMode(Mode):
                 f"{self._title}: this worker has called {self._options.name}.finish(); it makes no more steps"
             )
         start = time.perf_counter()
+        arena.attach()
         as_before, params_given = tensors is self._checked, leaves
         if not as_before:
             leaves = self._staging.host_targets(params_given)

@@ -25,14 +25,13 @@ from allred.validators import non_negative
 
 
 class PushedGradients:
-    """Converts the gradients of one optimizer, whose parameters are `tensors`, to the form that is sent."""
+    """Converts the gradients of one optimizer to the form that is sent. Argument: its parameters. tensors: the form."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._shapes = [tensor.shape for tensor in tensors]
         self._dtypes = [compute_dtype(np.empty(0, tensor.dtype)) for tensor in tensors]
-        self._plan = Plan(
-            tuple(Tensor(t.name, t.shape, dtype) for t, dtype in zip(tensors, self._dtypes, strict=True)), 2**20
-        )
+        self.tensors = tuple(Tensor(t.name, t.shape, dtype) for t, dtype in zip(tensors, self._dtypes, strict=True))
+        self._plan = Plan(self.tensors, 2**20)
         self.any_not_finite = finite.nonfinite_scanner(self._plan)
         self.same_dtypes = [tensor.dtype for tensor in tensors] == self._dtypes
         self._zeros: dict[int, Array] = {}

@@ -211,7 +211,12 @@ class Mailbox:
 
     def __init__(self, memory: Any, slots: int, slot_bytes: int, doorbell: Any = None, /) -> None: ...
     closed: bool  # by either end
+    def set_arena(self, memory: Any, /) -> None:
+        """From now on, the server reads gradients that lie in this memory of the worker from there. memory: the arena
+        as the caller maps it. Both ends call it, between requests. The worker must not change gradients before its
+        request is complete."""
     # the worker
+    referenced: int  # bytes of gradients that the server has read from the arena
     progress_count: int  # steps taken in this request
     waits_for_peers: bool  # False
     pending: bool

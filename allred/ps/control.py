@@ -9,7 +9,7 @@ from typing import Any
 
 from allred import checkpoint
 from allred.cluster import topology
-from allred.comm.backends.segment import Offer
+from allred.comm.backends.segment import Offer, accept
 from allred.comm.work import Steps
 from allred.errors import AllredError, InputError, MismatchError
 from allred.optim.base import Optimizer
@@ -132,7 +132,9 @@ class Control:
                 )
         if request.placement.fingerprint != self._first.placement.fingerprint:
             raise MismatchError(_difference(worker, request.placement, self._first.placement))
-        return protocol.Registration(*self._offers(worker), server_returns=bool(self._context.servers_return))
+        mailbox, parameters = self._offers(worker)
+        reads_arena = mailbox is not None and self._map_arena(worker, request.arena)
+        return protocol.Registration(mailbox, parameters, reads_arena, bool(self._context.servers_return))
 
     def _offers(self, worker: int) -> tuple[Offer | None, Offer | None]:
         """Create the mailbox of a worker on this node. Return the offers of the mailbox and of the parameters."""
@@ -145,6 +147,13 @@ class Control:
             self.ports[worker] = MailboxPort(shm_transport.mailbox(memory, self._memory))
             self._list_boxes()
         return offer, self._shard_offer
+
+    def _map_arena(self, worker: int, offer: Offer | None) -> bool:
+        """Let a worker's gradients be read from its arena. Return whether that is possible."""
+        if offer is None or (memory := accept(offer)) is None:
+            return False
+        self.ports[worker].box.set_arena(memory)
+        return True
 
     def _list_boxes(self) -> None:
         self.box_workers, self.boxes = list(self.ports), [port.box for port in self.ports.values()]

@@ -84,21 +84,25 @@ class Register(ControlRequest, title="registration with the parameter servers", 
     """Register a worker. Reply: `Registration`.
 
     skeleton: the nest of the parameters, with their positions as leaves. agreement: the options that must be equal on
-    all ranks. optimizer: worker 0's pickled options and optimizer for `Server.join()`, or why there are none.
+    all ranks. optimizer: worker 0's pickled options and optimizer for `Server.join()`, or why there are none. arena:
+    the worker's memory for gradients, or None.
     """
 
     placement: Placement
     skeleton: Any
     agreement: str
     optimizer: bytes | str = b""
+    arena: Offer | None = None
 
 
 class Registration(NamedTuple):
-    """Reply to `Register`. mailbox, parameters: shared memory of the server; None on another node. server_returns:
-    whether the server process continues when the last worker has left."""
+    """Reply to `Register`. mailbox, parameters: shared memory of the server; None on another node. reads_arena: whether
+    the server has mapped the worker's arena. server_returns: whether the server process continues when the last worker
+    has left."""
 
     mailbox: Offer | None
     parameters: Offer | None
+    reads_arena: bool
     server_returns: bool
 
 

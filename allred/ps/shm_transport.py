@@ -1,15 +1,17 @@
 """Shared memory between a server and the workers of its node: the parameters, and a mailbox for each worker.
 
-A worker opens the memory through /proc. Where that is impossible (another PID namespace, no C extension), it uses MPI.
+Gradients in a worker's arena (allred/arena.py) are read from there; others are copied into the cells of its mailbox.
+Each side opens the memory of the other through /proc. Where that is impossible (another PID namespace, no C extension),
+it uses MPI.
 """
 
 import functools
 import mmap
 from typing import Any
 
-from allred import native
+from allred import arena, native
 from allred.arrays import Array
-from allred.comm.backends.segment import Offer, accept, offer
+from allred.comm.backends.segment import Offer, accept, describe, offer
 from allred.ps.run_steps import Condition
 from allred.ps.shard import CELL_BYTES
 
@@ -26,6 +28,12 @@ def allocate(nbytes: int) -> tuple[Any, Offer | None]:
         except OSError:
             pass
     return bytearray(nbytes), None
+
+
+def offer_arena() -> Offer | None:
+    """Return how a server opens the arena of this worker; None if there is none."""
+    own = arena.memory()
+    return None if own is None else describe(own[1], len(own[0]))
 
 
 def mailbox(memory: Any, parameters: Any) -> Any:

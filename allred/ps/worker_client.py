@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from allred import checkpoint, world
+from allred import arena, checkpoint, world
 from allred.arrays import Array, as_buffer
 from allred.comm import functions
 from allred.comm.work import Steps
@@ -189,7 +189,10 @@ class Client:
     def register(self, request: protocol.Register) -> None:
         """Register with all servers. Raises MismatchError if worker 0 registers other parameters or options."""
         for server, (layout, reply) in enumerate(zip(self._layouts, self.call(request), strict=True)):
-            self._links.append(_ServerLink(server, layout, *open_mailbox(reply.mailbox, reply.parameters)))
+            box, memory = open_mailbox(reply.mailbox, reply.parameters)
+            if box is not None and reply.reads_arena and (own := arena.memory()) is not None:
+                box.set_arena(own[0])
+            self._links.append(_ServerLink(server, layout, box, memory))
             self._context.servers_return = reply.server_returns
 
     def send_start(self, sources: list[Array], states: Sequence[tuple[Any, Parts]], digest: str) -> None:

@@ -6,9 +6,9 @@
  *   mailbox overrun             the workers' arrays are a byte too short: only AddressSanitizer can tell, and must
  *
  * What a request moves follows from its seed, which is its record (`make_plan`); both sides compute it. The server adds
- * what comes up to the worker's part of its shard; the worker knows what that must be. Either side rests now and then,
- * some times for so long that the other one goes to sleep. The last request of each worker is not answered: the server
- * closes the box.
+ * what comes up, from an arena or not, to the worker's part of its shard; the worker knows what that must be. Either
+ * side rests now and then, some times for so long that the other one goes to sleep. The last request of each worker is
+ * not answered: the server closes the box.
  */
 #define _GNU_SOURCE /* usleep, sched_yield */
 #include <pthread.h>
@@ -27,6 +27,7 @@
 
 #define MAX_WORKERS 4
 #define MAX_CELLS 24
+#define MAX_SLOT_BYTES 320
 #define SPIN_WAIT_NS 1000000
 #define LIMIT_S 60 /* without progress: far more than a sanitizer or a busy machine takes */
 #define UNWRITTEN 0xA5
@@ -42,7 +43,7 @@ typedef struct {
   int index, requests;
   unsigned char *shard, *known; /* the server's, and what it must be */
   size_t shard_bytes;
-  uint64_t dice;
+  uint64_t dice, referenced;
   int dropped;
 } worker;
 
@@ -98,6 +99,12 @@ static size_t cut(const plan *p, char *memory, allred_piece *pieces) {
   return count;
 }
 
+/* Let some pieces of the stream lie in another copy of it. */
+static void scatter(const plan *p, const char *memory, const char *copy, allred_piece *pieces, size_t count) {
+  for (size_t i = 0; i < count; i++)
+    if (draw(p->seed, 11, i) % 3 == 0) pieces[i].data = (char *)copy + (pieces[i].data - memory);
+}
+
 static int finish(worker *me, allred_request *request) {
   int status;
   for (long idle = 0; (status = allred_request_run(request, &me->box, SPIN_WAIT_NS)) == ALLRED_REQUEST_PENDING;
@@ -130,10 +137,12 @@ static void *work(void *argument) {
       sizes[i] = p.sizes[i];
       cells[i] = (allred_cell){at, p.sizes[i]};
     }
-    char *given = malloc(p.bytes + 1), *got = malloc(p.bytes > missing ? p.bytes - missing : 1);
+    char *private = malloc(p.bytes + 1), *given = number % 4 ? me->box.arena : private,
+         *got = malloc(p.bytes > missing ? p.bytes - missing : 1);
     for (size_t i = 0; i < p.bytes; i++) given[i] = (char)byte_of(seed, i);
     memset(got, UNWRITTEN, p.bytes);
-    cut(&p, given, up);
+    memcpy(private, given, p.bytes);
+    scatter(&p, given, private, up, cut(&p, given, up));
     cut(&p, got, down);
     request.up = (allred_stream){up, 0, 0};
     request.down = (allred_stream){down, 0, 0};
@@ -153,8 +162,9 @@ static void *work(void *argument) {
       check(me, &p, (unsigned char *)got, request.number);
       me->dropped += p.applied < p.cells;
     }
-    free(given);
+    free(private);
     free(got);
+    me->referenced = request.referenced;
     rest(&me->dice);
   }
   free(up);
@@ -167,9 +177,10 @@ static void *work(void *argument) {
 static void apply(worker *of, allred_service *service, const plan *p, size_t cell, size_t at) {
   for (long idle = 0; !allred_service_wait(service, &of->box, SPIN_WAIT_NS); idle++)
     if (idle > LIMIT_S * 1000) wrong("no cell", of->index, service->number, cell);
+  char buffer[MAX_SLOT_BYTES];
   size_t bytes;
-  const char *slot = allred_mailbox_slot(&of->box, allred_service_slot(service, &of->box, &bytes));
-  if (bytes != p->sizes[cell]) wrong("wrong size of a cell", of->index, service->number, cell);
+  const char *slot = allred_service_data(service, &of->box, buffer, &bytes);
+  if (!slot || bytes != p->sizes[cell]) wrong("wrong size of a cell", of->index, service->number, cell);
   for (size_t i = 0; i < bytes; i++) {
     if ((unsigned char)slot[i] != byte_of(p->seed, at + i)) wrong("wrong gradient", of->index, service->number, at + i);
     of->shard[at + i] += (unsigned char)slot[i];
@@ -219,7 +230,7 @@ static void run_case(int count, size_t slots, size_t slot_bytes, int requests, u
     const size_t bytes = allred_mailbox_bytes(slots, slot_bytes), shard = MAX_CELLS * slot_bytes;
     char *memory = aligned_alloc(4096, bytes);
     memset(memory, 0, bytes);
-    workers[i] = (worker){.box = {memory, slots, slot_bytes, &doorbell},
+    workers[i] = (worker){.box = {memory, slots, slot_bytes, &doorbell, malloc(shard), shard, 8},
                           .index = i,
                           .requests = requests,
                           .shard = calloc(shard, 1),
@@ -233,6 +244,7 @@ static void run_case(int count, size_t slots, size_t slot_bytes, int requests, u
   for (int i = 0; i < count; i++) {
     pthread_join(threads[i], NULL);
     free(workers[i].box.memory);
+    free(workers[i].box.arena);
     free(workers[i].shard);
     free(workers[i].known);
   }
@@ -240,7 +252,7 @@ static void run_case(int count, size_t slots, size_t slot_bytes, int requests, u
 
 int main(int count, char **arguments) {
   static const int many[] = {1, 2, 4};
-  static const size_t slots[] = {1, 2, 3, 8}, slot_bytes[] = {64, 320};
+  static const size_t slots[] = {1, 2, 3, 8}, slot_bytes[] = {64, MAX_SLOT_BYTES};
   missing = count > 1 && strcmp(arguments[1], "overrun") == 0;
   const int requests = count > 1 && !missing ? atoi(arguments[1]) : 100;
   const uint64_t seed = count > 2 ? strtoull(arguments[2], NULL, 0) : 1;
@@ -251,6 +263,7 @@ int main(int count, char **arguments) {
       run_case(many[i], slots[j], slot_bytes[j % 2], requests, draw(seed, i, j), j != 3);
       checked += many[i] * requests;
       for (int w = 0; w < many[i]; w++) dropped += workers[w].dropped;
+      if (!workers[0].referenced && requests > 20) return fprintf(stderr, "mailbox: nothing lay in an arena\n"), 1;
     }
   if (!dropped && requests > 20) return fprintf(stderr, "mailbox: no request was dropped\n"), 1;
   printf("mailbox, %s sanitizer: %ld requests of 1, 2 and 4 workers checked, %d answered early; seed %llu\n", SANITIZER,

@@ -356,6 +356,23 @@ def test_memory_of_an_abandoned_operation_is_never_used_again(begin, abandon):
     assert (result.returncode, result.stdout) == (0, "end\n"), result.stderr
 
 
+def test_memory_of_a_push_that_was_given_up_is_never_used_again():
+    """The server may still read it. Costs 0.2 s."""
+    result = program("""
+        from allred.native._kernels import Mailbox, mailbox_bytes
+        from allred.native import arena_usage
+        worker = Mailbox(memoryview(np.zeros(mailbox_bytes(3, 65536) // 8)).cast("B"), 3, 65536)
+        worker.set_arena(arena.memory()[0])
+        array = allred.empty(20_000, "u1")
+        worker.begin(b"", [array], np.array([20_000]), [], None, b"")
+        assert worker.pending and worker.referenced == 20_000 and not arena_usage()[3]
+        worker.close()
+        assert arena_usage()[3]
+        print("end")
+    """)
+    assert (result.returncode, result.stdout) == (0, "end\n"), result.stderr
+
+
 def test_why_an_array_is_outside():
     @in_context
     def _():

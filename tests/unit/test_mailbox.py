@@ -22,6 +22,7 @@ SLOTS, SLOT = 3, 256
 NONE = b""
 LIMIT_S = 60
 ASKED, REPLY, SENT, TAKEN, GIVEN = (at * 128 for at in (0, 2, 4, 7, 8))  # where mailbox.c has them
+FIRST_SLOT = 16 * 128
 
 
 @pytest.fixture
@@ -79,6 +80,63 @@ def next_request(server):
 
 def flag(memory, place, number, count):
     struct.pack_into("<Q", memory, place, number << 24 | count)
+
+
+@pytest.fixture
+def arena_ends():
+    """A worker's and a server's end with slots of 8 KiB, the memory of the worker's arena, and that of the mailbox."""
+    memory, arena = mmap.mmap(-1, mailbox_bytes(SLOTS, 8192)), mmap.mmap(-1, 65536)
+    pair = Mailbox(memory, SLOTS, 8192), Mailbox(memory, SLOTS, 8192)
+    for end in pair:
+        end.set_arena(arena)
+    yield *pair, arena, memory
+    for end in pair:
+        end.close()
+
+
+def test_gradients_in_the_arena_are_not_copied(arena_ends):
+    worker, server, arena, _ = arena_ends
+    large, small = np.frombuffer(arena, np.uint8, 16_000, offset=100), np.arange(100, dtype=np.uint8)
+    large[...] = np.arange(16_000) % 251
+    cells = cells_of(16_200, 8192)
+    worker.begin(b"up", [small, large, small], cells, [], None, NONE)
+    next_request(server)
+    server.poll()
+    gathered = bytes(next_cell(server))
+    assert bytes(server.cell()) == gathered  # it is not gathered twice
+    large[0] = 255  # the first cell has two parts, and was gathered
+    assert bytes(server.cell()) == gathered == bytes(small) + bytes([0]) + bytes(large[1:8092])
+    server.take()
+    second = next_cell(server)
+    assert bytes(second) == bytes(large[8092:]) + bytes(small)
+    server.take()
+    server.answer(b"")
+    finish(worker)
+    assert worker.referenced == 16_000
+    worker.begin(b"up", [large[:8192]], np.array([8192]), [], None, NONE)
+    next_request(server)
+    server.poll()
+    cell = np.frombuffer(next_cell(server), np.uint8)
+    assert cell.__array_interface__["data"][0] == large.__array_interface__["data"][0]
+    server.take()
+    server.answer(b"")
+    finish(worker)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [(10**6, 1, 8192), (1, 0, 8192), (1, 65537, 1), (1, 65536 - 4095, 8192), (1, 1, 8193), (2, 1, 4096), (1, 1, 4096)],
+)
+def test_a_wrong_table_of_places_is_an_error(arena_ends, table):
+    """The worker wrote nonsense: the server reads no other memory. table: count, place and bytes of the first entry."""
+    worker, server, arena, memory = arena_ends
+    data = np.frombuffer(arena, np.uint8, 8192)
+    worker.begin(b"up", [data], np.array([8192]), [], None, NONE)
+    next_request(server)
+    server.poll()
+    struct.pack_into("3Q", memory, FIRST_SLOT, *table)
+    with pytest.raises(ValueError, match="the worker states a wrong size or place of a cell: 8192 bytes"):
+        server.cell()
 
 
 def test_a_request_and_its_reply(ends):
@@ -347,9 +405,9 @@ def test_nor_a_mad_worker(ends, memory):
     flag(memory, SENT, 1, HUGE)
     with pytest.raises(ValueError, match="3 cells are in the ring"):
         server.take(HUGE)
-    for said in (SLOT + 1, 2**32 - 1):
+    for said in (SLOT + 1, 2**32 - 1, 2**31):  # the last two: places in an arena that does not exist
         struct.pack_into("<3I", memory, SENT + 8, said, said, said)
-        with pytest.raises(ValueError, match=f"a cell has {said} bytes"):
+        with pytest.raises(ValueError, match=f"wrong size or place of a cell: {said % 2**31} bytes"):
             server.cell()
     flag(memory, SENT, 1, 0)  # back
     assert server.cell() is None
