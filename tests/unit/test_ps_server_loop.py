@@ -263,7 +263,7 @@ def test_workers_that_register_before_worker_0_get_replies_after_it(monkeypatch)
     assert request(served, 2, registration("otherwise")) == []
     replies = dict(request(served, 0, registration()))
     for rank in (1, 2):
-        assert replies[rank] == (None, None, False)  # on another node: all traffic goes by MPI
+        assert replies[rank] == (None, None, False, False)  # on another node: all traffic goes by MPI
     assert "worker 2 has otherwise, worker 0 has as it is" in str(replies[3])
 
 
