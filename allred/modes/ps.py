@@ -320,10 +320,15 @@ class ServersMode(Mode):
                 f"step {100 * self.waited_s / seconds:.0f} % with the servers"
             )
         skipped = f"\nskipped: {self.skipped} steps with gradients that were not finite" if self.skipped else ""
+        gradients = ""
+        if self._steps and (client := self._client) is not None:
+            in_arena = 100 * client.referenced_bytes / (self._steps * client.gradient_bytes)
+            amount = arrays.amount(client.gradient_bytes)
+            gradients = f"\ngradients: {amount} a step; {in_arena:.0f} % read from the arena by servers"
         head = (
             f"world: {shape.size} worker{'s' * (shape.size > 1)} and {self._context.servers} parameter "
             f"server{'s' * (self._context.servers > 1)} on {shape.nodes} node{'s' * (shape.nodes > 1)}, mode ps\n"
-            f"speed: {speed}{skipped}"
+            f"speed: {speed}{skipped}{gradients}"
         )
         return head if self._client is None else f"{head}\n{self.statistics()}"
 

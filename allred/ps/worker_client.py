@@ -117,6 +117,7 @@ class Client:
         self._up_bytes = sum(int(layout.up.sum()) for layout in self._layouts)
         self._down_bytes = sum(int(layout.down[:, 1].sum()) for layout in self._layouts)
         self._starts = 0  # number of initial parameters so far
+        self._start_bytes = 0  # of these, read from the arena
         self._failures = 0  # number of final statuses of worker 0 so far
         self._unusable = ""  # the error of further requests; during a request: the error if it is interrupted
         self._thread: int | None = None  # the thread that makes a request now
@@ -195,10 +196,23 @@ class Client:
             self._links.append(_ServerLink(server, layout, box, memory))
             self._context.servers_return = reply.server_returns
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of a gradient."""
+        return self._up_bytes
+
+    @property
+    def referenced_bytes(self) -> int:
+        """Bytes of all gradients so far that servers have read from the arena of this worker."""
+        read: int = sum(link.box.referenced for link in self._links if link.box is not None)
+        return read - self._start_bytes
+
     def send_start(self, sources: list[Array], states: Sequence[tuple[Any, Parts]], digest: str) -> None:
         """Worker 0: send the initial parameters with their hash, and the optimizer's state for each server."""
         self.call_each([protocol.InitialState(*state, digest) for state in states])
+        before = self.referenced_bytes
         self._request("the parameters to start from", protocol.PUSH | protocol.INIT, self._parts(sources), None)
+        self._start_bytes += self.referenced_bytes - before
         self._starts += 1
 
     def await_start(self) -> str:

@@ -23,6 +23,7 @@ for step in range(steps):
     for grad in grads.values():
         grad[...] = -999  # the step is complete
 expected = total / size if consistency == "sync" else total
+print([line for line in opt.summary().splitlines() if line.startswith("gradients: ")], flush=True)
 links = opt._get_mode()._client._links
 referenced = [None if link.box is None else link.box.referenced for link in links]
 try:
@@ -48,7 +49,10 @@ def run(tmp_path, workers, consistency="async", servers=1, mpi="mpich", **settin
     env = {"ALLRED_BANNER": "0", "ALLRED_WATCHER": "0", "ALLRED_CONSISTENCY": consistency, **settings}
     result = mpirun(workers + servers, path, 6, consistency, servers, mpi=mpi, env=env, timeout_s=60)
     assert result.code == 0, result.text
-    return result.out.splitlines()
+    lines = result.out.splitlines()
+    read = "100 %" if "read from arenas" in lines else "0 %"
+    assert lines.count(f"['gradients: 1.56 MB a step; {read} read from the arena by servers']") == workers
+    return [line for line in lines if not line.startswith("[")]
 
 
 @pytest.mark.parametrize(
