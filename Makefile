@@ -108,7 +108,7 @@ cuda: ## the GPU's kernels with nvcc, for a word about mistakes in them; without
 	  nvcc -O3 -fmad=false -ftz=true -Werror all-warnings -cubin -arch=sm_80 -o build/$$name.cubin csrc/$$name.cu || exit 1; \
 	  echo "csrc/$$name.cu: compiled by nvcc"; done; else echo "csrc/*.cu: not compiled, there is no nvcc"; fi
 
-loops: ## the C core's allreduce against a loop written by hand, two processes
+loops: ## the C core's allreduce against a loop written by hand, and the floor of a step in mode ps; two processes
 	$(MAKE) -f tests/csrc/Makefile loops
 
 # mpirun as a user would call it: Open MPI's is not told to oversubscribe, so it binds each rank to a core.
