@@ -163,6 +163,34 @@ def test_what_a_worker_may_give(tmp_path):
     assert said["skip"] == {0: "1\n"}
 
 
+LAST_IS_NAN = """
+large = {{k: np.ones(400_000, np.float32) for k in "abc"}}
+grads = {{k: np.ones(400_000, np.float32) for k in "abc"}}
+grads["c"][-1] = np.nan
+opt = allred.distributed(allred.optim.SGD(lr=0.5, momentum=0.5), consistency={policy!r})
+opt.broadcast(large)
+say(refuses(opt.step, large, grads))
+opt.pull(large)
+say(opt.statistics().servers[-1].gradients, sum(float(abs(p - 1).max()) for p in large.values()))
+if me == 0:
+    grads["c"][-1] = 1
+    opt.step(large, grads)
+    assert all((p == 0.5).all() for p in large.values()), large
+"""
+
+
+def test_a_nan_in_the_last_tensor_applies_no_part_of_the_gradient(tmp_path):
+    """The tensors have several cells each, on one server with two workers or on two servers with one."""
+    cases = {
+        f"{policy}, {servers}": Case(LAST_IS_NAN.format(policy=policy), servers)
+        for servers, policy in ((1, "async"), (2, "async"), (2, "sync"))
+    }
+    _, said = run_cases(tmp_path, cases, ranks=3, watcher=0)
+    for name, found in said.items():
+        assert "the gradient of 'c' of worker 0 is not finite" in found[0], (name, found)
+        assert found[0].endswith("0 0.0\n"), (name, found)
+
+
 def test_an_optimizer_of_a_server_that_differs_is_an_error():
     make = "opt = allred.distributed(allred.optim.SGD(lr=0.1, momentum=0.5 + 0.1 * (allred.rank() == 1)))"
     code = f"import numpy as np\nimport allred\nallred.init(banner=False)\n{make}\nopt.broadcast({{'w': np.ones(4)}})"
