@@ -2,12 +2,12 @@
  * The floor of a step with a parameter server, as loops written by hand: 25.6 M float32 (ResNet-50), SGD, one worker
  * and one server, two processes. `make loops`. Compare with `python -m allred bench ps`.
  *
- *   slots      what allred does: the worker copies the gradient, cell by cell, into 8 slots; the server updates its
- *              parameters from the slots; the worker copies each updated cell into its own parameters
- *   in place   the server reads the gradient in memory that both map; the worker only copies parameters
+ *   slots      as allred does outside of the worker's arena: the worker copies the gradient, cell by cell, into 8
+ *              slots; the server updates its parameters from the slots; the worker copies each updated cell
+ *   in place   as allred does in the arena: the server reads the gradient there; the worker only copies parameters
  *
- *   check      nothing; "worker": the worker looks for NaN in the whole gradient before anything is applied; "both":
- *              each process looks in one half, which takes a gradient that both map
+ *   check      nothing; "worker", as allred does: the worker looks for NaN in the whole gradient before anything is
+ *              applied; "both": each process looks in one half, which takes a gradient that both map
  *
  * No header, no table of tensors, no limit on a wait but alarm(). The gradient is rewritten before each step.
  *
