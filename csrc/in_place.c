@@ -98,11 +98,12 @@ static void reduce_piece(allred_operation *op) {
   }
   for (size_t at = 0, length; at < bytes; at += length) {
     length = smaller(bytes - at, ALLRED_BLOCK_BYTES);
+    char *result = op->weighted || op->checks_finite ? block : targets[op->segment->rank] + at;
     if (op->weighted)
-      reduce_weighted(op, tensor->dtype, block, sources, length);
+      reduce_weighted(op, tensor->dtype, result, sources, length);
     else
-      reduce(block, sources, ranks, length / item, op->divisor);
-    allred_write_block(op, tensor, targets, ranks, at, block, length);
+      reduce(result, sources, ranks, length / item, op->divisor);
+    allred_write_block(op, tensor, targets, ranks, at, result, length);
     for (int rank = 0; rank < ranks; rank++) sources[rank] = (const char *)sources[rank] + length;
   }
   op->slice_lines -= lines_of(bytes);

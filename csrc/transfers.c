@@ -134,7 +134,8 @@ void allred_write_block(allred_operation *op, const allred_tensor *tensor, char 
     if (!op->nonfinite || tensor->index < op->nonfinite - 1) op->nonfinite = tensor->index + 1;
     return;
   }
-  for (int i = 0; i < count; i++) memcpy(targets[i] + offset, block, bytes);
+  for (int i = 0; i < count; i++)
+    if (targets[i] + offset != block) memcpy(targets[i] + offset, block, bytes);
 }
 
 /* Write a part of the result to the tensor. */
