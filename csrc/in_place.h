@@ -22,8 +22,8 @@
  *
  *   1  A rank writes only its slices, and no other rank reads or writes these between 3 and 6. Before 3 and after 6 the
  *      arrays belong to their rank, whose program holds them until the operation is complete.
- *   2  Cards are read in 4 and 5. They lie in an inline slot, or in the chunk before that of round 1. Neither is written
- *      again before all ranks have published round 1 or the next operation (operation.h).
+ *   2  Cards are read in 4 and 5. They lie in an inline slot, or in the chunk before that of round 1. No rank writes
+ *      there again before all ranks have published round 1 or the next operation (operation.h).
  *
  * A slice is cut at multiples of 64 bytes within a tensor, so ranks write different lines of tensors that are aligned.
  * Elements are reduced in the order of the ranks, by the kernels of the ring: results are the same bits. With weights

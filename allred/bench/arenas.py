@@ -1,6 +1,6 @@
 """`--arena on,off`: the same calls with and without reductions in place, interleaved in the same processes.
 
-on    arrays of `allred.empty`, and the communicator of `allred.init`
+on    arrays of `allred.empty`, from 16 KiB, and the communicator of `allred.init`
 off   arrays of numpy, and a communicator of the same ranks that has no arenas, as with ALLRED_ARENA=0
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import allred
-from allred import arena, world
+from allred import arena, arrays, world
 from allred.arrays import Array
 from allred.bench import baselines
 from allred.bench.measure import Call
@@ -55,7 +55,13 @@ def _without_arenas() -> Communicator:
 
 def allocate(name: str, shapes: Sequence[Shape], dtype: np.dtype[Any]) -> list[Array]:
     """Return arrays of zeros for the communicator of this name."""
-    return baselines.allocate(shapes, dtype, allred.empty if name == "on" else np.empty)
+    return baselines.allocate(shapes, dtype, empty if name == "on" else np.empty)
+
+
+def empty(shape: Shape, dtype: np.dtype[Any]) -> Array:
+    """Return an array in the arena if it is large enough to be reduced in place, as gradients of numpy are."""
+    large = arrays.size_of(shape) * dtype.itemsize >= arena.MIN_BYTES
+    return (allred.empty if large else np.empty)(shape, dtype)
 
 
 def variant(name: str, names: Sequence[str]) -> str:

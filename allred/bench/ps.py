@@ -18,7 +18,7 @@ import numpy as np
 
 import allred
 from allred import arrays, native
-from allred.bench import baselines, measure, output, verify
+from allred.bench import arenas, baselines, measure, output, verify
 from allred.bench.verify import LR, WrongResultError
 from allred.errors import ConfigError
 from allred.modes.options import StepOptions
@@ -141,7 +141,7 @@ class _BenchWorker:
         self._transport = MpiTransport(current_context().comm)
         self._opt = allred.distributed(allred.optim.SGD(lr=LR), consistency=policy)
         self._params = baselines.allocate(self._shapes, self._dtype)
-        self._grads = baselines.allocate(self._shapes, self._dtype, allred.empty)
+        self._grads = baselines.allocate(self._shapes, self._dtype, arenas.empty)
         nbytes = sum(array.nbytes for array in self._params)
         self.what: dict[str, Any] = {"set": options.set, "bytes": nbytes, "tensors": len(self._shapes)}
 
