@@ -4,8 +4,8 @@
  * Large data of an allgather, broadcast or reducescatter may lie in arenas, which all ranks map (segment.h). Then it
  * does not pass through the ring. Round 0 of such an operation:
  *
- *   1  FILL          write a card: where the data of this rank lies in its arena, or that it does not
- *   2                publish the card with the header
+ *   1  FILL          write the location of this rank's data in its arena, or that it does not lie there
+ *   2                publish it with the header
  *   3  WAIT_FILLED   wait until every rank has published; compare the headers. If they differ, nothing was written
  *   4                if the data of any rank does not lie in its arena, go to 7
  *   5  REDUCE        read the data of all ranks from their arenas into the array of this rank; publish this as tick 1
@@ -14,18 +14,14 @@
  *
  * Why no rank writes memory that another reads: data is read between 3 and 6, and in these steps a rank writes only to
  * its own result. A result that overlaps the data of its rank, except for the part that it copies from there, has no
- * card. If an operation is given up, another rank may still read the data; so the caller freezes the arena (arena.h).
+ * location. If an operation is given up, another rank may still read the data; so the caller freezes the arena
+ * (arena.h).
  */
 #include <string.h>
 
 #include "operation.h"
 
 #define CACHED_BYTES ((size_t)1 << 24) /* larger results are copied past the caches */
-#define PIECE_BYTES ((size_t)1 << 18)  /* read in one step; then the caller checks signals and time limits */
-
-static size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
-
-static uint64_t rounds_for(size_t bytes, size_t chunk) { return bytes ? (bytes + chunk - 1) / chunk : 1; }
 
 /* The bytes before this round of each part that passes through the ring. */
 static size_t passed(const allred_operation *op) { return (op->round - op->first_round) * op->part_bytes; }
@@ -56,25 +52,25 @@ static int overwrites_data(const allred_operation *op) {
   return data < result + result_bytes(op) && result < data + data_bytes(op, rank);
 }
 
-/* A card is an offset in the arena of its rank, plus 1; 0: the data does not lie in it. */
-static uint64_t *card_of(const allred_operation *op, int rank) {
+/* A location is an offset in the arena of its rank, plus 1; 0: the data does not lie in it. */
+static uint64_t *location_of(const allred_operation *op, int rank) {
   return (uint64_t *)(void *)allred_operation_chunk(op, rank);
 }
 
-static void fill_card(allred_operation *op, char *chunk) {
+static void fill_location(allred_operation *op, char *chunk) {
   const size_t bytes = data_bytes(op, op->segment->rank);
   *(uint64_t *)(void *)chunk = overwrites_data(op) ? 0 : allred_arena_offset(op->segment, op->send, bytes);
 }
 
 /* Return the data of a rank in its arena. */
 static const char *data_of(const allred_operation *op, int rank) {
-  return op->segment->arenas.base[rank] + *card_of(op, rank) - 1;
+  return op->segment->arenas.base[rank] + *location_of(op, rank) - 1;
 }
 
 /* Copy the next piece of the data of all ranks. The cursor counts ranks. Return whether that was the last one. */
 static int copy_piece(allred_operation *op, char *chunk) {
   const int rank = (int)op->slice.tensor;
-  const size_t rest = data_bytes(op, rank) - op->slice.offset, bytes = smaller(rest, PIECE_BYTES);
+  const size_t rest = data_bytes(op, rank) - op->slice.offset, bytes = allred_smaller(rest, ALLRED_PIECE_BYTES);
   char *to = op->receive + op->receive_starts[rank];
   if (bytes && (rank != op->segment->rank || to != op->send)) {
     const char *from = data_of(op, rank);
@@ -91,7 +87,7 @@ static int copy_piece(allred_operation *op, char *chunk) {
 
 /* Reduce the next piece of the part of this rank. Return whether that was the last one. */
 static int reduce_piece(allred_operation *op, char *chunk) {
-  const size_t all = result_bytes(op), at = op->slice.offset, bytes = smaller(all - at, PIECE_BYTES);
+  const size_t all = result_bytes(op), at = op->slice.offset, bytes = allred_smaller(all - at, ALLRED_PIECE_BYTES);
   const void *sources[ALLRED_MAX_RANKS];
   for (int rank = 0; rank < op->segment->ranks; rank++)
     sources[rank] = data_of(op, rank) + op->send_starts[op->segment->rank] + at;
@@ -110,17 +106,16 @@ static void begin_rounds(allred_operation *op) {
 }
 
 /* Unless the data of all ranks lies in their arenas, it passes through the ring in the rounds after this one. */
-static void read_cards(allred_operation *op) {
-  static const allred_transfer only_card = {.next = begin_rounds};
+static void read_locations(allred_operation *op) {
+  static const allred_transfer only_location = {.next = begin_rounds};
   for (int rank = 0; rank < op->segment->ranks; rank++)
-    if (data_bytes(op, rank) && !*card_of(op, rank)) op->transfer = &only_card;
+    if (data_bytes(op, rank) && !*location_of(op, rank)) op->transfer = &only_location;
 }
 
-/* If there are arenas, let an operation on so many bytes of a rank, which is prepared for the ring, begin with cards.
- */
-static void begin_with_cards(allred_operation *op, size_t bytes) {
-  static const allred_transfer copying = {.fill = fill_card, .agreed = read_cards, .reduce = copy_piece},
-                               reducing = {.fill = fill_card, .agreed = read_cards, .reduce = reduce_piece};
+/* If there are arenas, let an operation that is prepared for the ring begin with locations. bytes: of one rank. */
+static void begin_with_locations(allred_operation *op, size_t bytes) {
+  static const allred_transfer copying = {.fill = fill_location, .agreed = read_locations, .reduce = copy_piece},
+                               reducing = {.fill = fill_location, .agreed = read_locations, .reduce = reduce_piece};
   if (!op->segment->arenas.base || bytes < op->segment->arenas.min_tensor_bytes) return;
   op->ring = op->transfer, op->ring_rounds = op->rounds;
   op->transfer = is_reduction(op) ? &reducing : &copying;
@@ -134,7 +129,7 @@ static void begin_with_cards(allred_operation *op, size_t bytes) {
 /* Return the bytes of this round between starts[rank] and starts[rank + 1]. */
 static size_t round_bytes(const allred_operation *op, const uint64_t *starts, int rank) {
   const size_t bytes = starts[rank + 1] - starts[rank];
-  return passed(op) < bytes ? smaller(bytes - passed(op), op->part_bytes) : 0;
+  return passed(op) < bytes ? allred_smaller(bytes - passed(op), op->part_bytes) : 0;
 }
 
 static size_t largest_part(const uint64_t *starts, int ranks) {
@@ -169,10 +164,10 @@ void allred_begin_allgather(allred_operation *op, allred_segment *segment, const
   op->receive = receive;
   op->receive_starts = starts;
   const size_t largest = largest_part(starts, segment->ranks);
-  op->part_bytes = op->chunk_bytes = smaller(largest, segment->chunk_bytes);
-  op->rounds = rounds_for(largest, segment->chunk_bytes);
+  op->part_bytes = op->chunk_bytes = allred_smaller(largest, segment->chunk_bytes);
+  op->rounds = allred_rounds(largest, segment->chunk_bytes);
   op->is_inline = op->rounds == 1 && largest <= ALLRED_INLINE_BYTES;
-  begin_with_cards(op, largest);
+  begin_with_locations(op, largest);
 }
 
 /*
@@ -210,7 +205,7 @@ static void begin_parts(allred_operation *op, allred_segment *segment, const all
   op->chunk_bytes = segment->chunk_bytes;
   op->part_bytes = segment->chunk_bytes / (size_t)segment->ranks / ALLRED_LINE * ALLRED_LINE;
   op->is_inline = 0;
-  op->rounds = rounds_for(largest, op->part_bytes);
+  op->rounds = allred_rounds(largest, op->part_bytes);
 }
 
 static const allred_transfer alltoall = {.fill = fill_parts, .drain = read_parts};
@@ -240,5 +235,5 @@ void allred_begin_reducescatter(allred_operation *op, allred_segment *segment, c
   op->variant = variant;
   op->op = reduction;
   op->divisor = divisor;
-  begin_with_cards(op, starts[segment->ranks]);
+  begin_with_locations(op, starts[segment->ranks]);
 }

@@ -5,35 +5,32 @@
 /* Offsets in the arena of a rank, plus 1; 0: the array does not lie in it. */
 typedef struct {
   uint64_t in, out;
-} card;
+} location;
 
-#define NO_CARD UINT32_MAX
-#define PIECE_BYTES ((size_t)1 << 18) /* reduced in one step; then the caller checks signals and time limits */
-
-static size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
+#define NO_LOCATION UINT32_MAX
 
 static uint64_t lines_of(size_t bytes) { return (bytes + ALLRED_LINE - 1) / ALLRED_LINE; }
 
-static const card *card_of(const allred_operation *op, int rank, const allred_tensor *tensor) {
-  return (const card *)(const void *)allred_operation_chunk(op, rank) + tensor->card;
+static const location *location_of(const allred_operation *op, int rank, const allred_tensor *tensor) {
+  return (const location *)(const void *)allred_operation_chunk(op, rank) + tensor->location;
 }
 
-static void fill_cards(allred_operation *op, char *chunk) {
-  card *cards = (card *)(void *)chunk;
+static void fill_locations(allred_operation *op, char *chunk) {
+  location *locations = (location *)(void *)chunk;
   for (size_t i = 0; i < op->tensor_count; i++) {
     const allred_tensor *tensor = &op->tensors[i];
-    if (tensor->card != NO_CARD)
-      cards[tensor->card] = (card){allred_arena_offset(op->segment, tensor->in, tensor->bytes),
-                                   allred_arena_offset(op->segment, tensor->out, tensor->bytes)};
+    if (tensor->location != NO_LOCATION)
+      locations[tensor->location] = (location){allred_arena_offset(op->segment, tensor->in, tensor->bytes),
+                                               allred_arena_offset(op->segment, tensor->out, tensor->bytes)};
   }
 }
 
 /* Whether the tensor lies in the arena of every rank. */
 static int is_shared(const allred_operation *op, const allred_tensor *tensor) {
-  int shared = tensor->card != NO_CARD;
+  int shared = tensor->location != NO_LOCATION;
   for (int rank = 0; rank < op->segment->ranks && shared; rank++) {
-    const card *card = card_of(op, rank, tensor);
-    shared = card->in && card->out;
+    const location *location = location_of(op, rank, tensor);
+    shared = location->in && location->out;
   }
   return shared;
 }
@@ -41,11 +38,11 @@ static int is_shared(const allred_operation *op, const allred_tensor *tensor) {
 /* Count a tensor that lies in the arena of this rank, but not in that of another. */
 static void count_outside(const allred_operation *op, const allred_tensor *tensor) {
   const allred_segment *segment = op->segment;
-  if (!segment->outside || tensor->card == NO_CARD) return;
-  const card *mine = card_of(op, segment->rank, tensor);
+  if (!segment->outside || tensor->location == NO_LOCATION) return;
+  const location *mine = location_of(op, segment->rank, tensor);
   for (int rank = 0; rank < segment->ranks && mine->in && mine->out; rank++) {
-    const card *card = card_of(op, rank, tensor);
-    if (card->in && card->out) continue;
+    const location *location = location_of(op, rank, tensor);
+    if (location->in && location->out) continue;
     segment->outside[rank][0]++;
     segment->outside[rank][1] += tensor->bytes;
     return;
@@ -86,18 +83,18 @@ static void reduce_piece(allred_operation *op) {
   const allred_reduce reduce = allred_reduce_kernel(op->variant, tensor->dtype, op->op);
   const int ranks = op->segment->ranks;
   const size_t item = allred_dtype_bytes(tensor->dtype), rest = tensor->bytes - op->slice.offset;
-  const size_t bytes = smaller(smaller(rest, PIECE_BYTES), op->slice_lines * ALLRED_LINE);
+  const size_t bytes = allred_smaller(allred_smaller(rest, ALLRED_PIECE_BYTES), op->slice_lines * ALLRED_LINE);
   _Alignas(ALLRED_LINE) char block[ALLRED_BLOCK_BYTES];
   const void *sources[ALLRED_MAX_RANKS];
   char *targets[ALLRED_MAX_RANKS];
   for (int rank = 0; rank < ranks; rank++) {
     char *start = op->segment->arenas.base[rank] + op->slice.offset;
-    const card *card = card_of(op, rank, tensor);
-    sources[rank] = start + card->in - 1;
-    targets[rank] = start + card->out - 1;
+    const location *location = location_of(op, rank, tensor);
+    sources[rank] = start + location->in - 1;
+    targets[rank] = start + location->out - 1;
   }
   for (size_t at = 0, length; at < bytes; at += length) {
-    length = smaller(bytes - at, ALLRED_BLOCK_BYTES);
+    length = allred_smaller(bytes - at, ALLRED_BLOCK_BYTES);
     char *result = op->weighted || op->checks_finite ? block : targets[op->segment->rank] + at;
     if (op->weighted)
       reduce_weighted(op, tensor->dtype, result, sources, length);
@@ -125,15 +122,15 @@ static void combine_results(allred_operation *op) {
   }
 }
 
-/* The cards were read. The other tensors pass through the ring in the rounds after this one. */
-static void end_cards(allred_operation *op) {
+/* The locations were read. The other tensors pass through the ring in the rounds after this one. */
+static void end_locations(allred_operation *op) {
   op->rounds = 0;
   if (op->tensor_count) allred_begin_ring(op);
   op->rounds++;
   op->is_inline = 0;
 }
 
-static const allred_transfer only_cards = {.next = end_cards};
+static const allred_transfer only_locations = {.next = end_locations};
 
 /* Move the tensors that lie in the arenas of all ranks behind the others, and find this rank's slice of them. */
 static void split(allred_operation *op) {
@@ -153,7 +150,7 @@ static void split(allred_operation *op) {
     }
   }
   if (op->tensor_count == all) {
-    op->transfer = &only_cards;
+    op->transfer = &only_locations;
     return;
   }
   const uint64_t start = lines * rank / ranks;
@@ -161,21 +158,21 @@ static void split(allred_operation *op) {
   if (op->slice_lines) seek(op, start);
 }
 
-static const allred_transfer cards_and_slices = {
-    .fill = fill_cards, .agreed = split, .reduce = reduce_slice, .drain = combine_results, .next = end_cards};
+static const allred_transfer locations_and_slices = {
+    .fill = fill_locations, .agreed = split, .reduce = reduce_slice, .drain = combine_results, .next = end_locations};
 
 int allred_begin_in_place(allred_operation *op) {
-  uint32_t cards = 0;
+  uint32_t locations = 0;
   if (!op->segment->arenas.base) return 0;
   for (size_t i = 0; i < op->tensor_count; i++) {
     allred_tensor *tensor = &op->tensors[i];
     const int has_card = !tensor->wire && tensor->bytes >= op->segment->arenas.min_tensor_bytes &&
-                         (cards + 1) * sizeof(card) <= op->segment->chunk_bytes;
-    tensor->card = has_card ? cards++ : NO_CARD;
+                         (locations + 1) * sizeof(location) <= op->segment->chunk_bytes;
+    tensor->location = has_card ? locations++ : NO_LOCATION;
   }
-  op->transfer = &cards_and_slices;
+  op->transfer = &locations_and_slices;
   op->rounds = 1;
-  op->chunk_bytes = cards * sizeof(card);
+  op->chunk_bytes = locations * sizeof(location);
   op->is_inline = op->chunk_bytes <= ALLRED_INLINE_BYTES;
-  return cards > 0;
+  return locations > 0;
 }

@@ -7,11 +7,11 @@
  *
  * Round 0 of such an operation:
  *
- *   1  FILL          write a card for each large tensor: where it lies in this rank's arena, or that it does not
- *   2                publish the cards with the header, which has this rank's weight if there are weights
+ *   1  FILL          write the location of each large tensor in this rank's arena, or that it does not lie there
+ *   2                publish the locations with the header, which has this rank's weight if there are weights
  *   3  WAIT_FILLED   wait until every rank has published; compare the headers. If they differ, nothing was written
- *   4                from the cards of all ranks every rank finds the same tensors that are reduced in place. If there
- *                    are none, go to 7
+ *   4                from the locations, every rank finds the same tensors that are reduced in place. If there are
+ *                    none, go to 7
  *   5  REDUCE        reduce this rank's slice into the arrays of all ranks; publish this as tick 1, with the first
  *                    tensor of the slice that is not finite
  *   6  WAIT_REDUCED  wait until every rank has published its slice
@@ -22,8 +22,8 @@
  *
  *   1  A rank writes only its slices, and no other rank reads or writes these between 3 and 6. Before 3 and after 6 the
  *      arrays belong to their rank, whose program holds them until the operation is complete.
- *   2  Cards are read in 4 and 5. They lie in an inline slot, or in the chunk before that of round 1. No rank writes
- *      there again before all ranks have published round 1 or the next operation (operation.h).
+ *   2  Locations are read in 4 and 5. They are in an inline slot, or in the chunk before that of round 1. No rank
+ *      writes there again before all ranks have published round 1 or the next operation (operation.h).
  *
  * A slice is cut at multiples of 64 bytes within a tensor, so ranks write different lines of tensors that are aligned.
  * Elements are reduced in the order of the ranks, by the kernels of the ring: results are the same bits. With weights
@@ -38,7 +38,8 @@
 
 #include "operation.h"
 
-/* Whether the allreduce begins with cards; if so, prepare it. The result is the same on all ranks. */
+/* Whether the allreduce begins with the exchange of locations; if so, prepare it. The result is the same on all ranks.
+ */
 int allred_begin_in_place(allred_operation *op);
 
 /* Prepare the rounds in which the first `tensor_count` tensors of the table pass through the ring (transfers.c). */

@@ -36,13 +36,14 @@
 #include "segment.h"
 
 /* A tensor to reduce: `bytes` bytes of a dtype of reduce.h. `out` may be `in`. wire: the narrower dtype in which it
- * travels (allred_narrows), or 0. index: its position in the caller's list. card: set by the operation (in_place.h). */
+ * travels (allred_narrows), or 0. index: its position in the caller's list. location: the position of its location in
+ * the table of locations, set by the operation (in_place.h). */
 typedef struct {
   const char *in;
   char *out;
   size_t bytes;
   int dtype, wire;
-  uint32_t index, card;
+  uint32_t index, location;
 } allred_tensor;
 
 typedef struct {
@@ -94,7 +95,7 @@ struct allred_operation {
   char *receive;
   const uint64_t *send_starts, *receive_starts;
   size_t part_bytes;
-  const allred_transfer *ring; /* what an operation that begins with cards (exchanges.c) does in later rounds, if any */
+  const allred_transfer *ring; /* the later rounds, if any, of an exchange that begins with locations (exchanges.c) */
   uint64_t ring_rounds, first_round; /* the number of these, and of the first one that passes data through the ring */
   /* in a queue, see queue.h */
   allred_operation *next;
@@ -138,6 +139,14 @@ void allred_begin_reducescatter(allred_operation *, allred_segment *, const allr
 #define ALLRED_BLOCK_BYTES ((size_t)8192) /* stays in the L1 cache; 2048, 4096 and 16384 were slower */
 void allred_write_block(allred_operation *, const allred_tensor *, char *const *targets, int count, size_t offset,
                         const char *block, size_t bytes);
+
+/* What one step reads or reduces in arenas, at most; between steps the caller checks signals and time limits. */
+#define ALLRED_PIECE_BYTES ((size_t)1 << 18)
+
+static inline size_t allred_smaller(size_t a, size_t b) { return a < b ? a : b; }
+
+/* Return the rounds that so many bytes need; an empty operation has one. */
+static inline uint64_t allred_rounds(size_t bytes, size_t chunk) { return bytes ? (bytes + chunk - 1) / chunk : 1; }
 
 /* Return a rank's chunk of the current round. */
 char *allred_operation_chunk(const allred_operation *, int rank);

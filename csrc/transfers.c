@@ -4,11 +4,7 @@
 #include "in_place.h"
 #include "scan.h"
 
-static size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
-
 static size_t round_up(size_t bytes) { return (bytes + ALLRED_LINE - 1) / ALLRED_LINE * ALLRED_LINE; }
-
-static uint64_t rounds_for(size_t bytes, size_t chunk) { return bytes ? (bytes + chunk - 1) / chunk : 1; }
 
 /*
  * allreduce. A chunk holds consecutive tensors, or parts of them, of one dtype: it is the fusion buffer. If this dtype
@@ -33,7 +29,7 @@ static size_t next_piece(const allred_operation *op, allred_cursor *cursor, size
                          size_t *offset) {
   *tensor = &op->tensors[cursor->tensor];
   *offset = cursor->offset;
-  const size_t bytes = smaller(room, (*tensor)->bytes - cursor->offset);
+  const size_t bytes = allred_smaller(room, (*tensor)->bytes - cursor->offset);
   cursor->offset += bytes;
   if (cursor->offset == (*tensor)->bytes) *cursor = (allred_cursor){cursor->tensor + 1, 0};
   return bytes;
@@ -73,7 +69,7 @@ static void narrow(const allred_operation *op, char *chunk, const char *from, si
     return;
   }
   for (size_t done = 0, part; done < count; done += part) {
-    part = smaller(count - done, sizeof block / wire);
+    part = allred_smaller(count - done, sizeof block / wire);
     kernel(block, from + done * item, part);
     allred_copy(&op->segment->copy_policy, chunk + done * wire, block, part * wire);
   }
@@ -84,7 +80,7 @@ static void fill_weighted(const allred_operation *op, char *chunk, const char *f
   const size_t item = allred_dtype_bytes(op->chunk_dtype);
   _Alignas(ALLRED_LINE) char block[ALLRED_BLOCK_BYTES];
   for (size_t at = 0, length; at < bytes; at += length) {
-    length = smaller(bytes - at, sizeof block);
+    length = allred_smaller(bytes - at, sizeof block);
     allred_weigh(block, from + at, length, op->chunk_dtype, allred_header_weight(&op->header));
     if (by)
       narrow(op, chunk + (at >> by), block, length / item);
@@ -142,7 +138,7 @@ void allred_write_block(allred_operation *op, const allred_tensor *tensor, char 
 static void write_checked(allred_operation *op, const allred_tensor *tensor, size_t offset, const char *from,
                           size_t bytes) {
   for (size_t at = 0, length; at < bytes; at += length) {
-    length = smaller(bytes - at, ALLRED_BLOCK_BYTES);
+    length = allred_smaller(bytes - at, ALLRED_BLOCK_BYTES);
     allred_write_block(op, tensor, &tensor->out, 1, offset + at, from + at, length);
   }
 }
@@ -153,7 +149,7 @@ static void reduce_checked(allred_operation *op, const allred_tensor *tensor, si
   const allred_reduce reduce = kernel_of(op);
   _Alignas(ALLRED_LINE) char block[ALLRED_BLOCK_BYTES];
   for (size_t at = 0, length; at < bytes; at += length) {
-    length = smaller(bytes - at, ALLRED_BLOCK_BYTES);
+    length = allred_smaller(bytes - at, ALLRED_BLOCK_BYTES);
     reduce(block, sources, op->segment->ranks, length / allred_dtype_bytes(tensor->dtype), op->divisor);
     allred_write_block(op, tensor, &tensor->out, 1, offset + at, block, length);
     for (int rank = 0; rank < op->segment->ranks; rank++) sources[rank] = (const char *)sources[rank] + (length >> by);
@@ -182,8 +178,8 @@ static void reduce_all(allred_operation *op) {
 }
 
 static int reduce_part(allred_operation *op, char *chunk) {
-  const size_t part = part_of(op), start = smaller(part * (size_t)op->segment->rank, op->data_bytes);
-  const size_t bytes = smaller(part, op->data_bytes - start);
+  const size_t part = part_of(op), start = allred_smaller(part * (size_t)op->segment->rank, op->data_bytes);
+  const size_t bytes = allred_smaller(part, op->data_bytes - start);
   const int by = chunk_narrowing(op);
   const void *sources[ALLRED_MAX_RANKS];
   for (int rank = 0; rank < op->segment->ranks; rank++) sources[rank] = allred_operation_chunk(op, rank) + start;
@@ -198,7 +194,7 @@ static void copy_parts(allred_operation *op) {
   const allred_tensor *tensor;
   size_t offset;
   for (size_t at = 0, bytes; at < op->data_bytes; at += bytes >> by) {
-    bytes = next_piece(op, &op->drained, smaller(op->data_bytes - at, part - at % part) << by, &tensor, &offset);
+    bytes = next_piece(op, &op->drained, allred_smaller(op->data_bytes - at, part - at % part) << by, &tensor, &offset);
     const char *from = allred_operation_chunk(op, (int)(at / part)) + (by ? behind + (at % part << by) : at);
     if (op->checks_finite)
       write_checked(op, tensor, offset, from, bytes);
@@ -228,7 +224,7 @@ void allred_begin_ring(allred_operation *op) {
     const int by = narrowing(&tensors[i]);
     run += tensors[i].bytes >> by;
     if (i + 1 < count && tensors[i + 1].dtype == tensors[i].dtype && tensors[i + 1].wire == tensors[i].wire) continue;
-    op->rounds += rounds_for(run, room_in(segment->chunk_bytes, segment->ranks, by, two_phase));
+    op->rounds += allred_rounds(run, room_in(segment->chunk_bytes, segment->ranks, by, two_phase));
     run = 0;
   }
   if (op->rounds == 0) op->rounds = 1;

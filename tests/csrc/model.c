@@ -25,7 +25,7 @@
 #include "mutations.h"
 #include "operation.h"
 
-/* ..._CARDS: one rank holds its data in private memory, so all pass it through the ring after the first round. */
+/* ..._PRIVATE: one rank holds its data in private memory, so all pass it through the ring after the first round. */
 enum {
   EXCHANGE,
   ONE_PHASE,
@@ -36,9 +36,9 @@ enum {
   REDUCESCATTER,
   MISMATCH,
   IN_PLACE,
-  CARDS,
+  IN_PLACE_PRIVATE,
   ALLGATHER_IN_PLACE,
-  ALLGATHER_CARDS,
+  ALLGATHER_PRIVATE,
   REDUCESCATTER_IN_PLACE,
   KINDS
 };
@@ -58,11 +58,13 @@ static const char *const kind_names[] = {"exchange",
 
 /* Whether this rank holds its data in its arena. */
 static int in_arena(int kind, int rank) {
-  if (kind == CARDS || kind == ALLGATHER_CARDS) return rank == 0;
+  if (kind == IN_PLACE_PRIVATE || kind == ALLGATHER_PRIVATE) return rank == 0;
   return kind == IN_PLACE || kind == ALLGATHER_IN_PLACE || kind == REDUCESCATTER_IN_PLACE;
 }
 
-static int is_allgather(int kind) { return kind == ALLGATHER || kind == ALLGATHER_IN_PLACE || kind == ALLGATHER_CARDS; }
+static int is_allgather(int kind) {
+  return kind == ALLGATHER || kind == ALLGATHER_IN_PLACE || kind == ALLGATHER_PRIVATE;
+}
 
 static int is_reducescatter(int kind) { return kind == REDUCESCATTER || kind == REDUCESCATTER_IN_PLACE; }
 
@@ -161,7 +163,7 @@ static void begin(player *me) {
     op->transfer = kind == ONE_PHASE ? one_phase : two_phases;
     break;
   case IN_PLACE:
-  case CARDS:
+  case IN_PLACE_PRIVATE:
     allred_begin_allreduce(op, &me->segment, &header, &me->tensor, 1, 0, ALLRED_SUM, 1);
     break;
   case ALLTOALL:
@@ -180,7 +182,7 @@ static int right(const player *me, int status) {
   const int operation = me->ended, kind = config.kinds[operation], ranks = config.ranks, rank = me->segment.rank;
   const size_t all = bytes_of(operation, me->segment.chunk_bytes) / 8, part = bytes_of(operation, ALLRED_LINE) / 8;
   if (status != (kind == MISMATCH ? ALLRED_DIFFER : ALLRED_DONE)) return 0;
-  if (kind == ONE_PHASE || kind == TWO_PHASES || kind == IN_PLACE || kind == CARDS)
+  if (kind == ONE_PHASE || kind == TWO_PHASES || kind == IN_PLACE || kind == IN_PLACE_PRIVATE)
     for (size_t i = 0; i < all; i++)
       if (((const uint64_t *)(const void *)me->tensor.out)[i] != sum(operation, i)) return 0;
   if (is_reducescatter(kind))
