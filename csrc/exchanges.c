@@ -67,7 +67,7 @@ static const char *data_of(const allred_operation *op, int rank) {
   return op->segment->arenas.base[rank] + *location_of(op, rank) - 1;
 }
 
-/* Copy the next piece of the data of all ranks. The cursor counts ranks. Return whether that was the last one. */
+/* Copy the next piece of the data of all ranks. The cursor counts ranks. */
 static int copy_piece(allred_operation *op, char *chunk) {
   const int rank = (int)op->slice.tensor;
   const size_t rest = data_bytes(op, rank) - op->slice.offset, bytes = allred_smaller(rest, ALLRED_PIECE_BYTES);
@@ -82,10 +82,10 @@ static int copy_piece(allred_operation *op, char *chunk) {
   }
   op->slice.offset += bytes;
   if (bytes == rest) op->slice = (allred_cursor){op->slice.tensor + 1, 0};
-  return op->slice.tensor == (size_t)op->segment->ranks;
+  return op->slice.tensor == (size_t)op->segment->ranks ? ALLRED_DONE : ALLRED_PROGRESSED;
 }
 
-/* Reduce the next piece of the part of this rank. Return whether that was the last one. */
+/* Reduce the next piece of the part of this rank. */
 static int reduce_piece(allred_operation *op, char *chunk) {
   const size_t all = result_bytes(op), at = op->slice.offset, bytes = allred_smaller(all - at, ALLRED_PIECE_BYTES);
   const void *sources[ALLRED_MAX_RANKS];
@@ -95,7 +95,7 @@ static int reduce_piece(allred_operation *op, char *chunk) {
                                                              bytes / allred_dtype_bytes(op->chunk_dtype), op->divisor);
   op->segment->read_in_place += bytes * (size_t)op->segment->ranks;
   op->slice.offset += bytes;
-  return op->slice.offset == all;
+  return op->slice.offset == all ? ALLRED_DONE : ALLRED_PROGRESSED;
 }
 
 static void begin_rounds(allred_operation *op) {

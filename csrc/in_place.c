@@ -111,7 +111,7 @@ static void reduce_piece(allred_operation *op) {
 static int reduce_slice(allred_operation *op, char *chunk) {
   if (op->slice_lines) reduce_piece(op);
   *allred_segment_result(op->segment, op->segment->rank, op->number) = op->nonfinite;
-  return op->slice_lines == 0;
+  return op->slice_lines ? ALLRED_PROGRESSED : ALLRED_DONE;
 }
 
 /* Every rank has found what is not finite in its slice. */

@@ -4,6 +4,7 @@
 #include <sched.h>
 
 #include "doorbell.h"
+#include "network.h"
 
 enum { FILL, WAIT_FILLED, REDUCE, WAIT_REDUCED, DRAIN };
 
@@ -23,6 +24,7 @@ void allred_begin_exchange(allred_operation *op, allred_segment *segment, const 
                            .is_inline = 1,
                            .status = ALLRED_PENDING,
                            .settled = ALLRED_PENDING};
+  if (segment->network) allred_begin_across(op);
 }
 
 static void assign_number(allred_operation *op) {
@@ -46,8 +48,13 @@ static int all_ready(allred_operation *op) {
 }
 
 static int headers_agree(const allred_operation *op) {
-  for (int rank = 0; rank < op->segment->ranks; rank++)
-    if (!allred_headers_agree(&op->header, allred_segment_header(op->segment, rank, op->number))) return 0;
+  const allred_network *network = op->segment->network;
+  const int ranks = network ? network->first_rank[network->hosts] : op->segment->ranks;
+  for (int rank = 0; rank < ranks; rank++) {
+    const allred_header *header = network ? allred_board_header(op->segment, rank, op->number)
+                                          : allred_segment_header(op->segment, rank, op->number);
+    if (!allred_headers_agree(&op->header, header)) return 0;
+  }
   return 1;
 }
 
@@ -65,6 +72,12 @@ static int end(allred_operation *op, int status) {
   return status;
 }
 
+static int progressed(allred_operation *op) {
+  const uint64_t steps = atomic_load_explicit(&op->progress_count, memory_order_relaxed);
+  atomic_store_explicit(&op->progress_count, steps + 1, memory_order_relaxed);
+  return ALLRED_PROGRESSED;
+}
+
 int allred_step(allred_operation *op) {
   if (op->status != ALLRED_PENDING) return op->status;
   const allred_transfer *transfer = op->transfer;
@@ -80,17 +93,23 @@ int allred_step(allred_operation *op) {
     break;
   case WAIT_FILLED:
     if (!all_ready(op)) return ALLRED_PENDING;
-    if (op->round == 0 && !headers_agree(op)) return end(op, ALLRED_DIFFER);
+    if (op->round == 0 && !op->segment->network && !headers_agree(op)) return end(op, ALLRED_DIFFER);
     if (transfer->agreed) transfer->agreed(op);
     op->phase = op->transfer->reduce ? REDUCE : DRAIN;
     break;
   case REDUCE:
-    if (!transfer->reduce(op, own_chunk(op))) break;
+    switch (transfer->reduce(op, own_chunk(op))) {
+    case ALLRED_PENDING:
+      return ALLRED_PENDING;
+    case ALLRED_PROGRESSED:
+      return progressed(op);
+    }
     allred_segment_publish(op->segment, op->first_tick, 2 * op->round + 1);
     op->phase = WAIT_REDUCED;
     break;
   case WAIT_REDUCED:
     if (!all_ready(op)) return ALLRED_PENDING;
+    if (op->round == 0 && op->segment->network && !headers_agree(op)) return end(op, ALLRED_DIFFER);
     op->phase = DRAIN;
     break;
   case DRAIN:
@@ -100,9 +119,7 @@ int allred_step(allred_operation *op) {
     if (++op->round == op->rounds) return end(op, ALLRED_DONE);
     op->phase = FILL;
   }
-  const uint64_t steps = atomic_load_explicit(&op->progress_count, memory_order_relaxed);
-  atomic_store_explicit(&op->progress_count, steps + 1, memory_order_relaxed);
-  return ALLRED_PROGRESSED;
+  return progressed(op);
 }
 
 int allred_run(allred_operation *op, int64_t idle_limit_ns) {
@@ -130,6 +147,7 @@ int allred_run_unless(allred_operation *op, int64_t idle_limit_ns, const _Atomic
     const int64_t now = allred_now_ns();
     if (!since) since = now;
     if (now - since >= idle_limit_ns || atomic_load_explicit(leave, memory_order_relaxed)) return ALLRED_PENDING;
-    sched_yield();
+    if (!op->segment->network || !allred_network_wait(op->segment->network, idle_limit_ns - (now - since)))
+      sched_yield();
   }
 }

@@ -11,6 +11,8 @@
  *   5  WAIT_REDUCED  wait until every rank has published its reduced part
  *   6  DRAIN         read the chunks of all ranks into this rank's arrays
  *
+ * Operations across hosts have one or two rounds of another kind (network.h).
+ *
  * Operations on large tensors have a first round of another kind if all ranks map the memory of each (arenas):
  * in_place.h for an allreduce, exchanges.c for the others.
  *
@@ -50,6 +52,12 @@ typedef struct {
   size_t tensor, offset;
 } allred_cursor;
 
+/* Numbers that are summed together: their bytes, and the dtype of the sum. */
+typedef struct {
+  size_t bytes;
+  int dtype;
+} allred_window;
+
 enum { ALLRED_DONE, ALLRED_PENDING, ALLRED_PROGRESSED, ALLRED_DIFFER };
 
 typedef struct allred_operation allred_operation;
@@ -57,7 +65,7 @@ typedef struct allred_operation allred_operation;
 /* What one kind of operation does in FILL, REDUCE and DRAIN; each function may be NULL.
  *
  * agreed  called after step 3; it may change the transfer
- * reduce  NULL: there is no step 4 and 5. Returns whether it is complete, and is called again if not
+ * reduce  NULL: there is no step 4 and 5. Returns DONE; or PROGRESSED or PENDING, as allred_step, and is called again
  * next    called at the end of the round; it may change the transfer and the rounds
  */
 typedef struct {
@@ -147,6 +155,14 @@ static inline size_t allred_smaller(size_t a, size_t b) { return a < b ? a : b; 
 
 /* Return the rounds that so many bytes need; an empty operation has one. */
 static inline uint64_t allred_rounds(size_t bytes, size_t chunk) { return bytes ? (bytes + chunk - 1) / chunk : 1; }
+
+/* Pack tensors into the chunk: the FILL of an allreduce. */
+void allred_fill_tensors(allred_operation *op, char *chunk);
+
+/* For operations across hosts: pack tensors of one dtype into a window of this many bytes, and return what it holds;
+ * write the sums in a window to the tensors. slices: where the parts of the window are, of `part` bytes each. */
+allred_window allred_fill_window(allred_operation *op, char *to, size_t room);
+void allred_drain_window(allred_operation *op, const char *const *slices, size_t part, allred_window window);
 
 /* Return a rank's chunk of the current round. */
 char *allred_operation_chunk(const allred_operation *, int rank);

@@ -261,6 +261,8 @@ int allred_narrows(int dtype, int wire) {
   return (dtype == ALLRED_FLOAT32 || dtype == ALLRED_FLOAT64) && (wire == ALLRED_FLOAT16 || wire == ALLRED_BFLOAT16);
 }
 
+int allred_sum_dtype(int dtype) { return dtype == ALLRED_FLOAT16 || dtype == ALLRED_BFLOAT16 ? ALLRED_FLOAT32 : dtype; }
+
 size_t allred_dtype_bytes(int dtype) {
   static const size_t bytes[ALLRED_DTYPES] = {1, 1, 1, 2, 4, 8, 2, 2, 4, 8};
   return bytes[dtype];

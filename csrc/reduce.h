@@ -43,6 +43,9 @@ void allred_weigh(void *out, const void *in, size_t bytes, int dtype, double wei
 /* Whether numbers of this dtype can be multiplied by this weight: never float16 and bfloat16. */
 int allred_can_weigh(int dtype, double weight);
 
+/* The dtype in which numbers are summed between hosts: float32 for float16 and bfloat16, else their own. */
+int allred_sum_dtype(int dtype);
+
 /* Bytes of an element. */
 size_t allred_dtype_bytes(int dtype);
 

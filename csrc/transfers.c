@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "in_place.h"
+#include "network.h"
 #include "scan.h"
 
 static size_t round_up(size_t bytes) { return (bytes + ALLRED_LINE - 1) / ALLRED_LINE * ALLRED_LINE; }
@@ -93,7 +94,7 @@ static size_t part_of(const allred_operation *op) {
   return round_up((op->data_bytes + (size_t)op->segment->ranks - 1) / (size_t)op->segment->ranks);
 }
 
-static void fill_tensors(allred_operation *op, char *chunk) {
+void allred_fill_tensors(allred_operation *op, char *chunk) {
   static const allred_tensor none = {.dtype = 0};
   const allred_tensor *tensor = op->filled.tensor < op->tensor_count ? &op->tensors[op->filled.tensor] : &none;
   const int by = narrowing(tensor), two_phase = op->transfer->reduce != NULL;
@@ -185,7 +186,7 @@ static int reduce_part(allred_operation *op, char *chunk) {
   for (int rank = 0; rank < op->segment->ranks; rank++) sources[rank] = allred_operation_chunk(op, rank) + start;
   kernel_of(op)(chunk + (by ? round_up(op->data_bytes) : start), sources, op->segment->ranks,
                 (bytes << by) / allred_dtype_bytes(op->chunk_dtype), op->divisor);
-  return 1;
+  return ALLRED_DONE;
 }
 
 static void copy_parts(allred_operation *op) {
@@ -203,8 +204,63 @@ static void copy_parts(allred_operation *op) {
   }
 }
 
-static const allred_transfer one_phase = {.fill = fill_tensors, .drain = reduce_all};
-static const allred_transfer two_phases = {.fill = fill_tensors, .reduce = reduce_part, .drain = copy_parts};
+/*
+ * Across hosts (network.h).
+ */
+
+allred_window allred_fill_window(allred_operation *op, char *to, size_t room) {
+  const allred_tensor *tensor = &op->tensors[op->filled.tensor];
+  const int dtype = tensor->dtype, sum_dtype = allred_sum_dtype(dtype), widens = sum_dtype != dtype;
+  const size_t all = room, item = allred_dtype_bytes(dtype);
+  size_t offset;
+  op->chunk_dtype = dtype;
+  op->chunk_wire = 0;
+  while (takes_more(op, room)) {
+    const size_t bytes = next_piece(op, &op->filled, room >> widens, &tensor, &offset);
+    const void *from = tensor->in + offset;
+    if (op->weighted)
+      allred_weigh(to, from, bytes, dtype, allred_header_weight(&op->header));
+    else if (widens)
+      allred_wide_kernel(op->variant, dtype, sum_dtype, ALLRED_SUM)(to, &from, 1, bytes / item, 1);
+    else
+      memcpy(to, from, bytes);
+    to += bytes << widens;
+    room -= bytes << widens;
+  }
+  return (allred_window){all - room, sum_dtype};
+}
+
+/* Round sums to the dtype of the tensor. */
+static void write_narrow(allred_operation *op, const allred_tensor *tensor, int dtype, size_t offset, const char *from,
+                         size_t bytes) {
+  const allred_narrow kernel = allred_narrow_kernel(op->variant, dtype, tensor->dtype);
+  const size_t item = allred_dtype_bytes(tensor->dtype);
+  _Alignas(ALLRED_LINE) char block[ALLRED_BLOCK_BYTES];
+  for (size_t at = 0, length; at < bytes; at += length) {
+    length = allred_smaller(bytes - at, ALLRED_BLOCK_BYTES);
+    kernel(block, from + at / item * allred_dtype_bytes(dtype), length / item);
+    allred_write_block(op, tensor, &tensor->out, 1, offset + at, block, length);
+  }
+}
+
+void allred_drain_window(allred_operation *op, const char *const *slices, size_t part, allred_window window) {
+  const allred_tensor *tensor;
+  size_t offset;
+  for (size_t at = 0, bytes; at < window.bytes; at += bytes) {
+    const int widens = op->tensors[op->drained.tensor].dtype != window.dtype;
+    const size_t room = allred_smaller(window.bytes - at, part - at % part) >> widens;
+    const char *from = slices[at / part] + at;
+    bytes = next_piece(op, &op->drained, room, &tensor, &offset);
+    if (widens)
+      write_narrow(op, tensor, window.dtype, offset, from, bytes);
+    else
+      write_checked(op, tensor, offset, from, bytes);
+    bytes <<= widens;
+  }
+}
+
+static const allred_transfer one_phase = {.fill = allred_fill_tensors, .drain = reduce_all};
+static const allred_transfer two_phases = {.fill = allred_fill_tensors, .reduce = reduce_part, .drain = copy_parts};
 
 void allred_begin_ring(allred_operation *op) {
   const allred_segment *segment = op->segment;
@@ -240,5 +296,8 @@ void allred_begin_allreduce(allred_operation *op, allred_segment *segment, const
   op->op = reduction;
   op->divisor = divisor;
   op->weighted = header->op & ALLRED_WEIGHTED;
-  if (!allred_begin_in_place(op)) allred_begin_ring(op);
+  if (segment->network)
+    allred_begin_across(op);
+  else if (!allred_begin_in_place(op))
+    allred_begin_ring(op);
 }

@@ -1,0 +1,105 @@
+/*
+ * Operations across hosts: the ranks of a host exchange data through their segment (segment.h), hosts through TCP.
+ *
+ * The first `slices` ranks of each host have a TCP connection to the rank of the same number on every other host. The
+ * first rank of a host also sends the headers. `slices` is the smallest number of ranks of any host.
+ *
+ * Round 0 of every operation exchanges headers; the data of a small allreduce, which fits into one message, goes with
+ * them:
+ *
+ *   1  FILL          write this rank's data, if the operation is small, to its chunk
+ *   2                publish it with the header
+ *   3  WAIT_FILLED   wait until every rank of the host has published
+ *   4  REDUCE        the first rank sums the data of the host and sends it to all other hosts, with the headers of its
+ *                    ranks, in one message; it receives theirs, sums those of all hosts in the order of the hosts, and
+ *                    publishes sum and headers on the board of the host, as tick 1
+ *   5  WAIT_REDUCED  wait for the first rank; compare the headers of all ranks, and end here if they differ
+ *   6  DRAIN         read the sum from the board
+ *
+ * A large allreduce has one more round. Its data passes as a stream of windows. Each rank has WINDOWS of them in shared
+ * memory, used in turn, so several windows are under way, and their phases overlap:
+ *
+ *   1  fill          copy tensors into this rank's window; count it as filled
+ *   2  sum           when all ranks of the host have filled a window, rank i < slices sums slice i of it, in its own
+ *                    window
+ *   3  cross         rank i sums slice i over the hosts, in a ring: in hosts - 1 steps each host sends one block of the
+ *                    slice to the next host, which adds its own numbers; in hosts - 1 further steps complete blocks
+ *                    pass round. A byte is sent as soon as it is received and added. Count the window as crossed
+ *   4  drain         when ranks 0 to slices - 1 have counted a window as crossed, copy its slices into the tensors;
+ *                    count it as drained
+ *
+ * Why no rank writes memory that another reads:
+ *
+ *   1  A rank fills window w only if all ranks of the host have drained window w - WINDOWS.
+ *   2  Between `filled` of all ranks and its own `crossed`, rank i alone reads and writes slice i of its own window,
+ * and reads slice i of the others' windows, which do not change: each of them writes only its own slice. 3  The board
+ * has two places, used in turn by operations, as inline slots (operation.h).
+ *
+ * Sums within a host have the order of its ranks. A block is summed over the hosts in the order of the ring, from the
+ * host that sends it first; a small sum in the order of the hosts. So results are the same on all ranks, and from run
+ * to run. 16-bit floats are summed in float32, and rounded once.
+ *
+ * Messages carry their length; windows do not, because all ranks know it from the agreed headers.
+ */
+#ifndef ALLRED_NETWORK_H
+#define ALLRED_NETWORK_H
+
+#include "operation.h"
+
+#define ALLRED_MAX_HOSTS 1024
+#define ALLRED_WINDOWS 4
+#define ALLRED_SMALL_BYTES ((size_t)16384) /* data of one message */
+
+typedef struct {
+  uint64_t window;
+  int step;
+  size_t offset;
+} allred_ring_position;
+
+typedef struct allred_network {
+  int hosts, host;       /* number of hosts; this one */
+  int slices;            /* ranks of each host that have connections: 0 to slices - 1 */
+  const int *first_rank; /* by host: number of ranks of the hosts before; hosts + 1 of them */
+  const int *sockets;    /* by host, nonblocking; not of this host; NULL on ranks without connections */
+  short *events;         /* by host: the poll events that this rank waits for */
+  int lost;              /* 1 + the first host whose connection was lost; 0: none */
+  char *memory;          /* shared by the ranks of the host, zeros, aligned to a page: allred_network_bytes */
+  size_t window_bytes;   /* a multiple of ALLRED_LINE */
+  uint64_t windows;      /* of all operations so far; the same on all ranks */
+  uint64_t sent;         /* bytes that this rank has sent for allreduces */
+  /* the operation under way */
+  int stage;
+  char *message;        /* of this host: allred_message_bytes() */
+  char *received;       /* of each other host, the same bytes */
+  size_t *moved;        /* by host: bytes sent, then bytes received: 2 * hosts */
+  char *scratch;        /* ALLRED_SCRATCH_BYTES: bytes received that are not added yet */
+  size_t scratch_bytes; /* that it holds */
+  uint64_t filled, summed, drained;
+  allred_window table[ALLRED_WINDOWS];
+  allred_ring_position out, in;
+} allred_network;
+
+#define ALLRED_SCRATCH_BYTES ((size_t)1 << 18)
+
+/* Return the bytes of shared memory of a host with this many ranks; of a message. */
+size_t allred_network_bytes(int local_ranks, int all_ranks, size_t window_bytes);
+size_t allred_message_bytes(const allred_network *network);
+
+/* Prepare round 0 of an operation (transfer, chunk, rounds), and the round after it. */
+void allred_begin_across(allred_operation *op);
+
+/* Return a rank's header of an operation on the board; ranks count in the order of the hosts. */
+allred_header *allred_board_header(const allred_segment *segment, int rank, uint64_t operation);
+
+/* Wait until a connection is ready for what this rank wants to move, or for at most so many ns. Return 0 at once if it
+ * wants nothing. */
+int allred_network_wait(allred_network *network, int64_t limit_ns);
+
+/* network_links.c: move bytes without waiting. Return how many; if a connection is lost, none, for good. */
+size_t allred_send_some(allred_network *network, int host, const char *data, size_t bytes);
+size_t allred_receive_some(allred_network *network, int host, char *data, size_t bytes);
+
+/* network_windows.c: the round in which windows pass. */
+void allred_begin_windows(allred_operation *op);
+
+#endif

@@ -1,0 +1,197 @@
+/*
+ * Threads are the ranks of several hosts: the ranks of a host share memory, hosts are connected by stream sockets with
+ * small buffers. Every number of a result is checked.
+ *
+ *   network [OPERATIONS [SEED]]   so many operations in each case
+ *
+ * Kind, sizes, dtype and header of an operation follow from its number. Numbers are small integers, so that a sum is
+ * exact in every order.
+ */
+#define _GNU_SOURCE /* usleep */
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "network.h"
+
+#define MAX_HOSTS 5
+#define MAX_TENSORS 6
+#define CHUNK 32768
+#define PATIENCE_NS ((int64_t)30 * 1000000000)
+
+typedef struct {
+  int hosts, ranks[MAX_HOSTS], slices;
+  size_t window_bytes;
+} layout;
+
+static const layout layouts[] = {
+    {2, {1, 1}, 1, 4096}, {2, {2, 2}, 2, 4096},   {3, {1, 2, 3}, 1, 8192},        {4, {1, 1, 1, 1}, 1, 4096},
+    {3, {3, 2, 2}, 2, 64}, {5, {1, 1, 2, 1, 1}, 1, 65536}, {2, {3, 3}, 3, 192}};
+
+typedef struct {
+  const layout *layout;
+  int number, host, all, operations; /* number: among all ranks */
+  uint64_t seed, windows_sent;
+  allred_segment segment;
+  allred_network network;
+  int first_rank[MAX_HOSTS + 1], sockets[MAX_HOSTS];
+  short events[MAX_HOSTS];
+} rank;
+
+static uint64_t draw(uint64_t seed, uint64_t a, uint64_t b) { return allred_mix(allred_mix(allred_mix(1, seed), a), b); }
+
+static void fail(const rank *me, int operation, const char *what, size_t where) {
+  fprintf(stderr, "layout of %d hosts: rank %d, operation %d: %s (%zu)\n", me->layout->hosts, me->number, operation,
+          what, where);
+  _exit(1);
+}
+
+/* The element of a tensor on a rank, a small integer, as a number of this dtype. */
+static void put(char *to, int dtype, size_t at, int value) {
+  const float wide = (float)value;
+  const double widest = value;
+  const int32_t integer = value;
+  if (dtype == ALLRED_FLOAT64)
+    memcpy(to + 8 * at, &widest, 8);
+  else if (dtype == ALLRED_FLOAT32)
+    memcpy(to + 4 * at, &wide, 4);
+  else if (dtype == ALLRED_INT32)
+    memcpy(to + 4 * at, &integer, 4);
+  else
+    allred_narrow_kernel(0, ALLRED_FLOAT32, dtype)(to + 2 * at, &wide, 1);
+}
+
+static char *numbers(uint64_t seed, int dtype, size_t tensor, int of_rank, size_t count) {
+  char *data = malloc(count * allred_dtype_bytes(dtype) + 1);
+  for (size_t at = 0; at < count; at++)
+    put(data, dtype, at, (int)(draw(seed, tensor * 64 + (uint64_t)of_rank, at) % 17) - 8);
+  return data;
+}
+
+static int advance(rank *me, allred_operation *op, int number) {
+  int status;
+  for (uint64_t before = (uint64_t)-1;; before = op->progress_count) {
+    while ((status = allred_run(op, 1000000)) == ALLRED_PENDING && op->progress_count != before)
+      before = op->progress_count;
+    if (status != ALLRED_PENDING) return status;
+    const uint64_t dice = me->seed = allred_mix(me->seed, 1);
+    if (dice % 8 == 0) usleep(50);
+    for (int64_t waited = 0; op->progress_count == before && status == ALLRED_PENDING; waited += 1000000) {
+      status = allred_run(op, 1000000);
+      if (waited > PATIENCE_NS) fail(me, number, "no progress", (size_t)op->phase);
+    }
+    if (status != ALLRED_PENDING) return status;
+  }
+}
+
+static void *run(void *argument) {
+  rank *me = argument;
+  static const int dtypes[] = {ALLRED_FLOAT32, ALLRED_FLOAT64, ALLRED_INT32, ALLRED_FLOAT16, ALLRED_BFLOAT16};
+  for (int number = 1; number <= me->operations; number++) {
+    const uint64_t seed = draw(77, (uint64_t)number, (uint64_t)me->layout->hosts);
+    const int differs = draw(seed, 1, 0) % 8 == 0, odd = (int)(draw(seed, 2, 0) % (uint64_t)me->all);
+    const int is_exchange = draw(seed, 3, 0) % 5 == 0;
+    const int op = draw(seed, 4, 0) % 3 == 0 ? ALLRED_MAX : ALLRED_SUM;
+    const size_t count = is_exchange ? 0 : 1 + draw(seed, 5, 0) % MAX_TENSORS;
+    allred_header header = {.kind = 1, .op = (uint8_t)op, .name = seed, .note = (uint64_t)me->number};
+    if (differs && me->number == odd) header.count = 1;
+    allred_operation operation;
+    allred_tensor tensors[MAX_TENSORS];
+    char *in[MAX_TENSORS];
+    size_t counts[MAX_TENSORS];
+    int kinds[MAX_TENSORS];
+    for (size_t i = 0; i < count; i++) {
+      const uint64_t size = draw(seed, 6, i) % 4;
+      counts[i] = 1 + draw(seed, 7, i) % (size == 0 ? 4 : size == 1 ? 300 : size == 2 ? 5000 : 40000);
+      if (differs && me->number == odd) counts[i] += 3; /* another size: nothing may be read or written */
+      kinds[i] = dtypes[(draw(seed, 8, 0) + i / 3) % 5];
+      in[i] = numbers(seed, kinds[i], i, me->number, counts[i]);
+      tensors[i] = (allred_tensor){in[i], in[i], counts[i] * allred_dtype_bytes(kinds[i]), kinds[i], 0, (uint32_t)i, 0};
+    }
+    if (is_exchange)
+      allred_begin_exchange(&operation, &me->segment, &header);
+    else
+      allred_begin_allreduce(&operation, &me->segment, &header, tensors, count, allred_variants() - 1, op, me->all);
+    const int status = advance(me, &operation, number);
+    if ((status == ALLRED_DIFFER) != (differs && me->all > 1)) fail(me, number, "wrong status", (size_t)status);
+    for (int other = 0; other < me->all; other++)
+      if (allred_board_header(&me->segment, other, (uint64_t)number)->note != (uint64_t)other)
+        fail(me, number, "wrong header", (size_t)other);
+    for (size_t i = 0; i < count; i++) {
+      char *all[64];
+      for (int other = 0; other < me->all; other++) all[other] = numbers(seed, kinds[i], i, other, counts[i]);
+      char *right = malloc(counts[i] * allred_dtype_bytes(kinds[i]));
+      allred_reduce_kernel(0, kinds[i], op)(right, (const void *const *)all, me->all, counts[i], me->all);
+      const char *expected = status == ALLRED_DIFFER ? all[me->number] : right;
+      for (size_t at = 0; at < counts[i] * allred_dtype_bytes(kinds[i]); at++)
+        if (in[i][at] != expected[at]) fail(me, number, "wrong number", at);
+      for (int other = 0; other < me->all; other++) free(all[other]);
+      free(right), free(in[i]);
+    }
+  }
+  if (me->network.lost) fail(me, 0, "connection lost", (size_t)me->network.lost);
+  return NULL;
+}
+
+static void run_layout(const layout *l, int operations, uint64_t seed) {
+  rank *ranks = calloc(64, sizeof *ranks);
+  pthread_t threads[64];
+  int all = 0, first[MAX_HOSTS + 1] = {0};
+  for (int host = 0; host < l->hosts; host++) first[host + 1] = all += l->ranks[host];
+  for (int host = 0; host < l->hosts; host++) {
+    char *memory = aligned_alloc(4096, allred_segment_bytes(l->ranks[host], CHUNK));
+    const size_t bytes = (allred_network_bytes(l->ranks[host], all, l->window_bytes) + 4095) / 4096 * 4096;
+    char *shared = aligned_alloc(4096, bytes);
+    memset(memory, 0, allred_segment_bytes(l->ranks[host], CHUNK));
+    memset(shared, 0, bytes);
+    for (int local = 0; local < l->ranks[host]; local++) {
+      rank *me = &ranks[first[host] + local];
+      *me = (rank){.layout = l, .number = first[host] + local, .host = host, .all = all, .operations = operations};
+      me->seed = seed + (uint64_t)me->number;
+      memcpy(me->first_rank, first, sizeof first);
+      me->network = (allred_network){.hosts = l->hosts, .host = host, .slices = l->slices};
+      me->network.first_rank = me->first_rank;
+      me->network.events = me->events;
+      me->network.sockets = local < l->slices ? me->sockets : NULL;
+      me->network.memory = shared;
+      me->network.window_bytes = l->window_bytes;
+      me->network.message = malloc(allred_message_bytes(&me->network));
+      me->network.received = malloc(allred_message_bytes(&me->network) * (size_t)l->hosts);
+      me->network.moved = calloc(2 * (size_t)l->hosts, sizeof(size_t));
+      me->network.scratch = malloc(ALLRED_SCRATCH_BYTES);
+      me->segment = (allred_segment){.memory = memory, .rank = local, .ranks = l->ranks[host], .chunk_bytes = CHUNK};
+      me->segment.network = &me->network;
+    }
+  }
+  for (int a = 0; a < l->hosts; a++)
+    for (int b = a + 1; b < l->hosts; b++)
+      for (int slice = 0; slice < l->slices; slice++) {
+        int pair[2], small = 3000;
+        if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, pair)) exit(2);
+        for (int i = 0; i < 2; i++) setsockopt(pair[i], SOL_SOCKET, SO_SNDBUF, &small, sizeof small);
+        ranks[first[a] + slice].sockets[b] = pair[0];
+        ranks[first[b] + slice].sockets[a] = pair[1];
+      }
+  for (int i = 0; i < all; i++) pthread_create(&threads[i], NULL, run, &ranks[i]);
+  for (int i = 0; i < all; i++) pthread_join(threads[i], NULL);
+  for (int host = 0; host < l->hosts; host++) free(ranks[first[host]].segment.memory), free(ranks[first[host]].network.memory);
+  for (int i = 0; i < all; i++) {
+    for (int host = 0; ranks[i].network.sockets && host < l->hosts; host++)
+      if (host != ranks[i].host) close(ranks[i].sockets[host]);
+    free(ranks[i].network.message), free(ranks[i].network.received), free(ranks[i].network.moved);
+    free(ranks[i].network.scratch);
+  }
+  free(ranks);
+  printf("%d hosts, %d ranks, windows of %zu bytes: %d operations are right\n", l->hosts, all, l->window_bytes,
+         operations);
+}
+
+int main(int count, char **words) {
+  const int operations = count > 1 ? atoi(words[1]) : 100;
+  for (size_t i = 0; i < sizeof layouts / sizeof *layouts; i++)
+    run_layout(&layouts[i], operations, count > 2 ? (uint64_t)atoll(words[2]) : 1);
+  return 0;
+}
