@@ -57,6 +57,13 @@ class Config:
         "backend of the collectives: auto uses shm if possible, and nccl for device arrays if there are GPUs and cupy",
         choices=("auto", "single", "shm", "mpi", "nccl"),
     )
+    transport: str = _setting(
+        "mpi", "how host arrays pass between nodes: mpi, or tcp (connections of allred)", choices=("mpi", "tcp")
+    )
+    network: str = _setting(
+        "auto",
+        "transport tcp: interfaces and networks of its connections, such as eth1,10.0.0.0/8; auto: all except loopback",
+    )
     nccl_cross: str = _setting(
         "nccl",
         "transport of device arrays between nodes: nccl, or mpi, which copies them through host memory",

@@ -195,7 +195,9 @@ def _plan(facts: list[_Facts], cluster: Cluster, has_mpi: bool) -> _Decisions:
     stop = len(facts) - cluster.clients
     workers = range(_servers(config, stop), stop)
     kernels = [facts[rank].has_kernels for rank in workers]
-    backend, reason = select_backend(config.backend, nodes[workers.start : stop], has_mpi, kernels)
+    backend, reason = select_backend(
+        config.backend, nodes[workers.start : stop], has_mpi, kernels, config.transport
+    )
     select_devices(config, [facts[rank].gpus for rank in workers], nodes[workers.start : stop])  # raises
     return _Decisions(config, nodes, workers, backend, reason)
 
@@ -228,7 +230,7 @@ def _world(plan: _Decisions, facts: list[_Facts], control: Communicator, duplica
         local_size = nodes.count(nodes[rank - workers.start])
         if backend == "shm" and 1 < local_size == len(nodes):
             arena.enable(config.arena, local_size)
-        communicator = create(backend, ours, config.timeout_s, nodes)
+        communicator = create(backend, ours, config.timeout_s, nodes, config.network)
     if communicator.name != backend:
         reason = "no two ranks could share memory; on one node that takes /proc or a Unix socket between them"
         arena.disable("no two ranks could share memory")

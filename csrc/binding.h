@@ -41,6 +41,9 @@ PyObject *allred_python_match(PyObject *module, PyObject *const *args, Py_ssize_
 PyObject *allred_python_addresses(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *allred_python_distinct(PyObject *module, PyObject *const *args, Py_ssize_t count);
 
+/* segment_network.c */
+PyObject *allred_python_network_bytes(PyObject *module, PyObject *args);
+
 /* mailbox_type.c */
 PyObject *allred_python_mailbox_bytes(PyObject *module, PyObject *args);
 

@@ -288,6 +288,8 @@ static PyMethodDef methods[] = {
     METHOD("exceeds", exceeds, METH_VARARGS, "Whether the magnitude of a float is above the limit; see scan.h."),
     METHOD("variants", variants, METH_NOARGS, "Return the names of the kernel variants of this CPU, fastest last."),
     METHOD("segment_bytes", segment_bytes, METH_VARARGS, "Return the bytes of memory that a Segment needs."),
+    METHOD("network_bytes", allred_python_network_bytes, METH_VARARGS,
+           "Return the bytes of memory that operations across hosts need."),
     METHOD("mailbox_bytes", allred_python_mailbox_bytes, METH_VARARGS, "Return the bytes that a Mailbox needs."),
     METHOD("arena_open", allred_python_arena_open, METH_VARARGS, "Open the arena of this process; see arena.h."),
     METHOD("arena_serve_sizes", allred_python_arena_serve_sizes, METH_O, "Set the sizes that the arena serves."),

@@ -164,6 +164,43 @@ static int exchange_messages(allred_operation *op, char *chunk) {
   return ALLRED_DONE;
 }
 
+/* ---- an exchange without headers */
+
+static int exchange_parts(allred_operation *op, char *chunk) {
+  allred_network *network = network_of(op);
+  int any = 0, complete = 1;
+  if (!network->sockets) return ALLRED_DONE;
+  if (network->stage == BEGIN) memset(network->moved, 0, 2 * (size_t)network->hosts * sizeof *network->moved);
+  network->stage = EXCHANGE;
+  for (int host = 0; host < network->hosts; host++) {
+    size_t *sent = &network->moved[host], *got = &network->moved[network->hosts + host], bytes;
+    const uint64_t *out = op->send_starts + 2 * host, *in = op->receive_starts + 2 * host;
+    if (host == network->host) {
+      if (!*sent && out[1]) memcpy(op->receive + in[0], op->send + out[0], out[1]), *sent = 1;
+      continue;
+    }
+    if (*sent < out[1] && (bytes = allred_send_some(network, host, op->send + out[0] + *sent, out[1] - *sent)) > 0)
+      *sent += bytes, any = 1;
+    if (*got < in[1] && (bytes = allred_receive_some(network, host, op->receive + in[0] + *got, in[1] - *got)) > 0)
+      *got += bytes, any = 1;
+    complete &= *sent == out[1] && *got == in[1];
+  }
+  if (!complete) return any ? ALLRED_PROGRESSED : ALLRED_PENDING;
+  network->stage = BEGIN;
+  return ALLRED_DONE;
+}
+
+void allred_begin_host_exchange(allred_operation *op, allred_segment *segment, const char *from, char *to,
+                                const uint64_t *send, const uint64_t *receive) {
+  static const allred_transfer exchange = {.reduce = exchange_parts};
+  static const allred_header none = {.kind = 0};
+  allred_begin_exchange(op, segment, &none);
+  op->transfer = &exchange;
+  op->compares_board = 0;
+  op->send = from, op->receive = to;
+  op->send_starts = send, op->receive_starts = receive;
+}
+
 /* ---- how operations begin */
 
 static void read_sum(allred_operation *op) {
@@ -191,6 +228,7 @@ static int is_small(const allred_operation *op) {
 
 void allred_begin_across(allred_operation *op) {
   const int has_data = op->tensor_count > 0;
+  op->compares_board = 1;
   op->data_bytes = 0;
   op->rounds = 1;
   op->is_inline = 1;

@@ -88,6 +88,11 @@ size_t allred_message_bytes(const allred_network *network);
 /* Prepare round 0 of an operation (transfer, chunk, rounds), and the round after it. */
 void allred_begin_across(allred_operation *op);
 
+/* Prepare an exchange of bytes between the hosts, without headers; only ranks with connections move any. send and
+ * receive: where the data for and from each host lies in `from` and `to`, as pairs of offset and bytes. */
+void allred_begin_host_exchange(allred_operation *op, allred_segment *segment, const char *from, char *to,
+                                const uint64_t *send, const uint64_t *receive);
+
 /* Return a rank's header of an operation on the board; ranks count in the order of the hosts. */
 allred_header *allred_board_header(const allred_segment *segment, int rank, uint64_t operation);
 

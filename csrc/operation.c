@@ -109,7 +109,7 @@ int allred_step(allred_operation *op) {
     break;
   case WAIT_REDUCED:
     if (!all_ready(op)) return ALLRED_PENDING;
-    if (op->round == 0 && op->segment->network && !headers_agree(op)) return end(op, ALLRED_DIFFER);
+    if (op->round == 0 && op->compares_board && !headers_agree(op)) return end(op, ALLRED_DIFFER);
     op->phase = DRAIN;
     break;
   case DRAIN:

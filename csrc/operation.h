@@ -84,6 +84,7 @@ struct allred_operation {
   uint64_t first_tick;
   int is_inline;                   /* whether all data fits into the inline slot */
   _Atomic uint64_t progress_count; /* steps taken; any thread may read it to detect progress */
+  int compares_board;              /* whether the headers of all hosts are compared (network.h) */
   int phase, ready_ranks, status;  /* ready_ranks: the ranks below have reached the phase */
   /* a reduction */
   int variant, op, divisor;

@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "arena.h"
+#include "network.h"
 #include "segment_object.h"
 
 PyTypeObject *allred_operation_type;
@@ -46,9 +47,12 @@ void allred_attach(Operation *self, Segment *segment) {
 }
 
 PyObject *allred_headers(const Segment *segment, uint64_t number) {
-  PyObject *list = PyList_New(segment->segment.ranks);
-  for (int rank = 0; list && rank < segment->segment.ranks; rank++) {
-    const void *header = allred_segment_header(&segment->segment, rank, number);
+  const allred_network *network = segment->segment.network;
+  const int ranks = network ? network->first_rank[network->hosts] : segment->segment.ranks;
+  PyObject *list = PyList_New(ranks);
+  for (int rank = 0; list && rank < ranks; rank++) {
+    const void *header = network ? allred_board_header(&segment->segment, rank, number)
+                                 : allred_segment_header(&segment->segment, rank, number);
     PyObject *bytes = PyBytes_FromStringAndSize(header, sizeof(allred_header));
     if (!bytes || PyList_SetItem(list, rank, bytes) < 0) Py_CLEAR(list);
   }
@@ -57,8 +61,9 @@ PyObject *allred_headers(const Segment *segment, uint64_t number) {
 
 void allred_prepare_allreduce(Segment *self, Operation *operation, const allred_header *header, Py_ssize_t count,
                               int op) {
+  const allred_network *network = self->segment.network;
   allred_begin_allreduce(&operation->operation, &self->segment, header, operation->tensors, (size_t)count,
-                         self->variant, op, self->segment.ranks);
+                         self->variant, op, network ? network->first_rank[network->hosts] : self->segment.ranks);
 }
 
 Py_ssize_t allred_group_by_dtype(allred_tensor *tensors, Py_ssize_t count) {

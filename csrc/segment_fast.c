@@ -58,6 +58,7 @@ static int read_options(Segment *self, PyObject *const *args, Py_ssize_t count, 
   const int code = position(self->ops, args[0]);
   const long wire = count > 2 ? PyLong_AsLong(args[2]) : 0;
   PyErr_Clear(); /* the error of a text that is not UTF-8, or of a wire type that is not a number: then it is -1 */
+  if (wire && self->segment.network) return 0;
   if (!text || code <= 0 || (wire && !allred_narrows(ALLRED_FLOAT32, (int)wire))) return 0; /* op 0 does not exist */
   header->op = (uint8_t)(code | (int)wire << ALLRED_WIRE_SHIFT);
   header->name = allred_hash_text(text, (size_t)length);

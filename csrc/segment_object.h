@@ -5,6 +5,7 @@
  *   segment_fast.c     the fast path of Segment: plain arrays are checked and hashed in C, and usually reduced at once
  *   segment_exchanges.c  allgather, broadcast, alltoall and reducescatter of Segment
  *   segment_arenas.c   the arenas of Segment
+ *   segment_network.c  the connections of Segment to other hosts
  *   operation_type.c   Operation: a pending operation, and the buffers that it holds until it is complete
  *   trace.c            the trace of the fast path, for the timeline
  *
@@ -109,6 +110,9 @@ PyObject *allred_trace_take(allred_trace *trace);
 
 void allred_trace_free(allred_trace *trace);
 
+/* Release the connections to other hosts, if there are any. */
+void allred_segment_release_network(Segment *self);
+
 /* Release the buffers of the arenas, if there are any. */
 void allred_segment_release_arenas(Segment *self);
 
@@ -125,6 +129,8 @@ PyObject *allred_segment_begin_allgather(Segment *self, PyObject *args);
 PyObject *allred_segment_begin_broadcast(Segment *self, PyObject *args);
 PyObject *allred_segment_begin_alltoall(Segment *self, PyObject *args);
 PyObject *allred_segment_begin_reducescatter(Segment *self, PyObject *args);
+PyObject *allred_segment_set_network(Segment *self, PyObject *args);
+PyObject *allred_segment_begin_host_exchange(Segment *self, PyObject *args);
 PyObject *allred_segment_set_arenas(Segment *self, PyObject *buffers);
 PyObject *allred_segment_get_outside(Segment *self, void *unused);
 PyObject *allred_segment_allreduce(Segment *self, PyObject *const *args, Py_ssize_t count);

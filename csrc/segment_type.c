@@ -235,6 +235,7 @@ static PyObject *close_segment(Segment *self, PyObject *unused) {
   Py_XDECREF(halt(self, unused));
   self->open = 0;
   allred_segment_release_arenas(self);
+  allred_segment_release_network(self);
   PyBuffer_Release(&self->memory);
   if (self->own_process) munmap((void *)self->own_process, 1);
   self->own_process = NULL;
@@ -267,6 +268,9 @@ static PyMethodDef methods[] = {
     METHOD("halt", halt, METH_NOARGS, "Stop all progress, for good, and end the thread."),
     METHOD("set_arenas", allred_segment_set_arenas, METH_O,
            "From now on, reduce arrays that lie in these buffers in place. Called on all ranks between operations."),
+    METHOD("set_network", allred_segment_set_network, METH_VARARGS,
+           "From now on, operations include the ranks of other hosts. Called on all ranks between operations."),
+    METHOD("begin_host_exchange", allred_segment_begin_host_exchange, METH_VARARGS, "Exchange bytes between hosts."),
     METHOD("set_tracing", set_tracing, METH_O, "Whether to record the calls of the fast path from now on."),
     METHOD("take_trace", take_trace, METH_NOARGS, "Return and remove the recorded calls."),
     METHOD("acquire", acquire, METH_O, "Take the lock; False if another thread has it. Never waits."),

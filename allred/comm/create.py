@@ -15,14 +15,17 @@ from allred.errors import ConfigError, InputError
 from allred.gpu import streams
 from allred.gpu.streams import Device, VisibleGpus
 
-BACKENDS = ("mpi", "shm", "single")  # of host arrays
+BACKENDS = ("mpi", "shm", "single", "tcp")  # of host arrays
 _devices: dict[int, Device] = {}  # of this process, by index: shared by all communicators
 
 
-def select_backend(wanted: str, nodes: list[int], has_mpi: bool, kernels: list[bool]) -> tuple[str, str]:
+def select_backend(
+    wanted: str, nodes: list[int], has_mpi: bool, kernels: list[bool], transport: str = "mpi"
+) -> tuple[str, str]:
     """Return the name of the backend, and the reason.
 
-    wanted: the setting `backend`. nodes, kernels: for every rank, its node and whether it has the C extension.
+    wanted, transport: the settings `backend` and `transport`. nodes, kernels: for every rank, its node and whether it
+    has the C extension.
 
     Raises ConfigError if the backend in `wanted` cannot be used.
 
@@ -39,6 +42,8 @@ def select_backend(wanted: str, nodes: list[int], has_mpi: bool, kernels: list[b
             f"backend 'shm' needs the C extension, but rank {kernels.index(False)} does not have it (python -m "
             "allred.native shows the reason); or use backend mpi"
         )
+    if transport == "tcp" and wanted != "mpi" and all(kernels) and has_mpi and len(set(nodes)) > 1:
+        return "tcp", "TCP between nodes"
     if wanted not in ("auto", "nccl"):  # NCCL is added to a host backend, not used instead of it
         return wanted, "as requested"
     if size == 1:
@@ -65,9 +70,9 @@ def select_devices(config: Config, seen: list[VisibleGpus], nodes: list[int]) ->
     return not problem, problem and f"GPUs are not used: {problem}"
 
 
-def create(name: str, comm: Any, timeout_s: float, nodes: list[int]) -> Communicator:
+def create(name: str, comm: Any, timeout_s: float, nodes: list[int], network: str = "auto") -> Communicator:
     """Make a communicator on backend `name`. Collective. comm: an mpi4py communicator, which the backend owns; None
-    without MPI. nodes: the node of every rank."""
+    without MPI. nodes: the node of every rank. network: the setting of that name."""
     if name == "single":
         return Communicator(SingleBackend(), timeout_s)
     if name == "mpi":
@@ -76,7 +81,7 @@ def create(name: str, comm: Any, timeout_s: float, nodes: list[int]) -> Communic
         return Communicator(MpiBackend(comm), timeout_s)
     from allred.comm.backends.hierarchical import connect  # imports MPI, and the C extension
 
-    return Communicator(connect(comm, nodes), timeout_s)
+    return Communicator(connect(comm, nodes, name, network), timeout_s)
 
 
 def add_devices(communicator: Communicator, config: Config, seen: list[VisibleGpus], nodes: list[int]) -> str:

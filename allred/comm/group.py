@@ -115,10 +115,12 @@ class Group:
         descriptor: OpDescriptor,
         begin: Callable[["ShmBackend", bytes], "CheckedOperation"],
         move: "Callable[[Group], Steps[None]]",
+        wire: int = 0,
     ) -> Steps[None]:
         """Exchange headers, then move the bytes of the operation. begin: starts both as one operation, for a backend
-        that can; move: moves the bytes on a group that has agreed."""
-        if (backend := self.backend.with_header) is None:
+        that can; move: moves the bytes on a group that has agreed. wire: as in Backend.allreduce."""
+        backend = self.backend.with_header
+        if backend is None or not self.backend.begins_with_header(descriptor.kind, wire):
             group, _ = yield from self.agree(descriptor)
         else:
             operation = begin(backend, self._announce(descriptor))

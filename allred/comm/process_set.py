@@ -55,11 +55,11 @@ class ProcessSets:
     def create(self, ranks: tuple[int, ...], title: str) -> Steps[Communicator]:
         """Create a communicator of these ranks. Collective among them. title: describes them."""
         nodes, kernels = [self.nodes[rank] for rank in ranks], [self.kernels[rank] for rank in ranks]
-        name, _ = select_backend(self.config.backend, nodes, True, kernels)
+        name, _ = select_backend(self.config.backend, nodes, True, kernels, self.config.transport)
         world_ranks = [rank + self.servers for rank in ranks]
         yield from _wait_for_members(self.comm, world_ranks, title)
         comm = self.comm.Create_group(self.comm.Get_group().Incl(world_ranks))
-        communicator = create(name, comm, self.everyone.queue.timeout_s, nodes)
+        communicator = create(name, comm, self.everyone.queue.timeout_s, nodes, self.config.network)
         communicator.queue.members, communicator.ranks = world_ranks, ranks
         communicator.checks_places = self.everyone.checks_places
         communicator.make_subgroup = functools.partial(self._subgroup, ranks)

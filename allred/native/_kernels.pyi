@@ -77,6 +77,7 @@ def arena_usage() -> tuple[int, int, int, bool, int, int]:
     """(bytes, live bytes, bytes that have pages, whether frozen, full, no_pages); all 0 without an arena. The last two
     are the numbers of requests that were refused: because it was full, and because the system had no pages."""
 
+def network_bytes(local_ranks: int, ranks: int, window_bytes: int, /) -> int: ...
 def segment_bytes(ranks: int, chunk_bytes: int, /) -> int: ...
 
 class Operation:
@@ -168,6 +169,23 @@ class Segment:
         /,
     ) -> Operation:
         """counts: bytes for each rank, from each rank. largest: the most bytes that any rank sends to any other."""
+    def set_network(
+        self, memory: Any, window_bytes: int, host: int, slices: int, ranks: list[int], sockets: list[int], /
+    ) -> None:
+        """From now on, operations include the ranks of other hosts (csrc/network.h). memory: network_bytes(...) bytes,
+        zeros, shared by the ranks of this host. ranks: number of ranks of each host. sockets: descriptors by host,
+        nonblocking; of this host -1."""
+    def begin_host_exchange(
+        self,
+        send: Any,
+        send_starts: list[int],
+        send_counts: list[int],
+        receive: Any,
+        receive_starts: list[int],
+        receive_counts: list[int],
+        /,
+    ) -> Operation:
+        """Begin an exchange of bytes with the same rank of each host, as a part of an operation."""
     def begin_reducescatter(
         self, record: bytes | None, send: Any, receive: Any, counts: list[int], dtype: int, op: int, /
     ) -> Operation: ...

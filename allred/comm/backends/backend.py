@@ -42,6 +42,10 @@ class Backend(ABC):
         self.size = size
         self._sent_bytes = 0
 
+    def begins_with_header(self, kind: str, wire: int) -> bool:
+        """Whether a collective of this kind is one operation with its header, see `with_header`. wire: as in `allreduce`."""
+        return self.with_header is not None
+
     @abstractmethod
     def exchange(self, record: bytes) -> Steps[list[bytes]]:
         """Return the records of all ranks in rank order, header.BYTES bytes each."""

@@ -1,0 +1,198 @@
+"""Backend of several hosts that are connected by TCP: shared memory within a host, TCP between hosts (csrc/network.h).
+
+An allreduce of one array or of a group is one operation in C, as on one host. The other collectives are composed of
+those of the host and of an exchange of bytes between hosts; `slices` ranks of each host share the exchange. Each byte
+crosses to another host once.
+
+Results are the same on all ranks, and from run to run for the same hosts. The sum of a host has the order of its ranks;
+the sum over the hosts has an order that depends on the position in the array.
+"""
+
+import mmap
+import socket
+from typing import Any
+
+import numpy as np
+
+from allred import arrays, native
+from allred.arrays import Array
+from allred.comm import ops
+from allred.comm.backends.backend import Backend
+from allred.comm.backends.shm import ShmBackend
+from allred.comm.ops import ReduceOp, narrow, widen
+from allred.comm.work import Steps
+
+WINDOW_BYTES = 2**20
+_NARROW_COUNT = 2**20  # elements that are sent as 16-bit floats at a time
+
+
+class HostsBackend(ShmBackend):
+    """All ranks of `comm`, which the backend owns.
+
+    hosts: the ranks of each host, in order. node: the backend of the ranks of this host, which it owns too. memory,
+    windows: shared by the ranks of this host. sockets: to the rank with the same local number, by host.
+    """
+
+    name = "tcp"
+
+    def __init__(
+        self,
+        comm: Any,
+        hosts: list[list[int]],
+        node: Backend,
+        memory: mmap.mmap,
+        windows: mmap.mmap,
+        sockets: dict[int, socket.socket],
+    ) -> None:
+        super().__init__(node.rank, node.size, memory, comm)
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self._hosts, self._node, self._windows, self._sockets = hosts, node, windows, sockets
+        self._here = next(index for index, ranks in enumerate(hosts) if self.rank in ranks)
+        self._slices = min(map(len, hosts))
+        self._order = [rank for ranks in hosts for rank in ranks]
+        self._position = [self._order.index(rank) for rank in range(self.size)]
+        fds = [sockets[host].fileno() if host in sockets else -1 for host in range(len(hosts))]
+        self.segment.set_network(windows, window_bytes(hosts), self._here, self._slices, [len(h) for h in hosts], fds)
+
+    def begins_with_header(self, kind: str, wire: int) -> bool:
+        return kind in ("allreduce", "grouped_allreduce") and not wire
+
+    def close(self, sound: bool) -> None:
+        self._node.close(sound)
+        super().close(sound)
+        self._windows.close()
+        for one in self._sockets.values():
+            one.close()
+
+    def exchange(self, record: bytes) -> Steps[list[bytes]]:
+        headers = yield from super().exchange(record)
+        return [headers[position] for position in self._position]
+
+    def allreduce(self, flat: Array, op: ReduceOp, wire: int = 0) -> Steps[None]:
+        if not wire:
+            yield from super().allreduce(flat, op)
+            return
+        # Rounded once before and once after the sum, as on backend mpi.
+        for start in range(0, flat.size, _NARROW_COUNT):
+            part = flat[start : start + _NARROW_COUNT]
+            share = -(-part.size // self.size)
+            halves = np.zeros(self.size * share, np.uint16)
+            rows = np.empty((self.size, share), np.uint16)
+            narrow(part, halves[: part.size], wire)
+            counts = np.full((self.size, self.size), 2 * share)
+            yield from self.alltoall(arrays.as_bytes(halves), arrays.as_bytes(rows.reshape(-1)), counts)
+            mine = np.empty(share, np.uint16)
+            native.reduce(list(rows), mine, wire, ops.CODES[op], self.size)
+            yield from self.allgather(arrays.as_bytes(mine), arrays.as_bytes(halves), [2 * share] * self.size)
+            widen(halves[: part.size], part, wire)
+
+    def broadcast(self, data: Array, root: int) -> Steps[None]:
+        source = next(index for index, ranks in enumerate(self._hosts) if root in ranks)
+        if source == self._here:
+            yield from self._node.broadcast(data, self._hosts[source].index(root))
+        # The host of the root sends a part to each other host; then each host sends its part to all that lack it.
+        count, here = len(self._hosts), self._here
+        parts = _cuts(*self._slice(data.size), count)
+        nothing, target = (0, 0), np.empty(0, np.uint8) if source == here else data  # that of the root may be read-only
+        to = [part if here == source != host else nothing for host, part in enumerate(parts)]
+        come = [parts[here] if host == source != here else nothing for host in range(count)]
+        yield from self._exchange(data, to, target, come)
+        to = [nothing if host in (here, source) else parts[here] for host in range(count)]
+        come = [nothing if here in (host, source) else part for host, part in enumerate(parts)]
+        yield from self._exchange(data, to, target, come)
+        if source != here:
+            yield from self._gather_slices(data)
+
+    def allgather(self, send: Array, recv: Array, counts: list[int]) -> Steps[None]:
+        blocks = [sum(counts[rank] for rank in ranks) for ranks in self._hosts]
+        gathered = [np.empty(size, np.uint8) for size in blocks]
+        yield from self._node.allgather(send, gathered[self._here], [counts[rank] for rank in self._hosts[self._here]])
+        yield from self._swap([gathered[self._here]] * len(blocks), gathered)
+        starts = np.cumsum([0, *counts])
+        for ranks, block in zip(self._hosts, gathered, strict=True):
+            at = 0
+            for rank in ranks:
+                recv[starts[rank] : starts[rank + 1]] = block[at : at + counts[rank]]
+                at += counts[rank]
+
+    def alltoall(self, send: Array, recv: Array, counts: Array) -> Steps[None]:
+        ours = self._hosts[self._here]
+        totals = [int(counts[rank].sum()) for rank in ours]
+        everything = np.empty(sum(totals), np.uint8)
+        yield from self._node.allgather(send, everything, totals)
+        rows = dict(zip(ours, np.split(everything, np.cumsum(totals)[:-1]), strict=True))
+        offsets = np.cumsum(np.hstack([np.zeros((self.size, 1), np.int64), counts]), axis=1)
+        outgoing, incoming = [], []
+        for ranks in self._hosts:
+            parts = [rows[mine][offsets[mine, rank] : offsets[mine, rank + 1]] for mine in ours for rank in ranks]
+            outgoing.append(np.concatenate(parts))
+            incoming.append(np.empty(sum(int(counts[rank, mine]) for rank in ranks for mine in ours), np.uint8))
+        yield from self._swap(outgoing, incoming)
+        starts = np.cumsum([0, *counts[:, self.rank]])
+        for ranks, block in zip(self._hosts, incoming, strict=True):
+            at = 0
+            for rank in ranks:
+                for mine in ours:
+                    count = int(counts[rank, mine])
+                    if mine == self.rank:
+                        recv[starts[rank] : starts[rank] + count] = block[at : at + count]
+                    at += count
+
+    def reducescatter(self, flat: Array, out: Array, counts: list[int], op: ReduceOp) -> Steps[None]:
+        whole = flat.copy()
+        yield from self.allreduce(whole, op)
+        start = sum(counts[: self.rank])
+        out[:] = whole[start : start + out.size]
+
+    # Between hosts.
+
+    def _slice(self, size: int) -> tuple[int, int]:
+        """Return start and end of what this rank sends and receives of `size` bytes."""
+        index = self._node.rank
+        return _cuts(0, size, self._slices)[index] if index < self._slices else (0, 0)
+
+    def _swap(self, outgoing: list[Array], incoming: list[Array]) -> Steps[None]:
+        """Send bytes to each host and receive from each. All ranks of a host pass the same bytes and get the same."""
+        out, back = np.concatenate(outgoing), np.empty(sum(block.size for block in incoming), np.uint8)
+        to, come = (self._slices_of(blocks) for blocks in (outgoing, incoming))
+        yield from self._exchange(out, to, back, come)
+        at = 0
+        for block in incoming:
+            block[:] = back[at : at + block.size]
+            at += block.size
+            yield from self._gather_slices(block)
+
+    def _slices_of(self, blocks: list[Array]) -> list[tuple[int, int]]:
+        """Return where this rank's slice of each block lies in their concatenation."""
+        found, at = [], 0
+        for block in blocks:
+            start, stop = self._slice(block.size)
+            found.append((at + start, at + stop))
+            at += block.size
+        return found
+
+    def _exchange(
+        self, send: Array, to: list[tuple[int, int]], recv: Array, come: list[tuple[int, int]]
+    ) -> Steps[None]:
+        """Send send[start:stop] to each host, and receive recv[start:stop] from each; this host is included."""
+        pairs = [[[start for start, _ in side], [stop - start for start, stop in side]] for side in (to, come)]
+        yield self.segment.begin_host_exchange(send, *pairs[0], recv, *pairs[1])
+
+    def _gather_slices(self, data: Array) -> Steps[None]:
+        """Complete `data` on all ranks of this host, each of which has its slice."""
+        if self._node.size == 1:
+            return
+        sizes = [stop - start for start, stop in _cuts(0, data.size, self._slices)]
+        sizes += [0] * (self._node.size - self._slices)
+        start, stop = self._slice(data.size)
+        yield from self._node.allgather(data[start:stop].copy(), data, sizes)
+
+
+def window_bytes(hosts: list[list[int]]) -> int:
+    """Return the bytes of a window: enough that each host's block of each slice fills a link for some time."""
+    return min(max(WINDOW_BYTES, len(hosts) * min(map(len, hosts)) * 2**17), 2**23)
+
+
+def _cuts(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
+    ends = np.cumsum([start, *arrays.split_sizes(stop - start, parts)]).tolist()
+    return list(zip(ends, ends[1:], strict=False))
