@@ -195,9 +195,7 @@ def _plan(facts: list[_Facts], cluster: Cluster, has_mpi: bool) -> _Decisions:
     stop = len(facts) - cluster.clients
     workers = range(_servers(config, stop), stop)
     kernels = [facts[rank].has_kernels for rank in workers]
-    backend, reason = select_backend(
-        config.backend, nodes[workers.start : stop], has_mpi, kernels, config.transport
-    )
+    backend, reason = select_backend(config.backend, nodes[workers.start : stop], has_mpi, kernels, config.transport)
     select_devices(config, [facts[rank].gpus for rank in workers], nodes[workers.start : stop])  # raises
     return _Decisions(config, nodes, workers, backend, reason)
 

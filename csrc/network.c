@@ -213,20 +213,20 @@ static const allred_transfer headers = {.reduce = exchange_messages},
                              headers_then_windows = {.reduce = exchange_messages, .next = allred_begin_windows},
                              small = {.fill = allred_fill_tensors, .reduce = exchange_messages, .drain = read_sum};
 
-/* Whether all tensors have one dtype and their sum fits into a message. */
+/* Whether all tensors have one dtype and their sum is small enough to send it to each host. */
 static int is_small(const allred_operation *op) {
+  const int dtype = op->tensors[0].dtype;
   size_t bytes = 0;
   for (size_t i = 0; i < op->tensor_count; i++) {
-    if (op->tensors[i].dtype != op->tensors[0].dtype) return 0;
+    if (op->tensors[i].dtype != dtype) return 0;
     bytes += op->tensors[i].bytes;
   }
-  return bytes && bytes <= op->segment->chunk_bytes &&
-         bytes / allred_dtype_bytes(op->tensors[0].dtype) *
-                 allred_dtype_bytes(allred_sum_dtype(op->tensors[0].dtype)) <=
-             ALLRED_SMALL_BYTES;
+  const size_t sum = bytes / allred_dtype_bytes(dtype) * allred_dtype_bytes(allred_sum_dtype(dtype));
+  const size_t others = (size_t)network_of(op)->hosts - 1;
+  return bytes && bytes <= op->segment->chunk_bytes && sum <= ALLRED_SMALL_BYTES / others;
 }
 
-void allred_begin_across(allred_operation *op) {
+static void begin(allred_operation *op) {
   const int has_data = op->tensor_count > 0;
   op->compares_board = 1;
   op->data_bytes = 0;
@@ -235,3 +235,11 @@ void allred_begin_across(allred_operation *op) {
   op->transfer = !has_data ? &headers : is_small(op) ? &small : &headers_then_windows;
   if (op->transfer == &small) op->is_inline = 0;
 }
+
+static int headers_agree(const allred_operation *op) {
+  for (int rank = 0; rank < all_ranks(network_of(op)); rank++)
+    if (!allred_headers_agree(&op->header, allred_board_header(op->segment, rank, op->number))) return 0;
+  return 1;
+}
+
+const allred_across allred_across_hosts = {begin, headers_agree, allred_network_wait};

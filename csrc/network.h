@@ -48,7 +48,7 @@
 
 #define ALLRED_MAX_HOSTS 1024
 #define ALLRED_WINDOWS 4
-#define ALLRED_SMALL_BYTES ((size_t)16384) /* data of one message */
+#define ALLRED_SMALL_BYTES ((size_t)16384) /* data of the messages to all other hosts */
 
 typedef struct {
   uint64_t window;
@@ -85,8 +85,8 @@ typedef struct allred_network {
 size_t allred_network_bytes(int local_ranks, int all_ranks, size_t window_bytes);
 size_t allred_message_bytes(const allred_network *network);
 
-/* Prepare round 0 of an operation (transfer, chunk, rounds), and the round after it. */
-void allred_begin_across(allred_operation *op);
+/* For allred_segment.across. */
+extern const allred_across allred_across_hosts;
 
 /* Prepare an exchange of bytes between the hosts, without headers; only ranks with connections move any. send and
  * receive: where the data for and from each host lies in `from` and `to`, as pairs of offset and bytes. */
@@ -96,13 +96,12 @@ void allred_begin_host_exchange(allred_operation *op, allred_segment *segment, c
 /* Return a rank's header of an operation on the board; ranks count in the order of the hosts. */
 allred_header *allred_board_header(const allred_segment *segment, int rank, uint64_t operation);
 
-/* Wait until a connection is ready for what this rank wants to move, or for at most so many ns. Return 0 at once if it
- * wants nothing. */
-int allred_network_wait(allred_network *network, int64_t limit_ns);
-
 /* network_links.c: move bytes without waiting. Return how many; if a connection is lost, none, for good. */
 size_t allred_send_some(allred_network *network, int host, const char *data, size_t bytes);
 size_t allred_receive_some(allred_network *network, int host, char *data, size_t bytes);
+
+/* Wait until a connection is ready for what this rank wants to move; see allred_across. */
+int allred_network_wait(const allred_segment *segment, int64_t limit_ns);
 
 /* network_windows.c: the round in which windows pass. */
 void allred_begin_windows(allred_operation *op);

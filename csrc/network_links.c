@@ -26,7 +26,8 @@ size_t allred_receive_some(allred_network *network, int host, char *data, size_t
   return moved(network, host, recv(network->sockets[host], data, bytes, MSG_DONTWAIT), POLLIN);
 }
 
-int allred_network_wait(allred_network *network, int64_t limit_ns) {
+int allred_network_wait(const allred_segment *segment, int64_t limit_ns) {
+  const allred_network *network = segment->network;
   struct pollfd polled[64]; /* of more connections, the first ones end the wait early */
   nfds_t count = 0;
   const struct timespec limit = {limit_ns / 1000000000, limit_ns % 1000000000};

@@ -4,7 +4,6 @@
 #include <sched.h>
 
 #include "doorbell.h"
-#include "network.h"
 
 enum { FILL, WAIT_FILLED, REDUCE, WAIT_REDUCED, DRAIN };
 
@@ -24,7 +23,7 @@ void allred_begin_exchange(allred_operation *op, allred_segment *segment, const 
                            .is_inline = 1,
                            .status = ALLRED_PENDING,
                            .settled = ALLRED_PENDING};
-  if (segment->network) allred_begin_across(op);
+  if (segment->across) segment->across->begin(op);
 }
 
 static void assign_number(allred_operation *op) {
@@ -48,13 +47,9 @@ static int all_ready(allred_operation *op) {
 }
 
 static int headers_agree(const allred_operation *op) {
-  const allred_network *network = op->segment->network;
-  const int ranks = network ? network->first_rank[network->hosts] : op->segment->ranks;
-  for (int rank = 0; rank < ranks; rank++) {
-    const allred_header *header = network ? allred_board_header(op->segment, rank, op->number)
-                                          : allred_segment_header(op->segment, rank, op->number);
-    if (!allred_headers_agree(&op->header, header)) return 0;
-  }
+  if (op->segment->across) return op->segment->across->headers_agree(op);
+  for (int rank = 0; rank < op->segment->ranks; rank++)
+    if (!allred_headers_agree(&op->header, allred_segment_header(op->segment, rank, op->number))) return 0;
   return 1;
 }
 
@@ -93,7 +88,7 @@ int allred_step(allred_operation *op) {
     break;
   case WAIT_FILLED:
     if (!all_ready(op)) return ALLRED_PENDING;
-    if (op->round == 0 && !op->segment->network && !headers_agree(op)) return end(op, ALLRED_DIFFER);
+    if (op->round == 0 && !op->segment->across && !headers_agree(op)) return end(op, ALLRED_DIFFER);
     if (transfer->agreed) transfer->agreed(op);
     op->phase = op->transfer->reduce ? REDUCE : DRAIN;
     break;
@@ -147,7 +142,7 @@ int allred_run_unless(allred_operation *op, int64_t idle_limit_ns, const _Atomic
     const int64_t now = allred_now_ns();
     if (!since) since = now;
     if (now - since >= idle_limit_ns || atomic_load_explicit(leave, memory_order_relaxed)) return ALLRED_PENDING;
-    if (!op->segment->network || !allred_network_wait(op->segment->network, idle_limit_ns - (now - since)))
-      sched_yield();
+    const allred_across *across = op->segment->across;
+    if (!across || !across->wait(op->segment, idle_limit_ns - (now - since))) sched_yield();
   }
 }

@@ -76,6 +76,18 @@ typedef struct {
   void (*next)(allred_operation *);
 } allred_transfer;
 
+/* What operations across hosts do in other ways (network.h).
+ *
+ * begin          called when an operation is prepared for one host; it changes the transfer and the rounds
+ * headers_agree  whether those of the ranks of all hosts do
+ * wait           wait for the network, for at most so many ns; return 0 at once if there is nothing to wait for
+ */
+typedef struct allred_across {
+  void (*begin)(allred_operation *);
+  int (*headers_agree)(const allred_operation *);
+  int (*wait)(const allred_segment *, int64_t limit_ns);
+} allred_across;
+
 struct allred_operation {
   allred_segment *segment;
   const allred_transfer *transfer;

@@ -55,7 +55,8 @@ typedef struct {
   uint64_t in_place;      /* bytes of tensors of this rank that were reduced in place by allreduces */
   uint64_t read_in_place; /* bytes that this rank has read from arenas in other operations */
   allred_arenas arenas;
-  struct allred_network *network; /* of operations across hosts (network.h), or NULL */
+  const struct allred_across *across; /* of operations across hosts (operation.h), or NULL */
+  struct allred_network *network;     /* their state (network.h) */
   uint64_t (*outside)[2]; /* by rank: tensors, and their bytes, that lay in this rank's arena, but not in that one; of
                            * several such ranks the first is counted. NULL: nothing is counted */
 } allred_segment;

@@ -14,7 +14,7 @@ typedef struct {
 
 void allred_segment_release_network(Segment *self) {
   held_network *held = (held_network *)(void *)self->segment.network;
-  self->segment.network = NULL;
+  self->segment.across = NULL, self->segment.network = NULL;
   if (!held) return;
   if (held->memory.obj) PyBuffer_Release(&held->memory);
   PyMem_Free(held->network.message), PyMem_Free(held->network.received);
@@ -79,6 +79,7 @@ PyObject *allred_segment_set_network(Segment *self, PyObject *args) {
     return allred_segment_release_network(self), NULL;
   }
   if (!allocate(network)) return allred_segment_release_network(self), PyErr_NoMemory();
+  self->segment.across = &allred_across_hosts;
   Py_RETURN_NONE;
 }
 

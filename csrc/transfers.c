@@ -2,7 +2,6 @@
 #include <string.h>
 
 #include "in_place.h"
-#include "network.h"
 #include "scan.h"
 
 static size_t round_up(size_t bytes) { return (bytes + ALLRED_LINE - 1) / ALLRED_LINE * ALLRED_LINE; }
@@ -296,8 +295,8 @@ void allred_begin_allreduce(allred_operation *op, allred_segment *segment, const
   op->op = reduction;
   op->divisor = divisor;
   op->weighted = header->op & ALLRED_WEIGHTED;
-  if (segment->network)
-    allred_begin_across(op);
+  if (segment->across)
+    segment->across->begin(op);
   else if (!allred_begin_in_place(op))
     allred_begin_ring(op);
 }

@@ -208,11 +208,9 @@ class Communicator(Group):
             begun.append(backend.begin_allreduce(record, given, flats, op, compression.value, checks_finite))
             return begun[0]
 
-        yield from self.agree_and_move(
-            descriptor, begin, lambda group: reduction.move(group, flats), compression.value
-        )
+        yield from self.agree_and_move(descriptor, begin, lambda group: reduction.move(group, flats), compression.value)
         if checks_finite:
-            self.nonfinite = begun[0].nonfinite if begun else first_nonfinite(flats)
+            self.nonfinite = begun[0].nonfinite
         for _, target, flat in every:
             arrays.copy_back(target, flat)
 
@@ -398,11 +396,6 @@ class Communicator(Group):
             return None
 
         return self.start("join", "", steps())
-
-
-def first_nonfinite(flats: list[Array]) -> int:
-    """Return the position of the first array with NaN or infinity, or -1."""
-    return next((index for index, flat in enumerate(flats) if not np.isfinite(flat).all()), -1)
 
 
 def _move_nothing(_: Group) -> Steps[None]:

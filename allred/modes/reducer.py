@@ -160,7 +160,9 @@ class Reducer:
     def checks_finite(self) -> bool:
         """Whether reductions of arrays on the host can check their results, if all ranks count equally."""
         sums = self._op in (ReduceOp.AVERAGE, ReduceOp.SUM)  # others may lose an infinity
-        return sums and functions.current().backend.checks_finite
+        backend = functions.current().backend
+        one_operation = backend.begins_with_header("grouped_allreduce", self._compression.value)
+        return sums and backend.checks_finite and one_operation
 
     def can_check(self, values: Sequence[Any]) -> bool:
         """Whether `allreduce_` could check the results of these values, if all ranks count equally."""

@@ -27,9 +27,9 @@ typedef struct {
   size_t window_bytes;
 } layout;
 
-static const layout layouts[] = {
-    {2, {1, 1}, 1, 4096}, {2, {2, 2}, 2, 4096},   {3, {1, 2, 3}, 1, 8192},        {4, {1, 1, 1, 1}, 1, 4096},
-    {3, {3, 2, 2}, 2, 64}, {5, {1, 1, 2, 1, 1}, 1, 65536}, {2, {3, 3}, 3, 192}};
+static const layout layouts[] = {{2, {1, 1}, 1, 4096},       {2, {2, 2}, 2, 4096},  {3, {1, 2, 3}, 1, 8192},
+                                 {4, {1, 1, 1, 1}, 1, 4096}, {3, {3, 2, 2}, 2, 64}, {5, {1, 1, 2, 1, 1}, 1, 65536},
+                                 {2, {3, 3}, 3, 192}};
 
 typedef struct {
   const layout *layout;
@@ -41,7 +41,9 @@ typedef struct {
   short events[MAX_HOSTS];
 } rank;
 
-static uint64_t draw(uint64_t seed, uint64_t a, uint64_t b) { return allred_mix(allred_mix(allred_mix(1, seed), a), b); }
+static uint64_t draw(uint64_t seed, uint64_t a, uint64_t b) {
+  return allred_mix(allred_mix(allred_mix(1, seed), a), b);
+}
 
 static void fail(const rank *me, int operation, const char *what, size_t where) {
   fprintf(stderr, "layout of %d hosts: rank %d, operation %d: %s (%zu)\n", me->layout->hosts, me->number, operation,
@@ -163,7 +165,7 @@ static void run_layout(const layout *l, int operations, uint64_t seed) {
       me->network.moved = calloc(2 * (size_t)l->hosts, sizeof(size_t));
       me->network.scratch = malloc(ALLRED_SCRATCH_BYTES);
       me->segment = (allred_segment){.memory = memory, .rank = local, .ranks = l->ranks[host], .chunk_bytes = CHUNK};
-      me->segment.network = &me->network;
+      me->segment.across = &allred_across_hosts, me->segment.network = &me->network;
     }
   }
   for (int a = 0; a < l->hosts; a++)
@@ -177,7 +179,8 @@ static void run_layout(const layout *l, int operations, uint64_t seed) {
       }
   for (int i = 0; i < all; i++) pthread_create(&threads[i], NULL, run, &ranks[i]);
   for (int i = 0; i < all; i++) pthread_join(threads[i], NULL);
-  for (int host = 0; host < l->hosts; host++) free(ranks[first[host]].segment.memory), free(ranks[first[host]].network.memory);
+  for (int host = 0; host < l->hosts; host++)
+    free(ranks[first[host]].segment.memory), free(ranks[first[host]].network.memory);
   for (int i = 0; i < all; i++) {
     for (int host = 0; ranks[i].network.sockets && host < l->hosts; host++)
       if (host != ranks[i].host) close(ranks[i].sockets[host]);

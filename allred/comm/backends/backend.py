@@ -43,7 +43,7 @@ class Backend(ABC):
         self._sent_bytes = 0
 
     def begins_with_header(self, kind: str, wire: int) -> bool:
-        """Whether a collective of this kind is one operation with its header, see `with_header`. wire: as in `allreduce`."""
+        """Whether a collective of this kind is one operation with its header. wire: as in `allreduce`."""
         return self.with_header is not None
 
     @abstractmethod

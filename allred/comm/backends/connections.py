@@ -84,8 +84,8 @@ def _interface_addresses() -> list[tuple[str, str]]:
 def connect(comm: Any, groups: list[list[int]], network: str) -> tuple[dict[int, socket.socket], str]:
     """Connect this rank with the other ranks of its group. Collective over `comm`, an mpi4py communicator.
 
-    groups: lists of ranks of `comm`; a rank is in one of them or in none. Of each pair, the rank that comes later in the
-    group connects to the other.
+    groups: lists of ranks of `comm`; a rank is in one of them or in none. Of each pair, the rank that comes later in
+    the group connects to the other.
     network: see `addresses`.
 
     Returns the nonblocking sockets by rank, and "" or why some rank could not connect: the same text on all ranks.

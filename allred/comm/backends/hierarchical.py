@@ -11,25 +11,18 @@ order of MPI between nodes: the same on all ranks. Compression applies between n
 precision and are rounded before they are sent. All primitives except allreduce use plain MPI.
 """
 
-import mmap
-
 import numpy as np
 from mpi4py import MPI
 
 from allred import arrays
 from allred.arrays import Array
 from allred.cluster.topology import number
-from allred.comm.backends import connections, peer_arenas
+from allred.comm.backends import hosts, peer_arenas
 from allred.comm.backends.backend import Backend, SingleBackend
 from allred.comm.backends.mpi import CHUNK_BYTES, MpiBackend
-from allred.comm.backends.hosts import HostsBackend, window_bytes
-from allred.comm.backends.segment import share
-from allred.comm.backends.shm import CHUNK_BYTES as SEGMENT_CHUNK_BYTES
 from allred.comm.backends.shm import ShmBackend, segment_memory
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Steps
-from allred.errors import ConfigError
-from allred.native._kernels import network_bytes, segment_bytes
 
 
 class HierarchicalBackend(MpiBackend):
@@ -79,6 +72,8 @@ class HierarchicalBackend(MpiBackend):
 def connect(comm: MPI.Intracomm, nodes: list[int], name: str, network: str) -> Backend:
     """Make the backend of all ranks of `comm`, which it owns; nodes[r] identifies the node of rank r.
 
+    name: shm; or tcp: nodes are connected by TCP instead of MPI. network: the setting of that name.
+
     Ranks of a node that cannot share memory count as nodes of their own; if no two ranks can share memory the backend
     is plain MPI. Collective and blocking.
     """
@@ -95,30 +90,6 @@ def connect(comm: MPI.Intracomm, nodes: list[int], name: str, network: str) -> B
         assert memory is not None
         return ShmBackend(world.local_rank, world.local_size, memory, comm, arenas)
     if name == "tcp":
-        return _connect_hosts(comm, nodes, memory, network)
+        return hosts.connect(comm, nodes, memory, network)
     node = SingleBackend() if memory is None else ShmBackend(world.local_rank, world.local_size, memory, None, arenas)
     return HierarchicalBackend(comm, node, slices=min(nodes.count(name) for name in set(nodes)))
-
-
-def _connect_hosts(comm: MPI.Intracomm, nodes: list[int], memory: mmap.mmap | None, network: str) -> Backend:
-    """Make the backend of several hosts that are connected by TCP. memory: of the segment of this node, or None. Raises
-    ConfigError, the same on all ranks, if some of them cannot connect. Collective and blocking."""
-    hosts = [[rank for rank, node in enumerate(nodes) if node == name] for name in dict.fromkeys(nodes)]
-    groups = [list(ranks) for ranks in zip(*hosts, strict=False)]
-    sockets, problem = connections.connect(comm, groups, network)
-    if problem:
-        raise ConfigError(f"{problem}; set ALLRED_NETWORK to the interface between the hosts, or ALLRED_TRANSPORT=mpi")
-    mine = comm.Split(nodes[comm.Get_rank()], comm.Get_rank())
-    local, local_size = mine.Get_rank(), mine.Get_size()
-    needed = network_bytes(local_size, comm.Get_size(), window_bytes(hosts)), segment_bytes(local_size, SEGMENT_CHUNK_BYTES)
-    pair = [mmap.mmap(-1, nbytes) if local_size == 1 else share(mine, nbytes) for nbytes in needed]
-    mine.Free()
-    assert all(pair)
-    node = SingleBackend() if memory is None else ShmBackend(local, local_size, memory)
-    by_host = {
-        host: sockets[rank]
-        for host, ranks in enumerate(hosts)
-        for rank in ranks
-        if rank in sockets
-    }
-    return HostsBackend(comm, hosts, node, pair[1], pair[0], by_host)

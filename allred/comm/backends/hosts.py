@@ -8,6 +8,7 @@ Results are the same on all ranks, and from run to run for the same hosts. The s
 the sum over the hosts has an order that depends on the position in the array.
 """
 
+import itertools
 import mmap
 import socket
 from typing import Any
@@ -17,10 +18,14 @@ import numpy as np
 from allred import arrays, native
 from allred.arrays import Array
 from allred.comm import ops
-from allred.comm.backends.backend import Backend
-from allred.comm.backends.shm import ShmBackend
+from allred.comm.backends import connections
+from allred.comm.backends.backend import Backend, SingleBackend
+from allred.comm.backends.segment import share
+from allred.comm.backends.shm import CHUNK_BYTES, ShmBackend
 from allred.comm.ops import ReduceOp, narrow, widen
 from allred.comm.work import Steps
+from allred.errors import ConfigError
+from allred.native._kernels import network_bytes, segment_bytes
 
 WINDOW_BYTES = 2**20
 _NARROW_COUNT = 2**20  # elements that are sent as 16-bit floats at a time
@@ -175,17 +180,49 @@ class HostsBackend(ShmBackend):
         self, send: Array, to: list[tuple[int, int]], recv: Array, come: list[tuple[int, int]]
     ) -> Steps[None]:
         """Send send[start:stop] to each host, and receive recv[start:stop] from each; this host is included."""
-        pairs = [[[start for start, _ in side], [stop - start for start, stop in side]] for side in (to, come)]
-        yield self.segment.begin_host_exchange(send, *pairs[0], recv, *pairs[1])
+        to_starts, to_counts = [start for start, _ in to], [stop - start for start, stop in to]
+        starts, counts = [start for start, _ in come], [stop - start for start, stop in come]
+        yield self.segment.begin_host_exchange(send, to_starts, to_counts, recv, starts, counts)
 
     def _gather_slices(self, data: Array) -> Steps[None]:
-        """Complete `data` on all ranks of this host, each of which has its slice."""
+        """Complete `data` on all ranks of this host. Each has its slice."""
         if self._node.size == 1:
             return
         sizes = [stop - start for start, stop in _cuts(0, data.size, self._slices)]
         sizes += [0] * (self._node.size - self._slices)
         start, stop = self._slice(data.size)
         yield from self._node.allgather(data[start:stop].copy(), data, sizes)
+
+
+def connect(comm: Any, nodes: list[int], memory: mmap.mmap | None, network: str) -> HostsBackend:
+    """Make the backend of all ranks of `comm`, which it owns. Collective and blocking.
+
+    nodes: the node of each rank. memory: for the operations within this node, see `segment_memory`; None if it has one
+    rank. network: the setting of that name.
+
+    Raises ConfigError, the same on all ranks, if some of them cannot connect.
+    """
+    hosts = [[rank for rank, node in enumerate(nodes) if node == name] for name in dict.fromkeys(nodes)]
+    groups = [list(ranks) for ranks in zip(*hosts, strict=False)]
+    sockets, problem = connections.connect(comm, groups, network)
+    if problem:
+        raise ConfigError(f"{problem}; set ALLRED_NETWORK to the interface between the hosts, or ALLRED_TRANSPORT=mpi")
+    here = next(index for index, ranks in enumerate(hosts) if comm.Get_rank() in ranks)
+    size, local = len(hosts[here]), hosts[here].index(comm.Get_rank())
+    shared = comm.Split(here, comm.Get_rank())
+    segment, windows = (
+        mmap.mmap(-1, nbytes) if size == 1 else share(shared, nbytes)
+        for nbytes in (segment_bytes(size, CHUNK_BYTES), network_bytes(size, comm.Get_size(), window_bytes(hosts)))
+    )
+    shared.Free()
+    if not all(comm.allgather(segment is not None and windows is not None)):
+        raise ConfigError("a node has too little shared memory for ALLRED_TRANSPORT=tcp; use ALLRED_TRANSPORT=mpi")
+    assert segment is not None
+    assert windows is not None
+    node = SingleBackend() if memory is None else ShmBackend(local, size, memory)
+    of_rank = {rank: index for index, ranks in enumerate(hosts) for rank in ranks}
+    by_host = {of_rank[rank]: one for rank, one in sockets.items()}
+    return HostsBackend(comm, hosts, node, segment, windows, by_host)
 
 
 def window_bytes(hosts: list[list[int]]) -> int:
@@ -195,4 +232,4 @@ def window_bytes(hosts: list[list[int]]) -> int:
 
 def _cuts(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
     ends = np.cumsum([start, *arrays.split_sizes(stop - start, parts)]).tolist()
-    return list(zip(ends, ends[1:], strict=False))
+    return list(itertools.pairwise(ends))

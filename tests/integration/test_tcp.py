@@ -1,0 +1,94 @@
+"""Backend tcp in whole programs: collectives, steps and errors of ranks on several hosts."""
+
+import os
+
+import pytest
+from harness import mpirun
+from hosts import hosts
+from test_shm import CHECK, MPIS, full
+
+START = """
+import os, sys
+import numpy as np
+import allred
+from allred import optim
+from allred.comm import functions
+allred.init()
+rank, size = allred.rank(), allred.size()
+"""
+
+STEPS = """
+# A group of every kind of tensor at once, in more than one window.
+shapes = [(3,), (700, 900), (5, 5), (600_000,), (), (1,)]
+dtypes = ["f4", "f4", "f8", "f4", "f2", "f4"]
+expected = sum(range(1, size + 1)) / size
+for _ in range(2):
+    group = [np.full(shape, rank + 1, dtype) for shape, dtype in zip(shapes, dtypes)]
+    for mean in allred.grouped_allreduce(group):
+        assert np.allclose(mean, expected), mean
+# Sums that depend on the order are the same bits on all ranks.
+noise = np.random.default_rng(rank).standard_normal(400_001).astype("f4")
+for again in range(2):
+    total = allred.allreduce(noise, allred.Sum)
+    if not again: first = total
+    assert total.tobytes() == first.tobytes() == allred.broadcast(total, root=size - 1).tobytes()
+small = allred.allreduce(noise[:999], allred.Sum)
+assert small.tobytes() == allred.broadcast(small, root=0).tobytes()
+# Compression, uneven batches, overlapped operations.
+half = allred.allreduce(np.full(3000, 1 + rank, "f4"), allred.Sum, compression=allred.Compression.fp16)
+assert (half == sum(range(1, size + 1))).all()
+works = [allred.allreduce_async(np.full(count, rank, "f4"), allred.Sum) for count in (10, 2_000_000, 10, 300_000)]
+for work in works: assert (work.wait() == sum(range(size))).all()
+params = [np.ones((300, 300), "f4"), np.ones(4, "f4")]
+opt = allred.distributed(optim.SGD(1.0))
+opt.step(params, [np.full(p.shape, rank, "f4") for p in params], samples=rank + 1)
+mean = sum(r * (r + 1) for r in range(size)) / sum(range(1, size + 1))
+assert np.allclose(params[0], 1 - mean) and np.allclose(params[1], 1 - mean)
+before = params[0].copy()
+bad = [np.ones_like(p) for p in params]
+if rank == size - 1: bad[0][7, 3] = np.nan
+try: opt.step(params, bad)
+except allred.NonFiniteError as error: assert f"'0' on rank {size - 1}" in str(error), error
+else: raise AssertionError("no error")
+assert (params[0] == before).all()
+try: allred.allreduce(np.ones(3 + (rank == 1)))
+except allred.MismatchError: pass
+else: raise AssertionError("no error")
+# A process set, and ranks that have joined.
+ends = allred.ProcessSet([0, size - 1])
+if rank in (0, size - 1): assert (allred.allreduce(np.ones(100_000), allred.Sum, process_set=ends) == 2).all()
+if rank: assert (allred.allreduce(np.ones(50_000), allred.Sum) == size - 1).all()
+assert allred.join() >= 1
+"""
+
+
+def check(result):
+    assert result.code == 0, result.text
+    return result
+
+
+@pytest.mark.parametrize("nodes", ["1,1", "2,1", pytest.param("2,2", marks=full), pytest.param("1,2,3", marks=full)])
+@pytest.mark.parametrize("mpi", MPIS)
+def test_pretended_hosts(mpi, nodes):
+    ranks = sum(map(int, nodes.split(",")))
+    env = {"ALLRED_TRANSPORT": "tcp", "ALLRED_PRETEND_NODES": nodes}
+    result = check(mpirun(ranks, "-c", START + CHECK + STEPS, mpi=mpi, env=env))
+    assert result.out.count("right by tcp\n") == ranks
+
+
+@pytest.mark.parametrize("ranks", [[2, 1], pytest.param([1, 1, 1], marks=full), pytest.param([2, 2], marks=full)])
+@pytest.mark.parametrize("mpi", MPIS)
+def test_hosts_with_a_network_between_them(mpi, ranks, tmp_path):
+    with hosts(len(ranks), tmp_path) as here:
+        code = START.replace("import allred\n", 'os.environ["ALLRED_TRANSPORT"] = "tcp"\nimport allred\n', 1)
+        result = check(here.run(mpi, ranks, "-c", code + CHECK + STEPS))
+        assert result.out.count("right by tcp\n") == sum(ranks)
+
+
+def test_an_interface_that_no_host_has_is_one_clear_error():
+    env = {"ALLRED_TRANSPORT": "tcp", "ALLRED_PRETEND_NODES": "1,1", "ALLRED_NETWORK": "nosuch0"}
+    result = mpirun(2, "-c", START, env=env)
+    assert result.code != 0
+    words = f"rank 0 on {os.uname().nodename}: ALLRED_NETWORK='nosuch0' fits no interface of {os.uname().nodename}"
+    assert words in result.text, result.text
+    assert "; set ALLRED_NETWORK to the interface between the hosts, or ALLRED_TRANSPORT=mpi" in result.text

@@ -1,0 +1,87 @@
+"""TCP connections between hosts: addresses, and the proof that both ends belong to the job."""
+
+import socket
+import time
+
+import pytest
+
+from allred.comm.backends import connections
+from allred.errors import ConfigError
+
+SECRET, TOKEN = b"s" * 32, b"t" * 16
+
+
+@pytest.fixture
+def listener():
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        yield one
+
+
+def accept(listener, expected=(1,), secret=SECRET, rank=0):
+    return connections._Acceptor([listener], secret, TOKEN, rank, set(expected))
+
+
+def connect(listener, secret=SECRET, token=TOKEN, rank=1, peer=0, before=()):
+    there = [*before, listener.getsockname()]
+    return connections._connect_to_first(there, secret, token, rank, peer)
+
+
+def test_both_ends_prove_that_they_know_the_secret(listener):
+    acceptor = accept(listener)
+    with connect(listener) as mine:
+        (peer, theirs), *others = acceptor.finish(5).items()
+        mine.sendall(b"data")
+        assert (peer, others) == (1, [])
+        assert theirs.recv(4) == b"data"
+        theirs.close()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"secret": b"x" * 32}, {"token": b"x" * 16}, {"rank": 2}, {"peer": 3}],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_a_connection_without_proof_is_refused(listener, wrong):
+    acceptor = accept(listener)
+    assert "another program answered" in connect(listener, **wrong)
+    with connect(listener):  # the right one is still accepted
+        found = acceptor.finish(5)
+        assert list(found) == [1]
+        found[1].close()
+
+
+def test_a_program_that_sends_nothing_delays_no_one(listener):
+    acceptor = accept(listener)
+    with socket.create_connection(listener.getsockname()), connect(listener):
+        begun = time.monotonic()
+        found = acceptor.finish(connections.HANDSHAKE_S)
+        assert time.monotonic() - begun < connections.HANDSHAKE_S / 2
+        found[1].close()
+
+
+def test_the_first_address_that_answers_is_taken(listener):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        closed = other.getsockname()
+    acceptor = accept(listener)
+    with connect(listener, before=[closed]) as mine:
+        assert mine.getpeername() == listener.getsockname()
+        for one in acceptor.finish(5).values():
+            one.close()
+
+
+def test_what_each_address_said_is_reported(listener):
+    listener.close()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        closed = other.getsockname()
+    said = connections._connect_to_first([closed], SECRET, TOKEN, 1, 0)
+    assert said == f"127.0.0.1 port {closed[1]}: [Errno 111] Connection refused"
+
+
+def test_addresses_by_name_and_by_network():
+    assert connections.addresses("lo") == connections.addresses("127.0.0.0/8,lo")[: len(connections.addresses("lo"))]
+    assert "127.0.0.1" in connections.addresses("nosuch0, 127.0.0.0/8")
+    assert all(not address.startswith("127.") for address in connections.addresses("auto")) or connections.addresses(
+        "auto"
+    ) == ["127.0.0.1"]
+    with pytest.raises(ConfigError, match=r"ALLRED_NETWORK='eth99' fits no interface of .*; it has lo 127\.0\.0\.1"):
+        connections.addresses("eth99")
