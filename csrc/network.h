@@ -10,11 +10,10 @@
  *   1  FILL          write this rank's data, if the operation is small, to its chunk
  *   2                publish it with the header
  *   3  WAIT_FILLED   wait until every rank of the host has published
- *   4  REDUCE        the first rank sums the data of the host and sends it to all other hosts, with the headers of its
- *                    ranks, in one message; it receives theirs, sums those of all hosts in the order of the hosts, and
- *                    publishes sum and headers on the board of the host, as tick 1
- *   5  WAIT_REDUCED  wait for the first rank; compare the headers of all ranks, and end here if they differ
- *   6  DRAIN         read the sum from the board
+ *   4  REDUCE        the first rank sums the data of the host on the board of the host. It exchanges messages with the
+ *                    first ranks of other hosts (network.c), until the board has the headers of all ranks and the sum
+ * of all hosts; it publishes the board as tick 1 5  WAIT_REDUCED  wait for the first rank; compare the headers of all
+ * ranks, and end here if they differ 6  DRAIN         read the sum from the board
  *
  * A large allreduce has one more round. Its data passes as a stream of windows. Each rank has WINDOWS of them in shared
  * memory, used in turn, so several windows are under way, and their phases overlap:
@@ -36,8 +35,8 @@
  * has two places, used in turn by operations, as inline slots (operation.h).
  *
  * Sums within a host have the order of its ranks. A block is summed over the hosts in the order of the ring, from the
- * host that sends it first; a small sum in the order of the hosts. So results are the same on all ranks, and from run
- * to run. 16-bit floats are summed in float32, and rounded once.
+ * host that sends it first; a small sum in an order that depends on the number of hosts. So results are the same on all
+ * ranks, and from run to run. 16-bit floats are summed in float32, and rounded once.
  *
  * Messages carry their length; windows do not, because all ranks know it from the agreed headers.
  */
@@ -48,7 +47,7 @@
 
 #define ALLRED_MAX_HOSTS 1024
 #define ALLRED_WINDOWS 4
-#define ALLRED_SMALL_BYTES ((size_t)16384) /* data of the messages to all other hosts */
+#define ALLRED_SMALL_BYTES ((size_t)16384) /* data of a message */
 
 typedef struct {
   uint64_t window;
@@ -68,9 +67,9 @@ typedef struct allred_network {
   uint64_t windows;      /* of all operations so far; the same on all ranks */
   uint64_t sent;         /* bytes that this rank has sent for allreduces */
   /* the operation under way */
-  int stage;
+  int stage, round;     /* of the exchange of messages */
   char *message;        /* of this host: allred_message_bytes() */
-  char *received;       /* of each other host, the same bytes */
+  char *received;       /* of each host, the same bytes; if messages are doubled, of one */
   size_t *moved;        /* by host: bytes sent, then bytes received: 2 * hosts */
   char *scratch;        /* ALLRED_SCRATCH_BYTES: bytes received that are not added yet */
   size_t scratch_bytes; /* that it holds */
