@@ -58,7 +58,10 @@ class Config:
         choices=("auto", "single", "shm", "mpi", "nccl"),
     )
     transport: str = _setting(
-        "mpi", "how host arrays pass between nodes: mpi, or tcp (connections of allred)", choices=("mpi", "tcp")
+        "auto",
+        "how host arrays pass between nodes: mpi, tcp (connections of allred), or auto: mpi if a node has InfiniBand, "
+        "EFA or Slingshot, else tcp",
+        choices=("auto", "mpi", "tcp"),
     )
     network: str = _setting(
         "auto",

@@ -21,7 +21,7 @@ from allred.cluster.processors import Cores
 from allred.cluster.spec import CLIENT
 from allred.comm import recording
 from allred.comm.communicator import Communicator
-from allred.comm.create import NoCollectives, add_devices, create, select_backend, select_devices
+from allred.comm.create import NoCollectives, add_devices, create, select_backend, select_devices, select_transport
 from allred.comm.process_set import ProcessSets
 from allred.config import Config, explicit_settings, settle
 from allred.data.loader import Iterations
@@ -121,6 +121,7 @@ class _Facts:
     has_kernels: bool
     cores: Cores
     gpus: streams.VisibleGpus
+    fabric: str  # a network device that MPI drives without TCP, or ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +149,7 @@ def _join_ranks(comm: Any, settings: dict[str, Any] | str, cluster: Cluster, in_
     host = 0 if duplicate is None else topology.node_id(duplicate)
     may_use_gpus = isinstance(settings, dict) and settings.get("backend", "auto") in ("auto", "nccl")
     gpus = streams.visible_gpus() if may_use_gpus else streams.NO_GPUS
-    mine = _Facts(settings, host, native.available, processors.own_cores(), gpus)
+    mine = _Facts(settings, host, native.available, processors.own_cores(), gpus, topology.fabric())
     facts: list[_Facts] = control.allgather_object(mine).wait()
     try:
         plan = _plan(facts, cluster, duplicate is not None)
@@ -194,6 +195,7 @@ def _plan(facts: list[_Facts], cluster: Cluster, has_mpi: bool) -> _Decisions:
     nodes = topology.pretend(config.pretend_nodes, len(facts)) or [each.host for each in facts]
     stop = len(facts) - cluster.clients
     workers = range(_servers(config, stop), stop)
+    config = dataclasses.replace(config, transport=select_transport(config.transport, [each.fabric for each in facts]))
     kernels = [facts[rank].has_kernels for rank in workers]
     backend, reason = select_backend(config.backend, nodes[workers.start : stop], has_mpi, kernels, config.transport)
     select_devices(config, [facts[rank].gpus for rank in workers], nodes[workers.start : stop])  # raises
@@ -259,7 +261,7 @@ def _why_no_arena(backend: str, nodes: list[int]) -> str:
     """Return why arrays are not reduced in place, unless the workers have arenas. nodes: of the workers."""
     if len(nodes) == 1:
         return "one rank has no other to share memory with"
-    return f"backend {backend}" if backend != "shm" else "the ranks are on several nodes"
+    return "the ranks are on several nodes" if backend in ("shm", "tcp") else f"backend {backend}"
 
 
 def _workers(comm: Any, workers: range) -> Any:

@@ -9,7 +9,9 @@ world_rank, world_size   the MPI world: first the servers, then the workers, the
 leader                   the lowest rank of this node
 """
 
+import contextlib
 import dataclasses
+import pathlib
 from typing import Any
 
 from allred import world
@@ -155,3 +157,13 @@ def task_index() -> int:
     here = world.current().topology
     first = {"ps": here.size, "client": here.size + here.servers}.get(job_name(), 0)
     return here.rank - first
+
+
+def fabric(sys_class: pathlib.Path = pathlib.Path("/sys/class")) -> str:
+    """Return an active network device of this host that MPI drives without TCP: "InfiniBand mlx5_0" (EFA devices have
+    this class too) or "Slingshot cxi0"; "" if there is none."""
+    for state in sorted(sys_class.glob("infiniband/*/ports/*/state")):
+        with contextlib.suppress(OSError):
+            if "ACTIVE" in state.read_text():
+                return f"InfiniBand {state.parts[-4]}"
+    return next((f"Slingshot {device.name}" for device in sorted(sys_class.glob("cxi/*"))), "")

@@ -43,7 +43,7 @@ def select_backend(
             "allred.native shows the reason); or use backend mpi"
         )
     if transport == "tcp" and wanted != "mpi" and all(kernels) and has_mpi and len(set(nodes)) > 1:
-        return "tcp", "TCP between nodes"
+        return "tcp", "TCP between nodes; shared memory within" if len(set(nodes)) < size else "TCP between nodes"
     if wanted not in ("auto", "nccl"):  # NCCL is added to a host backend, not used instead of it
         return wanted, "as requested"
     if size == 1:
@@ -53,6 +53,18 @@ def select_backend(
     if not all(kernels):
         return "mpi", f"rank {kernels.index(False)} lacks the C extension, which shared memory needs"
     return "shm", "ranks share a node"
+
+
+def select_transport(wanted: str, fabrics: list[str]) -> str:
+    """Return the transport between nodes: mpi or tcp.
+
+    wanted: the setting `transport`. fabrics: for every rank, a network device of its host that MPI drives without TCP,
+    or "".
+
+    >>> select_transport("auto", ["", "InfiniBand mlx5_0"])
+    'mpi'
+    """
+    return wanted if wanted != "auto" else "mpi" if any(fabrics) else "tcp"
 
 
 def select_devices(config: Config, seen: list[VisibleGpus], nodes: list[int]) -> tuple[bool, str]:

@@ -14,6 +14,7 @@ from harness import BIN, ROOT, mpirun, run
 MPIS = ["mpich", "openmpi"]
 full = pytest.mark.full
 DIGITS = ROOT / "examples/digits_sync.py"
+BY_MPI = {"ALLRED_TRANSPORT": "mpi"}  # between nodes; test_tcp.py has the other transport
 NOT_OURS = ("mpich_", "sm_segment", "vader", "ucx_", "ompi", "osc_", "pmix", "sem.")  # MPI's, and other programs'
 
 START = """
@@ -343,7 +344,7 @@ def test_pretended_nodes_and_those_that_make_no_sense(mpi, right):
     """A world for each in one job."""
     wrong, ranks = ["2,2,2", "3,0", "3,x", "-1,4", "", "9" * 20 + ",1"], len(NODES[right[0]])
     code = START.partition("{patch}")[0].format(before="") + f"CHECK, NUMBERS = {CHECK!r}, {NUMBERS!r}\n"
-    result = mpirun(ranks, "-c", code + EACH_NODES.format(wrong=wrong, right=right), mpi=mpi, timeout_s=40)
+    result = mpirun(ranks, "-c", code + EACH_NODES.format(wrong=wrong, right=right), mpi=mpi, timeout_s=40, env=BY_MPI)
     assert result.code == 0, result.text
     for sizes in wrong:
         words = f"pretend_nodes={sizes!r} must be numbers of ranks, such as 2,2, that add up to {ranks}"
@@ -365,7 +366,7 @@ def test_pretended_nodes_and_those_that_make_no_sense(mpi, right):
 
 def on_hosts(hosts, *arguments):
     launcher = [BIN["mpich"] / "mpiexec", "-launcher", "fork", "-hosts", hosts, "-n", 3, BIN["mpich"] / "python"]
-    return run([*launcher, *arguments], timeout_s=40)
+    return run([*launcher, *arguments], timeout_s=40, env=BY_MPI)
 
 
 def test_ranks_on_two_hosts():

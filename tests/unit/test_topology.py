@@ -88,3 +88,15 @@ def test_mpi_settings_are_made_only_where_they_cannot_hurt():
 )
 def test_library_names(text, name):
     assert mpi.library_name(text) == name
+
+
+def test_a_fabric_is_an_active_device(tmp_path):
+    port = tmp_path / "infiniband/mlx5_0/ports/1"
+    port.mkdir(parents=True)
+    (port / "state").write_text("1: DOWN\n")
+    assert topology.fabric(tmp_path) == ""
+    (port / "state").write_text("4: ACTIVE\n")
+    assert topology.fabric(tmp_path) == "InfiniBand mlx5_0"
+    (port / "state").unlink()
+    (tmp_path / "cxi/cxi0").mkdir(parents=True)
+    assert topology.fabric(tmp_path) == "Slingshot cxi0"
