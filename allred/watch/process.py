@@ -20,6 +20,7 @@ import time
 from allred.channel import Channel, HandshakeError, Listener, connect, dispatch
 from allred.detached import serve
 from allred.watch import process_state, shm_files
+from allred.watch.heartbeat import Heartbeat
 from allred.watch.job_state import JobState
 from allred.watch.rank import HELLO_S, WatchedRank, owner
 from allred.watch.records import LARGEST, Event
@@ -32,14 +33,15 @@ AFTER_DEATH_S = 0.5  # after a death: which death to report may be known a momen
 
 class Watcher:
     """The watcher of one node. Keys of settings: token; ranks, their number on this node; size and nodes of the job;
-    warn_s; expendable, ranks; chief, whether this is the chief's node; address of the chief's watcher for other nodes,
-    "" with one node; launcher, whether there is one."""
+    warn_s; limit_s; expendable, ranks; chief, whether this is the chief's node; address of the chief's watcher for
+    other nodes, "" with one node; launcher, whether there is one."""
 
     def __init__(self, settings: Event) -> None:
         self._settings = settings
         self._selector = selectors.DefaultSelector()
         self._ranks: dict[int, WatchedRank] = {}
         self._links: list[Channel] = []
+        self._heartbeats: dict[Channel, Heartbeat] = {}  # of the connections to other watchers
         self._links_by_rank: dict[int, Channel] = {}  # of ranks of other nodes
         self._chief: Channel | None = None
         self._job: JobState | None = None
@@ -78,6 +80,7 @@ class Watcher:
                 self._listener.close_expired()
             if self._job is not None:
                 self._send(self._job.tick(now))
+            self._beat(now)
             if now > self._last_death + AFTER_DEATH_S:
                 self._print("")
             if all(rank.dead for rank in self._ranks.values()):
@@ -161,6 +164,7 @@ class Watcher:
             where = f"at {address} port {port}"
             return self._continue_alone(f"cannot reach the watcher of the chief's node {where} ({why})")
         self._selector.register(self._chief.connection, selectors.EVENT_READ, self._receive_from_chief)
+        self._heartbeats[self._chief] = Heartbeat(time.monotonic(), self._settings["limit_s"], chief["host"])
 
     def _receive_from_chief(self) -> None:
         assert self._chief is not None
@@ -169,7 +173,9 @@ class Watcher:
         except (OSError, ValueError):
             self._selector.unregister(self._chief.connection)
             self._chief.connection.close()
+            self._heartbeats.clear()
             return self._continue_alone("has lost the connection to the watcher of the chief's node")
+        self._warn(self._heartbeats[self._chief].heard(time.monotonic()))
         for each in messages:
             self._deliver(each["rank"], each["message"])
 
@@ -194,6 +200,7 @@ class Watcher:
 
     def _accept_watcher(self, link: Channel, events: list[Event]) -> None:
         self._links.append(link)
+        self._heartbeats[link] = Heartbeat(time.monotonic(), self._settings["limit_s"])
         self._selector.register(link.connection, selectors.EVENT_READ, lambda: self._receive_from_watcher(link))
         self._handle_events(link, events)
 
@@ -204,18 +211,38 @@ class Watcher:
             self._selector.unregister(link.connection)
             link.connection.close()
             self._links.remove(link)
+            del self._heartbeats[link]
             for rank in [rank for rank, other in self._links_by_rank.items() if other is link]:
                 self._report({"event": "unwatched", "rank": rank})
             return
         self._handle_events(link, events)
 
     def _handle_events(self, link: Channel, events: list[Event]) -> None:
+        heartbeat = self._heartbeats[link]
+        self._warn(heartbeat.heard(time.monotonic()))
         for event in events:
+            if event["event"] == "alive":
+                continue
             if event["event"] == "joined":
                 self._links_by_rank[event["rank"]] = link
+                heartbeat.host = event["host"]
+                heartbeat.ranks.add(event["rank"])
             elif event["event"] == "died":
                 self._open_stderr()
             self._report(event)
+
+    def _beat(self, now: float) -> None:
+        """Send heartbeats, and report hosts from which none has come."""
+        for link, heartbeat in self._heartbeats.items():
+            if heartbeat.is_due(now):
+                link.send({"event": "alive"} if link is self._chief else {"rank": None, "message": {"kind": "alive"}})
+            self._warn(heartbeat.check(now))
+
+    def _warn(self, text: str) -> None:
+        """Let a rank of this node print a warning, if there is one, until the job ends."""
+        here = [rank for rank in self._ranks.values() if not rank.dead and not rank.left]
+        if text and here and not self._has_verdict:
+            here[0].send({"kind": "print", "text": text})
 
     # Events up, messages down.
 

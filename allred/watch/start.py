@@ -35,7 +35,7 @@ def start(
     here = found[shape.leader]
     problem = here["problem"]
     if not problem:
-        chief = {key: found[0][key] for key in ("address", "port", "token")}
+        chief = {key: found[0][key] for key in ("host", "address", "port", "token")}
         hello = {"rank": shape.rank, "host": socket.gethostname(), "token": here["token"], "chief": chief}
         try:
             world.current().watcher = WatcherClient(here["name"], hello, shape.local_rank == 0, config.stall_warning_s)
@@ -56,10 +56,10 @@ def _spawn(shape: Topology, config: Config, address: str, expendable: tuple[int,
     token = secrets.token_hex(16)
     settings = {
         "token": token, "ranks": shape.local_size, "size": shape.size, "nodes": shape.nodes,
-        "warn_s": config.stall_warning_s, "chief": shape.rank == 0, "address": address,
+        "warn_s": config.stall_warning_s, "limit_s": config.timeout_s, "chief": shape.rank == 0, "address": address,
         "expendable": expendable, "launcher": launcher,
     }  # fmt: skip
-    here = {"token": token, "address": address, "name": "", "port": 0}
+    here = {"token": token, "host": socket.gethostname(), "address": address, "name": "", "port": 0}
     return here | detached.start("allred.watch.process", settings)
 
 

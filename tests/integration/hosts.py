@@ -25,8 +25,12 @@ exec ip netns exec $host unshare --uts sh -c 'hostname "$0"; exec sh -c "$1"' $h
 class Hosts:
     """`names` are the hosts' names, and those of their namespaces."""
 
-    def __init__(self, names: list[str], agent: pathlib.Path) -> None:
-        self.names, self._agent = names, agent
+    def __init__(self, names: list[str], agent: pathlib.Path, hub: str) -> None:
+        self.names, self._agent, self._hub = names, agent, hub
+
+    def set_link(self, number: int, state: str) -> None:
+        """Cut the link of a host (down), or repair it (up)."""
+        _ip(self._hub, f"link set p{number} {state}")
 
     def run(self, mpi: str, ranks: list[int], *arguments: object, **options: object) -> Result:
         """A program with so many ranks on each host, started from the first."""
@@ -76,7 +80,7 @@ def _make(stack: contextlib.ExitStack, count: int, directory: pathlib.Path) -> H
     agent = directory / "agent"
     agent.write_text(_AGENT)
     os.chmod(agent, 0o755)
-    return Hosts(names, agent)
+    return Hosts(names, agent, hub)
 
 
 def _namespace(stack: contextlib.ExitStack, name: str) -> None:

@@ -1,6 +1,9 @@
 """Backend tcp in whole programs: collectives, steps and errors of ranks on several hosts."""
 
 import os
+import re
+import threading
+import time
 
 import pytest
 from harness import mpirun
@@ -83,6 +86,42 @@ def test_hosts_with_a_network_between_them(mpi, ranks, tmp_path):
         code = START.replace("import allred\n", 'os.environ["ALLRED_TRANSPORT"] = "tcp"\nimport allred\n', 1)
         result = check(here.run(mpi, ranks, "-c", code + CHECK + STEPS))
         assert result.out.count("right by tcp\n") == sum(ranks)
+
+
+CUT = """
+import time
+steps, going = 0, True
+while going:
+    assert (allred.allreduce(np.full(30_000, steps, "f4"), allred.Sum) == steps * size).all()
+    steps += 1
+    if steps == 3 and rank == 0: open(sys.argv[1], "w").close()  # the test cuts the link now
+    going = bool(allred.broadcast(np.array([not os.path.exists(sys.argv[1] + ".up")]), 0))
+time.sleep(0.5)  # for the message of the watcher
+allred.barrier()
+"""
+
+
+@pytest.mark.parametrize("mpi", ["mpich", pytest.param("openmpi", marks=full)])
+def test_a_link_that_is_cut_for_some_seconds_is_reported_and_the_job_continues(mpi, tmp_path):
+    flag = tmp_path / "cut"
+
+    def cut_for_a_while():
+        while not flag.exists():
+            time.sleep(0.05)
+        here.set_link(1, "down")
+        time.sleep(5.5)
+        here.set_link(1, "up")
+        (tmp_path / "cut.up").touch()
+
+    with hosts(2, tmp_path) as here:
+        code = START.replace("import allred\n", 'os.environ["ALLRED_TRANSPORT"] = "tcp"\nimport allred\n', 1)
+        thread = threading.Thread(target=cut_for_a_while, daemon=True)
+        thread.start()
+        result = check(here.run(mpi, [1, 1], "-c", code + CUT, flag))
+        thread.join()
+        name = here.names[1]
+    assert re.search(rf"host {name} \(rank 1\) has been unreachable for \d s: ", result.err), result.text
+    assert f"host {name} (rank 1) answers again, after " in result.err, result.text
 
 
 def test_an_interface_that_no_host_has_is_one_clear_error():

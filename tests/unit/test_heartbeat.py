@@ -1,0 +1,19 @@
+"""The message that a host is unreachable, and that it answers again."""
+
+from allred.watch.heartbeat import Heartbeat
+
+
+def test_a_heartbeat_is_due_every_second():
+    heartbeat = Heartbeat(now=10.0, limit_s=60)
+    assert [now for now in (10.5, 11.0, 11.5, 11.9, 12.0) if heartbeat.is_due(now)] == [11.0, 12.0]
+
+
+def test_silence_is_reported_once_and_its_end_too():
+    heartbeat = Heartbeat(now=10.0, limit_s=60, host="b")
+    heartbeat.ranks |= {2, 3}
+    assert heartbeat.heard(12.0) == heartbeat.check(16.9) == ""
+    assert heartbeat.check(17.0).startswith("host b (ranks 2-3) has been unreachable for 5 s: ")
+    assert heartbeat.check(18.0) == ""
+    assert heartbeat.heard(20.0) == "host b (ranks 2-3) answers again, after 8 s"
+    assert heartbeat.heard(21.0) == heartbeat.check(25.0) == ""
+    assert "(60 s, ALLRED_TIMEOUT_S)" in heartbeat.check(26.0)
