@@ -65,7 +65,6 @@ typedef struct allred_network {
   char *memory;          /* shared by the ranks of the host, zeros, aligned to a page: allred_network_bytes */
   size_t window_bytes;   /* a multiple of ALLRED_LINE */
   uint64_t windows;      /* of all operations so far; the same on all ranks */
-  uint64_t sent;         /* bytes that this rank has sent for allreduces */
   /* the operation under way */
   int stage, round;     /* of the exchange of messages */
   char *message;        /* of this host: allred_message_bytes() */

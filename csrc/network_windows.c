@@ -79,6 +79,7 @@ static int fill(allred_operation *op) {
   if (op->filled.tensor == op->tensor_count) return 0;
   if (number >= ALLRED_WINDOWS && !all_drained(op, number - ALLRED_WINDOWS + 1)) return 0;
   *window(op, number) = allred_fill_window(op, own_window(op, number), network->window_bytes);
+  op->segment->sent += window(op, number)->bytes;
   network->filled++;
   atomic_store_explicit(&own_counters(op)->filled, network->filled, memory_order_release);
   return 1;
@@ -170,7 +171,6 @@ static int send_ring(allred_operation *op) {
   if (bytes) {
     sent =
         allred_send_some(network, next_host(network), own_window(op, out->window) + block.start + out->offset, bytes);
-    network->sent += sent;
     if (!sent) return 0;
   } else if (block.bytes) {
     return 0;

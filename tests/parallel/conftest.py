@@ -92,10 +92,15 @@ def _worlds():
             select_backend(backend, [0] * size, has_mpi=True, kernels=[native.available] * size)
         except ConfigError:
             continue
-        yield pytest.param((backend, [0] * size), id=backend)
-        if backend == "shm":
+        if backend != "tcp":
+            yield pytest.param((backend, [0] * size), id=backend)
+        elif size > 1:
+            yield pytest.param((backend, list(range(size))), id="tcp")
+        if backend in ("shm", "tcp"):
             for nodes in NODES.get(size, []):
-                yield pytest.param((backend, nodes), id=f"shm-{''.join(map(str, nodes))}")
+                if (backend, nodes) == ("tcp", list(range(size))):
+                    continue
+                yield pytest.param((backend, nodes), id=f"{backend}-{''.join(map(str, nodes))}")
 
 
 def _open(param):

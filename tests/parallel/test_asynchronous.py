@@ -225,7 +225,9 @@ def test_a_peer_that_holds_the_gil_keeps_nobody(comm):
     x, count = np.ones(100_000), comm.size
     comm.barrier().wait()
     works = [comm.allreduce(x, allred.Sum, in_place=True), comm.grouped_allreduce([x[:3].copy()]), comm.barrier()]
-    works += [comm.broadcast(np.ones(7)), comm.reducescatter(np.ones(count)), comm.allreduce(np.ones(3), allred.Sum)]
+    if comm.name != "tcp":  # there Python takes part in them
+        works += [comm.broadcast(np.ones(7)), comm.reducescatter(np.ones(count))]
+    works.append(comm.allreduce(np.ones(3), allred.Sum))
     begun = time.monotonic()
     if comm.rank == 0:
         burn(3.0)

@@ -61,7 +61,7 @@ def expected(comm, op, wire, shape, dtype, hard=False):
         total = reduced([rounded(data(r, shape, dtype, hard), wire) for r in range(comm.size)], op)
         if op is allred.Average:
             total = total / np.float32(comm.size)
-        if comm.name == "mpi":
+        if comm.name in ("mpi", "tcp"):
             total = rounded(np.asarray(total), wire)  # as it came back
         return np.asarray(total).astype(dtype)
 

@@ -87,8 +87,8 @@ class Backend(ABC):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank has contributed to allreduces so far, in their wire dtype. On several nodes, only what
-        crosses between nodes counts; backend single sends nothing."""
+        """Bytes that this rank has contributed to allreduces so far, in their wire dtype. On several nodes with
+        transport mpi, only what crosses between nodes counts; backend single sends nothing."""
         return self._sent_bytes
 
     def start_progress_thread(self) -> None:  # noqa: B027  (optional)

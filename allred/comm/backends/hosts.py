@@ -60,7 +60,11 @@ class HostsBackend(ShmBackend):
         self.segment.set_network(windows, window_bytes(hosts), self._here, self._slices, [len(h) for h in hosts], fds)
 
     def begins_with_header(self, kind: str, wire: int) -> bool:
-        return kind in ("allreduce", "grouped_allreduce") and not wire
+        return kind in ("allreduce", "grouped_allreduce", "barrier") and not wire
+
+    @property
+    def sent_bytes(self) -> int:
+        return super().sent_bytes + self._sent_bytes
 
     def close(self, sound: bool) -> None:
         self._node.close(sound)
@@ -80,6 +84,7 @@ class HostsBackend(ShmBackend):
         # Rounded once before and once after the sum, as on backend mpi.
         for start in range(0, flat.size, _NARROW_COUNT):
             part = flat[start : start + _NARROW_COUNT]
+            self._sent_bytes += 2 * part.size
             share = -(-part.size // self.size)
             halves = np.zeros(self.size * share, np.uint16)
             rows = np.empty((self.size, share), np.uint16)
