@@ -11,7 +11,7 @@ SILENT_S = 5.0
 
 
 class Heartbeat:
-    """Of the connection to one watcher. It has no clock; `now` is in seconds.
+    """The heartbeats of the connection to one watcher. It has no clock; `now` is in seconds.
 
     limit_s: the time limit of collectives, for the message. host: the name of the other host.
     """

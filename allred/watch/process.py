@@ -232,7 +232,7 @@ class Watcher:
             self._report(event)
 
     def _beat(self, now: float) -> None:
-        """Send heartbeats, and report hosts from which none has come."""
+        """Send heartbeats, and report hosts that have sent none."""
         for link, heartbeat in self._heartbeats.items():
             if heartbeat.is_due(now):
                 link.send({"event": "alive"} if link is self._chief else {"rank": None, "message": {"kind": "alive"}})
