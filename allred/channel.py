@@ -33,6 +33,7 @@ LINE_BYTES = 2**20  # the longest line after authentication
 SEND_S = 3.0  # time limit of a send to a peer that does not read; then the connection is closed
 _RETRY_S = 0.05
 _RECEIVE_BYTES = 2**16
+_MOST_MS = 2**31 - 1
 # Keepalive detects after 20 + 4 * 10 s that the machine of a peer has lost power or network.
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 4}
 
@@ -51,6 +52,11 @@ class Channel:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE.items():
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+    def limit_resending(self, limit_s: float) -> None:
+        """Keep the connection for `limit_s` seconds without an answer, instead of the kernel's time."""
+        limit_ms = min(int(1000 * limit_s), _MOST_MS)
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
 
     def send(self, message: Message) -> None:
         """Send JSON; see `send_line`."""

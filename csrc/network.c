@@ -150,13 +150,17 @@ static int move_messages(allred_network *network, int *complete) {
     char *message = received(network, host);
     for (;;) {
       const int has_head = *got >= sizeof(message_head);
-      if (has_head && !is_valid(network, host, message)) network->lost = 1 + host;
+      if (has_head && !is_valid(network, host, message)) {
+        network->lost = 1 + host;
+        break;
+      }
       const size_t wanted = has_head ? length_of(message) : sizeof(message_head);
       if (has_head && *got == wanted) break;
       if (!(bytes = allred_receive_some(network, host, message + *got, wanted - *got))) break;
       *got += bytes, any = 1;
     }
-    *complete &= *sent == all && *got >= sizeof(message_head) && *got == length_of(message);
+    *complete &=
+        network->lost != 1 + host && *sent == all && *got >= sizeof(message_head) && *got == length_of(message);
   }
   return any;
 }

@@ -10,10 +10,11 @@
  *   1  FILL          write this rank's data, if the operation is small, to its chunk
  *   2                publish it with the header
  *   3  WAIT_FILLED   wait until every rank of the host has published
- *   4  REDUCE        the first rank sums the data of the host on the board of the host. It exchanges messages with the
- *                    first ranks of other hosts (network.c), until the board has the headers of all ranks and the sum
- * of all hosts; it publishes the board as tick 1 5  WAIT_REDUCED  wait for the first rank; compare the headers of all
- * ranks, and end here if they differ 6  DRAIN         read the sum from the board
+ *   4  REDUCE        the first rank sums the data of the host on the board of the host, and exchanges messages with
+ *                    the first ranks of other hosts (network.c), until the board has the headers of all ranks and
+ *                    the sum of all hosts; then it publishes the board as tick 1
+ *   5  WAIT_REDUCED  wait for the first rank; compare the headers of all ranks, and end here if they differ
+ *   6  DRAIN         read the sum from the board
  *
  * A large allreduce has one more round. Its data passes as a stream of windows. Each rank has WINDOWS of them in shared
  * memory, used in turn, so several windows are under way, and their phases overlap:
@@ -31,8 +32,8 @@
  *
  *   1  A rank fills window w only if all ranks of the host have drained window w - WINDOWS.
  *   2  Between `filled` of all ranks and its own `crossed`, rank i alone reads and writes slice i of its own window,
- * and reads slice i of the others' windows, which do not change: each of them writes only its own slice. 3  The board
- * has two places, used in turn by operations, as inline slots (operation.h).
+ *      and reads slice i of the others' windows, which do not change: each of them writes only its own slice.
+ *   3  The board has two places, used in turn by operations, as inline slots (operation.h).
  *
  * Sums within a host have the order of its ranks. A block is summed over the hosts in the order of the ring, from the
  * host that sends it first; a small sum in an order that depends on the number of hosts. So results are the same on all

@@ -83,6 +83,11 @@ PyObject *allred_segment_set_network(Segment *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
+PyObject *allred_segment_get_lost_host(Segment *self, void *unused) {
+  const allred_network *network = self->segment.network;
+  return PyLong_FromLong(network ? network->lost - 1 : -1);
+}
+
 PyObject *allred_python_network_bytes(PyObject *module, PyObject *args) {
   int local_ranks, ranks;
   Py_ssize_t window_bytes;

@@ -285,6 +285,7 @@ static PyGetSetDef attributes[] = {
     ATTRIBUTE("in_place", get_in_place, "bytes of arrays of this rank that were reduced in place"),
     ATTRIBUTE("read_in_place", get_read_in_place, "bytes that this rank has read from arenas, except by allreduces"),
     ATTRIBUTE("outside", allred_segment_get_outside, "by rank: (arrays, bytes) that its arena lacked"),
+    ATTRIBUTE("lost_host", allred_segment_get_lost_host, "the first host whose connection was lost, or -1"),
     ATTRIBUTE("pending", get_pending, "whether an operation is pending"),
     ATTRIBUTE("has_progress_thread", get_has_progress_thread, "whether a thread makes progress"),
     {NULL, NULL, NULL, NULL, NULL}};

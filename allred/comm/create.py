@@ -93,7 +93,7 @@ def create(name: str, comm: Any, timeout_s: float, nodes: list[int], network: st
         return Communicator(MpiBackend(comm), timeout_s)
     from allred.comm.backends.hierarchical import connect  # imports MPI, and the C extension
 
-    return Communicator(connect(comm, nodes, name, network), timeout_s)
+    return Communicator(connect(comm, nodes, name, network, timeout_s), timeout_s)
 
 
 def add_devices(communicator: Communicator, config: Config, seen: list[VisibleGpus], nodes: list[int]) -> str:

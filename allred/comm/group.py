@@ -40,6 +40,7 @@ class Group:
         self.rank, self.size = backend.rank, backend.size
         self.ranks: Sequence[int] = range(backend.size)
         self.queue = WorkQueue(timeout_s, backend.engine)
+        self.queue.connection_error = backend.connection_error
         self.devices: DeviceBackend | None = None
         self.checks_places = False  # whether all ranks must call an operation at the same line of the program
         self.make_subgroup: Callable[[Sequence[int]], Steps[Group]] | None = None  # of some ranks, by their numbers

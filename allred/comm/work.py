@@ -35,6 +35,7 @@ SPIN_WAIT_S = 0.001
 _AWAKE_S = 0.1  # without progress for this long, start to sleep
 _SLEEP_SHARE = 0.01  # a sleep, as a share of the time since the last progress: it hardly prolongs a wait
 _LONGEST_SLEEP_S = 0.01
+_LOST_S = 2.0  # without progress, until a lost connection is an error: the watcher may report its cause before
 _MAX_UNCHECKED = 64  # started operations, possibly complete, before the queue checks them
 
 
@@ -207,6 +208,7 @@ class WorkQueue:
         self.awaited: Awaited | None = None  # the ranks that it waits for, if known
         self.advancing: Work[Any] | None = None  # the operation that is running
         self.track: Track | None = None  # records operations, if there is a timeline
+        self.connection_error: Callable[[], AllredError | None] = lambda: None  # see Backend
         self._works: deque[Work[Any]] = deque()
         self._running_for_others = threading.RLock()  # taken by a thread that waits for another queue and runs this one
         self._pid = os.getpid()
@@ -295,7 +297,10 @@ class WorkQueue:
                         exit_protocol.stuck()
                         raise outcome
                     deadline = now + outcome
-                if (error := world.error()) is not None:
+                error = world.error()
+                if error is None and now - last_progress > _LOST_S:
+                    error = self.connection_error()
+                if error is not None:
                     self.poison(str(error).partition("\n")[0])
                     exit_protocol.stuck()
                     raise error

@@ -125,6 +125,7 @@ class Segment:
     in_place: int  # bytes of arrays of this rank that were reduced in place
     read_in_place: int  # bytes that this rank has read from arenas, except by allreduces
     outside: list[tuple[int, int]]
+    lost_host: int
     """By rank: number and bytes of the arrays that lay in this rank's arena, but not in that rank's; of several such
     ranks the first is counted. [] without arenas."""
     def allreduce(

@@ -18,6 +18,7 @@ The watcher of the chief's node has the `JobState`; the other watchers send thei
     left                         it has ended without an error
     died how, code, ago_s        its process has ended, by a signal or without a message
     unwatched                    its watcher is lost, so there will be no more events of it
+    unreachable ranks, how       its host, with these ranks, has been unreachable until the time limit
     states query, states         the states of the ranks of a node; the answer to the message `query`
 
 The first failure is the verdict of the job. There is at most one, and every rank receives it:
@@ -86,7 +87,7 @@ class JobState:
             "joined": self._joined, "role": self._role, "waiting": self._stalls.waiting, "going": self._stalls.going,
             "busy": self._stalls.busy, "limit": self._stalls.limit, "holds": self._holds, "failed": self._failed,
             "unwound": lambda rank, _: self._end(rank, "unwound"), "left": lambda rank, _: self._end(rank, "left"),
-            "died": self._died, "unwatched": self._unwatched,
+            "died": self._died, "unwatched": self._unwatched, "unreachable": self._unreachable,
         }  # fmt: skip
 
     def handle(self, event: Event, now: float) -> None:
@@ -281,6 +282,19 @@ class JobState:
         for lost, loss in self._expendable.gone.items():
             if self.verdict is None:
                 self._set_verdict_of_loss(lost, self._ranks.line(lost, loss.how))
+
+    def _unreachable(self, rank: int, event: Event) -> None:
+        known = [each for each in event["ranks"] if each in self._ranks]
+        lost = [each for each in known if self._ranks[each].end not in ("left", "dead")]
+        for each in lost:
+            self._end(each, "dead")
+        self._release.lose_host()
+        if self.verdict is None and lost and self._expendable.can_lose(lost):
+            for each in lost:
+                self._lose(each, Loss(event["how"], 1, ""))
+            self._notices.append((self._ranks.now, f"{event['how']}; the other ranks continue"))
+        elif self.verdict is None and any(not record.end for record in self._ranks.values()):
+            self._set_verdict(rank, event["how"], 1)
 
     def _set_verdict_of_loss(self, rank: int, text: str) -> None:
         loss = self._expendable.gone[rank]

@@ -4,7 +4,7 @@
 
 It imports only allred.watch and its dependencies (detached.py). It holds no file of the launcher, because mpirun would
 wait for it, and ends after its ranks. A watcher that loses the connection to the chief's watcher continues for its own
-node.
+node. If another host is unreachable until the time limit, each side ends its own ranks, and then its launcher.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ from allred.detached import serve
 from allred.watch import process_state, shm_files
 from allred.watch.heartbeat import Heartbeat
 from allred.watch.job_state import JobState
+from allred.watch.launchers import Launchers
 from allred.watch.rank import HELLO_S, WatchedRank, owner
 from allred.watch.records import LARGEST, Event
 
@@ -52,6 +53,8 @@ class Watcher:
         self._has_verdict = False  # so the job ends
         self._give_up_at = time.monotonic() + FIRST_RANK_S
         self._last_death = 0.0
+        self._launchers = Launchers()
+        self._has_lost_host = False
         self._stderr = -1  # a descriptor of the job's stderr
         self._shm_files: set[shm_files.File] = set()  # files of MPICH that the ranks have mapped
         unix = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -81,6 +84,7 @@ class Watcher:
             if self._job is not None:
                 self._send(self._job.tick(now))
             self._beat(now)
+            self._lose_hosts(now)
             if now > self._last_death + AFTER_DEATH_S:
                 self._print("")
             if all(rank.dead for rank in self._ranks.values()):
@@ -89,6 +93,8 @@ class Watcher:
         while self._shm_files and not all(rank.left for rank in self._ranks.values()) and time.monotonic() < deadline:
             time.sleep(TICK_S)
             self._delete_shm_files()
+        if self._has_lost_host and self._settings["launcher"]:
+            self._launchers.end()
 
     def _is_done(self, now: float) -> bool:
         if self._links:  # ranks of other nodes are still leaving, or there are deaths to report
@@ -125,6 +131,7 @@ class Watcher:
             return
         self._ranks[rank.number] = rank
         self._shm_files |= shm_files.mapped(rank.pid)
+        self._launchers.record(rank.pid)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._receive_event(rank))
         self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda: self._handle_death(rank))
         rank.send({"kind": "welcome"})
@@ -163,6 +170,7 @@ class Watcher:
             why = getattr(error, "strerror", None) or error
             where = f"at {address} port {port}"
             return self._continue_alone(f"cannot reach the watcher of the chief's node {where} ({why})")
+        self._chief.limit_resending(self._settings["limit_s"])
         self._selector.register(self._chief.connection, selectors.EVENT_READ, self._receive_from_chief)
         self._heartbeats[self._chief] = Heartbeat(time.monotonic(), self._settings["limit_s"], chief["host"])
 
@@ -171,15 +179,22 @@ class Watcher:
         try:
             messages = self._chief.receive()
         except (OSError, ValueError):
-            self._selector.unregister(self._chief.connection)
-            self._chief.connection.close()
-            self._heartbeats.clear()
+            self._disconnect(self._chief)
             return self._continue_alone("has lost the connection to the watcher of the chief's node")
         self._warn(self._heartbeats[self._chief].heard(time.monotonic()))
         for each in messages:
             self._deliver(each["rank"], each["message"])
 
+    def _disconnect(self, link: Channel) -> None:
+        """Close the connection to another watcher."""
+        self._selector.unregister(link.connection)
+        link.connection.close()
+        del self._heartbeats[link]
+        if link in self._links:
+            self._links.remove(link)
+
     def _continue_alone(self, why: str) -> None:
+        """Continue for the ranks of this node. why: a predicate for the message; "" for no message."""
         launcher = self._settings["launcher"]
         self._chief, self._job = None, JobState(self._settings["size"], 1, self._settings["warn_s"], launcher=launcher)
         here = [rank for rank in self._ranks.values() if not rank.dead]
@@ -194,11 +209,12 @@ class Watcher:
                 self._report({"event": "waiting", "rank": rank.number, **waiting})
         if self._gone and not self._has_verdict:
             self._job.conclude(next(iter(self._gone.values())), time.monotonic())
-        if here and not any(rank.ending for rank in here if rank.number not in self._gone):
+        if why and here and not any(rank.ending for rank in here if rank.number not in self._gone):
             text = f"the watcher of {here[0].host} {why}; it continues for the ranks of its own node"
             here[0].send({"kind": "print", "text": text})
 
     def _accept_watcher(self, link: Channel, events: list[Event]) -> None:
+        link.limit_resending(self._settings["limit_s"])
         self._links.append(link)
         self._heartbeats[link] = Heartbeat(time.monotonic(), self._settings["limit_s"])
         self._selector.register(link.connection, selectors.EVENT_READ, lambda: self._receive_from_watcher(link))
@@ -208,10 +224,7 @@ class Watcher:
         try:
             events = link.receive()
         except (OSError, ValueError):
-            self._selector.unregister(link.connection)
-            link.connection.close()
-            self._links.remove(link)
-            del self._heartbeats[link]
+            self._disconnect(link)
             for rank in [rank for rank, other in self._links_by_rank.items() if other is link]:
                 self._report({"event": "unwatched", "rank": rank})
             return
@@ -238,6 +251,25 @@ class Watcher:
                 link.send({"event": "alive"} if link is self._chief else {"rank": None, "message": {"kind": "alive"}})
             self._warn(heartbeat.check(now))
 
+    def _lose_hosts(self, now: float) -> None:
+        """End the job if a host is unreachable until the time limit; if the job ends for another reason, without
+        waiting for a host that is silent."""
+        is_ending = self._has_verdict or (self._job is not None and self._job.verdict is not None)
+        for link, heartbeat in list(self._heartbeats.items()):
+            if heartbeat.is_lost(now) or (is_ending and heartbeat.is_silent):
+                self._lose_host(link, now)
+
+    def _lose_host(self, link: Channel, now: float) -> None:
+        heartbeat, self._has_lost_host = self._heartbeats[link], True
+        self._disconnect(link)
+        if link is self._chief:
+            self._continue_alone("")
+            heartbeat.ranks.add(0)
+            self._report({"event": "joined", "rank": 0, "host": heartbeat.host})
+        if heartbeat.ranks:
+            ranks = sorted(heartbeat.ranks)
+            self._report({"event": "unreachable", "rank": ranks[0], "ranks": ranks, "how": heartbeat.lost(now)})
+
     def _warn(self, text: str) -> None:
         """Let a rank of this node print a warning, if there is one, until the job ends."""
         here = [rank for rank in self._ranks.values() if not rank.dead and not rank.left]
@@ -247,6 +279,9 @@ class Watcher:
     # Events up, messages down.
 
     def _report(self, event: Event) -> None:
+        needs_answer = event["event"] in ("failed", "limit")
+        if needs_answer and self._chief is not None and self._heartbeats[self._chief].is_silent:
+            self._lose_host(self._chief, time.monotonic())
         if self._job is not None:
             self._job.handle(event, time.monotonic())
         elif self._chief is not None:

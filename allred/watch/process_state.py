@@ -20,6 +20,8 @@ _EXIT_CODE_AT = 60
 _STATUS_EXIT_CODE = 49
 _TRIES = 20
 _LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "prterun", "orterun", "srun")
+_DAEMONS = ("hydra_pmi_proxy", "prted", "orted")  # which mpirun starts on every node
+_MOST_ANCESTORS = 16
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 _LIBRARY = re.compile(r"/lib/python|/site-packages/|/allred/|^<frozen")
 
@@ -66,11 +68,28 @@ def launcher(pid: int) -> list[int]:
 
 def is_launcher(pid: int) -> bool:
     """Return whether a process is a launcher, by its name."""
+    return _name(pid) in _LAUNCHERS
+
+
+def launcher_ancestors(pid: int) -> list[int]:
+    """Return the nearest launcher above a process, and the launcher's daemons below that; [] if there are none."""
+    found = []
+    for _ in range(_MOST_ANCESTORS):
+        pid = int(_status(pid)[1])
+        name = _name(pid)
+        if name in _DAEMONS or name in _LAUNCHERS:
+            found.append(pid)
+        if pid <= 1 or name in _LAUNCHERS:
+            break
+    return found
+
+
+def _name(pid: int) -> str:
     try:
         with open(f"/proc/{pid}/comm") as file:
-            return file.read().strip() in _LAUNCHERS
+            return file.read().strip()
     except OSError:
-        return False
+        return ""
 
 
 def _status(pid: int) -> list[str]:

@@ -7,7 +7,8 @@ from allred.watch.records import Records
 GRACE_S = 2.0  # how long the ranks may unwind
 PRINT_S = 0.1  # how long mpirun may take to print the output of ranks that have unwound; it has no fixed order
 ABORT_S = 8.0  # the longest time from the release to the end of the job; then the watchers kill the ranks
-GONE_S = 1.0  # the same, from the death of the released rank, which should have aborted the job
+LOST_HOST_S = 1.0  # the same, if a host is unreachable: its part of the launcher cannot answer
+GONE_S = 1.0  # the same as ABORT_S, from the death of the released rank, which should have aborted the job
 HOLD_S = 0.5  # interval of the message `hold` to lingering ranks; shorter than watcher_client.RELEASE_S
 PRINT_HOLD_S = 5.0  # a hold of this length is printed
 
@@ -21,11 +22,16 @@ class Release:
         self._clock: float | None = None  # when the first rank began to linger
         self._released: int | None = None
         self._released_at = 0.0
+        self._abort_s = ABORT_S
         self._hold_at, self._print_hold_at, self._hold_printed = 0.0, float("inf"), False
 
     @property
     def begun(self) -> bool:
         return self._released is not None
+
+    def lose_host(self) -> None:
+        """A host is unreachable: kill the ranks soon after the release."""
+        self._abort_s = LOST_HOST_S
 
     def start_clock(self) -> None:
         """Let the other ranks unwind for GRACE_S from now."""
@@ -66,7 +72,7 @@ class Release:
     def _kill_if_late(self, released: int) -> None:
         record = self._ranks[released]
         gone = record.end == "dead" and self._ranks.now >= record.end_at + GONE_S  # the launcher ends no other rank
-        if gone or self._ranks.now >= self._released_at + ABORT_S:
+        if gone or self._ranks.now >= self._released_at + self._abort_s:
             self._ranks.out.append((None, {"kind": "kill"}))
             self._released_at = record.end_at = float("inf")
 

@@ -16,7 +16,7 @@ import numpy as np
 from allred.arrays import Array, as_bytes
 from allred.comm.ops import ReduceOp, narrow, widen
 from allred.comm.work import Steps
-from allred.errors import InputError
+from allred.errors import AllredError, InputError
 from allred.gpu.streams import Completion, Device, StreamLease
 from allred.timeline.recorder import Track
 
@@ -45,6 +45,10 @@ class Backend(ABC):
     def begins_with_header(self, kind: str, wire: int) -> bool:
         """Whether a collective of this kind is one operation with its header. wire: as in `allreduce`."""
         return self.with_header is not None
+
+    def connection_error(self) -> AllredError | None:
+        """Return the error if the connection to another host was lost, so that no operation can complete."""
+        return None
 
     @abstractmethod
     def exchange(self, record: bytes) -> Steps[list[bytes]]:

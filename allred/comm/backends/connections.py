@@ -81,12 +81,12 @@ def _interface_addresses() -> list[tuple[str, str]]:
     return found
 
 
-def connect(comm: Any, groups: list[list[int]], network: str) -> tuple[dict[int, socket.socket], str]:
+def connect(comm: Any, groups: list[list[int]], network: str, timeout_s: float) -> tuple[dict[int, socket.socket], str]:
     """Connect this rank with the other ranks of its group. Collective over `comm`, an mpi4py communicator.
 
     groups: lists of ranks of `comm`; a rank is in one of them or in none. Of each pair, the rank that comes later in
     the group connects to the other.
-    network: see `addresses`.
+    network: see `addresses`. timeout_s: how long a connection exists without an answer of the peer.
 
     Returns the nonblocking sockets by rank, and "" or why some rank could not connect: the same text on all ranks.
     """
@@ -131,6 +131,7 @@ def connect(comm: Any, groups: list[list[int]], network: str) -> tuple[dict[int,
             one.settimeout(None)
             one.setblocking(False)
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(int(1000 * timeout_s), 2**31 - 1))
     return ({}, problem) if problem else (sockets, "")
 
 

@@ -69,10 +69,10 @@ class HierarchicalBackend(MpiBackend):
         yield from self._node.allgather(arrays.as_bytes(mine), arrays.as_bytes(whole), sizes)
 
 
-def connect(comm: MPI.Intracomm, nodes: list[int], name: str, network: str) -> Backend:
+def connect(comm: MPI.Intracomm, nodes: list[int], name: str, network: str, timeout_s: float) -> Backend:
     """Make the backend of all ranks of `comm`, which it owns; nodes[r] identifies the node of rank r.
 
-    name: shm; or tcp: nodes are connected by TCP instead of MPI. network: the setting of that name.
+    name: shm; or tcp: nodes are connected by TCP instead of MPI. network, timeout_s: the settings of these names.
 
     Ranks of a node that cannot share memory count as nodes of their own; if no two ranks can share memory the backend
     is plain MPI. Collective and blocking.
@@ -90,6 +90,6 @@ def connect(comm: MPI.Intracomm, nodes: list[int], name: str, network: str) -> B
         assert memory is not None
         return ShmBackend(world.local_rank, world.local_size, memory, comm, arenas)
     if name == "tcp":
-        return hosts.connect(comm, nodes, memory, network)
+        return hosts.connect(comm, nodes, memory, network, timeout_s)
     node = SingleBackend() if memory is None else ShmBackend(world.local_rank, world.local_size, memory, None, arenas)
     return HierarchicalBackend(comm, node, slices=min(nodes.count(name) for name in set(nodes)))

@@ -24,8 +24,9 @@ from allred.comm.backends.segment import share
 from allred.comm.backends.shm import CHUNK_BYTES, ShmBackend
 from allred.comm.ops import ReduceOp, narrow, widen
 from allred.comm.work import Steps
-from allred.errors import ConfigError
+from allred.errors import AllredError, ConfigError, RemoteRankError
 from allred.native._kernels import network_bytes, segment_bytes
+from allred.wording import named
 
 WINDOW_BYTES = 2**20
 _NARROW_COUNT = 2**20  # elements that are sent as 16-bit floats at a time
@@ -35,7 +36,8 @@ class HostsBackend(ShmBackend):
     """All ranks of `comm`, which the backend owns.
 
     hosts: the ranks of each host, in order. node: the backend of the ranks of this host, which it owns too. memory,
-    windows: shared by the ranks of this host. sockets: to the rank with the same local number, by host.
+    windows: shared by the ranks of this host. sockets: to the rank with the same local number, by host. names: of the
+    hosts.
     """
 
     name = "tcp"
@@ -48,10 +50,11 @@ class HostsBackend(ShmBackend):
         memory: mmap.mmap,
         windows: mmap.mmap,
         sockets: dict[int, socket.socket],
+        names: list[str],
     ) -> None:
         super().__init__(node.rank, node.size, memory, comm)
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
-        self._hosts, self._node, self._windows, self._sockets = hosts, node, windows, sockets
+        self._hosts, self._node, self._windows, self._sockets, self._names = hosts, node, windows, sockets, names
         self._here = next(index for index, ranks in enumerate(hosts) if self.rank in ranks)
         self._slices = min(map(len, hosts))
         self._order = [rank for ranks in hosts for rank in ranks]
@@ -61,6 +64,16 @@ class HostsBackend(ShmBackend):
 
     def begins_with_header(self, kind: str, wire: int) -> bool:
         return kind in ("allreduce", "grouped_allreduce", "barrier") and not wire
+
+    def connection_error(self) -> AllredError | None:
+        lost = self.segment.lost_host
+        if lost < 0:
+            return None
+        ranks, name = self._hosts[lost], self._names[lost]
+        text = (
+            f"the TCP connection to host {name} ({named('rank', ranks)}) was lost: its processes may have been killed"
+        )
+        return RemoteRankError(text, ranks[0], name, 1)
 
     @property
     def sent_bytes(self) -> int:
@@ -199,17 +212,17 @@ class HostsBackend(ShmBackend):
         yield from self._node.allgather(data[start:stop].copy(), data, sizes)
 
 
-def connect(comm: Any, nodes: list[int], memory: mmap.mmap | None, network: str) -> HostsBackend:
+def connect(comm: Any, nodes: list[int], memory: mmap.mmap | None, network: str, timeout_s: float) -> HostsBackend:
     """Make the backend of all ranks of `comm`, which it owns. Collective and blocking.
 
     nodes: the node of each rank. memory: for the operations within this node, see `segment_memory`; None if it has one
-    rank. network: the setting of that name.
+    rank. network, timeout_s: the settings of these names.
 
     Raises ConfigError, the same on all ranks, if some of them cannot connect.
     """
     hosts = [[rank for rank, node in enumerate(nodes) if node == name] for name in dict.fromkeys(nodes)]
     groups = [list(ranks) for ranks in zip(*hosts, strict=False)]
-    sockets, problem = connections.connect(comm, groups, network)
+    sockets, problem = connections.connect(comm, groups, network, timeout_s)
     if problem:
         raise ConfigError(f"{problem}; set ALLRED_NETWORK to the interface between the hosts, or ALLRED_TRANSPORT=mpi")
     here = next(index for index, ranks in enumerate(hosts) if comm.Get_rank() in ranks)
@@ -227,7 +240,8 @@ def connect(comm: Any, nodes: list[int], memory: mmap.mmap | None, network: str)
     node = SingleBackend() if memory is None else ShmBackend(local, size, memory)
     of_rank = {rank: index for index, ranks in enumerate(hosts) for rank in ranks}
     by_host = {of_rank[rank]: one for rank, one in sockets.items()}
-    return HostsBackend(comm, hosts, node, segment, windows, by_host)
+    names = comm.allgather(socket.gethostname())
+    return HostsBackend(comm, hosts, node, segment, windows, by_host, [names[ranks[0]] for ranks in hosts])
 
 
 def window_bytes(hosts: list[list[int]]) -> int:
