@@ -80,6 +80,7 @@ class JobState:
         self._deaths: list[Death] = []  # that may be the verdict
         self._lost_deaths: list[Death] = []  # of expendable ranks
         self._death_due = float("inf")
+        self._lost_watcher: set[int] = set()  # ranks that had not ended when their watcher was lost
         self._unprinted_death: Death | None = None  # the death that is the verdict, until it is printed
         self._print_death_at = 0.0
         self._verdict_is_death = False  # then mpirun ends the others
@@ -186,6 +187,9 @@ class JobState:
             return self._lose_dead(new)
         deaths = self._recent_losses() + new
         first = (_not_by_launcher(deaths) or deaths)[0]
+        if self._lost_watcher and not _not_by_launcher(deaths):
+            how = "has ended without a report: all processes of its host were killed, or the host has failed"
+            first = first[0], min(self._lost_watcher), {"how": how, "code": _KILLED}
         _, rank, event = first
         text = self._ranks.line(rank, event["how"])
         self._verdict_is_death = True
@@ -278,6 +282,7 @@ class JobState:
         """The ends of ranks are no longer known: no rank is expendable now, and a gone rank is the verdict."""
         if self._ranks[rank].end in ("left", "dead"):
             return
+        self._lost_watcher.add(rank)
         self._expendable.ranks = frozenset()
         for lost, loss in self._expendable.gone.items():
             if self.verdict is None:

@@ -225,6 +225,7 @@ class Watcher:
             events = link.receive()
         except (OSError, ValueError):
             self._disconnect(link)
+            self._open_stderr()  # the launcher may end in a moment, because a host has failed
             for rank in [rank for rank, other in self._links_by_rank.items() if other is link]:
                 self._report({"event": "unwatched", "rank": rank})
             return

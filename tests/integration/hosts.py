@@ -32,12 +32,27 @@ class Hosts:
         """Cut the link of a host (down), or repair it (up)."""
         _ip(self._hub, f"link set p{number} {state}")
 
+    def drop_sent(self, number: int) -> None:
+        """Drop all that a host sends; what others send to it still arrives."""
+        subprocess.run(
+            ["tc", "-n", self.names[number], *["qdisc", "add", "dev", "eth0", "root", "blackhole"]], check=True
+        )
+
+    def route(self, number: int, route: str) -> None:
+        """Add a route to a host, as for `ip route add`."""
+        _ip(self.names[number], f"route add {route}")
+
+    def processes(self, number: int) -> list[int]:
+        """Return the ids of the processes of a host."""
+        found = subprocess.run(["ip", "netns", "pids", self.names[number]], check=True, capture_output=True, text=True)
+        return [int(pid) for pid in found.stdout.split()]
+
     def run(self, mpi: str, ranks: list[int], *arguments: object, **options: object) -> Result:
         """A program with so many ranks on each host, started from the first."""
         places = ",".join(f"{name}:{count}" for name, count in zip(self.names, ranks, strict=True))
-        tcp = {"mpich": ["-genv", "MPIR_CVAR_CH4_NETMOD", "ofi", "-genv", "FI_PROVIDER", "tcp"]}
+        tcp = ["-genv", "MPIR_CVAR_CH4_NETMOD", "ofi", "-genv", "FI_PROVIDER", "tcp", "-genv", "FI_TCP_IFACE", "eth0"]
         launcher = {
-            "mpich": ["-launcher", "ssh", "-launcher-exec", self._agent, "-hosts", places, *tcp["mpich"]],
+            "mpich": ["-launcher", "ssh", "-launcher-exec", self._agent, "-hosts", places, *tcp],
             "openmpi": ["--prtemca", "plm_ssh_agent", self._agent, "--bind-to", "none", "--host", places],
         }[mpi]
         own = ["ip", "netns", "exec", self.names[0], "unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"']
@@ -46,24 +61,27 @@ class Hosts:
 
 
 @contextlib.contextmanager
-def hosts(count: int, directory: pathlib.Path) -> Iterator[Hosts]:
-    """`count` hosts. Skips the test, with the reason, where namespaces cannot be made."""
+def hosts(count: int, directory: pathlib.Path, networks: int = 1) -> Iterator[Hosts]:
+    """`count` hosts with the interfaces eth0 and so on, one for each network: 10.99.0.0/24, 10.99.1.0/24.
+
+    The names of the hosts belong to eth0. Skips the test, with the reason, where namespaces cannot be made."""
     if os.geteuid() != 0:
         pytest.skip("network namespaces can be made by root only")
     with contextlib.ExitStack() as stack:
         try:
-            here = _make(stack, count, directory)
+            here = _make(stack, count, directory, networks)
         except (OSError, subprocess.CalledProcessError) as error:
             pytest.skip(f"no namespaces here: {error}")
         yield here
 
 
-def _make(stack: contextlib.ExitStack, count: int, directory: pathlib.Path) -> Hosts:
+def _make(stack: contextlib.ExitStack, count: int, directory: pathlib.Path, networks: int) -> Hosts:
     mark = f"{os.getpid()}x{uuid.uuid4().hex[:4]}"
     hub, names = f"arhub{mark}", [f"ar{mark}n{number}" for number in range(count)]
     _namespace(stack, hub)
-    _ip(hub, "link add br0 type bridge")
-    _ip(hub, "link set br0 up")
+    for network in range(networks):
+        _ip(hub, f"link add br{network} type bridge")
+        _ip(hub, f"link set br{network} up")
     table = "127.0.0.1 localhost\n" + "".join(f"10.99.0.{n + 1} {name}\n" for n, name in enumerate(names))
     for number, name in enumerate(names):
         _namespace(stack, name)
@@ -72,11 +90,14 @@ def _make(stack: contextlib.ExitStack, count: int, directory: pathlib.Path) -> H
         stack.callback(own_etc.rmdir)
         (own_etc / "hosts").write_text(table)
         stack.callback((own_etc / "hosts").unlink)
-        _ip(name, f"link add eth0 type veth peer name p{number} netns {hub}")
-        for words in ("link set lo up", f"addr add 10.99.0.{number + 1}/24 dev eth0", "link set eth0 up"):
-            _ip(name, words)
-        _ip(hub, f"link set p{number} master br0")
-        _ip(hub, f"link set p{number} up")
+        _ip(name, "link set lo up")
+        for network in range(networks):
+            port, device = f"p{number}" + f"x{network}" * (network > 0), f"eth{network}"
+            _ip(name, f"link add {device} type veth peer name {port} netns {hub}")
+            _ip(name, f"addr add 10.99.{network}.{number + 1}/24 dev {device}")
+            _ip(name, f"link set {device} up")
+            _ip(hub, f"link set {port} master br{network}")
+            _ip(hub, f"link set {port} up")
     agent = directory / "agent"
     agent.write_text(_AGENT)
     os.chmod(agent, 0o755)

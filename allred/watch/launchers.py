@@ -1,0 +1,48 @@
+"""Ends the launcher of this node's ranks: mpirun, and the process through which it starts ranks on this node.
+
+Used only when another host is unreachable, because mpirun may then wait for that host forever. A launcher is an
+ancestor of a rank at the time when the rank connects. A pidfd identifies it, so that no later process with the same
+number is ended.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import time
+
+from allred.watch import process_state
+
+WAIT_S = 0.5  # for the launcher to end by itself, then for its end after SIGTERM
+
+
+class Launchers:
+    def __init__(self) -> None:
+        self._pidfds: dict[int, int] = {}  # by process id
+
+    def record(self, rank: int) -> None:
+        """Record the launchers above a process, the process id of a rank."""
+        for pid in process_state.launcher_ancestors(rank):
+            if pid not in self._pidfds:
+                with contextlib.suppress(OSError):  # it has just ended
+                    self._pidfds[pid] = os.pidfd_open(pid)
+
+    def end(self) -> None:
+        """Wait until the launchers have ended; after WAIT_S end them by SIGTERM, then by SIGKILL."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            self._wait()
+            for pidfd in self._pidfds.values():
+                with contextlib.suppress(OSError):  # another user's, or it has just ended
+                    signal.pidfd_send_signal(pidfd, number)
+
+    def _wait(self) -> None:
+        """Wait at most WAIT_S, and close the pidfds of those that have ended."""
+        until, poll = time.monotonic() + WAIT_S, select.poll()
+        for pidfd in self._pidfds.values():
+            poll.register(pidfd, select.POLLIN)
+        while self._pidfds and (left_s := until - time.monotonic()) > 0:
+            ended = {pidfd for pidfd, _ in poll.poll(1000 * left_s)}
+            for pid, pidfd in list(self._pidfds.items()):
+                if pidfd in ended:
+                    poll.unregister(pidfd)
+                    os.close(self._pidfds.pop(pid))
