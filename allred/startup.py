@@ -195,9 +195,13 @@ def _plan(facts: list[_Facts], cluster: Cluster, has_mpi: bool) -> _Decisions:
     nodes = topology.pretend(config.pretend_nodes, len(facts)) or [each.host for each in facts]
     stop = len(facts) - cluster.clients
     workers = range(_servers(config, stop), stop)
-    config = dataclasses.replace(config, transport=select_transport(config.transport, [each.fabric for each in facts]))
     kernels = [facts[rank].has_kernels for rank in workers]
+    if len(set(nodes)) > 1:
+        transport, why = select_transport(config.transport, [each.fabric for each in facts], kernels)
+        config = dataclasses.replace(config, transport=transport)
     backend, reason = select_backend(config.backend, nodes[workers.start : stop], has_mpi, kernels, config.transport)
+    if len(set(nodes[workers.start : stop])) > 1 and config.backend != "mpi":
+        reason = f"{reason}; {why}"
     select_devices(config, [facts[rank].gpus for rank in workers], nodes[workers.start : stop])  # raises
     return _Decisions(config, nodes, workers, backend, reason)
 

@@ -1,12 +1,21 @@
 """The start of MPI: its settings, the import, and a check that its world is the one that was launched."""
 
+import contextlib
 import os
+import pathlib
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 from allred.cluster import launcher
 from allred.errors import ConfigError
+
+# Open MPI's default algorithm of MPI_Iallreduce sends as a reduce and a broadcast, and `put` of its BTL tcp uses one
+# direction of a link at a time: both take twice as long as needed.
+_SEVERAL_HOSTS = {
+    "OMPI_MCA_coll_libnbc_iallreduce_algorithm": "3",  # Rabenseifner's
+    "OMPI_MCA_btl_tcp_flags": "1",  # send only
+}
 
 _given: dict[str, str] | None = None  # the settings with which allred started MPI; None if it did not start it
 
@@ -87,19 +96,39 @@ def describe_settings() -> str:
 
 
 def settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return settings that save a second of Open MPI's start; none if the user has set OMPI_MCA_btl.
+    """Return settings for Open MPI that the user has not set, in the environment or in an MCA parameter file.
 
-    Open MPI probes for libfabric, which ranks of one node never use. Without a launcher, and unless it is limited to
-    the BTL `self`, it leaves a file in /dev/shm on every exit. A program without a launcher that spawns processes with
-    MPI has to set OMPI_MCA_btl.
+    Several hosts: _SEVERAL_HOSTS. One host: a value of OMPI_MCA_btl, which saves a second of the start. Open MPI probes
+    for libfabric, which ranks of one node never use. Without a launcher, and unless it is limited to the BTL `self`, it
+    leaves a file in /dev/shm on every exit. A program without a launcher that spawns processes with MPI has to set
+    OMPI_MCA_btl.
     """
+    local_size = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
+    if local_size is not None and environ.get("OMPI_COMM_WORLD_SIZE") != local_size:
+        in_files = _mca_file_parameters(environ)
+        unset = {name: value for name, value in _SEVERAL_HOSTS.items() if name not in environ}
+        return {name: value for name, value in unset.items() if name.removeprefix("OMPI_MCA_") not in in_files}
     if "OMPI_MCA_btl" in environ:
         return {}
     if "PMIX_RANK" not in environ and launcher.launched_size(environ) == 1:
         return {"OMPI_MCA_btl": "self"}
-    if environ.get("OMPI_COMM_WORLD_SIZE") == environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "several nodes, perhaps"):
-        return {"OMPI_MCA_btl": "^ofi"}
-    return {}
+    return {} if local_size is None else {"OMPI_MCA_btl": "^ofi"}
+
+
+def _mca_file_parameters(environ: Mapping[str, str]) -> set[str]:
+    """Return the names of the parameters in Open MPI's parameter files: the user's, and those of its installation."""
+    prefixes = [pathlib.Path(sys.prefix), pathlib.Path(environ.get("OPAL_PREFIX", sys.prefix))]
+    if mpirun := launcher.mpirun_on_path():
+        prefixes.append(pathlib.Path(mpirun).resolve().parents[1])
+    files = [prefix / "etc/openmpi-mca-params.conf" for prefix in prefixes]
+    if "HOME" in environ:
+        files.append(pathlib.Path(environ["HOME"]) / ".openmpi/mca-params.conf")
+    names = set()
+    for file in files:
+        with contextlib.suppress(OSError):
+            lines = file.read_text(errors="replace").splitlines()
+            names |= {line.partition("=")[0].strip() for line in lines if "=" in line.partition("#")[0]}
+    return names
 
 
 def check_launcher(library: str, environ: Mapping[str, str] = os.environ) -> None:

@@ -43,7 +43,7 @@ def select_backend(
             "allred.native shows the reason); or use backend mpi"
         )
     if transport == "tcp" and wanted != "mpi" and all(kernels) and has_mpi and len(set(nodes)) > 1:
-        return "tcp", "TCP between nodes; shared memory within" if len(set(nodes)) < size else "TCP between nodes"
+        return "tcp", "ranks share a node" if len(set(nodes)) < size else "every rank is on a node of its own"
     if wanted not in ("auto", "nccl"):  # NCCL is added to a host backend, not used instead of it
         return wanted, "as requested"
     if size == 1:
@@ -55,16 +55,30 @@ def select_backend(
     return "shm", "ranks share a node"
 
 
-def select_transport(wanted: str, fabrics: list[str]) -> str:
-    """Return the transport between nodes: mpi or tcp.
+def select_transport(wanted: str, fabrics: list[str], kernels: list[bool]) -> tuple[str, str]:
+    """Return the transport between several nodes, mpi or tcp, and the reason.
 
-    wanted: the setting `transport`. fabrics: for every rank, a network device of its host that MPI drives without TCP,
-    or "".
+    wanted: the setting `transport`. fabrics, kernels: for every rank, a network device of its host that MPI drives
+    without TCP, or "", and whether it has the C extension.
 
-    >>> select_transport("auto", ["", "InfiniBand mlx5_0"])
-    'mpi'
+    Raises ConfigError if the transport in `wanted` cannot be used.
+
+    >>> select_transport("auto", ["", "InfiniBand mlx5_0"], [True, True])
+    ('mpi', 'MPI between nodes: InfiniBand mlx5_0')
     """
-    return wanted if wanted != "auto" else "mpi" if any(fabrics) else "tcp"
+    if not all(kernels):
+        lacking = f"rank {kernels.index(False)} lacks the C extension"
+        if wanted == "tcp":
+            raise ConfigError(
+                f"ALLRED_TRANSPORT=tcp needs the C extension, but {lacking} (python -m allred.native shows the "
+                "reason); or use ALLRED_TRANSPORT=mpi"
+            )
+        return "mpi", f"MPI between nodes: {lacking}"
+    if wanted != "auto":
+        return wanted, f"{wanted.upper()} between nodes, as requested"
+    if found := next(filter(None, fabrics), ""):
+        return "mpi", f"MPI between nodes: {found}"
+    return "tcp", "TCP between nodes: no InfiniBand, EFA or Slingshot"
 
 
 def select_devices(config: Config, seen: list[VisibleGpus], nodes: list[int]) -> tuple[bool, str]:

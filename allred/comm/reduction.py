@@ -10,6 +10,9 @@ from allred.comm.group import Group
 from allred.comm.header import OpDescriptor
 from allred.comm.ops import Compression, ReduceOp, narrows
 from allred.comm.work import Steps
+from allred.fusion import assign_buckets
+
+PACKED_BYTES = 2**20
 
 
 class Reduction(NamedTuple):
@@ -31,14 +34,22 @@ class Reduction(NamedTuple):
         return group_descriptor(self.sources, self.name, self.op, self.compression, self.weight)
 
     def move(self, group: Group, flats: list[Array]) -> Steps[None]:
-        """Reduce one array after the other between the ranks of a group. flats: the flat targets."""
+        """Reduce the arrays between the ranks of a group. flats: the flat targets. Small arrays are packed: each call
+        of a backend costs a round trip between hosts."""
         for source, target, flat in zip(self.sources, self.targets, flats, strict=True):
             if source is not target:
                 target[...] = source
             if self.weight is not None:
                 weigh(flat, self.weight)
-            wire = self.compression.value if narrows(flat.dtype, self.compression.value) else 0
-            yield from group.backend.allreduce(flat, self.op, wire)
+        for bucket in assign_buckets([flat.nbytes for flat in flats], [flat.dtype for flat in flats], PACKED_BYTES):
+            parts = [flats[index] for index in bucket]
+            packed = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            wire = self.compression.value if narrows(packed.dtype, self.compression.value) else 0
+            yield from group.backend.allreduce(packed, self.op, wire)
+            start = 0
+            for part in parts if len(parts) > 1 else ():
+                part[:] = packed[start : start + part.size]
+                start += part.size
 
 
 def weigh(array: Array, weight: float) -> None:

@@ -1,9 +1,11 @@
-"""Trials of all ranks together: shared memory, allred.init(), an allreduce of three sizes, MPI's own sums.
+"""Trials of all ranks together: shared memory, allred.init(), an allreduce of three sizes, the network between
+hosts, MPI's own sums.
 
 A trial runs under the watchdog. Afterwards rank 0 gathers the results of all ranks.
 """
 
 import dataclasses
+import socket
 import time
 from typing import Any
 
@@ -14,6 +16,7 @@ from allred import world
 from allred.bench import measure, output, verify
 from allred.comm import functions
 from allred.comm.backends import segment
+from allred.doctor import host_pairs
 from allred.doctor.findings import FAIL, NOTE, OK, WARN, Finding, RankFacts, Topic, compare, error_line, rank_names
 from allred.errors import AllredError
 
@@ -120,7 +123,12 @@ def topics(comm: Any, limit_s: float) -> list[list[Topic[Any]]]:
     if comm is None or comm.Get_size() == 1:
         return [alone]
     sharing: Topic[Any] = Topic("shared memory", lambda: share(comm), diagnose_sharing, remedy)
-    return [[sharing, *alone], [Topic(MPI_SUMS, lambda: mpi_sums(comm), diagnose_mpi, NO_CMA)]]
+
+    def time_hosts() -> list[host_pairs.Pair]:
+        return host_pairs.measure(host_pairs.leaders(comm, socket.gethostname()))
+
+    between: Topic[Any] = Topic(host_pairs.TITLE, time_hosts, host_pairs.diagnose, remedy)
+    return [[sharing, *alone], [between], [Topic(MPI_SUMS, lambda: mpi_sums(comm), diagnose_mpi, NO_CMA)]]
 
 
 def diagnose_sharing(ranks: list[RankFacts[SharingResult]]) -> list[Finding]:

@@ -11,7 +11,7 @@ NO_MPI = {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}
 # In the order of the report.
 TOPICS = ["software", "C extension", "settings", "MPI library", "ABI", "launcher", "mpirun", "binding", "cores"]
 TOPICS += ["BLAS threads", "/dev/shm", "locked memory", "memory", "network", "GPU", "world", "thread level"]
-TRIED = ["shared memory", "backend", "allreduce", "MPI's sums"]
+TRIED = ["shared memory", "backend", "allreduce", "network between hosts", "MPI's sums"]
 
 # A program that changes the doctor on some ranks, then runs it. It measures for a shorter time.
 CHANGED = """

@@ -1,6 +1,7 @@
 """The doctor's findings, watchdog, messages between ranks, trials, GPUs and `info`, from given facts."""
 
 import dataclasses
+import itertools
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 from doctor_facts import MiB, finding_about, rank_facts, verdicts, write_files
 
 from allred import config
-from allred.doctor import command, findings, gpu, info, trials
+from allred.doctor import command, findings, gpu, host_pairs, info, trials
 from allred.doctor.findings import FAIL, NOTE, OK, WARN, Finding, ProbeFailure, RankReport, Topic, compare, rank_names
 from allred.errors import CollectiveTimeout
 
@@ -163,6 +164,27 @@ def test_wrong_sums_of_mpi_itself():
 def test_shared_memory(way, ranks, hosts, verdict):
     (found,) = trials.diagnose_sharing(rank_facts(*[trials.SharingResult(way, ranks)] * 2, hosts=hosts))
     assert found.verdict == verdict
+
+
+@pytest.mark.parametrize("count", range(2, 8))
+def test_rounds_have_each_pair_of_hosts_once_and_each_host_at_most_once_a_round(count):
+    rounds = host_pairs.rounds(count)
+    assert sorted(pair for pairs in rounds for pair in pairs) == list(itertools.combinations(range(count), 2))
+    for pairs in rounds:
+        hosts = [host for pair in pairs for host in pair]
+        assert len(hosts) == len(set(hosts))
+
+
+def test_slow_pairs_of_hosts_are_named():
+    good, slow = host_pairs.Pair(("a", "b"), 40.0, 1.0), host_pairs.Pair(("a", "c"), 45.0, 0.4)
+    late = host_pairs.Pair(("b", "c"), 700.0, 0.9)
+    assert host_pairs.diagnose(rank_facts([], []))[0].verdict == NOTE
+    assert host_pairs.diagnose(rank_facts([slow], []))[0].verdict == OK  # nothing to compare it with
+    (found,) = host_pairs.diagnose(rank_facts([good, slow], [late]))
+    assert found.verdict == WARN
+    assert found.found.startswith("slow: a - c 45 us, 0.4 GB/s; b - c 700 us, 0.9 GB/s; the best of 3 pairs: 40 us")
+    (found,) = host_pairs.diagnose(rank_facts([good], [good]))
+    assert (found.verdict, "; the slowest: a - b 40 us" in found.found) == (OK, True)
 
 
 def test_the_whole_report_of_this_process():

@@ -68,11 +68,24 @@ def test_init_under_torchrun_is_an_error():
     mpi.check_torchrun({"WORLD_SIZE": "2"})
 
 
+SEVERAL_HOSTS = {"OMPI_MCA_coll_libnbc_iallreduce_algorithm": "3", "OMPI_MCA_btl_tcp_flags": "1"}
+
+
+def test_mpi_settings_of_several_hosts_respect_the_environment_and_files(tmp_path):
+    hosts = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "HOME": str(tmp_path)}
+    algorithm, flags = SEVERAL_HOSTS
+    assert mpi.settings(hosts) == SEVERAL_HOSTS
+    assert mpi.settings(hosts | {flags: "7"}) == {algorithm: "3"}
+    (tmp_path / ".openmpi").mkdir()
+    (tmp_path / ".openmpi/mca-params.conf").write_text("# btl_tcp_flags = 1\n coll_libnbc_iallreduce_algorithm = 1\n")
+    assert mpi.settings(hosts) == {flags: "1"}
+
+
 def test_mpi_settings_are_made_only_where_they_cannot_hurt():
     one_node = {"PMIX_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
     assert mpi.settings({}) == {"OMPI_MCA_btl": "self"}
     assert mpi.settings(one_node) == {"OMPI_MCA_btl": "^ofi"}
-    assert mpi.settings(one_node | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}) == {}
+    assert mpi.settings(one_node | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}) == SEVERAL_HOSTS
     assert mpi.settings({"PMIX_RANK": "0"}) == {}
     assert mpi.settings(one_node | {"OMPI_MCA_btl": "tcp,self"}) == {}
     assert "OMPI_MCA_btl" not in os.environ
