@@ -9,7 +9,7 @@ import os
 import pathlib
 import subprocess
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from harness import BIN, Result, run
@@ -23,14 +23,14 @@ exec ip netns exec $host unshare --uts sh -c 'hostname "$0"; exec sh -c "$1"' $h
 
 
 class Hosts:
-    """`names` are the hosts' names, and those of their namespaces."""
+    """`names` are the hosts' names, and those of their namespaces. `hub` is the namespace of the bridge."""
 
     def __init__(self, names: list[str], agent: pathlib.Path, hub: str) -> None:
-        self.names, self._agent, self._hub = names, agent, hub
+        self.names, self._agent, self.hub = names, agent, hub
 
     def set_link(self, number: int, state: str) -> None:
         """Cut the link of a host (down), or repair it (up)."""
-        _ip(self._hub, f"link set p{number} {state}")
+        _ip(self.hub, f"link set p{number} {state}")
 
     def drop_sent(self, number: int) -> None:
         """Drop all that a host sends; what others send to it still arrives."""
@@ -47,17 +47,19 @@ class Hosts:
         found = subprocess.run(["ip", "netns", "pids", self.names[number]], check=True, capture_output=True, text=True)
         return [int(pid) for pid in found.stdout.split()]
 
-    def run(self, mpi: str, ranks: list[int], *arguments: object, **options: object) -> Result:
-        """A program with so many ranks on each host, started from the first."""
-        places = ",".join(f"{name}:{count}" for name, count in zip(self.names, ranks, strict=True))
+    def run(
+        self, mpi: str, ranks: list[int], *arguments: object, options: Sequence[object] = (), **more: object
+    ) -> Result:
+        """A program with so many ranks on each host, started from the first. options: of mpirun."""
+        places = ",".join(f"{name}:{count}" for name, count in zip(self.names, ranks, strict=True) if count)
         tcp = ["-genv", "MPIR_CVAR_CH4_NETMOD", "ofi", "-genv", "FI_PROVIDER", "tcp", "-genv", "FI_TCP_IFACE", "eth0"]
         launcher = {
             "mpich": ["-launcher", "ssh", "-launcher-exec", self._agent, "-hosts", places, *tcp],
             "openmpi": ["--prtemca", "plm_ssh_agent", self._agent, "--bind-to", "none", "--host", places],
         }[mpi]
         own = ["ip", "netns", "exec", self.names[0], "unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"']
-        mpirun = [BIN[mpi] / "mpirun", *launcher, "-np", sum(ranks), BIN[mpi] / "python"]
-        return run([*own, self.names[0], *mpirun, *arguments], **options)
+        mpirun = [BIN[mpi] / "mpirun", *launcher, *options, "-np", sum(ranks), BIN[mpi] / "python"]
+        return run([*own, self.names[0], *mpirun, *arguments], **more)
 
 
 @contextlib.contextmanager
