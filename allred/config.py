@@ -28,7 +28,10 @@ def _count(default: int, meaning: str, unit: str, minimum: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Settings in force, the same on every rank of the job. The secret of a process is not included: see `secret`."""
+    """Settings in force, the same on every rank of the job, except those that may differ.
+
+    The secret of a process is not included: see `secret`.
+    """
 
     mode: str = _setting("sync", "training mode: sync or ps (docs/modes.md)", choices=("sync", "ps"), later=("local",))
     num_ps: int = _count(1, "mode ps: number of parameter servers, which are the first ranks", "ranks", 1)
@@ -65,7 +68,9 @@ class Config:
     )
     network: str = _setting(
         "auto",
-        "transport tcp: interfaces and networks of its connections, such as eth1,10.0.0.0/8; auto: all except loopback",
+        "transport tcp: interfaces and networks of its connections, such as eth1,10.0.0.0/8; auto: all except "
+        "loopback; may differ between hosts",
+        may_differ=True,
     )
     nccl_cross: str = _setting(
         "nccl",
@@ -232,7 +237,8 @@ def parse_bytes(value: int | str) -> int:
 
 
 def settle(found: list[dict[str, Any] | str]) -> Config:
-    """Settings of the job, the same on every rank. Ranks take settings that they did not set from the chief.
+    """Settings of the job, the same on every rank; of those that may differ, the chief's. Ranks take settings that they
+    did not set from the chief.
 
     found: explicit settings of each rank in rank order, or the error text if they are invalid.
 
@@ -246,7 +252,7 @@ def settle(found: list[dict[str, Any] | str]) -> Config:
     config = Config(**every[0])
     for rank, settings in enumerate(every):
         for name, value in settings.items():
-            if value != (chief := getattr(config, name)):
+            if value != (chief := getattr(config, name)) and not _FIELDS[name].metadata.get("may_differ"):
                 variable = _PREFIX + name.upper()
                 raise ConfigError(
                     f"{name} is {chief!r} on rank 0 but {value!r} on rank {rank}; set the same value on all ranks, for "

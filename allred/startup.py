@@ -153,6 +153,8 @@ def _join_ranks(comm: Any, settings: dict[str, Any] | str, cluster: Cluster, in_
     facts: list[_Facts] = control.allgather_object(mine).wait()
     try:
         plan = _plan(facts, cluster, duplicate is not None)
+        if isinstance(settings, dict) and "network" in settings:  # may differ between hosts
+            plan = dataclasses.replace(plan, config=dataclasses.replace(plan.config, network=settings["network"]))
         recording.start(plan.config.timeline, control, duplicate, plan.workers)
     except (ConfigError, InputError):
         control.close()

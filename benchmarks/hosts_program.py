@@ -74,24 +74,32 @@ def cpu_s():
     return used.ru_utime + used.ru_stime
 
 
-def measured(call, repeats, calls):
-    """Return seconds, CPU seconds of all ranks, and bytes that this host sends, of a call."""
-    call()
-    comm.Barrier()
-    cpu, sent = cpu_s(), sent_bytes()
-    took_s = seconds(call, repeats, calls)
-    used = comm.allreduce(cpu_s() - cpu, op=MPI.SUM) / repeats / calls
-    return took_s, used, (sent_bytes() - sent) / repeats / calls
+def alternating(calls_of, repeats, calls):
+    """Return seconds, CPU seconds of all ranks, and bytes that this host sends, of a call of each function, by name.
+    Batches of `calls` calls of the functions alternate."""
+    found = {name: ([], [], []) for name in calls_of}
+    for number in range(repeats + 1):
+        for name, call in calls_of.items():
+            comm.Barrier()
+            cpu, sent = cpu_s(), sent_bytes()
+            took_s = seconds(call, 1, calls)
+            figures = took_s, comm.allreduce(cpu_s() - cpu, op=MPI.SUM) / calls, (sent_bytes() - sent) / calls
+            for figure, all_figures in zip(figures, found[name], strict=True):
+                if number:  # the first is a warm-up
+                    all_figures.append(figure)
+    return {name: [float(np.median(each)) for each in figures] for name, figures in found.items()}
 
 
 def allreduce(sizes):
     rows, before = [], wire_rate()
     for nbytes in sizes:
         array = np.ones(nbytes // 4, np.float32)
-        repeats, calls = (10, 50) if nbytes <= 2**14 else (10, 4) if nbytes <= 2**20 else (5, 1)
-        raw = measured(lambda: comm.Allreduce(MPI.IN_PLACE, array), repeats, calls)  # noqa: B023
-        ours = measured(lambda: allred.allreduce_(array, allred.Max), repeats, calls)  # noqa: B023
-        rows.append({"bytes": nbytes, "raw": raw, "ours": ours})
+        repeats, calls = (20, 10) if nbytes <= 2**14 else (10, 4) if nbytes <= 2**20 else (5, 1)
+        functions = {
+            "raw": lambda: comm.Allreduce(MPI.IN_PLACE, array),  # noqa: B023
+            "ours": lambda: allred.allreduce_(array, allred.Max),  # noqa: B023
+        }
+        rows.append({"bytes": nbytes, **alternating(functions, repeats, calls)})
     return {"wire": max(before, wire_rate()), "rows": rows}
 
 
@@ -107,9 +115,12 @@ def step():
     whole = np.ones(256_000, np.float32)
     tiny = allred.distributed(allred.optim.SGD(1e-9))
     tiny.step(small, small)
-    found["raw_1000"] = seconds(lambda: comm.Allreduce(MPI.IN_PLACE, whole), 20)
-    found["group_1000"] = seconds(lambda: allred.grouped_allreduce_(small, allred.Max), 20)
-    found["step_1000"] = seconds(lambda: tiny.step(small, small), 20)
+    functions = {
+        "raw_1000": lambda: comm.Allreduce(MPI.IN_PLACE, whole),
+        "group_1000": lambda: allred.grouped_allreduce_(small, allred.Max),
+        "step_1000": lambda: tiny.step(small, small),
+    }
+    found |= {name: figures[0] for name, figures in alternating(functions, 10, 1).items()}
     found["hidden"] = {name: hidden(piece) for name, piece in PIECES.items()}
     return found | {"wire": max(before, wire_rate())}
 
@@ -161,6 +172,7 @@ def ps():
 allred.init(banner=False)
 comm, rank = MPI.COMM_WORLD, MPI.COMM_WORLD.Get_rank()
 what, *sizes = sys.argv[1:]
-result = {"allreduce": lambda: allreduce(map(int, sizes)), "step": step, "ps": ps}[what]()
+overlap = lambda: {name: hidden(piece) for name, piece in PIECES.items()}
+result = {"overlap": overlap, "allreduce": lambda: allreduce(map(int, sizes)), "step": step, "ps": ps}[what]()
 if allred.is_chief():
     print(json.dumps(result), flush=True)

@@ -10,6 +10,7 @@
 #define MAX_RUN_NS 20000000  /* as in allred_run */
 #define THREAD_SPIN_NS 20000 /* how long the thread spins and yields without progress before it sleeps */
 #define MAX_SLEEP_NS 1000000 /* of the thread, while peers have not begun */
+#define LINK_SLEEP_NS 500000 /* of the thread, at least, while bytes of another host arrive slowly: see pause_ns */
 #define STAND_BY_NS 2000000  /* interval at which the thread checks whether callers still wait */
 
 int allred_queue_open(allred_queue *queue) {
@@ -167,6 +168,13 @@ static void sleep_for(allred_queue *queue, int64_t ns) {
   pthread_cond_timedwait(&queue->wakeup, &queue->mutex, &limit);
 }
 
+/* Return how long the thread sleeps. Bytes of another host arrive in small packets, and each wakeup takes time from the
+ * threads that compute: so it lets them gather, unless it was busy for a long time with those of the last sleep. */
+static int64_t pause_ns(const allred_operation *op, int64_t busy_ns, int64_t idle_ns) {
+  if (op->segment && op->segment->across && busy_ns < LINK_SLEEP_NS / 4) return LINK_SLEEP_NS;
+  return idle_ns / 8 < MAX_SLEEP_NS ? idle_ns / 8 : MAX_SLEEP_NS;
+}
+
 static void *progress_thread(void *argument) {
   allred_queue *queue = argument;
   int64_t last_progress = 0; /* a time; 0 before there is an operation */
@@ -180,13 +188,14 @@ static void *progress_thread(void *argument) {
     } else {
       queue->claimed = 1;
       unlock(queue);
+      const int64_t begun = allred_now_ns();
       const int moved = make_progress(queue, NULL, THREAD_SPIN_NS, &queue->waiting);
       const int64_t now = allred_now_ns();
       lock(queue);
       queue->claimed = 0;
       if (moved || !last_progress) last_progress = now;
-      const int64_t share = (now - last_progress) / 8;
-      if (!moved && next(queue) && !queue->halted) sleep_for(queue, share < MAX_SLEEP_NS ? share : MAX_SLEEP_NS);
+      const allred_operation *op = next(queue);
+      if (!moved && op && !queue->halted) sleep_for(queue, pause_ns(op, now - begun, now - last_progress));
     }
   }
   unlock(queue);

@@ -124,6 +124,14 @@ def test_a_link_that_is_cut_for_some_seconds_is_reported_and_the_job_continues(m
     assert f"host {name} (rank 1) answers again, after " in result.err, result.text
 
 
+def test_each_host_may_name_its_own_interface(tmp_path):
+    with hosts(2, tmp_path, networks=2) as here:
+        code = START.replace("import allred\n", 'os.environ["ALLRED_TRANSPORT"] = "tcp"\nimport allred\n', 1)
+        own = 'import socket\nfirst = socket.gethostname()[-1] == "0"\n'
+        own += 'os.environ["ALLRED_NETWORK"] = "eth1" if first else "10.99.1.0/24"\n'
+        check(here.run("mpich", [1, 1], "-c", code.replace("import numpy", own + "import numpy", 1) + CHECK))
+
+
 def test_an_interface_that_no_host_has_is_one_clear_error():
     env = {"ALLRED_TRANSPORT": "tcp", "ALLRED_PRETEND_NODES": "1,1", "ALLRED_NETWORK": "nosuch0"}
     result = mpirun(2, "-c", START, env=env)

@@ -73,6 +73,7 @@ def test_arguments_are_checked_too():
 
 def test_a_rank_without_settings_takes_the_chiefs():
     assert settle([{"timeout_s": 5.0}, {}, {"timeout_s": 5.0}]).timeout_s == 5.0
+    assert settle([{"network": "eth0"}, {"network": "eth1"}]).network == "eth0"
 
 
 def test_a_rank_that_differs_from_the_chief_is_named():
