@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from harness import mpirun
+from harness import ROOT, mpirun, python
 from hosts import hosts
 from test_shm import CHECK, MPIS, full
 
@@ -122,6 +122,13 @@ def test_a_link_that_is_cut_for_some_seconds_is_reported_and_the_job_continues(m
         name = here.names[1]
     assert re.search(rf"host {name} \(rank 1\) has been unreachable for \d s: ", result.err), result.text
     assert f"host {name} (rank 1) answers again, after " in result.err, result.text
+
+
+def test_the_benchmark_of_hosts_in_a_small_case():
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces can be made by root only")
+    result = check(python(ROOT / "benchmarks/hosts.py", "--smoke"))
+    assert re.search(r"^\| 4 MiB \| [\d.]+ \| [\d.]+ \| [\d.]+ \|", result.out, re.MULTILINE), result.text
 
 
 def test_each_host_may_name_its_own_interface(tmp_path):

@@ -17,3 +17,13 @@ def test_silence_is_reported_once_and_its_end_too():
     assert heartbeat.heard(20.0) == "host b (ranks 2-3) answers again, after 8 s"
     assert heartbeat.heard(21.0) == heartbeat.check(25.0) == ""
     assert "(60 s, ALLRED_TIMEOUT_S)" in heartbeat.check(26.0)
+
+
+def test_a_host_is_lost_at_the_time_limit_but_not_before_10_s():
+    heartbeat = Heartbeat(now=0.0, limit_s=60, host="b")
+    assert not heartbeat.is_lost(59.9)
+    assert heartbeat.is_lost(60.0)
+    assert heartbeat.lost(60.0).startswith("host b has been unreachable for 60 s: ")
+    heartbeat.heard(60.0)
+    assert not heartbeat.is_lost(119.0)
+    assert [Heartbeat(now=0.0, limit_s=1).is_lost(now) for now in (9.9, 10.0)] == [False, True]

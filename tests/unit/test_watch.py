@@ -18,6 +18,7 @@ from allred import channel
 from allred.errors import RemoteRankError
 from allred.watch import job_state, process, process_state, records, release, stalls, start, watcher_client
 from allred.watch.job_state import JobState
+from allred.watch.launchers import Launchers
 from allred.watch.process import Watcher
 from allred.watch.records import FOLLOW_S
 
@@ -101,6 +102,39 @@ def test_ranks_that_all_fail_get_the_verdict_before_the_release():
     script.tick(0.01 + release.PRINT_S)
     kinds = [(rank, message["kind"]) for rank, message in script.messages]
     assert kinds == [(None, "verdict"), (1, "release")]
+
+
+def test_an_unreachable_host_is_the_verdict_and_its_ranks_need_not_unwind():
+    script = Script(size=3, nodes=2)
+    script.handle("unreachable", 1, 20.0, ranks=[1, 2], how="host b (ranks 1-2) has been unreachable for 20 s")
+    [(to, verdict)] = script.take("verdict")
+    assert (to, verdict["rank"], verdict["host"]) == (None, 1, "host1")
+    assert verdict["text"] == "host b (ranks 1-2) has been unreachable for 20 s"
+    script.handle("unwound", 0, 20.1)
+    assert script.take("release") == [(0, {"kind": "release"})]
+    script.tick(20.1 + release.LOST_HOST_S)  # the launcher waits for the host
+    assert script.take("kill") == [(None, {"kind": "kill"})]
+
+
+def test_a_host_that_is_unreachable_after_its_ranks_have_left_ends_the_ranks_that_go_on():
+    script = Script(size=2, nodes=2)
+    script.handle("left", 1, 1.0)
+    script.handle("unreachable", 1, 20.0, ranks=[1], how="host b (rank 1) has been unreachable for 20 s")
+    assert len(script.take("verdict")) == 1
+    script = Script(size=2, nodes=2)
+    for rank in (0, 1):
+        script.handle("left", rank, 1.0)
+    script.handle("unreachable", 1, 20.0, ranks=[1], how="host b (rank 1) has been unreachable for 20 s")
+    assert not script.take("verdict")
+
+
+def test_kills_after_the_loss_of_a_watcher_are_the_end_of_its_host():
+    script = Script(size=2, nodes=2)
+    script.handle("unwatched", 1, 1.0)
+    script.handle("died", 0, 1.1, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
+    script.tick(2.0)
+    [(_, told)] = script.take("announce")
+    assert told["text"].startswith("rank 1 on host1 has ended without a report: all processes of its host were killed")
 
 
 @pytest.mark.parametrize("end", ["left", "died"])
@@ -1164,3 +1198,23 @@ def test_a_rank_that_lingers_does_so_until_there_is_an_end(rank_and_watcher, end
     thread.join()
     assert rank.released
     assert heard == ["failed", False] + ["unwound"] * (end == "verdict")
+
+
+def test_the_launcher_above_a_rank_is_ended_and_no_other(tmp_path):
+    """A shell named mpirun, which ignores SIGTERM, takes the place of the launcher."""
+    (tmp_path / "mpirun").symlink_to("/bin/sh")
+    start = [tmp_path / "mpirun", "-c", "trap '' TERM; sleep 60 & echo $!; wait; sleep 60"]
+    with contextlib.ExitStack() as stack:
+        outer, other = (subprocess.Popen(start, stdout=subprocess.PIPE, text=True) for _ in range(2))
+        for each in (outer, other):
+            stack.enter_context(each)
+            stack.callback(each.kill)
+        ranks = [int(each.stdout.readline()) for each in (outer, other)]
+        for rank in ranks:
+            stack.callback(os.kill, rank, signal.SIGKILL)
+        assert process_state.launcher_ancestors(ranks[0]) == [outer.pid]
+        launchers = Launchers()
+        launchers.record(ranks[0])
+        launchers.end()
+        assert outer.wait(timeout=10) == -signal.SIGKILL
+        assert other.poll() is None
