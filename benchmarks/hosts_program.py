@@ -121,8 +121,11 @@ def step():
         "step_1000": lambda: tiny.step(small, small),
     }
     found |= {name: figures[0] for name, figures in alternating(functions, 10, 1).items()}
-    found["hidden"] = {name: hidden(piece) for name, piece in PIECES.items()}
-    return found | {"wire": max(before, wire_rate())}
+    return found | {"hidden": overlap(), "wire": max(before, wire_rate())}
+
+
+def overlap():
+    return {name: hidden(piece) for name, piece in PIECES.items()}
 
 
 MATRIX = np.ones((400, 400), np.float32)
@@ -172,7 +175,6 @@ def ps():
 allred.init(banner=False)
 comm, rank = MPI.COMM_WORLD, MPI.COMM_WORLD.Get_rank()
 what, *sizes = sys.argv[1:]
-overlap = lambda: {name: hidden(piece) for name, piece in PIECES.items()}
-result = {"overlap": overlap, "allreduce": lambda: allreduce(map(int, sizes)), "step": step, "ps": ps}[what]()
+result = {"allreduce": lambda: allreduce(map(int, sizes)), "step": step, "overlap": overlap, "ps": ps}[what]()
 if allred.is_chief():
     print(json.dumps(result), flush=True)
