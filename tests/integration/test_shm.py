@@ -357,7 +357,7 @@ def test_pretended_nodes_and_those_that_make_no_sense(mpi, right):
     for sizes, banner in zip(right, banners, strict=True):
         assert f"{ranks} ranks on {len(sizes.split(','))} nodes, chief on " in banner, result.text
         alone = set(sizes.split(",")) == {"1"}
-        reason = "backend mpi (every rank is on a node of its own)" if alone else "backend shm (ranks share a node)"
+        reason = "backend mpi (every rank is on a node of its own; " if alone else "backend shm (ranks share a node; "
         assert reason in banner, result.text
     alone = sum(set(sizes.split(",")) == {"1"} for sizes in right)
     assert lines.count("right by mpi") == ranks * alone, result.text
