@@ -1,4 +1,4 @@
-"""Speed between hosts, against the wire and raw MPI: benchmarks/HOSTS.md. It takes about ten minutes, and root.
+"""Speed between hosts, against the wire and raw MPI: benchmarks/HOSTS.md. It takes about ten minutes and needs root.
 
     python benchmarks/hosts.py                  all; writes benchmarks/HOSTS.md
     python benchmarks/hosts.py --smoke          one small case; writes nothing

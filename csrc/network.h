@@ -36,8 +36,8 @@
  *   3  The board has two places, used in turn by operations, as inline slots (operation.h).
  *
  * Sums within a host have the order of its ranks. A block is summed over the hosts in the order of the ring, from the
- * host that sends it first; a small sum in an order that depends on the number of hosts. So results are the same on all
- * ranks, and from run to run. 16-bit floats are summed in float32, and rounded once.
+ * host that sends it first; a small sum in an order that depends on the number of hosts only. Both orders are fixed, so
+ * results are the same on all ranks, and from run to run. 16-bit floats are summed in float32, and rounded once.
  *
  * Messages carry their length; windows do not, because all ranks know it from the agreed headers.
  */
@@ -59,8 +59,8 @@ typedef struct {
 typedef struct allred_network {
   int hosts, host;       /* number of hosts; this one */
   int slices;            /* ranks of each host that have connections: 0 to slices - 1 */
-  const int *first_rank; /* by host: number of ranks of the hosts before; hosts + 1 of them */
-  const int *sockets;    /* by host, nonblocking; not of this host; NULL on ranks without connections */
+  const int *first_rank; /* hosts + 1 prefix sums of the hosts' numbers of ranks */
+  const int *sockets;    /* by host, nonblocking; -1 for this host; NULL on ranks without connections */
   short *events;         /* by host: the poll events that this rank waits for */
   int lost;              /* 1 + the first host whose connection was lost; 0: none */
   char *memory;          /* shared by the ranks of the host, zeros, aligned to a page: allred_network_bytes */
@@ -95,7 +95,8 @@ void allred_begin_host_exchange(allred_operation *op, allred_segment *segment, c
 /* Return a rank's header of an operation on the board; ranks count in the order of the hosts. */
 allred_header *allred_board_header(const allred_segment *segment, int rank, uint64_t operation);
 
-/* network_links.c: move bytes without waiting. Return how many; if a connection is lost, none, for good. */
+/* network_links.c: move bytes without waiting. Return the bytes moved: 0 if none can be moved now, and
+ * always 0 after the connection was lost. */
 size_t allred_send_some(allred_network *network, int host, const char *data, size_t bytes);
 size_t allred_receive_some(allred_network *network, int host, char *data, size_t bytes);
 

@@ -131,7 +131,9 @@ static int steps(const allred_network *network) { return 2 * (network->hosts - 1
 
 static int next_host(const allred_network *network) { return (network->host + 1) % network->hosts; }
 
-static int last_host(const allred_network *network) { return (network->host + network->hosts - 1) % network->hosts; }
+static int previous_host(const allred_network *network) {
+  return (network->host + network->hosts - 1) % network->hosts;
+}
 
 /* The block that this host sends in a step; it receives the one before. */
 static int sent_block(const allred_network *network, int step) {
@@ -197,7 +199,7 @@ static int receive_ring(allred_operation *op) {
   allred_network *network = network_of(op);
   allred_ring_position *in = &network->in;
   if (in->window == network->summed) return 0;
-  const int index = received_block(network, in->step), host = last_host(network);
+  const int index = received_block(network, in->step), host = previous_host(network);
   const part block = block_of(op, in->window, index);
   size_t got = 0, rest = block.bytes - in->offset;
   if (rest && in->step < network->hosts - 1) {

@@ -19,13 +19,16 @@ _LEAST_BYTES, _MOST_BYTES = 2**16, 2**22  # of an array that measures the bandwi
 _ROUND_S = 0.3  # for the bandwidth of the pairs of a round
 _ALL_S = 10.0  # for all rounds
 _CALLS = 50  # for the latency
-_SLOW = 2  # a pair is slow if it has less than 1 / _SLOW of the best bandwidth
-_LATE_US = 500.0  # or this much more than the best latency
+_SLOW_FACTOR = 2  # a pair is slow if the best bandwidth is more than this many times its own
+_EXTRA_US = 500.0  # or if its latency exceeds the best by this
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """The result for two hosts, named in the order of their ranks. us: latency. gb_s: bandwidth of each direction."""
+    """The result for two hosts, named in the order of their ranks.
+
+    us: time of an allreduce of 4 bytes. gb_s: bandwidth of each direction.
+    """
 
     hosts: tuple[str, str]
     us: float
@@ -94,14 +97,14 @@ def diagnose(ranks: list[RankFacts[list[Pair]]]) -> list[Finding]:
     if len(pairs) == 1:
         return [Finding(OK, TITLE, _describe(pairs[0]))]
     us, gb_s = min(pair.us for pair in pairs), max(pair.gb_s for pair in pairs)
-    slow = [pair for pair in pairs if pair.gb_s * _SLOW < gb_s or pair.us > us + _LATE_US]
+    slow = [pair for pair in pairs if pair.gb_s * _SLOW_FACTOR < gb_s or pair.us > us + _EXTRA_US]
     best = f"the best of {len(pairs)} pairs: {output.number(us)} us, {output.number(gb_s)} GB/s"
     if not slow:
         slowest = min(pairs, key=lambda pair: pair.gb_s)
         return [Finding(OK, TITLE, f"{best}; the slowest: {_describe(slowest)}")]
     worst = sorted(slow, key=lambda pair: pair.gb_s)[:5]
     found = f"slow: {'; '.join(map(_describe, worst))}" + f"; and {len(slow) - 5} more" * (len(slow) > 5)
-    remedy = "check cable, switch port and speed (ethtool eth0) of the host that is in all slow pairs; or do without it"
+    remedy = "check cable, switch port and speed (ethtool eth0) of the host in all slow pairs, or leave that host out"
     return [Finding(WARN, TITLE, f"{found}; {best}", remedy)]
 
 

@@ -9,7 +9,7 @@ from allred import wording
 
 PERIOD_S = 1.0
 SILENT_S = 5.0
-LEAST_LIMIT_S = 2 * SILENT_S  # of a lost host: the time limit of collectives may be shorter
+LEAST_LIMIT_S = 2 * SILENT_S  # a silent host counts as lost no sooner, even if ALLRED_TIMEOUT_S is shorter
 
 
 class Heartbeat:
@@ -47,8 +47,8 @@ class Heartbeat:
         self.is_silent = True
         return (
             f"{self._name()} has been unreachable for {now - self._heard_at:.0f} s: the host or the network to it "
-            f"may have failed. The job continues if it answers within the time limit of collectives "
-            f"({self._limit_s:.0f} s, ALLRED_TIMEOUT_S)"
+            f"may have failed. The job continues if it answers within {self._limit_s:.0f} s "
+            f"(ALLRED_TIMEOUT_S, at least {LEAST_LIMIT_S:.0f})"
         )
 
     def is_lost(self, now: float) -> bool:

@@ -20,12 +20,12 @@ class Launchers:
     def __init__(self) -> None:
         self._pidfds: dict[int, int] = {}  # by process id
 
-    def record(self, rank: int) -> None:
-        """Record the launchers above a process, the process id of a rank."""
-        for pid in process_state.launcher_ancestors(rank):
-            if pid not in self._pidfds:
+    def record(self, pid: int) -> None:
+        """Record the launchers that are ancestors of a rank. pid: that of the rank."""
+        for launcher in process_state.launcher_ancestors(pid):
+            if launcher not in self._pidfds:
                 with contextlib.suppress(OSError):  # it has just ended
-                    self._pidfds[pid] = os.pidfd_open(pid)
+                    self._pidfds[launcher] = os.pidfd_open(launcher)
 
     def end(self) -> None:
         """Wait until the launchers have ended; after WAIT_S end them by SIGTERM, then by SIGKILL."""

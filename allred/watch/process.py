@@ -3,8 +3,9 @@
     rank     -- Unix socket -->  watcher of its node  -- TCP -->  watcher of the chief's node, which has the JobState
 
 It imports only allred.watch and its dependencies (detached.py). It holds no file of the launcher, because mpirun would
-wait for it, and ends after its ranks. A watcher that loses the connection to the chief's watcher continues for its own
-node. If another host is unreachable until the time limit, each side ends its own ranks, and then its launcher.
+wait for it, and ends after its ranks. The chief's node is the node of rank 0. A watcher that loses the connection to
+the chief's watcher continues for its own node. If another host is unreachable until the time limit, each side ends its
+own ranks, and then its launcher.
 """
 
 import contextlib
@@ -253,8 +254,7 @@ class Watcher:
             self._warn(heartbeat.check(now))
 
     def _lose_hosts(self, now: float) -> None:
-        """End the job if a host is unreachable until the time limit; if the job ends for another reason, without
-        waiting for a host that is silent."""
+        """Give up hosts that were silent until the time limit; once the job is ending, all silent hosts at once."""
         is_ending = self._has_verdict or (self._job is not None and self._job.verdict is not None)
         for link, heartbeat in list(self._heartbeats.items()):
             if heartbeat.is_lost(now) or (is_ending and heartbeat.is_silent):

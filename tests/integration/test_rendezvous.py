@@ -9,6 +9,7 @@ import socket
 import time
 
 import pytest
+from harness import LATE_S
 from hosts import hosts
 from rendezvous import cluster, tasks, text
 
@@ -131,15 +132,21 @@ def test_a_task_that_dies_while_mpi_starts_is_named_to_the_other():
 
 
 def listener(port):
-    """The process that listens at this port of loopback."""
+    """The process that listens at this port of loopback. For a moment the task that has started it holds the socket
+    too."""
     with open("/proc/net/tcp") as table:
         rows = [line.split() for line in table]
     [inode] = [row[9] for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"]
-    for file in pathlib.Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):
-            if os.readlink(file) == f"socket:[{inode}]":
-                return int(file.parts[2])
-    raise LookupError(port)
+    until = time.monotonic() + LATE_S
+    while time.monotonic() < until:
+        found = set()
+        for file in pathlib.Path("/proc").glob("[0-9]*/fd/*"):
+            with contextlib.suppress(OSError):
+                if os.readlink(file) == f"socket:[{inode}]":
+                    found.add(int(file.parts[2]))
+        if len(found) == 1:
+            return found.pop()
+    raise LookupError(port, found)
 
 
 def test_the_process_at_which_they_meet_is_killed(tmp_path):

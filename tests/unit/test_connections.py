@@ -43,7 +43,7 @@ def test_both_ends_prove_that_they_know_the_secret(listener):
 )
 def test_a_connection_without_proof_is_refused(listener, wrong):
     acceptor = accept(listener)
-    assert "another program answered" in connect(listener, **wrong)
+    assert "did not prove that it belongs to this job" in connect(listener, **wrong)
     with connect(listener):  # the right one is still accepted
         found = acceptor.finish(5)
         assert list(found) == [1]

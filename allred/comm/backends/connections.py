@@ -86,7 +86,7 @@ def connect(comm: Any, groups: list[list[int]], network: str, timeout_s: float) 
 
     groups: lists of ranks of `comm`; a rank is in one of them or in none. Of each pair, the rank that comes later in
     the group connects to the other.
-    network: see `addresses`. timeout_s: how long a connection exists without an answer of the peer.
+    network: see `addresses`. timeout_s: how long sent data may stay unacknowledged.
 
     Returns the nonblocking sockets by rank, and "" or why some rank could not connect: the same text on all ranks.
     """
@@ -167,7 +167,7 @@ def _connect_to_first(
             one.sendall(_HELLO.pack(rank, _proof(secret, token, rank, peer)))
             if hmac.compare_digest(_read(one, _PROOF_BYTES), _proof(secret, token, peer, rank)):
                 return one
-            said.append(f"{address} port {port}: another program answered")
+            said.append(f"{address} port {port}: it did not prove that it belongs to this job")
         except OSError as error:
             said.append(f"{address} port {port}: {error}")
         one.close()

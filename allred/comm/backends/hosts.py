@@ -118,11 +118,11 @@ class HostsBackend(ShmBackend):
         parts = _cuts(*self._slice(data.size), count)
         nothing, target = (0, 0), np.empty(0, np.uint8) if source == here else data  # that of the root may be read-only
         to = [part if here == source != host else nothing for host, part in enumerate(parts)]
-        come = [parts[here] if host == source != here else nothing for host in range(count)]
-        yield from self._exchange(data, to, target, come)
+        back_parts = [parts[here] if host == source != here else nothing for host in range(count)]
+        yield from self._exchange(data, to, target, back_parts)
         to = [nothing if host in (here, source) else parts[here] for host in range(count)]
-        come = [nothing if here in (host, source) else part for host, part in enumerate(parts)]
-        yield from self._exchange(data, to, target, come)
+        back_parts = [nothing if here in (host, source) else part for host, part in enumerate(parts)]
+        yield from self._exchange(data, to, target, back_parts)
         if source != here:
             yield from self._gather_slices(data)
 
@@ -177,8 +177,8 @@ class HostsBackend(ShmBackend):
     def _swap(self, outgoing: list[Array], incoming: list[Array]) -> Steps[None]:
         """Send bytes to each host and receive from each. All ranks of a host pass the same bytes and get the same."""
         out, back = np.concatenate(outgoing), np.empty(sum(block.size for block in incoming), np.uint8)
-        to, come = (self._slices_of(blocks) for blocks in (outgoing, incoming))
-        yield from self._exchange(out, to, back, come)
+        to, back_parts = (self._slices_of(blocks) for blocks in (outgoing, incoming))
+        yield from self._exchange(out, to, back, back_parts)
         at = 0
         for block in incoming:
             block[:] = back[at : at + block.size]
@@ -195,11 +195,11 @@ class HostsBackend(ShmBackend):
         return found
 
     def _exchange(
-        self, send: Array, to: list[tuple[int, int]], recv: Array, come: list[tuple[int, int]]
+        self, send: Array, to: list[tuple[int, int]], recv: Array, back_parts: list[tuple[int, int]]
     ) -> Steps[None]:
         """Send send[start:stop] to each host, and receive recv[start:stop] from each; this host is included."""
         to_starts, to_counts = [start for start, _ in to], [stop - start for start, stop in to]
-        starts, counts = [start for start, _ in come], [stop - start for start, stop in come]
+        starts, counts = [start for start, _ in back_parts], [stop - start for start, stop in back_parts]
         yield self.segment.begin_host_exchange(send, to_starts, to_counts, recv, starts, counts)
 
     def _gather_slices(self, data: Array) -> Steps[None]:
