@@ -8,6 +8,7 @@ import contextlib
 import os
 import pathlib
 import subprocess
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 
@@ -46,6 +47,15 @@ class Hosts:
         """Return the ids of the processes of a host."""
         found = subprocess.run(["ip", "netns", "pids", self.names[number]], check=True, capture_output=True, text=True)
         return [int(pid) for pid in found.stdout.split()]
+
+    def wait_for_end(self) -> None:
+        """Wait at most 10 s until no host has a process: the launchers' processes may end after mpirun."""
+        for _ in range(100):
+            left = {name: self.processes(number) for number, name in enumerate(self.names)}
+            if not any(left.values()):
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"processes are left: {left}")
 
     def run(
         self, mpi: str, ranks: list[int], *arguments: object, options: Sequence[object] = (), **more: object

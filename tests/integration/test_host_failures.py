@@ -62,12 +62,7 @@ def run_until(here, mpi, ranks, directory, action, code):
     """Run the program, with the action when it is ready. Return the result and what each rank raised."""
     with when_ready(directory, action):
         result = here.run(mpi, ranks, "-c", code, directory)
-    for _ in range(100):
-        if not any(here.processes(number) for number in range(len(here.names))):
-            break
-        time.sleep(0.1)
-    else:
-        raise AssertionError([here.processes(number) for number in range(len(here.names))])
+    here.wait_for_end()
     return result, {int(file.name[4:]): file.read_text() for file in directory.glob("rank*")}
 
 
@@ -131,7 +126,7 @@ def test_a_host_name_that_does_not_resolve_is_named(mpi, tmp_path):
         here.names[1] += "x"
         result = here.run(mpi, [1, 1], "-c", program(), tmp_path)
         here.names.pop()
-        assert not here.processes(0)
+        here.wait_for_end()
     assert result.code != 0
     assert f"{here.names[0][:-1]}1x" in result.text, result.text
 
