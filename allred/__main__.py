@@ -12,6 +12,8 @@ usage: python -m allred COMMAND ...
   info    versions, paths, backend; --config: all settings
   bench   speed of the collectives, also against raw MPI, and of the data readers
   checkpoint  ls, show, verify DIR: which checkpoints there are, what one holds, whether all bytes are right
+  run     starts a program with mpirun, restarts it after failures: run -np 4 train.py
+  resize  changes the number of ranks of a running job of `run`: resize JOB 6
   timeline  merge DIR: one trace of all ranks from what ALLRED_TIMELINE=DIR has written, and who waited for whom
 """
 
@@ -27,6 +29,10 @@ def main(arguments: list[str]) -> int:
         from allred.doctor.command import main as run_command
     elif command == "info":
         from allred.doctor.info import main as run_command
+    elif command == "run":
+        from allred.run.command import main as run_command
+    elif command == "resize":
+        from allred.run.resize import main as run_command
     elif command == "timeline":
         from allred.timeline.command import main as run_command
     elif command in ("-h", "--help"):
@@ -67,5 +73,10 @@ def _has_no_reader(file: int) -> bool:
     return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
 
 
+def script() -> int | str | None:
+    """The command `allred`."""
+    return run(sys.argv[1:])
+
+
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:]))
+    sys.exit(script())

@@ -129,6 +129,8 @@ class Config:
     pretend_nodes: str = _setting(
         "none", "for tests: sizes of pretended nodes, in rank order (2,2 makes two nodes of four ranks)"
     )
+    starts: int = _count(1, "how often the job was started; `allred run` sets it", "starts", 1)
+    runner: str = _setting("none", "where `allred run` receives reports of the ranks; it sets it", own=True)
     start_timeout_s: float = _setting(
         1800.0, "time that a task started by hand waits for the other tasks, in seconds", minimum=0.1
     )

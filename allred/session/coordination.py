@@ -28,12 +28,13 @@ from allred.watch.wait import has_watcher
 
 NO_LIMIT_S = 1e9
 OTHER_RANK = "stop request of another rank"
+RESTART = "restart of the job"  # by `allred run`, with another number of ranks
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-_REASONS = (*(number.name for number in SIGNALS), OTHER_RANK)  # the stop reasons that other ranks receive
+_REASONS = (*(number.name for number in SIGNALS), RESTART, OTHER_RANK)  # the stop reasons that other ranks receive
 
 
 class StopSignals:
-    """Handlers of the stop signals. `reason`: the name of the first signal, "" before."""
+    """Handlers of the stop signals. `reason`: the name of the first signal, or RESTART; "" before."""
 
     def __init__(self) -> None:
         self.reason = ""
@@ -66,9 +67,13 @@ class StopSignals:
             signal.signal(number, self._previous.get(number) or signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        self.reason = self.reason or signal.Signals(number).name
         if number == signal.SIGINT:
             signal.signal(number, self._previous[number])
+        self.stop(signal.Signals(number).name)
+
+    def stop(self, reason: str) -> None:
+        """Do what a signal does."""
+        self.reason = self.reason or reason
         self._on_signal()
 
 

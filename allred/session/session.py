@@ -124,11 +124,16 @@ class Session:
             raise
         finally:
             self._signals.restore()
+            self._report(None)
             functions.remove_observer(self._save_after_join)
             self._done, self._given_optimizer = True, None
             if optimizer is not None or failure is not None:
                 self._call_end(failure, path)
         return stopped
+
+    def _report(self, on_stop: Callable[[], None] | None) -> None:
+        if (watcher := world.watcher()) is not None:
+            watcher.report_session(self.step, on_stop)
 
     def end(self, error: BaseException | None = None) -> None:
         """End a session that was begun without a with statement, as the end of that statement does. Collective if
@@ -182,6 +187,7 @@ class Session:
         if restored is not None:
             log.info(f"resumes from step {restored} of {self._saver.directory}")
         self.step = optimizer.global_step
+        self._report(lambda: self._signals.stop(coordination.RESTART))
         self._saver.begin(self.step)
         self._token = functions.allgather_object(secrets.token_hex(4))[0]  # no rank steps before all know global_step
         if optimizer.session_support.is_lockstep:
@@ -379,6 +385,11 @@ class Session:
             updated = self.step != self._training_begin or bool(self.optimizer.skipped)
             final_checkpoint.report_outcome(outcome, self.max_steps, self._batches, updated)
         final_checkpoint.call_end(self.hooks, self, outcome)
+
+    @property
+    def starts(self) -> int:
+        """How often `allred run` has started the job: 1 at first, one more after each restart and resize."""
+        return world.config().starts
 
     # For hooks.
 

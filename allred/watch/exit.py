@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 from allred import native, world
-from allred.watch import excepthook
+from allred.watch import excepthook, runner_link
 
 GRACE_S = 3.0  # from failing to leaving
 FOLLOWER_S = 10.0  # as GRACE_S, if another rank has failed before; as in csrc/exit.c
@@ -68,7 +68,7 @@ def take_over(MPI: Any, finalizes: bool, lifeline: int = -1) -> None:  # noqa: N
         return
     _pid, _mpi, _pmi, _lifeline = os.getpid(), MPI, None, lifeline
     atexit.unregister(_leave)
-    if MPI.COMM_WORLD.Get_size() > 1:
+    if MPI.COMM_WORLD.Get_size() > 1 or runner_link.address():
         excepthook.watch(_end_soon)
         if finalizes and native.arm_exit is not None:
             mpi, arm, who = _functions(MPI), native.arm_exit, _who()

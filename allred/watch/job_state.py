@@ -13,6 +13,7 @@ The watcher of the chief's node has the `JobState`; the other watchers send thei
                                  servers: those that may delay the answer (stalls.py); ranks: those that cause the wait
     holds silent                 a server holds answers back: {rank: seconds since its last request} of the ranks that
                                  it waits for; sent repeatedly
+    session is_open, step        its session begins or ends at this step
     failed code, words, traceback    it is about to end with that exit code, and lingers for the others
     unwound                      it has received the verdict, its program has ended, and it lingers
     left                         it has ended without an error
@@ -89,6 +90,7 @@ class JobState:
             "busy": self._stalls.busy, "limit": self._stalls.limit, "holds": self._holds, "failed": self._failed,
             "unwound": lambda rank, _: self._end(rank, "unwound"), "left": lambda rank, _: self._end(rank, "left"),
             "died": self._died, "unwatched": self._unwatched, "unreachable": self._unreachable,
+            "session": lambda rank, _: None,  # for `allred run` only
         }  # fmt: skip
 
     def handle(self, event: Event, now: float) -> None:

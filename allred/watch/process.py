@@ -20,12 +20,13 @@ import time
 
 from allred.channel import Channel, HandshakeError, Listener, connect, dispatch
 from allred.detached import serve
-from allred.watch import process_state, shm_files
+from allred.watch import process_state, runner_link, shm_files
 from allred.watch.heartbeat import Heartbeat
 from allred.watch.job_state import JobState
 from allred.watch.launchers import Launchers
 from allred.watch.rank import HELLO_S, WatchedRank, owner
 from allred.watch.records import LARGEST, Event
+from allred.watch.runner_link import RunnerLink
 
 PURPOSE = "watcher"  # of the channels between watchers
 TICK_S = 0.05
@@ -36,7 +37,7 @@ AFTER_DEATH_S = 0.5  # after a death: which death to report may be known a momen
 class Watcher:
     """The watcher of one node. Keys of settings: token; ranks, their number on this node; size and nodes of the job;
     warn_s; limit_s; expendable, ranks; chief, whether this is the chief's node; address of the chief's watcher for
-    other nodes, "" with one node; launcher, whether there is one."""
+    other nodes, "" with one node; launcher, whether there is one; runner, the address of `allred run`, or ""."""
 
     def __init__(self, settings: Event) -> None:
         self._settings = settings
@@ -57,6 +58,11 @@ class Watcher:
         self._launchers = Launchers()
         self._has_lost_host = False
         self._stderr = -1  # a descriptor of the job's stderr
+        self._runner: RunnerLink | None = None
+        if settings["chief"] and settings["runner"]:
+            self._runner = runner_link.connect(settings["runner"], settings["size"])
+            if self._runner is not None:
+                self._selector.register(self._runner.connection, selectors.EVENT_READ, self._receive_from_runner)
         self._shm_files: set[shm_files.File] = set()  # files of MPICH that the ranks have mapped
         unix = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         unix.bind("")  # Linux chooses a name, which is not a file
@@ -84,6 +90,8 @@ class Watcher:
                 self._listener.close_expired()
             if self._job is not None:
                 self._send(self._job.tick(now))
+                if self._runner is not None:
+                    self._runner.report_verdict(self._job.verdict)
             self._beat(now)
             self._lose_hosts(now)
             if now > self._last_death + AFTER_DEATH_S:
@@ -194,6 +202,16 @@ class Watcher:
         if link in self._links:
             self._links.remove(link)
 
+    def _receive_from_runner(self) -> None:
+        link = self._runner
+        assert link is not None
+        try:
+            self._send(link.receive())
+        except (OSError, ValueError, KeyError):  # `allred run` was killed, and mpirun with it
+            self._selector.unregister(link.connection)
+            link.connection.close()
+            self._runner = None
+
     def _continue_alone(self, why: str) -> None:
         """Continue for the ranks of this node. why: a predicate for the message; "" for no message."""
         launcher = self._settings["launcher"]
@@ -285,6 +303,8 @@ class Watcher:
             self._lose_host(self._chief, time.monotonic())
         if self._job is not None:
             self._job.handle(event, time.monotonic())
+            if self._runner is not None:
+                self._runner.report(event)
         elif self._chief is not None:
             self._chief.send(event)
 
@@ -314,6 +334,10 @@ class Watcher:
                     self._ranks[message["rank"]].ending = "has failed"
             for each in living:
                 each.send(message)
+        elif message["kind"] == "signal":
+            for each in living:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(each.pidfd, message["number"])
         elif message["kind"] == "query":
             states = {each.number: each.state() for each in self._ranks.values()}
             silent = [each for each in self._ranks.values() if not states[each.number]]

@@ -11,6 +11,7 @@ from typing import Any
 from allred import detached, log, native, world
 from allred.cluster.topology import Topology
 from allred.config import Config
+from allred.watch import runner_link
 from allred.watch.watcher_client import WatcherClient
 
 
@@ -25,7 +26,7 @@ def start(
 
     If a watcher cannot be used, a warning says so, and the job continues without it.
     """
-    if shape.size == 1 or not config.watcher:
+    if not config.watcher or (shape.size == 1 and not runner_link.address()):
         return
     expendable = expendable if config.worker_failure == "go_on" else ()
     hosts = communicator.allgather_object(socket.gethostname()).wait() if reach == "network" else []
@@ -57,7 +58,7 @@ def _spawn(shape: Topology, config: Config, address: str, expendable: tuple[int,
     settings = {
         "token": token, "ranks": shape.local_size, "size": shape.size, "nodes": shape.nodes,
         "warn_s": config.stall_warning_s, "limit_s": config.timeout_s, "chief": shape.rank == 0, "address": address,
-        "expendable": expendable, "launcher": launcher,
+        "expendable": expendable, "launcher": launcher, "runner": runner_link.address(),
     }  # fmt: skip
     here = {"token": token, "host": socket.gethostname(), "address": address, "name": "", "port": 0}
     return here | detached.start("allred.watch.process", settings)

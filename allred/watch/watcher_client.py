@@ -17,7 +17,7 @@ import socket
 import struct
 import time
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from allred import log
@@ -78,6 +78,7 @@ class WatcherClient:
         self._raised = False
         self._again_s = 0.0  # seconds by which the watcher extends a wait that reached its limit
         self._held_at = -RELEASE_S
+        self.on_stop: Callable[[], None] = lambda: None  # ends the session after the current step
         self.is_exiting = False  # the program ends: raise nothing in it
         self._pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._wake, self._stack = _free_signals()
@@ -174,6 +175,8 @@ class WatcherClient:
             self._again_s = message["again_s"]
         elif message["kind"] == "hold":
             self._held_at = time.monotonic()
+        elif message["kind"] == "stop":
+            self.on_stop()
         elif message["kind"] == "gone":
             self.gone[message["rank"]] = message["how"]
             self.gone_code = self.gone_code or message["code"]
@@ -195,6 +198,12 @@ class WatcherClient:
         """Set the text of this rank in messages: its role, and after a ';' more for a failure, such as
         `parameter server 0; last checkpoint ckpt/step-00000400`. The last text counts."""
         self.send("role", text=" ".join(text.split())[:_ROLE_CHARS])
+
+    def report_session(self, step: int, on_stop: Callable[[], None] | None) -> None:
+        """Report that a session begins or ends at this step. on_stop: called when `allred run` asks it to end after the
+        current step; None: it ends."""
+        self.on_stop = on_stop or (lambda: None)
+        self.send("session", step=step, is_open=on_stop is not None)
 
     def report_failure(self, code: int, words: str, traceback: str = "") -> None:
         """Report that this rank is about to end with that exit code."""

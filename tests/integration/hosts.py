@@ -57,6 +57,11 @@ class Hosts:
             time.sleep(0.1)
         raise AssertionError(f"processes are left: {left}")
 
+    def inside(self, number: int) -> list[str]:
+        """The words before a command that runs it on a host."""
+        name = self.names[number]
+        return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', name]
+
     def run(
         self, mpi: str, ranks: list[int], *arguments: object, options: Sequence[object] = (), **more: object
     ) -> Result:
@@ -67,9 +72,8 @@ class Hosts:
             "mpich": ["-launcher", "ssh", "-launcher-exec", self._agent, "-hosts", places, *tcp],
             "openmpi": ["--prtemca", "plm_ssh_agent", self._agent, "--bind-to", "none", "--host", places],
         }[mpi]
-        own = ["ip", "netns", "exec", self.names[0], "unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"']
         mpirun = [BIN[mpi] / "mpirun", *launcher, *options, "-np", sum(ranks), BIN[mpi] / "python"]
-        return run([*own, self.names[0], *mpirun, *arguments], **more)
+        return run([*self.inside(0), *mpirun, *arguments], **more)
 
 
 @contextlib.contextmanager

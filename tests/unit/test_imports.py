@@ -15,7 +15,7 @@ CSRC = ROOT.parent / "csrc"
 
 # Top to bottom, the path of a gradient. A package may import what stands below it, and its own modules.
 PACKAGES = (
-    *("__main__", "doctor", "bench", "testing", "compat", "torch", "__init__", "server", "startup", "session"),
+    *("__main__", "run", "doctor", "bench", "testing", "compat", "torch", "__init__", "server", "startup", "session"),
     *("client", "launch", "modes", "ps", "comm", "fusion", "timeline", "watch", "data", "optim", "arena"),
     *("cluster", "checkpoint", "gpu", "native", "nest", "arrays", "validators", "log", "world", "config", "errors"),
     *("detached", "channel", "command_line", "wording"),

@@ -543,6 +543,7 @@ def running_watcher(**settings):
         "limit_s": 60.0,
         "expendable": (),
         "launcher": True,
+        "runner": "",
     }
     watcher = Watcher({"chief": True, "address": "127.0.0.1", **of_job, **settings})
     thread = threading.Thread(target=watcher.run)
@@ -718,7 +719,7 @@ def test_a_verdict_is_not_raised_in_a_wait_nor_at_the_end(rank_and_watcher, flag
 
 @pytest.mark.parametrize("where", ["_report", "_is_done"])
 def test_a_watcher_without_a_core_for_a_while_prints_a_death(where, monkeypatch):
-    of_job = {"size": 1, "nodes": 1, "warn_s": 30.0, "limit_s": 60.0, "expendable": [], "launcher": True}
+    of_job = {"size": 1, "nodes": 1, "warn_s": 30.0, "limit_s": 60.0, "expendable": [], "launcher": True, "runner": ""}
     watcher = Watcher({"token": "", "ranks": 1, "chief": True, "address": "", **of_job})
     ours, theirs = socket.socketpair()
     stderr, of_launcher = os.pipe()

@@ -1,0 +1,110 @@
+"""python -m allred run: its options."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from allred.command_line import Parser, fail, parse
+from allred.errors import AllredError, ConfigError
+from allred.run import host_list, mpirun
+from allred.run.runner import JobOptions, Runner
+
+_DESCRIPTION = """\
+Starts a program with the mpirun of the MPI that mpi4py loads. The hosts are those of --hosts or --hostfile, else those
+of the batch job (Slurm, PBS, LSF, SGE), else this one. The exit code is 0 only if every rank that called allred.init()
+reported success.
+"""
+
+
+def _parser(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser(prog="python -m allred run", description=_DESCRIPTION)
+    add = parser.add_argument
+    add("-np", "-n", type=_number, metavar="N", help="number of ranks; default: the slots of the hosts")
+    add("--hosts", default="", metavar="LIST", help="hosts and their slots: node1:4,node2:4")
+    add("--hostfile", default="", metavar="FILE", help="a line for each host: node1 slots=4")
+    add("--restarts", type=_number, default=0, metavar="N", help="restarts after failures, from the newest checkpoint")
+    add("--min-np", type=_number, metavar="N", help="fewest ranks after hosts were lost; default: as many as -np")
+    add("--max-np", type=_number, metavar="N", help="most ranks; a changed host file resizes the job up to it")
+    add("--mode", choices=("sync", "ps"), help="ALLRED_MODE of the ranks")
+    add("--num-ps", type=_number, metavar="N", help="number of parameter servers in mode ps")
+    add("--tag", action="store_true", help="print the rank before each line of output")
+    add("--logs", default="", metavar="DIR", help="write the output of each rank to a file too: DIR/rank-0.log")
+    add("--name", default="", help="name of the job for `allred resize`; default: the program and the process id")
+    add("--dry-run", action="store_true", help="print the command, and do not run it")
+    add("-m", action="store_true", dest="is_module", help="the program is a module: -m package.train")
+    add("program", help="a Python file (train.py), or another program")
+    add("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    return parser.parse_args(arguments)
+
+
+def _number(text: str) -> int:
+    if not text.isdigit() or (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return number
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command. Return the exit code."""
+    options = parse(_parser, arguments)
+    if isinstance(options, int):
+        return options
+    try:
+        launch = mpirun.find()
+        wanted = make_options(options)
+        if options.dry_run:
+            assigned, environ = wanted.find_hosts().assign(wanted.target), {**os.environ, **wanted.settings}
+            words = mpirun.command(launch, assigned, wanted.program, environ, mpirun.is_root())
+            print(mpirun.describe(wanted.settings, words))
+            return 0
+        return Runner(wanted, launch).run()
+    except AllredError as error:
+        return fail(f"python -m allred run: {error}")
+
+
+def make_options(options: argparse.Namespace) -> JobOptions:
+    """Check the options of the command. Raises ConfigError if they do not fit together."""
+
+    def find_hosts() -> host_list.HostList:
+        return host_list.find(options.hosts, options.hostfile, os.environ)
+
+    found = find_hosts()
+    if options.hosts and options.hostfile:
+        raise ConfigError("--hosts and --hostfile name the hosts twice; drop one of them")
+    if not found.slots and options.np is None:
+        raise ConfigError("how many ranks? Add -np N; there is no --hosts, no --hostfile and no batch job")
+    target = options.np or min(found.total, options.max_np or found.total)
+    if found.slots and target > found.total:
+        raise ConfigError(
+            f"-np {target} needs {target} slots, but {found.source} has {found.total}: {_slots(found)}; add slots, "
+            "such as --hosts node1:8"
+        )
+    least, most = options.min_np, options.max_np
+    if target < (least or 1) or (most is not None and target > most):
+        limits = [f"--{name}-np {value}" for name, value in (("min", least), ("max", most)) if value is not None]
+        raise ConfigError(f"{target} ranks are not within {' and '.join(limits)}")
+    if options.num_ps and options.mode != "ps":
+        raise ConfigError("--num-ps needs --mode ps")
+    program = _with_output(options, mpirun.program_words([options.program, *options.arguments], options.is_module))
+    settings = mpirun.thread_settings(host_list.cores_for_each(found.assign(target), os.environ), os.environ)
+    if options.mode:
+        settings["ALLRED_MODE"] = options.mode
+    if options.num_ps:
+        settings["ALLRED_NUM_PS"] = str(options.num_ps)
+    name = options.name or f"{Path(options.program).stem}-{os.getpid()}"
+    watches = bool(options.hostfile) and (options.min_np is not None or options.max_np is not None)
+    return JobOptions(
+        name, program, target, least, most, options.restarts, settings, find_hosts, watches,
+    )  # fmt: skip
+
+
+def _slots(found: host_list.HostList) -> str:
+    return ", ".join(f"{name}:{slots}" for name, slots in found.slots.items())
+
+
+def _with_output(options: argparse.Namespace, words: list[str]) -> list[str]:
+    """Return the command of a rank, with the filter of its output if --tag or --logs is given."""
+    if not options.tag and not options.logs:
+        return words
+    logs = os.path.abspath(options.logs) if options.logs else ""
+    return [sys.executable, str(Path(__file__).with_name("rank_output.py")), str(int(options.tag)), logs, *words]

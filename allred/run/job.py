@@ -1,0 +1,178 @@
+"""One start of a job: mpirun and its processes, the reports of the ranks, and signals to them."""
+
+import contextlib
+import ctypes
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from allred.channel import Channel, Message
+from allred.run.reports import Reports
+from allred.run.restarts import End
+
+REPORTS_S = 2.0  # for the last reports after mpirun has ended
+UNWIND_S = 10.0  # for processes that are left after mpirun has ended, such as ranks that write a checkpoint
+TERMINATE_S = 5.0  # from SIGTERM to SIGKILL
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def adopt_orphans() -> None:
+    """Become the parent of all descendants whose parent ends, so that `Job.end` finds them."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def _prepare() -> None:
+    """In the child, before it becomes mpirun: end it with `allred run`, and do not inherit ignored signals."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+
+
+class Job:
+    """A running mpirun. words: its command. selector: of the event loop, which calls what is registered."""
+
+    def __init__(self, words: Sequence[str], environ: Mapping[str, str], selector: selectors.BaseSelector) -> None:
+        terminal = sys.stdin is None or sys.stdin.closed or sys.stdin.isatty()  # which a background session cannot read
+        self._process = subprocess.Popen(
+            words, env=environ, stdin=subprocess.DEVNULL if terminal else None, start_new_session=True,
+            preexec_fn=_prepare,
+        )  # fmt: skip
+        self._selector = selector
+        self._links: dict[Channel, Reports] = {}
+        self._reports: list[Reports] = []
+        self._kill_at = float("inf")
+
+    # Reports.
+
+    def connect(self, link: Channel, messages: list[Message]) -> None:
+        """Take the connection of the watcher of the chief's node. messages: its first ones."""
+        reports = Reports(messages[0]["size"])
+        self._reports.append(reports)
+        self._links[link] = reports
+        self._selector.register(link.connection, selectors.EVENT_READ, lambda: self._receive(link))
+        for event in messages[1:]:
+            reports.handle(event)
+
+    def _receive(self, link: Channel) -> None:
+        try:
+            events = link.receive()
+        except (OSError, ValueError):
+            self._selector.unregister(link.connection)
+            link.connection.close()
+            del self._links[link]
+            return
+        for event in events:
+            self._links[link].handle(event)
+
+    @property
+    def sessions(self) -> dict[int, int]:
+        """The ranks whose session is open, with the step at which it began."""
+        return {rank: step for reports in self._links.values() for rank, step in reports.sessions.items()}
+
+    @property
+    def lost_hosts(self) -> set[str]:
+        """The hosts that were unreachable until the time limit."""
+        return {host for reports in self._reports for host in reports.lost_hosts}
+
+    # Signals.
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to all ranks, without ending mpirun; before allred.init() to mpirun."""
+        for link in self._links:
+            link.send({"kind": "signal", "number": number, "rank": None})
+        if not self._links:
+            self._process.send_signal(number)
+
+    def request_stop(self) -> bool:
+        """Let the session write a checkpoint after the current step, and end. Return whether there is a session."""
+        for link, reports in self._links.items():
+            if reports.sessions:
+                link.send({"kind": "stop", "rank": min(reports.sessions)})
+                return True
+        return False
+
+    def terminate(self) -> None:
+        """End mpirun, and after TERMINATE_S all its processes."""
+        if self._kill_at == float("inf"):
+            self._process.terminate()
+            self._kill_at = time.monotonic() + TERMINATE_S
+
+    # The end.
+
+    def is_running(self) -> bool:
+        """Return whether mpirun has not ended. Call it repeatedly: it ends what does not terminate."""
+        if self._process.poll() is None and time.monotonic() >= self._kill_at:
+            kill(descendants())
+        _reap(self._process.pid)
+        return self._process.poll() is None
+
+    def has_reported(self, since: float) -> bool:
+        """Return whether no more reports will arrive. since: when mpirun ended."""
+        return not self._links or time.monotonic() > since + REPORTS_S
+
+    def has_left(self, since: float) -> bool:
+        """Return whether all processes have ended; kills those that are left UNWIND_S after `since`."""
+        _reap(self._process.pid)
+        left = descendants()
+        if left and time.monotonic() > min(since + UNWIND_S, self._kill_at):
+            kill(left)
+        return not left
+
+    def end(self) -> End:
+        """Return how it ended."""
+        code = self._process.returncode
+        code = 128 - code if code < 0 else code
+        if not self._reports:
+            return End(code, f"mpirun ended with exit code {code}, before allred.init()", joined=False)
+        for reports in self._reports:
+            if reports.code:
+                return End(reports.code, reports.text, reports.exception, reports.step, restored=reports.restored)
+        for reports in self._reports:
+            if not reports.is_success:
+                text = f"{reports.missing}; mpirun ended with exit code {code}"
+                return End(code or 1, text, restored=reports.restored)
+        return End(code, f"every rank reported success, but mpirun ended with exit code {code}" if code else "")
+
+
+def _reap(kept: int) -> None:
+    """Collect the ends of adopted processes; not that of `kept`."""
+    for pid in _children().get(os.getpid(), []):
+        if pid != kept:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def descendants() -> list[int]:
+    """Return the ids of all processes that descend from this one."""
+    children, found = _children(), []
+    todo = [os.getpid()]
+    while todo:
+        new = children.get(todo.pop(), [])
+        found += new
+        todo += new
+    return found
+
+
+def _children() -> dict[int, list[int]]:
+    """Return the ids of the children of all processes, by the id of the parent."""
+    found: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            parent = int(entry.read_text().rpartition(")")[2].split()[1])
+            found.setdefault(parent, []).append(int(entry.parent.name))
+    return found
+
+
+def kill(pids: Sequence[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,76 @@
+"""The mpirun command of a job: for the MPI that mpi4py loads, with the options that this machine needs."""
+
+import dataclasses
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+
+from allred.cluster import launcher, mpi
+from allred.errors import ConfigError
+
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+# Open MPI's mpirun forwards its own variables only to other hosts.
+_FORWARDED = ("ALLRED_", "PYTHON", "LD_LIBRARY_PATH", "PATH", "VIRTUAL_ENV", "CUDA_VISIBLE_DEVICES", "NCCL_", *_THREADS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launcher:
+    """path: of mpirun. library: the name of the MPI."""
+
+    path: str
+    library: str
+
+    @property
+    def is_open_mpi(self) -> bool:
+        return launcher.implementation(self.library) == "Open MPI"
+
+
+def find() -> Launcher:
+    """Return the mpirun of the MPI that mpi4py loads. Raises ConfigError if there is no MPI, or no mpirun of it."""
+    library, _ = mpi.load_library()
+    if not library:
+        raise ConfigError(
+            f"mpi4py of {sys.executable} finds no MPI library; pip install 'allred[mpich]', or load your site's MPI"
+        )
+    path = launcher.mpirun_of(library)
+    if not path:
+        remedy = launcher.remedy("", launcher.implementation(library) == "Open MPI", 1, "")
+        raise ConfigError(f"no mpirun of {library} next to {sys.executable} or on PATH; get {remedy}")
+    return Launcher(path, library)
+
+
+def thread_settings(cores: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that give each rank's BLAS `cores` threads; none if the user has set one of them."""
+    return {} if any(name in environ for name in _THREADS) else dict.fromkeys(_THREADS, str(cores))
+
+
+def command(
+    launch: Launcher, ranks: Mapping[str, int], program: Sequence[str], environ: Mapping[str, str], is_root: bool
+) -> list[str]:
+    """Return the command that starts the program. ranks: their number on each host. environ: the environment in which
+    the command will run; from it Open MPI forwards the variables of _FORWARDED."""
+    hosts = ",".join(f"{name}:{count}" for name, count in ranks.items())
+    total = ["-np", str(sum(ranks.values()))]
+    if not launch.is_open_mpi:
+        return [launch.path, "-hosts", hosts, "-bind-to", "none", *total, *program]
+    root = ["--allow-run-as-root"] * is_root
+    forwarded = [word for name in sorted(environ) if name.startswith(_FORWARDED) for word in ("-x", name)]
+    # As many slots as ranks, so mpirun accepts more ranks than cores, and fills the hosts in this order.
+    return [launch.path, *root, "--host", hosts, "--map-by", "slot", "--bind-to", "none", *forwarded, *total, *program]
+
+
+def program_words(words: Sequence[str], is_module: bool) -> list[str]:
+    """Return the command of a rank: with this Python before a file that ends in .py, or before `-m MODULE`."""
+    if is_module:
+        return [sys.executable, "-m", *words]
+    return [sys.executable, *words] if words[0].endswith(".py") else [*words]
+
+
+def describe(settings: Mapping[str, str], words: Sequence[str]) -> str:
+    """Return the command as a line for a shell. settings: variables that are added to the environment."""
+    return shlex.join([*(f"{name}={value}" for name, value in settings.items()), *words])
+
+
+def is_root() -> bool:
+    return os.geteuid() == 0

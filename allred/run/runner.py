@@ -1,0 +1,250 @@
+"""Starts a job, and starts it again: after a failure, and with another number of ranks.
+
+1  mpirun starts the ranks. The watcher of the chief's node connects to the runner and passes on what ranks report
+2  signals are sent to the ranks through the watchers, because mpirun may kill them before they have saved
+3  mpirun ends. Its exit code does not tell whether the ranks were successful; their reports do
+4  after a failure the RestartPolicy decides. HostList that fail are left out; the session resumes from its checkpoint
+5  a new size, from `allred resize` or a changed host file: the session is asked to stop, and the job starts again
+"""
+
+import dataclasses
+import os
+import secrets
+import selectors
+import signal
+import socket
+import sys
+import time
+import types
+from collections.abc import Callable
+
+from allred.channel import Channel, Listener, Message, dispatch
+from allred.errors import AllredError, ConfigError
+from allred.run import host_list, job, mpirun, probe, restarts
+from allred.run.host_list import HostList
+from allred.run.job import Job
+from allred.run.resize import RequestSocket
+from allred.run.restarts import End, RestartPolicy
+from allred.watch.runner_link import PURPOSE, VARIABLE
+from allred.watch.start import own_address
+from allred.wording import count
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+TICK_S = 0.1
+HOSTS_S = 1.0  # interval at which the host file is read
+
+
+@dataclasses.dataclass(frozen=True)
+class JobOptions:
+    """A job, as the options of the command describe it.
+
+    program: the command of a rank. target: the number of ranks. min_np: fewest ranks; None: `target` after hosts were
+    lost, 1 after a resize. max_np: most ranks after a resize; None: the slots, and `target` when the host file changes.
+    settings: variables for the ranks. find_hosts: reads the hosts; called again before each start. watches_hosts:
+    whether a changed host file resizes the job.
+    """
+
+    name: str
+    program: list[str]
+    target: int
+    min_np: int | None
+    max_np: int | None
+    restarts: int
+    settings: dict[str, str]
+    find_hosts: Callable[[], HostList]
+    watches_hosts: bool
+
+
+def say(text: str) -> None:
+    """Print a message."""
+    sys.stderr.write(f"allred run: {text}\n")
+    sys.stderr.flush()
+
+
+class Runner:
+    """Runs a job to its end."""
+
+    def __init__(self, options: JobOptions, launch: mpirun.Launcher) -> None:
+        self._options, self._launch = options, launch
+        self._selector = selectors.DefaultSelector()
+        self._policy = RestartPolicy(options.restarts)
+        self._starts = 1
+        self._target = options.target
+        self._hosts = options.find_hosts()
+        self._lost: set[str] = set()  # hosts that were unreachable for the watchers
+        self._job: Job | None = None
+        self._assigned: dict[str, int] = {}  # the number of ranks on each host, of the current start
+        self._resizes = False  # the session was asked to stop, because the job has to start again
+        self._received: list[int] = []  # signals
+        self._stops = False  # the user or the batch system ends the job
+        self._next_look = 0.0
+
+    def run(self) -> int:
+        """Run the job. Return its exit code."""
+        job.adopt_orphans()
+        requests = RequestSocket(self._selector, self._options.name, self._answer)
+        previous = {number: signal.signal(number, self._note_signal) for number in STOP_SIGNALS}
+        try:
+            listening = self._listen()
+            return self._run_until_end(listening)
+        finally:
+            requests.close()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _listen(self) -> tuple[str, int, str]:
+        """Listen for the watcher of the chief's node. Return address, port and secret."""
+        remote = [name for name in self._hosts.slots if not host_list.is_local(name)]
+        address, secret = own_address(remote) if remote else "127.0.0.1", secrets.token_hex(16)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listening = socket.create_server((address, 0), family=family)
+        self._listener = Listener(self._selector, listening, PURPOSE, secret, self._connect)
+        return address, listening.getsockname()[1], secret
+
+    def _connect(self, link: Channel, messages: list[Message]) -> None:
+        if self._job is not None:
+            self._job.connect(link, messages)
+
+    def _run_until_end(self, listening: tuple[str, int, str]) -> int:
+        available, end = self._hosts, End(2)
+        while True:
+            least = self._options.min_np or self._target
+            ranks = restarts.size(available.total, self._target, least)
+            if ranks is None:
+                left = f"{count(available.total, 'slot')} left on {', '.join(available.slots)}"
+                say(f"{left}, but the job needs {least}" + "; --min-np allows fewer" * (self._options.min_np is None))
+                return end.code or 1
+            end = self._start(available.assign(ranks), listening)
+            if self._stops or (not end.code and not self._resizes):
+                return self._finish(end)
+            if end.code:
+                decision = self._policy.decide(end)
+                if decision.delay_s is None:
+                    return self._finish(end, decision.reason)
+                say(f"{end.text}; restart {self._policy.made} of {self._options.restarts} in {decision.delay_s:g} s")
+                self._wait(decision.delay_s)
+                if self._stops:
+                    return self._finish(end)
+            available = self._available(after_failure=bool(end.code))
+            self._starts, self._resizes = self._starts + 1, False
+
+    def _finish(self, end: End, reason: str = "") -> int:
+        if end.code and (reason or self._starts > 1 or self._stops):
+            say(f"{end.text}; the job ends" + f": {reason}" * bool(reason))
+        elif end.code:
+            say(end.text)
+        return end.code
+
+    def _start(self, assigned: dict[str, int], listening: tuple[str, int, str]) -> End:
+        """Start the job, and return how it ended."""
+        settings = {**self._options.settings, "ALLRED_STARTS": str(self._starts)}
+        address, port, secret = listening
+        environ = {**os.environ, **settings, VARIABLE: f"{address} {port} {secret}"}
+        words = mpirun.command(self._launch, assigned, self._options.program, environ, mpirun.is_root())
+        self._assigned = assigned
+        which = f"start {self._starts} of {self._options.name}: " if self._starts > 1 else f"{self._options.name}: "
+        say(
+            which
+            + f"{count(sum(assigned.values()), 'rank')} on {', '.join(assigned)}; {mpirun.describe(settings, words)}"
+        )
+        self._job = running = Job(words, environ, self._selector)
+        while running.is_running():
+            self._turn()
+        ended = time.monotonic()
+        while not (running.has_reported(ended) and running.has_left(ended)):
+            self._turn()
+        self._lost |= running.lost_hosts
+        self._job = None
+        return running.end()
+
+    def _turn(self) -> None:
+        """One turn of the event loop."""
+        dispatch(self._selector, TICK_S)
+        self._listener.close_expired()
+        while self._received:
+            self._handle_signal(self._received.pop(0))
+        if self._options.watches_hosts and time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + HOSTS_S
+            self._look_at_hosts()
+
+    def _wait(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self._stops:
+            self._turn()
+
+    # Signals.
+
+    def _note_signal(self, number: int, frame: types.FrameType | None) -> None:
+        self._received.append(number)
+
+    def _handle_signal(self, number: int) -> None:
+        name, again = signal.Signals(number).name, self._stops and number != signal.SIGUSR1
+        self._stops = True
+        if self._job is None:
+            say(f"{name}: the job does not start again")
+        elif again:
+            say(f"a second signal, {name}: ending all processes")
+            self._job.terminate()
+        else:
+            say(f"{name}: the ranks receive it, and may write a checkpoint; a second signal ends them at once")
+            self._job.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+
+    # HostList and sizes.
+
+    def _available(self, after_failure: bool) -> HostList:
+        """Return the hosts for the next start."""
+        self._read_hosts()
+        lost = {name for name in self._hosts.slots if name in self._lost or name.partition(".")[0] in self._lost}
+        if after_failure:
+            lost |= probe.unreachable(self._hosts.without(lost).slots, os.environ)
+        if lost:
+            say(f"without {', '.join(sorted(lost))}: unreachable")
+        available = self._hosts.without(lost)
+        if self._hosts.slots and not available.slots:
+            raise ConfigError(f"no host of {self._hosts.source} can be reached")
+        return available
+
+    def _read_hosts(self) -> bool:
+        """Read the hosts again. Return whether they have changed."""
+        before = self._hosts
+        try:
+            self._hosts = self._options.find_hosts()
+        except ConfigError as error:  # the file is being written, or is wrong now
+            say(f"{error}; the job keeps its hosts")
+        return self._hosts != before
+
+    def _look_at_hosts(self) -> None:
+        """Resize the job if the host file has changed."""
+        if self._job is None or self._stops or not self._read_hosts():
+            return
+        self._target = self._options.max_np or self._target
+        wanted = restarts.size(self._hosts.total, self._target, self._options.min_np or 1)
+        if wanted is None:
+            return say(f"{self._hosts.source} has {count(self._hosts.total, 'slot')} now, fewer than --min-np")
+        if self._hosts.assign(wanted) != self._assigned and self._request_restart():
+            say(f"{self._hosts.source} has changed: {count(wanted, 'rank')} after a checkpoint of the current step")
+
+    def _answer(self, request: dict[str, int]) -> str:
+        """Answer `allred resize`."""
+        wanted, least, most = int(request["np"]), self._options.min_np or 1, self._options.max_np
+        if wanted < least:
+            raise AllredError(f"{count(wanted, 'rank')}, but --min-np is {least}")
+        if most is not None and wanted > most:
+            raise AllredError(f"{count(wanted, 'rank')}, but --max-np is {most}")
+        if self._hosts.slots and wanted > self._hosts.total:
+            raise AllredError(f"{self._hosts.source} has {count(self._hosts.total, 'slot')}, fewer than {wanted}")
+        if wanted == sum(self._assigned.values()) and not self._resizes:
+            return f"{self._options.name} has {count(wanted, 'rank')} already"
+        if not self._request_restart():
+            raise AllredError(
+                f"{self._options.name} has no open allred.Session, which could write a checkpoint; nothing was changed"
+            )
+        self._target = wanted
+        return f"{self._options.name} starts again with {count(wanted, 'rank')} after a checkpoint of the current step"
+
+    def _request_restart(self) -> bool:
+        """Ask the session to stop, so that the job starts again. Return whether there is a session."""
+        if self._job is None or self._stops:
+            return False
+        self._resizes = self._resizes or self._job.request_stop()
+        return self._resizes

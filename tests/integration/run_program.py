@@ -1,0 +1,98 @@
+"""What a test of `allred run` needs of a program: run_program.py WHAT [ARGUMENT]"""
+
+import os
+import pathlib
+import signal
+import sys
+import time
+
+import numpy as np
+
+import allred
+
+
+def runner():
+    """The process id of `allred run`: its name is the end of the name of the job."""
+    return int(pathlib.Path(os.environ["RUN_PID"]).read_text())
+
+
+def train(on_step, before_step=lambda session: None, step_s=0.02):
+    """Train 300 steps. on_step: called after each update with the session and the number of updates in this start."""
+    directory = os.environ["DIRECTORY"]
+    params, opt = {"w": np.zeros(2)}, allred.distributed(allred.optim.SGD(lr=1.0))
+    with allred.Session(checkpoint_dir=directory, save_steps=1000, max_steps=300, log_steps=None) as session:
+        session.track(params=params, optimizer=opt)
+        begin = session.step
+        while not session.should_stop():
+            before_step(session)
+            opt.step(params, {"w": -np.ones(2)})
+            on_step(session, opt.global_step - begin)
+            time.sleep(step_s)
+    if allred.is_chief():
+        assert (params["w"] == session.step).all()
+        print(f"start {session.starts}: {allred.size()} ranks, steps {begin} to {session.step}", flush=True)
+
+
+def main(what, argument=""):
+    if what == "early":
+        sys.exit(int(argument))
+    allred.init(banner=False)
+    rank, last = allred.rank(), allred.size() - 1
+    if what == "lines":
+        for part in range(3):
+            print(f"part{part} ", end="", flush=True)
+            time.sleep(0.02 * (rank + 1))
+        print(f"\nvariables {os.environ['OMP_NUM_THREADS']} {os.environ.get('ALLRED_MODE')}", flush=True)
+        print("no newline", end="", flush=True)
+        print(f"error of {rank}", file=sys.stderr, flush=True)
+    elif what == "raise" and rank == last:
+        raise ValueError("wrong")
+    elif what == "exit":
+        sys.exit(5 * (rank == last))
+    elif what == "kill" and rank == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "shutdown":
+        allred.shutdown()
+        allred.init(banner=False)
+    elif what == "signal":  # in step 5 of the first start
+        number = getattr(signal, argument)
+        train(lambda _, step: step == 5 and rank == 0 and os.kill(runner(), number))
+    elif what == "deaf":  # a program that ignores the signals
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        for _ in range(2):
+            if rank == 0:
+                os.kill(runner(), signal.SIGINT)
+            time.sleep(1)
+        time.sleep(300)
+    elif what == "resize":
+        sizes = dict(zip(range(1, 9), argument.split(","), strict=False))
+
+        def resize(session, step):
+            if step == 5 and rank == 0 and (size := sizes.get(session.starts)):
+                assert os.system(f"{sys.executable} -m allred resize tested {size}") == 0
+            return step
+
+        train(resize)
+    elif what == "same":  # fails before the eighth step, in each start
+
+        def fail(session):
+            if session.step == 7 and rank == 0:
+                raise ValueError("step 7 is wrong")
+
+        train(lambda session, step: None, fail)
+    elif what == "lose":  # runs until its host is cut off, in the first start
+
+        def wait(session, step):
+            if session.starts == 1 and step == 5 and rank == 0:
+                pathlib.Path(argument).touch()
+                time.sleep(0.5)
+
+        train(wait)
+    elif what == "no session":
+        if rank == 0:
+            assert os.system(f"{sys.executable} -m allred resize tested 3") != 0
+        allred.barrier()
+
+
+main(*sys.argv[1:])

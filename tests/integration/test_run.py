@@ -1,0 +1,164 @@
+"""`allred run`: the start of a program, its output and exit code, signals, restarts, other numbers of ranks.
+
+In all about 60 s in four processes.
+"""
+
+import pathlib
+import re
+
+import numpy as np
+import pytest
+from harness import BIN, run
+from hosts import hosts
+from test_host_failures import when_ready
+from test_shm import full
+
+HERE = pathlib.Path(__file__).parent
+PROGRAM = HERE / "run_program.py"
+both = pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+
+
+def allred_run(mpi, directory, *words, env=None, prefix=(), **more):
+    """Run `allred run`, after the words of `prefix`. RUN_PID is a file with its process id."""
+    pid = directory / "pid"
+    script = f'echo $$ > {pid}; exec "$0" -m allred run --name tested "$@"'
+    own = {"RUN_PID": str(pid), "DIRECTORY": str(directory / "checkpoints"), "XDG_RUNTIME_DIR": str(directory)}
+    return run(
+        [*prefix, "sh", "-c", script, BIN[mpi] / "python", *words], env={**own, **(env or {})}, cwd=directory, **more
+    )
+
+
+def ended(result, code):
+    """All processes have ended by themselves, with this exit code."""
+    assert result.left == [], result.text
+    assert result.code == code, result.text
+
+
+@both
+def test_lines_are_marked_and_written_to_files(mpi, tmp_path):
+    result = allred_run(mpi, tmp_path, "-np", 3, "--tag", "--logs", "logs", "--mode", "sync", PROGRAM, "lines")
+    ended(result, 0)
+    lines = ["part0 part1 part2 ", "variables 1 sync", "no newline"]
+    assert sorted(result.out.splitlines()) == sorted(f"[{rank}] {line}" for rank in range(3) for line in lines)
+    for rank in range(3):
+        assert f"[{rank}] error of {rank}" in result.err.splitlines(), result.text
+        written = (tmp_path / "logs" / f"rank-{rank}.log").read_text().splitlines()
+        assert sorted(written) == sorted([*lines, f"error of {rank}"])
+    assert "allred run: tested: 3 ranks on localhost; OMP_NUM_THREADS=1 " in result.err, result.text
+
+
+@both
+@pytest.mark.parametrize(("what", "code", "text"), [
+    ("raise", 1, "rank 1 on .* failed with exit code 1: ValueError: wrong"),
+    ("exit", 5, r"rank 1 on .* failed with exit code 5: sys.exit\(5\)"),
+    ("kill", 137, "rank 1 on .* was killed by signal 9"),
+    ("shutdown", 0, ""),
+])  # fmt: skip
+def test_the_exit_code_is_that_of_the_rank_that_failed(mpi, what, code, text, tmp_path):
+    result = allred_run(mpi, tmp_path, "-np", 2, PROGRAM, what)
+    ended(result, code)
+    assert re.search(f"allred run: {text}" if text else "", result.err), result.text
+
+
+@pytest.mark.parametrize(("words", "code"), [
+    (["-np", 1, PROGRAM, "exit"], 5),
+    (["-np", 2, PROGRAM, "early", 3], 3),
+    (["-np", 2, PROGRAM, "early", 0], 0),
+    (["-np", 2, "no-such-program"], 255),
+])  # fmt: skip
+def test_exit_codes_of_one_rank_and_of_programs_that_do_not_call_init(words, code, tmp_path):
+    result = allred_run("mpich", tmp_path, *words)
+    ended(result, code)
+    if code and "exit" not in words:
+        assert f"mpirun ended with exit code {code}, before allred.init()" in result.err, result.text
+
+
+def test_dry_run_prints_the_command(tmp_path):
+    result = allred_run("mpich", tmp_path, "-np", 2, "--dry-run", "--mode", "ps", "train.py", "--lr", "0.1")
+    ended(result, 0)
+    assert result.out.startswith("OMP_NUM_THREADS=1 "), result.text
+    assert " ALLRED_MODE=ps " in result.out
+    assert result.out.endswith(f"-np 2 {BIN['mpich'] / 'python'} train.py --lr 0.1\n"), result.text
+
+
+@both
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", pytest.param("SIGUSR1", marks=full)])
+def test_a_signal_lets_the_session_write_a_checkpoint(mpi, name, tmp_path):
+    result = allred_run(mpi, tmp_path, "-np", 2, PROGRAM, "signal", name)
+    ended(result, 0)
+    assert re.search(r"^start 1: 2 ranks, steps 0 to \d+$", result.out, re.MULTILINE), result.text
+    assert f"allred run: {name}: the ranks receive it" in result.err, result.text
+    again = allred_run(mpi, tmp_path, "-np", 2, PROGRAM, "none")
+    ended(again, 0)
+    [checkpoint] = (tmp_path / "checkpoints").glob("step-*")
+    assert 5 <= int(checkpoint.name.partition("-")[2]) < 300
+
+
+@both
+def test_a_second_ctrl_c_leaves_no_process(mpi, tmp_path):
+    result = allred_run(mpi, tmp_path, "-np", 3, PROGRAM, "deaf")
+    assert result.left == [], result.text
+    assert result.code != 0
+    assert "a second signal, SIGINT: ending all processes" in result.err, result.text
+
+
+@both
+def test_resized_jobs_lose_and_repeat_no_step(mpi, tmp_path):
+    result = allred_run(mpi, tmp_path, "-np", 2, "--max-np", 4, PROGRAM, "resize", "4,1")
+    ended(result, 0)
+    found = re.findall(r"^start (\d): (\d) ranks, steps (\d+) to (\d+)$", result.out, re.MULTILINE)
+    assert [(start, size) for start, size, _, _ in found] == [("1", "2"), ("2", "4"), ("3", "1")], result.text
+    assert [begin for _, _, begin, _ in found] == ["0", *[end for *_, end in found][:-1]]
+    assert found[-1][-1] == "300"
+
+
+def test_a_job_without_a_session_is_not_resized(tmp_path):
+    result = allred_run("mpich", tmp_path, "-np", 2, PROGRAM, "no session")
+    ended(result, 0)
+    assert "tested has no open allred.Session" in result.err, result.text
+
+
+@both
+def test_the_same_exception_at_the_same_step_ends_the_job(mpi, tmp_path):
+    result = allred_run(mpi, tmp_path, "-np", 2, "--restarts", 9, PROGRAM, "same")
+    ended(result, 1)
+    assert "ValueError: step 7 is wrong; restart 1 of 9 in 0.5 s" in result.err, result.text
+    assert "; the job ends: the same exception occurred twice at step 7" in result.err, result.text
+
+
+@pytest.mark.limit(300)
+@pytest.mark.parametrize(
+    ("mpi", "kills"),
+    [("mpich", 5), ("openmpi", 2), pytest.param("mpich", 20, marks=full), pytest.param("openmpi", 20, marks=full)],
+)
+def test_every_sample_counts_once_in_a_job_that_is_killed_and_resized(mpi, kills, tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("localhost slots=4\n")
+    options = ["-np", 4, "--min-np", 2, "--hostfile", file, "--restarts", kills]
+    result = allred_run(mpi, tmp_path, *options, HERE / "restart_program.py", tmp_path, kills, "2,3,4", timeout_s=250)
+    ended(result, 0)
+    assert (np.loadtxt(tmp_path / "seen") == 6).all(), result.text
+    sizes = {int(path.read_text().split()[1]) for path in tmp_path.glob("first-*")}
+    assert len(sizes) > 1
+    assert sizes <= {2, 3, 4}
+    assert f"restart {kills} of {kills} in " in result.err, result.text
+
+
+@both
+def test_a_host_that_is_lost_is_left_out(mpi, tmp_path):
+    """The third host is cut off in the first start: the others find that it is unreachable, and the job ends there."""
+    with hosts(3, tmp_path) as here:
+        agent = str(tmp_path / "agent")
+        env = {"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": agent, "PRTE_MCA_plm_ssh_agent": agent}
+        env |= {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "eth0", "ALLRED_TIMEOUT_S": "10"}
+        names = ",".join(f"{name}:1" for name in here.names)
+        options = ["-np", 3, "--min-np", 2, "--hosts", names, "--restarts", 2]
+        with when_ready(tmp_path, lambda: here.set_link(2, "down")):
+            result = allred_run(
+                mpi, tmp_path, *options, PROGRAM, "lose", tmp_path / "ready", env=env, prefix=here.inside(0)
+            )
+        here.wait_for_end()
+    assert result.code == 0, result.text
+    assert f"without {here.names[2]}: unreachable" in result.err, result.text
+    found = re.findall(r"^start (\d): (\d) ranks, steps (\d+) to (\d+)$", result.out, re.MULTILINE)
+    assert [(start, size, end) for start, size, _, end in found] == [("2", "2", "300")], result.text

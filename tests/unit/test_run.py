@@ -1,0 +1,221 @@
+"""`allred run` without processes: hosts, commands, reports of ranks, decisions after a start."""
+
+import argparse
+import os
+
+import pytest
+
+from allred.errors import AllredError, ConfigError
+from allred.run import command, host_list, job_directory, mpirun, probe, restarts
+from allred.run.host_list import HostList
+from allred.run.reports import Reports
+from allred.run.restarts import End, RestartPolicy
+
+SLURM = {"SLURM_JOB_NODELIST": "n[1-2],gpu3", "SLURM_TASKS_PER_NODE": "4(x2),2"}
+
+
+def write(path, text):
+    path.write_text(text)
+    return str(path)
+
+
+def test_the_options_name_the_hosts_before_the_batch_system(tmp_path):
+    file = write(tmp_path / "hosts", "a slots=3\n")
+    assert host_list.find("b:2", "", SLURM).slots == {"b": 2}
+    assert host_list.find("", file, SLURM).slots == {"a": 3}
+    assert host_list.find("", "", {}) == HostList({})
+
+
+def test_each_batch_system_names_its_hosts(tmp_path):
+    assert host_list.of_batch_job(SLURM) == HostList({"n1": 4, "n2": 4, "gpu3": 2}, "SLURM_JOB_NODELIST")
+    assert host_list.of_batch_job({"SLURM_JOB_NODELIST": "n7", "SLURM_JOB_CPUS_PER_NODE": "8"}).slots == {"n7": 8}
+    nodes = write(tmp_path / "pbs", "n1\nn1\nn2\n")
+    assert host_list.of_batch_job({"PBS_NODEFILE": nodes}).slots == {"n1": 2, "n2": 1}
+    assert host_list.of_batch_job({"LSB_MCPU_HOSTS": "n1 4 n2 2"}).slots == {"n1": 4, "n2": 2}
+    queues = write(tmp_path / "sge", "n1 2 all.q@n1 UNDEFINED\nn2 1 all.q@n2 <NULL>\n")
+    assert host_list.of_batch_job({"PE_HOSTFILE": queues}).slots == {"n1": 2, "n2": 1}
+
+
+def test_host_files_of_both_mpis_are_read():
+    text = "# ours\nnode-1.site slots=4 max_slots=8\n\nnode2:2\nnode3 2\nnode4\nnode4 max_slots=9\n"
+    assert host_list.parse_file(text) == {"node-1.site": 4, "node2": 2, "node3": 2, "node4": 2}
+
+
+@pytest.mark.parametrize("line", ["node1 slots=many", "node1 slots=0", "node1,node2", "node1: x", "a b c"])
+def test_a_wrong_line_of_a_host_file_is_named(line):
+    with pytest.raises(ConfigError, match=r"--hostfile, line 2: .* is not a host and its slots"):
+        host_list.parse_file(f"good\n{line}\n")
+
+
+@pytest.mark.parametrize("text", ["a:0", "a:x", "a,,b", "a:1:2", "a b"])
+def test_a_wrong_list_of_hosts_is_an_error(text):
+    with pytest.raises(ConfigError, match="is not a host name, or a name and a number of slots"):
+        host_list.parse_list(text)
+
+
+def test_a_file_that_is_missing_or_empty_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"PBS_NODEFILE .*No such file"):
+        host_list.of_batch_job({"PBS_NODEFILE": str(tmp_path / "none")})
+    with pytest.raises(ConfigError, match="names no host"):
+        host_list.find("", write(tmp_path / "empty", "# nothing\n"), {})
+
+
+def test_this_machine_is_local_and_others_are_not():
+    assert host_list.is_local("localhost")
+    assert host_list.is_local(os.uname().nodename)
+    assert host_list.is_local("127.0.0.1")
+    assert not host_list.is_local("198.51.100.1")
+    assert not host_list.is_local("no-such-host.invalid")
+
+
+def test_the_commands_of_both_mpis():
+    ranks = {"n1": 2, "n2": 1}
+    mpich, open_mpi = mpirun.Launcher("/m/mpirun", "MPICH 5.0.2"), mpirun.Launcher("/o/mpirun", "Open MPI 5.0.11")
+    words = mpirun.command(mpich, ranks, ["prog"], {"ALLRED_MODE": "ps"}, is_root=True)
+    assert " ".join(words) == "/m/mpirun -hosts n1:2,n2:1 -bind-to none -np 3 prog"
+    environ = {"ALLRED_MODE": "ps", "PMI_RANK": "0", "OMP_NUM_THREADS": "1", "HOME": "/root"}
+    words = mpirun.command(open_mpi, ranks, ["prog"], environ, is_root=True)
+    assert " ".join(words) == (
+        "/o/mpirun --allow-run-as-root --host n1:2,n2:1 --map-by slot --bind-to none -x ALLRED_MODE -x OMP_NUM_THREADS "
+        "-np 3 prog"
+    )
+    assert "--allow-run-as-root" not in mpirun.command(open_mpi, ranks, ["prog"], environ, is_root=False)
+
+
+def test_threads_of_blas_are_the_cores_of_a_rank_unless_they_are_given():
+    assert set(mpirun.thread_settings(3, {}).values()) == {"3"}
+    assert mpirun.thread_settings(3, {"OMP_NUM_THREADS": "2"}) == {}
+    cores = len(os.sched_getaffinity(0))
+    assert host_list.cores_for_each({"a": 1, "b": cores}, {}) == 1
+    assert host_list.cores_for_each({"a": 1}, {"SLURM_CPUS_PER_TASK": "7"}) == 7
+
+
+def options(**given):
+    defaults = {"np": 2, "hosts": "", "hostfile": "", "restarts": 0, "min_np": None, "max_np": None, "mode": None}
+    defaults |= {"num_ps": None, "tag": False, "logs": "", "name": "", "is_module": False, "program": "train.py"}
+    return argparse.Namespace(**defaults | {"arguments": []} | given)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"np": None}, "how many ranks"),
+        ({"hosts": "a:1,b:2", "np": 4}, "-np 4 needs 4 slots, but --hosts has 3: a:1, b:2"),
+        ({"hosts": "a:4", "hostfile": "h"}, "name the hosts twice"),
+        ({"min_np": 3}, "2 ranks are not within --min-np 3"),
+        ({"max_np": 1, "min_np": 1}, "2 ranks are not within --min-np 1 and --max-np 1"),
+        ({"num_ps": 2}, "--num-ps needs --mode ps"),
+    ],
+)
+def test_options_that_do_not_fit_together_are_an_error(given, words, monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("SLURM", "PBS", "LSB", "PE_"))]:
+        monkeypatch.delenv(name)
+    with pytest.raises(ConfigError, match=words):
+        command.make_options(options(**given))
+
+
+def test_a_plan_takes_all_slots_and_sets_the_mode():
+    made = command.make_options(options(np=None, hosts="a:2,b:1", mode="ps", num_ps=1))
+    assert (made.target, made.settings["ALLRED_MODE"], made.settings["ALLRED_NUM_PS"]) == (3, "ps", "1")
+    assert command.make_options(options(np=None, hosts="a:2,b:1", max_np=2)).target == 2
+
+
+# Reports.
+
+
+def reports(size=2, **more):
+    found = Reports(size)
+    for rank in range(size):
+        found.handle({"event": "joined", "rank": rank, "host": f"n{rank}"})
+    return found
+
+
+def test_success_is_a_report_of_every_rank():
+    found = reports()
+    found.handle({"event": "left", "rank": 0})
+    assert not found.is_success
+    assert found.missing == "rank 1 ended without a report"
+    found.handle({"event": "left", "rank": 1})
+    assert found.is_success
+
+
+def test_a_failure_has_the_exception_and_the_step_of_the_session():
+    found = reports()
+    found.handle({"event": "session", "rank": 1, "step": 10, "is_open": True})
+    assert found.sessions == {1: 10}
+    found.handle({"event": "session", "rank": 1, "step": 14, "is_open": False})
+    found.handle({"event": "failed", "rank": 1, "words": "ValueError: x", "code": 1})
+    found.handle({"event": "verdict", "rank": 1, "code": 1, "text": "rank 1 failed\nTraceback"})
+    assert (found.exception, found.step, found.restored, found.text) == ("ValueError: x", 14, 10, "rank 1 failed")
+    assert found.sessions == {}
+    assert not found.is_success
+
+
+def test_unreachable_hosts_are_known_by_name():
+    found = reports(3)
+    found.handle({"event": "unreachable", "rank": 1, "ranks": [1, 2], "how": ""})
+    assert found.lost_hosts == {"n1", "n2"}
+
+
+# Decisions.
+
+
+def test_restarts_are_counted():
+    policy = RestartPolicy(2)
+    assert [policy.decide(End(137, "killed")).delay_s is None for _ in range(3)] == [False, False, True]
+
+
+def test_the_delay_doubles_without_progress_and_begins_anew_after_it():
+    policy = RestartPolicy(100)
+    delays = [policy.decide(End(137, restored=step)).delay_s for step in (None, 4, 4, 4, 8, 8)]
+    assert delays == [0.5, 0.5, 1.0, 2.0, 0.5, 1.0]
+    longest = [RestartPolicy(30)] * 20
+    assert [policy.decide(End(137)).delay_s for policy in longest][-1] == restarts.LONGEST_DELAY_S
+
+
+def test_the_same_exception_at_the_same_step_ends_the_job():
+    policy, failure = RestartPolicy(9), End(1, "x", "ValueError: x", step=7)
+    assert policy.decide(failure).delay_s is not None
+    assert policy.decide(End(1, "x", "ValueError: x", step=8)).delay_s is not None
+    assert policy.decide(End(1, "x", "ValueError: x", step=8)).reason == "the same exception occurred twice at step 8"
+
+
+def test_a_rank_that_is_killed_twice_at_the_same_step_is_no_exception():
+    policy = RestartPolicy(9)
+    assert [policy.decide(End(137, step=7)).delay_s is None for _ in range(3)] == [False] * 3
+
+
+def test_a_program_that_ends_twice_before_init_is_not_started_again():
+    policy = RestartPolicy(9)
+    assert policy.decide(End(1, joined=False)).delay_s is not None
+    assert policy.decide(End(1, joined=False)).reason == "the program ended twice before allred.init()"
+
+
+# Files.
+
+
+def test_the_directory_of_jobs_belongs_to_the_user_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert job_directory.directory().stat().st_mode & 0o777 == 0o700
+    job_directory.directory().chmod(0o755)
+    with pytest.raises(AllredError, match="must be a directory of this user with mode 0700"):
+        job_directory.directory()
+
+
+def test_sockets_of_killed_jobs_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    left = job_directory.directory() / "old.run"
+    left.touch()
+    assert job_directory.jobs() == {}
+    assert not left.exists()
+    with pytest.raises(AllredError, match="no job; no `allred run` of this user runs on this host"):
+        job_directory.find("")
+
+
+def test_hosts_without_an_answer_are_found_with_the_agent_of_mpirun(tmp_path):
+    agent = tmp_path / "agent"
+    agent.write_text('#!/bin/sh\n[ "$1" = 198.51.100.1 ]\n')
+    agent.chmod(0o755)
+    environ = {"HYDRA_LAUNCHER_EXEC": str(agent)}
+    assert probe.unreachable(["localhost", "198.51.100.1", "198.51.100.2"], environ) == {"198.51.100.2"}
+    assert probe.unreachable(["198.51.100.2"], {"PBS_NODEFILE": "x"}) == set()
