@@ -13,6 +13,7 @@ usage: python -m allred COMMAND ...
   bench   speed of the collectives, also against raw MPI, and of the data readers
   checkpoint  ls, show, verify DIR: which checkpoints there are, what one holds, whether all bytes are right
   run     starts a program with mpirun, restarts it after failures: run -np 4 train.py
+  top     shows the ranks of a running job, and which rank delays which
   resize  changes the number of ranks of a running job of `run`: resize JOB 6
   timeline  merge DIR: one trace of all ranks from what ALLRED_TIMELINE=DIR has written, and who waited for whom
 """
@@ -31,6 +32,8 @@ def main(arguments: list[str]) -> int:
         from allred.doctor.info import main as run_command
     elif command == "run":
         from allred.run.command import main as run_command
+    elif command == "top":
+        from allred.monitor.top import main as run_command
     elif command == "resize":
         from allred.run.resize import main as run_command
     elif command == "timeline":

@@ -129,6 +129,10 @@ class Config:
     pretend_nodes: str = _setting(
         "none", "for tests: sizes of pretended nodes, in rank order (2,2 makes two nodes of four ranks)"
     )
+    metrics: str = _setting(
+        "none", "port, or host:port, of the metrics for Prometheus (docs/running.md); without a host 127.0.0.1"
+    )
+    job: str = _setting("auto", "name of the job for monitors; auto: the program and its process id")
     starts: int = _count(1, "how often the job was started; `allred run` sets it", "starts", 1)
     runner: str = _setting("none", "where `allred run` receives reports of the ranks; it sets it", own=True)
     start_timeout_s: float = _setting(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from allred.config import Config
+from allred.counters import Counters
 from allred.errors import AllredError, NotInitializedError
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class World:
     with clients; None without clients.
     queues: the queues that make progress in every wait of this rank. iterations: the running iterations over batches.
     join_observers: called with the rank that joined last. failure: the error of another rank, to be raised here
-    (testing.threads; between processes the watcher has it).
+    (testing.threads; between processes the watcher has it). counters: of the steps of this rank, for monitors.
     """
 
     topology: "Topology"
@@ -55,6 +56,7 @@ class World:
     iterations: "Iterations | None" = None
     join_observers: "list[Callable[[int], None]]" = dataclasses.field(default_factory=list)
     failure: AllredError | None = None
+    counters: Counters = dataclasses.field(default_factory=Counters)
     process: int = dataclasses.field(default_factory=os.getpid)  # the rank's own process, not a fork
 
 

@@ -63,6 +63,7 @@ class ServersMode(Mode):
         self._final_save: Callable[[], str] | None = None  # of a session, instead of a checkpoint in checkpoint_dir
         self._steps_before: int | None = None  # step of the restored checkpoint; None: ask the servers
         self._steps, self._start = 0, 0.0
+        self._ended_at = 0.0  # when the step before ended
         self._staging = HostStaging()
 
     # The start.
@@ -163,7 +164,8 @@ class ServersMode(Mode):
             raise InputError(
                 f"{self._title}: this worker has called {self._options.name}.finish(); it makes no more steps"
             )
-        start = time.perf_counter()
+        start, counters = time.perf_counter(), world.current().counters
+        counters.begin_step()
         arena.attach()
         as_before, params_given = tensors is self._checked, leaves
         if not as_before:
@@ -192,11 +194,17 @@ class ServersMode(Mode):
             ps_payload.put_back(leaves, targets)
             self._staging.upload(params_given, leaves)
         self._steps += 1
-        if outcome.flags & protocol.DROPPED:
+        dropped = bool(outcome.flags & protocol.DROPPED)
+        counters.count_gradient(outcome.staleness, dropped)
+        if dropped:
             self.dropped += 1
         elif self._steps == 1:
             warn_of_stale_start(self._options.name, self._context.worker, self._context.workers, outcome.staleness)
-        self.waited_s += time.perf_counter() - start
+        end = time.perf_counter()
+        step, since_s = (self._steps_before or 0) + outcome.version, end - (self._ended_at or start)
+        counters.end_step(step, samples or 0, since_s, end - start, 0.0, 0.0, client.gradient_bytes)
+        self._ended_at = end
+        self.waited_s += end - start
         if outcome.flags & protocol.DRAINING:
             self._end()
 
@@ -225,6 +233,7 @@ class ServersMode(Mode):
             return True
         if policy == "skip":
             self.skipped += 1
+            world.current().counters.skip()
             return False
         found = self._gradients.describe(sources)
         name, how = next(iter(found.items()))

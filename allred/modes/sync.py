@@ -105,6 +105,7 @@ class SyncMode(Mode):
         if self._overlap is None or not self._overlap.has_begun:
             self._begin(communicator)
         mean = self._reduce(given) if self._overlap is None else self._reduce_overlapped(self._overlap, given)
+        self._timer.reduced()
         if not self._timer.steps:
             log.info(self._first_step(given.tensors))
         if mean is not None:
@@ -114,11 +115,12 @@ class SyncMode(Mode):
         if self._clipper.scaler is not None:
             self._clipper.scaler.update(mean is None, self._title)
         self._checks.end(updated=mean is not None)
-        self._timer.end(communicator, self._reducer.samples)
+        self._timer.end(communicator, self._reducer.samples, self.global_step, given.samples or 0)
         self._not_in_place.end(self._timer.steps, given.values, communicator)
 
     def _begin(self, communicator: Communicator) -> None:
         """Call before the first gradient of a step is reduced."""
+        world.current().counters.begin_step()
         self._timer.begin(communicator)
         self._not_in_place.begin(self._timer.steps + 1, communicator)
 
@@ -317,6 +319,7 @@ class StepTimer:
         self.waiting_s = 0.0  # until other ranks arrived
         self.sent_bytes = 0  # of gradients, after compression
         self.in_place_bytes = 0  # of these
+        self._reduced_at = 0.0
         self._start = 0.0
         self._before = (0.0, 0.0, 0, 0)
 
@@ -326,8 +329,12 @@ class StepTimer:
         queue = communicator.queue
         self._before = queue.waited_s, queue.waited_for_peers_s, communicator.sent_bytes, communicator.in_place_bytes
 
-    def end(self, communicator: Communicator, samples: int) -> None:
-        """End a step, after its update. samples: of all ranks."""
+    def reduced(self) -> None:
+        """The gradients are reduced: the update begins."""
+        self._reduced_at = time.perf_counter()
+
+    def end(self, communicator: Communicator, samples: int, step: int, own_samples: int) -> None:
+        """End a step, after its update. samples: of all ranks. step: the global step."""
         queue, now = communicator.queue, time.perf_counter()
         waited_s, peers_s = queue.waited_s - self._before[0], queue.waited_for_peers_s - self._before[1]
         self.steps += 1
@@ -335,8 +342,12 @@ class StepTimer:
         self.seconds += now - self._start
         self.communicating_s += waited_s - peers_s
         self.waiting_s += peers_s
-        self.sent_bytes += communicator.sent_bytes - self._before[2]
+        sent_bytes = communicator.sent_bytes - self._before[2]
+        self.sent_bytes += sent_bytes
         self.in_place_bytes += communicator.in_place_bytes - self._before[3]
+        world.current().counters.end_step(
+            step, own_samples, now - self._start, peers_s, waited_s - peers_s, now - self._reduced_at, sent_bytes
+        )
         self._start = now
 
     def text(self) -> str:

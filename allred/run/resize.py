@@ -11,7 +11,7 @@ from pathlib import Path
 
 from allred.command_line import Parser, fail, parse
 from allred.errors import AllredError
-from allred.run import job_directory
+from allred.watch import job_directory
 
 LIMIT_S = 10.0
 
@@ -24,7 +24,7 @@ class RequestSocket:
     def __init__(self, selector: selectors.BaseSelector, name: str, answer: Callable[[dict[str, int]], str]) -> None:
         self._answer = answer
         self._path = job_directory.directory() / f"{name}{job_directory.SOCKET}"
-        if name in job_directory.jobs():
+        if name in job_directory.run_sockets():
             raise AllredError(f"a job with the name {name!r} runs here already; choose another --name")
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(str(self._path))
@@ -67,7 +67,8 @@ def main(arguments: list[str]) -> int:
     if isinstance(options, int):
         return options
     try:
-        reply = _request(job_directory.find(options.job), {"np": options.np})
+        path = job_directory.choose(options.job, job_directory.run_sockets(), "`allred run`")
+        reply = _request(path, {"np": options.np})
     except (AllredError, OSError, ValueError) as error:
         return fail(f"python -m allred resize: {error}", 1)
     if reply["code"]:

@@ -137,7 +137,7 @@ class Runner:
 
     def _start(self, assigned: dict[str, int], listening: tuple[str, int, str]) -> End:
         """Start the job, and return how it ended."""
-        settings = {**self._options.settings, "ALLRED_STARTS": str(self._starts)}
+        settings = {**self._options.settings, "ALLRED_STARTS": str(self._starts), "ALLRED_JOB": self._options.name}
         address, port, secret = listening
         environ = {**os.environ, **settings, VARIABLE: f"{address} {port} {secret}"}
         words = mpirun.command(self._launch, assigned, self._options.program, environ, mpirun.is_root())

@@ -20,6 +20,7 @@ The watcher of the chief's node has the `JobState`; the other watchers send thei
     died how, code, ago_s        its process has ended, by a signal or without a message
     unwatched                    its watcher is lost, so there will be no more events of it
     unreachable ranks, how       its host, with these ranks, has been unreachable until the time limit
+    counters number, ranks       the counters of the ranks of a node; the answer to the message `collect`
     states query, states         the states of the ranks of a node; the answer to the message `query`
 
 The first failure is the verdict of the job. There is at most one, and every rank receives it:

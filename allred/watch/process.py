@@ -22,6 +22,7 @@ from allred.channel import Channel, HandshakeError, Listener, connect, dispatch
 from allred.detached import serve
 from allred.watch import process_state, runner_link, shm_files
 from allred.watch.heartbeat import Heartbeat
+from allred.watch.job_monitor import JobMonitor
 from allred.watch.job_state import JobState
 from allred.watch.launchers import Launchers
 from allred.watch.rank import HELLO_S, WatchedRank, owner
@@ -37,7 +38,8 @@ AFTER_DEATH_S = 0.5  # after a death: which death to report may be known a momen
 class Watcher:
     """The watcher of one node. Keys of settings: token; ranks, their number on this node; size and nodes of the job;
     warn_s; limit_s; expendable, ranks; chief, whether this is the chief's node; address of the chief's watcher for
-    other nodes, "" with one node; launcher, whether there is one; runner, the address of `allred run`, or ""."""
+    other nodes, "" with one node; launcher, whether there is one; runner, the address of `allred run`, or "";
+    about, the job for monitors."""
 
     def __init__(self, settings: Event) -> None:
         self._settings = settings
@@ -59,6 +61,9 @@ class Watcher:
         self._has_lost_host = False
         self._stderr = -1  # a descriptor of the job's stderr
         self._runner: RunnerLink | None = None
+        self._monitor: JobMonitor | None = None
+        if settings["chief"]:
+            self._monitor = JobMonitor(self._selector, settings["about"], settings["size"], settings["nodes"])
         if settings["chief"] and settings["runner"]:
             self._runner = runner_link.connect(settings["runner"], settings["size"])
             if self._runner is not None:
@@ -83,6 +88,8 @@ class Watcher:
     def run(self) -> None:
         """Run until all ranks of this node have died or left, and on the chief's node all other watchers have ended."""
         now = time.monotonic()
+        if self._monitor is not None:
+            self._monitor.publish()
         while not self._is_done(now):
             now = time.monotonic()  # if this process gets no core now, deaths before this time are still handled first
             dispatch(self._selector, TICK_S)
@@ -92,12 +99,16 @@ class Watcher:
                 self._send(self._job.tick(now))
                 if self._runner is not None:
                     self._runner.report_verdict(self._job.verdict)
+            if self._monitor is not None:
+                self._send(self._monitor.tick(now))
             self._beat(now)
             self._lose_hosts(now)
             if now > self._last_death + AFTER_DEATH_S:
                 self._print("")
             if all(rank.dead for rank in self._ranks.values()):
                 self._delete_shm_files()
+        if self._monitor is not None:
+            self._monitor.close()
         deadline = time.monotonic() + AFTER_DEATH_S  # the kernel unmaps the files of a dead rank a moment later
         while self._shm_files and not all(rank.left for rank in self._ranks.values()) and time.monotonic() < deadline:
             time.sleep(TICK_S)
@@ -130,7 +141,7 @@ class Watcher:
             if owner(connection)[1] != os.geteuid():
                 raise ValueError
             connection.settimeout(HELLO_S)
-            data, files, _, _ = socket.recv_fds(connection, LARGEST, 2)
+            data, files, _, _ = socket.recv_fds(connection, LARGEST, 3)
             hello = json.loads(data)
             if not hmac.compare_digest(hello["token"], self._settings["token"]):
                 raise ValueError
@@ -301,7 +312,9 @@ class Watcher:
         needs_answer = event["event"] in ("failed", "limit")
         if needs_answer and self._chief is not None and self._heartbeats[self._chief].is_silent:
             self._lose_host(self._chief, time.monotonic())
-        if self._job is not None:
+        if self._monitor is not None and event["event"] == "counters":
+            self._monitor.take(event, time.monotonic())
+        elif self._job is not None:
             self._job.handle(event, time.monotonic())
             if self._runner is not None:
                 self._runner.report(event)
@@ -339,10 +352,13 @@ class Watcher:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(each.pidfd, message["number"])
         elif message["kind"] == "query":
-            states = {each.number: each.state() for each in self._ranks.values()}
-            silent = [each for each in self._ranks.values() if not states[each.number]]
-            states |= process_state.program_lines({r.number: (r.pidfd, r.stack_signal, r.pipe) for r in silent})
-            self._report({"event": "states", "query": message["query"], "states": states})
+            self._report({"event": "states", "query": message["query"], "states": self._states()})
+        elif message["kind"] == "collect":
+            states = self._states() if message["states"] else {}
+            ranks = {number: rank.monitored() for number, rank in self._ranks.items()}
+            for number, state in states.items():
+                ranks[number]["state"] = state
+            self._report({"event": "counters", "number": message["number"], "ranks": ranks})
         elif message["kind"] == "kill":
             for each in living:
                 if each.left and not self._settings["launcher"]:
@@ -351,6 +367,12 @@ class Watcher:
                     signal.pidfd_send_signal(each.pidfd, signal.SIGKILL)
         elif message["kind"] == "announce" and message["rank"] in self._ranks:
             self._print(f"allred: {message['text']}\n")
+
+    def _states(self) -> dict[int, str]:
+        """Return the states of the ranks of this node."""
+        states = {each.number: each.state() for each in self._ranks.values()}
+        silent = [each for each in self._ranks.values() if not states[each.number]]
+        return states | process_state.program_lines({r.number: (r.pidfd, r.stack_signal, r.pipe) for r in silent})
 
     def _open_stderr(self) -> None:
         """Open the stderr of the job. At a death, because the launcher may end in a moment."""

@@ -7,6 +7,7 @@ import socket
 import struct
 import time
 
+from allred.counters import CountersReader
 from allred.watch import process_state
 from allred.watch.records import LARGEST, Event
 
@@ -23,9 +24,10 @@ def owner(connection: socket.socket) -> tuple[int, int]:
 
 
 class WatchedRank:
-    """A rank that is connected. hello: rank, host, stack_signal. pidfd: of its process. pipe: for its stack."""
+    """A rank that is connected. hello: rank, host, stack_signal. pidfd: of its process. pipe: for its stack. counters:
+    their memory."""
 
-    def __init__(self, connection: socket.socket, hello: Event, pidfd: int, pipe: int) -> None:
+    def __init__(self, connection: socket.socket, hello: Event, pidfd: int, pipe: int, counters: int) -> None:
         self.connection, self.pidfd, self.pipe = connection, pidfd, pipe
         self.number, self.host, self.stack_signal = hello["rank"], hello["host"], hello["stack_signal"]
         self.waits_in, self.since, self.ending, self.dead, self.left = "", 0.0, "", "", False
@@ -34,6 +36,7 @@ class WatchedRank:
         self.hung_up_at = 0.0  # the last thread of its process may end much later
         self.launcher = process_state.launcher(self.pid)
         os.set_blocking(pipe, False)
+        self._counters = CountersReader(counters)
 
     def send(self, message: Event) -> None:
         """Send a message: the first letter of its kind, and JSON. Does not wait for a rank that does not read."""
@@ -79,6 +82,10 @@ class WatchedRank:
     def gone(self) -> bool:
         """Whether there will be no more events: its process has ended, or it has closed the connection after `left`."""
         return bool(self.dead) or (self.left and self.connection.fileno() < 0)
+
+    def monitored(self) -> Event:
+        """Return what monitors show of this rank."""
+        return {"host": self.host, "role": self.role.partition(";")[0], "counters": self._counters.read()}
 
     def state(self) -> str:
         """Return the state of the rank; "" if only its stack shows it."""

@@ -5,13 +5,17 @@ import ipaddress
 import os
 import secrets
 import socket
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from allred import detached, log, native, world
 from allred.cluster.topology import Topology
 from allred.config import Config
-from allred.watch import runner_link
+from allred.watch import job_monitor, runner_link
 from allred.watch.watcher_client import WatcherClient
 
 
@@ -39,9 +43,17 @@ def start(
         chief = {key: found[0][key] for key in ("host", "address", "port", "token")}
         hello = {"rank": shape.rank, "host": socket.gethostname(), "token": here["token"], "chief": chief}
         try:
-            world.current().watcher = WatcherClient(here["name"], hello, shape.local_rank == 0, config.stall_warning_s)
+            counters, prints = world.current().counters.share(), shape.local_rank == 0
+            try:
+                client = WatcherClient(here["name"], hello, counters, prints, config.stall_warning_s)
+            finally:
+                os.close(counters)
+            world.current().watcher = client
         except OSError as error:
             problem = f"{error.strerror or error}"
+    if shape.rank == 0 and config.metrics != "none" and not problem:
+        why = _serve_metrics(_job_name(config), config.metrics)
+        log.warning(f"ALLRED_METRICS={config.metrics}: no metrics: {why}" if why else f"metrics at {config.metrics}")
     problems = communicator.allgather_object(problem).wait()
     bad = {rank: text for rank, text in enumerate(problems) if text}
     if bad:
@@ -59,9 +71,34 @@ def _spawn(shape: Topology, config: Config, address: str, expendable: tuple[int,
         "token": token, "ranks": shape.local_size, "size": shape.size, "nodes": shape.nodes,
         "warn_s": config.stall_warning_s, "limit_s": config.timeout_s, "chief": shape.rank == 0, "address": address,
         "expendable": expendable, "launcher": launcher, "runner": runner_link.address(),
+        "about": job_monitor.describe(_job_name(config), " ".join(sys.argv), config.mode, config.starts),
     }  # fmt: skip
     here = {"token": token, "host": socket.gethostname(), "address": address, "name": "", "port": 0}
     return here | detached.start("allred.watch.process", settings)
+
+
+def _serve_metrics(job: str, address: str) -> str:
+    """Start the process of the metrics endpoint. Return the problem, or ""."""
+    with tempfile.TemporaryFile() as answers:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "allred.monitor.metrics", job, address], cwd="/", start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=answers,
+            )  # fmt: skip
+        except OSError as error:
+            return str(error)
+        assert process.stdout is not None
+        with process.stdout:
+            line = process.stdout.readline().decode().strip()
+        answers.seek(0)
+        last = answers.read().decode(errors="replace").strip().rpartition("\n")[2]
+    return "" if line == "ok" else line or last or "it ended at once"
+
+
+def _job_name(config: Config) -> str:
+    """Return the name of the job for monitors: the setting, or the program and its process id."""
+    program = Path(sys.argv[0]).stem or "python"
+    return config.job if config.job != "auto" else f"{program}-{os.getpid()}"
 
 
 def own_address(hosts: list[str]) -> str:

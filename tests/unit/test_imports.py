@@ -15,10 +15,10 @@ CSRC = ROOT.parent / "csrc"
 
 # Top to bottom, the path of a gradient. A package may import what stands below it, and its own modules.
 PACKAGES = (
-    *("__main__", "run", "doctor", "bench", "testing", "compat", "torch", "__init__", "server", "startup", "session"),
-    *("client", "launch", "modes", "ps", "comm", "fusion", "timeline", "watch", "data", "optim", "arena"),
-    *("cluster", "checkpoint", "gpu", "native", "nest", "arrays", "validators", "log", "world", "config", "errors"),
-    *("detached", "channel", "command_line", "wording"),
+    *("__main__", "monitor", "run", "doctor", "bench", "testing", "compat", "torch", "__init__", "server", "startup"),
+    *("session", "client", "launch", "modes", "ps", "comm", "fusion", "timeline", "watch", "data", "optim", "arena"),
+    *("cluster", "checkpoint", "gpu", "native", "nest", "arrays", "validators", "log", "world", "counters", "config"),
+    *("errors", "detached", "channel", "command_line", "wording"),
 )
 
 # Inside of comm, top to bottom: what users call; the communicator; the backends; what these are made of.

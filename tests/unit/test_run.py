@@ -6,10 +6,11 @@ import os
 import pytest
 
 from allred.errors import AllredError, ConfigError
-from allred.run import command, host_list, job_directory, mpirun, probe, restarts
+from allred.run import command, host_list, mpirun, probe, restarts
 from allred.run.host_list import HostList
 from allred.run.reports import Reports
 from allred.run.restarts import End, RestartPolicy
+from allred.watch import job_directory
 
 SLURM = {"SLURM_JOB_NODELIST": "n[1-2],gpu3", "SLURM_TASKS_PER_NODE": "4(x2),2"}
 
@@ -206,10 +207,11 @@ def test_sockets_of_killed_jobs_are_removed(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     left = job_directory.directory() / "old.run"
     left.touch()
-    assert job_directory.jobs() == {}
+    assert job_directory.run_sockets() == {}
     assert not left.exists()
-    with pytest.raises(AllredError, match="no job; no `allred run` of this user runs on this host"):
-        job_directory.find("")
+    assert job_directory.choose("", {"a": 1}, "job") == 1
+    with pytest.raises(AllredError, match=r"which job\?; running here: a, b"):
+        job_directory.choose("", {"a": 1, "b": 2}, "job")
 
 
 def test_hosts_without_an_answer_are_found_with_the_agent_of_mpirun(tmp_path):
@@ -219,3 +221,13 @@ def test_hosts_without_an_answer_are_found_with_the_agent_of_mpirun(tmp_path):
     environ = {"HYDRA_LAUNCHER_EXEC": str(agent)}
     assert probe.unreachable(["localhost", "198.51.100.1", "198.51.100.2"], environ) == {"198.51.100.2"}
     assert probe.unreachable(["198.51.100.2"], {"PBS_NODEFILE": "x"}) == set()
+
+
+def test_entries_of_killed_watchers_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    path = job_directory.write_entry("mine", {"port": 1})
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert job_directory.entries()["mine"]["port"] == 1
+    path.write_text('{"watcher": 4194305}')  # more than the largest process id
+    assert job_directory.entries() == {}
+    assert not path.exists()

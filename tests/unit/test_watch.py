@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import selectors
 import signal
 import socket
 import subprocess
@@ -15,12 +16,16 @@ import types
 import pytest
 
 from allred import channel
+from allred.counters import Counters, Values
 from allred.errors import RemoteRankError
-from allred.watch import job_state, process, process_state, records, release, stalls, start, watcher_client
+from allred.watch import job_monitor, job_state, process, process_state, records, release, stalls, start, watcher_client
+from allred.watch.job_monitor import JobMonitor, delaying
 from allred.watch.job_state import JobState
 from allred.watch.launchers import Launchers
 from allred.watch.process import Watcher
 from allred.watch.records import FOLLOW_S
+
+ABOUT = {"job": f"unit-{os.getpid()}", "program": "", "mode": "sync", "starts": 1, "host": "here"}
 
 
 class Script:
@@ -544,6 +549,7 @@ def running_watcher(**settings):
         "expendable": (),
         "launcher": True,
         "runner": "",
+        "about": ABOUT,
     }
     watcher = Watcher({"chief": True, "address": "127.0.0.1", **of_job, **settings})
     thread = threading.Thread(target=watcher.run)
@@ -603,8 +609,8 @@ def test_a_watcher_does_not_wait_for_processes_of_other_users():
         rank = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         rank.settimeout(30)  # less than 3 s for each of them
         rank.connect(name)
-        files = [os.pidfd_open(os.getpid()), *os.pipe()]
-        socket.send_fds(rank, [json.dumps(hello).encode()], files[:2])
+        files = [os.pidfd_open(os.getpid()), *os.pipe(), Counters().share()]
+        socket.send_fds(rank, [json.dumps(hello).encode()], [*files[:2], files[3]])
         assert b"welcome" in rank.recv(1000)
         rank.send(b'{"event": "left"}')
         for file in files:
@@ -680,14 +686,14 @@ def rank_and_watcher():
 
         def welcome():
             ends.append(listener.accept()[0])
-            _, files, _, _ = socket.recv_fds(ends[0], records.LARGEST, 2)
+            _, files, _, _ = socket.recv_fds(ends[0], records.LARGEST, 3)
             for file in files:
                 os.close(file)
             ends[0].send(b"welcome")
 
         thread = threading.Thread(target=welcome)
         thread.start()
-        found = watcher_client.WatcherClient(name, {"rank": 0, "host": "here"}, True, 30.0)
+        found = watcher_client.WatcherClient(name, {"rank": 0, "host": "here"}, 1, True, 30.0)
         thread.join()
     ends[0].settimeout(5)
     yield found, ends[0]
@@ -719,7 +725,16 @@ def test_a_verdict_is_not_raised_in_a_wait_nor_at_the_end(rank_and_watcher, flag
 
 @pytest.mark.parametrize("where", ["_report", "_is_done"])
 def test_a_watcher_without_a_core_for_a_while_prints_a_death(where, monkeypatch):
-    of_job = {"size": 1, "nodes": 1, "warn_s": 30.0, "limit_s": 60.0, "expendable": [], "launcher": True, "runner": ""}
+    of_job = {
+        "size": 1,
+        "nodes": 1,
+        "warn_s": 30.0,
+        "limit_s": 60.0,
+        "expendable": [],
+        "launcher": True,
+        "runner": "",
+        "about": ABOUT,
+    }
     watcher = Watcher({"token": "", "ranks": 1, "chief": True, "address": "", **of_job})
     ours, theirs = socket.socketpair()
     stderr, of_launcher = os.pipe()
@@ -1219,3 +1234,58 @@ def test_the_launcher_above_a_rank_is_ended_and_no_other(tmp_path):
         launchers.end()
         assert outer.wait(timeout=10) == -signal.SIGKILL
         assert other.poll() is None
+
+
+def monitored(values, state=None):
+    entry = {"host": "here", "role": "", "counters": list(values)}
+    return entry if state is None else {**entry, "state": state}
+
+
+class Client:
+    """A monitor without a connection."""
+
+    def __init__(self):
+        self.received = []
+
+    def send(self, message):
+        self.received.append(message)
+
+
+def test_a_snapshot_has_the_ranks_of_all_nodes_and_the_delays():
+    with selectors.DefaultSelector() as selector:
+        monitor, client = JobMonitor(selector, ABOUT, size=2, nodes=2), Client()
+        assert monitor.tick(0.0) == []  # nobody asks
+        monitor._clients.append(client)
+        for turn in (1, 2):
+            if turn == 2:
+                monitor._requests.append(client)
+            [(rank, message)] = monitor.tick(float(turn))
+            assert (rank, message) == (None, {"kind": "collect", "number": turn, "states": turn == 2})
+            assert monitor.tick(turn + 0.1) == []  # the answers are not here yet
+            for number, values in enumerate((Values(steps=5, in_step=1), Values(steps=5))):
+                ranks = {str(number): monitored(values, f"state {number}" if turn == 2 else None)}
+                monitor.take({"event": "counters", "number": turn, "ranks": ranks}, turn + 0.2)
+        monitor.close()
+    [snapshot] = client.received
+    assert [(rank["rank"], rank["state"]) for rank in snapshot["ranks"]] == [(0, "state 0"), (1, "state 1")]
+    assert [delay[:2] for delay in snapshot["delays"]] == [[0, 1]]
+    assert "token" not in snapshot
+
+
+def test_a_monitor_is_answered_although_a_watcher_does_not_answer():
+    with selectors.DefaultSelector() as selector:
+        monitor, client = JobMonitor(selector, ABOUT, size=2, nodes=2), Client()
+        monitor._clients.append(client)
+        monitor._requests.append(client)
+        monitor.tick(1.0)
+        monitor.take({"event": "counters", "number": 1, "ranks": {"0": monitored(Values(), "runs")}}, 1.1)
+        monitor.tick(1.0 + job_monitor.ANSWER_S + 0.1)
+        monitor.close()
+    [snapshot] = client.received
+    assert [rank["state"] for rank in snapshot["ranks"]] == ["runs"]
+
+
+def test_a_rank_delays_those_that_wait_at_the_same_step():
+    values = {0: Values(steps=7, in_step=1), 1: Values(steps=7), 2: Values(steps=8), 3: Values(steps=7, in_step=1)}
+    assert delaying(values) == [1]
+    assert delaying({0: Values(steps=7), 1: Values(steps=7)}) == []

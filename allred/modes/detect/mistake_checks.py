@@ -122,6 +122,7 @@ class MistakeChecks:
     def _refuse(self, problem: str) -> bool:
         if self.policy == "skip" and self._optimizer is not None:
             self.skipped += 1
+            world.current().counters.skip()
             if self.skipped == 1:
                 log.warning(
                     f"{self._title}: step {self._step} is skipped, like all later steps with this problem: {problem}"

@@ -1,0 +1,96 @@
+"""Counters of a rank in memory that its watcher maps: the watcher reads them while the rank computes, hangs or is dead.
+
+The rank writes some numbers at the end of each step, without a system call. A reader may see a part of the numbers of
+one step and a part of the next.
+"""
+
+import mmap
+import os
+from typing import NamedTuple
+
+
+class Values(NamedTuple):
+    """The numbers of a rank since init(). Times are in seconds, and sums over all steps; bytes are those of gradients.
+
+    step: the global step. in_step: 1 while the rank is in opt.step, else 0. seconds: of training: of the steps from
+    the end of the step before to their own end. waiting_s: until other ranks arrived; mode ps: with the servers.
+    communicating_s: without these waits. staleness: mode ps, sum over the gradients.
+    """
+
+    step: float = 0
+    steps: float = 0
+    in_step: float = 0
+    skipped: float = 0
+    examples: float = 0
+    seconds: float = 0
+    waiting_s: float = 0
+    communicating_s: float = 0
+    updating_s: float = 0
+    bytes: float = 0
+    dropped: float = 0
+    staleness: float = 0
+
+
+_FIELDS = Values._fields
+_STEP, _STEPS, _IN_STEP, _SKIPPED, _EXAMPLES, _SECONDS = map(
+    _FIELDS.index, ("step", "steps", "in_step", "skipped", "examples", "seconds")
+)
+_WAITING, _COMMUNICATING, _UPDATING = map(_FIELDS.index, ("waiting_s", "communicating_s", "updating_s"))
+_BYTES, _DROPPED, _STALENESS = map(_FIELDS.index, ("bytes", "dropped", "staleness"))
+
+
+class Counters:
+    """The counters of this rank."""
+
+    def __init__(self) -> None:
+        self._values = memoryview(bytearray(8 * len(_FIELDS))).cast("d")
+
+    def share(self) -> int:
+        """Move the counters into memory that other processes can map. Return its descriptor; the caller closes it."""
+        descriptor = os.memfd_create("allred-counters", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, mmap.PAGESIZE)
+        shared = memoryview(mmap.mmap(descriptor, mmap.PAGESIZE)).cast("d")
+        shared[: len(_FIELDS)] = self._values[: len(_FIELDS)]
+        self._values = shared
+        return descriptor
+
+    def begin_step(self) -> None:
+        self._values[_IN_STEP] = 1.0
+
+    def end_step(
+        self, step: int, samples: int, seconds: float, waiting_s: float, communicating_s: float, updating_s: float,
+        nbytes: int,
+    ) -> None:  # fmt: skip
+        """Count a step. step: the global step; the others: see `Values`, of this step only. samples: of this rank."""
+        values = self._values
+        values[_STEP] = step
+        values[_STEPS] += 1.0
+        values[_EXAMPLES] += samples
+        values[_SECONDS] += seconds
+        values[_WAITING] += waiting_s
+        values[_COMMUNICATING] += communicating_s
+        values[_UPDATING] += updating_s
+        values[_BYTES] += nbytes
+        values[_IN_STEP] = 0.0
+
+    def skip(self) -> None:
+        """Count a step whose gradients were not finite."""
+        self._values[_SKIPPED] += 1.0
+
+    def count_gradient(self, staleness: int, dropped: bool) -> None:
+        """Mode ps: count a gradient that was pushed."""
+        self._values[_STALENESS] += staleness
+        self._values[_DROPPED] += dropped
+
+
+class CountersReader:
+    """The counters of a rank in its watcher. descriptor: of their memory; it is closed."""
+
+    def __init__(self, descriptor: int) -> None:
+        memory = mmap.mmap(descriptor, mmap.PAGESIZE, prot=mmap.PROT_READ)
+        os.close(descriptor)
+        self._values = memoryview(memory).cast("d")
+
+    def read(self) -> list[float]:
+        """Return the numbers in the order of `Values`."""
+        return [float(value) for value in self._values[: len(_FIELDS)]]

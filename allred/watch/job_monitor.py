@@ -1,0 +1,144 @@
+"""The state of a job for monitors, in the watcher of the chief's node.
+
+A monitor (`allred top`, the metrics endpoint) finds port and token in a file of the job directory. While one is
+connected, the watchers send the counters of their ranks every SAMPLE_S seconds. From these samples follows which rank
+delays which: at the same number of steps, one is in opt.step, and the other is not yet. Nothing of this costs a rank
+time, except the source line, for which a signal interrupts it once for each request.
+"""
+
+import contextlib
+import secrets
+import selectors
+import socket
+import time
+from pathlib import Path
+
+from allred.channel import Channel, Listener
+from allred.counters import Values
+from allred.errors import AllredError
+from allred.watch import job_directory
+from allred.watch.records import Event
+
+PURPOSE = "monitor"
+SAMPLE_S = 0.25
+ANSWER_S = 2.0  # for the watchers of other nodes
+
+
+class JobMonitor:
+    """about: name of the job, program, mode, starts. size, nodes: of the job."""
+
+    def __init__(self, selector: selectors.BaseSelector, about: Event, size: int, nodes: int) -> None:
+        self._selector, self._about, self._size, self._nodes = selector, about, size, nodes
+        self._clients: list[Channel] = []
+        self._requests: list[Channel] = []
+        self._number, self._answers, self._begun_at, self._has_states = 0, 0, 0.0, False
+        self._collecting = False
+        self._ranks: dict[int, Event] = {}
+        self._new: dict[int, Event] = {}
+        self._delays: dict[tuple[int, int], float] = {}  # seconds by (waiting rank, late rank)
+        self._sampled_at = 0.0
+        token = secrets.token_hex(16)
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self._listener = Listener(selector, self._listening, PURPOSE, token, self._admit)
+        self._entry = {**about, "port": self._listening.getsockname()[1], "token": token}
+        self._file: Path | None = None
+
+    def publish(self) -> None:
+        """Write the file by which monitors find this process."""
+        with contextlib.suppress(AllredError, OSError):  # then the job has no monitors
+            self._file = job_directory.write_entry(self._about["job"], self._entry)
+
+    def close(self) -> None:
+        """Remove the file, and listen no more."""
+        self._listening.close()
+        if self._file is not None:
+            job_directory.remove_entry(self._file)
+            self._file = None
+
+    # Monitors.
+
+    def _admit(self, channel: Channel, messages: list[Event]) -> None:
+        self._clients.append(channel)
+        self._selector.register(channel.connection, selectors.EVENT_READ, lambda: self._receive(channel))
+        self._requests += [channel] * len(messages)
+
+    def _receive(self, channel: Channel) -> None:
+        try:
+            self._requests += [channel] * len(channel.receive())
+        except (OSError, ValueError):
+            self._selector.unregister(channel.connection)
+            channel.connection.close()
+            self._clients.remove(channel)
+            self._requests = [each for each in self._requests if each is not channel]
+
+    # Samples.
+
+    def tick(self, now: float) -> list[tuple[int | None, Event]]:
+        """Return the messages to send now."""
+        self._listener.close_expired()
+        if self._collecting and now > self._begun_at + ANSWER_S:
+            self._finish(now)
+        if not self._clients:
+            self._sampled_at = 0.0  # do not count the time without monitors as delay
+        if self._collecting or not self._clients or now < self._sampled_at + SAMPLE_S:
+            return []
+        self._number += 1
+        self._collecting, self._begun_at, self._has_states = True, now, bool(self._requests)
+        self._new, self._answers = {}, 0
+        return [(None, {"kind": "collect", "number": self._number, "states": self._has_states})]
+
+    def take(self, event: Event, now: float) -> None:
+        """Take the answer of a watcher: the counters of the ranks on its node."""
+        if self._collecting and event["number"] == self._number:
+            self._new.update({int(rank): values for rank, values in event["ranks"].items()})
+            self._answers += 1
+            if self._answers == self._nodes:
+                self._finish(now)
+
+    def _finish(self, now: float) -> None:
+        self._collecting = False
+        for rank, values in self._new.items():
+            self._ranks[rank] = {**self._ranks.get(rank, {}), **values}
+        if self._sampled_at and self._about["mode"] == "sync":
+            self._count_delays(now - self._sampled_at)
+        self._sampled_at = now
+        if self._has_states:
+            for rank in [rank for rank in self._ranks if rank not in self._new]:
+                self._ranks[rank]["state"] = "no answer"
+            requests, self._requests = self._requests, []
+            for channel in requests:
+                channel.send(self.snapshot())
+
+    def _count_delays(self, seconds: float) -> None:
+        values = {rank: Values(*entry["counters"]) for rank, entry in self._new.items()}
+        for late in delaying(values):
+            for rank, value in values.items():
+                if value.in_step and value.steps == values[late].steps:
+                    self._delays[rank, late] = self._delays.get((rank, late), 0.0) + seconds
+
+    def snapshot(self) -> Event:
+        """Return the state of the job, as JSON."""
+        ranks = [
+            {
+                "rank": rank, "host": entry["host"], "role": entry["role"], "state": entry.get("state", ""),
+                **Values(*entry["counters"])._asdict(),
+            }
+            for rank, entry in sorted(self._ranks.items())
+        ]  # fmt: skip
+        delays = [[rank, late, round(seconds, 3)] for (rank, late), seconds in sorted(self._delays.items())]
+        return {**self._about, "size": self._size, "time": time.time(), "ranks": ranks, "delays": delays}
+
+
+def delaying(values: dict[int, Values]) -> list[int]:
+    """Return the ranks for which others wait in opt.step: they have made as many steps, and compute.
+
+    >>> delaying({0: Values(steps=7, in_step=1), 1: Values(steps=7), 2: Values(steps=8)})
+    [1]
+    """
+    waiting = {value.steps for value in values.values() if value.in_step}
+    return [rank for rank, value in values.items() if not value.in_step and value.steps in waiting]
+
+
+def describe(job: str, program: str, mode: str, starts: int) -> Event:
+    """Return the description of the job for its file."""
+    return {"job": job, "program": program, "mode": mode, "starts": starts, "host": socket.gethostname()}
