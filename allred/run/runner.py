@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from allred.channel import Channel, Listener, Message, dispatch
 from allred.errors import AllredError, ConfigError
@@ -61,6 +61,12 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
+def _requeued(environ: Mapping[str, str]) -> int:
+    """Return how often the batch system has queued the job again."""
+    count = environ.get("SLURM_RESTART_COUNT", "")
+    return int(count) if count.isdigit() else 0
+
+
 class Runner:
     """Runs a job to its end."""
 
@@ -68,7 +74,7 @@ class Runner:
         self._options, self._launch = options, launch
         self._selector = selectors.DefaultSelector()
         self._policy = RestartPolicy(options.restarts)
-        self._starts = 1
+        self._starts = 1 + _requeued(os.environ)
         self._target = options.target
         self._hosts = options.find_hosts()
         self._lost: set[str] = set()  # hosts that were unreachable for the watchers

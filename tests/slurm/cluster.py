@@ -58,7 +58,7 @@ MpiDefault=none
 ReturnToService=2
 SlurmdParameters=config_overrides
 KillWait=2
-SchedulerParameters=batch_sched_delay=0
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
 NodeName={nodes[0]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=16 State=UNKNOWN
 NodeName={nodes[1]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=16 State=UNKNOWN
 PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP
@@ -75,6 +75,14 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Submitted:
+    """A job that may still run: its number, and the file of its output."""
+
+    number: str
+    output: Path
+
+
+@dataclass(frozen=True)
 class Cluster:
     """A running private Slurm; `root` is its directory, `env` what a Slurm command needs to find it."""
 
@@ -84,20 +92,38 @@ class Cluster:
 
     def run(self, script: list[str], options: list[str], env: dict[str, str], cwd: Path, timeout_s: float) -> Job:
         """Submits `script` with its arguments, waits until the job has ended, cancels it after `timeout_s`."""
+        return self.wait(self.submit(script, options, env, cwd), timeout_s)
+
+    def submit(self, script: list[str], options: list[str], env: dict[str, str], cwd: Path) -> Submitted:
+        """Submits `script` with its arguments."""
         output = Path(tempfile.mkstemp(suffix=".out", dir=self.root)[1])
         command = ["sbatch", "--parsable", f"--output={output}", *options, *script]
-        job_id = self._command(command, env=env, cwd=cwd).strip()
+        return Submitted(self.command(command, env=env, cwd=cwd).strip(), output)
+
+    def start_without_delay(self, job_id: str, timeout_s: float) -> None:
+        """Waits until the job is queued again, and sets the delay of its start to 3 s, instead of two minutes. A start
+        in the same second would fail: the job's credential was revoked then."""
+        deadline = time.monotonic() + timeout_s
+        while "Restarts=0" in (shown := self.command(["scontrol", "show", "job", "--oneliner", job_id])):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"job {job_id} is not queued again\n{shown}\n{log_ends(self.root)}")
+            time.sleep(0.1)
+        subprocess.run(["scontrol", "update", f"JobId={job_id}", "StartTime=now+3"], env=self.env, timeout=15)
+
+    def wait(self, job: Submitted, timeout_s: float) -> Job:
+        """Waits until a job has ended; cancels it after `timeout_s`."""
+        job_id, output = job.number, job.output
         deadline = time.monotonic() + timeout_s
         while True:
             self.shared_memory.update(mapped_shared_memory(self.root / "slurm.conf"))
-            shown = self._command(["scontrol", "show", "job", "--oneliner", job_id])
+            shown = self.command(["scontrol", "show", "job", "--oneliner", job_id])
             state = re.search(r"JobState=(\w+)", shown)[1]
             if state in FINISHED:
                 # ExitCode=code:signal; a script ended by a signal counts as a shell would count it
                 code, by_signal = map(int, re.search(r"\bExitCode=(\d+):(\d+)", shown).groups())
                 return Job(state, code or (128 + by_signal if by_signal else 0), output.read_text())
             if time.monotonic() > deadline:
-                self._command(["scancel", job_id])
+                self.command(["scancel", job_id])
                 raise TimeoutError(
                     f"job {job_id} is {state} after {timeout_s} s\n{shown}\n{output.read_text()}\n{log_ends(self.root)}"
                 )
@@ -115,7 +141,7 @@ class Cluster:
             done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=15)
             states = done.stdout.split()
 
-    def _command(self, command: list[str], env: dict[str, str] | None = None, cwd: Path | None = None) -> str:
+    def command(self, command: list[str], env: dict[str, str] | None = None, cwd: Path | None = None) -> str:
         whole = {**(env or {}), **self.env}
         done = subprocess.run(command, env=whole, cwd=cwd, capture_output=True, text=True, timeout=15)
         if done.returncode:

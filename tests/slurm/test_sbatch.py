@@ -24,7 +24,9 @@ LAYOUTS = {"2 nodes": (2, 1, "nd0,nd1"), "1 node": (1, 2, "nd0,nd0"), "2 nodes x
 
 Submit = Callable[..., Job]
 pytestmark = pytest.mark.slurm
-launchers = pytest.mark.parametrize(("mpi", "launcher"), [("mpich", ""), ("mpich", "pmi2"), ("openmpi", "")])
+launchers = pytest.mark.parametrize(
+    ("mpi", "launcher"), [("mpich", ""), ("mpich", "pmi2"), ("openmpi", ""), ("mpich", "allred")]
+)
 mpis = pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
 layouts = pytest.mark.parametrize("layout", ["2 nodes", "1 node"])
 
@@ -85,7 +87,8 @@ def test_two_ranks_are_one_world(submit: Submit, mpi: str, launcher: str, layout
     job = submit([PLAIN], mpi, layout, launcher)
     assert_completed(job)
     assert re.findall("world of .*", job.output) == [f"world of 2 ranks on {LAYOUTS[layout][2]}, sum 1"]
-    assert ("srun --mpi=pmi2 --kill-on-bad-exit=1" if launcher else "mpirun") in job.output.split("\n")[0]
+    command = {"": "mpirun", "pmi2": "srun --mpi=pmi2 --kill-on-bad-exit=1", "allred": "python -m allred run"}[launcher]
+    assert command in job.output.split("\n")[0]
 
 
 @mpis
