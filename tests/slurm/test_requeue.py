@@ -4,7 +4,6 @@ The signal that Slurm sends before the time limit is sent by scancel: limits hav
 """
 
 import re
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
