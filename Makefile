@@ -29,7 +29,7 @@ $(error MPI=$(MPI) is not one of mpich, openmpi)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-torch test test-unit test-parallel test-integration test-full test-torch test-slurm fuzz sanitize cuda test-gpu bench-gpu gpu-environment loops bench bench-torch lint types api diagram docs format clean
+.PHONY: help demo demo-torch test test-unit test-parallel test-integration test-full test-torch test-slurm test-sge fuzz sanitize cuda test-gpu bench-gpu gpu-environment loops bench bench-torch lint types api diagram docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -73,6 +73,10 @@ test-torch: $(VENV_mpich)/.torch ## what needs torch (installs it); PART=3/12 fo
 test-slurm: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## the batch script in a real Slurm (installed with apt-get where root)
 	bash tests/slurm/install.sh
 	$(VENV_mpich)/bin/python -m pytest tests/slurm $(T)
+
+test-sge: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## the Grid Engine script in a real Grid Engine (installed with apt-get where root)
+	bash tests/sge/install.sh
+	$(VENV_mpich)/bin/python -m pytest tests/sge $(T)
 
 # The machine's own Python, with cupy, mpi4py, torch and pytest: nothing is downloaded. MPI_WHEEL: an MPI, if it has none.
 GPU := build/gpu

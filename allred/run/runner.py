@@ -29,7 +29,9 @@ from allred.watch.runner_link import PURPOSE, VARIABLE
 from allred.watch.start import own_address
 from allred.wording import count
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# The end of the terminal; the warning of Grid Engine's option -notify. A session does not handle these two.
+_PASSED_AS = {signal.SIGHUP: signal.SIGTERM, signal.SIGUSR2: signal.SIGUSR1}
 TICK_S = 0.1
 HOSTS_S = 1.0  # interval at which the host file is read
 
@@ -62,8 +64,8 @@ def say(text: str) -> None:
 
 
 def _requeued(environ: Mapping[str, str]) -> int:
-    """Return how often the batch system has queued the job again."""
-    count = environ.get("SLURM_RESTART_COUNT", "")
+    """Return how often the batch system has queued the job again; Grid Engine says only whether."""
+    count = environ.get("SLURM_RESTART_COUNT") or environ.get("RESTARTED", "")
     return int(count) if count.isdigit() else 0
 
 
@@ -184,7 +186,7 @@ class Runner:
         self._received.append(number)
 
     def _handle_signal(self, number: int) -> None:
-        name, again = signal.Signals(number).name, self._stops and number != signal.SIGUSR1
+        name, again = signal.Signals(number).name, self._stops and number in (signal.SIGTERM, signal.SIGINT)
         self._stops = True
         if self._job is None:
             say(f"{name}: the job does not start again")
@@ -193,7 +195,7 @@ class Runner:
             self._job.terminate()
         else:
             say(f"{name}: the ranks receive it, and may write a checkpoint; a second signal ends them at once")
-            self._job.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+            self._job.send_signal(_PASSED_AS.get(signal.Signals(number), number))
 
     # HostList and sizes.
 
