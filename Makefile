@@ -29,7 +29,7 @@ $(error MPI=$(MPI) is not one of mpich, openmpi)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-torch test test-unit test-parallel test-integration test-full test-torch test-slurm test-sge fuzz sanitize cuda test-gpu bench-gpu gpu-environment loops bench bench-torch lint types api diagram docs format clean
+.PHONY: help demo demo-torch test test-unit test-parallel test-integration test-full test-torch test-slurm test-sge test-kubernetes fuzz sanitize cuda test-gpu bench-gpu gpu-environment loops bench bench-torch lint types api diagram docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -77,6 +77,10 @@ test-slurm: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## the batch script in a r
 test-sge: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## the Grid Engine script in a real Grid Engine (installed with apt-get where root)
 	bash tests/sge/install.sh
 	$(VENV_mpich)/bin/python -m pytest tests/sge $(T)
+
+test-kubernetes: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## manifests, and their launcher with ssh and sshd (installed with apt-get where root)
+	bash tests/kubernetes/install.sh
+	$(VENV_mpich)/bin/python -m pytest tests/kubernetes $(T)
 
 # The machine's own Python, with cupy, mpi4py, torch and pytest: nothing is downloaded. MPI_WHEEL: an MPI, if it has none.
 GPU := build/gpu

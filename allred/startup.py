@@ -32,7 +32,7 @@ from allred.modes.detect import mistake_checks
 from allred.ps import context
 from allred.ps.context import Context
 from allred.watch import exit as exit_protocol
-from allred.watch import exit_callbacks
+from allred.watch import exit_callbacks, runner_link
 from allred.watch import start as watch
 from allred.watch.excepthook import status_at_exit
 from allred.watch.start import startup_timeout
@@ -122,6 +122,7 @@ class _Facts:
     cores: Cores
     gpus: streams.VisibleGpus
     fabric: str  # a network device that MPI drives without TCP, or ""
+    ignored_host_file: str  # an error, or ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +150,10 @@ def _join_ranks(comm: Any, settings: dict[str, Any] | str, cluster: Cluster, in_
     host = 0 if duplicate is None else topology.node_id(duplicate)
     may_use_gpus = isinstance(settings, dict) and settings.get("backend", "auto") in ("auto", "nccl")
     gpus = streams.visible_gpus() if may_use_gpus else streams.NO_GPUS
-    mine = _Facts(settings, host, native.available, processors.own_cores(), gpus, topology.fabric())
+    size = 1 if duplicate is None else duplicate.Get_size()
+    own_mpirun = library.startswith("Open MPI") and not runner_link.address()  # `allred run` passes the hosts itself
+    ignored = mpi.ignored_host_file(size) if own_mpirun else ""
+    mine = _Facts(settings, host, native.available, processors.own_cores(), gpus, topology.fabric(), ignored)
     facts: list[_Facts] = control.allgather_object(mine).wait()
     try:
         plan = _plan(facts, cluster, duplicate is not None)
@@ -189,6 +193,8 @@ def _duplicate(comm: Any, lifeline: int) -> tuple[Any, str]:
 def _plan(facts: list[_Facts], cluster: Cluster, has_mpi: bool) -> _Decisions:
     """Decide from the facts of all ranks. Raises ConfigError, the same on all ranks."""
     config = settle([each.settings for each in facts])
+    if len({each.host for each in facts}) == 1 and facts[0].ignored_host_file:
+        raise ConfigError(facts[0].ignored_host_file)
     if cluster.lifeline >= 0 and not config.watcher:
         raise ConfigError(
             "ALLRED_WATCHER=0 is for jobs with a launcher, which ends all ranks when one dies; tasks that were "

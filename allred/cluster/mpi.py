@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import socket
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,8 @@ _SEVERAL_HOSTS = {
     "OMPI_MCA_coll_libnbc_iallreduce_algorithm": "3",  # Rabenseifner's
     "OMPI_MCA_btl_tcp_flags": "1",  # send only
 }
+
+_HOST_FILE_4, _HOST_FILE_5 = "OMPI_MCA_orte_default_hostfile", "PRTE_MCA_prte_default_hostfile"
 
 _given: dict[str, str] | None = None  # the settings with which allred started MPI; None if it did not start it
 
@@ -159,6 +162,25 @@ def check_world(size: int, library: str, environ: Mapping[str, str] = os.environ
     """Raise ConfigError if the launcher started several processes, but MPI sees a world of one rank."""
     if size == 1 and launcher.launched_size(environ) > 1:
         raise ConfigError(launcher.mismatch_error(environ, library))
+
+
+def ignored_host_file(size: int, environ: Mapping[str, str] = os.environ) -> str:
+    """Return the error if all ranks run on one host, and Open MPI 4 would have used several; else "".
+
+    The MPI operators of Kubernetes name the host file in a variable of Open MPI 4, which Open MPI 5 ignores."""
+    path = environ.get(_HOST_FILE_4, "")
+    if size == 1 or not path or _HOST_FILE_5 in environ:
+        return ""
+    try:
+        listed = [line for line in pathlib.Path(path).read_text().splitlines() if line.strip()]
+    except OSError:
+        return ""
+    if len(listed) < 2:
+        return ""
+    return (
+        f"{size} ranks run on one host ({socket.gethostname()}), but {_HOST_FILE_4}={path} lists {len(listed)} hosts; "
+        f"Open MPI 5 ignores this variable: start with `allred run --hostfile {path}`, or set {_HOST_FILE_5}={path}"
+    )
 
 
 def check_torchrun(environ: Mapping[str, str] = os.environ) -> None:

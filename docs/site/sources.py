@@ -10,7 +10,7 @@ from mkdocs.structure.files import File
 
 ROOT = pathlib.Path(__file__).parents[2]
 LINK = re.compile(r"\]\(\.\./([\w./-]+)\)")
-LANGUAGES = {".py": "python", ".json": "json", ".sbatch": "bash", ".md": "markdown"}
+LANGUAGES = {".py": "python", ".json": "json", ".sbatch": "bash", ".sh": "bash", ".yaml": "yaml", ".md": "markdown"}
 
 
 def on_files(files, config):
