@@ -25,9 +25,10 @@ class Connection:
         except (HandshakeError, OSError) as error:
             raise AllredError(f"the watcher of job {self._job} does not answer: {error}") from None
 
-    def snapshot(self) -> Snapshot:
-        """Return the state of the job now. Raises AllredError if the job has ended."""
-        self._channel.send({"request": "snapshot"})
+    def snapshot(self, states: bool = True) -> Snapshot:
+        """Return a snapshot. states: with the states and source lines of the ranks, which a signal interrupts for this.
+        Raises AllredError if the job has ended."""
+        self._channel.send({"states": states})
         try:
             return self._channel.receive_one(time.monotonic() + ANSWER_S)
         except (OSError, ValueError):
@@ -35,6 +36,7 @@ class Connection:
 
     def wait_for_end(self) -> None:
         """Wait until the job has ended."""
+        self.snapshot(states=False)  # the watcher closes a connection without a first message
         self._channel.connection.settimeout(None)
         with contextlib.suppress(OSError, ValueError):
             while True:

@@ -33,7 +33,7 @@ class Collector:
         self._job = job
 
     def collect(self) -> Iterator[Any]:
-        return families(self._job.snapshot())
+        return families(self._job.snapshot(states=False))
 
 
 def families(now: Snapshot) -> Iterator[Any]:

@@ -30,7 +30,7 @@ class JobMonitor:
     def __init__(self, selector: selectors.BaseSelector, about: Event, size: int, nodes: int) -> None:
         self._selector, self._about, self._size, self._nodes = selector, about, size, nodes
         self._clients: list[Channel] = []
-        self._requests: list[Channel] = []
+        self._requests: list[tuple[Channel, bool]] = []  # with the answer still to send; whether with states
         self._number, self._answers, self._begun_at, self._has_states = 0, 0, 0.0, False
         self._collecting = False
         self._ranks: dict[int, Event] = {}
@@ -60,16 +60,16 @@ class JobMonitor:
     def _admit(self, channel: Channel, messages: list[Event]) -> None:
         self._clients.append(channel)
         self._selector.register(channel.connection, selectors.EVENT_READ, lambda: self._receive(channel))
-        self._requests += [channel] * len(messages)
+        self._requests += [(channel, bool(message.get("states"))) for message in messages]
 
     def _receive(self, channel: Channel) -> None:
         try:
-            self._requests += [channel] * len(channel.receive())
+            self._requests += [(channel, bool(message.get("states"))) for message in channel.receive()]
         except (OSError, ValueError):
             self._selector.unregister(channel.connection)
             channel.connection.close()
             self._clients.remove(channel)
-            self._requests = [each for each in self._requests if each is not channel]
+            self._requests = [request for request in self._requests if request[0] is not channel]
 
     # Samples.
 
@@ -83,7 +83,7 @@ class JobMonitor:
         if self._collecting or not self._clients or now < self._sampled_at + SAMPLE_S:
             return []
         self._number += 1
-        self._collecting, self._begun_at, self._has_states = True, now, bool(self._requests)
+        self._collecting, self._begun_at, self._has_states = True, now, any(states for _, states in self._requests)
         self._new, self._answers = {}, 0
         return [(None, {"kind": "collect", "number": self._number, "states": self._has_states})]
 
@@ -105,9 +105,10 @@ class JobMonitor:
         if self._has_states:
             for rank in [rank for rank in self._ranks if rank not in self._new]:
                 self._ranks[rank]["state"] = "no answer"
-            requests, self._requests = self._requests, []
-            for channel in requests:
-                channel.send(self.snapshot())
+        due = [request for request in self._requests if self._has_states or not request[1]]
+        self._requests = [request for request in self._requests if request not in due]
+        for channel, _ in due:
+            channel.send(self.snapshot())
 
     def _count_delays(self, seconds: float) -> None:
         values = {rank: Values(*entry["counters"]) for rank, entry in self._new.items()}

@@ -1258,7 +1258,7 @@ def test_a_snapshot_has_the_ranks_of_all_nodes_and_the_delays():
         monitor._clients.append(client)
         for turn in (1, 2):
             if turn == 2:
-                monitor._requests.append(client)
+                monitor._requests.append((client, True))
             [(rank, message)] = monitor.tick(float(turn))
             assert (rank, message) == (None, {"kind": "collect", "number": turn, "states": turn == 2})
             assert monitor.tick(turn + 0.1) == []  # the answers are not here yet
@@ -1276,7 +1276,7 @@ def test_a_monitor_is_answered_although_a_watcher_does_not_answer():
     with selectors.DefaultSelector() as selector:
         monitor, client = JobMonitor(selector, ABOUT, size=2, nodes=2), Client()
         monitor._clients.append(client)
-        monitor._requests.append(client)
+        monitor._requests.append((client, True))
         monitor.tick(1.0)
         monitor.take({"event": "counters", "number": 1, "ranks": {"0": monitored(Values(), "runs")}}, 1.1)
         monitor.tick(1.0 + job_monitor.ANSWER_S + 0.1)
