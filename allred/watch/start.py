@@ -97,8 +97,8 @@ def _serve_metrics(job: str, address: str) -> str:
 
 def _job_name(config: Config) -> str:
     """Return the name of the job for monitors: the setting, or the program and its process id."""
-    program = Path(sys.argv[0]).stem or "python"
-    return config.job if config.job != "auto" else f"{program}-{os.getpid()}"
+    program = Path(sys.argv[0]).stem.lstrip("-")
+    return config.job if config.job != "auto" else f"{program if len(program) > 1 else 'python'}-{os.getpid()}"
 
 
 def own_address(hosts: list[str]) -> str:
