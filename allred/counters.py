@@ -46,10 +46,17 @@ class Counters:
         self._values = memoryview(bytearray(8 * len(_FIELDS))).cast("d")
 
     def share(self) -> int:
-        """Move the counters into memory that other processes can map. Return its descriptor; the caller closes it."""
-        descriptor = os.memfd_create("allred-counters", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, mmap.PAGESIZE)
-        shared = memoryview(mmap.mmap(descriptor, mmap.PAGESIZE)).cast("d")
+        """Move the counters into memory that other processes can map. Return its descriptor, which the caller closes;
+        -1 if there is no memory: then monitors show zeros."""
+        descriptor = -1
+        try:
+            descriptor = os.memfd_create("rank-counters", os.MFD_CLOEXEC)
+            os.ftruncate(descriptor, mmap.PAGESIZE)
+            shared = memoryview(mmap.mmap(descriptor, mmap.PAGESIZE)).cast("d")
+        except OSError:
+            if descriptor >= 0:
+                os.close(descriptor)
+            return -1
         shared[: len(_FIELDS)] = self._values[: len(_FIELDS)]
         self._values = shared
         return descriptor
@@ -84,12 +91,13 @@ class Counters:
 
 
 class CountersReader:
-    """The counters of a rank in its watcher. descriptor: of their memory; it is closed."""
+    """The counters of a rank in its watcher. descriptor: of their memory, which is closed; None: they are zeros."""
 
-    def __init__(self, descriptor: int) -> None:
-        memory = mmap.mmap(descriptor, mmap.PAGESIZE, prot=mmap.PROT_READ)
-        os.close(descriptor)
-        self._values = memoryview(memory).cast("d")
+    def __init__(self, descriptor: int | None) -> None:
+        self._values = memoryview(bytes(8 * len(_FIELDS))).cast("d")
+        if descriptor is not None:
+            self._values = memoryview(mmap.mmap(descriptor, mmap.PAGESIZE, prot=mmap.PROT_READ)).cast("d")
+            os.close(descriptor)
 
     def read(self) -> list[float]:
         """Return the numbers in the order of `Values`."""

@@ -27,7 +27,9 @@ class WatchedRank:
     """A rank that is connected. hello: rank, host, stack_signal. pidfd: of its process. pipe: for its stack. counters:
     their memory."""
 
-    def __init__(self, connection: socket.socket, hello: Event, pidfd: int, pipe: int, counters: int) -> None:
+    def __init__(
+        self, connection: socket.socket, hello: Event, pidfd: int, pipe: int, counters: int | None = None
+    ) -> None:
         self.connection, self.pidfd, self.pipe = connection, pidfd, pipe
         self.number, self.host, self.stack_signal = hello["rank"], hello["host"], hello["stack_signal"]
         self.waits_in, self.since, self.ending, self.dead, self.left = "", 0.0, "", "", False

@@ -47,7 +47,8 @@ def start(
             try:
                 client = WatcherClient(here["name"], hello, counters, prints, config.stall_warning_s)
             finally:
-                os.close(counters)
+                if counters >= 0:
+                    os.close(counters)
             world.current().watcher = client
         except OSError as error:
             problem = f"{error.strerror or error}"

@@ -61,7 +61,7 @@ class WatcherClient:
     _ignores_usr1 = False  # the connection of an earlier world has set SIG_IGN for SIGUSR1
 
     def __init__(self, name: str, hello: dict[str, Any], counters: int, prints: bool, warn_s: float) -> None:
-        """Connect. counters: the descriptor of their memory. prints: whether this rank prints a line if the watcher
+        """Connect. counters: the descriptor of their memory, or -1. prints: whether this rank prints if the watcher
         dies. warn_s: the seconds after which the watcher warns of a wait. Raises OSError if the connection fails."""
         self.rank: int = hello["rank"]
         self.warn_s = warn_s
@@ -91,7 +91,8 @@ class WatcherClient:
         try:
             self._socket.settimeout(WELCOME_S)
             self._socket.connect(name.encode("latin-1"))
-            socket.send_fds(self._socket, [json.dumps(hello).encode()], [pidfd, self._pipe[0], counters])
+            files = [pidfd, self._pipe[0], *([counters] if counters >= 0 else [])]
+            socket.send_fds(self._socket, [json.dumps(hello).encode()], files)
             if not self._socket.recv(LARGEST):
                 raise ConnectionError("it did not accept this rank")
         except OSError:

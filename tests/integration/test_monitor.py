@@ -61,6 +61,7 @@ class Job:
         else:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+            self.process.stderr.close()
 
     def top(self, *options):
         command = [BIN["mpich"] / "python", "-m", "allred", "top", *options]

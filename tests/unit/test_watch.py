@@ -693,7 +693,7 @@ def rank_and_watcher():
 
         thread = threading.Thread(target=welcome)
         thread.start()
-        found = watcher_client.WatcherClient(name, {"rank": 0, "host": "here"}, 1, True, 30.0)
+        found = watcher_client.WatcherClient(name, {"rank": 0, "host": "here"}, -1, True, 30.0)
         thread.join()
     ends[0].settimeout(5)
     yield found, ends[0]
