@@ -86,17 +86,21 @@ class Job:
     # Signals.
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to all ranks, without ending mpirun; before allred.init() to mpirun."""
+        """Pass a signal on: as a stop request if there is a session, else to all ranks; before allred.init() to mpirun.
+
+        With a session, a rank could receive the signal after the session has ended on all ranks, and be killed."""
+        if self.request_stop(signal.Signals(number).name):
+            return
         for link in self._links:
             link.send({"kind": "signal", "number": number, "rank": None})
         if not self._links:
             self._process.send_signal(number)
 
-    def request_stop(self) -> bool:
+    def request_stop(self, reason: str) -> bool:
         """Let the session write a checkpoint after the current step, and end. Return whether there is a session."""
         for link, reports in self._links.items():
             if reports.sessions:
-                link.send({"kind": "stop", "rank": min(reports.sessions)})
+                link.send({"kind": "stop", "rank": min(reports.sessions), "reason": reason})
                 return True
         return False
 

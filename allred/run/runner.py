@@ -25,7 +25,7 @@ from allred.run.host_list import HostList
 from allred.run.job import Job
 from allred.run.resize import RequestSocket
 from allred.run.restarts import End, RestartPolicy
-from allred.watch.runner_link import PURPOSE, VARIABLE
+from allred.watch.runner_link import PURPOSE, RESTART, VARIABLE
 from allred.watch.start import own_address
 from allred.wording import count
 
@@ -254,5 +254,5 @@ class Runner:
         """Ask the session to stop, so that the job starts again. Return whether there is a session."""
         if self._job is None or self._stops:
             return False
-        self._resizes = self._resizes or self._job.request_stop()
+        self._resizes = self._resizes or self._job.request_stop(RESTART)
         return self._resizes

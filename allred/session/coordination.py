@@ -24,11 +24,11 @@ from allred.errors import AllredError, InputError, MismatchError
 from allred.modes.detect.batch_arguments import arguments_of, difference
 from allred.modes.optimizer import DistributedOptimizer
 from allred.session.saver import random_states
+from allred.watch.runner_link import RESTART
 from allred.watch.wait import has_watcher
 
 NO_LIMIT_S = 1e9
 OTHER_RANK = "stop request of another rank"
-RESTART = "restart of the job"  # by `allred run`, with another number of ranks
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _REASONS = (*(number.name for number in SIGNALS), RESTART, OTHER_RANK)  # the stop reasons that other ranks receive
 

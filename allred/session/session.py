@@ -131,7 +131,7 @@ class Session:
                 self._call_end(failure, path)
         return stopped
 
-    def _report(self, on_stop: Callable[[], None] | None) -> None:
+    def _report(self, on_stop: Callable[[str], None] | None) -> None:
         if (watcher := world.watcher()) is not None:
             watcher.report_session(self.step, on_stop)
 
@@ -187,7 +187,7 @@ class Session:
         if restored is not None:
             log.info(f"resumes from step {restored} of {self._saver.directory}")
         self.step = optimizer.global_step
-        self._report(lambda: self._signals.stop(coordination.RESTART))
+        self._report(self._signals.stop)
         self._saver.begin(self.step)
         self._token = functions.allgather_object(secrets.token_hex(4))[0]  # no rank steps before all know global_step
         if optimizer.session_support.is_lockstep:

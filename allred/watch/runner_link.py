@@ -4,8 +4,8 @@
     joined, left, failed, session, unreachable     events of job_state.py
     verdict               the failure that ends the job, once
 
-`allred run` answers with messages to ranks: `signal` with its number, or `stop`, which ends the session after the
-current step.
+`allred run` answers with messages to ranks: `signal` with its number, or `stop`, which ends the session of all ranks
+after the current step, with the reason.
 """
 
 import os
@@ -17,6 +17,7 @@ from allred.watch.records import Event
 
 PURPOSE = "runner"
 VARIABLE = "ALLRED_RUNNER"
+RESTART = "restart of the job"  # the reason of a stop request, if the number of ranks changes
 _REPORTED = ("joined", "left", "failed", "session", "unreachable")
 
 _address: str | None = None  # before the first call of `address`
