@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -30,12 +31,23 @@ def _parser(arguments: list[str]) -> argparse.Namespace:
     add("--num-ps", type=_number, metavar="N", help="number of parameter servers in mode ps")
     add("--tag", action="store_true", help="print the rank before each line of output")
     add("--logs", default="", metavar="DIR", help="write the output of each rank to a file too: DIR/rank-0.log")
-    add("--name", default="", help="name of the job for `allred resize`; default: the program and the process id")
+    add(
+        "--name",
+        type=_name,
+        default="",
+        help="name for `allred resize` and `top`; default: the program and the process id",
+    )
     add("--dry-run", action="store_true", help="print the command, and do not run it")
     add("-m", action="store_true", dest="is_module", help="the program is a module: -m package.train")
     add("program", help="a Python file (train.py), or another program")
     add("arguments", nargs=argparse.REMAINDER, help="its arguments")
     return parser.parse_args(arguments)
+
+
+def _name(text: str) -> str:
+    if not re.fullmatch(r"[\w.-]+", text) or text.startswith(("-", ".")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a name of letters, digits, '-', '_' and '.'")
+    return text
 
 
 def _number(text: str) -> int:
@@ -86,7 +98,8 @@ def make_options(options: argparse.Namespace) -> JobOptions:
     if options.num_ps and options.mode != "ps":
         raise ConfigError("--num-ps needs --mode ps")
     program = _with_output(options, mpirun.program_words([options.program, *options.arguments], options.is_module))
-    settings = mpirun.thread_settings(host_list.cores_for_each(found.assign(target), os.environ), os.environ)
+    cores = host_list.cores_for_each(found.assign(target), os.environ)
+    settings = mpirun.thread_settings(cores, os.environ) if cores else {}
     if options.mode:
         settings["ALLRED_MODE"] = options.mode
     if options.num_ps:

@@ -1,11 +1,11 @@
 """The hosts of a job and their slots: from options, a host file, or the variables of a batch system."""
 
 import dataclasses
-import os
 import re
 import socket
 from collections.abc import Iterable, Mapping
 
+from allred.cluster.processors import own_cores, usable_cores
 from allred.errors import ConfigError
 
 LOCAL = "localhost"
@@ -164,8 +164,12 @@ def is_local(name: str) -> bool:
 
 
 def cores_for_each(ranks: Mapping[str, int], environ: Mapping[str, str]) -> int:
-    """Return the cores for each rank, for the threads of its BLAS. ranks: their number on each host.
+    """Return the cores for each rank, for the threads of its BLAS; 0 if they are not known. ranks: their number on each
+    host.
 
-    Slurm says it; else the cores of this machine are divided by the most ranks of a host."""
+    Slurm names them. Else the cores of this machine are divided by its ranks, and the other hosts count as equal."""
     given = environ.get("SLURM_CPUS_PER_TASK", "")
-    return int(given) if given.isdigit() else max(1, len(os.sched_getaffinity(0)) // max(ranks.values()))
+    if given.isdigit():
+        return int(given)
+    here = max((count for name, count in ranks.items() if is_local(name)), default=0)
+    return max(1, usable_cores([own_cores()]) // here) if here else 0

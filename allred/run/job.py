@@ -5,6 +5,7 @@ import ctypes
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,9 +16,12 @@ from allred.channel import Channel, Message
 from allred.run.reports import Reports
 from allred.run.restarts import End
 
-REPORTS_S = 2.0  # for the last reports after mpirun has ended
+REPORTS_S = 5.0  # for the last reports after mpirun has ended
 UNWIND_S = 10.0  # for processes that are left after mpirun has ended, such as ranks that write a checkpoint
+LOST_HOST_S = 10.0  # for mpirun to end after a host was lost: it may wait for that host forever
 TERMINATE_S = 5.0  # from SIGTERM to SIGKILL
+# The connection to a host that is lost fails after 10 + 4 * 5 s.
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -49,12 +53,15 @@ class Job:
         self._selector = selector
         self._links: dict[Channel, Reports] = {}
         self._reports: list[Reports] = []
+        self._lost_at = float("inf")  # when a host was lost
         self._kill_at = float("inf")
 
     # Reports.
 
     def connect(self, link: Channel, messages: list[Message]) -> None:
         """Take the connection of the watcher of the chief's node. messages: its first ones."""
+        for option, value in _KEEPALIVE.items():
+            link.connection.setsockopt(socket.IPPROTO_TCP, option, value)
         reports = Reports(messages[0]["size"])
         self._reports.append(reports)
         self._links[link] = reports
@@ -65,13 +72,24 @@ class Job:
     def _receive(self, link: Channel) -> None:
         try:
             events = link.receive()
-        except (OSError, ValueError):
-            self._selector.unregister(link.connection)
-            link.connection.close()
-            del self._links[link]
+        except (OSError, ValueError) as error:
+            reports = self._close(link)
+            if isinstance(error, OSError) and not isinstance(
+                error, ConnectionError
+            ):  # the watcher has not ended: the chief's host is lost
+                reports.lose_chief()
+                self._lost_at = time.monotonic()
             return
         for event in events:
             self._links[link].handle(event)
+            if event["event"] == "unreachable":
+                self._lost_at = time.monotonic()
+
+    def _close(self, link: Channel) -> Reports:
+        """Close a connection. Return its reports."""
+        self._selector.unregister(link.connection)
+        link.connection.close()
+        return self._links.pop(link)
 
     @property
     def sessions(self) -> dict[int, int]:
@@ -114,14 +132,22 @@ class Job:
 
     def is_running(self) -> bool:
         """Return whether mpirun has not ended. Call it repeatedly: it ends what does not terminate."""
-        if self._process.poll() is None and time.monotonic() >= self._kill_at:
-            kill(descendants())
+        if self._process.poll() is None:
+            now = time.monotonic()
+            if now >= self._lost_at + LOST_HOST_S:
+                self.terminate()
+            if now >= self._kill_at:
+                kill(descendants())
         _reap(self._process.pid)
         return self._process.poll() is None
 
     def has_reported(self, since: float) -> bool:
-        """Return whether no more reports will arrive. since: when mpirun ended."""
-        return not self._links or time.monotonic() > since + REPORTS_S
+        """Return whether no more reports will arrive. since: when mpirun ended. A watcher ends after its ranks; if one
+        has not after REPORTS_S, the chief's host is lost."""
+        if time.monotonic() > since + REPORTS_S:
+            for link in list(self._links):
+                self._close(link).lose_chief()
+        return not self._links
 
     def has_left(self, since: float) -> bool:
         """Return whether all processes have ended; kills those that are left UNWIND_S after `since`."""
@@ -136,7 +162,7 @@ class Job:
         code = self._process.returncode
         code = 128 - code if code < 0 else code
         if not self._reports:
-            return End(code, f"mpirun ended with exit code {code}, before allred.init()", joined=False)
+            return End(code, f"mpirun ended with exit code {code}, and no rank had called allred.init()", joined=False)
         for reports in self._reports:
             if reports.code:
                 return End(reports.code, reports.text, reports.exception, reports.step, restored=reports.restored)
@@ -149,10 +175,9 @@ class Job:
 
 def _reap(kept: int) -> None:
     """Collect the ends of adopted processes; not that of `kept`."""
-    for pid in _children().get(os.getpid(), []):
-        if pid != kept:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != kept:
+            os.waitpid(ended.si_pid, 0)
 
 
 def descendants() -> list[int]:

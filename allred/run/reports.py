@@ -42,6 +42,12 @@ class Reports:
             self.exception = self._exceptions.get(rank, "")
             self.step = self._steps.get(rank)
 
+    def lose_chief(self) -> None:
+        """The connection to the host of rank 0 has failed. No effect if the end of the job was reported before."""
+        if not self.code and not self.is_success and 0 in self._hosts:
+            self.lost_hosts.add(self._hosts[0])
+            self.code, self.text = 1, f"host {self._hosts[0]} (rank 0) is unreachable"
+
     def _handle_session(self, rank: int, step: int, is_open: bool) -> None:
         self._steps[rank] = step
         if is_open:

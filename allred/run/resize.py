@@ -27,7 +27,13 @@ class RequestSocket:
         if name in job_directory.run_sockets():
             raise AllredError(f"a job with the name {name!r} runs here already; choose another --name")
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.bind(str(self._path))
+        try:
+            self._socket.bind(str(self._path))
+        except OSError as error:
+            self._socket.close()
+            raise AllredError(
+                f"no socket for `allred resize` at {self._path}: {error}; choose a shorter --name"
+            ) from None
         self._socket.listen(8)
         self._socket.setblocking(False)
         selector.register(self._socket, selectors.EVENT_READ, self._accept)

@@ -1,6 +1,6 @@
 """`allred run`: the start of a program, its output and exit code, signals, restarts, other numbers of ranks.
 
-In all about 60 s in four processes.
+In all about 100 s in one process.
 """
 
 import pathlib
@@ -70,7 +70,7 @@ def test_exit_codes_of_one_rank_and_of_programs_that_do_not_call_init(words, cod
     result = allred_run("mpich", tmp_path, *words)
     ended(result, code)
     if code and "exit" not in words:
-        assert f"mpirun ended with exit code {code}, before allred.init()" in result.err, result.text
+        assert f"mpirun ended with exit code {code}, and no rank had called allred.init()" in result.err, result.text
 
 
 def test_dry_run_prints_the_command(tmp_path):
@@ -144,21 +144,22 @@ def test_every_sample_counts_once_in_a_job_that_is_killed_and_resized(mpi, kills
     assert f"restart {kills} of {kills} in " in result.err, result.text
 
 
-@both
-def test_a_host_that_is_lost_is_left_out(mpi, tmp_path):
-    """The third host is cut off in the first start: the others find that it is unreachable, and the job ends there."""
+@pytest.mark.parametrize(("mpi", "lost"), [
+    ("mpich", 1), ("openmpi", 2), pytest.param("openmpi", 1, marks=full), pytest.param("mpich", 2, marks=full)
+])  # fmt: skip
+def test_a_host_that_is_lost_is_left_out(mpi, lost, tmp_path):
+    """`allred run` is on another host than the ranks. Host 1 has rank 0, whose watcher reports."""
     with hosts(3, tmp_path) as here:
         agent = str(tmp_path / "agent")
         env = {"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": agent, "PRTE_MCA_plm_ssh_agent": agent}
         env |= {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "eth0", "ALLRED_TIMEOUT_S": "10"}
-        names = ",".join(f"{name}:1" for name in here.names)
-        options = ["-np", 3, "--min-np", 2, "--hosts", names, "--restarts", 2]
-        with when_ready(tmp_path, lambda: here.set_link(2, "down")):
-            result = allred_run(
-                mpi, tmp_path, *options, PROGRAM, "lose", tmp_path / "ready", env=env, prefix=here.inside(0)
-            )
+        names = ",".join(f"{name}:1" for name in here.names[1:])
+        options = ["-np", 2, "--min-np", 1, "--hosts", names, "--restarts", 2]
+        with when_ready(tmp_path, lambda: here.set_link(lost, "down")):
+            words = [*options, PROGRAM, "lose", tmp_path / "ready"]
+            result = allred_run(mpi, tmp_path, *words, env=env, prefix=here.inside(0), timeout_s=150)
         here.wait_for_end()
     assert result.code == 0, result.text
-    assert f"without {here.names[2]}: unreachable" in result.err, result.text
+    assert f"without {here.names[lost]}: unreachable" in result.err, result.text
     found = re.findall(r"^start (\d): (\d) ranks, steps (\d+) to (\d+)$", result.out, re.MULTILINE)
-    assert [(start, size, end) for start, size, _, end in found] == [("2", "2", "300")], result.text
+    assert [(start, size, end) for start, size, _, end in found] == [("2", "1", "300")], result.text

@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from allred.cluster.processors import own_cores, usable_cores
 from allred.errors import AllredError, ConfigError
 from allred.run import command, host_list, mpirun, probe, restarts
 from allred.run.host_list import HostList
@@ -86,9 +87,11 @@ def test_the_commands_of_both_mpis():
 def test_threads_of_blas_are_the_cores_of_a_rank_unless_they_are_given():
     assert set(mpirun.thread_settings(3, {}).values()) == {"3"}
     assert mpirun.thread_settings(3, {"OMP_NUM_THREADS": "2"}) == {}
-    cores = len(os.sched_getaffinity(0))
-    assert host_list.cores_for_each({"a": 1, "b": cores}, {}) == 1
-    assert host_list.cores_for_each({"a": 1}, {"SLURM_CPUS_PER_TASK": "7"}) == 7
+    cores = usable_cores([own_cores()])
+    assert host_list.cores_for_each({"localhost": 1, "a": 5}, {}) == cores
+    assert host_list.cores_for_each({"localhost": cores + 1}, {}) == 1
+    assert host_list.cores_for_each({"198.51.100.1": 1}, {}) == 0
+    assert host_list.cores_for_each({"198.51.100.1": 1}, {"SLURM_CPUS_PER_TASK": "7"}) == 7
 
 
 def options(**given):
