@@ -18,10 +18,12 @@ OPENMPI = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
 
+_AWAY = ("ALLRED_", "MAKE", "PYTHON", "OMPI_MCA_", "PRTE_MCA_")  # of make, and of the caller
+
 
 def environment(env: dict[str, str] | None) -> dict[str, str | None]:
     """What a program is to find: nothing of the surroundings in which the tests run, then what the test adds."""
-    away = {name: None for name in os.environ if name.startswith(("ALLRED_", "MAKE", "PYTHON"))}
+    away = {name: None for name in os.environ if name.startswith(_AWAY)}
     return {**away, **OPENMPI, **(env or {})}
 
 
