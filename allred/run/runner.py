@@ -150,11 +150,9 @@ class Runner:
         environ = {**os.environ, **settings, VARIABLE: f"{address} {port} {secret}"}
         words = mpirun.command(self._launch, assigned, self._options.program, environ, mpirun.is_root())
         self._assigned = assigned
-        which = f"start {self._starts} of {self._options.name}: " if self._starts > 1 else f"{self._options.name}: "
-        say(
-            which
-            + f"{count(sum(assigned.values()), 'rank')} on {', '.join(assigned)}; {mpirun.describe(settings, words)}"
-        )
+        name = f"start {self._starts} of {self._options.name}" if self._starts > 1 else self._options.name
+        where = f"{count(sum(assigned.values()), 'rank')} on {', '.join(assigned)}"
+        say(f"{name}: {where}; {mpirun.describe(settings, words)}")
         self._job = running = Job(words, environ, self._selector)
         while running.is_running():
             self._turn()
@@ -197,7 +195,7 @@ class Runner:
             say(f"{name}: the ranks receive it, and may write a checkpoint; a second signal ends them at once")
             self._job.send_signal(_PASSED_AS.get(signal.Signals(number), number))
 
-    # HostList and sizes.
+    # Hosts and numbers of ranks.
 
     def _available(self, after_failure: bool) -> HostList:
         """Return the hosts for the next start."""
