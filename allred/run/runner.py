@@ -40,8 +40,8 @@ HOSTS_S = 1.0  # interval at which the host file is read
 class JobOptions:
     """A job, as the options of the command describe it.
 
-    program: the command of a rank. target: the number of ranks. min_np: fewest ranks; None: `target` after hosts were
-    lost, 1 after a resize. max_np: most ranks after a resize; None: the slots, and `target` when the host file changes.
+    program: the command of a rank. target: the number of ranks. min_np: fewest ranks; None: as many as before a
+    failure, 1 after a resize. max_np: most ranks after a resize; None: the slots, and `target` when the host file changes.
     settings: variables for the ranks. find_hosts: reads the hosts; called again before each start. watches_hosts:
     whether a changed host file resizes the job.
     """
@@ -114,9 +114,10 @@ class Runner:
             self._job.connect(link, messages)
 
     def _run_until_end(self, listening: tuple[str, int, str]) -> int:
-        available, end = self._hosts, End(2)
+        available, end = self._hosts, End(0)
+        fewest = self._target  # without --min-np
         while True:
-            least = self._options.min_np or self._target
+            least = self._options.min_np or fewest
             ranks = restarts.size(available.total, self._target, least)
             if ranks is None:
                 left = f"{count(available.total, 'slot')} left on {', '.join(available.slots)}"
@@ -133,6 +134,7 @@ class Runner:
                 self._wait(decision.delay_s)
                 if self._stops:
                     return self._finish(end)
+            fewest = sum(self._assigned.values()) if end.code else 1
             available = self._available(after_failure=bool(end.code))
             self._starts, self._resizes = self._starts + 1, False
 

@@ -74,6 +74,16 @@ def main(what, argument=""):
             return step
 
         train(resize)
+    elif what == "hosts":  # the host file changes in the first start
+        sizes = dict(zip(range(1, 9), argument.split(","), strict=False))
+
+        def change(session, step):
+            if step == 5 and rank == 0 and (size := sizes.get(session.starts)):
+                pathlib.Path("hosts").write_text(f"localhost slots={size}\n")
+            while rank == 0 and step == 5 and session.starts in sizes and not session.asked:
+                time.sleep(0.05)  # `allred run` reads the file once a second
+
+        train(change)
     elif what == "same":  # fails before the eighth step, in each start
 
         def fail(session):

@@ -112,6 +112,17 @@ def test_resized_jobs_lose_and_repeat_no_step(mpi, tmp_path):
     assert found[-1][-1] == "300"
 
 
+def test_a_changed_host_file_resizes_the_job(tmp_path):
+    """It grows up to --max-np, and leaves slots that are no longer listed."""
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    options = ["--hostfile", "hosts", "--max-np", 3]
+    result = allred_run("mpich", tmp_path, *options, PROGRAM, "hosts", "7,1")
+    ended(result, 0)
+    found = re.findall(r"^start (\d): (\d) ranks, steps (\d+) to (\d+)$", result.out, re.MULTILINE)
+    assert [(start, size) for start, size, _, _ in found] == [("1", "2"), ("2", "3"), ("3", "1")], result.text
+    assert [begin for _, _, begin, _ in found] == ["0", *[end for *_, end in found][:-1]]
+
+
 def test_a_job_without_a_session_is_not_resized(tmp_path):
     result = allred_run("mpich", tmp_path, "-np", 2, PROGRAM, "no session")
     ended(result, 0)

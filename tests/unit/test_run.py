@@ -96,7 +96,7 @@ def test_threads_of_blas_are_the_cores_of_a_rank_unless_they_are_given():
 
 def options(**given):
     defaults = {"np": 2, "hosts": "", "hostfile": "", "restarts": 0, "min_np": None, "max_np": None, "mode": None}
-    defaults |= {"num_ps": None, "tag": False, "logs": "", "name": "", "is_module": False, "program": "train.py"}
+    defaults |= {"num_ps": None, "tag": False, "logs": "", "name": None, "is_module": False, "program": "train.py"}
     return argparse.Namespace(**defaults | {"arguments": []} | given)
 
 
