@@ -31,12 +31,7 @@ def _parser(arguments: list[str]) -> argparse.Namespace:
     add("--num-ps", type=_number, metavar="N", help="number of parameter servers in mode ps")
     add("--tag", action="store_true", help="print the rank before each line of output")
     add("--logs", default="", metavar="DIR", help="write the output of each rank to a file too: DIR/rank-0.log")
-    add(
-        "--name",
-        type=_name,
-        default="",
-        help="name for `allred resize` and `top`; default: the program and the process id",
-    )
+    add("--name", type=_name, help="name for `allred resize` and `top`; default: the program and the process id")
     add("--dry-run", action="store_true", help="print the command, and do not run it")
     add("-m", action="store_true", dest="is_module", help="the program is a module: -m package.train")
     add("program", help="a Python file (train.py), or another program")

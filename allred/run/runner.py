@@ -41,9 +41,9 @@ class JobOptions:
     """A job, as the options of the command describe it.
 
     program: the command of a rank. target: the number of ranks. min_np: fewest ranks; None: as many as before a
-    failure, 1 after a resize. max_np: most ranks after a resize; None: the slots, and `target` when the host file changes.
-    settings: variables for the ranks. find_hosts: reads the hosts; called again before each start. watches_hosts:
-    whether a changed host file resizes the job.
+    failure, 1 after a resize. max_np: most ranks after a resize; None: the slots, or `target` if the host file has
+    changed. settings: variables for the ranks. find_hosts: reads the hosts; called again before each start.
+    watches_hosts: whether a changed host file resizes the job.
     """
 
     name: str
