@@ -1,5 +1,5 @@
 """Trains 100 steps, in the checkpoint directory CHECKPOINTS. The chief of the first start creates READY. With WAITS_AT,
-the first start waits after this step until it has to stop.
+the chief of the first start waits after this step until it has to stop.
 
 The weights depend on every batch and on the order of the batches. At the end the chief prints them, in hexadecimal.
 """
@@ -22,7 +22,7 @@ with allred.Session(checkpoint_dir=os.environ["CHECKPOINTS"], log_steps=None) as
     begin = session.step
     waits_at = int(os.environ.get("WAITS_AT", "-1")) if session.starts == 1 else -1
     for xs, ys in session.steps(batches):
-        while session.step == waits_at and not session.asked:
+        while allred.is_chief() and session.step == waits_at and not session.asked:
             time.sleep(0.05)
         opt.step(params, {"w": 2 * xs.T @ (xs @ params["w"] - ys) / len(xs)})
         if allred.is_chief() and session.step == 20:
