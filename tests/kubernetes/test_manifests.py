@@ -63,3 +63,16 @@ def test_a_misspelled_field_and_a_wrong_type_are_found():
     text = "\n".join(sorted(errors(wrong)))
     for words in ("'slotPerWorker' was unexpected", "'volumeMount' was unexpected", "'two' is not of type 'integer'"):
         assert words in text, text
+
+
+def test_rules_of_the_operators_that_the_schemas_lack():
+    """mpi-operator, pkg/apis/kubeflow/validation: two restart policies. Trainer, pkg/runtime/core/trainingruntime.go:
+    resourcesPerNode applies to the launcher, unless it is a node."""
+    roles = MANIFESTS["mpijob.yaml", "MPIJob"]["spec"]["mpiReplicaSpecs"]
+    assert {role["restartPolicy"] for role in roles.values()} <= {"Never", "OnFailure"}
+    assert "resourcesPerNode" not in MANIFESTS["trainjob.yaml", "TrainJob"]["spec"]["trainer"]
+    runtime = MANIFESTS["trainjob.yaml", "TrainingRuntime"]["spec"]
+    assert runtime["mlPolicy"]["mpi"]["runLauncherAsNode"] is False
+    for job in runtime["template"]["spec"]["replicatedJobs"]:
+        [container] = job["template"]["spec"]["template"]["spec"]["containers"]
+        assert container["resources"]["limits"], job["name"]
