@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from allred.cluster.topology import Topology
     from allred.comm.communicator import Communicator
     from allred.comm.process_set import ProcessSets
+    from allred.comm.replicas import Replica
     from allred.comm.work import WorkQueue
     from allred.data.loader import Iterations
     from allred.ps.context import Context
@@ -37,8 +38,9 @@ class World:
     in_cluster: whether allred.Server() made this world. client_group: the tasks of a cluster
     with clients; None without clients.
     queues: the queues that make progress in every wait of this rank. iterations: the running iterations over batches.
-    join_observers: called with the rank that joined last. failure: the error of another rank, to be raised here
-    (testing.threads; between processes the watcher has it). counters: of the steps of this rank, for monitors.
+    join_observers: called with the rank that joined last. replicas: the parameters and states that `join` makes equal.
+    failure: the error of another rank, to be raised here (testing.threads; between processes the watcher has it).
+    counters: of the steps of this rank, for monitors.
     """
 
     topology: "Topology"
@@ -55,6 +57,7 @@ class World:
     queues: "WeakSet[WorkQueue]" = dataclasses.field(default_factory=WeakSet)
     iterations: "Iterations | None" = None
     join_observers: "list[Callable[[int], None]]" = dataclasses.field(default_factory=list)
+    replicas: "WeakSet[Replica]" = dataclasses.field(default_factory=WeakSet)
     failure: AllredError | None = None
     counters: Counters = dataclasses.field(default_factory=Counters)
     process: int = dataclasses.field(default_factory=os.getpid)  # the rank's own process, not a fork

@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 
 from allred import world
 from allred.arrays import Array
-from allred.comm import header
+from allred.comm import header, replicas
 from allred.comm.communicator import Communicator
 from allred.comm.ops import Compression, ReduceOp
 from allred.comm.process_set import ProcessSet, communicators
@@ -310,7 +310,8 @@ def _checked(work: Work[T], function: str) -> Work[T]:
 
 
 def add_observer(observer: Callable[[int], None]) -> None:
-    """Call `observer` on this rank with the number of the rank that joined last, when all ranks have joined."""
+    """Call `observer` on this rank with the number of the rank that joined last, when all ranks have joined and before
+    parameters are copied from it."""
     world.current().join_observers.append(observer)
 
 
@@ -336,16 +337,27 @@ def join(process_set: ProcessSet | None = None) -> int:
     limit while the other ranks live; a long wait for their next operation is shown. Errors of the other ranks, such as
     MismatchError, are not raised here.
 
-    process_set: the ranks whose operations these are; default: all ranks.
+    When all ranks have joined, each distributed optimizer whose ranks have made different numbers of steps copies
+    parameters, state and scaler from the rank that joined last to all ranks, in place. The parameters are those of its
+    last `broadcast` and of the steps after it; of a torch optimizer, all that it has. Not copied: parameters of an
+    optimizer with a process_set, buffers of torch modules, and the program's own state. Nor parameters that a rank has
+    neither stepped nor broadcast before it joined: a warning names the rank, and `opt.broadcast(params, root=last)`
+    copies them.
+
+    process_set: the ranks whose operations these are; default: all ranks. Nothing is copied when a process set
+        has joined.
 
     Example: after a loop over batches whose number differs between ranks, `last = allred.join()`.
     """
     communicator, first = current(process_set), True
+    joined_at = communicator.operations
     while (last := communicator.join(first).wait(math.inf)) is None:
         first = False
     if process_set is None:
-        for observer in list(world.current().join_observers):
-            observer(last)
+        with communicator.at_any_place():
+            for observer in list(world.current().join_observers):
+                observer(last)
+            replicas.refresh(communicator, joined_at, last)
     return last
 
 
@@ -355,7 +367,9 @@ class Join:
         with allred.Join() as joined:
             for x, y in loader:                        # of another length on every rank
                 opt.step(params, gradients(params, x, y))
-        opt.broadcast(params, root=joined.last)        # ranks that joined early have older parameters
+        # here all ranks have the parameters of rank joined.last
+
+    Call `opt.broadcast(params)` before the block: then `join` knows the parameters also on ranks without a batch.
 
     process_set: as for `join`. `joined.last` is the result of `join`; inside the block it raises InputError.
     """

@@ -8,8 +8,9 @@ Ranks may have joined: their header of every operation is `join`. Then headers d
 and the other ranks run the operation on a subgroup of their own.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -59,6 +60,13 @@ class Group:
         return self._active or self
 
     @property
+    def operations(self) -> int:
+        """The number of the last operation that was begun: the same on all ranks that have completed it, if no other is
+        under way. Ranks that have joined count the operations of the others."""
+        backend = self.backend.with_header
+        return self._sequence if backend is None else backend.number
+
+    @property
     def in_place_bytes(self) -> int:
         """See Backend.in_place_bytes."""
         return self.backend.in_place_bytes
@@ -67,6 +75,15 @@ class Group:
     def sent_bytes(self) -> int:
         """Bytes that this rank has contributed to allreduces so far; see Backend.sent_bytes."""
         return self.backend.sent_bytes + (0 if self.devices is None else self.devices.sent_bytes)
+
+    @contextlib.contextmanager
+    def at_any_place(self) -> Iterator[None]:
+        """Inside this block ranks may call an operation at different lines of the program."""
+        before, self.checks_places = self.checks_places, False
+        try:
+            yield
+        finally:
+            self.checks_places = before
 
     def close(self) -> None:
         """Release all resources; collective. The communicator cannot be used afterwards."""

@@ -110,7 +110,8 @@ class DistributedOptimizer:
             sync = functions.current() and not context.is_active()
             if not sync and self._options.compression is not Compression.none:
                 log.info(f"{self.name}: compression has no effect in mode ps: gradients are sent uncompressed")
-            self._chosen = (SyncMode if sync else ServersMode)(self.optimizer, self._options, self._clipper)
+            arguments = self.optimizer, self._options, self._clipper
+            self._chosen = SyncMode(*arguments, self) if sync else ServersMode(*arguments)
         return self._chosen
 
     @property
@@ -220,6 +221,11 @@ class DistributedOptimizer:
             if (scaler := self._clipper.scaler) is not None:
                 title = f"scaler of {self.name}"
                 scaler.load_state_dict(functions.broadcast_object(scaler.state_dict(), root, title))
+
+    def replicated(self, trained: dict[str, Any]) -> Any:
+        """Internal, for allred.join: return the parameters to copy to ranks that have missed steps. trained: those of
+        the steps, by name."""
+        return trained
 
     def share(self, params: Any) -> Any:
         """Return a nest like `params` with one copy of the arrays per node, for sharded=True. Collective.

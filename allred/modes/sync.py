@@ -18,6 +18,7 @@ from allred import arena, arrays, checkpoint, log, nest, world
 from allred.comm import functions
 from allred.comm.communicator import Communicator
 from allred.comm.ops import Compression, ReduceOp
+from allred.comm.replicas import Owner, Replica
 from allred.errors import AllredError, InputError
 from allred.fusion import Tensor
 from allred.gpu.device_arrays import to_host
@@ -85,12 +86,12 @@ def _all_defer(agreement: Agreement) -> bool:
 
 
 class SyncMode(Mode):
-    """Mode sync of one optimizer."""
+    """Mode sync of one optimizer. owner: the `DistributedOptimizer`."""
 
     is_lockstep = True
     update_interrupted = False
 
-    def __init__(self, optimizer: Any, options: StepOptions, clipper: Clipper) -> None:
+    def __init__(self, optimizer: Any, options: StepOptions, clipper: Clipper, owner: Owner) -> None:
         self._optimizer, self._options, self._clipper = optimizer, options, clipper
         self._title = options.title
         self._reducer = Reducer(options, self._title)
@@ -98,6 +99,7 @@ class SyncMode(Mode):
         self._overlap: Overlap | None = None  # after the first opt.reduce() of any rank
         self._timer, self._not_in_place = StepTimer(), NotInPlace(options.compression)
         self._sharded = new_sharded_update(optimizer, self._title) if options.sharded else None
+        self._replica = Replica(owner) if options.process_set is None else None
         self._updates = 0  # for an optimizer that does not count them; includes those before a restore
 
     def step(self, given: StepInput) -> None:
@@ -115,6 +117,8 @@ class SyncMode(Mode):
         if self._clipper.scaler is not None:
             self._clipper.scaler.update(mean is None, self._title)
         self._checks.end(updated=mean is not None)
+        if self._replica is not None:
+            self._replica.stepped(communicator, self._checks.steps, given.tensors, given.leaves)
         self._timer.end(communicator, self._reducer.samples, self.global_step, given.samples or 0)
         self._not_in_place.end(self._timer.steps, given.values, communicator)
 
@@ -199,15 +203,25 @@ class SyncMode(Mode):
         communicator.check("parameters", f"{name}.broadcast()", lines, settings, problem=problem).wait()
         for leaf_name, leaf in nest.leaves(params):
             communicator.broadcast(leaf, root, leaf_name, in_place=True).wait()
-        if has_state(self._optimizer):
-            state = self._optimizer.state_dict() if communicator.number == root else None
-            state = communicator.broadcast_object(state, root, f"state of {name}").wait()
-            if communicator.number != root:
-                self._optimizer.load_state_dict(state)
-            restored(self._optimizer)
+        self._broadcast_state(communicator, params, root)
         if self._sharded is not None:
             self._sharded.forget_state()
         self.forget_order()  # a rank that had joined does not know it
+
+    def _broadcast_state(self, communicator: Communicator, params: Any, root: int) -> None:
+        """Copy the state of the optimizer, and the numbers of its steps and updates."""
+        state, replica, with_state = None, self._replica, has_state(self._optimizer)
+        if communicator.number == root:
+            number = None if replica is None else replica.number(communicator)
+            state = number, self._checks.steps, self._updates, self._optimizer.state_dict() if with_state else None
+        title = f"state of {self._options.name}"
+        number, self._checks.steps, self._updates, state = communicator.broadcast_object(state, root, title).wait()
+        if with_state:
+            if communicator.number != root:
+                self._optimizer.load_state_dict(state)
+            restored(self._optimizer)
+        if replica is not None:
+            replica.copied(number, self._checks.steps, params)
 
     def share(self, params: Any) -> Any:
         title = f"{self._options.name}.share()"

@@ -6,7 +6,8 @@
    update was interrupted. If several ranks fail at once, one of them writes, and the others wait for it.
 3  Ranks that wait for the writing rank, in a collective or because they have failed too, wait without a time limit; so
    does the end of the job (allred.watch.wait.busy). The same holds for a periodic checkpoint that is being written.
-4  After allred.join(): the rank that joined last writes, if it has made updates that the chief lacks.
+4  In allred.join(): the rank that joined last writes, if it has made updates that the chief lacks, with its position in
+   the data. Then the chief gets these updates.
 """
 
 import contextlib
@@ -74,9 +75,9 @@ def _newest(directory: str) -> str | None:
 
 
 def write_after_join(saver: Saver, optimizer: DistributedOptimizer, writer: int, capture: Capture) -> int:
-    """Write a checkpoint after all ranks have joined, if rank `writer`, which joined last, has made updates that the
-    chief lacks. Collective. Returns the global step of rank `writer`. If the checkpoint cannot be written, the chief
-    prints a warning and training continues."""
+    """Write a checkpoint after all ranks have joined and before `join` copies parameters, if rank `writer`, which
+    joined last, has made updates that the chief lacks. Collective. Returns the global step of rank `writer`. If the
+    checkpoint cannot be written, the chief prints a warning and training continues."""
     steps = functions.allgather_object(optimizer.global_step)
     step = int(steps[writer])
     if not saver.directory or step == steps[0]:
@@ -91,8 +92,8 @@ def write_after_join(saver: Saver, optimizer: DistributedOptimizer, writer: int,
         path, failure = functions.broadcast_object((path, failure), writer)
     if failure:
         log.warning(
-            f"rank {writer}, which joined last, could not write the checkpoint of step {step}: {failure}. Rank 0 does "
-            f"not have the last updates of rank {writer}; call opt.broadcast(params, root={writer}) on all ranks"
+            f"rank {writer}, which joined last, could not write the checkpoint of step {step}: {failure}. The next "
+            "one, which rank 0 writes, has the updates too"
         )
         return step
     saver.begin(step)

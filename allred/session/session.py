@@ -343,7 +343,7 @@ class Session:
         randoms = coordination.gather_random_states(self.optimizer)
         capture = functools.partial(self._capture, randoms)
         self.step = final_checkpoint.write_after_join(self._saver, self.optimizer, writer, capture)
-        self._step_begin = self.optimizer.global_step  # so that `_note_step` does not set the step back
+        self._step_begin = self.step  # `join` copies the updates; `_note_step` must not count them as this rank's step
 
     # The end.
 

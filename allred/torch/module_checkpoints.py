@@ -36,6 +36,10 @@ class ModuleCheckpoints(DistributedOptimizer):
         others = {**UntrainedTensors(module, own).state_dict(), **dict(module.named_buffers())}
         return {f"module.{name}": detached_view(value) for name, value in others.items()}
 
+    def replicated(self, trained: dict[str, Any]) -> Any:
+        """Internal: see `DistributedOptimizer`."""
+        return self.nest_of(None)
+
     def session_parts(self, params: Any) -> tuple[Any, dict[str, Any]]:
         """Internal: see `DistributedOptimizer`."""
         if not isinstance(params, torch.nn.Module):

@@ -61,7 +61,9 @@ else: raise AssertionError("no error")
 ends = allred.ProcessSet([0, size - 1])
 if rank in (0, size - 1): assert (allred.allreduce(np.ones(100_000), allred.Sum, process_set=ends) == 2).all()
 if rank: assert (allred.allreduce(np.ones(50_000), allred.Sum) == size - 1).all()
+for _ in range(rank): opt.step(params, [np.ones_like(p) for p in params])
 assert allred.join() >= 1
+assert len(set(allred.allgather_object((params[0].tobytes(), opt.global_step)))) == 1
 """
 
 

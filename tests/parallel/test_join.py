@@ -1,11 +1,13 @@
 """Ranks that have joined: what the operations of the others come to without them."""
 
 import time
+import weakref
 
 import numpy as np
 import pytest
 
 import allred
+from allred import nest
 from allred.errors import InputError, MismatchError
 from allred.modes.detect import mistake_checks
 
@@ -135,6 +137,14 @@ class Sum:
         params += grads
 
 
+class SumOfEach(Sum):
+    """The same for a dict."""
+
+    def step(self, params, grads):
+        for name in params:
+            super().step(params[name], grads[name])
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 def test_training(rank, size, weighted):
     """Rank r has 2 + 2 r batches of one gradient, r + 1; each mean is of the ranks that have one."""
@@ -145,7 +155,6 @@ def test_training(rank, size, weighted):
         for _ in range(2 + 2 * rank):
             opt.step(params, np.full(3, rank + 1.0), samples=rank + 1 if weighted else None)
     assert joined.last == size - 1
-    opt.broadcast(params, root=joined.last)
     left = [[r + 1 for r in range(size) if step < 2 + 2 * r] for step in range(2 * size)]
     means = [sum(r * r for r in ranks) / sum(ranks) if weighted else sum(ranks) / len(ranks) for ranks in left]
     np.testing.assert_allclose(params, np.full(3, sum(means)))
@@ -168,8 +177,7 @@ def test_training_with_all_that_a_step_may_do(rank, size):
             assert opt.skipped == 1
         else:
             assert opt.grad_norm == pytest.approx(7.0)
-    last = allred.join()
-    opt.broadcast(params, root=last)
+    allred.join()
     assert scaler.get_scale() == (2.0 if size > 2 else 4.0)
     steps = sum(1 for step in range(2 + 4 * (size - 1)) if step != 7)
     np.testing.assert_allclose(params["a"], np.full(40, -steps / 7.0))
@@ -190,20 +198,139 @@ def test_drift_is_found_among_those_that_are_left(rank, size):
     allred.join()
 
 
-def test_parameters_that_were_not_shared_after_the_block_are_told_as_that(rank, size):
+def uneven_steps(opt, params, steps):
+    for _ in range(steps):
+        opt.step(params, {name: np.full_like(value, allred.rank() + 1.0) for name, value in params.items()})
+
+
+def assert_equal_on_all(opt, params):
+    slots = opt.state_dict()["slots"] if hasattr(opt.optimizer, "state_dict") else {}
+    assert len(set(allred.allgather_object((nest.digest(params), nest.digest(slots), opt.global_step)))) == 1
+
+
+@pytest.mark.parametrize("make", [lambda: allred.optim.SGD(lr=0.1, momentum=0.9), allred.optim.Adam, SumOfEach])
+@pytest.mark.parametrize(("starts", "sharded"), [(True, False), (False, False), (True, True)])
+def test_all_ranks_get_the_parameters_of_the_last_one(rank, make, starts, sharded):
+    """And the state and the number of updates, also if nothing was broadcast before."""
+    opt, params = allred.distributed(make(), sharded=sharded), {"a": np.full(3, 5.0), "b": np.full((2, 2), 7.0)}
+    if starts:
+        params = opt.share(params) if sharded else params
+        opt.broadcast(params)
+    with allred.Join() as joined:
+        uneven_steps(opt, params, 1 + 2 * rank)
+        own = {name: value.copy() for name, value in params.items()}
+    expected = allred.broadcast_object(own, joined.last)
+    for name in params:
+        np.testing.assert_array_equal(params[name], expected[name])
+    assert_equal_on_all(opt, params)
+    uneven_steps(opt, params, 4)  # compares the ranks
+    assert_equal_on_all(opt, params)
+
+
+def test_micro_steps_are_kept(rank, size):
+    """Also if the steps that a rank has missed have made no update, but changed the scaler."""
+    scaler, params = allred.GradScaler(init_scale=4.0), {"a": np.zeros(3)}
+    opt = allred.distributed(allred.optim.SGD(lr=1.0), accumulate=2, scaler=scaler)
+    opt.broadcast(params)
+    with allred.Join():
+        for _ in range(2 * rank):
+            opt.step(params, {"a": np.full(3, np.inf)})
+        opt.step(params, {"a": np.full(3, 4.0)})
+    assert opt.accumulates
+    assert (scaler.get_scale(), params["a"].tolist()) == (4.0 / 2 ** (size - 1), [0.0] * 3)
+    opt.step(params, {"a": np.full(3, 4.0)})
+    assert not opt.accumulates
+    assert params["a"].tolist() == [-4.0 / scaler.get_scale()] * 3
+
+
+def test_a_rank_that_took_part_in_no_step(rank, size, capfd):
+    """Nothing is copied: it may not be the same optimizer. A warning and the error of the next step explain it."""
     if size == 1:
         pytest.skip("one rank cannot differ from others")
     opt, params = allred.distributed(allred.optim.SGD(lr=1.0)), np.zeros(3)
-    with allred.Join() as joined:
-        for _ in range(1 + (rank == 1)):
+    with allred.Join():
+        for _ in range(2 * (rank == 1)):
             opt.step(params, np.ones(3))
+    warning = "rank 0" if size == 2 else "ranks 0 and 2"
+    assert (f"join(): {warning} joined before the first step of opt" in capfd.readouterr().err) == (rank == 0)
     with pytest.raises(
         allred.DriftError, match=r"had joined have missed steps: .* broadcast\(params, root=joined.last"
     ):
         opt.step(params, np.ones(3))
-    opt.broadcast(params, root=joined.last)
+    opt.broadcast(params, root=1)
     opt.step(params, np.ones(3))
     assert params.tolist() == [-3.0] * 3
+    with allred.Join():  # now all take part
+        for _ in range(rank):
+            opt.step(params, np.ones(3))
+    assert params.tolist() == [-2.0 - size] * 3
+
+
+def test_ranks_with_equal_numbers_of_steps_copy_nothing(rank, monkeypatch):
+    opt, params = allred.distributed(allred.optim.Adam()), {"a": np.zeros(3)}
+    monkeypatch.setattr(opt, "broadcast", lambda *_: pytest.fail("nothing is to be copied"))
+    with allred.Join():
+        uneven_steps(opt, params, 2)
+
+
+def test_several_optimizers(rank):
+    """Of the same name and layout, first used in another order than made. Only those on all ranks are copied."""
+    first, second, third = ({"a": np.full(3, float(number))} for number in range(3))
+    one, two, three = (allred.distributed(allred.optim.SGD(lr=1.0)) for _ in range(3))
+    two.broadcast(second)
+    one.broadcast(first)
+    with allred.Join():
+        for _ in range(rank + 1):
+            uneven_steps(one, first, 1)
+            uneven_steps(two, second, 1)
+    assert_equal_on_all(one, first)
+    assert_equal_on_all(two, second)
+    assert second["a"][0] == first["a"][0] + 1
+    del one
+    with allred.Join():
+        for _ in range(2 * rank):
+            uneven_steps(two, second, 1)
+            uneven_steps(three, third, 1)
+    assert_equal_on_all(two, second)
+    assert three.global_step == 2 * rank
+
+
+def test_optimizers_and_parameters_that_are_discarded(rank):
+    opt, params = allred.distributed(allred.optim.SGD(lr=1.0)), {"a": np.zeros(3)}
+    uneven_steps(opt, params, 1)
+    references = weakref.ref(opt), weakref.ref(params["a"])
+    kept = opt if rank else None
+    with allred.Join():
+        if rank:
+            uneven_steps(opt, params, 1)
+        else:
+            del opt, params
+            assert [reference() for reference in references] == [None, None]
+    assert kept is None or kept.global_step == 2
+    assert not rank or params["a"][0] < 0
+
+
+def test_parameters_in_other_arrays_and_in_two_parts(rank, size):
+    """The arrays of the last steps count, and those of the broadcast for the part that was not stepped."""
+    opt, params = allred.distributed(allred.optim.SGD(lr=1.0)), {"a": np.zeros(3), "b": np.zeros(2)}
+    opt.broadcast(params)
+    params = {name: value.copy() for name, value in params.items()}
+    with allred.Join():
+        for step in range(2 + 2 * rank):
+            uneven_steps(opt, {"ab"[step % 2]: params["ab"[step % 2]]}, 1)
+    assert_equal_on_all(opt, params)
+
+
+def test_an_optimizer_of_a_process_set(rank, size):
+    """Only its own broadcast copies its parameters."""
+    members = allred.ProcessSet(range(size))
+    opt, params = allred.distributed(allred.optim.SGD(lr=1.0), process_set=members), {"a": np.zeros(3)}
+    with allred.Join(members) as joined:
+        uneven_steps(opt, params, 1 + rank)
+    assert allred.join() == 0
+    assert opt.global_step == 1 + rank
+    opt.broadcast(params, root=joined.last)
+    assert_equal_on_all(opt, params)
 
 
 def test_an_error_in_the_block_does_not_join(size):
@@ -248,11 +375,15 @@ def checked_places():
     communicator.checks_places = False
 
 
-def test_in_different_places(rank, checked_places):
+def test_in_different_places(rank, size, checked_places):
+    opt, params = allred.distributed(allred.optim.SGD(lr=1.0)), {"a": np.zeros(3)}
+    opt.broadcast(params)
     if rank == 0:
-        assert allred.join() == 0
+        assert allred.join() == min(1, size - 1)
     else:
-        assert allred.join() == 0
+        opt.step(params, {"a": np.ones(3)})
+        assert allred.join() == 1
+    assert params["a"].tolist() == [-1.0 if size > 1 else 0.0] * 3
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -266,7 +397,7 @@ def test_a_second_epoch(rank, size, early, capfd):
                 if early:
                     opt.reduce("a", grads["a"])
                 opt.step(params, grads)
-        opt.broadcast(params, root=joined.last)
+        opt.broadcast(params, root=joined.last)  # of ranks that made no step before, too
     assert params["a"].tolist() == [12.0 if size > 1 else 6.0] * 4
     assert id(opt.optimizer) not in mistake_checks._unused
 

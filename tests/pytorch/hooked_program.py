@@ -681,13 +681,14 @@ def accumulated_batches_of_allred_weight_the_ranks():
 
 @case_with_overlap
 def ranks_with_unequal_numbers_of_batches():
-    """allred.Join: a rank at the end of its batches takes part without gradients. Rank 0 has no batch in epoch 0."""
+    """allred.Join: a rank at the end of its batches takes part without gradients, and then gets the parameters. Rank 0
+    has no batch in epoch 0."""
     model, opt, other, plain = hooked(net())
+    opt.allred.broadcast(model)
     for epoch, counts in enumerate(([0, 2, 3], [3, 1, 2])):
-        with allred.Join() as end:
+        with allred.Join():
             for step in range(counts[RANK]):
                 train(model, opt, batch(10 * epoch + step))
-        opt.allred.broadcast(model, root=end.last)
         for step in range(max(counts[:SIZE])):
             parts = [batch(10 * epoch + step, rank) for rank in range(SIZE) if step < counts[rank]]
             train(other, plain, tuple(torch.cat(each) for each in zip(*parts, strict=True)))

@@ -24,6 +24,7 @@ PACKAGES = (
 # Inside of comm, top to bottom: what users call; the communicator; the backends; what these are made of.
 COMM = (
     {"join", "functions", "process_set"},
+    {"replicas"},
     {"create", "recording", "communicator", "device_collectives", "device_reduce", "reduction", "group"},
     {"point_to_point"},
     {"arguments"},

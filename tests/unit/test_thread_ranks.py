@@ -102,6 +102,18 @@ def test_join():
     assert threads(3, uneven) == [(2, [3.0]), (2, [3.0, 2.0]), (2, [3.0, 2.0, 1.0])]
 
 
+def test_join_copies_the_parameters_of_the_last_rank():
+    def uneven():
+        opt, params = allred.distributed(allred.optim.SGD(lr=1.0)), np.zeros(2)
+        with allred.Join():
+            for _ in range(allred.rank() + 1):
+                opt.step(params, np.ones(2))
+        opt.step(params, np.ones(2))
+        return params.tolist(), opt.global_step
+
+    assert threads(3, uneven) == [([-4.0] * 2, 4)] * 3
+
+
 def test_the_first_error_is_raised_and_the_other_ranks_get_one():
     seen = {}
 

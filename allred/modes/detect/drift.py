@@ -128,7 +128,10 @@ def _remedy(
     if any(kind == "setting" for kind, _ in differing):
         return "Give every rank the same optimizer settings; they are not broadcast"
     if missed:
-        return "Ranks that had joined have missed steps: behind the Join block call broadcast(params, root=joined.last)"
+        return (
+            "Ranks that had joined have missed steps: behind the Join block call broadcast(params, root=joined.last), "
+            "and before it broadcast(params)"
+        )
     if not equal_at:
         return (
             "Start from the same values everywhere: call broadcast(params) of the distributed optimizer before training"

@@ -44,7 +44,7 @@ class MistakeChecks:
         self._batches = BatchArguments(title)
         self._samples: int | None = None  # of the current step on this rank
         self._found: dict[str, str] = {}  # gradients of the current step that are not finite, in `scan_bucket`
-        self._step = 0  # completed negotiations
+        self.steps = 0  # completed negotiations, those of the root after a broadcast
         self._equal_at = 0  # the last step before which the parameters of all ranks were equal
 
     @property
@@ -54,7 +54,7 @@ class MistakeChecks:
     def requests(self, samples: int | None) -> int:
         """Begin a step. Return the flags of the comparisons that this rank requests."""
         self._samples, self._found = samples, {}
-        every, step = world.config().check_steps, self._step + 1
+        every, step = world.config().check_steps, self.steps + 1
         due = every and (step <= _FIRST or step % every == 0 or (self._updates and self._updates.outside()))
         return _CHECK * bool(due and functions.current().size > 1) | _BATCHES * self._batches.new(step)
 
@@ -80,10 +80,10 @@ class MistakeChecks:
         """Make the requested comparisons before the reduction. Return whether the gradients are used. flags: of all
         ranks. Raises DriftError, InputError, MismatchError or NonFiniteError on all ranks."""
         if any(flag & _BATCHES for flag in flags):
-            self._batches.compare(self._step + 1)
+            self._batches.compare(self.steps + 1)
         if any(flag & _CHECK for flag in flags):
             self._compare_ranks(plan, values, params)
-        self._step += 1
+        self.steps += 1
         if any(flag & finite.NONFINITE for flag in flags):
             own = flags[functions.current().active.rank]
             return self._refuse_nonfinite(finite.describe(plan, values) if own & finite.NONFINITE else {})
@@ -103,7 +103,7 @@ class MistakeChecks:
     def passes_overlapped(self, flags: list[int], plan: Plan, values: Sequence[Any], nonfinite: str) -> bool:
         """As `passes` and `passes_reduced`, for gradients that were scanned by `scan_bucket`, or checked by their
         reductions."""
-        self._step += 1
+        self.steps += 1
         if any(flag & finite.NONFINITE for flag in flags):
             return self._refuse_nonfinite(self._found)
         return self.passes_reduced(flags, plan, values, nonfinite)
@@ -125,7 +125,7 @@ class MistakeChecks:
             world.current().counters.skip()
             if self.skipped == 1:
                 log.warning(
-                    f"{self._title}: step {self._step} is skipped, like all later steps with this problem: {problem}"
+                    f"{self._title}: step {self.steps} is skipped, like all later steps with this problem: {problem}"
                 )
             return False
         skip = "; nonfinite='skip' (ALLRED_NONFINITE=skip) skips such steps" if self._optimizer is not None else ""
@@ -150,12 +150,12 @@ class MistakeChecks:
         if len({note >> _BITS for note in notes}) > 1:
             self._raise_drift(parts)
         self._duplicates.compare([note % 2**_BITS for note in notes])
-        self._equal_at = self._step + 1
+        self._equal_at = self.steps + 1
 
     def _raise_drift(self, parts: list[drift.Part]) -> None:
         """Find the parts that differ. Raises DriftError, unless only the payloads of NaN differ."""
         outside = self._updates.outside() if self._updates else 0
-        mine = drift.table(parts), outside, self._step + 1, self._equal_at
+        mine = drift.table(parts), outside, self.steps + 1, self._equal_at
         everyone = functions.allgather_object(mine, f"{self._title}: what differs")
         tables, counts, steps, equal_at = (list(each) for each in zip(*everyone, strict=True))
         ranks = functions.current().active.ranks
