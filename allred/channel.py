@@ -43,11 +43,13 @@ class HandshakeError(Exception):
 
 
 class Channel:
-    """A TCP connection that sends and receives lines. `longest`: bytes of the longest line that it accepts."""
+    """A TCP or Unix connection that sends and receives lines. `longest`: bytes of the longest line that it accepts."""
 
     def __init__(self, connection: socket.socket, longest: int = LINE_BYTES) -> None:
         self.connection, self.longest = connection, longest
         self._received = bytearray()
+        if connection.family == socket.AF_UNIX:
+            return
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE.items():

@@ -1,17 +1,16 @@
 """`Server`: this process as a task of a cluster, as in TensorFlow. It calls init()."""
 
-import dataclasses
 import os
 import socket
 from collections.abc import Mapping
 from typing import Any
 
-from allred import config, native, world
-from allred.cluster import launcher, mpi, topology
+from allred import config, world
+from allred.cluster import launcher, topology
 from allred.cluster.spec import CLIENT, SERVERS, ClusterSpec, Tasks, task_name, tf_config
 from allred.comm import functions
 from allred.errors import AllredError, ConfigError, InputError
-from allred.launch import rendezvous_client
+from allred.launch import pending
 from allred.ps import context
 from allred.startup import Cluster, enter
 
@@ -52,7 +51,6 @@ class Server:
         here = Cluster(workers_job, tasks=tuple(tasks))
         servers = self.cluster.num_tasks(SERVERS) if SERVERS in self.cluster.jobs else 0
         modes = {"mode": "ps", "num_ps": servers} if servers else {"mode": "sync"}
-        self._listener: socket.socket | None = None  # open until the end, so that no other program takes the address
         task = self._given(job_name, task_index)
         if launched > 1 and launched != len(tasks):
             raise ConfigError(
@@ -132,44 +130,17 @@ class Server:
                 f"allred.Server: no launcher has started {len(addresses)} processes (mpirun -np {len(addresses)} ...), "
                 f"and to be started by hand it takes {missing}"
             )
-        self._listener = enter_rendezvous(addresses, task, config.secret(os.environ), cluster, **modes)
+        enter_rendezvous(addresses, task, config.secret(os.environ), cluster, **modes)
 
 
 def enter_rendezvous(
-    addresses: Mapping[str, str], task: str, secret: str, cluster: Cluster, **arguments: Any
-) -> socket.socket | None:
-    """Join the other tasks without a launcher, as `init`. addresses: host:port of all tasks by name, in rank order.
-
-    Returns the socket at this task's address, to be kept open until the end; None for the first task.
-    """
-    settings = config.explicit_settings(os.environ, {})
-    limit_s = settings.get("start_timeout_s", config.Config.start_timeout_s)
-    library, problem = _mpi()
-    joined = rendezvous_client.rendezvous(addresses, task, secret, limit_s, library, problem)
-    os.environ.update(joined.environment)
-    try:
-        enter(None, dataclasses.replace(cluster, lifeline=joined.lifeline), **arguments)
-    finally:
-        for name in joined.environment:  # not for child processes
-            os.environ.pop(name, None)
-    joined.report_mpi_started()
-    return joined.listener
-
-
-def _mpi() -> tuple[str, str]:
-    """Return the name of the MPI library, and why tasks cannot start without a launcher; "" if they can."""
-    library, is_running = mpi.load_library()
-    if is_running:
-        return library, (
-            "MPI is running already, started by `from mpi4py import MPI` in this program or a library, and tasks that "
-            'mpirun has not started cannot be joined then; call allred.Server() or init_process_group("allred") before '
-            "it, or use mpirun"
-        )
-    if not library or library.startswith("Open MPI"):
-        return library, (
-            f"tasks that mpirun has not started need MPICH, and this Python has {library or 'no MPI'}: "
-            "pip install 'allred[mpich]', or use mpirun"
-        )
-    if native.arm_exit is None:
-        return library, f"tasks that mpirun has not started need allred's C extension: {native.reason}"
-    return library, ""
+    addresses: Mapping[str, str],
+    task: str,
+    secret: str,
+    cluster: Cluster,
+    listener: socket.socket | None = None,
+    **arguments: Any,
+) -> None:
+    """Join the other tasks without a launcher, as `init`; see `pending.prepare`."""
+    pending.prepare(addresses, task, secret, listener)
+    enter(None, cluster, **arguments)

@@ -28,6 +28,7 @@ from allred.data.loader import Iterations
 from allred.data.prefetching import check_not_in_prefetch_process
 from allred.errors import AllredError, ConfigError, InputError
 from allred.gpu import streams
+from allred.launch import pending
 from allred.modes.detect import mistake_checks
 from allred.ps import context
 from allred.ps.context import Context
@@ -73,7 +74,7 @@ def init(
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """The cluster of a `Server`.
+    """The cluster that this process is a task of.
 
     workers_job: the name of the workers' job. lifeline: the descriptor that reports the end of this task to the others,
     and theirs to it, if no launcher started it; else -1. tasks: the names of all tasks, by rank.
@@ -108,8 +109,17 @@ def enter(comm: Any, cluster: Cluster | None = None, **arguments: Any) -> None:
     except ConfigError as error:
         settings = str(error)
     given = cluster or Cluster()
-    with startup_timeout(settings, given.lifeline):
-        _join_ranks(comm, settings, given, in_cluster=cluster is not None)
+    joined = pending.take()
+    if joined is not None:
+        given = dataclasses.replace(given, lifeline=joined.lifeline)
+    try:
+        with startup_timeout(settings, given.lifeline):
+            _join_ranks(comm, settings, given, in_cluster=cluster is not None)
+    finally:
+        for name in joined.environment if joined is not None else ():  # not for child processes
+            os.environ.pop(name, None)
+    if joined is not None:
+        joined.report_mpi_started()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,9 +34,9 @@ import numpy as np
 
 from allred.data.loader import BatchSpec, Fetched, Load, Loader
 from allred.errors import AllredError, DataError, InputError
+from allred.launcher_variables import without_launcher
 from allred.validators import integer
 
-_LAUNCHER_PREFIXES = ("PMI", "PRTE_", "HYDI_", "HYDRA_", "MPI_", "MPIR_", "OMPI_")  # of environment variables
 _NAME = "allred-prefetch"
 _EXIT_S = 2.0  # time to exit before a process is killed
 
@@ -99,7 +99,7 @@ class _Process:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C goes to the rank, which ends this process
-                env={name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_PREFIXES)},
+                env=without_launcher(os.environ),
             )
         preparation = spawn.get_preparation_data(_NAME)
         preparation.pop("authkey", None)  # cannot be pickled, and is not needed

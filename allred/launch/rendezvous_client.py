@@ -120,12 +120,19 @@ class _Waiting:
 
 
 def rendezvous(
-    addresses: Mapping[str, str], task: str, secret: str, limit_s: float, mpi: str, problem: str = ""
+    addresses: Mapping[str, str],
+    task: str,
+    secret: str,
+    limit_s: float,
+    mpi: str,
+    problem: str = "",
+    listener: socket.socket | None = None,
 ) -> Joined:
     """Wait until all tasks have connected, `limit_s` seconds at most.
 
     addresses: of all tasks by name, in rank order. mpi: the MPI of this Python. problem: why this task cannot take
-    part; it is sent to the others. Raises ConfigError if it cannot or is refused; CollectiveTimeout at the limit.
+    part; it is sent to the others. listener: the socket at this task's address, if it is open already. Raises
+    ConfigError if this task cannot take part or is refused; CollectiveTimeout at the limit.
     """
     detached.keep_standard_files()
     first = next(iter(addresses))
@@ -138,7 +145,7 @@ def rendezvous(
         check_addresses(addresses, where, secret)
         if problem:
             raise ConfigError(problem)
-        listener = listen(task, addresses[task], where[task])
+        listener = listener or listen(task, addresses[task], where[task])
     except ConfigError as error:
         if task != first:
             with contextlib.suppress(_NotYetError, AllredError, OSError, ValueError):

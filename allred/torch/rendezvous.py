@@ -21,12 +21,11 @@ from allred import world
 from allred.cluster import launcher
 from allred.comm.functions import broadcast_object
 from allred.errors import ConfigError, InputError
+from allred.launch.pending import open_listener
 from allred.launch.rendezvous_client import shared_memory_domain
 from allred.server import enter_rendezvous
 from allred.startup import Cluster
 from allred.watch.start import own_address
-
-_listeners: list[socket.socket | None] = []  # kept open until the end, so that no other program takes the address
 
 
 def env_rendezvous(
@@ -94,17 +93,13 @@ def _start_mpi(store: Any, rank: int, size: int) -> None:
         return [store.get(f"{prefix}/{name}/{other}").decode() for other in range(size)]
 
     one_node = len(set(exchange("node", shared_memory_domain()))) == 1
-    host = "127.0.0.1" if one_node else own_address([os.environ.get("MASTER_ADDR", socket.gethostname())])
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:  # a free port; the rendezvous binds it again
-        probe.bind((host, 0))
-        address = f"{f'[{host}]' if ':' in host else host}:{probe.getsockname()[1]}"
-        addresses = {f"rank {other}": where for other, where in enumerate(exchange("address", address))}
+    listener, address = open_listener(one_node, os.environ.get("MASTER_ADDR", socket.gethostname()))
+    addresses = {f"rank {other}": where for other, where in enumerate(exchange("address", address))}
     if rank == 0:
         store.set(f"{prefix}/secret", secrets.token_hex(32))
     secret = store.get(f"{prefix}/secret").decode()
     cluster = Cluster(tasks=tuple(addresses))
-    _listeners.append(enter_rendezvous(addresses, f"rank {rank}", secret, cluster, mode="sync"))
+    enter_rendezvous(addresses, f"rank {rank}", secret, cluster, listener, mode="sync")
 
 
 def _started_by_torchrun() -> bool:
