@@ -29,7 +29,7 @@ $(error MPI=$(MPI) is not one of mpich, openmpi)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-torch test test-unit test-parallel test-integration test-full test-torch test-slurm test-sge test-kubernetes fuzz sanitize cuda test-gpu bench-gpu gpu-environment loops bench bench-torch lint types api diagram docs format clean
+.PHONY: help demo demo-torch test test-unit test-parallel test-integration test-full test-torch test-slurm test-sge test-kubernetes test-spark fuzz sanitize cuda test-gpu bench-gpu gpu-environment loops bench bench-torch lint types api diagram docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -81,6 +81,10 @@ test-sge: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## the Grid Engine script in
 test-kubernetes: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## manifests, and their launcher with ssh and sshd (installed with apt-get where root)
 	bash tests/kubernetes/install.sh
 	$(VENV_mpich)/bin/python -m pytest tests/kubernetes $(T)
+
+test-spark: $(VENV_mpich)/.spark ## Spark: local, local-cluster and standalone (installs pyspark, and Java with apt-get where root)
+	bash tests/spark/install.sh
+	$(VENV_mpich)/bin/python -m pytest -n 2 --dist loadfile tests/spark $(T)
 
 # The machine's own Python, with cupy, mpi4py, torch and pytest: nothing is downloaded. MPI_WHEEL: an MPI, if it has none.
 GPU := build/gpu
@@ -203,6 +207,8 @@ install = mkdir -p build && touch $(INSTALLING) && rm -f allred/native/_kernels.
 .venv/.torch: .venv/.test
 	$(@D)/bin/python -m pip install --quiet torch==2.13.0
 	$(call install,mpich$(comma)examples$(comma)test$(comma)torch)
+.venv/.spark: .venv/.test
+	$(call install,mpich$(comma)examples$(comma)test$(comma)spark)
 .venv/.dev: .venv/.test
 	$(call install,mpich$(comma)examples$(comma)test$(comma)dev)
 .venv/.docs: .venv/.test

@@ -24,6 +24,7 @@ MODULES = (
     "allred.session",
     "allred.ps",
     "allred.client",
+    "allred.spark",
     "allred.testing",
     "allred.compat.tf1",
 )

@@ -17,4 +17,6 @@ MODULES = [
 def test_docstring_examples(name):
     if name.startswith(("allred.torch", "allred.bench.torch")):
         pytest.importorskip("torch")
+    if name.startswith("allred.spark"):
+        pytest.importorskip("pyarrow")
     assert doctest.testmod(importlib.import_module(name)).failed == 0

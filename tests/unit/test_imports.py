@@ -15,10 +15,23 @@ CSRC = ROOT.parent / "csrc"
 
 # Top to bottom, the path of a gradient. A package may import what stands below it, and its own modules.
 PACKAGES = (
-    *("__main__", "monitor", "run", "doctor", "bench", "testing", "compat", "torch", "__init__", "server", "startup"),
+    *(
+        "__main__",
+        "monitor",
+        "spark",
+        "run",
+        "doctor",
+        "bench",
+        "testing",
+        "compat",
+        "torch",
+        "__init__",
+        "server",
+        "startup",
+    ),
     *("session", "client", "launch", "modes", "ps", "comm", "fusion", "timeline", "watch", "data", "optim", "arena"),
     *("cluster", "checkpoint", "gpu", "native", "nest", "arrays", "validators", "log", "world", "counters", "config"),
-    *("errors", "detached", "channel", "command_line", "wording"),
+    *("errors", "detached", "channel", "command_line", "launcher_variables", "wording"),
 )
 
 # Inside of comm, top to bottom: what users call; the communicator; the backends; what these are made of.
@@ -49,6 +62,9 @@ PRIVATE_BUT_DOCUMENTED |= {"_ARRAY_API"}  # numpy's C API
 # Names of torch without a public form, which backends written by others use too.
 OF_TORCH = {"_C", "_distributed_c10d", "_current_autograd_node", "_disable_dynamo", "_execution_engine"}
 OF_TORCH |= {"_set_sequence_number_for_group", "_timeout", "_world", "_dynamo", "_opt_called", "_wrapped_by_lr_sched"}
+
+# Names of pyspark without a public form, which its own estimators and libraries use too.
+OF_SPARK = {"_jsc", "_dummy", "_set", "_setDefault", "_resetUid", "_copyValues", "_fit", "_transform"}
 
 
 def name_of(path: pathlib.Path) -> str:
@@ -176,7 +192,7 @@ def is_private(name: str) -> bool:
     return (
         name.startswith("_")
         and not name.startswith("__")
-        and name not in {*PRIVATE_BUT_DOCUMENTED, *OF_TORCH, "_kernels"}
+        and name not in {*PRIVATE_BUT_DOCUMENTED, *OF_TORCH, *OF_SPARK, "_kernels"}
     )
 
 

@@ -1,0 +1,192 @@
+"""The driver's connections to the supervisors of all ranks: claims of partitions, progress, and outcomes."""
+
+import dataclasses
+import json
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from allred.channel import Channel, Listener, Message, dispatch
+from allred.errors import CollectiveTimeout
+from allred.spark import outcomes
+from allred.spark.outcomes import Outcome, RankFailure
+from allred.spark.supervisor import PURPOSE
+
+SETTLE_S = 3.0  # for the outcomes of the other ranks after a failure, to find the first one
+_TICK_S = 0.1
+
+
+@dataclasses.dataclass(eq=False)
+class Worker:
+    """A rank, as its supervisor has described it. about: rank, host, node, directory and spool."""
+
+    channel: Channel
+    about: dict[str, Any]
+    consumed: int = 0  # the last feed that it has read
+    progress_at: float = dataclasses.field(default_factory=time.monotonic)
+    is_terminated: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.about['rank']} on {self.about['host']}"
+
+
+class ClusterMonitor:
+    """Listens at `host` in a thread of its own. bind: the address to bind. servers: the number of parameter servers,
+    which have the lowest ranks. cancel_feed: called in that thread after a failure, and when no worker reads rows."""
+
+    def __init__(self, size: int, servers: int, host: str, bind: str, cancel_feed: Callable[[], None]) -> None:
+        self._size, self._servers, self._cancel_feed = size, servers, cancel_feed
+        self._secret = secrets.token_hex(32)
+        family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+        listening = socket.create_server((bind, 0), family=family)
+        self.address = (host, listening.getsockname()[1], self._secret)
+        self._selector = selectors.DefaultSelector()
+        self._listener = Listener(self._selector, listening, PURPOSE, self._secret, self._admit)
+        self._listening = listening
+        self._changed = threading.Condition(threading.RLock())  # guards all that follows
+        self._workers: dict[int, Worker] = {}
+        self._outcomes: dict[int, Outcome] = {}
+        self._claims: set[tuple[int, int]] = set()
+        self._failed_at = float("inf")
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="allred-spark-monitor", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            dispatch(self._selector, _TICK_S)
+            self._listener.close_expired()
+        for worker in self._workers.values():
+            worker.channel.connection.close()
+        self._listening.close()
+        self._selector.close()
+
+    # Messages.
+
+    def _admit(self, channel: Channel, messages: list[Message]) -> None:
+        worker = Worker(channel, messages[0])
+        with self._changed:
+            self._workers[worker.about["rank"]] = worker
+            self._changed.notify_all()
+        self._selector.register(channel.connection, selectors.EVENT_READ, lambda: self._receive(worker))
+        self._handle(worker, messages[1:])
+
+    def _receive(self, worker: Worker) -> None:
+        try:
+            messages = worker.channel.receive()
+        except (OSError, ValueError):
+            self._selector.unregister(worker.channel.connection)
+            worker.channel.connection.close()
+            rank, host = worker.about["rank"], worker.about["host"]
+            self._finish(outcomes.lost(rank, host, "is lost: its executor or its supervisor has ended"))
+            return
+        self._handle(worker, messages)
+
+    def _handle(self, worker: Worker, messages: list[Message]) -> None:
+        for message in messages:
+            kind = message.pop("kind")
+            if kind == "outcome":
+                self._finish(message)
+                continue
+            with self._changed:
+                worker.progress_at = time.monotonic()
+                if kind == "claim":
+                    claim = (message["feed"], message["number"])
+                    accepted = claim not in self._claims
+                    self._claims.add(claim)
+                    worker.channel.send({**message, "kind": "claim", "accepted": accepted})
+                elif kind == "consumed":
+                    worker.consumed = message["feed"]
+                elif kind == "terminated":
+                    worker.is_terminated = True
+                self._changed.notify_all()
+            if kind == "terminated" and self.all_terminated():
+                self._cancel_feed()
+
+    def _finish(self, outcome: Outcome) -> None:
+        """A rank has ended."""
+        with self._changed:
+            known = self._outcomes.setdefault(outcome["rank"], outcome)
+            fails = bool(known["code"]) and self._failed_at == float("inf") and not self._is_closed
+            if fails:
+                self._failed_at = time.monotonic()
+            self._changed.notify_all()
+        if fails:
+            self._cancel_feed()
+
+    # The driver's calls.
+
+    def send(self, message: Message) -> None:
+        """Send a message to all supervisors."""
+        with self._changed:
+            for worker in self._workers.values():
+                worker.channel.send_line(json.dumps(message))
+
+    def workers(self) -> list[Worker]:
+        """Return the workers, without the parameter servers."""
+        with self._changed:
+            return [worker for rank, worker in sorted(self._workers.items()) if rank >= self._servers]
+
+    def all_terminated(self) -> bool:
+        """Return whether no worker reads rows any more."""
+        return all(worker.is_terminated for worker in self.workers())
+
+    def all_connected(self) -> bool:
+        with self._changed:
+            return len(self._workers) == self._size
+
+    def all_ended(self) -> bool:
+        with self._changed:
+            return len(self._outcomes) == self._size
+
+    def wait(self, is_done: Callable[[], bool]) -> None:
+        """Wait until `is_done`. Raises RankFailure if a rank has failed."""
+        while True:
+            self.raise_failure()
+            with self._changed:
+                if is_done():
+                    return
+                self._changed.wait(_TICK_S)
+
+    def raise_failure(self) -> None:
+        """Raise RankFailure if a rank has failed, after the outcomes of the others have arrived."""
+        while self._failed_at < float("inf"):
+            if self.all_ended() or time.monotonic() > self._failed_at + SETTLE_S:
+                with self._changed:
+                    failure = outcomes.first_failure(self._outcomes.values())
+                assert failure is not None
+                raise RankFailure(failure)
+            time.sleep(_TICK_S)
+
+    def wait_consumed(self, feed: int, limit_s: float) -> None:
+        """Wait until all workers have read a feed. Raises CollectiveTimeout if one makes no progress."""
+
+        def is_done() -> bool:
+            left = [worker for worker in self.workers() if worker.consumed < feed and not worker.is_terminated]
+            for worker in left:
+                idle = time.monotonic() - worker.progress_at
+                if idle > limit_s:
+                    raise CollectiveTimeout(
+                        f"{worker.name} has not asked its data feed for rows for {idle:.0f} s (feed_timeout), and has "
+                        "not read all of them; see its output in the executor's log"
+                    )
+            return not left
+
+        self.wait(is_done)
+
+    def touch(self) -> None:
+        """Start the time limits of `wait_consumed` again."""
+        with self._changed:
+            for worker in self._workers.values():
+                worker.progress_at = time.monotonic()
+
+    def close(self) -> None:
+        """Kill all ranks, and end."""
+        self.send({"kind": "kill"})
+        self._is_closed = True
+        self._thread.join()

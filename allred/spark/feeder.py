@@ -1,0 +1,203 @@
+"""Spark tasks that feed workers: each writes its partition to a spool file of a worker on its node, and announces it.
+
+A file, not a stream: the rows of a task that fails or that Spark runs twice are never read, a partition is read again
+in the next epoch without another copy, and neither the task nor the rank keeps it in memory.
+"""
+
+import dataclasses
+import os
+import pickle
+import socket
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from allred.channel import Channel, Message
+from allred.errors import AllredError, CollectiveTimeout, InputError
+from allred.launch.rendezvous_client import shared_memory_domain
+from allred.spark.arrow_columns import pickled_batches
+
+_ANSWER_S = 60.0  # for the supervisor and the driver to answer
+_AGAIN_S = 0.1
+_BUSY = ("writing", "unread", "received")  # of a worker, in the order of their weight
+REMIND_S = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class FeedTask:
+    """A feed, for its tasks. workers: of cluster_monitor.Worker, as dicts. limit_s: how long a task waits for a worker
+    to read."""
+
+    feed: int
+    train: bool
+    epochs: int
+    limit_s: float
+    workers: list[dict[str, Any]]
+
+    def train_arrow(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """For DataFrame.mapInArrow."""
+        number, rows = self._feed(batches)
+        yield pa.RecordBatch.from_arrays(
+            [pa.array([number], pa.int32()), pa.array([rows], pa.int64())], names=["partition", "records"]
+        )
+
+    def train_objects(self, rows: Iterator[Any]) -> list[tuple[int, int]]:
+        """For RDD.mapPartitions."""
+        return [self._feed(pickled_batches(rows))]
+
+    def infer_arrow(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """For DataFrame.mapInArrow: return the results, pickled."""
+        for piece in pickled_batches(self._infer(batches)):
+            yield piece.rename_columns(["result"])
+
+    def infer_objects(self, rows: Iterator[Any]) -> Iterator[Any]:
+        """For RDD.mapPartitions."""
+        return self._infer(pickled_batches(rows))
+
+    def _feed(self, batches: Iterable[pa.RecordBatch]) -> tuple[int, int]:
+        """Feed this partition for training. Return its number and the number of rows."""
+        with _Partition(self) as partition:
+            partition.write(batches)
+            return partition.number, partition.rows
+
+    def _infer(self, batches: Iterable[pa.RecordBatch]) -> Iterator[Any]:
+        with _Partition(self) as partition:
+            partition.write(batches)
+            yield from partition.results()
+
+
+class _Partition:
+    """The partition of the current Spark task."""
+
+    def __init__(self, task: FeedTask) -> None:
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        assert context is not None
+        self.number, self.rows = context.partitionId(), 0
+        self._results: str | None = None  # the file of the results
+        self._task, self._attempt = task, context.taskAttemptId()
+        here = shared_memory_domain()
+        self._workers = [each for each in task.workers if each["node"] == here]
+        if not self._workers:
+            hosts = ", ".join(sorted({each["host"] for each in task.workers}))
+            raise InputError(
+                f"partition {self.number} is on {socket.gethostname()}, where no worker runs (workers run on {hosts}); "
+                "start a worker for each executor: num_executors is the number of executors, each with one slot"
+            )
+        self._channel: Channel | None = None  # to the worker
+
+    def __enter__(self) -> "_Partition":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._channel is not None:
+            self._channel.connection.close()
+
+    def write(self, batches: Iterable[pa.RecordBatch]) -> None:
+        """Write the rows for a worker; nothing if there are no rows, or the workers read no more. In inference, wait
+        for the results."""
+        full = (batch for batch in batches if len(batch))
+        first = next(full, None)
+        if first is None or (worker := self._select()) is None:
+            return
+        path = Path(worker["spool"]) / f"feed-{self._task.feed}-{self.number}-{self._attempt}.arrow"
+        try:
+            with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, first.schema) as writer:
+                writer.write_batch(first)
+                rows = len(first)
+                for batch in full:
+                    writer.write_batch(batch)
+                    rows += len(batch)
+            answer = self._add(path, rows)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        if not answer["accepted"]:
+            path.unlink(missing_ok=True)
+            return
+        self.rows, self._results = rows, answer.get("results")
+
+    def _add(self, path: Path, rows: int) -> Message:
+        """Announce the file to the worker. Return its answer, in inference after it has the results."""
+        train = self._task.train
+        message = {"kind": "add", "epochs": self._task.epochs, "path": str(path), "rows": rows, "train": train}
+        message["size"] = path.stat().st_size
+        try:
+            return self._ask(message, None if train else self._task.limit_s)
+        except TimeoutError:
+            raise CollectiveTimeout(
+                f"partition {self.number}: no results within {self._task.limit_s:g} s (feed_timeout): map_fun has not "
+                "called batch_results for all of its rows"
+            ) from None
+
+    def results(self) -> Iterator[Any]:
+        """Return the results of the rows."""
+        if self._results is not None:
+            path = Path(self._results)
+            found = pickle.loads(path.read_bytes())
+            path.unlink()
+            yield from found
+
+    def _select(self) -> dict[str, Any] | None:
+        """Open this partition at the least busy worker, and return it. Waits while all have too much to read."""
+        begun = time.monotonic()
+        remind_at = begun + REMIND_S
+        while True:
+            loads = []
+            for worker in self._workers:
+                channel = _connect(worker, self.number)
+                loads.append((self._ask({"kind": "load"}, channel=channel), channel, worker))
+            free = [each for each in loads if not each[0]["stop"] and not each[0]["full"]]
+            if free:
+                _, self._channel, found = min(free, key=lambda each: [each[0][key] for key in _BUSY])
+            for _, channel, _ in loads:
+                if channel is not self._channel:
+                    channel.connection.close()
+            if free:
+                self._ask({"kind": "open", "feed": self._task.feed, "number": self.number})
+                return found
+            waiting = [(load, worker) for load, _, worker in loads if not load["stop"]]
+            if not waiting:
+                return None
+            load, busy = waiting[0]
+            waited = time.monotonic() - begun
+            text = (
+                f"partition {self.number} on {socket.gethostname()} waits for rank {busy['rank']}, which has "
+                f"{load['unread'] / 2**20:.0f} MiB to read, since {waited:.0f} s"
+            )
+            if waited >= self._task.limit_s:
+                raise CollectiveTimeout(f"{text} (feed_timeout)")
+            if time.monotonic() >= remind_at:
+                remind_at += REMIND_S
+                print(f"allred: {text}", file=sys.stderr, flush=True)
+            time.sleep(_AGAIN_S)
+
+    def _ask(self, message: Message, limit_s: float | None = None, channel: Channel | None = None) -> Message:
+        """Send a message and return its answer. Raises TimeoutError after limit_s, if it is given."""
+        channel = channel or self._channel
+        assert channel is not None
+        channel.send(message)
+        try:
+            return channel.receive_one(time.monotonic() + (limit_s or _ANSWER_S))
+        except (OSError, ValueError) as error:
+            if limit_s is not None and isinstance(error, TimeoutError):
+                raise
+            host = socket.gethostname()
+            raise AllredError(f"partition {self.number}: its worker on {host} has ended: {error}") from None
+
+
+def _connect(worker: dict[str, Any], number: int) -> Channel:
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(os.path.join(worker["directory"], "feed"))
+    except OSError as error:
+        connection.close()
+        raise AllredError(
+            f"partition {number}: worker rank {worker['rank']} on {worker['host']} has ended: {error.strerror}"
+        ) from None
+    return Channel(connection)

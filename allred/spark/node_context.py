@@ -1,0 +1,73 @@
+"""The second argument of a map_fun: which task of the cluster this rank is, and its data feed."""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from allred.cluster.spec import SERVERS, task_name
+from allred.errors import InputError
+
+if TYPE_CHECKING:
+    from allred.server import Server
+    from allred.spark.data_feed import DataFeed
+
+
+class NodeContext:
+    """The task of this rank, with the attributes of TensorFlowOnSpark's TFNodeContext.
+
+    job_name: "ps" or "worker". task_index: number in this job. worker_num, executor_id: the rank among all tasks.
+    num_workers: number of workers. cluster_spec: {job name: addresses}. working_dir: the current directory.
+    """
+
+    def __init__(self, rank: int, servers: int, addresses: list[str], feed: str) -> None:
+        jobs = {SERVERS: addresses[:servers], "worker": addresses[servers:]}
+        self.cluster_spec: dict[str, list[str]] = {job: tasks for job, tasks in jobs.items() if tasks}
+        self.job_name = SERVERS if rank < servers else "worker"
+        self.task_index = rank if rank < servers else rank - servers
+        self.worker_num = self.executor_id = rank
+        self.num_workers = len(addresses) - servers
+        self.working_dir = os.getcwd()
+        self._feed = feed
+
+    def start_cluster_server(self) -> tuple[dict[str, list[str]], "Server"]:
+        """Join the other tasks: call allred.Server. Return cluster_spec and the server, whose join() serves on "ps".
+
+        Use it or allred.init(), which lets a server serve from the line where the optimizer is made.
+        """
+        from allred.server import Server
+
+        sizes = {job: len(tasks) for job, tasks in self.cluster_spec.items()}
+        return self.cluster_spec, Server(sizes, self.job_name, self.task_index)
+
+    def get_data_feed(self, train: bool = True, input_mapping: Mapping[str, str] | None = None) -> "DataFeed":
+        """Return the feed of a worker in InputMode.SPARK.
+
+        train: False for inference: a batch ends at the end of a partition, and `batch_results` returns the results.
+        input_mapping: {column of the DataFrame: name in a batch}; default: all columns under their names.
+
+        Raises InputError on a server, in InputMode.FILES, and at the second call.
+        """
+        from allred.spark.data_feed import DataFeed
+
+        name = task_name(self.job_name, self.task_index)
+        if self.job_name == SERVERS:
+            raise InputError(f"get_data_feed: {name} is a parameter server; only workers are fed")
+        if not self._feed:
+            raise InputError(f"get_data_feed: {name} is not fed: this needs AllredCluster.run(..., InputMode.SPARK)")
+        feed, self._feed = DataFeed(self._feed, name, train, input_mapping), ""
+        return feed
+
+    def export_model(
+        self, directory: str | os.PathLike[str], predict: Callable[..., Any], params: Mapping[str, Any]
+    ) -> None:
+        """Write a model for `allred.spark.ml.AllredModel`, on worker 0 only; the other tasks return at once.
+
+        directory: on a file system that all executors share; it is created. predict: called as predict(params, inputs)
+        with dicts of arrays by name; it returns an array with a row for each row of the inputs, or a dict of such
+        arrays. params: arrays by name.
+        """
+        from allred.spark import model_files
+
+        if self.job_name == "worker" and self.task_index == 0:
+            model_files.write(Path(directory), predict, params)
