@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -15,7 +16,8 @@ from allred.spark import AllredCluster, InputMode, barrier_job
 
 
 def record(directory, rank):
-    """Write the process id of a rank, and return whether this is its first start."""
+    """Write host and process id of a rank. Return whether this is its first start."""
+    (Path(directory) / f"host-{rank}").write_text(socket.gethostname())
     file = Path(directory) / f"rank-{rank}"
     first = not file.exists()
     with file.open("a") as pids:

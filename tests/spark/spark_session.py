@@ -3,17 +3,23 @@
 import os
 import sys
 
-# Executors start the Python of the tests, and nothing listens beyond loopback.
-ENVIRONMENT = {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
+# Executors start the Python of the tests, and nothing listens beyond loopback. Java compiles quickly instead of well,
+# because the programs are short: a fifth of the time.
+ENVIRONMENT = {
+    "PYSPARK_PYTHON": sys.executable,
+    "SPARK_LOCAL_IP": "127.0.0.1",
+    "JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+}
 
 
 def build(master: str, **settings: str):
     """Create a session. settings: with _ for the points in their names."""
     from pyspark.sql import SparkSession
 
-    os.environ.update(ENVIRONMENT)
+    os.environ.update({**ENVIRONMENT, **os.environ})
     builder = SparkSession.builder.master(master)
-    always = {"spark.ui.enabled": "false", "spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
+    host = os.environ["SPARK_LOCAL_IP"]
+    always = {"spark.ui.enabled": "false", "spark.driver.host": host, "spark.driver.bindAddress": host}
     given = {name.replace("_", "."): value for name, value in settings.items()}
     for name, value in {**always, **given}.items():
         builder = builder.config(name, value)
