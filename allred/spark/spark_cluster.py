@@ -51,7 +51,7 @@ class AllredCluster:
             self._thread = threading.Thread(target=self._run_files, name="allred-spark-files", daemon=True)
             self._thread.start()
         else:
-            self._repeat(self._start)
+            self._repeat(lambda: None, feeds=False)
 
     @classmethod
     def run(
@@ -92,7 +92,7 @@ class AllredCluster:
         epochs = integer("train: num_epochs", num_epochs, 1)
         limit_s = positive("train", "feed_timeout", feed_timeout)
         self._last_train = data, epochs, limit_s
-        self._repeat(lambda: self._train(data, epochs, limit_s))
+        self._repeat(lambda: self._train(data, epochs, limit_s), feeds=True)
 
     def inference(self, data: Any, feed_timeout: float = 600.0) -> Any:
         """Return an RDD of the results that map_fun gives to `batch_results`, one for each row, in order.
@@ -117,33 +117,27 @@ class AllredCluster:
             self._is_over = True
             self._join_files()
             return
-        self._repeat(self._shut_down)
+        self._repeat(self._shut_down, feeds=False)
         self._is_over = True
 
     # Attempts.
 
-    def _repeat(self, attempt: Callable[[], Any]) -> None:
-        """Call `attempt`; after a failure start the cluster again, feed the last train() again, and call it again."""
-        restarts = False
+    def _repeat(self, attempt: Callable[[], None], feeds: bool) -> None:
+        """Start the ranks, if they do not run, and call `attempt`; again after a failure. feeds: whether `attempt`
+        repeats the last train()."""
         while True:
             try:
-                if restarts:
+                if self._monitor is None:
                     self._start()
-                    if self._last_train is not None:
+                    if self._last_train is not None and not feeds:
                         self._train(*self._last_train)
-                        if attempt != self._shut_down:
-                            return
-                if not restarts or attempt != self._start:
-                    attempt()
+                attempt()
                 return
             except (RankFailure, ExecutorLost) as error:
                 self._stop()
-                try:
-                    self._job.decide(error)
-                except BaseException:
-                    self._is_over = True
-                    raise
-                restarts = True
+                self._is_over = True
+                self._job.decide(error)
+                self._is_over = False
             except BaseException:
                 self._stop()
                 self._is_over = True
