@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-_PREFIXES = ("PMI", "PRTE_", "HYDI_", "HYDRA_", "MPI_", "MPIR_", "OMPI_")
+_PREFIXES = ("PMI", "PRTE_", "HYDI_", "HYDRA_", "MPI_", "OMPI_")  # MPIR_CVAR_... are settings of MPICH
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:

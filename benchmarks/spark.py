@@ -1,9 +1,9 @@
-"""The data feed on Spark against DataFrame.mapInArrow, which every path from Spark to Python begins with.
+"""The data feed on Spark against DataFrame.mapInArrow.
 
     python benchmarks/spark.py                  needs Java and pip install 'allred[mpich,spark]'
 
 In turn: mapInArrow with a function that discards its rows, and AllredCluster.train with workers that discard theirs,
-in the same Spark, which has a slot for each worker and one more. The last line is the ratio of the median throughputs.
+in the same Spark, which has a slot for each worker. The last line is the ratio of the median throughputs.
 """
 
 import argparse
@@ -52,19 +52,19 @@ def main():
     cluster = AllredCluster.run(
         spark.sparkContext, read, {"batch_size": options.batch_size}, options.workers, input_mode=InputMode.SPARK
     )
-    ways = {
+    cases = {
         "mapInArrow": lambda: frame.mapInArrow(discard, "x DOUBLE").collect(),
         "train": lambda: cluster.train(frame, num_epochs=options.epochs),
     }
-    found = {name: [] for name in ways}
+    seconds_of = {name: [] for name in cases}
     for run in range(options.runs + 1):
-        for name, call in ways.items():
+        for name, call in cases.items():
             seconds = timed(call)
             if run:  # the first one starts Python workers and compiles
-                found[name].append(seconds)
+                seconds_of[name].append(seconds)
                 print(f"{name}: {seconds:.2f} s, {size / seconds / 1e6:.0f} MB/s", file=sys.stderr)
     cluster.shutdown()
-    first, second = (statistics.median(found[name]) for name in ways)
+    first, second = (statistics.median(seconds_of[name]) for name in cases)
     print(f"{options.rows} rows of {options.columns} DOUBLE; mapInArrow {size / first / 1e6:.0f} MB/s, ", end="")
     print(f"train {size * options.epochs / second / 1e6:.0f} MB/s, ratio {first * options.epochs / second:.2f}")
 

@@ -39,12 +39,12 @@ def to_rows(pieces: list[pa.RecordBatch], names: Mapping[str, str] | None) -> li
         return [tuple(each[column] for column in names) for each in objects] if names else objects
     columns = pieces[0].schema.names
     if missing := [column for column in names or () if column not in columns]:
-        raise InputError(f"the data feed has no column {missing[0]!r}; it has {', '.join(columns)}")
+        raise InputError(f"no column {missing[0]!r} in the DataFrame (input_mapping); it has {', '.join(columns)}")
     wanted = names if names is not None else {column: column for column in columns}
-    return {name: _join([to_array(piece.column(column)) for piece in pieces]) for column, name in wanted.items()}
+    return {name: _concatenate([to_array(piece.column(column)) for piece in pieces]) for column, name in wanted.items()}
 
 
-def _join(arrays: list[np.ndarray]) -> np.ndarray:
+def _concatenate(arrays: list[np.ndarray]) -> np.ndarray:
     if len(arrays) == 1:
         return arrays[0]
     if len({each.shape[1:] for each in arrays}) > 1:  # lists of different lengths
@@ -54,7 +54,7 @@ def _join(arrays: list[np.ndarray]) -> np.ndarray:
 
 def to_array(column: pa.Array) -> np.ndarray:
     """Return a column as an array: numbers with their dtype, lists of one length as further dimensions, other values as
-    objects. Integers with nulls become floats with NaN."""
+    objects. Integers with nulls become floats with NaN. The arrays are writable."""
     kind = column.type
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         inner = to_array(column.flatten())
@@ -62,13 +62,17 @@ def to_array(column: pa.Array) -> np.ndarray:
         if len(lengths) and not column.null_count and (lengths == lengths[0]).all():
             return inner.reshape(len(lengths), int(lengths[0]), *inner.shape[1:])
         ends = np.cumsum(np.nan_to_num(lengths).astype(int))
-        return _objects(np.split(inner, ends[:-1]) if len(lengths) else [])
+        values: list[Any] = np.split(inner, ends[:-1]) if len(lengths) else []
+        return _objects(
+            [None if null else value for value, null in zip(values, column.is_null().to_pylist(), strict=True)]
+        )
     if pa.types.is_struct(kind):
         raise InputError(
             f"a column of type {kind} cannot be an array; select its fields, or convert a vector of Spark ML with "
             "pyspark.ml.functions.vector_to_array"
         )
-    return np.asarray(column.to_numpy(zero_copy_only=False))
+    found = np.asarray(column.to_numpy(zero_copy_only=False))
+    return found if found.flags.writeable else found.copy()
 
 
 def _objects(values: list[Any]) -> np.ndarray:

@@ -27,8 +27,10 @@ class Worker:
     channel: Channel
     about: dict[str, Any]
     consumed: int = 0  # the last feed that it has read
-    progress_at: float = dataclasses.field(default_factory=time.monotonic)
+    last_progress: float = dataclasses.field(default_factory=time.monotonic)
     is_terminated: bool = False
+    has_read_all: bool = False  # of the current feed
+    waits: bool = False  # for rows
 
     @property
     def name(self) -> str:
@@ -36,11 +38,11 @@ class Worker:
 
 
 class ClusterMonitor:
-    """Listens at `host` in a thread of its own. bind: the address to bind. servers: the number of parameter servers,
+    """Listens at `host` in a thread of its own. bind: the address to bind. num_ps: the number of parameter servers,
     which have the lowest ranks. cancel_feed: called in that thread after a failure, and when no worker reads rows."""
 
-    def __init__(self, size: int, servers: int, host: str, bind: str, cancel_feed: Callable[[], None]) -> None:
-        self._size, self._servers, self._cancel_feed = size, servers, cancel_feed
+    def __init__(self, size: int, num_ps: int, host: str, bind: str, cancel_feed: Callable[[], None]) -> None:
+        self._size, self._num_ps, self._cancel_feed = size, num_ps, cancel_feed
         self._secret = secrets.token_hex(32)
         family = socket.AF_INET6 if ":" in bind else socket.AF_INET
         listening = socket.create_server((bind, 0), family=family)
@@ -82,8 +84,7 @@ class ClusterMonitor:
         except (OSError, ValueError):
             self._selector.unregister(worker.channel.connection)
             worker.channel.connection.close()
-            rank, host = worker.about["rank"], worker.about["host"]
-            self._finish(outcomes.lost(rank, host, "is lost: its executor or its supervisor has ended"))
+            self._record_outcome(outcomes.of_lost_rank(worker.about["rank"], worker.about["host"]))
             return
         self._handle(worker, messages)
 
@@ -91,25 +92,36 @@ class ClusterMonitor:
         for message in messages:
             kind = message.pop("kind")
             if kind == "outcome":
-                self._finish(message)
+                self._record_outcome(message)
                 continue
             with self._changed:
-                worker.progress_at = time.monotonic()
+                worker.last_progress = time.monotonic()
                 if kind == "claim":
+                    worker.has_read_all = False
                     claim = (message["feed"], message["number"])
                     accepted = claim not in self._claims
                     self._claims.add(claim)
                     worker.channel.send({**message, "kind": "claim", "accepted": accepted})
                 elif kind == "consumed":
                     worker.consumed = message["feed"]
+                elif kind == "read_all":
+                    worker.has_read_all = True
+                elif kind == "waits":
+                    self._set_waits(worker, message["value"])
                 elif kind == "terminated":
                     worker.is_terminated = True
                 self._changed.notify_all()
             if kind == "terminated" and self.all_terminated():
                 self._cancel_feed()
 
-    def _finish(self, outcome: Outcome) -> None:
-        """A rank has ended."""
+    def _set_waits(self, worker: Worker, waits: bool) -> None:
+        """Note whether a worker waits for rows; then the others accept any number of bytes."""
+        before = any(each.waits for each in self._workers.values())
+        worker.waits = waits
+        if before != (now := any(each.waits for each in self._workers.values())):
+            self.send({"kind": "limits", "value": not now})
+
+    def _record_outcome(self, outcome: Outcome) -> None:
         with self._changed:
             known = self._outcomes.setdefault(outcome["rank"], outcome)
             fails = bool(known["code"]) and self._failed_at == float("inf") and not self._is_closed
@@ -130,7 +142,7 @@ class ClusterMonitor:
     def workers(self) -> list[Worker]:
         """Return the workers, without the parameter servers."""
         with self._changed:
-            return [worker for rank, worker in sorted(self._workers.items()) if rank >= self._servers]
+            return [worker for rank, worker in sorted(self._workers.items()) if rank >= self._num_ps]
 
     def all_terminated(self) -> bool:
         """Return whether no worker reads rows any more."""
@@ -169,21 +181,23 @@ class ClusterMonitor:
         def is_done() -> bool:
             left = [worker for worker in self.workers() if worker.consumed < feed and not worker.is_terminated]
             for worker in left:
-                idle = time.monotonic() - worker.progress_at
+                if worker.has_read_all:  # it takes part in the steps of the others
+                    continue
+                idle = time.monotonic() - worker.last_progress
                 if idle > limit_s:
                     raise CollectiveTimeout(
-                        f"{worker.name} has not asked its data feed for rows for {idle:.0f} s (feed_timeout), and has "
-                        "not read all of them; see its output in the executor's log"
+                        f"{worker.name} has requested no rows for {idle:.0f} s (feed_timeout), and has rows left; "
+                        "raise feed_timeout, or see its output in the executor's log"
                     )
             return not left
 
         self.wait(is_done)
 
-    def touch(self) -> None:
+    def reset_timeouts(self) -> None:
         """Start the time limits of `wait_consumed` again."""
         with self._changed:
             for worker in self._workers.values():
-                worker.progress_at = time.monotonic()
+                worker.last_progress = time.monotonic()
 
     def close(self) -> None:
         """Kill all ranks, and end."""

@@ -5,6 +5,7 @@ import contextlib
 import os
 import pickle
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from allred.errors import DataError, InputError
 from allred.spark.arrow_columns import to_rows
 from allred.validators import integer
 
+_PROGRESS_S = 1.0  # interval of the messages that rows are read
+
 
 class DataFeed:
     """The rows for this worker; made by `ctx.get_data_feed()`.
@@ -26,8 +29,8 @@ class DataFeed:
         while not feed.should_stop():
             batch = feed.next_batch(64)
 
-    Workers may get different numbers of rows. In mode sync a worker without rows joins (`allred.join`) at the end of
-    each train() of the driver: the steps of the others go on, and then all have the same parameters.
+    Workers may get different numbers of rows. In mode sync, at the end of each train() of the driver, a worker that has
+    read all its rows calls `allred.join` until the others have too; then all have the same parameters.
 
     address: the Unix socket of the supervisor. task: the name of this task.
     """
@@ -43,6 +46,7 @@ class DataFeed:
         self._rows = 0  # in them
         self._batches: Iterator[pa.RecordBatch] | None = None  # of the current partition
         self._is_over = self._is_at_feed_end = False
+        self._progress_at = 0.0  # when the supervisor was last told that rows are read
         self._unanswered: Message | None = None  # inference: the partition whose results are not complete
         self._results: list[Any] = []
 
@@ -67,6 +71,9 @@ class DataFeed:
         if self.should_stop():
             return []
         self._fill(batch_size)
+        if (now := time.monotonic()) >= self._progress_at + _PROGRESS_S:
+            self._progress_at = now
+            self._channel.send({"kind": "progress"})
         pieces = []
         missing = batch_size
         while missing and self._pieces:
@@ -137,8 +144,9 @@ class DataFeed:
         """Open the next partition."""
         if self._unanswered is not None:
             raise InputError(
-                f"batch_results: partition {self._unanswered['number']} has {self._unanswered['rows']} rows, and got "
-                f"{len(self._results)} results before the next rows were asked for; return one for each row"
+                f"{self._task}: map_fun asked for more rows after {len(self._results)} of the "
+                f"{self._unanswered['rows']} results of partition {self._unanswered['number']}; call batch_results "
+                "with a result for each row first"
             )
         self._channel.send({"kind": "next"})
         self._channel.connection.settimeout(None)
@@ -152,6 +160,11 @@ class DataFeed:
             self._is_over = True
         elif "feed_end" in message:
             self._is_at_feed_end = self._train
+        elif message["train"] is not self._train:
+            called, wanted = ("train", "True") if message["train"] else ("inference", "False")
+            raise InputError(
+                f"{self._task}: the driver has called {called}(), which needs ctx.get_data_feed(train={wanted})"
+            )
         else:
             self._batches = self._read(message)
             self._unanswered = None if self._train else message

@@ -9,6 +9,7 @@ import os
 import pickle
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,9 +22,9 @@ from allred.errors import AllredError, CollectiveTimeout, InputError
 from allred.launch.rendezvous_client import shared_memory_domain
 from allred.spark.arrow_columns import pickled_batches
 
-_ANSWER_S = 60.0  # for the supervisor and the driver to answer
-_AGAIN_S = 0.1
-_BUSY = ("writing", "unread", "received")  # of a worker, in the order of their weight
+_ANSWER_LIMIT_S = 60.0  # for the supervisor and the driver to answer
+_POLL_S = 0.1
+_STATUS_KEYS = ("writing", "unread", "received")  # compared in this order to find the least busy worker
 REMIND_S = 10.0
 
 
@@ -80,14 +81,15 @@ class _Partition:
         assert context is not None
         self.number, self.rows = context.partitionId(), 0
         self._results: str | None = None  # the file of the results
-        self._task, self._attempt = task, context.taskAttemptId()
+        self._task = task
         here = shared_memory_domain()
         self._workers = [each for each in task.workers if each["node"] == here]
         if not self._workers:
             hosts = ", ".join(sorted({each["host"] for each in task.workers}))
             raise InputError(
                 f"partition {self.number} is on {socket.gethostname()}, where no worker runs (workers run on {hosts}); "
-                "start a worker for each executor: num_executors is the number of executors, each with one slot"
+                "every executor needs a worker: set num_executors to the number of executors, and spark.executor.cores "
+                "to spark.task.cpus"
             )
         self._channel: Channel | None = None  # to the worker
 
@@ -99,28 +101,39 @@ class _Partition:
             self._channel.connection.close()
 
     def write(self, batches: Iterable[pa.RecordBatch]) -> None:
-        """Write the rows for a worker; nothing if there are no rows, or the workers read no more. In inference, wait
-        for the results."""
-        full = (batch for batch in batches if len(batch))
-        first = next(full, None)
-        if first is None or (worker := self._select()) is None:
+        """Write the rows for a worker; does nothing if the partition is empty or all workers have stopped reading. In
+        inference, wait for the results."""
+        nonempty = (batch for batch in batches if len(batch))
+        first = next(nonempty, None)
+        if first is None:
             return
-        path = Path(worker["spool"]) / f"feed-{self._task.feed}-{self.number}-{self._attempt}.arrow"
+        if (worker := self._select()) is None:
+            return self._refused()
+        descriptor, name = tempfile.mkstemp(".arrow", f"feed-{self._task.feed}-{self.number}-", worker["spool"])
+        os.close(descriptor)
+        path = Path(name)
         try:
             with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, first.schema) as writer:
                 writer.write_batch(first)
                 rows = len(first)
-                for batch in full:
+                for batch in nonempty:
                     writer.write_batch(batch)
                     rows += len(batch)
-            answer = self._add(path, rows)
         except BaseException:
             path.unlink(missing_ok=True)
             raise
+        answer = self._add(path, rows)  # from here on, the worker removes the file
         if not answer["accepted"]:
-            path.unlink(missing_ok=True)
-            return
+            return self._refused()
         self.rows, self._results = rows, answer.get("results")
+
+    def _refused(self) -> None:
+        """No worker takes the rows: training has ended early, or another task has fed this partition."""
+        if not self._task.train:
+            raise AllredError(
+                f"partition {self.number}: the workers have stopped reading, so its rows get no results; map_fun must "
+                "read until should_stop() is True"
+            )
 
     def _add(self, path: Path, rows: int) -> Message:
         """Announce the file to the worker. Return its answer, in inference after it has the results."""
@@ -151,15 +164,15 @@ class _Partition:
             loads = []
             for worker in self._workers:
                 channel = _connect(worker, self.number)
-                loads.append((self._ask({"kind": "load"}, channel=channel), channel, worker))
+                loads.append((self._ask({"kind": "status"}, channel=channel), channel, worker))
             free = [each for each in loads if not each[0]["stop"] and not each[0]["full"]]
             if free:
-                _, self._channel, found = min(free, key=lambda each: [each[0][key] for key in _BUSY])
+                _, self._channel, found = min(free, key=lambda each: [each[0][key] for key in _STATUS_KEYS])
             for _, channel, _ in loads:
                 if channel is not self._channel:
                     channel.connection.close()
             if free:
-                self._ask({"kind": "open", "feed": self._task.feed, "number": self.number})
+                self._ask({"kind": "begin", "feed": self._task.feed, "number": self.number})
                 return found
             waiting = [(load, worker) for load, _, worker in loads if not load["stop"]]
             if not waiting:
@@ -167,15 +180,15 @@ class _Partition:
             load, busy = waiting[0]
             waited = time.monotonic() - begun
             text = (
-                f"partition {self.number} on {socket.gethostname()} waits for rank {busy['rank']}, which has "
-                f"{load['unread'] / 2**20:.0f} MiB to read, since {waited:.0f} s"
+                f"partition {self.number} on {socket.gethostname()} has waited {waited:.0f} s for rank {busy['rank']}, "
+                f"which has {load['unread'] / 2**20:.0f} MiB to read"
             )
             if waited >= self._task.limit_s:
                 raise CollectiveTimeout(f"{text} (feed_timeout)")
             if time.monotonic() >= remind_at:
                 remind_at += REMIND_S
                 print(f"allred: {text}", file=sys.stderr, flush=True)
-            time.sleep(_AGAIN_S)
+            time.sleep(_POLL_S)
 
     def _ask(self, message: Message, limit_s: float | None = None, channel: Channel | None = None) -> Message:
         """Send a message and return its answer. Raises TimeoutError after limit_s, if it is given."""
@@ -183,12 +196,13 @@ class _Partition:
         assert channel is not None
         channel.send(message)
         try:
-            return channel.receive_one(time.monotonic() + (limit_s or _ANSWER_S))
+            return channel.receive_one(time.monotonic() + (limit_s or _ANSWER_LIMIT_S))
         except (OSError, ValueError) as error:
             if limit_s is not None and isinstance(error, TimeoutError):
                 raise
+            problem = "does not answer" if isinstance(error, TimeoutError) else "has ended"
             host = socket.gethostname()
-            raise AllredError(f"partition {self.number}: its worker on {host} has ended: {error}") from None
+            raise AllredError(f"partition {self.number}: its worker on {host} {problem}: {error}") from None
 
 
 def _connect(worker: dict[str, Any], number: int) -> Channel:

@@ -7,7 +7,6 @@ model.transform(df)
 
 import argparse
 import base64
-import copy
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -26,6 +25,7 @@ from allred.errors import InputError
 from allred.spark import model_files
 from allred.spark.arrow_columns import to_rows
 from allred.spark.spark_cluster import AllredCluster, InputMode
+from allred.validators import integer
 
 
 def _mapping(value: Any) -> dict[str, str]:
@@ -110,12 +110,12 @@ class AllredEstimator(Estimator, _ModelParams, _Saved):
     Saved with `estimator.save(path)`: map_fun by value, so load only files that you trust.
     """
 
-    clusterSize = Param(Params._dummy(), "clusterSize", "tasks, with the servers", TypeConverters.toInt)  # noqa: N815
+    clusterSize = Param(Params._dummy(), "clusterSize", "tasks, including the servers", TypeConverters.toInt)  # noqa: N815
     numPS = Param(Params._dummy(), "numPS", "parameter servers", TypeConverters.toInt)  # noqa: N815
     epochs = Param(Params._dummy(), "epochs", "passes over the rows", TypeConverters.toInt)
-    steps = Param(Params._dummy(), "steps", "most steps; 0: no limit", TypeConverters.toInt)
+    steps = Param(Params._dummy(), "steps", "maximum number of steps; 0: no limit", TypeConverters.toInt)
     modelDir = Param(Params._dummy(), "modelDir", "directory of checkpoints", TypeConverters.toString)  # noqa: N815
-    maxAttempts = Param(Params._dummy(), "maxAttempts", "how often fit may start", TypeConverters.toInt)  # noqa: N815
+    maxAttempts = Param(Params._dummy(), "maxAttempts", "attempts in total", TypeConverters.toInt)  # noqa: N815
 
     pickled = ("map_fun", "args")
 
@@ -128,7 +128,7 @@ class AllredEstimator(Estimator, _ModelParams, _Saved):
         )  # fmt: skip
 
     def setClusterSize(self, value: int) -> Any:  # noqa: N802
-        """Set the number of tasks, with the servers. Default: 1."""
+        """Set the number of tasks, including the servers. Default: 1."""
         return self._set(clusterSize=value)
 
     def setNumPS(self, value: int) -> Any:  # noqa: N802
@@ -140,7 +140,7 @@ class AllredEstimator(Estimator, _ModelParams, _Saved):
         return self._set(epochs=value)
 
     def setSteps(self, value: int) -> Any:  # noqa: N802
-        """Set the most steps, which map_fun applies. Default: 0, no limit."""
+        """Set the maximum number of steps, which map_fun applies. Default: 0, no limit."""
         return self._set(steps=value)
 
     def setModelDir(self, value: str) -> Any:  # noqa: N802
@@ -148,20 +148,24 @@ class AllredEstimator(Estimator, _ModelParams, _Saved):
         return self._set(modelDir=value)
 
     def setMaxAttempts(self, value: int) -> Any:  # noqa: N802
-        """Set how often `fit` may start the cluster: again after a failure. Default: 1."""
+        """Set the number of attempts in total. Default: 1, no restart after a failure."""
         return self._set(maxAttempts=value)
 
     def _fit(self, dataset: DataFrame) -> "AllredModel":
         get = self.getOrDefault
         mapping = get(self.inputMapping)
         columns = list(mapping) or dataset.columns
+        if not get(self.exportDir):
+            raise InputError("AllredEstimator: setExportDir is missing; map_fun exports the model to this directory")
         if missing := [column for column in columns if column not in dataset.columns]:
             raise InputError(f"AllredEstimator: no column {missing[0]!r} in {', '.join(dataset.columns)}")
+        data, epochs = dataset.select([_quoted(column) for column in columns]), get(self.epochs)
+        integer("AllredEstimator: epochs", epochs, 1)
         cluster = AllredCluster.run(
             dataset.sparkSession.sparkContext, self.map_fun, self.merged_args(), get(self.clusterSize),
             get(self.numPS), InputMode.SPARK, max_attempts=get(self.maxAttempts),
         )  # fmt: skip
-        cluster.train(dataset.select(*columns), get(self.epochs))
+        cluster.train(data, epochs)
         cluster.shutdown()
         model: AllredModel = self._copyValues(AllredModel())
         return model
@@ -169,13 +173,17 @@ class AllredEstimator(Estimator, _ModelParams, _Saved):
     def merged_args(self) -> argparse.Namespace:
         """Return the args of map_fun: a copy of `args`, with the Params."""
         given = self.args if isinstance(self.args, Mapping) else vars(self.args) if self.args is not None else {}
-        found = argparse.Namespace(**copy.copy(dict(given)))
+        found = argparse.Namespace(**given)
         get = self.getOrDefault
         found.batch_size, found.epochs, found.steps = get(self.batchSize), get(self.epochs), get(self.steps)
         found.cluster_size, found.num_ps = get(self.clusterSize), get(self.numPS)
         found.model_dir, found.export_dir = get(self.modelDir), get(self.exportDir)
         found.input_mapping = get(self.inputMapping) or None
         return found
+
+
+def _quoted(column: str) -> str:
+    return f"`{column.replace('`', '``')}`"
 
 
 class AllredModel(Model, _ModelParams, _Saved):
@@ -199,6 +207,8 @@ class AllredModel(Model, _ModelParams, _Saved):
         if not directory:
             raise InputError("AllredModel.transform: setExportDir names the directory of the exported model")
         added = StructType.fromDDL(", ".join(outputs.values()))
+        if existing := [field.name for field in added.fields if field.name in dataset.columns]:
+            raise InputError(f"AllredModel.transform: the DataFrame has a column {existing[0]!r}; name another one")
         schema = StructType([*dataset.schema.fields, *added.fields])
         columns = [pa.field(field.name, to_arrow_type(field.dataType)) for field in added.fields]
         task = _Prediction(directory, get(self.inputMapping), list(outputs), columns, get(self.batchSize))
@@ -231,7 +241,7 @@ class _Prediction:
 
     def _column(self, found: Mapping[str, Any], name: str, column: pa.Field, rows: int) -> pa.Array:
         if name not in found:
-            raise InputError(f"predict returned no {name!r}, but {', '.join(found)} (see setOutputMapping)")
+            raise InputError(f"predict returned {', '.join(found)}; setOutputMapping expects {name!r}")
         values = np.asarray(found[name])
         if len(values) != rows:
             raise InputError(f"predict returned {len(values)} values of {name!r} for {rows} rows")

@@ -1,6 +1,5 @@
 """A model in a directory: its parameters in params.safetensors, and its predict function, pickled by value."""
 
-import functools
 import os
 import pickle
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ _PARAMS, _PREDICT = "params.safetensors", "predict.pkl"
 
 
 def write(directory: Path, predict: Callable[..., Any], params: Mapping[str, Any]) -> None:
-    """Write the files; a model that is there is replaced. Raises CheckpointError."""
+    """Write the files. Replaces an existing model, not atomically: there are two files. Raises CheckpointError."""
     import cloudpickle
 
     arrays = {name: np.ascontiguousarray(value) for name, value in params.items()}
@@ -30,7 +29,6 @@ def write(directory: Path, predict: Callable[..., Any], params: Mapping[str, Any
         raise CheckpointError(f"the model cannot be written to {directory}: {error.strerror or error}") from None
 
 
-@functools.lru_cache(1)
 def read(directory: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Return the predict function and the parameters. Raises CheckpointError."""
     try:

@@ -28,7 +28,7 @@ class NodeContext:
         self.worker_num = self.executor_id = rank
         self.num_workers = len(addresses) - servers
         self.working_dir = os.getcwd()
-        self._feed = feed
+        self._feed, self._has_feed = feed, False
 
     def start_cluster_server(self) -> tuple[dict[str, list[str]], "Server"]:
         """Join the other tasks: call allred.Server. Return cluster_spec and the server, whose join() serves on "ps".
@@ -55,8 +55,10 @@ class NodeContext:
             raise InputError(f"get_data_feed: {name} is a parameter server; only workers are fed")
         if not self._feed:
             raise InputError(f"get_data_feed: {name} is not fed: this needs AllredCluster.run(..., InputMode.SPARK)")
-        feed, self._feed = DataFeed(self._feed, name, train, input_mapping), ""
-        return feed
+        if self._has_feed:
+            raise InputError(f"get_data_feed: {name} has called it already; keep the feed of the first call")
+        self._has_feed = True
+        return DataFeed(self._feed, name, train, input_mapping)
 
     def export_model(
         self, directory: str | os.PathLike[str], predict: Callable[..., Any], params: Mapping[str, Any]
@@ -69,5 +71,7 @@ class NodeContext:
         """
         from allred.spark import model_files
 
+        if not os.fspath(directory):
+            raise InputError("export_model: the directory is empty; set it with AllredEstimator.setExportDir")
         if self.job_name == "worker" and self.task_index == 0:
             model_files.write(Path(directory), predict, params)

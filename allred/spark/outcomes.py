@@ -1,10 +1,18 @@
-"""How a rank on Spark ended, and which of several failures was the first.
+"""Outcomes of ranks on Spark, and the selection of the first failure.
 
-An outcome is a dict: rank, host, code (0 after success), text; after success `result`, pickled. After an exception:
-time, exception (such as "ValueError: x"), traceback, and `cause`, the rank that failed before, if this one was ended by
-a failure elsewhere.
+An outcome is a dict, because it passes between processes as JSON:
+
+    rank, host      the rank that reports
+    code            its exit code, 0 after success
+    result          after success: the result of the function, pickled
+    text            after a failure: one line that names the rank that failed, its host, and what happened
+    certainty       OWN, REPORTED or UNCERTAIN: whether the rank itself failed
+    time            of the failure, by the clock of the host
+    exception       such as "ValueError: x"
+    traceback
 """
 
+import contextlib
 import pickle
 import signal
 import socket
@@ -18,69 +26,83 @@ from allred.errors import RemoteRankError
 
 Outcome = dict[str, Any]
 
+OWN = 0  # this rank raised an exception, or was killed
+REPORTED = 1  # this rank was ended by the failure of the rank in `text`
+UNCERTAIN = 2  # this rank has ended without an outcome, or was not started; maybe another rank is the cause
+
+_EXCEPTION_CHARACTERS = 2_000
 _TRACEBACK_CHARACTERS = 50_000
-_OWN = ("__main__", "allred.spark.rank_program")
+_OWN_MODULES = ("__main__", "allred.spark.rank_program")
 
 
-def returned(rank: int, result: Any) -> Outcome:
+def of_result(rank: int, result: Any) -> Outcome:
     """Return the outcome of a rank whose function has returned."""
     import cloudpickle
 
     return _outcome(rank, 0, "", result=cloudpickle.dumps(result))
 
 
-def raised(rank: int, error: BaseException) -> Outcome:
+def of_exception(rank: int, error: BaseException) -> Outcome:
     """Return the outcome of a rank whose function has raised an exception."""
     if isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else 1
-        return _outcome(rank, code, f"called sys.exit({error.code!r})")
+        return _outcome(rank, error.code if isinstance(error.code, int) else 1, f"called sys.exit({error.code!r})")
     if isinstance(error, RemoteRankError):
-        text = str(error).partition("\n")[0]
-        return _outcome(rank, 1, text, exception=text, traceback=error.traceback, cause=error.rank)
-    words = traceback.format_exception_only(error)[-1].strip()
-    lines = "".join(traceback.format_exception(type(error), error, _without_own(error.__traceback__)))
-    return _outcome(rank, 1, f"raised {words}", exception=words, traceback=lines[-_TRACEBACK_CHARACTERS:])
+        first_line = str(error).partition("\n")[0]
+        reported = {"text": first_line, "exception": first_line, "certainty": REPORTED, "traceback": error.traceback}
+        return {**_outcome(rank, 1, ""), **reported}
+    summary = traceback.TracebackException(type(error), error, None)
+    summary.__notes__ = None
+    line = list(summary.format_exception_only())[-1].strip()[:_EXCEPTION_CHARACTERS]
+    lines = "".join(traceback.format_exception(type(error), error, _user_traceback(error.__traceback__)))
+    return _outcome(rank, 1, f"raised {line}", exception=line, traceback=lines[-_TRACEBACK_CHARACTERS:])
 
 
-def _without_own(trace: types.TracebackType | None) -> types.TracebackType | None:
+def _user_traceback(trace: types.TracebackType | None) -> types.TracebackType | None:
     """Return the part of a traceback that begins in the user's function."""
-    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_globals["__name__"] in _OWN:
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_globals["__name__"] in _OWN_MODULES:
         trace = trace.tb_next
     return trace
 
 
-def ended(rank: int, code: int) -> Outcome:
-    """Return the outcome of a rank that has ended without one. code: as of subprocess: negative for a signal."""
+def of_exit_code(rank: int, code: int) -> Outcome:
+    """Return the outcome of a rank that has sent none. code: as of subprocess: negative for a signal."""
     if code < 0:
-        return _outcome(rank, 128 - code, f"was killed by signal {-code} ({signal.Signals(-code).name})")
-    return _outcome(rank, code or 1, f"ended with exit code {code} (the executor's log has its last lines)", cause=-1)
+        name = ""
+        with contextlib.suppress(ValueError):  # a real-time signal
+            name = f" ({signal.Signals(-code).name})"
+        return _outcome(rank, 128 - code, f"was killed by signal {-code}{name}")
+    text = f"ended with exit code {code} (its last lines are in the executor's log)"
+    return _outcome(rank, code or 1, text, certainty=UNCERTAIN)
 
 
-def lost(rank: int, host: str, text: str) -> Outcome:
-    """Return the outcome of a rank whose executor or supervisor is lost."""
-    return {**_outcome(rank, 1, text), "host": host}
+def of_rank_not_started(rank: int, cause: int) -> Outcome:
+    """Return the outcome of a rank that has ended because rank `cause` did not start."""
+    return _outcome(rank, 1, f"was not started, because rank {cause} did not start", certainty=UNCERTAIN)
 
 
-def _outcome(rank: int, code: int, text: str, **more: Any) -> Outcome:
-    found = {"rank": rank, "host": socket.gethostname(), "code": code, "text": text, "time": time.time()}
-    return found | {"exception": "", "traceback": "", "cause": None} | more
+def of_lost_rank(rank: int, host: str) -> Outcome:
+    """Return the outcome of a rank whose connection to the driver is lost."""
+    return _outcome(rank, 1, "is lost: its executor or its supervisor has ended", host=host)
+
+
+def _outcome(rank: int, code: int, predicate: str, host: str = "", **more: Any) -> Outcome:
+    host = host or socket.gethostname()
+    text = f"rank {rank} on {host} {predicate}"
+    found = {"rank": rank, "host": host, "code": code, "text": text, "certainty": OWN, "time": time.time()}
+    return found | {"exception": "", "traceback": ""} | more
 
 
 def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
     """Return the outcome of the first rank that failed by itself; None if no rank has failed."""
     failed = [each for each in outcomes if each["code"]]
-    if not failed:
-        return None
-    return min(failed, key=lambda each: (each["cause"] is not None, each["cause"] == -1, each["time"]))
+    return min(failed, key=lambda each: (each["certainty"], each["time"]), default=None)
 
 
 class RankFailure(RemoteRankError):  # noqa: N818  (it is not a bug of the driver)
     """A rank on Spark has failed. See RemoteRankError for its attributes. exception: such as "ValueError: x"."""
 
     def __init__(self, outcome: Outcome) -> None:
-        rank, host = outcome["rank"], outcome["host"]
-        text = outcome["text"] if outcome["cause"] is not None else f"rank {rank} on {host} {outcome['text']}"
-        super().__init__(text, rank, host, outcome["code"], outcome["traceback"])
+        super().__init__(outcome["text"], outcome["rank"], outcome["host"], outcome["code"], outcome["traceback"])
         self.exception: str = outcome["exception"]
 
 

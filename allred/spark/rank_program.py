@@ -2,7 +2,7 @@
 
 Its argument is the descriptor of a multiprocessing connection:
 
-    1  to here     Start, with the function
+    1  to here     a RankSpec, with the function
     2  from here   the address of this rank; or the outcome, if the rank cannot start
     3  to here     (addresses of all ranks by name, secret)
     4  from here   the outcome, a dict (outcomes.py)
@@ -27,30 +27,30 @@ _PR_SET_PDEATHSIG = 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Start:
+class RankSpec:
     """The arguments of a rank's program.
 
-    function: pickled by cloudpickle: a function and its arguments. servers: the number of parameter servers, which have
-    the lowest ranks. node: whether the function gets a NodeContext as its last argument. feed: the socket of the data
-    feed, or "". env: environment variables. one_node: whether all ranks are on one node. peer: the host of another.
-    driver: host, port and secret of the driver, for supervisors.
+    function: the result of `barrier_job.pickle_function`. num_ps: the number of parameter servers, which have the
+    lowest ranks. passes_context: whether the function gets a NodeContext as its last argument. env: environment
+    variables. on_one_host: whether all ranks are on one host. other_host: a host of another rank. feed: the socket of
+    the data feed, or "". driver: host, port and secret of the driver, for supervisors.
     """
 
     function: bytes
     rank: int
     size: int
-    servers: int
-    node: bool
+    num_ps: int
+    passes_context: bool
     env: dict[str, str]
-    one_node: bool
-    peer: str
+    on_one_host: bool = True
+    other_host: str = ""
     feed: str = ""
     driver: tuple[str, int, str] = ("", 0, "")
 
     @property
-    def settings(self) -> dict[str, str]:
-        """The variables of the rank."""
-        mode = {"ALLRED_MODE": "ps", "ALLRED_NUM_PS": str(self.servers)} if self.servers else {}
+    def environment(self) -> dict[str, str]:
+        """Environment variables of the rank: mode ps, then `env`."""
+        mode = {"ALLRED_MODE": "ps", "ALLRED_NUM_PS": str(self.num_ps)} if self.num_ps else {}
         return {**mode, **self.env}
 
 
@@ -74,47 +74,53 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
     _end_with_parent(int(sys.argv[2]))
     sys.argv = ["spark"]  # the name of the job for monitors
-    start: Start = connection.recv()
-    os.environ.update(start.settings)
-    size_is_one = start.size == 1
+    spec: RankSpec = connection.recv()
+    os.environ.update(spec.environment)
     try:
         check_installed("of an executor")
-        listener, address = pending.open_listener(start.one_node, start.peer)
+        listener, address = pending.open_listener(spec.on_one_host, spec.other_host)
     except (ConfigError, OSError) as error:
-        connection.send(outcomes.raised(start.rank, error))
+        connection.send(outcomes.of_exception(spec.rank, error))
         raise
     connection.send(address)
     try:
         addresses, secret = connection.recv()
     except EOFError:
-        sys.exit(f"allred: rank {start.rank} on {socket.gethostname()} ends, because another rank did not start")
+        sys.exit(f"allred: rank {spec.rank} on {socket.gethostname()} ends, because another rank did not start")
+    os.register_at_fork(after_in_child=connection.close)  # an outcome of a child would be taken for that of the rank
     try:
-        if not size_is_one:
-            pending.prepare(addresses, rank_name(start.rank), secret, listener)
-        result = _call(start, addresses)
+        if spec.size > 1:
+            pending.prepare(addresses, rank_name(spec.rank), secret, listener)
+        result = _call(spec, addresses)
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:  # a parameter server, at its end
-            connection.send(outcomes.returned(start.rank, None))
+            _send(connection, outcomes.of_result(spec.rank, None))
         else:
-            connection.send(outcomes.raised(start.rank, error))
+            _send(connection, outcomes.of_exception(spec.rank, error))
         raise
     try:
-        outcome = outcomes.returned(start.rank, result)
+        outcome = outcomes.of_result(spec.rank, result)
     except Exception as error:
-        error.add_note(f"rank {start.rank}: its result, a {type(result).__name__}, cannot be sent to the driver")
-        connection.send(outcomes.raised(start.rank, error))
+        error.add_note(f"rank {spec.rank}: its result, a {type(result).__name__}, cannot be sent to the driver")
+        _send(connection, outcomes.of_exception(spec.rank, error))
         raise
-    connection.send(outcome)
+    _send(connection, outcome)
 
 
-def _call(start: Start, addresses: dict[str, str]) -> Any:
+def _send(connection: Connection, outcome: outcomes.Outcome) -> None:
+    if not connection.closed:  # in a forked child
+        connection.send(outcome)
+
+
+def _call(spec: RankSpec, addresses: dict[str, str]) -> Any:
+    """Call the function. Return its result; None if it gets a NodeContext, because nobody receives the result."""
     import cloudpickle
 
-    function, arguments = cloudpickle.loads(start.function)
-    if start.node:
-        node = NodeContext(start.rank, start.servers, list(addresses.values()), start.feed)
-        return function(*arguments, node)
-    return function(*arguments)
+    function, arguments = cloudpickle.loads(spec.function)
+    if not spec.passes_context:
+        return function(*arguments)
+    function(*arguments, NodeContext(spec.rank, spec.num_ps, list(addresses.values()), spec.feed))
+    return None
 
 
 def _end_with_parent(parent: int) -> None:

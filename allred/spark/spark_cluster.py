@@ -3,17 +3,16 @@
 import dataclasses
 import enum
 import pickle
-import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from allred.errors import AllredError, InputError
-from allred.spark.barrier_job import BarrierJob, BarrierTasks, connect, pickled
+from allred.spark.barrier_job import BarrierJob, BarrierTasks, exchange_addresses, pickle_function
 from allred.spark.cluster_monitor import ClusterMonitor
-from allred.spark.outcomes import RankFailure
+from allred.spark.outcomes import Outcome, RankFailure, first_failure
 from allred.spark.rank_process import RankProcess
-from allred.spark.rank_program import Start
-from allred.spark.spark_job import ExecutorLost, SparkJob
+from allred.spark.rank_program import RankSpec
+from allred.spark.spark_job import SparkJob, SparkJobFailed
 from allred.validators import integer, positive
 
 if TYPE_CHECKING:
@@ -39,19 +38,22 @@ class AllredCluster:
 
     def __init__(self, job: BarrierJob, input_mode: InputMode) -> None:
         self._job, self._mode = job, input_mode
-        self._feeds = 0
+        self._feed_count = 0
         self._monitor: ClusterMonitor | None = None
         self._last_train: tuple[Any, int, float] | None = None
         self._tasks: SparkJob | None = None  # that start the ranks
-        self._feed: SparkJob | None = None  # of the last train()
+        self._feed_job: SparkJob | None = None  # of the last train()
         self._error: BaseException | None = None  # InputMode.FILES: of the ranks
         self._is_over = False
+        self._cause: BaseException | None = None  # of the end of the cluster
         if input_mode is InputMode.FILES:
             job.check_slots()
-            self._thread = threading.Thread(target=self._run_files, name="allred-spark-files", daemon=True)
+            from pyspark import InheritableThread
+
+            self._thread = InheritableThread(target=self._run_files, name="allred-spark-files", daemon=True)
             self._thread.start()
         else:
-            self._repeat(lambda: None, feeds=False)
+            self._with_restarts(lambda: None, feeds=False)
 
     @classmethod
     def run(
@@ -66,41 +68,43 @@ class AllredCluster:
         env: Mapping[str, str] | None = None,
         max_attempts: int = 1,
     ) -> "AllredCluster":
-        """Start `map_fun(args, ctx)` as the tasks of a cluster. Return when they run.
+        """Start `map_fun(args, ctx)` as the tasks of a cluster. SPARK: returns when all are connected to the driver.
+        FILES: returns at once, and `shutdown` reports failures.
 
         sc: the SparkContext. ctx: a NodeContext. num_executors: the number of tasks, with the servers. num_ps: the
         number of parameter servers. input_mode: FILES: map_fun reads its data itself; SPARK: it reads
         `ctx.get_data_feed()`. env, max_attempts: as for `allred.spark.run`; the next attempt repeats the last `train`.
 
-        Raises InputError, RankFailure and ExecutorLost as `allred.spark.run`.
+        Raises InputError, RankFailure and SparkJobFailed as `allred.spark.run`.
         """
         integer("AllredCluster.run: num_executors", num_executors, 1)
-        function = pickled(map_fun, (args,))
-        job = BarrierJob(sc, function, num_executors, num_ps, env, max_attempts, node=True)
+        function = pickle_function(map_fun, (args,))
+        job = BarrierJob(sc, function, num_executors, num_ps, env, max_attempts, passes_context=True)
         return cls(job, InputMode(input_mode))
 
     def train(self, data: Any, num_epochs: int = 1, feed_timeout: float = 600.0) -> None:
         """Feed all rows to the workers, each row to one of them, and wait until they have read them.
 
         data: a DataFrame, whose rows arrive as arrays by column; or an RDD, whose elements arrive in lists. num_epochs:
-        how often; the later epochs are read from the workers' disks. feed_timeout: seconds after which a worker that
-        reads no rows is an error.
+        how often; the later epochs are read from the workers' disks. feed_timeout: seconds without a request for rows
+        after which CollectiveTimeout is raised.
 
-        Raises CollectiveTimeout after feed_timeout, RankFailure if a task failed, ExecutorLost if Spark ended the job.
+        Raises CollectiveTimeout after feed_timeout, RankFailure if a task failed, SparkJobFailed if Spark ended the
+        job.
         """
-        self._check_spark("train")
+        self._check("train", data)
         epochs = integer("train: num_epochs", num_epochs, 1)
         limit_s = positive("train", "feed_timeout", feed_timeout)
         self._last_train = data, epochs, limit_s
-        self._repeat(lambda: self._train(data, epochs, limit_s), feeds=True)
+        self._with_restarts(lambda: self._train(data, epochs, limit_s), feeds=True)
 
     def inference(self, data: Any, feed_timeout: float = 600.0) -> Any:
         """Return an RDD of the results that map_fun gives to `batch_results`, one for each row, in order.
 
         data: as for `train`. It is computed when an action needs it, which must be before `shutdown`.
         """
-        self._check_spark("inference")
-        task = self._task(False, 1, positive("inference", "feed_timeout", feed_timeout))
+        self._check("inference", data)
+        task = self._new_feed(False, 1, positive("inference", "feed_timeout", feed_timeout))
         if hasattr(data, "mapInArrow"):
             rows = data.mapInArrow(task.infer_arrow, "result BINARY").rdd
             return rows.map(lambda row: pickle.loads(row.result))
@@ -109,7 +113,7 @@ class AllredCluster:
     def shutdown(self) -> None:
         """Tell the workers that there are no more rows, and wait for the end of all tasks. No effect if called again.
 
-        Raises RankFailure if a task failed, ExecutorLost if Spark ended the job.
+        Raises RankFailure if a task failed, SparkJobFailed if Spark ended the job.
         """
         if self._is_over:
             return
@@ -117,12 +121,13 @@ class AllredCluster:
             self._is_over = True
             self._join_files()
             return
-        self._repeat(self._shut_down, feeds=False)
+        self._require_context()
+        self._with_restarts(self._shut_down, feeds=False)
         self._is_over = True
 
     # Attempts.
 
-    def _repeat(self, attempt: Callable[[], None], feeds: bool) -> None:
+    def _with_restarts(self, attempt: Callable[[], None], feeds: bool) -> None:
         """Start the ranks, if they do not run, and call `attempt`; again after a failure. feeds: whether `attempt`
         repeats the last train()."""
         while True:
@@ -133,45 +138,46 @@ class AllredCluster:
                         self._train(*self._last_train)
                 attempt()
                 return
-            except (RankFailure, ExecutorLost) as error:
+            except (RankFailure, SparkJobFailed) as error:
                 self._stop()
-                self._is_over = True
-                self._job.decide(error)
+                self._is_over, self._cause = True, error
+                self._job.raise_or_wait(error)
                 self._is_over = False
-            except BaseException:
+            except BaseException as error:
                 self._stop()
-                self._is_over = True
+                self._is_over, self._cause = True, error
                 raise
 
     def _start(self) -> None:
         job = self._job
         get = job.context.getConf().get
-        host = get("spark.driver.host")
-        bind = get("spark.driver.bindAddress") or host
-        self._monitor = monitor = ClusterMonitor(job.size, job.servers, host, bind, self._cancel_feed)
-        start = dataclasses.replace(job.start, driver=monitor.address)
-        self._tasks = tasks = job.start_tasks(lambda index: _supervise(start, index))
+        host = get("spark.driver.host").strip("[]")
+        bind = get("spark.driver.bindAddress", host).strip("[]")
+        self._monitor = monitor = ClusterMonitor(job.size, job.num_ps, host, bind, self._cancel_feed)
+        spec = dataclasses.replace(job.spec, driver=monitor.address)
+        self._tasks = tasks = job.start_tasks(lambda index: _supervise(spec, index))
         monitor.wait(lambda: monitor.all_connected() or tasks.has_ended)
-        if not monitor.all_connected():
-            raise RankFailure(min(tasks.wait(), key=lambda each: (each["cause"] is not None, each["rank"])))
+        if tasks.has_ended and (failure := first_failure(tasks.wait())) is not None:
+            raise RankFailure(failure)
+        monitor.wait(monitor.all_connected)
 
     def _stop(self) -> None:
         if self._monitor is not None:
             self._monitor.close()
             self._monitor = None
-        for running in (self._feed, self._tasks):
+        for running in (self._feed_job, self._tasks):
             if running is not None:
                 running.cancel(_GRACE_S)
 
     def _shut_down(self) -> None:
-        monitor = self._running()
+        monitor = self._require_monitor()
         monitor.send({"kind": "shut_down"})
         monitor.wait(monitor.all_ended)
         self._stop()
 
     def _run_files(self) -> None:
         try:
-            self._job.repeat(self._job.collect)
+            self._job.run_with_restarts(self._job.collect)
         except BaseException as error:
             self._error = error
 
@@ -187,52 +193,62 @@ class AllredCluster:
     # Feeds.
 
     def _train(self, data: Any, epochs: int, limit_s: float) -> None:
-        task, monitor, context = self._task(True, epochs, limit_s), self._running(), self._job.context
-        monitor.touch()
+        task, monitor, context = self._new_feed(True, epochs, limit_s), self._require_monitor(), self._job.context
+        monitor.raise_failure()
+        monitor.reset_timeouts()
         if hasattr(data, "mapInArrow"):
             fed = data.mapInArrow(task.train_arrow, "partition INT, records LONG")
         else:
             fed = data.mapPartitions(task.train_objects)
-        self._feed = SparkJob(context, "the feed", fed.collect)
+        self._feed_job = SparkJob(context, "the feed", fed.collect)
         try:
-            self._feed.wait()
-        except ExecutorLost:
+            self._feed_job.wait()
+        except SparkJobFailed:
             monitor.raise_failure()
             if not monitor.all_terminated():
                 raise
         monitor.send({"kind": "end_feed", "feed": task.feed, "epochs": epochs})
-        monitor.touch()
+        monitor.reset_timeouts()
         monitor.wait_consumed(task.feed, limit_s)
 
-    def _task(self, train: bool, epochs: int, limit_s: float) -> "FeedTask":
+    def _new_feed(self, train: bool, epochs: int, limit_s: float) -> "FeedTask":
         from allred.spark.feeder import FeedTask  # imports pyarrow
 
-        self._feeds += 1
-        return FeedTask(self._feeds, train, epochs, limit_s, [worker.about for worker in self._running().workers()])
+        self._feed_count += 1
+        return FeedTask(
+            self._feed_count, train, epochs, limit_s, [worker.about for worker in self._require_monitor().workers()]
+        )
 
     def _cancel_feed(self) -> None:
         """End the Spark job of `train`: a worker has failed, or no worker reads rows any more."""
-        if self._feed is not None:
-            self._feed.request_cancel()
+        if self._feed_job is not None:
+            self._feed_job.request_cancel()
 
-    def _running(self) -> ClusterMonitor:
+    def _require_monitor(self) -> ClusterMonitor:
         if self._monitor is None:
-            raise AllredError("the cluster has ended; start another with AllredCluster.run")
+            cause = f" ({type(self._cause).__name__}: {str(self._cause).partition(chr(10))[0]})" if self._cause else ""
+            raise AllredError(f"the cluster has ended{cause}; start another with AllredCluster.run")
         return self._monitor
 
-    def _check_spark(self, what: str) -> None:
+    def _require_context(self) -> None:
+        if self._job.context._jsc is None:
+            self._stop()
+            self._is_over = True
+            raise AllredError("the SparkContext was stopped before the cluster; call shutdown() first")
+
+    def _check(self, what: str, data: Any) -> None:
         if self._mode is not InputMode.SPARK:
             raise InputError(f"{what}: this cluster reads files; use AllredCluster.run(..., InputMode.SPARK)")
-        self._running()
+        self._require_context()
+        self._require_monitor()
+        if not hasattr(data, "mapInArrow") and not hasattr(data, "mapPartitions"):
+            raise InputError(f"{what}: expected a DataFrame or an RDD, got {data!r}")
 
 
-def _supervise(start: Start, rank: int) -> list[Any]:
+def _supervise(spec: RankSpec, rank: int) -> list[Outcome]:
     """In the task of a rank: start its supervisor. Return the outcome if a rank could not start."""
-    start = dataclasses.replace(start, rank=rank, **BarrierTasks().hosts())
-    process = RankProcess(start, "allred.spark.supervisor")
-    problem = connect(process, rank)
-    if problem is not None:
-        return [problem]
-    if rank < start.servers:
+    process = RankProcess(dataclasses.replace(spec, rank=rank, **BarrierTasks().hosts()), supervised=True)
+    failure = exchange_addresses(process, rank) or process.connected()
+    if failure is None and rank < spec.num_ps:
         process.process.wait()
-    return []
+    return [] if failure is None else [failure]

@@ -14,7 +14,7 @@ _AGAIN_S = 0.5
 _REASONS = (r"ExecutorLostFailure.*", r"(?<=failure reason: ).+", r"(?<=SparkException: ).+", r"\S.*")
 
 
-class ExecutorLost(AllredError):  # noqa: N818  (it is not a bug of the driver)
+class SparkJobFailed(AllredError):  # noqa: N818  (it is not a bug of the driver)
     """Spark has ended the job: an executor is lost, or a task of the job failed."""
 
 
@@ -43,19 +43,20 @@ class SparkJob:
         return not self._thread.is_alive()
 
     def wait(self) -> Any:
-        """Return the result. Raises ExecutorLost if Spark ended the job. Ctrl-C cancels the job."""
+        """Return the result. Raises SparkJobFailed if Spark ended the job. Ctrl-C cancels the job."""
         try:
             self._thread.join()
         except BaseException:
             self.cancel()
             raise
         if self._error is not None:
-            raise ExecutorLost(f"Spark ended {self._subject}: {reason_of(self._error)}") from self._error
+            raise SparkJobFailed(f"Spark ended {self._subject}: {reason_of(self._error)}") from self._error
         return self._result
 
     def request_cancel(self) -> None:
-        """Let Spark cancel the job, if it has begun."""
-        self._context.cancelJobsWithTag(self._tag)
+        """Let Spark cancel the job, if it has begun and the context has not been stopped."""
+        if self._context._jsc is not None:
+            self._context.cancelJobsWithTag(self._tag)
 
     def cancel(self, grace_s: float = 0.0) -> None:
         """Wait until the job has ended; cancel it after grace_s seconds."""

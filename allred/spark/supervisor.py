@@ -1,18 +1,18 @@
-"""The process that keeps a rank after its Spark task has ended, and feeds it. One for each rank in InputMode.SPARK.
+"""The parent process of a rank in InputMode.SPARK. It outlives the Spark task that started it, and feeds the rank.
 
-The task of a worker ends when the ranks have met, because the tasks that feed it need its slot; the task of a parameter
-server waits for the end of this process. It ends, and kills the rank, when the executor (the JVM), the driver or the
-task of a server ends.
+The task of a worker ends when the supervisor has connected to the driver, because the tasks that feed the rank need its
+slot; the task of a parameter server waits for the end of this process. It ends, and kills the rank, when the executor
+(the JVM), the driver or the task of a server ends.
 
-It serves a Unix socket in a directory of mode 0700. Spark tasks (feeder.py) send load, open and add; the rank
-(data_feed.py) sends rank, next, results and terminate.
+It serves a Unix socket in a directory of mode 0700. Spark tasks (feeder.py) send status, begin and add; the rank
+(data_feed.py) sends rank, next, progress, results and terminate. From add on, the supervisor or the rank removes the
+file of a partition.
 """
 
 import contextlib
 import dataclasses
 import os
 import selectors
-import shutil
 import signal
 import socket
 import sys
@@ -24,169 +24,204 @@ from pathlib import Path
 
 from allred import channel
 from allred.channel import Channel, HandshakeError, Message, dispatch
+from allred.errors import ConfigError
 from allred.launch.rendezvous_client import shared_memory_domain
+from allred.spark import outcomes
 from allred.spark.feed_queue import FeedQueue, SpoolFile
 from allred.spark.outcomes import Outcome
 from allred.spark.rank_process import EXIT_S, RankProcess
-from allred.spark.rank_program import Start
+from allred.spark.rank_program import RankSpec
 
 PURPOSE = "spark"
-MOST_UNREAD = 2**28  # bytes of spool files that a worker has not read, from which Spark tasks wait
+MAX_UNREAD_BYTES = 2**28  # Spark tasks wait while a worker has more bytes of files to read
+DRIVER_LOST_S = 60.0  # without an answer of the driver's machine
 REMIND_S = 10.0
 _TICK_S = 0.2
 
 
 class RankSupervisor:
-    """start: of the rank. task: the connection to its Spark task."""
+    """spec: of the rank. task: the connection to its Spark task."""
 
-    def __init__(self, start: Start, task: Connection) -> None:
-        self._start, self._task = start, task
-        self._queue = FeedQueue(MOST_UNREAD)
+    def __init__(self, spec: RankSpec, task: Connection) -> None:
+        self._spec, self._task = spec, task
+        self._executor = _executor()
+        self._queue = FeedQueue(MAX_UNREAD_BYTES)
         self._selector = selectors.DefaultSelector()
-        self._directory = tempfile.mkdtemp(prefix="allred-")
-        local = os.environ.get("SPARK_LOCAL_DIRS", "").partition(",")[0]
-        self._spool = tempfile.mkdtemp(prefix="allred-", dir=local if os.path.isdir(local) else None)
-        self._listening = socket.socket(socket.AF_UNIX)
-        self._address = os.path.join(self._directory, "feed")
-        self._listening.bind(self._address)
-        self._listening.listen(64)
-        self._listening.setblocking(False)
-        self._rank = RankProcess(dataclasses.replace(start, feed=self._address))
         self._driver: Channel | None = None
-        self._sent: Outcome | None = None  # by the rank
-        self._rank_end = -1  # a descriptor that reports the end of its process
-        self._has_ended = False
+        self._outcome: Outcome | None = None  # sent by the rank
+        self._has_returned = self._has_ended = self._must_exit = False
         self._kill_at = float("inf")
-        self._opened: dict[Channel, Message] = {}  # by connection of a Spark task
-        self._claims: dict[tuple[int, int], tuple[Channel, SpoolFile]] = {}  # sent to the driver
+        self._writing: dict[Channel, Message] = {}  # by connection of a Spark task
+        self._claims: dict[str, tuple[Channel, SpoolFile]] = {}  # sent to the driver, by path
         self._results: dict[str, Channel] = {}  # inference: the task that waits for the results of a file
-        self._reader: Channel | None = None  # the rank's connection
-        self._asked_at = float("inf")  # since when the rank waits for rows
+        self._rank_channel: Channel | None = None
+        self._waiting_since = float("inf")  # the rank waits for rows
+        self._is_waiting = False  # as the driver knows it
         self._remind_at = float("inf")
-        self._is_over = False
 
     def run(self) -> None:
         """Start the rank, and run until its end."""
-        try:
-            address, outcome = self._rank.address()
-            self._task.send(address or outcome)
-            if outcome is not None:
-                return
-            try:
-                self._rank.join(*self._task.recv())
-            except (EOFError, ConnectionError):
-                return  # another rank has not started
-            self._connect()
-            while not self._is_over:
-                dispatch(self._selector, _TICK_S)
-                self._check_times()
-        finally:
-            self._rank.end()
-            for directory in (self._directory, self._spool):
-                shutil.rmtree(directory, ignore_errors=True)
+        local = os.environ.get("SPARK_LOCAL_DIRS", "").partition(",")[0]
+        with contextlib.ExitStack() as stack:
+            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="allred-", ignore_cleanup_errors=True))
+            self._spool = stack.enter_context(
+                tempfile.TemporaryDirectory(
+                    prefix="allred-", dir=local if os.path.isdir(local) else None, ignore_cleanup_errors=True
+                )
+            )
+            self._directory = directory
+            address = os.path.join(directory, "feed")
+            self._listening = stack.enter_context(socket.socket(socket.AF_UNIX))
+            self._listening.bind(address)
+            self._listening.listen(64)
+            self._listening.setblocking(False)
+            self._rank = RankProcess(dataclasses.replace(self._spec, feed=address))
+            stack.callback(self._rank.kill)
+            if self._start():
+                while not self._must_exit:
+                    dispatch(self._selector, _TICK_S)
+                    self._check_times()
 
-    def _connect(self) -> None:
-        host, port, secret = self._start.driver
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._driver = channel.connect(family, (host, port), PURPOSE, secret)
-        about = {"rank": self._start.rank, "host": socket.gethostname(), "node": shared_memory_domain()}
-        self._driver.send({**about, "directory": self._directory, "spool": self._spool, "pid": os.getpid()})
-        self._driver.connection.settimeout(None)
-        self._on_input(self._driver.connection, self._receive_from_driver)
+    def _start(self) -> bool:
+        """Start the rank, connect to the driver, and report it to the Spark task. Return False after a failure."""
+        address, failure = self._rank.address()
+        self._task.send(address or failure)
+        if failure is not None:
+            return False
+        try:
+            self._rank.join(*self._task.recv())
+        except (EOFError, ConnectionError):
+            return False  # another rank has not started
+        failure = self._connect()
+        self._task.send(failure)
+        if failure is not None:
+            return False
         self._on_input(self._listening, self._accept)
         self._on_input(self._rank.connection, self._receive_outcome)
-        if java := _executor():
-            self._on_input(os.pidfd_open(java), self._end)
-        if self._start.rank < self._start.servers:
-            self._on_input(self._task, self._end)
+        self._on_input(self._rank.end_descriptor, self._rank_ended)
+        if self._executor:
+            self._on_input(os.pidfd_open(self._executor), self._exit)
+        if self._spec.rank < self._spec.num_ps:
+            self._on_input(self._task, self._exit)
         else:
             self._task.close()
+        return True
+
+    def _connect(self) -> Outcome | None:
+        """Connect to the driver. Return an outcome if that fails."""
+        host, port, secret = self._spec.driver
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._driver = channel.connect(family, (host, port), PURPOSE, secret)
+        except (HandshakeError, OSError) as error:
+            reason = ConfigError(
+                f"the executor cannot reach the driver at {host}:{port} (spark.driver.host, a free port): {error}; "
+                "a firewall between them must permit it"
+            )
+            return outcomes.of_exception(self._spec.rank, reason)
+        self._driver.limit_resending(DRIVER_LOST_S)
+        about = {"rank": self._spec.rank, "host": socket.gethostname(), "node": shared_memory_domain()}
+        self._driver.send({**about, "directory": self._directory, "spool": self._spool})
+        self._driver.connection.settimeout(None)
+        self._on_input(self._driver.connection, self._receive_from_driver)
+        return None
 
     def _on_input(self, file: object, call: Callable[[], object]) -> None:
         self._selector.register(file, selectors.EVENT_READ, call)  # type: ignore[arg-type]
 
-    def _end(self) -> None:
-        self._is_over = True
+    def _exit(self) -> None:
+        self._must_exit = True
 
     # The driver.
 
-    def _tell(self, message: Message) -> None:
+    def _send_to_driver(self, message: Message) -> None:
         assert self._driver is not None
-        self._driver.send({"rank": self._start.rank, **message})
+        self._driver.send({"rank": self._spec.rank, **message})
 
     def _receive_from_driver(self) -> None:
         assert self._driver is not None
         try:
             messages = self._driver.receive()
         except (OSError, ValueError):
-            return self._end()
+            return self._exit()
         for message in messages:
             kind = message["kind"]
             if kind == "claim":
-                self._settle_claim(message)
+                self._on_claim_answer(message)
             elif kind == "end_feed":
                 self._queue.end_feed(message["feed"], message["epochs"])
+            elif kind == "limits":
+                self._queue.limits = message["value"]
             elif kind == "shut_down":
-                self._queue.shut_down()
-                self._is_over = self._has_ended
+                self._queue.is_shut_down = True
+                self._must_exit = self._has_ended
             elif kind == "kill":
-                self._end()
-        self._serve_rank()
+                self._exit()
+        self._answer_rank()
 
-    def _settle_claim(self, message: Message) -> None:
-        task, partition = self._claims.pop((message["feed"], message["number"]))
+    def _on_claim_answer(self, message: Message) -> None:
+        task, partition = self._claims.pop(message["path"])
         accepted = bool(message["accepted"]) and self._queue.add(partition)
+        if not accepted:
+            _remove([partition.path])
         task.send({"accepted": accepted})
 
     # The rank.
 
     def _receive_outcome(self) -> None:
-        """Receive the outcome of the rank, which reads no more. Its process may wait for the other ranks now."""
+        """Receive the outcome of the rank. Its process may then wait for the other ranks."""
         self._selector.unregister(self._rank.connection)
-        self._sent = self._rank.sent_outcome()
-        if self._sent is None or self._sent["code"]:
+        self._outcome, self._has_returned = self._rank.receive_outcome(), True
+        if self._outcome is None or self._outcome["code"]:
             self._kill_at = time.monotonic() + EXIT_S
-        if self._sent is not None and self._sent["code"]:
-            self._report(self._sent)
+        if self._outcome is not None and self._outcome["code"]:
+            self._report(self._outcome)
         self._terminate()
-        for task in self._results.values():
-            task.connection.shutdown(socket.SHUT_RDWR)
-        self._rank_end = os.pidfd_open(self._rank.process.pid)
-        self._on_input(self._rank_end, self._rank_ended)
 
     def _rank_ended(self) -> None:
         """Report the outcome. Then answer Spark tasks until shutdown()."""
-        self._selector.unregister(self._rank_end)
-        os.close(self._rank_end)
+        if not self._has_returned:
+            self._receive_outcome()
+        self._selector.unregister(self._rank.end_descriptor)
         self._has_ended, self._kill_at = True, float("inf")
-        self._report(self._rank.final_outcome(self._sent))
-        self._is_over = self._queue.is_over
+        self._report(self._rank.kill_and_report(self._outcome))
+        self._must_exit = self._queue.is_shut_down
 
     def _report(self, outcome: Outcome) -> None:
         """Send an outcome to the driver, which takes the first one."""
-        self._tell({"kind": "outcome", **{key: value for key, value in outcome.items() if key != "result"}})
+        self._send_to_driver({"kind": "outcome", **{key: outcome[key] for key in outcome if key != "result"}})
 
-    def _serve_rank(self) -> None:
-        """Answer the rank, if it waits for rows and there are some."""
-        if self._reader is None or self._asked_at == float("inf"):
-            return
-        answer = self._queue.answer()
-        if answer is not None:
-            self._asked_at = self._remind_at = float("inf")
-            self._reader.send(answer)
+    def _answer_rank(self) -> None:
+        """Answer the request of the rank, if there is one and an answer. The driver knows who waits: while a worker
+        waits for rows, the others accept more than MAX_UNREAD_BYTES, because they may wait for this worker in a step.
+        """
+        waits = self._rank_channel is not None and self._waiting_since < float("inf")
+        if waits and (answer := self._queue.next_answer()) is not None:
+            assert self._rank_channel is not None
+            self._waiting_since = self._remind_at = float("inf")
+            self._rank_channel.send(answer)
+            waits = False
+            if "feed_end" in answer:
+                self._send_to_driver({"kind": "read_all"})
+        if waits != self._is_waiting:
+            self._is_waiting = waits
+            self._send_to_driver({"kind": "waits", "value": waits})
 
     def _terminate(self) -> None:
         _remove(self._queue.terminate())
-        self._tell({"kind": "terminated"})
+        for task in self._results.values():
+            with contextlib.suppress(OSError):
+                task.connection.shutdown(socket.SHUT_RDWR)
+        self._send_to_driver({"kind": "terminated"})
 
     def _check_times(self) -> None:
         now = time.monotonic()
         if now >= self._kill_at:
-            self._rank.end()
+            self._rank.process.kill()
         if now >= self._remind_at:
             self._remind_at = now + REMIND_S
-            who = f"rank {self._start.rank} on {socket.gethostname()}"
-            text = f"{who} waits for rows since {now - self._asked_at:.0f} s: {self._queue.describe()}"
+            who = f"rank {self._spec.rank} on {socket.gethostname()}"
+            text = f"{who} has waited {now - self._waiting_since:.0f} s for rows: {self._queue.describe()}"
             print(f"allred: {text}", file=sys.stderr, flush=True)
 
     # Spark tasks, and the rank.
@@ -205,55 +240,64 @@ class RankSupervisor:
             return self._close(peer)
         for message in messages:
             self._handle(peer, message)
-        self._serve_rank()
+        self._answer_rank()
 
     def _close(self, peer: Channel) -> None:
         self._selector.unregister(peer.connection)
         peer.connection.close()
-        if (opened := self._opened.pop(peer, None)) is not None:
-            self._queue.close(opened["number"])
-        self._results = {path: task for path, task in self._results.items() if task is not peer}
+        if (begun := self._writing.pop(peer, None)) is not None:
+            self._queue.end_write(begun["number"])
+        for path in [path for path, task in self._results.items() if task is peer]:
+            del self._results[path]
+            if self._queue.discard(path):
+                _remove([path])
 
     def _handle(self, peer: Channel, message: Message) -> None:
         kind = message["kind"]
-        if kind == "load":
-            peer.send(self._queue.load())
-        elif kind == "open":
-            self._opened[peer] = message
-            self._queue.open(message["number"])
+        if kind == "status":
+            peer.send(self._queue.status())
+        elif kind == "begin":
+            self._writing[peer] = message
+            self._queue.begin_write(message["number"])
             peer.send({})
         elif kind == "add":
             self._add(peer, message)
         elif kind == "rank":
-            self._reader = peer
+            self._rank_channel = peer
         elif kind == "next":
-            self._asked_at = time.monotonic()
-            self._remind_at = self._asked_at + REMIND_S
-            if (found := self._queue.ask()) is not None:
+            self._waiting_since = time.monotonic()
+            self._remind_at = self._waiting_since + REMIND_S
+            if (found := self._queue.on_request()) is not None:
                 feed, files = found
                 _remove(files)
-                self._tell({"kind": "consumed", "feed": feed})
+                self._send_to_driver({"kind": "consumed", "feed": feed})
             else:
-                self._tell({"kind": "progress"})
-        elif kind == "results" and (task := self._results.pop(message["of"], None)) is not None:
-            task.send({"accepted": True, "results": message["path"]})
-            self._tell({"kind": "progress"})
+                self._send_to_driver({"kind": "progress"})
+        elif kind == "progress":
+            self._send_to_driver({"kind": "progress"})
+        elif kind == "results":
+            self._send_to_driver({"kind": "progress"})
+            if (task := self._results.pop(message["of"], None)) is not None:
+                task.send({"accepted": True, "results": message["path"]})
+            else:  # the task has given up
+                _remove([message["path"]])
         elif kind == "terminate":
             self._terminate()
 
     def _add(self, task: Channel, message: Message) -> None:
-        opened = self._opened.pop(task)
-        self._queue.close(opened["number"])
+        begun = self._writing.pop(task)
+        self._queue.end_write(begun["number"])
         fields = {key: message[key] for key in ("path", "rows", "size", "train", "epochs")}
-        partition = SpoolFile(opened["feed"], opened["number"], **fields)
+        partition = SpoolFile(begun["feed"], begun["number"], **fields)
         if partition.train:
-            self._claims[partition.feed, partition.number] = task, partition
-            self._tell({"kind": "claim", "feed": partition.feed, "number": partition.number})
-        else:  # Spark computes a partition of results as often as it needs it
-            if self._queue.add(partition):
-                self._results[partition.path] = task  # it gets its answer with the results
-            else:
-                task.send({"accepted": False})
+            self._claims[partition.path] = task, partition
+            claim = {"feed": partition.feed, "number": partition.number, "path": partition.path}
+            self._send_to_driver({"kind": "claim", **claim})
+        elif self._queue.add(partition):  # Spark computes a partition of results as often as it needs it
+            self._results[partition.path] = task  # it is answered when the results arrive
+        else:
+            _remove([partition.path])
+            task.send({"accepted": False})
 
 
 def _remove(files: list[str]) -> None:
@@ -280,9 +324,4 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     task = Connection(int(sys.argv[1]))
-    start: Start = task.recv()
-    try:
-        RankSupervisor(start, task).run()
-    except (HandshakeError, OSError) as error:
-        (host, port, _), who = start.driver, f"rank {start.rank} on {socket.gethostname()}"
-        sys.exit(f"allred: {who} cannot reach the driver at {host}:{port}: {error}")
+    RankSupervisor(task.recv(), task).run()

@@ -3,9 +3,9 @@
 .venv/bin/python -m pytest tests/spark          skips, with the reason, if Java or pyspark is missing
 """
 
-import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,16 +18,18 @@ pytest.importorskip("pyspark", reason="pip install 'allred[spark]'")
 if shutil.which("java") is None:
     pytest.skip("Spark needs Java: apt-get install openjdk-17-jre-headless", allow_module_level=True)
 
-from spark_session import ENVIRONMENT, build  # noqa: E402
+from spark_session import build  # noqa: E402
 
 
 @pytest.fixture(scope="session")
-def spark() -> Iterator[object]:
-    """The session."""
-    os.environ.update(ENVIRONMENT)
-    session = build("local[4]")
-    yield session
-    session.stop()
+def spark(tmp_path_factory) -> Iterator[object]:
+    """The session. Its processes have a TMPDIR of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("t")))
+        patch.setattr(tempfile, "tempdir", None)
+        session = build("local[4]")
+        yield session
+        session.stop()
 
 
 @pytest.fixture(scope="session")

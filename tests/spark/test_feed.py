@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import time
 
 import cloudpickle
@@ -15,7 +16,7 @@ import allred
 from allred import RemoteRankError
 from allred.errors import CollectiveTimeout, InputError
 from allred.spark import AllredCluster, InputMode
-from allred.spark.spark_job import ExecutorLost
+from allred.spark.spark_job import SparkJobFailed
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the executors cannot import it
 
@@ -47,7 +48,6 @@ def start(sc, map_fun, args, workers=3, **options):
 @pytest.mark.parametrize("servers", [0, 1])
 def test_every_row_arrives_once_in_each_epoch(spark, sc, tmp_path, servers):
     """In mode sync, where workers get different numbers of rows, and in mode async."""
-    before = set(glob.glob("/tmp/allred-*/feed"))
     cluster = start(sc, read_rows, {"out": str(tmp_path)}, 3 + servers, num_ps=servers)
     cluster.train(spark.range(0, 10_007, 1, 7), num_epochs=3)
     cluster.shutdown()
@@ -55,7 +55,10 @@ def test_every_row_arrives_once_in_each_epoch(spark, sc, tmp_path, servers):
     found = ids_of(tmp_path)
     assert len(found) == 3
     assert np.array_equal(np.bincount(np.concatenate(found)), np.full(10_007, 3))
-    assert not set(glob.glob("/tmp/allred-*/feed")) - before
+    until = time.monotonic() + 10
+    while glob.glob(f"{tempfile.gettempdir()}/allred-*/feed"):  # of the session: see conftest.py
+        assert time.monotonic() < until
+        time.sleep(0.1)
 
 
 def test_several_calls_of_train_and_empty_partitions(spark, sc, tmp_path):
@@ -118,6 +121,34 @@ def test_inference_returns_a_result_for_each_row_in_order(spark, sc):
     cluster.shutdown()
 
 
+def test_inference_needs_a_feed_of_inference_and_a_result_for_each_row(spark, sc):
+    cluster = start(sc, lambda args, ctx: ctx.get_data_feed().next_batch(1), {}, 1)
+    with pytest.raises(Exception, match=r"its worker on .* has ended"):
+        cluster.inference(spark.range(5)).collect()
+    with pytest.raises(RemoteRankError, match=r"the driver has called inference\(\), which needs ctx.get_data_feed"):
+        cluster.shutdown()
+    cluster = start(sc, lambda args, ctx: None, {}, 1)
+    with pytest.raises(Exception, match="the workers have stopped reading, so its rows get no results"):
+        cluster.inference(spark.range(5)).collect()
+    cluster.shutdown()
+
+
+def test_slow_steps_are_progress(spark, sc):
+    """Of one partition; and while the other worker, which has no rows, takes part in the steps."""
+
+    def read_slowly(args, ctx):
+        allred.init()
+        feed = ctx.get_data_feed()
+        while not feed.should_stop():
+            feed.next_batch(10)
+            allred.allreduce(np.ones(1))
+            time.sleep(0.5)
+
+    cluster = start(sc, read_slowly, {}, 2)
+    cluster.train(spark.range(0, 100, 1, 1), feed_timeout=2)
+    cluster.shutdown()
+
+
 def test_a_worker_may_stop_early(spark, sc, tmp_path):
     def stop(args, ctx):
         allred.init()
@@ -151,7 +182,7 @@ def test_a_failing_worker_ends_the_feed_with_its_traceback(spark, sc):
     with pytest.raises(RemoteRankError, match=r"rank 1 on .* raised OSError: disk full\nTraceback"):
         cluster.train(spark.range(0, 100_000, 1, 20), num_epochs=1000)
     cluster.shutdown()  # no effect
-    with pytest.raises(allred.AllredError, match="the cluster has ended"):
+    with pytest.raises(allred.AllredError, match=r"the cluster has ended \(RankFailure: rank 1 on .* disk full\)"):
         cluster.train(spark.range(5))
 
 
@@ -184,11 +215,13 @@ def test_a_worker_that_does_not_read_is_named(spark, sc):
         time.sleep(600)
 
     cluster = start(sc, sleep, {}, 2)
-    with pytest.raises(CollectiveTimeout, match=r"rank [01] on .* has not asked its data feed for rows for \d+ s \(f"):
+    with pytest.raises(CollectiveTimeout, match=r"rank [01] on .* has requested no rows for \d+ s \(f"):
         cluster.train(spark.range(0, 100, 1, 2), feed_timeout=2)
 
 
 def test_wrong_calls(spark, sc, tmp_path):
+    with pytest.raises(InputError, match=r"expected a SparkContext \(spark.sparkContext\), got <"):
+        start(spark, double, {}, 1)
     with pytest.raises(InputError, match="num_executors must be an integer >= 1"):
         AllredCluster.run(sc, double, {}, 0)
     cluster = AllredCluster.run(sc, lambda args, ctx: ctx.get_data_feed(), {}, 1)
@@ -197,12 +230,14 @@ def test_wrong_calls(spark, sc, tmp_path):
     with pytest.raises(RemoteRankError, match=r"is not fed: this needs AllredCluster.run\(..., InputMode.SPARK\)"):
         cluster.shutdown()
     cluster = start(sc, lambda args, ctx: ctx.get_data_feed(input_mapping={"z": "x"}).next_batch(1), {}, 1)
-    with pytest.raises(RemoteRankError, match="the data feed has no column 'z'; it has id"):
+    with pytest.raises(RemoteRankError, match=r"no column 'z' in the DataFrame .input_mapping.; it has id"):
         cluster.train(spark.range(5))
     cluster = start(sc, read_rows, {"out": str(tmp_path)}, 1)
     with pytest.raises(InputError, match="num_epochs must be an integer >= 1"):
         cluster.train(spark.range(5), num_epochs=0)
-    with pytest.raises(ExecutorLost, match=r"Spark ended the feed: .*ZeroDivisionError"):
+    with pytest.raises(InputError, match="train: expected a DataFrame or an RDD, got 'x'"):
+        cluster.train("x")
+    with pytest.raises(SparkJobFailed, match=r"Spark ended the feed: .*ZeroDivisionError"):
         cluster.train(sc.parallelize(range(4), 2).map(lambda value: 1 // 0))
 
 

@@ -126,6 +126,10 @@ def test_results_have_the_types_of_the_output_mapping(spark, tmp_path):
 def test_wrong_calls(spark, frame, estimator, tmp_path):
     with pytest.raises(InputError, match="AllredEstimator: no column 'z' in features, label, other"):
         estimator.copy({estimator.inputMapping: {"z": "x"}}).fit(frame)
+    with pytest.raises(InputError, match="AllredEstimator: setExportDir is missing"):
+        AllredEstimator(train).fit(frame)
+    with pytest.raises(InputError, match="the DataFrame has a column 'label'"):
+        AllredModel().setExportDir("/x").setOutputMapping({"y": "label INT"}).transform(frame)
     with pytest.raises(TypeError, match="expected a dict of strings"):
         estimator.setInputMapping(["x"])
     with pytest.raises(InputError, match="setOutputMapping takes"):
@@ -136,7 +140,7 @@ def test_wrong_calls(spark, frame, estimator, tmp_path):
     with pytest.raises(Exception, match=f"there is no model in {tmp_path}/none .* ctx.export_model"):
         AllredModel().setExportDir(f"{tmp_path}/none").setOutputMapping({"y": "y INT"}).transform(ids).collect()
     for number, (result, text) in enumerate([
-        (lambda inputs: {"z": inputs["id"]}, "predict returned no 'y', but z"),
+        (lambda inputs: {"z": inputs["id"]}, "predict returned z; setOutputMapping expects 'y'"),
         (lambda inputs: inputs["id"][1:], "predict returned 2 values of 'y' for 3 rows"),
         (lambda inputs: inputs["id"] + 0.5, "predict returned double for 'y', and .* 'y' of type int32: .* truncated"),
     ]):  # fmt: skip
@@ -144,12 +148,18 @@ def test_wrong_calls(spark, frame, estimator, tmp_path):
             transformed(ids, tmp_path / str(number), result)
 
 
+def test_a_second_model_in_the_same_directory(spark, tmp_path):
+    """Python workers of Spark are used again."""
+    frame = spark.range(0, 1, 1, 1)
+    assert [transformed(frame, tmp_path, lambda inputs, y=y: inputs["id"] + y)[0].y for y in (1, 2)] == [1, 2]
+
+
 def test_a_failing_map_fun(frame):
     def fail(args, ctx):
         raise OSError("disk full")
 
     with pytest.raises(RemoteRankError, match="raised OSError: disk full"):
-        AllredEstimator(fail).fit(frame)
+        AllredEstimator(fail).setExportDir("/x").fit(frame)
 
 
 def blocks(page):

@@ -13,7 +13,6 @@ import pytest
 import allred.spark
 from allred import RemoteRankError
 from allred.errors import InputError
-from allred.spark import rank_process
 from allred.spark.spark_job import reason_of
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the executors cannot import it
@@ -118,6 +117,11 @@ def test_wrong_arguments(sc):
         allred.spark.run(train, (1,), num_proc=2, num_ps=2)
     with pytest.raises(InputError, match="expected a function, got 5"):
         allred.spark.run(5)
+    with pytest.raises(InputError, match="args must be a list or a tuple, got 5"):
+        allred.spark.run(train, 5)
+    for env in ({"A": 1}, {"A=B": "1"}, {"A": "\0"}):
+        with pytest.raises(InputError, match="env needs strings"):
+            allred.spark.run(train, (1,), num_proc=1, env=env)
     lock = threading.Lock()
     with pytest.raises(InputError, match="cannot be sent to the executors"):
         allred.spark.run(lambda: lock)
@@ -175,15 +179,3 @@ def test_an_interrupted_driver_leaves_no_ranks(sc, tmp_path):
     while any(os.path.exists(f"/proc/{file.read_text()}") for file in files):
         assert time.monotonic() < until
         time.sleep(0.1)
-
-
-def test_a_rank_may_end_long_before_the_others(sc, monkeypatch):
-    monkeypatch.setattr(rank_process, "EXIT_S", 0.5)  # of a failed rank
-    cloudpickle.register_pickle_by_value(rank_process)
-
-    def end(late_s):
-        allred.init()
-        time.sleep(late_s * allred.rank())
-        return allred.rank()
-
-    assert allred.spark.run(end, (2,), num_proc=2) == [0, 1]
