@@ -4,6 +4,7 @@ import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import subprocess
 import sys
 import weakref
@@ -79,8 +80,9 @@ class RankProcess:
         return outcomes.of_exit_code(self.rank, code) if sent is None or (code and not sent["code"]) else sent
 
     def kill(self) -> int:
-        """Kill the rank if it runs. Return its exit code, negative for a signal."""
-        self.process.kill()
+        """Kill the rank if it runs, and processes that it has started. Return its exit code, negative for a signal."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self._close_descriptor()
         return self.process.wait()
 
@@ -94,5 +96,6 @@ class RankProcess:
         return ended
 
     def _wait(self, limit_s: float | None) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(limit_s)
+        """Wait for the end of the process, and keep its id in use, for `kill`."""
+        if self._close_descriptor.alive:
+            multiprocessing.connection.wait([self.end_descriptor], limit_s)

@@ -4,6 +4,7 @@ import os
 import secrets
 import signal
 import socket
+import subprocess
 import sys
 import time
 
@@ -45,14 +46,25 @@ def test_a_rank_that_has_returned_waits_for_the_others(monkeypatch):
 def test_a_child_of_a_killed_rank_does_not_hide_its_end():
     def fork_and_die():
         if os.fork() == 0:
-            time.sleep(20)
+            time.sleep(600)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
 
     [process] = start(fork_and_die)
-    begin = time.monotonic()
-    assert process.outcome()["text"].endswith("was killed by signal 9 (SIGKILL)")
-    assert time.monotonic() < begin + 15
+    assert process.outcome()["text"].endswith("was killed by signal 9 (SIGKILL)")  # before the limit of the test
+
+
+def test_children_of_a_rank_end_with_it(tmp_path):
+    def leave_a_child():
+        child = subprocess.Popen(["sleep", "600"])
+        (tmp_path / "pid").write_text(str(child.pid))
+
+    [process] = start(leave_a_child)
+    assert process.outcome()["code"] == 0
+    until = time.monotonic() + 10
+    while os.path.exists(f"/proc/{(tmp_path / 'pid').read_text()}"):
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 def test_a_child_that_exits_is_not_the_end_of_the_rank():
