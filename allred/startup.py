@@ -33,7 +33,7 @@ from allred.modes.detect import mistake_checks
 from allred.ps import context
 from allred.ps.context import Context
 from allred.watch import exit as exit_protocol
-from allred.watch import exit_callbacks, runner_link
+from allred.watch import exit_callbacks, runner_link, shm_files
 from allred.watch import start as watch
 from allred.watch.excepthook import status_at_exit
 from allred.watch.start import startup_timeout
@@ -192,6 +192,8 @@ def _duplicate(comm: Any, lifeline: int) -> tuple[Any, str]:
     if comm is not None and (not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL):
         raise InputError(f"init(comm=...) takes an mpi4py intracommunicator, got {comm!r}")
     library = mpi.library_name(MPI.Get_library_version())
+    if MPI.COMM_WORLD.Get_size() == 1:
+        shm_files.delete_own()
     if comm is None or comm.Get_size() == 1:
         mpi.check_world(MPI.COMM_WORLD.Get_size(), library)
     duplicate, request = (MPI.COMM_WORLD if comm is None else comm).Idup()

@@ -73,3 +73,21 @@ def test_the_doctor_counts_files_of_killed_jobs_and_its_command_deletes_them(alo
     deleted, left = result.out.splitlines()[-2:]
     assert deleted.startswith("deleted 1 files of MPICH in /dev/shm that no process used, "), result.text
     assert left == "mpich_shm_1234abcd_0", result.text
+
+
+ONE_RANK = """
+import os, signal, sys
+import allred
+allred.init(banner=False)
+print(os.listdir("/dev/shm"), allred.allreduce(2.0), flush=True)
+if sys.argv[1] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [("killed", -9), ("normal", 0)])
+def test_one_rank_leaves_no_file(alone, tmp_path, end, code):
+    """Without a watcher: the file is deleted after the start of MPI."""
+    result = run([*alone, BIN["mpich"] / "python", "-c", ONE_RANK, end], env={"ALLRED_TIMEOUT_S": "60"})
+    assert result.out == "[] 2.0\n", result.text
+    assert result.code == code, result.text
