@@ -71,19 +71,19 @@ test-torch: $(VENV_mpich)/.torch ## what needs torch (installs it); PART=3/12 fo
 	$(torch-tests) $(if $(PART),-m full $(FULL) || test $$? = 5,$(T))
 
 test-slurm: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## the batch script in a real Slurm (installed with apt-get where root)
-	bash tests/slurm/install.sh
+	bash tests/install.sh slurm "munged slurmctld slurmd sbatch srun scontrol" slurm-wlm munge "libpmix2*"  # libpmix2t64 since Debian 13
 	$(VENV_mpich)/bin/python -m pytest tests/slurm $(T)
 
 test-sge: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## the Grid Engine script in a real Grid Engine (installed with apt-get where root)
-	bash tests/sge/install.sh
+	bash tests/install.sh gridengine "sge_qmaster sge_execd qsub /usr/lib/gridengine/spoolinit" gridengine-master gridengine-exec gridengine-client
 	$(VENV_mpich)/bin/python -m pytest tests/sge $(T)
 
 test-kubernetes: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## manifests, and their launcher with ssh and sshd (installed with apt-get where root)
-	bash tests/kubernetes/install.sh
+	bash tests/install.sh ssh "ssh sshd" openssh-client openssh-server
 	$(VENV_mpich)/bin/python -m pytest tests/kubernetes $(T)
 
 test-spark: $(VENV_mpich)/.spark ## Spark: local, local-cluster and standalone (installs pyspark, and Java with apt-get where root)
-	bash tests/spark/install.sh
+	bash tests/install.sh java java openjdk-17-jre-headless
 	$(VENV_mpich)/bin/python -m pytest -n 2 --dist loadfile tests/spark $(T)
 
 # The machine's own Python, with cupy, mpi4py, torch and pytest: nothing is downloaded. MPI_WHEEL: an MPI, if it has none.

@@ -55,7 +55,7 @@ def command_of(kind):
 def pods(directory):
     """A launcher and two workers with sshd. Yields the hosts, and the ssh command with their keys."""
     if SSHD is None or shutil.which("ssh") is None:
-        pytest.skip("no ssh or sshd here: bash tests/kubernetes/install.sh")
+        pytest.skip("no ssh or sshd here: make test-kubernetes as root installs them")
     for name in ("host_key", "id"):
         key = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", directory / name]
         subprocess.run(key, check=True)

@@ -141,7 +141,7 @@ def why_not() -> str:
     """Return why a private Grid Engine cannot run here; "" if it can."""
     absent = [program for program in PROGRAMS if not shutil.which(program, path=PATH)]
     if absent:
-        return f"no {', '.join(absent)} here: bash tests/sge/install.sh"
+        return f"no {', '.join(absent)} here: make test-sge as root installs it"
     return "" if os.geteuid() == 0 else "the daemons of a private Grid Engine are started by root"
 
 

@@ -153,7 +153,7 @@ def why_not() -> str | None:
     """The reason why a private Slurm cannot run here, None when it can."""
     absent = [program for program in PROGRAMS if not shutil.which(program, path=search_path())]
     if absent:
-        return f"no {', '.join(absent)} here: bash tests/slurm/install.sh"
+        return f"no {', '.join(absent)} here: make test-slurm as root installs it"
     if os.geteuid() != 0:
         return "slurmd and munged of a private Slurm have to be started by root"
     return None
