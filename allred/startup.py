@@ -28,7 +28,7 @@ from allred.data.loader import Iterations
 from allred.data.prefetching import check_not_in_prefetch_process
 from allred.errors import AllredError, ConfigError, InputError
 from allred.gpu import streams
-from allred.launch import pending
+from allred.launch import before_init
 from allred.modes.detect import mistake_checks
 from allred.ps import context
 from allred.ps.context import Context
@@ -109,7 +109,7 @@ def enter(comm: Any, cluster: Cluster | None = None, **arguments: Any) -> None:
     except ConfigError as error:
         settings = str(error)
     given = cluster or Cluster()
-    joined = pending.take()
+    joined = before_init.take_joined()
     if joined is not None:
         given = dataclasses.replace(given, lifeline=joined.lifeline)
     try:

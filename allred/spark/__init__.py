@@ -2,11 +2,12 @@
 
 `allred.spark.ml` has the Estimator and the Model of Spark ML. docs/spark.md compares them with TensorFlowOnSpark.
 
-    barrier_job.py     the Spark job that starts a rank in each task; run()
-    rank_process.py    an executor's side of a rank: starts rank_program.py, and waits for its outcome
-    supervisor.py      the process that keeps a rank after its task has ended, so that its slot is free to feed it
-    cluster_monitor.py the driver's connections to the supervisors
-    feeder.py, feed_queue.py, data_feed.py     the way of a partition: Spark task, supervisor, rank
+    barrier_job.py      on the driver: the Spark job that starts a rank in each task; run()
+    spark_cluster.py    on the driver: AllredCluster, with cluster_monitor.py, its connections to the supervisors
+    spark_job.py        on the driver: a Spark job that can be cancelled
+    rank_process.py     in a Spark task: starts rank_program.py, and waits for its outcome (outcomes.py)
+    supervisor.py       the parent process of a rank that is fed; it outlives the Spark task that started it
+    feeder.py, feed_queue.py, data_feed.py    the way of a partition: Spark task, supervisor, rank
 """
 
 from allred.spark.barrier_job import run

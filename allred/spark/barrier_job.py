@@ -61,7 +61,8 @@ def run(
     """
     if not isinstance(args, list | tuple):
         raise InputError(f"allred.spark.run: args must be a list or a tuple, got {args!r}")
-    job = BarrierJob(active_context(), pickle_function(fn, tuple(args)), num_proc, num_ps, env, max_attempts)
+    function = pickle_function(fn, tuple(args))  # checks that pyspark is installed
+    job = BarrierJob(active_context(), function, num_proc, num_ps, env, max_attempts)
     found: list[Any] = job.run_with_restarts(job.collect)
     return found
 
@@ -111,14 +112,20 @@ class BarrierJob:
         if not hasattr(context, "parallelize"):
             raise InputError(f"allred.spark: expected a SparkContext (spark.sparkContext), got {context!r}")
         self.context = context
+        conf = context.getConf()
+        if not self._is_local() and conf.get("spark.dynamicAllocation.enabled", "false") == "true":
+            raise InputError(
+                "allred.spark: Spark runs no barrier stage with dynamic allocation; set "
+                "spark.dynamicAllocation.enabled=false, and the number of executors"
+            )
         integer("allred.spark: num_ps", num_ps, 0)
         integer("allred.spark: max_attempts", max_attempts, 1)
-        if num_proc is None:
-            num_proc = self._all_slots()
-        integer("allred.spark: num_proc", num_proc, 1)
+        if not isinstance(env or {}, Mapping):
+            raise InputError(f"allred.spark: env must be a dict of strings, got {env!r}")
         for name, value in (env or {}).items():
             if not isinstance(name, str) or not isinstance(value, str) or "=" in name or "\0" in name + value:
                 raise InputError(f"allred.spark: env needs strings for names and values, got {name!r}: {value!r}")
+        num_proc = self._all_slots() if num_proc is None else integer("allred.spark: num_proc", num_proc, 1)
         if num_ps >= num_proc:
             raise InputError(f"allred.spark: {num_ps} parameter servers of {num_proc} ranks leave no worker")
         self.size, self.num_ps = num_proc, num_ps
@@ -130,11 +137,6 @@ class BarrierJob:
 
     def check_slots(self) -> None:
         """Raise InputError if the cluster cannot run a task for each rank at the same time: Spark would wait."""
-        if self.context.getConf().get("spark.dynamicAllocation.enabled", "false") == "true":
-            raise InputError(
-                "allred.spark: Spark runs no barrier stage with dynamic allocation; set "
-                "spark.dynamicAllocation.enabled=false, and the number of executors"
-            )
         until = time.monotonic() + (0 if self._is_local() else SLOTS_S)
         while (found := count_slots(self.context)) < self.size:
             if time.monotonic() >= until:

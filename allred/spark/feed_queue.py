@@ -11,9 +11,8 @@ A feed is one call of train() or inference(), with a number. A partition is a sp
 
 import collections
 import dataclasses
-from typing import Any
 
-Message = dict[str, Any]
+from allred.channel import Message
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,19 +1,31 @@
 """An Estimator and a Model of Spark ML, as TensorFlowOnSpark's pipeline.
 
-estimator = AllredEstimator(map_fun, args).setInputMapping({"pixels": "x", "digit": "y"}).setClusterSize(3)
-model = estimator.setExportDir("/shared/model").setOutputMapping({"digit": "prediction INT"}).fit(df)
-model.transform(df)
+    estimator = AllredEstimator(map_fun, args).setInputMapping({"pixels": "x", "digit": "y"}).setClusterSize(3)
+    model = estimator.setExportDir("/shared/model").setOutputMapping({"digit": "prediction INT"}).fit(df)
+    model.transform(df)
+
+Importing it needs pyspark and pyarrow.
 """
 
 import argparse
 import base64
 import pickle
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import cloudpickle
 import numpy as np
-import pyarrow as pa
+
+try:
+    import cloudpickle
+    import pyarrow as pa
+    import pyspark  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"allred.spark.ml needs {error.name}, and {sys.executable} has none: pip install 'allred[spark]'",
+        name=error.name,
+    ) from None
+
 from pyspark.ml import Estimator, Model
 from pyspark.ml.param import Param, Params, TypeConverters
 from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReadable, MLReader, MLWritable, MLWriter

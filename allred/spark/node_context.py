@@ -20,13 +20,13 @@ class NodeContext:
     num_workers: number of workers. cluster_spec: {job name: addresses}. working_dir: the current directory.
     """
 
-    def __init__(self, rank: int, servers: int, addresses: list[str], feed: str) -> None:
-        jobs = {SERVERS: addresses[:servers], "worker": addresses[servers:]}
+    def __init__(self, rank: int, num_ps: int, addresses: list[str], feed: str) -> None:
+        jobs = {SERVERS: addresses[:num_ps], "worker": addresses[num_ps:]}
         self.cluster_spec: dict[str, list[str]] = {job: tasks for job, tasks in jobs.items() if tasks}
-        self.job_name = SERVERS if rank < servers else "worker"
-        self.task_index = rank if rank < servers else rank - servers
+        self.job_name = SERVERS if rank < num_ps else "worker"
+        self.task_index = rank if rank < num_ps else rank - num_ps
         self.worker_num = self.executor_id = rank
-        self.num_workers = len(addresses) - servers
+        self.num_workers = len(addresses) - num_ps
         self.working_dir = os.getcwd()
         self._feed, self._has_feed = feed, False
 

@@ -1,11 +1,13 @@
 """The program of a rank on Spark: it calls the user's function, and sends the outcome to the process that started it.
 
-Its argument is the descriptor of a multiprocessing connection:
+Its arguments are the descriptor of a multiprocessing connection and the process id of its parent:
 
     1  to here     a RankSpec, with the function
     2  from here   the address of this rank; or the outcome, if the rank cannot start
     3  to here     (addresses of all ranks by name, secret)
     4  from here   the outcome, a dict (outcomes.py)
+
+A supervisor has the messages 1 to 3, and then sends None, or an outcome if it cannot connect to the driver.
 """
 
 import ctypes
@@ -19,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from allred.errors import ConfigError
-from allred.launch import pending
+from allred.launch import before_init
 from allred.spark import outcomes
 from allred.spark.node_context import NodeContext
 
@@ -78,7 +80,7 @@ def main() -> None:
     os.environ.update(spec.environment)
     try:
         check_installed("of an executor")
-        listener, address = pending.open_listener(spec.on_one_host, spec.other_host)
+        listener, address = before_init.open_listener(spec.on_one_host, spec.other_host)
     except (ConfigError, OSError) as error:
         connection.send(outcomes.of_exception(spec.rank, error))
         raise
@@ -90,7 +92,7 @@ def main() -> None:
     os.register_at_fork(after_in_child=connection.close)  # an outcome of a child would be taken for that of the rank
     try:
         if spec.size > 1:
-            pending.prepare(addresses, rank_name(spec.rank), secret, listener)
+            before_init.prepare(addresses, rank_name(spec.rank), secret, listener)
         result = _call(spec, addresses)
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:  # a parameter server, at its end

@@ -31,9 +31,11 @@ class InputMode(enum.IntEnum):
 class AllredCluster:
     """A running cluster; made by `run`.
 
-    cluster = AllredCluster.run(sc, map_fun, args, num_executors=3, num_ps=1, input_mode=InputMode.SPARK)
-    cluster.train(df, num_epochs=3)
-    cluster.shutdown()
+        cluster = AllredCluster.run(sc, map_fun, args, num_executors=3, num_ps=1, input_mode=InputMode.SPARK)
+        cluster.train(df, num_epochs=3)
+        cluster.shutdown()
+
+    The ranks also end if the driver ends without `shutdown`.
     """
 
     def __init__(self, job: BarrierJob, input_mode: InputMode) -> None:
@@ -71,9 +73,9 @@ class AllredCluster:
         """Start `map_fun(args, ctx)` as the tasks of a cluster. SPARK: returns when all are connected to the driver.
         FILES: returns at once, and `shutdown` reports failures.
 
-        sc: the SparkContext. ctx: a NodeContext. num_executors: the number of tasks, with the servers. num_ps: the
-        number of parameter servers. input_mode: FILES: map_fun reads its data itself; SPARK: it reads
-        `ctx.get_data_feed()`. env, max_attempts: as for `allred.spark.run`; the next attempt repeats the last `train`.
+        sc: the SparkContext. ctx: a NodeContext. num_executors: number of tasks, including the servers. num_ps: number
+        of parameter servers. input_mode: FILES: map_fun reads its data itself; SPARK: it reads `ctx.get_data_feed()`.
+        env, max_attempts: as for `allred.spark.run`; the next attempt repeats the last `train`.
 
         Raises InputError, RankFailure and SparkJobFailed as `allred.spark.run`.
         """
@@ -127,26 +129,27 @@ class AllredCluster:
 
     # Attempts.
 
-    def _with_restarts(self, attempt: Callable[[], None], feeds: bool) -> None:
-        """Start the ranks, if they do not run, and call `attempt`; again after a failure. feeds: whether `attempt`
-        repeats the last train()."""
-        while True:
+    def _with_restarts(self, call: Callable[[], None], feeds: bool) -> None:
+        """Start the ranks, if they do not run, and call `call`; again after a failure. feeds: whether `call` repeats
+        the last train()."""
+
+        def attempt() -> None:
             try:
                 if self._monitor is None:
                     self._start()
                     if self._last_train is not None and not feeds:
                         self._train(*self._last_train)
-                attempt()
-                return
-            except (RankFailure, SparkJobFailed) as error:
-                self._stop()
-                self._is_over, self._cause = True, error
-                self._job.raise_or_wait(error)
-                self._is_over = False
+                call()
             except BaseException as error:
+                self._cause = error
                 self._stop()
-                self._is_over, self._cause = True, error
                 raise
+
+        try:
+            self._job.run_with_restarts(attempt)
+        except BaseException:
+            self._is_over = True
+            raise
 
     def _start(self) -> None:
         job = self._job

@@ -32,8 +32,8 @@ class SparkJob:
         self._thread.start()
 
     def _run(self) -> None:
-        self._context.addJobTag(self._tag)
         try:
+            self._context.addJobTag(self._tag)
             self._result = self._action()
         except Exception as error:
             self._error = error

@@ -1,6 +1,8 @@
 """A Spark of four slots in this process, for all tests of this tier.
 
-.venv/bin/python -m pytest tests/spark          skips, with the reason, if Java or pyspark is missing
+    .venv/bin/python -m pytest tests/spark      skips, with the reason, if Java or pyspark is missing
+
+Other tiers do not need them.
 """
 
 import shutil

@@ -3,8 +3,8 @@
 import os
 import sys
 
-# Executors start the Python of the tests, and nothing listens beyond loopback. Java compiles quickly instead of well,
-# because the programs are short: a fifth of the time.
+# Executors start the Python of the tests, and nothing listens beyond loopback. Java uses only its first compiler,
+# because the programs are short: a driver of test_clusters.py took 21 s instead of 26 s.
 ENVIRONMENT = {
     "PYSPARK_PYTHON": sys.executable,
     "SPARK_LOCAL_IP": "127.0.0.1",

@@ -21,7 +21,6 @@ LOCAL_CLUSTER = "local-cluster[2,1,1024]"
 SPARK = Path(pyspark.__file__).parent
 RESUMED = r"results \[\W*([5-9]|1\d)\W+20\.0\W+\1\W+20\.0\W*\]\n"  # both ranks, from a checkpoint
 
-
 ADDRESS = "10.99.0.{}"  # of a host
 
 
@@ -106,11 +105,13 @@ def test_no_process_remains_after_a_driver_was_killed(standalone, tmp_path):
     driver = subprocess.Popen(command, env={**os.environ, **environment(0)}, stderr=subprocess.DEVNULL, process_group=0)
     files = [tmp_path / f"rank-{rank}" for rank in range(2)]
     until = time.monotonic() + 60
-    while not all(file.exists() and file.read_text() for file in files):
-        assert time.monotonic() < until
-        time.sleep(0.1)
-    driver.kill()
-    driver.wait()
+    try:
+        while not all(file.exists() and file.read_text() for file in files):
+            assert time.monotonic() < until
+            time.sleep(0.1)
+    finally:
+        driver.kill()
+        driver.wait()
     until = time.monotonic() + 30
     while standalone.processes():
         assert time.monotonic() < until

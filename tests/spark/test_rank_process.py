@@ -83,7 +83,7 @@ def test_os_exit(code, text):
     [process] = start(lambda: os._exit(code))
     found = process.outcome()
     assert f"rank 0 on {socket.gethostname()} {text} (" in found["text"]
-    assert found["code"] == code or 1
+    assert found["code"] == (code or 1)
 
 
 def test_a_supervisor_that_cannot_reach_the_driver():

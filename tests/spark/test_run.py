@@ -119,8 +119,8 @@ def test_wrong_arguments(sc):
         allred.spark.run(5)
     with pytest.raises(InputError, match="args must be a list or a tuple, got 5"):
         allred.spark.run(train, 5)
-    for env in ({"A": 1}, {"A=B": "1"}, {"A": "\0"}):
-        with pytest.raises(InputError, match="env needs strings"):
+    for env in ({"A": 1}, {"A=B": "1"}, {"A": "\0"}, ["a"]):
+        with pytest.raises(InputError, match=r"env (needs|must be a dict of) strings"):
             allred.spark.run(train, (1,), num_proc=1, env=env)
     lock = threading.Lock()
     with pytest.raises(InputError, match="cannot be sent to the executors"):

@@ -14,10 +14,10 @@ _joined: Joined | None = None  # of the next init()
 _listeners: list[socket.socket] = []  # kept open until the end, so that no other program takes the address
 
 
-def open_listener(one_node: bool, peer: str) -> tuple[socket.socket, str]:
-    """Listen at a free port. Return the socket and its address, host:port. one_node: whether all tasks are on this
-    host. peer: the host of another task."""
-    host = "127.0.0.1" if one_node else own_address([peer])
+def open_listener(on_one_host: bool, other_host: str) -> tuple[socket.socket, str]:
+    """Listen at a free port. Return the socket and its address, host:port. on_one_host: whether all tasks are on this
+    host. other_host: the host of another task."""
+    host = "127.0.0.1" if on_one_host else own_address([other_host])
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family, backlog=128)
     return listener, f"{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
@@ -39,7 +39,7 @@ def prepare(addresses: Mapping[str, str], task: str, secret: str, listener: sock
     os.environ.update(_joined.environment)
 
 
-def take() -> Joined | None:
+def take_joined() -> Joined | None:
     """Return the result of `prepare` for init(), once; None without a rendezvous."""
     global _joined
     joined, _joined = _joined, None
