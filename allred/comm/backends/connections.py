@@ -197,10 +197,10 @@ class _Acceptor:
         self._changed = threading.Condition()
         self._closed = False
         for listener in listeners if expected else []:
+            listener.settimeout(0.2)  # a blocked accept() does not end when the listener is closed
             threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
 
     def _accept(self, listener: socket.socket) -> None:
-        listener.settimeout(0.2)  # a blocked accept() does not end when the listener is closed
         while not self._closed:
             try:
                 one, _ = listener.accept()
