@@ -292,9 +292,14 @@ def synchronize(work: Work[T]) -> T:
 def _current(process_set: ProcessSet | None) -> Communicator:
     """As `current`, with a progress thread if the settings ask for it."""
     communicator = current(process_set)
+    enable_progress(communicator)
+    return communicator
+
+
+def enable_progress(communicator: Communicator) -> None:
+    """Start the progress thread of a communicator if the settings ask for it and the backend has one."""
     if world.config().progress == "thread":
         communicator.backend.start_progress_thread()
-    return communicator
 
 
 def _started(work: Work[T]) -> Work[T]:

@@ -98,6 +98,11 @@ class Group:
         self.queue.track = track
         self.backend.record(track)
 
+    def stop_recording(self) -> None:
+        """Do not record operations any more."""
+        self.queue.track = None
+        self.backend.stop_recording()
+
     def start(self, kind: str, name: str, body: Steps[T]) -> Work[T]:
         """Start an operation. If its arguments cannot be used on this rank, its header says so to the other ranks."""
 
@@ -107,7 +112,10 @@ class Group:
             before = self._sequence
             try:
                 check_name(name)
-                return (yield from body)
+                result = yield from body
+                assert self.queue.advancing is not None
+                self.queue.advancing.ranks = self.active.size
+                return result
             except Exception as error:
                 if self._sequence != before:  # after the header exchange: the other ranks know
                     raise

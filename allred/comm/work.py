@@ -116,6 +116,7 @@ class Work(Generic[T]):
         self.described: tuple[Callable[[], OpDescriptor], Callable[[], int]] | None = None  # descriptor and number
         self.end: Completion | None = None  # of an operation on device arrays; it may still run on the GPU
         self.noted: Operation | None = None  # its record in the timeline
+        self.ranks = 0  # when it is complete: how many ranks took part, without those that have joined
         self._queue = queue
         self._steps = steps
         self._pending: Pending | None = None

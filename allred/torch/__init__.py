@@ -1,9 +1,11 @@
-"""allred for PyTorch. Importing it registers the backend "allred" of torch.distributed; it does not start MPI.
+"""allred for PyTorch: the interface of horovod.torch, and the backend "allred" of torch.distributed.
+
+    import allred.torch as hvd                  # the names of horovod.torch 0.28; docs/from-horovod.md
 
     import torch.distributed as dist
-    dist.init_process_group("allred")           # under mpirun or torchrun
+    dist.init_process_group("allred")           # under mpirun or torchrun; docs/torch.md
 
-With torch >= 2.5 `import torch` alone registers it, too. docs/torch.md has the differences from other backends.
+Importing it registers the backend and does not start MPI. With torch >= 2.5 `import torch` alone registers it, too.
 """
 
 import sys
@@ -18,5 +20,137 @@ except ModuleNotFoundError as error:
     ) from None
 
 import _allred_torch
+from allred.torch.horovod.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
+from allred.torch.horovod.allreduce import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+)
+from allred.torch.horovod.alltoall import alltoall, alltoall_async
+from allred.torch.horovod.basics import (
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    rocm_built,
+    shutdown,
+    size,
+)
+from allred.torch.horovod.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
+from allred.torch.horovod.compression import Compression
+from allred.torch.horovod.handles import poll, synchronize
+from allred.torch.horovod.horovod_errors import HorovodInternalError
+from allred.torch.horovod.horovod_optimizer import DistributedOptimizer
+from allred.torch.horovod.join import barrier, join
+from allred.torch.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from allred.torch.horovod.rank_timeline import start_timeline, stop_timeline
+from allred.torch.horovod.reducescatter import (
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+)
+from allred.torch.horovod.sparse_allreduce import sparse_allreduce_async
+from allred.torch.horovod.state_broadcast import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from allred.torch.horovod.sync_batch_norm import SyncBatchNorm
 
 _allred_torch.register()
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "SyncBatchNorm",
+    "add_process_set",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "poll",
+    "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
+    "synchronize",
+]

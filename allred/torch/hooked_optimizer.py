@@ -14,7 +14,7 @@ Mode ps: `step` sends the gradients to the parameter servers, which run their co
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -66,14 +66,17 @@ class HookedOptimizer(ModuleCheckpoints):
         opt.allred.broadcast(model)
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, options: StepOptions) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, options: StepOptions, names: Mapping[int, str] | None = None
+    ) -> None:
+        """names: the names of parameters by their id, if the optimizer does not know them."""
         self.call_order = next(_call_orders)
         self.samples: int | None = None
         self._made_in_mode_ps = context.is_active()
         if self._made_in_mode_ps and isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
             kind = type(optimizer).__name__
             raise InputError(f"{options.name}: torch.optim.{kind} is not available in mode ps; use mode sync")
-        self._adapter = OptimizerAdapter(optimizer)
+        self._adapter = OptimizerAdapter(optimizer, names)
         self._gradients_of_step = options.accumulate
         super().__init__(self._adapter, **vars(options))  # a parameter server does not return
         self._accumulator = Accumulator(1)  # torch adds up the gradients of micro-steps
@@ -255,10 +258,10 @@ class HookedOptimizer(ModuleCheckpoints):
             self.samples = None
             if len(self._next.micro_samples) < self._gradients_of_step or context.is_active():
                 return
-        self._reduce_all()
+        self.reduce_all()
 
-    def _reduce_all(self) -> None:
-        """Replace the gradients by their mean over the ranks. Collective."""
+    def reduce_all(self) -> None:
+        """Internal: replace the gradients by their mean over the ranks. Collective."""
         mode, parameters = self._sync_mode(), self._trained()
         backward, self._backward = self._backward, BackwardPass()
         layout = layout_of(parameters, self._has_overlap())
@@ -312,7 +315,7 @@ class HookedOptimizer(ModuleCheckpoints):
             with torch.enable_grad():
                 loss = closure()
         if not self._next.is_reduced or self._next.micro_samples:
-            self._reduce_all()
+            self.reduce_all()
         if self._next.is_skipped:
             self._next = NextStep()
             return loss

@@ -8,6 +8,7 @@ parameters of the server's copy of the torch optimizer are views of the server's
 import json
 import operator
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -46,10 +47,12 @@ def _gradient_view(grad: torch.Tensor) -> Any:
 
 class OptimizerAdapter(Optimizer):
     """A torch optimizer with the interface of an optimizer of allred. Parameters are named as in `named_parameters()`
-    if the torch optimizer was made with that, else "group.position". It does not keep the torch optimizer alive."""
+    if the torch optimizer was made with that, else as in `names` (by id), else "group.position". It does not keep the
+    torch optimizer alive."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str] | None = None) -> None:
         self._reference, self.global_step = weakref.ref(optimizer), 0
+        self._names_by_id = names or {}
         self.sparse = SparseGradients()
         self._update = weak_method(optimizer, "step")  # the method of torch, which the hooked optimizer replaces
         self._views: dict[str, tuple[torch.Tensor, Any, Any]] = {}  # by name: parameter, layout, view
@@ -92,8 +95,11 @@ class OptimizerAdapter(Optimizer):
         if not same or names != self._names:
             self._parameters, self._names, self._named = parameters, names, []
             for number, (group, given) in enumerate(zip(groups, names, strict=True)):
-                known = [f"{number}.{i}" for i in range(given)] if isinstance(given, int) else given
-                self._named += zip(known, group["params"], strict=True)
+                params = group["params"]
+                known: list[str] = given if isinstance(given, list) else []
+                if isinstance(given, int):
+                    known = [self._names_by_id.get(id(each), f"{number}.{i}") for i, each in enumerate(params)]
+                self._named += zip(known, params, strict=True)
         return self._named
 
     def views(self) -> dict[str, Any]:

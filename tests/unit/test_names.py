@@ -30,7 +30,10 @@ CONVENTIONAL_MODULES = {
 }
 
 # Classes that share a name on purpose, with the reason.
-CONVENTIONAL_CLASSES: dict[str, str] = {}
+CONVENTIONAL_CLASSES = {
+    "Compression": "Horovod's class beside allred's",
+    "ProcessSet": "Horovod's class beside allred's",
+}
 
 ANYWHERE = {
     r"\bin words\b": "describe",

@@ -101,6 +101,9 @@ class Backend(ABC):
     def record(self, track: Track) -> None:  # noqa: B027  (optional)
         """Record operations of the fast path for the timeline."""
 
+    def stop_recording(self) -> None:  # noqa: B027  (optional)
+        """Do not record operations any more."""
+
     def close(self, sound: bool) -> None:  # noqa: B027  (optional)
         """Release all resources; collective. sound: every operation is complete, so that MPI objects can be freed."""
 

@@ -61,6 +61,9 @@ class ShmBackend(Backend):
         self.segment.set_tracing(True)
         track.gather(self.segment.take_trace)
 
+    def stop_recording(self) -> None:
+        self.segment.set_tracing(False)
+
     def close(self, sound: bool) -> None:
         self.segment.halt()
         self.segment.close()

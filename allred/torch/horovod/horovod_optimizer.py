@@ -1,0 +1,299 @@
+"""`DistributedOptimizer`: a torch optimizer that averages gradients, with Horovod's arguments and methods.
+
+It is a hooked optimizer (allred/torch/hooked_optimizer.py): the gradients are averaged at the end of each backward
+pass, so `synchronize` has nothing to wait for. Compressors of the program, reductions other than Average and Sum, and
+gradient_predivide_factor take another way: `_reduce_one_by_one`.
+"""
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from allred.comm import functions, ops
+from allred.errors import InputError
+from allred.modes.options import StepOptions
+from allred.ps import context
+from allred.torch.backward_state import BackwardPass, NextStep
+from allred.torch.hooked_optimizer import HookedOptimizer
+from allred.torch.horovod import handles
+from allred.torch.horovod.allreduce import Adasum, Average, Sum, grouped_allreduce_async_
+from allred.torch.horovod.basics import size
+from allred.torch.horovod.compression import Compression
+from allred.torch.horovod.horovod_errors import as_horovod_error
+from allred.torch.horovod.process_sets import ProcessSet, global_process_set, rank_set
+from allred.torch.horovod.sparse_allreduce import sparse_allreduce_async
+
+_FUSED_COMPRESSION = {Compression.none: ops.Compression.none, Compression.fp16: ops.Compression.fp16}
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientReduction:
+    """The arguments of `DistributedOptimizer` that say how gradients are reduced."""
+
+    compression: Any
+    op: Any
+    predivide_factor: float
+    sparse_as_dense: bool
+    process_set: ProcessSet
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether a hooked optimizer can do it."""
+        plain = self.op in (Average, Sum) and self.predivide_factor == 1.0
+        return plain and self.compression in _FUSED_COMPRESSION
+
+
+class HorovodStep(HookedOptimizer):
+    """The distributed part of a torch optimizer, with Horovod's rules for `synchronize` and `step`."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, reduction: GradientReduction, passes: int, names: dict[int, str]
+    ) -> None:
+        self._reduction = reduction
+        self.is_synchronized = False  # by `synchronize`, since the last step
+        self.should_synchronize = True  # in `step`
+        options = StepOptions(
+            op=reduction.op if reduction.is_fused else Average,
+            accumulate=passes,
+            nonfinite="ignore",
+            process_set=rank_set(reduction.process_set),
+            compression=_FUSED_COMPRESSION.get(reduction.compression, ops.Compression.none),
+        )
+        super().__init__(optimizer, options, names)
+
+    @property
+    def passes(self) -> int:
+        """Backward passes per step."""
+        return self._gradients_of_step
+
+    @passes.setter
+    def passes(self, passes: int) -> None:
+        self._gradients_of_step = passes
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there was a backward pass since the last step."""
+        return self._next.is_reduced or bool(self._next.micro_samples)
+
+    def decide_overlap(self) -> bool:
+        return self._reduction.is_fused and super().decide_overlap()
+
+    def reduce_all(self) -> None:
+        with as_horovod_error():
+            sparse = self._make_dense() if self._reduction.sparse_as_dense else []
+            if self._reduction.is_fused:
+                super().reduce_all()
+                self._average_over_joined()
+            else:
+                self._reduce_one_by_one()
+            for parameter in sparse:
+                parameter.grad = parameter.grad.to_sparse()
+
+    def _make_dense(self) -> list[torch.Tensor]:
+        """Make sparse gradients dense. Return their parameters."""
+        found = []
+        for parameter in self._trained().values():
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
+                found.append(parameter)
+        return found
+
+    def _average_over_joined(self) -> None:
+        """Divide by the number of all ranks if some have joined, as Horovod does."""
+        communicator = functions.current(self.process_set)
+        active = communicator.active.size
+        if self._reduction.op is Average and active < communicator.size:
+            for parameter in self._trained().values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(active).div_(communicator.size)
+
+    def _reduce_one_by_one(self) -> None:
+        """Compress, reduce and decompress each gradient. A missing one counts as zeros."""
+        reduction, dense, waits = self._reduction, [], []
+        self._backward = BackwardPass()
+        for name, parameter in self._trained().items():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad.is_sparse:
+                waits.append(
+                    (parameter, sparse_allreduce_async(parameter.grad, name, reduction.op, reduction.process_set))
+                )
+            else:
+                dense.append((parameter, *reduction.compression.compress(parameter.grad)))
+        before = after = 1.0
+        if reduction.op is Average:
+            before, after = 1.0 / reduction.predivide_factor, reduction.predivide_factor
+        if dense:
+            handle = grouped_allreduce_async_(
+                [tensor for _, tensor, _ in dense],
+                op=reduction.op, prescale_factor=before, postscale_factor=after, process_set=reduction.process_set,
+            )  # fmt: skip
+            for (parameter, _, kept), result in zip(dense, handles.synchronize(handle), strict=True):
+                parameter.grad = reduction.compression.decompress(result, kept)
+        for parameter, wait in waits:
+            parameter.grad = wait()
+        self._samples_of_step()  # forget them: Horovod does not weight ranks
+        self._next = NextStep(is_reduced=True)
+
+    def synchronize(self) -> None:
+        """Reduce the gradients if no backward pass has done it. A gradient that all ranks lack becomes zeros."""
+        if not context.is_active():
+            if not self._next.is_reduced or self._next.micro_samples:
+                self.reduce_all()
+            for parameter in self._trained().values():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        self.is_synchronized = True
+
+    def step_torch_optimizer(self, closure: Any = None) -> Any:
+        if not self.should_synchronize:
+            self._next = NextStep(is_reduced=True, is_skipped=self._next.is_skipped)
+        elif closure is None:
+            if self.is_synchronized:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(); put step() into `with optimizer.skip_synchronize():`",
+                    stacklevel=3,
+                )
+            self.synchronize()
+        self.is_synchronized = False
+        return super().step_torch_optimizer(closure)
+
+
+class _HorovodMethods:
+    """The methods that `DistributedOptimizer` adds to a torch optimizer. `allred` is None if nothing is reduced: on
+    ranks outside of the process set, and if there is one rank."""
+
+    allred: HorovodStep | None
+
+    def synchronize(self) -> None:
+        """Wait until the gradients are reduced. They are after `backward()`; if a rank made no backward pass, this call
+        reduces them. Collective.
+
+        Example: `optimizer.synchronize()`, clip the gradients, then `with optimizer.skip_synchronize():
+        optimizer.step()`.
+        """
+        if self.allred is not None:
+            self.allred.synchronize()
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Inside of this context `step` does not reduce gradients.
+
+        Example: `with optimizer.skip_synchronize(): optimizer.step()`, after `optimizer.synchronize()`.
+        """
+        if self.allred is None:
+            yield
+            return
+        self.allred.should_synchronize = False
+        try:
+            yield
+        finally:
+            self.allred.should_synchronize = True
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Set the number of backward passes per step, from the next step on.
+
+        Example: `optimizer.set_backward_passes_per_step(4)`.
+        """
+        self.backward_passes_per_step = _passes(passes)
+        if self.allred is not None:
+            self.allred.passes = passes
+
+    def zero_grad(self, *arguments: Any, **options: Any) -> None:
+        """As in torch. Raises AssertionError after `backward()` and before `step()` or `synchronize()`."""
+        own = self.allred
+        if own is not None and own.has_gradients and not own.is_synchronized:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+                "optimizer.synchronize(); the gradients of this backward pass would be lost"
+            )
+        super().zero_grad(*arguments, **options)  # type: ignore[misc]
+
+
+def DistributedOptimizer(  # noqa: N802  (Horovod's name)
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: Any = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Make a torch optimizer average gradients over the ranks. Returns the same object, whose class gets the methods
+    synchronize, skip_synchronize and set_backward_passes_per_step.
+
+    named_parameters: names and parameters, for messages; default: "group.position".
+    compression: hvd.Compression.none or .fp16, or a class with static methods `compress` and `decompress`.
+    backward_passes_per_step: the gradients of this number of backward passes are added, and reduced once.
+    op: hvd.Average, Sum, Min, Max or Product.
+    gradient_predivide_factor: with hvd.Average: gradients are divided by it before the sum, and multiplied after it.
+    num_groups, groups: checked, without effect: all gradients are reduced together.
+    sparse_as_dense: sparse gradients are reduced as dense ones.
+    process_set: the ranks that train together.
+
+    Raises ValueError if an argument cannot be used; NotImplementedError for hvd.Adasum; TypeError if the optimizer is
+    distributed already.
+
+    Example: `optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())`.
+    """
+    if op == Adasum:
+        raise NotImplementedError("Adasum is not available; use op=hvd.Average")
+    if gradient_predivide_factor != 1.0 and op is not Average:
+        raise InputError(f"gradient_predivide_factor={gradient_predivide_factor} needs op=hvd.Average, got op={op!r}")
+    if num_groups:
+        warnings.warn("num_groups was replaced by groups", DeprecationWarning, stacklevel=2)
+    _check_groups(groups)
+    passes, names = _passes(backward_passes_per_step), _names(optimizer, named_parameters)
+    if isinstance(getattr(optimizer, "allred", None), HookedOptimizer) or isinstance(optimizer, _HorovodMethods):
+        raise TypeError("this optimizer is distributed already; wrapping it twice would average twice")
+    kind = type(optimizer)
+    optimizer.__class__ = type(kind.__name__, (_HorovodMethods, kind), {"__doc__": kind.__doc__})
+    optimizer.backward_passes_per_step, optimizer.allred = passes, None
+    if process_set.included() and (size() > 1 or context.is_active()):
+        reduction = GradientReduction(compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
+        optimizer.allred = HorovodStep(optimizer, reduction, passes, names)
+    return optimizer
+
+
+def _passes(count: int) -> int:
+    if not isinstance(count, int) or count < 1:
+        raise InputError(f"backward_passes_per_step={count!r} must be a whole number of at least 1")
+    return count
+
+
+def _check_groups(groups: Any) -> None:
+    if groups is None or (isinstance(groups, int) and groups > 0):
+        return
+    if not isinstance(groups, list):
+        raise InputError(f"groups={groups!r} must be a positive number, or a list of lists of tensors")
+    tensors = [tensor for group in groups for tensor in group]
+    if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        raise InputError("groups must be lists of tensors")
+    if len({id(tensor) for tensor in tensors}) < len(tensors):
+        raise InputError("groups: a parameter is in two groups")
+
+
+def _names(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[int, str]:
+    """Return the names by the id of the parameter. Raises ValueError if they do not fit the optimizer."""
+    if named_parameters is None:
+        return {}
+    pairs = list(named_parameters)
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise InputError("named_parameters must be pairs (name, parameter), such as model.named_parameters()")
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise InputError(f"named_parameters: names must be unique, but these are not: {', '.join(twice)}")
+    found = {id(parameter): name for name, parameter in pairs}
+    missing = sum(id(each) not in found for group in optimizer.param_groups for each in group["params"])
+    if missing:
+        raise InputError(f"named_parameters: {missing} parameters of the optimizer have no name; pass all of the model")
+    return found
