@@ -215,7 +215,8 @@ def _parser() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
     ps.add_argument("--consistency", choices=["async", "bounded", "sync"], help="default: ALLRED_CONSISTENCY")
     ps.add_argument("--against", choices=["mpi"], help="also time raw MPI on the same arrays, interleaved")
     torch = commands.add_parser("torch", help="training steps of torch, against DistributedDataParallel over gloo")
-    torch.add_argument("--against", choices=["ddp"], default="ddp", help="always measured, interleaved")
+    against = "horovod: allred.torch, and Horovod where it is installed; default %(default)s"
+    torch.add_argument("--against", choices=["ddp", "horovod"], default="ddp", help=against)
     torch.add_argument(
         "--batches", default="4,32,128", help="batch sizes of the MLP; the middle one is also the ResNet's"
     )

@@ -11,6 +11,8 @@ Lines: `mlp`, six Linear with ReLU, at several batch sizes; `resnet`, a ResNet-2
 mean of the gradients of a model as tensors: one grouped_allreduce_ of allred against an all_reduce of gloo and a
 division for each tensor; `host` and `sleep`: see bench/torch_hooks.py.
 
+`--against horovod`: see bench/torch_horovod.py.
+
 A speedup is the ratio of two samples of the same round; the median and the lower quartile of the ratios are shown. Set
 OMP_NUM_THREADS=1. All variants of a model must have the same parameters after the first steps, on all ranks.
 """
@@ -30,7 +32,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import allred
-from allred.bench import measure, output, torch_hooks, verify
+from allred.bench import measure, output, torch_hooks, torch_horovod, verify
 from allred.comm import functions
 from allred.torch.tensors import as_array
 
@@ -71,6 +73,11 @@ def _measure(options: argparse.Namespace, comm: Any, gloo: Any) -> Iterator[Reco
     def data(*shape: int) -> Data:
         return torch.randn(*shape, generator=generator), torch.randint(CLASSES, shape[:1], generator=generator)
 
+    if options.against == "horovod":
+        make = functools.partial(_mlp, width)
+        lines = torch_horovod.measure_all(options.batches, make, lambda n: data(n, width), seconds, comm, gloo)
+        yield from ({**labels, **_compare(times, baseline)} for labels, times, baseline in lines)
+        return
     variants = _variants(functools.partial(_mlp, width), gloo)
     for batch in options.batches:
         yield {"set": "mlp", "batch": batch, **_measure_model(variants, data(batch, width), seconds, comm)}

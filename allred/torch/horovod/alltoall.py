@@ -11,6 +11,7 @@ from allred.torch.horovod.operations import (
     Differentiable,
     Started,
     Tensors,
+    detached,
     result_as_tensor,
     rows_of,
     start_operation,
@@ -22,7 +23,7 @@ def _start_alltoall(
     tensor: Tensor, splits: Any, name: str | None, process_set: ProcessSet, is_async: bool = False
 ) -> int:
     def begin(communicator: Communicator) -> Started:
-        source = tensor.detach()
+        (source,) = detached([tensor])
         rows = splits.tolist() if isinstance(splits, torch.Tensor) else splits
         work = communicator.alltoall(source if source.is_cuda else rows_of(source), rows, name or "")
 

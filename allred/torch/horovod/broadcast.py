@@ -7,7 +7,7 @@ from allred.comm import functions
 from allred.comm.communicator import Communicator
 from allred.torch.horovod import handles
 from allred.torch.horovod.allreduce import Average, allreduce
-from allred.torch.horovod.operations import Differentiable, Started, Tensors, copies, start_operation
+from allred.torch.horovod.operations import Differentiable, Started, Tensors, copies, detached, start_operation
 from allred.torch.horovod.process_sets import ProcessSet, global_process_set
 from allred.torch.tensors import as_raw_array
 
@@ -17,7 +17,7 @@ def _start_broadcast(
 ) -> int:
     def begin(communicator: Communicator) -> Started:
         target = tensor if in_place else copies([tensor])[0]
-        memory = target.detach()
+        (memory,) = detached([target])
         array = memory if memory.is_cuda else as_raw_array(memory)
         return [communicator.broadcast(array, root_rank, name or "", in_place=True)], lambda _, __: target
 

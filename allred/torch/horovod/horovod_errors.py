@@ -39,7 +39,7 @@ def as_horovod_error() -> Iterator[None]:
     """Raise an error of allred inside this block as a HorovodInternalError."""
     try:
         yield
-    except HorovodInternalError:
+    except (HorovodInternalError, HorovodNotInitializedError):
         raise
     except MismatchError as error:
         raise HorovodMismatchError(str(error)) from error

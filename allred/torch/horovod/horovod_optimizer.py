@@ -157,7 +157,7 @@ class HorovodStep(HookedOptimizer):
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
                     "optimizer.synchronize(); put step() into `with optimizer.skip_synchronize():`",
-                    stacklevel=3,
+                    stacklevel=4,
                 )
             self.synchronize()
         self.is_synchronized = False

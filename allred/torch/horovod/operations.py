@@ -18,7 +18,7 @@ from allred.errors import InputError
 from allred.torch.horovod import handles
 from allred.torch.horovod.horovod_errors import as_horovod_error
 from allred.torch.horovod.process_sets import ProcessSet, communicator_of
-from allred.torch.tensors import as_array, as_raw_array, as_tensor
+from allred.torch.tensors import as_array, as_raw_array, as_tensor, check_host
 
 Tensors = Sequence[Tensor]
 Started = tuple[list[Work[Any]], Callable[[list[Any], int], Any]]  # operations, and handles.Started.finish
@@ -62,8 +62,17 @@ class Differentiable(torch.autograd.Function):
         return (None, None, *ctx.gradient(list(gradients)))
 
 
+def detached(tensors: Tensors) -> list[Tensor]:
+    """Return the tensors without gradient. Raises InputError for other objects and tensors that are not dense."""
+    for tensor in tensors:
+        if not getattr(tensor, "is_cuda", False):
+            check_host(tensor)
+    return [tensor.detach() for tensor in tensors]
+
+
 def copies(tensors: Tensors) -> list[Tensor]:
-    return [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
+    """As `detached`, in new memory."""
+    return [tensor.clone(memory_format=torch.contiguous_format) for tensor in detached(tensors)]
 
 
 def view(tensor: Tensor) -> Any:
@@ -77,7 +86,7 @@ def rows_of(tensor: Tensor) -> Any:
 
 
 def result_as_tensor(array: Any, like: Tensor) -> Tensor:
-    """Return the result of a collective on `_rows` as a tensor of the dtype and device of `like`."""
+    """Return the result of a collective on `rows_of` as a tensor of the dtype and device of `like`."""
     if like.is_cuda:
         return torch.as_tensor(array, device=like.device)
     found = as_tensor(np.ascontiguousarray(array))

@@ -15,6 +15,7 @@ from allred.torch.horovod.operations import (
     Started,
     Tensors,
     copies,
+    detached,
     result_as_tensor,
     start_operation,
     view,
@@ -33,7 +34,7 @@ def _start_reducescatter(
     is_async: bool = False,
 ) -> int:
     def begin(communicator: Communicator) -> Started:
-        sources = [tensor.detach() for tensor in tensors] if prescale == 1.0 else copies(tensors)
+        sources = detached(tensors) if prescale == 1.0 else copies(tensors)
         for tensor in sources:
             scale_(tensor, prescale)
         ops = [Sum if is_integer_mean(tensor, op) else op for tensor in sources]

@@ -1,0 +1,112 @@
+"""`bench torch --against horovod`: allred.torch, the drop-in for horovod.torch, in the same processes, interleaved.
+
+mlp       a training step with allred.distributed(torch_optimizer), the baseline, and with DistributedOptimizer of
+          allred.torch, and of Horovod if it is installed
+averages  the means of 1000 tensors of 64 bytes: an all_reduce of torch's backend gloo and a division for each, the
+          baseline; allreduce_async_ of allred.torch for each, then synchronize; one grouped_allreduce_ of it; and
+          grouped_allreduce_ of Horovod if it is installed
+"""
+
+import copy
+import functools
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import allred
+import allred.torch as allred_torch
+from allred.bench import measure, verify
+
+TENSORS = 1000
+Record = dict[str, Any]
+Calls = dict[str, Callable[[], object]]
+
+
+def interfaces() -> dict[str, Any]:
+    """Return the modules that have Horovod's interface, by name."""
+    found = {"allred.torch": allred_torch}
+    if importlib.util.find_spec("horovod") is not None:
+        found["horovod"] = importlib.import_module("horovod.torch")
+    for each in found.values():
+        each.init()
+    return found
+
+
+def step_calls(modules: dict[str, Any], make: Callable[[], Any], data: tuple[Any, Any]) -> Calls:
+    """Return a training step for each interface, of models with equal parameters."""
+    torch.manual_seed(0)
+    models = [make()]
+    models += [copy.deepcopy(models[0]) for _ in modules]
+
+    def step(model: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(data[0]), data[1]).backward()
+        optimizer.step()
+
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+    wrapped = [allred.distributed(optimizers[0], nonfinite="ignore")]
+    wrapped += [
+        module.DistributedOptimizer(each) for module, each in zip(modules.values(), optimizers[1:], strict=True)
+    ]
+    names = ["allred.distributed", *(f"{name} DistributedOptimizer" for name in modules)]
+    return {
+        name: functools.partial(step, model, optimizer)
+        for name, model, optimizer in zip(names, models, wrapped, strict=True)
+    }
+
+
+def average_calls(modules: dict[str, Any], tensors: list[Any], gloo: Any) -> Calls:
+    """Return the calls that replace tensors by their mean over the ranks."""
+    size = allred.size()
+
+    def per_tensor() -> None:
+        for tensor in tensors:
+            dist.all_reduce(tensor, group=gloo)
+            tensor.div_(size)
+
+    def each_async(module: Any) -> None:
+        for handle in [module.allreduce_async_(tensor) for tensor in tensors]:
+            module.synchronize(handle)
+
+    calls: Calls = {"gloo per tensor": per_tensor}
+    for name, module in modules.items():
+        calls[f"{name} per tensor"] = functools.partial(each_async, module)
+        calls[f"{name} grouped"] = functools.partial(module.grouped_allreduce_, tensors)
+    return calls
+
+
+def measure_averages(modules: dict[str, Any], seconds: float, comm: Any, gloo: Any) -> dict[str, measure.CallTimes]:
+    """Check the results of all calls, and time them."""
+    size, tensors = comm.Get_size(), [torch.zeros(16) for _ in range(TENSORS)]
+    calls = average_calls(modules, tensors, gloo)
+    for title, call in calls.items():
+        for index, tensor in enumerate(tensors):
+            tensor.fill_(index + comm.Get_rank())
+        call()
+        wrong = [i for i, tensor in enumerate(tensors) if not bool((tensor == i + (size - 1) / 2).all())]
+        verify.raise_if_any(f"torch: averages by {title}", f"tensors {wrong[:5]}" if wrong else "", comm)
+    for tensor in tensors:
+        tensor.zero_()
+    return measure.interleave(calls, comm, seconds)
+
+
+def measure_all(
+    batches: list[int],
+    make: Callable[[], Any],
+    data: Callable[[int], tuple[Any, Any]],
+    seconds: float,
+    comm: Any,
+    gloo: Any,
+) -> Iterator[tuple[Record, dict[str, measure.CallTimes], str]]:
+    """Yield the labels of each line, its times, and the name of its baseline."""
+    modules = interfaces()
+    for batch in batches:
+        calls = step_calls(modules, make, data(batch))
+        for _ in range(3):
+            for call in calls.values():
+                call()
+        yield {"set": "mlp", "batch": batch}, measure.interleave(calls, comm, seconds), "allred.distributed"
+    yield {"set": "averages", "tensors": TENSORS}, measure_averages(modules, seconds, comm, gloo), "gloo per tensor"

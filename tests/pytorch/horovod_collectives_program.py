@@ -1,0 +1,503 @@
+"""Cases of the collectives of allred.torch, the interface of horovod.torch; test_horovod.py runs it on 2 and 3 ranks.
+
+Expected values are computed from the inputs of all ranks, which each rank can make.
+"""
+
+import contextlib
+import json
+import pathlib
+import tempfile
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from optimizer_case_runner import case
+
+import allred
+import allred.torch as hvd
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+MOVED = (*FLOATS, *INTEGERS, torch.bool, torch.complex64)
+
+
+def value(rank, dtype=torch.float32, rows=4, seed=0):
+    """The input of a rank: small whole numbers, so that sums are exact in all dtypes."""
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    return torch.randint(0, 5, (rows, 3), generator=generator).to(dtype)
+
+
+def everyone(dtype=torch.float32, **options):
+    return [value(rank, dtype, **options) for rank in range(hvd.size())]
+
+
+def same(found, expected):
+    assert found.dtype == expected.dtype, (found.dtype, expected.dtype)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected)
+
+
+@contextlib.contextmanager
+def fails(*kinds, match):
+    """The block raises an error of all these kinds, on this rank; the ranks can go on."""
+    with pytest.raises(kinds[0], match=match) as caught:
+        yield
+    for kind in kinds:
+        assert isinstance(caught.value, kind), (kind, type(caught.value).__mro__)
+    assert hvd.allgather(torch.tensor([hvd.rank()])).tolist() == list(range(hvd.size()))
+
+
+@case
+def allreduce_of_every_dtype():
+    for dtype in (*FLOATS, *INTEGERS):
+        all_ranks = torch.stack(everyone(dtype)).double()
+        for op, expected in (
+            (hvd.Sum, all_ranks.sum(0)),
+            (hvd.Average, all_ranks.mean(0)),
+            (hvd.Min, all_ranks.amin(0)),
+            (hvd.Max, all_ranks.amax(0)),
+            (hvd.Product, all_ranks.prod(0)),
+        ):
+            wanted = expected.trunc() if dtype in INTEGERS else expected
+            own = value(hvd.rank(), dtype)
+            before = own.clone()
+            close(hvd.allreduce(own, op=op), wanted.to(dtype))
+            same(own, before)
+            assert hvd.allreduce_(own, op=op) is own
+            close(own, wanted.to(dtype))
+
+
+@case
+def averages_of_integers_round_toward_zero():
+    total = -7 * hvd.size() - 1
+    mine = torch.tensor([total if hvd.rank() == 0 else 0, -total if hvd.rank() == 0 else 0])
+    assert hvd.allreduce(mine).tolist() == [-7, 7]
+
+
+@case
+def the_argument_average():
+    own, total = value(hvd.rank()), sum(everyone())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        same(hvd.allreduce(own, average=False), total)
+        close(hvd.allreduce(own, True), total / hvd.size())
+        with pytest.raises(ValueError, match="exclude each other"):
+            hvd.allreduce(own, average=True, op=hvd.Average)
+
+
+@case
+def scale_factors():
+    for dtype in (torch.float32, torch.float16, torch.int64):
+        own = value(hvd.rank(), dtype)
+        scaled = [(each.double() * 0.5).trunc() if dtype is torch.int64 else each * 0.5 for each in everyone(dtype)]
+        total = torch.stack([each.double() for each in scaled]).sum(0)
+        same(hvd.allreduce(own, op=hvd.Sum, prescale_factor=0.5), total.to(dtype))
+        after = torch.stack(everyone(dtype)).double().sum(0) * 2.5
+        same(hvd.allreduce(own, op=hvd.Sum, postscale_factor=2.5), after.to(dtype))
+        same(own, value(hvd.rank(), dtype))
+
+
+@case
+def groups_of_several_dtypes():
+    mine = [value(hvd.rank(), dtype, seed=i) for i, dtype in enumerate((torch.float32, torch.int32, torch.float16))]
+    totals = [torch.stack(everyone(each.dtype, seed=i)).double().sum(0).to(each.dtype) for i, each in enumerate(mine)]
+    for found, total in zip(hvd.grouped_allreduce(mine, op=hvd.Sum), totals, strict=True):
+        same(found, total)
+    means = hvd.synchronize(hvd.grouped_allreduce_async(mine))
+    for found, total in zip(means, totals, strict=True):
+        mean = total.double() / hvd.size()
+        close(found, (mean.trunc() if found.dtype is torch.int32 else mean).to(found.dtype))
+    assert all(one is other for one, other in zip(hvd.grouped_allreduce_(mine, op=hvd.Sum), mine, strict=True))
+    for found, total in zip(mine, totals, strict=True):
+        same(found, total)
+    gathered = hvd.grouped_allgather([value(hvd.rank()), torch.tensor([hvd.rank()])])
+    same(gathered[0], torch.cat(everyone()))
+    assert gathered[1].tolist() == list(range(hvd.size()))
+    parts = hvd.grouped_reducescatter([value(hvd.rank(), rows=5), value(hvd.rank(), torch.int32)], op=hvd.Sum)
+    same(parts[0], torch.stack(everyone(rows=5)).sum(0).tensor_split(hvd.size())[hvd.rank()])
+    total = sum(everyone(torch.int32))
+    same(parts[1], total.tensor_split(hvd.size())[hvd.rank()])
+
+
+@case
+def layouts():
+    """Tensors that are not contiguous, 0-d and empty, and parameters."""
+    own = value(hvd.rank()).t()
+    same(hvd.allreduce(own, op=hvd.Sum), sum(everyone()).t().contiguous())
+    hvd.allreduce_(own, op=hvd.Sum)
+    same(own, sum(everyone()).t())
+    assert hvd.allreduce(torch.tensor(float(hvd.rank())), op=hvd.Sum).item() == sum(range(hvd.size()))
+    assert hvd.allreduce(torch.zeros(0, 3)).shape == (0, 3)
+    parameter = torch.nn.Parameter(value(hvd.rank()))
+    assert hvd.broadcast_(parameter, root_rank=1) is parameter
+    same(parameter.detach(), value(1))
+    assert hvd.allgather(torch.tensor(hvd.rank())).tolist() == list(range(hvd.size()))
+
+
+@case
+def data_movement_of_every_dtype():
+    size, rank = hvd.size(), hvd.rank()
+    for dtype in MOVED:
+        rows = rank + 1  # other numbers of rows on other ranks
+        expected = torch.cat([value(each, dtype, rows=each + 1) for each in range(size)])
+        same(hvd.allgather(value(rank, dtype, rows=rows)), expected)
+        own = value(rank, dtype)
+        same(hvd.broadcast(own, root_rank=size - 1), value(size - 1, dtype))
+        same(own, value(rank, dtype))
+        hvd.broadcast_(own, root_rank=size - 1)
+        same(own, value(size - 1, dtype))
+        sent = [value(each, dtype, rows=2 * size) for each in range(size)]
+        expected = torch.cat([each[2 * rank : 2 * rank + 2] for each in sent])
+        same(hvd.alltoall(sent[rank]), expected)
+    for dtype in (*FLOATS, *INTEGERS):
+        own, total = value(rank, dtype), torch.stack(everyone(dtype)).double().sum(0)
+        close(hvd.reducescatter(own, op=hvd.Sum), total.to(dtype).tensor_split(size)[rank])
+        mean = total / size
+        mean = (mean.trunc() if dtype in INTEGERS else mean).to(dtype)
+        close(hvd.reducescatter(own), mean.tensor_split(size)[rank])
+
+
+@case
+def alltoall_with_splits():
+    size, rank = hvd.size(), hvd.rank()
+    splits = [to + rank for to in range(size)]  # rank r sends t + r rows to rank t
+    own = torch.full((sum(splits), 2), float(rank))
+    expected = torch.cat([torch.full((rank + sender, 2), float(sender)) for sender in range(size)])
+    rows, received = hvd.alltoall(own, splits)
+    same(rows, expected)
+    same(received, torch.tensor([rank + sender for sender in range(size)], dtype=torch.int32))
+    rows, received = hvd.alltoall(own, torch.tensor(splits))
+    same(rows, expected)
+    assert received.dtype is torch.int64
+    rows, received = hvd.synchronize(hvd.alltoall_async(own, splits))
+    same(rows, expected)
+
+
+def gradient(call, tensor, weights):
+    """The gradient of (call(tensor) * weights).sum()."""
+    own = tensor.clone().requires_grad_()
+    (call(own) * weights).sum().backward()
+    return own.grad
+
+
+@case
+def gradients():
+    """Horovod's: of allgather and broadcast the mean over the ranks."""
+    size, rank = hvd.size(), hvd.rank()
+    own, weights = value(rank), [value(each, seed=7) for each in range(size)]
+    total = torch.stack(weights).sum(0)
+    close(gradient(lambda t: hvd.allreduce(t, op=hvd.Sum), own, weights[rank]), total)
+    close(gradient(hvd.allreduce, own, weights[rank]), total / size)
+    close(gradient(lambda t: hvd.allreduce(t, op=hvd.Sum, prescale_factor=0.5), own, weights[rank]), total / 2)
+    close(gradient(lambda t: hvd.grouped_allreduce([t, t], op=hvd.Sum)[1], own, weights[rank]), total)
+    counts = [each + 1 for each in range(size)]
+    mine = value(rank, rows=counts[rank])
+    weights = [value(each, rows=sum(counts), seed=7) for each in range(size)]
+    mean = torch.stack(weights).mean(0).split(counts)[rank]
+    close(gradient(hvd.allgather, mine, weights[rank]), mean)
+    close(gradient(lambda t: hvd.grouped_allgather([t, t])[0], mine, weights[rank]), mean)
+    weights = [value(each, seed=7) for each in range(size)]
+    mean = torch.stack(weights).mean(0)
+    expected = mean if rank == 1 else torch.zeros_like(mean)
+    close(gradient(lambda t: hvd.broadcast(t, root_rank=1), own, weights[rank]), expected)
+
+
+@case
+def gradients_of_rows_that_move():
+    size, rank = hvd.size(), hvd.rank()
+    own = torch.ones(2 * size, 2)
+    received = torch.ones(2 * size, 2)
+    factors = torch.arange(1.0, size + 1).repeat_interleave(2)[:, None] * own
+    close(gradient(hvd.alltoall, own, (rank + 1.0) * received), factors)
+    splits = [2] * size
+    close(gradient(lambda t: hvd.alltoall(t, splits)[0], own, received), own)
+    part = torch.full((2, 2), rank + 1.0)
+    close(gradient(hvd.reducescatter, own, part), factors)
+    close(gradient(lambda t: hvd.reducescatter(t, op=hvd.Sum), own, part), size * factors)
+    close(gradient(lambda t: hvd.grouped_reducescatter([t], postscale_factor=3.0)[0], own, part), 3 * factors)
+
+
+@case
+def compressors():
+    own, mean = value(hvd.rank()) + 0.1, torch.stack(everyone()).mean(0) + 0.1
+
+    class Double:
+        @staticmethod
+        def compress(tensor):
+            return tensor.double(), tensor.dtype
+
+        @staticmethod
+        def decompress(tensor, ctx):
+            return tensor.to(ctx)
+
+    for compression, tolerance in ((hvd.Compression.none, 1e-6), (hvd.Compression.fp16, 1e-2), (Double, 1e-6)):
+        found = hvd.allreduce(own, compression=compression)
+        assert found.dtype is torch.float32
+        torch.testing.assert_close(found, mean, rtol=tolerance, atol=tolerance)
+        (found,) = hvd.grouped_allreduce([own], compression=compression)
+        torch.testing.assert_close(found, mean, rtol=tolerance, atol=tolerance)
+        found = hvd.reducescatter(own, compression=compression)
+        torch.testing.assert_close(found, mean.tensor_split(hvd.size())[hvd.rank()], rtol=tolerance, atol=tolerance)
+    same(hvd.allreduce(torch.tensor([3]), compression=hvd.Compression.fp16), torch.tensor([3]))
+
+
+@case
+def handles():
+    started = [hvd.allreduce_async(value(hvd.rank(), seed=i), name=f"h{i}", op=hvd.Sum) for i in range(10)]
+    assert all(type(each) is int for each in started)
+    assert len(set(started)) == 10
+    for i, each in reversed(list(enumerate(started))):
+        same(hvd.synchronize(each), sum(everyone(seed=i)))
+        assert hvd.synchronize(each) is None
+        with pytest.raises(ValueError, match="no such handle"):
+            hvd.poll(each)
+    own = value(hvd.rank())
+    each = hvd.allreduce_async_(own, op=hvd.Sum)
+    while not hvd.poll(each):
+        pass
+    assert hvd.synchronize(each) is own
+    same(own, sum(everyone()))
+
+
+@case
+def names():
+    """A name may be used again when the operation is complete; before, it is an error on the rank that uses it."""
+    one = hvd.broadcast_async(value(hvd.rank()), 0, name="twice")
+    with pytest.raises(ValueError, match="broadcast 'twice': an operation of this name was started before"):
+        hvd.broadcast_async(value(hvd.rank()), 0, name="twice")
+    other = hvd.allgather_async(value(hvd.rank()), name="twice")  # another kind of operation
+    hvd.synchronize(one)
+    hvd.synchronize(other)
+    hvd.broadcast(value(hvd.rank()), 0, name="twice")
+
+
+@case
+def another_order_of_names_is_an_error_on_all_ranks():
+    order = ["a", "b"] if hvd.rank() == 0 else ["b", "a"]
+    started = [hvd.allreduce_async(torch.ones(2), name=name) for name in order]
+    for each in started:
+        with pytest.raises(hvd.HorovodInternalError, match="same order") as caught:
+            hvd.synchronize(each)
+        assert isinstance(caught.value, allred.MismatchError)
+
+
+@case
+def tensors_that_differ():
+    rank = hvd.rank()
+    internal = hvd.HorovodInternalError, RuntimeError, allred.MismatchError
+    with fails(*internal, match=r"float32 \(2,\) on rank 0; .* float32 \(3,\) on rank"):
+        hvd.allreduce(torch.ones(2 + (rank > 0)))
+    with fails(*internal, match="float64"):
+        hvd.allreduce(torch.ones(2, dtype=torch.float64 if rank else torch.float32))
+    with fails(*internal, match="different operations"):
+        hvd.synchronize(hvd.allreduce_async(torch.ones(2), op=hvd.Sum if rank else hvd.Average))
+    with fails(*internal, match="root"):
+        hvd.broadcast(torch.ones(2), root_rank=int(rank > 0))
+    with fails(*internal, match="different operations"):
+        hvd.allgather(torch.ones(2, 2 + (rank > 0)))
+    with fails(*internal, match="different operations"):
+        hvd.allgather(torch.ones(2)) if rank else hvd.allreduce(torch.ones(2))
+
+
+@case
+def arguments_of_one_rank_that_cannot_be_used():
+    """All ranks get an error that is a ValueError and a HorovodInternalError."""
+    rank = hvd.rank()
+    kinds = hvd.HorovodInternalError, ValueError, allred.InputError
+    with fails(*kinds, match="splits"):
+        hvd.alltoall(torch.ones(2 * hvd.size()), None if rank else [1] * hvd.size())
+    with fails(*kinds, match="splits"):
+        hvd.alltoall(torch.ones(hvd.size()), torch.ones(hvd.size()))  # not whole numbers
+    with fails(*kinds, match="do not divide"):
+        hvd.alltoall(torch.ones(2 * hvd.size() + (rank == 0)))
+    with fails(*kinds, match="sparse"):
+        hvd.allreduce(torch.eye(2) if rank else torch.eye(2).to_sparse())
+    with fails(*kinds, match="complex"):
+        hvd.allreduce(torch.ones(2) if rank else torch.ones(2, dtype=torch.complex64))
+    with fails(*kinds, match="Sum of bool"):
+        hvd.allreduce(torch.ones(2, dtype=torch.bool), op=hvd.Sum)
+    with fails(*kinds, match="no first dimension"):
+        hvd.reducescatter(torch.tensor(1.0))
+    with fails(*kinds, match="not a rank"):
+        hvd.broadcast(torch.ones(2), root_rank=hvd.size())
+
+
+@case
+def arguments_that_are_refused_at_once():
+    for call in (hvd.allreduce, hvd.allreduce_async_, hvd.reducescatter):
+        with pytest.raises(NotImplementedError, match="Adasum is not available"):
+            call(torch.ones(2), op=hvd.Adasum)
+    with pytest.raises(ValueError, match="op='max' is not a reduction"):
+        hvd.allreduce(torch.ones(2), op="max")
+
+
+@case
+def sparse_tensors():
+    rank, size = hvd.rank(), hvd.size()
+    mine = torch.sparse_coo_tensor([[rank, size]], [[1.0, 2.0], [3.0, 4.0]], (size + 1, 2))
+    total = torch.stack([torch.tensor([[1.0, 2.0]] * size + [[3.0 * size, 4.0 * size]])])[0]
+    for op, expected in ((hvd.Sum, total), (hvd.Average, total / size)):
+        found = hvd.sparse_allreduce_async(mine, name=f"sparse {op}", op=op)()
+        assert found.is_sparse
+        close(found.to_dense(), expected)
+    with pytest.raises(ValueError, match="sparse COO tensor"):
+        hvd.sparse_allreduce_async(torch.ones(2), name="dense", op=hvd.Sum)
+
+
+@case
+def objects():
+    assert hvd.broadcast_object({"rank": hvd.rank()}, root_rank=1, name="o") == {"rank": 1}
+    square = hvd.broadcast_object((lambda x: x * x) if hvd.rank() == 0 else None)
+    assert square(7) == 49
+    assert hvd.allgather_object([hvd.rank()] * hvd.rank()) == [[rank] * rank for rank in range(hvd.size())]
+
+
+@case
+def process_sets():
+    rank, size = hvd.rank(), hvd.size()
+    assert (hvd.global_process_set.process_set_id, hvd.global_process_set.size()) == (0, size)
+    last, evens = hvd.ProcessSet([size - 1]), list(range(0, size, 2))
+    assert (last.process_set_id, last.size(), last.rank()) == (None, None, None)
+    with pytest.raises(ValueError, match="not registered"):
+        hvd.allreduce(torch.ones(2), process_set=last)
+    hvd.add_process_set(last)
+    assert last.included() == (rank == size - 1)
+    with pytest.raises(ValueError, match="a process set with these ranks already"):
+        hvd.add_process_set([size - 1])
+    with pytest.raises(ValueError, match="a process set with these ranks already"):
+        hvd.add_process_set(range(size))
+    with pytest.raises(ValueError, match="expected different ranks"):
+        hvd.add_process_set([0, size])
+    if last.included():
+        assert last.rank() == 0
+        same(hvd.allreduce(value(rank), process_set=last), value(rank))
+    else:
+        with pytest.raises(ValueError, match="is not in ProcessSet"):
+            hvd.allreduce(value(rank), process_set=last)
+    assert hvd.remove_process_set(last)
+    assert not hvd.remove_process_set(last)
+    assert not hvd.remove_process_set(hvd.global_process_set)
+    if size > 2:
+        both = hvd.add_process_set(hvd.ProcessSet(evens))
+        if both.included():
+            same(hvd.allreduce(value(rank), op=hvd.Sum, process_set=both), value(0) + value(2))
+            same(hvd.broadcast(value(rank), root_rank=2, process_set=both), value(2))
+            mean = (value(0, seed=7) + value(2, seed=7)) / 2
+            expected = mean if rank == 2 else torch.zeros_like(mean)
+            found = gradient(lambda t: hvd.broadcast(t, 2, process_set=both), value(rank), value(rank, seed=7))
+            close(found, expected)
+            hvd.barrier(process_set=both)
+        hvd.remove_process_set(both)
+
+
+@case
+def a_world_of_communicators():
+    """init again, with process sets; a process set from an MPI communicator."""
+    from mpi4py import MPI
+
+    first = hvd.ProcessSet([0])
+    hvd.init(process_sets=[first])
+    assert first.process_set_id is not None
+    twin = MPI.COMM_SELF.Split(0)
+    if hvd.size() > 1 and hvd.rank() == 1:
+        own = hvd.ProcessSet(twin)
+        assert own.ranks is None
+        hvd.add_process_set(own)
+        assert own.ranks == [1]
+    twin.Free()
+    with pytest.raises(ValueError, match="these ranks already"):
+        hvd.init(process_sets=[hvd.ProcessSet([1]), hvd.ProcessSet([1])])
+    hvd.init(process_sets="dynamic")
+    assert first.process_set_id is None
+    with pytest.raises(ValueError, match=r"expected a list of hvd\.ProcessSet"):
+        hvd.init(process_sets=[[0]])
+
+
+@case
+def joined_ranks():
+    """Rank 0 joins first. Averages count it; other operations are errors; a barrier does not wait for it."""
+    size, rank = hvd.size(), hvd.rank()
+    if rank:
+        others = torch.stack(everyone()[1:])
+        same(hvd.allreduce(value(rank), op=hvd.Sum), others.sum(0))
+        close(hvd.allreduce(value(rank)), others.sum(0) / size)
+        mean = hvd.synchronize(hvd.grouped_allreduce_async([value(rank), value(rank, torch.int64)]))
+        close(mean[0], others.sum(0) / size)
+        same(mean[1], torch.div(others.sum(0).long(), size, rounding_mode="trunc"))
+        hvd.barrier()
+        for call in (
+            hvd.allgather,
+            lambda t: hvd.broadcast(t, root_rank=1),
+            lambda t: hvd.alltoall(torch.zeros(size)),
+            hvd.reducescatter,
+            hvd.broadcast_object,
+            hvd.allgather_object,
+        ):
+            with pytest.raises(hvd.HorovodInternalError, match="join"):
+                call(value(rank))
+    last = hvd.join()
+    assert last != 0
+    assert hvd.allgather_object(last) == [last] * size
+    same(hvd.allreduce(value(rank), op=hvd.Sum), sum(everyone()))
+
+
+@case
+def numbers_and_queries():
+    assert hvd.is_initialized()
+    assert (hvd.rank(), hvd.size()) == (allred.rank(), allred.size())
+    assert (hvd.local_rank(), hvd.local_size()) == (hvd.rank(), hvd.size())
+    assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
+    assert hvd.is_homogeneous()
+    assert (hvd.mpi_built(), hvd.mpi_enabled()) == (True, True)
+    assert isinstance(hvd.mpi_threads_supported(), bool)
+    assert type(hvd.nccl_built()) is int
+    for no in (hvd.gloo_built, hvd.gloo_enabled, hvd.ddl_built, hvd.ccl_built, hvd.rocm_built):
+        assert no() is False
+
+
+@case
+def a_timeline_at_run_time():
+    with tempfile.TemporaryDirectory() as directory:
+        path = pathlib.Path(directory) / "trace.json"
+        for name in ("first", "second"):
+            hvd.start_timeline(str(path), mark_cycles=True)
+            hvd.allreduce(torch.ones(2), name=name)
+            hvd.stop_timeline()
+            hvd.allreduce(torch.ones(2), name="between")
+            assert path.exists() == (hvd.rank() == 0)
+            if hvd.rank() == 0:
+                found = {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
+                assert {each for each in found if each.startswith("allreduce ")} == {f"allreduce {name}"}, found
+                assert [file.name for file in path.parent.iterdir()] == ["trace.json"]
+        hvd.stop_timeline()
+        with pytest.raises(ValueError, match="choose another path") if hvd.rank() == 0 else contextlib.nullcontext():
+            hvd.start_timeline(f"{directory}/missing/trace.json")
+
+
+@case
+def a_list_of_many_small_tensors():
+    mine = [torch.full((16,), float(hvd.rank() + i)) for i in range(1000)]
+    expected = np.mean(range(hvd.size()))
+    for i, found in enumerate(hvd.grouped_allreduce(mine)):
+        assert float(found[0]) == i + expected
+    for i, each in enumerate([hvd.allreduce_async(tensor, name=f"t{i}") for i, tensor in enumerate(mine)]):
+        assert float(hvd.synchronize(each)[15]) == i + expected
+
+
+@case
+def shutdown_and_init():
+    hvd.shutdown()
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+    for call in (hvd.rank, hvd.size, hvd.local_rank, hvd.barrier, hvd.stop_timeline, hvd.join):
+        with pytest.raises(ValueError, match=r"hvd\.init\(\)") as caught:
+            call()
+        assert not isinstance(caught.value, RuntimeError)
+    with pytest.raises(ValueError, match=r"hvd\.init\(\)"):
+        hvd.allreduce(torch.ones(2))
+    hvd.init()
+    same(hvd.allreduce(value(hvd.rank()), op=hvd.Sum), sum(everyone()))

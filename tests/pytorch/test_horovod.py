@@ -1,0 +1,52 @@
+"""allred.torch, the interface of horovod.torch: the cases of two programs in one job, with MPICH at 2 ranks and Open
+MPI at 3; with --full at 2 and 3 ranks with both.
+
+A job takes about 8 s of CPU time for each rank, of which 3 s are the import of torch.
+"""
+
+import functools
+import pathlib
+
+import open_mpi
+import optimizer_case_runner as cases
+import pytest
+
+from allred import testing
+
+pytest.importorskip("torch")
+
+PROGRAM = pathlib.Path(__file__).with_name("horovod_program.py")
+FILES = [PROGRAM.with_name(f"horovod_{what}_program.py") for what in ("collectives", "training")]
+NAMES = [name for file in FILES for name in cases.names(file)]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "ALLRED_OVERLAP": "never", "ALLRED_TIMEOUT_S": "200", "ALLRED_BANNER": "0"}
+
+
+@functools.cache
+def results(ranks):
+    result = testing.mpirun(ranks, PROGRAM, env=ENVIRONMENT, timeout_s=280)
+    found = cases.results(result.out)
+    assert result.code == 0 or found, result.text
+    return found, result.text
+
+
+@pytest.mark.limit(300)
+@pytest.mark.parametrize("name", NAMES)
+def test_horovod(name):
+    found, text = results(2)
+    assert found.get(name, f"the job ended before this case:\n{text}") == "ok"
+
+
+@pytest.mark.full
+@pytest.mark.limit(300)
+def test_horovod_at_3_ranks():
+    found, text = results(3)
+    assert found == dict.fromkeys(NAMES, "ok"), text
+
+
+@open_mpi.needs_open_mpi
+@pytest.mark.limit(300)
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.full), 3])
+def test_open_mpi(ranks):
+    result = open_mpi.mpirun(ranks, PROGRAM, env=ENVIRONMENT, timeout_s=280)
+    assert cases.results(result.out) == dict.fromkeys(NAMES, "ok"), result.text
+    assert result.code == 0, result.text
