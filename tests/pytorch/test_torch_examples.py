@@ -75,11 +75,11 @@ def written(directory, *pages):
 
 @pytest.mark.limit(300)
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.full)])
-def test_readme_and_from_ddp(tmp_path, ranks):
+def test_readme_and_from_ddp_and_from_horovod(tmp_path, ranks):
     """All programs in one job."""
-    files = written(tmp_path, "README.md", "docs/from-ddp.md")
+    files = written(tmp_path, "README.md", "docs/from-ddp.md", "docs/from-horovod.md")
     result = testing.mpirun(ranks, "-c", ALL, *files, env=ENVIRONMENT, timeout_s=LIMIT_S)
-    assert (result.code, result.out) == (0, "found [[1. 2. 3. 4.]]\n" * 3), result.text
+    assert (result.code, result.out) == (0, "found [[1. 2. 3. 4.]]\n" * 4), result.text
     assert len(files[0].read_text().splitlines()) <= 15, "README: the program with torch is as short as that with numpy"
 
 
