@@ -132,6 +132,10 @@ class Config:
     metrics: str = _setting(
         "none", "port, or host:port, of the metrics for Prometheus (docs/running.md); without a host 127.0.0.1"
     )
+    elastic_dir: str = _setting(
+        "none",
+        "directory of the commits of allred.torch.elastic; `allred run` sets it; none: commits are in memory",
+    )
     job: str = _setting("auto", "name of the job for monitors; auto: the program and its process id")
     starts: int = _count(1, "how often the job was started; `allred run` sets it", "starts", 1)
     runner: str = _setting("none", "where `allred run` receives reports of the ranks; it sets it", own=True)

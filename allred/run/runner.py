@@ -3,7 +3,8 @@
 1  mpirun starts the ranks. The watcher of the chief's node connects to the runner and passes on what ranks report
 2  signals are sent to the ranks through the watchers, because mpirun may kill them before they have saved
 3  mpirun ends. Its exit code does not tell whether the ranks were successful; their reports do
-4  after a failure the RestartPolicy decides. HostList that fail are left out; the session resumes from its checkpoint
+4  after a failure the RestartPolicy decides. HostList that fail are left out; the session resumes from its checkpoint,
+   hvd.elastic.run from its commit, in a directory that is deleted after success
 5  a new size, from `allred resize` or a changed host file: the session is asked to stop, and the job starts again
 """
 
@@ -11,6 +12,7 @@ import dataclasses
 import os
 import secrets
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -86,6 +88,11 @@ class Runner:
         self._received: list[int] = []  # signals
         self._stops = False  # the user or the batch system ends the job
         self._next_look = 0.0
+        given = os.environ.get("ALLRED_ELASTIC_DIR")
+        self._commits = given or os.path.abspath(f"{options.name}.commits")  # of programs with hvd.elastic
+        self._owns_commits = given is None
+        if self._owns_commits and self._starts == 1:
+            shutil.rmtree(self._commits, ignore_errors=True)  # of an earlier job with this name
 
     def run(self) -> int:
         """Run the job. Return its exit code."""
@@ -143,13 +150,19 @@ class Runner:
             say(f"{end.text}; the job ends" + f": {reason}" * bool(reason))
         elif end.code:
             say(end.text)
+        if self._owns_commits and os.path.isdir(self._commits):
+            if end.code or self._stops:
+                say(f"ALLRED_ELASTIC_DIR={self._commits} continues from the last commit")
+            else:
+                shutil.rmtree(self._commits, ignore_errors=True)
         return end.code
 
     def _start(self, assigned: dict[str, int], listening: tuple[str, int, str]) -> End:
         """Start the job, and return how it ended."""
         settings = {**self._options.settings, "ALLRED_STARTS": str(self._starts), "ALLRED_JOB": self._options.name}
         address, port, secret = listening
-        environ = {**os.environ, **settings, VARIABLE: f"{address} {port} {secret}"}
+        own = {VARIABLE: f"{address} {port} {secret}", "ALLRED_ELASTIC_DIR": self._commits}
+        environ = {**os.environ, **settings, **own}
         words = mpirun.command(self._launch, assigned, self._options.program, environ, mpirun.is_root())
         self._assigned = assigned
         name = f"start {self._starts} of {self._options.name}" if self._starts > 1 else self._options.name
@@ -245,7 +258,8 @@ class Runner:
             return f"{self._options.name} has {count(wanted, 'rank')} already"
         if not self._request_restart():
             raise AllredError(
-                f"{self._options.name} has no open allred.Session, which could write a checkpoint; nothing was changed"
+                f"{self._options.name} has no open allred.Session or hvd.elastic.run, which could write a checkpoint; "
+                "nothing was changed"
             )
         self._target = wanted
         return f"{self._options.name} starts again with {count(wanted, 'rank')} after a checkpoint of the current step"

@@ -1,0 +1,104 @@
+"""RestartableJob: the connection of `elastic.run` with `allred run`.
+
+1  rank 0 reads the newest commit of the starts before
+2  the session is reported to `allred run`, with the number of commits as its step: it stops sessions to resize the job,
+   and ends a job that fails twice at the same step
+3  commits are written on rank 0
+4  signals and stop requests are noted, and all ranks agree on them at a commit
+
+Without a directory (ALLRED_ELASTIC_DIR, which `allred run` sets) commits are counted, and nothing else is done.
+"""
+
+import itertools
+import pathlib
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from allred import log, world
+from allred.cluster import topology
+from allred.comm import functions
+from allred.errors import CheckpointError
+from allred.session.coordination import StopSignals
+from allred.torch.elastic import commit_file
+from allred.torch.elastic.commit_file import Commit
+from allred.watch import wait
+
+_calls = itertools.count(1)  # of `elastic.run` in this program: each has a file of its own
+
+
+class RestartableJob:
+    """Used in a with statement. commits: the number of commits of the training. stop_reason: why the program has to
+    end; "" if it has not, the same on all ranks."""
+
+    def __init__(self) -> None:
+        directory, number = world.config().elastic_dir, next(_calls)
+        self.file = None if directory == "none" else pathlib.Path(directory).absolute() / f"run-{number}.pt"
+        self.commits, self.stop_reason = 0, ""
+        self.write_error: CheckpointError | None = None  # of the newest commit
+        self.signals = StopSignals()
+
+    def load(self, load_state: Callable[[Any], None]) -> int:
+        """Read the newest commit on rank 0, and pass its state to `load_state`. Collective. Returns the number of ranks
+        that made the commit; 0 if there is none. Raises CheckpointError, on all ranks."""
+        if self.file is None:
+            return 0
+        found: tuple[int, int] | str = self._load(load_state, self.file) if topology.rank() == 0 else ""
+        found = functions.broadcast_object(found, name="elastic.run: commit")
+        if isinstance(found, str):
+            raise CheckpointError(found)
+        self.commits, ranks = found
+        if ranks:
+            log.info(f"elastic: continues from commit {self.commits} in {self.file}")
+        return ranks
+
+    def _load(self, load_state: Callable[[Any], None], file: pathlib.Path) -> tuple[int, int] | str:
+        """Return the number of commits and of ranks, or a problem."""
+        try:
+            commit = commit_file.read(file)
+            if commit is None:
+                return 0, 0
+            load_state(commit.state)
+        except CheckpointError as error:
+            return str(error)
+        except Exception as error:  # torch and objects of the user raise anything for a state that does not fit
+            return f"the commit in {file} is not of this program's state: {type(error).__name__}: {error}"
+        return commit.number, commit.ranks
+
+    def __enter__(self) -> Self:
+        if self.file is not None:
+            self.signals.install()
+            self._report(self.signals.stop)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.file is not None:
+            self.signals.restore()
+            self._report(None)
+
+    def _report(self, on_stop: Callable[[str], None] | None) -> None:
+        if (watcher := world.watcher()) is not None:
+            watcher.report_session(self.commits, on_stop)
+
+    def write(self, get_state: Callable[[], Any]) -> None:
+        """Count a commit, and write it on rank 0. If that fails, a line says so, and training continues."""
+        self.commits += 1
+        if self.file is None or topology.rank() != 0:
+            return
+        commit = Commit(self.commits, topology.size(), get_state())
+        self.write_error = None
+        try:
+            with wait.busy():
+                commit_file.write(self.file, commit)
+        except CheckpointError as error:
+            self.write_error = error
+            log.rank_warning(f"elastic: {error}; the commit is in memory only, training continues")
+
+    def must_stop(self) -> bool:
+        """Return whether a rank has received a signal or a stop request. Collective."""
+        if self.file is not None and not self.stop_reason:
+            reasons = functions.allgather_object(self.signals.reason, "commit() or check_host_updates()")
+            self.stop_reason = next(filter(None, reasons), "")
+        return bool(self.stop_reason)

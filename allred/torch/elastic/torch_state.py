@@ -1,0 +1,162 @@
+"""TorchState: a state with torch modules, optimizers and samplers; each is handled by the handler of its type."""
+
+import copy
+from typing import Any
+
+import torch
+
+from allred.errors import InputError
+from allred.torch.elastic.object_state import ObjectState
+from allred.torch.elastic.sampler import ElasticSampler
+from allred.torch.horovod.basics import rank
+from allred.torch.horovod.state_broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+
+
+class StateHandler:
+    """Base class: handles the object `value`. Subclasses define save, restore and sync, as those of a State."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def save(self) -> None:
+        """Save the state of the object in memory."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Return to the state that was saved."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Copy the state of rank 0 to all ranks. Collective."""
+        raise NotImplementedError
+
+    def set_value(self, value: Any) -> None:
+        """Handle another object from now on."""
+        self.value = value
+        self.save()
+
+    def committed_state(self) -> Any:
+        """Return the state for the file of a commit. Called after `save`, so it is that of the object."""
+        if not hasattr(self.value, "state_dict"):
+            raise InputError(
+                f"the commit of a {type(self.value).__name__} cannot be written to a file: it has no state_dict, and "
+                f"{type(self).__name__} does not define committed_state and load_committed_state"
+            )
+        return self.value.state_dict()
+
+    def load_committed_state(self, state: Any) -> None:
+        """Restore the result of `committed_state`."""
+        self.value.load_state_dict(state)
+        self.save()
+
+
+class StateDictHandler(StateHandler):
+    """Handles an object with state_dict and load_state_dict."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self.save()
+
+    def save(self) -> None:
+        self._saved_state = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        self.value.load_state_dict(copy.deepcopy(self._saved_state))
+
+    def sync(self) -> None:
+        self.value.load_state_dict(broadcast_object(self.value.state_dict()))
+
+
+class ModelStateHandler(StateDictHandler):
+    """Handles a torch.nn.Module."""
+
+    def sync(self) -> None:
+        broadcast_parameters(self.value.state_dict(), root_rank=0)
+
+
+class OptimizerStateHandler(StateDictHandler):
+    """Handles a torch.optim.Optimizer."""
+
+    def sync(self) -> None:
+        broadcast_optimizer_state(self.value, root_rank=0)
+
+
+class SamplerStateHandler(StateDictHandler):
+    """Handles an ElasticSampler."""
+
+
+HandlerRegistry = list[tuple[type, type[StateHandler]]]
+
+_registry: HandlerRegistry = [
+    (torch.nn.Module, ModelStateHandler),
+    (torch.optim.Optimizer, OptimizerStateHandler),
+    (torch.optim.lr_scheduler.LRScheduler, StateDictHandler),
+    (ElasticSampler, SamplerStateHandler),
+]
+
+
+def get_handler_registry() -> HandlerRegistry:
+    """Return the list of (type, handler). The first type that an object is an instance of counts."""
+    return _registry
+
+
+def set_handler_registry(registry: HandlerRegistry) -> None:
+    """Replace the list, for states that are created afterwards."""
+    global _registry
+    _registry = registry
+
+
+class TorchState(ObjectState):
+    """The state of a training. All arguments become attributes.
+
+    model: a torch module. optimizer: a torch optimizer, also one of hvd.DistributedOptimizer. kwargs: more of them,
+    learning rate schedulers, ElasticSamplers, and other objects that pickle accepts.
+
+    `register_reset_callbacks` adds functions that adapt it to another number of ranks.
+
+    Example: `hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, batch=0)`.
+    """
+
+    _handlers: dict[str, StateHandler] = {}  # noqa: RUF012  (replaced in __init__)
+
+    def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
+        kwargs.update(model=model, optimizer=optimizer)
+        found = {name: _handler_of(value) for name, value in kwargs.items()}
+        handlers = {name: handler for name, handler in found.items() if handler is not None}
+        for name in handlers:
+            setattr(self, name, kwargs.pop(name))
+        self._handlers = handlers
+        super().__init__(broadcast_object, rank, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._handlers:
+            self._handlers[name].set_value(value)
+        super().__setattr__(name, value)
+
+    def save(self) -> None:
+        for handler in self._handlers.values():
+            handler.save()
+        super().save()
+
+    def restore(self) -> None:
+        for handler in self._handlers.values():
+            handler.restore()
+        super().restore()
+
+    def sync(self) -> None:
+        for handler in self._handlers.values():
+            handler.sync()
+        super().sync()
+
+    def committed_state(self) -> Any:
+        handled = {name: handler.committed_state() for name, handler in self._handlers.items()}
+        return {"handled": handled, "attributes": super().committed_state()}
+
+    def load_committed_state(self, state: Any) -> None:
+        for name, handler in self._handlers.items():
+            handler.load_committed_state(state["handled"][name])
+        super().load_committed_state(state["attributes"])
+
+
+def _handler_of(value: Any) -> StateHandler | None:
+    return next((handler(value) for kind, handler in _registry if isinstance(value, kind)), None)
