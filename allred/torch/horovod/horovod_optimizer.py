@@ -149,6 +149,11 @@ class HorovodStep(HookedOptimizer):
                     parameter.grad = torch.zeros_like(parameter)
         self.is_synchronized = True
 
+    def forget_gradients(self) -> None:
+        """Begin the next step anew: an error has ended it, or the optimizer was restored."""
+        self._next = NextStep()
+        self.is_synchronized, self.should_synchronize = False, True
+
     def step_torch_optimizer(self, closure: Any = None) -> Any:
         if not self.should_synchronize:
             self._next = NextStep(is_reduced=True, is_skipped=self._next.is_skipped)
@@ -203,6 +208,12 @@ class _HorovodMethods:
         self.backward_passes_per_step = _passes(passes)
         if self.allred is not None:
             self.allred.passes = passes
+
+    def load_state_dict(self, *arguments: Any, **options: Any) -> None:
+        """As in torch. The gradients of a backward pass before are not used, so `zero_grad` is possible."""
+        if self.allred is not None:
+            self.allred.forget_gradients()
+        super().load_state_dict(*arguments, **options)  # type: ignore[misc]
 
     def zero_grad(self, *arguments: Any, **options: Any) -> None:
         """As in torch. Raises AssertionError after `backward()` and before `step()` or `synchronize()`."""
