@@ -90,9 +90,7 @@ class Runner:
         self._next_look = 0.0
         given = os.environ.get("ALLRED_ELASTIC_DIR")
         self._commits = given or os.path.abspath(f"{options.name}.commits")  # of programs with hvd.elastic
-        self._owns_commits = given is None
-        if self._owns_commits and self._starts == 1:
-            shutil.rmtree(self._commits, ignore_errors=True)  # of an earlier job with this name
+        self._owns_commits = not given
 
     def run(self) -> int:
         """Run the job. Return its exit code."""

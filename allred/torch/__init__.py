@@ -20,6 +20,7 @@ except ModuleNotFoundError as error:
     ) from None
 
 import _allred_torch
+from allred.torch import elastic
 from allred.torch.horovod.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
 from allred.torch.horovod.allreduce import (
     Adasum,
@@ -120,6 +121,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

@@ -46,15 +46,18 @@ class Training:
         self.resets = []
         self.state.register_reset_callbacks([lambda: self.resets.append((hvd.size(), self.state.epoch))])
 
-    def loop(self, state, epochs, before_batch=lambda training: None):
+    def loop(self, state, epochs, failures=None):
         while state.epoch < epochs:
             loader = torch.utils.data.DataLoader(range(ROWS), batch_size=BATCH, sampler=self.sampler)
             for number, rows in enumerate(loader):
-                before_batch(self)
+                if failures is not None:
+                    failures.before_batch(self)
                 self.adam.zero_grad()
                 self.counter.zero_grad()
                 loss = (self.model(self.x[rows])[:, 0] - self.x[rows].sum(dim=1)).square().mean()
                 (loss - self.model.seen[rows].sum()).backward()
+                if failures is not None:
+                    failures.before_step(self)
                 self.adam.step()
                 self.counter.step()
                 self.schedule.step()
@@ -79,20 +82,17 @@ class Training:
 
 
 class Failures:
-    """What happens before a batch. directory: has the file `pid` with the process id of `allred run`."""
+    """What happens to the training. directory: has the file `pid` with the process id of `allred run`."""
 
     def __init__(self, directory):
         self.directory, self.starts, self.has_failed = directory, world.config().starts, False
 
-    def __call__(self, training):
-        state, rank = training.state, hvd.rank()
-        place = self.starts, hvd.size(), state.epoch, state.batch
-        if place == (1, 2, 0, 6) and not self.has_failed:
-            self.has_failed = True
-            training.model.seen.data += 100
-            state.losses.append("not committed")
-            hvd.allreduce(torch.ones(1 + rank), name="shapes")
-        elif place == (1, 2, 1, 7) and rank == 1:
+    def place(self, state):
+        return self.starts, hvd.size(), state.epoch, state.batch
+
+    def before_batch(self, training):
+        state, rank, place = training.state, hvd.rank(), self.place(training.state)
+        if place == (1, 2, 1, 7) and rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         elif place == (2, 2, 3, 0):
             reference = Training()
@@ -106,6 +106,13 @@ class Failures:
         elif place == (3, 3, 4, 5) and rank == 0:
             os.kill(int((self.directory / "pid").read_text()), signal.SIGTERM)
             self.wait_for_stop(state)
+
+    def before_step(self, training):
+        if self.place(training.state) == (1, 2, 0, 6) and not self.has_failed:
+            self.has_failed = True
+            training.model.seen.data += 100
+            training.state.losses.append("not committed")
+            hvd.allreduce(torch.ones(1 + hvd.rank()), name="shapes")
 
     def wait_for_stop(self, state):
         while not state.elastic_job.signals.reason:

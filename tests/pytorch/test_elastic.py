@@ -3,6 +3,7 @@
 In all about 45 s of CPU time, most of it the import of torch in 12 processes.
 """
 
+import copy
 import itertools
 import pathlib
 import re
@@ -117,11 +118,18 @@ def one_rank(monkeypatch):
 
 def test_a_state_returns_to_its_commit(one_rank):
     model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
     seen = []
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    step()
     state = hvd.elastic.TorchState(model, optimizer, epoch=1, seen=seen)
     assert state.seen is seen
-    weight = model.weight.detach().clone()
+    weight, moments = model.weight.detach().clone(), copy.deepcopy(optimizer.state_dict()["state"][0])
     state.epoch = 2
     state.seen.append(0)
     state.commit()
@@ -130,8 +138,12 @@ def test_a_state_returns_to_its_commit(one_rank):
     state.epoch = 3
     state.seen.append(1)
     for _ in range(2):
+        step()
         state.restore()
         assert (model.weight == weight).all()
+        restored = optimizer.state_dict()["state"][0]
+        assert all((restored[name] == moments[name]).all() for name in ("step", "exp_avg", "exp_avg_sq"))
+        assert model.weight.grad is None
         assert (optimizer.param_groups[0]["lr"], state.epoch, state.seen) == (0.5, 2, [0])
         state.seen.append(2)
     state.model = other = torch.nn.Linear(2, 1)
@@ -142,12 +154,12 @@ def test_a_state_returns_to_its_commit(one_rank):
 
 
 def test_handlers_can_be_registered(one_rank):
-    from allred.torch.elastic import torch_state
+    from allred.torch.elastic import state as handlers
 
     class Counter:
         count = 0
 
-    class CounterHandler(torch_state.StateHandler):
+    class CounterHandler(handlers.StateHandler):
         def save(self):
             self.saved = self.value.count
 
@@ -157,12 +169,12 @@ def test_handlers_can_be_registered(one_rank):
         def sync(self):
             self.value.count = hvd.broadcast_object(self.value.count)
 
-    before = torch_state.get_handler_registry()
-    torch_state.set_handler_registry([(Counter, CounterHandler), *before])
+    before = handlers.get_handler_registry()
+    handlers.set_handler_registry([(Counter, CounterHandler), *before])
     try:
         state = hvd.elastic.TorchState(counter=Counter())
     finally:
-        torch_state.set_handler_registry(before)
+        handlers.set_handler_registry(before)
     state.counter.count = 5
     state.commit()
     state.counter.count = 6
@@ -246,6 +258,7 @@ def test_the_failure_of_another_rank_is_raised():
     @hvd.elastic.run
     def train(state):
         states.append(state)
+        hvd.barrier()
         if topology.rank() == 1:
             raise KeyError("broken")
         hvd.allreduce(torch.ones(1), name="x")
@@ -336,14 +349,15 @@ def allred_run(directory, *words, **env):
 
 @pytest.mark.limit(300)
 def test_a_training_that_is_killed_resized_and_stopped(tmp_path):
-    env = {"ALLRED_ELASTIC_DIR": str(tmp_path / "commits")}
-    first = allred_run(tmp_path, "-np", 2, "--max-np", 3, "--restarts", 1, PROGRAM, tmp_path, **env)
+    first = allred_run(tmp_path, "-np", 2, "--max-np", 3, "--restarts", 1, PROGRAM, tmp_path)
     lines = [line for line in first.out.splitlines(True) if line.startswith(("start ", "equal "))]
     assert (first.code, "".join(lines), first.left) == (0, LINES, []), first.text
-    assert "allred: elastic: SIGTERM: commit " in first.err, first.text
-    last = allred_run(tmp_path, "-np", 1, PROGRAM, tmp_path, **env)
+    assert f"allred run: ALLRED_ELASTIC_DIR={tmp_path}/tested.commits continues from the last commit" in first.err
+    (tmp_path / "tested.commits").rename(tmp_path / "kept")
+    last = allred_run(tmp_path, "-np", 1, PROGRAM, tmp_path, ALLRED_ELASTIC_DIR="kept")
     expected = "start 1: 1 ranks, epoch 4, batch 6, resets [(1, 4)]\ntrained [6.0]\n"
     assert (last.code, last.out) == (0, expected), last.text
+    assert (tmp_path / "kept/run-1.pt").exists()
 
 
 @pytest.mark.limit(300)

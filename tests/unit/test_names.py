@@ -33,6 +33,7 @@ CONVENTIONAL_MODULES = {
 CONVENTIONAL_CLASSES = {
     "Compression": "Horovod's class beside allred's",
     "ProcessSet": "Horovod's class beside allred's",
+    "State": "Horovod's class of elastic training beside the states of a replica",
 }
 
 ANYWHERE = {

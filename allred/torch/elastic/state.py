@@ -77,6 +77,10 @@ class ModelStateHandler(StateDictHandler):
 class OptimizerStateHandler(StateDictHandler):
     """Handles a torch.optim.Optimizer."""
 
+    def restore(self) -> None:
+        super().restore()
+        self.value.zero_grad()  # gradients of the step that has failed
+
     def sync(self) -> None:
         broadcast_optimizer_state(self.value, root_rank=0)
 
