@@ -19,9 +19,14 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; --help lists all options\n")
 
 
+def launched_rank() -> int:
+    """Return the rank of this process from the launcher's environment variables. Works before MPI has started."""
+    return int(next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0"))
+
+
 def first_rank() -> bool:
-    """Whether this process is rank 0, from the launcher's environment variables. Works before MPI has started."""
-    return next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0") == "0"
+    """Return whether this process is rank 0, as `launched_rank`."""
+    return launched_rank() == 0
 
 
 def fail(line: str, code: int = 2) -> int:

@@ -1,9 +1,11 @@
 """python -m allred run: its options."""
 
 import argparse
+import functools
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from allred.command_line import Parser, fail, parse
@@ -69,12 +71,13 @@ def main(arguments: list[str]) -> int:
         return fail(f"python -m allred run: {error}")
 
 
-def make_options(options: argparse.Namespace) -> JobOptions:
-    """Check the options of the command. Raises ConfigError if they do not fit together."""
+def make_options(options: argparse.Namespace, find_hosts: Callable[[], host_list.HostList] | None = None) -> JobOptions:
+    """Check the options of the command. find_hosts: reads the hosts, instead of --hosts, --hostfile and the batch job.
 
-    def find_hosts() -> host_list.HostList:
-        return host_list.find(options.hosts, options.hostfile, os.environ)
-
+    Raises ConfigError if they do not fit together."""
+    watches = bool(options.hostfile or find_hosts) and (options.min_np is not None or options.max_np is not None)
+    if find_hosts is None:
+        find_hosts = functools.partial(host_list.find, options.hosts, options.hostfile, os.environ)
     found = find_hosts()
     if options.hosts and options.hostfile:
         raise ConfigError("--hosts and --hostfile name the hosts twice; drop one of them")
@@ -100,7 +103,6 @@ def make_options(options: argparse.Namespace) -> JobOptions:
     if options.num_ps:
         settings["ALLRED_NUM_PS"] = str(options.num_ps)
     name = options.name or f"{Path(options.program).stem}-{os.getpid()}"
-    watches = bool(options.hostfile) and (options.min_np is not None or options.max_np is not None)
     return JobOptions(
         name, program, target, least, most, options.restarts, settings, find_hosts, watches,
     )  # fmt: skip

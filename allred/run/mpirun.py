@@ -11,7 +11,8 @@ from allred.errors import ConfigError
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 # Open MPI's mpirun forwards its own variables only to other hosts.
-_FORWARDED = ("ALLRED_", "PYTHON", "LD_LIBRARY_PATH", "PATH", "VIRTUAL_ENV", "CUDA_VISIBLE_DEVICES", "NCCL_", *_THREADS)
+_OF_PYTHON = ("PYTHON", "VIRTUAL_ENV", "PATH", "LD_LIBRARY_PATH")
+_FORWARDED = ("ALLRED_", "HOROVOD_", *_OF_PYTHON, "CUDA_VISIBLE_DEVICES", "NCCL_", *_THREADS)
 
 
 @dataclasses.dataclass(frozen=True)
