@@ -57,6 +57,12 @@ def before_init() -> None:
         atexit.register(_leave, False)
 
 
+def before_exec() -> None:
+    """Let the program that os.exec starts in this process be the rank: undo `before_init`."""
+    if _pmi is not None:
+        os.set_inheritable(_pmi[0], True)
+
+
 def take_over(MPI: Any, finalizes: bool, lifeline: int = -1) -> None:  # noqa: N803  (mpi4py's spelling)
     """Take over the exit of this process, once.
 

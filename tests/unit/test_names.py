@@ -26,6 +26,7 @@ CONVENTIONAL_MODULES = {
     "overlap": "bench/overlap.py measures modes/overlap.py",
     "ps": "parameter servers: the package, their mode, their benchmark",
     "torch": "bench/torch.py measures the package torch",
+    "horovod": "torch/horovod has the functions of horovod.torch, compat/horovod the packages for `import horovod`",
     "session": "session/session.py has the class Session of the package",
 }
 
@@ -59,8 +60,10 @@ BEGINNINGS = {
 
 
 def modules() -> dict[str, pathlib.Path]:
-    """All modules by their path in the repository."""
-    return {str(path.relative_to(ROOT.parent)): path for path in sorted(ROOT.rglob("*.py"))}
+    """All modules by their path in the repository, without those that have the names of Horovod's modules."""
+    of_horovod = ROOT / "compat/horovod/packages"
+    found = [path for path in sorted(ROOT.rglob("*.py")) if not path.is_relative_to(of_horovod)]
+    return {str(path.relative_to(ROOT.parent)): path for path in found}
 
 
 def names_of_modules() -> dict[str, list[str]]:

@@ -1,0 +1,5 @@
+"""Not in allred."""
+
+from allred.compat import horovod_path
+
+raise ImportError(horovod_path.unavailable(__name__), name=__name__)

@@ -1,0 +1,59 @@
+"""The directory with the packages `horovod` of allred, and the search for an installed Horovod.
+
+These packages never replace an installed one. Their directory is in PYTHONPATH, or at the end of sys.path, only if a
+program asked for it; allred.compat.horovod says how.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+DIRECTORY = str(Path(__file__).with_name("horovod") / "packages")
+VERSION = "0.28.1"  # of Horovod, whose names the packages have
+
+
+def find_installed() -> str:
+    """Return the version and the directory of an installed Horovod; "" if there is none."""
+    spec = PathFinder.find_spec("horovod", [path for path in sys.path if path != DIRECTORY])
+    is_package = spec is not None and spec.origin is not None  # not a directory with this name and without __init__.py
+    try:
+        found = f"Horovod {importlib.metadata.version('horovod')}"
+    except importlib.metadata.PackageNotFoundError:
+        found = "a package horovod" if is_package else ""
+    return f"{found} ({os.path.dirname(str(spec.origin))})" if found and is_package and spec else found
+
+
+def check() -> None:
+    """Raise ImportError if another Horovod is installed."""
+    if installed := find_installed():
+        raise ImportError(
+            f"{installed} is installed, and allred.compat.horovod does not replace it; pip uninstall horovod, or start "
+            "the program without allred.compat.horovod",
+            name="horovod",
+        )
+
+
+def activate() -> None:
+    """Let `import horovod` find the packages of allred in this process. Raises ImportError as `check`."""
+    check()
+    if DIRECTORY not in sys.path:
+        sys.path.append(DIRECTORY)
+
+
+def python_path(environ: Mapping[str, str]) -> str:
+    """Return the PYTHONPATH of a process in which `import horovod` finds the packages of allred.
+
+    >>> python_path({"PYTHONPATH": "/home/me/lib"}).split(":")[0]
+    '/home/me/lib'
+    """
+    paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", DIRECTORY)]
+    return os.pathsep.join([*paths, DIRECTORY])
+
+
+def unavailable(module: str) -> str:
+    """Return the message for a part of Horovod that allred does not have."""
+    return f"allred has no {module}: it has horovod.torch, horovod.run and horovodrun; PyTorch only"

@@ -1,0 +1,1 @@
+"""horovodrun and horovod.run: Horovod's launcher, by `allred run`."""

@@ -1,0 +1,128 @@
+"""horovod.run: calls a function as ranks, and returns its results.
+
+1  a file `call` in a temporary directory has the function, its arguments, and sys.path
+2  horovodrun, as a process, starts function_rank.py as ranks; each of them writes its outcome to a file there
+3  the results are returned in rank order, or the exception of the first rank that failed is raised
+
+The function is pickled by value with cloudpickle (allred[client]), else by its name.
+"""
+
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from allred.client.call import pack, unpack
+from allred.compat.horovodrun.rank_outcomes import RankOutcome, read
+from allred.errors import AllredError
+from allred.launcher_variables import without_launcher
+from allred.run import host_list
+from allred.validators import integer
+
+_STOP_S = 30.0  # for the ranks to end, after an exception such as KeyboardInterrupt
+
+
+class JobError(AllredError, RuntimeError):
+    """A job of horovod.run failed, and no rank has written a reason."""
+
+
+def run(
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int = 1,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: Sequence[int] | None = None,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    host_discovery_script: str | None = None,
+    start_timeout: int | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    disable_cache: bool | None = None,
+    output_filename: str | None = None,
+    verbose: bool | None = None,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
+    mpi_args: str | None = None,
+    network_interface: str | None = None,
+    network_interfaces: Sequence[str] | None = None,
+    executable: str | None = None,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+) -> list[Any]:
+    """Call `func(*args, **kwargs)` as num_proc ranks. Return the results in rank order.
+
+    The arguments are those of Horovod 0.28, and have the meaning of the options of horovodrun. func calls `hvd.init()`.
+    With other hosts, the working directory must be shared by all hosts: the function is passed in a file there.
+
+    Raises the exception of the first rank that failed, with the rank's traceback as a note; RemoteRankError or
+    JobError, which are RuntimeErrors, if a rank ended without one; InputError for arguments that cannot be sent.
+
+    Example: `losses = horovod.run(train, (0.1,), np=2)`.
+    """
+    size = integer("horovod.run: num_proc", num_proc if np is None else np, 1)
+    options = {
+        "--num-proc": size,
+        "--min-np": min_num_proc if min_np is None else min_np,
+        "--max-np": max_num_proc if max_np is None else max_np,
+        "--slots-per-host": slots,
+        "--reset-limit": reset_limit,
+        "--hosts": hosts,
+        "--hostfile": hostfile,
+        "--host-discovery-script": host_discovery_script,
+        "--start-timeout": start_timeout,
+        "--ssh-port": ssh_port,
+        "--ssh-identity-file": ssh_identity_file,
+        "--output-filename": output_filename,
+        "--mpi-args": mpi_args,
+        "--network-interfaces": ",".join(network_interfaces or ()) or network_interface,
+    }
+    words = [f"{name}={value}" for name, value in options.items() if value not in (None, "")]
+    words += [] if cooldown_range is None else ["--blacklist-cooldown-range", *map(str, cooldown_range)]
+    words += ["--gloo"] * bool(use_gloo)
+    call = pack((func, tuple(args), dict(kwargs or {})), "horovod.run: the function, or an argument,")
+    with tempfile.TemporaryDirectory(prefix="horovod-run-", dir=_shared_directory(hosts, hostfile)) as directory:
+        Path(directory, "call").write_bytes(pickle.dumps((sys.path, [bytes(part) for part in call])))
+        program = [executable or sys.executable, "-m", "allred.compat.horovodrun.function_rank", directory]
+        code = _run_command([*words, *program])
+        return _results(read(directory), code)
+
+
+def _shared_directory(hosts: str | None, hostfile: str | None) -> str | None:
+    """Return the directory for the temporary directory; None for the default, if there is no other host."""
+    found = host_list.find(hosts or "", hostfile or "", {}).slots
+    return None if all(map(host_list.is_local, found)) else os.getcwd()
+
+
+def _run_command(words: list[str]) -> int:
+    """Run horovodrun. Return its exit code."""
+    command = [sys.executable, "-m", "allred.compat.horovodrun", *words]
+    with subprocess.Popen(command, env=without_launcher(os.environ)) as process:
+        try:
+            return process.wait()
+        except BaseException:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_S)
+            process.kill()
+            raise
+
+
+def _results(outcomes: list[RankOutcome], code: int) -> list[Any]:
+    """Return the results by rank. code: the exit code of horovodrun. Raises the error of the first rank that failed."""
+    failed = [outcome for outcome in outcomes if outcome.error is not None]
+    if failed:
+        raise min(failed, key=lambda outcome: (outcome.is_reported, outcome.time)).exception(code)
+    if code or not outcomes:
+        raise JobError(f"horovod.run: the job ended with exit code {code}; its last messages on stderr have the reason")
+    return [unpack(outcome.parts) for outcome in outcomes]

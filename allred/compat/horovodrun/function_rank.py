@@ -1,0 +1,40 @@
+"""The program of a rank of horovod.run: calls the function, and writes the outcome. Argument: the directory."""
+
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+from allred.client.call import REMEDY, unpack
+from allred.command_line import launched_rank
+from allred.compat.horovodrun import rank_outcomes
+from allred.errors import InputError
+
+
+def main(directory: str) -> None:
+    """Run the program."""
+    rank = launched_rank()
+    try:
+        function, args, kwargs = _load(directory)
+        outcome = rank_outcomes.of_result(rank, function(*args, **kwargs))
+    except BaseException as error:
+        rank_outcomes.write(directory, rank_outcomes.of_error(rank, error))
+        raise
+    rank_outcomes.write(directory, outcome)
+
+
+def _load(directory: str) -> Any:
+    """Return the function, its positional and its keyword arguments. Raises InputError if they cannot be loaded."""
+    try:
+        paths, parts = pickle.loads(Path(directory, "call").read_bytes())
+    except FileNotFoundError as error:
+        raise InputError(f"horovod.run: {error}; the directory must be shared by all hosts") from None
+    sys.path += [path for path in paths if path not in sys.path]
+    try:
+        return unpack(parts)
+    except (AttributeError, ModuleNotFoundError) as error:
+        raise InputError(f"horovod.run: the function cannot be loaded on a rank ({error}); {REMEDY}") from error
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
