@@ -8,12 +8,13 @@ from typing import Any
 from allred import startup, world
 from allred.cluster import mpi, topology
 from allred.errors import InputError
-from allred.torch.horovod import handles, process_sets, rank_timeline
+from allred.torch.horovod import handles, process_sets, rank_timeline, variables
 from allred.torch.horovod.horovod_errors import HorovodNotInitializedError
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Join the other ranks, as `allred.init`; settings are the variables ALLRED_... Repeated calls are allowed.
+    """Join the other ranks, as `allred.init`; settings are the variables ALLRED_... and HOROVOD_... Repeated calls are
+    allowed.
 
     comm: an mpi4py communicator, or a list of ranks of MPI.COMM_WORLD, which call init together; default: all.
     process_sets: a list of hvd.ProcessSet, the same on all ranks; "dynamic" and None: none. `hvd.add_process_set`
@@ -24,6 +25,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     Example: `hvd.init()`.
     """
     if not world.is_initialized():
+        variables.apply(os.environ)
         startup.init(_communicator(comm))
         if (path := os.environ.get("HOROVOD_TIMELINE", "")) and path != "DYNAMIC":
             rank_timeline.start_timeline(path)
