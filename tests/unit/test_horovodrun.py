@@ -1,5 +1,6 @@
 """The packages `horovod` of allred next to an installed Horovod, and the options of horovodrun. No MPI."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -21,9 +22,10 @@ def run_commandline():
 """
 
 
-def python(*words, cwd, **environ):
-    """Run Python. Return the exit code, stdout, and the last line of stderr."""
-    environ = {**os.environ, **environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+def python(*words, cwd, first=()):
+    """Run Python. first: directories before those of this process. Return exit code, stdout, and stderr's last line."""
+    paths = [path for path in sys.path if path not in ("", horovod_path.DIRECTORY)]  # other tests import all packages
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*first, *paths])}
     done = subprocess.run(
         [sys.executable, *words], cwd=cwd, env=environ, capture_output=True, text=True, timeout=60, check=False
     )
@@ -58,10 +60,9 @@ def test_horovodrun_is_that_of_an_installed_horovod(installed):
     assert (code, output) == (9, "Horovod's own ['-np', '2', 'python']")
 
 
-def test_an_installed_horovod_that_is_found_later_is_an_error(installed, monkeypatch):
+def test_an_installed_horovod_that_is_found_later_is_an_error(installed):
     """As in a process whose PYTHONPATH has the packages of allred, and whose Python has Horovod in site-packages."""
-    monkeypatch.syspath_prepend(horovod_path.DIRECTORY)
-    code, _, error = python("-c", "import horovod", cwd=installed)
+    code, _, error = python("-c", "import horovod", cwd=installed, first=[horovod_path.DIRECTORY])
     assert code == 1
     assert "ImportError: Horovod 0.27.0" in error
 
@@ -103,6 +104,16 @@ def test_a_program_runs_as_under_python(tmp_path):
     assert code == 7
     (tmp_path / "lib/asks.py").write_text("import allred.compat.horovod\n" + PROGRAM)
     assert python("lib/asks.py", cwd=tmp_path)[:2] == (7, f"['lib/asks.py'] {tmp_path}/lib 0 0.28.1\nworker")
+
+
+@pytest.mark.parametrize(("options", "expected"), [
+    (["-m", "{}"], []), (["-m{}"], []), (["-Oum", "{}"], ["-Ou"]), (["-X", "dev", "-um{}"], ["-X", "dev", "-u"]),
+])  # fmt: skip
+def test_options_of_python_are_kept(options, expected, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the import changes it
+    main = importlib.import_module("allred.compat.horovod.__main__")
+    words = [option.format(main.MODULE) for option in options]
+    assert main.command(["python", *words, "train.py", "-m"], ["train.py", "-m"]) == [*expected, "train.py", "-m"]
 
 
 def test_other_frameworks_are_an_error_that_names_what_there_is(tmp_path):
