@@ -8,11 +8,15 @@ from collections.abc import Mapping, Sequence
 
 from allred.cluster import launcher, mpi
 from allred.errors import ConfigError
+from allred.launcher_variables import without_launcher
+from allred.run import host_list
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 # Open MPI's mpirun forwards its own variables only to other hosts.
 _OF_PYTHON = ("PYTHON", "VIRTUAL_ENV", "PATH", "LD_LIBRARY_PATH")
 _FORWARDED = ("ALLRED_", "HOROVOD_", *_OF_PYTHON, "CUDA_VISIBLE_DEVICES", "NCCL_", *_THREADS)
+
+_OF_SHELL = ("PWD", "OLDPWD", "SHLVL", "_")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,16 +51,21 @@ def thread_settings(cores: int, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def command(
-    launch: Launcher, ranks: Mapping[str, int], program: Sequence[str], environ: Mapping[str, str], is_root: bool
-) -> list[str]:
+    launch: Launcher, ranks: Mapping[str, int], program: Sequence[str], environ: Mapping[str, str], is_root: bool,
+    forwards_all: bool = False,
+) -> list[str]:  # fmt: skip
     """Return the command that starts the program. ranks: their number on each host. environ: the environment in which
-    the command will run; from it Open MPI forwards the variables of _FORWARDED."""
+    the command will run; from it Open MPI forwards the variables of _FORWARDED. forwards_all: all variables, as MPICH
+    does, except those of launchers and of the shell."""
     hosts = ",".join(f"{name}:{count}" for name, count in ranks.items())
     total = ["-np", str(sum(ranks.values()))]
     if not launch.is_open_mpi:
         return [launch.path, "-hosts", hosts, "-bind-to", "none", *total, *program]
     root = ["--allow-run-as-root"] * is_root
-    forwarded = [word for name in sorted(environ) if name.startswith(_FORWARDED) for word in ("-x", name)]
+    names = [name for name in sorted(environ) if name.startswith(_FORWARDED)]
+    if forwards_all and [*ranks] != [host_list.LOCAL]:
+        names = [name for name in sorted(without_launcher(environ)) if name.isidentifier() and name not in _OF_SHELL]
+    forwarded = [word for name in names for word in ("-x", name)]
     # As many slots as ranks, so mpirun accepts more ranks than cores, and fills the hosts in this order.
     return [launch.path, *root, "--host", hosts, "--map-by", "slot", "--bind-to", "none", *forwarded, *total, *program]
 

@@ -45,7 +45,8 @@ class JobOptions:
     program: the command of a rank. target: the number of ranks. min_np: fewest ranks; None: as many as before a
     failure, 1 after a resize. max_np: most ranks after a resize; None: the slots, or `target` if the host file has
     changed. settings: variables for the ranks. find_hosts: reads the hosts; called again before each start.
-    watches_hosts: whether a changed host file resizes the job.
+    watches_hosts: whether a changed host file resizes the job. forwards_all: whether ranks on other hosts get all
+    variables under Open MPI too.
     """
 
     name: str
@@ -57,6 +58,7 @@ class JobOptions:
     settings: dict[str, str]
     find_hosts: Callable[[], HostList]
     watches_hosts: bool
+    forwards_all: bool = False
 
 
 def say(text: str) -> None:
@@ -161,7 +163,9 @@ class Runner:
         address, port, secret = listening
         own = {VARIABLE: f"{address} {port} {secret}", "ALLRED_ELASTIC_DIR": self._commits}
         environ = {**os.environ, **settings, **own}
-        words = mpirun.command(self._launch, assigned, self._options.program, environ, mpirun.is_root())
+        words = mpirun.command(
+            self._launch, assigned, self._options.program, environ, mpirun.is_root(), self._options.forwards_all
+        )
         self._assigned = assigned
         name = f"start {self._starts} of {self._options.name}" if self._starts > 1 else self._options.name
         where = f"{count(sum(assigned.values()), 'rank')} on {', '.join(assigned)}"

@@ -1,6 +1,7 @@
 """`allred run` without processes: hosts, commands, reports of ranks, decisions after a start."""
 
 import argparse
+import itertools
 import os
 
 import pytest
@@ -82,6 +83,18 @@ def test_the_commands_of_both_mpis():
         "-np 3 prog"
     )
     assert "--allow-run-as-root" not in mpirun.command(open_mpi, ranks, ["prog"], environ, is_root=False)
+
+
+def test_all_variables_are_forwarded_to_other_hosts_if_asked_for():
+    launch = mpirun.Launcher("/o/mpirun", "Open MPI 5.0.11")
+    environ = {"HOROVOD_TIMELINE": "t", "PMI_RANK": "0", "TOKEN": "1", "PWD": "/", "BASH_FUNC_f%%": "() { :; }"}
+
+    def names(ranks, forwards_all):
+        words = mpirun.command(launch, ranks, ["prog"], environ, is_root=False, forwards_all=forwards_all)
+        return [name for option, name in itertools.pairwise(words) if option == "-x"]
+
+    assert names({"n1": 1}, True) == ["HOROVOD_TIMELINE", "TOKEN"]
+    assert names({"localhost": 1}, True) == names({"n1": 1}, False) == ["HOROVOD_TIMELINE"]
 
 
 def test_threads_of_blas_are_the_cores_of_a_rank_unless_they_are_given():

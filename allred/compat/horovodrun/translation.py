@@ -167,7 +167,7 @@ def make_job(options: argparse.Namespace, environ: Mapping[str, str]) -> JobOpti
     settings = {**job.settings, **options.variables, "PYTHONPATH": python_path(environ)}
     if options.network_interfaces:
         settings["ALLRED_NETWORK"] = ",".join(options.network_interfaces)
-    return dataclasses.replace(job, settings=settings)
+    return dataclasses.replace(job, settings=settings, forwards_all=True)
 
 
 def _check_local(hosts: HostList) -> None:
